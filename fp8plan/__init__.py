@@ -1,0 +1,42 @@
+"""Predict, apply, watch and check the rollout precision of LLM RL training.
+
+Names are loaded on first use, so that `import fp8plan` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Batch": "fp8plan.model.workload",
+    "EngineLimits": "fp8plan.model.limits",
+    "Fixed": "fp8plan.model.workload",
+    "Fp8PlanError": "fp8plan.errors",
+    "Gpu": "fp8plan.model.hardware",
+    "LogNormal": "fp8plan.model.workload",
+    "ModelShape": "fp8plan.model.architecture",
+    "Plan": "fp8plan.model.plan",
+    "Precision": "fp8plan.model.precision",
+    "RiskBudget": "fp8plan.model.mismatch",
+    "Trace": "fp8plan.model.workload",
+    "Trainer": "fp8plan.model.rl_step",
+    "Workload": "fp8plan.model.workload",
+    "gpu": "fp8plan.model.hardware",
+    "load_profile": "fp8plan.model.profile",
+    "plan": "fp8plan.model.planner",
+}
+
+__all__ = sorted(_HOME)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'fp8plan' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,23 @@
+"""Errors of fp8plan. Every message says what was given, what is allowed and what to type.
+
+Fp8PlanError                     catch this one
+├── ConfigError (ValueError)     an argument, file or combination that cannot be used
+├── ProfileError (LookupError)   no calibrated number for what was asked
+└── CapacityError (ValueError)   the model or a request does not fit the GPU
+"""
+
+
+class Fp8PlanError(Exception):
+    """Base of all errors raised on purpose by fp8plan. The command line prints it and exits with 2."""
+
+
+class ConfigError(Fp8PlanError, ValueError):
+    """An argument, a file, or a combination of them that cannot be used."""
+
+
+class ProfileError(Fp8PlanError, LookupError):
+    """A profile is missing, is for another engine version, or lacks a kernel."""
+
+
+class CapacityError(Fp8PlanError, ValueError):
+    """The model does not fit the GPU, or one request can never fit the KV cache."""

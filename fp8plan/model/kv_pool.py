@@ -1,0 +1,185 @@
+"""vLLM's paged KV pool, counted instead of listed: which blocks are free, and which freed ones can still be hit.
+
+vLLM keeps free blocks in one queue: blocks without a content hash at the front, hashed ones behind them in
+the order they were freed, a request's last block before its first (vllm/v1/core/block_pool.py, `free_blocks`).
+Eviction pops the front. So what survives of a freed request is always a prefix of it, and one `Span` per
+freed piece with a shrinking end replaces thousands of blocks, exactly.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from fp8plan.model.arrays import IntArray
+
+
+def blocks_for(tokens: int, block_size: int) -> int:
+    return -(-tokens // block_size)
+
+
+class Pool(Protocol):
+    """What the scheduler needs of a pool. `free` counts the blocks that can be handed out."""
+
+    free: int
+
+    def lookup(self, request: int, tokens: int) -> tuple[int, int]:
+        """(blocks a request of that many tokens finds in the cache, how many of those are in the free queue)."""
+
+    def admit(self, request: int, hit_blocks: int) -> None:
+        """Hold the blocks `lookup` found."""
+
+    def take(self, blocks: int) -> None:
+        """Hand out blocks, least recently freed first."""
+
+    def computed(self, request: int, tokens: int) -> None:
+        """A prefill chunk now reaches this many tokens: its full blocks become findable."""
+
+    def release(self, request: int, held_blocks: int, hashed_tokens: int) -> None:
+        """Free a request that holds `held_blocks`, of which the first `hashed_tokens` tokens have full, hashed blocks."""
+
+
+class PlainPool:
+    """No prefix caching: free blocks are a number."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.free = num_blocks
+
+    def lookup(self, request: int, tokens: int) -> tuple[int, int]:
+        return 0, 0
+
+    def admit(self, request: int, hit_blocks: int) -> None:
+        pass
+
+    def take(self, blocks: int) -> None:
+        self.free -= blocks
+
+    def computed(self, request: int, tokens: int) -> None:
+        pass
+
+    def release(self, request: int, held_blocks: int, hashed_tokens: int) -> None:
+        self.free += held_blocks
+
+
+class Span:
+    """Consecutive hashed blocks [start, end) that are held and freed together. Eviction lowers `end`."""
+
+    __slots__ = ("end", "holders", "siblings", "start")
+
+    def __init__(self, start: int, end: int, holders: int, siblings: dict[Span, None] | None = None) -> None:
+        self.start, self.end, self.holders = start, end, holders
+        self.siblings = siblings  # the other copies of the same content, oldest first
+
+
+class CachingPool:
+    """Prefix caching. Requests with the same prompt share its full blocks.
+
+    A request's blocks are three spans: the shared prompt blocks; if the prompt fills its last block exactly,
+    that block (each sibling computes its own copy, because a hit must leave one token to compute, but all
+    copies have one hash, and a resumed sibling finds the oldest copy); and its private blocks.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, prompts: IntArray, prompt_ids: IntArray) -> None:
+        self.free = num_blocks
+        self._clean = num_blocks  # free blocks without a hash
+        self._queue: dict[Span, None] = {}  # free spans, least recently freed first
+        self._block_size = block_size
+        self._group: list[int] = prompt_ids.tolist()
+        self._shared_blocks, self._has_copy = _shared_layout(prompts, prompt_ids, block_size)
+        groups = max(self._group, default=-1) + 1
+        self._shared = [Span(0, 0, 0) for _ in range(groups)]
+        self._copies: list[dict[Span, None]] = [{} for _ in range(groups)]
+        self._held_copy: dict[int, Span] = {}
+        self._private: dict[int, Span] = {}  # of requests that are not running
+
+    def lookup(self, request: int, tokens: int) -> tuple[int, int]:
+        most = (tokens - 1) // self._block_size
+        shared = self._shared[self._group[request]]
+        hit = min(shared.end, most)
+        in_queue = 0 if shared.holders else hit
+        if hit < self._shared_blocks[request]:
+            return hit, in_queue
+        if self._has_copy[request]:
+            copy = next(iter(self._copies[self._group[request]]), None)
+            if copy is None or most <= hit:
+                return hit, in_queue
+            hit += 1
+            in_queue += not copy.holders
+        private = self._private.get(request)
+        if private is not None:
+            size = private.end - private.start
+            hit, in_queue = hit + size, in_queue + size
+        return hit, in_queue
+
+    def admit(self, request: int, hit_blocks: int) -> None:
+        group, found = self._group[request], self._shared_blocks[request]
+        self._hold(self._shared[group])
+        if self._has_copy[request] and hit_blocks > found:
+            copy = next(iter(self._copies[group]))
+            self._hold(copy)
+            self._held_copy[request] = copy
+            found += 1
+        # A surviving private block implies surviving prompt blocks: those were freed later, or are still held.
+        private = self._private.pop(request, None)
+        if private is not None and hit_blocks > found:
+            self._hold(private)
+
+    def take(self, blocks: int) -> None:
+        self.free -= blocks
+        self._clean -= blocks
+        while self._clean < 0:
+            oldest = next(iter(self._queue))
+            evicted = min(-self._clean, oldest.end - oldest.start)
+            oldest.end -= evicted
+            self._clean += evicted
+            if oldest.end == oldest.start:
+                del self._queue[oldest]
+                if oldest.siblings is not None:
+                    del oldest.siblings[oldest]
+
+    def computed(self, request: int, tokens: int) -> None:
+        if not self._shared_blocks[request] and not self._has_copy[request]:
+            return
+        group = self._group[request]
+        full = tokens // self._block_size
+        shared = self._shared[group]
+        shared.end = max(shared.end, min(full, self._shared_blocks[request]))
+        if self._has_copy[request] and full > self._shared_blocks[request] and request not in self._held_copy:
+            copies = self._copies[group]
+            copy = Span(self._shared_blocks[request], self._shared_blocks[request] + 1, 1, copies)
+            copies[copy] = None
+            self._held_copy[request] = copy
+
+    def release(self, request: int, held_blocks: int, hashed_tokens: int) -> None:
+        full = hashed_tokens // self._block_size
+        self._clean += held_blocks - full
+        self.free += held_blocks - full
+        start = self._shared_blocks[request] + self._has_copy[request]
+        if full > start:
+            self._private[request] = private = Span(start, full, holders=1)
+            self._let_go(private)
+        copy = self._held_copy.pop(request, None)
+        if copy is not None:
+            self._let_go(copy)
+        self._let_go(self._shared[self._group[request]])
+
+    def _hold(self, span: Span) -> None:
+        if not span.holders and span in self._queue:
+            del self._queue[span]
+            self.free -= span.end - span.start
+        span.holders += 1
+
+    def _let_go(self, span: Span) -> None:
+        span.holders -= 1
+        if not span.holders and span.end > span.start:
+            self._queue[span] = None
+            self.free += span.end - span.start
+
+
+def _shared_layout(prompts: IntArray, prompt_ids: IntArray, block_size: int) -> tuple[list[int], list[bool]]:
+    """Per request: how many leading blocks siblings share, and whether the next one exists once per sibling."""
+    has_siblings = np.bincount(prompt_ids)[prompt_ids] > 1 if len(prompt_ids) else np.zeros(0, bool)
+    shared = np.where(has_siblings, (prompts - 1) // block_size, 0)
+    copies = has_siblings & (prompts % block_size == 0)
+    return shared.tolist(), copies.tolist()

@@ -1,0 +1,56 @@
+"""The engine's limits, under vLLM's own argument names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fp8plan.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What one vLLM engine (one data-parallel replica) is started with.
+
+    The defaults are vLLM 0.26's for an offline `LLM` on a GPU with at least 70 GiB
+    (vllm/engine/arg_utils.py, vllm/config/cache.py), except `max_model_len`: None means
+    "just enough for the longest request of the workload", which is what an RL trainer sets.
+
+    gpu_memory_utilization: fraction of the GPU's memory the engine may use, in (0, 1]
+    max_model_len:          longest prompt + response in tokens
+    max_num_seqs:           most requests running at once
+    max_num_batched_tokens: token budget of one step
+    block_size:             tokens per KV block
+    enable_prefix_caching:  full blocks stay findable by content until they are evicted
+    tensor_parallel_size:   GPUs per replica
+    data_parallel_size:     replicas; the batch is split between them before it starts
+    async_scheduling:       the next step is scheduled before the last one's tokens are known, so the slot
+                            and the blocks of a finished request come free one step later
+    enforce_eager:          no CUDA graphs
+    scheduler_reserve_full_isl: a waiting request is admitted only if all it has to prefill fits the free blocks,
+                            not just its first chunk
+    num_gpu_blocks:         impose the KV pool (blocks the scheduler can use) instead of predicting it
+    """
+
+    gpu_memory_utilization: float = 0.92
+    max_model_len: int | None = None
+    max_num_seqs: int = 1024
+    max_num_batched_tokens: int = 16384
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    async_scheduling: bool = True
+    enforce_eager: bool = False
+    scheduler_reserve_full_isl: bool = True
+    num_gpu_blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; allowed: above 0, at most 1")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel_size", "data_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: a whole number of at least 1")
+        for name in ("max_model_len", "num_gpu_blocks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value!r}; allowed: a whole number of at least 1, or nothing at all")

@@ -1,0 +1,70 @@
+"""Rollout precisions: which numbers are stored in how many bytes, scales included."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from fp8plan.errors import ConfigError
+
+BF16_BYTES = 2
+FP8_BYTES = 1
+FP32_BYTES = 4
+
+# E4M3 "fn": 4 exponent bits, 3 mantissa bits, no infinities (OCP OFP8 specification, table 1).
+E4M3_MAX = 448.0
+E4M3_MANTISSA_BITS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """How a rollout engine stores weights and KV cache.
+
+    name:    preset name, as the command line spells it
+    weights: "bf16", or "fp8_block": E4M3 weights with one FP32 scale per `weight_block`, activations
+             quantised per 1 x weight_block[1] group by the engine
+    kv:      "bf16" or "fp8" (E4M3, one scale per layer and K/V)
+    """
+
+    name: str
+    weights: Literal["bf16", "fp8_block"]
+    kv: Literal["bf16", "fp8"]
+    weight_block: tuple[int, int] = (128, 128)
+
+    @property
+    def uses_fp8(self) -> bool:
+        return self.weights != "bf16" or self.kv != "bf16"
+
+    @property
+    def gemm_dtype(self) -> str:
+        """Key of the GEMM tables in a profile for the quantised linears."""
+        return self.weights
+
+    @property
+    def kv_element_bytes(self) -> int:
+        """Bytes of one K or V element (the per-layer scales are a few bytes in all)."""
+        return FP8_BYTES if self.kv == "fp8" else BF16_BYTES
+
+    def linear_bytes(self, n: int, k: int, quantised: bool) -> int:
+        """Bytes of one (n, k) weight matrix; `quantised` says whether this layer is one the engine quantises."""
+        if self.weights == "bf16" or not quantised:
+            return n * k * BF16_BYTES
+        rows, columns = self.weight_block
+        return n * k * FP8_BYTES + ceil(n / rows) * ceil(k / columns) * FP32_BYTES
+
+
+BF16 = Precision("bf16", "bf16", "bf16")
+FP8_BLOCK = Precision("fp8_block", "fp8_block", "bf16")
+FP8_KV = Precision("fp8_kv", "bf16", "fp8")
+FP8_BLOCK_KV = Precision("fp8_block+fp8_kv", "fp8_block", "fp8")
+
+PRESETS: dict[str, Precision] = {p.name: p for p in (BF16, FP8_BLOCK, FP8_KV, FP8_BLOCK_KV)}
+
+
+def precision(name: str) -> Precision:
+    """The preset called `name`. Raises ConfigError for another name."""
+    try:
+        return PRESETS[name]
+    except KeyError:
+        raise ConfigError(f"unknown precision {name!r}; allowed: {', '.join(PRESETS)}") from None

@@ -1,0 +1,140 @@
+"""vLLM's own V1 Scheduler driven over a finite batch, without a model: what the simulator must reproduce."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections import deque
+from functools import cache
+from typing import NamedTuple
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+CONFIG = dict(
+    architectures=["Qwen3ForCausalLM"],
+    model_type="qwen3",
+    hidden_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    intermediate_size=512,
+    vocab_size=1024,
+    max_position_embeddings=131072,
+    torch_dtype="bfloat16",
+    hidden_act="silu",
+    rms_norm_eps=1e-6,
+)
+
+
+class Step(NamedTuple):
+    prefill_tokens: int
+    decode_tokens: int
+    used_blocks: int
+    preemptions: int
+
+
+@cache
+def _model_config(max_model_len: int):
+    from vllm.config import ModelConfig
+
+    folder = tempfile.mkdtemp(prefix="fp8plan-oracle-")
+    with open(f"{folder}/config.json", "w") as file:
+        json.dump(CONFIG, file)
+    return ModelConfig(model=folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=max_model_len, seed=0)
+
+
+def _scheduler(limits, num_blocks: int, max_model_len: int):
+    import torch
+    from vllm.config import CacheConfig, DeviceConfig, SchedulerConfig, VllmConfig
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    scheduler_config = SchedulerConfig(
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        enable_chunked_prefill=True,
+        is_encoder_decoder=False,
+        async_scheduling=limits.async_scheduling,
+        scheduler_reserve_full_isl=limits.scheduler_reserve_full_isl,
+    )
+    cache_config = CacheConfig(
+        block_size=limits.block_size, cache_dtype="auto", enable_prefix_caching=limits.enable_prefix_caching
+    )
+    config = VllmConfig(
+        model_config=_model_config(max_model_len),
+        scheduler_config=scheduler_config,
+        cache_config=cache_config,
+        device_config=DeviceConfig("cpu"),
+    )
+    with_null_block = num_blocks + 1  # vLLM keeps one block for padding
+    cache_config.num_gpu_blocks = with_null_block
+    spec = FullAttentionSpec(block_size=limits.block_size, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    kv = KVCacheConfig(
+        num_blocks=with_null_block, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+    )
+    kind = AsyncScheduler if limits.async_scheduling else Scheduler
+    return kind(config, kv, StructuredOutputManager(config), block_size=limits.block_size, log_stats=True)
+
+
+def _add_requests(scheduler, prompts, responses, prompt_ids, limits) -> None:
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(limits.block_size, sha256) if limits.enable_prefix_caching else None
+    for number, (length, response, prompt) in enumerate(zip(prompts, responses, prompt_ids, strict=True)):
+        # Distinct prompts differ from their first token on; equal ones are equal.
+        tokens = [int(10_000 + prompt)] + [int((prompt * 7919 + position * 31) % 1000) for position in range(length - 1)]
+        request = Request(
+            request_id=str(number),
+            prompt_token_ids=tokens,
+            sampling_params=SamplingParams(max_tokens=int(response), ignore_eos=True),
+            pooling_params=None,
+            block_hasher=hasher,
+        )
+        scheduler.add_request(request)
+
+
+def run(prompts, responses, prompt_ids, num_blocks: int, limits) -> list[Step]:
+    """One Step per engine step that does any work, until every request has finished."""
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    longest = int((prompts + responses).max())
+    scheduler = _scheduler(limits, num_blocks, max_model_len=max(longest, limits.max_num_batched_tokens))
+    _add_requests(scheduler, prompts.tolist(), responses.tolist(), prompt_ids.tolist(), limits)
+    in_flight: deque = deque()
+    steps: list[Step] = []
+    while scheduler.has_unfinished_requests():
+        decoding = {request.request_id for request in scheduler.running if not request.is_prefill_chunk}
+        output = scheduler.schedule()
+        ids, sampled, prefill, decode = [], [], 0, 0
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            request = scheduler.requests[request_id]
+            if request_id in decoding:
+                decode += tokens
+            else:
+                prefill += tokens
+            ids.append(request_id)
+            # Every sample generates its own tokens, so that siblings share prompt blocks and nothing else.
+            done = request.num_computed_tokens >= request.num_tokens
+            token = 2_000 + (int(request_id) * 104_729 + request.num_computed_tokens * 31) % 900_000
+            sampled.append([token] if done else [])
+        used = num_blocks - scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        if ids:
+            steps.append(Step(prefill, decode, used, len(output.preempted_req_ids or ())))
+        result = ModelRunnerOutput(ids, {name: row for row, name in enumerate(ids)}, sampled)
+        in_flight.append((output, result))
+        # The asynchronous engine schedules a step before it has seen the tokens of the one before.
+        if len(in_flight) > limits.async_scheduling or not ids:
+            scheduler.update_from_output(*in_flight.popleft())
+    return steps
