@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.hardware import Gpu
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
     """What one vLLM engine (one data-parallel replica) is started with.
 
-    The defaults are vLLM 0.26's for an offline `LLM` on a GPU with at least 70 GiB
-    (vllm/engine/arg_utils.py, vllm/config/cache.py), except `max_model_len`: None means
+    The defaults are vLLM 0.26's for an offline `LLM` on a GPU of at least 70 GiB (see `for_gpu`), except
+    `max_model_len`: None means
     "just enough for the longest request of the workload", which is what an RL trainer sets.
 
     gpu_memory_utilization: fraction of the GPU's memory the engine may use, in (0, 1]
@@ -44,13 +45,38 @@ class EngineLimits:
     scheduler_reserve_full_isl: bool = True
     num_gpu_blocks: int | None = None
 
+    @classmethod
+    def for_gpu(cls, gpu: Gpu) -> EngineLimits:
+        """vLLM's defaults for an offline `LLM` on this GPU (get_batch_defaults in vllm/engine/arg_utils.py)."""
+        large = gpu.memory_bytes >= 70 << 30 and not gpu.name.startswith("a100")
+        return cls() if large else cls(max_num_seqs=256, max_num_batched_tokens=8192)
+
     def __post_init__(self) -> None:
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; allowed: above 0, at most 1")
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel_size", "data_parallel_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: a whole number of at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, max_num_seqs is {self.max_num_seqs}; "
+                "allowed: at least one token of budget per running request, as vLLM demands"
+            )
         for name in ("max_model_len", "num_gpu_blocks"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value!r}; allowed: a whole number of at least 1, or nothing at all")
+
+    def holding(self, longest_request: int) -> EngineLimits:
+        """These limits with max_model_len filled in if it is None.
+
+        longest_request: prompt + response in tokens. Raises ConfigError if max_model_len is given and shorter.
+        """
+        if self.max_model_len is None:
+            return replace(self, max_model_len=longest_request)
+        if longest_request > self.max_model_len:
+            raise ConfigError(
+                f"the longest request has {longest_request} tokens (prompt + response), max_model_len is "
+                f"{self.max_model_len}; shorten the response lengths or raise max_model_len"
+            )
+        return self

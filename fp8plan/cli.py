@@ -1,0 +1,230 @@
+"""The command line: parse, call, print. Results go to stdout, notes and progress to stderr; bad input exits with 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console, RenderableType
+
+from fp8plan.errors import ConfigError, Fp8PlanError
+
+T = TypeVar("T")
+
+app = typer.Typer(
+    name="fp8plan",
+    help="Predict what each rollout precision (BF16, blockwise FP8, FP8 KV cache, both) gains and risks in LLM RL.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+WORKLOAD, ENGINE, TRAINER, OUTPUT = "Workload", "Engine (vLLM's names)", "RL step", "Output"
+LENGTHS = "fixed:TOKENS, lognormal:mean=TOKENS,sigma=S,max=TOKENS (mean before clipping), or a .jsonl/.parquet trace"
+
+
+def main() -> None:
+    """Entry point. Errors raised on purpose are one line on stderr and exit code 2."""
+    try:
+        app()
+    except Fp8PlanError as error:
+        print(f"fp8plan: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+@app.command("plan")
+def plan_command(
+    model: Annotated[str, typer.Argument(help="hub id (Qwen/Qwen3-8B) or a folder with config.json")],
+    gpu: Annotated[str, typer.Option(help="h200, h100, b200, ...; auto asks the driver")],
+    prompts: Annotated[int, typer.Option(rich_help_panel=WORKLOAD)] = 32,
+    samples: Annotated[int, typer.Option(help="responses per prompt", rich_help_panel=WORKLOAD)] = 16,
+    prompt_lengths: Annotated[str, typer.Option(help=LENGTHS, rich_help_panel=WORKLOAD)] = "fixed:1024",
+    response_lengths: Annotated[
+        str, typer.Option(help="the same", rich_help_panel=WORKLOAD)
+    ] = "lognormal:mean=6000,sigma=0.9,max=20480",
+    seed: Annotated[int, typer.Option(rich_help_panel=WORKLOAD)] = 0,
+    gpus: Annotated[int | None, typer.Option(help="try every TP x DP layout of so many GPUs", rich_help_panel=ENGINE)] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(rich_help_panel=ENGINE)] = 1,
+    data_parallel_size: Annotated[int, typer.Option(help="replicas", rich_help_panel=ENGINE)] = 1,
+    gpu_memory_utilization: Annotated[float | None, typer.Option(rich_help_panel=ENGINE)] = None,
+    max_model_len: Annotated[int | None, typer.Option(rich_help_panel=ENGINE)] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(rich_help_panel=ENGINE)] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(rich_help_panel=ENGINE)] = None,
+    block_size: Annotated[int | None, typer.Option(rich_help_panel=ENGINE)] = None,
+    num_gpu_blocks: Annotated[int | None, typer.Option(help="impose the KV pool", rich_help_panel=ENGINE)] = None,
+    prefix_caching: Annotated[bool, typer.Option(rich_help_panel=ENGINE)] = True,
+    async_scheduling: Annotated[bool, typer.Option(rich_help_panel=ENGINE)] = True,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", rich_help_panel=ENGINE)] = False,
+    engine_version: Annotated[str, typer.Option(help="of vLLM", rich_help_panel=ENGINE)] = "0.26.0",
+    strict: Annotated[bool, typer.Option("--strict", help="only a profile of this very version", rich_help_panel=ENGINE)] = False,
+    precision: Annotated[
+        list[str] | None, typer.Option(help="bf16, fp8_block, fp8_kv, fp8_block+fp8_kv; repeat; default: all")
+    ] = None,
+    accept: Annotated[str, typer.Option(help="highest risk to choose: low, moderate, high")] = "moderate",
+    train_s: Annotated[float | None, typer.Option(help="training, seconds a step", rich_help_panel=TRAINER)] = None,
+    logprob_s: Annotated[float | None, typer.Option(help="log-probs, seconds a step", rich_help_panel=TRAINER)] = None,
+    train_tokens_per_s: Annotated[float | None, typer.Option(rich_help_panel=TRAINER)] = None,
+    logprob_tokens_per_s: Annotated[float | None, typer.Option(rich_help_panel=TRAINER)] = None,
+    sync_gb_per_s: Annotated[
+        float | None, typer.Option(help="10^9 bytes/s at which new weights reach an engine GPU", rich_help_panel=TRAINER)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="the plan as JSON", rich_help_panel=OUTPUT)] = False,
+    emit: Annotated[str | None, typer.Option(help="settings for vllm, verl or trl", rich_help_panel=OUTPUT)] = None,
+    plot: Annotated[Path | None, typer.Option(help="FILE.png or FILE.html", rich_help_panel=OUTPUT)] = None,
+) -> None:
+    """Predict every rollout precision for a model, a GPU and a workload, and choose one."""
+    from dataclasses import replace
+
+    from fp8plan.model.architecture import ModelShape
+    from fp8plan.model.hardware import gpu as find_gpu
+    from fp8plan.model.limits import EngineLimits
+    from fp8plan.model.mismatch import RiskBudget
+    from fp8plan.model.planner import predict
+    from fp8plan.model.rl_step import Trainer
+    from fp8plan.model.workload import Workload, parse_lengths
+
+    card = find_gpu(gpu)
+    if gpus is not None and (tensor_parallel_size, data_parallel_size) != (1, 1):
+        raise ConfigError("both --gpus and a layout are given; give --gpus, or the two parallel sizes")
+    limits = replace(
+        EngineLimits.for_gpu(card),
+        enable_prefix_caching=prefix_caching,
+        async_scheduling=async_scheduling,
+        enforce_eager=enforce_eager,
+        tensor_parallel_size=tensor_parallel_size,
+        data_parallel_size=data_parallel_size,
+        **_given(
+            gpu_memory_utilization=gpu_memory_utilization,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            num_gpu_blocks=num_gpu_blocks,
+        ),
+    )
+    trainer = _given(
+        train_s=train_s,
+        logprob_s=logprob_s,
+        train_tokens_per_s=train_tokens_per_s,
+        logprob_tokens_per_s=logprob_tokens_per_s,
+        sync_bandwidth=None if sync_gb_per_s is None else sync_gb_per_s * 1e9,
+    )
+    prediction = predict(
+        ModelShape.from_hf(model),
+        card,
+        Workload(
+            prompts,
+            samples,
+            parse_lengths(prompt_lengths, "prompt_length"),
+            parse_lengths(response_lengths, "response_length"),
+            seed,
+        ),
+        limits=limits,
+        gpus=gpus,
+        precisions=precision,
+        trainer=Trainer(**trainer) if trainer else None,
+        budget=RiskBudget(accept=accept),  # type: ignore[arg-type]  # checked there
+        engine_version=engine_version,
+        strict=strict,
+        progress=_progress("predicting"),
+    )
+    _notes(prediction.warnings)
+    if plot is not None:
+        from fp8plan.plots import plot as draw
+
+        draw(prediction, plot)
+    if emit is not None:
+        from fp8plan.model.emit import emit as emit_plan
+
+        print(emit_plan(prediction.plan, emit))
+    elif as_json:
+        print(prediction.plan.to_json())
+    else:
+        from fp8plan.report import plan_report
+
+        _print(plan_report(prediction.plan))
+
+
+@app.command("validate")
+def validate_command(
+    file: Annotated[Path, typer.Argument(help="rollout records, one JSON object per line")],
+    strict: Annotated[bool, typer.Option("--strict", help="only profiles of the records' engine version")] = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Compare predictions with measured rollouts."""
+    from fp8plan.model.validate import read_records, validate
+
+    result = validate(read_records(file), strict, progress=_progress("predicting"))
+    if as_json:
+        print(json.dumps(result.to_dict(), indent=2, allow_nan=False))
+    else:
+        from fp8plan.report import validation_report
+
+        _print(validation_report(result))
+
+
+@app.command("profiles")
+def profiles_command(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+    """List the profiles: which GPU and engine version was measured."""
+    from fp8plan.model.profile import list_profiles
+
+    entries = list_profiles()
+    if as_json:
+        print(json.dumps([entry._asdict() | {"path": str(entry.path)} for entry in entries], indent=2))
+    else:
+        from fp8plan.report import profiles_report
+
+        _print(profiles_report(entries))
+
+
+@app.command("models")
+def models_command(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+    """List the bundled models."""
+    from fp8plan.model.architecture import ModelShape, bundled_models
+
+    shapes = [ModelShape.from_hf(name) for name in bundled_models()]
+    if as_json:
+        from dataclasses import asdict
+
+        print(json.dumps([asdict(shape) | {"num_parameters": shape.num_parameters} for shape in shapes], indent=2))
+    else:
+        from fp8plan.report import models_report
+
+        _print(models_report(shapes))
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _notes(warnings: Iterable[str]) -> None:
+    for warning in warnings:
+        print(f"note: {warning}", file=sys.stderr)
+
+
+def _progress(what: str) -> Callable[[Iterable[T]], Iterable[T]]:
+    """A bar on a terminal, and only for work that lasts."""
+
+    def bar(items: Iterable[T]) -> Iterable[T]:
+        if not sys.stderr.isatty():
+            return items
+        from tqdm import tqdm
+
+        return tqdm(items, desc=what, leave=False, delay=0.5, file=sys.stderr)
+
+    return bar
+
+
+def _print(report: RenderableType) -> None:
+    console = Console()
+    if not console.is_terminal:  # a pipe or a file has no width: keep every row on one line
+        console = Console(width=200)
+    console.print(report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""The value every cost function returns: seconds, and how they move with each coefficient of the profile.
+
+The partial derivatives come with the value because they cost almost nothing there (each term is a product of
+powers of coefficients), while finite differences would evaluate the whole model once per coefficient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fp8plan.model.batch import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of one component for many steps.
+
+    seconds:  shape (steps,)
+    partials: coefficient name -> d seconds / d log(coefficient), shape (steps,)
+    """
+
+    seconds: Array
+    partials: dict[str, Array]
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.seconds + other.seconds, self.partials).plus_partials(other.partials)
+
+    def plus_partials(self, others: dict[str, Array]) -> Cost:
+        partials = dict(self.partials)
+        for name, value in others.items():
+            partials[name] = partials[name] + value if name in partials else value
+        return Cost(self.seconds, partials)
+
+    def scaled(self, factor: float | Array) -> Cost:
+        return Cost(self.seconds * factor, {name: value * factor for name, value in self.partials.items()})
+
+
+def zero(like: Array) -> Cost:
+    return Cost(np.zeros(like.shape), {})
+
+
+def constant(name: str, value: float, like: Array) -> Cost:
+    """`value` seconds in every step, from the coefficient `name` (seconds)."""
+    seconds = np.full(like.shape, value)
+    return Cost(seconds, {name: seconds})
+
+
+def traffic(bytes_: Array, bandwidth: float, efficiency: tuple[str, float]) -> Cost:
+    """Seconds to move `bytes_` at `efficiency` (name, value) of `bandwidth` bytes/s."""
+    seconds = bytes_ / (bandwidth * efficiency[1])
+    return Cost(seconds, {efficiency[0]: -seconds})
+
+
+def norm2(*terms: Cost) -> Cost:
+    """Root of the sum of squares: at least the largest term, at most the sum; the overlap of concurrent limits."""
+    squares = terms[0].seconds ** 2
+    for term in terms[1:]:
+        squares = squares + term.seconds**2
+    total = np.sqrt(squares)
+    inverse = 1 / np.where(total > 0, total, 1.0)
+    combined = Cost(total, {})
+    for term in terms:
+        combined = combined.plus_partials(term.scaled(term.seconds * inverse).partials)
+    return combined

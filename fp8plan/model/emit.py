@@ -1,0 +1,121 @@
+"""A Plan in the words of vLLM, verl or TRL. What a target cannot do is an error, never a line it ignores."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import TYPE_CHECKING, Any, Final
+
+from fp8plan.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fp8plan.model.plan import Choice, Plan
+
+TARGETS: Final = ("vllm", "verl", "trl")
+
+# vLLM quantises any linear that is given the quantisation config, and Qwen3-MoE gives it to the router
+# (vllm/model_executor/models/qwen3_moe.py, 0.25 to 0.33). A quantised router picks other experts, so it is left out.
+# A dense model has no module of this name.
+ROUTER_PATTERN: Final = r"re:.*\.gate$"
+
+
+def workload_tokens(plan: Plan, key: str) -> int:
+    """One of WORKLOAD_KEYS as a whole number. Raises ConfigError where the plan does not carry it."""
+    value = plan.workload.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"workload[{key!r}] is {value!r}; to emit a configuration it must be a whole number above 0")
+    return value
+
+
+def max_model_len(plan: Plan) -> int:
+    """Longest prompt + response: the limit that was set, or just enough for the workload."""
+    longest = workload_tokens(plan, "max_prompt_tokens") + workload_tokens(plan, "max_response_tokens")
+    return plan.limits.max_model_len or longest
+
+
+def vllm_kwargs(plan: Plan, choice: Choice) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for one replica; data-parallel replicas are separate engines that the trainer starts."""
+    limits, preset = plan.limits, choice.preset
+    kwargs: dict[str, Any] = {
+        "model": plan.model,
+        "dtype": "bfloat16",
+        "kv_cache_dtype": "fp8" if preset.kv == "fp8" else "auto",
+        "tensor_parallel_size": choice.tensor_parallel,
+        "gpu_memory_utilization": limits.gpu_memory_utilization,
+        "max_model_len": max_model_len(plan),
+        "max_num_seqs": limits.max_num_seqs,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+        "block_size": limits.block_size,
+        "enable_prefix_caching": limits.enable_prefix_caching,
+        "enforce_eager": limits.enforce_eager,
+        "async_scheduling": limits.async_scheduling,
+        # Log-probs as sampled, temperature included: the ratio to the trainer's needs these.
+        "logprobs_mode": "processed_logprobs",
+    }
+    if preset.weights == "fp8_block":
+        kwargs["quantization"] = "online"
+        kwargs["quantization_config"] = {"linear": "fp8_per_block", "moe": "fp8_per_block", "ignore": [ROUTER_PATTERN]}
+    if limits.num_gpu_blocks is not None:
+        # One block of vLLM's pool is its null block, which no request can use (vllm/v1/core/block_pool.py).
+        kwargs["num_gpu_blocks_override"] = limits.num_gpu_blocks + 1
+    return kwargs
+
+
+def vllm_env(choice: Choice) -> dict[str, str]:
+    """Environment of the engine's processes.
+
+    VLLM_USE_DEEP_GEMM_E8M0 is on by default, on Hopper too: DeepGEMM then quantises the block-quantised weights a
+    second time, to power-of-two scales, and the weight error grows from 2.6% to 3.7% RMS (measured with vLLM's own
+    functions on Gaussian weights). Off keeps the FP32 scales end to end.
+    """
+    return {"VLLM_USE_DEEP_GEMM_E8M0": "0"} if choice.preset.weights == "fp8_block" else {}
+
+
+def serve_command(kwargs: dict[str, Any], env: dict[str, str], extra: tuple[str, ...] = ()) -> str:
+    """The same engine as one shell line."""
+    words = [f"{name}={value}" for name, value in env.items()] + ["vllm", "serve", str(kwargs["model"])]
+    for name, value in kwargs.items():
+        flag = name.replace("_", "-")
+        if name == "model":
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return shlex.join([*words, *extra])
+
+
+def emit(plan: Plan, target: str, choice: int | None = None) -> str:
+    """Text for `fp8plan plan --emit`.
+
+    vllm: JSON {"engine_args", "env", "command", "notes"}
+    verl: one shell-ready Hydra override per line, after comment lines
+    trl:  JSON {"grpo_config", "command", "env", "notes"}; command is null when vLLM runs inside the trainer
+
+    Raises ConfigError for an unknown target and for what the target cannot do.
+    """
+    picked = plan.select(choice)
+    if target == "vllm":
+        return _emit_vllm(plan, picked)
+    if target == "verl":
+        from fp8plan.model.emit_verl import emit_verl
+
+        return emit_verl(plan, picked)
+    if target == "trl":
+        from fp8plan.model.emit_trl import emit_trl
+
+        return emit_trl(plan, picked)
+    raise ConfigError(f"cannot emit for {target!r}; allowed: {', '.join(TARGETS)}")
+
+
+def _emit_vllm(plan: Plan, choice: Choice) -> str:
+    kwargs, env = vllm_kwargs(plan, choice), vllm_env(choice)
+    notes = [replicas_note(choice, "start this engine once per replica")] if choice.data_parallel > 1 else []
+    return json.dumps(
+        {"engine_args": kwargs, "env": env, "command": serve_command(kwargs, env), "notes": notes}, indent=2
+    )
+
+
+def replicas_note(choice: Choice, how: str) -> str:
+    gpus = choice.tensor_parallel * choice.data_parallel
+    return f"planned for {choice.data_parallel} replicas of {choice.tensor_parallel} GPU(s), {gpus} in all: {how}"

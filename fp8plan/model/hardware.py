@@ -1,0 +1,299 @@
+"""GPU datasheet facts, each with its source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from fp8plan.errors import ConfigError
+
+MIB, GIGA, TERA = 1 << 20, 1e9, 1e12
+
+# NVIDIA CUDA programming guide, "Compute Capabilities": FP8 tensor-core formats start with Ada (8.9) and Hopper (9.0).
+FIRST_FP8_CAPABILITY = (8, 9)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU model. Peaks are dense (no sparsity) and per GPU; SI units.
+
+    name:               key used by the command line and by profiles, e.g. "h200_sxm"
+    product:            marketing name as NVML reports it, e.g. "NVIDIA H200"
+    compute_capability: (major, minor)
+    sm_count:           streaming multiprocessors
+    memory_bytes:       memory the driver shows to a process (torch's total_memory), not the box's round number
+    memory_bandwidth:   bytes/s, datasheet
+    l2_bytes:           L2 cache
+    bf16_flops:         dense BF16 FLOP/s
+    fp8_flops:          dense FP8 FLOP/s; None where the GPU has no FP8 tensor cores
+    nvlink_bandwidth:   bytes/s per GPU in one direction; None where there is no NVLink
+    pcie_bandwidth:     bytes/s in one direction
+    sources:            field name -> where the number is from
+    """
+
+    name: str
+    product: str
+    compute_capability: tuple[int, int]
+    sm_count: int
+    memory_bytes: int
+    memory_bandwidth: float
+    l2_bytes: int
+    bf16_flops: float
+    fp8_flops: float | None
+    nvlink_bandwidth: float | None
+    pcie_bandwidth: float
+    sources: dict[str, str]
+
+    @property
+    def has_fp8(self) -> bool:
+        return self.fp8_flops is not None
+
+    @property
+    def fp8_reason(self) -> str | None:
+        """Why FP8 is not available on this GPU; None where it is."""
+        if self.has_fp8:
+            return None
+        have, need = (".".join(map(str, version)) for version in (self.compute_capability, FIRST_FP8_CAPABILITY))
+        return f"{self.product} has no FP8 tensor cores (compute capability {have}; they start at {need})"
+
+
+# vLLM divides up what cudaMemGetInfo reports, which is torch's total_memory. nvidia-smi shows 0.3 to 0.6 GiB more
+# (what the driver keeps for itself); the difference between driver versions is below 0.2 GiB.
+_TORCH = "torch.cuda.get_device_properties(0).total_memory as printed in public logs"
+_PCIE5 = "PCIe 5.0 x16: 128 GB/s in both directions together, half of it one way"
+_PCIE4 = "PCIe 4.0 x16: 64 GB/s in both directions together, half of it one way"
+_HOPPER = "NVIDIA H100 Tensor Core GPU Architecture whitepaper"
+_H200 = "NVIDIA H200 datasheet"
+_H100 = "NVIDIA H100 datasheet"
+_A100 = "NVIDIA A100 80GB datasheet"
+_B200 = "NVIDIA Blackwell datasheet (HGX B200, per GPU)"
+_L40S = "NVIDIA L40S datasheet"
+_H20 = "NVIDIA H20 product brief as quoted in the press"
+_A100_PAPER = "NVIDIA A100 Tensor Core GPU Architecture whitepaper"
+_A100_MEMORY = (
+    "torch out-of-memory messages in public logs: total capacity 79.25 GiB (79.15 on some drivers); "
+    "nvidia-smi shows 81920 MiB"
+)
+_NO_BRIDGE = "none assumed: the bridge (600 GB/s both ways) is optional and joins two cards only"
+_DENSE = "dense = half of the sparse figure"
+
+_A100_SXM = Gpu(
+    name="a100_sxm",
+    product="NVIDIA A100-SXM4-80GB",
+    compute_capability=(8, 0),
+    sm_count=108,
+    memory_bytes=81152 * MIB,
+    memory_bandwidth=2.039 * TERA,
+    l2_bytes=40 * MIB,
+    bf16_flops=312 * TERA,
+    fp8_flops=None,
+    nvlink_bandwidth=300 * GIGA,
+    pcie_bandwidth=32 * GIGA,
+    sources={
+        "sm_count": _A100_PAPER,
+        "memory_bytes": _A100_MEMORY,
+        "memory_bandwidth": f"{_A100}, SXM column: 2,039 GB/s",
+        "l2_bytes": f"{_A100_PAPER}: 40 MB",
+        "bf16_flops": f"{_A100}: 312 TFLOPS dense",
+        "nvlink_bandwidth": f"{_A100}, SXM column: 600 GB/s in both directions together",
+        "pcie_bandwidth": _PCIE4,
+    },
+)
+
+_GPUS = (
+    Gpu(
+        name="h200_sxm",
+        product="NVIDIA H200",
+        compute_capability=(9, 0),
+        sm_count=132,
+        memory_bytes=143156 * MIB,
+        memory_bandwidth=4.8 * TERA,
+        l2_bytes=60 * MIB,
+        bf16_flops=989.5 * TERA,
+        fp8_flops=1979 * TERA,
+        nvlink_bandwidth=450 * GIGA,
+        pcie_bandwidth=64 * GIGA,
+        sources={
+            "sm_count": f"{_TORCH} (multi_processor_count)",
+            "memory_bytes": f"{_TORCH}: 143156 MiB = 139.80 GiB; nvidia-smi shows 143771 MiB (measured on an H200)",
+            "memory_bandwidth": f"{_H200}: 4.8 TB/s",
+            "l2_bytes": "torch.cuda.get_device_properties(0).L2_cache_size: 60 MB (the H100 reports 50 MB)",
+            "bf16_flops": f"{_H200}: 1,979 TFLOPS with sparsity; {_DENSE}",
+            "fp8_flops": f"{_H200}: 3,958 TFLOPS with sparsity; {_DENSE}",
+            "nvlink_bandwidth": f"{_H200}: 900 GB/s in both directions together",
+            "pcie_bandwidth": _PCIE5,
+        },
+    ),
+    Gpu(
+        name="h100_sxm",
+        product="NVIDIA H100 80GB HBM3",
+        compute_capability=(9, 0),
+        sm_count=132,
+        memory_bytes=81090 * MIB,
+        memory_bandwidth=3.35 * TERA,
+        l2_bytes=50 * MIB,
+        bf16_flops=989.5 * TERA,
+        fp8_flops=1979 * TERA,
+        nvlink_bandwidth=450 * GIGA,
+        pcie_bandwidth=64 * GIGA,
+        sources={
+            "sm_count": f"{_HOPPER}, table of H100 variants",
+            "memory_bytes": f"{_TORCH}: 81090 MiB = 79.19 GiB; nvidia-smi shows 81559 MiB",
+            "memory_bandwidth": f"{_H100}: 3.35 TB/s",
+            "l2_bytes": f"{_HOPPER}: 50 MB",
+            "bf16_flops": f"{_H100}: 1,979 TFLOPS with sparsity; {_DENSE}",
+            "fp8_flops": f"{_H100}: 3,958 TFLOPS with sparsity; {_DENSE}",
+            "nvlink_bandwidth": f"{_H100}: 900 GB/s in both directions together",
+            "pcie_bandwidth": _PCIE5,
+        },
+    ),
+    Gpu(
+        name="h100_pcie",
+        product="NVIDIA H100 PCIe",
+        compute_capability=(9, 0),
+        sm_count=114,
+        memory_bytes=81008 * MIB,
+        memory_bandwidth=2.0 * TERA,
+        l2_bytes=50 * MIB,
+        bf16_flops=756.5 * TERA,
+        fp8_flops=1513 * TERA,
+        nvlink_bandwidth=None,
+        pcie_bandwidth=64 * GIGA,
+        sources={
+            "sm_count": f"{_HOPPER}, table of H100 variants",
+            "memory_bytes": f"{_TORCH}: 81008 MiB = 79.11 GiB; nvidia-smi shows 81559 MiB",
+            "memory_bandwidth": f"{_H100}, PCIe column: 2 TB/s",
+            "l2_bytes": f"{_HOPPER}: 50 MB",
+            "bf16_flops": f"{_H100}, PCIe column: 1,513 TFLOPS with sparsity; {_DENSE}",
+            "fp8_flops": f"{_H100}, PCIe column: 3,026 TFLOPS with sparsity; {_DENSE}",
+            "nvlink_bandwidth": _NO_BRIDGE,
+            "pcie_bandwidth": _PCIE5,
+        },
+    ),
+    Gpu(
+        name="h20",
+        product="NVIDIA H20",
+        compute_capability=(9, 0),
+        sm_count=78,
+        memory_bytes=97285 * MIB,
+        memory_bandwidth=4.0 * TERA,
+        l2_bytes=60 * MIB,
+        bf16_flops=148 * TERA,
+        fp8_flops=296 * TERA,
+        nvlink_bandwidth=450 * GIGA,
+        pcie_bandwidth=64 * GIGA,
+        sources={
+            "sm_count": f"{_TORCH} (multi_processor_count)",
+            "memory_bytes": f"{_TORCH}: 97285 MiB = 95.00 GiB (the 96 GB card)",
+            "memory_bandwidth": f"{_H20}: 4.0 TB/s",
+            "l2_bytes": f"{_H20}: 60 MB",
+            "bf16_flops": f"{_H20}: 148 TFLOPS dense",
+            "fp8_flops": f"{_H20}: 296 TFLOPS dense",
+            "nvlink_bandwidth": f"{_H20}: 900 GB/s in both directions together",
+            "pcie_bandwidth": _PCIE5,
+        },
+    ),
+    _A100_SXM,
+    replace(
+        _A100_SXM,
+        name="a100_pcie",
+        product="NVIDIA A100 80GB PCIe",
+        memory_bandwidth=1.935 * TERA,
+        nvlink_bandwidth=None,
+        sources=_A100_SXM.sources
+        | {"memory_bandwidth": f"{_A100}, PCIe column: 1,935 GB/s", "nvlink_bandwidth": _NO_BRIDGE},
+    ),
+    Gpu(
+        name="b200",
+        product="NVIDIA B200",
+        compute_capability=(10, 0),
+        sm_count=148,
+        memory_bytes=182642 * MIB,
+        memory_bandwidth=7.7 * TERA,
+        l2_bytes=126 * MIB,
+        bf16_flops=2250 * TERA,
+        fp8_flops=4500 * TERA,
+        nvlink_bandwidth=900 * GIGA,
+        pcie_bandwidth=64 * GIGA,
+        sources={
+            "sm_count": f"{_TORCH} (multi_processor_count)",
+            "memory_bytes": f"{_TORCH}: 182642 MiB = 178.36 GiB; nvidia-smi shows 183359 MiB",
+            "memory_bandwidth": f"{_B200}: 7.7 TB/s (up to 8 TB/s in the DGX B200 datasheet)",
+            "l2_bytes": "torch.cuda.get_device_properties(0).L2_cache_size: 126 MB",
+            "bf16_flops": f"{_B200}: 4.5 PFLOPS with sparsity; {_DENSE}",
+            "fp8_flops": f"{_B200}: 9 PFLOPS with sparsity; {_DENSE}",
+            "nvlink_bandwidth": f"{_B200}: 1.8 TB/s in both directions together",
+            "pcie_bandwidth": f"{_PCIE5} (the GPU can do PCIe 6.0; HGX and DGX B200 hosts have 5.0)",
+        },
+    ),
+    Gpu(
+        name="l40s",
+        product="NVIDIA L40S",
+        compute_capability=(8, 9),
+        sm_count=142,
+        memory_bytes=45486 * MIB,
+        memory_bandwidth=0.864 * TERA,
+        l2_bytes=96 * MIB,
+        bf16_flops=362.05 * TERA,
+        fp8_flops=733 * TERA,
+        nvlink_bandwidth=None,
+        pcie_bandwidth=32 * GIGA,
+        sources={
+            "sm_count": f"{_TORCH} (multi_processor_count)",
+            "memory_bytes": "total_gpu_memory 44.42 GiB in the vLLM log of vllm-project/vllm issue 15815; "
+            "nvidia-smi shows 46068 MiB",
+            "memory_bandwidth": f"{_L40S}: 864 GB/s",
+            "l2_bytes": "96 MiB measured on the L40 (arXiv 2606.22588), which has the same AD102 chip and 142 SMs",
+            "bf16_flops": f"{_L40S}: 362.05 TFLOPS dense (733 with sparsity)",
+            "fp8_flops": f"{_L40S}: 733 TFLOPS dense (1,466 with sparsity)",
+            "nvlink_bandwidth": f"{_L40S}: no NVLink",
+            "pcie_bandwidth": _PCIE4,
+        },
+    ),
+)
+
+_ALIASES = {"h200": "h200_sxm", "h100": "h100_sxm", "a100": "a100_sxm", "b200_sxm": "b200", "h20_sxm": "h20"}
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """Every GPU fp8plan knows."""
+    return _GPUS
+
+
+def gpu(name: str) -> Gpu:
+    """The GPU called `name`: a key ("h200_sxm", "h200"), a product name ("NVIDIA H200"), or "auto" for this machine's.
+
+    Case does not matter. Raises ConfigError, naming the nearest, for another name and when "auto" finds none it knows.
+    """
+    key = name.strip().lower()
+    if key == "auto":
+        return gpu(_product_of_this_machine())
+    known = {g.name: g for g in _GPUS} | {g.product.lower(): g for g in _GPUS}
+    known |= {alias: known[target] for alias, target in _ALIASES.items()}
+    if key in known:
+        return known[key]
+    near = dict.fromkeys(known[match].name for match in get_close_matches(key, known, n=3, cutoff=0.5))
+    hint = f"nearest: {', '.join(near)}; " if near else ""
+    raise ConfigError(
+        f"unknown GPU {name!r}; {hint}known: {', '.join(g.name for g in _GPUS)}, or auto to ask the driver"
+    )
+
+
+def _product_of_this_machine() -> str:
+    """Product name of the first GPU, from NVML."""
+    known = ", ".join(g.name for g in _GPUS)
+    try:
+        import pynvml
+    except ImportError as error:
+        raise ConfigError(
+            f"gpu 'auto' needs nvidia-ml-py (pip install nvidia-ml-py); or name one of: {known}"
+        ) from error
+    try:
+        pynvml.nvmlInit()
+        try:
+            product = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        raise ConfigError(f"gpu 'auto' found no NVIDIA GPU here ({error}); name one of: {known}") from error
+    return product.decode() if isinstance(product, bytes) else str(product)

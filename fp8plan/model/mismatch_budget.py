@@ -1,0 +1,46 @@
+"""When a train/rollout mismatch counts as low, moderate or high, and what a plan may accept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from fp8plan.errors import ConfigError
+
+Level = Literal["low", "moderate", "high"]
+LEVELS: Final[tuple[Level, ...]] = ("low", "moderate", "high")
+
+
+@dataclass(frozen=True, slots=True)
+class RiskBudget:
+    """When a mismatch counts as low or moderate (else it is high), and the highest level a plan may accept.
+
+    Limits hold against the unfavourable end of the 90% band. Their sources: prime-rl's bar for merging a new model is
+    a KL of 0.015, verl's docs call 0.001 to 0.03 typical (and 1.0 broken), and ask for an ESS of 0.5 or more (they
+    warn below 0.3). `low_kl` stands for "no worse than good BF16 MoE runs"; clip limits are this project's choice:
+    token TIS gives up little.
+
+    max_sequence_rejection: up to this share of dropped sequences, a sequence-level MIS is called usable
+    """
+
+    low_kl: float = 1e-2
+    low_clip: float = 1e-3
+    low_ess: float = 0.9
+    moderate_kl: float = 3e-2
+    moderate_clip: float = 1e-2
+    moderate_ess: float = 0.5
+    max_sequence_rejection: float = 0.2
+    accept: Level = "moderate"
+
+    def __post_init__(self) -> None:
+        if self.accept not in LEVELS:
+            raise ConfigError(f"RiskBudget.accept is {self.accept!r}; allowed: {', '.join(LEVELS)}")
+
+    def accepts(self, level: Level) -> bool:
+        return LEVELS.index(level) <= LEVELS.index(self.accept)
+
+    def level(self, kl_high: float, clip_high: float, ess_low: float) -> Level:
+        if kl_high <= self.low_kl and clip_high <= self.low_clip and ess_low >= self.low_ess:
+            return "low"
+        within = kl_high <= self.moderate_kl and clip_high <= self.moderate_clip and ess_low >= self.moderate_ess
+        return "moderate" if within else "high"

@@ -1,0 +1,275 @@
+"""Enumerate precisions and layouts -> predict each -> choose within the risk budget -> explain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from fp8plan.errors import CapacityError, ConfigError
+from fp8plan.model.architecture import ModelShape
+from fp8plan.model.explain import explain
+from fp8plan.model.hardware import Gpu
+from fp8plan.model.hardware import gpu as find_gpu
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.memory import MemoryPlan, memory_plan
+from fp8plan.model.mismatch import MismatchRisk, RiskBudget, mismatch_risk, recommended_thresholds
+from fp8plan.model.plan import Choice, Plan
+from fp8plan.model.precision import PRESETS, Precision
+from fp8plan.model.precision import precision as find_precision
+from fp8plan.model.profile import Profile, load_profile
+from fp8plan.model.rl_step import Trainer, weight_sync_seconds
+from fp8plan.model.rollout import Rollout, rollout, schedules
+from fp8plan.model.step import StepModel
+from fp8plan.model.workload import Batch, Workload
+
+# A precision that is not at least this much faster than a less risky one is not worth its mismatch. Twice the card's
+# own spread between boots would hide such a gain (measured elsewhere: cards differ by 2-6%, one card by under 1%).
+LEAST_GAIN = 0.02
+
+T = TypeVar("T")
+
+
+def _silent(items: Iterable[T]) -> Iterable[T]:
+    return items
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One precision on one layout: what is predicted of it, or why it cannot run."""
+
+    precision: Precision
+    limits: EngineLimits
+    reason: str | None = None
+    memory: MemoryPlan | None = None
+    rollout: Rollout | None = None
+    risk: MismatchRisk | None = None
+    step_s: float | None = None  # of the whole RL step; None without trainer figures
+
+    @property
+    def seconds(self) -> float:
+        """What is minimised."""
+        assert self.rollout is not None
+        return self.rollout.makespan_s if self.step_s is None else self.step_s
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A Plan and the rollouts behind it; `rollouts[i]` belongs to `plan.choices[i]`, None where unavailable."""
+
+    plan: Plan
+    rollouts: tuple[Rollout | None, ...]
+    pools: tuple[int | None, ...]  # KV blocks the scheduler can hand out
+    warnings: tuple[str, ...]
+
+
+def plan(model: ModelShape | str, gpu: Gpu | str, workload: Workload, **options: Any) -> Plan:
+    """Predict every rollout precision for a workload, and choose one. Takes `predict`'s options."""
+    return predict(model, gpu, workload, **options).plan
+
+
+def predict(
+    model: ModelShape | str,
+    gpu: Gpu | str,
+    workload: Workload,
+    *,
+    limits: EngineLimits | None = None,
+    gpus: int | None = None,
+    precisions: Sequence[str] | None = None,
+    trainer: Trainer | None = None,
+    budget: RiskBudget | None = None,
+    engine_version: str = "0.26.0",
+    strict: bool = False,
+    profile: Profile | None = None,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = _silent,
+) -> Prediction:
+    """Predict every rollout precision for a workload.
+
+    model:          a ModelShape, a hub id, or a folder with config.json
+    gpu:            a Gpu or its name; "auto" asks the driver
+    limits:         of each engine; None: vLLM's own defaults for this GPU
+    gpus:           GPUs in all; every tensor-parallel size that divides them and the model is tried, the rest are
+                    replicas. None: the layout in `limits` only
+    precisions:     preset names; None: all, and those this GPU cannot run are listed as unavailable
+    trainer:        the other parts of an RL step; None: only the rollout is compared
+    budget:         the highest mismatch risk that may be chosen
+    engine_version: of vLLM
+    strict:         refuse a profile of another engine version
+    profile:        use this one instead of the best that is found
+    progress:       wraps the candidates while they are predicted, as tqdm does
+
+    Raises ConfigError for bad or contradictory input, CapacityError if no choice fits the GPU, ProfileError if there
+    is no profile that may be used.
+    """
+    shape = model if isinstance(model, ModelShape) else ModelShape.from_hf(model)
+    card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
+    batch = workload.batch()
+    limits = (limits or EngineLimits.for_gpu(card)).holding(batch.longest)
+    shape.check_max_model_len(limits.max_model_len or batch.longest)
+    budget = budget or RiskBudget()
+    used, warnings = (profile, []) if profile else load_profile(card, engine_version, strict)
+    candidates = [
+        _place(shape, Candidate(wanted, layout), card, explicit=precisions is not None)
+        for layout in _layouts(shape, limits, gpus)
+        for wanted in _precisions(precisions)
+    ]
+    if all(c.memory is None for c in candidates):
+        raise CapacityError(next(c.reason for c in candidates if c.reason is not None))
+    predicted = _predict_all(candidates, shape, card, batch, used, trainer, budget, progress)
+    choices = tuple(_choice(c, _baseline(c, predicted)) for c in predicted)
+    chosen = choose(predicted, budget)
+    advice = recommended_thresholds(_risk(predicted[chosen]), batch.responses, budget=budget)
+    answer = Plan(
+        model=shape.name if isinstance(model, ModelShape) else str(model),
+        gpu=card.name,
+        profile={"kind": used.kind, "engine_version": used.engine_version, "source": used.source},
+        limits=limits,
+        workload=_describe(workload, batch),
+        seed=workload.seed,
+        choices=choices,
+        chosen=chosen,
+        thresholds=advice.thresholds,
+        reasons=explain(choices, chosen, _risk(predicted[chosen]), advice, budget, used, trainer is not None),
+    )
+    return Prediction(
+        answer,
+        tuple(c.rollout for c in predicted),
+        tuple(c.memory.usable_blocks if c.memory else None for c in predicted),
+        tuple(warnings),
+    )
+
+
+def choose(candidates: Sequence[Candidate], budget: RiskBudget) -> int:
+    """Index of the fastest candidate whose risk the budget accepts; of those within LEAST_GAIN of it, the one with
+    the lowest KL. If the budget accepts none, the one with the lowest KL."""
+    runnable = [i for i, c in enumerate(candidates) if c.rollout is not None]
+    accepted = [i for i in runnable if budget.accepts(_risk(candidates[i]).level)]
+    if not accepted:
+        return min(runnable, key=lambda i: _risk(candidates[i]).kl_k3)
+    fastest = min(candidates[i].seconds for i in accepted)
+    close = [i for i in accepted if candidates[i].seconds <= fastest * (1 + LEAST_GAIN)]
+    return min(close, key=lambda i: (_risk(candidates[i]).kl_k3, candidates[i].seconds))
+
+
+def _layouts(shape: ModelShape, limits: EngineLimits, gpus: int | None) -> list[EngineLimits]:
+    if gpus is None:
+        shape.check_tensor_parallel(limits.tensor_parallel_size)
+        return [limits]
+    if gpus < 1:
+        raise ConfigError(f"gpus is {gpus!r}; allowed: a whole number of at least 1")
+    sizes = [tp for tp in shape.allowed_tensor_parallel(gpus) if gpus % tp == 0]
+    return [replace(limits, tensor_parallel_size=tp, data_parallel_size=gpus // tp) for tp in sizes]
+
+
+def _precisions(names: Sequence[str] | None) -> list[Precision]:
+    return list(PRESETS.values()) if names is None else [find_precision(name) for name in names]
+
+
+def _place(shape: ModelShape, candidate: Candidate, gpu: Gpu, explicit: bool) -> Candidate:
+    """With its memory plan, or the reason why it cannot run."""
+    if candidate.precision.uses_fp8 and not gpu.has_fp8:
+        if explicit:
+            raise ConfigError(f"{candidate.precision.name} was asked for: {gpu.fp8_reason}; use bf16, or another GPU")
+        return replace(candidate, reason=gpu.fp8_reason)
+    try:
+        return replace(candidate, memory=memory_plan(shape, candidate.precision, gpu, candidate.limits))
+    except CapacityError as error:
+        return replace(candidate, reason=str(error))
+
+
+def _predict_all(
+    candidates: Sequence[Candidate],
+    shape: ModelShape,
+    gpu: Gpu,
+    batch: Batch,
+    profile: Profile,
+    trainer: Trainer | None,
+    budget: RiskBudget,
+    progress: Callable[[Iterable[Any]], Iterable[Any]],
+) -> list[Candidate]:
+    done = list(candidates)
+    by_replicas: dict[int, list[int]] = {}
+    for i, c in enumerate(candidates):
+        if c.memory is not None:
+            by_replicas.setdefault(c.limits.data_parallel_size, []).append(i)
+    tokens = int((batch.prompts + batch.responses).sum())
+    for replicas, members in by_replicas.items():
+        parts = batch.split(replicas)
+        pools = [memory.usable_blocks for i in members if (memory := candidates[i].memory)]
+        planned = schedules(parts, pools, candidates[members[0]].limits)
+        for i, schedule in progress(list(zip(members, planned, strict=True))):
+            c = candidates[i]
+            model = StepModel(shape, gpu, c.precision, c.limits, profile)
+            timed = rollout(schedule, model)
+            step_s = None
+            if trainer is not None:
+                step_s = timed.makespan_s + trainer.seconds(tokens) + sum(weight_sync_seconds(model, trainer).values())
+            risk = mismatch_risk(shape, c.precision, batch.responses, e8m0=False, budget=budget)
+            done[i] = replace(c, rollout=timed, risk=risk, step_s=step_s)
+    return done
+
+
+def _risk(candidate: Candidate) -> MismatchRisk:
+    assert candidate.risk is not None
+    return candidate.risk
+
+
+def _baseline(candidate: Candidate, predicted: Sequence[Candidate]) -> Candidate | None:
+    """BF16 under the same limits."""
+    for other in predicted:
+        if other.precision.name == "bf16" and other.limits == candidate.limits and other.rollout is not None:
+            return other
+    return None
+
+
+def _choice(candidate: Candidate, baseline: Candidate | None) -> Choice:
+    timed, risk, memory = candidate.rollout, candidate.risk, candidate.memory
+    where = dict(
+        precision=candidate.precision.name,
+        tensor_parallel=candidate.limits.tensor_parallel_size,
+        data_parallel=candidate.limits.data_parallel_size,
+    )
+    if timed is None or risk is None or memory is None:
+        missing = set(Choice.__slots__) - set(where) - {"available", "reason"}
+        return Choice(**where, available=False, reason=candidate.reason, **dict.fromkeys(missing))  # type: ignore[arg-type]
+    speedup = step_speedup = None
+    if baseline is not None and baseline.rollout is not None:
+        speedup = baseline.rollout.makespan_s / timed.makespan_s
+        step_speedup = baseline.step_s / candidate.step_s if baseline.step_s and candidate.step_s else None
+    return Choice(
+        **where,  # type: ignore[arg-type]
+        available=True,
+        reason=None,
+        makespan_s=timed.makespan_s,
+        makespan_low_s=timed.makespan_low_s,
+        makespan_high_s=timed.makespan_high_s,
+        output_tokens_per_s=timed.output_tokens_per_s,
+        speedup=speedup,
+        rl_step_s=candidate.step_s,
+        step_speedup=step_speedup,
+        kv_cache_tokens=memory.kv_cache_tokens,
+        preemptions=timed.preemptions,
+        tail_fraction=timed.tail_fraction,
+        kl_k3=risk.kl_k3,
+        kl_k3_low=risk.kl_k3_low,
+        kl_k3_high=risk.kl_k3_high,
+        ess_raw=risk.ess_raw,
+        clip_fraction=risk.clip_fraction,
+        seq_reject_fraction=risk.seq_reject_fraction,
+        risk=risk.level,
+        extrapolated=bool(timed.extrapolated),
+    )
+
+
+def _describe(workload: Workload, batch: Batch) -> dict[str, Any]:
+    return {
+        "prompts": workload.prompts,
+        "samples": workload.samples_per_prompt,
+        "max_prompt_tokens": int(batch.prompts.max()),
+        "max_response_tokens": int(batch.responses.max()),
+        "mean_response_tokens": float(np.mean(batch.responses)),
+        "response_tokens": int(batch.responses.sum()),
+        "lengths": workload.to_dict(),
+    }

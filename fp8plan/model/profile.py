@@ -1,0 +1,242 @@
+"""Profiles: the coefficients that turn shapes into seconds on one GPU with one engine version.
+
+A profile is data: `profiles/<gpu>/<engine>-<version>/profile.json`, or `profiles/datasheet.json` for any GPU. Nothing
+falls back in silence: a near engine version comes with a warning and a doubled interval, the datasheet profile with
+the label "uncalibrated", and a kernel that was never measured is an error that names the command that measures it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from fp8plan.errors import ProfileError
+from fp8plan.model.batch import Array
+from fp8plan.model.hardware import Gpu
+from fp8plan.model.profile_checks import check_facts, check_fields, covariance_matrix, hull_ranges, parse, problem
+
+ENGINE = "vllm"
+CALIBRATE_COMMAND = "fp8plan calibrate --gpu auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Coefficients of the cost functions, how well they are known, and where they may be used.
+
+    gpu:             GPU name, as `Gpu.name`
+    engine, engine_version: what was measured, e.g. "vllm", "0.26.0"
+    kind:            "datasheet" (generic efficiencies), "calibrated" (measured here) or "imported" (others' tables)
+    source:          where the numbers come from
+    kernel_backends: kernel ("gemm.fp8_block", "attention.bf16", ...) -> implementation
+    coefficients:    name -> value; positive; SI units; an "..._efficiency" is a fraction of a datasheet peak, at most 1
+    log_covariance:  covariance of the logs of the coefficients, as a symmetric sparse table: name -> name -> value
+    residuals:       kernel -> relative RMS error left by the fit, on held-out points where there are any
+    model_error:     sd of log step time that the coefficients cannot explain
+    hull:            kernel -> quantity -> (lowest, highest) measured; None when nothing was measured
+    date:            of the measurement, ISO 8601
+    notes:           coefficient -> source of its value
+    """
+
+    gpu: str
+    engine: str
+    engine_version: str
+    kind: str
+    source: str
+    kernel_backends: dict[str, str]
+    coefficients: dict[str, float]
+    log_covariance: dict[str, dict[str, float]]
+    residuals: dict[str, float]
+    model_error: float
+    hull: dict[str, dict[str, tuple[float, float]]] | None
+    date: str
+    notes: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        found = problem(self.kind, self.model_error, self.coefficients, self.log_covariance)
+        if found:
+            raise ProfileError(f"profile {self.label}: {found}")
+
+    @property
+    def label(self) -> str:
+        """How a profile is called in tables and messages."""
+        note = " (uncalibrated)" if self.kind == "datasheet" else ""
+        return f"{self.gpu}/{self.engine}-{self.engine_version} {self.kind}{note}"
+
+    def coefficient(self, name: str) -> float:
+        """The coefficient called `name`. Raises ProfileError, naming the missing measurement, when it has none."""
+        try:
+            return self.coefficients[name]
+        except KeyError:
+            kernel = name.rsplit(".", 1)[0]
+            raise ProfileError(
+                f"profile {self.label} has no {name!r}: kernel {kernel!r} was not measured; run `{CALIBRATE_COMMAND}`"
+            ) from None
+
+    def backend(self, kernel: str) -> str:
+        """The implementation of `kernel`. Raises ProfileError when the profile does not know it."""
+        try:
+            return self.kernel_backends[kernel]
+        except KeyError:
+            raise ProfileError(
+                f"profile {self.label} has no kernel {kernel!r}: it was not measured; run `{CALIBRATE_COMMAND}`"
+            ) from None
+
+    def covariance(self, names: Sequence[str]) -> Array:
+        """Covariance of the logs of the coefficients `names`, shape (names, names); zero where nothing is known."""
+        return covariance_matrix(self.log_covariance, names)
+
+    def widened(self, factor: float) -> Profile:
+        """The same profile with every standard deviation `factor` times as large."""
+        table = {a: {b: value * factor**2 for b, value in row.items()} for a, row in self.log_covariance.items()}
+        return replace(self, log_covariance=table, model_error=self.model_error * factor)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, path: str = "profile.json") -> Profile:
+        """Parse `to_json`'s text. Raises ProfileError naming `path` and the field that cannot be used."""
+        raw = parse(text, path)
+        check_fields(raw, path, _FIELD_TYPES, optional=("notes",))
+        try:
+            return cls(**{**raw, "hull": hull_ranges(raw["hull"], path)})
+        except ProfileError as error:
+            raise ProfileError(f"{path}: {error}") from None
+
+
+_FIELD_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("gpu", "engine", "engine_version", "kind", "source", "date"), (str,)),
+    **dict.fromkeys(("kernel_backends", "coefficients", "log_covariance", "residuals", "notes"), (dict,)),
+    "model_error": (int, float),
+    "hull": (dict, type(None)),
+}
+
+
+class ProfileEntry(NamedTuple):
+    """One line of `fp8plan profiles`."""
+
+    gpu: str
+    engine: str
+    engine_version: str
+    kind: str
+    source: str
+    path: Path
+
+
+def profiles_path() -> Path:
+    """The folder of shipped profiles: inside the installed package, else beside it in a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    inside = package / "profiles"
+    return inside if inside.is_dir() else package.parent / "profiles"
+
+
+def list_profiles(profiles_dir: Path | None = None) -> tuple[ProfileEntry, ...]:
+    """Every profile in the folder, measured ones first, the datasheet profile (gpu "*") last."""
+    folder = profiles_dir or profiles_path()
+    entries = []
+    for path in sorted(folder.glob("*/*/profile.json")):
+        p = _read(path)
+        entries.append(ProfileEntry(p.gpu, p.engine, p.engine_version, p.kind, p.source, path))
+    sheet = folder / "datasheet.json"
+    if sheet.is_file():
+        raw = parse(sheet.read_text(), str(sheet))
+        entries.append(ProfileEntry("*", ENGINE, "*", "datasheet", str(raw.get("source")), sheet))
+    return tuple(entries)
+
+
+def load_profile(
+    gpu: Gpu, engine_version: str = "0.26.0", strict: bool = False, profiles_dir: Path | None = None
+) -> tuple[Profile, list[str]]:
+    """The best profile for `gpu` and an engine version, and the warnings that go with it.
+
+    The exact one; else the nearest engine version of the same GPU, its standard deviations doubled; else the datasheet
+    profile. `strict` allows the exact one only. Raises ProfileError when there is none, or when its file is corrupt.
+    """
+    folder = profiles_dir or profiles_path()
+    exact = folder / gpu.name / f"{ENGINE}-{engine_version}" / "profile.json"
+    if exact.is_file():
+        return _read(exact), []
+    near = _nearest(folder / gpu.name, engine_version)
+    if strict:
+        raise ProfileError(_strict_message(gpu, engine_version, near))
+    if near is not None:
+        found = _read(near)
+        warning = (
+            f"no profile of {gpu.name} for {ENGINE} {engine_version}: using the one of {found.engine} "
+            f"{found.engine_version} with its interval doubled; measure with `{CALIBRATE_COMMAND}`"
+        )
+        return found.widened(2), [warning]
+    warning = (
+        f"no measured profile of {gpu.name}: datasheet peaks with generic efficiencies (uncalibrated, wide interval); "
+        f"measure with `{CALIBRATE_COMMAND}`"
+    )
+    return _datasheet(folder / "datasheet.json", gpu, engine_version), [warning]
+
+
+def _strict_message(gpu: Gpu, engine_version: str, near: Path | None) -> str:
+    have = f"the nearest is {near.parent.name}" if near is not None else "there is only the datasheet profile"
+    return (
+        f"no profile of {gpu.name} for {ENGINE} {engine_version}, and {have}, which --strict does not allow; "
+        f"run `{CALIBRATE_COMMAND}`, or leave --strict out"
+    )
+
+
+def _nearest(folder: Path, engine_version: str) -> Path | None:
+    def distance(path: Path) -> tuple[int, ...]:
+        other = _version(path.parent.name.removeprefix(f"{ENGINE}-"))
+        return tuple(abs(a - b) for a, b in zip(other, _version(engine_version), strict=True))
+
+    found = sorted(folder.glob(f"{ENGINE}-*/profile.json"))
+    return min(found, key=distance, default=None)
+
+
+def _version(text: str) -> tuple[int, int, int]:
+    numbers = [int(x) for x in re.findall(r"\d+", text)[:3]] + [0, 0, 0]
+    return numbers[0], numbers[1], numbers[2]
+
+
+def _datasheet(path: Path, gpu: Gpu, engine_version: str) -> Profile:
+    """datasheet.json resolved for one GPU: common coefficients, then those of its architecture's kernels.
+
+    A kernel of another architecture is another kernel (FlashAttention 3 exists on sm90 only), so backends and the few
+    coefficients that belong to a backend are listed per compute capability.
+    """
+    if not path.is_file():
+        raise ProfileError(f"{path} is missing: reinstall fp8plan, or run `{CALIBRATE_COMMAND}`")
+    raw = parse(path.read_text(), str(path))
+    check_fields(raw, str(path), _DATASHEET_TYPES)
+    common, by_capability = raw["common"], raw["by_compute_capability"]
+    own = by_capability.get("{}.{}".format(*gpu.compute_capability), {"kernel_backends": {}, "coefficients": {}})
+    backends = {**common["kernel_backends"], **own["kernel_backends"]}
+    facts = {**common["coefficients"], **own["coefficients"]}
+    check_facts(facts, str(path))
+    return Profile(
+        gpu=gpu.name,
+        engine=ENGINE,
+        engine_version=engine_version,
+        kind="datasheet",
+        source=raw["source"],
+        kernel_backends=backends,
+        coefficients={name: fact["value"] for name, fact in facts.items()},
+        log_covariance={name: {name: fact["log_sd"] ** 2} for name, fact in facts.items()},
+        residuals=raw["residuals"],
+        model_error=raw["model_error"],
+        hull=None,
+        date=raw["date"],
+        notes={name: fact["source"] for name, fact in facts.items()},
+    )
+
+
+_DATASHEET_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("source", "date"), (str,)),
+    **dict.fromkeys(("common", "by_compute_capability", "residuals"), (dict,)),
+    "model_error": (int, float),
+}
+
+
+def _read(path: Path) -> Profile:
+    return Profile.from_json(path.read_text(), str(path))

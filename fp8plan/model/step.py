@@ -1,0 +1,228 @@
+"""Seconds of engine steps: kernels of every layer, lm_head, sampling, and the host.
+
+A step's linear layers depend on its padded token count only, so they are evaluated once per distinct count and
+gathered; attention and sampling are evaluated per step. No loop runs over steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8plan.model.architecture import Linear, ModelShape
+from fp8plan.model.attention import attention_cost, flops_per_pair, kv_bytes_per_token
+from fp8plan.model.batch import Array, StepBatch
+from fp8plan.model.collective import all_reduce_cost
+from fp8plan.model.cost import Cost
+from fp8plan.model.gemm import gemm_cost, linear_dtype, peak_flops, quantise_cost
+from fp8plan.model.hardware import Gpu
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.memory import cudagraph_capture_sizes
+from fp8plan.model.moe import distinct_experts, expert_bytes, expert_flops, moe_cost
+from fp8plan.model.overhead import host_cost, layer_cost, sampling_cost
+from fp8plan.model.precision import BF16_BYTES, Precision
+from fp8plan.model.profile import Profile
+
+
+class Component(NamedTuple):
+    """One line of the breakdown: `cost` at distinct token counts, and which of them each step takes."""
+
+    name: str
+    cost: Cost
+    inverse: Array | None  # None: `cost` is per step already
+
+    def seconds(self) -> Array:
+        return self.cost.seconds if self.inverse is None else self.cost.seconds[self.inverse]
+
+    def gradient(self, weights: Array) -> dict[str, float]:
+        """Sum over steps of weights x partials, per coefficient."""
+        if self.inverse is not None:
+            weights = np.bincount(self.inverse, weights=weights, minlength=self.cost.seconds.size)
+        return {name: float(weights @ values) for name, values in self.cost.partials.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel:
+    """One engine replica: a model at a precision on a GPU (times tensor_parallel_size), with its profile."""
+
+    shape: ModelShape
+    gpu: Gpu
+    precision: Precision
+    limits: EngineLimits
+    profile: Profile
+
+    def seconds(self, batch: StepBatch) -> Array:
+        """Seconds of each step, shape (steps,)."""
+        gpu = _total(self._gpu_components(batch))
+        host = self._host(batch).seconds
+        return np.maximum(gpu, host) if self.limits.async_scheduling else gpu + host
+
+    def breakdown(self, batch: StepBatch) -> dict[str, Array]:
+        """Component -> seconds of each step, shape (steps,); they add up to `seconds`. "host" is what the GPU waits."""
+        components = self._gpu_components(batch)
+        parts = {component.name: component.seconds() for component in components}
+        host = self._host(batch).seconds
+        parts["host"] = np.maximum(host - _total(components), 0.0) if self.limits.async_scheduling else host
+        return parts
+
+    def log_gradient(self, batch: StepBatch, weights: Array) -> dict[str, float]:
+        """d log(sum(weights * seconds)) / d log(coefficient), for every coefficient the steps use.
+
+        weights: how many times each step runs, shape (steps,).
+        """
+        components = self._gpu_components(batch)
+        host = self._host(batch)
+        gpu = _total(components)
+        gpu_weights = host_weights = np.asarray(weights, dtype=float)
+        seconds = gpu + host.seconds
+        if self.limits.async_scheduling:
+            gpu_weights, host_weights = weights * (gpu >= host.seconds), weights * (gpu < host.seconds)
+            seconds = np.maximum(gpu, host.seconds)
+        total = float(weights @ seconds)
+        gradient: dict[str, float] = {}
+        for part in (*components, Component("host", host, None)):
+            for name, value in part.gradient(host_weights if part.name == "host" else gpu_weights).items():
+                gradient[name] = gradient.get(name, 0.0) + value / total
+        return gradient
+
+    def interval_sigma(self, batch: StepBatch, weights: Array) -> float:
+        """Standard deviation of log(sum(weights * seconds)): the coefficients' covariance plus the model error."""
+        gradient = self.log_gradient(batch, weights)
+        g = np.array(list(gradient.values()))
+        variance = float(g @ self.profile.covariance(list(gradient)) @ g)
+        return float(np.sqrt(variance + self.profile.model_error**2))
+
+    def bytes_bound(self, batch: StepBatch) -> Array:
+        """Seconds below which no step can be: weights and KV read once at the datasheet's bandwidth, (steps,)."""
+        tp = self.limits.tensor_parallel_size
+        tokens = _tokens(batch)
+        weights = sum(self.precision.linear_bytes(x.n, x.k, x.quantised) * x.layers for x in self._layers())
+        head = self._head()
+        read = np.where(tokens > 0, float(weights), 0.0)
+        read = read + np.where(batch.sampled_requests > 0, head.n * head.k * float(BF16_BYTES), 0.0)
+        per_kv_token = kv_bytes_per_token(self.shape, self.precision, tp) * self.shape.num_layers
+        read = read + (batch.decode_kv_tokens + batch.prefill_kv_tokens) * float(per_kv_token)
+        experts = self.shape.experts
+        if experts is not None:
+            one = expert_bytes(self.shape, experts, self.precision, tp) * experts.layers
+            read = read + distinct_experts(tokens, experts) * one
+        return read / self.gpu.memory_bandwidth
+
+    def flops_bound(self, batch: StepBatch) -> Array:
+        """Seconds below which no step can be: its FLOPs at the datasheet's peak of each dtype, shape (steps,)."""
+        tp = self.limits.tensor_parallel_size
+        tokens = _tokens(batch)
+        per_token = sum(2 * x.n * x.k * x.layers / self._peak(linear_dtype(x, self.precision)) for x in self._layers())
+        experts = self.shape.experts
+        if experts is not None:
+            routed = experts.experts_per_token * experts.layers * expert_flops(self.shape, experts, tp)
+            per_token += routed / self._peak(self.precision.gemm_dtype)
+        head = self._head()
+        sampled = batch.sampled_requests * (2 * head.n * head.k / self.gpu.bf16_flops)
+        pairs = (batch.decode_kv_tokens + batch.prefill_pairs) * float(flops_per_pair(self.shape, tp))
+        return tokens * per_token + sampled + pairs * self.shape.num_layers / self._peak(self.precision.kv)
+
+    def outside_hull(self, batch: StepBatch) -> list[str]:
+        """Why these steps lie outside of what the profile measured; empty when they do not."""
+        hull = self.profile.hull
+        if hull is None:
+            return [f"nothing was measured on {self.gpu.name}: {self.profile.kind} profile"]
+        linears = [x for x in self._layers() if x.quantised] or self._layers()
+        asked: dict[str, Array] = {name: getattr(batch, name) for name in StepBatch.__slots__}
+        asked |= {"m": self._padded(_tokens(batch)), "n": np.array([x.n for x in linears])}
+        asked["k"] = np.array([x.k for x in linears])
+        reasons = []
+        for kernel, ranges in hull.items():
+            for quantity, (low, high) in ranges.items():
+                values = asked.get(quantity, np.zeros(0))
+                used = values[values > 0]  # zero is "nothing of it in this step", not a small amount
+                if used.size and (used.min() < low or used.max() > high):
+                    span = f"{used.min():g} to {used.max():g}"
+                    reasons.append(f"{kernel}: {quantity} {span}, measured {low:g} to {high:g}")
+        return reasons
+
+    def _peak(self, dtype: str) -> float:
+        return peak_flops(self.gpu, dtype)
+
+    def _layers(self) -> list[Linear]:
+        return [x for x in self.shape.linears(self.limits.tensor_parallel_size) if x.name != "lm_head"]
+
+    def _head(self) -> Linear:
+        return next(x for x in self.shape.linears(self.limits.tensor_parallel_size) if x.name == "lm_head")
+
+    def _padded(self, tokens: Array) -> Array:
+        """Tokens as the engine runs them: rounded up to a captured CUDA graph where there is one."""
+        sizes = np.array((0, *cudagraph_capture_sizes(self.limits)), dtype=np.int64)
+        largest = sizes[-1]
+        rounded = sizes[np.searchsorted(sizes, np.arange(largest + 1))]  # for every count that has a graph
+        return np.where(tokens <= largest, rounded[np.minimum(tokens, largest)], tokens)
+
+    def _eager(self, tokens: Array) -> Array:
+        return np.asarray(tokens > max(cudagraph_capture_sizes(self.limits), default=0))
+
+    def _host(self, batch: StepBatch) -> Cost:
+        return host_cost(batch, self._eager(_tokens(batch)), self.shape, self.profile)
+
+    def _gpu_components(self, batch: StepBatch) -> list[Component]:
+        tp, tokens = self.limits.tensor_parallel_size, _tokens(batch)
+        attention = attention_cost(batch, self.shape, self.precision, tp, self.gpu, self.profile)
+        parts = [Component("attention", attention, None)]
+        counts, inverse = _distinct(self._padded(tokens))
+        for name, cost in self._token_costs(counts).items():
+            parts.append(_where_busy(name, cost, counts, inverse))
+        experts = self.shape.experts
+        if experts is not None:
+            # Not the padded count: the rows of padding are alike, so they hit few experts beside the real tokens'.
+            counts, inverse = _distinct(tokens)
+            cost = moe_cost(counts, self.shape, experts, self.precision, tp, self.gpu, self.profile)
+            parts.append(_where_busy("moe", cost, counts, inverse))
+        rows, inverse = _distinct(_whole(batch.sampled_requests))
+        head = gemm_cost(rows, [self._head()], self.precision, self.gpu, self.profile)
+        parts.append(_where_busy("lm_head", head, rows, inverse))
+        parts.append(Component("sampling", sampling_cost(batch, self.shape, self.gpu, self.profile), None))
+        return parts
+
+    def _token_costs(self, m: Array) -> dict[str, Cost]:
+        """Components that depend on the padded token count `m` alone."""
+        tp, layers = self.limits.tensor_parallel_size, self._layers()
+        costs = {
+            "gemm": gemm_cost(m, layers, self.precision, self.gpu, self.profile),
+            "overhead": layer_cost(m, self.shape, tp, self.gpu, self.profile),
+        }
+        if self.precision.weights == "fp8_block":
+            costs["quantise"] = quantise_cost(m, layers, self.precision, self.gpu, self.profile)
+        if tp > 1:
+            reduced = 1 + sum(x.layers for x in layers if x.all_reduce)  # 1: the vocabulary-parallel embedding
+            reduced += self.shape.experts.layers if self.shape.experts else 0
+            message = m * float(self.shape.hidden_size * BF16_BYTES)
+            costs["collective"] = all_reduce_cost(message, tp, self.gpu, self.profile).scaled(reduced)
+        return costs
+
+
+def _where_busy(name: str, cost: Cost, counts: Array, inverse: Array) -> Component:
+    """`cost` at `counts`, but nothing where the count is 0."""
+    return Component(name, cost.scaled(np.where(counts > 0, 1.0, 0.0)), inverse)
+
+
+def _total(components: list[Component]) -> Array:
+    total = components[0].seconds()
+    for component in components[1:]:
+        total = total + component.seconds()
+    return total
+
+
+def _whole(values: Array) -> Array:
+    return np.asarray(np.rint(values), dtype=np.int64)
+
+
+def _tokens(batch: StepBatch) -> Array:
+    return _whole(batch.decode_requests + batch.prefill_tokens)
+
+
+def _distinct(values: Array) -> tuple[Array, Array]:
+    """np.unique with the inverse for small non-negative integers, without the sort."""
+    seen = np.zeros(int(values.max(initial=0)) + 1, dtype=bool)
+    seen[values] = True
+    return np.flatnonzero(seen), (np.cumsum(seen) - 1)[values]

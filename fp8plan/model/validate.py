@@ -1,0 +1,228 @@
+"""Predictions against rollout records: how wrong, per record and per speed-up.
+
+A record is one JSON object a line, the keys as in `Record`; the monitor and the measurement scripts write them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fp8plan.errors import ConfigError, Fp8PlanError
+from fp8plan.model.architecture import ModelShape
+from fp8plan.model.hardware import gpu as find_gpu
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.memory import memory_plan
+from fp8plan.model.precision import precision
+from fp8plan.model.profile import load_profile
+from fp8plan.model.rollout import rollout, schedules
+from fp8plan.model.step import StepModel
+from fp8plan.model.workload import Batch
+
+REQUIRED = ("model", "gpu", "engine_version", "precision", "prompt_lengths", "response_lengths", "seconds")
+LIMITS = (
+    "gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
+    "enable_prefix_caching", "async_scheduling", "enforce_eager",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One warm `generate()` of a whole batch, as it was measured.
+
+    batch, limits: what ran; limits.num_gpu_blocks is set where the record imposes kv_cache_tokens
+    seconds:       measured wall time
+    group:         same workload, GPU and limits, whatever the precision and KV size
+    fields:        the record as read, unknown keys included
+    """
+
+    line: int
+    batch: Batch
+    limits: EngineLimits
+    seconds: float
+    group: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """Predictions of all records, and what they add up to. MAPE and errors are fractions, points are x 100."""
+
+    records: list[dict[str, Any]]
+    groups: list[dict[str, Any]]
+    makespan_mape: float
+    makespan_worst: float
+    speedup_mae_points: float | None  # None: no group has a bf16 record and another
+    speedup_worst_points: float | None
+    coverage: float  # share of records whose measured time lies in the predicted 90% interval
+    interval_median_halfwidth: float  # (high - low) / 2 / predicted
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_records(path: str | Path) -> list[Record]:
+    """The records of a JSONL file. Raises ConfigError naming the line and the field that cannot be used."""
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"there is no record file {file}")
+    records = [_read(line, number, file) for number, line in enumerate(file.read_text().splitlines(), 1) if line.strip()]
+    if not records:
+        raise ConfigError(f"{file} has no records; it needs one JSON object per line")
+    return records
+
+
+def validate(
+    records: Sequence[Record],
+    strict: bool = False,
+    progress: Callable[[Iterable[Record]], Iterable[Record]] = lambda items: items,
+) -> Validation:
+    """Predict every record and compare. Raises the errors of the parts, with the record's line."""
+    rows = [_compare(record, strict) for record in progress(records)]
+    groups = _groups(rows)
+    errors = np.array([row["error"] for row in rows])
+    points = np.array([entry["error_points"] for group in groups for entry in group["speedups"]])
+    half = [(row["predicted_high_s"] - row["predicted_low_s"]) / 2 / row["predicted_s"] for row in rows]
+    inside = [row["predicted_low_s"] <= row["seconds"] <= row["predicted_high_s"] for row in rows]
+    return Validation(
+        records=rows,
+        groups=groups,
+        makespan_mape=float(np.abs(errors).mean()),
+        makespan_worst=float(np.abs(errors).max()),
+        speedup_mae_points=float(np.abs(points).mean()) if points.size else None,
+        speedup_worst_points=float(np.abs(points).max()) if points.size else None,
+        coverage=float(np.mean(inside)),
+        interval_median_halfwidth=float(np.median(half)),
+    )
+
+
+def _read(line: str, number: int, file: Path) -> Record:
+    where = f"line {number} of {file}"
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{where} is a {type(fields).__name__}; allowed: a JSON object")
+    missing = [name for name in REQUIRED if fields.get(name) is None]
+    if missing:
+        raise ConfigError(f"{where} lacks {', '.join(missing)}; a record needs {', '.join(REQUIRED)}")
+    try:
+        batch, seconds = _batch(fields), _seconds(fields)
+        limits = _limits(fields).holding(batch.longest)
+    except (Fp8PlanError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return Record(number, batch, limits, seconds, _group(fields, limits), fields)
+
+
+def _batch(fields: dict[str, Any]) -> Batch:
+    prompts, responses = (_tokens(fields, name) for name in ("prompt_lengths", "response_lengths"))
+    if len(prompts) != len(responses):
+        raise ConfigError(f"{len(prompts)} prompt_lengths and {len(responses)} response_lengths; allowed: as many of each")
+    ids = fields.get("prompt_ids")
+    if ids is None:
+        return Batch(prompts, responses, np.arange(len(prompts)))
+    if len(ids) != len(prompts):
+        raise ConfigError(f"{len(ids)} prompt_ids for {len(prompts)} requests; allowed: one per request")
+    return Batch(prompts, responses, np.unique(ids, return_inverse=True)[1].astype(np.int64))
+
+
+def _tokens(fields: dict[str, Any], name: str) -> Any:
+    lengths = np.array(fields[name], dtype=float)
+    if lengths.ndim != 1 or not lengths.size or not np.isfinite(lengths).all() or (lengths < 1).any():
+        raise ConfigError(f"{name} must be a list of numbers of at least 1 token; it is {str(fields[name])[:60]}")
+    return lengths.astype(np.int64)
+
+
+def _limits(fields: dict[str, Any]) -> EngineLimits:
+    card = find_gpu(fields["gpu"])
+    given = {name: fields[name] for name in LIMITS if fields.get(name) is not None}
+    given["tensor_parallel_size"] = fields.get("tensor_parallel") or 1
+    given["data_parallel_size"] = fields.get("data_parallel") or 1
+    defaults = EngineLimits.for_gpu(card)
+    blocks = None
+    if fields.get("kv_cache_tokens") is not None:
+        blocks = fields["kv_cache_tokens"] // given.get("block_size", defaults.block_size) - 1  # less vLLM's null block
+    return EngineLimits(
+        **{name: getattr(defaults, name) for name in LIMITS} | given,
+        num_gpu_blocks=blocks,
+    )
+
+
+def _seconds(fields: dict[str, Any]) -> float:
+    seconds = fields["seconds"]
+    if not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
+        raise ConfigError(f"seconds is {seconds!r}; allowed: a finite number above 0")
+    return float(seconds)
+
+
+def _group(fields: dict[str, Any], limits: EngineLimits) -> str:
+    same = [fields["model"], fields["gpu"], fields["engine_version"], fields["prompt_lengths"], fields["response_lengths"]]
+    same += [fields.get("prompt_ids"), *(getattr(limits, name) for name in LIMITS)]
+    same += [limits.tensor_parallel_size, limits.data_parallel_size]
+    name = f"{fields['model']} on {fields['gpu']}, {len(fields['response_lengths'])} responses"
+    return f"{name} [{sha256(json.dumps(same).encode()).hexdigest()[:8]}]"
+
+
+def _compare(record: Record, strict: bool) -> dict[str, Any]:
+    fields, limits = record.fields, record.limits
+    try:
+        shape, card, wanted = ModelShape.from_hf(fields["model"]), find_gpu(fields["gpu"]), precision(fields["precision"])
+        profile, _ = load_profile(card, fields["engine_version"], strict)
+        memory = memory_plan(shape, wanted, card, limits, record.batch.longest)
+        parts = record.batch.split(limits.data_parallel_size)
+        (planned,) = schedules(parts, [memory.usable_blocks], limits)
+        timed = rollout(planned, StepModel(shape, card, wanted, limits, profile))
+    except Fp8PlanError as error:
+        raise type(error)(f"line {record.line}: {error}") from None
+    row = {name: value for name, value in fields.items() if name not in ("prompt_lengths", "response_lengths", "prompt_ids")}
+    return row | {
+        "line": record.line,
+        "group": record.group,
+        "seconds": record.seconds,
+        "predicted_s": timed.makespan_s,
+        "predicted_low_s": timed.makespan_low_s,
+        "predicted_high_s": timed.makespan_high_s,
+        "error": (timed.makespan_s - record.seconds) / record.seconds,
+        "predicted_kv_cache_tokens": memory.kv_cache_tokens,
+        "predicted_preemptions": timed.preemptions,
+        "extrapolated": bool(timed.extrapolated),
+    }
+
+
+def _groups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per group: speed-ups against the median bf16 record, and which precision is predicted and measured fastest."""
+    names = list(dict.fromkeys(row["group"] for row in rows))
+    return [_group_result(name, [row for row in rows if row["group"] == name]) for name in names]
+
+
+def _group_result(name: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    bf16 = [row for row in rows if row["precision"] == "bf16"]
+    speedups = []
+    if bf16:
+        measured, predicted = (float(np.median([row[key] for row in bf16])) for key in ("seconds", "predicted_s"))
+        for row in rows:
+            if row["precision"] != "bf16":
+                real, expected = measured / row["seconds"], predicted / row["predicted_s"]
+                speedups.append(
+                    {
+                        "line": row["line"],
+                        "precision": row["precision"],
+                        "measured_speedup": real,
+                        "predicted_speedup": expected,
+                        "error_points": 100 * (expected - real),
+                    }
+                )
+    return {
+        "group": name,
+        "records": len(rows),
+        "fastest_measured": min(rows, key=lambda row: row["seconds"])["precision"],
+        "fastest_predicted": min(rows, key=lambda row: row["predicted_s"])["precision"],
+        "speedups": speedups,
+    }

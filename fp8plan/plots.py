@@ -1,0 +1,127 @@
+"""Pictures of a plan: tokens per second and KV occupancy over time, one line per precision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.arrays import FloatArray
+from fp8plan.model.rollout import Timeline
+
+if TYPE_CHECKING:
+    from fp8plan.model.planner import Prediction
+
+# Okabe and Ito's palette, told apart with any colour vision; one colour per precision, always the same.
+COLOURS = {"bf16": "#000000", "fp8_block": "#0072B2", "fp8_kv": "#E69F00", "fp8_block+fp8_kv": "#009E73"}
+BINS = 160
+
+
+class Curve(NamedTuple):
+    """One precision over time, all arrays of shape (BINS,)."""
+
+    name: str
+    precision: str
+    seconds: FloatArray  # middle of each bin
+    tokens_per_s: FloatArray
+    occupancy: FloatArray  # share of the KV pool in use
+    running: FloatArray
+
+
+def plot(prediction: Prediction, path: str | Path) -> None:
+    """Write the picture: .png by matplotlib, .html by plotly.
+
+    Raises ConfigError for another suffix, a folder that does not exist, or a plotting package that is not installed.
+    """
+    target = Path(path)
+    writers = {".png": _png, ".html": _html}
+    if target.suffix not in writers:
+        raise ConfigError(f"cannot plot to {target}; allowed: a name that ends in .png or .html")
+    if not target.parent.is_dir():
+        raise ConfigError(f"cannot plot to {target}: there is no folder {target.parent}")
+    try:
+        writers[target.suffix](curves(prediction), _title(prediction), target)
+    except ImportError as error:
+        raise ConfigError(f"plotting needs {error.name}; type: pip install 'fp8plan[report]'") from None
+
+
+def curves(prediction: Prediction) -> list[Curve]:
+    """The available choices on the chosen layout."""
+    choices = prediction.plan.choices
+    chosen = choices[prediction.plan.chosen]
+    found = []
+    for choice, rollout, pool in zip(choices, prediction.rollouts, prediction.pools, strict=True):
+        same_layout = choice.tensor_parallel == chosen.tensor_parallel
+        if rollout is not None and pool is not None and same_layout:
+            name = f"{choice.precision} ({choice.makespan_s:,.0f} s)"
+            found.append(Curve(name, choice.precision, *binned(rollout.timeline, pool, BINS)))
+    return found
+
+
+def binned(line: Timeline, pool: int, bins: int) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+    """(seconds, output tokens/s, share of the pool in use, running requests) at the middle of equal time bins.
+    Tokens are spread evenly over the row that makes them, so their sum is kept."""
+    edges = np.linspace(0, line.seconds[-1], bins + 1)
+    made = np.interp(edges, np.concatenate([[0.0], line.seconds]), np.concatenate([[0.0], np.cumsum(line.output_tokens)]))
+    middle = (edges[:-1] + edges[1:]) / 2
+    row = np.minimum(np.searchsorted(line.seconds, middle), len(line.seconds) - 1)
+    used = np.interp(middle, line.seconds, line.used_blocks)  # `used_blocks` holds at the end of a row, and grows in it
+    return middle, np.diff(made) / np.diff(edges), used / pool, line.decode_requests[row].astype(np.float64)
+
+
+def _title(prediction: Prediction) -> str:
+    plan = prediction.plan
+    return f"{plan.model} on {plan.gpu}, {plan.profile['kind']} profile (predicted, not measured)"
+
+
+PANELS = (("tokens_per_s", "output tokens/s"), ("occupancy", "KV pool in use"), ("running", "running requests"))
+
+
+def _png(lines: Sequence[Curve], title: str, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import PercentFormatter
+
+    figure, axes = pyplot.subplots(len(PANELS), 1, sharex=True, figsize=(9, 7.5), layout="constrained")
+    for axis, (column, label) in zip(axes, PANELS, strict=True):
+        for line in lines:
+            axis.plot(line.seconds, getattr(line, column), color=COLOURS[line.precision], label=line.name, linewidth=1.6)
+        axis.set_ylabel(label)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[1].yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes[0].legend(frameon=False, ncols=2)
+    axes[0].set_title(title, loc="left", fontsize=11)
+    axes[-1].set_xlabel("seconds since the rollout began")
+    axes[-1].set_xlim(left=0)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _html(lines: Sequence[Curve], title: str, path: Path) -> None:
+    from plotly.subplots import make_subplots
+
+    figure: Any = make_subplots(rows=len(PANELS), cols=1, shared_xaxes=True, vertical_spacing=0.05)
+    for number, (column, label) in enumerate(PANELS, 1):
+        for line in lines:
+            figure.add_scatter(
+                x=line.seconds,
+                y=getattr(line, column),
+                name=line.name,
+                legendgroup=line.precision,
+                showlegend=number == 1,
+                line={"color": COLOURS[line.precision]},
+                row=number,
+                col=1,
+            )
+        figure.update_yaxes(title_text=label, rangemode="tozero", row=number, col=1)
+    figure.update_yaxes(tickformat=".0%", row=2, col=1)
+    figure.update_xaxes(title_text="seconds since the rollout began", row=len(PANELS), col=1)
+    figure.update_layout(title=title, template="plotly_white", hovermode="x unified", height=820)
+    figure.write_html(path, include_plotlyjs=True)

@@ -1,0 +1,30 @@
+"""What every test shares: a closed network, and integrations that are skipped only where they are not installed."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import pytest
+
+# Set before any test imports these libraries: they read their environment once.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; vLLM would take most of the machine's memory
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+# Marker and the package it stands for. `make test` sets FP8PLAN_REQUIRE_INTEGRATIONS=1: there, a missing one fails.
+INTEGRATIONS = ("vllm", "verl", "trl")
+REQUIRED = os.environ.get("FP8PLAN_REQUIRE_INTEGRATIONS") == "1"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for name in INTEGRATIONS:
+        if item.get_closest_marker(name) and find_spec(name) is None:
+            message = f"{name} is not installed; `make test` installs it"
+            if REQUIRED:
+                pytest.fail(message, pytrace=False)
+            pytest.skip(message)
+    if item.get_closest_marker("gpu") and not os.path.exists("/proc/driver/nvidia/version"):
+        pytest.skip("no NVIDIA GPU")

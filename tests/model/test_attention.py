@@ -1,0 +1,93 @@
+"""Attention: laws, and how far FP8 KV is from halving the time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8plan.model.architecture import ModelShape
+from fp8plan.model.attention import attention_cost, heads_per_rank, kv_bytes_per_token
+from fp8plan.model.batch import StepBatch
+from fp8plan.model.cost import Cost
+from fp8plan.model.hardware import Gpu, gpu
+from fp8plan.model.precision import BF16, FP8_KV, Precision
+from fp8plan.model.profile import load_profile
+
+SHAPE = ModelShape.from_hf("Qwen/Qwen3-8B")
+precisions = st.sampled_from([BF16, FP8_KV])
+
+
+def decode(requests: float, context: float) -> StepBatch:
+    zero = np.zeros(1)
+    return StepBatch(np.array([requests]), np.array([requests * context]), zero, zero, zero, zero, zero)
+
+
+def prefill(tokens: float, context: float) -> StepBatch:
+    zero, new = np.zeros(1), np.array([tokens])
+    pairs = np.array([tokens * context + tokens * (tokens + 1) / 2])
+    return StepBatch(zero, zero, new, np.ones(1), new + context, pairs, np.ones(1))
+
+
+def cost(batch: StepBatch, precision: Precision, card: Gpu | None = None, tp: int = 1) -> Cost:
+    card = card or gpu("h200")
+    return attention_cost(batch, SHAPE, precision, tp, card, load_profile(card)[0])
+
+
+@given(st.integers(1, 1024), st.integers(1, 40000), st.integers(1, 5000), precisions)
+def test_longer_contexts_never_cost_less(requests: int, context: int, more: int, precision: Precision) -> None:
+    short, long = (cost(decode(requests, x), precision).seconds for x in (context, context + more))
+    assert (long >= short).all()
+    short, long = (cost(prefill(requests, x), precision).seconds for x in (context, context + more))
+    assert (long >= short).all()
+
+
+@given(st.integers(1, 1024), st.integers(1, 40000), precisions, st.sampled_from([1, 2, 8]))
+def test_not_below_its_own_bytes(requests: int, context: int, precision: Precision, tp: int) -> None:
+    read = requests * context * kv_bytes_per_token(SHAPE, precision, tp) * SHAPE.num_layers
+    assert cost(decode(requests, context), precision, tp=tp).seconds.item() > read / gpu("h200").memory_bandwidth
+
+
+def test_fp8_kv_does_not_halve_long_context_decode_on_hopper() -> None:
+    """AIConfigurator 0.12.0, FlashAttention 3, 32 query and 8 KV heads, 64 requests at 8191: H200 1.38, H100 1.77."""
+    batch = decode(64, 8192)
+    for name, measured in (("h200", 1.38), ("h100", 1.77)):
+        ratio = cost(batch, BF16, gpu(name)).seconds / cost(batch, FP8_KV, gpu(name)).seconds
+        assert ratio.item() == pytest.approx(measured, rel=0.15)
+
+
+def test_near_published_h200_decode() -> None:
+    """Same tables, BF16, one layer: 64 requests at 8191 490.8 us, 8 at 32767 272.6 us, 256 at 1023 272.5 us."""
+    one_layer = replace(SHAPE, num_layers=1)
+    card = gpu("h200")
+    for requests, context, measured in ((64, 8192, 490.8), (8, 32768, 272.6), (256, 1024, 272.5)):
+        got = attention_cost(decode(requests, context), one_layer, BF16, 1, card, load_profile(card)[0]).seconds
+        assert got.item() * 1e6 == pytest.approx(measured, rel=0.15)
+
+
+def test_tensor_parallel_splits_heads_until_kv_heads_run_out() -> None:
+    assert [heads_per_rank(SHAPE, tp) for tp in (1, 4, 8, 16)] == [(32, 8), (8, 2), (4, 1), (2, 1)]
+    batch = decode(64, 20000)
+    times = [cost(batch, BF16, tp=tp).seconds.item() for tp in (1, 2, 4, 8)]
+    assert times == sorted(times, reverse=True)
+    assert times[0] < 8 * times[3]  # the fixed part does not shrink
+
+
+def test_idle_step_costs_nothing() -> None:
+    assert cost(decode(0, 0), BF16).seconds.item() == 0
+
+
+@given(st.integers(1, 1024), st.integers(1, 40000), st.integers(0, 4000), precisions)
+def test_partials_are_the_derivatives(requests: int, context: int, tokens: int, precision: Precision) -> None:
+    a, b = decode(requests, context), prefill(tokens, context if tokens else 0)
+    mixed = StepBatch(*(getattr(a, name) + getattr(b, name) for name in StepBatch.__slots__))
+    card, step = gpu("h200"), 1e-6
+    profile, _ = load_profile(card)
+    base = attention_cost(mixed, SHAPE, precision, 1, card, profile)
+    for name, partial in base.partials.items():
+        moved = replace(profile, coefficients={**profile.coefficients, name: profile.coefficients[name] * (1 + step)})
+        change = attention_cost(mixed, SHAPE, precision, 1, card, moved).seconds - base.seconds
+        np.testing.assert_allclose(change / step, partial, rtol=1e-3, atol=1e-5 * base.seconds.item())

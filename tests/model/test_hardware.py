@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import sys
+from dataclasses import fields
+from types import SimpleNamespace
+
+import pytest
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.hardware import gpu, gpus
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("h200", "h200_sxm"),
+        ("H200_SXM", "h200_sxm"),
+        ("NVIDIA H200", "h200_sxm"),
+        ("h100", "h100_sxm"),
+        ("nvidia h100 80gb hbm3", "h100_sxm"),
+        ("NVIDIA H100 PCIe", "h100_pcie"),
+        ("NVIDIA H20", "h20"),
+        ("a100", "a100_sxm"),
+        ("NVIDIA A100-SXM4-80GB", "a100_sxm"),
+        (" b200 ", "b200"),
+        ("L40S", "l40s"),
+    ],
+)
+def test_every_spelling_finds_its_gpu(spelling: str, name: str) -> None:
+    assert gpu(spelling).name == name
+
+
+@pytest.mark.parametrize("g", gpus(), ids=lambda g: g.name)
+def test_every_number_has_a_source(g) -> None:
+    facts = {f.name for f in fields(g) if getattr(g, f.name) is not None}
+    described = facts - {"name", "product", "compute_capability", "sources"}
+    assert described <= set(g.sources)
+    assert all(len(source) > 10 for source in g.sources.values())
+
+
+@pytest.mark.parametrize("g", gpus(), ids=lambda g: g.name)
+def test_peaks_are_dense_and_units_are_si(g) -> None:
+    # A dense FP8 tensor core does twice its BF16 rate; a sparse figure in one place would give 1 or 4.
+    if g.has_fp8:
+        assert 1.95 < g.fp8_flops / g.bf16_flops < 2.05
+    assert 40 * GIB < g.memory_bytes < 200 * GIB
+    assert 5e11 < g.memory_bandwidth < 1e13
+    # No GPU does more than 16,384 dense BF16 FLOP per SM and cycle below 2.2 GHz: a sparse figure would.
+    assert g.bf16_flops / g.sm_count < 16384 * 2.2e9 / 2
+
+
+def test_hopper_peak_follows_from_its_clock() -> None:
+    # 132 SMs x 4096 dense BF16 FLOP per cycle x 1.83 GHz boost (H100 whitepaper), an independent way to the peak.
+    assert gpu("h100").bf16_flops == pytest.approx(132 * 4096 * 1.83e9, rel=0.01)
+
+
+def test_memory_is_what_a_process_sees() -> None:
+    # nvidia-smi's totals, which include what the driver keeps for itself.
+    for name, nvidia_smi_mib in (("h200", 143771), ("h100", 81559), ("b200", 183359), ("l40s", 46068), ("a100", 81920)):
+        hidden = nvidia_smi_mib - gpu(name).memory_bytes / (1 << 20)
+        assert 300 < hidden < 1000
+
+
+def test_fp8_needs_fp8_tensor_cores() -> None:
+    for g in gpus():
+        assert g.has_fp8 == (g.compute_capability >= (8, 9))
+        assert (g.fp8_reason is None) == g.has_fp8
+    assert "8.0" in gpu("a100").fp8_reason
+    assert "8.9" in gpu("a100").fp8_reason
+
+
+def test_unknown_gpu_offers_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"nearest: .*h200_sxm.*known: .*b200.*auto"):
+        gpu("h201")
+
+
+def fake_nvml(product: str) -> SimpleNamespace:
+    class NVMLError(Exception):
+        pass
+
+    def name(handle: object) -> str:
+        if not product:
+            raise NVMLError("Driver Not Loaded")
+        return product
+
+    return SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetName=name,
+    )
+
+
+def test_auto_asks_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml("NVIDIA H20"))
+    assert gpu("auto").name == "h20"
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (None, "nvidia-ml-py"),
+        (fake_nvml(""), "Driver Not Loaded"),
+        (fake_nvml("NVIDIA GeForce RTX 2080"), "unknown GPU 'NVIDIA GeForce RTX 2080'"),
+    ],
+)
+def test_auto_without_a_known_gpu_says_what_to_type(
+    monkeypatch: pytest.MonkeyPatch, module: object, message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    with pytest.raises(ConfigError, match=f"{message}.*h200_sxm"):
+        gpu("auto")

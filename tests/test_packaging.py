@@ -1,0 +1,64 @@
+"""What a user installs: the wheel carries every data file, and the core neither needs nor reaches for torch or vllm."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+HEAVY = ("torch", "vllm")
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (built,) = folder.glob("*.whl")
+    return zipfile.ZipFile(built)
+
+
+def test_the_wheel_carries_every_file_of_the_package_and_the_profiles(wheel: zipfile.ZipFile) -> None:
+    in_package = (p for p in (ROOT / "fp8plan").rglob("*") if "__pycache__" not in p.parts)
+    profiles = {Path("fp8plan") / p.relative_to(ROOT) for p in (ROOT / "profiles").rglob("*") if p.is_file()}
+    expected = {p.relative_to(ROOT) for p in in_package if p.is_file()} | profiles
+    packed = {Path(name) for name in wheel.namelist() if name.startswith("fp8plan/")}
+    assert packed == expected
+    assert any(p.parts[1] == "profiles" for p in packed)
+    assert any(p.parts[1:3] == ("model", "configs") for p in packed)
+
+
+def test_the_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:
+    info = next(name for name in wheel.namelist() if name.endswith("METADATA")).removesuffix("METADATA")
+    metadata = wheel.read(info + "METADATA").decode()
+    assert f"Version: {PROJECT['version']}\n" in metadata
+    assert "License-Expression: Apache-2.0\n" in metadata
+    assert wheel.read(info + "licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    assert "fp8plan = fp8plan.cli:main" in wheel.read(info + "entry_points.txt").decode()
+
+
+def test_the_core_depends_on_neither_torch_nor_vllm() -> None:
+    assert not [d for d in PROJECT["dependencies"] if d.startswith(HEAVY)]
+
+
+def test_the_model_half_never_names_torch_vllm_or_the_runtime() -> None:
+    for path in (ROOT / "fp8plan" / "model").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            bad = [n for n in names if n.split(".")[0] in HEAVY or n.startswith("fp8plan.runtime")]
+            assert not bad, f"{path.name}: {bad}"
+
+
+def test_importing_fp8plan_loads_nothing_heavy() -> None:
+    heavy = ("torch", "vllm", "sklearn", "scipy", "pandas", "pyarrow", "rich", "typer", "matplotlib", "plotly")
+    code = f"import sys, fp8plan; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]"
