@@ -128,7 +128,7 @@ class CachingPool:
     def take(self, blocks: int) -> None:
         self.free -= blocks
         self._clean -= blocks
-        while self._clean < 0:
+        while self._clean < 0:  # the queue's unhashed front is used up: evict
             oldest = next(iter(self._queue))
             evicted = min(-self._clean, oldest.end - oldest.start)
             oldest.end -= evicted

@@ -253,9 +253,11 @@ class _Engine:
         after = min(known, hit * size + budget)
         must_fit = known if self.reserve_full_prompt else after
         needed = blocks_for(must_fit, size) - hit + from_queue
-        self.least_free = min(self.least_free, self.pool.free - needed)
+        spare = self.pool.free - needed
+        if spare < self.least_free:
+            self.least_free = spare
         self.hit_freed_blocks |= from_queue > 0
-        return None if needed > self.pool.free else (hit, after)
+        return None if spare < 0 else (hit, after)
 
     def _compute(self, request: int, before: int, after: int, blocks: int, chunks: list[tuple[int, int, int]]) -> None:
         self.pool.take(blocks)
@@ -269,15 +271,17 @@ class _Engine:
         if len(members) <= self.pool.free:
             self.pool.take(len(members))
             return 0
-        preemptions = 0
-        for request in list(members):
-            while not self.pool.free and request in self.running:
-                self._preempt_last()
-                preemptions += 1
-            if request not in self.running:
-                break  # it was the last, and so was everything behind it
-            self.pool.take(1)
-        return preemptions
+        queue, served, preemptions = list(members), 0, 0
+        while True:
+            granted = min(self.pool.free, len(queue) - served)
+            self.pool.take(granted)
+            served += granted
+            if served == len(queue):
+                return preemptions
+            self._preempt_last()
+            preemptions += 1
+            if queue[-1] not in self.running:  # the last running request may be one that waits for a block here
+                queue.pop()
 
     def _preempt_last(self) -> None:
         request, _ = self.running.popitem()
@@ -321,9 +325,10 @@ class _Engine:
 
     def _end(self, steps: int, chunks: list[tuple[int, int, int]], cached: int, preemptions: int) -> None:
         """Record a row, move on, start those whose prefill is done, and let finished requests go."""
-        self.least_free = min(self.least_free, self.pool.free)
+        if self.pool.free < self.least_free:
+            self.least_free = self.pool.free
         decoding = self.decoding
-        started = [request for request, _, after in chunks if after == self.known[request]]
+        started = [request for request, _, after in chunks if after == self.known[request]] if chunks else ()
         row = (
             steps,
             decoding,

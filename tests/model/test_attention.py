@@ -76,6 +76,18 @@ def test_tensor_parallel_splits_heads_until_kv_heads_run_out() -> None:
     assert times[0] < 8 * times[3]  # the fixed part does not shrink
 
 
+@given(st.integers(1, 1024), st.integers(1, 40000), st.integers(1, 4000), precisions)
+def test_every_layer_costs_the_same(requests: int, context: int, tokens: int, precision: Precision) -> None:
+    a, b = decode(requests, context), prefill(tokens, context)
+    mixed = StepBatch(*(getattr(a, name) + getattr(b, name) for name in StepBatch.__slots__))
+    card = gpu("h200")
+    one, six = (
+        attention_cost(mixed, replace(SHAPE, num_layers=layers), precision, 1, card, load_profile(card)[0]).seconds
+        for layers in (1, 6)
+    )
+    np.testing.assert_allclose(six, 6 * one, rtol=1e-12)
+
+
 def test_idle_step_costs_nothing() -> None:
     assert cost(decode(0, 0), BF16).seconds.item() == 0
 

@@ -109,5 +109,5 @@ def test_no_fp8_tensor_cores_and_unknown_backend() -> None:
     with pytest.raises(ConfigError, match="no FP8 tensor cores"):
         gemm_cost(ROWS, one(4096, 4096), FP8_BLOCK, a100, load_profile(a100)[0])
     odd = replace(PROFILE, kernel_backends={"gemm.bf16": "abacus"})
-    with pytest.raises(ProfileError, match="'abacus'.*known: cublas"):
+    with pytest.raises(ProfileError, match=r"'abacus'.*known: cublas"):
         gemm_cost(ROWS, one(4096, 4096), BF16, H200, odd)

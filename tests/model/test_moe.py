@@ -62,7 +62,7 @@ def test_monotone_and_above_bytes(precision: object, tp: int) -> None:
 
 
 def test_near_published_h200_layer() -> None:
-    """AIConfigurator 0.12.0, vLLM 0.24 Triton, this model's shape, 64 tokens, power law 1.01: 292 us BF16, 173 us FP8."""
+    """AIConfigurator 0.12.0, vLLM 0.24 Triton, this shape, 64 tokens, power law 1.01: 292 us BF16, 173 us FP8."""
     for precision, measured in ((BF16, 292), (FP8_BLOCK, 173)):
         layer = moe_cost(np.array([64]), SHAPE, experts(), precision, 1, H200, PROFILE).seconds / experts().layers
         assert layer.item() * 1e6 == pytest.approx(measured, rel=0.2)

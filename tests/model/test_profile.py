@@ -95,7 +95,7 @@ def test_nearest_version_is_used_with_a_warning_and_a_doubled_interval(tmp_path:
 
 
 def test_strict_refuses_the_datasheet(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match="only the datasheet.*calibrate --gpu auto"):
+    with pytest.raises(ProfileError, match=r"only the datasheet.*calibrate --gpu auto"):
         load_profile(gpu("h200"), strict=True, profiles_dir=tmp_path)
 
 
@@ -114,7 +114,7 @@ def test_missing_kernel_names_the_measurement_and_the_command() -> None:
         ("model_error", "small"),
         ("coefficients", {NAMES[0]: float("nan")}),
         ("coefficients", {NAMES[0]: -1.0}),
-        ("coefficients", {NAMES[1]: 1.2}),
+        ("coefficients", {NAMES[0]: 3e-6, NAMES[1]: 1.2, NAMES[2]: 2e-4}),
         ("coefficients", [1.0]),
         ("log_covariance", {NAMES[0]: {NAMES[0]: 0.01, NAMES[1]: 0.2}, NAMES[1]: {NAMES[0]: 0.2, NAMES[1]: 0.01}}),
         ("log_covariance", {NAMES[0]: {NAMES[1]: 0.2}}),

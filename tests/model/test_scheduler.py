@@ -1,0 +1,180 @@
+"""The simulator against vLLM's own Scheduler, step by step, and what must hold without it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8plan.errors import CapacityError
+from fp8plan.model.kv_pool import blocks_for
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.scheduler import Schedule, schedule
+from fp8plan.model.workload import Batch
+
+BLOCK = 16
+COMPARED = ("prefill_tokens", "decode_requests", "used_blocks", "preemptions")
+
+
+def random_case(seed: int, async_scheduling: bool) -> tuple[Batch, int, EngineLimits]:
+    """A workload that is usually starved of KV: odd and even seeds differ in prefix caching, every third has prompts
+    that fill their last block, every fifth ends all responses at once, every seventh admits on the first chunk."""
+    rng = np.random.default_rng(seed)
+    prompts, samples = int(rng.integers(1, 24)), int(rng.integers(1, 9))
+    if seed % 12 == 0:
+        prompts, samples = 64, 8  # 512 requests
+    prompt_lengths = rng.integers(1, 400, prompts)
+    if seed % 3 == 0:
+        prompt_lengths = blocks_for(prompt_lengths, BLOCK) * BLOCK
+    prompt_ids = np.repeat(np.arange(prompts), samples)
+    responses = rng.integers(1, 300 if seed % 12 == 0 else 600, len(prompt_ids))
+    if seed % 5 == 0:
+        responses[:] = rng.integers(1, 300)
+    batch = Batch(prompt_lengths[prompt_ids], responses, prompt_ids)
+    needed = blocks_for(batch.prompts + batch.responses - 1, BLOCK)
+    pool = int(max(needed.max(), needed.sum() * rng.uniform(0.05, 0.9)))
+    limits = EngineLimits(
+        max_num_seqs=int(rng.integers(1, 200)),
+        max_num_batched_tokens=int(rng.integers(200, 2048)),
+        enable_prefix_caching=bool(seed % 2),
+        async_scheduling=async_scheduling,
+        scheduler_reserve_full_isl=seed % 7 != 1,
+    )
+    return batch, pool, limits
+
+
+def total(plan: Schedule, column: str) -> int:
+    return int((plan.steps * getattr(plan, column)).sum())
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("seed", range(36))
+def test_every_step_equals_vllms_scheduler(seed: int, async_scheduling: bool) -> None:
+    import vllm_oracle
+
+    batch, pool, limits = random_case(seed, async_scheduling)
+    real = vllm_oracle.run(*batch, pool, limits)
+    simulated = schedule(*batch, pool, limits, longest_run=1)
+    rows = zip(*(getattr(simulated, column).tolist() for column in COMPARED), strict=True)
+    assert list(rows) == [tuple(step) for step in real]
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("seed", range(100, 124))
+def test_runs_of_steps_add_up_to_the_single_steps(seed: int, async_scheduling: bool) -> None:
+    batch, pool, limits = random_case(seed, async_scheduling)
+    single = schedule(*batch, pool, limits, longest_run=1)
+    runs = schedule(*batch, pool, limits)
+    assert len(runs.steps) < single.num_steps or runs.num_steps < 3
+    last = np.cumsum(runs.steps) - 1  # the single step that ends each row
+    first = last - runs.steps + 1
+    np.testing.assert_array_equal(runs.used_blocks, single.used_blocks[last])
+    np.testing.assert_array_equal(runs.decode_requests, single.decode_requests[first])
+    np.testing.assert_array_equal(runs.decode_kv_tokens, single.decode_kv_tokens[first])
+    for column in ("prefill_tokens", "prefill_pairs", "decode_requests", "sampled_requests"):
+        assert total(runs, column) == total(single, column)
+    assert runs.num_preemptions == single.num_preemptions
+    grown = runs.decode_kv_tokens * runs.steps + runs.decode_requests * runs.steps * (runs.steps - 1) // 2
+    assert grown.sum() == single.decode_kv_tokens.sum()
+
+
+@st.composite
+def cases(draw: st.DrawFn, starved: bool = True) -> tuple[Batch, int, EngineLimits]:
+    batch, pool, limits = random_case(draw(st.integers(1000, 10**6)), draw(st.booleans()))
+    if not starved:
+        pool = int(blocks_for(batch.prompts + batch.responses - 1, BLOCK).sum())
+    return batch, pool, limits
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_tokens_are_conserved(case: tuple[Batch, int, EngineLimits]) -> None:
+    batch, pool, limits = case
+    plan = schedule(*batch, pool, limits)
+    served = total(plan, "prefill_tokens") + total(plan, "decode_requests")
+    wanted = int((batch.prompts + batch.responses - 1).sum())
+    assert served == wanted + plan.recomputed_tokens.sum() - plan.cached_tokens.sum()
+    assert total(plan, "sampled_requests") == batch.responses.sum()
+    assert plan.finished.sum() == len(batch.prompts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_limits_hold_in_every_step(case: tuple[Batch, int, EngineLimits]) -> None:
+    batch, pool, limits = case
+    plan = schedule(*batch, pool, limits)
+    assert plan.used_blocks.max() <= pool
+    assert plan.running.max() <= limits.max_num_seqs
+    assert (plan.prefill_tokens + plan.decode_requests).max() <= limits.max_num_batched_tokens
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases(starved=False))
+def test_a_pool_that_holds_everything_preempts_nothing(case: tuple[Batch, int, EngineLimits]) -> None:
+    batch, pool, limits = case
+    plan = schedule(*batch, pool, limits)
+    assert plan.num_preemptions == 0
+    assert plan.recomputed_tokens.sum() == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases())
+def test_no_request_ends_before_its_own_steps(case: tuple[Batch, int, EngineLimits]) -> None:
+    batch, pool, limits = case
+    limits = replace(limits, enable_prefix_caching=False)
+    plan = schedule(*batch, pool, limits)
+    own = -(-batch.prompts // limits.max_num_batched_tokens) + batch.responses - 1
+    assert plan.num_steps >= own.max()
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases(starved=False), st.integers(0, 10**6))
+def test_blocks_wanted_is_a_pool_with_the_same_schedule(case: tuple[Batch, int, EngineLimits], more: int) -> None:
+    batch, pool, limits = case
+    plan = schedule(*batch, pool, limits)
+    if plan.blocks_wanted is None:
+        return
+    smaller = schedule(*batch, plan.blocks_wanted + more % (pool - plan.blocks_wanted + 1), limits)
+    for column in ("steps", "prefill_tokens", "decode_requests", "used_blocks"):
+        np.testing.assert_array_equal(getattr(plan, column), getattr(smaller, column))
+
+
+def test_siblings_prefill_their_prompt_once() -> None:
+    batch = Batch(np.full(8, 165), np.full(8, 4), np.zeros(8, dtype=np.int64))
+    plan = schedule(*batch, 1000, EngineLimits())
+    assert plan.prefill_tokens.sum() == 165 + 7 * (165 % BLOCK)
+    assert plan.cached_tokens.sum() == 7 * (165 - 165 % BLOCK)
+
+
+def test_asynchronous_scheduling_frees_a_slot_one_step_later() -> None:
+    batch = Batch(np.full(2, 10), np.full(2, 5), np.arange(2))
+    alone = EngineLimits(max_num_seqs=1, async_scheduling=False)
+    assert schedule(*batch, 100, alone).num_steps == 5 + 5
+    # In the lag between the two no request runs, and a step without tokens costs nothing.
+    assert schedule(*batch, 100, replace(alone, async_scheduling=True)).num_steps == 5 + 5
+    pair = Batch(np.full(4, 10), np.array([5, 9, 5, 5]), np.arange(4))
+    two = EngineLimits(max_num_seqs=2, async_scheduling=False)
+    assert schedule(*pair, 100, two).num_steps + 1 == schedule(*pair, 100, replace(two, async_scheduling=True)).num_steps
+
+
+@pytest.mark.vllm
+def test_more_blocks_can_mean_more_preemptions_in_vllm_too() -> None:
+    """A larger pool admits more requests, which then get in each other's way."""
+    import vllm_oracle
+
+    batch = Batch(np.array([6, 32, 20]), np.array([53, 54, 64]), np.arange(3))
+    limits = EngineLimits(enable_prefix_caching=False, async_scheduling=False)
+    real = [sum(step.preemptions for step in vllm_oracle.run(*batch, pool, limits)) for pool in (7, 8)]
+    assert real == [schedule(*batch, pool, limits).num_preemptions for pool in (7, 8)]
+    assert real[1] > real[0]
+
+
+def test_a_request_that_can_never_fit_is_an_error() -> None:
+    batch = Batch(np.array([100]), np.array([61]), np.array([0]))
+    schedule(*batch, 10, EngineLimits())  # 160 tokens are stored: the last one is never read
+    with pytest.raises(CapacityError, match=r"161 tokens.*needs 10 KV blocks.*pool has 9"):
+        schedule(*batch, 9, EngineLimits())
