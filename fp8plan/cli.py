@@ -47,7 +47,9 @@ def plan_command(
         str, typer.Option(help="the same", rich_help_panel=WORKLOAD)
     ] = "lognormal:mean=6000,sigma=0.9,max=20480",
     seed: Annotated[int, typer.Option(rich_help_panel=WORKLOAD)] = 0,
-    gpus: Annotated[int | None, typer.Option(help="try every TP x DP layout of so many GPUs", rich_help_panel=ENGINE)] = None,
+    gpus: Annotated[
+        int | None, typer.Option(help="try every TP x DP layout of so many GPUs", rich_help_panel=ENGINE)
+    ] = None,
     tensor_parallel_size: Annotated[int, typer.Option(rich_help_panel=ENGINE)] = 1,
     data_parallel_size: Annotated[int, typer.Option(help="replicas", rich_help_panel=ENGINE)] = 1,
     gpu_memory_utilization: Annotated[float | None, typer.Option(rich_help_panel=ENGINE)] = None,
@@ -60,17 +62,24 @@ def plan_command(
     async_scheduling: Annotated[bool, typer.Option(rich_help_panel=ENGINE)] = True,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", rich_help_panel=ENGINE)] = False,
     engine_version: Annotated[str, typer.Option(help="of vLLM", rich_help_panel=ENGINE)] = "0.26.0",
-    strict: Annotated[bool, typer.Option("--strict", help="only a profile of this very version", rich_help_panel=ENGINE)] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="only a profile of this very version", rich_help_panel=ENGINE)
+    ] = False,
     precision: Annotated[
         list[str] | None, typer.Option(help="bf16, fp8_block, fp8_kv, fp8_block+fp8_kv; repeat; default: all")
     ] = None,
     accept: Annotated[str, typer.Option(help="highest risk to choose: low, moderate, high")] = "moderate",
+    kv_scales: Annotated[
+        str,
+        typer.Option(help="of FP8 KV: calibrated (after each weight sync) or unit (1.0, as plain vLLM leaves them)"),
+    ] = "calibrated",
     train_s: Annotated[float | None, typer.Option(help="training, seconds a step", rich_help_panel=TRAINER)] = None,
     logprob_s: Annotated[float | None, typer.Option(help="log-probs, seconds a step", rich_help_panel=TRAINER)] = None,
     train_tokens_per_s: Annotated[float | None, typer.Option(rich_help_panel=TRAINER)] = None,
     logprob_tokens_per_s: Annotated[float | None, typer.Option(rich_help_panel=TRAINER)] = None,
     sync_gb_per_s: Annotated[
-        float | None, typer.Option(help="10^9 bytes/s at which new weights reach an engine GPU", rich_help_panel=TRAINER)
+        float | None,
+        typer.Option(help="10^9 bytes/s at which new weights reach an engine GPU", rich_help_panel=TRAINER),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="the plan as JSON", rich_help_panel=OUTPUT)] = False,
     emit: Annotated[str | None, typer.Option(help="settings for vllm, verl or trl", rich_help_panel=OUTPUT)] = None,
@@ -88,6 +97,8 @@ def plan_command(
     from fp8plan.model.workload import Workload, parse_lengths
 
     card = find_gpu(gpu)
+    if kv_scales not in ("calibrated", "unit"):
+        raise ConfigError(f"--kv-scales is {kv_scales!r}; allowed: calibrated, unit")
     if gpus is not None and (tensor_parallel_size, data_parallel_size) != (1, 1):
         raise ConfigError("both --gpus and a layout are given; give --gpus, or the two parallel sizes")
     limits = replace(
@@ -128,19 +139,23 @@ def plan_command(
         precisions=precision,
         trainer=Trainer(**trainer) if trainer else None,
         budget=RiskBudget(accept=accept),  # type: ignore[arg-type]  # checked there
+        kv_scales_calibrated=kv_scales == "calibrated",
         engine_version=engine_version,
         strict=strict,
         progress=_progress("predicting"),
     )
-    _notes(prediction.warnings)
+    settings = None
+    if emit is not None:
+        from fp8plan.model.emit import emit as emit_plan
+
+        settings = emit_plan(prediction.plan, emit)
     if plot is not None:
         from fp8plan.plots import plot as draw
 
         draw(prediction, plot)
-    if emit is not None:
-        from fp8plan.model.emit import emit as emit_plan
-
-        print(emit_plan(prediction.plan, emit))
+    _notes(prediction.warnings)  # after all that may fail, so that an error stands alone
+    if settings is not None:
+        print(settings)
     elif as_json:
         print(prediction.plan.to_json())
     else:

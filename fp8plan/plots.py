@@ -34,7 +34,7 @@ class Curve(NamedTuple):
 def plot(prediction: Prediction, path: str | Path) -> None:
     """Write the picture: .png by matplotlib, .html by plotly.
 
-    Raises ConfigError for another suffix, a folder that does not exist, or a plotting package that is not installed.
+    Raises ConfigError for another suffix, a file that cannot be written, or a plotting package that is not installed.
     """
     target = Path(path)
     writers = {".png": _png, ".html": _html}
@@ -46,6 +46,8 @@ def plot(prediction: Prediction, path: str | Path) -> None:
         writers[target.suffix](curves(prediction), _title(prediction), target)
     except ImportError as error:
         raise ConfigError(f"plotting needs {error.name}; type: pip install 'fp8plan[report]'") from None
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error.strerror}; give a file that can be written") from None
 
 
 def curves(prediction: Prediction) -> list[Curve]:

@@ -89,7 +89,15 @@ def validation_report(result: Validation) -> RenderableType:
     rows = Table(title="records", title_justify="left")
     for name in ("line", "model", "precision"):
         rows.add_column(name)
-    for name in ("measured s", "predicted s (90%)", "error", "preempt. measured", "predicted", "KV tokens measured", "predicted"):
+    for name in (
+        "measured s",
+        "predicted s (90%)",
+        "error",
+        "preempt. measured",
+        "predicted",
+        "KV tokens measured",
+        "predicted",
+    ):
         rows.add_column(name, justify="right")
     for row in result.records:
         rows.add_row(

@@ -49,6 +49,7 @@ def vllm_kwargs(plan: Plan, choice: Choice) -> dict[str, Any]:
         "enable_prefix_caching": limits.enable_prefix_caching,
         "enforce_eager": limits.enforce_eager,
         "async_scheduling": limits.async_scheduling,
+        "scheduler_reserve_full_isl": limits.scheduler_reserve_full_isl,
         # Log-probs as sampled, temperature included: the ratio to the trainer's needs these.
         "logprobs_mode": "processed_logprobs",
     }
@@ -118,4 +119,4 @@ def _emit_vllm(plan: Plan, choice: Choice) -> str:
 
 def replicas_note(choice: Choice, how: str) -> str:
     gpus = choice.tensor_parallel * choice.data_parallel
-    return f"planned for {choice.data_parallel} replicas of {choice.tensor_parallel} GPU(s), {gpus} in all: {how}"
+    return f"planned for {choice.data_parallel} replica(s) of {choice.tensor_parallel} GPU(s), {gpus} in all: {how}"

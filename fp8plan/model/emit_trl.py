@@ -29,6 +29,7 @@ _COLOCATED: Final = {
     "enable_prefix_caching": True,
     "enforce_eager": False,
     "async_scheduling": True,
+    "scheduler_reserve_full_isl": True,
     "num_gpu_blocks": None,
 }
 

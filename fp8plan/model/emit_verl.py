@@ -66,7 +66,11 @@ def _rollout_settings(plan: Plan, choice: Choice) -> dict[str, Any]:
         "calculate_log_probs": True,
         "logprobs_mode": "processed_logprobs",
     }
-    engine: dict[str, Any] = {"block_size": limits.block_size, "async_scheduling": limits.async_scheduling}
+    engine: dict[str, Any] = {
+        "block_size": limits.block_size,
+        "async_scheduling": limits.async_scheduling,
+        "scheduler_reserve_full_isl": limits.scheduler_reserve_full_isl,
+    }
     if preset.kv == "fp8":
         engine["kv_cache_dtype"] = "fp8"
     if limits.num_gpu_blocks is not None:

@@ -20,7 +20,7 @@ def explain(
 ) -> tuple[str, ...]:
     """Sentences: the choice and its gain, what was passed over, where the gain comes from, the risk, the caveats."""
     picked = choices[chosen]
-    sentences = [_headline(picked, choices, budget)]
+    sentences = [_headline(picked, choices, budget, whole_step)]
     sentences += _passed_over(choices, chosen, budget, whole_step)
     sentences += _where_from(picked, choices)
     sentences += [f"Mismatch: {reason}." for reason in risk.reasons]
@@ -29,7 +29,7 @@ def explain(
     return tuple(sentences)
 
 
-def _headline(picked: Choice, choices: Sequence[Choice], budget: RiskBudget) -> str:
+def _headline(picked: Choice, choices: Sequence[Choice], budget: RiskBudget, whole_step: bool) -> str:
     layout = _layout(picked, choices)
     if picked.risk is not None and budget_exceeded(picked, budget):
         return (
@@ -37,11 +37,26 @@ def _headline(picked: Choice, choices: Sequence[Choice], budget: RiskBudget) -> 
             f"expected KL, and its risk is {picked.risk}."
         )
     if picked.precision == "bf16":
-        return f"Stay with bf16{layout}: {_seconds(picked)} for the rollout; FP8 is not worth it here."
+        why = _why_not_fp8(picked, choices, budget, whole_step)
+        return f"Stay with bf16{layout}: {_seconds(picked)} for the rollout; {why}."
     if picked.speedup is None:
-        return f"Choose {picked.precision}{layout}: {_seconds(picked)} for the rollout; bf16 does not fit this layout."
+        tried = any(c.precision == "bf16" and _same_layout(c, picked) for c in choices)
+        bf16 = "bf16 does not fit this layout" if tried else "bf16 was not asked for, so there is no speed-up to name"
+        return f"Choose {picked.precision}{layout}: {_seconds(picked)} for the rollout; {bf16}."
     step = f", {picked.step_speedup:.2f}x for the whole RL step" if picked.step_speedup is not None else ""
     return f"Choose {picked.precision}{layout}: the rollout takes {_seconds(picked)}, {picked.speedup:.2f}x faster than bf16{step}."
+
+
+def _why_not_fp8(picked: Choice, choices: Sequence[Choice], budget: RiskBudget, whole_step: bool) -> str:
+    others = [c for c in choices if c.precision != "bf16"]
+    if not others:
+        return "no other precision was asked for"
+    if not any(c.available for c in others):
+        return "no FP8 precision can run here"
+    refused = [c for c in others if c.available and budget_exceeded(c, budget)]
+    if any(_cost(c, whole_step) < _cost(picked, whole_step) for c in refused):
+        return f"faster precisions are outside the risk budget ({budget.accept})"
+    return "FP8 is not worth it here"
 
 
 def budget_exceeded(choice: Choice, budget: RiskBudget) -> bool:

@@ -37,7 +37,7 @@ class Pool(Protocol):
         """A prefill chunk now reaches this many tokens: its full blocks become findable."""
 
     def release(self, request: int, held_blocks: int, hashed_tokens: int) -> None:
-        """Free a request that holds `held_blocks`, of which the first `hashed_tokens` tokens have full, hashed blocks."""
+        """Free the `held_blocks` of a request; those that its first `hashed_tokens` tokens fill have a hash."""
 
 
 class PlainPool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.profile import Profile, load_profile
 from fp8plan.model.rl_step import Trainer, weight_sync_seconds
 from fp8plan.model.rollout import Rollout, rollout, schedules
+from fp8plan.model.scheduler import Schedule
 from fp8plan.model.step import StepModel
 from fp8plan.model.workload import Batch, Workload
 
@@ -34,6 +36,19 @@ T = TypeVar("T")
 
 def _silent(items: Iterable[T]) -> Iterable[T]:
     return items
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is the same for every candidate."""
+
+    shape: ModelShape
+    gpu: Gpu
+    batch: Batch
+    profile: Profile
+    trainer: Trainer | None
+    budget: RiskBudget
+    kv_scales_calibrated: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +95,7 @@ def predict(
     precisions: Sequence[str] | None = None,
     trainer: Trainer | None = None,
     budget: RiskBudget | None = None,
+    kv_scales_calibrated: bool = True,
     engine_version: str = "0.26.0",
     strict: bool = False,
     profile: Profile | None = None,
@@ -95,6 +111,7 @@ def predict(
     precisions:     preset names; None: all, and those this GPU cannot run are listed as unavailable
     trainer:        the other parts of an RL step; None: only the rollout is compared
     budget:         the highest mismatch risk that may be chosen
+    kv_scales_calibrated: the K and V scales of FP8 KV follow the weights after each sync; False: they stay 1.0
     engine_version: of vLLM
     strict:         refuse a profile of another engine version
     profile:        use this one instead of the best that is found
@@ -106,8 +123,9 @@ def predict(
     shape = model if isinstance(model, ModelShape) else ModelShape.from_hf(model)
     card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     batch = workload.batch()
-    limits = (limits or EngineLimits.for_gpu(card)).holding(batch.longest)
-    shape.check_max_model_len(limits.max_model_len or batch.longest)
+    longest = workload.prompt_lengths.longest + workload.response_lengths.longest
+    limits = (limits or EngineLimits.for_gpu(card)).holding(longest)
+    shape.check_max_model_len(limits.max_model_len or longest)
     budget = budget or RiskBudget()
     used, warnings = (profile, []) if profile else load_profile(card, engine_version, strict)
     candidates = [
@@ -117,12 +135,13 @@ def predict(
     ]
     if all(c.memory is None for c in candidates):
         raise CapacityError(next(c.reason for c in candidates if c.reason is not None))
-    predicted = _predict_all(candidates, shape, card, batch, used, trainer, budget, progress)
+    problem = Problem(shape, card, batch, used, trainer, budget, kv_scales_calibrated)
+    predicted = _predict_all(candidates, problem, progress)
     choices = tuple(_choice(c, _baseline(c, predicted)) for c in predicted)
     chosen = choose(predicted, budget)
     advice = recommended_thresholds(_risk(predicted[chosen]), batch.responses, budget=budget)
     answer = Plan(
-        model=shape.name if isinstance(model, ModelShape) else str(model),
+        model=_loadable_name(shape),
         gpu=card.name,
         profile={"kind": used.kind, "engine_version": used.engine_version, "source": used.source},
         limits=limits,
@@ -139,6 +158,12 @@ def predict(
         tuple(c.memory.usable_blocks if c.memory else None for c in predicted),
         tuple(warnings),
     )
+
+
+def _loadable_name(shape: ModelShape) -> str:
+    """What an engine is given to load it: its folder if it came from one, else its hub id."""
+    config = Path(shape.source)
+    return str(config.parent) if config.is_file() else shape.name
 
 
 def choose(candidates: Sequence[Candidate], budget: RiskBudget) -> int:
@@ -180,35 +205,39 @@ def _place(shape: ModelShape, candidate: Candidate, gpu: Gpu, explicit: bool) ->
 
 
 def _predict_all(
-    candidates: Sequence[Candidate],
-    shape: ModelShape,
-    gpu: Gpu,
-    batch: Batch,
-    profile: Profile,
-    trainer: Trainer | None,
-    budget: RiskBudget,
-    progress: Callable[[Iterable[Any]], Iterable[Any]],
+    candidates: Sequence[Candidate], problem: Problem, progress: Callable[[Iterable[Any]], Iterable[Any]]
 ) -> list[Candidate]:
+    """Candidates with the same replicas share their schedules."""
     done = list(candidates)
     by_replicas: dict[int, list[int]] = {}
     for i, c in enumerate(candidates):
         if c.memory is not None:
             by_replicas.setdefault(c.limits.data_parallel_size, []).append(i)
-    tokens = int((batch.prompts + batch.responses).sum())
     for replicas, members in by_replicas.items():
-        parts = batch.split(replicas)
         pools = [memory.usable_blocks for i in members if (memory := candidates[i].memory)]
-        planned = schedules(parts, pools, candidates[members[0]].limits)
-        for i, schedule in progress(list(zip(members, planned, strict=True))):
-            c = candidates[i]
-            model = StepModel(shape, gpu, c.precision, c.limits, profile)
-            timed = rollout(schedule, model)
-            step_s = None
-            if trainer is not None:
-                step_s = timed.makespan_s + trainer.seconds(tokens) + sum(weight_sync_seconds(model, trainer).values())
-            risk = mismatch_risk(shape, c.precision, batch.responses, e8m0=False, budget=budget)
-            done[i] = replace(c, rollout=timed, risk=risk, step_s=step_s)
+        planned = schedules(problem.batch.split(replicas), pools, candidates[members[0]].limits)
+        for i, plans in progress(list(zip(members, planned, strict=True))):
+            done[i] = _predict(candidates[i], plans, problem)
     return done
+
+
+def _predict(candidate: Candidate, plans: Sequence[Schedule], problem: Problem) -> Candidate:
+    model = StepModel(problem.shape, problem.gpu, candidate.precision, candidate.limits, problem.profile)
+    timed = rollout(plans, model)
+    step_s = None
+    if problem.trainer is not None:
+        tokens = int((problem.batch.prompts + problem.batch.responses).sum())
+        sync = weight_sync_seconds(model, problem.trainer, problem.kv_scales_calibrated)
+        step_s = timed.makespan_s + problem.trainer.seconds(tokens) + sum(sync.values())
+    risk = mismatch_risk(
+        problem.shape,
+        candidate.precision,
+        problem.batch.responses,
+        e8m0=False,  # the emitted environment switches it off
+        kv_scales_calibrated=problem.kv_scales_calibrated,
+        budget=problem.budget,
+    )
+    return replace(candidate, rollout=timed, risk=risk, step_s=step_s)
 
 
 def _risk(candidate: Candidate) -> MismatchRisk:
@@ -226,20 +255,20 @@ def _baseline(candidate: Candidate, predicted: Sequence[Candidate]) -> Candidate
 
 def _choice(candidate: Candidate, baseline: Candidate | None) -> Choice:
     timed, risk, memory = candidate.rollout, candidate.risk, candidate.memory
-    where = dict(
-        precision=candidate.precision.name,
-        tensor_parallel=candidate.limits.tensor_parallel_size,
-        data_parallel=candidate.limits.data_parallel_size,
-    )
+    where: dict[str, Any] = {
+        "precision": candidate.precision.name,
+        "tensor_parallel": candidate.limits.tensor_parallel_size,
+        "data_parallel": candidate.limits.data_parallel_size,
+    }
     if timed is None or risk is None or memory is None:
         missing = set(Choice.__slots__) - set(where) - {"available", "reason"}
-        return Choice(**where, available=False, reason=candidate.reason, **dict.fromkeys(missing))  # type: ignore[arg-type]
+        return Choice(**where, available=False, reason=candidate.reason, **dict.fromkeys(missing))
     speedup = step_speedup = None
     if baseline is not None and baseline.rollout is not None:
         speedup = baseline.rollout.makespan_s / timed.makespan_s
         step_speedup = baseline.step_s / candidate.step_s if baseline.step_s and candidate.step_s else None
     return Choice(
-        **where,  # type: ignore[arg-type]
+        **where,
         available=True,
         reason=None,
         makespan_s=timed.makespan_s,
@@ -267,8 +296,8 @@ def _describe(workload: Workload, batch: Batch) -> dict[str, Any]:
     return {
         "prompts": workload.prompts,
         "samples": workload.samples_per_prompt,
-        "max_prompt_tokens": int(batch.prompts.max()),
-        "max_response_tokens": int(batch.responses.max()),
+        "max_prompt_tokens": workload.prompt_lengths.longest,
+        "max_response_tokens": workload.response_lengths.longest,
         "mean_response_tokens": float(np.mean(batch.responses)),
         "response_tokens": int(batch.responses.sum()),
         "lengths": workload.to_dict(),

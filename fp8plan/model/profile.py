@@ -167,12 +167,11 @@ def load_profile(
         found = _read(near)
         warning = (
             f"no profile of {gpu.name} for {ENGINE} {engine_version}: using the one of {found.engine} "
-            f"{found.engine_version} with its interval doubled; measure with `{CALIBRATE_COMMAND}`"
+            f"{found.engine_version} with its interval doubled"
         )
         return found.widened(2), [warning]
     warning = (
-        f"no measured profile of {gpu.name}: datasheet peaks with generic efficiencies (uncalibrated, wide interval); "
-        f"measure with `{CALIBRATE_COMMAND}`"
+        f"no measured profile of {gpu.name}: datasheet peaks with generic efficiencies (uncalibrated, wide interval)"
     )
     return _datasheet(folder / "datasheet.json", gpu, engine_version), [warning]
 
@@ -181,7 +180,7 @@ def _strict_message(gpu: Gpu, engine_version: str, near: Path | None) -> str:
     have = f"the nearest is {near.parent.name}" if near is not None else "there is only the datasheet profile"
     return (
         f"no profile of {gpu.name} for {ENGINE} {engine_version}, and {have}, which --strict does not allow; "
-        f"run `{CALIBRATE_COMMAND}`, or leave --strict out"
+        "type `fp8plan profiles` to see what was measured, or leave --strict out"
     )
 
 
@@ -206,7 +205,7 @@ def _datasheet(path: Path, gpu: Gpu, engine_version: str) -> Profile:
     coefficients that belong to a backend are listed per compute capability.
     """
     if not path.is_file():
-        raise ProfileError(f"{path} is missing: reinstall fp8plan, or run `{CALIBRATE_COMMAND}`")
+        raise ProfileError(f"{path} is missing: reinstall fp8plan")
     raw = parse(path.read_text(), str(path))
     check_fields(raw, str(path), _DATASHEET_TYPES)
     common, by_capability = raw["common"], raw["by_compute_capability"]

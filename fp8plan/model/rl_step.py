@@ -56,12 +56,12 @@ def _seconds(seconds: float | None, tokens_per_s: float | None, tokens: int) -> 
     return seconds or 0.0
 
 
-def weight_sync_seconds(model: StepModel, trainer: Trainer) -> dict[str, float]:
+def weight_sync_seconds(model: StepModel, trainer: Trainer, recalibrate_kv: bool = True) -> dict[str, float]:
     """Cost of new weights on one engine GPU: {"transfer", "quantise", "kv_scales"} in seconds. Modelled, not measured.
 
     transfer:  the rank's BF16 weights at `trainer.sync_bandwidth` (the engine quantises what it receives)
     quantise:  FP8 weights only: BF16 read, FP8 written, at the datasheet's HBM bandwidth
-    kv_scales: FP8 KV only: one full step of prefill to observe K and V
+    kv_scales: FP8 KV only, if `recalibrate_kv`: one full step of prefill to observe K and V
     """
     shape, gpu, precision = model.shape, model.gpu, model.precision
     tp = model.limits.tensor_parallel_size
@@ -70,7 +70,7 @@ def weight_sync_seconds(model: StepModel, trainer: Trainer) -> dict[str, float]:
     if precision.weights == "fp8_block":
         traffic = QUANTISE_READS * bf16_bytes + shape.weight_bytes(precision, tp)
         parts["quantise"] = traffic / gpu.memory_bandwidth
-    if precision.kv == "fp8":
+    if precision.kv == "fp8" and recalibrate_kv:
         parts["kv_scales"] = float(model.seconds(_one_prefill(model.limits.max_num_batched_tokens))[0])
     return parts
 

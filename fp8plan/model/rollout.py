@@ -67,14 +67,18 @@ def schedules(batches: Sequence[Batch], pools: Sequence[int], limits: EngineLimi
     A larger pool is scheduled first: while it neither preempts nor runs short, the smaller one has the same schedule.
     """
     found: dict[int, list[Schedule]] = {}
-    larger: list[Schedule | None] = [None] * len(batches)
+    larger: list[Schedule] = []
     for pool in sorted(set(pools), reverse=True):
-        larger = found[pool] = [
-            before if before is not None and before.blocks_wanted is not None and before.blocks_wanted <= pool
-            else schedule(*batch, pool, limits)
-            for batch, before in zip(batches, larger, strict=True)
-        ]  # fmt: skip
+        found[pool] = [
+            larger[replica] if larger and _same_in(pool, larger[replica]) else schedule(*batch, pool, limits)
+            for replica, batch in enumerate(batches)
+        ]
+        larger = found[pool]
     return [found[pool] for pool in pools]
+
+
+def _same_in(pool: int, plan: Schedule) -> bool:
+    return plan.blocks_wanted is not None and plan.blocks_wanted <= pool
 
 
 def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
@@ -89,7 +93,7 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
     batch, plan = timed[slowest]
     makespan = float(seconds[slowest].sum())
     spread = exp(Z90 * model.interval_sigma(batch, plan.steps))
-    ends = np.cumsum(seconds[slowest])
+    ends: FloatArray = np.cumsum(seconds[slowest], dtype=np.float64)
     return Rollout(
         makespan_s=makespan,
         makespan_low_s=makespan / spread,

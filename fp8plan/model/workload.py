@@ -16,6 +16,10 @@ from fp8plan.model.arrays import IntArray
 LENGTHS_SYNTAX = "fixed:TOKENS, lognormal:mean=TOKENS,sigma=S,max=TOKENS, or a .jsonl or .parquet file of lengths"
 
 
+# Far above any context, and low enough for int64 sums over a batch.
+MOST_TOKENS = 10**9
+
+
 class Batch(NamedTuple):
     """Requests in order of arrival: int64 arrays of shape (requests,)."""
 
@@ -46,7 +50,11 @@ class Fixed:
     tokens: int
 
     def __post_init__(self) -> None:
-        _check_length("fixed length", self.tokens)
+        _check_length("fixed length", self.tokens, whole=True)
+
+    @property
+    def longest(self) -> int:
+        return self.tokens
 
     def draw(self, count: int, rng: np.random.Generator) -> IntArray:
         return np.full(count, self.tokens, dtype=np.int64)
@@ -67,9 +75,13 @@ class LogNormal:
 
     def __post_init__(self) -> None:
         _check_length("lognormal mean", self.mean)
-        _check_length("lognormal max", self.max)
+        _check_length("lognormal max", self.max, whole=True)
         if not (math.isfinite(self.sigma) and self.sigma >= 0):
             raise ConfigError(f"lognormal sigma is {self.sigma!r}; allowed: a finite number of at least 0")
+
+    @property
+    def longest(self) -> int:
+        return self.max
 
     def draw(self, count: int, rng: np.random.Generator) -> IntArray:
         median = math.log(self.mean) - self.sigma**2 / 2  # mean of a lognormal = exp(mu + sigma^2 / 2)
@@ -87,7 +99,11 @@ class Trace:
         if not self.lengths:
             raise ConfigError(f"the trace {self.source} has no lengths; give at least one row")
         for row, length in enumerate(self.lengths):
-            _check_length(f"length in row {row + 1} of {self.source}", length)
+            _check_length(f"length in row {row + 1} of {self.source}", length, whole=True)
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
 
     def draw(self, count: int, rng: np.random.Generator) -> IntArray:
         seen = np.array(self.lengths, dtype=np.int64)
@@ -111,6 +127,8 @@ class Workload:
         for name in ("prompts", "samples_per_prompt"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: a whole number of at least 1")
+        if self.seed < 0:
+            raise ConfigError(f"seed is {self.seed!r}; allowed: a whole number of at least 0")
 
     def batch(self) -> Batch:
         """The requests, prompt by prompt, samples of a prompt next to each other. The seed decides the lengths."""
@@ -174,8 +192,12 @@ def _read_column(path: Path, column: str) -> list[int]:
         if column not in table.columns:
             raise ConfigError(f"the trace {path} has no column {column!r}; it has {', '.join(map(str, table.columns))}")
         return table[column].tolist()  # type: ignore[no-any-return]
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the trace {path}: {error}") from None
     values = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -187,7 +209,8 @@ def _read_column(path: Path, column: str) -> list[int]:
     return values
 
 
-def _check_length(what: str, tokens: Any) -> None:
-    good = isinstance(tokens, (int, float)) and not isinstance(tokens, bool) and math.isfinite(tokens)
-    if not good or tokens < 1 or (not isinstance(tokens, float) and tokens != int(tokens)):
-        raise ConfigError(f"{what} is {tokens!r}; allowed: a finite number of at least 1 token")
+def _check_length(what: str, tokens: Any, whole: bool = False) -> None:
+    number = isinstance(tokens, (int, float, np.integer, np.floating)) and not isinstance(tokens, bool)
+    if not number or not 1 <= tokens <= MOST_TOKENS or (whole and tokens != int(tokens)):
+        kind = "whole" if whole else "finite"
+        raise ConfigError(f"{what} is {tokens!r}; allowed: a {kind} number of tokens, 1 to {MOST_TOKENS:,}")

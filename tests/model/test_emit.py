@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.emit import TARGETS, emit
+from fp8plan.model.emit_trl import _COLOCATED
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan import Plan
 from fp8plan.model.precision import PRESETS
@@ -28,6 +29,7 @@ LIMITS = EngineLimits(
     block_size=32,
     enable_prefix_caching=False,
     async_scheduling=False,
+    scheduler_reserve_full_isl=False,
     enforce_eager=True,
     num_gpu_blocks=500,
 )
@@ -47,6 +49,12 @@ TINY_MOE = {
     "max_position_embeddings": 32768,
     "dtype": "bfloat16",
 }
+
+
+def test_no_limit_of_these_tests_stands_at_its_default() -> None:
+    """So a limit that is added later must be emitted, or this says so."""
+    same = {f.name for f in fields(EngineLimits) if getattr(LIMITS, f.name) == f.default}
+    assert same == {"tensor_parallel_size", "data_parallel_size"}  # each Choice carries its own
 
 
 def layout(tensor_parallel: int, data_parallel: int, **changes: Any) -> Plan:
@@ -88,6 +96,7 @@ def test_vllm_builds_its_engine_config_from_the_kwargs(precision: str, tiny_moe:
     assert config.scheduler_config.max_num_seqs == 77
     assert config.scheduler_config.max_num_batched_tokens == 2222
     assert config.scheduler_config.async_scheduling is False
+    assert config.scheduler_config.scheduler_reserve_full_isl is False
     assert config.parallel_config.tensor_parallel_size == 1
 
 
@@ -140,7 +149,7 @@ def test_max_model_len_is_just_enough_where_it_is_not_set() -> None:
 def test_replicas_are_told_in_words_not_as_vllm_data_parallelism() -> None:
     told = json.loads(emit(layout(2, 4), "vllm"))
     assert "data_parallel_size" not in told["engine_args"]
-    assert "4 replicas of 2 GPU(s), 8 in all" in told["notes"][0]
+    assert "4 replica(s) of 2 GPU(s), 8 in all" in told["notes"][0]
 
 
 # ---------------------------------------------------------------------------------------------------- verl
@@ -173,7 +182,8 @@ def test_verl_composes_and_validates_the_overrides(precision: str) -> None:
     assert (rollout.enable_prefix_caching, rollout.enforce_eager) == (False, True)
     assert rollout.calculate_log_probs is True
     told = rollout.engine_kwargs["vllm"]
-    assert (told["block_size"], told["async_scheduling"], told["num_gpu_blocks_override"]) == (32, False, 501)
+    assert (told["block_size"], told["num_gpu_blocks_override"]) == (32, 501)
+    assert (told["async_scheduling"], told["scheduler_reserve_full_isl"]) == (False, False)
     assert config.actor_rollout_ref.model.path == "Qwen/Qwen3-8B"
     env = config.ray_kwargs.ray_init.runtime_env.get("env_vars", {})
     assert env.get("VLLM_USE_DEEP_GEMM_E8M0") == ("0" if fp8_weights else None)
@@ -339,8 +349,9 @@ def test_trl_s_colocated_engine_still_fixes_what_the_plan_assumes(monkeypatch: p
     engine._init_vllm()
     fixed = {"quantization": None, "max_num_batched_tokens": 4096, "logprobs_mode": "processed_logprobs"}
     assert {key: built[key] for key in fixed} == fixed
-    left_to_vllm = ("kv_cache_dtype", "block_size", "enable_prefix_caching", "enforce_eager", "async_scheduling")
+    left_to_vllm = ("kv_cache_dtype", "num_gpu_blocks_override", *(_COLOCATED.keys() - fixed.keys()))
     assert not set(left_to_vllm) & set(built)
+    assert EngineArgs.scheduler_reserve_full_isl is True
     assert EngineArgs.kv_cache_dtype == "auto"
     assert EngineArgs.enforce_eager is False
 
@@ -385,6 +396,7 @@ def test_trl_cannot_sync_fp8_weights(precision: str, instead: str) -> None:
         ({"enable_prefix_caching": False}, "enable_prefix_caching"),
         ({"enforce_eager": True}, "enforce_eager"),
         ({"async_scheduling": False}, "async_scheduling"),
+        ({"scheduler_reserve_full_isl": False}, "scheduler_reserve_full_isl"),
         ({"num_gpu_blocks": 100}, "num_gpu_blocks"),
         ({"max_num_seqs": 31}, "runs all 32 responses"),
     ],

@@ -158,7 +158,9 @@ def test_asynchronous_scheduling_frees_a_slot_one_step_later() -> None:
     assert schedule(*batch, 100, replace(alone, async_scheduling=True)).num_steps == 5 + 5
     pair = Batch(np.full(4, 10), np.array([5, 9, 5, 5]), np.arange(4))
     two = EngineLimits(max_num_seqs=2, async_scheduling=False)
-    assert schedule(*pair, 100, two).num_steps + 1 == schedule(*pair, 100, replace(two, async_scheduling=True)).num_steps
+    assert (
+        schedule(*pair, 100, two).num_steps + 1 == schedule(*pair, 100, replace(two, async_scheduling=True)).num_steps
+    )
 
 
 @pytest.mark.vllm

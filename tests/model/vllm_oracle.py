@@ -94,7 +94,9 @@ def _add_requests(scheduler, prompts, responses, prompt_ids, limits) -> None:
     hasher = get_request_block_hasher(limits.block_size, sha256) if limits.enable_prefix_caching else None
     for number, (length, response, prompt) in enumerate(zip(prompts, responses, prompt_ids, strict=True)):
         # Distinct prompts differ from their first token on; equal ones are equal.
-        tokens = [int(10_000 + prompt)] + [int((prompt * 7919 + position * 31) % 1000) for position in range(length - 1)]
+        tokens = [int(10_000 + prompt)] + [
+            int((prompt * 7919 + position * 31) % 1000) for position in range(length - 1)
+        ]
         request = Request(
             request_id=str(number),
             prompt_token_ids=tokens,

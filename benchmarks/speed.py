@@ -1,0 +1,130 @@
+"""How long fp8plan takes: import, the command, `plan()`, and the scheduler as the batch grows.
+
+`make bench` runs this and writes benchmarks/results/speed.jsonl, one row per measurement;
+`python benchmarks/speed.py --table` prints the rows, with those of aiconfigurator_time.py, as Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.planner import plan
+from fp8plan.model.scheduler import schedule
+from fp8plan.model.workload import Fixed, LogNormal, Workload
+
+RESULTS = Path(__file__).parent / "results"
+LONG_TAILED = LogNormal(6000, 0.9, 20480)
+STARVED = EngineLimits(gpu_memory_utilization=0.3)
+
+
+def measure(what: str, run: Callable[[], object], runs: int, **facts: object) -> dict[str, object]:
+    """Wall time after one warm-up."""
+    run()
+    times = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    median = statistics.median(times)
+    row = {"what": what, "runs": runs, "median_s": median, "min_s": min(times), "max_s": max(times), **facts}
+    print(f"{what}: {median:.4f} s", file=sys.stderr)
+    return {key: round(value, 5) if isinstance(value, float) else value for key, value in row.items()}
+
+
+def python(code: str) -> Callable[[], object]:
+    return lambda: subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def processes() -> list[dict[str, object]]:
+    bare = measure("python, doing nothing", python("pass"), 9)
+    imported = measure("import fp8plan, whole process", python("import fp8plan"), 9)
+    inside = "import time; t = time.perf_counter(); import fp8plan; print(time.perf_counter() - t)"
+    timed = [float(subprocess.run([sys.executable, "-c", inside], capture_output=True).stdout) for _ in range(9)]
+    within = {"what": "import fp8plan, the statement", "runs": 9, "median_s": round(statistics.median(timed), 5)}
+    within |= {"min_s": round(min(timed), 5), "max_s": round(max(timed), 5)}
+    command = [str(Path(sys.executable).parent / "fp8plan"), "plan", "Qwen/Qwen3-8B", "--gpu", "h200"]
+    run = lambda: subprocess.run(command, check=True, capture_output=True)  # noqa: E731
+    return [
+        bare,
+        imported,
+        within,
+        measure("fp8plan plan, whole process", run, 9, command="fp8plan " + " ".join(command[1:])),
+    ]
+
+
+def plans() -> list[dict[str, object]]:
+    rows = []
+    for what, gpu, limits in (
+        ("plan(), 4 precisions, no preemption", "b200", None),
+        ("plan(), 4 precisions, KV-starved", "h200_sxm", STARVED),
+    ):
+        work = Workload(96, 16, Fixed(1024), LONG_TAILED)
+        answer = plan("Qwen/Qwen3-8B", gpu, work, limits=limits)
+        facts = {
+            "responses": 1536,
+            "response_tokens": answer.workload["response_tokens"],
+            "preemptions": {c.precision: c.preemptions for c in answer.choices},
+        }
+        rows.append(measure(what, lambda g=gpu, w=work, x=limits: plan("Qwen/Qwen3-8B", g, w, limits=x), 9, **facts))
+    return rows
+
+
+def growth() -> list[dict[str, object]]:
+    """The scheduler alone. `rows` are its events; time per row x log(row) should stay level."""
+    found = []
+    for prompts in (63, 250, 1000, 3125, 6250):
+        batch = Workload(prompts, 16, Fixed(1024), LONG_TAILED).batch()
+        plan_ = schedule(*batch, 10**9, EngineLimits())
+        rows = len(plan_.steps)
+        row = measure(
+            f"schedule, {len(batch.prompts):,} responses",
+            lambda b=batch: schedule(*b, 10**9, EngineLimits()),
+            3,
+            response_tokens=int(batch.responses.sum()),
+            events=rows,
+        )
+        seconds = row["median_s"]
+        assert isinstance(seconds, float)
+        found.append(row | {"us_per_event_log2_event": round(seconds / rows / np.log2(rows) * 1e6, 3)})
+    return found
+
+
+def table(paths: list[Path]) -> str:
+    lines = ["| what | median | min | max | of what |", "|---|---|---|---|---|"]
+    for path in paths:
+        for row in map(json.loads, path.read_text().splitlines()):
+            facts = [f"{key.replace('_', ' ')} {row[key]:,}" for key in ("response_tokens", "events") if key in row]
+            facts += [f"preemptions {row['preemptions']}"] if "preemptions" in row else []
+            facts += [row["command"]] if "command" in row else []
+            times = " | ".join(f"{row[key] * 1e3:,.1f} ms" for key in ("median_s", "min_s", "max_s"))
+            lines.append(f"| {row['what']} | {times} | {'; '.join(facts)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--table", action="store_true", help="print the committed results as Markdown, measure nothing")
+    parser.add_argument("--output", type=Path, default=RESULTS / "speed.jsonl")
+    arguments = parser.parse_args()
+    if not arguments.table:
+        machine = {"python": platform.python_version(), "cpus": os.cpu_count(), "date": time.strftime("%Y-%m-%d")}
+        rows = [row | machine for row in (*processes(), *plans(), *growth())]
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(table([path for path in (arguments.output, RESULTS / "aiconfigurator_time.jsonl") if path.exists()]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The RL step around a rollout: trainer figures and what new weights cost, as laws."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.architecture import ModelShape
+from fp8plan.model.hardware import gpu
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.precision import PRESETS
+from fp8plan.model.profile import load_profile
+from fp8plan.model.rl_step import Trainer, weight_sync_seconds
+from fp8plan.model.step import StepModel
+
+H200 = gpu("h200")
+PROFILE, _ = load_profile(H200)
+
+
+def model(precision: str = "bf16", name: str = "Qwen/Qwen3-8B", **limits: int) -> StepModel:
+    return StepModel(ModelShape.from_hf(name), H200, PRESETS[precision], EngineLimits(**limits), PROFILE)  # type: ignore[arg-type]
+
+
+def test_seconds_are_added_up() -> None:
+    assert Trainer().seconds(10**6) == 0
+    assert Trainer(train_s=3).seconds(10**6) == 3
+    assert Trainer(train_s=3, logprob_s=4).seconds(1) == 7
+    assert Trainer(train_s=0).seconds(5) == 0
+
+
+def test_tokens_per_second_scale_with_the_batch() -> None:
+    trainer = Trainer(train_tokens_per_s=100, logprob_tokens_per_s=400)
+    assert trainer.seconds(400) == pytest.approx(5)
+    assert trainer.seconds(800) == pytest.approx(2 * trainer.seconds(400))
+    assert Trainer(train_s=2, logprob_tokens_per_s=400).seconds(400) == pytest.approx(3)
+
+
+@pytest.mark.parametrize("part", ["train", "logprob"])
+def test_seconds_and_tokens_per_second_at_once_are_refused(part: str) -> None:
+    with pytest.raises(ConfigError, match=f"{part}_s and {part}_tokens_per_s.*give one"):
+        Trainer(**{f"{part}_s": 1.0, f"{part}_tokens_per_s": 5.0})
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "name", ["train_s", "logprob_s", "train_tokens_per_s", "logprob_tokens_per_s", "sync_bandwidth"]
+)
+def test_senseless_figures_are_refused_by_name(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is"):
+        Trainer(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["train_tokens_per_s", "logprob_tokens_per_s", "sync_bandwidth"])
+def test_a_rate_of_zero_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is 0.*above 0"):
+        Trainer(**{name: 0.0})
+
+
+def test_bf16_pays_for_the_transfer_alone() -> None:
+    parts = weight_sync_seconds(model("bf16"), Trainer())
+    assert set(parts) == {"transfer", "quantise", "kv_scales"}
+    assert parts["transfer"] > 0
+    assert parts["quantise"] == parts["kv_scales"] == 0
+
+
+@pytest.mark.parametrize("precision", PRESETS)
+def test_quantisation_costs_fp8_weights_and_recalibration_costs_fp8_kv(precision: str) -> None:
+    parts = weight_sync_seconds(model(precision), Trainer())
+    assert (parts["quantise"] > 0) == ("fp8_block" in precision)
+    assert (parts["kv_scales"] > 0) == ("fp8_kv" in precision)
+    # The trainer sends BF16 whatever the engine stores.
+    assert parts["transfer"] == weight_sync_seconds(model("bf16"), Trainer())["transfer"]
+
+
+def test_the_transfer_takes_the_published_parameters_over_the_bandwidth() -> None:
+    seconds = weight_sync_seconds(model("bf16"), Trainer(sync_bandwidth=1e9))["transfer"]
+    assert seconds == pytest.approx(16.4, rel=0.01)  # Qwen3-8B: 8.2e9 parameters (model card) of two bytes
+
+
+def test_the_transfer_scales_with_bandwidth_model_and_ranks() -> None:
+    def transfer(bandwidth: float = 50e9, **options: object) -> float:
+        return weight_sync_seconds(model(**options), Trainer(sync_bandwidth=bandwidth))["transfer"]  # type: ignore[arg-type]
+
+    assert transfer(100e9) == pytest.approx(transfer(50e9) / 2)
+    assert transfer(tensor_parallel_size=4) == pytest.approx(transfer() / 4)
+    assert transfer(name="Qwen/Qwen3-32B") > 3 * transfer()
+
+
+def test_bandwidth_moves_nothing_but_the_transfer() -> None:
+    slow, fast = (weight_sync_seconds(model("fp8_block+fp8_kv"), Trainer(sync_bandwidth=b)) for b in (1e9, 1e12))
+    assert slow["transfer"] > fast["transfer"]
+    assert (slow["quantise"], slow["kv_scales"]) == (fast["quantise"], fast["kv_scales"])
+
+
+def test_quantising_reads_the_bf16_weights_at_least_once() -> None:
+    quantise = weight_sync_seconds(model("fp8_block"), Trainer())["quantise"]
+    assert quantise > 16.4e9 / H200.memory_bandwidth
+    assert quantise < 16.4e9 / Trainer().sync_bandwidth  # HBM is faster than any network
+
+
+def test_kv_scales_that_are_left_at_one_cost_nothing() -> None:
+    parts = weight_sync_seconds(model("fp8_block+fp8_kv"), Trainer(), recalibrate_kv=False)
+    assert parts["kv_scales"] == 0
+    assert parts["quantise"] > 0

@@ -1,0 +1,135 @@
+"""Laws of whole rollouts: a schedule timed by the cost model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8plan.model.architecture import ModelShape
+from fp8plan.model.hardware import gpu
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.memory import memory_plan
+from fp8plan.model.precision import PRESETS, precision
+from fp8plan.model.profile import load_profile
+from fp8plan.model.rollout import rollout, schedules, step_batch
+from fp8plan.model.scheduler import schedule
+from fp8plan.model.step import StepModel
+from fp8plan.model.workload import Batch, Fixed, LogNormal, Workload
+
+H200 = gpu("h200")
+MODELS = ("Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "meta-llama/Llama-3.2-1B")
+LIMITS = EngineLimits()
+AMPLE = 10**9
+
+
+def step_model(name: str = MODELS[0], preset: str = "bf16", limits: EngineLimits = LIMITS) -> StepModel:
+    return StepModel(ModelShape.from_hf(name), H200, precision(preset), limits, load_profile(H200)[0])
+
+
+def makespan(batch: Batch, model: StepModel, pool: int = AMPLE) -> float:
+    return rollout([schedule(*batch, pool, model.limits)], model).makespan_s
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
+    prompts, samples = int(rng.integers(1, 20)), int(rng.integers(1, 6))
+    prompt_ids = np.repeat(np.arange(prompts), samples)
+    lengths = rng.integers(1, 3000, prompts)
+    responses = np.clip(rng.lognormal(6, 1, len(prompt_ids)), 1, 4000).astype(np.int64)
+    return Batch(lengths[prompt_ids], responses, prompt_ids)
+
+
+def merged(one: Batch, other: Batch) -> Batch:
+    ids = np.concatenate([one.prompt_ids, other.prompt_ids + one.prompt_ids.max() + 1])
+    return Batch(np.concatenate([one.prompts, other.prompts]), np.concatenate([one.responses, other.responses]), ids)
+
+
+@settings(max_examples=25, deadline=None)
+@given(batches(), st.sampled_from(MODELS), st.sampled_from(list(PRESETS)))
+def test_no_rollout_beats_its_bytes_or_its_flops(batch: Batch, name: str, preset: str) -> None:
+    model = step_model(name, preset)
+    plan = schedule(*batch, AMPLE, LIMITS)
+    time = rollout([plan], model).makespan_s
+    work = step_batch(plan)
+    assert time >= (model.bytes_bound(work) * plan.steps).sum()
+    assert time >= (model.flops_bound(work) * plan.steps).sum()
+
+
+@settings(max_examples=25, deadline=None)
+@given(batches(), batches(), st.sampled_from(MODELS))
+def test_merging_two_batches_costs_no_more_than_one_after_the_other(one: Batch, other: Batch, name: str) -> None:
+    model = step_model(name)
+    # A GEMM runs in whole tiles and waves, so a step may cost up to 1% more than two halves of it.
+    assert makespan(merged(one, other), model) <= 1.01 * (makespan(one, model) + makespan(other, model))
+
+
+@settings(max_examples=20, deadline=None)
+@given(batches())
+def test_the_mean_of_a_run_stands_for_its_steps(batch: Batch) -> None:
+    model = step_model()
+    one_by_one = rollout([schedule(*batch, AMPLE, LIMITS, longest_run=1)], model).makespan_s
+    assert makespan(batch, model) == pytest.approx(one_by_one, rel=1e-3)
+
+
+@settings(max_examples=20, deadline=None)
+@given(batches(), st.integers(1, 6))
+def test_replicas_share_the_work(batch: Batch, replicas: int) -> None:
+    model = step_model()
+    parts = [schedule(*part, AMPLE, LIMITS) for part in batch.split(replicas)]
+    together = rollout(parts, model)
+    assert together.output_tokens == batch.responses.sum()
+    assert together.makespan_s == max(rollout([part], model).makespan_s for part in parts)
+
+
+def test_a_starved_pool_costs_time_and_recomputation() -> None:
+    batch = Workload(32, 16, Fixed(500), LogNormal(1500, 0.8, 6000)).batch()
+    model = step_model()
+    ample, starved = (rollout([schedule(*batch, pool, LIMITS)], model) for pool in (AMPLE, 12_000))
+    assert ample.preemptions == ample.recomputed_tokens == 0
+    assert starved.preemptions > 10
+    assert starved.recomputed_tokens > 0
+    assert starved.makespan_s > ample.makespan_s
+    assert starved.timeline.used_blocks.max() <= 12_000
+
+
+def test_tail_fraction() -> None:
+    model = step_model()
+    level = Batch(np.full(64, 100), np.full(64, 400), np.arange(64))
+    assert rollout([schedule(*level, AMPLE, LIMITS)], model).tail_fraction == 0
+    one_long = level._replace(responses=np.array([400] * 63 + [4000]))
+    assert rollout([schedule(*one_long, AMPLE, LIMITS)], model).tail_fraction > 0.8
+
+
+def test_the_interval_holds_the_makespan_and_the_timeline_ends_with_it() -> None:
+    batch = Workload(8, 4, Fixed(200), LogNormal(600, 0.8, 2000)).batch()
+    result = rollout([schedule(*batch, AMPLE, LIMITS)], step_model())
+    assert result.makespan_low_s < result.makespan_s < result.makespan_high_s
+    assert result.timeline.seconds[-1] == pytest.approx(result.makespan_s)
+    assert result.timeline.output_tokens.sum() == result.output_tokens == batch.responses.sum()
+    assert np.all(np.diff(result.timeline.seconds) > 0)
+
+
+@settings(max_examples=15, deadline=None)
+@given(batches(), st.lists(st.integers(600, 20_000), min_size=1, max_size=4))
+def test_shared_schedules_are_the_ones_each_pool_would_have(batch: Batch, pools: list[int]) -> None:
+    for pool, (shared,) in zip(pools, schedules([batch], pools, LIMITS), strict=True):
+        own = schedule(*batch, pool, LIMITS)
+        np.testing.assert_array_equal(shared.used_blocks, own.used_blocks)
+        np.testing.assert_array_equal(shared.steps, own.steps)
+
+
+def test_fp8_kv_ends_the_preemption_that_bf16_suffers() -> None:
+    batch = Workload(32, 16, Fixed(1024), LogNormal(6000, 0.9, 20480)).batch()
+    limits = replace(LIMITS, max_model_len=batch.longest)
+    shape = ModelShape.from_hf("Qwen/Qwen3-8B")
+    found = {}
+    for preset in ("bf16", "fp8_kv"):
+        pool = memory_plan(shape, precision(preset), H200, limits).usable_blocks
+        found[preset] = rollout([schedule(*batch, pool, limits)], step_model(preset=preset, limits=limits))
+    assert found["bf16"].preemptions > found["fp8_kv"].preemptions == 0
+    assert found["bf16"].makespan_s / found["fp8_kv"].makespan_s > 1.2

@@ -1,0 +1,174 @@
+"""Workloads: lengths as asked for, the same for the same seed, every request kept by a split, bad rows named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.workload import MOST_TOKENS, Batch, Fixed, Lengths, LogNormal, Trace, Workload, parse_lengths
+
+DATA = Path(__file__).parents[1] / "data"
+
+lengths = st.one_of(
+    st.builds(Fixed, st.integers(1, 500)),
+    st.builds(LogNormal, st.floats(1, 500), st.floats(0, 2), st.integers(1, 1000)),
+    st.builds(Trace, st.lists(st.integers(1, 500), min_size=1, max_size=9).map(tuple), st.just("a test")),
+)
+workloads = st.builds(Workload, st.integers(1, 9), st.integers(1, 9), lengths, lengths, st.integers(0, 2**32))
+
+
+def test_a_lognormal_has_its_mean_before_clipping_and_its_sigma() -> None:
+    drawn = LogNormal(6000, 0.9, 10**8).draw(200_000, np.random.default_rng(1))
+    spread = np.sqrt(np.expm1(0.9**2))  # standard deviation over mean of a lognormal
+    assert drawn.mean() == pytest.approx(6000, rel=4 * spread / np.sqrt(200_000))
+    assert np.log(drawn).std() == pytest.approx(0.9, rel=0.01)
+
+
+def test_clipping_lowers_the_mean_and_piles_up_at_the_maximum() -> None:
+    drawn = LogNormal(6000, 0.9, 20480).draw(100_000, np.random.default_rng(1))
+    assert drawn.max() == 20480
+    assert 0.01 < (drawn == 20480).mean() < 0.1
+    assert drawn.mean() < 5900
+
+
+def test_without_spread_every_length_is_the_mean() -> None:
+    assert set(LogNormal(70, 0, 100).draw(50, np.random.default_rng(0))) == {70}
+    assert set(Fixed(70).draw(50, np.random.default_rng(0))) == {70}
+
+
+@given(workloads)
+def test_a_batch_is_whole_numbers_prompt_by_prompt(work: Workload) -> None:
+    batch = work.batch()
+    assert {len(column) for column in batch} == {work.prompts * work.samples_per_prompt}
+    assert {column.dtype for column in batch} == {np.dtype(np.int64)}
+    assert min(batch.prompts.min(), batch.responses.min()) >= 1
+    assert np.unique(batch.prompt_ids).tolist() == list(range(work.prompts))
+    assert (np.diff(batch.prompt_ids) >= 0).all()
+    for prompt in range(work.prompts):
+        own = batch.prompts[batch.prompt_ids == prompt]
+        assert len(own) == work.samples_per_prompt
+        assert len(set(own)) == 1
+    assert batch.longest == max(p + r for p, r in zip(batch.prompts, batch.responses, strict=True))
+
+
+@given(workloads)
+def test_the_seed_decides_everything(work: Workload) -> None:
+    assert all(np.array_equal(one, two) for one, two in zip(work.batch(), work.batch(), strict=True))
+
+
+def test_another_seed_gives_other_lengths() -> None:
+    drawn = [Workload(4, 4, Fixed(9), LogNormal(500, 1, 9999), seed).batch().responses for seed in (1, 2)]
+    assert not np.array_equal(*drawn)
+
+
+@given(workloads, st.integers(1, 100))
+def test_a_split_keeps_every_request_once_and_in_order(work: Workload, replicas: int) -> None:
+    batch = work.batch()
+    parts = batch.split(replicas)
+    assert len(parts) == min(replicas, len(batch.prompts))
+    sizes = [len(part.prompts) for part in parts]
+    assert min(sizes) >= 1
+    assert max(sizes) - min(sizes) <= 1
+    assert np.array_equal(np.concatenate([part.prompts for part in parts]), batch.prompts)
+    assert np.array_equal(np.concatenate([part.responses for part in parts]), batch.responses)
+    start = 0
+    for part in parts:  # the same requests share a prompt, under new numbers from 0
+        old = batch.prompt_ids[start : start + len(part.prompts)]
+        assert len(set(zip(old, part.prompt_ids, strict=True))) == len(set(old)) == len(set(part.prompt_ids))
+        assert sorted(set(part.prompt_ids)) == list(range(len(set(old))))
+        start += len(part.prompts)
+
+
+def test_a_trace_is_used_in_order_when_the_count_matches_and_drawn_from_otherwise() -> None:
+    trace = Trace((5, 700, 31, 2), "a test")
+    assert Workload(2, 2, Fixed(1), trace).batch().responses.tolist() == [5, 700, 31, 2]
+    drawn = Workload(40, 10, Fixed(1), trace).batch().responses
+    assert set(drawn) == {5, 700, 31, 2}
+    assert not np.array_equal(drawn[:4], [5, 700, 31, 2]) or not np.array_equal(drawn[4:8], [5, 700, 31, 2])
+
+
+def test_a_jsonl_trace_holds_bare_numbers_or_objects() -> None:
+    found = parse_lengths(str(DATA / "lengths.jsonl"), "response_length")
+    assert isinstance(found, Trace)
+    assert found.lengths == (812, 44, 20480, 7)
+    prompts = parse_lengths(str(DATA / "lengths.jsonl"), "prompt_length")
+    assert isinstance(prompts, Trace)
+    assert prompts.lengths == (812, 100, 200, 7)
+
+
+def test_a_parquet_trace_holds_both_columns(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.parquet"
+    pd.DataFrame({"prompt_length": [9, 8, 7], "response_length": [500, 20, 3], "reward": [0.1, 0.2, 0.3]}).to_parquet(path)
+    for column, expected in (("prompt_length", (9, 8, 7)), ("response_length", (500, 20, 3))):
+        found = parse_lengths(str(path), column)
+        assert isinstance(found, Trace)
+        assert found.lengths == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("fixed:12", Fixed(12)), ("lognormal:mean=60.5,sigma=0.9,max=200", LogNormal(60.5, 0.9, 200)),
+     ("lognormal:max=200,mean=60.5,sigma=0.9", LogNormal(60.5, 0.9, 200))],
+)  # fmt: skip
+def test_lengths_as_they_are_typed(text: str, expected: Lengths) -> None:
+    assert parse_lengths(text, "response_length") == expected
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [{"response_length": [5, -7]}, {"response_length": [5, None]}, {"response_length": [5.0, 2.5]},
+     {"response_length": ["5", "7"]}, {"response_length": []}, {"length": [5]}],
+)  # fmt: skip
+def test_a_bad_parquet_trace_is_refused_by_name(tmp_path: Path, frame: dict[str, list[object]]) -> None:
+    path = tmp_path / "bad.parquet"
+    pd.DataFrame(frame).to_parquet(path)
+    with pytest.raises(ConfigError, match=r"(row \d of|the trace) .*bad\.parquet"):
+        parse_lengths(str(path), "response_length")
+
+
+def test_a_bad_row_is_named_as_people_count() -> None:
+    with pytest.raises(ConfigError, match="row 3 of here is 0"):
+        Trace((5, 6, 0, -1), "here")
+
+
+def test_a_parquet_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.parquet").write_text("not parquet")
+    with pytest.raises(ConfigError, match="as parquet"):
+        parse_lengths(str(tmp_path / "x.parquet"), "response_length")
+
+
+@pytest.mark.parametrize("tokens", [0, -1, float("nan"), float("inf"), 2.5, True, "7", None, MOST_TOKENS + 1])
+def test_senseless_lengths_are_refused(tokens: object) -> None:
+    with pytest.raises(ConfigError, match="allowed: a whole number of tokens"):
+        Fixed(tokens)  # type: ignore[arg-type]
+
+
+def test_numpy_whole_numbers_are_lengths() -> None:
+    assert Fixed(np.int64(7)).draw(2, np.random.default_rng(0)).tolist() == [7, 7]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("changes", [{"prompts": 0}, {"samples_per_prompt": -1}, {"seed": -1}])
+def test_senseless_counts_are_refused_by_name(changes: dict[str, int]) -> None:
+    (name,) = changes
+    with pytest.raises(ConfigError, match=f"{name} is"):
+        Workload(**({"prompts": 1, "samples_per_prompt": 1, "prompt_lengths": Fixed(1), "response_lengths": Fixed(1)} | changes))  # type: ignore[arg-type]
+
+
+def test_a_plan_carries_the_workload_but_not_the_rows_of_a_trace() -> None:
+    trace = Trace(tuple(range(1, 1001)), "lengths.jsonl")
+    plain = Workload(2, 3, LogNormal(5, 0.5, 10), trace, seed=9).to_dict()
+    assert json.loads(json.dumps(plain)) == plain
+    assert plain["response_lengths"] == {"trace": "lengths.jsonl", "rows": 1000}
+    assert plain["prompt_lengths"] == {"mean": 5, "sigma": 0.5, "max": 10}
+    assert (plain["prompts"], plain["samples_per_prompt"], plain["seed"]) == (2, 3, 9)
+
+
+def test_a_batch_unpacks_in_the_order_the_scheduler_takes() -> None:
+    assert Batch._fields == ("prompts", "responses", "prompt_ids")

@@ -1,0 +1,462 @@
+"""The command line: one clear line and exit code 2 for bad input, results alone on stdout, notes on stderr."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from fp8plan import cli
+from fp8plan.model import profile
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.precision import PRESETS
+
+MODEL = "Qwen/Qwen3-0.6B"
+SMALL = ["--prompts", "2", "--samples", "2", "--prompt-lengths", "fixed:16", "--response-lengths", "fixed:32"]
+PLAN = ["plan", MODEL, "--gpu", "h200", *SMALL]  # a later option of the same name wins
+
+RECORD: dict[str, Any] = {
+    "model": MODEL,
+    "gpu": "h200",
+    "engine": "vllm",
+    "engine_version": "0.26.0",
+    "precision": "bf16",
+    "prompt_lengths": [16, 16, 20],
+    "response_lengths": [32, 40, 50],
+    "seconds": 1.0,
+}
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def fp8plan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., Done]:
+    """Run the command line in this process, in an empty folder, with the shipped datasheet profile only."""
+    sheet = profile.profiles_path() / "datasheet.json"
+    (tmp_path / "profiles").mkdir()
+    (tmp_path / "profiles" / "datasheet.json").write_text(sheet.read_text())
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setattr(profile, "profiles_path", lambda: tmp_path / "profiles")
+
+    def run(*words: object) -> Done:
+        monkeypatch.setattr(sys, "argv", ["fp8plan", *map(str, words)])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        return Done(code, *capsys.readouterr())
+
+    return run
+
+
+def refused(done: Done, *parts: str) -> None:
+    """Exit code 2, nothing on stdout, one line on stderr that starts with the program's name and holds the parts."""
+    assert done.code == 2
+    assert done.out == ""
+    (line,) = done.err.splitlines()
+    assert line.startswith("fp8plan: ")
+    for part in parts:
+        assert part in line
+
+
+# Bad input of `plan`: what is typed after PLAN, and what the one line must hold: what was given, and the way out.
+BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    "unknown GPU": (["--gpu", "h300"], ("'h300'", "nearest: h200_sxm", "a100_sxm", "auto")),
+    "negative length": (["--response-lengths", "fixed:-5"], ("-5", "allowed: ", "1 to ")),
+    "negative prompt length": (["--prompt-lengths", "fixed:-5"], ("-5", "allowed: ", "1 to ")),
+    "no length": (["--response-lengths", "fixed:0"], ("fixed length is 0", "allowed: ")),
+    "NaN length": (["--response-lengths", "fixed:nan"], ("'fixed:nan'", "fixed:TOKENS", "lognormal:mean=TOKENS")),
+    "NaN mean": (["--response-lengths", "lognormal:mean=nan,sigma=1,max=9"], ("mean is nan", "finite")),
+    "negative mean": (["--response-lengths", "lognormal:mean=-7,sigma=1,max=9"], ("mean is -7", "allowed: ")),
+    "NaN sigma": (["--response-lengths", "lognormal:mean=5,sigma=nan,max=9"], ("sigma is nan", "at least 0")),
+    "negative max": (["--response-lengths", "lognormal:mean=5,sigma=1,max=-9"], ("max is -9", "allowed: ")),
+    "infinite max": (["--response-lengths", "lognormal:mean=5,sigma=1,max=inf"], ("max=inf", "max=TOKENS")),
+    "no max": (["--response-lengths", "lognormal:mean=5,sigma=1"], ("mean=5,sigma=1'", "max=TOKENS")),
+    "unknown field": (["--response-lengths", "lognormal:mean=5,sigma=1,max=9,min=2"], ("min=2", "max=TOKENS")),
+    "absurd length": (["--response-lengths", f"fixed:{10**30}"], (str(10**30), "allowed: ")),
+    "unknown lengths": (["--response-lengths", "uniform:1,2"], ("'uniform:1,2'", "fixed:TOKENS", ".jsonl")),
+    "no trace": (["--response-lengths", "absent.jsonl"], ("absent.jsonl", "there is no")),
+    "longer than max_model_len": (["--max-model-len", "40"], ("48 tokens", "max_model_len is 40", "raise")),
+    "beyond the context": (["--max-model-len", "100000"], ("100000", "at most 40960", "config.json")),
+    "one request can never fit": (["--num-gpu-blocks", "2"], ("num_gpu_blocks 2", "48 tokens", "3 blocks", "raise")),
+    "no KV pool": (["--num-gpu-blocks", "0"], ("num_gpu_blocks is 0", "at least 1")),
+    "FP8 on an A100": (["--precision", "fp8_block", "--gpu", "a100"], ("fp8_block", "no FP8 tensor cores", "use bf16")),
+    "FP8 KV on an A100": (["--precision", "fp8_kv", "--gpu", "a100"], ("fp8_kv", "no FP8 tensor cores", "use bf16")),
+    "unknown precision": (["--precision", "int4"], ("'int4'", ", ".join(PRESETS))),
+    "TP does not divide the heads": (["--tensor-parallel-size", "3"], ("3", "16 attention heads", "1, 2, 4, 8, 16")),
+    "TP 0": (["--tensor-parallel-size", "0"], ("tensor_parallel_size is 0", "at least 1")),
+    "DP negative": (["--data-parallel-size", "-1"], ("data_parallel_size is -1", "at least 1")),
+    "--gpus and TP": (["--gpus", "4", "--tensor-parallel-size", "2"], ("--gpus", "give ")),
+    "--gpus and DP": (["--gpus", "4", "--data-parallel-size", "2"], ("--gpus", "give ")),
+    "--gpus 0": (["--gpus", "0"], ("gpus is 0", "at least 1")),
+    "only the datasheet under --strict": (["--strict"], ("h200_sxm", "0.26.0", "leave --strict out")),
+    "plot to svg": (["--plot", "picture.svg"], ("picture.svg", ".png or .html")),
+    "plot to no folder": (["--plot", "absent/picture.png"], ("absent/picture.png", "no folder")),
+    "emit for another engine": (["--emit", "sglang"], ("'sglang'", "vllm, verl, trl")),
+    "emit what TRL cannot do": (["--emit", "trl", "--precision", "fp8_block"], ("TRL", "fp8_block", "choose bf16")),
+    "unknown risk": (["--accept", "extreme"], ("'extreme'", "low, moderate, high")),
+    "NaN memory": (["--gpu-memory-utilization", "nan"], ("nan", "above 0, at most 1")),
+    "too much memory": (["--gpu-memory-utilization", "1.5"], ("1.5", "above 0, at most 1")),
+    "more requests than budget": (["--max-num-seqs", "99999"], ("99999", "16384", "allowed: ")),
+    "block size 0": (["--block-size", "0"], ("block_size is 0", "at least 1")),
+    "no prompts": (["--prompts", "0"], ("prompts is 0", "at least 1")),
+    "no samples": (["--samples", "-2"], ("-2", "at least 1")),
+    "negative seed": (["--seed", "-1"], ("seed is -1", "at least 0")),
+    "negative training time": (["--train-s", "-1"], ("train_s is -1", "at least 0")),
+    "NaN training time": (["--train-s", "nan"], ("train_s is nan", "at least 0")),
+    "training time twice": (["--train-s", "1", "--train-tokens-per-s", "5"], ("train_s", "give one of them")),
+    "log-probs twice": (["--logprob-s", "1", "--logprob-tokens-per-s", "5"], ("logprob_s", "give one of them")),
+    "no bandwidth": (["--sync-gb-per-s", "0"], ("sync_bandwidth is 0", "above 0")),
+}
+
+
+@pytest.mark.parametrize(("words", "parts"), BAD_PLANS.values(), ids=BAD_PLANS)
+def test_bad_input_is_one_clear_line(fp8plan: Callable[..., Done], words: list[str], parts: tuple[str, ...]) -> None:
+    refused(fp8plan(*PLAN, *words), *parts)
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-9B", "Qwen3-9B"])
+def test_an_unknown_model_gets_the_nearest_names(fp8plan: Callable[..., Done], name: str) -> None:
+    refused(fp8plan("plan", name, "--gpu", "h200"), repr(name), "Qwen/Qwen3-8B", "fp8plan models", "config.json")
+
+
+def test_a_folder_without_config_is_refused(fp8plan: Callable[..., Done]) -> None:
+    refused(fp8plan("plan", "./absent", "--gpu", "h200"), "absent/config.json", "hub id")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ('{"model_type": "qwen3", ', ("not valid JSON", "download")),
+        ("[]", ("list",)),
+        ('{"model_type": "qwen3"}', ("'hidden_size' is missing", "whole number")),
+        ('{"model_type": "deepseek_v3", "kv_lora_rank": 512}', ("MLA", "not modelled", "qwen3_moe")),
+    ],
+)
+def test_a_corrupt_config_is_refused_by_file(fp8plan: Callable[..., Done], text: str, parts: tuple[str, ...]) -> None:
+    Path("model").mkdir()
+    Path("model/config.json").write_text(text)
+    refused(fp8plan("plan", "./model", "--gpu", "h200", *SMALL), "model/config.json", *parts)
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        (b"", ("no lengths", "at least one row")),
+        (b"\n  \n", ("no lengths", "at least one row")),
+        (b"5\nmany\n", ("line 2", '"response_length"')),
+        (b'5\n\n{"tokens": 7}\n', ("line 3", '"response_length"')),
+        (b"5\n-3\n", ("row 2", "-3", "allowed: ")),
+        (b"5\nNaN\n", ("row 2", "nan", "allowed: ")),
+        (b"5\n2.5\n", ("row 2", "2.5", "whole")),
+        (b'5\n"7"\n', ("row 2", "'7'", "allowed: ")),
+        (b"true\n", ("row 1", "True", "allowed: ")),
+        (b"\xff\xfe5\n", ("cannot read", "utf-8")),
+    ],
+)
+def test_a_bad_trace_is_refused_by_row(fp8plan: Callable[..., Done], content: bytes, parts: tuple[str, ...]) -> None:
+    Path("trace.jsonl").write_bytes(content)
+    refused(fp8plan(*PLAN, "--response-lengths", "trace.jsonl"), "trace.jsonl", *parts)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_ways_out(fp8plan: Callable[..., Done]) -> None:
+    done = fp8plan("plan", "meta-llama/Llama-3.1-70B", "--gpu", "l40s", *SMALL)
+    refused(done, "Llama-3.1-70B", "does not fit NVIDIA L40S", "GiB", "try tensor_parallel_size 2")
+
+
+def test_a_profile_of_another_version_is_used_with_a_note_and_refused_under_strict(
+    fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from fp8plan.model.hardware import gpu
+
+    measured = replace(profile.load_profile(gpu("h200"))[0], kind="calibrated", engine_version="0.26.0")
+    path = tmp_path / "profiles" / "h200_sxm" / "vllm-0.26.0" / "profile.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(measured.to_json())
+    exact = fp8plan(*PLAN, "--json", "--strict")
+    assert (exact.code, exact.err) == (0, "")
+    near = fp8plan(*PLAN, "--json", "--engine-version", "0.27.1")
+    assert near.code == 0
+    assert "0.27.1" in near.err
+    assert "0.26.0" in near.err
+    ratio = [first_choice(done)["makespan_high_s"] / first_choice(done)["makespan_s"] for done in (exact, near)]
+    assert ratio[1] > ratio[0]
+    refused(fp8plan(*PLAN, "--engine-version", "0.27.1", "--strict"), "0.27.1", "0.26.0", "leave --strict out")
+
+
+def first_choice(done: Done) -> dict[str, Any]:
+    choice: dict[str, Any] = json.loads(done.out)["choices"][0]
+    return choice
+
+
+# Bad records of `validate`: changes to RECORD, and what the line must hold beside the line's number.
+BAD_RECORDS: dict[str, tuple[str | dict[str, Any], tuple[str, ...]]] = {
+    "cut off": ('{"model": ', ("not JSON",)),
+    "a list": ("[1]", ("list", "JSON object")),
+    "no seconds": ({"seconds": None}, ("lacks seconds", "response_lengths")),
+    "negative seconds": ({"seconds": -1}, ("seconds is -1", "above 0")),
+    "NaN seconds": ({"seconds": float("nan")}, ("NaN", "finite")),
+    "seconds in words": ({"seconds": "fast"}, ("seconds is 'fast'", "a number")),
+    "NaN anywhere": ({"reward": float("nan")}, ("NaN", "null")),
+    "negative length": ({"response_lengths": [1, -2, 3]}, ("response_lengths", "-2", "1 to ")),
+    "NaN length": ({"prompt_lengths": [1, float("nan"), 3]}, ("NaN",)),
+    "fractional length": ({"prompt_lengths": [1, 1.5, 3]}, ("prompt_lengths", "1.5", "whole")),
+    "no lengths": ({"prompt_lengths": [], "response_lengths": []}, ("prompt_lengths", "empty")),
+    "fewer responses": ({"response_lengths": [3]}, ("3 prompt_lengths", "1 response_lengths", "as many")),
+    "fewer ids": ({"prompt_ids": [1, 1]}, ("2 prompt_ids", "3 requests", "one per request")),
+    "lengths as text": ({"response_lengths": "abc"}, ("response_lengths", "'abc'", "a list")),
+    "beyond max_model_len": ({"max_model_len": 40}, ("70 tokens", "max_model_len is 40", "raise")),
+    "unknown GPU": ({"gpu": "h300"}, ("'h300'", "nearest: h200_sxm")),
+    "GPU as a number": ({"gpu": 200}, ("gpu is '200'", "text")),
+    "unknown precision": ({"precision": "int4"}, ("'int4'", "fp8_block")),
+    "unknown model": ({"model": "Qwen3-9B"}, ("'Qwen3-9B'", "Qwen/Qwen3-8B")),
+    "another engine": ({"engine": "sglang"}, ("'sglang'", "vllm")),
+    "FP8 KV on an A100": ({"gpu": "a100", "precision": "fp8_kv"}, ("fp8_kv", "no FP8 tensor cores")),
+    "TP does not divide": ({"tensor_parallel": 3}, ("16 attention heads", "1, 2, 4, 8, 16")),
+    "half a replica": ({"data_parallel": 1.5}, ("data_parallel is '1.5'", "whole number")),
+    "no replica": ({"data_parallel": 0}, ("data_parallel_size is 0", "at least 1")),
+    "pool in words": ({"kv_cache_tokens": "all"}, ("kv_cache_tokens is 'all'", "whole number")),
+    "pool of one block": ({"kv_cache_tokens": 16}, ("kv_cache_tokens is 16", "two blocks")),
+    "pool below one request": ({"kv_cache_tokens": 64}, ("70 tokens", "raise num_gpu_blocks")),
+}
+
+
+@pytest.mark.parametrize(("changes", "parts"), BAD_RECORDS.values(), ids=BAD_RECORDS)
+def test_a_bad_record_is_refused_by_line(
+    fp8plan: Callable[..., Done], changes: str | dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    bad = changes if isinstance(changes, str) else json.dumps(RECORD | changes)
+    Path("records.jsonl").write_text(f"{json.dumps(RECORD)}\n\n{bad}\n")
+    refused(fp8plan("validate", "records.jsonl", "--json"), "line 3", *parts)
+
+
+@pytest.mark.parametrize(
+    ("content", "part"), [(None, "there is no record file"), (b"", "no records"), (b"\xff\n", "utf-8")]
+)
+def test_a_record_file_that_cannot_be_used(fp8plan: Callable[..., Done], content: bytes | None, part: str) -> None:
+    if content is not None:
+        Path("records.jsonl").write_bytes(content)
+    refused(fp8plan("validate", "records.jsonl"), "records.jsonl", part)
+
+
+def test_validate_refuses_another_version_under_strict(fp8plan: Callable[..., Done]) -> None:
+    Path("records.jsonl").write_text(json.dumps(RECORD | {"engine_version": "0.31.0"}))
+    assert fp8plan("validate", "records.jsonl").code == 0
+    refused(fp8plan("validate", "records.jsonl", "--strict"), "line 1", "0.31.0", "leave --strict out")
+
+
+@pytest.mark.parametrize(
+    "words", [["plan"], ["plan", MODEL], [*PLAN, "--wrong"], [*PLAN, "--prompts", "1.5"], ["guess"], ["validate"], []]
+)
+def test_a_usage_error_exits_with_2(fp8plan: Callable[..., Done], words: list[str]) -> None:
+    done = fp8plan(*words)
+    assert done.code == 2
+    assert "Traceback" not in done.err
+    assert "fp8plan" in done.out + done.err
+
+
+def test_the_installed_command_behaves_the_same() -> None:
+    command = [sys.executable, "-m", "fp8plan.cli"]
+    good, bad = (
+        subprocess.run([*command, *PLAN, "--json", "--precision", name], capture_output=True, text=True, timeout=60)
+        for name in ("bf16", "int4")
+    )
+    assert good.returncode == 0
+    assert [c["precision"] for c in json.loads(good.stdout)["choices"]] == ["bf16"]
+    refused(Done(bad.returncode, bad.stdout, bad.stderr), "'int4'")
+
+
+# Good input
+
+PLAN_KEYS = "model gpu profile limits workload seed choices chosen thresholds reasons".split()
+CHOICE_KEYS = (
+    "precision tensor_parallel data_parallel available reason makespan_s makespan_low_s makespan_high_s "
+    "output_tokens_per_s speedup rl_step_s step_speedup kv_cache_tokens preemptions tail_fraction kl_k3 kl_k3_low "
+    "kl_k3_high ess_raw clip_fraction seq_reject_fraction risk extrapolated"
+).split()
+
+
+def test_plan_json_has_the_documented_shape_and_stdout_holds_nothing_else(fp8plan: Callable[..., Done]) -> None:
+    done = fp8plan(*PLAN, "--json", "--seed", "3")
+    assert done.code == 0
+    answer = json.loads(done.out)
+    assert list(answer) == PLAN_KEYS
+    assert list(answer["profile"]) == ["kind", "engine_version", "source"]
+    assert list(answer["limits"]) == [f.name for f in fields(EngineLimits)]
+    assert answer["seed"] == 3
+    assert type(answer["chosen"]) is int
+    assert answer["choices"][answer["chosen"]]["available"]
+    assert [c["precision"] for c in answer["choices"]] == list(PRESETS)
+    for choice in answer["choices"]:
+        assert list(choice) == CHOICE_KEYS
+        assert 0 < choice["makespan_low_s"] < choice["makespan_s"] < choice["makespan_high_s"]
+        assert choice["risk"] in ("low", "moderate", "high")
+        assert choice["rl_step_s"] is choice["step_speedup"] is None  # no trainer figures were given
+        assert choice["extrapolated"] is True  # a datasheet profile measured nothing
+    assert all(line.startswith("note: ") for line in done.err.splitlines())
+    assert "uncalibrated" in done.err
+    assert all(reason.endswith(".") for reason in answer["reasons"])
+
+
+def test_an_a100_lists_fp8_as_unavailable_with_the_reason(fp8plan: Callable[..., Done]) -> None:
+    words = [*PLAN, "--gpu", "a100"]
+    answer = json.loads(fp8plan(*words, "--json").out)
+    rows = {c["precision"]: c for c in answer["choices"]}
+    assert list(rows) == list(PRESETS)
+    assert answer["choices"][answer["chosen"]]["precision"] == "bf16"
+    for name, row in rows.items():
+        assert row["available"] is (name == "bf16")
+        if name != "bf16":
+            assert "no FP8 tensor cores" in row["reason"]
+            given = ("precision", "tensor_parallel", "data_parallel", "available", "reason")
+            assert {row[key] for key in CHOICE_KEYS if key not in given} == {None}
+    assert not any("not worth it" in reason for reason in answer["reasons"])  # it was never an option
+    table = fp8plan(*words).out
+    assert table.count("not available") == 2 * 3  # in the table, and as a sentence with the reason
+    assert "no FP8 tensor cores" in table
+
+
+def test_the_table_holds_every_precision_the_choice_and_the_reasons(fp8plan: Callable[..., Done]) -> None:
+    answer = json.loads(fp8plan(*PLAN, "--json").out)
+    out = fp8plan(*PLAN).out
+    chosen = answer["choices"][answer["chosen"]]["precision"]
+    marked = [line for line in out.splitlines() if line.startswith("│ > ")]
+    assert [line.split()[2] for line in marked] == [chosen]
+    for name in PRESETS:
+        assert sum(name in line.split() for line in out.splitlines() if line.startswith("│")) == 1
+    for reason in answer["reasons"]:
+        assert f"- {reason}" in out
+
+
+def test_several_layouts_are_named_in_the_table(fp8plan: Callable[..., Done]) -> None:
+    out = fp8plan(*PLAN, "--gpus", "2", "--train-s", "5").out
+    for cell in ("1 x 2", "2 x 1", "step s", "step speed-up"):
+        assert cell in out
+
+
+LOGNORMAL = ["--response-lengths", "lognormal:mean=40,sigma=1,max=200"]
+
+
+def test_the_seed_decides_the_answer(fp8plan: Callable[..., Done]) -> None:
+    runs = [fp8plan(*PLAN, *LOGNORMAL, "--json", "--seed", seed).out for seed in (1, 1, 2)]
+    assert runs[0] == runs[1]
+    makespans = [json.loads(out)["choices"][0]["makespan_s"] for out in runs]
+    assert makespans[1] != makespans[2]
+
+
+def test_every_limit_reaches_the_plan(fp8plan: Callable[..., Done]) -> None:
+    """By its own option: no two are swapped, none is lost."""
+    words = (
+        "--gpu-memory-utilization 0.5 --max-model-len 100 --max-num-seqs 33 --max-num-batched-tokens 77 --block-size 32 "
+        "--num-gpu-blocks 900 --no-prefix-caching --no-async-scheduling --enforce-eager --tensor-parallel-size 2 "
+        "--data-parallel-size 3"
+    )
+    limits = json.loads(fp8plan(*PLAN, *words.split(), "--json").out)["limits"]
+    assert limits == {
+        "gpu_memory_utilization": 0.5,
+        "max_model_len": 100,
+        "max_num_seqs": 33,
+        "max_num_batched_tokens": 77,
+        "block_size": 32,
+        "num_gpu_blocks": 900,
+        "enable_prefix_caching": False,
+        "async_scheduling": False,
+        "enforce_eager": True,
+        "tensor_parallel_size": 2,
+        "data_parallel_size": 3,
+        "scheduler_reserve_full_isl": True,
+    }
+
+
+def test_trainer_options_reach_the_step_time(fp8plan: Callable[..., Done]) -> None:
+    def beyond_the_rollout(*words: object) -> float:
+        choice = first_choice(fp8plan(*PLAN, "--json", "--precision", "bf16", *words))
+        return float(choice["rl_step_s"]) - float(choice["makespan_s"])
+
+    sync = beyond_the_rollout("--train-s", 0)
+    assert beyond_the_rollout("--train-s", 5) == pytest.approx(5 + sync)
+    assert beyond_the_rollout("--logprob-s", 3) == pytest.approx(3 + sync)
+    tokens = 2 * 2 * (16 + 32)
+    assert beyond_the_rollout("--train-tokens-per-s", 10) == pytest.approx(tokens / 10 + sync)
+    assert beyond_the_rollout("--logprob-tokens-per-s", 20) == pytest.approx(tokens / 20 + sync)
+    assert beyond_the_rollout("--sync-gb-per-s", 100) == pytest.approx(sync / 2)  # the default is 50
+
+
+def test_emit_prints_what_its_target_reads(fp8plan: Callable[..., Done]) -> None:
+    vllm = json.loads(fp8plan(*PLAN, "--emit", "vllm", "--precision", "fp8_block+fp8_kv").out)
+    assert vllm["engine_args"]["kv_cache_dtype"] == "fp8"
+    assert vllm["engine_args"]["quantization_config"]["linear"] == "fp8_per_block"
+    assert shlex.split(vllm["command"])[1:4] == ["vllm", "serve", MODEL]
+    trl = json.loads(fp8plan(*PLAN, "--emit", "trl", "--precision", "fp8_kv").out)
+    assert trl["grpo_config"]["num_generations"] == 2
+    verl = fp8plan(*PLAN, "--emit", "verl", "--precision", "fp8_block").out.splitlines()
+    overrides = dict(shlex.split(line)[0].split("=", 1) for line in verl if not line.startswith("#"))
+    assert overrides["actor_rollout_ref.rollout.quantization"] == "fp8"
+    assert overrides["actor_rollout_ref.rollout.n"] == "2"
+
+
+def test_plot_writes_a_picture_beside_the_answer(fp8plan: Callable[..., Done]) -> None:
+    done = fp8plan(*PLAN, "--json", "--plot", "picture.png")
+    assert Path("picture.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert json.loads(done.out)["model"] == MODEL
+
+
+def test_a_local_folder_and_a_trace_work(fp8plan: Callable[..., Done]) -> None:
+    from fp8plan.model.configs import bundled_configs
+
+    folder = Path("models/mine").absolute()
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(bundled_configs()[MODEL]))
+    Path("trace.jsonl").write_text("30\n40\n50\n60\n")
+    trace = ["--response-lengths", "trace.jsonl"]
+    bundled, local = (json.loads(fp8plan("plan", m, *PLAN[2:], *trace, "--json").out) for m in (MODEL, folder))
+    assert local["model"] == str(folder)  # so that an engine finds it
+    assert bundled["model"] == MODEL
+    assert local["choices"] == bundled["choices"]
+    assert local["workload"]["max_response_tokens"] == 60
+    assert local["workload"]["response_tokens"] == 180
+
+
+def test_validate_json_has_the_documented_shape(fp8plan: Callable[..., Done]) -> None:
+    lines = [RECORD, RECORD | {"precision": "fp8_block", "seconds": 0.8, "note": "kept"}]
+    Path("records.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    answer = json.loads(fp8plan("validate", "records.jsonl", "--json").out)
+    assert list(answer) == [
+        "records", "groups", "makespan_mape", "makespan_worst", "speedup_mae_points", "speedup_worst_points",
+        "coverage", "interval_median_halfwidth",
+    ]  # fmt: skip
+    promised = {
+        "predicted_s", "predicted_low_s", "predicted_high_s", "error", "predicted_kv_cache_tokens",
+        "predicted_preemptions", "group",
+    }  # fmt: skip
+    assert all(promised <= row.keys() for row in answer["records"])
+    assert answer["records"][1]["note"] == "kept"
+    assert [len(group["speedups"]) for group in answer["groups"]] == [1]
+    table = fp8plan("validate", "records.jsonl").out
+    for text in ("fp8_block", "speed-up over bf16", "MAPE", "90% interval"):
+        assert text in table
+
+
+def test_profiles_and_models_are_listed(fp8plan: Callable[..., Done]) -> None:
+    (sheet,) = json.loads(fp8plan("profiles", "--json").out)
+    assert (sheet["kind"], Path(sheet["path"]).name) == ("datasheet", "datasheet.json")
+    assert "datasheet.json" in fp8plan("profiles").out
+    models = {m["name"]: m for m in json.loads(fp8plan("models", "--json").out)}
+    assert models["Qwen/Qwen3-8B"]["num_parameters"] == 8_190_735_360  # model card of Qwen3-8B: 8.2B
+    out = fp8plan("models").out
+    assert all(name in out for name in models)
