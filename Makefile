@@ -1,10 +1,10 @@
 # Every target does its own set-up on a fresh machine; a stamp in each environment says that it is up to date.
 #   make plan [MODEL=Qwen/Qwen3-8B] [GPU=h200_sxm] [ARGS="--json"]   predict and choose
-#   make test | lint | bench | bench-aic | clean
+#   make test | lint | bench | bench-aic | readme | clean
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: plan test lint bench bench-aic clean
+.PHONY: plan test lint bench bench-aic readme clean
 
 PYTHON ?= python3
 PIP_INSTALL := -m pip --disable-pip-version-check -qq install --no-warn-conflicts
@@ -20,7 +20,6 @@ WORKLOAD ?= --prompts 32 --samples 16 --prompt-lengths fixed:1024 --response-len
 ARGS ?=
 
 PYTEST_ARGS ?= -n 2 --dist loadfile
-BENCHMARKS ?= $(filter-out benchmarks/aiconfigurator_time.py,$(wildcard benchmarks/*.py))
 
 plan: $(VENV)/.installed
 	@$(VENV)/bin/fp8plan plan $(MODEL) --gpu $(GPU) $(WORKLOAD) $(ARGS)
@@ -33,7 +32,10 @@ lint: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/mypy
 
 bench: $(VENV)/.installed
-	for script in $(BENCHMARKS); do $(VENV)/bin/python $$script; done
+	$(VENV)/bin/python benchmarks/speed.py
+
+readme: $(VENV)/.installed
+	$(VENV)/bin/python benchmarks/readme.py
 
 bench-aic: $(AIC_VENV)/.installed
 	$(AIC_VENV)/bin/python benchmarks/aiconfigurator_time.py

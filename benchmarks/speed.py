@@ -26,7 +26,8 @@ from fp8plan.model.workload import Fixed, LogNormal, Workload
 
 RESULTS = Path(__file__).parent / "results"
 LONG_TAILED = LogNormal(6000, 0.9, 20480)
-STARVED = EngineLimits(gpu_memory_utilization=0.3)
+UNSTARVED = EngineLimits(max_num_seqs=96)
+STARVED = EngineLimits(gpu_memory_utilization=0.5)
 
 
 def measure(what: str, run: Callable[[], object], runs: int, **facts: object) -> dict[str, object]:
@@ -66,18 +67,18 @@ def processes() -> list[dict[str, object]]:
 
 def plans() -> list[dict[str, object]]:
     rows = []
-    for what, gpu, limits in (
-        ("plan(), 4 precisions, no preemption", "b200", None),
-        ("plan(), 4 precisions, KV-starved", "h200_sxm", STARVED),
+    for what, limits in (
+        ("plan(), 4 precisions, no preemption", UNSTARVED),
+        ("plan(), 4 precisions, KV-starved", STARVED),
     ):
         work = Workload(96, 16, Fixed(1024), LONG_TAILED)
-        answer = plan("Qwen/Qwen3-8B", gpu, work, limits=limits)
+        answer = plan("Qwen/Qwen3-8B", "h200", work, limits=limits)
         facts = {
             "responses": 1536,
             "response_tokens": answer.workload["response_tokens"],
             "preemptions": {c.precision: c.preemptions for c in answer.choices},
         }
-        rows.append(measure(what, lambda g=gpu, w=work, x=limits: plan("Qwen/Qwen3-8B", g, w, limits=x), 9, **facts))
+        rows.append(measure(what, lambda w=work, x=limits: plan("Qwen/Qwen3-8B", "h200", w, limits=x), 9, **facts))
     return rows
 
 

@@ -41,9 +41,7 @@ class Done(NamedTuple):
 
 
 @pytest.fixture
-def fp8plan(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Callable[..., Done]:
+def fp8plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Done]:
     """Run the command line in this process, in an empty folder, with the shipped datasheet profile only."""
     sheet = profile.profiles_path() / "datasheet.json"
     (tmp_path / "profiles").mkdir()
@@ -110,6 +108,7 @@ BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "emit for another engine": (["--emit", "sglang"], ("'sglang'", "vllm, verl, trl")),
     "emit what TRL cannot do": (["--emit", "trl", "--precision", "fp8_block"], ("TRL", "fp8_block", "choose bf16")),
     "unknown risk": (["--accept", "extreme"], ("'extreme'", "low, moderate, high")),
+    "unknown KV scales": (["--kv-scales", "none"], ("'none'", "calibrated, unit")),
     "NaN memory": (["--gpu-memory-utilization", "nan"], ("nan", "above 0, at most 1")),
     "too much memory": (["--gpu-memory-utilization", "1.5"], ("1.5", "above 0, at most 1")),
     "more requests than budget": (["--max-num-seqs", "99999"], ("99999", "16384", "allowed: ")),
@@ -332,8 +331,10 @@ def test_an_a100_lists_fp8_as_unavailable_with_the_reason(fp8plan: Callable[...,
 
 
 def test_the_table_holds_every_precision_the_choice_and_the_reasons(fp8plan: Callable[..., Done]) -> None:
-    answer = json.loads(fp8plan(*PLAN, "--json").out)
-    out = fp8plan(*PLAN).out
+    words = ["plan", "Qwen/Qwen3-8B", *PLAN[2:], "--response-lengths", "fixed:200"]
+    answer = json.loads(fp8plan(*words, "--json").out)
+    assert answer["chosen"] != 0  # so that the mark is seen to move
+    out = fp8plan(*words).out
     chosen = answer["choices"][answer["chosen"]]["precision"]
     marked = [line for line in out.splitlines() if line.startswith("│ > ")]
     assert [line.split()[2] for line in marked] == [chosen]
@@ -362,9 +363,9 @@ def test_the_seed_decides_the_answer(fp8plan: Callable[..., Done]) -> None:
 def test_every_limit_reaches_the_plan(fp8plan: Callable[..., Done]) -> None:
     """By its own option: no two are swapped, none is lost."""
     words = (
-        "--gpu-memory-utilization 0.5 --max-model-len 100 --max-num-seqs 33 --max-num-batched-tokens 77 --block-size 32 "
-        "--num-gpu-blocks 900 --no-prefix-caching --no-async-scheduling --enforce-eager --tensor-parallel-size 2 "
-        "--data-parallel-size 3"
+        "--gpu-memory-utilization 0.5 --max-model-len 100 --max-num-seqs 33 --max-num-batched-tokens 77 "
+        "--block-size 32 --num-gpu-blocks 900 --no-prefix-caching --no-async-scheduling --enforce-eager "
+        "--tensor-parallel-size 2 --data-parallel-size 3"
     )
     limits = json.loads(fp8plan(*PLAN, *words.split(), "--json").out)["limits"]
     assert limits == {
@@ -395,6 +396,12 @@ def test_trainer_options_reach_the_step_time(fp8plan: Callable[..., Done]) -> No
     assert beyond_the_rollout("--train-tokens-per-s", 10) == pytest.approx(tokens / 10 + sync)
     assert beyond_the_rollout("--logprob-tokens-per-s", 20) == pytest.approx(tokens / 20 + sync)
     assert beyond_the_rollout("--sync-gb-per-s", 100) == pytest.approx(sync / 2)  # the default is 50
+
+
+def test_kv_scales_reach_the_risk(fp8plan: Callable[..., Done]) -> None:
+    words = [*PLAN, "--json", "--precision", "fp8_kv", "--kv-scales"]
+    calibrated, unit = (first_choice(fp8plan(*words, scales)) for scales in ("calibrated", "unit"))
+    assert unit["kl_k3_high"] > calibrated["kl_k3_high"]
 
 
 def test_emit_prints_what_its_target_reads(fp8plan: Callable[..., Done]) -> None:

@@ -76,7 +76,7 @@ def _passed_over(choices: Sequence[Choice], chosen: int, budget: RiskBudget, who
         elif gain >= 1:
             sentences.append(f"{name} is no more than {gain - 1:.1%} faster, which does not pay for its mismatch.")
         elif picked.precision == "bf16" and choice.precision != "bf16":
-            sentences.append(f"{name} would be slower than {picked.precision}, at {gain:.2f}x its speed.")
+            sentences.append(f"{name} would not be faster than {picked.precision}: {gain:.2f}x its speed.")
     return sentences
 
 

@@ -63,6 +63,7 @@ class SchedulerState:
         self.now = 0
         self.known = list(prompts)  # prompt + generated tokens of requests that are not decoding
         self.waiting = deque(range(requests))
+        self.head_needs = 0  # with fewer free blocks, the head of the queue stays where it is
         self.running: dict[int, None] = {}  # in admission order; includes `leaving`
         self.partial: tuple[int, int] | None = None  # (request, computed tokens)
         self.offset = [0] * requests
@@ -84,7 +85,7 @@ class SchedulerState:
         """Whether the next step may do more than decode. Blocks only get scarcer while it does nothing else."""
         if self.partial is not None:
             return True
-        if not self.waiting or len(self.running) >= self.max_num_seqs:
+        if not self.waiting or self.pool.free < self.head_needs or len(self.running) >= self.max_num_seqs:
             return False
         return self._admissible(self.waiting[0], self.budget) is not None
 
@@ -140,6 +141,7 @@ class SchedulerState:
                 break
             hit, after = found
             request = self.waiting.popleft()
+            self.head_needs = 0
             self.running[request] = None
             self.admission[request] = self.admissions = self.admissions + 1
             self.pool.admit(request, hit)
@@ -159,8 +161,14 @@ class SchedulerState:
         spare = self.pool.free - needed
         if spare < self.least_free:
             self.least_free = spare
-        self.hit_freed_blocks |= from_queue > 0
-        return None if spare < 0 else (hit, after)
+        if from_queue:
+            self.hit_freed_blocks = True
+        if spare < 0:
+            # While it is the head it comes to need more, never less, but for one block: the copy of its prompt's end
+            # that it would have hit is evicted, and the next one is held by a sibling.
+            self.head_needs = needed - 1
+            return None
+        return hit, after
 
     def _compute(self, request: int, before: int, after: int, blocks: int, chunks: list[tuple[int, int, int]]) -> None:
         self.pool.take(blocks)
@@ -177,8 +185,9 @@ class SchedulerState:
         queue, served, preemptions = list(members), 0, 0
         while True:
             granted = min(self.pool.free, len(queue) - served)
-            self.pool.take(granted)
-            served += granted
+            if granted:
+                self.pool.take(granted)
+                served += granted
             if served == len(queue):
                 return preemptions
             self._preempt_last()
@@ -202,6 +211,7 @@ class SchedulerState:
         self._release(request, computed, in_flight=int(self.lag and computed > self.known[request]))
         self.known[request] = max(self.known[request], computed + 1)
         self.waiting.appendleft(request)
+        self.head_needs = 0
 
     def _release(self, request: int, computed: int, in_flight: int = 0) -> None:
         self.pool.release(request, blocks_for(computed, self.block_size), computed - in_flight)
@@ -250,7 +260,7 @@ class SchedulerState:
         self.context += steps * decoding
         for request in started:
             self._start_decoding(request)
-        finished = self._collect_finished()
+        finished = self._collect_finished() if self.finishes and self.finishes[0][0] < self.now else []
         gone = self.leaving if self.lag else finished
         self.leaving = finished if self.lag else []
         for request in gone:

@@ -200,10 +200,11 @@ def _seconds(fields: dict[str, Any]) -> float:
 
 
 def _group(fields: dict[str, Any], batch: Batch, limits: EngineLimits) -> str:
-    same = [fields["model"], find_gpu(fields["gpu"]).name, fields["engine_version"], *(x.tolist() for x in batch)]
+    gpu = find_gpu(fields["gpu"]).name
+    same = [fields["model"], gpu, fields["engine_version"], *(column.tolist() for column in batch)]
     same += [getattr(limits, name) for name in LIMITS]
     same += [limits.tensor_parallel_size, limits.data_parallel_size]
-    name = f"{fields['model']} on {fields['gpu']}, {len(fields['response_lengths'])} responses"
+    name = f"{fields['model']} on {gpu}, {len(batch.responses)} responses"
     return f"{name} [{sha256(json.dumps(same).encode()).hexdigest()[:8]}]"
 
 

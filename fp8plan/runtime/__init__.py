@@ -1,0 +1,1 @@
+"""What needs torch, vLLM or a GPU. Both are imported inside functions, so that importing this loads neither."""

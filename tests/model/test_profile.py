@@ -95,7 +95,7 @@ def test_nearest_version_is_used_with_a_warning_and_a_doubled_interval(tmp_path:
 
 
 def test_strict_refuses_the_datasheet(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match=r"only the datasheet.*calibrate --gpu auto"):
+    with pytest.raises(ProfileError, match=r"only the datasheet.*fp8plan profiles"):
         load_profile(gpu("h200"), strict=True, profiles_dir=tmp_path)
 
 

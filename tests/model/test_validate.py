@@ -17,7 +17,7 @@ from fp8plan.model.validate import Validation, read_records, validate
 from fp8plan.model.workload import LogNormal, Workload
 
 MODEL = "Qwen/Qwen3-0.6B"
-WORK = Workload(4, 3, LogNormal(40, 0.5, 90), LogNormal(120, 0.9, 600), seed=5)
+WORK = Workload(10, 6, LogNormal(40, 0.5, 90), LogNormal(120, 0.9, 600), seed=5)
 BATCH = WORK.batch()
 RECORD: dict[str, Any] = {
     "model": MODEL,
@@ -46,7 +46,7 @@ def predicted(tmp_path: Path, **change: Any) -> float:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8_block+fp8_kv"])
-@pytest.mark.parametrize("pool", [None, 128 * 16])
+@pytest.mark.parametrize("pool", [None, 60 * 16])
 def test_a_record_predicts_what_the_planner_predicts(tmp_path: Path, precision: str, pool: int | None) -> None:
     """The same rollout on either way: kv_cache_tokens counts vLLM's null block, num_gpu_blocks does not."""
     limits = EngineLimits(num_gpu_blocks=None if pool is None else pool // 16 - 1)
@@ -83,7 +83,7 @@ def test_coverage_is_the_share_inside_the_interval(tmp_path: Path) -> None:
 
 
 def test_a_group_is_one_workload_with_the_same_limits_whatever_the_precision_and_pool(tmp_path: Path) -> None:
-    same = [
+    same: list[dict[str, Any]] = [
         {},
         {"precision": "fp8_kv"},
         {"precision": "fp8_block", "kv_cache_tokens": 4096},
@@ -92,7 +92,7 @@ def test_a_group_is_one_workload_with_the_same_limits_whatever_the_precision_and
         {"prompt_ids": [f"p{i}" for i in RECORD["prompt_ids"]]},  # other names of the same prompts
         {"max_num_seqs": 1024, "tensor_parallel": 1},  # what is the default anyway
     ]
-    other = [
+    other: list[dict[str, Any]] = [
         {"max_num_seqs": 8},
         {"max_model_len": 5000},
         {"gpu_memory_utilization": 0.5},
@@ -141,8 +141,8 @@ def test_every_limit_of_a_record_is_used(tmp_path: Path) -> None:
 
 
 def test_an_imposed_pool_decides_and_a_null_one_is_predicted(tmp_path: Path) -> None:
-    rows = validated(tmp_path, {"kv_cache_tokens": 2048}, {}, {"kv_cache_tokens": 10**6}).records
-    assert [row["predicted_kv_cache_tokens"] for row in rows][::2] == [2048, 10**6]
+    rows = validated(tmp_path, {"kv_cache_tokens": 960}, {}, {"kv_cache_tokens": 10**6}).records
+    assert [row["predicted_kv_cache_tokens"] for row in rows][::2] == [960, 10**6]
     assert rows[1]["predicted_kv_cache_tokens"] > 10**6  # 130 GB of 114,688 bytes a token
     assert rows[0]["predicted_preemptions"] > 0
     assert rows[1]["predicted_preemptions"] == rows[2]["predicted_preemptions"] == 0
@@ -225,5 +225,5 @@ def test_blank_lines_are_skipped_but_counted(tmp_path: Path) -> None:
 
 
 def test_an_error_while_predicting_names_the_line_and_keeps_its_type(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="line 2: .*'int4'"):
+    with pytest.raises(ConfigError, match=r"line 2: .*'int4'"):
         validated(tmp_path, {}, {"precision": "int4"})

@@ -64,8 +64,8 @@ def test_the_seed_decides_everything(work: Workload) -> None:
 
 
 def test_another_seed_gives_other_lengths() -> None:
-    drawn = [Workload(4, 4, Fixed(9), LogNormal(500, 1, 9999), seed).batch().responses for seed in (1, 2)]
-    assert not np.array_equal(*drawn)
+    one, two = (Workload(4, 4, Fixed(9), LogNormal(500, 1, 9999), seed).batch().responses for seed in (1, 2))
+    assert not np.array_equal(one, two)
 
 
 @given(workloads, st.integers(1, 100))
@@ -86,12 +86,22 @@ def test_a_split_keeps_every_request_once_and_in_order(work: Workload, replicas:
         start += len(part.prompts)
 
 
-def test_a_trace_is_used_in_order_when_the_count_matches_and_drawn_from_otherwise() -> None:
-    trace = Trace((5, 700, 31, 2), "a test")
-    assert Workload(2, 2, Fixed(1), trace).batch().responses.tolist() == [5, 700, 31, 2]
-    drawn = Workload(40, 10, Fixed(1), trace).batch().responses
-    assert set(drawn) == {5, 700, 31, 2}
-    assert not np.array_equal(drawn[:4], [5, 700, 31, 2]) or not np.array_equal(drawn[4:8], [5, 700, 31, 2])
+def test_a_trace_is_used_in_order_when_the_count_matches() -> None:
+    responses, prompts = Trace((5, 700, 31, 2, 9, 8), "a test"), Trace((40, 10, 70), "a test")
+    batch = Workload(3, 2, prompts, responses).batch()
+    assert batch.responses.tolist() == [5, 700, 31, 2, 9, 8]
+    assert batch.prompts.tolist() == [40, 40, 10, 10, 70, 70]
+
+
+@pytest.mark.parametrize("count", [3, 51])
+def test_a_trace_of_another_length_is_drawn_from_with_replacement(count: int) -> None:
+    seen = tuple(range(1, 51))
+    drawn = [Workload(1, count, Fixed(1), Trace(seen, "a test"), seed).batch().responses for seed in range(9)]
+    assert all(len(lengths) == count and set(lengths) <= set(seen) for lengths in drawn)
+    assert len({tuple(lengths) for lengths in drawn}) == 9  # not simply the first rows
+    assert max(map(max, drawn)) > 40
+    if count > len(seen):  # one more than there are: without replacement, every row would come
+        assert all(len(set(lengths)) < len(seen) for lengths in drawn)
 
 
 def test_a_jsonl_trace_holds_bare_numbers_or_objects() -> None:
@@ -105,7 +115,9 @@ def test_a_jsonl_trace_holds_bare_numbers_or_objects() -> None:
 
 def test_a_parquet_trace_holds_both_columns(tmp_path: Path) -> None:
     path = tmp_path / "lengths.parquet"
-    pd.DataFrame({"prompt_length": [9, 8, 7], "response_length": [500, 20, 3], "reward": [0.1, 0.2, 0.3]}).to_parquet(path)
+    pd.DataFrame({"prompt_length": [9, 8, 7], "response_length": [500, 20, 3], "reward": [0.1, 0.2, 0.3]}).to_parquet(
+        path
+    )
     for column, expected in (("prompt_length", (9, 8, 7)), ("response_length", (500, 20, 3))):
         found = parse_lengths(str(path), column)
         assert isinstance(found, Trace)
@@ -158,7 +170,12 @@ def test_numpy_whole_numbers_are_lengths() -> None:
 def test_senseless_counts_are_refused_by_name(changes: dict[str, int]) -> None:
     (name,) = changes
     with pytest.raises(ConfigError, match=f"{name} is"):
-        Workload(**({"prompts": 1, "samples_per_prompt": 1, "prompt_lengths": Fixed(1), "response_lengths": Fixed(1)} | changes))  # type: ignore[arg-type]
+        Workload(
+            **(
+                {"prompts": 1, "samples_per_prompt": 1, "prompt_lengths": Fixed(1), "response_lengths": Fixed(1)}
+                | changes
+            )
+        )  # type: ignore[arg-type]
 
 
 def test_a_plan_carries_the_workload_but_not_the_rows_of_a_trace() -> None:

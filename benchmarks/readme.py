@@ -1,0 +1,89 @@
+"""The tables in README.md, made from committed files and from the model itself.
+
+`make readme` writes them; tests/test_readme.py fails when README no longer says what this makes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from speed import RESULTS, table  # noqa: E402
+
+from fp8plan.model.plan import Plan  # noqa: E402
+from fp8plan.model.planner import plan  # noqa: E402
+from fp8plan.model.validate import Validation, read_records, validate  # noqa: E402
+from fp8plan.model.workload import Fixed, LogNormal, Workload  # noqa: E402
+
+FIRST_LOOK = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0" / "first_look" / "rollouts.jsonl"
+
+
+def plan_table(answer: Plan) -> str:
+    """What `make plan` prints, in fewer columns."""
+    lines = [
+        "| precision | rollout (90% interval) | speed-up | tokens/s | KV tokens | preemptions | tail | KL k3 (90%) | risk |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for index, c in enumerate(answer.choices):
+        name = f"**{c.precision}** (chosen)" if index == answer.chosen else c.precision
+        lines.append(
+            f"| {name} | {c.makespan_s:,.0f} s ({c.makespan_low_s:,.0f}-{c.makespan_high_s:,.0f}) | {c.speedup:.2f}x | "
+            f"{c.output_tokens_per_s:,.0f} | {c.kv_cache_tokens:,} | {c.preemptions:,} | {c.tail_fraction:.0%} | "
+            f"{c.kl_k3:.1e} ({c.kl_k3_low:.0e}-{c.kl_k3_high:.0e}) | {c.risk} |"
+        )
+    return "\n".join(lines)
+
+
+def first_look_table(result: Validation) -> str:
+    """Measured rollouts beside the uncalibrated prediction."""
+    lines = [
+        "| workload | precision | measured | predicted (90% interval) | error | preemptions measured / predicted | "
+        "KV tokens measured / predicted | speed-up measured / predicted |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    gains = {gain["line"]: gain for group in result.groups for gain in group["speedups"]}
+    for row in result.records:
+        gain = gains.get(row["line"])
+        speedup = f"{gain['measured_speedup']:.2f}x / {gain['predicted_speedup']:.2f}x" if gain else "-"
+        lines.append(
+            f"| {row['workload']} | {row['precision']} | {row['seconds']:.2f} s | {row['predicted_s']:.2f} s "
+            f"({row['predicted_low_s']:.2f}-{row['predicted_high_s']:.2f}) | {row['error']:+.0%} | "
+            f"{row['preemptions']:,} / {row['predicted_preemptions']:,} | "
+            f"{row['measured_kv_cache_tokens']:,} / {row['predicted_kv_cache_tokens']:,} | {speedup} |"
+        )
+    return "\n".join(lines)
+
+
+def blocks() -> dict[str, str]:
+    """Name of a marked block in README -> its text."""
+    work = Workload(32, 16, Fixed(1024), LogNormal(6000, 0.9, 20480))
+    made = {"plan": plan_table(plan("Qwen/Qwen3-8B", "h200_sxm", work))}
+    made["speed"] = table([RESULTS / "speed.jsonl", RESULTS / "aiconfigurator_time.jsonl"])
+    if FIRST_LOOK.exists():
+        made["first look"] = first_look_table(validate(read_records(FIRST_LOOK)))
+    return made
+
+
+def filled(readme: str, made: dict[str, str]) -> str:
+    """README with each `<!-- begin NAME -->` block replaced. Raises KeyError for a block that nothing makes."""
+    return re.sub(
+        r"(<!-- begin ([\w ]+) -->\n).*?(<!-- end \2 -->)",
+        lambda found: found[1] + made[found[2]] + "\n" + found[3],
+        readme,
+        flags=re.S,
+    )
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    path = ROOT / "README.md"
+    path.write_text(filled(path.read_text(), blocks()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""One engine, all its workloads: the child process of `fp8plan.runtime.measure.rollouts`.
+
+It reads a job (JSON, made by `rollouts.jobs`), starts `vllm.LLM` with random weights, and appends one rollout record
+per timed run to the job's output, at once, so that nothing measured is lost if the machine goes away.
+"""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fp8plan.errors import ConfigError, Fp8PlanError
+from fp8plan.model.precision import precision
+from fp8plan.runtime.measure.engine_log import engine_numbers, kernel_backends, uses_e8m0
+
+# A short warm-up clips responses here: long enough to fill the batch, short enough to cost a few seconds.
+SHORT_RESPONSE, RAMP_STEPS = 64, 128
+
+# vLLM's counters (v1/metrics/loggers.py), as the record calls what they gained during a run.
+COUNTERS = {
+    "vllm:num_preemptions": "preemptions",
+    "vllm:prompt_tokens": "prompt_tokens",
+    "vllm:generation_tokens": "generation_tokens",
+    "vllm:prefix_cache_queries": "prefix_cache_queries",
+    "vllm:prefix_cache_hits": "prefix_cache_hits",
+}
+# One observation for each engine step that gave at least one token; a step that only fills prompts is not counted.
+STEPS = "vllm:iteration_tokens_total"
+
+TRACE_COLUMNS = ("t_s", "running", "waiting", "kv_usage", "generation_tokens", "prompt_tokens", "preempted")
+
+
+class MemoryFacts:
+    """Mixed into vLLM's worker (worker_extension_cls): the exact bytes behind its log lines."""
+
+    def fp8plan_memory_facts(self) -> dict[str, int | None]:
+        """Bytes; None where this worker does not know, as on a CPU."""
+        snapshot, runner = getattr(self, "init_snapshot", None), getattr(self, "model_runner", None)
+        facts = {
+            "total_bytes": getattr(snapshot, "total_memory", None),
+            "free_at_start_bytes": getattr(snapshot, "free_memory", None),
+            "requested_bytes": getattr(self, "requested_memory", None),
+            "weights_bytes": getattr(runner, "model_memory_usage", None),
+            "peak_activation_bytes": getattr(self, "peak_activation_memory", None),
+            "non_torch_bytes": getattr(self, "non_torch_memory", None),
+            "cuda_graphs_estimated_bytes": getattr(self, "cudagraph_memory_estimate", None),
+            "available_kv_cache_bytes": getattr(self, "available_kv_cache_memory_bytes", None),
+        }
+        return {name: None if value is None else int(value) for name, value in facts.items()}
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    with os.fdopen(job["notes_fd"], "w", encoding="utf-8") as notes:
+        measure(job, lambda text: print(f"{job['label']}: {text}", file=notes, flush=True))
+
+
+def measure(job: Mapping[str, Any], note: Any) -> None:
+    """Start the engine and append a record for every run of the job. Raises Fp8PlanError if vLLM does otherwise."""
+    from vllm import LLM
+
+    begun = time.perf_counter()
+    llm = LLM(**job["kwargs"])
+    start_s = time.perf_counter() - begun
+    facts = job["fields"] | engine_facts(llm, job) | machine_facts() | {"engine_start_s": start_s}
+    memory = facts["measured_kv_cache_tokens"]
+    note(f"engine ready in {start_s:.0f} s, KV cache {memory} tokens, kernels {facts['kernel_backends']}")
+    trace = Trace(llm) if job["trace"] else None
+    for work in job["work"]:
+        prompts = token_prompts(work, llm.llm_engine.model_config.get_vocab_size())
+        warmed = {"warmup": job["warmup"], "warmup_s": warm_up(llm, prompts, work["response_lengths"], job["warmup"])}
+        note(f"{work['workload']}: warmed up ({job['warmup']}) in {warmed['warmup_s']:.1f} s")
+        for run in work["runs"]:
+            if trace:
+                trace.start()
+            result = timed(llm, prompts, work["response_lengths"])
+            kept = {name: value for name, value in work.items() if name != "runs"}
+            append(job["output"], facts | kept | run | warmed | result | {"date": datetime.now(UTC).isoformat()})
+            note(f"{work['workload']} run {run['repeat']}: {result['seconds']:.2f} s, {result['preemptions']} preemptions")
+            if trace:
+                trace.write(job["trace"], run["key"])
+
+
+def token_prompts(work: Mapping[str, Any], vocabulary: int) -> list[dict[str, list[int]]]:
+    """Random tokens: one prompt per prompt id, equal between its samples."""
+    rng = np.random.default_rng(work["seed"])
+    lengths = dict(zip(work["prompt_ids"], work["prompt_lengths"], strict=True))
+    tokens = {name: rng.integers(0, vocabulary, length).tolist() for name, length in lengths.items()}
+    return [{"prompt_token_ids": tokens[name]} for name in work["prompt_ids"]]
+
+
+def warm_up(llm: Any, prompts: Sequence[Any], responses: Sequence[int], kind: str) -> float:
+    """Run what the timed run will run, so that no kernel is compiled inside it; seconds it took.
+
+    full:  the whole workload
+    short: its prompts with clipped responses, then a decode ramp through every batch size down to 1
+    """
+    if kind == "full":
+        return float(timed(llm, prompts, responses)["seconds"])
+    clipped = [min(tokens, SHORT_RESPONSE) for tokens in responses]
+    ramp = [1 + RAMP_STEPS * i // len(responses) for i in range(len(responses))]
+    lengths = (clipped, [min(pair) for pair in zip(ramp, responses, strict=True)])
+    return sum(float(timed(llm, prompts, some)["seconds"]) for some in lengths)
+
+
+def timed(llm: Any, prompts: Sequence[Any], responses: Sequence[int]) -> dict[str, Any]:
+    """Wall time of one `generate()` from an empty prefix cache, and what vLLM's counters gained meanwhile."""
+    from vllm import SamplingParams
+
+    params = [
+        SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0, temperature=1.0)
+        for tokens in responses
+    ]
+    empty_prefix_cache(llm)
+    gc.collect()
+    before = counters(llm)
+    begun = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - begun
+    given = [len(output.outputs[0].token_ids) for output in outputs]
+    if given != list(responses):
+        raise Fp8PlanError("vLLM gave responses of other lengths than were asked for; this run cannot be a record")
+    return {"seconds": seconds} | {name: value - before[name] for name, value in counters(llm).items()}
+
+
+def empty_prefix_cache(llm: Any) -> None:
+    """Async scheduling frees the last blocks a moment after the last token is out, hence the tries."""
+    for _ in range(50):
+        if llm.reset_prefix_cache():
+            return
+        time.sleep(0.1)
+    raise Fp8PlanError("vLLM did not empty its prefix cache within 5 s of the last request")
+
+
+def counters(llm: Any) -> dict[str, int]:
+    """COUNTERS and the number of steps so far, summed over engines."""
+    totals = dict.fromkeys((*COUNTERS.values(), "steps_with_output"), 0)
+    for metric in llm.get_metrics():
+        if metric.name in COUNTERS:
+            totals[COUNTERS[metric.name]] += int(metric.value)
+        elif metric.name == STEPS:
+            totals["steps_with_output"] += int(metric.count)
+    return totals
+
+
+def engine_facts(llm: Any, job: Mapping[str, Any]) -> dict[str, Any]:
+    """The limits the engine really runs with, its KV pool, kernels and memory, under the record's names."""
+    config = llm.llm_engine.vllm_config
+    cache, scheduler, compilation = config.cache_config, config.scheduler_config, config.compilation_config
+    with open(job["log"], encoding="utf-8", errors="replace") as file:
+        file.seek(job["log_start"])
+        log = file.read()
+    preset = precision(job["fields"]["precision"])
+    return {
+        "block_size": cache.block_size,
+        "enable_prefix_caching": bool(cache.enable_prefix_caching),
+        "max_model_len": config.model_config.max_model_len,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "async_scheduling": bool(scheduler.async_scheduling),
+        "enforce_eager": bool(config.model_config.enforce_eager),
+        "num_gpu_blocks": cache.num_gpu_blocks,
+        "measured_kv_cache_tokens": cache.num_gpu_blocks * cache.block_size,
+        "vllm_kv_cache_size_tokens": getattr(cache, "kv_cache_size_tokens", None),
+        "cudagraph_mode": getattr(compilation.cudagraph_mode, "name", None),
+        "cudagraph_largest_batch": max(compilation.cudagraph_capture_sizes or [0]),
+        "multiprocessing": os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "0",
+        "e8m0": uses_e8m0(log, preset),
+        "kernel_backends": kernel_backends(log, preset),
+        "engine_log": engine_numbers(log),
+        "memory": llm.collective_rpc("fp8plan_memory_facts")[0],
+    }
+
+
+def machine_facts() -> dict[str, Any]:
+    """Which card, driver and boot: cards of one model differ by some percent, so records must say which."""
+    import torch
+
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return {
+        "boot": boot.read_text().strip() if boot.exists() else None,
+        "cpu_count": os.cpu_count(),
+        "torch_version": torch.__version__,
+    } | gpu_facts()
+
+
+def gpu_facts() -> dict[str, Any]:
+    """From NVML, of the first visible GPU; all None where there is no driver."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        try:
+            card = pynvml.nvmlDeviceGetHandleByIndex(int(first) if first.isdecimal() else 0)
+            found = pynvml.nvmlDeviceGetUUID(card), pynvml.nvmlDeviceGetName(card), pynvml.nvmlSystemGetDriverVersion()
+            used = pynvml.nvmlDeviceGetMemoryInfo(card).used
+        finally:
+            pynvml.nvmlShutdown()
+    except (ImportError, pynvml.NVMLError):
+        return dict.fromkeys(("gpu_uuid", "gpu_product", "driver", "gpu_memory_used_bytes"))
+    uuid, product, driver = (text.decode() if isinstance(text, bytes) else text for text in found)
+    return {"gpu_uuid": uuid, "gpu_product": product, "driver": driver, "gpu_memory_used_bytes": used}
+
+
+def append(output: str, record: Mapping[str, Any]) -> None:
+    """One line, on the disk before this returns."""
+    with open(output, "a", encoding="utf-8") as file:
+        file.write(json.dumps(record, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class Trace:
+    """What vLLM reports after each engine step, with the time at which the front end got it."""
+
+    def __init__(self, llm: Any) -> None:
+        manager = llm.llm_engine.logger_manager
+        if manager is None:
+            raise ConfigError("--trace needs disable_log_stats=False")
+        self.rows: list[tuple[float, ...]] = []
+        self.begun = 0.0
+        report = manager.record
+
+        def record(scheduler_stats: Any = None, iteration_stats: Any = None, **rest: Any) -> None:
+            if scheduler_stats is not None and iteration_stats is not None:
+                self.rows.append(
+                    (
+                        round(time.perf_counter() - self.begun, 6),
+                        scheduler_stats.num_running_reqs,
+                        scheduler_stats.num_waiting_reqs,
+                        round(scheduler_stats.kv_cache_usage, 4),
+                        iteration_stats.num_generation_tokens,
+                        iteration_stats.num_prompt_tokens,
+                        iteration_stats.num_preempted_reqs,
+                    )
+                )
+            report(scheduler_stats=scheduler_stats, iteration_stats=iteration_stats, **rest)
+
+        manager.record = record
+
+    def start(self) -> None:
+        self.rows.clear()
+        self.begun = time.perf_counter()
+
+    def write(self, path: str, key: str) -> None:
+        """One JSON line: the record's key, and a column per TRACE_COLUMNS."""
+        columns = dict(zip(TRACE_COLUMNS, map(list, zip(*self.rows, strict=True)), strict=False))
+        with gzip.open(path, "at", encoding="utf-8") as file:
+            file.write(json.dumps({"key": key} | columns) + "\n")
+
+
+if __name__ == "__main__":
+    main()
