@@ -17,7 +17,8 @@ from speed import RESULTS, table  # noqa: E402
 
 from fp8plan.model.plan import Plan  # noqa: E402
 from fp8plan.model.planner import plan  # noqa: E402
-from fp8plan.model.validate import Validation, read_records, validate  # noqa: E402
+from fp8plan.model.records import read_records  # noqa: E402
+from fp8plan.model.validate import Validation, validate  # noqa: E402
 from fp8plan.model.workload import Fixed, LogNormal, Workload  # noqa: E402
 
 FIRST_LOOK = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0" / "first_look" / "rollouts.jsonl"
@@ -26,7 +27,7 @@ FIRST_LOOK = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0" / "first_look" / "ro
 def plan_table(answer: Plan) -> str:
     """What `make plan` prints, in fewer columns."""
     lines = [
-        "| precision | rollout (90% interval) | speed-up | tokens/s | KV tokens | preemptions | tail | KL k3 (90%) | risk |",
+        "| precision | rollout (90%) | speed-up | tokens/s | KV tokens | preemptions | tail | KL k3 (90%) | risk |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for index, c in enumerate(answer.choices):
@@ -42,8 +43,10 @@ def plan_table(answer: Plan) -> str:
 def first_look_table(result: Validation) -> str:
     """Measured rollouts beside the uncalibrated prediction."""
     lines = [
-        "| workload | precision | measured | predicted (90% interval) | error | preemptions measured / predicted | "
-        "KV tokens measured / predicted | speed-up measured / predicted |",
+        (
+            "| workload | precision | measured | predicted (90% interval) | error | preemptions measured / predicted | "
+            "KV tokens measured / predicted | speed-up measured / predicted |"
+        ),
         "|---|---|---|---|---|---|---|---|",
     ]
     gains = {gain["line"]: gain for group in result.groups for gain in group["speedups"]}

@@ -97,6 +97,8 @@ def plan_command(
     from fp8plan.model.workload import Workload, parse_lengths
 
     card = find_gpu(gpu)
+    if as_json and emit is not None:
+        raise ConfigError("both --json and --emit are given; give one of them")
     if kv_scales not in ("calibrated", "unit"):
         raise ConfigError(f"--kv-scales is {kv_scales!r}; allowed: calibrated, unit")
     if gpus is not None and (tensor_parallel_size, data_parallel_size) != (1, 1):
@@ -171,9 +173,11 @@ def validate_command(
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Compare predictions with measured rollouts."""
-    from fp8plan.model.validate import read_records, validate
+    from fp8plan.model.records import read_records
+    from fp8plan.model.validate import validate
 
     result = validate(read_records(file), strict, progress=_progress("predicting"))
+    _notes(result.warnings)
     if as_json:
         print(json.dumps(result.to_dict(), indent=2, allow_nan=False))
     else:

@@ -10,6 +10,7 @@ import numpy as np
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.arrays import FloatArray
+from fp8plan.model.explain import seconds
 from fp8plan.model.rollout import Timeline
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def curves(prediction: Prediction) -> list[Curve]:
     for choice, rollout, pool in zip(choices, prediction.rollouts, prediction.pools, strict=True):
         same_layout = choice.tensor_parallel == chosen.tensor_parallel
         if rollout is not None and pool is not None and same_layout:
-            name = f"{choice.precision} ({choice.makespan_s:,.0f} s)"
+            name = f"{choice.precision} ({seconds(choice.makespan_s)} s)"
             found.append(Curve(name, choice.precision, *binned(rollout.timeline, pool, BINS)))
     return found
 
@@ -67,7 +68,9 @@ def binned(line: Timeline, pool: int, bins: int) -> tuple[FloatArray, FloatArray
     """(seconds, output tokens/s, share of the pool in use, running requests) at the middle of equal time bins.
     Tokens are spread evenly over the row that makes them, so their sum is kept."""
     edges = np.linspace(0, line.seconds[-1], bins + 1)
-    made = np.interp(edges, np.concatenate([[0.0], line.seconds]), np.concatenate([[0.0], np.cumsum(line.output_tokens)]))
+    made = np.interp(
+        edges, np.concatenate([[0.0], line.seconds]), np.concatenate([[0.0], np.cumsum(line.output_tokens)])
+    )
     middle = (edges[:-1] + edges[1:]) / 2
     row = np.minimum(np.searchsorted(line.seconds, middle), len(line.seconds) - 1)
     used = np.interp(middle, line.seconds, line.used_blocks)  # `used_blocks` holds at the end of a row, and grows in it
@@ -92,7 +95,9 @@ def _png(lines: Sequence[Curve], title: str, path: Path) -> None:
     figure, axes = pyplot.subplots(len(PANELS), 1, sharex=True, figsize=(9, 7.5), layout="constrained")
     for axis, (column, label) in zip(axes, PANELS, strict=True):
         for line in lines:
-            axis.plot(line.seconds, getattr(line, column), color=COLOURS[line.precision], label=line.name, linewidth=1.6)
+            axis.plot(
+                line.seconds, getattr(line, column), color=COLOURS[line.precision], label=line.name, linewidth=1.6
+            )
         axis.set_ylabel(label)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.25)

@@ -10,6 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from fp8plan.model.explain import seconds
+
 if TYPE_CHECKING:
     from fp8plan.model.architecture import ModelShape
     from fp8plan.model.plan import Choice, Plan
@@ -57,10 +59,11 @@ def _choice_cells(choice: Choice, chosen: bool, several: bool, stepped: bool) ->
         cells.append(Text(f"{choice.tensor_parallel} x {choice.data_parallel}", style))
     if not choice.available:
         return [*cells, Text("not available", style)]
-    cells.append(Text(f"{choice.makespan_s:,.0f} ({choice.makespan_low_s:,.0f}-{choice.makespan_high_s:,.0f})", style))
+    low, high = seconds(choice.makespan_low_s), seconds(choice.makespan_high_s)
+    cells.append(Text(f"{seconds(choice.makespan_s)} ({low}-{high})", style))
     cells.append(Text(_ratio(choice.speedup), style))
     if stepped:
-        cells += [Text(f"{choice.rl_step_s:,.0f}", style), Text(_ratio(choice.step_speedup), style)]
+        cells += [Text(seconds(choice.rl_step_s), style), Text(_ratio(choice.step_speedup), style)]
     cells += [
         Text(text, style)
         for text in (

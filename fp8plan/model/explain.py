@@ -44,7 +44,8 @@ def _headline(picked: Choice, choices: Sequence[Choice], budget: RiskBudget, who
         bf16 = "bf16 does not fit this layout" if tried else "bf16 was not asked for, so there is no speed-up to name"
         return f"Choose {picked.precision}{layout}: {_seconds(picked)} for the rollout; {bf16}."
     step = f", {picked.step_speedup:.2f}x for the whole RL step" if picked.step_speedup is not None else ""
-    return f"Choose {picked.precision}{layout}: the rollout takes {_seconds(picked)}, {picked.speedup:.2f}x faster than bf16{step}."
+    gain = f"{picked.speedup:.2f}x as fast as bf16{step}"
+    return f"Choose {picked.precision}{layout}: the rollout takes {_seconds(picked)}, {gain}."
 
 
 def _why_not_fp8(picked: Choice, choices: Sequence[Choice], budget: RiskBudget, whole_step: bool) -> str:
@@ -92,8 +93,8 @@ def _where_from(picked: Choice, choices: Sequence[Choice]) -> list[str]:
         )
     if picked.tail_fraction is not None and picked.tail_fraction > 0.25:
         sentences.append(
-            f"{picked.tail_fraction:.0%} of the rollout is tail, at less than a quarter of its largest batch: there the "
-            "weights and the host decide the speed, and more replicas or shorter responses help more than precision."
+            f"{picked.tail_fraction:.0%} of the rollout is tail, at less than a quarter of its largest batch: there "
+            "the weights and the host decide the speed; shorter responses or a larger tensor_parallel_size help most."
         )
     return sentences
 
@@ -102,8 +103,8 @@ def _caveats(choices: Sequence[Choice], profile: Profile) -> list[str]:
     sentences = []
     if profile.kind == "datasheet":
         sentences.append(
-            "Uncalibrated: times come from the GPU's datasheet and generic efficiencies, so trust the order of magnitude "
-            "and the direction."
+            "Uncalibrated: times come from the GPU's datasheet and generic efficiencies, so trust the order of "
+            "magnitude and the direction."
         )
     elif any(c.extrapolated for c in choices):
         sentences.append(f"Part of this workload lies outside of what the profile {profile.source} measured.")
@@ -128,4 +129,10 @@ def _layout(choice: Choice, choices: Sequence[Choice]) -> str:
 
 
 def _seconds(choice: Choice) -> str:
-    return f"{choice.makespan_s:,.0f} s ({choice.makespan_low_s:,.0f} to {choice.makespan_high_s:,.0f})"
+    return f"{seconds(choice.makespan_s)} s ({seconds(choice.makespan_low_s)} to {seconds(choice.makespan_high_s)})"
+
+
+def seconds(value: float | None) -> str:
+    """At least three digits: 1,234 or 98.7 or 0.0123."""
+    assert value is not None
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"

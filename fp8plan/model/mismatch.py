@@ -266,6 +266,10 @@ def _level(
         reasons.append("FP8 KV without QK-norm: K has outliers; no RL run with a published KL covers it")
     if not calibrated:
         reasons.append("K and V scales are 1.0, not calibrated: the range is wider")
+    elif setting.fp8_kv:
+        reasons.append(
+            "this assumes K and V scales recalibrated after every weight sync; plain vLLM leaves them at 1.0"
+        )
     return level, tuple(reasons)
 
 

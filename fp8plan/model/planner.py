@@ -189,7 +189,7 @@ def _layouts(shape: ModelShape, limits: EngineLimits, gpus: int | None) -> list[
 
 
 def _precisions(names: Sequence[str] | None) -> list[Precision]:
-    return list(PRESETS.values()) if names is None else [find_precision(name) for name in names]
+    return list(PRESETS.values()) if names is None else [find_precision(name) for name in dict.fromkeys(names)]
 
 
 def _place(shape: ModelShape, candidate: Candidate, gpu: Gpu, explicit: bool) -> Candidate:
@@ -261,8 +261,8 @@ def _choice(candidate: Candidate, baseline: Candidate | None) -> Choice:
         "data_parallel": candidate.limits.data_parallel_size,
     }
     if timed is None or risk is None or memory is None:
-        missing = set(Choice.__slots__) - set(where) - {"available", "reason"}
-        return Choice(**where, available=False, reason=candidate.reason, **dict.fromkeys(missing))
+        missing: dict[str, Any] = dict.fromkeys(set(Choice.__slots__) - set(where) - {"available", "reason"})
+        return Choice(**where, available=False, reason=candidate.reason, **missing)
     speedup = step_speedup = None
     if baseline is not None and baseline.rollout is not None:
         speedup = baseline.rollout.makespan_s / timed.makespan_s

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from fp8plan.errors import ProfileError
+from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.batch import Array
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.profile_checks import check_facts, check_fields, covariance_matrix, hull_ranges, parse, problem
@@ -156,6 +156,8 @@ def load_profile(
     The exact one; else the nearest engine version of the same GPU, its standard deviations doubled; else the datasheet
     profile. `strict` allows the exact one only. Raises ProfileError when there is none, or when its file is corrupt.
     """
+    if not re.match(r"\d+(\.\d+)*", engine_version):
+        raise ConfigError(f"engine_version is {engine_version!r}; allowed: a version of {ENGINE} such as 0.26.0")
     folder = profiles_dir or profiles_path()
     exact = folder / gpu.name / f"{ENGINE}-{engine_version}" / "profile.json"
     if exact.is_file():

@@ -101,7 +101,7 @@ def _check_fits(prompts: IntArray, responses: IntArray, num_blocks: int, block_s
     needed = blocks_for(longest, block_size)
     if needed > num_blocks:
         raise CapacityError(
-            f"a request of {longest + 1} tokens (prompt + response) needs {needed} KV blocks of {block_size} tokens, but "
-            f"the pool has {num_blocks} ({num_blocks * block_size} tokens); shorten the response, raise "
+            f"a request of {longest + 1} tokens (prompt + response) needs {needed} KV blocks of {block_size} tokens, "
+            f"but the pool has {num_blocks} ({num_blocks * block_size} tokens); shorten the response, raise "
             "gpu_memory_utilization or tensor_parallel_size, or use an FP8 precision"
         )

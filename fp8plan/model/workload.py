@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import asdict, dataclass
@@ -16,8 +17,9 @@ from fp8plan.model.arrays import IntArray
 LENGTHS_SYNTAX = "fixed:TOKENS, lognormal:mean=TOKENS,sigma=S,max=TOKENS, or a .jsonl or .parquet file of lengths"
 
 
-# Far above any context, and low enough for int64 sums over a batch.
+# Far above any context or rollout, and low enough for int64 sums over a batch.
 MOST_TOKENS = 10**9
+MOST_REQUESTS = 10**7
 
 
 class Batch(NamedTuple):
@@ -36,7 +38,7 @@ class Batch(NamedTuple):
         """Consecutive, nearly equal parts, as RL trainers split a batch between data-parallel replicas.
         Replicas beyond the number of requests get nothing and are left out."""
         bounds = np.linspace(0, len(self.prompts), min(replicas, len(self.prompts)) + 1).astype(int)
-        return [_renumber(Batch(*(column[a:b] for column in self))) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        return [_renumber(Batch(*(column[a:b] for column in self))) for a, b in itertools.pairwise(bounds)]
 
 
 def _renumber(batch: Batch) -> Batch:
@@ -127,6 +129,9 @@ class Workload:
         for name in ("prompts", "samples_per_prompt"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: a whole number of at least 1")
+        if self.prompts * self.samples_per_prompt > MOST_REQUESTS:
+            asked = f"{self.prompts} x {self.samples_per_prompt}"
+            raise ConfigError(f"prompts x samples_per_prompt is {asked}; allowed: at most {MOST_REQUESTS:,} responses")
         if self.seed < 0:
             raise ConfigError(f"seed is {self.seed!r}; allowed: a whole number of at least 0")
 

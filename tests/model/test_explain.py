@@ -43,7 +43,7 @@ def reasons(
 
 def test_a_gain_is_named_with_its_interval() -> None:
     (headline,) = reasons(row("bf16", 100), row("fp8_block", 80), chosen=1)
-    for part in ("Choose fp8_block", "80 s", "40 to 160", "1.25x faster than bf16"):
+    for part in ("Choose fp8_block", "80 s", "40 to 160", "1.25x as fast as bf16"):
         assert part in headline
     assert "RL step" not in headline
 

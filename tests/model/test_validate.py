@@ -13,7 +13,8 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.hardware import gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.planner import predict
-from fp8plan.model.validate import Validation, read_records, validate
+from fp8plan.model.records import read_records
+from fp8plan.model.validate import Validation, validate
 from fp8plan.model.workload import LogNormal, Workload
 
 MODEL = "Qwen/Qwen3-0.6B"

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def main() -> None:
         measure(job, lambda text: print(f"{job['label']}: {text}", file=notes, flush=True))
 
 
-def measure(job: Mapping[str, Any], note: Any) -> None:
+def measure(job: Mapping[str, Any], note: Callable[[str], None]) -> None:
     """Start the engine and append a record for every run of the job. Raises Fp8PlanError if vLLM does otherwise."""
     from vllm import LLM
 
@@ -81,12 +81,11 @@ def measure(job: Mapping[str, Any], note: Any) -> None:
         warmed = {"warmup": job["warmup"], "warmup_s": warm_up(llm, prompts, work["response_lengths"], job["warmup"])}
         note(f"{work['workload']}: warmed up ({job['warmup']}) in {warmed['warmup_s']:.1f} s")
         for run in work["runs"]:
-            if trace:
-                trace.start()
-            result = timed(llm, prompts, work["response_lengths"])
+            result = timed(llm, prompts, work["response_lengths"], trace.start if trace else lambda: None)
             kept = {name: value for name, value in work.items() if name != "runs"}
             append(job["output"], facts | kept | run | warmed | result | {"date": datetime.now(UTC).isoformat()})
-            note(f"{work['workload']} run {run['repeat']}: {result['seconds']:.2f} s, {result['preemptions']} preemptions")
+            what = f"{work['workload']} run {run['repeat']}"
+            note(f"{what}: {result['seconds']:.2f} s, {result['preemptions']} preemptions")
             if trace:
                 trace.write(job["trace"], run["key"])
 
@@ -95,7 +94,9 @@ def token_prompts(work: Mapping[str, Any], vocabulary: int) -> list[dict[str, li
     """Random tokens: one prompt per prompt id, equal between its samples."""
     rng = np.random.default_rng(work["seed"])
     lengths = dict(zip(work["prompt_ids"], work["prompt_lengths"], strict=True))
-    tokens = {name: rng.integers(0, vocabulary, length).tolist() for name, length in lengths.items()}
+    tokens: dict[int, list[int]] = {}
+    for name, length in lengths.items():
+        tokens[name] = rng.integers(0, vocabulary, length).tolist()
     return [{"prompt_token_ids": tokens[name]} for name in work["prompt_ids"]]
 
 
@@ -113,7 +114,9 @@ def warm_up(llm: Any, prompts: Sequence[Any], responses: Sequence[int], kind: st
     return sum(float(timed(llm, prompts, some)["seconds"]) for some in lengths)
 
 
-def timed(llm: Any, prompts: Sequence[Any], responses: Sequence[int]) -> dict[str, Any]:
+def timed(
+    llm: Any, prompts: Sequence[Any], responses: Sequence[int], starting: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
     """Wall time of one `generate()` from an empty prefix cache, and what vLLM's counters gained meanwhile."""
     from vllm import SamplingParams
 
@@ -124,6 +127,7 @@ def timed(llm: Any, prompts: Sequence[Any], responses: Sequence[int]) -> dict[st
     empty_prefix_cache(llm)
     gc.collect()
     before = counters(llm)
+    starting()
     begun = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - begun
@@ -196,10 +200,13 @@ def machine_facts() -> dict[str, Any]:
 
 def gpu_facts() -> dict[str, Any]:
     """From NVML, of the first visible GPU; all None where there is no driver."""
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    nothing = dict.fromkeys(("gpu_uuid", "gpu_product", "driver", "gpu_memory_used_bytes"))
     try:
         import pynvml
-
+    except ImportError:
+        return nothing
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    try:
         pynvml.nvmlInit()
         try:
             card = pynvml.nvmlDeviceGetHandleByIndex(int(first) if first.isdecimal() else 0)
@@ -207,8 +214,8 @@ def gpu_facts() -> dict[str, Any]:
             used = pynvml.nvmlDeviceGetMemoryInfo(card).used
         finally:
             pynvml.nvmlShutdown()
-    except (ImportError, pynvml.NVMLError):
-        return dict.fromkeys(("gpu_uuid", "gpu_product", "driver", "gpu_memory_used_bytes"))
+    except pynvml.NVMLError:
+        return nothing
     uuid, product, driver = (text.decode() if isinstance(text, bytes) else text for text in found)
     return {"gpu_uuid": uuid, "gpu_product": product, "driver": driver, "gpu_memory_used_bytes": used}
 
