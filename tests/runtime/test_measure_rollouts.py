@@ -15,7 +15,7 @@ from fp8plan.model.records import read_records
 from fp8plan.model.validate import validate
 from fp8plan.runtime.measure import cells as cell_files
 from fp8plan.runtime.measure import rollouts
-from fp8plan.runtime.measure.engine_log import engine_numbers, kernel_backends, uses_e8m0
+from fp8plan.runtime.measure.engine_log import engine_numbers, kernel_backends, model_runner, uses_e8m0
 from fp8plan.runtime.measure.rollout_engine import token_prompts
 
 TINY = {
@@ -265,6 +265,8 @@ def test_the_engine_log_names_the_kernels() -> None:
     both = precision("fp8_block+fp8_kv")
     expected = {"gemm.fp8_block": "SomeBlockScaledMMKernel", "attention.fp8": "FLASH_ATTN"}
     assert kernel_backends(LOG, both) == expected
+    assert model_runner(LOG) == "V1"
+    assert model_runner(LOG + "INFO [gpu_worker.py:378] Using V2 Model Runner\n") == "V2"
     assert uses_e8m0(LOG, both) is False
     assert uses_e8m0(LOG.replace("disabled", "enabled"), both) is True
     assert uses_e8m0(LOG, precision("fp8_kv")) is None

@@ -52,6 +52,11 @@ def kernel_backends(log: str, preset: Precision) -> dict[str, str]:
     return {kernel: names[-1] for kernel, names in found.items() if names}
 
 
+def model_runner(log: str) -> str:
+    """vLLM has two; the newer one says so (vllm/v1/worker/gpu_worker.py), and their costs per step differ."""
+    return "V2" if "Using V2 Model Runner" in log else "V1"
+
+
 def uses_e8m0(log: str, preset: Precision) -> bool | None:
     """Whether DeepGEMM ran with power-of-two scales; None where the log does not say or no weight is FP8."""
     said = re.findall(E8M0, log)

@@ -21,7 +21,7 @@ import numpy as np
 
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.model.precision import precision
-from fp8plan.runtime.measure.engine_log import engine_numbers, kernel_backends, uses_e8m0
+from fp8plan.runtime.measure.engine_log import engine_numbers, kernel_backends, model_runner, uses_e8m0
 
 # A short warm-up clips responses here: long enough to fill the batch, short enough to cost a few seconds.
 SHORT_RESPONSE, RAMP_STEPS = 64, 128
@@ -62,7 +62,9 @@ class MemoryFacts:
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     with os.fdopen(job["notes_fd"], "w", encoding="utf-8") as notes:
-        measure(job, lambda text: print(f"{job['label']}: {text}", file=notes, flush=True))
+        measure(
+            job, lambda text: print(f"[{time.strftime('%H:%M:%S')}] {job['label']}: {text}", file=notes, flush=True)
+        )
 
 
 def measure(job: Mapping[str, Any], note: Callable[[str], None]) -> None:
@@ -181,6 +183,7 @@ def engine_facts(llm: Any, job: Mapping[str, Any]) -> dict[str, Any]:
         "multiprocessing": os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "0",
         "e8m0": uses_e8m0(log, preset),
         "kernel_backends": kernel_backends(log, preset),
+        "model_runner": model_runner(log),
         "engine_log": engine_numbers(log),
         "memory": llm.collective_rpc("fp8plan_memory_facts")[0],
     }
