@@ -83,22 +83,25 @@ def plans() -> list[dict[str, object]]:
 
 
 def growth() -> list[dict[str, object]]:
-    """The scheduler alone. `rows` are its events; time per row x log(row) should stay level."""
+    """The scheduler alone, with an ample pool and with a starved one (64 blocks per slot of 1,024).
+    `rows` of the schedule are its events; time per event x log2(events) should stay level."""
     found = []
-    for prompts in (63, 250, 1000, 3125, 6250):
+    sizes = [("ample", 10**9, n) for n in (63, 250, 1000, 3125, 6250)] + [("starved", 64 * 1024, n) for n in (125, 500)]
+    for kind, pool, prompts in sizes:
         batch = Workload(prompts, 16, Fixed(1024), LONG_TAILED).batch()
-        plan_ = schedule(*batch, 10**9, EngineLimits())
-        rows = len(plan_.steps)
+        made = schedule(*batch, pool, EngineLimits())
         row = measure(
-            f"schedule, {len(batch.prompts):,} responses",
-            lambda b=batch: schedule(*b, 10**9, EngineLimits()),
+            f"schedule, {len(batch.prompts):,} responses, {kind} pool",
+            lambda b=batch, p=pool: schedule(*b, p, EngineLimits()),
             3,
             response_tokens=int(batch.responses.sum()),
-            events=rows,
+            events=len(made.steps),
+            preemptions=made.num_preemptions,
         )
         seconds = row["median_s"]
         assert isinstance(seconds, float)
-        found.append(row | {"us_per_event_log2_event": round(seconds / rows / np.log2(rows) * 1e6, 3)})
+        events = len(made.steps)
+        found.append(row | {"us_per_event_log2_event": round(seconds / events / np.log2(events) * 1e6, 3)})
     return found
 
 
@@ -106,8 +109,10 @@ def table(paths: list[Path]) -> str:
     lines = ["| what | median | min | max | of what |", "|---|---|---|---|---|"]
     for path in paths:
         for row in map(json.loads, path.read_text().splitlines()):
-            facts = [f"{key.replace('_', ' ')} {row[key]:,}" for key in ("response_tokens", "events") if key in row]
-            facts += [f"preemptions {row['preemptions']}"] if "preemptions" in row else []
+            facts = [f"{row[key]:,} {key.replace('_', ' ')}" for key in ("response_tokens", "events") if key in row]
+            lost = row.get("preemptions")
+            facts += [f"preemptions {lost}"] if isinstance(lost, dict) else []
+            facts += [f"{lost:,} preemptions"] if isinstance(lost, int) else []
             facts += [row["command"]] if "command" in row else []
             times = " | ".join(f"{row[key] * 1e3:,.1f} ms" for key in ("median_s", "min_s", "max_s"))
             lines.append(f"| {row['what']} | {times} | {'; '.join(facts)} |")

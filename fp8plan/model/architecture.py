@@ -172,12 +172,6 @@ class ModelShape:
         heads = max(1, self.num_key_value_heads // tensor_parallel_size)
         return 2 * self.num_layers * heads * self.head_dim * precision.kv_element_bytes
 
-    def flops_per_token(self, tensor_parallel_size: int = 1) -> int:
-        """FLOPs of all matrices for one token on one rank, lm_head included, attention itself not."""
-        active = sum(w.n * w.k * w.layers for w in self.linears(tensor_parallel_size))
-        one_expert = sum(w.n * w.k * w.layers for w in self.expert_linears(tensor_parallel_size))
-        return 2 * (active + one_expert * (self.experts.experts_per_token if self.experts else 0))
-
     def allowed_tensor_parallel(self, largest: int = 64) -> tuple[int, ...]:
         """The tensor_parallel_size values up to `largest` that vLLM 0.26 starts this model with."""
         return tuple(tp for tp in range(1, largest + 1) if self._tensor_parallel_fault(tp) is None)

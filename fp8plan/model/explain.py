@@ -7,22 +7,41 @@ from collections.abc import Sequence
 from fp8plan.model.mismatch import MismatchRisk, RiskBudget, ThresholdAdvice
 from fp8plan.model.plan import Choice
 from fp8plan.model.profile import Profile
+from fp8plan.model.rollout import TAIL_SHARE, Rollout
+
+NO_FASTER = 0.005  # gains below half a percent are not worth a sentence of their own
+
+COMPONENTS = {
+    "attention": "attention over the KV cache",
+    "gemm": "linear layers",
+    "moe": "experts",
+    "lm_head": "lm_head",
+    "quantise": "quantising activations",
+    "overhead": "small kernels",
+    "sampling": "sampling",
+    "collective": "all-reduce",
+    "host": "waiting for the host",
+}
 
 
 def explain(
     choices: Sequence[Choice],
     chosen: int,
+    timed: Rollout,
     risk: MismatchRisk,
     advice: ThresholdAdvice,
     budget: RiskBudget,
     profile: Profile,
     whole_step: bool,
 ) -> tuple[str, ...]:
-    """Sentences: the choice and its gain, what was passed over, where the gain comes from, the risk, the caveats."""
+    """Sentences: the choice and its gain, what was passed over, where the time goes, the risk, the caveats.
+
+    timed, risk, advice: of the chosen choice; whole_step: RL step times are compared, not rollouts
+    """
     picked = choices[chosen]
     sentences = [_headline(picked, choices, budget, whole_step)]
     sentences += _passed_over(choices, chosen, budget, whole_step)
-    sentences += _where_from(picked, choices)
+    sentences += _where_from(picked, choices, timed)
     sentences += [f"Mismatch: {reason}." for reason in risk.reasons]
     sentences += [f"Correction: {note}." for note in advice.notes]
     sentences += _caveats(choices, profile)
@@ -30,22 +49,36 @@ def explain(
 
 
 def _headline(picked: Choice, choices: Sequence[Choice], budget: RiskBudget, whole_step: bool) -> str:
-    layout = _layout(picked, choices)
-    if picked.risk is not None and budget_exceeded(picked, budget):
+    name = f"{picked.precision}{_layout(picked, choices)}"
+    if budget_exceeded(picked, budget):
         return (
-            f"No precision stays within the risk budget ({budget.accept}): {picked.precision}{layout} has the lowest "
-            f"expected KL, and its risk is {picked.risk}."
+            f"No precision stays within the risk budget ({budget.accept}): {name} has the lowest expected KL, and its "
+            f"risk is {picked.risk}."
         )
     if picked.precision == "bf16":
         why = _why_not_fp8(picked, choices, budget, whole_step)
-        return f"Stay with bf16{layout}: {_seconds(picked)} for the rollout; {why}."
-    if picked.speedup is None:
-        tried = any(c.precision == "bf16" and _same_layout(c, picked) for c in choices)
-        bf16 = "bf16 does not fit this layout" if tried else "bf16 was not asked for, so there is no speed-up to name"
-        return f"Choose {picked.precision}{layout}: {_seconds(picked)} for the rollout; {bf16}."
-    step = f", {picked.step_speedup:.2f}x for the whole RL step" if picked.step_speedup is not None else ""
-    gain = f"{picked.speedup:.2f}x as fast as bf16{step}"
-    return f"Choose {picked.precision}{layout}: the rollout takes {_seconds(picked)}, {gain}."
+        return f"Stay with {name}: {_seconds(picked)} for the rollout; {why}."
+    return f"Choose {name}: {_seconds(picked)} for the rollout; {_gain(picked, choices)}."
+
+
+def _gain(picked: Choice, choices: Sequence[Choice]) -> str:
+    """Speed-up over bf16 on the same layout, and over the best bf16 where that is another one."""
+    bf16 = [c for c in choices if c.precision == "bf16"]
+    runnable = [c for c in bf16 if c.makespan_s is not None]
+    if not bf16:
+        return "bf16 was not asked for, so there is no speed-up to name"
+    if not runnable:
+        return "bf16 does not fit"
+    gains = []
+    if picked.speedup is not None:
+        gains.append(f"{picked.speedup:.2f}x as fast as bf16")
+        if picked.step_speedup is not None:
+            gains.append(f"{picked.step_speedup:.2f}x for the whole RL step")
+    best = min(runnable, key=lambda c: c.makespan_s or 0.0)
+    if not _same_layout(best, picked):
+        ratio = (best.makespan_s or 0.0) / (picked.makespan_s or 1.0)
+        gains.append(f"{ratio:.2f}x as fast as the best bf16,{_layout(best, choices)}")
+    return ", ".join(gains)
 
 
 def _why_not_fp8(picked: Choice, choices: Sequence[Choice], budget: RiskBudget, whole_step: bool) -> str:
@@ -65,38 +98,44 @@ def budget_exceeded(choice: Choice, budget: RiskBudget) -> bool:
 
 
 def _passed_over(choices: Sequence[Choice], chosen: int, budget: RiskBudget, whole_step: bool) -> list[str]:
-    """Choices that would have been at least as fast, and why they were not taken; FP8 that gains nothing."""
+    """For each other precision, its fastest layout: why it was not taken."""
     picked, sentences = choices[chosen], []
-    for choice in choices:
-        if choice is picked or not choice.available or choice.makespan_s is None or picked.makespan_s is None:
+    for precision in dict.fromkeys(c.precision for c in choices if c.precision != picked.precision):
+        runnable = [c for c in choices if c.precision == precision and c.makespan_s is not None]
+        if not runnable:
             continue
+        choice = min(runnable, key=lambda c: _cost(c, whole_step))
         name = f"{choice.precision}{_layout(choice, choices)}"
         gain = _cost(picked, whole_step) / _cost(choice, whole_step)
-        if gain >= 1 and budget_exceeded(choice, budget):
+        if gain > 1 + NO_FASTER and budget_exceeded(choice, budget):
             sentences.append(f"{name} would be {gain:.2f}x as fast, but its mismatch risk is {choice.risk}.")
-        elif gain >= 1:
-            sentences.append(f"{name} is no more than {gain - 1:.1%} faster, which does not pay for its mismatch.")
-        elif picked.precision == "bf16" and choice.precision != "bf16":
-            sentences.append(f"{name} would not be faster than {picked.precision}: {gain:.2f}x its speed.")
+        elif gain > 1 + NO_FASTER:
+            sentences.append(f"{name} is only {gain - 1:.1%} faster, which does not pay for its mismatch.")
+        elif picked.precision == "bf16":
+            sentences.append(f"{name} is no faster: {gain:.2f}x the speed of bf16.")
     return sentences
 
 
-def _where_from(picked: Choice, choices: Sequence[Choice]) -> list[str]:
-    baseline = next((c for c in choices if c.precision == "bf16" and _same_layout(c, picked) and c.available), None)
-    if baseline is None or baseline is picked or not baseline.kv_cache_tokens or not picked.kv_cache_tokens:
-        return []
+def _where_from(picked: Choice, choices: Sequence[Choice], timed: Rollout) -> list[str]:
     sentences = []
-    if baseline.preemptions and (picked.preemptions or 0) < baseline.preemptions:
+    baseline = next((c for c in choices if c.precision == "bf16" and _same_layout(c, picked) and c.available), None)
+    if baseline is not None and baseline.preemptions and (picked.preemptions or 0) < baseline.preemptions:
         sentences.append(
             f"The KV cache holds {picked.kv_cache_tokens:,} tokens instead of {baseline.kv_cache_tokens:,}, so "
             f"preemptions fall from {baseline.preemptions:,} to {picked.preemptions:,}."
         )
-    if picked.tail_fraction is not None and picked.tail_fraction > 0.25:
+    sentences.append(f"The time goes to {_largest(timed.parts)}.")
+    if timed.tail_fraction > TAIL_SHARE:
         sentences.append(
-            f"{picked.tail_fraction:.0%} of the rollout is tail, at less than a quarter of its largest batch: there "
-            "the weights and the host decide the speed; shorter responses or a larger tensor_parallel_size help most."
+            f"{timed.tail_fraction:.0%} of the rollout is tail: nothing waits, and fewer than a quarter of the "
+            f"requests still run. There the time goes to {_largest(timed.tail_parts)}."
         )
     return sentences
+
+
+def _largest(parts: dict[str, float], least: float = 0.1) -> str:
+    named = [f"{COMPONENTS[name]} ({share:.0%})" for name, share in parts.items() if share >= least]
+    return " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
 
 
 def _caveats(choices: Sequence[Choice], profile: Profile) -> list[str]:
@@ -125,7 +164,8 @@ def _layout(choice: Choice, choices: Sequence[Choice]) -> str:
     """Named only where there is more than one."""
     if all(_same_layout(choice, other) for other in choices):
         return ""
-    return f" with tensor_parallel_size {choice.tensor_parallel} x {choice.data_parallel} replicas"
+    replicas = f"{choice.data_parallel} replicas" if choice.data_parallel > 1 else "1 replica"
+    return f" on {replicas} of tensor_parallel_size {choice.tensor_parallel}"
 
 
 def _seconds(choice: Choice) -> str:

@@ -49,6 +49,12 @@ class Gpu:
         return self.fp8_flops is not None
 
     @property
+    def e8m0_scales(self) -> bool:
+        """Whether block-FP8 GEMMs take power-of-two scales only: DeepGEMM's README says so of SM100 (Blackwell). On
+        Hopper vLLM uses them too unless VLLM_USE_DEEP_GEMM_E8M0=0, which the emitters set."""
+        return self.has_fp8 and self.compute_capability >= (10, 0)
+
+    @property
     def fp8_reason(self) -> str | None:
         """Why FP8 is not available on this GPU; None where it is."""
         if self.has_fp8:

@@ -20,7 +20,7 @@ class EngineLimits:
     max_model_len:          longest prompt + response in tokens
     max_num_seqs:           most requests running at once
     max_num_batched_tokens: token budget of one step
-    block_size:             tokens per KV block
+    block_size:             tokens per KV block, a multiple of 16 (FlashAttention's paged kernels demand it)
     enable_prefix_caching:  full blocks stay findable by content until they are evicted
     tensor_parallel_size:   GPUs per replica
     data_parallel_size:     replicas; the batch is split between them before it starts
@@ -63,6 +63,8 @@ class EngineLimits:
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: a whole number of at least 1")
+        if self.block_size % 16:
+            raise ConfigError(f"block_size is {self.block_size}; allowed: a multiple of 16")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, max_num_seqs is {self.max_num_seqs}; "

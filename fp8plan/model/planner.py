@@ -27,8 +27,8 @@ from fp8plan.model.scheduler import Schedule
 from fp8plan.model.step import StepModel
 from fp8plan.model.workload import Batch, Workload
 
-# A precision that is not at least this much faster than a less risky one is not worth its mismatch. Twice the card's
-# own spread between boots would hide such a gain (measured elsewhere: cards differ by 2-6%, one card by under 1%).
+# A precision that is not at least this much faster than a less risky one is not worth its mismatch: two cards of one
+# kind differ by more than that (2-6%, from elsewhere).
 LEAST_GAIN = 0.02
 
 T = TypeVar("T")
@@ -66,8 +66,7 @@ class Candidate:
     @property
     def seconds(self) -> float:
         """What is minimised."""
-        assert self.rollout is not None
-        return self.rollout.makespan_s if self.step_s is None else self.step_s
+        return _timed(self).makespan_s if self.step_s is None else self.step_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,18 +138,21 @@ def predict(
     predicted = _predict_all(candidates, problem, progress)
     choices = tuple(_choice(c, _baseline(c, predicted)) for c in predicted)
     chosen = choose(predicted, budget)
-    advice = recommended_thresholds(_risk(predicted[chosen]), batch.responses, budget=budget)
+    best = predicted[chosen]
+    advice = recommended_thresholds(_risk(best), batch.responses, budget=budget)
     answer = Plan(
         model=_loadable_name(shape),
         gpu=card.name,
         profile={"kind": used.kind, "engine_version": used.engine_version, "source": used.source},
-        limits=limits,
+        limits=best.limits,
         workload=_describe(workload, batch),
         seed=workload.seed,
         choices=choices,
         chosen=chosen,
         thresholds=advice.thresholds,
-        reasons=explain(choices, chosen, _risk(predicted[chosen]), advice, budget, used, trainer is not None),
+        reasons=explain(
+            choices, chosen, _timed(best), _risk(best), advice, budget, used, whole_step=trainer is not None
+        ),
     )
     return Prediction(
         answer,
@@ -172,7 +174,8 @@ def choose(candidates: Sequence[Candidate], budget: RiskBudget) -> int:
     runnable = [i for i, c in enumerate(candidates) if c.rollout is not None]
     accepted = [i for i in runnable if budget.accepts(_risk(candidates[i]).level)]
     if not accepted:
-        return min(runnable, key=lambda i: _risk(candidates[i]).kl_k3)
+        lowest = min(_risk(candidates[i]).kl_k3 for i in runnable)
+        return min((i for i in runnable if _risk(candidates[i]).kl_k3 == lowest), key=lambda i: candidates[i].seconds)
     fastest = min(candidates[i].seconds for i in accepted)
     close = [i for i in accepted if candidates[i].seconds <= fastest * (1 + LEAST_GAIN)]
     return min(close, key=lambda i: (_risk(candidates[i]).kl_k3, candidates[i].seconds))
@@ -233,11 +236,16 @@ def _predict(candidate: Candidate, plans: Sequence[Schedule], problem: Problem) 
         problem.shape,
         candidate.precision,
         problem.batch.responses,
-        e8m0=False,  # the emitted environment switches it off
+        e8m0=problem.gpu.e8m0_scales,
         kv_scales_calibrated=problem.kv_scales_calibrated,
         budget=problem.budget,
     )
     return replace(candidate, rollout=timed, risk=risk, step_s=step_s)
+
+
+def _timed(candidate: Candidate) -> Rollout:
+    assert candidate.rollout is not None
+    return candidate.rollout
 
 
 def _risk(candidate: Candidate) -> MismatchRisk:
@@ -296,9 +304,11 @@ def _describe(workload: Workload, batch: Batch) -> dict[str, Any]:
     return {
         "prompts": workload.prompts,
         "samples": workload.samples_per_prompt,
+        "prompt_lengths": workload.prompt_lengths.describe(),
+        "response_lengths": workload.response_lengths.describe(),
         "max_prompt_tokens": workload.prompt_lengths.longest,
         "max_response_tokens": workload.response_lengths.longest,
         "mean_response_tokens": float(np.mean(batch.responses)),
+        "longest_response_tokens": int(batch.responses.max()),
         "response_tokens": int(batch.responses.sum()),
-        "lengths": workload.to_dict(),
     }

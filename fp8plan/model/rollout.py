@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp
 
 import numpy as np
 
@@ -39,9 +38,11 @@ class Rollout:
     preemptions:         of all replicas
     recomputed_tokens:   tokens whose KV was thrown away by a preemption
     cached_tokens:       tokens the prefix cache saved from prefill
-    tail_fraction:       share of the makespan after the decode batch last held a quarter of its largest size
+    num_steps, tail_fraction, parts, extrapolated, timeline: of the slowest replica
+    tail_fraction:       share of the makespan at its end in which no request waits and fewer than a quarter of those
+                         that could run together do
+    parts, tail_parts:   component of the cost model -> its share of the makespan, and of the tail
     extrapolated:        reasons why the profile was not measured for this; empty when it was
-    timeline:            of the slowest replica
     """
 
     makespan_s: float
@@ -53,6 +54,8 @@ class Rollout:
     recomputed_tokens: int
     cached_tokens: int
     tail_fraction: float
+    parts: dict[str, float]
+    tail_parts: dict[str, float]
     extrapolated: tuple[str, ...]
     timeline: Timeline
 
@@ -92,18 +95,22 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
     slowest = int(np.argmax([row.sum() for row in seconds]))
     batch, plan = timed[slowest]
     makespan = float(seconds[slowest].sum())
-    spread = exp(Z90 * model.interval_sigma(batch, plan.steps))
+    low, high = model.interval(batch, plan.steps, Z90)
     ends: FloatArray = np.cumsum(seconds[slowest], dtype=np.float64)
+    tail = _tail_rows(plan, model.limits.max_num_seqs)
+    breakdown = {name: part * plan.steps for name, part in model.breakdown(batch).items()}
     return Rollout(
         makespan_s=makespan,
-        makespan_low_s=makespan / spread,
-        makespan_high_s=makespan * spread,
+        makespan_low_s=low,
+        makespan_high_s=high,
         output_tokens=sum(int((p.steps * p.sampled_requests).sum()) for p in replicas),
         num_steps=plan.num_steps,
         preemptions=sum(p.num_preemptions for p in replicas),
         recomputed_tokens=sum(int(p.recomputed_tokens.sum()) for p in replicas),
         cached_tokens=sum(int(p.cached_tokens.sum()) for p in replicas),
-        tail_fraction=_tail_fraction(plan, ends),
+        tail_fraction=float(seconds[slowest][tail].sum() / makespan),
+        parts=_shares({name: float(part.sum()) for name, part in breakdown.items()}),
+        tail_parts=_shares({name: float(part[tail].sum()) for name, part in breakdown.items()}),
         extrapolated=tuple(model.outside_hull(batch)),
         timeline=Timeline(
             seconds=ends,
@@ -128,6 +135,14 @@ def step_batch(plan: Schedule) -> StepBatch:
     )
 
 
-def _tail_fraction(plan: Schedule, ends: FloatArray) -> float:
-    full = np.flatnonzero(plan.decode_requests >= TAIL_SHARE * plan.decode_requests.max())
-    return float(1 - ends[full[-1]] / ends[-1])
+def _tail_rows(plan: Schedule, max_num_seqs: int) -> slice:
+    """Rows after the last one in which a request waited or a quarter of those that could run together did."""
+    together = min(int(plan.finished.sum()), max_num_seqs)
+    busy = np.flatnonzero((plan.waiting > 0) | (plan.running >= TAIL_SHARE * together))
+    return slice(int(busy[-1]) + 1, None)
+
+
+def _shares(seconds: dict[str, float]) -> dict[str, float]:
+    """As fractions of their sum, largest first; empty if there is nothing."""
+    total = sum(seconds.values())
+    return {name: part / total for name, part in sorted(seconds.items(), key=lambda x: -x[1]) if total and part}

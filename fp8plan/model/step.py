@@ -67,29 +67,25 @@ class StepModel:
         parts["host"] = np.maximum(host - _total(components), 0.0) if self.limits.async_scheduling else host
         return parts
 
-    def log_gradient(self, batch: StepBatch, weights: Array) -> dict[str, float]:
-        """d log(sum(weights * seconds)) / d log(coefficient), for every coefficient the steps use.
+    def interval(self, batch: StepBatch, weights: Array, z: float) -> tuple[float, float]:
+        """(low, high) of sum(weights * seconds), z standard deviations of its log away on either side.
 
         weights: how many times each step runs, shape (steps,).
+        GPU and host have errors of their own, and a step lasts as long as the slower of them, so each moves to its own
+        end before they meet: a fast GPU cannot hide an uncertain host.
         """
-        components = self._gpu_components(batch)
-        host = self._host(batch)
-        gpu = _total(components)
-        gpu_weights = host_weights = np.asarray(weights, dtype=float)
-        seconds = gpu + host.seconds
-        if self.limits.async_scheduling:
-            gpu_weights, host_weights = weights * (gpu >= host.seconds), weights * (gpu < host.seconds)
-            seconds = np.maximum(gpu, host.seconds)
-        total = float(weights @ seconds)
-        gradient: dict[str, float] = {}
-        for part in (*components, Component("host", host, None)):
-            for name, value in part.gradient(host_weights if part.name == "host" else gpu_weights).items():
-                gradient[name] = gradient.get(name, 0.0) + value / total
-        return gradient
+        components, host = self._gpu_components(batch), Component("host", self._host(batch), None)
+        gpu_sigma, host_sigma = self._sigma(components, weights), self._sigma([host], weights)
+        ends = []
+        for side in (-z, z):
+            gpu, wait = _total(components) * np.exp(side * gpu_sigma), host.seconds() * np.exp(side * host_sigma)
+            seconds = np.maximum(gpu, wait) if self.limits.async_scheduling else gpu + wait
+            ends.append(float(weights @ seconds))
+        return ends[0], ends[1]
 
-    def interval_sigma(self, batch: StepBatch, weights: Array) -> float:
-        """Standard deviation of log(sum(weights * seconds)): the coefficients' covariance plus the model error."""
-        gradient = self.log_gradient(batch, weights)
+    def _sigma(self, components: list[Component], weights: Array) -> float:
+        """Standard deviation of log(sum(weights * components)): the coefficients' covariance plus the model error."""
+        gradient = log_gradient(components, weights)
         g = np.array(list(gradient.values()))
         variance = float(g @ self.profile.covariance(list(gradient)) @ g)
         return float(np.sqrt(variance + self.profile.model_error**2))
@@ -204,6 +200,16 @@ class StepModel:
 def _where_busy(name: str, cost: Cost, counts: Array, inverse: Array) -> Component:
     """`cost` at `counts`, but nothing where the count is 0."""
     return Component(name, cost.scaled(np.where(counts > 0, 1.0, 0.0)), inverse)
+
+
+def log_gradient(components: list[Component], weights: Array) -> dict[str, float]:
+    """d log(sum(weights * seconds)) / d log(coefficient), for every coefficient that `components` use."""
+    total = float(weights @ _total(components))
+    gradient: dict[str, float] = {}
+    for component in components:
+        for name, value in component.gradient(weights).items():
+            gradient[name] = gradient.get(name, 0.0) + value / total
+    return gradient
 
 
 def _total(components: list[Component]) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,8 +35,9 @@ class Batch(NamedTuple):
         return int((self.prompts + self.responses).max())
 
     def split(self, replicas: int) -> list[Batch]:
-        """Consecutive, nearly equal parts, as RL trainers split a batch between data-parallel replicas.
-        Replicas beyond the number of requests get nothing and are left out."""
+        """Consecutive, nearly equal parts, as RL trainers split a batch between data-parallel replicas (which ask for a
+        number that divides; where it does not, a prompt's samples may be parted here). Replicas without a request are
+        left out."""
         bounds = np.linspace(0, len(self.prompts), min(replicas, len(self.prompts)) + 1).astype(int)
         return [_renumber(Batch(*(column[a:b] for column in self))) for a, b in itertools.pairwise(bounds)]
 
@@ -57,6 +58,9 @@ class Fixed:
     @property
     def longest(self) -> int:
         return self.tokens
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "fixed", "tokens": self.tokens}
 
     def draw(self, count: int, rng: np.random.Generator) -> IntArray:
         return np.full(count, self.tokens, dtype=np.int64)
@@ -85,6 +89,9 @@ class LogNormal:
     def longest(self) -> int:
         return self.max
 
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "lognormal", "mean": self.mean, "sigma": self.sigma, "max": self.max}
+
     def draw(self, count: int, rng: np.random.Generator) -> IntArray:
         median = math.log(self.mean) - self.sigma**2 / 2  # mean of a lognormal = exp(mu + sigma^2 / 2)
         return np.clip(np.rint(rng.lognormal(median, self.sigma, count)), 1, self.max).astype(np.int64)
@@ -106,6 +113,9 @@ class Trace:
     @property
     def longest(self) -> int:
         return max(self.lengths)
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "trace", "source": self.source, "rows": len(self.lengths)}
 
     def draw(self, count: int, rng: np.random.Generator) -> IntArray:
         seen = np.array(self.lengths, dtype=np.int64)
@@ -136,20 +146,18 @@ class Workload:
             raise ConfigError(f"seed is {self.seed!r}; allowed: a whole number of at least 0")
 
     def batch(self) -> Batch:
-        """The requests, prompt by prompt, samples of a prompt next to each other. The seed decides the lengths."""
+        """The requests, prompt by prompt, samples of a prompt next to each other. The seed decides the lengths.
+
+        Prompt and response lengths are independent, but for a trace with one row per response: its rows are taken in
+        order, and the first of each prompt gives the prompt's length.
+        """
         rng = np.random.default_rng(self.seed)
         prompt_ids = np.repeat(np.arange(self.prompts, dtype=np.int64), self.samples_per_prompt)
-        prompts = self.prompt_lengths.draw(self.prompts, rng)[prompt_ids]
-        return Batch(prompts, self.response_lengths.draw(len(prompt_ids), rng), prompt_ids)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for a Plan. A trace is named, not copied."""
-        plain = asdict(self)
-        for name in ("prompt_lengths", "response_lengths"):
-            lengths = getattr(self, name)
-            if isinstance(lengths, Trace):
-                plain[name] = {"trace": lengths.source, "rows": len(lengths.lengths)}
-        return plain
+        if isinstance(self.prompt_lengths, Trace) and len(self.prompt_lengths.lengths) == len(prompt_ids):
+            prompts = self.prompt_lengths.draw(len(prompt_ids), rng)[:: self.samples_per_prompt]
+        else:
+            prompts = self.prompt_lengths.draw(self.prompts, rng)
+        return Batch(prompts[prompt_ids], self.response_lengths.draw(len(prompt_ids), rng), prompt_ids)
 
 
 def parse_lengths(text: str, column: str) -> Lengths:

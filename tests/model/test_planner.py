@@ -43,7 +43,7 @@ def by_precision(answer: Plan) -> dict[str, Choice]:
 
 EMPTY = np.zeros(1, dtype=np.int64)
 RISK = MismatchRisk(**dict.fromkeys(f.name for f in fields(MismatchRisk)) | {"kl_k3": 0.0, "level": "low"})  # type: ignore[arg-type]
-ROLLOUT = Rollout(1.0, 0.9, 1.1, 1, 1, 0, 0, 0, 0.0, (), Timeline(np.ones(1), EMPTY, EMPTY, EMPTY, EMPTY))
+ROLLOUT = Rollout(1.0, 0.9, 1.1, 1, 1, 0, 0, 0, 0.0, {}, {}, (), Timeline(np.ones(1), EMPTY, EMPTY, EMPTY, EMPTY))
 
 
 def candidate(seconds: float | None, kl: float = 0.0, level: Any = "low", step_s: float | None = None) -> Candidate:

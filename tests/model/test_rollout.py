@@ -68,6 +68,13 @@ def test_merging_two_batches_costs_no_more_than_one_after_the_other(one: Batch, 
     assert makespan(merged(one, other), model) <= 1.01 * (makespan(one, model) + makespan(other, model))
 
 
+@settings(max_examples=40, deadline=None)
+@given(batches(), batches())
+def test_merging_two_batches_takes_no_more_steps_than_one_after_the_other(one: Batch, other: Batch) -> None:
+    steps = [schedule(*batch, AMPLE, LIMITS).num_steps for batch in (merged(one, other), one, other)]
+    assert steps[0] <= steps[1] + steps[2]
+
+
 @settings(max_examples=20, deadline=None)
 @given(batches())
 def test_the_mean_of_a_run_stands_for_its_steps(batch: Batch) -> None:

@@ -178,13 +178,22 @@ def test_senseless_counts_are_refused_by_name(changes: dict[str, int]) -> None:
         )  # type: ignore[arg-type]
 
 
-def test_a_plan_carries_the_workload_but_not_the_rows_of_a_trace() -> None:
+def test_lengths_describe_themselves_in_plain_data() -> None:
     trace = Trace(tuple(range(1, 1001)), "lengths.jsonl")
-    plain = Workload(2, 3, LogNormal(5, 0.5, 10), trace, seed=9).to_dict()
-    assert json.loads(json.dumps(plain)) == plain
-    assert plain["response_lengths"] == {"trace": "lengths.jsonl", "rows": 1000}
-    assert plain["prompt_lengths"] == {"mean": 5, "sigma": 0.5, "max": 10}
-    assert (plain["prompts"], plain["samples_per_prompt"], plain["seed"]) == (2, 3, 9)
+    for lengths, plain in (
+        (trace, {"kind": "trace", "source": "lengths.jsonl", "rows": 1000}),
+        (LogNormal(5, 0.5, 10), {"kind": "lognormal", "mean": 5, "sigma": 0.5, "max": 10}),
+        (Fixed(7), {"kind": "fixed", "tokens": 7}),
+    ):
+        assert json.loads(json.dumps(lengths.describe())) == plain
+    assert [x.longest for x in (trace, LogNormal(5, 0.5, 10), Fixed(7))] == [1000, 10, 7]
+
+
+def test_a_trace_with_a_row_per_response_keeps_prompts_and_responses_together() -> None:
+    prompts, responses = (Trace(x, "t.jsonl") for x in ((5, 5, 9, 9), (50, 51, 90, 91)))
+    batch = Workload(2, 2, prompts, responses).batch()
+    assert batch.prompts.tolist() == [5, 5, 9, 9]
+    assert batch.responses.tolist() == [50, 51, 90, 91]
 
 
 def test_a_batch_unpacks_in_the_order_the_scheduler_takes() -> None:
