@@ -18,7 +18,6 @@ T = TypeVar("T")
 app = typer.Typer(
     name="fp8plan",
     help="Predict what each rollout precision (BF16, blockwise FP8, FP8 KV cache, both) gains and risks in LLM RL.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -27,13 +26,25 @@ WORKLOAD, ENGINE, TRAINER, OUTPUT = "Workload", "Engine (vLLM's names)", "RL ste
 LENGTHS = "fixed:TOKENS, lognormal:mean=TOKENS,sigma=S,max=TOKENS (mean before clipping), or a .jsonl/.parquet trace"
 
 
+# typer's errors of usage. Which package they come from depends on its version: click, or a copy inside typer.
+UsageError: Any = typer.BadParameter.__mro__[1]
+
+
 def main() -> None:
-    """Entry point. Errors raised on purpose are one line on stderr and exit code 2."""
+    """Entry point. Bad usage and errors raised on purpose are one line on stderr and exit code 2."""
     try:
-        app()
+        code = app(sys.argv[1:] or ["--help"], prog_name="fp8plan", standalone_mode=False)
     except Fp8PlanError as error:
-        print(f"fp8plan: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        message = str(error)
+    except UsageError as error:
+        command = error.ctx.command_path if error.ctx else "fp8plan"
+        message = f"{error.format_message().rstrip('.')}; for what is allowed, type: {command} --help"
+    except typer.Abort:
+        raise SystemExit(1) from None
+    else:
+        raise SystemExit(code)
+    print(f"fp8plan: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 @app.command("plan")
@@ -92,6 +103,7 @@ def plan_command(
     from fp8plan.model.hardware import gpu as find_gpu
     from fp8plan.model.limits import EngineLimits
     from fp8plan.model.mismatch import RiskBudget
+    from fp8plan.model.mismatch_budget import LEVELS
     from fp8plan.model.planner import predict
     from fp8plan.model.rl_step import Trainer
     from fp8plan.model.workload import Workload, parse_lengths
@@ -101,6 +113,10 @@ def plan_command(
         raise ConfigError("both --json and --emit are given; give one of them")
     if kv_scales not in ("calibrated", "unit"):
         raise ConfigError(f"--kv-scales is {kv_scales!r}; allowed: calibrated, unit")
+    if accept not in LEVELS:
+        raise ConfigError(f"--accept is {accept!r}; allowed: {', '.join(LEVELS)}")
+    if sync_gb_per_s is not None and not 0 < sync_gb_per_s < float("inf"):
+        raise ConfigError(f"--sync-gb-per-s is {sync_gb_per_s!r}; allowed: a number above 0")
     if gpus is not None and (tensor_parallel_size, data_parallel_size) != (1, 1):
         raise ConfigError("both --gpus and a layout are given; give --gpus, or the two parallel sizes")
     limits = replace(
@@ -140,7 +156,7 @@ def plan_command(
         gpus=gpus,
         precisions=precision,
         trainer=Trainer(**trainer) if trainer else None,
-        budget=RiskBudget(accept=accept),  # type: ignore[arg-type]  # checked there
+        budget=RiskBudget(accept=accept),
         kv_scales_calibrated=kv_scales == "calibrated",
         engine_version=engine_version,
         strict=strict,

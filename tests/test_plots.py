@@ -18,7 +18,7 @@ from fp8plan.model.planner import Prediction, predict
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.rollout import Timeline
 from fp8plan.model.workload import Fixed, LogNormal, Workload
-from fp8plan.plots import BINS, COLOURS, binned, curves, plot
+from fp8plan.plots import BINS, COLOURS, binned, curves, panels, plot, title
 
 SMALL = Workload(8, 4, Fixed(64), LogNormal(200, 0.8, 1000))
 
@@ -56,6 +56,8 @@ def test_an_html_page_stands_alone_and_names_every_precision(prediction: Predict
     for choice in prediction.plan.choices:
         assert f"{choice.precision} ({choice.makespan_s:.3g} s)" in page
     assert "predicted, not measured" in page
+    assert len(re.findall(r" s\), chosen", page)) > 0
+    assert "waiting requests" in page  # starved of KV
 
 
 @pytest.mark.parametrize("name", ["picture.svg", "picture", "picture.PNG.txt", "absent/picture.png"])
@@ -91,9 +93,29 @@ def test_a_plotting_package_that_is_not_installed_is_named(
 def test_curves_are_the_available_choices_on_the_chosen_layout() -> None:
     one_card = predict("Qwen/Qwen3-0.6B", "a100", SMALL)
     assert [c.precision for c in curves(one_card)] == ["bf16"]
+    assert [c.name.endswith(", chosen") for c in curves(one_card)] == [True]
     two_cards = predict("Qwen/Qwen3-0.6B", "h200", SMALL, gpus=2)
     assert len(two_cards.plan.choices) == 2 * len(PRESETS)
-    assert [c.precision for c in curves(two_cards)] == list(PRESETS)
+    lines, plan = curves(two_cards), two_cards.plan
+    assert [c.precision for c in lines] == list(PRESETS)
+    assert [c.precision for c in lines if "chosen" in c.name] == [plan.choices[plan.chosen].precision]
+
+
+def test_the_title_says_what_is_rolled_out_and_which_replica_is_drawn(prediction: Prediction) -> None:
+    first, second = title(prediction.plan)
+    for part in ("Qwen/Qwen3-8B", "h200_sxm", "8 prompts x 4 samples", "1,000 tokens"):
+        assert part in first
+    assert "datasheet" in second
+    assert "replica" not in second
+    split = predict("Qwen/Qwen3-0.6B", "h200", SMALL, limits=EngineLimits(data_parallel_size=4, tensor_parallel_size=2))
+    assert "slowest of 4 replicas, TP 2" in title(split.plan)[1]
+
+
+def test_waiting_requests_get_a_panel_only_where_there_are_any(prediction: Prediction) -> None:
+    starved = curves(prediction)
+    assert max(line.waiting.max() for line in starved) > 1
+    assert "waiting" in dict(panels(starved))
+    assert "waiting" not in dict(panels([line._replace(waiting=0 * line.waiting) for line in starved]))
 
 
 def test_curves_keep_the_tokens_and_stay_within_the_pool(prediction: Prediction) -> None:
@@ -111,8 +133,9 @@ def test_curves_keep_the_tokens_and_stay_within_the_pool(prediction: Prediction)
 @given(st.lists(st.tuples(st.floats(0.01, 10), st.integers(0, 500), st.integers(0, 99)), min_size=1, max_size=20))
 def test_binning_keeps_tokens_whatever_the_rows(rows: list[tuple[float, int, int]]) -> None:
     lengths, tokens, blocks = (np.array(column) for column in zip(*rows, strict=True))
-    line = Timeline(np.cumsum(lengths), tokens, 0 * tokens, blocks, tokens)
-    seconds, rate, occupancy, running = binned(line, 100, 37)
+    line = Timeline(np.cumsum(lengths), tokens, 2 * tokens, blocks, tokens)
+    seconds, rate, occupancy, running, waiting = binned(line, 100, 37)
+    assert (waiting == 2 * running).all()
     assert (rate * lengths.sum() / 37).sum() == pytest.approx(tokens.sum())
     assert (np.diff(seconds) > 0).all()
     assert occupancy.max() <= blocks.max() / 100

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.hardware import gpu
 
 if TYPE_CHECKING:
     from fp8plan.model.plan import Choice, Plan
@@ -27,6 +29,12 @@ def workload_tokens(plan: Plan, key: str) -> int:
     return value
 
 
+def loadable_model(plan: Plan) -> str:
+    """What the engine loads. A folder is given in full, because the engine may be started somewhere else."""
+    folder = Path(plan.model)
+    return str(folder.resolve()) if (folder / "config.json").is_file() else plan.model
+
+
 def max_model_len(plan: Plan) -> int:
     """Longest prompt + response: the limit that was set, or just enough for the workload."""
     longest = workload_tokens(plan, "max_prompt_tokens") + workload_tokens(plan, "max_response_tokens")
@@ -37,7 +45,7 @@ def vllm_kwargs(plan: Plan, choice: Choice) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for one replica; data-parallel replicas are separate engines that the trainer starts."""
     limits, preset = plan.limits, choice.preset
     kwargs: dict[str, Any] = {
-        "model": plan.model,
+        "model": loadable_model(plan),
         "dtype": "bfloat16",
         "kv_cache_dtype": "fp8" if preset.kv == "fp8" else "auto",
         "tensor_parallel_size": choice.tensor_parallel,
@@ -62,14 +70,16 @@ def vllm_kwargs(plan: Plan, choice: Choice) -> dict[str, Any]:
     return kwargs
 
 
-def vllm_env(choice: Choice) -> dict[str, str]:
+def vllm_env(plan: Plan, choice: Choice) -> dict[str, str]:
     """Environment of the engine's processes.
 
     VLLM_USE_DEEP_GEMM_E8M0 is on by default, on Hopper too: DeepGEMM then quantises the block-quantised weights a
     second time, to power-of-two scales, and the weight error grows from 2.6% to 3.7% RMS (measured with vLLM's own
-    functions on Gaussian weights). Off keeps the FP32 scales end to end.
+    functions on Gaussian weights). Off keeps the FP32 scales end to end. Blackwell's kernels take no others, so there
+    it stays on.
     """
-    return {"VLLM_USE_DEEP_GEMM_E8M0": "0"} if choice.preset.weights == "fp8_block" else {}
+    scales_matter = choice.preset.weights == "fp8_block" and not gpu(plan.gpu).e8m0_scales
+    return {"VLLM_USE_DEEP_GEMM_E8M0": "0"} if scales_matter else {}
 
 
 def serve_command(kwargs: dict[str, Any], env: dict[str, str], extra: tuple[str, ...] = ()) -> str:
@@ -110,10 +120,19 @@ def emit(plan: Plan, target: str, choice: int | None = None) -> str:
 
 
 def _emit_vllm(plan: Plan, choice: Choice) -> str:
-    kwargs, env = vllm_kwargs(plan, choice), vllm_env(choice)
+    kwargs, env = vllm_kwargs(plan, choice), vllm_env(plan, choice)
     notes = [replicas_note(choice, "start this engine once per replica")] if choice.data_parallel > 1 else []
     return json.dumps(
         {"engine_args": kwargs, "env": env, "command": serve_command(kwargs, env), "notes": notes}, indent=2
+    )
+
+
+def shared_gpu_note(plan: Plan) -> str:
+    """For trainers whose processes hold the engine."""
+    return (
+        f"the trainer shares these GPUs, and gpu_memory_utilization is {plan.limits.gpu_memory_utilization:g}: unless "
+        "that much is free for the engine, plan again with --gpu-memory-utilization at what it may take, or neither "
+        "the planned KV pool nor the predicted speed-up is reached"
     )
 
 

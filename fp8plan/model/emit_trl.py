@@ -11,6 +11,7 @@ from fp8plan.model.emit import (
     max_model_len,
     replicas_note,
     serve_command,
+    shared_gpu_note,
     vllm_env,
     vllm_kwargs,
     workload_tokens,
@@ -70,8 +71,9 @@ def trl_config(plan: Plan, choice: Choice, mode: str = "auto") -> dict[str, Any]
 
 def emit_trl(plan: Plan, choice: Choice) -> str:
     config = trl_config(plan, choice)
-    env = vllm_env(choice)
-    command, notes = None, [replicas_note(choice, "the number of training processes decides it")]
+    env = vllm_env(plan, choice)
+    command: str | None = None
+    notes = [replicas_note(choice, "the number of training processes decides it"), shared_gpu_note(plan)]
     if config["vllm_mode"] == "server":
         env |= _SERVER_ENV
         command = serve_command(vllm_kwargs(plan, choice), env, _SERVER_FLAGS)
@@ -87,10 +89,10 @@ def _refuse_fp8_weights(choice: Choice) -> None:
     # shown under TRL, so it is refused as well.
     if choice.preset.weights == "bf16":
         return
-    instead = "fp8_kv (through TRL's server mode)" if choice.preset.kv == "fp8" else "bf16 or fp8_kv"
     raise ConfigError(
         f"TRL cannot sync {choice.precision}: its colocated engine is built without quantisation and takes weights "
-        f"through load_weights, which an FP8 engine refuses; choose {instead}, or emit for verl or vllm"
+        "through load_weights, which an FP8 engine refuses; plan with --precision bf16 --precision fp8_kv (fp8_kv runs "
+        "in TRL's server mode), or emit for verl or vllm"
     )
 
 

@@ -7,7 +7,14 @@ import shlex
 from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.emit import max_model_len, replicas_note, vllm_env, workload_tokens
+from fp8plan.model.emit import (
+    loadable_model,
+    max_model_len,
+    replicas_note,
+    shared_gpu_note,
+    vllm_env,
+    workload_tokens,
+)
 
 if TYPE_CHECKING:
     from fp8plan.model.plan import Choice, Plan
@@ -21,7 +28,7 @@ _RESERVED: Final = {"null", "true", "false", "inf", "nan"}
 def verl_overrides(plan: Plan, choice: Choice) -> list[str]:
     """Overrides in Hydra's own syntax, not quoted for a shell. Raises ConfigError for what verl cannot do."""
     settings = {**_model_settings(plan), **_rollout_settings(plan, choice), **_correction(plan.thresholds)}
-    for name, value in vllm_env(choice).items():
+    for name, value in vllm_env(plan, choice).items():
         # Ray starts the engine's processes elsewhere: a variable of the launching shell need not reach them.
         settings[f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}"] = value
     return [f"{key}={_hydra(value)}" for key, value in settings.items()]
@@ -33,13 +40,14 @@ def emit_verl(plan: Plan, choice: Choice) -> str:
         f"fp8plan: {plan.model} on {plan.gpu}, {choice.precision}; append these to: python -m verl.trainer.main_ppo",
         f"planned for {prompts} prompts x {samples} samples per rollout: data.train_batch_size is yours to set",
         replicas_note(choice, "trainer.nnodes * trainer.n_gpus_per_node decides it"),
+        shared_gpu_note(plan),
     ]
     return "\n".join([*(f"# {note}" for note in notes), *map(shlex.quote, verl_overrides(plan, choice))])
 
 
 def _model_settings(plan: Plan) -> dict[str, Any]:
     return {
-        "actor_rollout_ref.model.path": plan.model,
+        "actor_rollout_ref.model.path": loadable_model(plan),
         "data.max_prompt_length": workload_tokens(plan, "max_prompt_tokens"),
         "data.max_response_length": workload_tokens(plan, "max_response_tokens"),
     }

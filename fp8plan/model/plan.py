@@ -157,7 +157,7 @@ class Plan:
         """Environment variables to set before vLLM is imported."""
         from fp8plan.model.emit import vllm_env
 
-        return vllm_env(self.select(choice))
+        return vllm_env(self, self.select(choice))
 
     def verl_overrides(self, choice: int | None = None) -> list[str]:
         """Hydra overrides for `python -m verl.trainer.main_ppo` (verl 0.9.1)."""

@@ -165,7 +165,7 @@ def predict(
 def _loadable_name(shape: ModelShape) -> str:
     """What an engine is given to load it: its folder if it came from one, else its hub id."""
     config = Path(shape.source)
-    return str(config.parent) if config.is_file() else shape.name
+    return str(config.parent.resolve()) if config.is_file() else shape.name
 
 
 def choose(candidates: Sequence[Candidate], budget: RiskBudget) -> int:

@@ -1,4 +1,8 @@
-"""One RL step around the rollout: log-prob recomputation, training, and bringing the new weights to the engine."""
+"""One RL step around the rollout: log-prob recomputation, training, and bringing the new weights to the engine.
+
+The parts run one after the other (synchronous RL), so their seconds add up. Where the rollout overlaps with training
+(asynchronous RL), the step gains another amount than is said here.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.architecture import ModelShape
 from fp8plan.model.batch import StepBatch
-from fp8plan.model.precision import BF16_BYTES
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.precision import BF16_BYTES, Precision
 from fp8plan.model.step import StepModel
 
-# Quantisation reads BF16 and writes FP8 once, twice over the weights (amax, then scale and round): modelled.
+# Quantisation reads a BF16 matrix twice (amax, then scale and round) and writes FP8 once: modelled.
 QUANTISE_READS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """The other parts of a step, as the user measured them: seconds, or tokens per second over the whole batch.
+    """The other parts of a synchronous step, as the user measured them: seconds, or tokens per second over the whole
+    batch. Rollout, log-probs, training and weight sync run one after the other.
+
+    Training and log-probs must both be given, because a part left out would look like one that takes no time:
+    0 seconds says that the trainer has none.
 
     train_s, logprob_s:                       seconds a step
     train_tokens_per_s, logprob_tokens_per_s: prompt + response tokens per second, instead of seconds
@@ -42,6 +52,22 @@ class Trainer:
         for name in ("train", "logprob"):
             if getattr(self, f"{name}_s") is not None and getattr(self, f"{name}_tokens_per_s") is not None:
                 raise ConfigError(f"both {name}_s and {name}_tokens_per_s are given; give one of them")
+        self._check_complete()
+
+    def _check_complete(self) -> None:
+        parts = {"training": "train", "the log-probs": "logprob"}
+        missing = {
+            part: name
+            for part, name in parts.items()
+            if getattr(self, f"{name}_s") is None and getattr(self, f"{name}_tokens_per_s") is None
+        }
+        if missing:
+            give = " and ".join(f"{name}_s or {name}_tokens_per_s" for name in missing.values())
+            flags = " ".join(f"--{name}-s SECONDS" for name in missing.values())
+            raise ConfigError(
+                f"the RL step lacks the time of {' and '.join(missing)}; give {give} (on the command line {flags}; "
+                "0 if the trainer has no such part)"
+            )
 
     def seconds(self, tokens: int) -> float:
         """Log-prob recomputation + training of a batch of that many prompt + response tokens."""
@@ -60,29 +86,51 @@ def weight_sync_seconds(model: StepModel, trainer: Trainer, recalibrate_kv: bool
     """Cost of new weights on one engine GPU: {"transfer", "quantise", "kv_scales"} in seconds. Modelled, not measured.
 
     transfer:  the rank's BF16 weights at `trainer.sync_bandwidth` (the engine quantises what it receives)
-    quantise:  FP8 weights only: BF16 read, FP8 written, at the datasheet's HBM bandwidth
-    kv_scales: FP8 KV only, if `recalibrate_kv`: one full step of prefill to observe K and V
+    quantise:  FP8 weights only: the quantised matrices read in BF16 and written in FP8, at the datasheet's HBM
+               bandwidth; the embedding, lm_head, norms and router stay as they came
+    kv_scales: FP8 KV only, if `recalibrate_kv`: one full step of prefill to observe K and V, in requests of the
+               longest length the engine takes
     """
     shape, gpu, precision = model.shape, model.gpu, model.precision
     tp = model.limits.tensor_parallel_size
     bf16_bytes = shape.num_parameters * BF16_BYTES / tp
     parts = {"transfer": bf16_bytes / trainer.sync_bandwidth, "quantise": 0.0, "kv_scales": 0.0}
     if precision.weights == "fp8_block":
-        traffic = QUANTISE_READS * bf16_bytes + shape.weight_bytes(precision, tp)
-        parts["quantise"] = traffic / gpu.memory_bandwidth
+        parts["quantise"] = _quantise_bytes(shape, precision, tp) / gpu.memory_bandwidth
     if precision.kv == "fp8" and recalibrate_kv:
-        parts["kv_scales"] = float(model.seconds(_one_prefill(model.limits.max_num_batched_tokens))[0])
+        longest = model.limits.max_model_len or shape.max_position_embeddings
+        parts["kv_scales"] = float(model.seconds(_full_prefill(model.limits, longest))[0])
     return parts
 
 
-def _one_prefill(tokens: int) -> StepBatch:
+def _quantise_bytes(shape: ModelShape, precision: Precision, tp: int) -> int:
+    """HBM traffic on one rank."""
+    experts = shape.experts.num_experts if shape.experts else 0
+    matrices = [(w, 1) for w in shape.linears(tp)] + [(w, experts) for w in shape.expert_linears(tp)]
+    return sum(
+        copies * w.layers * (QUANTISE_READS * w.n * w.k * BF16_BYTES + precision.linear_bytes(w.n, w.k, True))
+        for w, copies in matrices
+        if w.quantised
+    )
+
+
+def _full_prefill(limits: EngineLimits, longest: int) -> StepBatch:
+    """One step that fills the token budget with whole prompts of `longest` tokens, the last one shorter."""
+    tokens = min(limits.max_num_batched_tokens, limits.max_num_seqs * longest)
+    whole, rest = divmod(tokens, longest)
     one = np.ones(1, dtype=np.int64)
+    requests = whole + (rest > 0)
     return StepBatch(
         decode_requests=0 * one,
         decode_kv_tokens=0 * one,
         prefill_tokens=tokens * one,
-        prefill_requests=one,
+        prefill_requests=requests * one,
         prefill_kv_tokens=tokens * one,
-        prefill_pairs=tokens * (tokens + 1) // 2 * one,
-        sampled_requests=one,
+        prefill_pairs=(whole * _pairs(longest) + _pairs(rest)) * one,
+        sampled_requests=requests * one,
     )
+
+
+def _pairs(tokens: int) -> int:
+    """Query-key pairs of a prompt under causal attention."""
+    return tokens * (tokens + 1) // 2

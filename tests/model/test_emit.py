@@ -380,12 +380,14 @@ def test_fp8_kv_goes_through_a_server_that_vllm_can_start(tmp_path: Path, tiny_m
     assert not set(imposed) - set(words)
 
 
-@pytest.mark.parametrize(("precision", "instead"), [("fp8_block", "bf16 or fp8_kv"), ("fp8_block+fp8_kv", "fp8_kv")])
-def test_trl_cannot_sync_fp8_weights(precision: str, instead: str) -> None:
+@pytest.mark.parametrize("precision", ["fp8_block", "fp8_block+fp8_kv"])
+def test_trl_cannot_sync_fp8_weights_and_the_error_says_what_to_type(precision: str) -> None:
     plan = plans.plan(limits=plans.TRL_LIMITS, chosen=plans.index(precision))
-    with pytest.raises(ConfigError, match=rf"TRL cannot sync .*choose {instead}") as caught:
+    with pytest.raises(ConfigError, match=r"TRL cannot sync .*plan with --precision bf16 --precision fp8_kv") as caught:
         emit(plan, "trl")
     assert "verl" in str(caught.value)
+    for name in ("bf16", "fp8_kv"):
+        emit(plans.plan(limits=plans.TRL_LIMITS, chosen=plans.index(name)), "trl")
 
 
 @pytest.mark.parametrize(
@@ -428,6 +430,31 @@ def test_trl_needs_two_samples_per_prompt() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- all
+
+
+def test_an_engine_inside_the_trainer_is_told_that_it_shares_the_gpu() -> None:
+    def told(target: str, **changes: Any) -> str:
+        return emit(plans.plan(**{"limits": replace(plans.TRL_LIMITS, gpu_memory_utilization=0.83), **changes}), target)
+
+    for text in (told("verl"), told("trl")):
+        (line,) = [line for line in text.splitlines() if "shares these GPUs" in line]
+        assert "0.83" in line
+        assert "--gpu-memory-utilization" in line
+    assert next(line for line in told("verl").splitlines() if "shares these GPUs" in line).startswith("# ")
+    assert "shares" not in told("vllm")
+    assert "shares" not in told("trl", chosen=plans.index("fp8_kv"))  # a server has GPUs of its own
+
+
+def test_a_relative_folder_is_emitted_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine may be started in another folder than the plan was made in."""
+    (tmp_path / "my-model").mkdir()
+    (tmp_path / "my-model" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    plan, full = plans.plan(model="my-model"), str(tmp_path.resolve() / "my-model")
+    assert plan.vllm_kwargs()["model"] == full
+    assert shlex.split(json.loads(emit(plan, "vllm"))["command"])[2] == full
+    assert f"actor_rollout_ref.model.path={full}" in plan.verl_overrides()
+    assert plans.plan(model="no-such-folder").vllm_kwargs()["model"] == "no-such-folder"
 
 
 def test_an_unknown_target_is_refused() -> None:

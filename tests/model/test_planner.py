@@ -152,7 +152,7 @@ def test_the_cheap_risk_budget_stays_with_bf16_where_the_default_does_not() -> N
 def test_a_starved_pool_preempts_in_bf16_and_less_with_an_fp8_cache() -> None:
     rows = by_precision(plan(DENSE, "h200", WORK, limits=STARVED))
     pools = {name: row.kv_cache_tokens for name, row in rows.items()}
-    assert pools["fp8_kv"] == pytest.approx(2 * pools["bf16"], rel=0.01)  # type: ignore[operator]
+    assert pools["fp8_kv"] == pytest.approx(2 * pools["bf16"], rel=0.02)  # type: ignore[operator]
     assert rows["bf16"].preemptions > 50  # type: ignore[operator]
     assert rows["fp8_kv"].preemptions < rows["bf16"].preemptions / 2  # type: ignore[operator]
     roomy = by_precision(plan(DENSE, "h200", WORK))
@@ -202,7 +202,7 @@ def test_where_bf16_does_not_fit_there_is_no_speedup_and_a_reason() -> None:
     assert rows["bf16"].makespan_s is rows["bf16"].speedup is None
     assert rows["fp8_block"].available
     assert rows["fp8_block"].speedup is None
-    answer = plan("Qwen/Qwen2.5-32B", "l40s", work, trainer=Trainer(train_s=5))
+    answer = plan("Qwen/Qwen2.5-32B", "l40s", work, trainer=Trainer(train_s=5, logprob_s=0))
     assert answer.choices[answer.chosen].precision == "fp8_block"
     assert answer.choices[answer.chosen].step_speedup is None
     assert "bf16 does not fit" in answer.reasons[0]
@@ -232,7 +232,7 @@ def test_trainer_figures_pull_the_step_speedup_towards_one() -> None:
 
 
 def test_a_long_training_step_makes_fp8_not_worth_it() -> None:
-    quick, slow = (plan(DENSE, "h200", WORK, trainer=Trainer(train_s=s)) for s in (1, 10_000))
+    quick, slow = (plan(DENSE, "h200", WORK, trainer=Trainer(train_s=s, logprob_s=0)) for s in (1, 10_000))
     assert quick.choices[quick.chosen].precision != "bf16"
     assert slow.choices[slow.chosen].precision == "bf16"
     assert "FP8 is not worth it" in slow.reasons[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fp8plan.errors import ConfigError
@@ -15,6 +17,12 @@ from fp8plan.model.step import StepModel
 
 H200 = gpu("h200")
 PROFILE, _ = load_profile(H200)
+FREE = {"train_s": 0.0, "logprob_s": 0.0}
+
+
+def sync(sync_bandwidth: float = 50e9) -> Trainer:
+    """Nothing but new weights."""
+    return Trainer(train_s=0, logprob_s=0, sync_bandwidth=sync_bandwidth)
 
 
 def model(precision: str = "bf16", name: str = "Qwen/Qwen3-8B", **limits: int) -> StepModel:
@@ -22,10 +30,9 @@ def model(precision: str = "bf16", name: str = "Qwen/Qwen3-8B", **limits: int) -
 
 
 def test_seconds_are_added_up() -> None:
-    assert Trainer().seconds(10**6) == 0
-    assert Trainer(train_s=3).seconds(10**6) == 3
+    assert Trainer(train_s=0, logprob_s=0).seconds(10**6) == 0
+    assert Trainer(train_s=3, logprob_s=0).seconds(10**6) == 3
     assert Trainer(train_s=3, logprob_s=4).seconds(1) == 7
-    assert Trainer(train_s=0).seconds(5) == 0
 
 
 def test_tokens_per_second_scale_with_the_batch() -> None:
@@ -35,10 +42,30 @@ def test_tokens_per_second_scale_with_the_batch() -> None:
     assert Trainer(train_s=2, logprob_tokens_per_s=400).seconds(400) == pytest.approx(3)
 
 
+@pytest.mark.parametrize(
+    ("given", "missing", "there"),
+    [
+        ({}, ("training", "log-probs", "train_s or train_tokens_per_s", "--train-s", "--logprob-s"), ()),
+        ({"sync_bandwidth": 1e9}, ("training", "log-probs", "0 if"), ()),
+        ({"train_s": 5}, ("log-probs", "logprob_s or logprob_tokens_per_s", "--logprob-s"), ("train_s",)),
+        ({"train_tokens_per_s": 5}, ("log-probs", "--logprob-s"), ("train_s",)),
+        ({"logprob_s": 0}, ("training", "--train-s"), ("logprob_s",)),
+        ({"logprob_tokens_per_s": 9}, ("training", "--train-s"), ("logprob_s",)),
+    ],
+)
+def test_a_part_of_the_step_that_is_left_out_is_no_zero(
+    given: dict[str, float], missing: tuple[str, ...], there: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError, match="the RL step lacks") as caught:
+        Trainer(**given)  # type: ignore[arg-type]
+    assert all(word in str(caught.value) for word in missing)
+    assert not any(word in str(caught.value) for word in there)
+
+
 @pytest.mark.parametrize("part", ["train", "logprob"])
 def test_seconds_and_tokens_per_second_at_once_are_refused(part: str) -> None:
     with pytest.raises(ConfigError, match=f"{part}_s and {part}_tokens_per_s.*give one"):
-        Trainer(**{f"{part}_s": 1.0, f"{part}_tokens_per_s": 5.0})
+        Trainer(**FREE | {f"{part}_s": 1.0, f"{part}_tokens_per_s": 5.0})
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
@@ -47,17 +74,17 @@ def test_seconds_and_tokens_per_second_at_once_are_refused(part: str) -> None:
 )
 def test_senseless_figures_are_refused_by_name(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"{name} is"):
-        Trainer(**{name: value})
+        Trainer(**FREE | {name: value})
 
 
 @pytest.mark.parametrize("name", ["train_tokens_per_s", "logprob_tokens_per_s", "sync_bandwidth"])
 def test_a_rate_of_zero_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is 0.*above 0"):
-        Trainer(**{name: 0.0})
+        Trainer(**FREE | {name: 0.0})
 
 
 def test_bf16_pays_for_the_transfer_alone() -> None:
-    parts = weight_sync_seconds(model("bf16"), Trainer())
+    parts = weight_sync_seconds(model("bf16"), sync())
     assert set(parts) == {"transfer", "quantise", "kv_scales"}
     assert parts["transfer"] > 0
     assert parts["quantise"] == parts["kv_scales"] == 0
@@ -65,21 +92,21 @@ def test_bf16_pays_for_the_transfer_alone() -> None:
 
 @pytest.mark.parametrize("precision", PRESETS)
 def test_quantisation_costs_fp8_weights_and_recalibration_costs_fp8_kv(precision: str) -> None:
-    parts = weight_sync_seconds(model(precision), Trainer())
+    parts = weight_sync_seconds(model(precision), sync())
     assert (parts["quantise"] > 0) == ("fp8_block" in precision)
     assert (parts["kv_scales"] > 0) == ("fp8_kv" in precision)
     # The trainer sends BF16 whatever the engine stores.
-    assert parts["transfer"] == weight_sync_seconds(model("bf16"), Trainer())["transfer"]
+    assert parts["transfer"] == weight_sync_seconds(model("bf16"), sync())["transfer"]
 
 
 def test_the_transfer_takes_the_published_parameters_over_the_bandwidth() -> None:
-    seconds = weight_sync_seconds(model("bf16"), Trainer(sync_bandwidth=1e9))["transfer"]
+    seconds = weight_sync_seconds(model("bf16"), sync(1e9))["transfer"]
     assert seconds == pytest.approx(16.4, rel=0.01)  # Qwen3-8B: 8.2e9 parameters (model card) of two bytes
 
 
 def test_the_transfer_scales_with_bandwidth_model_and_ranks() -> None:
     def transfer(bandwidth: float = 50e9, **options: object) -> float:
-        return weight_sync_seconds(model(**options), Trainer(sync_bandwidth=bandwidth))["transfer"]  # type: ignore[arg-type]
+        return weight_sync_seconds(model(**options), sync(bandwidth))["transfer"]  # type: ignore[arg-type]
 
     assert transfer(100e9) == pytest.approx(transfer(50e9) / 2)
     assert transfer(tensor_parallel_size=4) == pytest.approx(transfer() / 4)
@@ -87,18 +114,43 @@ def test_the_transfer_scales_with_bandwidth_model_and_ranks() -> None:
 
 
 def test_bandwidth_moves_nothing_but_the_transfer() -> None:
-    slow, fast = (weight_sync_seconds(model("fp8_block+fp8_kv"), Trainer(sync_bandwidth=b)) for b in (1e9, 1e12))
+    slow, fast = (weight_sync_seconds(model("fp8_block+fp8_kv"), sync(b)) for b in (1e9, 1e12))
     assert slow["transfer"] > fast["transfer"]
     assert (slow["quantise"], slow["kv_scales"]) == (fast["quantise"], fast["kv_scales"])
 
 
 def test_quantising_reads_the_bf16_weights_at_least_once() -> None:
-    quantise = weight_sync_seconds(model("fp8_block"), Trainer())["quantise"]
-    assert quantise > 16.4e9 / H200.memory_bandwidth
-    assert quantise < 16.4e9 / Trainer().sync_bandwidth  # HBM is faster than any network
+    quantise = weight_sync_seconds(model("fp8_block"), sync())["quantise"]
+    # Qwen3-8B without embedding and lm_head: 6.95e9 parameters (model card), nearly all of them in linear layers.
+    assert quantise > 2 * 6.94e9 / H200.memory_bandwidth
+    assert quantise < 16.4e9 / sync().sync_bandwidth  # HBM is faster than any network
+
+
+def test_only_quantised_matrices_are_quantised() -> None:
+    """A larger vocabulary is more to send, and no more to quantise; experts are."""
+    narrow = model("fp8_block")
+    wide = replace(narrow, shape=replace(narrow.shape, vocab_size=2 * narrow.shape.vocab_size))
+    before, after = (weight_sync_seconds(m, sync()) for m in (narrow, wide))
+    assert after["transfer"] > 1.1 * before["transfer"]
+    assert after["quantise"] == before["quantise"]
+    sparse = model("fp8_block", "Qwen/Qwen3-30B-A3B")
+    fewer = replace(sparse.shape, experts=replace(sparse.shape.experts, num_experts=64))  # type: ignore[type-var]
+    half = weight_sync_seconds(replace(sparse, shape=fewer), sync())["quantise"]
+    assert 0.5 < half / weight_sync_seconds(sparse, sync())["quantise"] < 0.55
+
+
+def test_scales_are_observed_in_requests_that_the_engine_takes() -> None:
+    """Attention within many short requests costs less than within one that is longer than max_model_len."""
+    costs = [
+        weight_sync_seconds(model("fp8_kv", max_num_batched_tokens=32768, max_model_len=length), sync())["kv_scales"]
+        for length in (1024, 3000, 32768, 40960)
+    ]
+    assert costs[0] < costs[1] < costs[2] == costs[3]
+    few = weight_sync_seconds(model("fp8_kv", max_num_seqs=2, max_model_len=1024), sync())["kv_scales"]
+    assert few < costs[0] / 4  # two requests of 1,024 tokens do not fill the budget
 
 
 def test_kv_scales_that_are_left_at_one_cost_nothing() -> None:
-    parts = weight_sync_seconds(model("fp8_block+fp8_kv"), Trainer(), recalibrate_kv=False)
+    parts = weight_sync_seconds(model("fp8_block+fp8_kv"), sync(), recalibrate_kv=False)
     assert parts["kv_scales"] == 0
     assert parts["quantise"] > 0
