@@ -7,10 +7,11 @@ vllm/v1/core/kv_cache_utils.py):
     num_gpu_blocks = available // (block_size * KV bytes per token)
 
 The engine measures the terms on the GPU. Here they are modelled from the shapes:
-- weights: every tensor, with the allocator's rounding; for online FP8 an allowance measured on one model.
-- activation peak: the buffers alive at the two peaks of profile_run, written down from the source. Of the kernels'
-  scratch only the cuBLAS workspace is modelled.
-- non-torch and CUDA graphs: constants from public logs, see below.
+- weights: every tensor, with the allocator's rounding, and DeepGEMM's workspace.
+- activation peak: the buffers alive at the two peaks of profile_run, written down from the source.
+- non-torch and CUDA graphs: constants measured on one H200 with vLLM 0.26.0 on 2026-11-21, as are the checks of the
+  other terms (profiles/h200_sxm/vllm-0.26.0/first_look): two models, four precisions, one rank. What those six
+  engines do not show, such as several ranks, is from public logs or not known, and said so below.
 The CUDA context and NCCL come before the engine's first snapshot, so they do not count, and neither does what it
 allocates after profiling (a dense model's graphs, block tables): both live in the share gpu_memory_utilization leaves.
 """
@@ -32,15 +33,26 @@ GIB = 1 << 30
 # PyTorch's cuBLAS workspace on Hopper (CUDA semantics, "cuBLAS workspaces": 32 MiB there, 8 MiB before).
 CUBLAS_WORKSPACE_BYTES = 32 * MIB
 
-# Growth of non-torch memory while profiling (kernel modules, handles). Public vLLM logs show 0.05 to 0.20 GiB on one
-# rank (0.16 on an H100 in vllm-project/vllm PR 12126) and 0.30 with two (issue 15815). From elsewhere, not measured.
-NON_TORCH_BYTES = 160 * MIB
-NON_TORCH_PARALLEL_BYTES = 307 * MIB
+# FP8, of weights or of KV alone, makes vLLM load DeepGEMM with the model; its cuBLASLt workspace (DeepGEMM's
+# csrc/jit/device_runtime.hpp) then counts as weights. Measured: 32 MiB over the tensors in all four FP8 engines, none
+# in BF16.
+DEEPGEMM_WORKSPACE_BYTES = 32 * MIB
 
-# vLLM's estimate of CUDA graph memory, V1 model runner only. Read off public logs ("Estimated CUDA graph memory"):
-# 0.52, 0.64 and 0.78 GiB for 86 graphs (the first is Qwen3-8B), 0.37 for 54, 0.22 for 15. Spread about 0.15 GiB.
-CUDAGRAPH_BASE_BYTES = 154 * MIB
-CUDAGRAPH_BYTES_PER_GRAPH = 5.5 * MIB
+# Growth of non-torch memory while profiling (kernel modules, handles). Measured: 230 MiB with the V2 model runner
+# (dense), 246 and 248 with V1 (MoE). Two ranks add what public logs show: 0.30 GiB with two (vllm-project/vllm issue
+# 15815) against 0.16 with one (PR 12126). From elsewhere and from older versions.
+NON_TORCH_BYTES = 230 * MIB
+NON_TORCH_V1_BYTES = 247 * MIB
+NON_TORCH_PARALLEL_BYTES = 143 * MIB
+
+# vLLM's estimate of CUDA graph memory, V1 model runner only: the larger first capture, then the second graph of each
+# kind times how many more there are (gpu_model_runner.py, profile_cudagraph_memory). Measured for 51 + 51 graphs of
+# Qwen3-30B-A3B: 658 MiB in BF16, 758 in FP8. The split is chosen to agree with a public log too: 0.52 GiB for the
+# 51 + 35 graphs of Qwen3-8B. That FP8's 100 MiB more belong to the full graphs is a guess.
+CUDAGRAPH_FIRST_BYTES = 58 * MIB
+CUDAGRAPH_PIECEWISE_BYTES = 4 * MIB
+CUDAGRAPH_FULL_BYTES = 8 * MIB
+CUDAGRAPH_FP8_BYTES = 2 * MIB
 
 # PyTorch's caching allocator (c10/cuda/CUDACachingAllocator): tensors of 10 MiB or more get blocks of whole 2 MiB, and
 # a tail of up to 1 MiB is not split off. vLLM loads with max_split_size_mb=20: from there on no tail is.
@@ -48,11 +60,6 @@ ALLOCATOR_LARGE_BYTES = 10 * MIB
 ALLOCATOR_ROUND_BYTES = 2 * MIB
 ALLOCATOR_TAIL_BYTES = 1 * MIB
 ALLOCATOR_SPLIT_BYTES = 20 * MIB
-
-# Online FP8 frees each BF16 weight after quantising it, and the allocator may put an FP8 weight of 20 MiB or more into
-# a freed block that is up to 20 MiB too big. Measured with vLLM 0.26 on an H200: Qwen3-8B loads 9.4 GiB where the
-# arithmetic gives 8.80, over 108 such weights. One model only, so an estimate elsewhere.
-ONLINE_FP8_SLACK_BYTES = 5.8 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +118,9 @@ def memory_plan(
     plan = MemoryPlan(
         requested_bytes=ceil(gpu.memory_bytes * limits.gpu_memory_utilization),
         weights_bytes=loaded_weight_bytes(shape, precision, tp),
-        activation_bytes=activation_peak_bytes(shape, precision, limits),
-        non_torch_bytes=NON_TORCH_BYTES if tp == 1 else NON_TORCH_PARALLEL_BYTES,
-        cudagraph_bytes=cudagraph_reserve_bytes(shape, limits),
+        activation_bytes=activation_peak_bytes(shape, precision, gpu, limits),
+        non_torch_bytes=_non_torch_bytes(shape, tp),
+        cudagraph_bytes=cudagraph_reserve_bytes(shape, precision, limits),
         kv_bytes_per_token=shape.kv_bytes_per_token(precision, tp),
         block_size=limits.block_size,
         num_gpu_blocks=0 if limits.num_gpu_blocks is None else limits.num_gpu_blocks + 1,
@@ -129,27 +136,28 @@ def memory_plan(
 
 
 def loaded_weight_bytes(shape: ModelShape, precision: Precision, tensor_parallel_size: int = 1) -> int:
-    """What loading the model allocates on one rank: weights, rotary table, the allocator's rounding and FP8's slack."""
+    """What loading the model allocates on one rank: weights, rotary table, allocator's rounding, DeepGEMM's workspace.
+
+    Measured against it: 0.1 MB more in BF16 (the scales of the attention layers, each rounded up to 512 bytes), 12.7 MB
+    more for Qwen3-8B in FP8.
+    """
     rotary_table = shape.max_position_embeddings * shape.head_dim * BF16_BYTES
     total = shape.weight_bytes(precision, tensor_parallel_size) + rotary_table
-    for size, count, quantised in _tensors(shape, precision, tensor_parallel_size):
-        total += count * _unused_tail_bytes(size)
-        if quantised and size >= ALLOCATOR_SPLIT_BYTES:
-            total += int(count * ONLINE_FP8_SLACK_BYTES)
-    return total
+    total += sum(count * _unused_tail_bytes(size) for size, count in _tensors(shape, precision, tensor_parallel_size))
+    return total + (DEEPGEMM_WORKSPACE_BYTES if precision.uses_fp8 else 0)
 
 
-def _tensors(shape: ModelShape, precision: Precision, tp: int) -> list[tuple[int, int, bool]]:
-    """(bytes, how many, stored in FP8) of one rank's matrices, without scales. A layer's experts are one tensor."""
+def _tensors(shape: ModelShape, precision: Precision, tp: int) -> list[tuple[int, int]]:
+    """(bytes, how many) of one rank's matrices, without scales. A layer's experts are one tensor."""
     online = precision.weights != "bf16"
     copies = shape.experts.num_experts if shape.experts else 0
     matrices = [(w, 1) for w in shape.linears(tp) if w.name != "lm_head"]
     matrices += [(w, copies) for w in shape.expert_linears(tp)]
     table = shape.padded_vocab_size // tp * shape.hidden_size * BF16_BYTES
-    tensors = [(table, 1 if shape.tie_word_embeddings else 2, False)]
+    tensors = [(table, 1 if shape.tie_word_embeddings else 2)]
     for w, in_one in matrices:
-        quantised = online and w.quantised
-        tensors.append((in_one * w.n * w.k * (FP8_BYTES if quantised else BF16_BYTES), w.layers, quantised))
+        element = FP8_BYTES if online and w.quantised else BF16_BYTES
+        tensors.append((in_one * w.n * w.k * element, w.layers))
     return tensors
 
 
@@ -161,57 +169,73 @@ def _unused_tail_bytes(size: int) -> int:
     return tail
 
 
-def activation_peak_bytes(shape: ModelShape, precision: Precision, limits: EngineLimits) -> int:
+def activation_peak_bytes(shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits) -> int:
     """Peak of PyTorch's allocations in profile_run: a forward pass of max_num_batched_tokens, then the sampler.
 
-    The expert workspace persists (vllm/v1/worker/workspace.py), so it counts in both. Attention is skipped, or writes
-    into the buffers listed here.
+    The expert workspace persists (vllm/v1/worker/workspace.py), so it counts in both; so does cuBLAS's, from its first
+    BF16 GEMM on: in a dense FP8 model that is lm_head's, after the forward pass. Measured against this: 60 MiB (4%)
+    more for Qwen3-8B, whose peak is the forward pass, in every precision; 2 MiB more for Qwen3-30B-A3B (the sampler).
     """
     tokens, tp = limits.max_num_batched_tokens, limits.tensor_parallel_size
-    workspace = _expert_workspace_bytes(shape, precision, tokens, tp)
-    sampler = _sampler_bytes(shape, tokens, min(tokens, limits.max_num_seqs), tp)
-    return workspace + max(_forward_bytes(shape, tokens, tp), sampler) + CUBLAS_WORKSPACE_BYTES
+    forward, sampler = _forward_bytes(shape, precision, tokens, tp), _sampler_bytes(shape, gpu, limits)
+    if precision.weights == "bf16" or shape.experts:
+        forward += CUBLAS_WORKSPACE_BYTES
+    return _expert_workspace_bytes(shape, tokens, tp) + max(forward, sampler + CUBLAS_WORKSPACE_BYTES)
 
 
-def _forward_bytes(shape: ModelShape, tokens: int, tp: int) -> int:
-    """BF16 rows alive at the widest point of a layer.
+def _forward_bytes(shape: ModelShape, precision: Precision, tokens: int, tp: int) -> int:
+    """Bytes alive at the widest point of a layer, without the expert workspace.
 
-    Attention: residual, fused qkv, its normed and rotated copy, attention output. Dense MLP: residual, fused gate_up,
-    SwiGLU's output. MoE: residual, input, output (the experts' own buffers are the workspace). FP8 copies of a layer's
-    input are made when a wider BF16 buffer has gone, so they do not raise the peak.
+    Attention: residual, fused qkv, its normed and rotated copy, attention output. The compiled graph is split at
+    attention (compilation/backends.py), and what calls a piece holds its inputs until it returns: the attention output
+    and the old residual. With them, dense MLP: residual, fused gate_up, SwiGLU's output; MoE: residual, input, output,
+    and in FP8 the quantised inputs of the two GEMMs. FP8 copies of a dense layer's input are made when a wider BF16
+    buffer has gone, so they do not raise the peak.
     """
     rows = {w.name: w for w in shape.linears(tp)}
+    held = rows["o_proj"].k + shape.hidden_size
     widths = [shape.hidden_size + 2 * rows["qkv_proj"].n + rows["o_proj"].k]
     for name in ("gate_up_proj", "shared_gate_up_proj"):
         if name in rows:
-            widths.append(shape.hidden_size + rows[name].n + rows[name].n // 2)
+            widths.append(held + shape.hidden_size + rows[name].n + rows[name].n // 2)
     if shape.experts:
-        widths.append(3 * shape.hidden_size)
+        widths.append(held + 3 * shape.hidden_size)
+        if precision.weights != "bf16":
+            w13, w2 = shape.expert_linears(tp)
+            widths[-1] += (w13.k + shape.experts.experts_per_token * w2.k) * FP8_BYTES // BF16_BYTES
     return tokens * max(widths) * BF16_BYTES
 
 
-def _expert_workspace_bytes(shape: ModelShape, precision: Precision, tokens: int, tp: int) -> int:
+def _expert_workspace_bytes(shape: ModelShape, tokens: int, tp: int) -> int:
     """Buffers of the Triton experts (fused_moe/experts/triton_moe.py, workspace_shapes), vLLM's default on Hopper."""
     if not shape.experts:
         return 0
     w13, w2 = shape.expert_linears(tp)
     rows = tokens * shape.experts.experts_per_token
-    workspace = rows * (max(w2.k, w13.k) + max(w13.n, w13.k)) * BF16_BYTES
-    if precision.weights == "bf16":
-        return workspace
-    return workspace + (tokens * w13.k + rows * w2.k) * FP8_BYTES  # quantised inputs of the two GEMMs
+    return rows * (max(w2.k, w13.k) + max(w13.n, w13.k)) * BF16_BYTES
 
 
-def _sampler_bytes(shape: ModelShape, tokens: int, rows: int, tp: int) -> int:
+def _sampler_bytes(shape: ModelShape, gpu: Gpu, limits: EngineLimits) -> int:
     """Hidden states of all tokens, those of the sampled rows, logits, and what the sampler makes of the logits.
 
     Dense models run vLLM's V2 model runner, whose sampler works on the BF16 logits in place (v1/worker/gpu/sample).
-    MoE models run V1, whose warm-up makes FP32 logits, probabilities and noise (v1/sample/ops/topk_topp_sampler.py).
+    MoE models run V1, whose warm-up holds BF16 logits, FP32 logits, log-probabilities (processed_logprobs),
+    probabilities and noise at once (v1/sample/ops/topk_topp_sampler.py), random hidden states for the sampled rows
+    (_dummy_sampler_run), and the top-k kernel's FP32 row per multiprocessor (topk_topp_triton.py).
     """
-    hidden = (tokens + rows) * shape.hidden_size * BF16_BYTES
-    element = BF16_BYTES + (3 * FP32_BYTES if shape.experts else 0)
-    before_gather = rows * shape.padded_vocab_size // tp * BF16_BYTES if tp > 1 else 0
-    return hidden + before_gather + rows * shape.padded_vocab_size * element
+    tokens, tp = limits.max_num_batched_tokens, limits.tensor_parallel_size
+    rows, vocab = min(tokens, limits.max_num_seqs), shape.padded_vocab_size
+    row = shape.hidden_size * BF16_BYTES
+    before_gather = rows * vocab // tp * BF16_BYTES if tp > 1 else 0
+    taken = (tokens + rows) * row + before_gather + rows * vocab * BF16_BYTES
+    if shape.experts:
+        taken += rows * row + 4 * rows * vocab * FP32_BYTES + min(gpu.sm_count, rows) * vocab * FP32_BYTES
+    return taken
+
+
+def _non_torch_bytes(shape: ModelShape, tp: int) -> int:
+    alone = NON_TORCH_V1_BYTES if shape.experts else NON_TORCH_BYTES
+    return alone if tp == 1 else alone + NON_TORCH_PARALLEL_BYTES
 
 
 def cudagraph_capture_sizes(limits: EngineLimits) -> tuple[int, ...]:
@@ -227,7 +251,7 @@ def cudagraph_capture_sizes(limits: EngineLimits) -> tuple[int, ...]:
     return tuple(sorted(size for size in sizes if size <= largest))
 
 
-def cudagraph_reserve_bytes(shape: ModelShape, limits: EngineLimits) -> int:
+def cudagraph_reserve_bytes(shape: ModelShape, precision: Precision, limits: EngineLimits) -> int:
     """What vLLM sets aside for CUDA graphs before it sizes the KV pool (VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=1).
 
     0 for dense models: the V2 model runner's profile_cudagraph_memory returns 0. MoE models run V1, which captures
@@ -236,8 +260,9 @@ def cudagraph_reserve_bytes(shape: ModelShape, limits: EngineLimits) -> int:
     sizes = cudagraph_capture_sizes(limits)
     if not shape.experts or not sizes:
         return 0
-    graphs = len(sizes) + sum(size <= limits.max_num_seqs for size in sizes)
-    return int(CUDAGRAPH_BASE_BYTES + graphs * CUDAGRAPH_BYTES_PER_GRAPH)
+    more_full = sum(size <= limits.max_num_seqs for size in sizes) - 1
+    full = CUDAGRAPH_FULL_BYTES + (0 if precision.weights == "bf16" else CUDAGRAPH_FP8_BYTES)
+    return CUDAGRAPH_FIRST_BYTES + (len(sizes) - 1) * CUDAGRAPH_PIECEWISE_BYTES + more_full * full
 
 
 def _does_not_fit(
