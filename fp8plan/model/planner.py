@@ -210,17 +210,19 @@ def _place(shape: ModelShape, candidate: Candidate, gpu: Gpu, explicit: bool) ->
 def _predict_all(
     candidates: Sequence[Candidate], problem: Problem, progress: Callable[[Iterable[Any]], Iterable[Any]]
 ) -> list[Candidate]:
-    """Candidates with the same replicas share their schedules."""
+    """Candidates with as many replicas share their schedules, from the largest KV pool down."""
     done = list(candidates)
-    by_replicas: dict[int, list[int]] = {}
-    for i, c in enumerate(candidates):
-        if c.memory is not None:
-            by_replicas.setdefault(c.limits.data_parallel_size, []).append(i)
-    for replicas, members in by_replicas.items():
-        pools = [memory.usable_blocks for i in members if (memory := candidates[i].memory)]
-        planned = schedules(problem.batch.split(replicas), pools, candidates[members[0]].limits)
-        for i, plans in progress(list(zip(members, planned, strict=True))):
-            done[i] = _predict(candidates[i], plans, problem)
+    order = sorted(
+        (c.limits.data_parallel_size, -c.memory.usable_blocks, i) for i, c in enumerate(candidates) if c.memory
+    )
+    parts: dict[int, list[Batch]] = {}
+    larger: dict[int, list[Schedule]] = {}
+    for replicas, minus_pool, i in progress(order):
+        if replicas not in parts:
+            parts[replicas] = problem.batch.split(replicas)
+        plans = schedules(parts[replicas], -minus_pool, candidates[i].limits, larger.get(replicas))
+        larger[replicas] = plans
+        done[i] = _predict(candidates[i], plans, problem)
     return done
 
 

@@ -64,20 +64,19 @@ class Rollout:
         return self.output_tokens / self.makespan_s
 
 
-def schedules(batches: Sequence[Batch], pools: Sequence[int], limits: EngineLimits) -> list[list[Schedule]]:
-    """For each pool size (KV blocks), the schedule of each replica's batch.
+def schedules(
+    batches: Sequence[Batch], pool: int, limits: EngineLimits, larger: Sequence[Schedule] | None = None
+) -> list[Schedule]:
+    """The schedule of each replica's batch.
 
-    A larger pool is scheduled first: while it neither preempts nor runs short, the smaller one has the same schedule.
+    pool:   KV blocks of one replica
+    larger: the same batches' schedules in a pool at least as large, if known: while that one neither preempts nor runs
+            short of this pool, its schedule is this one's too
     """
-    found: dict[int, list[Schedule]] = {}
-    larger: list[Schedule] = []
-    for pool in sorted(set(pools), reverse=True):
-        found[pool] = [
-            larger[replica] if larger and _same_in(pool, larger[replica]) else schedule(*batch, pool, limits)
-            for replica, batch in enumerate(batches)
-        ]
-        larger = found[pool]
-    return [found[pool] for pool in pools]
+    return [
+        larger[replica] if larger and _same_in(pool, larger[replica]) else schedule(*batch, pool, limits)
+        for replica, batch in enumerate(batches)
+    ]
 
 
 def _same_in(pool: int, plan: Schedule) -> bool:

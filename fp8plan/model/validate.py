@@ -78,7 +78,7 @@ def _compare(record: Record, strict: bool, warnings: dict[str, None]) -> dict[st
         warnings.update(dict.fromkeys(said))
         memory = memory_plan(shape, wanted, card, limits, record.batch.longest)
         parts = record.batch.split(limits.data_parallel_size)
-        (planned,) = schedules(parts, [memory.usable_blocks], limits)
+        planned = schedules(parts, memory.usable_blocks, limits)
         timed = rollout(planned, StepModel(shape, card, wanted, limits, profile))
     except Fp8PlanError as error:
         raise type(error)(f"line {record.line}: {error}") from None

@@ -121,10 +121,12 @@ def test_the_interval_holds_the_makespan_and_the_timeline_ends_with_it() -> None
     assert np.all(np.diff(result.timeline.seconds) > 0)
 
 
-@settings(max_examples=15, deadline=None)
-@given(batches(), st.lists(st.integers(600, 20_000), min_size=1, max_size=4))
-def test_shared_schedules_are_the_ones_each_pool_would_have(batch: Batch, pools: list[int]) -> None:
-    for pool, (shared,) in zip(pools, schedules([batch], pools, LIMITS), strict=True):
+@settings(max_examples=25, deadline=None)
+@given(batches(), st.lists(st.integers(600, 20_000), min_size=2, max_size=4))
+def test_a_schedule_taken_over_from_a_larger_pool_is_the_one_this_pool_has(batch: Batch, pools: list[int]) -> None:
+    larger = None
+    for pool in sorted(pools, reverse=True):
+        (shared,) = larger = schedules([batch], pool, LIMITS, larger)
         own = schedule(*batch, pool, LIMITS)
         np.testing.assert_array_equal(shared.used_blocks, own.used_blocks)
         np.testing.assert_array_equal(shared.steps, own.steps)
