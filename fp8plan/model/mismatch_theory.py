@@ -43,7 +43,8 @@ def round_e4m3(values: ArrayLike) -> FloatArray:
     magnitude = np.minimum(np.abs(x), E4M3_MAX)
     exponent = np.floor(np.log2(np.maximum(magnitude, 2.0**E4M3_MIN_EXPONENT)))
     step = 2.0 ** (exponent - E4M3_MANTISSA_BITS)
-    return np.copysign(np.minimum(np.round(magnitude / step) * step, E4M3_MAX), x)
+    rounded: FloatArray = np.copysign(np.minimum(np.round(magnitude / step) * step, E4M3_MAX), x)
+    return rounded
 
 
 def round_bf16(values: ArrayLike) -> FloatArray:

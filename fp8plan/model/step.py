@@ -104,7 +104,7 @@ class StepModel:
         if experts is not None:
             one = expert_bytes(self.shape, experts, self.precision, tp) * experts.layers
             read = read + distinct_experts(tokens, experts) * one
-        return read / self.gpu.memory_bandwidth
+        return np.asarray(read / self.gpu.memory_bandwidth)
 
     def flops_bound(self, batch: StepBatch) -> Array:
         """Seconds below which no step can be: its FLOPs at the datasheet's peak of each dtype, shape (steps,)."""
