@@ -113,6 +113,8 @@ def table(paths: list[Path]) -> str:
             lost = row.get("preemptions")
             facts += [f"preemptions {lost}"] if isinstance(lost, dict) else []
             facts += [f"{lost:,} preemptions"] if isinstance(lost, int) else []
+            if "us_per_event_log2_event" in row:
+                facts.append(f"{row['us_per_event_log2_event']:.2f} us per event x log2(events)")
             facts += [row["command"]] if "command" in row else []
             times = " | ".join(f"{row[key] * 1e3:,.1f} ms" for key in ("median_s", "min_s", "max_s"))
             lines.append(f"| {row['what']} | {times} | {'; '.join(facts)} |")
