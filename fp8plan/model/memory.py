@@ -25,7 +25,9 @@ from fp8plan.errors import CapacityError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.precision import BF16_BYTES, FP8_BYTES, FP32_BYTES, Precision
+from fp8plan.model.precision import BF16_BYTES, FP8_BLOCK, FP8_BYTES, FP32_BYTES, Precision
+
+MOST_UTILIZATION = 0.97  # the driver, the CUDA context and captured graphs need the rest
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -113,6 +115,14 @@ def memory_plan(
     Raises ConfigError if tensor_parallel_size does not divide the model, CapacityError if the KV pool holds less than
     one request of max_model_len (the engine then refuses to start).
     """
+    plan = _unchecked_plan(shape, precision, gpu, limits)
+    tokens = limits.max_model_len or longest_request or 1
+    if not _holds(plan, tokens):
+        raise CapacityError(_does_not_fit(shape, precision, gpu, limits, plan, tokens))
+    return plan
+
+
+def _unchecked_plan(shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits) -> MemoryPlan:
     tp = limits.tensor_parallel_size
     shape.check_tensor_parallel(tp)
     plan = MemoryPlan(
@@ -126,13 +136,13 @@ def memory_plan(
         num_gpu_blocks=0 if limits.num_gpu_blocks is None else limits.num_gpu_blocks + 1,
         imposed=limits.num_gpu_blocks is not None,
     )
-    if not plan.imposed:
-        blocks = max(0, plan.available_bytes // (limits.block_size * plan.kv_bytes_per_token))
-        plan = replace(plan, num_gpu_blocks=blocks)
-    tokens = limits.max_model_len or longest_request or 1
-    if plan.usable_blocks < ceil(tokens / limits.block_size):
-        raise CapacityError(_does_not_fit(shape, precision, gpu, limits, plan, tokens))
-    return plan
+    if plan.imposed:
+        return plan
+    return replace(plan, num_gpu_blocks=max(0, plan.available_bytes // (limits.block_size * plan.kv_bytes_per_token)))
+
+
+def _holds(plan: MemoryPlan, tokens: int) -> bool:
+    return plan.usable_blocks >= ceil(tokens / plan.block_size)
 
 
 def loaded_weight_bytes(shape: ModelShape, precision: Precision, tensor_parallel_size: int = 1) -> int:
@@ -281,16 +291,26 @@ def _does_not_fit(
         f"{limits.tensor_parallel_size}: one request of {tokens} tokens needs {needed / GIB:.2f} GiB of KV cache, "
         f"available {available / GIB:.2f} GiB ({plan.requested_bytes / GIB:.1f} requested, weights "
         f"{plan.weights_bytes / GIB:.1f}, activations {plan.activation_bytes / GIB:.1f}, other "
-        f"{(plan.non_torch_bytes + plan.cudagraph_bytes) / GIB:.1f}); try {_ways_out(shape, precision, gpu, limits)}"
+        f"{(plan.non_torch_bytes + plan.cudagraph_bytes) / GIB:.1f}); try "
+        f"{_ways_out(shape, precision, gpu, limits, plan, tokens)}"
     )
 
 
-def _ways_out(shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits) -> str:
-    larger = [tp for tp in shape.allowed_tensor_parallel() if tp > limits.tensor_parallel_size]
-    ways = [f"tensor_parallel_size {larger[0]}"] if larger else []
-    if limits.gpu_memory_utilization < 0.95:
+def _ways_out(
+    shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits, plan: MemoryPlan, tokens: int
+) -> str:
+    """What would make it fit, each way by itself, tried out."""
+
+    def fits(changed: EngineLimits, wanted: Precision = precision) -> bool:
+        return _holds(_unchecked_plan(shape, wanted, gpu, changed), tokens)
+
+    larger = (tp for tp in shape.allowed_tensor_parallel() if tp > limits.tensor_parallel_size)
+    enough = next((tp for tp in larger if fits(replace(limits, tensor_parallel_size=tp))), None)
+    ways = [f"tensor_parallel_size {enough}"] if enough else []
+    if fits(replace(limits, gpu_memory_utilization=MOST_UTILIZATION)):
         ways.append("a higher gpu_memory_utilization")
-    ways.append("a smaller max_model_len or max_num_batched_tokens")
-    if gpu.has_fp8 and precision.weights == "bf16":
+    if gpu.has_fp8 and precision.weights == "bf16" and fits(limits, FP8_BLOCK):
         ways.append("FP8 weights")
-    return ", ".join(ways)
+    if plan.available_bytes > 0:
+        ways.append("a smaller max_model_len")
+    return ", ".join(ways) or "a GPU with more memory"
