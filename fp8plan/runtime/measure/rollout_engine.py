@@ -26,6 +26,11 @@ from fp8plan.runtime.measure.engine_log import engine_numbers, kernel_backends, 
 # A short warm-up clips responses here: long enough to fill the batch, short enough to cost a few seconds.
 SHORT_RESPONSE, RAMP_STEPS = 64, 128
 
+# Longer ones are taken for stalls, in which a kernel was compiled, and noted. Seen on an H200 (first look of its
+# profile): first steps of 0.9 to 11.5 s with and at most 0.15 s without; later ones of 3.5 s and more, against pauses
+# of up to 0.8 s that are the front end's own.
+FIRST_STALL_S, STALL_S = 0.5, 1.0
+
 # vLLM's counters (v1/metrics/loggers.py), as the record calls what they gained during a run.
 COUNTERS = {
     "vllm:num_preemptions": "preemptions",
@@ -77,18 +82,20 @@ def measure(job: Mapping[str, Any], note: Callable[[str], None]) -> None:
     facts = job["fields"] | engine_facts(llm, job) | machine_facts() | {"engine_start_s": start_s}
     memory = facts["measured_kv_cache_tokens"]
     note(f"engine ready in {start_s:.0f} s, KV cache {memory} tokens, kernels {facts['kernel_backends']}")
-    trace = Trace(llm) if job["trace"] else None
+    trace = Trace(llm)
     for work in job["work"]:
         prompts = token_prompts(work, llm.llm_engine.model_config.get_vocab_size())
         warmed = {"warmup": job["warmup"], "warmup_s": warm_up(llm, prompts, work["response_lengths"], job["warmup"])}
         note(f"{work['workload']}: warmed up ({job['warmup']}) in {warmed['warmup_s']:.1f} s")
         for run in work["runs"]:
-            result = timed(llm, prompts, work["response_lengths"], trace.start if trace else lambda: None)
+            result = timed(llm, prompts, work["response_lengths"], trace.start) | trace.slowest()
             kept = {name: value for name, value in work.items() if name != "runs"}
             append(job["output"], facts | kept | run | warmed | result | {"date": datetime.now(UTC).isoformat()})
             what = f"{work['workload']} run {run['repeat']}"
             note(f"{what}: {result['seconds']:.2f} s, {result['preemptions']} preemptions")
-            if trace:
+            if result["first_step_s"] > FIRST_STALL_S or result["longest_step_s"] > STALL_S:
+                note(f"{what}: a step took {result['longest_step_s']:.1f} s, as if a kernel was compiled in it")
+            if job["trace"]:
                 trace.write(job["trace"], run["key"])
 
 
@@ -237,7 +244,7 @@ class Trace:
     def __init__(self, llm: Any) -> None:
         manager = llm.llm_engine.logger_manager
         if manager is None:
-            raise ConfigError("--trace needs disable_log_stats=False")
+            raise ConfigError("step times need disable_log_stats=False")
         self.rows: list[tuple[float, ...]] = []
         self.begun = 0.0
         report = manager.record
@@ -262,6 +269,12 @@ class Trace:
     def start(self) -> None:
         self.rows.clear()
         self.begun = time.perf_counter()
+
+    def slowest(self) -> dict[str, float]:
+        """Seconds of the first step, the requests' arrival included, and of the longest."""
+        times = [row[0] for row in self.rows]
+        steps = [after - before for before, after in zip([0.0, *times], times, strict=False)]
+        return {"first_step_s": round(steps[0], 6), "longest_step_s": round(max(steps), 6)}
 
     def write(self, path: str, key: str) -> None:
         """One JSON line: the record's key, and a column per TRACE_COLUMNS."""
