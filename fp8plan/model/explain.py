@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
-from fp8plan.model.mismatch import MismatchRisk, RiskBudget, ThresholdAdvice
+from fp8plan.model.mismatch import Level, MismatchRisk, RiskBudget, ThresholdAdvice
 from fp8plan.model.plan import Choice
 from fp8plan.model.profile import Profile
 from fp8plan.model.rollout import TAIL_SHARE, Rollout
@@ -50,7 +51,7 @@ def explain(
 
 def _headline(picked: Choice, choices: Sequence[Choice], budget: RiskBudget, whole_step: bool) -> str:
     name = f"{picked.precision}{_layout(picked, choices)}"
-    if budget_exceeded(picked, budget):
+    if _refused(picked, budget):
         return (
             f"No precision stays within the risk budget ({budget.accept}): {name} has the lowest expected KL, and its "
             f"risk is {picked.risk}."
@@ -87,14 +88,15 @@ def _why_not_fp8(picked: Choice, choices: Sequence[Choice], budget: RiskBudget, 
         return "no other precision was asked for"
     if not any(c.available for c in others):
         return "no FP8 precision can run here"
-    refused = [c for c in others if c.available and budget_exceeded(c, budget)]
+    refused = [c for c in others if c.available and _refused(c, budget)]
     if any(_cost(c, whole_step) < _cost(picked, whole_step) for c in refused):
         return f"faster precisions are outside the risk budget ({budget.accept})"
     return "FP8 is not worth it here"
 
 
-def budget_exceeded(choice: Choice, budget: RiskBudget) -> bool:
-    return choice.risk not in ("low", "moderate", "high")[: ("low", "moderate", "high").index(budget.accept) + 1]
+def _refused(choice: Choice, budget: RiskBudget) -> bool:
+    """Whether the budget rules out a choice that can run."""
+    return not budget.accepts(cast("Level", choice.risk))
 
 
 def _passed_over(choices: Sequence[Choice], chosen: int, budget: RiskBudget, whole_step: bool) -> list[str]:
@@ -107,7 +109,7 @@ def _passed_over(choices: Sequence[Choice], chosen: int, budget: RiskBudget, who
         choice = min(runnable, key=lambda c: _cost(c, whole_step))
         name = f"{choice.precision}{_layout(choice, choices)}"
         gain = _cost(picked, whole_step) / _cost(choice, whole_step)
-        if gain > 1 + NO_FASTER and budget_exceeded(choice, budget):
+        if gain > 1 + NO_FASTER and _refused(choice, budget):
             sentences.append(f"{name} would be {gain:.2f}x as fast, but its mismatch risk is {choice.risk}.")
         elif gain > 1 + NO_FASTER:
             sentences.append(f"{name} is only {gain - 1:.1%} faster, which does not pay for its mismatch.")

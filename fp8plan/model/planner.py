@@ -173,12 +173,9 @@ def choose(candidates: Sequence[Candidate], budget: RiskBudget) -> int:
     the lowest KL. If the budget accepts none, the one with the lowest KL."""
     runnable = [i for i, c in enumerate(candidates) if c.rollout is not None]
     accepted = [i for i in runnable if budget.accepts(_risk(candidates[i]).level)]
-    if not accepted:
-        lowest = min(_risk(candidates[i]).kl_k3 for i in runnable)
-        return min((i for i in runnable if _risk(candidates[i]).kl_k3 == lowest), key=lambda i: candidates[i].seconds)
-    fastest = min(candidates[i].seconds for i in accepted)
+    fastest = min((candidates[i].seconds for i in accepted), default=0.0)
     close = [i for i in accepted if candidates[i].seconds <= fastest * (1 + LEAST_GAIN)]
-    return min(close, key=lambda i: (_risk(candidates[i]).kl_k3, candidates[i].seconds))
+    return min(close or runnable, key=lambda i: (_risk(candidates[i]).kl_k3, candidates[i].seconds))
 
 
 def _layouts(shape: ModelShape, limits: EngineLimits, gpus: int | None) -> list[EngineLimits]:
@@ -216,17 +213,22 @@ def _predict_all(
         (c.limits.data_parallel_size, -c.memory.usable_blocks, i) for i, c in enumerate(candidates) if c.memory
     )
     parts: dict[int, list[Batch]] = {}
-    larger: dict[int, list[Schedule]] = {}
+    known: dict[int, list[Schedule]] = {}
+    risks: dict[Precision, MismatchRisk] = {}  # the layout does not matter to them
     for replicas, minus_pool, i in progress(order):
+        candidate = candidates[i]
         if replicas not in parts:
             parts[replicas] = problem.batch.split(replicas)
-        plans = schedules(parts[replicas], -minus_pool, candidates[i].limits, larger.get(replicas))
-        larger[replicas] = plans
-        done[i] = _predict(candidates[i], plans, problem)
+        if candidate.precision not in risks:
+            risks[candidate.precision] = _expected_mismatch(candidate.precision, problem)
+        plans = schedules(parts[replicas], -minus_pool, candidate.limits, known.get(replicas))
+        known[replicas] = plans
+        done[i] = replace(_predict(candidate, plans, problem), risk=risks[candidate.precision])
     return done
 
 
 def _predict(candidate: Candidate, plans: Sequence[Schedule], problem: Problem) -> Candidate:
+    """With its rollout, and the RL step around it."""
     model = StepModel(problem.shape, problem.gpu, candidate.precision, candidate.limits, problem.profile)
     timed = rollout(plans, model)
     step_s = None
@@ -234,15 +236,18 @@ def _predict(candidate: Candidate, plans: Sequence[Schedule], problem: Problem) 
         tokens = int((problem.batch.prompts + problem.batch.responses).sum())
         sync = weight_sync_seconds(model, problem.trainer, problem.kv_scales_calibrated)
         step_s = timed.makespan_s + problem.trainer.seconds(tokens) + sum(sync.values())
-    risk = mismatch_risk(
+    return replace(candidate, rollout=timed, step_s=step_s)
+
+
+def _expected_mismatch(precision: Precision, problem: Problem) -> MismatchRisk:
+    return mismatch_risk(
         problem.shape,
-        candidate.precision,
+        precision,
         problem.batch.responses,
         e8m0=problem.gpu.e8m0_scales,
         kv_scales_calibrated=problem.kv_scales_calibrated,
         budget=problem.budget,
     )
-    return replace(candidate, rollout=timed, risk=risk, step_s=step_s)
 
 
 def _timed(candidate: Candidate) -> Rollout:

@@ -65,22 +65,17 @@ class Rollout:
 
 
 def schedules(
-    batches: Sequence[Batch], pool: int, limits: EngineLimits, larger: Sequence[Schedule] | None = None
+    batches: Sequence[Batch], pool: int, limits: EngineLimits, known: Sequence[Schedule] | None = None
 ) -> list[Schedule]:
     """The schedule of each replica's batch.
 
-    pool:   KV blocks of one replica
-    larger: the same batches' schedules in a pool at least as large, if known: while that one neither preempts nor runs
-            short of this pool, its schedule is this one's too
+    pool:  KV blocks of one replica
+    known: the same batches' schedules in another pool, taken over where they hold for this one
     """
     return [
-        larger[replica] if larger and _same_in(pool, larger[replica]) else schedule(*batch, pool, limits)
+        known[replica] if known and known[replica].holds_for(pool) else schedule(*batch, pool, limits)
         for replica, batch in enumerate(batches)
     ]
-
-
-def _same_in(pool: int, plan: Schedule) -> bool:
-    return plan.blocks_wanted is not None and plan.blocks_wanted <= pool
 
 
 def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:

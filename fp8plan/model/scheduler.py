@@ -46,7 +46,12 @@ class Schedule:
     used_blocks: IntArray
     preemptions: IntArray
     finished: IntArray
+    num_blocks: int  # the pool it was made for
     blocks_wanted: int | None  # any pool with at least this many blocks gives this very schedule; None: not known
+
+    def holds_for(self, num_blocks: int) -> bool:
+        """Whether a pool of that size is known to give this very schedule."""
+        return num_blocks == self.num_blocks or (self.blocks_wanted is not None and num_blocks >= self.blocks_wanted)
 
     @property
     def num_steps(self) -> int:
@@ -91,7 +96,8 @@ def schedule(
     # Freed blocks that were hit may be gone from a smaller pool, so then nothing can be said about it.
     pool_mattered = state.hit_freed_blocks or bool(table[COLUMNS.index("preemptions")].any())
     columns = dict(zip(COLUMNS, table, strict=True))
-    return Schedule(**columns, blocks_wanted=None if pool_mattered else num_blocks - state.least_free)
+    wanted = None if pool_mattered else num_blocks - state.least_free
+    return Schedule(**columns, num_blocks=num_blocks, blocks_wanted=wanted)
 
 
 def _check_fits(prompts: IntArray, responses: IntArray, num_blocks: int, block_size: int) -> None:

@@ -140,6 +140,16 @@ def test_a_schedule_taken_over_from_a_larger_pool_is_the_one_this_pool_has(batch
         np.testing.assert_array_equal(shared.steps, own.steps)
 
 
+def test_a_starved_schedule_is_not_made_twice_for_one_pool() -> None:
+    batch = Workload(8, 8, Fixed(100), LogNormal(600, 0.8, 2000)).batch()
+    (first,) = schedules([batch], 300, LIMITS)
+    assert first.num_preemptions > 0
+    (again,) = schedules([batch], 300, LIMITS, [first])
+    assert again is first
+    (other,) = schedules([batch], 299, LIMITS, [first])
+    assert other is not first
+
+
 def test_fp8_kv_ends_the_preemption_that_bf16_suffers() -> None:
     batch = Workload(32, 16, Fixed(1024), LogNormal(6000, 0.9, 20480)).batch()
     limits = replace(LIMITS, max_model_len=batch.longest)
