@@ -66,8 +66,9 @@ def test_parameters_equal_the_published_count(name: str) -> None:
 def test_aliases_have_the_parameters_of_their_model() -> None:
     counts = set(PUBLISHED.values())
     assert set(PUBLISHED) <= set(bundled_models())
-    assert all(ModelShape.from_hf(name).num_parameters in counts for name in bundled_models())
-    assert all("config.json" in ModelShape.from_hf(name).source for name in bundled_models())
+    published = [ModelShape.from_hf(name) for name in bundled_models() if not name.startswith("fp8plan/")]
+    assert all(shape.num_parameters in counts for shape in published)
+    assert all("config.json" in shape.source for shape in published)
 
 
 @pytest.mark.parametrize("spelling", ["Qwen/Qwen3-8B", "qwen/qwen3-8b", "Qwen3-8B"])

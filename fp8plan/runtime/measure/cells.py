@@ -24,7 +24,8 @@ from fp8plan.model.workload import Workload, parse_lengths
 
 CHILD = "fp8plan.runtime.measure.rollout_engine"
 SETTING = {"model", "gpu", "precisions", "repeats", "workloads", "kv_cache_tokens"}
-WORKLOAD = {"name", "prompts", "samples", "prompt_lengths", "response_lengths", "seed", "repeats"}
+WORKLOAD = {"name", "prompts", "samples", "prompt_lengths", "response_lengths", "seed", "repeats", "warmup"}
+WARMUPS = ("full", "short")
 LIMITS = {f.name for f in fields(EngineLimits)} - {"num_gpu_blocks", "data_parallel_size"}
 
 # Random weights need no download, and no tokenizer; vLLM's own sampler needs no compiler on the machine.
@@ -45,13 +46,14 @@ ENV = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line adds to the cells. warmup: "full" or "short"; env: on top of the plan's."""
+    """What the command line adds to the cells. warmup: of the workloads that name none; env: on top of the plan's."""
 
     output: Path
     warmup: str
     trace: bool
     env: dict[str, str]
     precisions: tuple[str, ...]  # empty: all of the cells
+    models: tuple[str, ...] = ()  # likewise
 
     def beside(self, ending: str) -> Path:
         return self.output.with_name(f"{self.output.stem}.{ending}")
@@ -72,6 +74,8 @@ def jobs(cells: Path, options: Options) -> list[dict[str, Any]]:
     release, done, found = engine_version(), keys_in(options.output), []
     for number, setting in enumerate(settings):
         _known(setting, SETTING | LIMITS, SETTING - {"repeats", "kv_cache_tokens"}, f"setting {number} of {cells}")
+        if options.models and setting["model"] not in options.models:
+            continue
         for name in setting["precisions"]:
             if not options.precisions or name in options.precisions:
                 found.append(_job(setting, number, precision(name).name, release, done, options))
@@ -112,7 +116,7 @@ def _job(
     work = []
     for row, workload, planned in zip(setting["workloads"], workloads, plans, strict=True):
         repeats = row.get("repeats", setting.get("repeats", 1))
-        cell = _cell(row, workload, same, repeats)
+        cell = _cell(row, workload, same, repeats) | {"warmup": row.get("warmup", options.warmup)}
         cell["runs"] = [run for run in cell["runs"] if run["key"] not in done]
         if cell["runs"]:
             choice = planned.select()
@@ -126,7 +130,6 @@ def _job(
         "kwargs": _kwargs(plans[0], setting["model"], options),
         "env": plans[0].env() | ENV | options.env,
         "work": work,
-        "warmup": options.warmup,
         "output": str(options.output.resolve()),
         "log": str(options.beside(f"{label}.log").resolve()),
         "trace": str(options.beside("trace.jsonl.gz").resolve()) if options.trace else None,
@@ -134,7 +137,9 @@ def _job(
 
 
 def _workload(row: Any, where: str) -> Workload:
-    _known(row, WORKLOAD, WORKLOAD - {"name", "seed", "repeats"}, where)
+    _known(row, WORKLOAD, WORKLOAD - {"name", "seed", "repeats", "warmup"}, where)
+    if row.get("warmup", WARMUPS[0]) not in WARMUPS:
+        raise ConfigError(f"{where} has warmup {row['warmup']!r}; allowed: {', '.join(WARMUPS)}")
     prompts, responses = (parse_lengths(row[f"{kind}_lengths"], f"{kind}_length") for kind in ("prompt", "response"))
     return Workload(row["prompts"], row["samples"], prompts, responses, row.get("seed", 0))
 

@@ -83,14 +83,17 @@ def measure(job: Mapping[str, Any], note: Callable[[str], None]) -> None:
     memory = facts["measured_kv_cache_tokens"]
     note(f"engine ready in {start_s:.0f} s, KV cache {memory} tokens, kernels {facts['kernel_backends']}")
     trace = Trace(llm)
+    note(f"prompts of {', '.join(map(str, prefill_ladder(llm)))} tokens ran, so that their kernels are compiled")
     for work in job["work"]:
         prompts = token_prompts(work, llm.llm_engine.model_config.get_vocab_size())
-        warmed = {"warmup": job["warmup"], "warmup_s": warm_up(llm, prompts, work["response_lengths"], job["warmup"])}
-        note(f"{work['workload']}: warmed up ({job['warmup']}) in {warmed['warmup_s']:.1f} s")
+        warmed = warm_up(llm, prompts, work["response_lengths"], work["warmup"])
+        note(f"{work['workload']}: warmed up ({work['warmup']}) in {warmed:.1f} s")
         for run in work["runs"]:
+            before = compiled_files()
             result = timed(llm, prompts, work["response_lengths"], trace.start) | trace.slowest()
+            result |= {"warmup_s": warmed, "compiled_files": compiled_files() - before}
             kept = {name: value for name, value in work.items() if name != "runs"}
-            append(job["output"], facts | kept | run | warmed | result | {"date": datetime.now(UTC).isoformat()})
+            append(job["output"], facts | kept | run | result | {"date": datetime.now(UTC).isoformat()})
             what = f"{work['workload']} run {run['repeat']}"
             note(f"{what}: {result['seconds']:.2f} s, {result['preemptions']} preemptions")
             if result["first_step_s"] > FIRST_STALL_S or result["longest_step_s"] > STALL_S:
@@ -121,6 +124,31 @@ def warm_up(llm: Any, prompts: Sequence[Any], responses: Sequence[int], kind: st
     ramp = [1 + RAMP_STEPS * i // len(responses) for i in range(len(responses))]
     lengths = (clipped, [min(pair) for pair in zip(ramp, responses, strict=True)])
     return sum(float(timed(llm, prompts, some)["seconds"]) for some in lengths)
+
+
+def prefill_ladder(llm: Any) -> list[int]:
+    """Run single prompts of the token counts at which vLLM's MoE kernel changes its tiles, odd and even; which ones.
+
+    Requests reach the engine one by one, so the first step of a rollout holds any number of tokens: a warm-up run does
+    not meet the kernels of every one (vllm/model_executor/layers/fused_moe: tiles by the nearest of these counts).
+    """
+    from vllm import SamplingParams
+
+    longest = llm.llm_engine.model_config.max_model_len - 1
+    steps = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
+    lengths = sorted({min(tokens + odd, longest) for tokens in steps for odd in (0, 1)})
+    for tokens in lengths:
+        params = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False, logprobs=0)
+        llm.generate([{"prompt_token_ids": [tokens % 7 + 1] * tokens}], params, use_tqdm=False)
+    return lengths
+
+
+def compiled_files() -> int:
+    """Files in the caches of Triton's and DeepGEMM's compilers: what a run adds was compiled inside it."""
+    home = Path.home()
+    vllm = Path(os.environ.get("VLLM_CACHE_ROOT", home / ".cache" / "vllm"))
+    folders = [vllm / "deep_gemm", Path(os.environ.get("TRITON_CACHE_DIR", home / ".triton" / "cache"))]
+    return sum(len(files) for folder in folders for _, _, files in os.walk(folder))
 
 
 def timed(

@@ -7,7 +7,8 @@ CELLS.json is a list of engine settings:
     [{"model": "Qwen/Qwen3-8B", "gpu": "h200_sxm", "precisions": ["bf16", "fp8_block"], "repeats": 2,
       "gpu_memory_utilization": 0.5, "max_model_len": 8192,          any field of EngineLimits; left out: vLLM's default
       "workloads": [{"name": "small", "prompts": 8, "samples": 4, "prompt_lengths": "fixed:512",
-                     "response_lengths": "lognormal:mean=1000,sigma=0.8,max=6000", "seed": 0, "repeats": 3}]}]
+                     "response_lengths": "lognormal:mean=1000,sigma=0.8,max=6000", "seed": 0, "repeats": 3,
+                     "warmup": "short"}]}]
 
 Each precision of a setting is one engine in a process of its own, with random weights of the model's shape and the
 arguments and environment that a Plan emits. A record is written as soon as it is measured; runs whose record is in
@@ -35,7 +36,7 @@ import fp8plan
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.model.hardware import gpu as find_gpu
 from fp8plan.model.precision import PRESETS
-from fp8plan.runtime.measure.cells import CHILD, Options, jobs, note
+from fp8plan.runtime.measure.cells import CHILD, WARMUPS, Options, jobs, note
 from fp8plan.runtime.measure.rollout_engine import gpu_facts
 
 FREED_BYTES, FREE_WAIT_S = 2 << 30, 30  # a killed engine's memory comes back a little later
@@ -47,8 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cells", type=Path, required=True, help="JSON list of engine settings with their workloads")
     parser.add_argument("--output", type=Path, required=True, help="records, one JSON object per line; appended to")
     parser.add_argument("--precision", action="append", choices=list(PRESETS), default=[], help="only these; repeat")
+    parser.add_argument("--model", action="append", default=[], help="only this model of the cells; repeat")
     parser.add_argument(
-        "--warmup", choices=("full", "short"), default="full", help="short: clipped responses and a ramp"
+        "--warmup",
+        choices=WARMUPS,
+        default="full",
+        help="of workloads that name none; short: clipped responses, a ramp",
     )
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds one engine may take in all")
     parser.add_argument("--trace", action="store_true", help="write every engine step")
@@ -56,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print what would run, with its prediction")
     given = parser.parse_args(arguments)
     try:
-        options = Options(given.output, given.warmup, given.trace, _environment(given.env), tuple(given.precision))
+        environment, precisions, models = _environment(given.env), tuple(given.precision), tuple(given.model)
+        options = Options(given.output, given.warmup, given.trace, environment, precisions, models)
         work = jobs(given.cells, options)
         failures = [] if given.dry_run else run_jobs(work, options, given.timeout)
     except Fp8PlanError as error:
