@@ -36,6 +36,12 @@ class Component(NamedTuple):
     def seconds(self) -> Array:
         return self.cost.seconds if self.inverse is None else self.cost.seconds[self.inverse]
 
+    def per_step(self) -> Cost:
+        if self.inverse is None:
+            return self.cost
+        at = self.inverse
+        return Cost(self.cost.seconds[at], {name: values[at] for name, values in self.cost.partials.items()})
+
     def gradient(self, weights: Array) -> dict[str, float]:
         """Sum over steps of weights x partials, per coefficient."""
         if self.inverse is not None:
@@ -58,6 +64,18 @@ class StepModel:
         gpu = _total(self._gpu_components(batch))
         host = self._host(batch).seconds
         return np.maximum(gpu, host) if self.limits.async_scheduling else gpu + host
+
+    def cost(self, batch: StepBatch) -> Cost:
+        """`seconds` with their partial derivatives by the log of every coefficient, each of shape (steps,)."""
+        components = self._gpu_components(batch)
+        gpu = components[0].per_step()
+        for component in components[1:]:
+            gpu = gpu + component.per_step()
+        host = self._host(batch)
+        if not self.limits.async_scheduling:
+            return gpu + host
+        waits = host.seconds > gpu.seconds
+        return gpu.scaled(np.where(waits, 0.0, 1.0)) + host.scaled(np.where(waits, 1.0, 0.0))
 
     def breakdown(self, batch: StepBatch) -> dict[str, Array]:
         """Component -> seconds of each step, shape (steps,); they add up to `seconds`. "host" is what the GPU waits."""

@@ -114,6 +114,8 @@ def test_the_trace_adds_up(measured: Path) -> None:
         assert sum(run["generation_tokens"]) == record.batch.responses.sum()
         assert len(run["t_s"]) == record.fields["steps_with_output"]
         assert 0 < run["t_s"][0] < run["t_s"][-1] <= record.seconds
+        assert all(0 < core <= front for core, front in zip(run["core_s"], run["t_s"], strict=True))
+        assert run["core_s"] == sorted(run["core_s"])
         assert record.fields["first_step_s"] == run["t_s"][0]
         assert run["t_s"][0] <= record.fields["longest_step_s"] <= record.seconds
     assert not runs

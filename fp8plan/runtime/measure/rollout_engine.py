@@ -42,7 +42,7 @@ COUNTERS = {
 # One observation for each engine step that gave at least one token; a step that only fills prompts is not counted.
 STEPS = "vllm:iteration_tokens_total"
 
-TRACE_COLUMNS = ("t_s", "running", "waiting", "kv_usage", "generation_tokens", "prompt_tokens", "preempted")
+TRACE_COLUMNS = ("t_s", "core_s", "running", "waiting", "kv_usage", "generation_tokens", "prompt_tokens", "preempted")
 
 
 class MemoryFacts:
@@ -267,7 +267,7 @@ def append(output: str, record: Mapping[str, Any]) -> None:
 
 
 class Trace:
-    """What vLLM reports after each engine step, with the time at which the front end got it."""
+    """What vLLM reports after each engine step, when the engine had it (core_s) and when the front end got it (t_s)."""
 
     def __init__(self, llm: Any) -> None:
         manager = llm.llm_engine.logger_manager
@@ -275,13 +275,20 @@ class Trace:
             raise ConfigError("step times need disable_log_stats=False")
         self.rows: list[tuple[float, ...]] = []
         self.begun = 0.0
-        report = manager.record
+        report, core = manager.record, llm.llm_engine.engine_core
+        get_output, last = core.get_output, [0.0]
+
+        def remembered() -> Any:
+            outputs = get_output()
+            last[0] = outputs.timestamp  # time.monotonic() in the engine's process, which perf_counter() equals on Linux
+            return outputs
 
         def record(scheduler_stats: Any = None, iteration_stats: Any = None, **rest: Any) -> None:
             if scheduler_stats is not None and iteration_stats is not None:
                 self.rows.append(
                     (
                         round(time.perf_counter() - self.begun, 6),
+                        round(last[0] - self.begun, 6),
                         scheduler_stats.num_running_reqs,
                         scheduler_stats.num_waiting_reqs,
                         round(scheduler_stats.kv_cache_usage, 4),
@@ -292,7 +299,7 @@ class Trace:
                 )
             report(scheduler_stats=scheduler_stats, iteration_stats=iteration_stats, **rest)
 
-        manager.record = record
+        core.get_output, manager.record = remembered, record
 
     def start(self) -> None:
         self.rows.clear()

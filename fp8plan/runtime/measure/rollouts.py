@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--warmup",
         choices=WARMUPS,
         default="full",
-        help="of workloads that name none; short: clipped responses, a ramp",
+        help="of workloads that name none; short: responses clipped",
     )
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds one engine may take in all")
     parser.add_argument("--trace", action="store_true", help="write every engine step")
