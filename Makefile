@@ -1,10 +1,10 @@
 # Every target does its own set-up on a fresh machine; a stamp in each environment says that it is up to date.
 #   make plan [MODEL=Qwen/Qwen3-8B] [GPU=h200_sxm] [ARGS="--json"]   predict and choose
-#   make test | lint | bench | bench-aic | readme | clean
+#   make test | lint | bench | bench-aic | baselines | readme | clean
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: plan test lint bench bench-aic readme clean
+.PHONY: plan test lint bench bench-aic baselines readme clean
 
 PYTHON ?= python3
 PIP_INSTALL := -m pip --disable-pip-version-check -qq install --no-warn-conflicts
@@ -40,6 +40,12 @@ readme: $(VENV)/.installed
 bench-aic: $(AIC_VENV)/.installed
 	$(AIC_VENV)/bin/python benchmarks/aiconfigurator_time.py
 
+# RECORDS: the rollouts that AIConfigurator and the roofline are asked about.
+RECORDS ?= profiles/h200_sxm/vllm-0.26.0/validation/rollouts.jsonl
+
+baselines: $(AIC_VENV)/.installed
+	$(AIC_VENV)/bin/python benchmarks/baselines.py $(RECORDS)
+
 clean:
 	rm -rf $(VENV) $(TEST_VENV) $(AIC_VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -60,7 +66,8 @@ $(TEST_VENV)/.installed: pyproject.toml tests/requirements.txt
 	@$(TEST_VENV)/bin/python $(PIP_INSTALL) --no-deps -e .
 	@touch $@
 
-$(AIC_VENV)/.installed:
+$(AIC_VENV)/.installed: pyproject.toml
+	@echo "installing AIConfigurator and fp8plan into $(AIC_VENV) (once, about a minute)" >&2
 	@$(PYTHON) -m venv $(AIC_VENV)
-	@$(AIC_VENV)/bin/python $(PIP_INSTALL) aiconfigurator==0.12.0
+	@$(AIC_VENV)/bin/python $(PIP_INSTALL) aiconfigurator==0.12.0 -e .
 	@touch $@

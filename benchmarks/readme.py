@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import baselines_table  # noqa: E402
 from speed import RESULTS, table  # noqa: E402
 
 from fp8plan.model.plan import Plan  # noqa: E402
@@ -21,7 +22,9 @@ from fp8plan.model.records import read_records  # noqa: E402
 from fp8plan.model.validate import Validation, validate  # noqa: E402
 from fp8plan.model.workload import Fixed, LogNormal, Workload  # noqa: E402
 
-FIRST_LOOK = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0" / "first_look" / "rollouts.jsonl"
+MEASURED = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0"
+FIRST_LOOK = MEASURED / "first_look" / "rollouts.jsonl"
+VALIDATION = MEASURED / "validation" / "rollouts.jsonl"
 
 
 def plan_table(answer: Plan) -> str:
@@ -69,6 +72,9 @@ def blocks() -> dict[str, str]:
     made["speed"] = table([RESULTS / "speed.jsonl", RESULTS / "aiconfigurator_time.jsonl"])
     if FIRST_LOOK.exists():
         made["first look"] = first_look_table(validate(read_records(FIRST_LOOK)))
+    if VALIDATION.exists() and baselines_table.BASELINES.exists():
+        rows = validate(read_records(VALIDATION)).records
+        made["baselines"] = baselines_table.table(rows, baselines_table.read_lines(baselines_table.BASELINES))
     return made
 
 

@@ -202,9 +202,15 @@ def validate_command(
         _print(validation_report(result))
 
 
-@app.command("profiles")
-def profiles_command(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+profiles_app = typer.Typer(help="List the profiles, or import some.", invoke_without_command=True)
+app.add_typer(profiles_app, name="profiles")
+
+
+@profiles_app.callback()
+def profiles_command(context: typer.Context, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
     """List the profiles: which GPU and engine version was measured."""
+    if context.invoked_subcommand is not None:
+        return
     from fp8plan.model.profile import list_profiles
 
     entries = list_profiles()
@@ -214,6 +220,24 @@ def profiles_command(as_json: Annotated[bool, typer.Option("--json")] = False) -
         from fp8plan.report import profiles_report
 
         _print(profiles_report(entries))
+
+
+@profiles_app.command("import-aic")
+def import_aic_command(
+    gpu: Annotated[list[str] | None, typer.Option(help="h100, b200, ...; repeat; default: all it has")] = None,
+    rollouts: Annotated[
+        list[Path] | None, typer.Option(help="records of an H200, to test its import with; repeat")
+    ] = None,
+    kernels: Annotated[list[Path] | None, typer.Option(help="timings of kernels on an H200; repeat")] = None,
+    output: Annotated[Path | None, typer.Option(help="folder of profiles; default: fp8plan's own")] = None,
+) -> None:
+    """Fit profiles of GPUs nobody measured here to the tables of aiconfigurator-core (pip install 'fp8plan[aic]')."""
+    from fp8plan.model.aic_import import import_all
+    from fp8plan.model.profile import profiles_path
+
+    written = import_all(gpu, rollouts or [], kernels or [], output or profiles_path(), _progress("fitting"))
+    for path, profile in written:
+        print(f"{path}: {profile.label}, {profile.source}")
 
 
 @app.command("models")

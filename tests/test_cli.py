@@ -489,6 +489,14 @@ def test_validate_json_has_the_documented_shape(fp8plan: Callable[..., Done]) ->
         assert text in table
 
 
+def test_an_import_without_the_tables_says_what_to_install(
+    fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "aiconfigurator_core", None)
+    refused(fp8plan("profiles", "import-aic", "--gpu", "h100"), "aiconfigurator-core", "pip install 'fp8plan[aic]'")
+    assert "import-aic" in fp8plan("profiles", "--help").out
+
+
 def test_profiles_and_models_are_listed(fp8plan: Callable[..., Done]) -> None:
     (sheet,) = json.loads(fp8plan("profiles", "--json").out)
     assert (sheet["kind"], Path(sheet["path"]).name) == ("datasheet", "datasheet.json")

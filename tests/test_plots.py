@@ -105,7 +105,7 @@ def test_the_title_says_what_is_rolled_out_and_which_replica_is_drawn(prediction
     first, second = title(prediction.plan)
     for part in ("Qwen/Qwen3-8B", "h200_sxm", "8 prompts x 4 samples", "1,000 tokens"):
         assert part in first
-    assert "datasheet" in second
+    assert "calibrated" in second
     assert "replica" not in second
     split = predict("Qwen/Qwen3-0.6B", "h200", SMALL, limits=EngineLimits(data_parallel_size=4, tensor_parallel_size=2))
     assert "slowest of 4 replicas, TP 2" in title(split.plan)[1]

@@ -6,6 +6,7 @@ powers of coefficients), while finite differences would evaluate the whole model
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,3 +65,12 @@ def norm2(*terms: Cost) -> Cost:
     for term in terms:
         combined = combined.plus_partials(term.scaled(term.seconds * inverse).partials)
     return combined
+
+
+def together(costs: Sequence[Cost]) -> Cost:
+    """The rows of several costs, one after the other: shape (all rows,)."""
+    names = dict.fromkeys(name for cost in costs for name in cost.partials)
+    partials = {
+        name: np.concatenate([cost.partials.get(name, np.zeros_like(cost.seconds)) for cost in costs]) for name in names
+    }
+    return Cost(np.concatenate([cost.seconds for cost in costs]), partials)

@@ -1,7 +1,7 @@
 """Measured engine steps: a rollout record and its trace -> windows of time, each with the steps that ran in it.
 
-The front end sees each step's tokens with jitter of its own (0.3 to 0.8 s pauses now and then, made up for in the next
-steps), so single differences say little; windows of a second or so average it out. A window is matched to the
+Times are the engine's own clock (core_s). The front end sees the same steps with pauses of 0.3 to 1.2 s now and then,
+made up for in the next steps; where a trace has its clock only (t_s), windows must be long. A window is matched to the
 schedule by the number of tokens given so far, which both the trace and the schedule count.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ import numpy as np
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.arrays import FloatArray
-from fp8plan.model.batch import StepBatch
+from fp8plan.model.batch import Array, StepBatch
 from fp8plan.model.cost import Cost
 from fp8plan.model.hardware import gpu as find_gpu
+from fp8plan.model.overhead import start_cost
 from fp8plan.model.precision import precision
 from fp8plan.model.profile import Profile
 from fp8plan.model.records import Record
@@ -29,8 +30,8 @@ from fp8plan.model.rollout import step_batch
 from fp8plan.model.scheduler import Schedule, schedule
 from fp8plan.model.step import StepModel
 
-WINDOW_S = 1.0
-FEWEST_STEPS = 8  # of a window: the first and the last may be cut in the middle
+WINDOW_S, FRONT_END_WINDOW_S = 0.5, 12.0
+FEWEST_STEPS = 8  # of a window
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,10 @@ class Windows:
     def cost(self, profile: Profile) -> Cost:
         """Predicted seconds of each window with their partials, shape (windows,)."""
         steps = step_model(self.record, profile).cost(self.batch)
-        return Cost(
-            self.weights @ steps.seconds, {name: self.weights @ partial for name, partial in steps.partials.items()}
-        )
+        partials = {name: self.weights @ partial for name, partial in steps.partials.items()}
+        prompts, first = self.record.batch.prompts, np.eye(1, self.seconds.size)[0]
+        start = start_cost(prompts.size, int(prompts.sum()), profile).scaled(first)
+        return Cost(self.weights @ steps.seconds, partials) + start
 
 
 def step_model(record: Record, profile: Profile) -> StepModel:
@@ -79,7 +81,7 @@ def read_traces(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
     return traces
 
 
-def windows(record: Record, trace: dict[str, Any], window_s: float = WINDOW_S) -> Windows:
+def windows(record: Record, trace: dict[str, Any]) -> Windows:
     """Cut one rollout. Its KV pool is the measured one, so that preemptions are the engine's and not the model's.
 
     Raises ConfigError if the record does not say how large its pool was.
@@ -87,10 +89,10 @@ def windows(record: Record, trace: dict[str, Any], window_s: float = WINDOW_S) -
     pool = record.fields.get("measured_kv_cache_tokens")
     if pool is None:
         raise ConfigError(f"line {record.line}: measured_kv_cache_tokens is missing; steps need the pool they ran in")
-    limits = replace(record.limits, num_gpu_blocks=pool // record.limits.block_size - 1)
-    planned = schedule(*record.batch, limits.num_gpu_blocks, limits)
-    times, tokens = np.asarray(trace["t_s"]), np.cumsum(trace["generation_tokens"])
-    cuts = _cuts(times, window_s)
+    planned = schedule(*record.batch, pool // record.limits.block_size - 1, record.limits)  # less vLLM's null block
+    tokens = np.cumsum(trace["generation_tokens"])
+    times = np.asarray(trace.get("core_s") or trace["t_s"])
+    cuts = _cuts(times, WINDOW_S if "core_s" in trace else FRONT_END_WINDOW_S)
     edges_s, edges_tokens = np.append(0.0, times[cuts]), np.append(0, tokens[cuts])
     return Windows(
         record=record,
@@ -116,7 +118,7 @@ def _cuts(times: FloatArray, window_s: float) -> list[int]:
     return cuts
 
 
-def overlap(planned: Schedule, edges: Sequence[int] | np.ndarray[Any, Any]) -> FloatArray:
+def overlap(planned: Schedule, edges: Array) -> FloatArray:
     """Steps of each row between token counts `edges`, shape (len(edges) - 1, rows).
 
     A row gives its tokens evenly; one that gives none belongs to the window in which the next token comes.
@@ -124,7 +126,7 @@ def overlap(planned: Schedule, edges: Sequence[int] | np.ndarray[Any, Any]) -> F
     given = planned.steps * planned.sampled_requests
     end = np.cumsum(given)
     begin, total = end - given, end[-1]
-    edges = np.asarray(edges, dtype=float) * (total / edges[-1])  # equal unless the trace lost its last line
+    edges = edges * (total / edges[-1])  # equal unless the trace lost its last line
     low, high = edges[:-1, None], edges[1:, None]
     share = (np.minimum(high, end) - np.maximum(low, begin)).clip(min=0) / np.maximum(given, 1)
     silent = (given == 0) & (low <= begin) & (begin < high)

@@ -3,6 +3,7 @@
 On the GPU, per layer: norms, rotary embedding, activation, residual (`layer_cost`); per step: input preparation and
 sampling (`sampling_cost`). On the host: scheduling, and launching what is not in a CUDA graph (`host_cost`). With
 async scheduling the host prepares step t + 1 while the GPU runs step t, so a step lasts as long as the slower of them.
+Once per rollout the requests have to reach the engine (`start_cost`).
 """
 
 from __future__ import annotations
@@ -54,3 +55,15 @@ def host_cost(batch: StepBatch, eager: Array, shape: ModelShape, profile: Profil
     launches = np.where(eager, profile.coefficient(launch) * shape.num_layers, 0.0)
     fixed = constant(step, profile.coefficient(step), per_request)
     return fixed + Cost(per_request + launches, {request: per_request, launch: launches})
+
+
+def start_cost(requests: int, prompt_tokens: int, profile: Profile) -> Cost:
+    """Seconds a rollout of `requests` with `prompt_tokens` in all takes beside its steps: shape (1,).
+
+    vLLM's front end checks all prompts before it sends the first to the engine, which hashes each for its prefix cache.
+    """
+    fixed, each, token = ("host.start_seconds", "host.arrival_seconds", "host.prompt_token_seconds")
+    arrivals = np.array([requests * profile.coefficient(each)])
+    tokens = np.array([prompt_tokens * profile.coefficient(token)])
+    fixed_cost = constant(fixed, profile.coefficient(fixed), arrivals)
+    return fixed_cost + Cost(arrivals + tokens, {each: arrivals, token: tokens})

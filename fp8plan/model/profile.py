@@ -63,8 +63,15 @@ class Profile:
     @property
     def label(self) -> str:
         """How a profile is called in tables and messages."""
-        note = " (uncalibrated)" if self.kind == "datasheet" else ""
+        note = {"datasheet": " (uncalibrated)", "imported": " (not measured here)"}.get(self.kind, "")
         return f"{self.gpu}/{self.engine}-{self.engine_version} {self.kind}{note}"
+
+    @property
+    def remarks(self) -> list[str]:
+        """What everyone who uses the profile is told."""
+        if self.kind != "imported":
+            return []
+        return [f"the profile of {self.gpu} is imported from others' tables, not measured here: {self.source}"]
 
     def coefficient(self, name: str) -> float:
         """The coefficient called `name`. Raises ProfileError, naming the missing measurement, when it has none."""
@@ -134,6 +141,11 @@ def profiles_path() -> Path:
     return inside if inside.is_dir() else package.parent / "profiles"
 
 
+def profile_path(folder: Path, gpu: str, engine_version: str) -> Path:
+    """Where the profile of a GPU and an engine version stands in a folder of profiles."""
+    return folder / gpu / f"{ENGINE}-{engine_version}" / "profile.json"
+
+
 def list_profiles(profiles_dir: Path | None = None) -> tuple[ProfileEntry, ...]:
     """Every profile in the folder, measured ones first, the datasheet profile (gpu "*") last."""
     folder = profiles_dir or profiles_path()
@@ -159,9 +171,10 @@ def load_profile(
     if not re.match(r"\d+(\.\d+)*", engine_version):
         raise ConfigError(f"engine_version is {engine_version!r}; allowed: a version of {ENGINE} such as 0.26.0")
     folder = profiles_dir or profiles_path()
-    exact = folder / gpu.name / f"{ENGINE}-{engine_version}" / "profile.json"
+    exact = profile_path(folder, gpu.name, engine_version)
     if exact.is_file():
-        return _read(exact), []
+        found = _read(exact)
+        return found, found.remarks
     near = _nearest(folder / gpu.name, engine_version)
     if strict:
         raise ProfileError(_strict_message(gpu, engine_version, near))
@@ -171,11 +184,11 @@ def load_profile(
             f"no profile of {gpu.name} for {ENGINE} {engine_version}: using the one of {found.engine} "
             f"{found.engine_version} with its interval doubled"
         )
-        return found.widened(2), [warning]
+        return found.widened(2), [warning, *found.remarks]
     warning = (
         f"no measured profile of {gpu.name}: datasheet peaks with generic efficiencies (uncalibrated, wide interval)"
     )
-    return _datasheet(folder / "datasheet.json", gpu, engine_version), [warning]
+    return datasheet_profile(gpu, engine_version, folder), [warning]
 
 
 def _strict_message(gpu: Gpu, engine_version: str, near: Path | None) -> str:
@@ -187,9 +200,10 @@ def _strict_message(gpu: Gpu, engine_version: str, near: Path | None) -> str:
 
 
 def _nearest(folder: Path, engine_version: str) -> Path | None:
-    def distance(path: Path) -> tuple[int, ...]:
+    def distance(path: Path) -> tuple[int, ...]:  # what was measured here goes before what was imported
         other = _version(path.parent.name.removeprefix(f"{ENGINE}-"))
-        return tuple(abs(a - b) for a, b in zip(other, _version(engine_version), strict=True))
+        apart = (abs(a - b) for a, b in zip(other, _version(engine_version), strict=True))
+        return (_read(path).kind == "imported", *apart)
 
     found = sorted(folder.glob(f"{ENGINE}-*/profile.json"))
     return min(found, key=distance, default=None)
@@ -200,12 +214,13 @@ def _version(text: str) -> tuple[int, int, int]:
     return numbers[0], numbers[1], numbers[2]
 
 
-def _datasheet(path: Path, gpu: Gpu, engine_version: str) -> Profile:
-    """datasheet.json resolved for one GPU: common coefficients, then those of its architecture's kernels.
+def datasheet_profile(gpu: Gpu, engine_version: str = "0.26.0", profiles_dir: Path | None = None) -> Profile:
+    """datasheet.json resolved for one GPU, measured or not: common coefficients, then those of its architecture's.
 
     A kernel of another architecture is another kernel (FlashAttention 3 exists on sm90 only), so backends and the few
     coefficients that belong to a backend are listed per compute capability.
     """
+    path = (profiles_dir or profiles_path()) / "datasheet.json"
     if not path.is_file():
         raise ProfileError(f"{path} is missing: reinstall fp8plan")
     raw = parse(path.read_text(), str(path))

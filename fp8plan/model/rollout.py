@@ -10,6 +10,7 @@ import numpy as np
 from fp8plan.model.arrays import FloatArray, IntArray
 from fp8plan.model.batch import StepBatch
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.overhead import start_cost
 from fp8plan.model.scheduler import Schedule, schedule
 from fp8plan.model.step import StepModel
 from fp8plan.model.workload import Batch
@@ -33,7 +34,7 @@ class Timeline:
 class Rollout:
     """What rolling out one batch costs.
 
-    makespan_s:          from the first step to the last token of the slowest replica; low and high: 90% interval
+    makespan_s:          from the call to the last token of the slowest replica; low and high: 90% interval
     output_tokens:       response tokens of all replicas
     preemptions:         of all replicas
     recomputed_tokens:   tokens whose KV was thrown away by a preemption
@@ -88,11 +89,13 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
     seconds = [model.seconds(batch) * plan.steps for batch, plan in timed]
     slowest = int(np.argmax([row.sum() for row in seconds]))
     batch, plan = timed[slowest]
-    makespan = float(seconds[slowest].sum())
-    low, high = model.interval(batch, plan.steps, Z90)
-    ends: FloatArray = np.cumsum(seconds[slowest], dtype=np.float64)
+    start = float(start_cost(int(plan.finished.sum()), plan.prompt_tokens, model.profile).seconds[0])
+    makespan = start + float(seconds[slowest].sum())
+    low, high = (start + end for end in model.interval(batch, plan.steps, Z90))
+    ends: FloatArray = start + np.cumsum(seconds[slowest], dtype=np.float64)
     tail = _tail_rows(plan, model.limits.max_num_seqs)
     breakdown = {name: part * plan.steps for name, part in model.breakdown(batch).items()}
+    breakdown["host"][0] += start
     return Rollout(
         makespan_s=makespan,
         makespan_low_s=low,

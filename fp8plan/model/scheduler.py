@@ -46,6 +46,7 @@ class Schedule:
     used_blocks: IntArray
     preemptions: IntArray
     finished: IntArray
+    prompt_tokens: int  # of all requests
     num_blocks: int  # the pool it was made for
     blocks_wanted: int | None  # any pool with at least this many blocks gives this very schedule; None: not known
 
@@ -97,7 +98,7 @@ def schedule(
     pool_mattered = state.hit_freed_blocks or bool(table[COLUMNS.index("preemptions")].any())
     columns = dict(zip(COLUMNS, table, strict=True))
     wanted = None if pool_mattered else num_blocks - state.least_free
-    return Schedule(**columns, num_blocks=num_blocks, blocks_wanted=wanted)
+    return Schedule(**columns, prompt_tokens=int(prompts.sum()), num_blocks=num_blocks, blocks_wanted=wanted)
 
 
 def _check_fits(prompts: IntArray, responses: IntArray, num_blocks: int, block_size: int) -> None:

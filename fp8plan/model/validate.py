@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fp8plan.errors import ConfigError, Fp8PlanError
+from fp8plan.model.accuracy import Row, accuracy, by_group, relative_error, speedups
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import gpu as find_gpu
-from fp8plan.model.memory import memory_plan
+from fp8plan.model.memory import MemoryPlan, memory_plan
 from fp8plan.model.precision import precision
-from fp8plan.model.profile import load_profile
+from fp8plan.model.profile import Profile, load_profile
 from fp8plan.model.records import Record
 from fp8plan.model.rollout import rollout, schedules
+from fp8plan.model.scheduler import Schedule
 from fp8plan.model.step import StepModel
 
 
@@ -48,38 +50,50 @@ def validate(
     """Predict every record and compare. Raises the errors of the parts, with the record's line."""
     warnings: dict[str, None] = {}
     rows = [_compare(record, strict, warnings) for record in progress(records)]
-    groups = _groups(rows)
-    errors = np.array([row["error"] for row in rows])
-    points = np.array([entry["error_points"] for group in groups for entry in group["speedups"]])
+    found = accuracy(rows)
     half = [(row["predicted_high_s"] - row["predicted_low_s"]) / 2 / row["predicted_s"] for row in rows]
     inside = [row["predicted_low_s"] <= row["seconds"] <= row["predicted_high_s"] for row in rows]
     return Validation(
         records=rows,
-        groups=groups,
-        makespan_mape=float(np.abs(errors).mean()),
-        makespan_worst=float(np.abs(errors).max()),
-        speedup_mae_points=float(np.abs(points).mean()) if points.size else None,
-        speedup_worst_points=float(np.abs(points).max()) if points.size else None,
+        groups=[_group_result(name, group) for name, group in by_group(rows).items()],
+        makespan_mape=found.makespan_mape,
+        makespan_worst=found.makespan_worst,
+        speedup_mae_points=found.speedup_mae_points,
+        speedup_worst_points=found.speedup_worst_points,
         coverage=float(np.mean(inside)),
         interval_median_halfwidth=float(np.median(half)),
         warnings=tuple(warnings),
     )
 
 
+class Prepared(NamedTuple):
+    """A record's rollout, ready to be timed."""
+
+    model: StepModel
+    memory: MemoryPlan
+    schedules: list[Schedule]  # of each replica
+
+
+def prepare(record: Record, profile: Profile) -> Prepared:
+    """What the engine of `record` does, and a model of what its steps cost by `profile`. Raises as the parts do."""
+    shape, card, limits = ModelShape.from_hf(record.fields["model"]), find_gpu(record.fields["gpu"]), record.limits
+    wanted = precision(record.fields["precision"])
+    if wanted.uses_fp8 and not card.has_fp8:
+        raise ConfigError(f"{wanted.name} was recorded: {card.fp8_reason}; correct the record's gpu or precision")
+    memory = memory_plan(shape, wanted, card, limits, record.batch.longest)
+    parts = record.batch.split(limits.data_parallel_size)
+    planned = schedules(parts, memory.usable_blocks, limits)
+    return Prepared(StepModel(shape, card, wanted, limits, profile), memory, planned)
+
+
 def _compare(record: Record, strict: bool, warnings: dict[str, None]) -> dict[str, Any]:
     """The record's row of the result; what there is to say of its profile is added to `warnings`."""
-    fields, limits = record.fields, record.limits
+    fields = record.fields
     try:
-        shape, card = ModelShape.from_hf(fields["model"]), find_gpu(fields["gpu"])
-        wanted = precision(fields["precision"])
-        if wanted.uses_fp8 and not card.has_fp8:
-            raise ConfigError(f"{wanted.name} was recorded: {card.fp8_reason}; correct the record's gpu or precision")
-        profile, said = load_profile(card, fields["engine_version"], strict)
+        profile, said = load_profile(find_gpu(fields["gpu"]), fields["engine_version"], strict)
         warnings.update(dict.fromkeys(said))
-        memory = memory_plan(shape, wanted, card, limits, record.batch.longest)
-        parts = record.batch.split(limits.data_parallel_size)
-        planned = schedules(parts, memory.usable_blocks, limits)
-        timed = rollout(planned, StepModel(shape, card, wanted, limits, profile))
+        model, memory, planned = prepare(record, profile)
+        timed = rollout(planned, model)
     except Fp8PlanError as error:
         raise type(error)(f"line {record.line}: {error}") from None
     lists = ("prompt_lengths", "response_lengths", "prompt_ids")
@@ -90,40 +104,19 @@ def _compare(record: Record, strict: bool, warnings: dict[str, None]) -> dict[st
         "predicted_s": timed.makespan_s,
         "predicted_low_s": timed.makespan_low_s,
         "predicted_high_s": timed.makespan_high_s,
-        "error": (timed.makespan_s - record.seconds) / record.seconds,
+        "error": relative_error({"seconds": record.seconds, "predicted_s": timed.makespan_s}),
         "predicted_kv_cache_tokens": memory.kv_cache_tokens,
         "predicted_preemptions": timed.preemptions,
         "extrapolated": bool(timed.extrapolated),
     }
 
 
-def _groups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per group: speed-ups against the median bf16 record, and which precision is predicted and measured fastest."""
-    names = list(dict.fromkeys(row["group"] for row in rows))
-    return [_group_result(name, [row for row in rows if row["group"] == name]) for name in names]
-
-
-def _group_result(name: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    bf16 = [row for row in rows if row["precision"] == "bf16"]
-    speedups = []
-    if bf16:
-        measured, predicted = (float(np.median([row[key] for row in bf16])) for key in ("seconds", "predicted_s"))
-        for row in rows:
-            if row["precision"] != "bf16":
-                real, expected = measured / row["seconds"], predicted / row["predicted_s"]
-                speedups.append(
-                    {
-                        "line": row["line"],
-                        "precision": row["precision"],
-                        "measured_speedup": real,
-                        "predicted_speedup": expected,
-                        "error_points": 100 * (expected - real),
-                    }
-                )
+def _group_result(name: str, rows: Sequence[Row]) -> dict[str, Any]:
+    """Speed-ups against the median bf16 record, and which precision is predicted and measured fastest."""
     return {
         "group": name,
         "records": len(rows),
         "fastest_measured": min(rows, key=lambda row: row["seconds"])["precision"],
         "fastest_predicted": min(rows, key=lambda row: row["predicted_s"])["precision"],
-        "speedups": speedups,
+        "speedups": speedups(rows),
     }

@@ -13,7 +13,7 @@ from fp8plan.model.explain import explain
 from fp8plan.model.hardware import gpu
 from fp8plan.model.mismatch import MismatchRisk, RiskBudget, ThresholdAdvice
 from fp8plan.model.plan import Choice
-from fp8plan.model.profile import Profile, load_profile
+from fp8plan.model.profile import Profile, datasheet_profile
 from fp8plan.model.rollout import Rollout, Timeline
 
 NOTHING = np.zeros(0, dtype=np.int64)
@@ -21,7 +21,7 @@ TIMED = Rollout(
     1.0, 0.9, 1.1, 1, 1, 0, 0, 0, 0.0, {"attention": 0.7, "gemm": 0.25, "host": 0.05}, {"host": 1.0}, (),
     Timeline(np.ones(1), NOTHING, NOTHING, NOTHING, NOTHING),
 )  # fmt: skip
-DATASHEET, _ = load_profile(gpu("h200"))
+DATASHEET = datasheet_profile(gpu("h200"))
 MEASURED = replace(DATASHEET, kind="calibrated", source="a test")
 SENTENCES = {"reasons": ("KL up to something", "a second thing")}
 RISK = MismatchRisk(**dict.fromkeys(f.name for f in fields(MismatchRisk)) | SENTENCES)  # type: ignore[arg-type]

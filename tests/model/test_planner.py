@@ -225,7 +225,8 @@ def test_trainer_figures_pull_the_step_speedup_towards_one() -> None:
         assert row.rl_step_s > row.makespan_s + 12  # type: ignore[operator]
         assert row.speedup is not None
         assert row.step_speedup is not None
-        assert abs(row.step_speedup - 1) <= abs(row.speedup - 1)
+        synced = 0.02  # FP8 also pays for its quantisation and KV scales at each weight sync
+        assert min(row.speedup, 1) - synced <= row.step_speedup <= max(row.speedup, 1)
     rows = by_precision(answer)
     assert rows["bf16"].step_speedup == 1.0
     assert 1 < rows["fp8_block"].step_speedup < rows["fp8_block"].speedup  # type: ignore[operator]

@@ -16,7 +16,7 @@ from fp8plan.model.batch import StepBatch
 from fp8plan.model.hardware import Gpu, gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, PRESETS, Precision
-from fp8plan.model.profile import Profile, load_profile
+from fp8plan.model.profile import Profile, datasheet_profile
 from fp8plan.model.step import Component, StepModel, log_gradient
 
 FIELDS = StepBatch.__slots__
@@ -48,7 +48,7 @@ def model(
 ) -> StepModel:
     card = card or gpu("h200")
     shape = ModelShape.from_hf(name)
-    return StepModel(shape, card, precision, EngineLimits(**limits), profile or load_profile(card)[0])  # type: ignore[arg-type]
+    return StepModel(shape, card, precision, EngineLimits(**limits), profile or datasheet_profile(card))  # type: ignore[arg-type]
 
 
 rows = st.tuples(st.integers(0, 1024), st.integers(1, 32000), st.integers(0, 8000), st.integers(0, 16000))
@@ -60,7 +60,7 @@ def models(draw: st.DrawFn) -> StepModel:
     """Any precision on several models and GPUs, each coefficient off by up to a factor of 3."""
     card = gpu(draw(st.sampled_from(["h200", "h20", "b200", "l40s"])))
     name = draw(st.sampled_from([QWEN, "Qwen/Qwen3-30B-A3B", "meta-llama/Llama-3.2-1B"]))
-    profile, _ = load_profile(card)
+    profile = datasheet_profile(card)
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     factors = 3 ** rng.uniform(-1, 1, len(profile.coefficients))
     values = {

@@ -1,0 +1,115 @@
+"""What README says of the accuracy of fp8plan's predictions: totals, then by model, by precision and by workload.
+
+`python benchmarks/accuracy_tables.py RECORDS` prints it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fp8plan.model.accuracy import Accuracy, accuracy, by_group, merged, noise_floor
+from fp8plan.model.precision import PRESETS
+from fp8plan.model.records import read_records
+from fp8plan.model.validate import Validation, validate
+
+Cell = Mapping[str, Any]
+
+
+def tables(result: Validation) -> str:
+    """Markdown. Runs that repeat a cell count as one, with their median."""
+    cells, noise = merged(result.records), noise_floor(result.records) or 0.0
+    parts = [_totals(cells, noise), _halves(result)]
+    for title, name, order in (
+        ("model", _model, None),
+        ("precision", _precision, PRESETS),
+        ("workload", _workload, None),
+    ):
+        names = order or dict.fromkeys(map(name, cells))
+        parts.append(_by(title, cells, name, [x for x in names if any(name(cell) == x for cell in cells)]))
+    return "\n\n".join(parts)
+
+
+def _totals(cells: Sequence[Cell], noise: float) -> str:
+    found, repeats = accuracy(cells, noise), f"{noise:.1%}"
+    kv = max(abs(x["predicted_kv_cache_tokens"] / x["measured_kv_cache_tokens"] - 1) for x in cells)
+    starved = [x for x in cells if x["preemptions"]]
+    counts = "; ".join(f"{x['preemptions']} / {x['predicted_preemptions']}" for x in starved)
+    rows = [
+        (
+            "makespan",
+            f"MAPE {found.makespan_mape:.1%}, worst {found.makespan_worst:.1%}, bias {found.makespan_bias:+.1%}",
+        ),
+        (
+            "speed-up over BF16",
+            f"mean error {found.speedup_mae_points:.1f} points, worst {found.speedup_worst_points:.1f}",
+        ),
+        ("fastest precision", f"named right in {found.ranked_right} of {found.ranked} groups"),
+        ("KV cache tokens", f"within {kv:.2%}"),
+        ("preemptions, measured / predicted", f"{counts}; 0 / 0 in all other cells"),
+        ("noise: largest spread of a repeated cell on one card", repeats),
+    ]
+    others = sum(bool(x["predicted_preemptions"]) for x in cells if not x["preemptions"])
+    if others:
+        rows[4] = (rows[4][0], f"{counts}; predicted but not measured in {others} cells")
+    head = f"| {len(cells)} cells, {len(by_group(cells))} groups | |"
+    return "\n".join([head, "|---|---|", *(f"| {name} | {text} |" for name, text in rows)])
+
+
+def _halves(result: Validation) -> str:
+    return (
+        f"The 90% interval holds {result.coverage:.0%} of the {len(result.records)} runs; its median half-width is "
+        f"{result.interval_median_halfwidth:.1%}."
+    )
+
+
+def _by(title: str, cells: Sequence[Cell], name: Callable[[Cell], str], names: Iterable[str]) -> str:
+    head = f"| by {title} | cells | makespan MAPE | bias | worst | speed-up error, points | worst |"
+    lines = [head, "|---|---|---|---|---|---|---|"]
+    gains = _gains(cells)
+    for wanted in names:
+        chosen = [cell for cell in cells if name(cell) == wanted]
+        found: Accuracy = accuracy(chosen)
+        points = np.abs([gains[id(cell)] for cell in chosen if id(cell) in gains])
+        speed = f"{points.mean():.1f} | {points.max():.1f}" if points.size else "- | -"
+        errors = f"{found.makespan_mape:.1%} | {found.makespan_bias:+.1%} | {found.makespan_worst:.1%}"
+        lines.append(f"| {wanted} | {len(chosen)} | {errors} | {speed} |")
+    return "\n".join(lines)
+
+
+def _gains(cells: Sequence[Cell]) -> dict[int, float]:
+    """id of a cell -> error of its speed-up in points, where its group has a bf16 cell and it is not that."""
+    found = {}
+    for group in by_group(cells).values():
+        base = [cell for cell in group if cell["precision"] == "bf16"]
+        for cell in group if base else ():
+            if cell["precision"] != "bf16":
+                real = base[0]["seconds"] / cell["seconds"]
+                found[id(cell)] = 100 * (base[0]["predicted_s"] / cell["predicted_s"] - real)
+    return found
+
+
+def _model(cell: Cell) -> str:
+    return str(cell["model"])
+
+
+def _precision(cell: Cell) -> str:
+    return str(cell["precision"])
+
+
+def _workload(cell: Cell) -> str:
+    return str(cell["workload"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("records", type=Path)
+    print(tables(validate(read_records(parser.parse_args().records))))
+
+
+if __name__ == "__main__":
+    main()

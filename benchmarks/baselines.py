@@ -1,0 +1,119 @@
+"""What others predict for measured rollouts: a datasheet roofline, fp8plan uncalibrated, and AIConfigurator 0.12.
+
+`make baselines` runs this in AIConfigurator's environment. benchmarks/results/baselines.jsonl gets one line per method
+and cell (a group, a precision and an imposed KV size: what a prediction depends on, so repeated runs share it) with the
+predicted seconds, or why there are none. benchmarks/baselines_table.py sums it up. Methods:
+
+roofline           per step the larger of bytes / bandwidth and FLOPs / peak of the datasheet, on fp8plan's schedule
+datasheet profile  fp8plan with profiles/datasheet.json, whatever was measured since
+aic-*-estimate     AIConfigurator's own estimate with its vLLM or SGLang tables, at mean lengths (see aic.estimate)
+aic-*-simulated    AIConfigurator's step times on fp8plan's schedule and memory plan (see aic.simulated)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import aic
+import numpy as np
+from tqdm import tqdm
+
+from fp8plan.errors import Fp8PlanError
+from fp8plan.model.accuracy import CELL, cell_of
+from fp8plan.model.hardware import gpu
+from fp8plan.model.profile import datasheet_profile
+from fp8plan.model.records import Record, read_records
+from fp8plan.model.rollout import rollout, step_batch
+from fp8plan.model.validate import Prepared, prepare
+
+RESULTS = Path(__file__).parent / "results" / "baselines.jsonl"
+Answer = tuple[float, str | None]  # seconds, and a warning that came with them
+Method = Callable[[Record, Prepared], Answer]  # raises where it refuses
+
+
+def roofline(_: Record, prepared: Prepared) -> Answer:
+    """No launch, no host, no inefficiency, no overlap between steps: what a datasheet promises."""
+    model, seconds = prepared.model, []
+    for plan in prepared.schedules:
+        batch = step_batch(plan)
+        bound = np.maximum(model.bytes_bound(batch), model.flops_bound(batch))
+        seconds.append(float(plan.steps @ bound))
+    return max(seconds), None
+
+
+def datasheet(_: Record, prepared: Prepared) -> Answer:
+    return rollout(prepared.schedules, prepared.model).makespan_s, None
+
+
+def methods() -> dict[str, Method]:
+    """Name -> method, in the order of the file."""
+    found: dict[str, Method] = {"roofline": roofline, "datasheet profile": datasheet}
+    for backend in aic.BACKENDS:
+        found[f"aic-{backend}-estimate"] = partial(aic.estimate, backend=backend)
+        found[f"aic-{backend}-simulated"] = partial(aic.simulated, backend=backend)
+    return found
+
+
+def cell(record: Record) -> dict[str, object]:
+    """What identifies the record's cell, by name."""
+    return dict(zip(CELL, cell_of(record.fields | {"group": record.group}), strict=True))
+
+
+def lines(record: Record) -> Iterator[dict[str, object]]:
+    """One per method. A method that raises has refused this cell: that is a result too."""
+    prepared = prepare(record, datasheet_profile(gpu(record.fields["gpu"]), record.fields["engine_version"]))
+    for name, method in methods().items():
+        row: dict[str, object] = {**cell(record), "method": name, "predicted_s": None}
+        start = time.perf_counter()
+        try:
+            seconds, warning = method(record, prepared)
+            row |= {"predicted_s": round(seconds, 6)} | ({"warning": warning} if warning else {})
+        except Exception as error:
+            row["refusal"] = f"{type(error).__name__}: {without_paths(str(error))}"
+        yield row | {"took_s": round(time.perf_counter() - start, 3), "by": made_by(name, prepared.model.gpu.name)}
+
+
+def made_by(method: str, card: str) -> str:
+    """Whose numbers, and of which version."""
+    if not method.startswith("aic-"):
+        return f"fp8plan {version('fp8plan')}"
+    backend = method.split("-")[1]
+    tables = f"{backend} {aic.database_version(card, backend)} tables"
+    return f"aiconfigurator {version('aiconfigurator')}, core {version('aiconfigurator-core')}, {tables}"
+
+
+def without_paths(message: str) -> str:
+    """The beginning of a message on one line, paths of this machine cut to their last name."""
+    return re.sub(r"(?<!\w)/(?:[\w.+-]+/)+", "", " ".join(message.split()))[:300]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", type=Path, nargs="+", help="rollout records, JSONL")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)  # AIConfigurator warns of tables that these models do not use
+    try:
+        records = [record for path in arguments.records for record in read_records(path)]
+        cells = {tuple(cell(record).values()): record for record in records}
+        today = {"date": time.strftime("%Y-%m-%d")}
+        rows = [row | today for record in tqdm(cells.values(), "cells", disable=None) for row in lines(record)]
+    except Fp8PlanError as error:
+        sys.exit(f"error: {error}")
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    refused = sum(row["predicted_s"] is None for row in rows)
+    print(f"{len(cells)} cells x {len(methods())} methods, {refused} refusals: {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()

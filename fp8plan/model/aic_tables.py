@@ -1,0 +1,191 @@
+"""Kernel timings of GPUs we cannot touch: the tables inside the package aiconfigurator-core (Apache-2.0).
+
+`read_tables` gives them as our own measurements are written: a row per timing, in seconds. Left out, because they do
+not time what an engine step does:
+
+- fp8_block GEMMs of vLLM's table that the GPU finishes sooner than the host can launch them. They were timed without
+  CUDA graphs, so 0.06 to 0.34 ms of launching stand in their place (ai-dynamo/aiconfigurator issue 1414). SGLang's
+  table of the same GPU, timed in graphs, stands in below m = 2048; where there is none, vLLM's long rows are all.
+- GEMMs whose weights, with the copies that the timing cycles through, stay in the L2 cache, and decode attention whose
+  KV stays there: an engine reads both from memory.
+- MoE with balanced routing: it sends every token to other experts than its neighbours', which no router does.
+- What the models and engines we plan for do not run: matrices narrower than 1024 or deeper than 16384, more than 16384
+  tokens a step, attention without grouped queries, heads other than 128 wide, sliding windows, expert parallelism,
+  all-reduces outside of CUDA graphs.
+
+fp8_block rows include the quantisation of the activations; FP8 KV rows do not include that of the queries.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib import metadata, util
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from fp8plan.errors import ConfigError, ProfileError
+from fp8plan.model.hardware import Gpu, gpus
+from fp8plan.model.precision import BF16_BYTES, FP8_BYTES
+
+PACKAGE = "aiconfigurator-core"
+INSTALL = "pip install 'fp8plan[aic]'"
+SYSTEMS = {"b200": "b200_sxm"}  # our name -> the package's, where they differ
+VLLM_GEMM = "gemm/vllm/*/gemm"
+
+DTYPES = {"bfloat16": "bf16", "fp8": "fp8", "fp8_block": "fp8_block"}
+GEMM_COPIES = 6  # of the weights, which vLLM's and SGLang's collectors time in turn
+LONG_ROWS = 2048  # of a GEMM: from here on SGLang's kernels are not vLLM's (15% faster on Hopper)
+LONGEST_STEP = 16384  # tokens
+NARROWEST, DEEPEST = 1024, 16384  # n and k of a GEMM
+LEAST_INNER = 128  # width of an expert on one rank: a scale block
+LARGEST_MESSAGE = 1 << 28  # bytes of an all-reduce: 16k tokens of a 70B model
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """What the package knows of one GPU.
+
+    rows: kernel, seconds, backend (implementation that ran, as the package names it) and, NaN where they do not apply,
+          gemm.bf16, linear.fp8_block:             m, n, k
+          attention_decode.bf16|fp8 (dtype of KV): batch, context, heads, kv_heads, head_dim
+          attention_prefill.bf16|fp8:              chunks, chunk, context (0), heads, kv_heads, head_dim
+          moe.bf16|fp8_block:                      tokens, experts, top_k, hidden, inner (width of an expert on one
+                                                   rank), skew (exponent of the power law of the experts' shares)
+          all_reduce:                              gpus, bytes
+    engine_version: of vLLM, whose kernels were timed
+    source:         package, versions, and what stands in for vLLM's own rows
+    """
+
+    rows: pd.DataFrame
+    engine_version: str
+    source: str
+
+
+def find_data() -> tuple[Path, str]:
+    """(folder of the installed package's tables, its version). Raises ConfigError, with the command, without it."""
+    spec = util.find_spec(PACKAGE.replace("-", "_"))
+    if spec is None or spec.origin is None:
+        raise ConfigError(f"{PACKAGE}, whose tables are imported, is not installed; type: {INSTALL}")
+    return Path(spec.origin).parent / "systems" / "data", metadata.version(PACKAGE)
+
+
+def importable(data: Path) -> tuple[Gpu, ...]:
+    """The GPUs that fp8plan knows and `data` has vLLM's tables of."""
+    return tuple(card for card in gpus() if _newest(_folder(data, card), VLLM_GEMM))
+
+
+def read_tables(card: Gpu, data: Path, package_version: str) -> Tables:
+    """The usable rows of `card`. Raises ConfigError without its tables, ProfileError for one with other columns."""
+    folder = _folder(data, card)
+    newest = _newest(folder, VLLM_GEMM)
+    if newest is None:
+        known = ", ".join(x.name for x in importable(data)) or "none"
+        raise ConfigError(f"{PACKAGE} {package_version} has no vLLM tables of {card.name}; it has: {known}")
+    gemm = _gemm(folder, "vllm")
+    fp8, stand_in = _fp8_block(gemm, _gemm(folder, "sglang"), card)
+    parts = [_bf16(gemm, card), fp8, _decode(folder, card), _prefill(folder), _moe(folder), _all_reduce(folder)]
+    rows = pd.concat([part for part in parts if not part.empty], ignore_index=True)
+    version = newest.parent.name
+    return Tables(rows, version, f"{PACKAGE} {package_version} (Apache-2.0): tables of vLLM {version}{stand_in}")
+
+
+def _folder(data: Path, card: Gpu) -> Path:
+    return data / SYSTEMS.get(card.name, card.name)
+
+
+def _newest(folder: Path, pattern: str) -> Path | None:
+    """The table of the newest version of its framework."""
+    found = folder.glob(f"{pattern}_perf.parquet")
+    return max(found, key=lambda path: [int(x) for x in re.findall(r"\d+", path.parent.name)], default=None)
+
+
+def _read(folder: Path, pattern: str, **columns: str) -> pd.DataFrame:
+    """A table's `columns` (ours = the package's), seconds and backend; empty without the table."""
+    path = _newest(folder, pattern)
+    columns |= {"seconds": "latency", "backend": "kernel_source"}
+    if path is None:
+        return pd.DataFrame(columns=list(columns))
+    table = pd.read_parquet(path)
+    if "window_size" in columns.values() and "window_size" not in table:  # vLLM 0.14's tables have no windows
+        table = table.assign(window_size=0)
+    missing = sorted(set(columns.values()) - set(table.columns))
+    if missing:
+        raise ProfileError(f"{path} has no column {missing[0]!r}; fp8plan reads those of {INSTALL}")
+    table = table[list(columns.values())].set_axis(list(columns), axis=1)
+    return table[table.seconds > 0].assign(seconds=table.seconds / 1e3)  # theirs are milliseconds
+
+
+def _named(kernel: str, rows: pd.DataFrame) -> pd.DataFrame:
+    """`rows` with their dtype in the kernel's name."""
+    return rows.assign(kernel=f"{kernel}." + rows.dtype.map(DTYPES)).drop(columns="dtype")
+
+
+def _gemm(folder: Path, framework: str) -> pd.DataFrame:
+    rows = _read(folder, f"gemm/{framework}/*/gemm", dtype="gemm_dtype", m="m", n="n", k="k")
+    return rows[(rows.m <= LONGEST_STEP) & (rows.n >= NARROWEST) & rows.k.between(NARROWEST, DEEPEST)]
+
+
+def _cold(weights: pd.Series, card: Gpu) -> pd.Series:
+    """Which rows read `weights` (bytes) from memory. L40S reads beyond its bandwidth up to 1.5 times the L2 cache."""
+    return GEMM_COPIES * weights > 2 * card.l2_bytes
+
+
+def _bf16(gemm: pd.DataFrame, card: Gpu) -> pd.DataFrame:
+    return _named("gemm", gemm[(gemm.dtype == "bfloat16") & _cold(gemm.n * gemm.k * BF16_BYTES, card)])
+
+
+def _fp8_block(gemm: pd.DataFrame, sglang: pd.DataFrame, card: Gpu) -> tuple[pd.DataFrame, str]:
+    """vLLM's rows that outlast the host's launch, SGLang's short ones, and a remark about them."""
+    own, other = gemm[gemm.dtype == "fp8_block"], sglang[sglang.dtype == "fp8_block"]
+    if own.empty or card.fp8_flops is None:
+        return own.iloc[:0], ""
+    launch = own.seconds[own.m <= 16].median()
+    roofline = np.maximum(
+        2.0 * own.m * own.n * own.k / card.fp8_flops, own.n * own.k * FP8_BYTES / card.memory_bandwidth
+    )
+    other = other[(other.m < LONG_ROWS) & _cold(other.n * other.k * FP8_BYTES, card)]
+    own = own[(roofline > launch) & ((own.m >= LONG_ROWS) | other.empty)]
+    remark = f", fp8_block GEMMs below m = {LONG_ROWS} of SGLang" if len(other) else ", only long fp8_block GEMMs"
+    return _named("linear", pd.concat([own, other])), remark
+
+
+def _attention(folder: Path, phase: str, **columns: str) -> pd.DataFrame:
+    shape = {"heads": "num_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
+    found = _read(
+        folder, f"attention/vllm/*/{phase}_attention", dtype="kv_cache_dtype", window="window_size", **shape, **columns
+    )
+    grouped = (found.kv_heads <= 8) & (found.heads >= 4)
+    return found[grouped & (found.window == 0) & (found.head_dim == 128)].drop(columns="window")
+
+
+def _decode(folder: Path, card: Gpu) -> pd.DataFrame:
+    rows = _attention(folder, "generation", batch="batch_size", context="step")
+    rows = rows.assign(context=rows.context + 1)  # a query reads its own key too
+    per_token = 2 * rows.kv_heads * rows.head_dim * np.where(rows.dtype == "fp8", FP8_BYTES, BF16_BYTES)
+    share = rows.batch * rows.context * per_token / card.l2_bytes
+    return _named("attention_decode", rows[(share > 1) | (share < 1 / 16)])  # little KV costs nothing, cached or not
+
+
+def _prefill(folder: Path) -> pd.DataFrame:
+    rows = _attention(folder, "context", chunks="batch_size", chunk="isl")
+    return _named("attention_prefill", rows[rows.chunks * rows.chunk <= LONGEST_STEP].assign(context=0))
+
+
+def _moe(folder: Path) -> pd.DataFrame:
+    shape = {"tokens": "num_tokens", "experts": "num_experts", "top_k": "topk", "hidden": "hidden_size"}
+    split = {"inner": "inter_size", "tp": "moe_tp_size", "ep": "moe_ep_size", "skew": "distribution"}
+    rows = _read(folder, "moe/vllm/*/moe", dtype="moe_dtype", **shape, **split)
+    rows = rows.assign(inner=rows.inner // rows.tp, skew=rows["skew"].str.extract(r"power_law_([\d.]+)", expand=False))
+    kept = (
+        rows.dtype.isin(("bfloat16", "fp8_block")) & (rows.ep == 1) & rows["skew"].notna() & (rows.inner >= LEAST_INNER)
+    )
+    return _named("moe", rows[kept].astype({"skew": float}).drop(columns=["tp", "ep"]))
+
+
+def _all_reduce(folder: Path) -> pd.DataFrame:
+    rows = _read(folder, "comm/vllm/*/custom_allreduce", gpus="num_gpus", bytes="message_size")
+    rows = rows.assign(bytes=rows.bytes * BF16_BYTES, kernel="all_reduce")  # their sizes are in elements
+    return rows[rows.backend.str.endswith("graph") & (rows.bytes <= LARGEST_MESSAGE)]

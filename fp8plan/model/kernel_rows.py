@@ -1,0 +1,164 @@
+"""Timings of single kernels -> observations that `calibrate.fit` takes: the cost functions at the measured shapes.
+
+A row is a timing of one kernel in one layer; `QUANTITIES` says which columns a kernel has. Rows of one weight shape (or
+head layout, or group of GPUs) are predicted in one call, and are one group: what a cost function misses of a shape it
+misses at every batch size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.architecture import Experts, Linear, ModelShape
+from fp8plan.model.attention import attention_cost
+from fp8plan.model.batch import Array, StepBatch
+from fp8plan.model.calibrate import Observations
+from fp8plan.model.collective import all_reduce_cost
+from fp8plan.model.cost import Cost
+from fp8plan.model.gemm import gemm_cost, quantise_cost
+from fp8plan.model.hardware import Gpu
+from fp8plan.model.moe import moe_cost
+from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_KV
+from fp8plan.model.profile import Profile
+
+# Kernel, without its dtype -> (columns that name a group, columns that vary within it).
+QUANTITIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "gemm": (("n", "k"), ("m",)),
+    "linear": (("n", "k"), ("m",)),  # the GEMM and the quantisation of its input
+    "attention_decode": (("heads", "kv_heads", "head_dim"), ("batch", "context")),
+    "attention_prefill": (("heads", "kv_heads", "head_dim"), ("chunks", "chunk", "context")),
+    "moe": (("experts", "top_k", "hidden", "inner"), ("tokens",)),
+    "all_reduce": (("gpus",), ("bytes",)),
+}
+PRECISIONS = {"bf16": BF16, "fp8_block": FP8_BLOCK, "fp8": FP8_KV}
+
+
+def read_rows(path: Path) -> pd.DataFrame:
+    """The timings in a file, one JSON object a line, of the kernels that have a cost function."""
+    rows = pd.read_json(path, lines=True)
+    missing = {"kernel", "seconds"} - set(rows.columns)
+    if missing:
+        raise ConfigError(f"{path}: no field {min(missing)!r}; allowed: rows of kernel, seconds and its quantities")
+    return rows[rows.kernel.str.partition(".")[0].isin(list(QUANTITIES)) & rows.seconds.notna()]
+
+
+def observe(rows: pd.DataFrame, card: Gpu) -> list[Observations]:
+    """One `Observations` per kernel of `rows` (columns kernel, seconds and the kernel's quantities).
+
+    Raises ConfigError for a kernel that has no cost function.
+    """
+    return [_observe(str(kernel), group, card) for kernel, group in rows.groupby("kernel")]
+
+
+def hull(rows: pd.DataFrame) -> dict[str, dict[str, tuple[float, float]]]:
+    """Kernel -> quantity -> (lowest, highest) in `rows`; quantities are named as a step's are, in StepModel."""
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for kernel, group in rows.groupby("kernel"):
+        asked = _asked(str(kernel), group)
+        found[str(kernel)] = {name: (float(v.min()), float(v.max())) for name, v in asked.items()}
+    return {kernel: ranges for kernel, ranges in found.items() if ranges}
+
+
+def _asked(kernel: str, rows: pd.DataFrame) -> dict[str, pd.Series]:
+    if kernel.startswith(("gemm", "linear")):
+        return {name: rows[name] for name in ("m", "n", "k")}
+    if kernel.startswith("attention_decode"):
+        return {"decode_requests": rows.batch, "decode_kv_tokens": rows.batch * rows.context}
+    if kernel.startswith("attention_prefill"):
+        return {"prefill_tokens": rows.chunks * rows.chunk}
+    return {}
+
+
+def _observe(kernel: str, rows: pd.DataFrame, card: Gpu) -> Observations:
+    name, _, dtype = kernel.partition(".")
+    if name not in QUANTITIES or (dtype and dtype not in PRECISIONS):
+        raise ConfigError(f"kernel {kernel!r} has no cost function; allowed: {', '.join(QUANTITIES)}, with .DTYPE")
+    rows = rows.reset_index(drop=True)
+    shapes = rows.groupby(list(QUANTITIES[name][0]), sort=False)
+    parts = [(part.index.to_numpy(), part) for _, part in shapes]
+    cost = _COSTS[name]
+
+    def predict(profile: Profile) -> Cost:
+        return _scattered([(index, cost(part, dtype, card, profile)) for index, part in parts], len(rows))
+
+    return Observations(kernel, rows.seconds.to_numpy(), shapes.ngroup().to_numpy(), predict)
+
+
+def _scattered(parts: list[tuple[Array, Cost]], size: int) -> Cost:
+    """The costs of disjoint rows as one, shape (size,)."""
+    seconds = np.zeros(size)
+    partials: dict[str, Array] = {}
+    for index, cost in parts:
+        seconds[index] = cost.seconds
+        for name, values in cost.partials.items():
+            partials.setdefault(name, np.zeros(size))[index] = values
+    return Cost(seconds, partials)
+
+
+def _linear(rows: pd.DataFrame) -> list[Linear]:
+    return [Linear("measured", int(rows.n.iloc[0]), int(rows.k.iloc[0]), 1, True, False)]
+
+
+def _gemm(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
+    return gemm_cost(rows.m.to_numpy(), _linear(rows), PRECISIONS[dtype], card, profile)
+
+
+def _quantised_linear(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
+    quantise = quantise_cost(rows.m.to_numpy(), _linear(rows), PRECISIONS[dtype], card, profile)
+    return _gemm(rows, dtype, card, profile) + quantise
+
+
+def _decode(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
+    batch, context = rows.batch.to_numpy(), rows.context.to_numpy()
+    none = np.zeros(len(rows))
+    steps = StepBatch(batch, batch * context, none, none, none, none, batch)
+    return attention_cost(steps, _one_layer(rows), PRECISIONS[dtype], 1, card, profile)
+
+
+def _prefill(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
+    chunks, chunk, context = (rows[name].to_numpy() for name in ("chunks", "chunk", "context"))
+    tokens, none = chunks * chunk, np.zeros(len(rows))
+    pairs = tokens * context + chunks * chunk * (chunk + 1) / 2
+    steps = StepBatch(none, none, tokens, chunks, tokens + chunks * context, pairs, chunks)
+    return attention_cost(steps, _one_layer(rows), PRECISIONS[dtype], 1, card, profile)
+
+
+def _moe(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
+    experts, top_k, hidden, inner = (int(rows[name].iloc[0]) for name in ("experts", "top_k", "hidden", "inner"))
+    routed = Experts(experts, top_k, inner, 1)
+    shape = _shape(hidden_size=hidden, experts=routed)
+    return moe_cost(rows.tokens.to_numpy(), shape, routed, PRECISIONS[dtype], 1, card, profile)
+
+
+def _all_reduce(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
+    return all_reduce_cost(rows.bytes.to_numpy(), int(rows.gpus.iloc[0]), card, profile)
+
+
+def _one_layer(rows: pd.DataFrame) -> ModelShape:
+    heads, kv_heads, head_dim = (int(rows[name].iloc[0]) for name in ("heads", "kv_heads", "head_dim"))
+    return _shape(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
+
+
+def _shape(**sizes: Any) -> ModelShape:
+    """A model of one layer that has the given sizes, and 1 where a kernel's cost does not depend on it."""
+    one = dict.fromkeys("num_layers hidden_size num_attention_heads num_key_value_heads head_dim".split(), 1)
+    one |= dict.fromkeys("intermediate_size vocab_size max_position_embeddings".split(), 1)
+    flags = dict.fromkeys("tie_word_embeddings qk_norm attention_bias".split(), False)
+    texts = dict.fromkeys("name model_type source".split(), "one layer")
+    return ModelShape(**{**one, **flags, **texts, "experts": None, **sizes})
+
+
+_COSTS: dict[str, Callable[[pd.DataFrame, str, Gpu, Profile], Cost]] = {
+    "gemm": _gemm,
+    "linear": _quantised_linear,
+    "attention_decode": _decode,
+    "attention_prefill": _prefill,
+    "moe": _moe,
+    "all_reduce": _all_reduce,
+}

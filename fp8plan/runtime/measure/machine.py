@@ -1,0 +1,85 @@
+"""Which card, driver and boot a measurement was made on: cards of one model differ by some percent."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+NOTHING = dict.fromkeys(("gpu_uuid", "gpu_product", "driver", "gpu_memory_used_bytes"))
+
+
+def machine_facts() -> dict[str, Any]:
+    """What the records of rollouts say of the machine."""
+    import torch
+
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return {
+        "boot": boot.read_text().strip() if boot.exists() else None,
+        "cpu_count": os.cpu_count(),
+        "torch_version": torch.__version__,
+    } | gpu_facts()
+
+
+def engine_facts() -> dict[str, Any]:
+    """Versions of what brings the kernels; None for what is not installed."""
+    packages = {"engine_version": "vllm", "flashinfer_version": "flashinfer-python", "triton_version": "triton"}
+    return {name: _version(package) for name, package in packages.items()}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package).partition("+")[0]
+    except PackageNotFoundError:
+        return None
+
+
+def gpu_facts() -> dict[str, Any]:
+    """From NVML, of the first visible GPU; all None where there is no driver or no visible GPU."""
+    try:
+        import pynvml
+    except ImportError:
+        return NOTHING
+    try:
+        pynvml.nvmlInit()
+        try:
+            card = _first_visible(pynvml)
+            found = pynvml.nvmlDeviceGetUUID(card), pynvml.nvmlDeviceGetName(card), pynvml.nvmlSystemGetDriverVersion()
+            used = pynvml.nvmlDeviceGetMemoryInfo(card).used
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return NOTHING
+    uuid, product, driver = (text.decode() if isinstance(text, bytes) else text for text in found)
+    return {"gpu_uuid": uuid, "gpu_product": product, "driver": driver, "gpu_memory_used_bytes": used}
+
+
+def sm_clock_mhz() -> int | None:
+    """Clock of the first visible GPU's SMs at this moment; None where NVML does not say."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        return int(pynvml.nvmlDeviceGetClockInfo(_card(), pynvml.NVML_CLOCK_SM))
+    except pynvml.NVMLError:
+        return None
+
+
+@cache
+def _card() -> Any:
+    """A handle that stays open, so that asking takes microseconds."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return _first_visible(pynvml)
+
+
+def _first_visible(nvml: Any) -> Any:
+    """The device that CUDA calls 0: CUDA_VISIBLE_DEVICES names it by its number or its UUID."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    if first.startswith(("GPU-", "MIG-")):
+        return nvml.nvmlDeviceGetHandleByUUID(first)
+    return nvml.nvmlDeviceGetHandleByIndex(int(first) if first.isdecimal() else 0)
