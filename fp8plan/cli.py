@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -14,6 +15,12 @@ from rich.console import Console, RenderableType
 from fp8plan.errors import ConfigError, Fp8PlanError
 
 T = TypeVar("T")
+
+
+class Grid(StrEnum):
+    quick = "quick"
+    full = "full"
+
 
 app = typer.Typer(
     name="fp8plan",
@@ -200,6 +207,40 @@ def validate_command(
         from fp8plan.report import validation_report
 
         _print(validation_report(result))
+
+
+@app.command("calibrate")
+def calibrate_command(
+    gpu: Annotated[str, typer.Option(help="the GPU of this machine; auto asks the driver")] = "auto",
+    output: Annotated[
+        Path | None, typer.Option(help="folder of measurements and profile.json; default: where plans look for it")
+    ] = None,
+    grid: Annotated[Grid, typer.Option(help="quick: about ten minutes; full: about forty")] = Grid.quick,
+    fit_only: Annotated[bool, typer.Option("--fit-only", help="fit what is measured already")] = False,
+) -> None:
+    """Measure this GPU through vLLM's own kernels and engine, and fit its profile. Type it again to go on."""
+    from fp8plan.model.calibration import calibrate, measured_version
+    from fp8plan.model.hardware import gpu as find_gpu
+    from fp8plan.model.profile import own_profiles_path, profile_path
+    from fp8plan.report import calibration_report
+
+    card = find_gpu(gpu)
+    if fit_only:
+        if output is None:
+            raise ConfigError("--fit-only needs --output, the folder of the measurements")
+        folder, version = output, measured_version(output)
+    else:
+        from fp8plan.runtime.measure.cells import engine_version
+        from fp8plan.runtime.measure.everything import measure
+
+        version = engine_version()
+        folder = output or profile_path(own_profiles_path(), card.name, version).parent
+        measure(folder, card, grid.value)
+    print(f"fitting what {folder} holds, about a minute", file=sys.stderr)
+    found = calibrate(folder, card, version)
+    (folder / "profile.json").write_text(found.profile.to_json(), encoding="utf-8")
+    _print(calibration_report(found))
+    print(f"written: {folder / 'profile.json'}", file=sys.stderr)
 
 
 profiles_app = typer.Typer(help="List the profiles, or import some.", invoke_without_command=True)

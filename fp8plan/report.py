@@ -16,6 +16,7 @@ from fp8plan.tables import Column, Fitted, Paragraph
 
 if TYPE_CHECKING:
     from fp8plan.model.architecture import ModelShape
+    from fp8plan.model.calibration import Calibration
     from fp8plan.model.plan import Choice, Plan
     from fp8plan.model.profile import ProfileEntry
     from fp8plan.model.validate import Validation
@@ -254,6 +255,24 @@ def _ids(names: Sequence[str]) -> str:
     endings = [name.removeprefix(first) if name.startswith(first) else name.rpartition("/")[2] for name in others]
     also = textwrap.wrap(", ".join(endings), 30, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     return "\n".join([first, *also])
+
+
+def calibration_report(found: Calibration) -> RenderableType:
+    """Errors of every kernel before and after the fit, and what the profile says of itself."""
+    rows = [
+        Column("kernel", [x.kernel for x in found.errors], left=True),
+        Column("rows", [f"{x.rows:,}" for x in found.errors]),
+        Column("before", [f"{x.before:.1%}" for x in found.errors]),
+        Column("after", [f"{x.fitted:.1%}" for x in found.errors]),
+        Column("held out", [f"{x.held_out:.1%}" for x in found.errors]),
+        Column("worst", [f"{x.worst:.1%}" for x in found.errors]),
+    ]
+    text = (
+        f"{found.profile.label}: {found.profile.source}. Median errors by the datasheet profile (before), by the fit "
+        "(after) and by fits that have not seen the weight shape, head layout or engine (held out; worst). Whole "
+        f"rollouts of an engine that was left out: {found.profile.model_error:.1%} (rms)."
+    )
+    return Group(Fitted(rows), "", Paragraph(text))
 
 
 def profiles_report(entries: Sequence[ProfileEntry]) -> RenderableType:

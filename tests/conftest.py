@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 # Set before any test imports these libraries: they read their environment once.
+os.environ["FP8PLAN_PROFILES"] = "/nowhere"  # what this machine's user has calibrated is not under test
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; vLLM would take most of the machine's memory
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -89,6 +89,15 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
     return Calibration(profile, errors)
 
 
+def measured_version(folder: Path) -> str:
+    """The engine version of the rollouts in `folder`. Raises ConfigError where there are none, or of several."""
+    file = folder / "steps" / "rollouts.jsonl"
+    found = sorted({str(x.fields["engine_version"]) for x in read_records(file)})
+    if len(found) > 1:
+        raise ConfigError(f"{file} holds rollouts of vLLM {' and '.join(found)}; a profile is of one: move the others")
+    return found[0]
+
+
 def kernel_rows(folder: Path) -> pd.DataFrame:
     """All timings of single kernels; empty where none was measured."""
     files = [x for x in sorted(folder.glob("*.jsonl")) if not x.name.endswith((".failed.jsonl", "machines.jsonl"))]

@@ -8,6 +8,7 @@ the label "uncalibrated", and a kernel that was never measured is an error that 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -141,19 +142,29 @@ def profiles_path() -> Path:
     return inside if inside.is_dir() else package.parent / "profiles"
 
 
+def own_profiles_path() -> Path:
+    """The folder of profiles that `fp8plan calibrate` measured on the user's GPUs; $FP8PLAN_PROFILES names another."""
+    named = os.environ.get("FP8PLAN_PROFILES")
+    return Path(named) if named else Path.home() / ".local" / "share" / "fp8plan" / "profiles"
+
+
+def _folders(profiles_dir: Path | None) -> list[Path]:
+    """Where profiles are looked for: the user's own go first."""
+    return [profiles_dir] if profiles_dir else [own_profiles_path(), profiles_path()]
+
+
 def profile_path(folder: Path, gpu: str, engine_version: str) -> Path:
     """Where the profile of a GPU and an engine version stands in a folder of profiles."""
     return folder / gpu / f"{ENGINE}-{engine_version}" / "profile.json"
 
 
 def list_profiles(profiles_dir: Path | None = None) -> tuple[ProfileEntry, ...]:
-    """Every profile in the folder, measured ones first, the datasheet profile (gpu "*") last."""
-    folder = profiles_dir or profiles_path()
+    """Every profile there is, the user's own first, the datasheet profile (gpu "*") last."""
     entries = []
-    for path in sorted(folder.glob("*/*/profile.json")):
+    for path in (path for folder in _folders(profiles_dir) for path in sorted(folder.glob("*/*/profile.json"))):
         p = _read(path)
         entries.append(ProfileEntry(p.gpu, p.engine, p.engine_version, p.kind, p.source, path))
-    sheet = folder / "datasheet.json"
+    sheet = _folders(profiles_dir)[-1] / "datasheet.json"
     if sheet.is_file():
         raw = parse(sheet.read_text(), str(sheet))
         entries.append(ProfileEntry("*", ENGINE, "*", "datasheet", str(raw.get("source")), sheet))
@@ -165,17 +176,18 @@ def load_profile(
 ) -> tuple[Profile, list[str]]:
     """The best profile for `gpu` and an engine version, and the warnings that go with it.
 
-    The exact one; else the nearest engine version of the same GPU, its standard deviations doubled; else the datasheet
-    profile. `strict` allows the exact one only. Raises ProfileError when there is none, or when its file is corrupt.
+    The exact one, the user's own (`own_profiles_path`) before a shipped one; else the nearest engine version of the
+    same GPU, its standard deviations doubled; else the datasheet profile. `strict` allows the exact one only. Raises
+    ProfileError when there is none, or when its file is corrupt.
     """
     if not re.match(r"\d+(\.\d+)*", engine_version):
         raise ConfigError(f"engine_version is {engine_version!r}; allowed: a version of {ENGINE} such as 0.26.0")
-    folder = profiles_dir or profiles_path()
-    exact = profile_path(folder, gpu.name, engine_version)
-    if exact.is_file():
-        found = _read(exact)
-        return found, found.remarks
-    near = _nearest(folder / gpu.name, engine_version)
+    folders = _folders(profiles_dir)
+    for exact in (profile_path(folder, gpu.name, engine_version) for folder in folders):
+        if exact.is_file():
+            found = _read(exact)
+            return found, found.remarks
+    near = _nearest([folder / gpu.name for folder in folders], engine_version)
     if strict:
         raise ProfileError(_strict_message(gpu, engine_version, near))
     if near is not None:
@@ -188,7 +200,7 @@ def load_profile(
     warning = (
         f"no measured profile of {gpu.name}: datasheet peaks with generic efficiencies (uncalibrated, wide interval)"
     )
-    return datasheet_profile(gpu, engine_version, folder), [warning]
+    return datasheet_profile(gpu, engine_version, profiles_dir), [warning]
 
 
 def _strict_message(gpu: Gpu, engine_version: str, near: Path | None) -> str:
@@ -199,13 +211,13 @@ def _strict_message(gpu: Gpu, engine_version: str, near: Path | None) -> str:
     )
 
 
-def _nearest(folder: Path, engine_version: str) -> Path | None:
+def _nearest(folders: Sequence[Path], engine_version: str) -> Path | None:
     def distance(path: Path) -> tuple[int, ...]:  # what was measured here goes before what was imported
         other = _version(path.parent.name.removeprefix(f"{ENGINE}-"))
         apart = (abs(a - b) for a, b in zip(other, _version(engine_version), strict=True))
         return (_read(path).kind == "imported", *apart)
 
-    found = sorted(folder.glob(f"{ENGINE}-*/profile.json"))
+    found = [path for folder in folders for path in sorted(folder.glob(f"{ENGINE}-*/profile.json"))]
     return min(found, key=distance, default=None)
 
 

@@ -35,8 +35,13 @@ def repair(path: Path) -> int:
 
 def rows(path: Path) -> list[dict[str, Any]]:
     """All lines of a file that may not exist. Raises ConfigError, naming the line, for one that is not JSON."""
+    if not path.exists():
+        return []
+    with open(path, encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        lines = file.read().splitlines()
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    for line in lines:
         try:
             found.append(json.loads(line))
         except ValueError:

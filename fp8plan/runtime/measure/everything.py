@@ -1,0 +1,80 @@
+"""All that a profile is fitted to, measured one after the other: what `fp8plan calibrate` runs before the fit.
+
+Each measurement is a process of its own, which goes on where it was when it is started again: a kill loses the point
+or the rollout in flight, and nothing else. FOLDER/kernels and FOLDER/steps hold what fp8plan.model.calibration reads.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from fp8plan.errors import ConfigError, Fp8PlanError
+from fp8plan.model.architecture import ModelShape
+from fp8plan.model.hardware import Gpu
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.memory import memory_plan
+from fp8plan.model.precision import precision
+from fp8plan.runtime.measure.cells import note
+
+PACKAGE = __spec__.parent
+KERNELS = ("gemm", "attention", "moe", "elementwise")
+CELLS = {"quick": "cells_quick.json", "full": "cells_fit.json"}
+LONGEST_ENGINE_S = 900
+
+
+def measure(folder: Path, card: Gpu, grid: str) -> None:
+    """Measure what `folder` does not have yet, on the first visible GPU. grid: "quick" or "full".
+
+    Raises ConfigError when a measurement cannot be made here at all; single points that fail are noted and left out.
+    """
+    for name in KERNELS:
+        _run(name, "--output", str(folder / "kernels"), "--grid", grid, "--gpu", card.name)
+    steps = folder / "steps"
+    steps.mkdir(parents=True, exist_ok=True)
+    settings = cells_for(card, json.loads((Path(__file__).parent / CELLS[grid]).read_text(encoding="utf-8")))
+    (steps / "cells.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
+    output = ("--output", str(steps / "rollouts.jsonl"), "--trace", "--timeout", str(LONGEST_ENGINE_S))
+    _run("rollouts", "--cells", str(steps / "cells.json"), *output)
+
+
+def cells_for(card: Gpu, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The settings for `card`: only precisions it has, only models that fit it; what is left out is noted.
+
+    Raises ConfigError if nothing fits.
+    """
+    kept = []
+    for setting in settings:
+        names = [x for x in setting["precisions"] if (card.has_fp8 or not precision(x).uses_fp8)]
+        fitting = [x for x in names if _fits(card, setting, x)]
+        if fitting:
+            kept.append(setting | {"gpu": card.name, "precisions": fitting})
+        if len(fitting) < len(setting["precisions"]):
+            left = sorted(set(setting["precisions"]) - set(fitting))
+            note(f"{setting['model']}: {', '.join(left)} cannot run on {card.name} and is left out")
+    if not kept:
+        raise ConfigError(f"none of the calibration's models fits {card.name}; measure your own: {PACKAGE}.rollouts")
+    return kept
+
+
+def _fits(card: Gpu, setting: dict[str, Any], name: str) -> bool:
+    limits = EngineLimits(
+        gpu_memory_utilization=setting["gpu_memory_utilization"], max_model_len=setting["max_model_len"]
+    )
+    try:
+        memory_plan(ModelShape.from_hf(setting["model"]), precision(name), card, limits, setting["max_model_len"])
+    except Fp8PlanError:
+        return False
+    return True
+
+
+def _run(name: str, *arguments: str) -> None:
+    note(f"measuring: {name}")
+    done = subprocess.run([sys.executable, "-m", f"{PACKAGE}.{name}", *arguments])
+    if done.returncode == 1:
+        note(f"{name}: something failed and is left out; the notes above say what")
+    elif done.returncode:
+        raise ConfigError(f"{name} could not be measured (exit status {done.returncode}); the notes above say why")

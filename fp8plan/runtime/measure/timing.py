@@ -1,0 +1,117 @@
+"""Seconds of one GPU kernel, or of a few: many calls in one CUDA graph, on cold weights, the median of its replays.
+
+A step of the engine is a graph replay, so kernels are timed inside one: no launch gaps from Python, as in decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from fp8plan.runtime.measure.machine import sm_clock_mhz
+
+Call = Callable[[], object]
+
+LEAST_COPIES, MOST_COPIES, TIMES_L2 = 3, 256, 4
+LEAST_REPLAYS, MOST_REPLAYS = 5, 40
+CALLS_PER_REPLAY = 64  # where they are short, so that a replay is long against the resolution of events (0.5 us)
+AHEAD_CYCLES = 2_000_000  # about 1 ms in which the GPU waits, while Python queues what is timed
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """seconds: median of one call; spread: (p90 - p10) / median of the replays; sm_mhz: clock while they ran."""
+
+    seconds: float
+    spread: float
+    replays: int
+    sm_mhz: int | None = None
+
+
+def copies(bytes_per_call: int, l2_bytes: int) -> int:
+    """How many copies of a call's data make a working set of TIMES_L2 times the L2 cache, so that each call finds its
+    own evicted: at least LEAST_COPIES, at most MOST_COPIES. At the cap, with calls below 1 MiB on an H200, data are
+    partly warm; an engine whose layers are that small finds them so too."""
+    wanted = -(-TIMES_L2 * l2_bytes // max(1, bytes_per_call))
+    return min(max(wanted, LEAST_COPIES), MOST_COPIES)
+
+
+def graph_seconds(calls: Sequence[Call], budget_s: float = 0.03) -> Timing:
+    """One call of `calls` (the same work on different data), all of them captured in one CUDA graph.
+
+    Called eagerly first, on the stream that captures, so that kernels are compiled and workspaces allocated. The
+    replays take about `budget_s` together, more where LEAST_REPLAYS need more. Raises what the calls raise.
+    """
+    import torch
+
+    stream = _stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        _run(calls)
+        torch.cuda.synchronize()
+        one_pass = _elapsed(lambda: _run(calls), 1)[0]
+        rounds = max(1, min(-(-CALLS_PER_REPLAY // len(calls)), int(budget_s / LEAST_REPLAYS / one_pass)))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(rounds):
+                _run(calls)
+        first = min(_elapsed(graph.replay, 2))
+        return _timing(graph.replay, first, rounds * len(calls), budget_s)
+
+
+def eager_seconds(calls: Sequence[Call], budget_s: float = 0.03) -> Timing:
+    """One call of `calls`, launched from Python one after the other: bound by launches where the kernels are short."""
+    import torch
+
+    _run(calls)
+    torch.cuda.synchronize()
+    first = _elapsed(lambda: _run(calls), 1, ahead=0)[0]
+    return _timing(lambda: _run(calls), first, len(calls), budget_s, ahead=0)
+
+
+@cache
+def _stream() -> Any:
+    """One for all, because cuBLAS keeps a workspace for each."""
+    import torch
+
+    return torch.cuda.Stream()
+
+
+def _run(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call()
+
+
+def _timing(
+    replay: Callable[[], Any], first_s: float, calls: int, budget_s: float, ahead: int = AHEAD_CYCLES
+) -> Timing:
+    number = int(min(max(LEAST_REPLAYS, budget_s / first_s), MOST_REPLAYS))
+    clocks: list[int | None] = []
+    replays = _elapsed(replay, number, ahead, lambda: clocks.append(sm_clock_mhz()))
+    low, median, high = np.percentile(replays, (10, 50, 90)) / calls
+    return Timing(float(median), float((high - low) / median), number, clocks[0])
+
+
+def _elapsed(
+    replay: Callable[[], Any],
+    number: int,
+    ahead: int = AHEAD_CYCLES,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> list[float]:
+    """Seconds of each of `number` replays, back to back, the first `ahead` GPU cycles after Python starts to launch."""
+    import torch
+
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(number + 1)]
+    torch.cuda._sleep(ahead)
+    events[0].record()
+    for event in events[1:]:
+        replay()
+        event.record()
+    meanwhile()
+    events[-1].synchronize()
+    return [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
