@@ -13,18 +13,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import accuracy_tables  # noqa: E402
 import baselines_table  # noqa: E402
 from speed import RESULTS, table  # noqa: E402
 
 from fp8plan.model.plan import Plan  # noqa: E402
 from fp8plan.model.planner import plan  # noqa: E402
 from fp8plan.model.records import read_records  # noqa: E402
-from fp8plan.model.validate import Validation, validate  # noqa: E402
+from fp8plan.model.validate import validate  # noqa: E402
 from fp8plan.model.workload import Fixed, LogNormal, Workload  # noqa: E402
 
-MEASURED = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0"
-FIRST_LOOK = MEASURED / "first_look" / "rollouts.jsonl"
-VALIDATION = MEASURED / "validation" / "rollouts.jsonl"
+VALIDATION = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0" / "validation" / "rollouts.jsonl"
 
 
 def plan_table(answer: Plan) -> str:
@@ -43,38 +42,14 @@ def plan_table(answer: Plan) -> str:
     return "\n".join(lines)
 
 
-def first_look_table(result: Validation) -> str:
-    """Measured rollouts beside the uncalibrated prediction."""
-    lines = [
-        (
-            "| workload | precision | measured | predicted (90% interval) | error | preemptions measured / predicted | "
-            "KV tokens measured / predicted | speed-up measured / predicted |"
-        ),
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    gains = {gain["line"]: gain for group in result.groups for gain in group["speedups"]}
-    for row in result.records:
-        gain = gains.get(row["line"])
-        speedup = f"{gain['measured_speedup']:.2f}x / {gain['predicted_speedup']:.2f}x" if gain else "-"
-        lines.append(
-            f"| {row['workload']} | {row['precision']} | {row['seconds']:.2f} s | {row['predicted_s']:.2f} s "
-            f"({row['predicted_low_s']:.2f}-{row['predicted_high_s']:.2f}) | {row['error']:+.0%} | "
-            f"{row['preemptions']:,} / {row['predicted_preemptions']:,} | "
-            f"{row['measured_kv_cache_tokens']:,} / {row['predicted_kv_cache_tokens']:,} | {speedup} |"
-        )
-    return "\n".join(lines)
-
-
 def blocks() -> dict[str, str]:
     """Name of a marked block in README -> its text."""
     work = Workload(32, 16, Fixed(1024), LogNormal(6000, 0.9, 20480))
     made = {"plan": plan_table(plan("Qwen/Qwen3-8B", "h200_sxm", work))}
     made["speed"] = table([RESULTS / "speed.jsonl", RESULTS / "aiconfigurator_time.jsonl"])
-    if FIRST_LOOK.exists():
-        made["first look"] = first_look_table(validate(read_records(FIRST_LOOK)))
-    if VALIDATION.exists() and baselines_table.BASELINES.exists():
-        rows = validate(read_records(VALIDATION)).records
-        made["baselines"] = baselines_table.table(rows, baselines_table.read_lines(baselines_table.BASELINES))
+    measured = validate(read_records(VALIDATION))
+    made["accuracy"] = accuracy_tables.tables(measured)
+    made["baselines"] = baselines_table.table(measured.records, baselines_table.read_lines(baselines_table.BASELINES))
     return made
 
 

@@ -12,8 +12,9 @@ workload = fp8plan.Workload(
 trainer = fp8plan.Trainer(train_s=180, logprob_s=60)
 
 plan = fp8plan.plan("Qwen/Qwen3-8B", "h200", workload, trainer=trainer)
+# On a laptop: fp8plan.plan("fp8plan/dense-50m", "cpu", workload, trainer=trainer, engine_version="0.30.0")
 
-for choice in plan.choices:
+for choice in (choice for choice in plan.choices if choice.available):
     print(
         f"{choice.precision:18} rollout {choice.makespan_s:5.0f} s ({choice.speedup:.2f}x), "
         f"step {choice.rl_step_s:5.0f} s ({choice.step_speedup:.2f}x), KL {choice.kl_k3:.1e}, risk {choice.risk}"

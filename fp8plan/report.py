@@ -262,15 +262,17 @@ def calibration_report(found: Calibration) -> RenderableType:
     rows = [
         Column("kernel", [x.kernel for x in found.errors], left=True),
         Column("rows", [f"{x.rows:,}" for x in found.errors]),
+        Column("unseen", [f"{x.unseen:,}" for x in found.errors]),
         Column("before", [f"{x.before:.1%}" for x in found.errors]),
         Column("after", [f"{x.fitted:.1%}" for x in found.errors]),
         Column("held out", [f"{x.held_out:.1%}" for x in found.errors]),
         Column("worst", [f"{x.worst:.1%}" for x in found.errors]),
     ]
     text = (
-        f"{found.profile.label}: {found.profile.source}. Median errors by the datasheet profile (before), by the fit "
-        "(after) and by fits that have not seen the weight shape, head layout or engine (held out; worst). Whole "
-        f"rollouts of an engine that was left out: {found.profile.model_error:.1%} (rms)."
+        f"{found.profile.label}: {found.profile.source}. Median errors by the datasheet profile (before) and by the "
+        "fit (after), of rows that no fit sees or, without any, by fits that have not seen the weight shape, head "
+        "layout or engine (held out; worst). Model error, beyond what the coefficients' covariance says: "
+        f"{found.profile.model_error:.1%}."
     )
     return Group(Fitted(rows), "", Paragraph(text))
 

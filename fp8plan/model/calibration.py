@@ -25,25 +25,32 @@ from fp8plan.model.calibrate import Fit, Observations, fit, held_out, robust_sd
 from fp8plan.model.cost import Cost, together
 from fp8plan.model.engine_steps import Windows, read_traces, windows
 from fp8plan.model.hardware import Gpu
+from fp8plan.model.hardware import gpu as find_gpu
+from fp8plan.model.held_out import is_held_out
 from fp8plan.model.kernel_rows import hull, observe, read_rows
 from fp8plan.model.profile import Profile, datasheet_profile
 from fp8plan.model.records import read_records
 
 STEPS = "engine steps"
+# sd of one cell between cards of one GPU model: Qwen3-8B, 8 requests, on four H200s: 2.96, 2.97, 3.06 and 3.05 s
+# (validation/anchor.jsonl and first_look of the H200's profile). No calibration of one card can know better.
+BETWEEN_CARDS = 0.017
 
 
 @dataclass(frozen=True, slots=True)
 class KernelError:
     """Relative errors of one kernel's rows: medians of |predicted / measured - 1|.
 
+    rows, unseen: those that the fit has seen, and those that no fit sees (fp8plan.model.held_out)
     before:   by the prior (the datasheet profile)
-    fitted:   by the fit, which has seen the rows
-    held_out: by fits that have not seen the row's weight shape, head layout or engine
+    fitted:   by the fit, of the rows it has seen
+    held_out: of the unseen rows; without any, by fits that have not seen the row's weight shape, head layout or engine
     worst:    the largest held-out error
     """
 
     kernel: str
     rows: int
+    unseen: int
     before: float
     fitted: float
     held_out: float
@@ -60,22 +67,19 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
     """Fit everything measured in `folder`. Raises ConfigError without engine steps, the least it needs."""
     rows, steps = kernel_rows(folder / "kernels"), step_windows(folder / "steps")
     if not steps:
-        raise ConfigError(f"{folder / 'steps'} has no measured rollouts; type: fp8plan calibrate --output {folder}")
-    prior = datasheet_profile(card, engine_version)
-    observations = [*(observe(rows, card) if len(rows) else []), observe_steps(steps)]
+        raise _no_rollouts(folder)
+    _check_same(steps, card, engine_version)
+    prior, kept = datasheet_profile(card, engine_version), ~is_held_out(rows)
+    observations = [*observe(rows[kept], card), observe_steps(steps)]
     found = fit(observations, prior)
     unseen = held_out(observations, prior, found)
-    errors = tuple(
-        KernelError(
-            x.kernel,
-            x.seconds.size,
-            _median(x.errors(prior)),
-            _median(x.errors(found.profile)),
-            _median(unseen[x.kernel]),
-            float(np.max(np.abs(np.expm1(unseen[x.kernel])))),
-        )
-        for x in observations
-    )
+    never = {x.kernel: x.errors(found.profile) for x in observe(rows[~kept], card)}
+    errors = []
+    for x in observations:
+        elsewhere = never.get(x.kernel, unseen[x.kernel])
+        before, fitted = _median(x.errors(prior)), _median(x.errors(found.profile))
+        number, worst = never.get(x.kernel, np.zeros(0)).size, float(np.max(np.abs(np.expm1(elsewhere))))
+        errors.append(KernelError(x.kernel, x.seconds.size, number, before, fitted, _median(elsewhere), worst))
     profile = replace(
         found.profile,
         kind="calibrated",
@@ -86,22 +90,40 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
         date=max(str(w.record.fields.get("date", ""))[:10] for w in steps) or datetime.now(UTC).date().isoformat(),
         notes={},
     )
-    return Calibration(profile, errors)
+    return Calibration(profile, tuple(errors))
 
 
 def measured_version(folder: Path) -> str:
     """The engine version of the rollouts in `folder`. Raises ConfigError where there are none, or of several."""
     file = folder / "steps" / "rollouts.jsonl"
+    if not file.is_file():
+        raise _no_rollouts(folder)
     found = sorted({str(x.fields["engine_version"]) for x in read_records(file)})
     if len(found) > 1:
         raise ConfigError(f"{file} holds rollouts of vLLM {' and '.join(found)}; a profile is of one: move the others")
     return found[0]
 
 
+def _no_rollouts(folder: Path) -> ConfigError:
+    return ConfigError(f"{folder / 'steps'} has no measured rollouts; type: fp8plan calibrate --output {folder}")
+
+
 def kernel_rows(folder: Path) -> pd.DataFrame:
     """All timings of single kernels; empty where none was measured."""
     files = [x for x in sorted(folder.glob("*.jsonl")) if not x.name.endswith((".failed.jsonl", "machines.jsonl"))]
-    return pd.concat([pd.DataFrame(), *map(read_rows, files)], ignore_index=True)
+    return pd.concat([pd.DataFrame({"kernel": [], "seconds": []}), *map(read_rows, files)], ignore_index=True)
+
+
+def _check_same(steps: Sequence[Windows], card: Gpu, engine_version: str) -> None:
+    """Raises ConfigError for rollouts of another GPU or engine version than the profile's."""
+    for fields in (x.record.fields for x in steps):
+        found = find_gpu(fields["gpu"]).name, fields["engine_version"]
+        if found != (card.name, engine_version):
+            raise ConfigError(
+                f"line {next(x.record.line for x in steps if x.record.fields is fields)} of the rollouts is of "
+                f"{found[0]} with vLLM {found[1]}, the profile of {card.name} with vLLM {engine_version}; a profile is "
+                "of one GPU and one version: name that GPU with --gpu, or move the others away"
+            )
 
 
 def step_windows(folder: Path) -> list[Windows]:
@@ -124,16 +146,26 @@ def observe_steps(steps: Sequence[Windows], kernel: str = STEPS) -> Observations
 
 
 def model_error(steps: Sequence[Windows], observations: Sequence[Observations], prior: Profile, full: Fit) -> float:
-    """sd of log(predicted / measured) of whole rollouts, each predicted by a fit that has not seen its engine."""
+    """sd of log(predicted / measured) of whole rollouts that the coefficients' covariance does not explain.
+
+    Each rollout is predicted by a fit that has not seen its engine, and counts by its seconds: one of a tenth of a
+    second is start-up. What that fit's covariance says of the error is taken off, because the interval adds it again.
+    """
     others = [x for x in observations if not x.kernel.startswith(STEPS)]
-    errors = []
+    unexplained, weights = [], []
     for engine in dict.fromkeys(x.engine for x in steps):
         rest = [x for x in steps if x.engine != engine]
-        profile = fit([*others, observe_steps(rest)], prior, near=full).profile if rest else prior
+        seen = [*others, *([observe_steps(rest)] if rest else [])]
+        profile = fit(seen, prior, near=full).profile if seen else prior
         for x in steps:
             if x.engine == engine:
-                errors.append(float(np.log(x.cost(profile).seconds.sum() / x.seconds.sum())))
-    return float(np.sqrt(np.mean(np.square(errors))))
+                cost, seconds = x.cost(profile), x.seconds.sum()
+                total = cost.seconds.sum()
+                slopes = np.array([partial.sum() / total for partial in cost.partials.values()])
+                explained = slopes @ profile.covariance(list(cost.partials)) @ slopes
+                unexplained.append(np.log(total / seconds) ** 2 - explained)
+                weights.append(seconds)
+    return float(np.sqrt(max(np.average(unexplained, weights=weights), BETWEEN_CARDS**2)))
 
 
 def _median(errors: Array) -> float:
@@ -141,18 +173,21 @@ def _median(errors: Array) -> float:
 
 
 def _hull(rows: pd.DataFrame, steps: Sequence[Windows]) -> dict[str, dict[str, tuple[float, float]]]:
+    """What kernels were timed for is theirs to say; of the rest, what steps were seen to hold."""
     ranges: dict[str, tuple[float, float]] = {}
-    for name in StepBatch.__slots__:
+    of_kernels = hull(rows)
+    covered = {quantity for found in of_kernels.values() for quantity in found}
+    for name in set(StepBatch.__slots__) - covered:
         values = np.concatenate([getattr(x.batch, name) for x in steps])
         used = values[values > 0]
         if used.size:
             ranges[name] = (float(used.min()), float(used.max()))
-    return (hull(rows) if len(rows) else {}) | {STEPS: ranges}
+    return of_kernels | {STEPS: ranges}
 
 
 def _source(folder: Path, rows: pd.DataFrame, steps: Sequence[Windows]) -> str:
     fields = [x.record.fields for x in steps]
-    cards = sorted({str(x.get("gpu_uuid")) for x in fields})
+    cards = sorted({str(x.get("gpu_uuid") or f"{x.get('cpu_count')} cores of {x.get('cpu_model')}") for x in fields})
     engines = len({x.engine for x in steps})
     kernels = f"{len(rows)} timings of {rows.kernel.nunique()} kernels and " if len(rows) else ""
     return f"{kernels}{len(steps)} rollouts of {engines} engines, measured on {', '.join(cards)}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.hardware import gpu
+from fp8plan.model.memory import CPU_KV_CACHE_GIB
 
 if TYPE_CHECKING:
     from fp8plan.model.plan import Choice, Plan
@@ -61,6 +62,8 @@ def vllm_kwargs(plan: Plan, choice: Choice) -> dict[str, Any]:
         # Log-probs as sampled, temperature included: the ratio to the trainer's needs these.
         "logprobs_mode": "processed_logprobs",
     }
+    if gpu(plan.gpu).is_cpu:
+        del kwargs["gpu_memory_utilization"]  # VLLM_CPU_KVCACHE_SPACE takes its place
     if preset.weights == "fp8_block":
         kwargs["quantization"] = "online"
         kwargs["quantization_config"] = {"linear": "fp8_per_block", "moe": "fp8_per_block", "ignore": [ROUTER_PATTERN]}
@@ -76,8 +79,10 @@ def vllm_env(plan: Plan, choice: Choice) -> dict[str, str]:
     VLLM_USE_DEEP_GEMM_E8M0 is on by default, on Hopper too: DeepGEMM then quantises the block-quantised weights a
     second time, to power-of-two scales, and the weight error grows from 2.6% to 3.7% RMS (measured with vLLM's own
     functions on Gaussian weights). Off keeps the FP32 scales end to end. Blackwell's kernels take no others, so there
-    it stays on.
+    it stays on. On a CPU the variable that counts is the size of the KV pool.
     """
+    if gpu(plan.gpu).is_cpu:
+        return {"VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_CACHE_GIB)}
     scales_matter = choice.preset.weights == "fp8_block" and not gpu(plan.gpu).e8m0_scales
     return {"VLLM_USE_DEEP_GEMM_E8M0": "0"} if scales_matter else {}
 
@@ -125,6 +130,12 @@ def _emit_vllm(plan: Plan, choice: Choice) -> str:
     return json.dumps(
         {"engine_args": kwargs, "env": env, "command": serve_command(kwargs, env), "notes": notes}, indent=2
     )
+
+
+def refuse_cpu(plan: Plan, trainer: str) -> None:
+    """Raises ConfigError for a plan that a trainer cannot follow, because it was made for a CPU."""
+    if gpu(plan.gpu).is_cpu:
+        raise ConfigError(f"{trainer} runs vLLM on GPUs, and this plan is for a CPU; allowed: --emit vllm")
 
 
 def shared_gpu_note(plan: Plan) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fp8plan.errors import ConfigError
 from fp8plan.model.emit import (
     max_model_len,
+    refuse_cpu,
     replicas_note,
     serve_command,
     shared_gpu_note,
@@ -48,6 +49,7 @@ _SAMPLING_MODES: Final = {
 
 def trl_config(plan: Plan, choice: Choice, mode: str = "auto") -> dict[str, Any]:
     """Keyword arguments of `trl.GRPOConfig`. Raises ConfigError for what TRL cannot do."""
+    refuse_cpu(plan, "TRL")
     _refuse_fp8_weights(choice)
     samples = workload_tokens(plan, "samples")
     if samples < 2:

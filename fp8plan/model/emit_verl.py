@@ -10,6 +10,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.emit import (
     loadable_model,
     max_model_len,
+    refuse_cpu,
     replicas_note,
     shared_gpu_note,
     vllm_env,
@@ -27,6 +28,7 @@ _RESERVED: Final = {"null", "true", "false", "inf", "nan"}
 
 def verl_overrides(plan: Plan, choice: Choice) -> list[str]:
     """Overrides in Hydra's own syntax, not quoted for a shell. Raises ConfigError for what verl cannot do."""
+    refuse_cpu(plan, "verl")
     settings = {**_model_settings(plan), **_rollout_settings(plan, choice), **_correction(plan.thresholds)}
     for name, value in vllm_env(plan, choice).items():
         # Ray starts the engine's processes elsewhere: a variable of the launching shell need not reach them.

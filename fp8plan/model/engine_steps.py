@@ -91,8 +91,9 @@ def windows(record: Record, trace: dict[str, Any]) -> Windows:
         raise ConfigError(f"line {record.line}: measured_kv_cache_tokens is missing; steps need the pool they ran in")
     planned = schedule(*record.batch, pool // record.limits.block_size - 1, record.limits)  # less vLLM's null block
     tokens = np.cumsum(trace["generation_tokens"])
-    times = np.asarray(trace.get("core_s") or trace["t_s"])
-    cuts = _cuts(times, WINDOW_S if "core_s" in trace else FRONT_END_WINDOW_S)
+    own = trace.get("core_s")
+    times = np.asarray(own or trace["t_s"])
+    cuts = _cuts(times, WINDOW_S if own else FRONT_END_WINDOW_S)
     edges_s, edges_tokens = np.append(0.0, times[cuts]), np.append(0, tokens[cuts])
     return Windows(
         record=record,

@@ -148,7 +148,7 @@ def _caveats(choices: Sequence[Choice], profile: Profile) -> list[str]:
             "magnitude and the direction."
         )
     elif any(c.extrapolated for c in choices):
-        sentences.append(f"Part of this workload lies outside of what the profile {profile.source} measured.")
+        sentences.append(f"Part of this workload lies outside of what the profile {profile.label} was measured for.")
     return sentences
 
 

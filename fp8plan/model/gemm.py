@@ -38,18 +38,23 @@ class TilePolicy(NamedTuple):
 # Which tile is chosen is a property of the kernel, not of the GPU, so it is named by the profile's backend.
 # cublas: CTA tiles NVIDIA documents for Hopper and Ampere BF16. deep_gemm: block_m candidates of DeepGEMM's sm90
 # heuristics with block_n 128. flashinfer_deep_gemm: swapAB below m = 32, hence the 16-row tile; DeepGEMM above.
+# onednn: a CPU's cores share rows and vectors of 16, too finely for waves to matter.
 TILE_POLICIES: dict[str, TilePolicy] = {
     "cublas": TilePolicy(((64, 64), (64, 128), (128, 128), (128, 256), (256, 128)), 512),
     "deep_gemm": TilePolicy(((64, 128), (128, 128), (256, 128)), 512),
     "flashinfer_deep_gemm": TilePolicy(((16, 128), (32, 128), (64, 128), (128, 128), (256, 128)), 512),
     "cutlass": TilePolicy(((64, 128), (128, 128), (128, 256)), 512),
     "triton": TilePolicy(((16, 128), (32, 128), (64, 128), (128, 128)), 512),
+    "onednn": TilePolicy(((1, 16),), 512),
 }
 
 
 def peak_flops(gpu: Gpu, dtype: str) -> float:
-    """Dense FLOP/s of the tensor cores for a weight or KV dtype. Raises ConfigError when the GPU has no FP8."""
-    if dtype == "bf16":
+    """Dense FLOP/s for a weight or KV dtype. Raises ConfigError when the GPU has no FP8.
+
+    A CPU computes in BF16 whatever its KV cache is stored in.
+    """
+    if dtype == "bf16" or gpu.is_cpu:
         return gpu.bf16_flops
     if gpu.fp8_flops is None:
         raise ConfigError(f"{gpu.name} has no FP8 tensor cores; allowed there: bf16 (--precision bf16)")

@@ -1,4 +1,4 @@
-"""GPU datasheet facts, each with its source."""
+"""Datasheet facts of GPUs, and of a typical CPU, each with its source."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.precision import Precision
 
 MIB, GIGA, TERA = 1 << 20, 1e9, 1e12
 
@@ -15,15 +16,15 @@ FIRST_FP8_CAPABILITY = (8, 9)
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU model. Peaks are dense (no sparsity) and per GPU; SI units.
+    """One GPU model, or `cpu`, which stands for any. Peaks are dense (no sparsity) and per GPU; SI units.
 
     name:               key used by the command line and by profiles, e.g. "h200_sxm"
     product:            marketing name as NVML reports it, e.g. "NVIDIA H200"
-    compute_capability: (major, minor)
-    sm_count:           streaming multiprocessors
+    compute_capability: (major, minor); None for a CPU
+    sm_count:           streaming multiprocessors; a CPU's cores
     memory_bytes:       memory the driver shows to a process (torch's total_memory), not the box's round number
     memory_bandwidth:   bytes/s, datasheet
-    l2_bytes:           L2 cache
+    l2_bytes:           L2 cache; a CPU's last level
     bf16_flops:         dense BF16 FLOP/s
     fp8_flops:          dense FP8 FLOP/s; None where the GPU has no FP8 tensor cores
     nvlink_bandwidth:   bytes/s per GPU in one direction; None where there is no NVLink
@@ -33,7 +34,7 @@ class Gpu:
 
     name: str
     product: str
-    compute_capability: tuple[int, int]
+    compute_capability: tuple[int, int] | None
     sm_count: int
     memory_bytes: int
     memory_bandwidth: float
@@ -45,6 +46,15 @@ class Gpu:
     sources: dict[str, str]
 
     @property
+    def is_cpu(self) -> bool:
+        return self.compute_capability is None
+
+    @property
+    def architecture(self) -> str:
+        """What decides which kernels there are: the compute capability, as "9.0", or "cpu"."""
+        return "cpu" if self.compute_capability is None else ".".join(map(str, self.compute_capability))
+
+    @property
     def has_fp8(self) -> bool:
         return self.fp8_flops is not None
 
@@ -52,16 +62,21 @@ class Gpu:
     def e8m0_scales(self) -> bool:
         """Whether block-FP8 GEMMs take power-of-two scales only: DeepGEMM's README says so of SM100 (Blackwell). On
         Hopper vLLM uses them too unless VLLM_USE_DEEP_GEMM_E8M0=0, which the emitters set."""
-        return self.has_fp8 and self.compute_capability >= (10, 0)
+        return self.compute_capability is not None and self.has_fp8 and self.compute_capability >= (10, 0)
 
-    @property
-    def fp8_reason(self) -> str | None:
-        """Why FP8 is not available on this GPU; None where it is."""
-        if self.has_fp8:
+    def why_not(self, precision: Precision) -> str | None:
+        """Why a rollout in `precision` cannot run here; None where it can."""
+        if self.is_cpu:
+            return None if precision.weights == "bf16" else _NO_BLOCK_FP8_ON_CPU
+        if self.has_fp8 or not precision.uses_fp8:
             return None
-        have, need = (".".join(map(str, version)) for version in (self.compute_capability, FIRST_FP8_CAPABILITY))
-        return f"{self.product} has no FP8 tensor cores (compute capability {have}; they start at {need})"
+        need = ".".join(map(str, FIRST_FP8_CAPABILITY))
+        return f"{self.product} has no FP8 tensor cores (compute capability {self.architecture}; they start at {need})"
 
+
+# vllm/model_executor/kernels/linear, 0.30: with AMX it widens the weights and multiplies in BF16 (W8A16), without it
+# refuses. A KV cache in FP8 is only storage; the CPU backend has it, on x86 with AVX-512 or AMX (cpu_attn.py).
+_NO_BLOCK_FP8_ON_CPU = "vLLM's CPU backend has no blockwise FP8 GEMM (W8A8); the KV cache alone can be FP8 there"
 
 # vLLM divides up what cudaMemGetInfo reports, which is torch's total_memory. nvidia-smi shows 0.3 to 0.6 GiB more
 # (what the driver keeps for itself); the difference between driver versions is below 0.2 GiB.
@@ -258,36 +273,63 @@ _GPUS = (
     ),
 )
 
+# Any x86 laptop or small server of the 2020s, within a factor of a few: what a profile's efficiencies are fractions of.
+# CPUs differ so much that a profile of one says little about another; `Profile.remarks` says so each time.
+_CPU = Gpu(
+    name="cpu",
+    product="CPU",
+    compute_capability=None,
+    sm_count=8,
+    memory_bytes=16384 * MIB,
+    memory_bandwidth=76.8 * GIGA,
+    l2_bytes=16 * MIB,
+    bf16_flops=2.048 * TERA,
+    fp8_flops=None,
+    nvlink_bandwidth=None,
+    pcie_bandwidth=38.4 * GIGA,
+    sources={
+        "sm_count": "assumed: 8 cores, a common laptop or the share of a server that one user gets",
+        "memory_bytes": "assumed: 16 GiB; nothing is refused because of it, vLLM's KV pool is VLLM_CPU_KVCACHE_SPACE",
+        "memory_bandwidth": "two channels of DDR5-4800 (JEDEC JESD79-5): 2 x 8 bytes x 4800 MT/s",
+        "l2_bytes": "assumed: 16 MiB of shared last-level cache",
+        "bf16_flops": "8 cores x 4 GHz x 64 FLOP: one 512-bit VDPBF16PS (32 multiply-adds, Intel SDM) a cycle; without "
+        "AVX512-BF16 a CPU reaches a half or less, with AMX several times as much",
+        "pcie_bandwidth": "no such link: fp8plan plans a single rank on a CPU; half of the memory's bandwidth",
+    },
+)
+
+_DEVICES = (*_GPUS, _CPU)
 _ALIASES = {"h200": "h200_sxm", "h100": "h100_sxm", "a100": "a100_sxm", "b200_sxm": "b200", "h20_sxm": "h20"}
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Every GPU fp8plan knows."""
+    """Every GPU fp8plan knows; the CPU is none of them."""
     return _GPUS
 
 
 def gpu(name: str) -> Gpu:
-    """The GPU called `name`: a key ("h200_sxm", "h200"), a product name ("NVIDIA H200"), or "auto" for this machine's.
+    """The GPU called `name`: a key ("h200_sxm", "h200"), a product name ("NVIDIA H200"), "auto" for this machine's, or
+    "cpu", which "auto" never means.
 
     Case does not matter. Raises ConfigError, naming the nearest, for another name and when "auto" finds none it knows.
     """
     key = name.strip().lower()
     if key == "auto":
         return gpu(_product_of_this_machine())
-    known = {g.name: g for g in _GPUS} | {g.product.lower(): g for g in _GPUS}
+    known = {g.name: g for g in _DEVICES} | {g.product.lower(): g for g in _DEVICES}
     known |= {alias: known[target] for alias, target in _ALIASES.items()}
     if key in known:
         return known[key]
     near = dict.fromkeys(known[match].name for match in get_close_matches(key, known, n=3, cutoff=0.5))
     hint = f"nearest: {', '.join(near)}; " if near else ""
     raise ConfigError(
-        f"unknown GPU {name!r}; {hint}known: {', '.join(g.name for g in _GPUS)}, or auto to ask the driver"
+        f"unknown GPU {name!r}; {hint}known: {', '.join(g.name for g in _DEVICES)}, or auto to ask the driver"
     )
 
 
 def _product_of_this_machine() -> str:
     """Product name of the first GPU, from NVML."""
-    known = ", ".join(g.name for g in _GPUS)
+    known = ", ".join(g.name for g in _DEVICES)
     try:
         import pynvml
     except ImportError as error:

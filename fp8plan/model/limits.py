@@ -16,7 +16,7 @@ class EngineLimits:
     `max_model_len`: None means
     "just enough for the longest request of the workload", which is what an RL trainer sets.
 
-    gpu_memory_utilization: fraction of the GPU's memory the engine may use, in (0, 1]
+    gpu_memory_utilization: fraction of the GPU's memory the engine may use, in (0, 1]; means nothing on a CPU
     max_model_len:          longest prompt + response in tokens
     max_num_seqs:           most requests running at once
     max_num_batched_tokens: token budget of one step
@@ -47,7 +47,16 @@ class EngineLimits:
 
     @classmethod
     def for_gpu(cls, gpu: Gpu) -> EngineLimits:
-        """vLLM's defaults for an offline `LLM` on this GPU (get_batch_defaults in vllm/engine/arg_utils.py)."""
+        """vLLM's defaults for an offline `LLM` on this GPU (get_batch_defaults in vllm/engine/arg_utils.py); on a CPU
+        those of vllm/platforms/cpu.py, and as in `on`."""
+        if gpu.is_cpu:
+            return cls(
+                max_num_seqs=256,
+                max_num_batched_tokens=4096,
+                block_size=128,
+                async_scheduling=False,
+                enforce_eager=True,
+            )
         large = gpu.memory_bytes >= 70 << 30 and not gpu.name.startswith("a100")
         return cls() if large else cls(max_num_seqs=256, max_num_batched_tokens=8192)
 
@@ -88,3 +97,26 @@ class EngineLimits:
                 f"{self.max_model_len}; shorten the response lengths or raise max_model_len"
             )
         return self
+
+    def on(self, gpu: Gpu) -> EngineLimits:
+        """These limits as vLLM runs them on `gpu`: as they are, except on a CPU.
+
+        There vLLM turns async scheduling off and captures no CUDA graphs whatever it is told. What enforce_eager still
+        decides is whether torch.compile runs: that needs a compiler, and was not measured. Raises ConfigError for
+        what makes no sense on a CPU.
+        """
+        if not gpu.is_cpu:
+            return self
+        if (self.tensor_parallel_size, self.data_parallel_size) != (1, 1):
+            raise ConfigError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}, data_parallel_size {self.data_parallel_size}; "
+                "allowed on a CPU: 1 and 1"
+            )
+        if self.gpu_memory_utilization != EngineLimits.for_gpu(gpu).gpu_memory_utilization:
+            raise ConfigError(
+                "gpu_memory_utilization is given; on a CPU VLLM_CPU_KVCACHE_SPACE is the size of the KV pool: leave it "
+                "out, or impose the pool with num_gpu_blocks"
+            )
+        if self.block_size % 32:
+            raise ConfigError(f"block_size is {self.block_size}; allowed on a CPU: a multiple of 32; vLLM takes 128")
+        return replace(self, async_scheduling=False, enforce_eager=True)

@@ -32,6 +32,10 @@ MOST_UTILIZATION = 0.97  # the driver, the CUDA context and captured graphs need
 MIB = 1 << 20
 GIB = 1 << 30
 
+# A CPU's KV pool is given to the engine (VLLM_CPU_KVCACHE_SPACE), not derived from the memory there is, which fp8plan
+# does not know. As much as vLLM took up to 0.12 where nobody said; 0.30 would take 92% of the machine.
+CPU_KV_CACHE_GIB = 4
+
 # PyTorch's cuBLAS workspace on Hopper (CUDA semantics, "cuBLAS workspaces": 32 MiB there, 8 MiB before).
 CUBLAS_WORKSPACE_BYTES = 32 * MIB
 
@@ -68,7 +72,7 @@ ALLOCATOR_SPLIT_BYTES = 20 * MIB
 class MemoryPlan:
     """Where the memory of one rank goes, in bytes, and the KV pool that is left.
 
-    requested_bytes:    what gpu_memory_utilization allows the engine
+    requested_bytes:    what gpu_memory_utilization allows the engine; on a CPU what it takes, weights and KV pool
     weights_bytes:      "Model loading took" in the engine's log
     activation_bytes:   "peak activation"
     non_torch_bytes:    growth outside the allocator while profiling
@@ -126,11 +130,7 @@ def _unchecked_plan(shape: ModelShape, precision: Precision, gpu: Gpu, limits: E
     tp = limits.tensor_parallel_size
     shape.check_tensor_parallel(tp)
     plan = MemoryPlan(
-        requested_bytes=ceil(gpu.memory_bytes * limits.gpu_memory_utilization),
-        weights_bytes=loaded_weight_bytes(shape, precision, tp),
-        activation_bytes=activation_peak_bytes(shape, precision, gpu, limits),
-        non_torch_bytes=_non_torch_bytes(shape, tp),
-        cudagraph_bytes=cudagraph_reserve_bytes(shape, precision, limits),
+        **(_cpu_terms(shape, precision) if gpu.is_cpu else _gpu_terms(shape, precision, gpu, limits)),
         kv_bytes_per_token=shape.kv_bytes_per_token(precision, tp),
         block_size=limits.block_size,
         num_gpu_blocks=0 if limits.num_gpu_blocks is None else limits.num_gpu_blocks + 1,
@@ -139,6 +139,24 @@ def _unchecked_plan(shape: ModelShape, precision: Precision, gpu: Gpu, limits: E
     if plan.imposed:
         return plan
     return replace(plan, num_gpu_blocks=max(0, plan.available_bytes // (limits.block_size * plan.kv_bytes_per_token)))
+
+
+def _gpu_terms(shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits) -> dict[str, int]:
+    tp = limits.tensor_parallel_size
+    return {
+        "requested_bytes": ceil(gpu.memory_bytes * limits.gpu_memory_utilization),
+        "weights_bytes": loaded_weight_bytes(shape, precision, tp),
+        "activation_bytes": activation_peak_bytes(shape, precision, gpu, limits),
+        "non_torch_bytes": _non_torch_bytes(shape, tp),
+        "cudagraph_bytes": cudagraph_reserve_bytes(shape, precision, limits),
+    }
+
+
+def _cpu_terms(shape: ModelShape, precision: Precision) -> dict[str, int]:
+    """The KV pool is given, so it takes nothing from the rest, and the rest nothing from it."""
+    weights = shape.weight_bytes(precision)
+    nothing = dict.fromkeys(("activation_bytes", "non_torch_bytes", "cudagraph_bytes"), 0)
+    return {"requested_bytes": weights + CPU_KV_CACHE_GIB * GIB, "weights_bytes": weights} | nothing
 
 
 def _holds(plan: MemoryPlan, tokens: int) -> bool:
@@ -304,10 +322,11 @@ def _ways_out(
     def fits(changed: EngineLimits, wanted: Precision = precision) -> bool:
         return _holds(_unchecked_plan(shape, wanted, gpu, changed), tokens)
 
-    larger = (tp for tp in shape.allowed_tensor_parallel() if tp > limits.tensor_parallel_size)
+    layouts = () if gpu.is_cpu else shape.allowed_tensor_parallel()
+    larger = (tp for tp in layouts if tp > limits.tensor_parallel_size)
     enough = next((tp for tp in larger if fits(replace(limits, tensor_parallel_size=tp))), None)
     ways = [f"tensor_parallel_size {enough}"] if enough else []
-    if fits(replace(limits, gpu_memory_utilization=MOST_UTILIZATION)):
+    if not gpu.is_cpu and fits(replace(limits, gpu_memory_utilization=MOST_UTILIZATION)):
         ways.append("a higher gpu_memory_utilization")
     if gpu.has_fp8 and precision.weights == "bf16" and fits(limits, FP8_BLOCK):
         ways.append("FP8 weights")

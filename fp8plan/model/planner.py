@@ -129,7 +129,7 @@ def predict(
     used, warnings = (profile, []) if profile else load_profile(card, engine_version, strict)
     candidates = [
         _place(shape, Candidate(wanted, layout), card, explicit=precisions is not None)
-        for layout in _layouts(shape, limits, gpus)
+        for layout in _layouts(shape, limits, gpus, card)
         for wanted in _precisions(precisions)
     ]
     if all(c.memory is None for c in candidates):
@@ -178,14 +178,14 @@ def choose(candidates: Sequence[Candidate], budget: RiskBudget) -> int:
     return min(close or runnable, key=lambda i: (_risk(candidates[i]).kl_k3, candidates[i].seconds))
 
 
-def _layouts(shape: ModelShape, limits: EngineLimits, gpus: int | None) -> list[EngineLimits]:
+def _layouts(shape: ModelShape, limits: EngineLimits, gpus: int | None, gpu: Gpu) -> list[EngineLimits]:
     if gpus is None:
         shape.check_tensor_parallel(limits.tensor_parallel_size)
-        return [limits]
+        return [limits.on(gpu)]
     if gpus < 1:
         raise ConfigError(f"gpus is {gpus!r}; allowed: a whole number of at least 1")
     sizes = [tp for tp in shape.allowed_tensor_parallel(gpus) if gpus % tp == 0]
-    return [replace(limits, tensor_parallel_size=tp, data_parallel_size=gpus // tp) for tp in sizes]
+    return [replace(limits, tensor_parallel_size=tp, data_parallel_size=gpus // tp).on(gpu) for tp in sizes]
 
 
 def _precisions(names: Sequence[str] | None) -> list[Precision]:
@@ -194,10 +194,10 @@ def _precisions(names: Sequence[str] | None) -> list[Precision]:
 
 def _place(shape: ModelShape, candidate: Candidate, gpu: Gpu, explicit: bool) -> Candidate:
     """With its memory plan, or the reason why it cannot run."""
-    if candidate.precision.uses_fp8 and not gpu.has_fp8:
+    if reason := gpu.why_not(candidate.precision):
         if explicit:
-            raise ConfigError(f"{candidate.precision.name} was asked for: {gpu.fp8_reason}; use bf16, or another GPU")
-        return replace(candidate, reason=gpu.fp8_reason)
+            raise ConfigError(f"{candidate.precision.name} was asked for: {reason}; use bf16, or another GPU")
+        return replace(candidate, reason=reason)
     try:
         return replace(candidate, memory=memory_plan(shape, candidate.precision, gpu, candidate.limits))
     except CapacityError as error:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.batch import Array
@@ -70,6 +70,8 @@ class Profile:
     @property
     def remarks(self) -> list[str]:
         """What everyone who uses the profile is told."""
+        if self.gpu == "cpu" and self.kind == "calibrated":
+            return [f"CPUs differ by several times, and the interval knows one: {self.source}"]
         if self.kind != "imported":
             return []
         return [f"the profile of {self.gpu} is imported from others' tables, not measured here: {self.source}"]
@@ -81,7 +83,7 @@ class Profile:
         except KeyError:
             kernel = name.rsplit(".", 1)[0]
             raise ProfileError(
-                f"profile {self.label} has no {name!r}: kernel {kernel!r} was not measured; run `{CALIBRATE_COMMAND}`"
+                f"profile {self.label} has no {name!r}: kernel {kernel!r} was not measured; {self._way_out}"
             ) from None
 
     def backend(self, kernel: str) -> str:
@@ -90,8 +92,13 @@ class Profile:
             return self.kernel_backends[kernel]
         except KeyError:
             raise ProfileError(
-                f"profile {self.label} has no kernel {kernel!r}: it was not measured; run `{CALIBRATE_COMMAND}`"
+                f"profile {self.label} has no kernel {kernel!r}: it was not measured; {self._way_out}"
             ) from None
+
+    @property
+    def _way_out(self) -> str:
+        """Of a missing kernel. What is calibrated on a CPU is every kernel of dense models, and no other."""
+        return "on a CPU only dense models are" if self.gpu == "cpu" else f"run `{CALIBRATE_COMMAND}`"
 
     def covariance(self, names: Sequence[str]) -> Array:
         """Covariance of the logs of the coefficients `names`, shape (names, names); zero where nothing is known."""
@@ -230,15 +237,16 @@ def datasheet_profile(gpu: Gpu, engine_version: str = "0.26.0", profiles_dir: Pa
     """datasheet.json resolved for one GPU, measured or not: common coefficients, then those of its architecture's.
 
     A kernel of another architecture is another kernel (FlashAttention 3 exists on sm90 only), so backends and the few
-    coefficients that belong to a backend are listed per compute capability.
+    coefficients that belong to a backend are listed per architecture. A CPU has nothing in common with GPUs.
     """
     path = (profiles_dir or profiles_path()) / "datasheet.json"
     if not path.is_file():
         raise ProfileError(f"{path} is missing: reinstall fp8plan")
     raw = parse(path.read_text(), str(path))
     check_fields(raw, str(path), _DATASHEET_TYPES)
-    common, by_capability = raw["common"], raw["by_compute_capability"]
-    own = by_capability.get("{}.{}".format(*gpu.compute_capability), {"kernel_backends": {}, "coefficients": {}})
+    nothing: dict[str, dict[str, Any]] = {"kernel_backends": {}, "coefficients": {}}
+    common = nothing if gpu.is_cpu else raw["common"]
+    own = raw["by_architecture"].get(gpu.architecture, nothing)
     backends = {**common["kernel_backends"], **own["kernel_backends"]}
     facts = {**common["coefficients"], **own["coefficients"]}
     check_facts(facts, str(path))
@@ -261,7 +269,7 @@ def datasheet_profile(gpu: Gpu, engine_version: str = "0.26.0", profiles_dir: Pa
 
 _DATASHEET_TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("source", "date"), (str,)),
-    **dict.fromkeys(("common", "by_compute_capability", "residuals"), (dict,)),
+    **dict.fromkeys(("common", "by_architecture", "residuals"), (dict,)),
     "model_error": (int, float),
 }
 

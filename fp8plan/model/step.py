@@ -149,6 +149,9 @@ class StepModel:
         asked["k"] = np.array([x.k for x in linears])
         reasons = []
         for kernel, ranges in hull.items():
+            dtype = kernel.partition(".")[2]
+            if dtype and dtype != (self.precision.kv if kernel.startswith("attention") else self.precision.gemm_dtype):
+                continue  # another precision's
             for quantity, (low, high) in ranges.items():
                 values = asked.get(quantity, np.zeros(0))
                 used = values[values > 0]  # zero is "nothing of it in this step", not a small amount

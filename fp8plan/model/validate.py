@@ -78,8 +78,8 @@ def prepare(record: Record, profile: Profile) -> Prepared:
     """What the engine of `record` does, and a model of what its steps cost by `profile`. Raises as the parts do."""
     shape, card, limits = ModelShape.from_hf(record.fields["model"]), find_gpu(record.fields["gpu"]), record.limits
     wanted = precision(record.fields["precision"])
-    if wanted.uses_fp8 and not card.has_fp8:
-        raise ConfigError(f"{wanted.name} was recorded: {card.fp8_reason}; correct the record's gpu or precision")
+    if reason := card.why_not(wanted):
+        raise ConfigError(f"{wanted.name} was recorded: {reason}; correct the record's gpu or precision")
     memory = memory_plan(shape, wanted, card, limits, record.batch.longest)
     parts = record.batch.split(limits.data_parallel_size)
     planned = schedules(parts, memory.usable_blocks, limits)

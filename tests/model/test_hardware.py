@@ -8,6 +8,7 @@ import pytest
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.hardware import gpu, gpus
+from fp8plan.model.precision import BF16, FP8_KV, PRESETS
 
 GIB = 1 << 30
 
@@ -66,9 +67,9 @@ def test_memory_is_what_a_process_sees() -> None:
 def test_fp8_needs_fp8_tensor_cores() -> None:
     for g in gpus():
         assert g.has_fp8 == (g.compute_capability >= (8, 9))
-        assert (g.fp8_reason is None) == g.has_fp8
-    assert "8.0" in gpu("a100").fp8_reason
-    assert "8.9" in gpu("a100").fp8_reason
+        assert g.why_not(BF16) is None
+        assert all((g.why_not(precision) is None) == g.has_fp8 for precision in PRESETS.values() if precision.uses_fp8)
+    assert "compute capability 8.0; they start at 8.9" in gpu("a100").why_not(FP8_KV)
 
 
 def test_unknown_gpu_offers_the_nearest() -> None:

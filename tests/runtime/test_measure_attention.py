@@ -7,8 +7,10 @@ import sys
 from collections import Counter
 
 import numpy as np
+import pandas as pd
 import pytest
 
+from fp8plan.model import held_out
 from fp8plan.model.architecture import ModelShape
 from fp8plan.runtime.measure import attention_grid as grid
 from fp8plan.runtime.measure.sweep import Point
@@ -44,10 +46,15 @@ def test_full_holds_quick_and_every_kernel_of_it() -> None:
 
 
 def test_held_out_heads_are_measured_and_differ_from_those_to_fit() -> None:
-    fit, held_out = ({tuple(grid.heads_of(m).values()) for m in models} for models in (grid.MODELS, grid.HELD_OUT))
-    assert not fit & held_out
-    measured = {tuple(p.shape[x] for x in ("heads", "kv_heads", "head_dim")) for p in grid.points("full")}
-    assert measured == fit | held_out
+    fit, apart = (pd.DataFrame(map(grid.heads_of, models)) for models in (grid.MODELS, held_out.ATTENTION))
+    assert not held_out.is_held_out(fit).any()
+    assert held_out.is_held_out(apart).all()
+    points = pd.DataFrame([p.shape for p in grid.points("full")])[list(apart)]
+    assert set(points.itertuples(index=False, name=None)) == {
+        *fit.itertuples(index=False, name=None),
+        *apart.itertuples(index=False, name=None),
+    }
+    assert 0.1 < held_out.is_held_out(points).mean() < 0.4
 
 
 def test_heads_are_those_of_the_model() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 
+from fp8plan.model.held_out import MOE, is_held_out
 from fp8plan.runtime.measure import moe_grid as grid
 
 
@@ -25,6 +27,14 @@ def test_every_shape_is_measured_in_both_dtypes() -> None:
     for dtype in grid.DTYPES:
         points = [p.shape for p in grid.points("full") if p.kernel == f"moe.{dtype}"]
         assert {(p["experts"], p["top_k"], p["hidden"], p["inner"]) for p in points} == layers
+
+
+def test_held_out_experts_are_measured_and_differ_from_those_to_fit() -> None:
+    names = ["experts", "top_k", "hidden", "inner"]
+    points = pd.DataFrame([p.shape for p in grid.points("full")])
+    apart = points[is_held_out(points)][names].drop_duplicates()
+    assert set(apart.itertuples(index=False, name=None)) == {grid.experts_of(model) for model in MOE}
+    assert not is_held_out(pd.DataFrame([grid.TINY], columns=names)).any()
 
 
 def test_the_shape_is_the_models() -> None:

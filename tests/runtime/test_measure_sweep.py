@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.held_out import LINEARS, is_held_out
 from fp8plan.runtime.measure import elementwise_grid, gemm_grid, jsonl, machine, sweep, timing
 from fp8plan.runtime.measure.command_line import check_gpu, select, shares
 from fp8plan.runtime.measure.sweep import Point, Work
@@ -305,8 +307,15 @@ def test_shapes_that_do_not_name_a_layer_are_of_all_models() -> None:
     assert (151936, 4096) in gemm_grid.lm_heads()
 
 
-def test_held_out_shapes_are_in_no_fit() -> None:
-    assert not set(gemm_grid.weights_of(gemm_grid.CORE)) & set(gemm_grid.weights_of(gemm_grid.HELD_OUT))
+def test_held_out_shapes_are_measured_and_differ_from_those_to_fit() -> None:
+    fit, apart = (pd.DataFrame(gemm_grid.weights_of(x), columns=["n", "k"]) for x in (gemm_grid.CORE, LINEARS))
+    assert not is_held_out(fit).any()
+    assert is_held_out(apart).all()
+    points = pd.DataFrame([{"kernel": p.kernel} | p.shape for p in gemm_grid.points("full") if "n" in p.shape])
+    for kernel in ("gemm.bf16", "linear.fp8_block"):
+        rows = points[points.kernel == kernel]
+        found = set(rows[is_held_out(rows)][["n", "k"]].itertuples(index=False, name=None))
+        assert found == set(apart.itertuples(index=False, name=None))
 
 
 def test_a_cut_leaves_even_coverage() -> None:

@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.held_out import ATTENTION
 from fp8plan.runtime.measure.sweep import Point
 
 Ints = NDArray[np.int64]
 
-# (query heads, KV heads, head size) come from these. Shapes named in HELD_OUT are measured for the held-out error: no
-# fit should use them. All others are for fitting.
+# (query heads, KV heads, head size) come from these, and from those that are held out.
 REFERENCE = "Qwen/Qwen3-8B"
 MODELS = (
     REFERENCE,
@@ -29,7 +29,6 @@ MODELS = (
     "Qwen/Qwen2.5-1.5B",
     "fp8plan/dense-50m",
 )
-HELD_OUT = ("Qwen/Qwen3-14B", "Qwen/Qwen2.5-7B", "meta-llama/Llama-3.2-1B")
 
 KV_DTYPES = {"bf16": 2, "fp8": 1}  # bytes per element
 BLOCK_SIZE = 16  # tokens; vLLM's default on this backend
@@ -78,11 +77,11 @@ def _full() -> Iterator[Key]:
     yield from _quick()
     yield from _decode(REFERENCE, BATCHES, CONTEXTS)
     yield from _decode(REFERENCE, FEW_BATCHES[2:], (512, 1024, 2048, 4096), skew="lognormal")
-    for model in (*MODELS, *HELD_OUT):
+    for model in (*MODELS, *ATTENTION):
         yield from _decode(model, FEW_BATCHES[1:-1], FEW_CONTEXTS[::2])
         yield from _decode(model, (64, 256), (1024,), skew="lognormal")
         yield from _prefill(model, CHUNKS[1::3], (1,), (0, 4096))
-    for model in (REFERENCE, HELD_OUT[0]):
+    for model in (REFERENCE, ATTENTION[0]):
         yield from _prefill(model, CHUNKS, (1, 4, 16, 64), (0,))
         yield from _mixed(model, (8, 64, 256), (1024, 4096), (512, 2048))
         yield from _small(model, TOKENS[1::2])

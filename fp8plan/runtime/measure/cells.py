@@ -54,6 +54,7 @@ class Options:
     env: dict[str, str]
     precisions: tuple[str, ...]  # empty: all of the cells
     models: tuple[str, ...] = ()  # likewise
+    workloads: tuple[str, ...] = ()  # likewise, by their names
 
     def beside(self, ending: str) -> Path:
         return self.output.with_name(f"{self.output.stem}.{ending}")
@@ -118,7 +119,7 @@ def _job(
         repeats = row.get("repeats", setting.get("repeats", 1))
         cell = _cell(row, workload, same, repeats) | {"warmup": row.get("warmup", options.warmup)}
         cell["runs"] = [run for run in cell["runs"] if run["key"] not in done]
-        if cell["runs"]:
+        if cell["runs"] and (not options.workloads or cell["workload"] in options.workloads):
             choice = planned.select()
             expected = f"predicted {choice.makespan_s:.1f} s, {choice.preemptions} preemptions"
             note(f"to do: {setting['model']} {name}: {cell['workload']} x {len(cell['runs'])}, {expected} each")

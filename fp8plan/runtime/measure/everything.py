@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +24,21 @@ from fp8plan.runtime.measure.cells import note
 PACKAGE = __spec__.parent
 KERNELS = ("gemm", "attention", "moe", "elementwise")
 CELLS = {"quick": "cells_quick.json", "full": "cells_fit.json"}
+CPU_CELLS = "cells_cpu.json"  # whatever the grid: kernels are timed on GPUs only, so steps must say it all
 LONGEST_ENGINE_S = 900
 
 
 def measure(folder: Path, card: Gpu, grid: str) -> None:
-    """Measure what `folder` does not have yet, on the first visible GPU. grid: "quick" or "full".
+    """Measure what `folder` does not have yet, on the first visible GPU or on the CPU. grid: "quick" or "full".
 
     Raises ConfigError when a measurement cannot be made here at all; single points that fail are noted and left out.
     """
-    for name in KERNELS:
+    for name in () if card.is_cpu else KERNELS:
         _run(name, "--output", str(folder / "kernels"), "--grid", grid, "--gpu", card.name)
     steps = folder / "steps"
     steps.mkdir(parents=True, exist_ok=True)
-    settings = cells_for(card, json.loads((Path(__file__).parent / CELLS[grid]).read_text(encoding="utf-8")))
+    cells = Path(__file__).with_name(CPU_CELLS if card.is_cpu else CELLS[grid])
+    settings = cells_for(card, json.loads(cells.read_text(encoding="utf-8")))
     (steps / "cells.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
     output = ("--output", str(steps / "rollouts.jsonl"), "--trace", "--timeout", str(LONGEST_ENGINE_S))
     _run("rollouts", "--cells", str(steps / "cells.json"), *output)
@@ -48,7 +51,7 @@ def cells_for(card: Gpu, settings: list[dict[str, Any]]) -> list[dict[str, Any]]
     """
     kept = []
     for setting in settings:
-        names = [x for x in setting["precisions"] if (card.has_fp8 or not precision(x).uses_fp8)]
+        names = [x for x in setting["precisions"] if card.why_not(precision(x)) is None]
         fitting = [x for x in names if _fits(card, setting, x)]
         if fitting:
             kept.append(setting | {"gpu": card.name, "precisions": fitting})
@@ -61,9 +64,8 @@ def cells_for(card: Gpu, settings: list[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def _fits(card: Gpu, setting: dict[str, Any], name: str) -> bool:
-    limits = EngineLimits(
-        gpu_memory_utilization=setting["gpu_memory_utilization"], max_model_len=setting["max_model_len"]
-    )
+    given = {key: setting[key] for key in ("gpu_memory_utilization", "max_model_len") if key in setting}
+    limits = replace(EngineLimits.for_gpu(card), **given)
     try:
         memory_plan(ModelShape.from_hf(setting["model"]), precision(name), card, limits, setting["max_model_len"])
     except Fp8PlanError:

@@ -9,6 +9,7 @@ from itertools import product
 import numpy as np
 
 from fp8plan.model.architecture import ModelShape, bundled_models
+from fp8plan.model.held_out import LINEARS
 from fp8plan.runtime.measure.sweep import Point
 
 # DeepGEMM compiles a kernel for each (n, k) and tile, some ten for all m together and a few seconds each. So FP8 is
@@ -20,8 +21,6 @@ CORE = {
     "Qwen/Qwen2.5-7B": ("down_proj",),
     "fp8plan/dense-50m": ("gate_up_proj",),
 }
-# Measured for the held-out error: no fit should use these shapes.
-HELD_OUT = {"Qwen/Qwen3-14B": ("qkv_proj", "gate_up_proj", "down_proj"), "meta-llama/Llama-3.2-1B": ("down_proj",)}
 QUICK = {"Qwen/Qwen3-8B": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")}
 
 SWAP_AB_BELOW = 32  # rows; vLLM on Hopper: FlashInfer quantises inside its GEMM, DeepGEMM's input is quantised before
@@ -61,7 +60,7 @@ def _quick() -> Iterator[Key]:
 
 def _full() -> Iterator[Key]:
     yield from _quick()
-    core, held_out = weights_of(CORE), weights_of(HELD_OUT)
+    core, held_out = weights_of(CORE), weights_of(LINEARS)
     for kernel in ("gemm.bf16", "linear.fp8_block"):
         yield from _linears(kernel, ROWS, core)
         yield from _linears(kernel, FEW_ROWS, held_out)

@@ -19,8 +19,16 @@ def machine_facts() -> dict[str, Any]:
     return {
         "boot": boot.read_text().strip() if boot.exists() else None,
         "cpu_count": os.cpu_count(),
+        "cpu_model": cpu_model(),
         "torch_version": torch.__version__,
     } | gpu_facts()
+
+
+def cpu_model() -> str | None:
+    """As Linux names it; None elsewhere."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
 def engine_facts() -> dict[str, Any]:

@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="records, one JSON object per line; appended to")
     parser.add_argument("--precision", action="append", choices=list(PRESETS), default=[], help="only these; repeat")
     parser.add_argument("--model", action="append", default=[], help="only this model of the cells; repeat")
+    parser.add_argument("--workload", action="append", default=[], help="only the workload of this name; repeat")
     parser.add_argument(
         "--warmup",
         choices=WARMUPS,
@@ -61,8 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print what would run, with its prediction")
     given = parser.parse_args(arguments)
     try:
-        environment, precisions, models = _environment(given.env), tuple(given.precision), tuple(given.model)
-        options = Options(given.output, given.warmup, given.trace, environment, precisions, models)
+        only = map(tuple, (given.precision, given.model, given.workload))
+        options = Options(given.output, given.warmup, given.trace, _environment(given.env), *only)
         work = jobs(given.cells, options)
         failures = [] if given.dry_run else run_jobs(work, options, given.timeout)
     except Fp8PlanError as error:
@@ -98,9 +99,9 @@ def run_jobs(work: Sequence[dict[str, Any]], options: Options, timeout_s: float)
 def _check_gpu(work: Sequence[dict[str, Any]]) -> None:
     product = gpu_facts()["gpu_product"]
     for name in {job["fields"]["gpu"] for job in work}:
-        if product is None:
+        if product is None and not find_gpu(name).is_cpu:
             note(f"no NVIDIA driver here: the records will say {name}, which vouches for nothing but this script")
-        elif find_gpu(name).product != product:
+        elif product is not None and find_gpu(name).product != product:
             raise ConfigError(f"the cells are for {name} ({find_gpu(name).product}), this machine has {product}")
 
 

@@ -1,0 +1,24 @@
+#!/bin/bash
+# What one card of a machine measured, in order; several cards of one machine run a lane each, at the same time.
+#   lane.sh CARD CORES STEP...      CORES: as taskset takes them, so that lanes do not disturb each other's host
+#   STEP: kernels:SCRIPT            a sweep of fp8plan.runtime.measure, its full grid, into kernels/
+#         CELLS:MODEL[:WORKLOAD]    rollouts of fp8plan/runtime/measure/cells_CELLS.json, into CELLS.gCARD.jsonl
+# Caches are per card, so that a record can count what was compiled inside its run.
+set -u
+card=$1 cores=$2; shift 2
+here=${OUTPUT:-$PWD/measured}; caches=${CACHES:-$PWD/caches}/$card
+export CUDA_VISIBLE_DEVICES=$card VLLM_CACHE_ROOT=$caches/vllm TRITON_CACHE_DIR=$caches/triton
+export TORCHINDUCTOR_CACHE_DIR=$caches/inductor TORCHINDUCTOR_COMPILE_THREADS=8
+mkdir -p "$here/kernels" "$caches"
+measure="taskset -c $cores python3 -m fp8plan.runtime.measure"
+for step in "$@"; do
+  IFS=: read -r what which workload <<< "$step"
+  echo "== $(date +%T) $step"
+  if [ "$what" = kernels ]; then
+    $measure.$which --output "$here/kernels" --compile-in 6
+  else
+    $measure.rollouts --cells fp8plan/runtime/measure/cells_$what.json --model "$which" ${workload:+--workload "$workload"} \
+      --output "$here/$what.g$card.jsonl" --trace --timeout 600
+  fi
+done
+echo "== $(date +%T) lane done"
