@@ -149,7 +149,7 @@ def model_error(steps: Sequence[Windows], observations: Sequence[Observations], 
     """sd of log(predicted / measured) of whole rollouts that the coefficients' covariance does not explain.
 
     Each rollout is predicted by a fit that has not seen its engine, and counts by its seconds: one of a tenth of a
-    second is start-up. What that fit's covariance says of the error is taken off, because the interval adds it again.
+    second is start-up. What the covariance of `full` says of the error is taken off: the interval adds it again.
     """
     others = [x for x in observations if not x.kernel.startswith(STEPS)]
     unexplained, weights = [], []
@@ -162,7 +162,7 @@ def model_error(steps: Sequence[Windows], observations: Sequence[Observations], 
                 cost, seconds = x.cost(profile), x.seconds.sum()
                 total = cost.seconds.sum()
                 slopes = np.array([partial.sum() / total for partial in cost.partials.values()])
-                explained = slopes @ profile.covariance(list(cost.partials)) @ slopes
+                explained = slopes @ full.profile.covariance(list(cost.partials)) @ slopes
                 unexplained.append(np.log(total / seconds) ** 2 - explained)
                 weights.append(seconds)
     return float(np.sqrt(max(np.average(unexplained, weights=weights), BETWEEN_CARDS**2)))

@@ -31,6 +31,7 @@ from fp8plan.model.profile import Profile
 QUANTITIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "gemm": (("n", "k"), ("m",)),
     "linear": (("n", "k"), ("m",)),  # the GEMM and the quantisation of its input
+    "quantise": (("k",), ("m",)),
     "attention_decode": (("heads", "kv_heads", "head_dim"), ("batch", "context")),
     "attention_prefill": (("heads", "kv_heads", "head_dim"), ("chunks", "chunk", "context")),
     "moe": (("experts", "top_k", "hidden", "inner"), ("tokens",)),
@@ -114,6 +115,11 @@ def _quantised_linear(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profil
     return _gemm(rows, dtype, card, profile) + quantise
 
 
+def _quantise(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
+    one = Linear("measured", 1, int(rows.k.iloc[0]), 1, True, False)
+    return quantise_cost(rows.m.to_numpy(), [one], FP8_BLOCK, card, profile)
+
+
 def _decode(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
     batch, context = rows.batch.to_numpy(), rows.context.to_numpy()
     none = np.zeros(len(rows))
@@ -132,8 +138,10 @@ def _prefill(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cos
 def _moe(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
     experts, top_k, hidden, inner = (int(rows[name].iloc[0]) for name in ("experts", "top_k", "hidden", "inner"))
     routed = Experts(experts, top_k, inner, 1)
-    shape = _shape(hidden_size=hidden, experts=routed)
-    return moe_cost(rows.tokens.to_numpy(), shape, routed, PRECISIONS[dtype], 1, card, profile)
+    shape, hit = _shape(hidden_size=hidden, experts=routed), None
+    if "hit" in rows and rows.hit.notna().all():  # what the routing of the timed tokens really hit
+        hit = rows.hit.to_numpy()
+    return moe_cost(rows.tokens.to_numpy(), shape, routed, PRECISIONS[dtype], 1, card, profile, hit)
 
 
 def _all_reduce(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
@@ -157,6 +165,7 @@ def _shape(**sizes: Any) -> ModelShape:
 _COSTS: dict[str, Callable[[pd.DataFrame, str, Gpu, Profile], Cost]] = {
     "gemm": _gemm,
     "linear": _quantised_linear,
+    "quantise": _quantise,
     "attention_decode": _decode,
     "attention_prefill": _prefill,
     "moe": _moe,

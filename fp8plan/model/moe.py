@@ -60,11 +60,16 @@ def moe_cost(
     tensor_parallel: int,
     gpu: Gpu,
     profile: Profile,
+    hit: Array | None = None,
 ) -> Cost:
-    """Seconds of routing, permuting and the grouped GEMMs of all MoE layers at m tokens, shape (steps,)."""
+    """Seconds of routing, permuting and the grouped GEMMs of all MoE layers at m tokens, shape (steps,).
+
+    hit: distinct experts the tokens of each step go to, where it is known; None: as under even routing
+    """
     dtype = precision.gemm_dtype
     hbm, math, launch = (f"moe.{dtype}.{x}" for x in ("bandwidth_efficiency", "compute_efficiency", "launch_seconds"))
-    hit = distinct_experts(m, experts)
+    if hit is None:
+        hit = distinct_experts(m, experts)
     routed = m * float(experts.experts_per_token)
     inner = experts.intermediate_size // tensor_parallel
     moved = routed * (2 * shape.hidden_size + 3 * inner) * BF16_BYTES

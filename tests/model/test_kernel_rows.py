@@ -107,3 +107,20 @@ def test_a_kernel_without_a_cost_function_is_named() -> None:
     for kernel in ("kv_write.bf16", "gemm.int4"):
         with pytest.raises(ConfigError, match=kernel):
             one(kernel, m=[1])
+
+
+def test_quantisation_costs_what_a_step_s_does() -> None:
+    """A linear layer is its GEMM and the quantisation of its input, so the difference is the quantisation alone."""
+    sizes = {"m": [4, 512], "n": 4096, "k": 2048}
+    whole, gemm = (one(f"{name}.fp8_block", **sizes).predict(PROFILE).seconds for name in ("linear", "gemm"))
+    alone = one("quantise", m=[4, 512], k=2048).predict(PROFILE).seconds
+    np.testing.assert_allclose(alone, whole - gemm)
+
+
+def test_experts_that_were_really_hit_are_what_is_read() -> None:
+    tokens = [64, 64, 64]
+    even = one("moe.bf16", tokens=tokens, **EXPERTS).predict(PROFILE).seconds
+    hit = one("moe.bf16", tokens=tokens, hit=[20.0, 60.0, 126.0], **EXPERTS).predict(PROFILE).seconds
+    assert hit[0] < hit[1] < hit[2]
+    assert hit[1] < even[0]  # 64 tokens that choose 8 of 128 at random hit 126
+    assert hit[2] == pytest.approx(even[2], rel=0.01)
