@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 
@@ -26,6 +27,8 @@ HUBER = 1.5  # in units of sigma: beyond, a residual counts linearly
 LEAST_SIGMA = 0.01  # below, the timer's own spread
 ROUNDS = 6  # of sigma; the change after them is below a percent
 FOLDS = 5
+
+Rows: TypeAlias = tuple[Array, Array]  # log errors of a kernel's rows and their slopes: (rows,) and (rows, names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +62,23 @@ class Observations:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """coefficients, log_covariance: as in Profile; residuals: kernel -> robust sd of log error, of the fitted rows."""
+    """What `fit` found.
+
+    profile:   the prior with the fitted coefficients and their covariance
+    residuals: kernel -> robust sd of log error, of the fitted rows
+    names:     the coefficients that were fitted
+    """
 
     profile: Profile
     residuals: dict[str, float]
+    names: tuple[str, ...]
 
 
-def fit(
-    observations: Sequence[Observations],
-    prior: Profile,
-    free: Sequence[str] | None = None,
-    near: Fit | None = None,
-) -> Fit:
+def fit(observations: Sequence[Observations], prior: Profile, free: Sequence[str] | None = None) -> Fit:
     """The profile whose predictions lie nearest to the observations.
 
     prior: its coefficients are the start and the prior, with the variances of its log_covariance
     free:  coefficients to fit; None: all that have a variance
-    near:  a fit of almost the same observations: the start, and sigma as it was found there
 
     Raises ConfigError if there is nothing to fit.
     """
@@ -83,23 +86,21 @@ def fit(
     if not observations:
         raise ConfigError("there are no measurements to fit; run `fp8plan calibrate` on the GPU first")
     names = [x for x in (free or prior.coefficients) if prior.log_covariance.get(x, {}).get(x, 0) > 0]
-    if near is None:
-        theta, sigmas = _prior(prior, names)[0], np.full(len(observations), 0.2)
-        for _ in range(ROUNDS):
-            theta = _minimise(observations, prior, names, theta, sigmas)
-            current = with_values(prior, names, theta)
-            sigmas = np.array([max(robust_sd(x.errors(current)), LEAST_SIGMA) for x in observations])
-    else:
-        start = np.log([near.profile.coefficients[name] for name in names])
-        sigmas = np.array([near.residuals[x.kernel] for x in observations])
-        theta = _minimise(observations, prior, names, start, sigmas)
-    covariance = _covariance(observations, prior, names, theta, sigmas)
+    theta, sigmas = _prior(prior, names)[0], np.full(len(observations), 0.2)
+
+    def rows(at: Array) -> list[Rows]:
+        return _residuals(observations, with_values(prior, names, at), names)
+
+    for _ in range(ROUNDS):
+        theta = _minimise(rows, prior, names, theta, sigmas)
+        sigmas = np.array([max(robust_sd(errors), LEAST_SIGMA) for errors, _ in rows(theta)])
+    covariance = _covariance([x.groups for x in observations], rows(theta), prior, names, sigmas)
     table = {a: {b: float(covariance[i, j]) for j, b in enumerate(names)} for i, a in enumerate(names)}
     kept = {
         a: {b: v for b, v in row.items() if b not in table} for a, row in prior.log_covariance.items() if a not in table
     }
     fitted = replace(with_values(prior, names, theta), log_covariance=kept | table)
-    return Fit(fitted, {x.kernel: float(s) for x, s in zip(observations, sigmas, strict=True)})
+    return Fit(fitted, {x.kernel: float(s) for x, s in zip(observations, sigmas, strict=True)}, tuple(names))
 
 
 def with_values(profile: Profile, names: Sequence[str], logs: Array) -> Profile:
@@ -114,26 +115,50 @@ def robust_sd(errors: Array) -> float:
     return float(np.sqrt(np.mean(clipped**2)))
 
 
-def held_out(observations: Sequence[Observations], prior: Profile, full: Fit, folds: int = FOLDS) -> dict[str, Array]:
-    """Kernel -> log errors of its rows, each predicted by a fit that has not seen the row's group, shape (rows,).
-
-    full: the fit of all observations
+class LeavingOut:
+    """What the fit would be without some rows, from the predictions of the fit of all: to first order in the
+    coefficients, with the same sigmas. Predicting all rows anew for each of some fifty fits would take minutes.
     """
-    found = {x.kernel: np.full(x.seconds.size, np.nan) for x in observations}
-    for target in observations:
-        labels = np.unique(target.groups)
-        fold_of = dict(zip(np.random.default_rng(0).permutation(labels), np.arange(labels.size) % folds, strict=True))
-        fold = np.array([fold_of[label] for label in target.groups])
-        for number in np.unique(fold):
-            seen = [x.subset(fold != number) if x is target else x for x in observations]
-            profile = fit(seen, prior, near=full).profile if any(x.seconds.size for x in seen) else prior
-            found[target.kernel][fold == number] = target.subset(fold == number).errors(profile)
-    return found
+
+    def __init__(self, observations: Sequence[Observations], prior: Profile, full: Fit) -> None:
+        self.observations, self.prior, self.full = observations, prior, full
+        self.theta = np.log([full.profile.coefficients[name] for name in full.names])
+        self.rows = _residuals(observations, full.profile, full.names)
+        self.sigmas = np.array([full.residuals[x.kernel] for x in observations])
+
+    def without(self, kernel: str, left_out: Array) -> Array:
+        """Logs of the fitted coefficients without the rows of `kernel` where `left_out` is true, shape (names,)."""
+        kept = [np.full(x.seconds.size, True) if x.kernel != kernel else ~left_out for x in self.observations]
+
+        def rows(at: Array) -> list[Rows]:
+            away = at - self.theta
+            return [(e[keep] + j[keep] @ away, j[keep]) for keep, (e, j) in zip(kept, self.rows, strict=True)]
+
+        return _minimise(rows, self.prior, self.full.names, self.theta, self.sigmas)
+
+    def profile_without(self, kernel: str, left_out: Array) -> Profile:
+        """The profile with those coefficients, and the covariance of the fit of all."""
+        return with_values(self.full.profile, self.full.names, self.without(kernel, left_out))
+
+    def errors(self, folds: int = FOLDS) -> dict[str, Array]:
+        """Kernel -> log errors of its rows, each by a fit that has not seen the row's group, shape (rows,)."""
+        found = {}
+        for target, (errors, slopes) in zip(self.observations, self.rows, strict=True):
+            fold, moved = _folds(target.groups, folds), errors.copy()
+            for number in np.unique(fold):
+                out = fold == number
+                moved[out] += slopes[out] @ (self.without(target.kernel, out) - self.theta)
+            found[target.kernel] = moved
+        return found
 
 
-def _residuals(
-    observations: Sequence[Observations], profile: Profile, names: Sequence[str]
-) -> list[tuple[Array, Array]]:
+def _folds(groups: Array, folds: int) -> Array:
+    """A number below `folds` for each row, the same within a group, shape (rows,)."""
+    labels, group = np.unique(groups, return_inverse=True)
+    return np.asarray((np.random.default_rng(0).permutation(labels.size) % folds)[group])
+
+
+def _residuals(observations: Sequence[Observations], profile: Profile, names: Sequence[str]) -> list[Rows]:
     """Per kernel (log errors, their derivatives by log coefficient): shapes (rows,) and (rows, names)."""
     found = []
     for x in observations:
@@ -145,9 +170,9 @@ def _residuals(
 
 
 def _minimise(
-    observations: Sequence[Observations], prior: Profile, names: Sequence[str], theta: Array, sigmas: Array
+    rows: Callable[[Array], list[Rows]], prior: Profile, names: Sequence[str], theta: Array, sigmas: Array
 ) -> Array:
-    """Logs of the coefficients that minimise the loss, from `theta` on."""
+    """Logs of the coefficients that minimise the loss, from `theta` on. rows: those logs -> errors and slopes."""
     from scipy.optimize import least_squares
 
     start, spread = _prior(prior, names)
@@ -155,12 +180,12 @@ def _minimise(
     upper = np.array([0.0 if x.endswith("_efficiency") else np.inf for x in names])
 
     def values(at: Array) -> Array:
-        rows = _residuals(observations, with_values(prior, names, at), names)
-        return np.concatenate([e / sigma for (e, _), sigma in zip(rows, sigmas, strict=True)] + [(at - start) / spread])
+        found = [e / sigma for (e, _), sigma in zip(rows(at), sigmas, strict=True)]
+        return np.concatenate([*found, (at - start) / spread])
 
     def slopes(at: Array) -> Array:
-        rows = _residuals(observations, with_values(prior, names, at), names)
-        return np.concatenate([j / sigma for (_, j), sigma in zip(rows, sigmas, strict=True)] + [np.diag(1 / spread)])
+        found = [j / sigma for (_, j), sigma in zip(rows(at), sigmas, strict=True)]
+        return np.concatenate([*found, np.diag(1 / spread)])
 
     bounds = (np.full(len(names), -np.inf), upper)
     return np.asarray(
@@ -175,19 +200,18 @@ def _prior(prior: Profile, names: Sequence[str]) -> tuple[Array, Array]:
 
 
 def _covariance(
-    observations: Sequence[Observations], prior: Profile, names: Sequence[str], theta: Array, sigmas: Array
+    groups: Sequence[Array], rows: Sequence[Rows], prior: Profile, names: Sequence[str], sigmas: Array
 ) -> Array:
     """Of log coefficients, shape (names, names): the prior's share, and a jackknife over groups.
 
     To first order, leaving out a group moves the fit by (curvature of all the rest)^-1 (the group's pull). The usual
     sandwich divides by the curvature of all instead, and its sds are two to three times too small for few groups.
     """
-    rows = _residuals(observations, with_values(prior, names, theta), names)
     pulls, curvatures = [], []
-    for x, sigma, (errors, slopes) in zip(observations, sigmas, rows, strict=True):
+    for labels, sigma, (errors, slopes) in zip(groups, sigmas, rows, strict=True):
         scores = slopes * (np.clip(errors / sigma, -HUBER, HUBER) / sigma)[:, None]
         curved = slopes * (np.abs(errors) < HUBER * sigma)[:, None] / sigma  # beyond the bend the loss is straight
-        for inside in (x.groups == label for label in np.unique(x.groups)):
+        for inside in (labels == label for label in np.unique(labels)):
             pulls.append(scores[inside].sum(axis=0))
             curvatures.append(curved[inside].T @ curved[inside])
     precision = np.diag(1 / _prior(prior, names)[1] ** 2)

@@ -21,7 +21,7 @@ import pandas as pd
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.batch import Array, StepBatch
-from fp8plan.model.calibrate import Fit, Observations, fit, held_out, robust_sd
+from fp8plan.model.calibrate import LeavingOut, Observations, fit, robust_sd
 from fp8plan.model.cost import Cost, together
 from fp8plan.model.engine_steps import Windows, read_traces, windows
 from fp8plan.model.hardware import Gpu
@@ -72,7 +72,8 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
     prior, kept = datasheet_profile(card, engine_version), ~is_held_out(rows)
     observations = [*observe(rows[kept], card), observe_steps(steps)]
     found = fit(observations, prior)
-    unseen = held_out(observations, prior, found)
+    leaving_out = LeavingOut(observations, prior, found)
+    unseen = leaving_out.errors()
     never = {x.kernel: x.errors(found.profile) for x in observe(rows[~kept], card)}
     errors = []
     for x in observations:
@@ -85,7 +86,7 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
         kind="calibrated",
         source=_source(folder, rows, steps),
         residuals={kernel: robust_sd(values) for kernel, values in unseen.items()},
-        model_error=model_error(steps, observations, prior, found),
+        model_error=model_error(steps, leaving_out),
         hull=_hull(rows, steps),
         date=max(str(w.record.fields.get("date", ""))[:10] for w in steps) or datetime.now(UTC).date().isoformat(),
         notes={},
@@ -145,26 +146,23 @@ def observe_steps(steps: Sequence[Windows], kernel: str = STEPS) -> Observations
     return Observations(kernel, np.concatenate([x.seconds for x in steps]), groups, predict)
 
 
-def model_error(steps: Sequence[Windows], observations: Sequence[Observations], prior: Profile, full: Fit) -> float:
+def model_error(steps: Sequence[Windows], leaving_out: LeavingOut) -> float:
     """sd of log(predicted / measured) of whole rollouts that the coefficients' covariance does not explain.
 
     Each rollout is predicted by a fit that has not seen its engine, and counts by its seconds: one of a tenth of a
-    second is start-up. What the covariance of `full` says of the error is taken off: the interval adds it again.
+    second is start-up. What the fit's covariance says of the error is taken off: the interval adds it again.
     """
-    others = [x for x in observations if not x.kernel.startswith(STEPS)]
-    unexplained, weights = [], []
-    for engine in dict.fromkeys(x.engine for x in steps):
-        rest = [x for x in steps if x.engine != engine]
-        seen = [*others, *([observe_steps(rest)] if rest else [])]
-        profile = fit(seen, prior, near=full).profile if seen else prior
-        for x in steps:
-            if x.engine == engine:
-                cost, seconds = x.cost(profile), x.seconds.sum()
-                total = cost.seconds.sum()
-                slopes = np.array([partial.sum() / total for partial in cost.partials.values()])
-                explained = slopes @ full.profile.covariance(list(cost.partials)) @ slopes
-                unexplained.append(np.log(total / seconds) ** 2 - explained)
-                weights.append(seconds)
+    engines = np.concatenate([np.repeat(x.engine, x.seconds.size) for x in steps])
+    without = {engine: leaving_out.profile_without(STEPS, engines == engine) for engine in dict.fromkeys(engines)}
+    unexplained = []
+    for x in steps:
+        profile = without[x.engine]
+        cost = x.cost(profile)
+        total = cost.seconds.sum()
+        slopes = np.array([partial.sum() / total for partial in cost.partials.values()])
+        explained = slopes @ profile.covariance(list(cost.partials)) @ slopes
+        unexplained.append(np.log(total / x.seconds.sum()) ** 2 - explained)
+    weights = [x.seconds.sum() for x in steps]
     return float(np.sqrt(max(np.average(unexplained, weights=weights), BETWEEN_CARDS**2)))
 
 

@@ -154,14 +154,14 @@ def test_one_engine_without_kernels_is_enough(tmp_path: Path) -> None:
     found = calibrate(folder, H200, "0.26.0")
     (steps,) = found.errors
     assert steps.fitted < 0.02 < steps.before
-    assert steps.held_out == pytest.approx(steps.before)
+    assert steps.held_out == pytest.approx(steps.before, rel=0.02)  # to first order
     (window,) = step_windows(folder / "steps")
     prior = window.cost(PRIOR)
     error = np.log(prior.seconds.sum() / window.seconds.sum())
     slopes = np.array([partial.sum() for partial in prior.partials.values()]) / prior.seconds.sum()
     said = slopes @ found.profile.covariance(list(prior.partials)) @ slopes
     assert BETWEEN_CARDS < found.profile.model_error < abs(error)
-    assert found.profile.model_error**2 == pytest.approx(error**2 - said)
+    assert found.profile.model_error**2 == pytest.approx(error**2 - said, rel=0.02)
 
 
 def test_kernels_alone_are_not_enough_and_the_command_is_named(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ MAX_MODEL_LEN = 8192  # tokens: the width of the engine's block table, where no 
 MAX_KV_BYTES = 40e9  # of one layer in one call
 MAX_PREFILL_TOKENS = 16384  # max_num_batched_tokens
 
-BATCHES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+BATCHES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 CONTEXTS = (128, 256, 512, 768, 1024, 1536, 2048, 4096, 8192, 16384)
 FEW_BATCHES = (1, 8, 32, 64, 128, 256, 512, 1024)
 FEW_CONTEXTS = (256, 1024, 2048, 4096, 8192)
