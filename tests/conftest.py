@@ -6,6 +6,7 @@ import os
 from importlib.util import find_spec
 
 import pytest
+from hypothesis import settings
 
 # Set before any test imports these libraries: they read their environment once.
 os.environ["FP8PLAN_PROFILES"] = "/nowhere"  # what this machine's user has calibrated is not under test
@@ -29,3 +30,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(message)
     if item.get_closest_marker("gpu") and not os.path.exists("/proc/driver/nvidia/version"):
         pytest.skip("no NVIDIA GPU")
+
+
+# A busy machine is slow, not wrong; tests of speed say so themselves.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
