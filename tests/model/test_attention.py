@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.attention import attention_cost, heads_per_rank, kv_bytes_per_token
+from fp8plan.model.attention import (
+    KV_BLOCK,
+    MOST_CUTS,
+    _waves,
+    attention_cost,
+    heads_per_rank,
+    kv_bytes_per_token,
+)
 from fp8plan.model.batch import StepBatch
 from fp8plan.model.cost import Cost
 from fp8plan.model.hardware import Gpu, gpu
@@ -39,7 +46,9 @@ def cost(batch: StepBatch, precision: Precision, card: Gpu | None = None, tp: in
 
 @given(st.integers(1, 1024), st.integers(1, 40000), st.integers(1, 5000), precisions)
 def test_longer_contexts_never_cost_less(requests: int, context: int, more: int, precision: Precision) -> None:
-    short, long = (cost(decode(requests, x), precision).seconds for x in (context, context + more))
+    """In decode from where a longer one is not cut into more parts, which may fill the SMs better."""
+    cut = context + MOST_CUTS * KV_BLOCK
+    short, long = (cost(decode(requests, x), precision).seconds for x in (cut, cut + more))
     assert (long >= short).all()
     short, long = (cost(prefill(requests, x), precision).seconds for x in (context, context + more))
     assert (long >= short).all()
@@ -49,6 +58,22 @@ def test_longer_contexts_never_cost_less(requests: int, context: int, more: int,
 def test_not_below_its_own_bytes(requests: int, context: int, precision: Precision, tp: int) -> None:
     read = requests * context * kv_bytes_per_token(SHAPE, precision, tp) * SHAPE.num_layers
     assert cost(decode(requests, context), precision, tp=tp).seconds.item() > read / gpu("h200").memory_bandwidth
+
+
+def test_parts_fill_the_sms_as_flash_attention_3_cuts_them() -> None:
+    """8 KV heads on 132 SMs. 8 requests: 64 heads in two parts each, one wave of 128. 6: three parts, 144, of which 12
+    wait for a second wave. 16: one part, one wave. 17: 136, of which 4 wait while 128 SMs idle; 33: two full waves."""
+    requests = np.array([6.0, 8.0, 16.0, 17.0, 33.0])
+    batch = StepBatch(*(requests * x for x in (1, 8192, 0, 0, 0, 0, 1)))
+    parts, full, last = _waves(batch, 8 * requests, 132)
+    assert parts.tolist() == [144, 128, 128, 136, 264]
+    assert full.tolist() == [1, 0, 0, 1, 2]
+    assert last.tolist() == [12, 128, 128, 4, 0]
+
+
+def test_17_requests_take_much_longer_than_16() -> None:
+    per_request = [cost(decode(n, 2000), BF16).seconds.item() / n for n in (15, 16, 17, 32)]
+    assert per_request[2] > 1.15 * per_request[1] > 1.15 * per_request[3]
 
 
 def test_fp8_kv_does_not_halve_long_context_decode_on_hopper() -> None:

@@ -83,7 +83,7 @@ def test_a_coefficient_that_is_well_determined_lies_within_a_few_of_its_sds(seed
     gpu = nature(seed)
     found = fit([seen(timed(decodes(heads=MANY_HEADS), gpu, 0.02, seed))], PRIOR, ATTENTION).profile
     for name in DECODE:
-        assert sd(found, name) < 0.1 * sd(PRIOR, name)
+        assert sd(found, name) < 0.3 * sd(PRIOR, name)
         assert abs(moved(found, gpu, name)) < 4 * sd(found, name)
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.attention import FLASH_ATTENTION_3
 from fp8plan.model.batch import StepBatch
 from fp8plan.model.hardware import Gpu, gpu
 from fp8plan.model.limits import EngineLimits
@@ -113,8 +114,11 @@ def test_more_work_never_costs_less(step: StepModel, batch: StepBatch, more: int
         prefill_kv_tokens=batch.prefill_kv_tokens + more,
         prefill_pairs=batch.prefill_pairs + more * more,
     )
-    for larger in (kv, request, prefill):
-        assert (step.seconds(larger) >= seconds * (1 - 1e-12)).all()
+    # More requests may fill the SMs of FlashAttention 3 better, at best twice as well (test_attention.py).
+    cut = step.profile.backend(f"attention.{step.precision.kv}") == FLASH_ATTENTION_3
+    better = step.breakdown(batch)["attention"] / 2 if cut else 0.0
+    for larger, gain in ((kv, better), (request, better), (prefill, 0.0)):
+        assert (step.seconds(larger) >= seconds * (1 - 1e-12) - gain).all()
     deeper = replace(step, shape=replace(step.shape, num_layers=step.shape.num_layers + 1))
     assert (deeper.seconds(batch) > seconds * (1 - 1e-12)).all()
 
