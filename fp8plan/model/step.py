@@ -191,8 +191,8 @@ class StepModel:
             parts.append(_where_busy(name, cost, counts, inverse))
         experts = self.shape.experts
         if experts is not None:
-            # Not the padded count: the rows of padding are alike, so they hit few experts beside the real tokens'.
-            counts, inverse = _distinct(tokens)
+            # The padded count: the rows of padding hold tokens of earlier steps and are routed like any (fp8plan/moe-7b
+            # on an H200: 4.51, 4.57, 4.68 and 4.66 ms a step with 10, 12, 14 and 15 requests, all in the graph of 16).
             cost = moe_cost(counts, self.shape, experts, self.precision, tp, self.gpu, self.profile)
             parts.append(_where_busy("moe", cost, counts, inverse))
         rows, inverse = _distinct(_whole(batch.sampled_requests))

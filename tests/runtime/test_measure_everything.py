@@ -104,8 +104,9 @@ def test_kernels_come_before_rollouts_and_all_write_into_the_folder(
     started = machine()
     everything.measure(tmp_path / "new", H200, grid)
     assert [name for name, _ in started.started] == ORDER
+    compilers = ["--compile-in", str(everything.COMPILERS)]
     for _, words in started.started[:-1]:
-        assert words == ["--output", str(tmp_path / "new/kernels"), "--grid", grid, "--gpu", "h200_sxm"]
+        assert words == ["--output", str(tmp_path / "new/kernels"), "--grid", grid, "--gpu", "h200_sxm", *compilers]
     words = started.started[-1][1]
     asked = json.loads(Path(words[words.index("--cells") + 1]).read_text())
     shipped = json.loads((FOLDER / everything.CELLS[grid]).read_text())
@@ -120,6 +121,17 @@ def test_a_cpu_has_rollouts_alone(machine: Callable[..., Machine], tmp_path: Pat
     ((name, words),) = started.started
     assert name == "rollouts"
     assert {x["gpu"] for x in json.loads(Path(words[words.index("--cells") + 1]).read_text())} == {"cpu"}
+
+
+def test_a_card_without_fp8_is_asked_for_bf16_alone(machine: Callable[..., Machine], tmp_path: Path) -> None:
+    started = machine()
+    everything.measure(tmp_path, gpu("a100"), "full")
+    asked = {name: words[words.index("--only") + 1 :] for name, words in started.started[:-1]}
+    assert asked["gemm"] == ["gemm.bf16"]
+    names = "attention_decode", "attention_mixed", "attention_prefill", "kv_write"
+    assert asked["attention"] == [f"{name}.bf16" for name in names]
+    assert asked["moe"] == ["moe.bf16"]
+    assert asked["elementwise"] == ["activation", "norm", "rotary", "sampling.v1", "sampling.v2"]
 
 
 @pytest.mark.parametrize("name", ORDER)
@@ -146,7 +158,8 @@ def test_a_measurement_that_cannot_be_made_stops_it_all(
 def test_the_commands_that_are_started_know_their_arguments(tmp_path: Path) -> None:
     """The sweeps' own parsers, and no GPU: each refuses the machine, not the words."""
     for name in everything.KERNELS:
-        words = ["--output", str(tmp_path), "--grid", "quick", "--gpu", "h200_sxm"]
+        words = ["--output", str(tmp_path), "--grid", "quick", "--gpu", "h200_sxm", "--compile-in", "2"]
+        words += everything._only(name, gpu("a100"), "quick")
         command = [sys.executable, "-m", f"{everything.PACKAGE}.{name}", *words, "--list"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert "usage:" not in done.stderr

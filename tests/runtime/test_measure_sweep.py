@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
 import pytest
 
-from fp8plan.errors import ConfigError
+from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.model.held_out import LINEARS, is_held_out
 from fp8plan.runtime.measure import elementwise_grid, gemm_grid, jsonl, machine, sweep, timing
-from fp8plan.runtime.measure.command_line import check_gpu, select, shares
+from fp8plan.runtime.measure.command_line import arguments, check_gpu, compile_first, select, shares
 from fp8plan.runtime.measure.sweep import Point, Work
 
 POINTS = [Point("gemm.bf16", {"m": m, "n": 64, "k": 128}) for m in (4, 1, 3, 2)]
@@ -128,6 +130,43 @@ def test_a_call_that_fails_is_a_failure_of_its_point(output: Path) -> None:
     assert len(read(output)) == 3
 
 
+def test_a_failed_capture_is_recorded_with_what_made_it_fail(output: Path) -> None:
+    """The end of a capture fails too, and its error comes last."""
+
+    def capture(calls: Sequence[Callable[[], object]]) -> timing.Timing:
+        try:
+            raise ValueError("cannot be captured")
+        finally:
+            raise RuntimeError("capture invalidated")
+
+    sweep.sweep(POINTS[:1], lambda point: Work([], timer=capture), output)
+    assert read(output.with_name("gemm.failed.jsonl"))[0]["error"] == "ValueError: cannot be captured"
+
+
+def test_failures_of_a_kind_are_noted_once_and_recorded_each(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(sweep.sweep(POINTS, Bench(1, 3, 4).work, output)) == 3
+    assert capsys.readouterr().err.count("rows are too many") == 1
+    assert len(read(output.with_name("gemm.failed.jsonl"))) == 3
+
+
+@pytest.mark.parametrize("broken", ["rand", "synchronize"])
+def test_a_broken_gpu_ends_the_run_and_keeps_its_rows(
+    output: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """As after an illegal access, or a capture that failed and left the generator of random numbers capturing."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("unspecified launch failure")
+
+    state = dict.fromkeys(("rand", "synchronize"), lambda *_, **__: None) | {broken: fails}
+    cuda = SimpleNamespace(is_initialized=lambda: True, synchronize=state["synchronize"], empty_cache=lambda: None)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(rand=state["rand"], cuda=cuda, __version__="2"))
+    with pytest.raises(Fp8PlanError, match=r"broken; type the same command to go on \(unspecified launch failure\)"):
+        sweep.sweep(POINTS, Bench(3).work, output)
+    assert [row["m"] for row in read(output)] == [4, 1]
+    assert [row["m"] for row in read(output.with_name("gemm.failed.jsonl"))] == [3]
+
+
 def test_time_that_has_passed_stops_the_sweep(
     output: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,6 +255,40 @@ def test_compiling_calls_every_point_once_and_writes_nothing(output: Path, monke
     assert sweep.command("gemm", "Doc.", lambda grid: POINTS, lambda: prepare, words=words) == 0
     assert called == [4, 3, 2]
     assert not list(output.parent.iterdir())
+
+
+def test_only_kernels_that_are_compiled_are_called_before(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "check_gpu", lambda name: None)
+    first, called = [], []
+    monkeypatch.setattr(sweep, "compile_first", lambda name, given: first.append(name))
+    points = [*POINTS, Point("gemm.fp8_block", {"m": 5, "n": 64, "k": 128})]
+
+    def prepare(point: Point) -> Work:
+        return Work([lambda: called.append(point.kernel) or 1], timer=timer)
+
+    def run(compiled: Sequence[str], *words: str) -> int:
+        words = ("--output", str(output.parent), *words)
+        return sweep.command("gemm", "Doc.", lambda grid: points, lambda: prepare, compiled=compiled, words=words)
+
+    assert run(["gemm.fp8_block"], "--compile-only") == 0
+    assert called == ["gemm.fp8_block"]
+    assert run(["gemm.fp8_block"], "--compile-in", "2", "--only", "gemm.bf16") == 0
+    assert not first
+    assert run(["gemm.fp8_block"], "--compile-in", "2") == 0
+    assert first == ["gemm"]
+    assert run(["gemm.fp8_block"], "--compile-in", "2") == 0  # nothing is left
+    assert first == ["gemm"]
+
+
+def test_compilers_end_after_half_of_the_time(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output.parent.mkdir()
+    begun = time.monotonic()
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    start = subprocess.Popen
+    monkeypatch.setattr("fp8plan.runtime.measure.command_line.subprocess.Popen", lambda _, **to: start(sleep, **to))
+    words = ["--output", str(output.parent), "--seconds", "1", "--compile-in", "2"]
+    compile_first("gemm", arguments("gemm", None, words))
+    assert 0.5 <= time.monotonic() - begun < 30
 
 
 def test_a_machine_without_the_gpu_is_refused(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:

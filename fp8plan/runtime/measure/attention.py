@@ -190,4 +190,4 @@ def _metadata(point: Point, kv: str, queries: Ints, kv_tokens: Ints, version: in
 
 
 if __name__ == "__main__":
-    main("attention", __doc__, points, lambda: Bench().calls, engine_config)
+    main("attention", __doc__, points, lambda: Bench().calls, engine_config, compiled=())  # vLLM's wheel has them all

@@ -65,11 +65,12 @@ def compile_first(name: str, given: argparse.Namespace) -> None:
     """Run this command with --compile-only in `given.compile_in` processes, each on a share of the points.
 
     Compilers write to caches on the disk, which the timing process finds. What fails here fails again, and is noted,
-    there. Each process takes the memory of a CUDA context and of one point.
+    there. Each process takes the memory of a CUDA context, of the pools and of one point. Ends after half of
+    --seconds, compiled or not.
     """
     same = [sys.executable, "-m", f"{__package__}.{name}", "--compile-only"]
     same += ["--output", str(given.output), "--grid", given.grid, *(["--only", *given.only] if given.only else [])]
-    until = time.monotonic() + (given.seconds or math.inf)
+    until = time.monotonic() + (given.seconds or math.inf) / 2  # the rest is for timing
     with open(given.output / f"{name}.compile.log", "ab") as log:
         children = [
             subprocess.Popen([*same, "--part", part], stdout=log, stderr=log)

@@ -7,9 +7,11 @@ or the rollout in flight, and nothing else. FOLDER/kernels and FOLDER/steps hold
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ KERNELS = ("gemm", "attention", "moe", "elementwise")
 CELLS = {"quick": "cells_quick.json", "full": "cells_fit.json"}
 CPU_CELLS = "cells_cpu.json"  # whatever the grid: kernels are timed on GPUs only, so steps must say it all
 LONGEST_ENGINE_S = 900
+COMPILERS = min(6, (os.cpu_count() or 1) // 2)  # processes that compile kernels first; each takes some GB of the GPU
 
 
 def measure(folder: Path, card: Gpu, grid: str) -> None:
@@ -34,7 +37,8 @@ def measure(folder: Path, card: Gpu, grid: str) -> None:
     Raises ConfigError when a measurement cannot be made here at all; single points that fail are noted and left out.
     """
     for name in () if card.is_cpu else KERNELS:
-        _run(name, "--output", str(folder / "kernels"), "--grid", grid, "--gpu", card.name)
+        words = "--output", str(folder / "kernels"), "--grid", grid, "--gpu", card.name, "--compile-in", str(COMPILERS)
+        _run(name, *words, *_only(name, card, grid))
     steps = folder / "steps"
     steps.mkdir(parents=True, exist_ok=True)
     cells = Path(__file__).with_name(CPU_CELLS if card.is_cpu else CELLS[grid])
@@ -42,6 +46,14 @@ def measure(folder: Path, card: Gpu, grid: str) -> None:
     (steps / "cells.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
     output = ("--output", str(steps / "rollouts.jsonl"), "--trace", "--timeout", str(LONGEST_ENGINE_S))
     _run("rollouts", "--cells", str(steps / "cells.json"), *output)
+
+
+def _only(name: str, card: Gpu, grid: str) -> list[str]:
+    """Nothing, or --only and the kernels of BF16 where the card has no FP8."""
+    if card.has_fp8:
+        return []
+    kernels = {point.kernel for point in import_module(f"{PACKAGE}.{name}_grid").points(grid)}
+    return ["--only", *sorted(x for x in kernels if "fp8" not in x and x != "quantise")]
 
 
 def cells_for(card: Gpu, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:

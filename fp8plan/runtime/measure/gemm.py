@@ -145,4 +145,4 @@ def model_config() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    main("gemm", __doc__, points, lambda: Bench().work, model_config)
+    main("gemm", __doc__, points, lambda: Bench().work, model_config, compiled=("linear.fp8_block", "gemm.fp8_block"))

@@ -151,17 +151,19 @@ def prefill_ladder(llm: Any) -> list[int]:
     longest = llm.llm_engine.model_config.max_model_len - 1
     steps = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
     lengths = sorted({min(tokens + odd, longest) for tokens in steps for odd in (0, 1)})
-    for tokens in lengths:
+    for token, length in enumerate(lengths):  # a token of its own, so that no prompt finds a shorter one in the cache
         params = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False, logprobs=0)
-        llm.generate([{"prompt_token_ids": [tokens % 7 + 1] * tokens}], params, use_tqdm=False)
+        llm.generate([{"prompt_token_ids": [token] * length}], params, use_tqdm=False)
     return lengths
 
 
 def compiled_files() -> int:
-    """Files in the caches of Triton's and DeepGEMM's compilers: what a run adds was compiled inside it."""
+    """Files in the caches of Triton, DeepGEMM and FlashInfer's own DeepGEMM: what a run adds was compiled inside it."""
     home = Path.home()
     vllm = Path(os.environ.get("VLLM_CACHE_ROOT", home / ".cache" / "vllm"))
-    folders = [vllm / "deep_gemm", Path(os.environ.get("TRITON_CACHE_DIR", home / ".triton" / "cache"))]
+    flashinfer = Path(os.environ.get("TRTLLM_DG_CACHE_DIR", home / ".tensorrt_llm"))
+    triton = Path(os.environ.get("TRITON_CACHE_DIR", home / ".triton" / "cache"))
+    folders = [vllm / "deep_gemm", flashinfer / "cache", triton]
     return sum(len(files) for folder in folders for _, _, files in os.walk(folder))
 
 

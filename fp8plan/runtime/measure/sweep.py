@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
@@ -62,7 +62,7 @@ def sweep(points: Sequence[Point], prepare: Prepare, output: Path, *, seconds: f
     A point that fails is noted and passed over. Raises Fp8PlanError when a failure has broken the GPU context, with
     which nothing more can be measured in this process.
     """
-    begun, run = time.monotonic(), uuid4().hex[:8]
+    begun, run, noted = time.monotonic(), uuid4().hex[:8], set()
     output.parent.mkdir(parents=True, exist_ok=True)
     todo = remaining(points, output)
     if todo:
@@ -76,7 +76,10 @@ def sweep(points: Sequence[Point], prepare: Prepare, output: Path, *, seconds: f
         jsonl.append(failed_file(output) if "error" in row else output, row)
         if "error" in row:
             failures.append(f"{point.kernel} {point.shape}: {row['error']}")
-            note(failures[-1])
+            alike = point.kernel, row["error"].partition(":")[0]
+            if alike not in noted:  # a kernel that this GPU lacks fails in a hundred points
+                noted.add(alike)
+                note(f"{failures[-1]}; more of the kind would be in {failed_file(output)} alone")
             _clean_up()
     return failures
 
@@ -108,7 +111,14 @@ def _attempt(point: Point, prepare: Prepare) -> dict[str, Any]:
         work = prepared(point, prepare)
         return asdict(work.timer(work.calls)) | dict(work.columns)
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}".partition("\n")[0][:300]}
+        cause = _first(error)
+        return {"error": f"{type(cause).__name__}: {cause}".partition("\n")[0][:300]}
+
+
+def _first(error: BaseException) -> BaseException:
+    """What went wrong first: where a call fails that is captured in a graph, so does the end of the capture."""
+    before = None if error.__suppress_context__ else error.__context__
+    return _first(before) if before else error
 
 
 def prepared(point: Point, prepare: Prepare) -> Work:
@@ -117,11 +127,13 @@ def prepared(point: Point, prepare: Prepare) -> Work:
 
 
 def _clean_up() -> None:
-    """Give memory back after a failure. Raises Fp8PlanError if the GPU context is broken."""
+    """Give memory back after a failure. Raises Fp8PlanError if the GPU context is broken, or the random numbers of
+    all later points, as a failed graph capture can leave them."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return
     try:
+        torch.rand(1, device="cuda")
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     except Exception as error:
@@ -134,9 +146,10 @@ def main(
     points: Callable[[str], list[Point]],
     bench: Callable[[], Prepare],
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    compiled: Container[str] | None = None,
 ) -> NoReturn:
     """The command line of a script: exits with 0, with 1 if a point failed, with 2 if it could not go on."""
-    raise SystemExit(command(name, doc, points, bench, context))
+    raise SystemExit(command(name, doc, points, bench, context, compiled))
 
 
 def command(
@@ -145,9 +158,11 @@ def command(
     points: Callable[[str], list[Point]],
     bench: Callable[[], Prepare],
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    compiled: Container[str] | None = None,
     words: Sequence[str] | None = None,
 ) -> int:
-    """points: "quick" or "full" -> points; bench: made within `context`, and only if there is something to measure."""
+    """points: "quick" or "full" -> points; bench: made within `context`, and only if there is something to measure;
+    compiled: the kernels that are compiled at first use, None for all."""
     given, begun = arguments(name, doc, words), time.monotonic()
     output = given.output / f"{name}.jsonl"
     try:
@@ -159,12 +174,13 @@ def command(
             return 0
         check_gpu(given.gpu)
         given.output.mkdir(parents=True, exist_ok=True)
-        if given.compile_in:
+        new = [point for point in todo if compiled is None or point.kernel in compiled]
+        if given.compile_in and new:
             compile_first(name, given)
         with context():
             prepare = bench()
             if given.compile_only:
-                return _compile(todo, prepare)
+                return _compile(new, prepare)
             left = None if given.seconds is None else given.seconds - (time.monotonic() - begun)
             return 1 if sweep(todo, prepare, output, seconds=left) else 0
     except Fp8PlanError as error:
