@@ -15,7 +15,8 @@ for step in "$@"; do
   IFS=: read -r what which workload <<< "$step"
   echo "== $(date +%T) $step"
   if [ "$what" = kernels ]; then
-    $measure.$which --output "$here/kernels" --compile-in 6
+    case $which in gemm) jobs=6 ;; moe) jobs=4 ;; *) jobs=0 ;; esac # each process takes GPU memory of its own
+    $measure.$which --output "$here/kernels" --compile-in $jobs
   else
     $measure.rollouts --cells fp8plan/runtime/measure/cells_$what.json --model "$which" ${workload:+--workload "$workload"} \
       --output "$here/$what.g$card.jsonl" --trace --timeout 600
