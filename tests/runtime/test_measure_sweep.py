@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -141,6 +144,34 @@ def test_a_failed_capture_is_recorded_with_what_made_it_fail(output: Path) -> No
 
     sweep.sweep(POINTS[:1], lambda point: Work([], timer=capture), output)
     assert read(output.with_name("gemm.failed.jsonl"))[0]["error"] == "ValueError: cannot be captured"
+
+
+def test_a_failed_point_leaves_nothing_behind(output: Path) -> None:
+    """Its tensors would fill the GPU until Python's garbage collector runs."""
+    left = []
+
+    class Tensor:
+        def __call__(self) -> None:
+            raise RuntimeError("out of memory")
+
+    def prepare(point: Point) -> Work:
+        call = Tensor()
+        left.append(weakref.ref(call))
+        return Work([call], timer=timer)
+
+    gc.disable()
+    try:
+        sweep.sweep(POINTS, prepare, output)
+        assert [ref() for ref in left] == [None] * len(POINTS)
+    finally:
+        gc.enable()
+
+
+def test_no_garbage_is_collected_during_a_capture() -> None:
+    with suppress(RuntimeError), timing._uncollected():
+        assert not gc.isenabled()
+        raise RuntimeError
+    assert gc.isenabled()
 
 
 def test_failures_of_a_kind_are_noted_once_and_recorded_each(output: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ FOLDER/machines.jsonl       the machine of each run, by "run"
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
@@ -111,14 +112,13 @@ def _attempt(point: Point, prepare: Prepare) -> dict[str, Any]:
         work = prepared(point, prepare)
         return asdict(work.timer(work.calls)) | dict(work.columns)
     except Exception as error:
-        cause = _first(error)
-        return {"error": f"{type(cause).__name__}: {cause}".partition("\n")[0][:300]}
+        return {"error": _message(error)}
 
 
-def _first(error: BaseException) -> BaseException:
+def _message(error: BaseException) -> str:
     """What went wrong first: where a call fails that is captured in a graph, so does the end of the capture."""
     before = None if error.__suppress_context__ else error.__context__
-    return _first(before) if before else error
+    return _message(before) if before else f"{type(error).__name__}: {error}".partition("\n")[0][:300]
 
 
 def prepared(point: Point, prepare: Prepare) -> Work:
@@ -132,6 +132,7 @@ def _clean_up() -> None:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return
+    gc.collect()
     try:
         torch.rand(1, device="cuda")
         torch.cuda.synchronize()

@@ -5,7 +5,9 @@ A step of the engine is a graph replay, so kernels are timed inside one: no laun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -57,7 +59,7 @@ def graph_seconds(calls: Sequence[Call], budget_s: float = 0.03) -> Timing:
         one_pass = _elapsed(lambda: _run(calls), 1)[0]
         rounds = max(1, min(-(-CALLS_PER_REPLAY // len(calls)), int(budget_s / LEAST_REPLAYS / one_pass)))
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        with _uncollected(), torch.cuda.graph(graph, stream=stream):
             for _ in range(rounds):
                 _run(calls)
         first = min(_elapsed(graph.replay, 2))
@@ -80,6 +82,17 @@ def _stream() -> Any:
     import torch
 
     return torch.cuda.Stream()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's garbage collector: if it destroys an older graph, a capture fails (pytorch pull request 161037),
+    and the generator of random numbers with it."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _run(calls: Sequence[Call]) -> None:

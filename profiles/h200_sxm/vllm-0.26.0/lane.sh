@@ -8,15 +8,16 @@ set -u
 card=$1 cores=$2; shift 2
 here=${OUTPUT:-$PWD/measured}; caches=${CACHES:-$PWD/caches}/$card
 export CUDA_VISIBLE_DEVICES=$card VLLM_CACHE_ROOT=$caches/vllm TRITON_CACHE_DIR=$caches/triton
-export TORCHINDUCTOR_CACHE_DIR=$caches/inductor TORCHINDUCTOR_COMPILE_THREADS=8
+export TORCHINDUCTOR_CACHE_DIR=$caches/inductor TORCHINDUCTOR_COMPILE_THREADS=8 TRTLLM_DG_CACHE_DIR=$caches/trtllm
 mkdir -p "$here/kernels" "$caches"
 measure="taskset -c $cores python3 -m fp8plan.runtime.measure"
 for step in "$@"; do
   IFS=: read -r what which workload <<< "$step"
   echo "== $(date +%T) $step"
   if [ "$what" = kernels ]; then
-    case $which in gemm) jobs=6 ;; moe) jobs=4 ;; *) jobs=0 ;; esac # each process takes GPU memory of its own
-    $measure.$which --output "$here/kernels" --compile-in $jobs
+    case $which in gemm) jobs=12 ;; moe) jobs=4 ;; *) jobs=0 ;; esac # each process takes GPU memory of its own
+    $measure.$which --output "$here/kernels" --compile-in $jobs ||
+      $measure.$which --output "$here/kernels" # a broken CUDA context ends it; what is left goes on
   else
     $measure.rollouts --cells fp8plan/runtime/measure/cells_$what.json --model "$which" ${workload:+--workload "$workload"} \
       --output "$here/$what.g$card.jsonl" --trace --timeout 600
