@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8plan.model.accuracy import Accuracy, accuracy, by_group, merged, noise_floor
+from fp8plan.model.accuracy import Accuracy, accuracy, by_group, merged, noise_floor, speedups
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.records import read_records
 from fp8plan.model.validate import Validation, validate
@@ -85,11 +85,8 @@ def _gains(cells: Sequence[Cell]) -> dict[int, float]:
     """id of a cell -> error of its speed-up in points, where its group has a bf16 cell and it is not that."""
     found = {}
     for group in by_group(cells).values():
-        base = [cell for cell in group if cell["precision"] == "bf16"]
-        for cell in group if base else ():
-            if cell["precision"] != "bf16":
-                real = base[0]["seconds"] / cell["seconds"]
-                found[id(cell)] = 100 * (base[0]["predicted_s"] / cell["predicted_s"] - real)
+        others = (cell for cell in group if cell["precision"] != "bf16")
+        found |= {id(cell): gain["error_points"] for gain, cell in zip(speedups(group), others, strict=False)}
     return found
 
 

@@ -21,7 +21,7 @@ from fp8plan.model.aic_tables import Tables, find_data, importable, read_tables
 from fp8plan.model.calibrate import Observations, fit, robust_sd
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.hardware import gpu as find_gpu
-from fp8plan.model.kernel_rows import hull, observe, read_rows
+from fp8plan.model.kernel_rows import hull, observe, read_all
 from fp8plan.model.profile import Profile, datasheet_profile, profile_path
 from fp8plan.model.records import Record, read_records
 from fp8plan.model.rollout import rollout
@@ -86,7 +86,7 @@ def import_all(
     found = [(card, read_tables(card, data, version)) for card in cards]
     trial = None
     if rollouts:
-        card, rows = find_gpu(TRIED_ON), pd.concat([pd.DataFrame(), *map(read_rows, kernels)])
+        card, rows = find_gpu(TRIED_ON), read_all(kernels)
         records = [record for path in rollouts for record in read_records(path)]
         trial = try_out(card, read_tables(card, data, version), rows, records)
     return [_written(import_profile(card, tables, trial), output) for card, tables in progress(found)]
@@ -130,9 +130,7 @@ def try_out(card: Gpu, tables: Tables, rows: pd.DataFrame, records: Sequence[Rec
     if not records:
         raise ConfigError(f"the records hold no rollout on {card.name}, the GPU whose import is tested")
     profile = import_profile(card, tables)
-    kernels = {
-        x.kernel: float(np.median(np.abs(x.errors(profile)))) for x in (observe(rows, card) if len(rows) else [])
-    }
+    kernels = {x.kernel: float(np.median(np.abs(x.errors(profile)))) for x in observe(rows, card)}
     return Trial(card.name, kernels, tuple(_log_error(record, profile) for record in records))
 
 

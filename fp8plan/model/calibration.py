@@ -27,7 +27,7 @@ from fp8plan.model.engine_steps import Windows, read_traces, windows
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.hardware import gpu as find_gpu
 from fp8plan.model.held_out import is_held_out
-from fp8plan.model.kernel_rows import hull, observe, read_rows
+from fp8plan.model.kernel_rows import hull, observe, read_all
 from fp8plan.model.profile import Profile, datasheet_profile
 from fp8plan.model.records import read_records
 
@@ -84,7 +84,7 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
     profile = replace(
         found.profile,
         kind="calibrated",
-        source=_source(folder, rows, steps),
+        source=_source(rows, steps),
         residuals={kernel: robust_sd(values) for kernel, values in unseen.items()},
         model_error=model_error(steps, leaving_out),
         hull=_hull(rows, steps),
@@ -112,18 +112,18 @@ def _no_rollouts(folder: Path) -> ConfigError:
 def kernel_rows(folder: Path) -> pd.DataFrame:
     """All timings of single kernels; empty where none was measured."""
     files = [x for x in sorted(folder.glob("*.jsonl")) if not x.name.endswith((".failed.jsonl", "machines.jsonl"))]
-    return pd.concat([pd.DataFrame({"kernel": [], "seconds": []}), *map(read_rows, files)], ignore_index=True)
+    return read_all(files)
 
 
 def _check_same(steps: Sequence[Windows], card: Gpu, engine_version: str) -> None:
     """Raises ConfigError for rollouts of another GPU or engine version than the profile's."""
-    for fields in (x.record.fields for x in steps):
-        found = find_gpu(fields["gpu"]).name, fields["engine_version"]
+    for record in (x.record for x in steps):
+        found = find_gpu(record.fields["gpu"]).name, record.fields["engine_version"]
         if found != (card.name, engine_version):
             raise ConfigError(
-                f"line {next(x.record.line for x in steps if x.record.fields is fields)} of the rollouts is of "
-                f"{found[0]} with vLLM {found[1]}, the profile of {card.name} with vLLM {engine_version}; a profile is "
-                "of one GPU and one version: name that GPU with --gpu, or move the others away"
+                f"line {record.line} of the rollouts is of {found[0]} with vLLM {found[1]}, the profile of {card.name} "
+                f"with vLLM {engine_version}; a profile is of one GPU and one version: name that GPU with --gpu, or "
+                "move the others away"
             )
 
 
@@ -136,14 +136,14 @@ def step_windows(folder: Path) -> list[Windows]:
     return [windows(x, traces[x.fields["key"]]) for x in records if x.fields.get("key") in traces]
 
 
-def observe_steps(steps: Sequence[Windows], kernel: str = STEPS) -> Observations:
+def observe_steps(steps: Sequence[Windows]) -> Observations:
     """Windows of several rollouts as one kernel; a group is an engine: a model at a precision."""
 
     def predict(profile: Profile) -> Cost:
         return together([x.cost(profile) for x in steps])
 
     groups = np.concatenate([np.repeat(x.engine, x.seconds.size) for x in steps])
-    return Observations(kernel, np.concatenate([x.seconds for x in steps]), groups, predict)
+    return Observations(STEPS, np.concatenate([x.seconds for x in steps]), groups, predict)
 
 
 def model_error(steps: Sequence[Windows], leaving_out: LeavingOut) -> float:
@@ -183,7 +183,7 @@ def _hull(rows: pd.DataFrame, steps: Sequence[Windows]) -> dict[str, dict[str, t
     return of_kernels | {STEPS: ranges}
 
 
-def _source(folder: Path, rows: pd.DataFrame, steps: Sequence[Windows]) -> str:
+def _source(rows: pd.DataFrame, steps: Sequence[Windows]) -> str:
     fields = [x.record.fields for x in steps]
     cards = sorted({str(x.get("gpu_uuid") or f"{x.get('cpu_count')} cores of {x.get('cpu_model')}") for x in fields})
     engines = len({x.engine for x in steps})

@@ -7,7 +7,7 @@ misses at every batch size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,11 @@ QUANTITIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "all_reduce": (("gpus",), ("bytes",)),
 }
 PRECISIONS = {"bf16": BF16, "fp8_block": FP8_BLOCK, "fp8": FP8_KV}
+
+
+def read_all(paths: Iterable[Path]) -> pd.DataFrame:
+    """The timings in several files; empty, with its columns, without any."""
+    return pd.concat([pd.DataFrame({"kernel": [], "seconds": []}), *map(read_rows, paths)], ignore_index=True)
 
 
 def read_rows(path: Path) -> pd.DataFrame:

@@ -10,10 +10,9 @@ import numpy as np
 
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.model.accuracy import Row, accuracy, by_group, relative_error, speedups
-from fp8plan.model.architecture import ModelShape
+from fp8plan.model.engine_steps import step_model
 from fp8plan.model.hardware import gpu as find_gpu
 from fp8plan.model.memory import MemoryPlan, memory_plan
-from fp8plan.model.precision import precision
 from fp8plan.model.profile import Profile, load_profile
 from fp8plan.model.records import Record
 from fp8plan.model.rollout import rollout, schedules
@@ -76,14 +75,12 @@ class Prepared(NamedTuple):
 
 def prepare(record: Record, profile: Profile) -> Prepared:
     """What the engine of `record` does, and a model of what its steps cost by `profile`. Raises as the parts do."""
-    shape, card, limits = ModelShape.from_hf(record.fields["model"]), find_gpu(record.fields["gpu"]), record.limits
-    wanted = precision(record.fields["precision"])
-    if reason := card.why_not(wanted):
-        raise ConfigError(f"{wanted.name} was recorded: {reason}; correct the record's gpu or precision")
-    memory = memory_plan(shape, wanted, card, limits, record.batch.longest)
-    parts = record.batch.split(limits.data_parallel_size)
-    planned = schedules(parts, memory.usable_blocks, limits)
-    return Prepared(StepModel(shape, card, wanted, limits, profile), memory, planned)
+    model = step_model(record, profile)
+    if reason := model.gpu.why_not(model.precision):
+        raise ConfigError(f"{model.precision.name} was recorded: {reason}; correct the record's gpu or precision")
+    memory = memory_plan(model.shape, model.precision, model.gpu, model.limits, record.batch.longest)
+    parts = record.batch.split(model.limits.data_parallel_size)
+    return Prepared(model, memory, schedules(parts, memory.usable_blocks, model.limits))
 
 
 def _compare(record: Record, strict: bool, warnings: dict[str, None]) -> dict[str, Any]:

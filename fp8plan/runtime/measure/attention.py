@@ -37,7 +37,7 @@ from fp8plan.runtime.measure.attention_grid import (
     points,
 )
 from fp8plan.runtime.measure.gpu_data import engine_config, l2_bytes, random_normal, random_pool
-from fp8plan.runtime.measure.sweep import Point, main
+from fp8plan.runtime.measure.sweep import Point, command
 
 if TYPE_CHECKING:
     import torch
@@ -190,4 +190,5 @@ def _metadata(point: Point, kv: str, queries: Ints, kv_tokens: Ints, version: in
 
 
 if __name__ == "__main__":
-    main("attention", __doc__, points, lambda: Bench().calls, engine_config, compiled=())  # vLLM's wheel has them all
+    nothing = ()  # is compiled at first use: vLLM's wheel has these kernels
+    raise SystemExit(command("attention", __doc__, points, lambda: Bench().calls, engine_config, compiled=nothing))

@@ -21,6 +21,7 @@ from fp8plan.model.planner import plan
 from fp8plan.model.precision import precision
 from fp8plan.model.profile import ENGINE
 from fp8plan.model.workload import Workload, parse_lengths
+from fp8plan.runtime.measure import jsonl
 
 CHILD = "fp8plan.runtime.measure.rollout_engine"
 SETTING = {"model", "gpu", "precisions", "repeats", "workloads", "kv_cache_tokens"}
@@ -95,13 +96,7 @@ def engine_version() -> str:
 
 def keys_in(output: Path) -> set[str]:
     """Keys of the runs that are measured already. ConfigError for a torn line, as a lost machine leaves it."""
-    keys = set()
-    for line in output.read_text(encoding="utf-8").splitlines() if output.exists() else ():
-        try:
-            keys.add(json.loads(line).get("key"))
-        except ValueError:
-            raise ConfigError(f"{output} has a line that is not JSON: {line[:60]!r}; delete it, then go on") from None
-    return keys
+    return {row.get("key") for row in jsonl.rows(output)}
 
 
 def _job(

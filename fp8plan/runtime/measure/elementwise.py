@@ -27,7 +27,7 @@ from typing import Any
 from fp8plan.runtime.measure import timing
 from fp8plan.runtime.measure.elementwise_grid import MAX_SAMPLED_ROWS, points
 from fp8plan.runtime.measure.gpu_data import engine_config, random_normal
-from fp8plan.runtime.measure.sweep import Point, Work, main
+from fp8plan.runtime.measure.sweep import Point, Work, command
 
 MOST_ROWS = 16384  # Inductor tunes for what it sees first: in the engine, max_num_batched_tokens
 POSITIONS = 8192
@@ -165,4 +165,4 @@ def inference() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    main("elementwise", __doc__, points, lambda: work, inference)
+    raise SystemExit(command("elementwise", __doc__, points, lambda: work, inference))

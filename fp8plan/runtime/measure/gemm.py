@@ -25,7 +25,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.runtime.measure import timing
 from fp8plan.runtime.measure.gemm_grid import points
 from fp8plan.runtime.measure.gpu_data import engine_config, l2_bytes, random_normal, random_pool
-from fp8plan.runtime.measure.sweep import Point, Work, main
+from fp8plan.runtime.measure.sweep import Point, Work, command
 
 if TYPE_CHECKING:
     import torch
@@ -145,4 +145,8 @@ def model_config() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    main("gemm", __doc__, points, lambda: Bench().work, model_config, compiled=("linear.fp8_block", "gemm.fp8_block"))
+    raise SystemExit(
+        command(
+            "gemm", __doc__, points, lambda: Bench().work, model_config, compiled=("linear.fp8_block", "gemm.fp8_block")
+        )
+    )

@@ -21,7 +21,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.runtime.measure import timing
 from fp8plan.runtime.measure.gpu_data import engine_config, l2_bytes, random_normal, random_pool
 from fp8plan.runtime.measure.moe_grid import DRAWS, Experts, expert_elements, load, points, route
-from fp8plan.runtime.measure.sweep import Point, Work, main
+from fp8plan.runtime.measure.sweep import Point, Work, command
 
 if TYPE_CHECKING:
     import torch
@@ -161,4 +161,4 @@ def _run(
 
 
 if __name__ == "__main__":
-    main("moe", __doc__, points, lambda: Bench().work, engine_config)
+    raise SystemExit(command("moe", __doc__, points, lambda: Bench().work, engine_config))

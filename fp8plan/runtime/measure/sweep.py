@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from uuid import uuid4
 
 from tqdm import tqdm
@@ -141,18 +141,6 @@ def _clean_up() -> None:
         raise Fp8PlanError(f"the GPU context is broken; type the same command to go on ({error})") from None
 
 
-def main(
-    name: str,
-    doc: str | None,
-    points: Callable[[str], list[Point]],
-    bench: Callable[[], Prepare],
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    compiled: Container[str] | None = None,
-) -> NoReturn:
-    """The command line of a script: exits with 0, with 1 if a point failed, with 2 if it could not go on."""
-    raise SystemExit(command(name, doc, points, bench, context, compiled))
-
-
 def command(
     name: str,
     doc: str | None,
@@ -162,7 +150,9 @@ def command(
     compiled: Container[str] | None = None,
     words: Sequence[str] | None = None,
 ) -> int:
-    """points: "quick" or "full" -> points; bench: made within `context`, and only if there is something to measure;
+    """The exit status of a script: 0, 1 if a point failed, 2 if it could not go on.
+
+    points: "quick" or "full" -> points; bench: made within `context`, and only if there is something to measure;
     compiled: the kernels that are compiled at first use, None for all."""
     given, begun = arguments(name, doc, words), time.monotonic()
     output = given.output / f"{name}.jsonl"
