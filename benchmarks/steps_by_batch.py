@@ -1,0 +1,54 @@
+"""Median seconds of a decode step by the number of requests, measured and predicted, and pauses of the front end.
+
+`python benchmarks/steps_by_batch.py FOLDER MODEL PRECISION WORKLOAD`, of FOLDER/rollouts.jsonl and its traces: e.g.
+profiles/h200_sxm/vllm-0.26.0/steps Qwen/Qwen3-1.7B bf16 drain
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+from fp8plan.model.engine_steps import read_traces, step_model
+from fp8plan.model.hardware import gpu
+from fp8plan.model.profile import load_profile
+from fp8plan.model.records import read_records
+from fp8plan.model.rollout import step_batch
+from fp8plan.model.scheduler import schedule
+
+PAUSE_S, FEWEST = 0.15, 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    for name in ("model", "precision", "workload"):
+        parser.add_argument(name)
+    given = parser.parse_args()
+    traces = read_traces(given.folder.glob("*.trace.jsonl.gz"))
+    for record in read_records(given.folder / "rollouts.jsonl"):
+        fields = record.fields
+        if (fields["model"], fields["precision"], fields["workload"]) != (given.model, given.precision, given.workload):
+            continue
+        trace, profile = traces[fields["key"]], load_profile(gpu(fields["gpu"]), fields["engine_version"])[0]
+        pool = fields["measured_kv_cache_tokens"] // record.limits.block_size - 1
+        planned = schedule(*record.batch, pool, record.limits, longest_run=1)
+        giving = planned.sampled_requests > 0
+        predicted = step_model(record, profile).seconds(step_batch(planned))[giving]
+        measured = np.diff(trace["core_s"], prepend=0.0)
+        steps = min(predicted.size, measured.size)
+        requests = np.where(planned.prefill_tokens > 0, 0, planned.decode_requests)[giving][:steps]
+        for number in np.unique(requests[requests > 0]):
+            chosen = requests == number
+            if chosen.sum() >= FEWEST:
+                both = (np.median(x[:steps][chosen]) * 1e3 for x in (measured, predicted))
+                print(f"{number:4d} requests, {chosen.sum():4d} steps: {'{:.2f} ms, predicted {:.2f}'.format(*both)}")
+        waits, tokens = np.diff(trace["t_s"], prepend=0.0), np.cumsum(trace["generation_tokens"])
+        pauses = [f"{waits[i]:.2f} s at {tokens[i]:,} tokens" for i in np.flatnonzero(waits > PAUSE_S)]
+        print(f"pauses of the front end: {', '.join(pauses) or 'none'}")
+
+
+if __name__ == "__main__":
+    main()
