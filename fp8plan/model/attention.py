@@ -7,7 +7,8 @@
 
 Waves: an SM takes one KV head of one request, or a part of it, at a time (`_waves`). Without them the model missed
 that a step of Qwen3-1.7B on an H200 takes 2.72, 2.58, 3.03, 2.91 and 3.35 ms with 6, 8, 10, 15 and 17 requests (with
-them: 2.71, 2.65, 2.91, 2.89 and 3.28; benchmarks/steps_by_batch.py). How other backends cut is not known; their parts fill the SMs evenly.
+them: 2.71, 2.65, 2.91, 2.89 and 3.28; benchmarks/steps_by_batch.py). How other backends cut is not known; their
+parts fill the SMs evenly.
 Why two bandwidths: FP8 KV does not halve the time. AIConfigurator 0.12's FlashAttention-3 decode tables give 3.0 of
 4.8 TB/s on H200 and 2.6 of 3.35 on H100; one limit per SM (32 GB/s, conversion of E4M3 in the inner loop) beside the
 same HBM efficiency as BF16 explains both GPUs as well (8.8%) as one free efficiency per GPU does. A backend without
