@@ -1,20 +1,21 @@
-"""Attention of one step: paged decode and chunked prefill.
+"""Attention of one step: paged decode, chunked prefill, and what is written to the KV cache before.
 
-    wave    = |KV bytes of all SMs / (bandwidth * eff), KV bytes of one / sm_bandwidth + tile|_2
-    decode  = |sum of waves, FLOPs / (peak * eff)|_2 + join, where requests were cut
-    prefill = |pairs * FLOPs / (peak * eff), (Q + O + KV) bytes / (bandwidth * eff)|_2
+    part    = KV bytes of a part / sm_bandwidth + its tokens * token_seconds + tile_seconds
+    decode  = |KV bytes of all / (bandwidth * eff), rounds of parts * part|_4 + join, where requests were cut
+    prefill = (tiles / SMs * mean tile + TAIL * longest tile) + ceil(tiles / SMs) * tile_seconds
+              tile = its pairs * (FLOPs of a pair / (peak / SMs * eff) + pair_seconds)
     seconds per layer = launch + decode + prefill
 
-Waves: an SM takes one KV head of one request, or a part of it, at a time (`_waves`). Without them the model missed
-that a step of Qwen3-1.7B on an H200 takes 2.72, 2.58, 3.03, 2.91 and 3.35 ms with 6, 8, 10, 15 and 17 requests (with
-them: 2.71, 2.65, 2.91, 2.89 and 3.28; benchmarks/steps_by_batch.py). How other backends cut is not known; their
-parts fill the SMs evenly.
-Why two bandwidths: FP8 KV does not halve the time. AIConfigurator 0.12's FlashAttention-3 decode tables give 3.0 of
-4.8 TB/s on H200 and 2.6 of 3.35 on H100; one limit per SM (32 GB/s, conversion of E4M3 in the inner loop) beside the
-same HBM efficiency as BF16 explains both GPUs as well (8.8%) as one free efficiency per GPU does. A backend without
-such a limit has no `decode_sm_bandwidth` coefficient. `tile` is the fixed work of a part, which decides short contexts.
-Writing K and V, and quantising Q for FP8 KV, are inside `launch`: so they were timed.
-Not modelled: imbalance between long and short requests within a batch (FlashAttention 3 cuts the long ones smaller).
+Decode: an SM takes one KV head of one request, or a part of it, at a time (`_parts`). Without rounds the model missed
+that a step of Qwen3-1.7B on an H200 takes 2.72, 2.58, 3.03, 2.91 and 3.35 ms with 6, 8, 10, 15 and 17 requests
+(benchmarks/steps_by_batch.py). How other backends cut is not known; their parts fill the SMs evenly.
+Why limits of an SM: FP8 KV does not halve the time, on no Hopper GPU. Converting E4M3 in the inner loop costs an SM its
+time, per byte and per token: heads of 64 are slower per byte. `tile` is the fixed work of a part, which decides short
+contexts. A backend without such limits has no `decode_sm_bandwidth` and no `decode_token_seconds`.
+Prefill: a tile is TILE_ROWS query rows of one KV head, all query heads of its group packed together. The softmax of a
+pair takes time that does not depend on the head's size (`pair_seconds`).
+Not modelled: imbalance between long and short requests within a batch. With lognormal contexts (sigma 0.8) decode
+attention takes 7% longer with BF16 KV and 16% with FP8 (median of profiles/h200_sxm's rows).
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ import numpy as np
 
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.batch import Array, StepBatch
-from fp8plan.model.cost import Cost, constant, norm2, traffic
+from fp8plan.model.cost import Cost, constant, norm4, times, traffic
 from fp8plan.model.hardware import Gpu
-from fp8plan.model.precision import BF16_BYTES, Precision
+from fp8plan.model.precision import BF16_BYTES, FP8_BYTES, Precision
 from fp8plan.model.profile import Profile
 
 FLASH_ATTENTION_3 = "flash_attn_3"
 SHARE, KV_BLOCK = 1.1, 128  # of an SM's share, and tokens: how FlashAttention 3 cuts the KV of a request
 MOST_CUTS = 32  # flash_attn_max_num_splits_for_cuda_graph of vLLM 0.26
+TILE_ROWS = 128
+TAIL = 0.12  # of the longest tile, for which the other SMs wait at the end: fitted to profiles/h200_sxm
+UNEVEN_GROUP = 1.05  # a group that does not divide a tile is loaded row by row: fitted there too
 
 
 def heads_per_rank(shape: ModelShape, tensor_parallel: int) -> tuple[int, int]:
@@ -61,24 +65,60 @@ def attention_cost(
     return total + _prefill(batch, shape, precision, tensor_parallel, gpu, profile)
 
 
+def cache_cost(tokens: Array, shape: ModelShape, precision: Precision, tp: int, gpu: Gpu, profile: Profile) -> Cost:
+    """Seconds of writing K and V of `tokens` to the cache and, for FP8 KV, quantising their Q; all layers, (steps,)."""
+    query, key_value = (heads * shape.head_dim for heads in heads_per_rank(shape, tp))
+    cost = kv_write_cost(tokens, key_value, precision, gpu, profile)
+    if precision.kv == "fp8":
+        cost = cost + quantise_query_cost(tokens, query, gpu, profile)
+    return cost.scaled(shape.num_layers)
+
+
+def kv_write_cost(tokens: Array, width: int, precision: Precision, gpu: Gpu, profile: Profile) -> Cost:
+    """Seconds of writing K and V of `width` elements each, in one layer; they come in BF16."""
+    bytes_per_token = 2 * width * (BF16_BYTES + precision.kv_element_bytes)
+    return _kernel(tokens, bytes_per_token, f"kv_write.{precision.kv}", gpu, profile)
+
+
+def quantise_query_cost(tokens: Array, width: int, gpu: Gpu, profile: Profile) -> Cost:
+    """Seconds of quantising Q of `width` elements to E4M3, in one layer."""
+    return _kernel(tokens, width * (BF16_BYTES + FP8_BYTES), "quantise_query", gpu, profile)
+
+
+def _kernel(tokens: Array, bytes_per_token: float, name: str, gpu: Gpu, profile: Profile) -> Cost:
+    launch, efficiency = (f"{name}.{part}" for part in ("launch_seconds", "bandwidth_efficiency"))
+    moved = traffic(tokens * bytes_per_token, gpu.memory_bandwidth, (efficiency, profile.coefficient(efficiency)))
+    return moved + times(np.where(tokens > 0, 1.0, 0.0), launch, profile.coefficient(launch))
+
+
 def _decode(b: StepBatch, shape: ModelShape, precision: Precision, tp: int, gpu: Gpu, profile: Profile) -> Cost:
     prefix, kv_heads = f"attention.{precision.kv}", heads_per_rank(shape, tp)[1]
+    names = {part: f"{prefix}.decode_{part}" for part in ("bandwidth_efficiency", *_OF_A_PART, "join_seconds")}
     heads = b.decode_requests * float(kv_heads)
     cuts = profile.backend(prefix) == FLASH_ATTENTION_3
-    parts, full, last = _waves(b, heads, gpu.sm_count) if cuts else (heads, heads / gpu.sm_count, np.zeros_like(heads))
-    one = b.decode_kv_tokens * float(kv_bytes_per_token(shape, precision, tp)) / np.maximum(parts, 1)
-    read = _wave(one, gpu.sm_count, prefix, gpu, profile).scaled(full)
+    parts = _parts(b, heads, gpu.sm_count) if cuts else heads
+    rounds = np.ceil(parts / gpu.sm_count) if cuts else parts / gpu.sm_count
+    bytes_ = b.decode_kv_tokens * float(kv_bytes_per_token(shape, precision, tp))
+    share = 1 / np.maximum(parts, 1)
+    part = times(np.ones_like(share), names["tile_seconds"], profile.coefficient(names["tile_seconds"]))
+    if names["sm_bandwidth"] in profile.coefficients:
+        part = part + traffic(bytes_ * share, 1.0, (names["sm_bandwidth"], profile.coefficient(names["sm_bandwidth"])))
+    if names["token_seconds"] in profile.coefficients:
+        tokens = b.decode_kv_tokens * kv_heads * share
+        part = part + times(tokens, names["token_seconds"], profile.coefficient(names["token_seconds"]))
+    hbm = names["bandwidth_efficiency"]
+    read = norm4(traffic(bytes_, gpu.memory_bandwidth, (hbm, profile.coefficient(hbm))), part.scaled(rounds))
     if cuts:
-        read = read + _wave(one, last, prefix, gpu, profile).scaled(np.where(last > 0, 1.0, 0.0))
-        join = f"{prefix}.decode_join_seconds"
-        joined = np.where(parts > heads, profile.coefficient(join), 0.0)
-        read = read + Cost(joined, {join: joined})
-    compute = _compute(b.decode_kv_tokens, shape, precision, tp, gpu, profile)
-    return norm2(read.scaled(shape.num_layers), compute)
+        joined = np.where(parts > heads, 1.0, 0.0)
+        read = read + times(joined, names["join_seconds"], profile.coefficient(names["join_seconds"]))
+    return read.scaled(shape.num_layers)
 
 
-def _waves(b: StepBatch, heads: Array, sm_count: int) -> tuple[Array, Array, Array]:
-    """(parts the KV is cut into, full waves of them, parts in a last one that is not full), each of shape (steps,).
+_OF_A_PART = ("sm_bandwidth", "token_seconds", "tile_seconds")
+
+
+def _parts(b: StepBatch, heads: Array, sm_count: int) -> Array:
+    """Parts that the KV is cut into, shape (steps,).
 
     A part is one KV head of one request. While they are few, FlashAttention 3 cuts each so that none has more than
     1.1 times an SM's share of the whole (prepare_varlen_num_blocks, hopper/flash_prepare_scheduler.cu), in whole
@@ -86,34 +126,25 @@ def _waves(b: StepBatch, heads: Array, sm_count: int) -> tuple[Array, Array, Arr
     """
     context = b.decode_kv_tokens / np.maximum(b.decode_requests, 1)
     cuts = np.minimum(np.ceil(sm_count / np.maximum(SHARE * heads, 1)), np.ceil(context / KV_BLOCK))
-    parts = heads * np.clip(cuts, 1, MOST_CUTS)
-    full = np.floor(parts / sm_count)
-    return parts, full, parts - sm_count * full
-
-
-def _wave(bytes_: Array, together: Array | int, prefix: str, gpu: Gpu, profile: Profile) -> Cost:
-    """Seconds of one wave: `together` SMs take a part of `bytes_` each, as fast as one can or as HBM feeds them all."""
-    hbm, sm, tile = (f"{prefix}.decode_{x}" for x in ("bandwidth_efficiency", "sm_bandwidth", "tile_seconds"))
-    own = constant(tile, profile.coefficient(tile), bytes_)
-    if sm in profile.coefficients:
-        own = own + traffic(bytes_, 1.0, (sm, profile.coefficient(sm)))
-    return norm2(traffic(bytes_ * together, gpu.memory_bandwidth, (hbm, profile.coefficient(hbm))), own)
+    return np.asarray(heads * np.clip(cuts, 1, MOST_CUTS))
 
 
 def _prefill(b: StepBatch, shape: ModelShape, precision: Precision, tp: int, gpu: Gpu, profile: Profile) -> Cost:
-    name = f"attention.{precision.kv}.prefill_bandwidth_efficiency"
-    query_and_output = 2 * heads_per_rank(shape, tp)[0] * shape.head_dim * BF16_BYTES
-    key_value = kv_bytes_per_token(shape, precision, tp)
-    moved = b.prefill_tokens * float(query_and_output * shape.num_layers)
-    moved = moved + b.prefill_kv_tokens * float(key_value * shape.num_layers)
-    return norm2(
-        _compute(b.prefill_pairs, shape, precision, tp, gpu, profile),
-        traffic(moved, gpu.memory_bandwidth, (name, profile.coefficient(name))),
+    """Chunks of one step count as equally long."""
+    prefix, (heads, kv_heads) = f"attention.{precision.kv}", heads_per_rank(shape, tp)
+    efficiency, pair, tile = (
+        f"{prefix}.{x}" for x in ("compute_efficiency", "prefill_pair_seconds", "prefill_tile_seconds")
     )
-
-
-def _compute(pairs: Array, shape: ModelShape, precision: Precision, tp: int, gpu: Gpu, profile: Profile) -> Cost:
+    group, chunks = heads / kv_heads, np.maximum(b.prefill_requests, 1)
+    tokens = np.maximum(b.prefill_tokens, 1)
+    tiles = b.prefill_requests * kv_heads * np.ceil(tokens / chunks * group / TILE_ROWS)
+    depth = b.prefill_pairs / tokens + (KV_BLOCK + TILE_ROWS / group) / 2  # the causal edge is computed in whole tiles
+    longest = b.prefill_kv_tokens / chunks + KV_BLOCK / 2
+    pairs = TILE_ROWS * (tiles / gpu.sm_count * depth + np.where(tiles > 0, TAIL * longest, 0.0))
+    pairs = pairs * (1.0 if TILE_ROWS % group == 0 else UNEVEN_GROUP)
     # The efficiency is of the BF16 peak for FP8 KV too: FA3's FP8 prefill is measured no faster than its BF16 one.
-    name = f"attention.{precision.kv}.compute_efficiency"
-    flops = pairs * float(flops_per_pair(shape, tp) * shape.num_layers)
-    return traffic(flops, gpu.bf16_flops, (name, profile.coefficient(name)))
+    peak = gpu.bf16_flops / gpu.sm_count
+    cost = traffic(pairs * 4 * shape.head_dim, peak, (efficiency, profile.coefficient(efficiency)))
+    cost = cost + times(pairs, pair, profile.coefficient(pair))
+    cost = cost + times(np.ceil(tiles / gpu.sm_count), tile, profile.coefficient(tile))
+    return cost.scaled(shape.num_layers)

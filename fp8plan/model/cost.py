@@ -48,6 +48,12 @@ def constant(name: str, value: float, like: Array) -> Cost:
     return Cost(seconds, {name: seconds})
 
 
+def times(count: Array, name: str, value: float) -> Cost:
+    """`count` times the coefficient `name` (seconds)."""
+    seconds = count * value
+    return Cost(seconds, {name: seconds})
+
+
 def traffic(bytes_: Array, bandwidth: float, efficiency: tuple[str, float]) -> Cost:
     """Seconds to move `bytes_` at `efficiency` (name, value) of `bandwidth` bytes/s."""
     seconds = bytes_ / (bandwidth * efficiency[1])
@@ -56,15 +62,39 @@ def traffic(bytes_: Array, bandwidth: float, efficiency: tuple[str, float]) -> C
 
 def norm2(*terms: Cost) -> Cost:
     """Root of the sum of squares: at least the largest term, at most the sum; the overlap of concurrent limits."""
-    squares = terms[0].seconds ** 2
-    for term in terms[1:]:
-        squares = squares + term.seconds**2
-    total = np.sqrt(squares)
+    return _norm(2, terms)
+
+
+def norm4(*terms: Cost) -> Cost:
+    """Fourth root of the sum of fourth powers: limits that overlap almost fully."""
+    return _norm(4, terms)
+
+
+def norm8(*terms: Cost) -> Cost:
+    """Eighth root of the sum of eighth powers: the largest, and up to 9% more where another is as large."""
+    return _norm(8, terms)
+
+
+def _norm(power: int, terms: Sequence[Cost]) -> Cost:
+    largest = np.maximum.reduce([term.seconds for term in terms])
+    scale = np.where(largest > 0, largest, 1.0)  # fourth powers of nanoseconds would not differ from 0
+    powers = np.sum([_power(term.seconds / scale, power) for term in terms], axis=0)
+    for _ in range(power.bit_length() - 1):  # powers of two
+        powers = np.sqrt(powers)
+    total = scale * powers
     inverse = 1 / np.where(total > 0, total, 1.0)
     combined = Cost(total, {})
     for term in terms:
-        combined = combined.plus_partials(term.scaled(term.seconds * inverse).partials)
+        combined = combined.plus_partials(term.scaled(_power(term.seconds * inverse, power - 1)).partials)
     return combined
+
+
+def _power(x: Array, exponent: int) -> Array:
+    """x^exponent by multiplications: numpy's power is twenty times slower."""
+    found = x
+    for _ in range(exponent - 1):
+        found = found * x
+    return found
 
 
 def together(costs: Sequence[Cost]) -> Cost:

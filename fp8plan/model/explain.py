@@ -14,6 +14,7 @@ NO_FASTER = 0.005  # gains below half a percent are not worth a sentence of thei
 
 COMPONENTS = {
     "attention": "attention over the KV cache",
+    "kv_write": "writing the KV cache",
     "gemm": "linear layers",
     "moe": "experts",
     "lm_head": "lm_head",

@@ -1,52 +1,34 @@
 """Dense linear layers: a wave-quantised roofline, and the kernel that quantises FP8 activations.
 
-    tiles = ceil(m/tm) ceil(n/tn);   waves = ceil(tiles * split / SMs)
-    a = waves * SMs * tm * tn * 2k / split / (peak * compute_efficiency)
+    a = math of one SM over its waves / (peak / SMs * compute_efficiency)
     b = bytes / (bandwidth * bandwidth_efficiency)
-    seconds = launch + (a^4 + b^4)^(1/4) + waves * wave_seconds,   the cheapest of the backend's tiles
+    c = bytes of one SM over its waves, into and out of shared memory / sm_bandwidth
+    seconds = launch + (a^4 + b^4 + c^4)^(1/4) + waves * wave_seconds + split_seconds where K is split,
+              the cheapest of the backend's tiles (fp8plan.model.tiles)
 
 Form: wave quantisation as in the fit to pipeweave's 10k FP8 GEMMs per GPU (held-out error 4.4% on H200 against 17%
-without waves). Two changes, both from AIConfigurator 0.12's tables: the exponent is 4 rather than 2 (tiled kernels
-overlap loads and math almost fully; 2 over-predicts the ridge by 20%), and `split`: a grid smaller than the GPU
-splits K, because with 16 busy SMs no kernel could reach the bandwidth that is measured there.
+without waves). The exponent is 4 rather than 2: tiled kernels overlap loads and math almost fully; 2 over-predicts the
+ridge by 20% in AIConfigurator 0.12's tables. cuBLAS splits K of a grid smaller than the GPU and adds the parts up in
+another kernel: without its time, narrow layers are 10 to 30% too fast on an H200. DeepGEMM does not split, so that few
+tiles leave SMs idle and each SM's own bandwidth decides (c, where a profile has sm_bandwidth; with 16 thread blocks
+2048 x 8192 takes as long as 6144 x 4096).
 Not modelled: L2 hits of weights (a layer's weights are evicted before its next use), clock changes under load.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from fp8plan.errors import ConfigError, ProfileError
+from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Linear
 from fp8plan.model.batch import Array
-from fp8plan.model.cost import Cost, constant, traffic, zero
+from fp8plan.model.cost import Cost, constant, norm4, times, traffic, zero
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import BF16_BYTES, FP8_BYTES, FP32_BYTES, Precision
 from fp8plan.model.profile import Profile
-
-
-class TilePolicy(NamedTuple):
-    """Output tiles (rows of m, columns of n) a kernel backend chooses from, and the least K of one split."""
-
-    tiles: tuple[tuple[int, int], ...]
-    split_k: int
-
-
-# Which tile is chosen is a property of the kernel, not of the GPU, so it is named by the profile's backend.
-# cublas: CTA tiles NVIDIA documents for Hopper and Ampere BF16. deep_gemm: block_m candidates of DeepGEMM's sm90
-# heuristics with block_n 128. flashinfer_deep_gemm: swapAB below m = 32, hence the 16-row tile; DeepGEMM above.
-# onednn: a CPU's cores share rows and vectors of 16, too finely for waves to matter.
-TILE_POLICIES: dict[str, TilePolicy] = {
-    "cublas": TilePolicy(((64, 64), (64, 128), (128, 128), (128, 256), (256, 128)), 512),
-    "deep_gemm": TilePolicy(((64, 128), (128, 128), (256, 128)), 512),
-    "flashinfer_deep_gemm": TilePolicy(((16, 128), (32, 128), (64, 128), (128, 128), (256, 128)), 512),
-    "cutlass": TilePolicy(((64, 128), (128, 128), (128, 256)), 512),
-    "triton": TilePolicy(((16, 128), (32, 128), (64, 128), (128, 128)), 512),
-    "onednn": TilePolicy(((1, 16),), 512),
-}
+from fp8plan.model.tiles import gemm_backend, tiling
 
 
 def peak_flops(gpu: Gpu, dtype: str) -> float:
@@ -59,16 +41,6 @@ def peak_flops(gpu: Gpu, dtype: str) -> float:
     if gpu.fp8_flops is None:
         raise ConfigError(f"{gpu.name} has no FP8 tensor cores; allowed there: bf16 (--precision bf16)")
     return gpu.fp8_flops
-
-
-def tile_policy(profile: Profile, dtype: str) -> TilePolicy:
-    backend = profile.backend(f"gemm.{dtype}")
-    if backend not in TILE_POLICIES:
-        raise ProfileError(
-            f"profile {profile.label} names GEMM backend {backend!r}, whose tiles are not known; "
-            f"known: {', '.join(TILE_POLICIES)}"
-        )
-    return TILE_POLICIES[backend]
 
 
 def gemm_cost(m: Array, linears: Sequence[Linear], precision: Precision, gpu: Gpu, profile: Profile) -> Cost:
@@ -88,45 +60,46 @@ def linear_dtype(linear: Linear, precision: Precision) -> str:
 def _same_dtype(
     m: Array, linears: Sequence[Linear], dtype: str, precision: Precision, gpu: Gpu, profile: Profile
 ) -> Cost:
-    names = [f"gemm.{dtype}.{part}" for part in ("compute_efficiency", "bandwidth_efficiency", "wave_seconds")]
-    compute, bandwidth, wave = (profile.coefficient(name) for name in names)
-    rows = np.maximum(m, 1).astype(float)  # arrays below: (linears, steps), and (tiles, linears, steps) from _tiled
+    rows = np.maximum(m, 1).astype(float)  # arrays below: (linears, steps), and (tiles, linears, steps) from tiling
     n, k, layers = np.array([(x.n, x.k, x.layers) for x in linears], dtype=float).T[:, :, None]
     weights = np.array([precision.linear_bytes(x.n, x.k, x.quantised) for x in linears], dtype=float)[:, None]
-    b = (weights + rows * k * _activation_bytes(dtype) + rows * n * BF16_BYTES) / (gpu.memory_bandwidth * bandwidth)
-    a, waves = _tiled(rows, n, k, tile_policy(profile, dtype), gpu.sm_count, peak_flops(gpu, dtype) * compute)
-    a4, b4 = _fourth(a), _fourth(b)
-    roof = np.sqrt(np.sqrt(a4 + b4))
-    best = np.argmin(roof + waves * wave, axis=0)[None]
-    a4, roof, waves = (np.take_along_axis(x, best, axis=0)[0] for x in (a4, roof, waves))
-    share = a4 / (a4 + b4)  # d log(roof) / d log(a)
-    columns = (layers * roof * -share, layers * roof * (share - 1), layers * waves * wave)
-    partials = {name: column.sum(axis=0) for name, column in zip(names, columns, strict=True)}
-    launch = f"gemm.{dtype}.launch_seconds"
-    fixed = constant(launch, profile.coefficient(launch) * float(layers.sum()), m)
-    return fixed + Cost((layers * (roof + waves * wave)).sum(axis=0), partials)
+    tiles = tiling(gemm_backend(profile, dtype), rows, n, k, gpu.sm_count)
+
+    def coefficient(part: str) -> tuple[str, float]:
+        return f"gemm.{dtype}.{part}", profile.coefficient(f"gemm.{dtype}.{part}")
+
+    bytes_ = weights + rows * k * _activation_bytes(dtype) + rows * n * BF16_BYTES
+    peak = peak_flops(gpu, dtype) / gpu.sm_count
+    limits = [
+        traffic(2 * k * tiles.math, peak, coefficient("compute_efficiency")),
+        traffic(np.broadcast_to(bytes_, tiles.waves.shape), gpu.memory_bandwidth, coefficient("bandwidth_efficiency")),
+    ]
+    if f"gemm.{dtype}.sm_bandwidth" in profile.coefficients:
+        limits.append(traffic(k * tiles.loads * _element_bytes(dtype), 1.0, coefficient("sm_bandwidth")))
+    each = norm4(*limits) + times(tiles.waves, *coefficient("wave_seconds"))
+    if f"gemm.{dtype}.split_seconds" in profile.coefficients:
+        each = each + times(np.where(tiles.splits > 1, 1.0, 0.0), *coefficient("split_seconds"))
+    fixed = times(np.full(m.shape, float(layers.sum())), *coefficient("launch_seconds"))
+    return fixed + _cheapest(each, layers)
 
 
-def _tiled(rows: Array, n: Array, k: Array, policy: TilePolicy, sm_count: int, flops: float) -> tuple[Array, Array]:
-    """Seconds of math at `flops` FLOP/s, and waves, per tile candidate: each of shape (tiles, linears, steps)."""
-    tile_m, tile_n = (np.array(side, dtype=float)[:, None, None] for side in zip(*policy.tiles, strict=True))
-    tiles = np.ceil(rows / tile_m) * np.ceil(n / tile_n)
-    most = np.maximum(1, np.floor(k / policy.split_k))
-    split = np.minimum(np.maximum(np.floor(sm_count / tiles), 1), most)
-    waves = np.ceil(tiles * split / sm_count)
-    one_wave = k * (sm_count * tile_m * tile_n * 2 / flops)
-    return waves / split * one_wave, waves
+def _cheapest(each: Cost, layers: Array) -> Cost:
+    """The best of the tiles, axis 0, of each linear, summed over them, axis 1, times their layers: shape (steps,)."""
+    best = np.argmin(each.seconds, axis=0)[None]
+
+    def chosen(x: Array) -> Array:
+        return np.asarray((np.take_along_axis(x, best, axis=0)[0] * layers).sum(axis=0))
+
+    return Cost(chosen(each.seconds), {name: chosen(x) for name, x in each.partials.items()})
 
 
-def _fourth(x: Array) -> Array:
-    """x^4 by two multiplications: numpy's power is twenty times slower."""
-    square = x * x
-    return np.asarray(square * square)
+def _element_bytes(dtype: str) -> float:
+    return BF16_BYTES if dtype == "bf16" else FP8_BYTES
 
 
 def _activation_bytes(dtype: str) -> float:
     """Bytes of one input element as the GEMM reads it; FP8 has one FP32 scale per 128 elements of a row."""
-    return BF16_BYTES if dtype == "bf16" else FP8_BYTES + FP32_BYTES / 128
+    return _element_bytes(dtype) + (0 if dtype == "bf16" else FP32_BYTES / 128)
 
 
 def quantise_cost(m: Array, linears: Sequence[Linear], precision: Precision, gpu: Gpu, profile: Profile) -> Cost:

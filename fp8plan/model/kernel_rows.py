@@ -16,14 +16,16 @@ import pandas as pd
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, Linear, ModelShape
-from fp8plan.model.attention import attention_cost
+from fp8plan.model.attention import attention_cost, kv_write_cost, quantise_query_cost
 from fp8plan.model.batch import Array, StepBatch
 from fp8plan.model.calibrate import Observations
+from fp8plan.model.clock import sustained, with_clock
 from fp8plan.model.collective import all_reduce_cost
 from fp8plan.model.cost import Cost
 from fp8plan.model.gemm import gemm_cost, quantise_cost
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.moe import moe_cost
+from fp8plan.model.overhead import activation_cost, norm_cost, rotary_cost, sampler_cost
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_KV
 from fp8plan.model.profile import Profile
 
@@ -35,9 +37,18 @@ QUANTITIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "attention_decode": (("heads", "kv_heads", "head_dim"), ("batch", "context")),
     "attention_prefill": (("heads", "kv_heads", "head_dim"), ("chunks", "chunk", "context")),
     "moe": (("experts", "top_k", "hidden", "inner"), ("tokens",)),
+    "kv_write": (("heads", "kv_heads", "head_dim"), ("tokens",)),  # of BF16 or FP8 KV
+    "quantise_query": (("heads", "kv_heads", "head_dim"), ("tokens",)),
+    "norm": (("hidden",), ("m",)),
+    "rotary": (("heads", "kv_heads", "head_dim"), ("m",)),
+    "activation": (("inner",), ("m",)),
+    "sampling": (("vocabulary",), ("m",)),  # of vLLM's model runner v1 or v2
     "all_reduce": (("gpus",), ("bytes",)),
 }
 PRECISIONS = {"bf16": BF16, "fp8_block": FP8_BLOCK, "fp8": FP8_KV}
+# Rows of kernels bound by math whose timing lasts long enough for the power cap to lower the clock.
+MATH, LONG_S = ("gemm", "linear", "moe", "attention_prefill"), 2e-3
+VARIANTS = ("", *PRECISIONS, "v1", "v2")
 
 
 def read_all(paths: Iterable[Path]) -> pd.DataFrame:
@@ -46,12 +57,17 @@ def read_all(paths: Iterable[Path]) -> pd.DataFrame:
 
 
 def read_rows(path: Path) -> pd.DataFrame:
-    """The timings in a file, one JSON object a line, of the kernels that have a cost function."""
+    """The timings in a file, one JSON object a line, of the kernels that have a cost function.
+
+    Samplers were timed in a CUDA graph and launched one by one; the engine launches them while the GPU is still busy
+    with the layers, so that the first is what a step takes. The others are left out.
+    """
     rows = pd.read_json(path, lines=True)
     missing = {"kernel", "seconds"} - set(rows.columns)
     if missing:
         raise ConfigError(f"{path}: no field {min(missing)!r}; allowed: rows of kernel, seconds and its quantities")
-    return rows[rows.kernel.str.partition(".")[0].isin(list(QUANTITIES)) & rows.seconds.notna()]
+    known = rows.kernel.str.partition(".")[0].isin(list(QUANTITIES)) & rows.seconds.notna()
+    return rows[known & (rows["mode"] != "eager")] if "mode" in rows else rows[known]
 
 
 def observe(rows: pd.DataFrame, card: Gpu) -> list[Observations]:
@@ -83,15 +99,20 @@ def _asked(kernel: str, rows: pd.DataFrame) -> dict[str, pd.Series]:
 
 def _observe(kernel: str, rows: pd.DataFrame, card: Gpu) -> Observations:
     name, _, dtype = kernel.partition(".")
-    if name not in QUANTITIES or (dtype and dtype not in PRECISIONS):
+    if name not in QUANTITIES or dtype not in VARIANTS:
         raise ConfigError(f"kernel {kernel!r} has no cost function; allowed: {', '.join(QUANTITIES)}, with .DTYPE")
     rows = rows.reset_index(drop=True)
     shapes = rows.groupby(list(QUANTITIES[name][0]), sort=False)
-    parts = [(part.index.to_numpy(), part) for _, part in shapes]
+    long = (rows.seconds > LONG_S) & (name in MATH)
+    parts = [(part.index.to_numpy(), bool(slow), part) for _, shape in shapes for slow, part in shape.groupby(long)]
     cost = _COSTS[name]
 
     def predict(profile: Profile) -> Cost:
-        return _scattered([(index, cost(part, dtype, card, profile)) for index, part in parts], len(rows))
+        slowed, found = sustained(profile), []
+        for index, slow, part in parts:
+            one = cost(part, dtype, card, slowed if slow else profile)
+            found.append((index, with_clock(one) if slow else one))
+        return _scattered(found, len(rows))
 
     return Observations(kernel, rows.seconds.to_numpy(), shapes.ngroup().to_numpy(), predict)
 
@@ -149,6 +170,32 @@ def _moe(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
     return moe_cost(rows.tokens.to_numpy(), shape, routed, PRECISIONS[dtype], 1, card, profile, hit)
 
 
+def _kv_write(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
+    width = int(rows.kv_heads.iloc[0]) * int(rows.head_dim.iloc[0])
+    return kv_write_cost(rows.tokens.to_numpy(), width, PRECISIONS[dtype], card, profile)
+
+
+def _quantise_query(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
+    width = int(rows.heads.iloc[0]) * int(rows.head_dim.iloc[0])
+    return quantise_query_cost(rows.tokens.to_numpy(), width, card, profile)
+
+
+def _norm(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
+    return norm_cost(rows.m.to_numpy(), int(rows.hidden.iloc[0]), card, profile)
+
+
+def _rotary(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
+    return rotary_cost(rows.m.to_numpy(), _one_layer(rows), 1, card, profile)
+
+
+def _activation(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
+    return activation_cost(rows.m.to_numpy(), int(rows.inner.iloc[0]), card, profile)
+
+
+def _sampling(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
+    return sampler_cost(rows.m.to_numpy(), int(rows.vocabulary.iloc[0]), dtype, card, profile)
+
+
 def _all_reduce(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
     return all_reduce_cost(rows.bytes.to_numpy(), int(rows.gpus.iloc[0]), card, profile)
 
@@ -174,5 +221,11 @@ _COSTS: dict[str, Callable[[pd.DataFrame, str, Gpu, Profile], Cost]] = {
     "attention_decode": _decode,
     "attention_prefill": _prefill,
     "moe": _moe,
+    "kv_write": _kv_write,
+    "quantise_query": _quantise_query,
+    "norm": _norm,
+    "rotary": _rotary,
+    "activation": _activation,
+    "sampling": _sampling,
     "all_reduce": _all_reduce,
 }

@@ -4,6 +4,8 @@ A token picks k of E experts without replacement, so it misses a given one with 
 tokens and even routing, E (1 - (1 - k/E)^m) experts are read in expectation. Real routing is skewed, which reads fewer
 at small m (AIConfigurator's power-law tables: up to 40% less time at 16 tokens of Qwen3-30B-A3B) and waits longer for
 the busiest expert at large m (up to 25% more); the sd of the profile's coefficients covers both.
+Around the two GEMMs the routed activations are gathered, quantised, activated, written and summed by kernels of their
+own, which wait for each other: `activation_passes` over them.
 Tensor parallelism splits the intermediate size. Expert parallelism is not modelled.
 """
 
@@ -13,7 +15,7 @@ import numpy as np
 
 from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.batch import Array
-from fp8plan.model.cost import Cost, constant, norm2, traffic
+from fp8plan.model.cost import Cost, constant, norm2, times, traffic
 from fp8plan.model.gemm import peak_flops
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import BF16_BYTES, Precision
@@ -67,16 +69,18 @@ def moe_cost(
     hit: distinct experts the tokens of each step go to, where it is known; None: as under even routing
     """
     dtype = precision.gemm_dtype
-    hbm, math, launch = (f"moe.{dtype}.{x}" for x in ("bandwidth_efficiency", "compute_efficiency", "launch_seconds"))
+    parts = ("bandwidth_efficiency", "compute_efficiency", "launch_seconds", "activation_passes")
+    hbm, math, launch, passes = (f"moe.{dtype}.{x}" for x in parts)
     if hit is None:
         hit = distinct_experts(m, experts)
     routed = m * float(experts.experts_per_token)
     inner = experts.intermediate_size // tensor_parallel
-    moved = routed * (2 * shape.hidden_size + 3 * inner) * BF16_BYTES
-    read = hit * expert_bytes(shape, experts, precision, tensor_parallel) + moved
+    read = hit * expert_bytes(shape, experts, precision, tensor_parallel)
     flops = padded_rows(routed, hit) * expert_flops(shape, experts, tensor_parallel)
     grouped = norm2(
         traffic(read, gpu.memory_bandwidth, (hbm, profile.coefficient(hbm))),
         traffic(flops, peak_flops(gpu, dtype), (math, profile.coefficient(math))),
     )
-    return (constant(launch, profile.coefficient(launch), m) + grouped).scaled(experts.layers)
+    once = routed * (2 * shape.hidden_size + 3 * inner) * BF16_BYTES / gpu.memory_bandwidth
+    around = times(once, passes, profile.coefficient(passes))
+    return (constant(launch, profile.coefficient(launch), m) + grouped + around).scaled(experts.layers)

@@ -1,7 +1,7 @@
 """What is neither a GEMM nor attention: small kernels, sampling, and the host.
 
-On the GPU, per layer: norms, rotary embedding, activation, residual (`layer_cost`); per step: input preparation and
-sampling (`sampling_cost`). On the host: scheduling, and launching what is not in a CUDA graph (`host_cost`). With
+On the GPU, per layer: norms with the residual's addition, rotary embedding, activation, and the gaps between kernels
+(`layer_cost`); per step: input preparation and sampling (`sampling_cost`). On the host: scheduling, and launching what is not in a CUDA graph (`host_cost`). With
 async scheduling the host prepares step t + 1 while the GPU runs step t, so a step lasts as long as the slower of them.
 Once per rollout the requests have to reach the engine (`start_cost`).
 """
@@ -13,38 +13,81 @@ import numpy as np
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.attention import heads_per_rank
 from fp8plan.model.batch import Array, StepBatch
-from fp8plan.model.cost import Cost, constant, traffic
+from fp8plan.model.cost import Cost, constant, norm4, times, traffic
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import BF16_BYTES, FP32_BYTES
 from fp8plan.model.profile import Profile
 
 
 def layer_cost(m: Array, shape: ModelShape, tensor_parallel: int, gpu: Gpu, profile: Profile) -> Cost:
-    """Seconds of the small kernels of all layers at m tokens, shape (steps,)."""
-    fixed, efficiency = "overhead.layer_seconds", "overhead.bandwidth_efficiency"
+    """Seconds of the small kernels of all layers at m tokens, and of the gaps between kernels, shape (steps,)."""
+    gaps = "overhead.layer_seconds"
+    norms = norm_cost(m, shape.hidden_size, gpu, profile).scaled(2 * shape.num_layers)
+    rotary = rotary_cost(m, shape, tensor_parallel, gpu, profile).scaled(shape.num_layers)
+    total = norms + rotary + constant(gaps, profile.coefficient(gaps) * shape.num_layers, m)
+    for inner, layers in _activations(shape):
+        total = total + activation_cost(m, inner // tensor_parallel, gpu, profile).scaled(layers)
+    return total
+
+
+def norm_cost(m: Array, hidden: int, gpu: Gpu, profile: Profile) -> Cost:
+    """Seconds of one residual addition and norm of m rows: two vectors in and two out."""
+    return _kernel("norm", m, 4 * hidden, gpu, profile)
+
+
+def rotary_cost(m: Array, shape: ModelShape, tensor_parallel: int, gpu: Gpu, profile: Profile) -> Cost:
+    """Seconds of one layer's rotary embedding, with the norms of Q and K where there are any: in and out."""
     query, key_value = heads_per_rank(shape, tensor_parallel)
-    norms = 2 * 4 * shape.hidden_size  # two add-and-norms, each two vectors in and two out
-    rotary = 2 * (query + 2 * key_value) * shape.head_dim  # in and out
-    activation = 3 * _inner_size(shape) // tensor_parallel  # gate and up in, product out
-    moved = m * float((shape.num_layers * (norms + rotary) + activation) * BF16_BYTES)
-    per_layer = constant(fixed, profile.coefficient(fixed) * shape.num_layers, m)
-    return per_layer + traffic(moved, gpu.memory_bandwidth, (efficiency, profile.coefficient(efficiency)))
+    return _kernel("rotary", m, 2 * (query + 2 * key_value) * shape.head_dim, gpu, profile)
 
 
-def _inner_size(shape: ModelShape) -> int:
-    """Activated elements per token, summed over layers; the routed experts' own are part of the grouped GEMM."""
+def activation_cost(m: Array, inner: int, gpu: Gpu, profile: Profile) -> Cost:
+    """Seconds of one gated activation of m rows: gate and up in, product out."""
+    return _kernel("activation", m, 3 * inner, gpu, profile)
+
+
+def _kernel(name: str, m: Array, elements: int, gpu: Gpu, profile: Profile) -> Cost:
+    launch, efficiency = f"{name}.launch_seconds", "overhead.bandwidth_efficiency"
+    moved = traffic(m * float(elements * BF16_BYTES), gpu.memory_bandwidth, (efficiency, profile.coefficient(efficiency)))
+    return moved + constant(launch, profile.coefficient(launch), m)
+
+
+def _activations(shape: ModelShape) -> list[tuple[int, int]]:
+    """(width, layers) of the activations; the routed experts' own are part of the grouped GEMM."""
     if shape.experts is None:
-        return shape.num_layers * shape.intermediate_size
-    dense = shape.num_layers - shape.experts.layers
-    return dense * shape.intermediate_size + shape.experts.layers * shape.experts.shared_intermediate_size
+        return [(shape.intermediate_size, shape.num_layers)]
+    found = [
+        (shape.intermediate_size, shape.num_layers - shape.experts.layers),
+        (shape.experts.shared_intermediate_size, shape.experts.layers),
+    ]
+    return [(width, layers) for width, layers in found if width and layers]
 
 
 def sampling_cost(batch: StepBatch, shape: ModelShape, gpu: Gpu, profile: Profile) -> Cost:
     """Seconds between the last layer and the next token: input preparation, log-softmax and sampling, (steps,)."""
-    step, passes = "overhead.step_seconds", "overhead.sampler_passes"
-    once = batch.sampled_requests * float(shape.vocab_size * FP32_BYTES) / gpu.memory_bandwidth
-    sampler = once * profile.coefficient(passes)
-    return constant(step, profile.coefficient(step), sampler) + Cost(sampler, {passes: sampler})
+    step = "overhead.step_seconds"
+    sampled = sampler_cost(batch.sampled_requests, shape.vocab_size, model_runner(shape, gpu), gpu, profile)
+    return constant(step, profile.coefficient(step), sampled.seconds) + sampled
+
+
+def model_runner(shape: ModelShape, gpu: Gpu) -> str:
+    """Which of vLLM's model runners, and so which sampler, a model gets in vLLM 0.26: V2 for dense models on a GPU."""
+    return "v2" if shape.experts is None and not gpu.is_cpu else "v1"
+
+
+def sampler_cost(rows: Array, vocabulary: int, runner: str, gpu: Gpu, profile: Profile) -> Cost:
+    """Seconds of log-softmax, sampling and gathering of `rows` of logits: passes over them, as fast as memory feeds all
+    rows or one SM takes one."""
+    prefix = f"sampling.{runner}"
+    passes, launch, sm = (f"{prefix}.{part}" for part in ("passes", "launch_seconds", "sm_bandwidth"))
+    row = float(vocabulary * FP32_BYTES)
+    once = Cost(rows * row / gpu.memory_bandwidth, {})
+    if sm in profile.coefficients:
+        alone = np.where(rows > 0, row, 0.0)
+        once = norm4(once, traffic(alone, 1.0, (sm, profile.coefficient(sm))))
+    all_passes = once.scaled(profile.coefficient(passes))
+    found = all_passes.plus_partials({passes: all_passes.seconds})
+    return found + times(np.where(rows > 0, 1.0, 0.0), launch, profile.coefficient(launch))
 
 
 def host_cost(batch: StepBatch, eager: Array, shape: ModelShape, profile: Profile) -> Cost:

@@ -106,4 +106,4 @@ def _covariance_problem(coefficients: Mapping[str, float], table: Mapping[str, M
 def covariance_matrix(table: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> Array:
     """The sparse symmetric `table` for `names`, shape (names, names); zero where it has no entry."""
     rows = [[table.get(a, {}).get(b, 0.0) for b in names] for a in names]
-    return np.array(rows, dtype=float).reshape(-1, len(names))
+    return np.array(rows, dtype=float).reshape(len(names), len(names))

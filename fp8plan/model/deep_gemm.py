@@ -1,0 +1,97 @@
+"""Which tiles DeepGEMM takes on Hopper: its own rule, worked out for given sizes.
+
+DeepGEMM compiles a kernel for the tile that its estimate of cache traffic likes best (csrc/jit_kernels/heuristics/sm90.hpp
+of deepseek-ai/DeepGEMM, which vLLM 0.26 bundles). The rule has cliffs that no smooth formula has: 4096 x 12288 takes
+36, 56, 41 and 74 us with 256, 288, 384 and 448 rows on an H200. tests/data/deep_gemm_kernels.txt lists the kernels
+that were compiled there while profiles/h200_sxm was measured; the rule below names the same.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8plan.model.arrays import IntArray
+
+SHARED_MEMORY = 232448  # bytes of an SM that a kernel may use
+BLOCK_K = 128
+MOST_STAGES = 16
+L1_BYTES, L2_BYTES, L2_TOTAL = 128, 64, 8e6 / 1.3e3  # per cycle: of an SM, of an SM's share of L2, of all of L2
+
+
+class Layout(NamedTuple):
+    """Tile of one thread block, in the order in which DeepGEMM tries them: the first of equals is taken."""
+
+    cluster_m: int
+    cluster_n: int
+    block_m: int
+    block_n: int
+
+
+def _fits_registers(layout: Layout) -> bool:
+    over = layout.block_n - BLOCK_K  # the columns that need a second scale of the weights
+    scales = over <= 0 or layout.block_n % over == 0 or BLOCK_K % over == 0
+    return scales and not (layout.block_m > 128 and layout.block_n > 128)
+
+
+LAYOUTS = tuple(
+    layout
+    for layout in (
+        Layout(m, n, rows, columns)
+        for (m, n), rows, columns in product(((1, 1), (1, 2), (2, 1)), (64, 128, 16, 32, 256), range(16, 193, 16))
+    )
+    if _fits_registers(layout)
+)
+
+
+class Chosen(NamedTuple):
+    """Of each GEMM: tile sizes, cluster size and the waves of thread blocks; each of the shape that was asked for."""
+
+    block_m: IntArray
+    block_n: IntArray
+    cluster: IntArray
+    waves: IntArray
+
+
+def choose(m: IntArray, n: IntArray, k: IntArray, sm_count: int) -> Chosen:
+    """The layouts DeepGEMM takes for blockwise FP8 GEMMs of m rows, n columns and depth k, which broadcast together."""
+    sizes = np.broadcast_arrays(m, n, k)
+    keys = tuple(np.ascontiguousarray(x, dtype=np.int64).tobytes() for x in sizes)
+    return Chosen(*(x.reshape(sizes[0].shape) for x in _choose(*keys, sm_count)))
+
+
+@lru_cache(maxsize=512)
+def _choose(m_bytes: bytes, n_bytes: bytes, k_bytes: bytes, sm_count: int) -> Chosen:
+    m, n, k = (np.frombuffer(x, dtype=np.int64) for x in (m_bytes, n_bytes, k_bytes))
+    cluster_m, cluster_n, block_m, block_n = np.array(LAYOUTS, dtype=np.int64).T[:, :, None]
+    blocks = -(-m // block_m) * -(-n // block_n)
+    waves = -(-blocks // sm_count)
+    stored = 2 * block_m * block_n
+    from_l2 = k * (block_m // cluster_n + block_n // cluster_m) + stored
+    through_l1 = k * (block_m + block_n + np.maximum(64, block_m) + block_n) + 2 * stored
+    l2_cycles = from_l2 * blocks // int(min(L2_BYTES * sm_count, L2_TOTAL))
+    l1_cycles = through_l1 * blocks // (L1_BYTES * sm_count)
+    full = blocks.astype(np.float32) / (waves * sm_count).astype(np.float32)
+    cycles = np.trunc(np.maximum(l1_cycles, l2_cycles).astype(np.float32) / full)
+    forbidden = ~_pipelined(block_m, block_n, k)
+    forbidden |= (cluster_m * cluster_n > 1) & (waves <= 1)
+    forbidden |= (block_m < 64) & (m > block_m)  # tiles of 16 and 32 rows are for that few
+    best = np.argmin(np.where(forbidden, np.inf, cycles), axis=0)
+    cluster = (cluster_m * cluster_n)[best, 0]
+    return Chosen(block_m[best, 0], block_n[best, 0], cluster, waves[best, np.arange(m.size)])
+
+
+def _pipelined(block_m: IntArray, block_n: IntArray, k: IntArray) -> IntArray:
+    """Whether shared memory holds enough stages of K to hide their loading, bool of shape (layouts, sizes)."""
+    scales = np.where(BLOCK_K % block_n == 0, 1, 2) * 4 * -(-k // BLOCK_K)
+    fixed = _aligned(2 * block_m * block_n, 1024) + 16 * MOST_STAGES + _aligned(scales, 8)
+    stage = BLOCK_K * (block_m + block_n) + _aligned(4 * block_m, 128)
+    stages = np.minimum((SHARED_MEMORY - fixed) // stage, MOST_STAGES)
+    return np.asarray((stages >= 3) & ((stages >= 4) | (block_m * block_n >= 128 * 192)))
+
+
+def _aligned(size: IntArray, to: int) -> IntArray:
+    return np.asarray(-(-size // to) * to)
