@@ -1,7 +1,7 @@
 """Attention of one step: paged decode, chunked prefill, and what is written to the KV cache before.
 
     part    = KV bytes of a part / sm_bandwidth + its tokens * token_seconds + tile_seconds
-    decode  = |KV bytes of all / (bandwidth * eff), rounds of parts * part|_4 + join, where requests were cut
+    decode  = |KV bytes of all / (bandwidth * eff), rounds of parts * part|_8 + join, where requests were cut
     prefill = (tiles / SMs * mean tile + TAIL * longest tile) + ceil(tiles / SMs) * tile_seconds
               tile = its pairs * (FLOPs of a pair / (peak / SMs * eff) + pair_seconds)
     seconds per layer = launch + decode + prefill
@@ -24,7 +24,7 @@ import numpy as np
 
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.batch import Array, StepBatch
-from fp8plan.model.cost import Cost, constant, norm4, times, traffic
+from fp8plan.model.cost import Cost, norm8, times, traffic
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import BF16_BYTES, FP8_BYTES, Precision
 from fp8plan.model.profile import Profile
@@ -107,7 +107,7 @@ def _decode(b: StepBatch, shape: ModelShape, precision: Precision, tp: int, gpu:
         tokens = b.decode_kv_tokens * kv_heads * share
         part = part + times(tokens, names["token_seconds"], profile.coefficient(names["token_seconds"]))
     hbm = names["bandwidth_efficiency"]
-    read = norm4(traffic(bytes_, gpu.memory_bandwidth, (hbm, profile.coefficient(hbm))), part.scaled(rounds))
+    read = norm8(traffic(bytes_, gpu.memory_bandwidth, (hbm, profile.coefficient(hbm))), part.scaled(rounds))
     if cuts:
         joined = np.where(parts > heads, 1.0, 0.0)
         read = read + times(joined, names["join_seconds"], profile.coefficient(names["join_seconds"]))

@@ -1,7 +1,7 @@
 """Which tiles DeepGEMM takes on Hopper: its own rule, worked out for given sizes.
 
-DeepGEMM compiles a kernel for the tile that its estimate of cache traffic likes best (csrc/jit_kernels/heuristics/sm90.hpp
-of deepseek-ai/DeepGEMM, which vLLM 0.26 bundles). The rule has cliffs that no smooth formula has: 4096 x 12288 takes
+DeepGEMM compiles a kernel for the tile that its estimate of cache traffic likes best (deepseek-ai/DeepGEMM, which vLLM
+0.26 bundles: csrc/jit_kernels/heuristics/sm90.hpp). The rule has cliffs that no smooth formula has: 4096 x 12288 takes
 36, 56, 41 and 74 us with 256, 288, 384 and 448 rows on an H200. tests/data/deep_gemm_kernels.txt lists the kernels
 that were compiled there while profiles/h200_sxm was measured; the rule below names the same.
 """

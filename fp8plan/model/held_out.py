@@ -24,7 +24,7 @@ def is_held_out(rows: pd.DataFrame) -> Array:
     for columns, shapes in _shapes().items():
         if set(columns) <= set(rows.columns):
             found |= pd.MultiIndex.from_frame(rows[list(columns)]).isin(shapes)
-    if "skew" in rows:
+    if {"kernel", "skew"} <= set(rows.columns):
         found |= rows.kernel.str.startswith("attention_decode").to_numpy() & (rows["skew"] == UNEQUAL).to_numpy()
     return found
 

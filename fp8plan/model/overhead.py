@@ -1,9 +1,9 @@
 """What is neither a GEMM nor attention: small kernels, sampling, and the host.
 
 On the GPU, per layer: norms with the residual's addition, rotary embedding, activation, and the gaps between kernels
-(`layer_cost`); per step: input preparation and sampling (`sampling_cost`). On the host: scheduling, and launching what is not in a CUDA graph (`host_cost`). With
-async scheduling the host prepares step t + 1 while the GPU runs step t, so a step lasts as long as the slower of them.
-Once per rollout the requests have to reach the engine (`start_cost`).
+(`layer_cost`); per step: input preparation and sampling (`sampling_cost`). On the host: scheduling, and launching what
+is not in a CUDA graph (`host_cost`). With async scheduling the host prepares step t + 1 while the GPU runs step t, so a
+step lasts as long as the slower of them. Once per rollout the requests have to reach the engine (`start_cost`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def activation_cost(m: Array, inner: int, gpu: Gpu, profile: Profile) -> Cost:
 
 def _kernel(name: str, m: Array, elements: int, gpu: Gpu, profile: Profile) -> Cost:
     launch, efficiency = f"{name}.launch_seconds", "overhead.bandwidth_efficiency"
-    moved = traffic(m * float(elements * BF16_BYTES), gpu.memory_bandwidth, (efficiency, profile.coefficient(efficiency)))
+    moved = traffic(
+        m * float(elements * BF16_BYTES), gpu.memory_bandwidth, (efficiency, profile.coefficient(efficiency))
+    )
     return moved + constant(launch, profile.coefficient(launch), m)
 
 

@@ -31,11 +31,13 @@ TILE_POLICIES: dict[str, TilePolicy] = {
     "triton": TilePolicy(((16, 128), (32, 128), (64, 128), (128, 128)), 512),
     "onednn": TilePolicy(((1, 16),), 512),
 }
-FLASHINFER_DEEP_GEMM = "flashinfer_deep_gemm"  # on Hopper: below 32 rows FlashInfer's, which swaps A and B; then DeepGEMM
+FLASHINFER_DEEP_GEMM = (
+    "flashinfer_deep_gemm"  # on Hopper: below 32 rows FlashInfer's, which swaps A and B; then DeepGEMM
+)
 SWAPPED_ROWS = 32
 LEAST_ROWS = 64  # of one tensor core instruction; smaller tiles cost as much
-# Tiles wider than 128 need two scales of the weights in the inner loop, and widths of odd 16s store in short rows: fitted
-# to the FP8 rows of profiles/h200_sxm.
+# Tiles wider than 128 need two scales of the weights in the inner loop, and widths of odd 16s store in short rows:
+# fitted to the FP8 rows of profiles/h200_sxm.
 UNEVEN, EVEN = 1.3, 32
 
 
@@ -57,7 +59,7 @@ class Tiling(NamedTuple):
 def tiling(backend: str, m: FloatArray, n: FloatArray, k: FloatArray, sm_count: int) -> Tiling:
     """The tiles among which `backend` chooses for GEMMs of `m` rows, `n` columns and depth `k`, which broadcast."""
     if backend == FLASHINFER_DEEP_GEMM:
-        return _flashinfer_deep_gemm(*(np.asarray(x, dtype=np.int64) for x in (m, n, k)), sm_count)
+        return _flashinfer_deep_gemm(m.astype(np.int64), n.astype(np.int64), k.astype(np.int64), sm_count)
     policy = TILE_POLICIES[backend]
     tile_m, tile_n = (np.array(side, dtype=float)[:, None, None] for side in zip(*policy.tiles, strict=True))
     tiles = np.ceil(m / tile_m) * np.ceil(n / tile_n)
@@ -72,7 +74,7 @@ def _flashinfer_deep_gemm(m: IntArray, n: IntArray, k: IntArray, sm_count: int) 
     chosen = deep_gemm.choose(m, n, k, sm_count)
     swapped = m < SWAPPED_ROWS
     few = np.where(m <= 16, 16, np.where(m <= 24, 24, 32))
-    swapped_waves = -(-(-(-n // 128)) // sm_count)
+    swapped_waves = np.ceil(np.ceil(n / 128) / sm_count)
     rows, columns = np.where(swapped, few, chosen.block_m), np.where(swapped, 128, chosen.block_n)
     waves = np.where(swapped, swapped_waves, chosen.waves)
     math_rows = np.where(swapped, few, np.maximum(chosen.block_m, LEAST_ROWS))

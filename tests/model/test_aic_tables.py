@@ -248,7 +248,7 @@ def test_the_import_of_an_h200_is_tested_on_our_measurements(package: Path, tmp_
     lines = (profiles_path() / "h200_sxm/vllm-0.26.0/first_look/rollouts.jsonl").read_text().splitlines()
     (tmp_path / "rollouts.jsonl").write_text(lines[0] + "\n")
     timing = '{"kernel": "gemm.bf16", "m": 1, "n": 8192, "k": 8192, "seconds": 6e-5}\n'
-    (tmp_path / "gemm.jsonl").write_text(timing + '{"kernel": "kv_write.bf16", "tokens": 1, "seconds": 3e-6}\n')
+    (tmp_path / "gemm.jsonl").write_text(timing + '{"kernel": "attention_mixed.bf16", "batch": 1, "seconds": 3e-6}\n')
     assert read_rows(tmp_path / "gemm.jsonl").kernel.tolist() == ["gemm.bf16"]
     ((_, profile),) = import_all(["h100"], [tmp_path / "rollouts.jsonl"], [tmp_path / "gemm.jsonl"], tmp_path / "out")
     assert "tested on h200_sxm: makespan of 1 measured rollouts" in profile.source

@@ -13,7 +13,7 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.attention import (
     KV_BLOCK,
     MOST_CUTS,
-    _waves,
+    _parts,
     attention_cost,
     heads_per_rank,
     kv_bytes_per_token,
@@ -61,14 +61,11 @@ def test_not_below_its_own_bytes(requests: int, context: int, precision: Precisi
 
 
 def test_parts_fill_the_sms_as_flash_attention_3_cuts_them() -> None:
-    """8 KV heads on 132 SMs. 8 requests: 64 heads in two parts each, one wave of 128. 6: three parts, 144, of which 12
-    wait for a second wave. 16: one part, one wave. 17: 136, of which 4 wait while 128 SMs idle; 33: two full waves."""
+    """8 KV heads on 132 SMs. 8 requests: 64 heads in two parts each, one round of 128. 6: three parts, 144, of which
+    12 wait for a second round. 16: one part, one round. 17: 136, of which 4 wait while 128 SMs idle; 33: two rounds."""
     requests = np.array([6.0, 8.0, 16.0, 17.0, 33.0])
     batch = StepBatch(*(requests * x for x in (1, 8192, 0, 0, 0, 0, 1)))
-    parts, full, last = _waves(batch, 8 * requests, 132)
-    assert parts.tolist() == [144, 128, 128, 136, 264]
-    assert full.tolist() == [1, 0, 0, 1, 2]
-    assert last.tolist() == [12, 128, 128, 4, 0]
+    assert _parts(batch, 8 * requests, 132).tolist() == [144, 128, 128, 136, 264]
 
 
 def test_17_requests_take_much_longer_than_16() -> None:
@@ -121,7 +118,7 @@ def test_idle_step_costs_nothing() -> None:
 def test_partials_are_the_derivatives(requests: int, context: int, tokens: int, precision: Precision) -> None:
     a, b = decode(requests, context), prefill(tokens, context if tokens else 0)
     mixed = StepBatch(*(getattr(a, name) + getattr(b, name) for name in StepBatch.__slots__))
-    card, step = gpu("h200"), 1e-6
+    card, step = gpu("h200"), -1e-6  # down: an efficiency is at most 1
     profile, _ = load_profile(card)
     base = attention_cost(mixed, SHAPE, precision, 1, card, profile)
     for name, partial in base.partials.items():

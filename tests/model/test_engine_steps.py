@@ -242,7 +242,8 @@ def test_a_step_depends_on_the_side_it_waits_for() -> None:
     )
     host = sum(np.abs(v) for x, v in cost.partials.items() if x.startswith("host."))
     gpu = sum(np.abs(v) for x, v in cost.partials.items() if not x.startswith("host."))
-    assert (host[0] > 0, gpu[0], host[1], gpu[1] > 0) == (True, 0, 0, True)
+    assert gpu[0].sum() < 0.01 * host[0]
+    assert host[1] < 0.2 * gpu[1]  # with an eighth root, the faster side shows a little
 
 
 def test_starting_costs_once_and_by_request_and_by_prompt_token() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,18 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.batch import StepBatch
 from fp8plan.model.calibrate import Observations
+from fp8plan.model.clock import SUSTAINED
 from fp8plan.model.hardware import gpu
-from fp8plan.model.kernel_rows import observe
+from fp8plan.model.kernel_rows import observe, read_rows
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import precision
 from fp8plan.model.profile import datasheet_profile
 from fp8plan.model.step import StepModel
 
 H200 = gpu("h200")
-PROFILE = datasheet_profile(H200)
+_DATASHEET = datasheet_profile(H200)
+# At the clock at which kernels are timed: an engine's is lower.
+PROFILE = replace(_DATASHEET, coefficients=_DATASHEET.coefficients | {SUSTAINED: 1.0})
 SHAPE = ModelShape.from_hf("Qwen/Qwen3-30B-A3B")
 HEADS = {"heads": SHAPE.num_attention_heads, "kv_heads": SHAPE.num_key_value_heads, "head_dim": SHAPE.head_dim}
 assert SHAPE.experts is not None
@@ -81,6 +85,13 @@ KERNELS: list[tuple[str, dict[str, Any]]] = [
     ("attention_decode.fp8", {"batch": [1, 64, 8], "context": [100, 900, 5000], **HEADS}),
     ("attention_prefill.bf16", {"chunks": [1, 4, 2], "chunk": [100, 900, 5000], "context": [0, 0, 7], **HEADS}),
     ("moe.fp8_block", {"tokens": [1, 64, 2048], **EXPERTS}),
+    ("kv_write.fp8", {"tokens": [1, 64, 2048], **HEADS}),
+    ("quantise_query.fp8", {"tokens": [1, 64, 2048], **HEADS}),
+    ("norm", {"m": [1, 64, 2048], "hidden": [2048, 4096, 2048]}),
+    ("rotary", {"m": [1, 64, 2048], **HEADS}),
+    ("activation", {"m": [1, 64, 2048], "inner": [6144, 12288, 6144]}),
+    ("sampling.v1", {"m": [1, 64, 512], "vocabulary": [32000, 151936, 151936]}),
+    ("sampling.v2", {"m": [1, 64, 512], "vocabulary": [32000, 151936, 151936]}),
     ("all_reduce", {"gpus": [2, 4, 2], "bytes": [2048, 65536, 1 << 20]}),
 ]
 
@@ -88,7 +99,7 @@ KERNELS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("kernel", "quantities"), KERNELS)
 def test_partials_are_the_derivatives_by_log_coefficient(kernel: str, quantities: dict[str, Any]) -> None:
     observation = one(kernel, **quantities)
-    cost, step = observation.predict(PROFILE), 1e-6
+    cost, step = observation.predict(PROFILE), -1e-6  # down: an efficiency is at most 1
     assert cost.partials
     for name, partial in cost.partials.items():
         moved = replace(PROFILE, coefficients=PROFILE.coefficients | {name: PROFILE.coefficients[name] * np.exp(step)})
@@ -104,7 +115,7 @@ def test_rows_of_one_shape_are_one_group_in_the_order_of_the_rows() -> None:
 
 
 def test_a_kernel_without_a_cost_function_is_named() -> None:
-    for kernel in ("kv_write.bf16", "gemm.int4"):
+    for kernel in ("attention_mixed.bf16", "gemm.int4"):
         with pytest.raises(ConfigError, match=kernel):
             one(kernel, m=[1])
 
@@ -115,6 +126,48 @@ def test_quantisation_costs_what_a_step_s_does() -> None:
     whole, gemm = (one(f"{name}.fp8_block", **sizes).predict(PROFILE).seconds for name in ("linear", "gemm"))
     alone = one("quantise", m=[4, 512], k=2048).predict(PROFILE).seconds
     np.testing.assert_allclose(alone, whole - gemm)
+
+
+def test_small_kernels_and_the_sampler_cost_what_those_of_the_step_cost() -> None:
+    m = 64
+    work = {"decode_requests": m, "decode_kv_tokens": m, "sampled_requests": m}
+    seconds = {
+        name: one(name, m=[m], **sizes).predict(PROFILE).seconds.item()
+        for name, sizes in {
+            "norm": {"hidden": SHAPE.hidden_size},
+            "rotary": HEADS,
+            "sampling.v1": {"vocabulary": SHAPE.vocab_size},
+        }.items()
+    }
+    coefficient = PROFILE.coefficient
+    layer = 2 * seconds["norm"] + seconds["rotary"] + coefficient("overhead.layer_seconds")
+    assert step("bf16", "overhead", **work) == pytest.approx(layer * SHAPE.num_layers)
+    sampled = seconds["sampling.v1"] + coefficient("overhead.step_seconds")  # MoE models run the V1 model runner
+    assert step("bf16", "sampling", **work) == pytest.approx(sampled)
+    written = one("kv_write.fp8", tokens=[m], **HEADS), one("quantise_query.fp8", tokens=[m], **HEADS)
+    both = sum(x.predict(PROFILE).seconds.item() for x in written)
+    assert step("fp8_kv", "kv_write", **work) == pytest.approx(both * SHAPE.num_layers)
+
+
+def test_samplers_launched_one_by_one_are_not_fitted(tmp_path: Path) -> None:
+    row = {"kernel": "sampling.v2", "m": 8, "vocabulary": 32000, "seconds": 1e-4}
+    rows = [row | {"mode": mode} for mode in ("graph", "eager")] + [
+        {"kernel": "norm", "m": 1, "hidden": 8, "seconds": 1e-6}
+    ]
+    pd.DataFrame(rows).to_json(tmp_path / "rows.jsonl", orient="records", lines=True)
+    assert read_rows(tmp_path / "rows.jsonl").kernel.tolist() == ["sampling.v2", "norm"]
+
+
+def test_long_rows_of_math_run_at_the_sustained_clock() -> None:
+    """The same GEMM, once so long that the power cap lowers the clock: bound by math, it is slower by as much."""
+    sizes = {"m": [8192, 8192], "n": 8192, "k": 8192}
+    rows = pd.DataFrame({"kernel": "gemm.bf16", "seconds": [1.5e-3, 2.5e-3], **sizes})
+    slow = replace(PROFILE, coefficients=PROFILE.coefficients | {SUSTAINED: 0.8, "gemm.bf16.wave_seconds": 1e-12})
+    (observation,) = observe(rows, H200)
+    cost = observation.predict(slow)
+    assert cost.seconds[1] == pytest.approx(cost.seconds[0] / 0.8, rel=0.01)
+    assert cost.partials[SUSTAINED][0] == 0
+    assert cost.partials[SUSTAINED][1] == pytest.approx(-cost.seconds[1], rel=0.02)
 
 
 def test_experts_that_were_really_hit_are_what_is_read() -> None:
