@@ -79,12 +79,13 @@ def _same_dtype(
     each = norm4(*limits) + times(tiles.waves, *coefficient("wave_seconds"))
     if f"gemm.{dtype}.split_seconds" in profile.coefficients:
         each = each + times(np.where(tiles.splits > 1, 1.0, 0.0), *coefficient("split_seconds"))
-    fixed = times(np.full(m.shape, float(layers.sum())), *coefficient("launch_seconds"))
-    return fixed + _cheapest(each, layers)
+    shapes = [profile.layer_factor(f"gemm.{dtype}", (x.n, x.k), rows) for x in linears]
+    each = each + times(np.ones_like(tiles.waves), *coefficient("launch_seconds"))
+    return _cheapest(each, layers * np.array(shapes))
 
 
 def _cheapest(each: Cost, layers: Array) -> Cost:
-    """The best of the tiles, axis 0, of each linear, summed over them, axis 1, times their layers: shape (steps,)."""
+    """The best of the tiles, axis 0, times `layers` (linears, steps), summed over the linears: shape (steps,)."""
     best = np.argmin(each.seconds, axis=0)[None]
 
     def chosen(x: Array) -> Array:

@@ -8,6 +8,7 @@ misses at every batch size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from fp8plan.model.hardware import Gpu
 from fp8plan.model.moe import moe_cost
 from fp8plan.model.overhead import activation_cost, norm_cost, rotary_cost, sampler_cost
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_KV
-from fp8plan.model.profile import Profile
+from fp8plan.model.profile import Profile, layer_name
 
 # Kernel, without its dtype -> (columns that name a group, columns that vary within it).
 QUANTITIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -48,6 +49,10 @@ QUANTITIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 PRECISIONS = {"bf16": BF16, "fp8_block": FP8_BLOCK, "fp8": FP8_KV}
 # Rows of kernels bound by math whose timing lasts long enough for the power cap to lower the clock.
 MATH, LONG_S = ("gemm", "linear", "moe", "attention_prefill"), 4e-3
+# Kernel of a layer -> the rows that time it; a layer timed with fewer numbers of rows is left to the coefficients.
+LAYERS = {f"gemm.{x}": f"{kind}.{x}" for x, kind in (("bf16", "gemm"), ("fp8_block", "linear"))}
+LAYERS |= {f"moe.{x}": f"moe.{x}" for x in ("bf16", "fp8_block")}
+FEWEST_ROWS = 8
 VARIANTS = ("", *PRECISIONS, "v1", "v2")
 
 
@@ -76,6 +81,30 @@ def observe(rows: pd.DataFrame, card: Gpu) -> list[Observations]:
     Raises ConfigError for a kernel that has no cost function.
     """
     return [_observe(str(kernel), group, card) for kernel, group in rows.groupby("kernel")]
+
+
+def layer_residuals(rows: pd.DataFrame, card: Gpu, profile: Profile) -> dict[str, dict[str, list[list[float]]]]:
+    """What the coefficients of `profile` miss of each layer in `rows`, as the profile's field `layers` holds it.
+
+    A linear layer's quantisation is not part of its GEMM, and experts were timed for even routing.
+    """
+    found: dict[str, dict[str, list[list[float]]]] = {}
+    for kernel, name in LAYERS.items():
+        timed = rows[(rows.kernel == name) & (rows["skew"] == "even" if kernel.startswith("moe") else True)]
+        if timed.empty:
+            continue
+        (observation,) = observe(timed, card)
+        predicted, rest = observation.predict(profile).seconds, np.zeros(len(timed))
+        if name.startswith("linear"):
+            rest = observe(timed.assign(kernel="quantise"), card)[0].predict(profile).seconds
+        missed = np.log(np.maximum(timed.seconds - rest, 0.1 * timed.seconds) / (predicted - rest))
+        groups, quantity = QUANTITIES[name.partition(".")[0]]
+        table = timed.assign(missed=missed).groupby([*groups, *quantity], sort=True).missed.mean().reset_index()
+        shapes = {layer_name(shape): part for shape, part in table.groupby(list(groups)) if len(part) >= FEWEST_ROWS}
+        found[kernel] = {
+            shape: [part[quantity[0]].tolist(), part.missed.round(4).tolist()] for shape, part in shapes.items()
+        }
+    return found
 
 
 def hull(rows: pd.DataFrame) -> dict[str, dict[str, tuple[float, float]]]:
@@ -108,6 +137,7 @@ def _observe(kernel: str, rows: pd.DataFrame, card: Gpu) -> Observations:
     cost = _COSTS[name]
 
     def predict(profile: Profile) -> Cost:
+        profile = replace(profile, layers={}, log_covariance={})  # rows show what the coefficients alone say
         slowed, found = sustained(profile), []
         for index, slow, part in parts:
             one = cost(part, dtype, card, slowed if slow else profile)

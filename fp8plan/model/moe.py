@@ -83,4 +83,6 @@ def moe_cost(
     )
     once = routed * (2 * shape.hidden_size + 3 * inner) * BF16_BYTES / gpu.memory_bandwidth
     around = times(once, passes, profile.coefficient(passes))
-    return (constant(launch, profile.coefficient(launch), m) + grouped + around).scaled(experts.layers)
+    sizes = experts.num_experts, experts.experts_per_token, shape.hidden_size, inner
+    factor = profile.layer_factor(f"moe.{dtype}", sizes, m)
+    return (constant(launch, profile.coefficient(launch), m) + grouped + around).scaled(factor * experts.layers)

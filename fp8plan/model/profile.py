@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.batch import Array
 from fp8plan.model.hardware import Gpu
@@ -40,6 +42,8 @@ class Profile:
     hull:            kernel -> quantity -> (lowest, highest) measured; None when nothing was measured
     date:            of the measurement, ISO 8601
     notes:           coefficient -> source of its value
+    layers:          kernel -> shape ("NxK" of a GEMM, "EXPERTSxTOP_KxHIDDENxINNER") -> [rows, log(measured / what the
+                     coefficients say)]: layers that were timed themselves
     """
 
     gpu: str
@@ -55,9 +59,10 @@ class Profile:
     hull: dict[str, dict[str, tuple[float, float]]] | None
     date: str
     notes: dict[str, str] = field(default_factory=dict)
+    layers: dict[str, dict[str, list[list[float]]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        found = problem(self.kind, self.model_error, self.coefficients, self.log_covariance)
+        found = problem(self.kind, self.model_error, self.coefficients, self.log_covariance, self.layers)
         if found:
             raise ProfileError(f"profile {self.label}: {found}")
 
@@ -85,6 +90,14 @@ class Profile:
             raise ProfileError(
                 f"profile {self.label} has no {name!r}: kernel {kernel!r} was not measured; {self._way_out}"
             ) from None
+
+    def layer_factor(self, kernel: str, shape: Sequence[int], rows: Array) -> Array:
+        """What `rows` rows of a layer take, relative to what the coefficients say, shape of `rows`: 1 where no layer of
+        this shape was timed, between the timed numbers of rows interpolated in the logs of both."""
+        timed = self.layers.get(kernel, {}).get(layer_name(shape))
+        if timed is None:
+            return np.ones(np.shape(rows))
+        return np.asarray(np.exp(np.interp(np.log(np.maximum(rows, 1)), np.log(timed[0]), timed[1])))
 
     def backend(self, kernel: str) -> str:
         """The implementation of `kernel`. Raises ProfileError when the profile does not know it."""
@@ -116,7 +129,7 @@ class Profile:
     def from_json(cls, text: str, path: str = "profile.json") -> Profile:
         """Parse `to_json`'s text. Raises ProfileError naming `path` and the field that cannot be used."""
         raw = parse(text, path)
-        check_fields(raw, path, _FIELD_TYPES, optional=("notes",))
+        check_fields(raw, path, _FIELD_TYPES, optional=("notes", "layers"))
         try:
             return cls(**{**raw, "hull": hull_ranges(raw["hull"], path)})
         except ProfileError as error:
@@ -125,10 +138,14 @@ class Profile:
 
 _FIELD_TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("gpu", "engine", "engine_version", "kind", "source", "date"), (str,)),
-    **dict.fromkeys(("kernel_backends", "coefficients", "log_covariance", "residuals", "notes"), (dict,)),
+    **dict.fromkeys(("kernel_backends", "coefficients", "log_covariance", "residuals", "notes", "layers"), (dict,)),
     "model_error": (int, float),
     "hull": (dict, type(None)),
 }
+
+
+def layer_name(shape: Sequence[int]) -> str:
+    return "x".join(str(int(size)) for size in shape)
 
 
 class ProfileEntry(NamedTuple):

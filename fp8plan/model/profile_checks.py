@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,7 @@ def problem(
     model_error: float,
     coefficients: Mapping[str, float],
     log_covariance: Mapping[str, Mapping[str, float]],
+    layers: Mapping[str, Any],
 ) -> str | None:
     """What makes a profile unusable, naming the field; None when nothing does."""
     if kind not in KINDS:
@@ -85,7 +87,17 @@ def problem(
             return f"coefficients[{name!r}] is {value!r}; allowed: a number above 0"
         if name.endswith("_efficiency") and value > 1:
             return f"coefficients[{name!r}] is {value!r}; allowed: at most 1, it is a fraction of the datasheet's peak"
-    return _covariance_problem(coefficients, log_covariance)
+    return _covariance_problem(coefficients, log_covariance) or _layers_problem(layers)
+
+
+def _layers_problem(layers: Mapping[str, Any]) -> str | None:
+    for kernel, shapes in layers.items():
+        for shape, timed in shapes.items() if isinstance(shapes, Mapping) else [("", shapes)]:
+            good = isinstance(timed, list) and len(timed) == 2 and all(isinstance(x, list) for x in timed)
+            good = good and 0 < len(timed[0]) == len(timed[1]) and all(is_number(x) for row in timed for x in row)
+            if not good or timed[0][0] < 1 or any(b <= a for a, b in pairwise(timed[0])):
+                return f"layers[{kernel!r}][{shape!r}] is not [rising numbers of rows, as many log ratios]"
+    return None
 
 
 def _covariance_problem(coefficients: Mapping[str, float], table: Mapping[str, Mapping[str, float]]) -> str | None:
