@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8plan.model.accuracy import Accuracy, accuracy, by_group, merged, noise_floor, speedups
+from fp8plan.model.accuracy import Accuracy, accuracy, by_group, merged, noise_floor, speedups, spreads
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.records import read_records
 from fp8plan.model.validate import Validation, validate
@@ -23,7 +23,7 @@ Cell = Mapping[str, Any]
 def tables(result: Validation) -> str:
     """Markdown. Runs that repeat a cell count as one, with their median."""
     cells, noise = merged(result.records), noise_floor(result.records) or 0.0
-    parts = [_totals(cells, noise), _halves(result)]
+    parts = [_totals(cells, noise, max(spreads(result.records), default=0.0)), _halves(result)]
     for title, name, order in (
         ("model", _model, None),
         ("precision", _precision, PRESETS),
@@ -34,8 +34,8 @@ def tables(result: Validation) -> str:
     return "\n\n".join(parts)
 
 
-def _totals(cells: Sequence[Cell], noise: float) -> str:
-    found, repeats = accuracy(cells, noise), f"{noise:.1%}"
+def _totals(cells: Sequence[Cell], noise: float, largest: float) -> str:
+    found, repeats = accuracy(cells, noise), f"median {noise:.1%}, largest {largest:.1%}"
     kv = max(abs(x["predicted_kv_cache_tokens"] / x["measured_kv_cache_tokens"] - 1) for x in cells)
     starved = [x for x in cells if x["preemptions"]]
     counts = "; ".join(f"{x['preemptions']} / {x['predicted_preemptions']}" for x in starved)
@@ -51,7 +51,7 @@ def _totals(cells: Sequence[Cell], noise: float) -> str:
         ("fastest precision", f"named right in {found.ranked_right} of {found.ranked} groups"),
         ("KV cache tokens", f"within {kv:.2%}"),
         ("preemptions, measured / predicted", f"{counts}; 0 / 0 in all other cells"),
-        ("noise: largest spread of a repeated cell on one card", repeats),
+        ("noise: spread of a repeated cell on one card", repeats),
     ]
     others = sum(bool(x["predicted_preemptions"]) for x in cells if not x["preemptions"])
     if others:

@@ -56,7 +56,7 @@ def table(rows: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]])
     notes = (
         f"{len(cells)} cells in {ours.groups} groups, repeated runs merged to their median. Under each "
         f"precision: MAPE of its cells. Fastest: of the groups answered in full; a tie is within {noise:.1%}, the "
-        "largest spread of repeated runs on one card. Warned: AIConfigurator answers, and adds that the batch exceeds "
+        "median spread of repeated runs on one card. Warned: AIConfigurator answers, and adds that the batch exceeds "
         f"the KV cache and that the answer is inaccurate. Baselines of {when}; {'; '.join(made_by)}."
     )
     markdown = ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *body)]

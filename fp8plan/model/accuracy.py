@@ -101,10 +101,16 @@ def merged(rows: Iterable[Row]) -> list[dict[str, Any]]:
     return [{**runs[0], "seconds": float(np.median([r["seconds"] for r in runs]))} for runs in _repeats(rows, CELL)]
 
 
-def noise_floor(rows: Iterable[Row]) -> float | None:
-    """Largest relative spread, (slowest - fastest) / median, of a cell measured more than once on one card."""
+def spreads(rows: Iterable[Row]) -> list[float]:
+    """Relative spread, (slowest - fastest) / median, of each cell measured more than once on one card."""
     times = [[row["seconds"] for row in runs] for runs in _repeats(rows, (*CELL, "gpu_uuid")) if len(runs) > 1]
-    return max((float(np.ptp(seconds) / np.median(seconds)) for seconds in times), default=None)
+    return [float(np.ptp(seconds) / np.median(seconds)) for seconds in times]
+
+
+def noise_floor(rows: Iterable[Row]) -> float | None:
+    """Median spread of the repeated cells; None without any. (The largest would call every difference a tie.)"""
+    found = spreads(rows)
+    return float(np.median(found)) if found else None
 
 
 def cell_of(row: Row) -> tuple[Any, ...]:

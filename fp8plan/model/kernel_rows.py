@@ -90,7 +90,9 @@ def layer_residuals(rows: pd.DataFrame, card: Gpu, profile: Profile) -> dict[str
     """
     found: dict[str, dict[str, list[list[float]]]] = {}
     for kernel, name in LAYERS.items():
-        timed = rows[(rows.kernel == name) & (rows["skew"] == "even" if kernel.startswith("moe") else True)]
+        timed = rows[rows.kernel == name]
+        if kernel.startswith("moe") and "skew" in timed:
+            timed = timed[timed["skew"] == "even"]
         if timed.empty:
             continue
         (observation,) = observe(timed, card)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fp8plan.model.accuracy import accuracy, cell_of, merged, names_the_fastest, noise_floor, speedups
+from fp8plan.model.accuracy import accuracy, cell_of, merged, names_the_fastest, noise_floor, speedups, spreads
 
 
 def row(precision: str, seconds: float, predicted: float | None, group: str = "a", **more: Any) -> dict[str, Any]:
@@ -76,11 +76,12 @@ def test_repeats_of_a_cell_are_merged_to_their_median() -> None:
     assert cell_of(runs[0]) == ("a", "bf16", None)
 
 
-def test_the_noise_floor_is_the_largest_spread_on_one_card() -> None:
+def test_the_noise_floor_is_the_median_spread_on_one_card() -> None:
     steady = [row("bf16", seconds, 1, gpu_uuid="x") for seconds in (10.0, 10.1, 10.05)]
     assert noise_floor(steady) == pytest.approx(0.1 / 10.05)
     assert noise_floor([*steady, row("bf16", 20.0, 1, gpu_uuid="y")]) == noise_floor(steady)  # cards differ
-    assert noise_floor([*steady, *(row("fp8_kv", seconds, 1) for seconds in (1.0, 1.05))]) == pytest.approx(
-        0.05 / 1.025
-    )
+    disturbed = [row("fp8_kv", seconds, 1) for seconds in (1.0, 1.5)]
+    assert spreads([*steady, *disturbed]) == pytest.approx([0.1 / 10.05, 0.4])
+    quiet = [row("fp8_block", seconds, 1) for seconds in (2.0, 2.0)]
+    assert noise_floor([*steady, *disturbed, *quiet]) == noise_floor(steady)  # one disturbed cell makes no tie
     assert noise_floor(steady[:1]) is None

@@ -15,6 +15,7 @@ from fp8plan.model.attention import (
     MOST_CUTS,
     _parts,
     attention_cost,
+    cache_cost,
     heads_per_rank,
     kv_bytes_per_token,
 )
@@ -125,3 +126,32 @@ def test_partials_are_the_derivatives(requests: int, context: int, tokens: int, 
         moved = replace(profile, coefficients={**profile.coefficients, name: profile.coefficients[name] * (1 + step)})
         change = attention_cost(mixed, SHAPE, precision, 1, card, moved).seconds - base.seconds
         np.testing.assert_allclose(change / step, partial, rtol=1e-3, atol=1e-5 * base.seconds.item())
+
+
+def test_few_wide_chunks_fill_no_more_than_whole_rounds_of_tiles() -> None:
+    """5 query heads to a KV head, chunks of 128: 5 tiles a KV head, so 160 for four chunks, two rounds for 132 SMs."""
+    shape, card = replace(SHAPE, num_layers=1, num_attention_heads=40), gpu("h200")
+    profile, _ = load_profile(card)
+
+    def seconds(chunks: int) -> float:
+        tokens = 128.0 * chunks
+        batch = StepBatch(*(np.array([x]) for x in (0.0, 0.0, tokens, chunks, tokens, chunks * 128 * 129 / 2, chunks)))
+        return attention_cost(batch, shape, BF16, 1, card, profile).seconds.item() * 1e6
+
+    assert seconds(3) == pytest.approx(seconds(1), rel=0.2)
+    assert seconds(4) > seconds(3) + 2
+    assert seconds(4) == pytest.approx(19.4, rel=0.25)  # attention_prefill.bf16 of profiles/h200_sxm
+
+
+def test_writing_the_cache_costs_what_was_measured_and_fp8_more() -> None:
+    """8 KV heads of 128, 16384 tokens (kv_write, quantise_query of profiles/h200_sxm): 84 us; FP8 165 + 48 us."""
+    card = gpu("h200")
+    profile, _ = load_profile(card)
+    tokens = np.array([16384])
+    bf16, fp8 = (
+        cache_cost(tokens, replace(SHAPE, num_layers=1), x, 1, card, profile).seconds.item() * 1e6
+        for x in (BF16, FP8_KV)
+    )
+    assert bf16 == pytest.approx(84, rel=0.15)
+    assert fp8 == pytest.approx(165 + 48, rel=0.15)
+    assert cache_cost(np.array([0]), SHAPE, FP8_KV, 1, card, profile).seconds.item() == 0

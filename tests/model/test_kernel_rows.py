@@ -15,8 +15,9 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.batch import StepBatch
 from fp8plan.model.calibrate import Observations
 from fp8plan.model.clock import SUSTAINED
+from fp8plan.model.gemm import gemm_cost
 from fp8plan.model.hardware import gpu
-from fp8plan.model.kernel_rows import observe, read_rows
+from fp8plan.model.kernel_rows import LONG_S, layer_residuals, observe, read_rows
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import precision
 from fp8plan.model.profile import datasheet_profile
@@ -161,7 +162,7 @@ def test_samplers_launched_one_by_one_are_not_fitted(tmp_path: Path) -> None:
 def test_long_rows_of_math_run_at_the_sustained_clock() -> None:
     """The same GEMM, once so long that the power cap lowers the clock: bound by math, it is slower by as much."""
     sizes = {"m": [8192, 8192], "n": 8192, "k": 8192}
-    rows = pd.DataFrame({"kernel": "gemm.bf16", "seconds": [1.5e-3, 2.5e-3], **sizes})
+    rows = pd.DataFrame({"kernel": "gemm.bf16", "seconds": [LONG_S / 2, LONG_S * 2], **sizes})
     slow = replace(PROFILE, coefficients=PROFILE.coefficients | {SUSTAINED: 0.8, "gemm.bf16.wave_seconds": 1e-12})
     (observation,) = observe(rows, H200)
     cost = observation.predict(slow)
@@ -177,3 +178,36 @@ def test_experts_that_were_really_hit_are_what_is_read() -> None:
     assert hit[0] < hit[1] < hit[2]
     assert hit[1] < even[0]  # 64 tokens that choose 8 of 128 at random hit 126
     assert hit[2] == pytest.approx(even[2], rel=0.01)
+
+
+def test_what_the_coefficients_miss_of_a_layer_is_what_steps_of_it_take_more() -> None:
+    """A GEMM timed 20% above its prediction at few rows, 10% below at many: so the model's GEMM is, and no other."""
+    rows = [1, 2, 4, 8, 16, 32, 64, 128]
+    ratio = np.array([1.2] * 4 + [0.9] * 4)
+    for kernel, dtype in (("gemm.bf16", "bf16"), ("linear.fp8_block", "fp8_block")):
+        linear = next(x for x in SHAPE.linears() if x.name == "o_proj")
+        timed = pd.DataFrame({"kernel": kernel, "seconds": 1.0, "m": rows, "n": linear.n, "k": linear.k, "skew": None})
+        (expected,) = observe(timed, H200)
+        quantise = one("quantise", m=rows, k=linear.k).predict(PROFILE).seconds if dtype == "fp8_block" else 0.0
+        seconds = (expected.predict(PROFILE).seconds - quantise) * ratio + quantise
+        layers = layer_residuals(timed.assign(seconds=seconds), H200, PROFILE)
+        assert list(layers) == [f"gemm.{dtype}"]
+        known = replace(PROFILE, layers=layers)
+        m = np.array([1, 64])
+        other = next(x for x in SHAPE.linears() if x.name == "qkv_proj")
+        for x, factor in ((linear, [1.2, 0.9]), (other, [1, 1])):
+            plain, moved = (gemm_cost(m, [x], precision(dtype), H200, p).seconds for p in (PROFILE, known))
+            np.testing.assert_allclose(moved / plain, factor, rtol=1e-3)
+        assert observe(timed, H200)[0].predict(known).seconds.tolist() == expected.predict(PROFILE).seconds.tolist()
+
+
+def test_experts_timed_for_even_routing_are_a_layer_and_few_rows_are_not() -> None:
+    tokens = [1, 2, 4, 8, 16, 32, 64, 128]
+    even = pd.DataFrame({"kernel": "moe.bf16", "seconds": 1.0, "tokens": tokens, **EXPERTS, "skew": "even"})
+    seconds = observe(even, H200)[0].predict(PROFILE).seconds
+    skewed = even.assign(seconds=5 * seconds, skew="power law")
+    timed = pd.concat([even.assign(seconds=1.1 * seconds), skewed], ignore_index=True)
+    ((name, table),) = layer_residuals(timed, H200, PROFILE)["moe.bf16"].items()
+    assert name == "128x8x2048x768"
+    assert table == [tokens, pytest.approx([np.log(1.1)] * 8, abs=1e-4)]
+    assert layer_residuals(even.assign(seconds=seconds)[:7], H200, PROFILE) == {"moe.bf16": {}}

@@ -150,3 +150,24 @@ def test_list_profiles(tmp_path: Path) -> None:
     write(tmp_path, replace(calibrated(), gpu="b200_sxm", engine_version="0.25.1"))
     found = {(entry.gpu, entry.engine_version, entry.kind) for entry in list_profiles(tmp_path)}
     assert found == {("h200_sxm", "0.26.0", "calibrated"), ("b200_sxm", "0.25.1", "calibrated")}
+
+
+LAYERS = {"gemm.bf16": {"4096x1024": [[1, 64], [0.1, -0.2]]}}
+
+
+def test_a_layer_that_was_timed_is_interpolated_and_another_is_left_alone() -> None:
+    profile = calibrated(layers=LAYERS)
+    assert Profile.from_json(profile.to_json()) == profile
+    rows = np.array([1, 8, 64, 4096])
+    factor = profile.layer_factor("gemm.bf16", (4096, 1024), rows)
+    np.testing.assert_allclose(np.log(factor), [0.1, -0.05, -0.2, -0.2])  # 8 is half way between 1 and 64
+    for kernel, shape in (("gemm.bf16", (1024, 4096)), ("gemm.fp8_block", (4096, 1024))):
+        assert profile.layer_factor(kernel, shape, rows).tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "bad", [[[1], [0.1], [2]], [[1, 2], [0.1]], [[2, 1], [0.1, 0.1]], [[0], [0.1]], [[1], ["x"]], 3]
+)
+def test_layers_that_are_no_table_are_refused(bad: object) -> None:
+    with pytest.raises(ProfileError, match=r"layers.*4096x1024.*rising numbers of rows"):
+        calibrated(layers={"gemm.bf16": {"4096x1024": bad}})
