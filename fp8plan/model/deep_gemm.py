@@ -8,6 +8,7 @@ that were compiled there while profiles/h200_sxm was measured; the rule below na
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -61,6 +62,17 @@ def choose(m: IntArray, n: IntArray, k: IntArray, sm_count: int) -> Chosen:
     sizes = np.broadcast_arrays(m, n, k)
     keys = tuple(np.ascontiguousarray(x, dtype=np.int64).tobytes() for x in sizes)
     return Chosen(*(x.reshape(sizes[0].shape) for x in _choose(*keys, sm_count)))
+
+
+def rows_of_every_kernel(shapes: Iterable[tuple[int, int]], most_rows: int, sm_count: int) -> list[int]:
+    """Numbers of rows that run every kernel there is for `shapes` (n, k) and at most `most_rows` rows: run them once,
+    and DeepGEMM, which compiles a kernel for seconds when it first needs it, compiles none later."""
+    rows, first = np.arange(1, most_rows + 1), set()
+    for n, k in shapes:
+        chosen = choose(rows, np.array(n), np.array(k), sm_count)
+        kernels = np.stack([chosen.block_m, chosen.block_n, chosen.cluster])
+        first |= set(rows[np.unique(kernels, axis=1, return_index=True)[1]].tolist())
+    return sorted(first)
 
 
 @lru_cache(maxsize=512)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.architecture import Linear
-from fp8plan.model.deep_gemm import choose
+from fp8plan.model.deep_gemm import choose, rows_of_every_kernel
 from fp8plan.model.gemm import gemm_cost, quantise_cost
 from fp8plan.model.hardware import gpu
 from fp8plan.model.precision import BF16, FP8_BLOCK, Precision
@@ -60,6 +60,24 @@ def test_deep_gemm_compiles_the_kernels_that_the_rule_names() -> None:
     chosen = choose(m, n, k, H200.sm_count)
     named = np.stack([n, k, chosen.block_m, chosen.block_n, chosen.cluster], axis=1)
     assert {*map(tuple, named.tolist())} == {*map(tuple, compiled.tolist())}
+
+
+def test_a_few_numbers_of_rows_run_every_kernel_of_deep_gemm() -> None:
+    shapes, most = [(4096, 2048), (2048, 6144)], 3000
+    found = rows_of_every_kernel(shapes, most, H200.sm_count)
+
+    def kernels(rows: object) -> set[tuple[int, ...]]:
+        m = np.asarray(rows)
+        chosen = [(n, k, choose(m, np.array(n), np.array(k), H200.sm_count)) for n, k in shapes]
+        return {
+            (n, k, *x)
+            for n, k, c in chosen
+            for x in zip(*(a.tolist() for a in (c.block_m, c.block_n, c.cluster)), strict=True)
+        }
+
+    assert kernels(found) == kernels(np.arange(1, most + 1))
+    assert len(found) < 40
+    assert max(found) <= most
 
 
 def test_few_columns_are_bound_by_the_sms_that_read_them() -> None:

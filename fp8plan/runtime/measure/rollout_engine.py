@@ -20,6 +20,9 @@ from typing import Any
 import numpy as np
 
 from fp8plan.errors import ConfigError, Fp8PlanError
+from fp8plan.model.architecture import ModelShape
+from fp8plan.model.deep_gemm import rows_of_every_kernel
+from fp8plan.model.hardware import gpu
 from fp8plan.model.precision import precision
 from fp8plan.runtime.measure.engine_log import engine_numbers, kernel_backends, model_runner, uses_e8m0
 from fp8plan.runtime.measure.jsonl import append
@@ -86,7 +89,8 @@ def measure(job: Mapping[str, Any], note: Callable[[str], None]) -> None:
     memory = facts["measured_kv_cache_tokens"]
     note(f"engine ready in {start_s:.0f} s, KV cache {memory} tokens, kernels {facts['kernel_backends']}")
     trace = Trace(llm)
-    note(f"prompts of {', '.join(map(str, prefill_ladder(llm)))} tokens ran, so that their kernels are compiled")
+    ladder = prefill_ladder(llm, deep_gemm_rows(job["fields"], llm.llm_engine.model_config.max_model_len))
+    note(f"prompts of {', '.join(map(str, ladder))} tokens ran, so that their kernels are compiled")
     for work in job["work"]:
         prompts = token_prompts(work, llm.llm_engine.model_config.get_vocab_size())
         warmed = warm_up(llm, prompts, work["response_lengths"], work["warmup"])
@@ -140,8 +144,17 @@ def freeze_garbage() -> None:
     gc.freeze()
 
 
-def prefill_ladder(llm: Any) -> list[int]:
-    """Run single prompts of the token counts at which vLLM's MoE kernel changes its tiles, odd and even; which ones.
+def deep_gemm_rows(fields: Mapping[str, Any], most: int) -> list[int]:
+    """Numbers of tokens that together need every DeepGEMM kernel of a model; none without blockwise FP8 weights."""
+    if precision(fields["precision"]).weights != "fp8_block":
+        return []
+    shapes = [(x.n, x.k) for x in ModelShape.from_hf(fields["model"]).linears() if x.quantised]
+    return rows_of_every_kernel(shapes, most, gpu(fields["gpu"]).sm_count)
+
+
+def prefill_ladder(llm: Any, more: Sequence[int]) -> list[int]:
+    """Run single prompts of the token counts at which vLLM's MoE kernel changes its tiles, odd and even, and of `more`
+    counts; which ones.
 
     Requests reach the engine one by one, so the first step of a rollout holds any number of tokens: a warm-up run does
     not meet the kernels of every one (vllm/model_executor/layers/fused_moe: tiles by the nearest of these counts).
@@ -150,7 +163,9 @@ def prefill_ladder(llm: Any) -> list[int]:
 
     longest = llm.llm_engine.model_config.max_model_len - 1
     steps = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
-    lengths = sorted({min(tokens + odd, longest) for tokens in steps for odd in (0, 1)})
+    lengths = sorted(
+        {min(tokens + odd, longest) for tokens in steps for odd in (0, 1)} | {x for x in more if x <= longest}
+    )
     for token, length in enumerate(lengths):  # a token of its own, so that no prompt finds a shorter one in the cache
         params = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False, logprobs=0)
         llm.generate([{"prompt_token_ids": [token] * length}], params, use_tqdm=False)
