@@ -1,8 +1,10 @@
 """Profiles of GPUs we cannot touch, fitted to the tables of `aic_tables`, and how wrong such a profile is.
 
 The tables time kernels. What they do not time keeps the datasheet profile's value and uncertainty: the host, sampling,
-small kernels, and how an fp8_block layer's time divides into quantisation and GEMM. `try_out` imports the tables of a
-GPU that we did measure in the same way and compares; the error found there is every imported profile's model error.
+small kernels, and how an fp8_block layer's time divides into quantisation and GEMM. The sustained clock is what long
+rows are slower than short ones: near 1 where tables were timed hot throughout, so that their efficiencies are a hot
+GPU's. `try_out` imports the tables of a GPU that we did measure in the same way and compares; the error found there is
+every imported profile's model error.
 """
 
 from __future__ import annotations

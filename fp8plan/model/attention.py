@@ -28,13 +28,14 @@ from fp8plan.model.cost import Cost, norm8, times, traffic
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import BF16_BYTES, FP8_BYTES, Precision
 from fp8plan.model.profile import Profile
+from fp8plan.model.streaming import streaming_cost
 
 FLASH_ATTENTION_3 = "flash_attn_3"
 SHARE, KV_BLOCK = 1.1, 128  # of an SM's share, and tokens: how FlashAttention 3 cuts the KV of a request
 MOST_CUTS = 32  # flash_attn_max_num_splits_for_cuda_graph of vLLM 0.26
 TILE_ROWS = 128
 TAIL = 0.12  # of the longest tile, for which the other SMs wait at the end: fitted to profiles/h200_sxm
-UNEVEN_GROUP = 1.05  # a group that does not divide a tile is loaded row by row: fitted there too
+UNEVEN_GROUP = 1.06  # a group that does not divide a tile is loaded row by row: 4% (BF16) and 7% (FP8) there too
 
 
 def heads_per_rank(shape: ModelShape, tensor_parallel: int) -> tuple[int, int]:
@@ -77,44 +78,40 @@ def cache_cost(tokens: Array, shape: ModelShape, precision: Precision, tp: int, 
 def kv_write_cost(tokens: Array, width: int, precision: Precision, gpu: Gpu, profile: Profile) -> Cost:
     """Seconds of writing K and V of `width` elements each, in one layer; they come in BF16."""
     bytes_per_token = 2 * width * (BF16_BYTES + precision.kv_element_bytes)
-    return _kernel(tokens, bytes_per_token, f"kv_write.{precision.kv}", gpu, profile)
+    return _streaming(f"kv_write.{precision.kv}", tokens, bytes_per_token, gpu, profile)
 
 
 def quantise_query_cost(tokens: Array, width: int, gpu: Gpu, profile: Profile) -> Cost:
     """Seconds of quantising Q of `width` elements to E4M3, in one layer."""
-    return _kernel(tokens, width * (BF16_BYTES + FP8_BYTES), "quantise_query", gpu, profile)
+    return _streaming("quantise_query", tokens, width * (BF16_BYTES + FP8_BYTES), gpu, profile)
 
 
-def _kernel(tokens: Array, bytes_per_token: float, name: str, gpu: Gpu, profile: Profile) -> Cost:
-    launch, efficiency = (f"{name}.{part}" for part in ("launch_seconds", "bandwidth_efficiency"))
-    moved = traffic(tokens * bytes_per_token, gpu.memory_bandwidth, (efficiency, profile.coefficient(efficiency)))
-    return moved + times(np.where(tokens > 0, 1.0, 0.0), launch, profile.coefficient(launch))
+def _streaming(name: str, tokens: Array, bytes_per_token: float, gpu: Gpu, profile: Profile) -> Cost:
+    names = f"{name}.launch_seconds", f"{name}.bandwidth_efficiency"
+    return streaming_cost(tokens, bytes_per_token, names, gpu, profile)
 
 
 def _decode(b: StepBatch, shape: ModelShape, precision: Precision, tp: int, gpu: Gpu, profile: Profile) -> Cost:
     prefix, kv_heads = f"attention.{precision.kv}", heads_per_rank(shape, tp)[1]
-    names = {part: f"{prefix}.decode_{part}" for part in ("bandwidth_efficiency", *_OF_A_PART, "join_seconds")}
+
+    def coefficient(part: str) -> tuple[str, float]:
+        return f"{prefix}.decode_{part}", profile.coefficient(f"{prefix}.decode_{part}")
+
     heads = b.decode_requests * float(kv_heads)
     cuts = profile.backend(prefix) == FLASH_ATTENTION_3
     parts = _parts(b, heads, gpu.sm_count) if cuts else heads
     rounds = np.ceil(parts / gpu.sm_count) if cuts else parts / gpu.sm_count
     bytes_ = b.decode_kv_tokens * float(kv_bytes_per_token(shape, precision, tp))
     share = 1 / np.maximum(parts, 1)
-    part = times(np.ones_like(share), names["tile_seconds"], profile.coefficient(names["tile_seconds"]))
-    if names["sm_bandwidth"] in profile.coefficients:
-        part = part + traffic(bytes_ * share, 1.0, (names["sm_bandwidth"], profile.coefficient(names["sm_bandwidth"])))
-    if names["token_seconds"] in profile.coefficients:
-        tokens = b.decode_kv_tokens * kv_heads * share
-        part = part + times(tokens, names["token_seconds"], profile.coefficient(names["token_seconds"]))
-    hbm = names["bandwidth_efficiency"]
-    read = norm8(traffic(bytes_, gpu.memory_bandwidth, (hbm, profile.coefficient(hbm))), part.scaled(rounds))
+    part = times(np.ones_like(share), *coefficient("tile_seconds"))
+    if f"{prefix}.decode_sm_bandwidth" in profile.coefficients:
+        part = part + traffic(bytes_ * share, 1.0, coefficient("sm_bandwidth"))
+    if f"{prefix}.decode_token_seconds" in profile.coefficients:
+        part = part + times(b.decode_kv_tokens * kv_heads * share, *coefficient("token_seconds"))
+    read = norm8(traffic(bytes_, gpu.memory_bandwidth, coefficient("bandwidth_efficiency")), part.scaled(rounds))
     if cuts:
-        joined = np.where(parts > heads, 1.0, 0.0)
-        read = read + times(joined, names["join_seconds"], profile.coefficient(names["join_seconds"]))
+        read = read + times(np.where(parts > heads, 1.0, 0.0), *coefficient("join_seconds"))
     return read.scaled(shape.num_layers)
-
-
-_OF_A_PART = ("sm_bandwidth", "token_seconds", "tile_seconds")
 
 
 def _parts(b: StepBatch, heads: Array, sm_count: int) -> Array:

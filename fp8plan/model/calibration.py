@@ -72,9 +72,9 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
     prior, kept = datasheet_profile(card, engine_version), ~is_held_out(rows)
     observations = [*observe(rows[kept], card), observe_steps(steps)]
     found = fit(observations, prior)
-    prior = replace(prior, layers=layer_residuals(rows[kept], card, found.profile))
-    found = fit(observations, prior)  # again: engine steps run the layers that were timed
-    leaving_out = LeavingOut(observations, prior, found)
+    with_layers = replace(prior, layers=layer_residuals(rows[kept], card, found.profile))
+    found = fit(observations, with_layers)  # again: engine steps run the layers that were timed
+    leaving_out = LeavingOut(observations, with_layers, found)
     unseen = leaving_out.errors()
     never = {x.kernel: x.errors(found.profile) for x in observe(rows[~kept], card)}
     errors = []
@@ -92,6 +92,7 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
         hull=_hull(rows, steps),
         date=max(str(w.record.fields.get("date", ""))[:10] for w in steps) or datetime.now(UTC).date().isoformat(),
         notes={},
+        layers=layer_residuals(rows[kept], card, found.profile),
     )
     return Calibration(profile, tuple(errors))
 

@@ -76,12 +76,9 @@ def norm8(*terms: Cost) -> Cost:
 
 
 def _norm(power: int, terms: Sequence[Cost]) -> Cost:
-    largest = np.maximum.reduce([term.seconds for term in terms])
-    scale = np.where(largest > 0, largest, 1.0)  # fourth powers of nanoseconds would not differ from 0
-    powers = np.sum([_power(term.seconds / scale, power) for term in terms], axis=0)
+    total = np.sum([_power(term.seconds, power) for term in terms], axis=0)
     for _ in range(power.bit_length() - 1):  # powers of two
-        powers = np.sqrt(powers)
-    total = scale * powers
+        total = np.sqrt(total)
     inverse = 1 / np.where(total > 0, total, 1.0)
     combined = Cost(total, {})
     for term in terms:

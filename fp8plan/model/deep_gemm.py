@@ -75,7 +75,7 @@ def rows_of_every_kernel(shapes: Iterable[tuple[int, int]], most_rows: int, sm_c
     return sorted(first)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=256)
 def _choose(m_bytes: bytes, n_bytes: bytes, k_bytes: bytes, sm_count: int) -> Chosen:
     m, n, k = (np.frombuffer(x, dtype=np.int64) for x in (m_bytes, n_bytes, k_bytes))
     cluster_m, cluster_n, block_m, block_n = np.array(LAYOUTS, dtype=np.int64).T[:, :, None]
@@ -93,7 +93,10 @@ def _choose(m_bytes: bytes, n_bytes: bytes, k_bytes: bytes, sm_count: int) -> Ch
     forbidden |= (block_m < 64) & (m > block_m)  # tiles of 16 and 32 rows are for that few
     best = np.argmin(np.where(forbidden, np.inf, cycles), axis=0)
     cluster = (cluster_m * cluster_n)[best, 0]
-    return Chosen(block_m[best, 0], block_n[best, 0], cluster, waves[best, np.arange(m.size)])
+    chosen = Chosen(block_m[best, 0], block_n[best, 0], cluster, waves[best, np.arange(m.size)])
+    for array in chosen:
+        array.setflags(write=False)  # it is in the cache
+    return chosen
 
 
 def _pipelined(block_m: IntArray, block_n: IntArray, k: IntArray) -> IntArray:

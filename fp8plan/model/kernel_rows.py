@@ -1,8 +1,7 @@
 """Timings of single kernels -> observations that `calibrate.fit` takes: the cost functions at the measured shapes.
 
 A row is a timing of one kernel in one layer; `QUANTITIES` says which columns a kernel has. Rows of one weight shape (or
-head layout, or group of GPUs) are predicted in one call, and are one group: what a cost function misses of a shape it
-misses at every batch size.
+head layout, or group of GPUs) are one group: what a cost function misses of a shape it misses at every batch size.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ MATH, LONG_S = ("gemm", "linear", "moe", "attention_prefill"), 4e-3
 LAYERS = {f"gemm.{x}": f"{kind}.{x}" for x, kind in (("bf16", "gemm"), ("fp8_block", "linear"))}
 LAYERS |= {f"moe.{x}": f"moe.{x}" for x in ("bf16", "fp8_block")}
 FEWEST_ROWS = 8
-VARIANTS = ("", *PRECISIONS, "v1", "v2")
+RUNNERS = ("v1", "v2")  # vLLM's model runners, each with a sampler of its own
 
 
 def read_all(paths: Iterable[Path]) -> pd.DataFrame:
@@ -64,8 +63,8 @@ def read_all(paths: Iterable[Path]) -> pd.DataFrame:
 def read_rows(path: Path) -> pd.DataFrame:
     """The timings in a file, one JSON object a line, of the kernels that have a cost function.
 
-    Samplers were timed in a CUDA graph and launched one by one; the engine launches them while the GPU is still busy
-    with the layers, so that the first is what a step takes. The others are left out.
+    Rows whose mode is "eager" are left out: samplers were timed in a CUDA graph and launched one by one, and as the
+    engine launches them while the GPU is still busy with the layers, the first is what a step takes.
     """
     rows = pd.read_json(path, lines=True)
     missing = {"kernel", "seconds"} - set(rows.columns)
@@ -130,7 +129,7 @@ def _asked(kernel: str, rows: pd.DataFrame) -> dict[str, pd.Series]:
 
 def _observe(kernel: str, rows: pd.DataFrame, card: Gpu) -> Observations:
     name, _, dtype = kernel.partition(".")
-    if name not in QUANTITIES or dtype not in VARIANTS:
+    if name not in QUANTITIES or dtype not in (RUNNERS if name == "sampling" else ("", *PRECISIONS)):
         raise ConfigError(f"kernel {kernel!r} has no cost function; allowed: {', '.join(QUANTITIES)}, with .DTYPE")
     rows = rows.reset_index(drop=True)
     shapes = rows.groupby(list(QUANTITIES[name][0]), sort=False)
@@ -143,7 +142,7 @@ def _observe(kernel: str, rows: pd.DataFrame, card: Gpu) -> Observations:
         slowed, found = sustained(profile), []
         for index, slow, part in parts:
             one = cost(part, dtype, card, slowed if slow else profile)
-            found.append((index, with_clock(one) if slow else one))
+            found.append((index, with_clock(one, profile) if slow else one))
         return _scattered(found, len(rows))
 
     return Observations(kernel, rows.seconds.to_numpy(), shapes.ngroup().to_numpy(), predict)

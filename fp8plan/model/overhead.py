@@ -3,7 +3,7 @@
 On the GPU, per layer: norms with the residual's addition, rotary embedding, activation, and the gaps between kernels
 (`layer_cost`); per step: input preparation and sampling (`sampling_cost`). On the host: scheduling, and launching what
 is not in a CUDA graph (`host_cost`). With async scheduling the host prepares step t + 1 while the GPU runs step t, so a
-step lasts as long as the slower of them. Once per rollout the requests have to reach the engine (`start_cost`).
+step lasts about as long as the slower of them. Once per rollout the requests have to reach the engine (`start_cost`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from fp8plan.model.cost import Cost, constant, norm4, times, traffic
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import BF16_BYTES, FP32_BYTES
 from fp8plan.model.profile import Profile
+from fp8plan.model.streaming import streaming_cost
 
 
 def layer_cost(m: Array, shape: ModelShape, tensor_parallel: int, gpu: Gpu, profile: Profile) -> Cost:
@@ -32,26 +33,23 @@ def layer_cost(m: Array, shape: ModelShape, tensor_parallel: int, gpu: Gpu, prof
 
 def norm_cost(m: Array, hidden: int, gpu: Gpu, profile: Profile) -> Cost:
     """Seconds of one residual addition and norm of m rows: two vectors in and two out."""
-    return _kernel("norm", m, 4 * hidden, gpu, profile)
+    return _elementwise("norm", m, 4 * hidden, gpu, profile)
 
 
 def rotary_cost(m: Array, shape: ModelShape, tensor_parallel: int, gpu: Gpu, profile: Profile) -> Cost:
     """Seconds of one layer's rotary embedding, with the norms of Q and K where there are any: in and out."""
     query, key_value = heads_per_rank(shape, tensor_parallel)
-    return _kernel("rotary", m, 2 * (query + 2 * key_value) * shape.head_dim, gpu, profile)
+    return _elementwise("rotary", m, 2 * (query + 2 * key_value) * shape.head_dim, gpu, profile)
 
 
 def activation_cost(m: Array, inner: int, gpu: Gpu, profile: Profile) -> Cost:
     """Seconds of one gated activation of m rows: gate and up in, product out."""
-    return _kernel("activation", m, 3 * inner, gpu, profile)
+    return _elementwise("activation", m, 3 * inner, gpu, profile)
 
 
-def _kernel(name: str, m: Array, elements: int, gpu: Gpu, profile: Profile) -> Cost:
-    launch, efficiency = f"{name}.launch_seconds", "overhead.bandwidth_efficiency"
-    moved = traffic(
-        m * float(elements * BF16_BYTES), gpu.memory_bandwidth, (efficiency, profile.coefficient(efficiency))
-    )
-    return moved + constant(launch, profile.coefficient(launch), m)
+def _elementwise(name: str, m: Array, elements: int, gpu: Gpu, profile: Profile) -> Cost:
+    names = f"{name}.launch_seconds", "overhead.bandwidth_efficiency"
+    return streaming_cost(m, elements * BF16_BYTES, names, gpu, profile)
 
 
 def _activations(shape: ModelShape) -> list[tuple[int, int]]:

@@ -6,7 +6,7 @@ gathered; attention and sampling are evaluated per step. No loop runs over steps
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -59,6 +59,10 @@ class StepModel:
     precision: Precision
     limits: EngineLimits
     profile: Profile
+    _sustained: Profile = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_sustained", sustained(self.profile))
 
     def seconds(self, batch: StepBatch) -> Array:
         """Seconds of each step, shape (steps,)."""
@@ -81,15 +85,16 @@ class StepModel:
         """Component -> seconds of each step, shape (steps,); they add up to `seconds`. "host" is what the GPU waits."""
         components = self._gpu_components(batch)
         parts = {component.name: component.seconds() for component in components}
-        parts["host"] = self.seconds(batch) - _total(components)
+        gpu = _total(components)
+        parts["host"] = self._joined(Cost(gpu, {}), self._host(batch)).seconds - gpu
         return parts
 
     def interval(self, batch: StepBatch, weights: Array, z: float) -> tuple[float, float]:
         """(low, high) of sum(weights * seconds), z standard deviations of its log away on either side.
 
         weights: how many times each step runs, shape (steps,).
-        GPU and host have errors of their own, and a step lasts as long as the slower of them, so each moves to its own
-        end before they meet: a fast GPU cannot hide an uncertain host.
+        GPU and host have errors of their own, and a step lasts about as long as the slower of them, so each moves to
+        its own end before they meet: a fast GPU cannot hide an uncertain host.
         """
         components, host = self._gpu_components(batch), Component("host", self._host(batch), None)
         gpu_sigma, host_sigma = self._sigma(components, weights), self._sigma([host], weights)
@@ -181,7 +186,7 @@ class StepModel:
         return host_cost(batch, self._eager(_tokens(batch)), self.shape, self.profile)
 
     def _gpu_components(self, batch: StepBatch) -> list[Component]:
-        tp, tokens, profile = self.limits.tensor_parallel_size, _tokens(batch), sustained(self.profile)
+        tp, tokens, profile = self.limits.tensor_parallel_size, _tokens(batch), self._sustained
         attention = attention_cost(batch, self.shape, self.precision, tp, self.gpu, profile)
         parts = [Component("attention", attention, None)]
         counts, inverse = _distinct(self._padded(tokens))
@@ -197,7 +202,7 @@ class StepModel:
         head = gemm_cost(rows, [self._head()], self.precision, self.gpu, profile)
         parts.append(_where_busy("lm_head", head, rows, inverse))
         parts.append(Component("sampling", sampling_cost(batch, self.shape, self.gpu, profile), None))
-        return [part._replace(cost=with_clock(part.cost)) for part in parts]
+        return [part._replace(cost=with_clock(part.cost, profile)) for part in parts]
 
     def _token_costs(self, m: Array, profile: Profile) -> dict[str, Cost]:
         """Components that depend on the padded token count `m` alone."""

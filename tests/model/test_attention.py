@@ -13,6 +13,7 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.attention import (
     KV_BLOCK,
     MOST_CUTS,
+    UNEVEN_GROUP,
     _parts,
     attention_cost,
     cache_cost,
@@ -141,6 +142,41 @@ def test_few_wide_chunks_fill_no_more_than_whole_rounds_of_tiles() -> None:
     assert seconds(3) == pytest.approx(seconds(1), rel=0.2)
     assert seconds(4) > seconds(3) + 2
     assert seconds(4) == pytest.approx(19.4, rel=0.25)  # attention_prefill.bf16 of profiles/h200_sxm
+
+
+@pytest.mark.parametrize(
+    ("heads", "chunk", "context", "microseconds"),
+    [(32, 8192, 0, 862.0), (16, 8192, 4096, 840.7), (40, 1024, 0, 38.2), (40, 8192, 0, 1127.2), (32, 1024, 0, 28.3)],
+)
+def test_near_measured_h200_prefill(heads: int, chunk: int, context: int, microseconds: float) -> None:
+    """One chunk, BF16, 8 KV heads of 128 (attention_prefill.bf16 of profiles/h200_sxm). 40 heads: groups of 5."""
+    card, shape = gpu("h200"), replace(SHAPE, num_layers=1, num_attention_heads=heads)
+    got = attention_cost(prefill(chunk, context), shape, BF16, 1, card, load_profile(card)[0]).seconds
+    assert got.item() * 1e6 == pytest.approx(microseconds, rel=0.1)
+
+
+def test_groups_that_do_not_divide_a_tile_and_the_longest_tile_cost_more() -> None:
+    def per_pair(heads: int, kv_heads: int, chunk: int) -> float:
+        shape, card = replace(SHAPE, num_layers=1, num_attention_heads=heads, num_key_value_heads=kv_heads), gpu("h200")
+        seconds = attention_cost(prefill(chunk, 0), shape, BF16, 1, card, load_profile(card)[0]).seconds.item()
+        return seconds / (heads * chunk * (chunk + 1) / 2)
+
+    assert per_pair(40, 8, 32768) / per_pair(32, 8, 32768) == pytest.approx(UNEVEN_GROUP, abs=0.01)
+    # 8 KV heads share their tiles evenly, one leaves the SMs waiting for its longest
+    assert per_pair(8, 1, 8192) > 1.05 * per_pair(64, 8, 8192)
+
+
+@pytest.mark.parametrize("precision", [BF16, FP8_KV])
+def test_a_rank_of_two_costs_what_a_model_of_half_the_heads_does(precision: Precision) -> None:
+    half = replace(SHAPE, num_attention_heads=SHAPE.num_attention_heads // 2, num_key_value_heads=4)
+    card = gpu("h200")
+    profile, _ = load_profile(card)
+    for batch in (decode(64, 3000), prefill(5000, 100)):
+        whole, split = (attention_cost(batch, x, precision, tp, card, profile) for x, tp in ((SHAPE, 2), (half, 1)))
+        np.testing.assert_allclose(whole.seconds, split.seconds)
+    tokens = np.array([1, 5000])
+    whole, split = (cache_cost(tokens, x, precision, tp, card, profile) for x, tp in ((SHAPE, 2), (half, 1)))
+    np.testing.assert_allclose(whole.seconds, split.seconds)
 
 
 def test_writing_the_cache_costs_what_was_measured_and_fp8_more() -> None:

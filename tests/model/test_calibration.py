@@ -73,6 +73,21 @@ def test_the_profile_says_what_it_is(found: Calibration) -> None:
     assert Profile.from_json(profile.to_json()) == profile
 
 
+def test_layers_that_were_fitted_are_kept_as_they_were_timed_and_held_out_ones_are_not(
+    tmp_path: Path, found: Calibration
+) -> None:
+    assert found.profile.layers == {"gemm.bf16": {}}  # six numbers of rows are too few
+    rows = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    shapes = [(4096, 4096), UNSEEN_LAYER]
+    dense = pd.DataFrame([{"kernel": "gemm.bf16", "m": m, "n": n, "k": k} for n, k in shapes for m in rows])
+    profile = calibrate(write(tmp_path, GPU, RUNS[:1], [dense], noise=0.02), H200, "0.26.0").profile
+    assert profile.layers.keys() == {"gemm.bf16"}
+    assert profile.layers["gemm.bf16"].keys() == {"4096x4096"}
+    timed, missed = profile.layers["gemm.bf16"]["4096x4096"]
+    assert timed == rows
+    assert max(map(abs, missed)) < 0.1
+
+
 def test_the_hull_is_what_was_measured(found: Calibration) -> None:
     hull = found.profile.hull
     assert hull is not None
@@ -229,6 +244,16 @@ def test_no_kernels_are_no_rows(tmp_path: Path) -> None:
 def test_a_file_that_is_not_timings_is_named(kernels: Callable[..., Path]) -> None:
     with pytest.raises(ConfigError, match=r"other\.jsonl: no field 'seconds'; allowed: rows of kernel, seconds"):
         kernel_rows(kernels(other=[{"kernel": "gemm.bf16", "m": 1}]))
+
+
+def test_unequal_contexts_are_held_out_and_unequal_experts_are_not() -> None:
+    heads = {"heads": 32, "kv_heads": 8, "head_dim": 128}
+    rows = [
+        {"kernel": "attention_decode.fp8", "skew": "lognormal", **heads},
+        {"kernel": "attention_decode.fp8", "skew": "even", **heads},
+        {"kernel": "moe.bf16", "skew": "lognormal", "experts": 64, "top_k": 8, "hidden": 2048, "inner": 1024},
+    ]
+    assert is_held_out(pd.DataFrame(rows)).tolist() == [True, False, False]
 
 
 def test_shapes_are_held_out_wherever_they_come_from() -> None:

@@ -34,7 +34,9 @@ def test_rates_fall_and_times_of_sms_rise_by_the_clock() -> None:
         "attention.bf16.prefill_pair_seconds": -1,
         "gemm.bf16.bandwidth_efficiency": 0,
         "gemm.bf16.launch_seconds": 0,
+        "attention.bf16.decode_token_seconds": -1,
         "host.step_seconds": 0,
+        "host.prompt_token_seconds": 0,
     }.items():
         assert slow.coefficients[name] == pytest.approx(fast[name] * 0.8**power)
 
@@ -42,6 +44,10 @@ def test_rates_fall_and_times_of_sms_rise_by_the_clock() -> None:
 def test_a_cpu_has_no_such_clock() -> None:
     profile = datasheet_profile(gpu("cpu"))
     assert sustained(profile) is profile
+    batch = StepBatch(*(np.array([float(x)]) for x in (4, 800, 0, 0, 0, 0, 4)))
+    shape = ModelShape.from_hf("fp8plan/dense-50m")
+    cost = StepModel(shape, gpu("cpu"), BF16, EngineLimits.for_gpu(gpu("cpu")), profile).cost(batch)
+    assert cost.partials.keys() <= profile.coefficients.keys()
 
 
 @pytest.mark.parametrize(("requests", "slower"), [(2, 1.0), (1024, 1.22)])

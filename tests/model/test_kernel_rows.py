@@ -116,7 +116,7 @@ def test_rows_of_one_shape_are_one_group_in_the_order_of_the_rows() -> None:
 
 
 def test_a_kernel_without_a_cost_function_is_named() -> None:
-    for kernel in ("attention_mixed.bf16", "gemm.int4"):
+    for kernel in ("attention_mixed.bf16", "gemm.int4", "gemm.v1", "sampling"):
         with pytest.raises(ConfigError, match=kernel):
             one(kernel, m=[1])
 

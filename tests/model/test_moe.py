@@ -68,3 +68,13 @@ def test_near_published_h200_layer() -> None:
     for precision, measured in ((BF16, 292), (FP8_BLOCK, 173)):
         layer = moe_cost(np.array([64]), SHAPE, experts(), precision, 1, H200, PROFILE).seconds / experts().layers
         assert layer.item() * 1e6 == pytest.approx(measured, rel=0.2)
+
+
+def test_a_rank_of_two_is_the_layer_of_half_the_width() -> None:
+    """Of its own coefficients, and of what was timed of that width."""
+    half = replace(experts(), intermediate_size=experts().intermediate_size // 2)
+    timed = {"moe.bf16": {f"128x8x2048x{half.intermediate_size}": [[1.0, 4096.0], [0.3, 0.3]]}}
+    for profile, factor in ((PROFILE, 1.0), (replace(PROFILE, layers=timed), np.exp(0.3))):
+        whole = moe_cost(M, SHAPE, experts(), BF16, 2, H200, profile).seconds
+        split = moe_cost(M, SHAPE, half, BF16, 1, H200, PROFILE).seconds
+        np.testing.assert_allclose(whole, factor * split)

@@ -86,9 +86,10 @@ def test_merging_two_batches_takes_no_more_steps_than_one_after_the_other(one: B
 @settings(max_examples=20, deadline=None)
 @given(batches())
 def test_the_mean_of_a_run_stands_for_its_steps(batch: Batch) -> None:
+    """Nearly: attention cuts the KV of few requests in whole blocks, fewer at the start of a run than at its mean."""
     model = step_model()
     one_by_one = rollout([schedule(*batch, AMPLE, LIMITS, longest_run=1)], model).makespan_s
-    assert makespan(batch, model) == pytest.approx(one_by_one, rel=1e-3)
+    assert makespan(batch, model) == pytest.approx(one_by_one, rel=4e-3)
 
 
 @settings(max_examples=20, deadline=None)
