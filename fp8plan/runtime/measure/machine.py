@@ -76,6 +76,18 @@ def sm_clock_mhz() -> int | None:
         return None
 
 
+def gpu_power_w() -> float | None:
+    """Power of the first visible GPU at this moment; None where NVML does not say."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        return float(pynvml.nvmlDeviceGetPowerUsage(_card())) / 1e3
+    except pynvml.NVMLError:
+        return None
+
+
 @cache
 def _card() -> Any:
     """A handle that stays open, so that asking takes microseconds."""

@@ -27,6 +27,7 @@ from fp8plan.model.precision import precision
 from fp8plan.runtime.measure.engine_log import engine_numbers, kernel_backends, model_runner, uses_e8m0
 from fp8plan.runtime.measure.jsonl import append
 from fp8plan.runtime.measure.machine import machine_facts
+from fp8plan.runtime.measure.watch import Watch
 
 # A short warm-up clips responses here: long enough to fill the batch, short enough to cost a few seconds.
 SHORT_RESPONSE, RAMP_STEPS = 64, 128
@@ -97,8 +98,9 @@ def measure(job: Mapping[str, Any], note: Callable[[str], None]) -> None:
         note(f"{work['workload']}: warmed up ({work['warmup']}) in {warmed:.1f} s")
         for run in work["runs"]:
             before = compiled_files()
-            result = timed(llm, prompts, work["response_lengths"], trace.start) | trace.slowest()
-            result |= {"warmup_s": warmed, "compiled_files": compiled_files() - before}
+            with Watch() as watch:
+                result = timed(llm, prompts, work["response_lengths"], trace.start) | trace.slowest()
+            result |= watch.facts | {"warmup_s": warmed, "compiled_files": compiled_files() - before}
             kept = {name: value for name, value in work.items() if name != "runs"}
             append(job["output"], facts | kept | run | result | {"date": datetime.now(UTC).isoformat()})
             what = f"{work['workload']} run {run['repeat']}"

@@ -1,0 +1,74 @@
+"""What the machine did while a rollout ran: how fast its host was, and the clock and power of its GPU.
+
+Virtual machines share their host, and a rollout of a small model is bound by Python: the same cell took 3.2, 3.4 and
+4.5 s in a row (profiles/README.md). Nothing but these figures can say, without looking at the prediction, which was
+disturbed. A GPU at its power cap lowers its clock (fp8plan.model.clock).
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from statistics import mean, median
+from threading import Event, Thread
+from typing import Any
+
+from fp8plan.runtime.measure.machine import gpu_power_w, sm_clock_mhz
+
+EVERY_S = 0.25
+LOOP, LOOPS = 200_000, 5
+STAT = Path("/proc/stat")
+
+
+class Watch:
+    """`with Watch() as watch: run()`, then `watch.facts`:
+
+    host_loop_s:     seconds of a loop in Python that does nothing, the best of a few, before and after the run
+    cpu_steal_share: of all cores' time, what the hypervisor gave to others; None where Linux does not say
+    sm_mhz, power_w: median clock and mean power of the first visible GPU, four times a second; None without one
+    """
+
+    def __enter__(self) -> Watch:
+        self._loops, self._ticks = [loop_seconds()], cpu_ticks()
+        self._samples: list[tuple[int | None, float | None]] = []
+        self._over = Event()
+        self._thread = Thread(target=self._sample, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        before, after = self._ticks, cpu_ticks()
+        self._loops.append(loop_seconds())
+        clocks = [mhz for mhz, _ in self._samples if mhz is not None]
+        powers = [watts for _, watts in self._samples if watts is not None]
+        self.facts: dict[str, Any] = {
+            "host_loop_s": self._loops,
+            "cpu_steal_share": (after[0] - before[0]) / max(after[1] - before[1], 1) if before and after else None,
+            "sm_mhz": median(clocks) if clocks else None,
+            "power_w": mean(powers) if powers else None,
+        }
+
+    def _sample(self) -> None:
+        while not self._over.wait(EVERY_S):
+            self._samples.append((sm_clock_mhz(), gpu_power_w()))
+
+
+def loop_seconds() -> float:
+    best = float("inf")
+    for _ in range(LOOPS):
+        begun = time.perf_counter()
+        for _ in range(LOOP):
+            pass
+        best = min(best, time.perf_counter() - begun)
+    return best
+
+
+def cpu_ticks() -> tuple[int, int] | None:
+    """(stolen, all) ticks of all cores since the boot; None where /proc/stat does not say."""
+    if not STAT.exists():
+        return None
+    name, *fields = STAT.read_text(encoding="utf-8").split("\n", 1)[0].split()
+    ticks = [int(field) for field in fields[:8]]  # user nice system idle iowait irq softirq steal
+    return (ticks[7], sum(ticks)) if name == "cpu" and len(ticks) == 8 else None
