@@ -46,7 +46,7 @@ def explain(
     sentences += _where_from(picked, choices, timed)
     sentences += [f"Mismatch: {reason}." for reason in risk.reasons]
     sentences += [f"Correction: {note}." for note in advice.notes]
-    sentences += _caveats(choices, profile)
+    sentences += _caveats(choices, timed, profile)
     return tuple(sentences)
 
 
@@ -141,7 +141,7 @@ def _largest(parts: dict[str, float], least: float = 0.1) -> str:
     return " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
 
 
-def _caveats(choices: Sequence[Choice], profile: Profile) -> list[str]:
+def _caveats(choices: Sequence[Choice], timed: Rollout, profile: Profile) -> list[str]:
     sentences = []
     if profile.kind == "datasheet":
         sentences.append(
@@ -149,7 +149,10 @@ def _caveats(choices: Sequence[Choice], profile: Profile) -> list[str]:
             "magnitude and the direction."
         )
     elif any(c.extrapolated for c in choices):
-        sentences.append(f"Part of this workload lies outside of what the profile {profile.label} was measured for.")
+        what = f" ({'; '.join(timed.extrapolated)})" if timed.extrapolated else ""
+        sentences.append(
+            f"Part of this workload lies outside of what the profile {profile.label} was measured for{what}."
+        )
     return sentences
 
 

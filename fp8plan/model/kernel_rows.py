@@ -109,21 +109,31 @@ def layer_residuals(rows: pd.DataFrame, card: Gpu, profile: Profile) -> dict[str
 
 
 def hull(rows: pd.DataFrame) -> dict[str, dict[str, tuple[float, float]]]:
-    """Kernel -> quantity -> (lowest, highest) in `rows`; quantities are named as a step's are, in StepModel."""
+    """Kernel -> quantity -> (lowest, highest) in `rows`; quantities are named as a step's are, in StepModel.
+
+    A GEMM timed alone and one timed with the quantisation of its input are one kernel here, and so are both samplers.
+    """
     found: dict[str, dict[str, tuple[float, float]]] = {}
-    for kernel, group in rows.groupby("kernel"):
+    names = rows.kernel.astype(str).str.replace(r"^linear\.", "gemm.", regex=True)
+    names = names.str.replace(r"^sampling\..*", "sampling", regex=True)
+    for kernel, group in rows.groupby(names):
         asked = _asked(str(kernel), group)
         found[str(kernel)] = {name: (float(v.min()), float(v.max())) for name, v in asked.items()}
     return {kernel: ranges for kernel, ranges in found.items() if ranges}
 
 
 def _asked(kernel: str, rows: pd.DataFrame) -> dict[str, pd.Series]:
-    if kernel.startswith(("gemm", "linear")):
+    if kernel.startswith("gemm"):
         return {name: rows[name] for name in ("m", "n", "k")}
     if kernel.startswith("attention_decode"):
         return {"decode_requests": rows.batch, "decode_kv_tokens": rows.batch * rows.context}
     if kernel.startswith("attention_prefill"):
-        return {"prefill_tokens": rows.chunks * rows.chunk}
+        tokens, last = rows.chunks * rows.chunk, rows.context + rows.chunk
+        pairs = tokens * (rows.context + (rows.chunk + 1) / 2)
+        counted = {"prefill_tokens": tokens, "prefill_requests": rows.chunks, "prefill_kv_tokens": rows.chunks * last}
+        return counted | {"prefill_pairs": pairs}
+    if kernel == "sampling":
+        return {"sampled_requests": rows.m}
     return {}
 
 

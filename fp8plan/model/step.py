@@ -142,7 +142,11 @@ class StepModel:
         return tokens * per_token + sampled + pairs * self.shape.num_layers / self._peak(self.precision.kv)
 
     def outside_hull(self, batch: StepBatch) -> list[str]:
-        """Why these steps lie outside of what the profile measured; empty when they do not."""
+        """Why these steps lie outside of what the profile measured; empty when they do not.
+
+        Layers may be larger or smaller than any that was timed. Of requests and tokens only more than that counts: with
+        fewer a step goes towards its fixed costs, which are known.
+        """
         hull = self.profile.hull
         if hull is None:
             return [f"nothing was measured on {self.gpu.name}: {self.profile.kind} profile"]
@@ -158,7 +162,7 @@ class StepModel:
             for quantity, (low, high) in ranges.items():
                 values = asked.get(quantity, np.zeros(0))
                 used = values[values > 0]  # zero is "nothing of it in this step", not a small amount
-                if used.size and (used.min() < low or used.max() > high):
+                if used.size and (used.max() > high or (quantity in ("n", "k") and used.min() < low)):
                     span = f"{used.min():g} to {used.max():g}"
                     reasons.append(f"{kernel}: {quantity} {span}, measured {low:g} to {high:g}")
         return reasons

@@ -174,6 +174,13 @@ def test_the_profile_s_limits_are_said(profile: Profile, extrapolated: bool, par
     assert part is None or part in found[1]
 
 
+def test_what_was_not_measured_is_named() -> None:
+    timed = replace(TIMED, extrapolated=("gemm.bf16: m 20000, measured 1 to 16384",))
+    choices = (row("bf16", 100, extrapolated=True),)
+    found = explain(choices, 0, timed, RISK, ADVICE, RiskBudget(), MEASURED, whole_step=False)
+    assert found[-1].endswith("was measured for (gemm.bf16: m 20000, measured 1 to 16384).")
+
+
 def test_risk_and_correction_are_passed_on_as_sentences() -> None:
     found = explain((row("bf16", 100),), 0, TIMED, RISK, ADVICE, RiskBudget(), MEASURED, whole_step=False)
     for text in (*RISK.reasons, *ADVICE.notes):

@@ -17,7 +17,7 @@ from fp8plan.model.calibrate import Observations
 from fp8plan.model.clock import SUSTAINED
 from fp8plan.model.gemm import gemm_cost
 from fp8plan.model.hardware import gpu
-from fp8plan.model.kernel_rows import LONG_S, layer_residuals, observe, read_rows
+from fp8plan.model.kernel_rows import LONG_S, hull, layer_residuals, observe, read_rows
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import precision
 from fp8plan.model.profile import datasheet_profile
@@ -211,3 +211,24 @@ def test_experts_timed_for_even_routing_are_a_layer_and_few_rows_are_not() -> No
     assert name == "128x8x2048x768"
     assert table == [tokens, pytest.approx([np.log(1.1)] * 8, abs=1e-4)]
     assert layer_residuals(even.assign(seconds=seconds)[:7], H200, PROFILE) == {"moe.bf16": {}}
+
+
+def test_the_hull_says_what_was_timed_as_steps_name_it() -> None:
+    chunks = {"chunks": [1, 4], "chunk": [512, 64], "context": [9, 0]} | HEADS
+    timed = [
+        {"kernel": "gemm.fp8_block", "m": [32, 64], "n": 4096, "k": 512},
+        {"kernel": "linear.fp8_block", "m": [1, 48], "n": 1024, "k": 2048},
+        {"kernel": ["sampling.v1", "sampling.v2"], "m": [1, 1024], "vocabulary": 32000},
+        {"kernel": "attention_prefill.fp8", **chunks},
+    ]
+    rows = pd.concat([pd.DataFrame(x | {"seconds": 1.0}) for x in timed], ignore_index=True)
+    assert hull(rows) == {
+        "gemm.fp8_block": {"m": (1, 64), "n": (1024, 4096), "k": (512, 2048)},
+        "sampling": {"sampled_requests": (1, 1024)},
+        "attention_prefill.fp8": {
+            "prefill_tokens": (256, 512),
+            "prefill_requests": (1, 4),
+            "prefill_kv_tokens": (256, 521),
+            "prefill_pairs": (4 * 64 * 65 / 2, 512 * 9 + 512 * 513 / 2),
+        },
+    }

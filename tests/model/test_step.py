@@ -246,6 +246,8 @@ def test_hull() -> None:
     assert step.outside_hull(batch) == []
     reasons = step.outside_hull(batch_of([(64, 4000, 0, 0), (600, 4000, 0, 0)]))
     assert [reason.split(":")[0] for reason in reasons] == ["gemm", "attention"]
+    sizes = model(profile=replace(measured, hull={"gemm": {"m": (8, 512), "n": (6144, 24576), "k": (4096, 12288)}}))
+    assert sizes.outside_hull(batch_of([(1, 100, 0, 0)])) == ["gemm: n 4096 to 24576, measured 6144 to 24576"]
 
 
 def test_no_fp8_gpu_and_missing_kernel() -> None:
