@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fp8plan.model.engine_steps import read_traces, step_model
+from fp8plan.model.engine_steps import measured_blocks, read_traces, step_model
 from fp8plan.model.hardware import gpu
 from fp8plan.model.profile import load_profile
 from fp8plan.model.records import read_records
@@ -33,8 +33,7 @@ def main() -> None:
         if (fields["model"], fields["precision"], fields["workload"]) != (given.model, given.precision, given.workload):
             continue
         trace, profile = traces[fields["key"]], load_profile(gpu(fields["gpu"]), fields["engine_version"])[0]
-        pool = fields["measured_kv_cache_tokens"] // record.limits.block_size - 1
-        planned = schedule(*record.batch, pool, record.limits, longest_run=1)
+        planned = schedule(*record.batch, measured_blocks(record), record.limits, longest_run=1)
         giving = planned.sampled_requests > 0
         predicted = step_model(record, profile).seconds(step_batch(planned))[giving]
         measured = np.diff(trace["core_s"], prepend=0.0)

@@ -19,7 +19,7 @@ from fp8plan import cli
 from fp8plan.model import profile
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import PRESETS
-from fp8plan.runtime.measure import cells, everything
+from fp8plan.runtime.measure import cells, everything, machine
 
 MODEL = "Qwen/Qwen3-0.6B"
 SMALL = ["--prompts", "2", "--samples", "2", "--prompt-lengths", "fixed:16", "--response-lengths", "fixed:32"]
@@ -343,9 +343,9 @@ def test_a_calibration_without_vllm_says_what_to_install(
     fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def absent(package: str) -> str:
-        raise cells.PackageNotFoundError(package)
+        raise machine.PackageNotFoundError(package)
 
-    monkeypatch.setattr(cells, "version", absent)
+    monkeypatch.setattr(machine, "version", absent)
     refused(fp8plan(*CALIBRATE), "vLLM is not installed", "pip install 'fp8plan[vllm]'")
 
 

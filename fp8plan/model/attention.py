@@ -95,7 +95,7 @@ def _decode(b: StepBatch, shape: ModelShape, precision: Precision, tp: int, gpu:
     prefix, kv_heads = f"attention.{precision.kv}", heads_per_rank(shape, tp)[1]
 
     def coefficient(part: str) -> tuple[str, float]:
-        return f"{prefix}.decode_{part}", profile.coefficient(f"{prefix}.decode_{part}")
+        return profile.named(f"{prefix}.decode_{part}")
 
     heads = b.decode_requests * float(kv_heads)
     cuts = profile.backend(prefix) == FLASH_ATTENTION_3
@@ -141,7 +141,6 @@ def _prefill(b: StepBatch, shape: ModelShape, precision: Precision, tp: int, gpu
     pairs = pairs * (1.0 if TILE_ROWS % group == 0 else UNEVEN_GROUP)
     # The efficiency is of the BF16 peak for FP8 KV too: FA3's FP8 prefill is measured no faster than its BF16 one.
     peak = gpu.bf16_flops / gpu.sm_count
-    cost = traffic(pairs * 4 * shape.head_dim, peak, (efficiency, profile.coefficient(efficiency)))
-    cost = cost + times(pairs, pair, profile.coefficient(pair))
-    cost = cost + times(np.ceil(tiles / gpu.sm_count), tile, profile.coefficient(tile))
+    cost = traffic(pairs * 4 * shape.head_dim, peak, profile.named(efficiency))
+    cost = cost + times(pairs, *profile.named(pair)) + times(np.ceil(tiles / gpu.sm_count), *profile.named(tile))
     return cost.scaled(shape.num_layers)

@@ -73,7 +73,8 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
     observations = [*observe(rows[kept], card), observe_steps(steps)]
     found = fit(observations, prior)
     with_layers = replace(prior, layers=layer_residuals(rows[kept], card, found.profile))
-    found = fit(observations, with_layers)  # again: engine steps run the layers that were timed
+    if any(with_layers.layers.values()):
+        found = fit(observations, with_layers)  # again: engine steps run the layers that were timed
     leaving_out = LeavingOut(observations, with_layers, found)
     unseen = leaving_out.errors()
     never = {x.kernel: x.errors(found.profile) for x in observe(rows[~kept], card)}

@@ -20,5 +20,4 @@ def all_reduce_cost(message_bytes: Array, ranks: int, gpu: Gpu, profile: Profile
     bandwidth = gpu.nvlink_bandwidth if gpu.nvlink_bandwidth is not None else gpu.pcie_bandwidth
     latency, efficiency = f"collective.{link}.latency_seconds", f"collective.{link}.bandwidth_efficiency"
     moved = message_bytes * (2 * (ranks - 1) / ranks)
-    fixed = constant(latency, profile.coefficient(latency), message_bytes)
-    return fixed + traffic(moved, bandwidth, (efficiency, profile.coefficient(efficiency)))
+    return constant(*profile.named(latency), message_bytes) + traffic(moved, bandwidth, profile.named(efficiency))

@@ -44,8 +44,7 @@ def zero(like: Array) -> Cost:
 
 def constant(name: str, value: float, like: Array) -> Cost:
     """`value` seconds in every step, from the coefficient `name` (seconds)."""
-    seconds = np.full(like.shape, value)
-    return Cost(seconds, {name: seconds})
+    return times(np.ones(like.shape), name, value)
 
 
 def times(count: Array, name: str, value: float) -> Cost:

@@ -86,10 +86,7 @@ def windows(record: Record, trace: dict[str, Any]) -> Windows:
 
     Raises ConfigError if the record does not say how large its pool was.
     """
-    pool = record.fields.get("measured_kv_cache_tokens")
-    if pool is None:
-        raise ConfigError(f"line {record.line}: measured_kv_cache_tokens is missing; steps need the pool they ran in")
-    planned = schedule(*record.batch, pool // record.limits.block_size - 1, record.limits)  # less vLLM's null block
+    planned = schedule(*record.batch, measured_blocks(record), record.limits)
     tokens = np.cumsum(trace["generation_tokens"])
     own = trace.get("core_s")
     times = np.asarray(own or trace["t_s"])
@@ -102,6 +99,14 @@ def windows(record: Record, trace: dict[str, Any]) -> Windows:
         weights=overlap(planned, edges_tokens),
         seconds=np.diff(edges_s),
     )
+
+
+def measured_blocks(record: Record) -> int:
+    """KV blocks of the pool that a rollout ran in, less vLLM's null block. Raises ConfigError if it does not say."""
+    pool = record.fields.get("measured_kv_cache_tokens")
+    if pool is None:
+        raise ConfigError(f"line {record.line}: measured_kv_cache_tokens is missing; steps need the pool they ran in")
+    return int(pool // record.limits.block_size) - 1
 
 
 def _cuts(times: FloatArray, window_s: float) -> list[int]:

@@ -66,7 +66,7 @@ def _same_dtype(
     tiles = tiling(gemm_backend(profile, dtype), rows, n, k, gpu.sm_count)
 
     def coefficient(part: str) -> tuple[str, float]:
-        return f"gemm.{dtype}.{part}", profile.coefficient(f"gemm.{dtype}.{part}")
+        return profile.named(f"gemm.{dtype}.{part}")
 
     bytes_ = weights + rows * k * _activation_bytes(dtype) + rows * n * BF16_BYTES
     peak = peak_flops(gpu, dtype) / gpu.sm_count
@@ -112,4 +112,4 @@ def quantise_cost(m: Array, linears: Sequence[Linear], precision: Precision, gpu
     name, efficiency = "quantise.launch_seconds", "quantise.bandwidth_efficiency"
     moved = m * elements * (BF16_BYTES + _activation_bytes("fp8_block"))
     fixed = constant(name, profile.coefficient(name) * sum(linear.layers for linear in chosen), m)
-    return fixed + traffic(moved, gpu.memory_bandwidth, (efficiency, profile.coefficient(efficiency)))
+    return fixed + traffic(moved, gpu.memory_bandwidth, profile.named(efficiency))

@@ -78,11 +78,11 @@ def moe_cost(
     read = hit * expert_bytes(shape, experts, precision, tensor_parallel)
     flops = padded_rows(routed, hit) * expert_flops(shape, experts, tensor_parallel)
     grouped = norm2(
-        traffic(read, gpu.memory_bandwidth, (hbm, profile.coefficient(hbm))),
-        traffic(flops, peak_flops(gpu, dtype), (math, profile.coefficient(math))),
+        traffic(read, gpu.memory_bandwidth, profile.named(hbm)),
+        traffic(flops, peak_flops(gpu, dtype), profile.named(math)),
     )
     once = routed * (2 * shape.hidden_size + 3 * inner) * BF16_BYTES / gpu.memory_bandwidth
-    around = times(once, passes, profile.coefficient(passes))
+    around = times(once, *profile.named(passes))
     sizes = experts.num_experts, experts.experts_per_token, shape.hidden_size, inner
     factor = profile.layer_factor(f"moe.{dtype}", sizes, m)
-    return (constant(launch, profile.coefficient(launch), m) + grouped + around).scaled(factor * experts.layers)
+    return (constant(*profile.named(launch), m) + grouped + around).scaled(factor * experts.layers)

@@ -67,7 +67,7 @@ def sampling_cost(batch: StepBatch, shape: ModelShape, gpu: Gpu, profile: Profil
     """Seconds between the last layer and the next token: input preparation, log-softmax and sampling, (steps,)."""
     step = "overhead.step_seconds"
     sampled = sampler_cost(batch.sampled_requests, shape.vocab_size, model_runner(shape, gpu), gpu, profile)
-    return constant(step, profile.coefficient(step), sampled.seconds) + sampled
+    return constant(*profile.named(step), sampled.seconds) + sampled
 
 
 def model_runner(shape: ModelShape, gpu: Gpu) -> str:
@@ -84,10 +84,10 @@ def sampler_cost(rows: Array, vocabulary: int, runner: str, gpu: Gpu, profile: P
     once = Cost(rows * row / gpu.memory_bandwidth, {})
     if sm in profile.coefficients:
         alone = np.where(rows > 0, row, 0.0)
-        once = norm4(once, traffic(alone, 1.0, (sm, profile.coefficient(sm))))
+        once = norm4(once, traffic(alone, 1.0, profile.named(sm)))
     all_passes = once.scaled(profile.coefficient(passes))
     found = all_passes.plus_partials({passes: all_passes.seconds})
-    return found + times(np.where(rows > 0, 1.0, 0.0), launch, profile.coefficient(launch))
+    return found + times(np.where(rows > 0, 1.0, 0.0), *profile.named(launch))
 
 
 def host_cost(batch: StepBatch, eager: Array, shape: ModelShape, profile: Profile) -> Cost:
@@ -96,7 +96,7 @@ def host_cost(batch: StepBatch, eager: Array, shape: ModelShape, profile: Profil
     requests = batch.decode_requests + batch.prefill_requests
     per_request = requests * profile.coefficient(request)
     launches = np.where(eager, profile.coefficient(launch) * shape.num_layers, 0.0)
-    fixed = constant(step, profile.coefficient(step), per_request)
+    fixed = constant(*profile.named(step), per_request)
     return fixed + Cost(per_request + launches, {request: per_request, launch: launches})
 
 
@@ -108,5 +108,5 @@ def start_cost(requests: int, prompt_tokens: int, profile: Profile) -> Cost:
     fixed, each, token = ("host.start_seconds", "host.arrival_seconds", "host.prompt_token_seconds")
     arrivals = np.array([requests * profile.coefficient(each)])
     tokens = np.array([prompt_tokens * profile.coefficient(token)])
-    fixed_cost = constant(fixed, profile.coefficient(fixed), arrivals)
+    fixed_cost = constant(*profile.named(fixed), arrivals)
     return fixed_cost + Cost(arrivals + tokens, {each: arrivals, token: tokens})

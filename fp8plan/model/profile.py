@@ -91,6 +91,10 @@ class Profile:
                 f"profile {self.label} has no {name!r}: kernel {kernel!r} was not measured; {self._way_out}"
             ) from None
 
+    def named(self, name: str) -> tuple[str, float]:
+        """The name and the value of a coefficient, as the cost functions take them. Raises as `coefficient` does."""
+        return name, self.coefficient(name)
+
     def layer_factor(self, kernel: str, shape: Sequence[int], rows: Array) -> Array:
         """What `rows` rows of a layer take, relative to what the coefficients say, shape of `rows`: 1 where no layer of
         this shape was timed, between the timed numbers of rows interpolated in the logs of both."""

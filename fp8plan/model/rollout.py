@@ -85,16 +85,17 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
     A step's time is linear in the KV tokens read but for kinks where a kernel's bound changes, so a run of alike
     steps costs its length times the step at its mean KV.
     """
-    timed = [(step_batch(plan), plan) for plan in replicas]
-    seconds = [model.seconds(batch) * plan.steps for batch, plan in timed]
+    batches = [step_batch(plan) for plan in replicas]
+    timed = [model.timed(batch) for batch in batches]
+    seconds = [steps.seconds() * plan.steps for steps, plan in zip(timed, replicas, strict=True)]
     slowest = int(np.argmax([row.sum() for row in seconds]))
-    batch, plan = timed[slowest]
+    batch, steps, plan = batches[slowest], timed[slowest], replicas[slowest]
     start = float(start_cost(int(plan.finished.sum()), plan.prompt_tokens, model.profile).seconds[0])
     makespan = start + float(seconds[slowest].sum())
-    low, high = (start + end for end in model.interval(batch, plan.steps, Z90))
+    low, high = (start + end for end in steps.interval(plan.steps, Z90))
     ends: FloatArray = start + np.cumsum(seconds[slowest], dtype=np.float64)
     tail = _tail_rows(plan, model.limits.max_num_seqs)
-    breakdown = {name: part * plan.steps for name, part in model.breakdown(batch).items()}
+    breakdown = {name: part * plan.steps for name, part in steps.breakdown().items()}
     breakdown["host"][0] += start
     return Rollout(
         makespan_s=makespan,

@@ -64,9 +64,13 @@ class StepModel:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_sustained", sustained(self.profile))
 
+    def timed(self, batch: StepBatch) -> TimedSteps:
+        """The steps with what each is made of, for whoever asks more than one question about them."""
+        return TimedSteps(self, self._gpu_components(batch), Component("host", self._host(batch), None))
+
     def seconds(self, batch: StepBatch) -> Array:
         """Seconds of each step, shape (steps,)."""
-        return self._joined(Cost(_total(self._gpu_components(batch)), {}), Cost(self._host(batch).seconds, {})).seconds
+        return self.timed(batch).seconds()
 
     def cost(self, batch: StepBatch) -> Cost:
         """`seconds` with their partial derivatives by the log of every coefficient, each of shape (steps,)."""
@@ -81,35 +85,20 @@ class StepModel:
         other: Qwen3-1.7B on an H200 takes 10% longer than either at 350 requests, where both need as long."""
         return norm8(gpu, host) if self.limits.async_scheduling else gpu + host
 
+    def joined_seconds(self, gpu: Array, host: Array) -> Array:
+        """`seconds` of steps whose GPU and host need so long, all of shape (steps,)."""
+        return self._joined(Cost(gpu, {}), Cost(host, {})).seconds
+
     def breakdown(self, batch: StepBatch) -> dict[str, Array]:
         """Component -> seconds of each step, shape (steps,); they add up to `seconds`. "host" is what the GPU waits."""
-        components = self._gpu_components(batch)
-        parts = {component.name: component.seconds() for component in components}
-        gpu = _total(components)
-        parts["host"] = self._joined(Cost(gpu, {}), self._host(batch)).seconds - gpu
-        return parts
+        return self.timed(batch).breakdown()
 
     def interval(self, batch: StepBatch, weights: Array, z: float) -> tuple[float, float]:
         """(low, high) of sum(weights * seconds), z standard deviations of its log away on either side.
 
         weights: how many times each step runs, shape (steps,).
-        GPU and host have errors of their own, and a step lasts about as long as the slower of them, so each moves to
-        its own end before they meet: a fast GPU cannot hide an uncertain host.
         """
-        components, host = self._gpu_components(batch), Component("host", self._host(batch), None)
-        gpu_sigma, host_sigma = self._sigma(components, weights), self._sigma([host], weights)
-        ends = []
-        for side in (-z, z):
-            gpu, wait = _total(components) * np.exp(side * gpu_sigma), host.seconds() * np.exp(side * host_sigma)
-            ends.append(float(weights @ self._joined(Cost(gpu, {}), Cost(wait, {})).seconds))
-        return ends[0], ends[1]
-
-    def _sigma(self, components: list[Component], weights: Array) -> float:
-        """Standard deviation of log(sum(weights * components)): the coefficients' covariance plus the model error."""
-        gradient = log_gradient(components, weights)
-        g = np.array(list(gradient.values()))
-        variance = float(g @ self.profile.covariance(list(gradient)) @ g)
-        return float(np.sqrt(variance + self.profile.model_error**2))
+        return self.timed(batch).interval(weights, z)
 
     def bytes_bound(self, batch: StepBatch) -> Array:
         """Seconds below which no step can be: weights and KV read once at the datasheet's bandwidth, (steps,)."""
@@ -224,6 +213,43 @@ class StepModel:
             message = m * float(self.shape.hidden_size * BF16_BYTES)
             costs["collective"] = all_reduce_cost(message, tp, self.gpu, profile).scaled(reduced)
         return costs
+
+
+@dataclass(frozen=True, slots=True)
+class TimedSteps:
+    """Steps of one batch, evaluated once."""
+
+    model: StepModel
+    components: list[Component]  # of the GPU
+    host: Component
+
+    def seconds(self) -> Array:
+        return self.model.joined_seconds(_total(self.components), self.host.seconds())
+
+    def breakdown(self) -> dict[str, Array]:
+        parts = {component.name: component.seconds() for component in self.components}
+        parts["host"] = self.seconds() - _total(self.components)
+        return parts
+
+    def interval(self, weights: Array, z: float) -> tuple[float, float]:
+        """GPU and host have errors of their own, and a step lasts about as long as the slower of them, so each moves to
+        its own end before they meet: a fast GPU cannot hide an uncertain host."""
+        gpu_sigma, host_sigma = self._sigma(self.components, weights), self._sigma([self.host], weights)
+        ends = []
+        for side in (-z, z):
+            gpu, host = (
+                _total(self.components) * np.exp(side * gpu_sigma),
+                self.host.seconds() * np.exp(side * host_sigma),
+            )
+            ends.append(float(weights @ self.model.joined_seconds(gpu, host)))
+        return ends[0], ends[1]
+
+    def _sigma(self, components: list[Component], weights: Array) -> float:
+        """Standard deviation of log(sum(weights * components)): the coefficients' covariance plus the model error."""
+        gradient, profile = log_gradient(components, weights), self.model.profile
+        g = np.array(list(gradient.values()))
+        variance = float(g @ profile.covariance(list(gradient)) @ g)
+        return float(np.sqrt(variance + profile.model_error**2))
 
 
 def _where_busy(name: str, cost: Cost, counts: Array, inverse: Array) -> Component:

@@ -16,5 +16,5 @@ def streaming_cost(rows: Array, bytes_per_row: float, names: tuple[str, str], gp
     names: the coefficients of its launch (seconds) and of its bandwidth (a share of the GPU's)
     """
     launch, efficiency = names
-    moved = traffic(rows * bytes_per_row, gpu.memory_bandwidth, (efficiency, profile.coefficient(efficiency)))
-    return moved + times(np.where(rows > 0, 1.0, 0.0), launch, profile.coefficient(launch))
+    moved = traffic(rows * bytes_per_row, gpu.memory_bandwidth, profile.named(efficiency))
+    return moved + times(np.where(rows > 0, 1.0, 0.0), *profile.named(launch))

@@ -172,7 +172,7 @@ def test_a_fast_gpu_does_not_hide_an_uncertain_host() -> None:
         host = Component("host", step._host(batch), None)
         low, high = step.interval(batch, weights, 1.645)
         assert low < weights @ step.seconds(batch) < high
-        assert high >= 0.999 * (weights @ host.seconds()) * np.exp(1.645 * step._sigma([host], weights))
+        assert high >= 0.999 * (weights @ host.seconds()) * np.exp(1.645 * step.timed(batch)._sigma([host], weights))
 
 
 def test_the_interval_widens_with_the_model_error() -> None:

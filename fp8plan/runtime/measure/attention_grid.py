@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.held_out import ATTENTION
+from fp8plan.model.held_out import ATTENTION, UNEQUAL
 from fp8plan.runtime.measure.sweep import Point
 
 Ints = NDArray[np.int64]
@@ -67,7 +67,7 @@ Key = tuple[str, tuple[tuple[str, int | str], ...]]  # hashable, so that doubles
 
 def _quick() -> Iterator[Key]:
     yield from _decode(REFERENCE, FEW_BATCHES, FEW_CONTEXTS)
-    yield from _decode(REFERENCE, (32, 128, 512), (512, 2048), skew="lognormal")
+    yield from _decode(REFERENCE, (32, 128, 512), (512, 2048), skew=UNEQUAL)
     yield from _decode("Qwen/Qwen3-30B-A3B", FEW_BATCHES[1::2], FEW_CONTEXTS[::2])
     yield from _prefill(REFERENCE, CHUNKS[1::3], (1, 8), (0,))
     yield from _small(REFERENCE, TOKENS[::3])
@@ -76,10 +76,10 @@ def _quick() -> Iterator[Key]:
 def _full() -> Iterator[Key]:
     yield from _quick()
     yield from _decode(REFERENCE, BATCHES, CONTEXTS)
-    yield from _decode(REFERENCE, FEW_BATCHES[2:], (512, 1024, 2048, 4096), skew="lognormal")
+    yield from _decode(REFERENCE, FEW_BATCHES[2:], (512, 1024, 2048, 4096), skew=UNEQUAL)
     for model in (*MODELS, *ATTENTION):
         yield from _decode(model, FEW_BATCHES[1:-1], FEW_CONTEXTS[::2])
-        yield from _decode(model, (64, 256), (1024,), skew="lognormal")
+        yield from _decode(model, (64, 256), (1024,), skew=UNEQUAL)
         yield from _prefill(model, CHUNKS[1::3], (1,), (0, 4096))
     for model in (REFERENCE, ATTENTION[0]):
         yield from _prefill(model, CHUNKS, (1, 4, 16, 64), (0,))
@@ -134,7 +134,7 @@ def lengths(point: Point) -> tuple[Ints, Ints]:
         queries = np.full(shape["chunks"], shape["chunk"], np.int64)
         return queries, queries + shape["context"]
     batch, context = shape["batch"], shape["context"]
-    contexts = lognormal(batch, context) if shape.get("skew") == "lognormal" else np.full(batch, context, np.int64)
+    contexts = lognormal(batch, context) if shape.get("skew") == UNEQUAL else np.full(batch, context, np.int64)
     queries = np.ones(batch, np.int64)
     if point.kernel.startswith("attention_mixed"):
         chunk = np.full(shape["chunks"], shape["chunk"], np.int64)

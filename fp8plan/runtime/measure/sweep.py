@@ -25,6 +25,7 @@ from fp8plan.errors import Fp8PlanError
 from fp8plan.runtime.measure import jsonl
 from fp8plan.runtime.measure.command_line import arguments, check_gpu, compile_first, select
 from fp8plan.runtime.measure.machine import engine_facts, machine_facts
+from fp8plan.runtime.measure.notes import note
 from fp8plan.runtime.measure.timing import Call, Timing, graph_seconds
 
 
@@ -96,10 +97,6 @@ def remaining(points: Sequence[Point], output: Path) -> list[Point]:
 
 def failed_file(output: Path) -> Path:
     return output.with_suffix(".failed.jsonl")
-
-
-def note(text: str) -> None:
-    tqdm.write(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr)
 
 
 def now() -> dict[str, str]:
