@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,8 +24,9 @@ from fp8plan.model.attention import (
 from fp8plan.model.batch import StepBatch
 from fp8plan.model.cost import Cost
 from fp8plan.model.hardware import Gpu, gpu
+from fp8plan.model.held_out import UNEQUAL
 from fp8plan.model.precision import BF16, FP8_KV, Precision
-from fp8plan.model.profile import load_profile
+from fp8plan.model.profile import load_profile, profiles_path
 
 SHAPE = ModelShape.from_hf("Qwen/Qwen3-8B")
 precisions = st.sampled_from([BF16, FP8_KV])
@@ -191,3 +193,15 @@ def test_writing_the_cache_costs_what_was_measured_and_fp8_more() -> None:
     assert bf16 == pytest.approx(84, rel=0.15)
     assert fp8 == pytest.approx(165 + 48, rel=0.15)
     assert cache_cost(np.array([0]), SHAPE, FP8_KV, 1, card, profile).seconds.item() == 0
+
+
+@pytest.mark.parametrize(("kv", "longer", "at_32_to_128"), [("bf16", 1.06, 1.15), ("fp8", 1.12, 1.29)])
+def test_unequal_contexts_were_measured_to_take_longer(kv: str, longer: float, at_32_to_128: float) -> None:
+    """What README says is not modelled: rows of lognormal contexts against those of equal ones with the same sum."""
+    rows = pd.read_json(profiles_path() / "h200_sxm/vllm-0.26.0/kernels/attention.jsonl", lines=True)
+    rows = rows[rows.kernel == f"attention_decode.{kv}"]
+    same = ["batch", "context", "heads", "kv_heads", "head_dim"]
+    pairs = rows[rows["skew"] == UNEQUAL].merge(rows[rows["skew"] == "even"], on=same)
+    ratio = pairs.seconds_x / pairs.seconds_y
+    assert ratio.median() == pytest.approx(longer, abs=0.006)
+    assert ratio[pairs.batch <= 128].median() == pytest.approx(at_32_to_128, abs=0.006)
