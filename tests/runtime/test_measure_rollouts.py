@@ -118,7 +118,7 @@ def test_the_trace_adds_up(measured: Path) -> None:
         assert run["core_s"] == sorted(run["core_s"])
         assert record.fields["first_step_s"] == run["t_s"][0]
         assert run["t_s"][0] <= record.fields["longest_step_s"] <= record.seconds
-        assert all(0 < seconds < 1 for seconds in record.fields["host_loop_s"])
+        assert record.fields["host_slowdown"] is None  # on a CPU every core is the engine's
     assert not runs
 
 

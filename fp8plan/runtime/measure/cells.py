@@ -120,6 +120,7 @@ def _job(
         "env": plans[0].env() | ENV | options.env,
         "work": work,
         "output": str(options.output.resolve()),
+        "set_aside": str(options.beside("set_aside.jsonl").resolve()),
         "log": str(options.beside(f"{label}.log").resolve()),
         "trace": str(options.beside("trace.jsonl.gz").resolve()) if options.trace else None,
     }

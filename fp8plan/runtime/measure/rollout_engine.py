@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from fp8plan.model.deep_gemm import rows_of_every_kernel
 from fp8plan.model.hardware import gpu
 from fp8plan.model.precision import precision
 from fp8plan.runtime.measure.engine_log import engine_numbers, kernel_backends, model_runner, uses_e8m0
+from fp8plan.runtime.measure.host import QUIET, Host
 from fp8plan.runtime.measure.jsonl import append
 from fp8plan.runtime.measure.machine import machine_facts
 from fp8plan.runtime.measure.watch import Watch
@@ -49,6 +50,18 @@ COUNTERS = {
 STEPS = "vllm:iteration_tokens_total"
 
 TRACE_COLUMNS = ("t_s", "core_s", "running", "waiting", "kv_usage", "generation_tokens", "prompt_tokens", "preempted")
+
+
+# A run that was disturbed is repeated: so many attempts, and none once the first have taken so long.
+TRIES, AGAIN_S = 4, 25.0
+
+
+class Attempt(NamedTuple):
+    """One timed run: what its record says of it, the rows of its trace, and when it ended."""
+
+    facts: dict[str, Any]
+    steps: list[tuple[float, ...]]
+    date: str
 
 
 class MemoryFacts:
@@ -89,26 +102,56 @@ def measure(job: Mapping[str, Any], note: Callable[[str], None]) -> None:
     facts = job["fields"] | engine_facts(llm, job) | machine_facts() | {"engine_start_s": start_s}
     memory = facts["measured_kv_cache_tokens"]
     note(f"engine ready in {start_s:.0f} s, KV cache {memory} tokens, kernels {facts['kernel_backends']}")
-    trace = Trace(llm)
+    trace, host = Trace(llm), None if gpu(job["fields"]["gpu"]).is_cpu else Host()
     ladder = prefill_ladder(llm, deep_gemm_rows(job["fields"], llm.llm_engine.model_config.max_model_len))
     note(f"prompts of {', '.join(map(str, ladder))} tokens ran, so that their kernels are compiled")
     for work in job["work"]:
         prompts = token_prompts(work, llm.llm_engine.model_config.get_vocab_size())
         warmed = warm_up(llm, prompts, work["response_lengths"], work["warmup"])
         note(f"{work['workload']}: warmed up ({work['warmup']}) in {warmed:.1f} s")
+        cell = facts | {name: value for name, value in work.items() if name != "runs"} | {"warmup_s": warmed}
         for run in work["runs"]:
-            before = compiled_files()
-            with Watch() as watch:
-                result = timed(llm, prompts, work["response_lengths"], trace.start) | trace.slowest()
-            result |= watch.facts | {"warmup_s": warmed, "compiled_files": compiled_files() - before}
-            kept = {name: value for name, value in work.items() if name != "runs"}
-            append(job["output"], facts | kept | run | result | {"date": datetime.now(UTC).isoformat()})
+            tries = attempts(llm, prompts, work["response_lengths"], trace, host)
+            best = min(tries, key=disturbance)
+            for number, result in enumerate(tries):
+                record = cell | run | {"attempt": number} | result.facts | {"date": result.date}
+                append(job["output"] if result is best else job["set_aside"], record)
             what = f"{work['workload']} run {run['repeat']}"
-            note(f"{what}: {result['seconds']:.2f} s, {result['preemptions']} preemptions")
-            if result["first_step_s"] > FIRST_STALL_S or result["longest_step_s"] > STALL_S:
-                note(f"{what}: a step took {result['longest_step_s']:.1f} s, as if a kernel was compiled in it")
+            found = best.facts
+            note(f"{what}: {found['seconds']:.2f} s, {found['preemptions']} preemptions{_of(tries)}")
+            if found["first_step_s"] > FIRST_STALL_S or found["longest_step_s"] > STALL_S:
+                note(f"{what}: a step took {found['longest_step_s']:.1f} s, as if a kernel was compiled in it")
             if job["trace"]:
-                trace.write(job["trace"], run["key"])
+                trace.write(job["trace"], run["key"], best.steps)
+
+
+def attempts(
+    llm: Any, prompts: Sequence[Any], responses: Sequence[int], trace: Trace, host: Host | None
+) -> list[Attempt]:
+    """Time the run, and again as long as the last was disturbed, TRIES times and AGAIN_S seconds at most."""
+    tries: list[Attempt] = []
+    begun = time.perf_counter()
+    while not tries or (any(disturbance(tries[-1])) and len(tries) < TRIES and time.perf_counter() - begun < AGAIN_S):
+        if host is not None:
+            host.settle()
+        before = compiled_files()
+        with Watch(host) as watch:
+            result = timed(llm, prompts, responses, trace.start) | trace.slowest()
+        result |= watch.facts | {"compiled_files": compiled_files() - before}
+        tries.append(Attempt(result, list(trace.rows), datetime.now(UTC).isoformat()))
+    return tries
+
+
+def disturbance(attempt: Attempt) -> tuple[int, float]:
+    """What happened in a run that is not the engine's: (files compiled, excess of the host's slowdown); (0, 0) is
+    clean. It decides what is repeated and which attempt is kept, and knows nothing of how long the run took."""
+    slowdown = attempt.facts["host_slowdown"] or 1.0
+    return attempt.facts["compiled_files"], max(slowdown - QUIET, 0.0)
+
+
+def _of(tries: Sequence[Attempt]) -> str:
+    times = ", ".join(f"{x.facts['seconds']:.2f} s (host {x.facts['host_slowdown'] or 1:.2f})" for x in tries)
+    return f"; of {len(tries)} attempts: {times}" if len(tries) > 1 else ""
 
 
 def token_prompts(work: Mapping[str, Any], vocabulary: int) -> list[dict[str, list[int]]]:
@@ -303,9 +346,10 @@ class Trace:
         steps = [after - before for before, after in zip([0.0, *times], times, strict=False)]
         return {"first_step_s": round(steps[0], 6), "longest_step_s": round(max(steps), 6)}
 
-    def write(self, path: str, key: str) -> None:
+    @staticmethod
+    def write(path: str, key: str, rows: Sequence[tuple[float, ...]]) -> None:
         """One JSON line: the record's key, and a column per TRACE_COLUMNS."""
-        columns = dict(zip(TRACE_COLUMNS, map(list, zip(*self.rows, strict=True)), strict=False))
+        columns = dict(zip(TRACE_COLUMNS, map(list, zip(*rows, strict=True)), strict=False))
         with gzip.open(path, "at", encoding="utf-8") as file:
             file.write(json.dumps({"key": key} | columns) + "\n")
 

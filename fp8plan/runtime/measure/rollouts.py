@@ -11,9 +11,11 @@ CELLS.json is a list of engine settings:
                      "warmup": "short"}]}]
 
 Each precision of a setting is one engine in a process of its own, with random weights of the model's shape and the
-arguments and environment that a Plan emits. A record is written as soon as it is measured; runs whose record is in
-the output already are skipped. Beside the output lie each engine's log, <stem>.<model>.<precision>.log, the config
-folders the engines were given, <stem>.configs, and with --trace every engine step, <stem>.trace.jsonl.gz.
+arguments and environment that a Plan emits. A record is written as soon as it is measured; runs whose record is in the
+output already are skipped. A run in which a kernel was compiled or the host was slow (fp8plan.runtime.measure.host) is
+repeated a few times; the least disturbed attempt is the record, the others go to <stem>.set_aside.jsonl. Beside the
+output lie each engine's log, <stem>.<model>.<precision>.log, the config folders the engines were given, <stem>.configs,
+and with --trace every engine step, <stem>.trace.jsonl.gz.
 """
 
 from __future__ import annotations

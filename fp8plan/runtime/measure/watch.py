@@ -7,30 +7,34 @@ disturbed. A GPU at its power cap lowers its clock (fp8plan.model.clock).
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from statistics import mean, median
 from threading import Event, Thread
 from typing import Any
 
+from fp8plan.runtime.measure.host import Host
 from fp8plan.runtime.measure.machine import gpu_power_w, sm_clock_mhz
 
 EVERY_S = 0.25
-LOOP, LOOPS = 200_000, 5
 STAT = Path("/proc/stat")
 
 
 class Watch:
-    """`with Watch() as watch: run()`, then `watch.facts`:
+    """`with Watch(host) as watch: run()`, then `watch.facts`, sampled four times a second:
 
-    host_loop_s:     seconds of a loop in Python that does nothing, the best of a few, before and after the run
+    host_slowdown:   how many times as long a loop in Python took as on the fastest core of the machine, on the slower
+                     of the cores of front end and engine, mean; None without a `host`
+    host_loop_s:     seconds of that loop on the fastest core
     cpu_steal_share: of all cores' time, what the hypervisor gave to others; None where Linux does not say
-    sm_mhz, power_w: median clock and mean power of the first visible GPU, four times a second; None without one
+    sm_mhz, power_w: median clock and mean power of the first visible GPU; None without one
     """
 
+    def __init__(self, host: Host | None) -> None:
+        self._host = host
+
     def __enter__(self) -> Watch:
-        self._loops, self._ticks = [loop_seconds()], cpu_ticks()
-        self._samples: list[tuple[int | None, float | None]] = []
+        self._ticks = cpu_ticks()
+        self._samples: list[tuple[int | None, float | None, float | None]] = []
         self._over = Event()
         self._thread = Thread(target=self._sample, daemon=True)
         self._thread.start()
@@ -40,29 +44,21 @@ class Watch:
         self._over.set()
         self._thread.join()
         before, after = self._ticks, cpu_ticks()
-        self._loops.append(loop_seconds())
-        clocks = [mhz for mhz, _ in self._samples if mhz is not None]
-        powers = [watts for _, watts in self._samples if watts is not None]
+        clocks, powers, slowdowns = ([x for x in kind if x is not None] for kind in zip(*self._samples, strict=True))
         self.facts: dict[str, Any] = {
-            "host_loop_s": self._loops,
+            "host_slowdown": mean(slowdowns) if slowdowns else None,
+            "host_loop_s": self._host.best_s if self._host else None,
             "cpu_steal_share": (after[0] - before[0]) / max(after[1] - before[1], 1) if before and after else None,
             "sm_mhz": median(clocks) if clocks else None,
             "power_w": mean(powers) if powers else None,
         }
 
     def _sample(self) -> None:
-        while not self._over.wait(EVERY_S):
-            self._samples.append((sm_clock_mhz(), gpu_power_w()))
-
-
-def loop_seconds() -> float:
-    best = float("inf")
-    for _ in range(LOOPS):
-        begun = time.perf_counter()
-        for _ in range(LOOP):
-            pass
-        best = min(best, time.perf_counter() - begun)
-    return best
+        while True:
+            over = self._over.wait(EVERY_S)
+            self._samples.append((sm_clock_mhz(), gpu_power_w(), self._host.slowdown() if self._host else None))
+            if over:
+                return
 
 
 def cpu_ticks() -> tuple[int, int] | None:

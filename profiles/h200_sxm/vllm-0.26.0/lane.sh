@@ -2,7 +2,7 @@
 # What one card of a machine measured, in order; several cards of one machine run a lane each, at the same time.
 #   lane.sh CARD CORES STEP...      CORES: as taskset takes them, so that lanes do not disturb each other's host
 #   STEP: kernels:SCRIPT            a sweep of fp8plan.runtime.measure, its full grid, into kernels/
-#         CELLS:MODEL[:WORKLOAD]    rollouts of fp8plan/runtime/measure/cells_CELLS.json, into CELLS.gCARD.jsonl
+#         CELLS:MODEL[:WORKLOAD[;WORKLOAD...]]  rollouts of fp8plan/runtime/measure/cells_CELLS.json, into CELLS.gCARD.jsonl
 # Caches are per card, so that a record can count what was compiled inside its run.
 set -u
 card=$1 cores=$2; shift 2
@@ -12,14 +12,15 @@ export TORCHINDUCTOR_CACHE_DIR=$caches/inductor TORCHINDUCTOR_COMPILE_THREADS=8 
 mkdir -p "$here/kernels" "$caches"
 measure="taskset -c $cores python3 -m fp8plan.runtime.measure"
 for step in "$@"; do
-  IFS=: read -r what which workload <<< "$step"
+  IFS=: read -r what which workloads <<< "$step"
+  only=(); IFS=';' read -ra names <<< "$workloads"; for name in "${names[@]}"; do only+=(--workload "$name"); done
   echo "== $(date +%T) $step"
   if [ "$what" = kernels ]; then
     case $which in gemm) jobs=12 ;; moe) jobs=4 ;; *) jobs=0 ;; esac # each process takes GPU memory of its own
     $measure.$which --output "$here/kernels" --compile-in $jobs ||
       $measure.$which --output "$here/kernels" # a broken CUDA context ends it; what is left goes on
   else
-    $measure.rollouts --cells fp8plan/runtime/measure/cells_$what.json --model "$which" ${workload:+--workload "$workload"} \
+    $measure.rollouts --cells fp8plan/runtime/measure/cells_$what.json --model "$which" "${only[@]}" \
       --output "$here/$what.g$card.jsonl" --trace --timeout 600
   fi
 done
