@@ -22,7 +22,7 @@ from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import cudagraph_capture_sizes
 from fp8plan.model.moe import distinct_experts, expert_bytes, expert_flops, moe_cost
-from fp8plan.model.overhead import host_cost, layer_cost, sampling_cost
+from fp8plan.model.overhead import host_cost, launches, layer_cost, sampling_cost
 from fp8plan.model.precision import BF16_BYTES, Precision
 from fp8plan.model.profile import Profile
 
@@ -172,11 +172,10 @@ class StepModel:
         rounded = sizes[np.searchsorted(sizes, np.arange(largest + 1))]  # for every count that has a graph
         return np.where(tokens <= largest, rounded[np.minimum(tokens, largest)], tokens)
 
-    def _eager(self, tokens: Array) -> Array:
-        return np.asarray(tokens > max(cudagraph_capture_sizes(self.limits), default=0))
-
     def _host(self, batch: StepBatch) -> Cost:
-        return host_cost(batch, self._eager(_tokens(batch)), self.shape, self.profile)
+        graphed = _tokens(batch) <= max(cudagraph_capture_sizes(self.limits), default=0)
+        launched = launches(graphed, batch.prefill_tokens > 0, self.shape, self._layers(), self.precision)
+        return host_cost(batch, launched, self.profile)
 
     def _gpu_components(self, batch: StepBatch) -> list[Component]:
         tp, tokens, profile = self.limits.tensor_parallel_size, _tokens(batch), self._sustained
