@@ -75,9 +75,12 @@ def norm8(*terms: Cost) -> Cost:
 
 
 def _norm(power: int, terms: Sequence[Cost]) -> Cost:
-    total = np.sum([_power(term.seconds, power) for term in terms], axis=0)
+    largest = np.maximum.reduce([term.seconds for term in terms])
+    scale = 1 / np.where(largest > 0, largest, 1.0)  # while a fit searches, an eighth power would overflow
+    total = np.sum([_power(term.seconds * scale, power) for term in terms], axis=0)
     for _ in range(power.bit_length() - 1):  # powers of two
         total = np.sqrt(total)
+    total = largest * total
     inverse = 1 / np.where(total > 0, total, 1.0)
     combined = Cost(total, {})
     for term in terms:

@@ -12,7 +12,8 @@ ridge by 20% in AIConfigurator 0.12's tables. cuBLAS splits K of a grid smaller 
 another kernel: without its time, narrow layers are 10 to 30% too fast on an H200. DeepGEMM on Hopper does not split, so
 that few tiles leave SMs idle and each SM's own bandwidth decides (c, where a profile has sm_bandwidth; with 16 thread
 blocks 2048 x 8192 takes as long as 6144 x 4096).
-Not modelled: L2 hits of weights (a layer's weights are evicted before its next use). The clock: fp8plan.model.clock.
+Not modelled: L2 hits of weights (a layer's weights are evicted before its next use). Clock and card:
+fp8plan.model.sustained.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from fp8plan.model.architecture import Experts, Linear, ModelShape
 from fp8plan.model.attention import attention_cost, kv_write_cost, quantise_query_cost
 from fp8plan.model.batch import Array, StepBatch
 from fp8plan.model.calibrate import Observations
-from fp8plan.model.clock import sustained, with_clock
 from fp8plan.model.collective import all_reduce_cost
 from fp8plan.model.cost import Cost
 from fp8plan.model.gemm import gemm_cost, quantise_cost
@@ -28,6 +27,7 @@ from fp8plan.model.moe import moe_cost
 from fp8plan.model.overhead import activation_cost, norm_cost, rotary_cost, sampler_cost
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_KV
 from fp8plan.model.profile import Profile, layer_name
+from fp8plan.model.sustained import sustained, with_sustained
 
 # Kernel, without its dtype -> (columns that name a group, columns that vary within it).
 QUANTITIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -152,7 +152,7 @@ def _observe(kernel: str, rows: pd.DataFrame, card: Gpu) -> Observations:
         slowed, found = sustained(profile), []
         for index, slow, part in parts:
             one = cost(part, dtype, card, slowed if slow else profile)
-            found.append((index, with_clock(one, profile) if slow else one))
+            found.append((index, with_sustained(one, profile) if slow else one))
         return _scattered(found, len(rows))
 
     return Observations(kernel, rows.seconds.to_numpy(), shapes.ngroup().to_numpy(), predict)

@@ -14,7 +14,6 @@ import numpy as np
 from fp8plan.model.architecture import Linear, ModelShape
 from fp8plan.model.attention import attention_cost, cache_cost, flops_per_pair, kv_bytes_per_token
 from fp8plan.model.batch import Array, StepBatch
-from fp8plan.model.clock import sustained, with_clock
 from fp8plan.model.collective import all_reduce_cost
 from fp8plan.model.cost import Cost, norm8
 from fp8plan.model.gemm import gemm_cost, linear_dtype, peak_flops, quantise_cost
@@ -25,6 +24,7 @@ from fp8plan.model.moe import distinct_experts, expert_bytes, expert_flops, moe_
 from fp8plan.model.overhead import host_cost, launches, layer_cost, sampling_cost
 from fp8plan.model.precision import BF16_BYTES, Precision
 from fp8plan.model.profile import Profile
+from fp8plan.model.sustained import sustained, with_sustained
 
 
 class Component(NamedTuple):
@@ -194,7 +194,7 @@ class StepModel:
         head = gemm_cost(rows, [self._head()], self.precision, self.gpu, profile)
         parts.append(_where_busy("lm_head", head, rows, inverse))
         parts.append(Component("sampling", sampling_cost(batch, self.shape, self.gpu, profile), None))
-        return [part._replace(cost=with_clock(part.cost, profile)) for part in parts]
+        return [part._replace(cost=with_sustained(part.cost, profile)) for part in parts]
 
     def _token_costs(self, m: Array, profile: Profile) -> dict[str, Cost]:
         """Components that depend on the padded token count `m` alone."""

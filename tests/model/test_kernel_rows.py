@@ -14,7 +14,6 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.batch import StepBatch
 from fp8plan.model.calibrate import Observations
-from fp8plan.model.clock import SUSTAINED
 from fp8plan.model.gemm import gemm_cost
 from fp8plan.model.hardware import gpu
 from fp8plan.model.kernel_rows import LONG_S, hull, layer_residuals, observe, read_rows
@@ -22,11 +21,12 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import precision
 from fp8plan.model.profile import datasheet_profile
 from fp8plan.model.step import StepModel
+from fp8plan.model.sustained import CLOCK, MEMORY
 
 H200 = gpu("h200")
 _DATASHEET = datasheet_profile(H200)
-# At the clock at which kernels are timed: an engine's is lower.
-PROFILE = replace(_DATASHEET, coefficients=_DATASHEET.coefficients | {SUSTAINED: 1.0})
+# As kernels are timed: an engine's clock is lower, and so is what its memory gives.
+PROFILE = replace(_DATASHEET, coefficients=_DATASHEET.coefficients | {CLOCK: 1.0, MEMORY: 1.0})
 SHAPE = ModelShape.from_hf("Qwen/Qwen3-30B-A3B")
 HEADS = {"heads": SHAPE.num_attention_heads, "kv_heads": SHAPE.num_key_value_heads, "head_dim": SHAPE.head_dim}
 assert SHAPE.experts is not None
@@ -163,12 +163,12 @@ def test_long_rows_of_math_run_at_the_sustained_clock() -> None:
     """The same GEMM, once so long that the power cap lowers the clock: bound by math, it is slower by as much."""
     sizes = {"m": [8192, 8192], "n": 8192, "k": 8192}
     rows = pd.DataFrame({"kernel": "gemm.bf16", "seconds": [LONG_S / 2, LONG_S * 2], **sizes})
-    slow = replace(PROFILE, coefficients=PROFILE.coefficients | {SUSTAINED: 0.8, "gemm.bf16.wave_seconds": 1e-12})
+    slow = replace(PROFILE, coefficients=PROFILE.coefficients | {CLOCK: 0.8, "gemm.bf16.wave_seconds": 1e-12})
     (observation,) = observe(rows, H200)
     cost = observation.predict(slow)
     assert cost.seconds[1] == pytest.approx(cost.seconds[0] / 0.8, rel=0.01)
-    assert cost.partials[SUSTAINED][0] == 0
-    assert cost.partials[SUSTAINED][1] == pytest.approx(-cost.seconds[1], rel=0.02)
+    assert cost.partials[CLOCK][0] == 0
+    assert cost.partials[CLOCK][1] == pytest.approx(-cost.seconds[1], rel=0.02)
 
 
 def test_experts_that_were_really_hit_are_what_is_read() -> None:

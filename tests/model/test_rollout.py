@@ -70,9 +70,12 @@ def test_merging_two_batches_costs_no_more_than_one_after_the_other(one: Batch, 
 @settings(max_examples=25, deadline=None)
 @given(batches(), batches(), st.sampled_from(MODELS))
 def test_merging_prefill_alone_costs_at_most_a_wave_more(one: Batch, other: Batch, name: str) -> None:
-    """With one token per response nothing is saved by reading the weights once, and whole tiles and waves remain."""
+    """With one token per response nothing is saved by reading the weights once, and whole tiles and waves remain.
+
+    Without CUDA graphs: small prefills have them, and their sum has not.
+    """
     short = [batch._replace(responses=np.ones_like(batch.responses)) for batch in (one, other)]
-    model = step_model(name)
+    model = step_model(name, limits=EngineLimits(enforce_eager=True))
     assert makespan(merged(*short), model) <= 1.05 * sum(makespan(batch, model) for batch in short)
 
 

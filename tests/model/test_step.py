@@ -133,7 +133,8 @@ def test_two_steps_cost_no_less_than_one_with_both(name: str, precision: Precisi
     # Tile quantisation alone can break this: two grids may fit the GPU better than one. By less than 1%.
     halves = batch_of([(max(row[0], 1), *row[1:]) for row in (a, b)])  # type: ignore[index]
     both = StepBatch(*(getattr(halves, field).sum(keepdims=True) for field in FIELDS))
-    step = model(name, precision, max_num_seqs=2048)
+    # So can CUDA graphs, which small steps have and their sum has not: without any.
+    step = model(name, precision, max_num_seqs=2048, enforce_eager=True)
     assert step.seconds(both).item() <= 1.01 * step.seconds(halves).sum()
 
 
@@ -205,17 +206,16 @@ def test_eager_small_steps_wait_for_the_host() -> None:
 
 
 def test_small_batches_gain_less_than_their_bytes() -> None:
-    """One H200, vLLM 0.26, 8B model, batch < 20: 3.5 to 4.5 ms per step in BF16 and FP8 (reference/vllm_facts.md).
+    """Qwen3-8B on an H200, 8 requests: 5.8 ms a step in BF16, 4.3 in FP8 (`batch 8` of its profile's validation/).
 
-    Not calibrated: each prediction within its own 90% interval of that range, and the gain well under 2x.
+    Not calibrated: each within the 90% interval of its prediction, and the gain well under 2x.
     """
-    batch = batch_of([(4, 1500, 0, 0)])
+    batch = batch_of([(8, 8 * 640, 0, 0)])
     times = []
-    for precision in (BF16, FP8_BLOCK_KV):
+    for precision, measured in ((BF16, 5.8e-3), (FP8_BLOCK_KV, 4.3e-3)):
         step = model(precision=precision)
         low, high = step.interval(batch, np.ones(1), 1.645)
-        assert low < 4.5e-3
-        assert high > 3.5e-3
+        assert low < measured < high
         times.append(step.seconds(batch).item())
     assert 1.0 < times[0] / times[1] < 1.6
 

@@ -1,4 +1,4 @@
-"""The sustained clock: what it slows, what it does not, and its derivative."""
+"""The sustained clock and memory: what they slow, what they do not, and their derivatives."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import pytest
 
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.batch import StepBatch
-from fp8plan.model.clock import SUSTAINED, sustained
 from fp8plan.model.hardware import gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import BF16
 from fp8plan.model.profile import Profile, datasheet_profile
 from fp8plan.model.step import StepModel
+from fp8plan.model.sustained import CLOCK, MEMORY, sustained
 
 H200 = gpu("h200")
 PROFILE = datasheet_profile(H200)
 SHAPE = ModelShape.from_hf("Qwen/Qwen3-14B")
 
 
-def at(clock: float) -> Profile:
-    return replace(PROFILE, coefficients=PROFILE.coefficients | {SUSTAINED: clock})
+def at(clock: float, memory: float = 1.0) -> Profile:
+    return replace(PROFILE, coefficients=PROFILE.coefficients | {CLOCK: clock, MEMORY: memory})
 
 
 def test_rates_fall_and_times_of_sms_rise_by_the_clock() -> None:
@@ -41,7 +41,18 @@ def test_rates_fall_and_times_of_sms_rise_by_the_clock() -> None:
         assert slow.coefficients[name] == pytest.approx(fast[name] * 0.8**power)
 
 
-def test_a_cpu_has_no_such_clock() -> None:
+def test_bandwidth_falls_with_the_memory_and_nothing_else() -> None:
+    slow = sustained(at(1.0, memory=0.9)).coefficients
+    changed = {name for name, value in slow.items() if value != PROFILE.coefficients[name]} - {CLOCK, MEMORY}
+    assert "gemm.bf16.bandwidth_efficiency" in changed
+    assert "attention.fp8.decode_bandwidth_efficiency" in changed
+    assert all(name.endswith("bandwidth_efficiency") for name in changed)
+    assert not any(name.startswith("collective") for name in changed)
+    for name in changed:
+        assert slow[name] == pytest.approx(0.9 * PROFILE.coefficients[name])
+
+
+def test_a_cpu_has_neither() -> None:
     profile = datasheet_profile(gpu("cpu"))
     assert sustained(profile) is profile
     batch = StepBatch(*(np.array([float(x)]) for x in (4, 800, 0, 0, 0, 0, 4)))
@@ -58,12 +69,15 @@ def test_many_requests_feel_the_clock_and_few_do_not(requests: int, slower: floa
     assert held / full == pytest.approx(slower, abs=0.03)
 
 
-def test_the_clock_has_its_derivative() -> None:
-    batch = StepBatch(*(np.array([float(x)]) for x in (300, 90000, 500, 2, 700, 9e4, 302)))
+@pytest.mark.parametrize("factor", [CLOCK, MEMORY])
+def test_each_has_its_derivative(factor: str) -> None:
+    batch = StepBatch(*(np.array([float(x)]) for x in (300, 90000, 0, 0, 0, 0, 300)))
 
-    def cost(clock: float) -> StepModel:
-        return StepModel(SHAPE, H200, BF16, EngineLimits(), at(clock))
+    def cost(by: float) -> StepModel:
+        values = at(0.9, 0.9).coefficients
+        moved = replace(PROFILE, coefficients=values | {factor: values[factor] * by})
+        return StepModel(SHAPE, H200, BF16, EngineLimits(), moved)
 
     step = 1e-6
-    slope = (cost(0.9 * np.exp(step)).seconds(batch) - cost(0.9).seconds(batch)) / step
-    np.testing.assert_allclose(cost(0.9).cost(batch).partials[SUSTAINED], slope, rtol=1e-3)
+    slope = (cost(np.exp(step)).seconds(batch) - cost(1.0).seconds(batch)) / step
+    np.testing.assert_allclose(cost(1.0).cost(batch).partials[factor], slope, rtol=1e-3)
