@@ -27,7 +27,7 @@ from fp8plan.model.moe import moe_cost
 from fp8plan.model.overhead import activation_cost, norm_cost, rotary_cost, sampler_cost
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_KV
 from fp8plan.model.profile import Profile, layer_name
-from fp8plan.model.sustained import sustained, with_sustained
+from fp8plan.model.sustained import CLOCK, sustained, with_sustained
 
 # Kernel, without its dtype -> (columns that name a group, columns that vary within it).
 QUANTITIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -149,10 +149,10 @@ def _observe(kernel: str, rows: pd.DataFrame, card: Gpu) -> Observations:
 
     def predict(profile: Profile) -> Cost:
         profile = replace(profile, layers={}, log_covariance={})  # rows show what the coefficients alone say
-        slowed, found = sustained(profile), []
+        slowed, found = sustained(profile, CLOCK), []
         for index, slow, part in parts:
             one = cost(part, dtype, card, slowed if slow else profile)
-            found.append((index, with_sustained(one, profile) if slow else one))
+            found.append((index, with_sustained(one, profile, CLOCK) if slow else one))
         return _scattered(found, len(rows))
 
     return Observations(kernel, rows.seconds.to_numpy(), shapes.ngroup().to_numpy(), predict)

@@ -2,8 +2,9 @@
 
 On the GPU, per layer: norms with the residual's addition, rotary embedding, activation, and the gaps between kernels
 (`layer_cost`); per step: input preparation and sampling (`sampling_cost`). On the host: scheduling, and launching what
-is not in one CUDA graph (`host_cost`). With async scheduling the host prepares step t + 1 while the GPU runs step t, so
-a step lasts about as long as the slower of them. Once per rollout the requests have to reach the engine (`start_cost`).
+is not in one CUDA graph (`host_cost`, `launch_cost`). With async scheduling the host prepares step t + 1 while the GPU
+runs step t, so a step lasts about as long as the slower of them. Once per rollout the requests have to reach the engine
+(`start_cost`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from fp8plan.model.architecture import Linear, ModelShape
 from fp8plan.model.attention import heads_per_rank
 from fp8plan.model.batch import Array, StepBatch
-from fp8plan.model.cost import Cost, constant, norm4, times, traffic
+from fp8plan.model.cost import Cost, constant, norm4, times, traffic, zero
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import BF16_BYTES, FP32_BYTES, Precision
 from fp8plan.model.profile import Profile
@@ -92,19 +93,17 @@ def sampler_cost(rows: Array, vocabulary: int, runner: str, gpu: Gpu, profile: P
     return found + times(np.where(rows > 0, 1.0, 0.0), *profile.named(launch))
 
 
-def host_cost(batch: StepBatch, launched: Mapping[str, Array], profile: Profile) -> Cost:
-    """Seconds the host needs per step: scheduling, bookkeeping, and launching what is not in one CUDA graph.
-
-    launched: as `launches` gives it
-    """
-    step, request = "host.step_seconds", "host.request_seconds"
+def host_cost(batch: StepBatch, profile: Profile) -> Cost:
+    """Seconds the host needs per step to schedule its requests and to keep their books, shape (steps,)."""
     requests = batch.decode_requests + batch.prefill_requests
-    cost = times(requests, *profile.named(request))
-    cost = cost + constant(*profile.named(step), cost.seconds)
-    for name, number in launched.items():
-        if number.any():
-            cost = cost + times(number, *profile.named(name))
-    return cost
+    cost = times(requests, *profile.named("host.request_seconds"))
+    return cost + constant(*profile.named("host.step_seconds"), cost.seconds)
+
+
+def launch_cost(launched: Mapping[str, Array], profile: Profile) -> Cost:
+    """Seconds the host needs per step to launch what is not in one CUDA graph. launched: as `launches` gives it."""
+    used = [times(number, *profile.named(name)) for name, number in launched.items() if number.any()]
+    return sum(used, zero(next(iter(launched.values()))))
 
 
 def launches(
@@ -117,7 +116,8 @@ def launches(
 
     vLLM captures decode steps as one graph. A small step that also fills a prompt runs in pieces, a graph for what
     lies between two layers' attention; a larger one is launched kernel by kernel from Python. With 128 requests of
-    Qwen3-1.7B on an H200 steps take 5.3, 9.5 and 20.5 ms (`refill` in its profile's steps/).
+    Qwen3-1.7B on an H200 steps take 5.3, 9.5 and 20.5 ms (`refill` in its profile's steps/). Decode steps larger than
+    the largest graph, and enforce_eager, which does not compile either, are taken to cost what those do: not measured.
     """
     eager = np.where(graphed, 0.0, 1.0)
     counts = {

@@ -21,7 +21,7 @@ from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import cudagraph_capture_sizes
 from fp8plan.model.moe import distinct_experts, expert_bytes, expert_flops, moe_cost
-from fp8plan.model.overhead import host_cost, launches, layer_cost, sampling_cost
+from fp8plan.model.overhead import host_cost, launch_cost, launches, layer_cost, sampling_cost
 from fp8plan.model.precision import BF16_BYTES, Precision
 from fp8plan.model.profile import Profile
 from fp8plan.model.sustained import sustained, with_sustained
@@ -66,7 +66,7 @@ class StepModel:
 
     def timed(self, batch: StepBatch) -> TimedSteps:
         """The steps with what each is made of, for whoever asks more than one question about them."""
-        return TimedSteps(self, self._gpu_components(batch), Component("host", self._host(batch), None))
+        return TimedSteps(self, self._gpu_components(batch), *self._host(batch))
 
     def seconds(self, batch: StepBatch) -> Array:
         """Seconds of each step, shape (steps,)."""
@@ -78,16 +78,16 @@ class StepModel:
         gpu = components[0].per_step()
         for component in components[1:]:
             gpu = gpu + component.per_step()
-        return self._joined(gpu, self._host(batch))
+        return self.joined(gpu, *self._host(batch))
 
-    def _joined(self, gpu: Cost, host: Cost) -> Cost:
-        """A step of GPU and host. Overlapped, it lasts as long as the slower; near equal, now one is late, now the
-        other: Qwen3-1.7B on an H200 takes 10% longer than either at 350 requests, where both need as long."""
-        return norm8(gpu, host) if self.limits.async_scheduling else gpu + host
-
-    def joined_seconds(self, gpu: Array, host: Array) -> Array:
-        """`seconds` of steps whose GPU and host need so long, all of shape (steps,)."""
-        return self._joined(Cost(gpu, {}), Cost(host, {})).seconds
+    def joined(self, gpu: Cost, scheduling: Cost, launching: Cost) -> Cost:
+        """Steps of GPU and host. Overlapped, one lasts as long as the slower; near equal, now one is late, now the
+        other: Qwen3-1.7B on an H200 takes 10% longer than either at 350 requests, where both need as long. Without
+        async scheduling the GPU waits for the schedule, but not for the launches of its next kernels; a CPU computes
+        where it is called."""
+        if self.limits.async_scheduling:
+            return norm8(gpu, scheduling + launching)
+        return scheduling + (gpu + launching if self.gpu.is_cpu else norm8(gpu, launching))
 
     def breakdown(self, batch: StepBatch) -> dict[str, Array]:
         """Component -> seconds of each step, shape (steps,); they add up to `seconds`. "host" is what the GPU waits."""
@@ -172,10 +172,11 @@ class StepModel:
         rounded = sizes[np.searchsorted(sizes, np.arange(largest + 1))]  # for every count that has a graph
         return np.where(tokens <= largest, rounded[np.minimum(tokens, largest)], tokens)
 
-    def _host(self, batch: StepBatch) -> Cost:
+    def _host(self, batch: StepBatch) -> tuple[Cost, Cost]:
+        """Scheduling and launching."""
         graphed = _tokens(batch) <= max(cudagraph_capture_sizes(self.limits), default=0)
         launched = launches(graphed, batch.prefill_tokens > 0, self.shape, self._layers(), self.precision)
-        return host_cost(batch, launched, self.profile)
+        return host_cost(batch, self.profile), launch_cost(launched, self.profile)
 
     def _gpu_components(self, batch: StepBatch) -> list[Component]:
         tp, tokens, profile = self.limits.tensor_parallel_size, _tokens(batch), self._sustained
@@ -220,10 +221,11 @@ class TimedSteps:
 
     model: StepModel
     components: list[Component]  # of the GPU
-    host: Component
+    scheduling: Cost
+    launching: Cost
 
     def seconds(self) -> Array:
-        return self.model.joined_seconds(_total(self.components), self.host.seconds())
+        return self._joined(1.0, 1.0)
 
     def breakdown(self) -> dict[str, Array]:
         parts = {component.name: component.seconds() for component in self.components}
@@ -233,15 +235,15 @@ class TimedSteps:
     def interval(self, weights: Array, z: float) -> tuple[float, float]:
         """GPU and host have errors of their own, and a step lasts about as long as the slower of them, so each moves to
         its own end before they meet: a fast GPU cannot hide an uncertain host."""
-        gpu_sigma, host_sigma = self._sigma(self.components, weights), self._sigma([self.host], weights)
-        ends = []
-        for side in (-z, z):
-            gpu, host = (
-                _total(self.components) * np.exp(side * gpu_sigma),
-                self.host.seconds() * np.exp(side * host_sigma),
-            )
-            ends.append(float(weights @ self.model.joined_seconds(gpu, host)))
-        return ends[0], ends[1]
+        host = Component("host", self.scheduling + self.launching, None)
+        gpu_sigma, host_sigma = self._sigma(self.components, weights), self._sigma([host], weights)
+        low, high = (self._joined(np.exp(side * gpu_sigma), np.exp(side * host_sigma)) for side in (-z, z))
+        return float(weights @ low), float(weights @ high)
+
+    def _joined(self, gpu: float, host: float) -> Array:
+        """Seconds of each step if the GPU and the host took so many times as long, shape (steps,)."""
+        parts = (_total(self.components) * gpu, self.scheduling.seconds * host, self.launching.seconds * host)
+        return self.model.joined(*(Cost(seconds, {}) for seconds in parts)).seconds
 
     def _sigma(self, components: list[Component], weights: Array) -> float:
         """Standard deviation of log(sum(weights * components)): the coefficients' covariance plus the model error."""

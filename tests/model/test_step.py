@@ -14,6 +14,7 @@ from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.attention import FLASH_ATTENTION_3
 from fp8plan.model.batch import StepBatch
+from fp8plan.model.cost import Cost, norm8
 from fp8plan.model.hardware import Gpu, gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.overhead import layer_cost
@@ -69,6 +70,8 @@ def models(draw: st.DrawFn) -> StepModel:
         key: min(value * factor, 1.0) if key.endswith("_efficiency") else value * factor
         for (key, value), factor in zip(profile.coefficients.items(), factors, strict=True)
     }
+    # A step in pieces, each a graph, that costs more launches than one without graphs is another machine's.
+    values["host.piecewise_layer_seconds"] = min(values[f"host.{x}_layer_seconds"] for x in ("piecewise", "eager"))
     return model(
         name,
         draw(st.sampled_from(list(PRESETS.values()))),
@@ -170,7 +173,8 @@ def test_a_fast_gpu_does_not_hide_an_uncertain_host() -> None:
     name = "Qwen/Qwen3-0.6B"
     for precision in (BF16, FP8_BLOCK_KV):
         step = model(name, precision=precision, tensor_parallel_size=8)
-        host = Component("host", step._host(batch), None)
+        scheduling, launching = step._host(batch)
+        host = Component("host", scheduling + launching, None)
         low, high = step.interval(batch, weights, 1.645)
         assert low < weights @ step.seconds(batch) < high
         assert high >= 0.999 * (weights @ host.seconds()) * np.exp(1.645 * step.timed(batch)._sigma([host], weights))
@@ -194,6 +198,48 @@ def test_decode_is_padded_to_captured_graphs_and_not_beyond() -> None:
     assert gemm[0] == gemm[1]
     eager = model(enforce_eager=True).breakdown(batch)["gemm"]
     assert eager[0] < eager[1] <= gemm[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "experts", "quantised"),
+    [(QWEN, 36, 0, 4 * 36), ("Qwen/Qwen3-30B-A3B", 48, 48, 4 * 48), ("Qwen/Qwen3-1.7B", 28, 0, 4 * 28)],
+)
+def test_what_the_host_launches(name: str, layers: int, experts: int, quantised: int) -> None:
+    """Decode is one graph; with a short prompt it runs in pieces; what no graph holds is launched kernel by kernel."""
+    batch = batch_of([(128, 1000, 0, 0), (128, 1000, 60, 0), (128, 1000, 800, 0), (600, 1000, 0, 0)])
+    for precision in (BF16, FP8_BLOCK):
+        step = model(name, precision)
+        costs = step._host(batch)[1].partials
+        seconds = {key: step.profile.coefficients[key] for key in costs}
+        counts = {key.removeprefix("host."): (values / seconds[key]).round(6).tolist() for key, values in costs.items()}
+        expected = {
+            "piecewise_layer_seconds": [0, layers, 0, 0],
+            "eager_layer_seconds": [0, 0, layers, layers],
+            "eager_expert_layer_seconds": [0, 0, experts, experts],
+            "eager_quantise_seconds": [0, 0, quantised, quantised],
+        }
+        if precision is BF16:
+            del expected["eager_quantise_seconds"]
+        assert counts == {key: values for key, values in expected.items() if any(values)}
+
+
+def test_launches_overlap_the_gpu_even_where_the_schedule_does_not() -> None:
+    """One long prefill: its GPU time hides the launches. Two steps of few requests without graphs: they do not."""
+    batch = batch_of([(0, 1, 16000, 0), (2, 100, 0, 0)])
+    step = model(async_scheduling=False, enforce_eager=True)
+    scheduling, launching = (x.seconds for x in step._host(batch))
+    gpu_s = sum(part for name, part in step.breakdown(batch).items() if name != "host")
+    seconds = step.seconds(batch)
+    assert seconds[0] == pytest.approx(scheduling[0] + gpu_s[0], rel=1e-4)
+    assert seconds[1] == pytest.approx(scheduling[1] + launching[1], rel=0.02)
+    assert gpu_s[1] < launching[1]
+
+
+def test_a_sum_of_powers_does_not_overflow() -> None:
+    parts = [Cost(np.array([3e200, 0.0]), {"a": np.array([3e200, 0.0])}), Cost(np.array([4e200, 0.0]), {})]
+    found = norm8(*parts)
+    assert found.seconds.tolist() == [pytest.approx(4e200 * (1 + 0.75**8) ** 0.125), 0.0]
+    assert np.isfinite(found.partials["a"]).all()
 
 
 def test_eager_small_steps_wait_for_the_host() -> None:

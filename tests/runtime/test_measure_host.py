@@ -3,45 +3,85 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from fp8plan.runtime.measure import host, rollout_engine
-from fp8plan.runtime.measure.host import FEWEST, Host, loop_seconds, quiet
-from fp8plan.runtime.measure.rollout_engine import TRIES, Attempt, attempts, disturbance
-from fp8plan.runtime.measure.watch import Watch
+psutil = pytest.importorskip("psutil")  # comes with vLLM
+if not hasattr(os, "sched_setaffinity"):
+    pytest.skip("only Linux moves threads to cores", allow_module_level=True)
+
+from fp8plan.runtime.measure import host, rollout_engine  # noqa: E402
+from fp8plan.runtime.measure.host import Host, loop_seconds, quiet, threads  # noqa: E402
+from fp8plan.runtime.measure.rollout_engine import AGAIN_S, TRIES, Attempt, attempts, disturbance  # noqa: E402
+from fp8plan.runtime.measure.watch import Watch  # noqa: E402
+
+CORES = sorted(os.sched_getaffinity(0))
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that waits; this one's cores are put back afterwards."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.wait()
+    for thread in threads([psutil.Process()]):
+        os.sched_setaffinity(thread, CORES)
 
 
 def test_busy_cores_are_left_unless_too_few_remain() -> None:
-    assert quiet({0: 4.5, 1: 2.3, 2: 2.4, 3: 4.4, 4: 2.3, 5: 2.6, 6: 2.5}) == [1, 4, 2, 6, 5]
-    slow = quiet({0: 4.5, 1: 2.3, 2: 4.0, 3: 4.4, 4: 4.3, 5: 4.6})
-    assert slow == [1, 2, 4, 3]
-    assert len(slow) == FEWEST
-    assert quiet({0: 1.0, 1: 9.0}) == [0, 1]
+    assert quiet({0: 4.5, 1: 2.3, 2: 2.4, 3: 4.4, 4: 2.3, 5: 2.6, 6: 2.5}, 4) == [1, 4, 2, 6, 5]
+    assert quiet({0: 4.5, 1: 2.3, 2: 4.0, 3: 4.4, 4: 4.3, 5: 4.6}, 4) == [1, 2, 4, 3]
+    assert quiet({0: 1.0, 1: 9.0}, 4) == [0, 1]
 
 
 def test_a_loop_is_timed_on_its_core_and_the_thread_comes_back() -> None:
-    cores = os.sched_getaffinity(0)
-    assert 0 < loop_seconds(min(cores), 2) < 1
-    assert os.sched_getaffinity(0) == cores
+    before = os.sched_getaffinity(0)
+    assert 0 < loop_seconds(CORES[0], 2) < 1
+    assert os.sched_getaffinity(0) == before
 
 
-def test_threads_are_moved_and_a_slow_core_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = dict.fromkeys(os.sched_getaffinity(0), 1.0)
-    moved: list[list[int]] = []
+@pytest.mark.skipif(len(CORES) < 2, reason="one core leaves no choice")
+def test_processes_are_moved_to_the_quiet_core(child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = dict.fromkeys(CORES, 2.0) | {CORES[1]: 1.0}
+    monkeypatch.setattr(host, "SPARE", -9)
     monkeypatch.setattr(host, "loop_seconds", lambda core, _: seconds[core])
-    monkeypatch.setattr(host, "_move", lambda _, cores: moved.append(list(cores)))
     here = Host()
     here.settle()
-    assert moved
-    assert set(moved[0]) <= set(seconds)
-    for core in seconds:
-        seconds[core] = 1.8
+    assert os.sched_getaffinity(0) == os.sched_getaffinity(child.pid) == {CORES[1]}
+    assert here.best_s == 1.0
+
+
+def test_the_slower_of_front_end_and_engine_counts(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {101: 1.5, 102: 1.2}
+    here = Host()
+    here.settle()
+    assert child.pid in {process.pid for process in here._watched}
+    monkeypatch.setattr(host, "loop_seconds", lambda core, _: seconds[core])
+    monkeypatch.setattr(psutil.Process, "cpu_num", lambda self: 101 if self.pid == child.pid else 102)
+    assert here.loop_s() == 1.5
+    seconds[102] = 1.7
+    here.best_s = 1.0
     with Watch(here) as watch:
         pass
-    assert watch.facts["host_slowdown"] == pytest.approx(1.8)
-    assert watch.facts["host_loop_s"] == 1.0
+    assert watch.facts["host_slowdown"] == pytest.approx(1.7)
+    assert watch.facts["host_loop_s"] == pytest.approx(1.7)
+
+
+def test_a_process_that_has_ended_says_nothing(child: subprocess.Popen[bytes]) -> None:
+    here, process = Host(), psutil.Process(child.pid)
+    here.settle()
+    child.kill()
+    child.wait()
+    assert threads([process]) == []
+    assert host._user_seconds(process) == 0
+    assert here.loop_s() is None
 
 
 class FakeTrace:
@@ -54,28 +94,32 @@ class FakeTrace:
         return {}
 
 
-def run(monkeypatch: pytest.MonkeyPatch, slowdowns: list[float], compiled: list[int]) -> list[Attempt]:
-    """Attempts of a run during which the host is so slow and so many files are compiled, one after the other."""
-    clock, asked = iter(slowdowns), [0]
+def run(
+    monkeypatch: pytest.MonkeyPatch, slowdowns: list[float], compiled: list[int], seconds: float = 1.0
+) -> list[Attempt]:
+    """Attempts of a run of `seconds`, in each of which the host is so slow and so many files are compiled."""
+    clock, asked, now = iter(slowdowns), [0], [0.0]
 
     def count() -> int:  # asked before and after each run
         asked[0] += 1
         return sum(compiled[: asked[0] // 2])
 
+    def timed(*_: object) -> dict[str, Any]:
+        now[0] += seconds
+        return {"seconds": seconds}
+
     class FakeHost:
         best_s = 1.0
-
-        def __init__(self) -> None:
-            self.now = 1.0
 
         def settle(self) -> None:
             self.now = next(clock)
 
-        def slowdown(self) -> float:
+        def loop_s(self) -> float:
             return self.now
 
     monkeypatch.setattr(rollout_engine, "compiled_files", count)
-    monkeypatch.setattr(rollout_engine, "timed", lambda *_: {"seconds": 1.0})
+    monkeypatch.setattr(rollout_engine, "timed", timed)
+    monkeypatch.setattr(rollout_engine.time, "perf_counter", lambda: now[0])
     llm: Any = None
     trace: Any = FakeTrace()
     fake: Any = FakeHost()
@@ -96,3 +140,8 @@ def test_it_ends_after_some_tries_with_the_least_disturbed(monkeypatch: pytest.M
     tries = run(monkeypatch, [1.9, 1.5, 1.4, 1.6, 1.0], [0, 0, 3, 0, 0])
     assert len(tries) == TRIES
     assert min(tries, key=disturbance) is tries[1]
+
+
+def test_long_runs_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(run(monkeypatch, [1.9, 1.9], [0, 0], seconds=AGAIN_S + 1)) == 1
+    assert len(run(monkeypatch, [1.9, 1.9, 1.9], [0, 0, 0], seconds=0.6 * AGAIN_S)) == 2

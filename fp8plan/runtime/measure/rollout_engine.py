@@ -1,7 +1,7 @@
 """One engine, all its workloads: the child process of `fp8plan.runtime.measure.rollouts`.
 
 It reads a job (JSON, made by `rollouts.jobs`), starts `vllm.LLM` with random weights, and appends one rollout record
-per timed run to the job's output, at once, so that nothing measured is lost if the machine goes away.
+per timed run to the job's output, as soon as the run need not be repeated: if the machine goes away, that run is lost.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ TRACE_COLUMNS = ("t_s", "core_s", "running", "waiting", "kv_usage", "generation_
 
 
 # A run that was disturbed is repeated: so many attempts, and none once the first have taken so long.
-TRIES, AGAIN_S = 4, 25.0
+TRIES, AGAIN_S = 4, 8.0
 
 
 class Attempt(NamedTuple):

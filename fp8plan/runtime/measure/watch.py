@@ -22,9 +22,9 @@ STAT = Path("/proc/stat")
 class Watch:
     """`with Watch(host) as watch: run()`, then `watch.facts`, sampled four times a second:
 
-    host_slowdown:   how many times as long a loop in Python took as on the fastest core of the machine, on the slower
-                     of the cores of front end and engine, mean; None without a `host`
-    host_loop_s:     seconds of that loop on the fastest core
+    host_loop_s:     mean seconds of a loop in Python on the slower of the cores of front end and engine; None without
+                     a `host`
+    host_slowdown:   the same as a multiple of the fastest loop that was seen on any core until the run's end
     cpu_steal_share: of all cores' time, what the hypervisor gave to others; None where Linux does not say
     sm_mhz, power_w: median clock and mean power of the first visible GPU; None without one
     """
@@ -34,7 +34,7 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self._ticks = cpu_ticks()
-        self._samples: list[tuple[int | None, float | None, float | None]] = []
+        self._samples: list[tuple[Any, Any, Any]] = []
         self._over = Event()
         self._thread = Thread(target=self._sample, daemon=True)
         self._thread.start()
@@ -44,10 +44,10 @@ class Watch:
         self._over.set()
         self._thread.join()
         before, after = self._ticks, cpu_ticks()
-        clocks, powers, slowdowns = ([x for x in kind if x is not None] for kind in zip(*self._samples, strict=True))
+        clocks, powers, loops = ([x[i] for x in self._samples if x[i] is not None] for i in range(3))
         self.facts: dict[str, Any] = {
-            "host_slowdown": mean(slowdowns) if slowdowns else None,
-            "host_loop_s": self._host.best_s if self._host else None,
+            "host_loop_s": mean(loops) if loops else None,
+            "host_slowdown": mean(loops) / self._host.best_s if loops and self._host else None,
             "cpu_steal_share": (after[0] - before[0]) / max(after[1] - before[1], 1) if before and after else None,
             "sm_mhz": median(clocks) if clocks else None,
             "power_w": mean(powers) if powers else None,
@@ -56,7 +56,7 @@ class Watch:
     def _sample(self) -> None:
         while True:
             over = self._over.wait(EVERY_S)
-            self._samples.append((sm_clock_mhz(), gpu_power_w(), self._host.slowdown() if self._host else None))
+            self._samples.append((sm_clock_mhz(), gpu_power_w(), self._host.loop_s() if self._host else None))
             if over:
                 return
 
