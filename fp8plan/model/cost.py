@@ -76,8 +76,8 @@ def norm8(*terms: Cost) -> Cost:
 
 def _norm(power: int, terms: Sequence[Cost]) -> Cost:
     largest = np.maximum.reduce([term.seconds for term in terms])
-    scale = 1 / np.where(largest > 0, largest, 1.0)  # while a fit searches, an eighth power would overflow
-    total = np.sum([_power(term.seconds * scale, power) for term in terms], axis=0)
+    scale = np.where(largest > 0, largest, 1.0)  # while a fit searches, an eighth power would overflow
+    total = np.sum([_power(term.seconds / scale, power) for term in terms], axis=0)
     for _ in range(power.bit_length() - 1):  # powers of two
         total = np.sqrt(total)
     total = largest * total

@@ -46,7 +46,10 @@ def test_bandwidth_falls_with_the_memory_and_nothing_else() -> None:
     changed = {name for name, value in slow.items() if value != PROFILE.coefficients[name]} - {CLOCK, MEMORY}
     assert "gemm.bf16.bandwidth_efficiency" in changed
     assert "attention.fp8.decode_bandwidth_efficiency" in changed
-    assert {x for x in changed if not x.endswith("bandwidth_efficiency")} == {"sampling.v1.passes", "sampling.v2.passes"}
+    assert {x for x in changed if not x.endswith("bandwidth_efficiency")} == {
+        "sampling.v1.passes",
+        "sampling.v2.passes",
+    }
     assert not any(name.startswith("collective") for name in changed)
     for name in changed:
         assert slow[name] == pytest.approx(PROFILE.coefficients[name] * 0.9 ** (-1 if "passes" in name else 1))
