@@ -1,4 +1,8 @@
-"""Median seconds of a decode step by the number of requests, measured and predicted, and pauses of the front end.
+"""Median seconds of a decode step by the number of requests and of steps that fill prompts, measured and predicted, and
+pauses of the front end.
+
+The engine reports a step that fills prompts now with the step before it, now with itself: as many steps as the schedule
+has of them, the longest, are taken for them.
 
 `python benchmarks/steps_by_batch.py FOLDER MODEL PRECISION WORKLOAD`, of FOLDER/rollouts.jsonl and its traces: e.g.
 profiles/h200_sxm/vllm-0.26.0/steps Qwen/Qwen3-1.7B bf16 drain
@@ -44,6 +48,10 @@ def main() -> None:
             if chosen.sum() >= FEWEST:
                 both = (np.median(x[:steps][chosen]) * 1e3 for x in (measured, predicted))
                 print(f"{number:4d} requests, {chosen.sum():4d} steps: {'{:.2f} ms, predicted {:.2f}'.format(*both)}")
+        filling = planned.prefill_tokens[giving][:steps] > 0
+        longest = np.median(np.sort(measured[:steps])[-filling.sum() :]) * 1e3
+        expected = np.median(predicted[:steps][filling]) * 1e3
+        print(f"steps that fill prompts, {filling.sum():4d}: {longest:.1f} ms, predicted {expected:.1f}")
         waits, tokens = np.diff(trace["t_s"], prepend=0.0), np.cumsum(trace["generation_tokens"])
         pauses = [f"{waits[i]:.2f} s at {tokens[i]:,} tokens" for i in np.flatnonzero(waits > PAUSE_S)]
         print(f"pauses of the front end: {', '.join(pauses) or 'none'}")

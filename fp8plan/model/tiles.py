@@ -31,9 +31,8 @@ TILE_POLICIES: dict[str, TilePolicy] = {
     "triton": TilePolicy(((16, 128), (32, 128), (64, 128), (128, 128)), 512),
     "onednn": TilePolicy(((1, 16),), 512),
 }
-FLASHINFER_DEEP_GEMM = (
-    "flashinfer_deep_gemm"  # on Hopper: below 32 rows FlashInfer's, which swaps A and B; then DeepGEMM
-)
+# On Hopper: below SWAPPED_ROWS rows FlashInfer's, which swaps A and B; then DeepGEMM.
+FLASHINFER_DEEP_GEMM = "flashinfer_deep_gemm"
 SWAPPED_ROWS = 32
 LEAST_ROWS = 64  # of one tensor core instruction; smaller tiles cost as much
 # Tiles wider than 128 need two scales of the weights in the inner loop, and widths of odd 16s store in short rows:

@@ -14,9 +14,10 @@ psutil = pytest.importorskip("psutil")  # comes with vLLM
 if not hasattr(os, "sched_setaffinity"):
     pytest.skip("only Linux moves threads to cores", allow_module_level=True)
 
-from fp8plan.runtime.measure import host, rollout_engine  # noqa: E402
+from fp8plan.runtime.measure import attempts as again  # noqa: E402
+from fp8plan.runtime.measure import host  # noqa: E402
+from fp8plan.runtime.measure.attempts import AGAIN_S, TRIES, Attempt, attempts, disturbance  # noqa: E402
 from fp8plan.runtime.measure.host import Host, loop_seconds, quiet, threads  # noqa: E402
-from fp8plan.runtime.measure.rollout_engine import AGAIN_S, TRIES, Attempt, attempts, disturbance  # noqa: E402
 from fp8plan.runtime.measure.watch import Watch  # noqa: E402
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -117,9 +118,9 @@ def run(
         def loop_s(self) -> float:
             return self.now
 
-    monkeypatch.setattr(rollout_engine, "compiled_files", count)
-    monkeypatch.setattr(rollout_engine, "timed", timed)
-    monkeypatch.setattr(rollout_engine.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(again, "compiled_files", count)
+    monkeypatch.setattr(again, "timed", timed)
+    monkeypatch.setattr(again.time, "perf_counter", lambda: now[0])
     llm: Any = None
     trace: Any = FakeTrace()
     fake: Any = FakeHost()

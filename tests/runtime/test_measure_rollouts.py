@@ -15,8 +15,9 @@ from fp8plan.model.records import read_records
 from fp8plan.model.validate import validate
 from fp8plan.runtime.measure import cells as cell_files
 from fp8plan.runtime.measure import rollouts
+from fp8plan.runtime.measure.attempts import TRIES
 from fp8plan.runtime.measure.engine_log import engine_numbers, kernel_backends, model_runner, uses_e8m0
-from fp8plan.runtime.measure.rollout_engine import TRIES, token_prompts
+from fp8plan.runtime.measure.timed_rollout import token_prompts
 
 TINY = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -1,0 +1,76 @@
+"""One `generate()` of random prompts, timed, and what vLLM's counters gained meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fp8plan.errors import Fp8PlanError
+
+# vLLM's counters (v1/metrics/loggers.py), as the record calls what they gained during a run.
+COUNTERS = {
+    "vllm:num_preemptions": "preemptions",
+    "vllm:prompt_tokens": "prompt_tokens",
+    "vllm:generation_tokens": "generation_tokens",
+    "vllm:prefix_cache_queries": "prefix_cache_queries",
+    "vllm:prefix_cache_hits": "prefix_cache_hits",
+}
+# One observation for each engine step that gave at least one token; a step that only fills prompts is not counted.
+STEPS = "vllm:iteration_tokens_total"
+
+
+def token_prompts(work: Mapping[str, Any], vocabulary: int) -> list[dict[str, list[int]]]:
+    """Random tokens: one prompt per prompt id, equal between its samples."""
+    rng = np.random.default_rng(work["seed"])
+    lengths = dict(zip(work["prompt_ids"], work["prompt_lengths"], strict=True))
+    tokens: dict[int, list[int]] = {}
+    for name, length in lengths.items():
+        tokens[name] = rng.integers(0, vocabulary, length).tolist()
+    return [{"prompt_token_ids": tokens[name]} for name in work["prompt_ids"]]
+
+
+def timed(
+    llm: Any, prompts: Sequence[Any], responses: Sequence[int], starting: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """Wall time of one `generate()` from an empty prefix cache, and what vLLM's counters gained meanwhile."""
+    from vllm import SamplingParams
+
+    params = [
+        SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0, temperature=1.0)
+        for tokens in responses
+    ]
+    empty_prefix_cache(llm)
+    gc.collect()
+    before = counters(llm)
+    starting()
+    begun = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - begun
+    given = [len(output.outputs[0].token_ids) for output in outputs]
+    if given != list(responses):
+        raise Fp8PlanError("vLLM gave responses of other lengths than were asked for; this run cannot be a record")
+    return {"seconds": seconds} | {name: value - before[name] for name, value in counters(llm).items()}
+
+
+def empty_prefix_cache(llm: Any) -> None:
+    """Async scheduling frees the last blocks a moment after the last token is out, hence the tries."""
+    for _ in range(50):
+        if llm.reset_prefix_cache():
+            return
+        time.sleep(0.1)
+    raise Fp8PlanError("vLLM did not empty its prefix cache within 5 s of the last request")
+
+
+def counters(llm: Any) -> dict[str, int]:
+    """COUNTERS and the number of steps so far, summed over engines."""
+    totals = dict.fromkeys((*COUNTERS.values(), "steps_with_output"), 0)
+    for metric in llm.get_metrics():
+        if metric.name in COUNTERS:
+            totals[COUNTERS[metric.name]] += int(metric.value)
+        elif metric.name == STEPS:
+            totals["steps_with_output"] += int(metric.count)
+    return totals
