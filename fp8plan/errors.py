@@ -3,7 +3,9 @@
 Fp8PlanError                     catch this one
 ├── ConfigError (ValueError)     an argument, file or combination that cannot be used
 ├── ProfileError (LookupError)   no calibrated number for what was asked
-└── CapacityError (ValueError)   the model or a request does not fit the GPU
+├── CapacityError (ValueError)   the model or a request does not fit the GPU
+└── SyncError (RuntimeError)     new weights did not arrive; says which weights serve now
+    └── NotServingError          the engine refuses to generate until a complete sync
 """
 
 
@@ -21,3 +23,11 @@ class ProfileError(Fp8PlanError, LookupError):
 
 class CapacityError(Fp8PlanError, ValueError):
     """The model does not fit the GPU, or one request can never fit the KV cache."""
+
+
+class SyncError(Fp8PlanError, RuntimeError):
+    """New weights did not arrive. The message says what happened and which weights serve now."""
+
+
+class NotServingError(SyncError):
+    """The engine refuses to generate, because its weights are a mixture of old and new ones, or it has died."""

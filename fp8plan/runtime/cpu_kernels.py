@@ -1,0 +1,117 @@
+"""Blockwise FP8 on any CPU, slowly: reference kernels that let vLLM's CPU build run what a Hopper GPU runs.
+
+vLLM's own CPU kernel of blockwise FP8 wants AMX, and multiplies in BF16 (W8A16). These multiply what a GPU multiplies
+(W8A8: E4M3 weights by 128 x 128 block, E4M3 activations by groups of 128 of a token), in float32 on the dequantised
+values. They are for tests and for trying a training loop on a laptop; nothing about their speed means anything.
+
+A `vllm.general_plugins` entry point (pyproject.toml) calls `register` in every process of vLLM. It does nothing unless
+FP8PLAN_CPU_KERNELS=1, which `RolloutEngine` sets for a plan with blockwise FP8 on a CPU.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from fp8plan.model.precision import E4M3_MAX
+
+ENABLE = "FP8PLAN_CPU_KERNELS"
+
+# Below it a group of activations is taken for zero: vLLM's own floor on their scale (per_token_group_quant_fp8).
+SMALLEST_GROUP_AMAX = 1e-10
+
+
+def register() -> None:
+    """Put the kernels first in vLLM's lists for CPUs, once. Does nothing on another platform or unless asked to."""
+    if os.environ.get(ENABLE) != "1":
+        return
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        _register_linear()
+        _register_experts()
+
+
+def _register_linear() -> None:
+    import torch
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+    from vllm.platforms.interface import PlatformEnum
+
+    class ReferenceFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
+        @classmethod
+        def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+            return True, None
+
+        def apply_block_scaled_mm(
+            self, A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor
+        ) -> torch.Tensor:
+            columns = self.weight_group_shape[1]
+            activations = A.float() * As.repeat_interleave(columns, 1)[:, : A.shape[1]]
+            return (activations @ _dequantised(B, Bs).t()).to(self.config.out_dtype)
+
+    kernels = linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
+    if not any(kernel.__name__ == ReferenceFp8BlockKernel.__name__ for kernel in kernels):
+        kernels.insert(0, ReferenceFp8BlockKernel)
+
+
+def _register_experts() -> None:
+    import torch
+    import torch.nn.functional as F
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle
+    from vllm.model_executor.layers.quantization import fp8
+    from vllm.model_executor.layers.quantization.online import fp8 as online
+
+    class ReferenceFp8Experts(cpu_moe.CPUUnquantizedExperts):
+        @staticmethod
+        def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+            return True
+
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            """Nothing: the weights stay as the checkpoint lays them out."""
+
+        def apply(
+            self,
+            output: torch.Tensor,
+            hidden_states: torch.Tensor,
+            w1: torch.Tensor,
+            w2: torch.Tensor,
+            topk_weights: torch.Tensor,
+            topk_ids: torch.Tensor,
+            *_: Any,
+            **__: Any,
+        ) -> None:
+            tokens = _quantised_activations(hidden_states)
+            total = torch.zeros(hidden_states.shape, dtype=torch.float32)
+            for expert in topk_ids.unique().tolist():
+                rows, slot = (topk_ids == expert).nonzero(as_tuple=True)
+                both = (tokens[rows] @ _dequantised(w1[expert], self.w1_scale[expert]).t()).to(hidden_states.dtype)
+                gate, up = both.float().chunk(2, -1)
+                hidden = _quantised_activations((F.silu(gate) * up).to(hidden_states.dtype))
+                out = (hidden @ _dequantised(w2[expert], self.w2_scale[expert]).t()).to(hidden_states.dtype)
+                total.index_add_(0, rows, out.float() * topk_weights[rows, slot, None].float())
+            output.copy_(total)
+
+    def select(*_: Any, **__: Any) -> tuple[Any, type]:
+        return oracle.Fp8MoeBackend.TRITON, ReferenceFp8Experts  # the backend that keeps the checkpoint's layout
+
+    for module in (oracle, fp8, online):
+        module.select_fp8_moe_backend = select
+
+
+def _quantised_activations(tokens: Any) -> Any:
+    """Tokens [m, k] as E4M3 by groups of 128 would hold them, in float32."""
+    import torch
+
+    count, width = tokens.shape
+    groups = torch.nn.functional.pad(tokens.float(), (0, -width % 128)).view(count, -1, 128)
+    scale = groups.abs().amax(-1, keepdim=True).clamp(SMALLEST_GROUP_AMAX) / E4M3_MAX
+    kept = (groups / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * scale
+    return kept.view(count, -1)[:, :width]
+
+
+def _dequantised(weight: Any, scale: Any) -> Any:
+    """E4M3 weight [n, k] with its scales [ceil(n / 128), ceil(k / 128)], in float32."""
+    rows, columns = weight.shape
+    return weight.float() * scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]

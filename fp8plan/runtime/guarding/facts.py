@@ -1,0 +1,150 @@
+"""What the guard knows of an engine and of one of its rollouts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.precision import Precision
+from fp8plan.model.precision import precision as find_precision
+from fp8plan.model.workload import MOST_TOKENS, Batch
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What really runs, read once from the started engine.
+
+    model:           hub id or folder with config.json
+    gpu:             name in fp8plan.model.hardware
+    engine_version:  of vLLM
+    precision:       preset name
+    limits:          the engine's own; num_gpu_blocks only where the pool was imposed, not where it was measured
+    kernel_backends: as `engine_log.kernel_backends` returns it; a kernel the log does not name is left out
+    e8m0:            DeepGEMM's scales are powers of two; None: not known, or no weight is FP8
+    cudagraph_mode:  name of vLLM's CUDAGraphMode; None: not known
+    """
+
+    model: str
+    gpu: str
+    engine_version: str
+    precision: str
+    limits: EngineLimits
+    kernel_backends: Mapping[str, str] = field(default_factory=dict)
+    e8m0: bool | None = None
+    cudagraph_mode: str | None = None
+
+    @property
+    def preset(self) -> Precision:
+        return find_precision(self.precision)
+
+    @property
+    def eager(self) -> bool:
+        """Whether there are no CUDA graphs at all."""
+        return self.limits.enforce_eager or self.cudagraph_mode == "NONE"
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What one rollout showed: one `generate()` of a whole batch.
+
+    seconds:          wall time
+    prompt_lengths, response_lengths: tokens of each response, in order of arrival; shape (responses,)
+    prompt_ids:       equal where two responses have the same prompt; None: all prompts differ
+    preemptions:      vLLM counted during it
+    kv_cache_tokens:  size of the measured pool, num_gpu_blocks * block_size; None: the predicted one
+    compiled_files:   kernels compiled during it (`warm_up.compiled_files`); None: nobody looked
+    longest_step_s:   longest engine step; None: not known
+    host_slowdown:    as `watch.Watch` measures it; None: not known
+    kl_k3:            mean k3 per token between trainer and rollout; None: not known
+
+    Raises ConfigError for what no rollout can show.
+    """
+
+    seconds: float
+    prompt_lengths: Sequence[int]
+    response_lengths: Sequence[int]
+    prompt_ids: Sequence[int] | None = None
+    preemptions: int = 0
+    kv_cache_tokens: int | None = None
+    compiled_files: int | None = None
+    longest_step_s: float | None = None
+    host_slowdown: float | None = None
+    kl_k3: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("seconds", "longest_step_s", "host_slowdown", "kl_k3"):
+            _check_number(name, getattr(self, name), above_zero=name == "seconds", optional=name != "seconds")
+        for name in ("preemptions", "compiled_files", "kv_cache_tokens"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ConfigError(f"{name} is {value!r}; allowed: a whole number of at least 0")
+        for name in ("prompt_lengths", "response_lengths"):
+            object.__setattr__(self, name, _lengths(name, getattr(self, name)))
+        ids = range(len(self.prompt_lengths)) if self.prompt_ids is None else self.prompt_ids
+        if not len(self.prompt_lengths) == len(self.response_lengths) == len(ids):
+            counts = f"{len(self.prompt_lengths)}, {len(self.response_lengths)} and {len(ids)}"
+            raise ConfigError(
+                f"prompt_lengths, response_lengths and prompt_ids count {counts}; allowed: as many of each"
+            )
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(self.response_lengths)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Response tokens per second."""
+        return self.output_tokens / self.seconds
+
+    @property
+    def batch(self) -> Batch:
+        ids = range(len(self.prompt_lengths)) if self.prompt_ids is None else self.prompt_ids
+        columns = (self.prompt_lengths, self.response_lengths, np.unique(list(ids), return_inverse=True)[1])
+        return Batch(*(np.asarray(column, dtype=np.int64) for column in columns))
+
+
+def observation_of(outputs: Sequence[RequestOutput], seconds: float, **more: Any) -> Observation:
+    """The observation of one `generate()` from what it returned; several samples of a prompt count one by one.
+
+    outputs: finished RequestOutputs, in the order in which they were asked for
+    seconds: wall time of the call
+    more:    the other fields of Observation
+
+    A completion without tokens (aborted) is left out: no step gave it anything. Raises ConfigError if none has any.
+    """
+    seen: dict[tuple[int, ...], int] = {}
+    rows = []
+    for output in outputs:
+        prompt = tuple(output.prompt_token_ids or ())
+        name = seen.setdefault(prompt, len(seen))
+        rows += [(len(prompt), len(one.token_ids), name) for one in output.outputs if len(one.token_ids)]
+    prompts, responses, ids = zip(*rows, strict=True) if rows else ((), (), ())
+    return Observation(seconds, prompts, responses, ids, **more)
+
+
+def _lengths(name: str, lengths: Sequence[int]) -> tuple[int, ...]:
+    values = np.asarray(lengths)
+    if not values.size:
+        raise ConfigError(f"{name} is empty; allowed: tokens of every response of a rollout, at least one")
+    if values.ndim != 1 or values.dtype.kind not in "iu" or values.min() < 1 or values.max() > MOST_TOKENS:
+        raise ConfigError(f"{name} is {str(lengths)[:60]}; allowed: a list of whole numbers, 1 to {MOST_TOKENS:,}")
+    return tuple(values.tolist())
+
+
+def _check_number(name: str, value: Any, above_zero: bool, optional: bool) -> None:
+    if value is None and optional:
+        return
+    fine = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not fine or (above_zero and value <= 0):
+        hint = "; a nan comes from log-probs that hold nan or inf" if name == "kl_k3" else ""
+        raise ConfigError(f"{name} is {value!r}; allowed: a finite number{' above 0' if above_zero else ''}{hint}")

@@ -1,0 +1,46 @@
+"""Whether an engine runs the kernels that its profile was measured with."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+# Kernels as profiles call them -> vLLM's names of the same, in its log (FLASH_ATTN) or of the class that runs it
+# (FlashAttentionImpl), as a pattern. It does not name its BF16 GEMM.
+SAME: Final = {
+    "flash_attn": "(?i)^flash_?att",
+    "flash_attn_2": "(?i)^flash_?att",
+    "flash_attn_3": "(?i)^flash_?att",
+    "flashinfer": "(?i)^flashinfer",
+    "flashinfer_trtllm": "(?i)^flashinfer",
+    "cpu_attn": "(?i)^cpu_?att",
+    "deep_gemm": "(?i)deep_?gemm",
+    "flashinfer_deep_gemm": "(?i)flashinfer.*deep_?gemm",
+    "triton": "(?i)triton",
+}
+
+WAY_BACK: Final = {
+    "gemm": "leave linear_backend, VLLM_DISABLED_KERNELS, VLLM_USE_DEEP_GEMM and VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER "
+    "unset, and install flashinfer as this vLLM demands it",
+    "attention": "leave attention_backend unset",
+    "moe": "leave moe_backend and VLLM_USE_DEEP_GEMM unset",
+}
+
+KNOWN_FOR: Final = {
+    "(?i)marlin": ", which unpacks FP8 weights and multiplies in BF16",
+    "(?i)triton": ", which is portable and seldom tuned for a shape",
+}
+
+
+def fallback(kernel: str, measured: str | None, runs: str) -> str | None:
+    """A sentence if `runs` is not the measured kernel, and what to do; None if it is, or nobody can say.
+
+    kernel:   as profiles name it, e.g. "gemm.fp8_block"
+    measured: its implementation, as the profile calls it; None: not measured
+    runs:     its implementation, as vLLM calls it in its log, or the class of it
+    """
+    if measured not in SAME or re.search(SAME[measured], runs):
+        return None
+    note = next((text for pattern, text in KNOWN_FOR.items() if re.search(pattern, runs)), "")
+    way = WAY_BACK.get(kernel.partition(".")[0], "the engine's log says why it was selected")
+    return f"{kernel} runs on {runs}{note}; the profile was measured with {measured}: {way}"

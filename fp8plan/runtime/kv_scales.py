@@ -1,0 +1,127 @@
+"""Scales of the FP8 KV cache, measured anew after every weight sync.
+
+vLLM keeps one scale per layer for K, V and (where attention runs in FP8) Q, 1.0 unless a checkpoint brings others: what
+exceeds 448 is then clipped. E4M3 is a floating-point format, so a scale matters only where values would be clipped or
+underflow; that is why the largest magnitudes (amax) are enough. From vLLM 0.28 on it measures none itself, and a reload
+or a wake-up sets them back to 1.0.
+
+scale = margin * amax / 448, per tensor (vllm/model_executor/layers/attention: the stored value is x / scale).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
+from typing import TYPE_CHECKING, Any, Final
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.precision import E4M3_MAX
+
+if TYPE_CHECKING:
+    import torch
+
+PARTS: Final = ("q", "k", "v")
+
+# Room for what the calibration prompts did not show; NeMo-RL's margin.
+MARGIN: Final = 1.05
+
+Amax = dict[str, list[float]]  # layer -> largest |q|, |k|, |v|
+Scales = dict[str, list[float]]  # layer -> scales of q, k, v
+
+
+def scales_from(amax: Mapping[str, Sequence[float]], margin: float = MARGIN) -> Scales:
+    """Scales that hold `margin` times the amax. A layer that saw nothing keeps 1.0. Raises ConfigError for NaN or Inf."""
+    found = {}
+    for layer, parts in amax.items():
+        if len(parts) != len(PARTS) or not all(isfinite(value) and value >= 0 for value in parts):
+            raise ConfigError(f"amax of {layer} is {list(parts)}; allowed: three finite numbers, of q, k and v")
+        found[layer] = [margin * value / E4M3_MAX if value > 0 else 1.0 for value in parts]
+    return found
+
+
+def largest(ranks: Sequence[Amax]) -> Amax:
+    """The amax over tensor-parallel ranks: all of them must use the same scales."""
+    return {layer: [max(values) for values in zip(*(rank[layer] for rank in ranks), strict=True)] for layer in ranks[0]}
+
+
+def clipped(amax: Amax, scales: Scales) -> Scales:
+    """Where calibration itself was clipped by the scales it ran with: twice the room, to run again with. Q is seen only
+    after vLLM has quantised it, so its amax cannot exceed 448 scales: reaching that counts as clipped."""
+    return {
+        layer: [
+            2 * max(value, E4M3_MAX * scale) / E4M3_MAX if value >= E4M3_MAX * scale else scale
+            for value, scale in zip(parts, scales[layer], strict=True)
+        ]
+        for layer, parts in amax.items()
+        if any(value >= E4M3_MAX * scale for value, scale in zip(parts, scales[layer], strict=True))
+    }
+
+
+def attention_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, layer) of every attention layer of a vLLM model."""
+    for layer in model.modules():
+        if hasattr(layer, "_k_scale") and hasattr(layer, "impl"):
+            yield layer.layer_name, layer
+
+
+def live_scales(model: torch.nn.Module) -> dict[str, dict[str, float]]:
+    """layer -> scales on the device, and those on the host where backends read them there."""
+    found = {}
+    for name, layer in attention_layers(model):
+        device = {part: float(getattr(layer, f"_{part}_scale").max()) for part in PARTS}
+        host = {f"{part}_host": float(getattr(layer, f"_{part}_scale_float")) for part in PARTS}
+        found[name] = device | host
+    return found
+
+
+def set_scales(model: torch.nn.Module, scales: Mapping[str, Sequence[float]]) -> None:
+    """Write scales into the buffers that CUDA graphs have captured, and into their host copies. Raises ConfigError for
+    layers that are not the model's."""
+    layers = dict(attention_layers(model))
+    if wrong := layers.keys() ^ scales.keys():
+        raise ConfigError(f"scales for {sorted(wrong)[:4]}; allowed: one for each of {len(layers)} attention layers")
+    for name, layer in layers.items():
+        for part, scale in zip(PARTS, scales[name], strict=True):
+            getattr(layer, f"_{part}_scale").fill_(scale)
+            setattr(layer, f"_{part}_scale_float", float(scale))
+            host = getattr(layer, f"_{part}_scale_cpu", None)
+            if host is not None:
+                host.fill_(scale)
+
+
+class AmaxRecorder:
+    """Notes the largest |q|, |k| and |v| that each attention layer of a model is given, until `stop`.
+
+    vLLM calls attention from Python, between the CUDA graphs, in every step that fills prompts; only steps of decodes
+    alone are whole graphs. So prompts with one response token show all of it, without leaving the live engine's mode.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        import torch
+
+        self._layers = dict(attention_layers(model))
+        device = next(model.parameters()).device
+        self._amax = torch.zeros(len(self._layers), len(PARTS), dtype=torch.float32, device=device)
+        for number, layer in enumerate(self._layers.values()):
+            layer.impl.forward = self._wrapped(layer.impl.forward, self._amax[number])
+
+    @staticmethod
+    def _wrapped(forward: Any, amax: torch.Tensor) -> Any:
+        import torch
+
+        def recording(layer: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            for number, tensor in enumerate((query, key, value)):
+                if tensor is not None and tensor.numel():
+                    largest = tensor.float().abs().amax()
+                    if number == 0 and tensor.dtype == torch.float8_e4m3fn:
+                        largest = largest * layer._q_scale
+                    amax[number] = torch.maximum(amax[number], largest)
+            return forward(layer, query, key, value, *args, **kwargs)
+
+        return recording
+
+    def stop(self) -> Amax:
+        """The amax; the layers are as they were."""
+        for layer in self._layers.values():
+            del layer.impl.forward
+        return dict(zip(self._layers, self._amax.tolist(), strict=True))

@@ -1,0 +1,113 @@
+"""How a Plan's choice is started: vLLM's arguments and environment, and what must be true once it runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.hardware import gpu
+from fp8plan.runtime.cpu_kernels import ENABLE
+from fp8plan.runtime.live.worker import EXTENSION
+from fp8plan.runtime.manifest import Manifest, checkpoint_manifest
+from fp8plan.runtime.versions import check_vllm_version
+
+if TYPE_CHECKING:
+    from fp8plan.model.plan import Plan
+
+# What decides the precision is the plan's to say.
+THE_PLANS = ("model", "dtype", "quantization", "quantization_config", "kv_cache_dtype", "worker_extension_cls")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """kwargs, env: of vllm.LLM; checkpoint: its tensors, where a folder has them; device: of the engine's tensors"""
+
+    precision: str
+    fp8_weights: bool
+    fp8_kv: bool
+    kwargs: Mapping[str, Any]
+    env: Mapping[str, str]
+    checkpoint: Manifest | None
+    device: str
+    max_model_len: int
+    vocabulary: int
+
+    def refuse_other(self, facts: Mapping[str, Any]) -> None:
+        """Raises ConfigError if the engine that runs is not the one that was planned."""
+        wanted_e8m0 = self.env.get("VLLM_USE_DEEP_GEMM_E8M0")
+        if facts["e8m0"] and wanted_e8m0 == "0":
+            raise ConfigError(
+                "DeepGEMM uses power-of-two scales although VLLM_USE_DEEP_GEMM_E8M0=0 was planned; vLLM read its "
+                "environment earlier in this process: set the variable before vLLM is first used"
+            )
+        runs_fp8_kv = str(facts["kv_cache_dtype"]).startswith("fp8")
+        if runs_fp8_kv != self.fp8_kv:
+            raise ConfigError(f"the KV cache runs as {facts['kv_cache_dtype']}, and {self.precision} was planned")
+        quantised = any("Fp8" in kind for kind in facts["layers"])
+        if quantised != self.fp8_weights:
+            raise ConfigError(f"the layers run as {', '.join(facts['layers'])}, and {self.precision} was planned")
+
+
+def launch(
+    plan: Plan,
+    model_path: str | None,
+    choice: int | None,
+    keep_bf16: tuple[int, int],
+    more: Mapping[str, Any],
+) -> Launch:
+    """The Launch of a choice. Raises ConfigError for what vLLM, the plan or the arguments do not allow."""
+    check_vllm_version()
+    picked = plan.select(choice)
+    if taken := sorted(set(more).intersection(THE_PLANS)):
+        raise ConfigError(f"{', '.join(taken)} come from the plan; allowed: another choice of the plan (choice=...)")
+    kwargs = plan.vllm_kwargs(choice) | dict(more)
+    kwargs["worker_extension_cls"] = EXTENSION
+    if model_path is not None:
+        kwargs["model"] = str(model_path)
+    folder = Path(kwargs["model"])
+    config = json.loads((folder / "config.json").read_text("utf-8")) if (folder / "config.json").is_file() else {}
+    preset = picked.preset
+    fp8_weights = preset.weights == "fp8_block"
+    if "quantization_config" in config:
+        raise ConfigError(
+            f"{folder} is quantised already ({config['quantization_config'].get('quant_method')}); allowed: the BF16 "
+            "checkpoint that the trainer started from, which vLLM quantises while it loads"
+        )
+    env = plan.env(choice)
+    if fp8_weights:
+        _keep_bf16(kwargs, keep_bf16, config)
+        if gpu(plan.gpu).is_cpu:
+            env[ENABLE] = "1"
+    elif any(keep_bf16):
+        raise ConfigError(f"keep_bf16 is {keep_bf16}, and {preset.name} has no FP8 weights; leave it out")
+    return Launch(
+        precision=preset.name,
+        fp8_weights=fp8_weights,
+        fp8_kv=preset.kv == "fp8",
+        kwargs=kwargs,
+        env=env,
+        checkpoint=checkpoint_manifest(folder),
+        device="cpu" if gpu(plan.gpu).is_cpu else "cuda",
+        max_model_len=int(kwargs["max_model_len"]),
+        vocabulary=int(config.get("vocab_size", 1000)),
+    )
+
+
+def _keep_bf16(kwargs: dict[str, Any], ends: tuple[int, int], config: Mapping[str, Any]) -> None:
+    """Add the first and last layers to what vLLM leaves alone."""
+    first, last = ends
+    if first < 0 or last < 0:
+        raise ConfigError(f"keep_bf16 is {ends}; allowed: two counts of layers, e.g. (1, 1)")
+    if not first and not last:
+        return
+    layers = config.get("num_hidden_layers")
+    if layers is None or first + last > layers:
+        raise ConfigError(f"keep_bf16 is {ends}, and the model has {layers} layers in config.json; allowed: fewer")
+    numbers = "|".join(str(n) for n in (*range(first), *range(layers - last, layers)))
+    settings = dict(kwargs["quantization_config"])
+    settings["ignore"] = [*settings["ignore"], rf"re:.*\.layers\.({numbers})\..*"]
+    kwargs["quantization_config"] = settings

@@ -1,0 +1,39 @@
+"""What a vLLM worker really runs, read from its live objects."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from fp8plan.runtime.live.shortcut import kind
+
+
+def worker_facts(worker: Any) -> dict[str, Any]:
+    """vllm_version; layers: kinds of modules with weights -> how many; weight_bytes; e8m0: whether DeepGEMM's scales are
+    powers of two (None without blockwise FP8); attention: backend; kv_cache_dtype; cudagraph_mode; enforce_eager."""
+    import vllm
+
+    model, config = worker.model_runner.get_model(), worker.vllm_config
+    kinds = Counter(kind(layer) for layer in model.modules() if any(p is not None for p in layer._parameters.values()))
+    attention = [layer for layer in model.modules() if hasattr(layer, "_k_scale") and hasattr(layer, "impl")]
+    tensors = {tensor.data_ptr(): tensor.nbytes for tensor in model.parameters()}
+    return {
+        "vllm_version": vllm.__version__,
+        "layers": dict(kinds),
+        "weight_bytes": sum(tensors.values()),
+        "e8m0": _uses_e8m0(model),
+        "attention": type(attention[0].impl).__name__ if attention else None,
+        "kv_cache_dtype": getattr(attention[0], "kv_cache_dtype", None) if attention else None,
+        "cudagraph_mode": getattr(config.compilation_config.cudagraph_mode, "name", None),
+        "enforce_eager": bool(config.model_config.enforce_eager),
+    }
+
+
+def _uses_e8m0(model: Any) -> bool | None:
+    """DeepGEMM's kernels carry the setting that they were made with; without one, no scale is rounded."""
+    kernels = [getattr(getattr(layer, "quant_method", None), "fp8_linear", None) for layer in model.modules()]
+    kernels = [kernel for kernel in kernels if kernel is not None]
+    if not kernels:
+        return None
+    parts = [part for kernel in kernels for part in (kernel, getattr(kernel, "fallback", None))]
+    return any(bool(getattr(part, "use_deep_gemm_e8m0", False)) for part in parts)

@@ -1,0 +1,74 @@
+"""vLLM's own layerwise reload, and the few things that it needs from outside: see fp8plan.runtime.versions.PATCHES."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+class NativeReload:
+    """One reload of some modules of a worker's model: open, load chunks, close. Only complete modules make sense."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._model = worker.model_runner.get_model()
+
+    def open(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        _before_cpu_reload(self._model)
+        with self._context():
+            initialize_layerwise_reload(self._model)
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        with self._context():
+            self._model.load_weights(tensors)
+
+    def close(self) -> None:
+        """Ends the reload. Modules that got nothing keep what they had; incomplete ones hold garbage until the next."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with self._context():
+            finalize_layerwise_reload(self._model, self._worker.model_runner.model_config)
+        repack_tied_head(self._model)
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        from vllm.config import set_current_vllm_config
+
+        # vLLM warns of every module that gets nothing, and of parameters that it does not know under their own names.
+        log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+        level = log.level
+        log.setLevel(logging.ERROR)
+        try:
+            with set_current_vllm_config(self._worker.vllm_config):
+                yield
+        finally:
+            log.setLevel(level)
+
+
+def _before_cpu_reload(model: torch.nn.Module) -> None:
+    """BF16 experts on a CPU are packed only while they have no kernel."""
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if type(method).__name__ == "UnquantizedFusedMoEMethod" and _on_cpu(layer):
+            method.moe_kernel = None
+
+
+def repack_tied_head(model: torch.nn.Module) -> None:
+    """A CPU keeps a packed copy of lm_head's weight, which no loader refreshes where it is the embedding's."""
+    head = getattr(model, "lm_head", None)
+    embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
+    if head is None or embedding is None or not hasattr(head, "quant_method") or not _on_cpu(head):
+        return
+    if head.weight.data_ptr() == embedding.weight.data_ptr():
+        head.quant_method.process_weights_after_loading(head)
+
+
+def _on_cpu(layer: torch.nn.Module) -> bool:
+    return all(parameter.device.type == "cpu" for parameter in layer.parameters())

@@ -1,0 +1,303 @@
+"""The weights of one worker's live model: checked against a manifest, then overwritten by a stream of tensors.
+
+Runs inside vLLM's worker (fp8plan.runtime.live.worker). What is written in place and what goes through vLLM's layerwise
+reload is decided once for each manifest (fp8plan.runtime.live.binding, fp8plan.runtime.live.shortcut).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.live.binding import Binding, Move, bind
+from fp8plan.runtime.live.load_map import LoadMap, trace
+from fp8plan.runtime.live.native_reload import NativeReload, repack_tied_head
+from fp8plan.runtime.live.self_check import Samples
+from fp8plan.runtime.live.shortcut import kind, refused
+from fp8plan.runtime.live.snapshot import Snapshot
+from fp8plan.runtime.manifest import NEVER_LOADED, SCALE_SUFFIX, Manifest, digest
+from fp8plan.runtime.quantize_groups import CopyTargets, QuantizeTargets
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A manifest that this model takes."""
+
+    manifest: Manifest
+    binding: Binding
+    refused: dict[str, str]  # kinds of modules that vLLM loads, with why
+    ignored: tuple[str, ...]  # tensors that vLLM leaves out: a tied lm_head
+    groups: tuple[int, ...]  # which tensors must come together, by number
+
+
+class Program:
+    """The writes of one chunk of tensors, made once and run every step."""
+
+    def __init__(self, prepared: Prepared, numbers: Sequence[int]) -> None:
+        entries = [prepared.manifest[number] for number in numbers]
+        moves = [(at, move) for at, e in enumerate(entries) for move in prepared.binding.moves.get(e.name, ())]
+        self._quantised = [(at, move) for at, move in moves if move.scale is not None]
+        self._copied = [(at, move) for at, move in moves if move.scale is None]
+        self._quantise = QuantizeTargets([m.target for _, m in self._quantised], [m.scale for _, m in self._quantised])
+        self._copy = CopyTargets([m.target for _, m in self._copied])
+        self._names = [entries[at].name for at, _ in (*self._quantised, *self._copied)]
+
+    def run(self, tensors: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, list[str]]:
+        """Queue the writes; flags of what was not finite (int32, on the device) and the names they belong to."""
+        import torch
+
+        bad = torch.zeros(len(self._names), dtype=torch.int32, device=device)
+        count = len(self._quantised)
+        self._quantise.run([_part(tensors[at], move) for at, move in self._quantised], bad[:count])
+        self._copy.run([_part(tensors[at], move) for at, move in self._copied], bad[count:])
+        return bad, self._names
+
+
+def _part(tensor: torch.Tensor, move: Move) -> torch.Tensor:
+    """What of a tensor a move takes, as a vector or matrix."""
+    for start, _ in move.source[:-2]:
+        tensor = tensor[start]
+    for dimension, (start, stop) in enumerate(move.source[-2:]):
+        tensor = tensor if stop - start == tensor.shape[dimension] else tensor.narrow(dimension, start, stop - start)
+    return tensor.view(move.target.shape) if tensor.shape != move.target.shape else tensor
+
+
+class LiveWeights:
+    """worker: vLLM's Worker, with its model loaded. Raises ConfigError from prepare, load and finish."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._model = worker.model_runner.get_model()
+        self._layers = dict(self._model.named_modules())
+        self._device = next(self._model.parameters()).device
+        self._prepared: dict[str, Prepared] = {}
+        self._programs: dict[tuple[str, tuple[int, ...]], Program] = {}
+        self._running: _Running | None = None
+
+    def prepare(self, manifest: Manifest, in_place: bool = True) -> Prepared:
+        """Check a manifest against the model and decide how each tensor is written; nothing live changes.
+
+        in_place: False leaves every module to vLLM's reload. Raises ConfigError naming what is wrong.
+        """
+        key = digest(manifest) + str(in_place)
+        if key not in self._prepared:
+            self._prepared[key] = self._prepare(manifest, in_place)
+        return self._prepared[key]
+
+    def _prepare(self, manifest: Manifest, in_place: bool) -> Prepared:
+        native_fp8 = any(name.endswith(SCALE_SUFFIX) for _, name in self._checkpoint_parameters())
+        found = (
+            trace(self._model, manifest)
+            if native_fp8
+            else _with_scales(trace(self._model, _in_bf16(manifest)), manifest)
+        )
+        ignored = tuple(entry.name for entry in manifest if not found.modules[entry.name])
+        self._refuse(found, ignored)
+        if in_place:
+            binding = bind(self._model, found, manifest, frozenset())
+            reasons = refused(self._worker, manifest, found, binding)
+            not_these = {module for module in binding.direct if kind(self._layers[module]) in reasons}
+            binding = bind(self._model, found, manifest, frozenset(not_these))
+        else:
+            reasons, everywhere = {}, frozenset(m for of in found.modules.values() for m in of)
+            binding = bind(self._model, found, manifest, everywhere)
+        if any(e.dtype == "float8_e4m3fn" and binding.native.intersection(found.modules[e.name]) for e in manifest):
+            if not native_fp8:
+                raise ConfigError(
+                    "FP8 tensors can only be written in place, and this engine's kernels want "
+                    f"{', '.join(sorted({kind(self._layers[m]) for m in binding.native}))} in another layout; "
+                    "allowed: weights_in='bf16'"
+                )
+        return Prepared(manifest, binding, reasons, ignored, _groups(manifest, found))
+
+    def _checkpoint_parameters(self) -> Iterable[tuple[str, str]]:
+        from fp8plan.runtime.live.load_map import checkpoint_format
+
+        with checkpoint_format(self._model) as parameters:
+            return list(parameters)
+
+    def _refuse(self, found: LoadMap, ignored: Sequence[str]) -> None:
+        """Raises ConfigError for tensors that go nowhere and for parameters that are not filled."""
+        tied = bool(getattr(self._worker.model_runner.model_config.hf_config, "tie_word_embeddings", False))
+        unknown = [name for name in ignored if not name.endswith(NEVER_LOADED)]
+        unknown = [name for name in unknown if not (tied and name.startswith("lm_head."))]
+        if unknown:
+            raise ConfigError(f"unknown: {', '.join(unknown[:4])}; allowed: the names of the model's checkpoint")
+        filled = {
+            self._layers[m]._parameters[p].data_ptr() for (m, p), n in found.covered.items() if n and self._live(m, p)
+        }
+        for (module, param), shape in found.shapes.items():
+            count, whole = found.covered[module, param], self._wanted(module, shape)
+            alias = self._live(module, param) and self._layers[module]._parameters[param].data_ptr() in filled
+            if count < whole and not (count == 0 and alias):
+                got = [name for name, copies in found.copies.items() if any(c[:2] == (module, param) for c in copies)]
+                raise ConfigError(
+                    f"missing: {whole - count} of {whole} elements of {module}.{param}, which got "
+                    f"{', '.join(got) or 'nothing'}; send every tensor of the model, a fused layer needs all its parts"
+                )
+
+    def _live(self, module: str, param: str) -> bool:
+        live = self._layers[module]._parameters.get(param)
+        return live is not None and live.numel() > 0
+
+    def _wanted(self, module: str, shape: Sequence[int]) -> int:
+        """Elements that a checkpoint fills: padding of vocabularies and experts is vLLM's own."""
+        layer, whole = self._layers[module], prod(shape)
+        padded, real = getattr(layer, "num_embeddings_per_partition", None), getattr(layer, "shard_indices", None)
+        if padded and real and shape[0] == padded:
+            return whole // padded * real.num_org_elements
+        moe = getattr(layer, "moe_config", None)
+        if moe is None or len(shape) != 3:
+            return whole
+        hidden = getattr(moe, "hidden_dim_unpadded", moe.hidden_dim) / moe.hidden_dim
+        inner = moe.intermediate_size_per_partition
+        return round(whole * hidden * getattr(moe, "intermediate_size_per_partition_unpadded", inner) / inner)
+
+    def begin(self, manifest: Manifest, in_place: bool, samples: int, seed: int, keep: str | None) -> None:
+        """Open a sync. samples: tensors to compare afterwards; keep: device of the copy to return to, or None."""
+        prepared = self.prepare(manifest, in_place)
+        snapshot = None if keep is None else Snapshot(self._model, keep)
+        reload = NativeReload(self._worker) if prepared.binding.native else None
+        if reload is not None:
+            reload.open()
+        chosen = Samples(prepared.binding, samples, seed)
+        self._running = _Running(digest(manifest) + str(in_place), prepared, reload, chosen, snapshot, [], set())
+
+    def load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        """Write tensors, given by their numbers in the manifest. Raises ConfigError for one that is not as announced."""
+        import torch
+
+        running = self._running
+        if running is None:
+            raise ConfigError("no sync is open; allowed: begin, load, finish")
+        entries = [running.prepared.manifest[number] for number in numbers]
+        for entry, tensor in zip(entries, tensors, strict=True):
+            if (tuple(tensor.shape), str(tensor.dtype)) != (entry.shape, f"torch.{entry.dtype}"):
+                sent = f"{tensor.dtype} {list(tensor.shape)}"
+                raise ConfigError(f"{entry.name} is {sent}; announced: torch.{entry.dtype} {list(entry.shape)}")
+        moved = [t if t.device == self._device else t.to(self._device, non_blocking=True) for t in tensors]
+        key = (running.key, tuple(numbers))
+        if key not in self._programs:
+            self._programs[key] = Program(running.prepared, numbers)
+        with torch.no_grad():
+            running.flags.append(self._programs[key].run(moved, self._device))
+            native = [
+                (e.name, t) for e, t in zip(entries, moved, strict=True) if e.name not in running.prepared.binding.moves
+            ]
+            if native and running.reload is not None:
+                finite = torch.stack([(~torch.isfinite(t).all()).int() for _, t in native])
+                running.flags.append((finite, [name for name, _ in native]))
+                running.reload.load(native)
+            for entry, tensor in zip(entries, moved, strict=True):
+                running.samples.take(entry.name, tensor)
+        running.done.update(numbers)
+
+    def finish(self) -> dict[str, Any]:
+        """Close the sync: what it wrote and what the self-check found. Raises ConfigError naming what was not finite."""
+        import torch
+
+        running = self._running
+        if running is None:
+            raise ConfigError("no sync is open; allowed: begin, load, finish")
+        missing = [e.name for i, e in enumerate(running.prepared.manifest) if i not in running.done]
+        if missing:
+            raise ConfigError(f"announced and not sent: {', '.join(missing[:4])} ({len(missing)} in all)")
+        self._close(running)
+        if running.flags:
+            flags = torch.cat([flag for flag, _ in running.flags]).tolist()
+            names = [name for _, some in running.flags for name in some]
+            if bad := list(dict.fromkeys(name for name, flag in zip(names, flags, strict=True) if flag)):
+                raise ConfigError(f"not finite: {', '.join(bad[:4])} ({len(bad)} in all); allowed: no NaN, no Inf")
+        checked = running.samples.compare()
+        self._running = None
+        binding = running.prepared.binding
+        return {
+            "in_place": len(binding.direct),
+            "reloaded": len(binding.native),
+            "why_reloaded": running.prepared.refused,
+            "ignored": list(running.prepared.ignored),
+            "layers": self._precisions(binding),
+            "check": checked,
+        }
+
+    def _close(self, running: _Running) -> None:
+        if running.reload is not None:
+            running.reload.close()
+        else:
+            repack_tied_head(self._model)
+        running.reload = None
+        if self._device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+
+    def abort(self) -> bool:
+        """End a sync that failed. Whether the weights of before it are back (a copy was kept)."""
+        running, self._running = self._running, None
+        if running is None:
+            return False
+        self._close(running)
+        if running.snapshot is None:
+            return False
+        running.snapshot.restore()
+        return True
+
+    def _precisions(self, binding: Binding) -> dict[str, int]:
+        """dtype of their weights -> modules."""
+        counts: Counter[str] = Counter()
+        for module in binding.direct | binding.native:
+            dtypes = {
+                str(t.dtype).removeprefix("torch.")
+                for n, t in self._layers[module]._parameters.items()
+                if t is not None and not n.endswith(SCALE_SUFFIX)
+            }
+            counts.update(sorted(dtypes))
+        return dict(counts)
+
+
+@dataclass(slots=True)
+class _Running:
+    key: str
+    prepared: Prepared
+    reload: NativeReload | None
+    samples: Samples
+    snapshot: Snapshot | None
+    flags: list[tuple[torch.Tensor, list[str]]]
+    done: set[int]
+
+
+def _in_bf16(manifest: Manifest) -> Manifest:
+    """What vLLM's loaders are asked about: the tensors before they were quantised."""
+    weights = [entry for entry in manifest if not entry.name.endswith(SCALE_SUFFIX)]
+    return tuple(e._replace(dtype="bfloat16") if e.dtype == "float8_e4m3fn" else e for e in weights)
+
+
+def _with_scales(found: LoadMap, manifest: Manifest) -> LoadMap:
+    """Scales go where their weights go."""
+    scales = {e.name: e.name.removesuffix(SCALE_SUFFIX) for e in manifest if e.name.endswith(SCALE_SUFFIX)}
+    if lost := [name for name, weight in scales.items() if weight not in found.copies]:
+        raise ConfigError(
+            f"scales without their weight: {', '.join(lost[:4])}; send {lost[0].removesuffix(SCALE_SUFFIX)}"
+        )
+    quantised = [entry.name for entry in manifest if entry.dtype == "float8_e4m3fn"]
+    if bare := [name for name in quantised if name not in scales.values()]:
+        raise ConfigError(f"FP8 weights without scales: {', '.join(bare[:4])}; send {bare[0]}{SCALE_SUFFIX}")
+    return replace(
+        found,
+        copies={**found.copies, **{name: found.copies[weight] for name, weight in scales.items()}},
+        modules={**found.modules, **{name: found.modules[weight] for name, weight in scales.items()}},
+        sent={**found.sent, **{name: found.sent[weight] for name, weight in scales.items()}},
+    )
+
+
+def _groups(manifest: Manifest, found: LoadMap) -> tuple[int, ...]:
+    """Number of each tensor's group: tensors of one module belong together."""
+    numbers: dict[str, int] = {}
+    return tuple(numbers.setdefault((found.modules[e.name] or (e.name,))[0], len(numbers)) for e in manifest)

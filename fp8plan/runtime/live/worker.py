@@ -1,0 +1,121 @@
+"""What runs inside vLLM's worker: mixed into its class by `worker_extension_cls`, called through `collective_rpc`.
+
+Every method answers with plain data that vLLM can send between processes. An error is an answer too, {"error": text}: an
+exception would cross a process as text without a type, and vLLM takes some for the engine's death.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fp8plan.errors import Fp8PlanError
+
+if TYPE_CHECKING:
+    import torch
+
+    from fp8plan.runtime.kv_scales import AmaxRecorder
+    from fp8plan.runtime.live.weights import LiveWeights
+
+EXTENSION = "fp8plan.runtime.live.worker.Fp8PlanWorker"
+
+
+def answering(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    """The method's result as {"ok": result}, its errors as {"error": text}."""
+
+    @functools.wraps(method)
+    def answer(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        try:
+            return {"ok": method(*args, **kwargs)}
+        except Fp8PlanError as error:
+            return {"error": str(error)}
+        except Exception as error:  # of vLLM or torch: the sync fails, the engine lives
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    return answer
+
+
+class Fp8PlanWorker:
+    """Names start with fp8plan_, so that they meet none of vLLM's."""
+
+    @answering
+    def fp8plan_facts(self) -> dict[str, Any]:
+        """What really runs: versions, kernels, E8M0, dtypes, CUDA graphs, memory."""
+        from fp8plan.runtime.live.facts import worker_facts
+
+        return worker_facts(self)
+
+    @answering
+    def fp8plan_prepare(self, manifest: Sequence[Sequence[Any]], in_place: bool) -> dict[str, Any]:
+        from fp8plan.runtime.manifest import read_manifest
+
+        prepared = self._fp8plan_weights().prepare(read_manifest(manifest), in_place)
+        quantised = [name for name, moves in prepared.binding.moves.items() if any(m.scale is not None for m in moves)]
+        return {"groups": list(prepared.groups), "quantised": quantised}
+
+    @answering
+    def fp8plan_begin(
+        self, manifest: Sequence[Sequence[Any]], in_place: bool, samples: int, seed: int, keep: str | None
+    ) -> None:
+        from fp8plan.runtime.manifest import read_manifest
+
+        self._fp8plan_weights().begin(read_manifest(manifest), in_place, samples, seed, keep)
+
+    @answering
+    def fp8plan_load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        """Tensors of this very process."""
+        self._fp8plan_weights().load(numbers, tensors)
+
+    @answering
+    def fp8plan_load_staged(self, stage: Sequence[Any], layout: Sequence[Sequence[Any]]) -> None:
+        """Tensors that another process has put into shared memory (fp8plan.runtime.transport)."""
+        from fp8plan.runtime.transport import opened, unpack
+
+        numbers, tensors = unpack(opened(self, stage), layout)
+        self._fp8plan_weights().load(numbers, tensors)
+        self._fp8plan_wait()
+
+    @answering
+    def fp8plan_finish(self) -> dict[str, Any]:
+        return self._fp8plan_weights().finish()
+
+    @answering
+    def fp8plan_abort(self) -> bool:
+        return self._fp8plan_weights().abort()
+
+    @answering
+    def fp8plan_record_amax(self, on: bool) -> dict[str, list[float]] | None:
+        """Start recording, or stop and give {layer: [q, k, v]}, the largest magnitudes since."""
+        from fp8plan.runtime.kv_scales import AmaxRecorder
+
+        if on:
+            self._fp8plan_recorder: AmaxRecorder | None = AmaxRecorder(self.model_runner.get_model())
+            return None
+        recorder, self._fp8plan_recorder = self._fp8plan_recorder, None
+        return None if recorder is None else recorder.stop()
+
+    @answering
+    def fp8plan_set_kv_scales(self, scales: dict[str, Sequence[float]]) -> None:
+        from fp8plan.runtime.kv_scales import set_scales
+
+        set_scales(self.model_runner.get_model(), scales)
+
+    @answering
+    def fp8plan_kv_scales(self) -> dict[str, dict[str, float]]:
+        from fp8plan.runtime.kv_scales import live_scales
+
+        return live_scales(self.model_runner.get_model())
+
+    def _fp8plan_weights(self) -> LiveWeights:
+        from fp8plan.runtime.live.weights import LiveWeights
+
+        if not hasattr(self, "_fp8plan_live"):
+            self._fp8plan_live = LiveWeights(self)
+        return self._fp8plan_live
+
+    def _fp8plan_wait(self) -> None:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()

@@ -1,0 +1,178 @@
+"""What a trainer is about to send: names, dtypes and shapes, before any byte. What is wrong shows here, while the old
+weights still serve."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.quantize import scale_shape
+
+if TYPE_CHECKING:
+    import torch
+
+# What a sync may carry. bf16: what the trainer holds, quantised inside the engine. fp8_block: E4M3 weights and FP32
+# scales for the layers that the engine holds in FP8, BF16 for the rest: half the bytes.
+FORMATS: Final = ("bf16", "fp8_block")
+
+SCALE_SUFFIX: Final = "_scale_inv"  # of a weight's scales, as in DeepSeek's checkpoints and in vLLM
+
+# Tensors that checkpoints carry and vLLM computes itself.
+NEVER_LOADED: Final = ("rotary_emb.inv_freq",)
+
+
+class Entry(NamedTuple):
+    """One tensor: Hugging Face name, dtype as torch names it ("bfloat16"), shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+Manifest = tuple[Entry, ...]
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """torch.bfloat16 for "bfloat16". Raises ConfigError for what is no dtype."""
+    import torch
+
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"{name!r} is no dtype of torch; allowed: 'bfloat16', 'float8_e4m3fn', 'float32', ...")
+    return found
+
+
+def entry_of(name: str, tensor: torch.Tensor) -> Entry:
+    """The entry of a tensor, its full shape if it is sharded (a DTensor's shape is the global one)."""
+    return Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def manifest_of(source: Any) -> Manifest | None:
+    """What `source` will send, without reading it; None for a bare iterator, which says nothing beforehand.
+
+    source: a mapping of names to tensors, a sequence of (name, tensor) pairs, a vLLM WeightSource (or whatever else has
+            metadata() -> items with name, dtype and shape), or an iterator
+    """
+    if hasattr(source, "metadata"):
+        found = source.metadata()
+        return tuple(Entry(x.name, str(x.dtype).removeprefix("torch."), tuple(x.shape)) for x in found)
+    if isinstance(source, Mapping):
+        return tuple(entry_of(name, tensor) for name, tensor in source.items())
+    if isinstance(source, Sequence):
+        return tuple(entry_of(name, tensor) for name, tensor in source)
+    return None
+
+
+def pairs_of(source: Any) -> Iterable[tuple[str, Any]]:
+    """The (name, tensor) pairs of a source."""
+    return source.items() if isinstance(source, Mapping) else source
+
+
+def read_manifest(given: Any) -> Manifest:
+    """A manifest that a caller wrote: (name, dtype, shape) triples. Raises ConfigError for anything else."""
+    try:
+        return tuple(Entry(str(n), str(d).removeprefix("torch."), tuple(int(x) for x in s)) for n, d, s in given)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            "the manifest is not a list of (name, dtype, shape); allowed: e.g. [('model.norm.weight', 'bfloat16', "
+            "(4096,))]"
+        ) from None
+
+
+def checkpoint_manifest(folder: str | Path) -> Manifest | None:
+    """Names, dtypes and shapes of the safetensors files of a Hugging Face folder, from their headers; None without."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        return None
+    from safetensors import safe_open
+
+    found = []
+    for path in files:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 -- not a dict
+                tensor = file.get_slice(name)
+                found.append(Entry(name, SAFETENSORS_DTYPES.get(tensor.get_dtype(), ""), tuple(tensor.get_shape())))
+    return tuple(found)
+
+
+SAFETENSORS_DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "float8_e4m3fn"}
+
+
+def digest(manifest: Manifest) -> str:
+    """Equal for equal manifests, order included."""
+    return hashlib.sha256(repr(manifest).encode()).hexdigest()
+
+
+def refuse(manifest: Manifest, expected: Manifest | None, weights_in: str) -> None:
+    """Raises ConfigError for what can be seen without the engine: doubles, dtypes of the other format, and, where the
+    `expected` tensors are known (in the same format), unknown names, other shapes and missing tensors."""
+    names = [entry.name for entry in manifest]
+    if doubles := sorted({name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()):
+        raise ConfigError(f"sent twice: {_some(doubles)}; allowed: every tensor once")
+    if not manifest:
+        raise ConfigError("the manifest is empty; allowed: every tensor of the model's checkpoint")
+    _refuse_format(manifest, weights_in)
+    if expected is None:
+        return
+    known = {entry.name: entry for entry in expected}
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(
+            f"unknown: {_some(unknown)}; allowed: the names of the model's checkpoint, as {known_name(known)}"
+        )
+    for entry in manifest:
+        if entry.shape != known[entry.name].shape:
+            wanted = list(known[entry.name].shape)
+            raise ConfigError(f"{entry.name} has shape {list(entry.shape)}; allowed: {wanted}, as in the checkpoint")
+    if missing := sorted(known.keys() - set(names)):
+        raise ConfigError(
+            f"missing: {_some(missing)}; send every tensor of the model, a fused layer needs all its parts"
+        )
+
+
+def known_name(known: Mapping[str, Entry]) -> str:
+    return next((name for name in known if "layers" in name), next(iter(known)))
+
+
+def _refuse_format(manifest: Manifest, weights_in: str) -> None:
+    """Raises ConfigError for FP8 tensors sent to an engine that wants BF16, and for any dtype that neither wants."""
+    for entry in manifest:
+        quantised = entry.dtype == "float8_e4m3fn" or entry.name.endswith(SCALE_SUFFIX)
+        if quantised and weights_in == "bf16":
+            raise ConfigError(
+                f"{entry.name} is {entry.dtype}, and this engine takes BF16 and quantises itself; send the BF16 tensors, "
+                "or start it with weights_in='fp8_block'"
+            )
+        if not quantised and entry.dtype != "bfloat16":
+            raise ConfigError(f"{entry.name} is {entry.dtype}; allowed: bfloat16 (type tensor.to(torch.bfloat16))")
+
+
+def quantised_manifest(manifest: Manifest, quantised: Iterable[str]) -> Manifest:
+    """The fp8_block manifest of a BF16 one: the tensors named in `quantised` become E4M3, each followed by its scales."""
+    chosen = set(quantised)
+    found = []
+    for entry in manifest:
+        if entry.name not in chosen:
+            found.append(entry)
+            continue
+        rows, columns = entry.shape[-2:]
+        scales = (*entry.shape[:-2], *scale_shape(rows, columns))
+        found += [
+            Entry(entry.name, "float8_e4m3fn", entry.shape),
+            Entry(entry.name + SCALE_SUFFIX, "float32", scales),
+        ]
+    return tuple(found)
+
+
+def _some(names: Sequence[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,383 @@
+"""One sync of new policy weights into a live engine, as a procedure that does no input or output itself.
+
+`sync` is a generator: it yields what is to be done to the engine (a Call) and is sent the answer, so that one procedure
+serves an engine in this process, in another, and under asyncio. The order is what keeps garbage away:
+
+1. the manifest (names, dtypes, shapes) is checked here and by a dry run in every worker: what is wrong now leaves the old
+   weights serving, untouched;
+2. the tensors stream in, by complete fused groups; the first write makes the engine refuse to generate;
+3. every worker closes its sync: nothing missing, nothing NaN or Inf, a sample equal, bit for bit, to what was sent;
+4. KV scales are measured or set, the prefix cache is emptied, and the engine serves again.
+
+What fails between 2 and 4 leaves it refusing until a complete sync, or, with a copy kept, on the weights of before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from fp8plan.errors import ConfigError, SyncError
+from fp8plan.runtime import manifest as manifests
+from fp8plan.runtime.kv_scales import MARGIN, PARTS, Amax, Scales, clipped, largest, scales_from
+from fp8plan.runtime.manifest import Manifest
+from fp8plan.runtime.transport import Stage, staged_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+# Passes of the calibration prompts until none of its own scales clips: each at least doubles them.
+MOST_CALIBRATIONS = 12
+
+
+class Call(NamedTuple):
+    """One thing to do to an engine. rpc: (method, args) on every worker, answered by a list; reset: empty the prefix
+    cache; generate: (prompts as token ids, SamplingParams settings), answered by RequestOutputs; restart: start anew."""
+
+    what: Literal["rpc", "reset", "generate", "restart"]
+    arguments: tuple[Any, ...] = ()
+
+
+Procedure = Generator[Call, Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SyncSettings:
+    """weights_in:  "bf16" or "fp8_block": what is sent (fp8plan.runtime.manifest.FORMATS)
+    in_place:    write the live tensors where that is proven to equal vLLM's reload; False: always vLLM's reload
+    chunk_bytes: of one message of tensors
+    rollback:    None, or where to keep a copy of the weights to return to: "cpu" or "cuda"
+    samples:     tensors compared after a sync
+    kv_margin:   room above the largest magnitudes seen
+    """
+
+    weights_in: str = "bf16"
+    in_place: bool = True
+    chunk_bytes: int = 1 << 30
+    rollback: str | None = None
+    samples: int = 16
+    kv_margin: float = MARGIN
+
+    def __post_init__(self) -> None:
+        if self.weights_in not in manifests.FORMATS:
+            raise ConfigError(f"weights_in is {self.weights_in!r}; allowed: {', '.join(manifests.FORMATS)}")
+        if self.chunk_bytes < 1 or self.samples < 0 or not self.kv_margin >= 1:
+            raise ConfigError("allowed: chunk_bytes above 0, samples of 0 or more, kv_margin of 1 or more")
+        if self.rollback not in (None, "cpu", "cuda"):
+            raise ConfigError(f"rollback is {self.rollback!r}; allowed: None, 'cpu', 'cuda' (where the copy is kept)")
+
+
+@dataclass(slots=True)
+class SyncState:
+    """What an engine knows between two syncs.
+
+    refusal:   why it must not generate; None while it serves
+    expected:  tensors of the checkpoint it was started with, where known
+    prepared:  digests of manifests that the workers have checked, with the group of each tensor
+    kv_scales: what the live engine was given last; None with a BF16 KV cache
+    """
+
+    settings: SyncSettings
+    staged_on: str | None
+    fp8_kv: bool
+    refusal: str | None = None
+    dead: bool = False
+    running: bool = False
+    version: int = 0
+    expected: Manifest | None = None
+    prepared: dict[str, Sequence[int]] = field(default_factory=dict)
+    kv_scales: Scales | None = None
+    quantised: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """What a sync did.
+
+    version:      number of the weights that serve now, counted from 1
+    seconds:      of each phase (prepare, begin, load, finish, kv_scales, reset) and "total"
+    tensors, bytes: sent
+    chunks:       messages
+    layers:       dtype of their weights -> modules of one rank
+    in_place, reloaded: modules written directly, and by vLLM's layerwise reload
+    why_reloaded: kind of module -> why vLLM must load it
+    ignored:      tensors that vLLM leaves out (a tied lm_head)
+    compared:     sampled tensors that equal what was sent, bit for bit
+    weight_error: RMS error of the sampled quantised weights, a fraction (2.6 % is blockwise E4M3; 3.7 % means E8M0)
+    kv_scales:    layer -> scales of q, k, v; None with a BF16 KV cache
+    kv_source:    where they come from
+    """
+
+    version: int
+    seconds: Mapping[str, float]
+    tensors: int
+    bytes: int
+    chunks: int
+    layers: Mapping[str, int]
+    in_place: int
+    reloaded: int
+    why_reloaded: Mapping[str, str]
+    ignored: Sequence[str]
+    compared: int
+    weight_error: float | None
+    kv_scales: Scales | None
+    kv_source: str | None
+
+
+def sync(
+    state: SyncState,
+    source: Any,
+    manifest: Any = None,
+    kv_amax: Mapping[str, Sequence[float]] | None = None,
+    kv_prompts: Sequence[Sequence[int]] | None = None,
+    kv_source: str = "calibration prompts",
+) -> Generator[Call, Any, SyncReport]:
+    """Send `source` (see manifest_of) and make it serve. The engine answers each Call.
+
+    manifest:   (name, dtype, shape) of every tensor, for a source that is a bare iterator
+    kv_amax:    largest |q|, |k|, |v| by layer from the trainer; else measured on `kv_prompts` (token ids)
+
+    Raises SyncError; its message says which weights serve.
+    """
+    seconds: dict[str, float] = {}
+    begun = time.perf_counter()
+    with _timed(seconds, "prepare"):
+        try:
+            announced = _announced(state, source, manifest)
+            groups = yield from _prepare(state, announced)
+        except ConfigError as error:
+            raise SyncError(f"{error}. Nothing was sent; the old weights serve, untouched") from error
+    counts = {"tensors": 0, "bytes": 0, "chunks": 0}
+    try:
+        state.refusal = "a sync has begun and not ended"
+        settings = state.settings
+        with _timed(seconds, "begin"):
+            arguments = (_plain(announced), settings.in_place, settings.samples, state.version, settings.rollback)
+            yield from rpc("fp8plan_begin", *arguments)
+        with _timed(seconds, "load"):
+            yield from _load(state, manifests.pairs_of(source), announced, groups, counts)
+        with _timed(seconds, "finish"):
+            answers = yield from rpc("fp8plan_finish")
+            _refuse_difference(answers)
+        with _timed(seconds, "kv_scales"):
+            used = yield from kv_scales(state, kv_amax, kv_prompts, kv_source)
+        with _timed(seconds, "reset"):
+            yield Call("reset")
+    except BaseException as error:
+        yield from _fail(state, error)
+    state.refusal = None
+    state.version += 1
+    done = answers[0]
+    seconds["total"] = time.perf_counter() - begun
+    return SyncReport(
+        version=state.version,
+        seconds=seconds,
+        layers=done["layers"],
+        in_place=done["in_place"],
+        reloaded=done["reloaded"],
+        why_reloaded=done["why_reloaded"],
+        ignored=done["ignored"],
+        compared=sum(answer["check"]["compared"] for answer in answers),
+        weight_error=done["check"]["weight_error"],
+        kv_scales=state.kv_scales,
+        kv_source=used,
+        **counts,
+    )
+
+
+def rpc(method: str, *arguments: Any) -> Generator[Call, Any, list[Any]]:
+    """Every worker's answer. Raises ConfigError with the first error among them."""
+    answers = yield Call("rpc", (method, arguments))
+    for rank, answer in enumerate(answers):
+        if "error" in answer:
+            where = f"rank {rank}: " if len(answers) > 1 else ""
+            raise ConfigError(f"{where}{answer['error']}")
+    return [answer["ok"] for answer in answers]
+
+
+def _announced(state: SyncState, source: Any, manifest: Any) -> Manifest:
+    """What will be sent. Raises ConfigError for what is wrong with it without asking the engine."""
+    found = manifests.manifest_of(source) if manifest is None else manifests.read_manifest(manifest)
+    expected = state.expected
+    if expected is not None and state.settings.weights_in == "fp8_block":
+        expected = manifests.quantised_manifest(expected, state.quantised)
+    if found is None:
+        found = expected
+    if found is None:
+        raise ConfigError(
+            "an iterator does not say what it will send, and the engine has no checkpoint to compare with; allowed: "
+            "manifest=[(name, dtype, shape), ...] with it, or a dict, a list of pairs, or vLLM's WeightSource"
+        )
+    manifests.refuse(found, expected, state.settings.weights_in)
+    return found
+
+
+def _prepare(state: SyncState, manifest: Manifest) -> Generator[Call, Any, Sequence[int]]:
+    """The group of each tensor; asks the workers only about manifests that they have not seen."""
+    key = manifests.digest(manifest)
+    if key not in state.prepared:
+        answers = yield from rpc("fp8plan_prepare", _plain(manifest), state.settings.in_place)
+        state.prepared[key] = answers[0]["groups"]
+        if state.kv_scales is not None:  # trying the shortcut reloaded a layer, and a reload sets scales to 1.0
+            yield from rpc("fp8plan_set_kv_scales", state.kv_scales)
+    return state.prepared[key]
+
+
+def _load(
+    state: SyncState,
+    pairs: Iterable[tuple[str, Any]],
+    manifest: Manifest,
+    groups: Sequence[int],
+    counts: dict[str, int],
+) -> Procedure:
+    stage: Stage | None = None
+    try:
+        for numbers, tensors in chunks(pairs, manifest, groups, state.settings.chunk_bytes):
+            counts["chunks"] += 1
+            counts["tensors"] += len(tensors)
+            counts["bytes"] += sum(tensor.nbytes for tensor in tensors)
+            if state.staged_on is None:
+                yield from rpc("fp8plan_load", numbers, tensors)
+                continue
+            need = staged_bytes(tensors)
+            if stage is None or stage.buffer.numel() < need:
+                if stage is not None:
+                    stage.close()
+                stage = Stage(max(need, min(state.settings.chunk_bytes, _bytes(manifest))), state.staged_on)
+            layout = stage.pack(numbers, tensors)
+            yield from rpc("fp8plan_load_staged", stage.address, layout)
+    finally:
+        if stage is not None:
+            stage.close()
+
+
+def chunks(
+    pairs: Iterable[tuple[str, torch.Tensor]], manifest: Manifest, groups: Sequence[int], most: int
+) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
+    """The stream in chunks of about `most` bytes that hold complete groups only, as (numbers, tensors).
+
+    A group is held back until its last tensor has come. Raises SyncError for a tensor that was not announced, or twice.
+    """
+    numbers = {entry.name: number for number, entry in enumerate(manifest)}
+    left: dict[int, int] = {}
+    for group in groups:
+        left[group] = left.get(group, 0) + 1
+    waiting: dict[int, list[tuple[int, torch.Tensor]]] = {}
+    ready: list[tuple[int, torch.Tensor]] = []
+    size = 0
+    for name, given in pairs:
+        number = numbers.pop(name, None)
+        if number is None:
+            known = any(entry.name == name for entry in manifest)
+            raise SyncError(f"{name} {'came twice' if known else 'was not announced'}")
+        tensor = given.full_tensor() if hasattr(given, "full_tensor") else given  # a DTensor's shards, gathered
+        tensor = tensor.detach()
+        group = groups[number]
+        waiting.setdefault(group, []).append((number, tensor))
+        left[group] -= 1
+        if left[group] == 0:
+            complete = waiting.pop(group)
+            ready += complete
+            size += sum(tensor.nbytes for _, tensor in complete)
+        if size >= most:
+            yield [n for n, _ in ready], [t for _, t in ready]
+            ready, size = [], 0
+    ready += [one for some in waiting.values() for one in some]  # the workers say what is missing
+    if ready:
+        yield [n for n, _ in ready], [t for _, t in ready]
+
+
+def kv_scales(
+    state: SyncState,
+    amax: Mapping[str, Sequence[float]] | None,
+    prompts: Sequence[Sequence[int]] | None,
+    source: str,
+) -> Generator[Call, Any, str | None]:
+    """Scales from the trainer's amax, or from prompts through the live engine; where they come from."""
+    if not state.fp8_kv:
+        return None
+    if amax is not None:
+        found, source = {layer: list(parts) for layer, parts in amax.items()}, "trainer"
+    elif prompts:
+        found = yield from _calibrate(state, prompts)
+    else:
+        raise ConfigError(
+            "the KV cache is FP8 and there is nothing to calibrate it with; allowed: kv_prompts=[[token ids], ...] or kv_amax={layer: (q, k, v)}"
+        )
+    scales = scales_from(found, state.settings.kv_margin)
+    yield from rpc("fp8plan_set_kv_scales", scales)
+    state.kv_scales = scales
+    return source
+
+
+def _calibrate(state: SyncState, prompts: Sequence[Sequence[int]]) -> Generator[Call, Any, Amax]:
+    """The amax of prompts, run until none of the scales that they ran with clipped them.
+
+    It always begins at scales of 1.0: what a layer sees depends a little on the scales of those before it, and the same
+    weights and prompts are to get the same scales, whatever ran before.
+    """
+    live = yield from rpc("fp8plan_kv_scales")
+    scales = {layer: [1.0] * len(PARTS) for layer in live[0]}
+    for _ in range(MOST_CALIBRATIONS):
+        yield from rpc("fp8plan_set_kv_scales", scales)
+        yield Call("reset")
+        yield from rpc("fp8plan_record_amax", True)
+        try:
+            yield Call("generate", (prompts, {"max_tokens": 1, "temperature": 0.0}))
+        finally:
+            ranks = yield from rpc("fp8plan_record_amax", False)
+        amax = largest(ranks)
+        if not amax or not any(any(parts) for parts in amax.values()):
+            raise ConfigError("calibration saw no attention; its prompts ran in whole CUDA graphs")
+        wider = clipped(amax, scales)
+        if not wider:
+            return amax
+        scales = scales | wider
+    raise ConfigError(f"calibration was still clipped after {MOST_CALIBRATIONS} passes; allowed: finite activations")
+
+
+def _refuse_difference(answers: Sequence[dict[str, Any]]) -> None:
+    for answer in answers:
+        if answer["check"]["differ"]:
+            names = ", ".join(answer["check"]["differ"])
+            raise ConfigError(f"the live weights differ from what was sent: {names}")
+
+
+def _fail(state: SyncState, error: BaseException) -> Procedure:
+    """End a failed sync in every worker; raises SyncError (or the error itself, if it is no Exception) that says what
+    serves now."""
+    state.refusal = f"the sync of weights {state.version + 1} failed: {error or type(error).__name__}"
+    what = "the engine refuses to generate until a complete sync_weights"
+    try:
+        answers = yield from rpc("fp8plan_abort")
+        if all(answers):
+            if state.kv_scales is not None:
+                yield from rpc("fp8plan_set_kv_scales", state.kv_scales)
+            yield Call("reset")
+            state.refusal, what = None, "the weights of before it are back and serve"
+    except Exception as second:
+        if state.dead:
+            what = "the engine has died; the next sync_weights starts it again"
+        else:
+            state.refusal += f"; ending it failed too: {second}"
+    if not isinstance(error, Exception):
+        raise error
+    raise SyncError(f"{error or type(error).__name__}; {what}") from error
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    begun = time.perf_counter()
+    yield
+    seconds[phase] = time.perf_counter() - begun
+
+
+def _plain(manifest: Manifest) -> list[list[Any]]:
+    return [[name, dtype, list(shape)] for name, dtype, shape in manifest]
+
+
+def _bytes(manifest: Manifest) -> int:
+    return sum(entry.numel * manifests.dtype_named(entry.dtype).itemsize + 256 for entry in manifest)
