@@ -19,11 +19,22 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.quantize import check_quantized, described, quantize_into
+from fp8plan.runtime.quantize import check_quantized, described, quantize_into, scale_shape
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+
+def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(q, scale) of a matrix [N, K], the very bits that QuantizeTargets writes on its device. Raises ConfigError as that
+    does. fp8plan.runtime.quantize.quantize differs on a GPU where divisions are rounded in another way."""
+    import torch
+
+    q = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    scale = torch.empty(scale_shape(*weight.shape), dtype=torch.float32, device=weight.device)
+    QuantizeTargets([q], [scale]).run([weight], torch.zeros(1, dtype=torch.int32, device=weight.device))
+    return q, scale
 
 
 class QuantizeTargets:

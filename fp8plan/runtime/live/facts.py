@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp8plan.runtime.live.shortcut import kind
+
+if TYPE_CHECKING:
+    import torch
 
 
 def worker_facts(worker: Any) -> dict[str, Any]:
@@ -37,3 +40,16 @@ def _uses_e8m0(model: Any) -> bool | None:
         return None
     parts = [part for kernel in kernels for part in (kernel, getattr(kernel, "fallback", None))]
     return any(bool(getattr(part, "use_deep_gemm_e8m0", False)) for part in parts)
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """A checksum of a contiguous tensor's bits: the sum of its 32-bit words, each times its place (modulo 2^64)."""
+    import torch
+
+    data = torch.nn.functional.pad(tensor.contiguous().view(-1).view(torch.uint8), (0, -tensor.nbytes % 4))
+    words, total = data.view(torch.int32), 0
+    for start in range(0, words.numel(), 1 << 26):  # a part at a time: a word takes 16 bytes meanwhile
+        part = words[start : start + (1 << 26)].long()
+        places = torch.arange(start + 1, start + 1 + part.numel(), device=part.device)
+        total += int((part * places).sum())
+    return total % 2**64

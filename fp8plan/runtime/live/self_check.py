@@ -10,7 +10,8 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from fp8plan.runtime.live.binding import Binding, Move
-from fp8plan.runtime.quantize import BLOCK, dequantize, quantize
+from fp8plan.runtime.quantize import BLOCK, dequantize
+from fp8plan.runtime.quantize_groups import quantized
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +60,7 @@ class Samples:
                 differ.append((live.view(torch.uint8) != sent.view(torch.uint8)).any())
                 continue
             blocks = tuple(slice(part.start // BLOCK, -(-part.stop // BLOCK)) for part in window)
-            q, scale = quantize(sent)
+            q, scale = quantized(sent)
             differ.append((q.view(torch.uint8) != live.view(torch.uint8)).any() | (scale != move.scale[blocks]).any())
             kept = dequantize(live.contiguous(), move.scale[blocks].contiguous(), torch.float32)
             error.append((kept - sent.float()).square().sum())

@@ -15,7 +15,7 @@ from fp8plan.runtime.live.binding import Binding
 from fp8plan.runtime.live.load_map import LoadMap
 from fp8plan.runtime.live.native_reload import NativeReload
 from fp8plan.runtime.manifest import SCALE_SUFFIX, Entry
-from fp8plan.runtime.quantize import quantize
+from fp8plan.runtime.quantize_groups import quantized
 
 if TYPE_CHECKING:
     import torch
@@ -89,7 +89,7 @@ def _equal(move: Any, source: torch.Tensor) -> bool:
     part = source[tuple(slice(*extent) for extent in move.source)].reshape(move.target.shape)
     if move.scale is None:
         return move.target.dtype != torch.bfloat16 or torch.equal(part, move.target)
-    q, scale = quantize(part)
+    q, scale = quantized(part)
     return torch.equal(q.view(torch.uint8), move.target.view(torch.uint8)) and torch.equal(scale, move.scale)
 
 

@@ -107,6 +107,13 @@ class Fp8PlanWorker:
 
         return live_scales(self.model_runner.get_model())
 
+    @answering
+    def fp8plan_digests(self) -> dict[str, int]:
+        """parameter -> a number that depends on every bit of it and where it is: equal weights, equal digests."""
+        from fp8plan.runtime.live.facts import digest
+
+        return {name: digest(tensor.data) for name, tensor in self.model_runner.get_model().named_parameters()}
+
     def _fp8plan_weights(self) -> LiveWeights:
         from fp8plan.runtime.live.weights import LiveWeights
 

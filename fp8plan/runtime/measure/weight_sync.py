@@ -1,0 +1,289 @@
+"""Time and check weight syncs of a live engine on one GPU: sync -> generate steps, against vLLM's own reload.
+
+    python -m fp8plan.runtime.measure.weight_sync --model Qwen/Qwen3-8B --output weight_sync.jsonl
+
+Random weights stand for the trainer's, in BF16 on the same GPU; they change a little every step. Rows, by "what":
+    engine    what runs, and how long it took to start
+    step      a sync with its SyncReport's seconds, a rollout, and memory in use after it
+    bare      the same sync without samples to compare: what the self-check costs
+    scales    decodes under CUDA graphs with calibrated scales, with scales that clip, and with the first ones again
+    fp8_in    syncs of E4M3 weights and scales instead of BF16
+    native    syncs that leave every module to vLLM's layerwise reload
+    stock     vLLM's reload_weights itself
+    equal     live tensors that differ between a sync in place and vLLM's reload of the same weights
+    sleep     scales and decodes after sleep and wake-up
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from fp8plan.model.configs import find_config
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.planner import plan
+from fp8plan.model.workload import Fixed, Workload
+from fp8plan.runtime.engine import RolloutEngine
+from fp8plan.runtime.manifest import quantised_manifest
+from fp8plan.runtime.measure.jsonl import append
+from fp8plan.runtime.measure.machine import engine_facts, machine_facts
+from fp8plan.runtime.measure.random_weights import checkpoint_entries, random_weights
+from fp8plan.runtime.weight_sync import Call, rpc
+
+REPEATS = 5
+PROMPT, RESPONSE, REQUESTS = 64, 32, 16
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {__package__}.weight_sync", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--precision", default="fp8_block+fp8_kv")
+    parser.add_argument("--mode", default="inprocess")
+    parser.add_argument("--utilization", type=float, default=0.5, help="of the GPU's memory, by the engine")
+    parser.add_argument("--sleep", action="store_true", help="also put the engine to sleep and wake it up")
+    measure(parser.parse_args(words))
+
+
+def measure(args: argparse.Namespace) -> None:
+    import torch
+
+    config, folder = model_folder(args.model)
+    facts = {"model": args.model, "precision": args.precision, "mode": args.mode} | machine_facts() | engine_facts()
+
+    def note(what: str, **found: Any) -> None:
+        free, total = torch.cuda.mem_get_info()
+        row = (
+            {"what": what}
+            | facts
+            | {"used_bytes": total - free, "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        )
+        append(args.output, row | found)
+        print(f"[{time.strftime('%H:%M:%S')}] {what} {json.dumps(found)[:600]}", flush=True)
+
+    begun = time.perf_counter()
+    engine = start(args, folder)
+    note("engine", engine=engine.facts, start_s=time.perf_counter() - begun)
+    manifest = checkpoint_entries(config)
+    weights = random_weights(manifest, "cuda")
+    parts: Mapping[str, Callable[[], None]] = {
+        "steps": lambda: steps(engine, weights, args.steps, note),
+        "bare": lambda: repeated(engine, weights, "bare", note, samples=0),
+        "scales": lambda: scales(engine, note) if engine.state.fp8_kv else None,
+        "sleep": lambda: sleep(engine, note) if args.sleep else None,
+        "fp8_in": lambda: fp8_in(engine, weights, manifest, note) if engine.launched.fp8_weights else None,
+        "equal": lambda: equal(engine, weights, note),
+    }
+    for name, part in parts.items():
+        try:
+            part()
+        except Exception as error:  # one part that fails must not lose the others
+            note("failed", part=name, error=f"{type(error).__name__}: {error}", trace=traceback.format_exc()[-3000:])
+    engine.shutdown()
+
+
+def model_folder(name: str) -> tuple[dict[str, Any], str]:
+    """A folder with nothing but the model's config.json, for load_format="dummy"."""
+    config = {key: value for key, value in find_config(name)[0].items() if not key.startswith("_")}
+    folder = mkdtemp()
+    (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return config, folder
+
+
+def start(args: argparse.Namespace, folder: str) -> RolloutEngine:
+    """The engine of a plan for this model, as a trainer would start it, with random weights."""
+    limits = EngineLimits(
+        gpu_memory_utilization=args.utilization, max_model_len=4096, max_num_seqs=256, max_num_batched_tokens=8192
+    )
+    workload = Workload(prompts=4, samples_per_prompt=4, prompt_lengths=Fixed(PROMPT), response_lengths=Fixed(RESPONSE))
+    made = plan(args.model, "h200_sxm", workload, limits=limits)
+    choice = next(i for i, c in enumerate(made.choices) if c.precision == args.precision)
+    more = {"enable_sleep_mode": True} if args.sleep else {}
+    return RolloutEngine.from_plan(
+        made, folder, choice=choice, mode=args.mode, load_format="dummy", skip_tokenizer_init=True, **more
+    )
+
+
+def steps(engine: RolloutEngine, weights: dict[str, Any], count: int, note: Callable[..., None]) -> None:
+    """RL steps: the weights move, are synced, and serve."""
+    import torch
+
+    for step in range(count):
+        for tensor in weights.values():
+            tensor.mul_(1 + 1e-3 * (step % 3 - 1))
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        report = engine.sync_weights(weights)
+        peak = torch.cuda.max_memory_allocated() - before
+        begun = time.perf_counter()
+        tokens = decode(engine)
+        found = asdict(report) | {"kv_scales": _summary(report.kv_scales)}
+        allocated = torch.cuda.memory_allocated()
+        note(
+            "step",
+            step=step,
+            report=found,
+            peak_bytes=peak,
+            allocated_bytes=allocated,
+            rollout_s=time.perf_counter() - begun,
+            finite=all(x == x and x > -1e30 for _, row in tokens for x in row),
+        )
+
+
+def repeated(engine: RolloutEngine, weights: Any, what: str, note: Callable[..., None], **settings: Any) -> None:
+    """The same sync again and again, with other settings."""
+    before = engine.state.settings
+    engine.state.settings = replace(before, **settings)
+    engine.state.prepared.clear()
+    try:
+        for repeat in range(REPEATS):
+            report = engine.sync_weights(weights)
+            note(what, repeat=repeat, report=asdict(report) | {"kv_scales": None})
+    finally:
+        engine.state.settings = before
+        engine.state.prepared.clear()
+
+
+def scales(engine: RolloutEngine, note: Callable[..., None]) -> None:
+    """Scales written in place are what captured graphs use: clipping ones change the log-probs, the first ones bring
+    them back."""
+    seconds = []
+    for _ in range(REPEATS):
+        begun = time.perf_counter()
+        engine.recalibrate_kv()
+        seconds.append(time.perf_counter() - begun)
+    good = {layer: list(parts) for layer, parts in (engine.state.kv_scales or {}).items()}
+    first = decode(engine)
+    again = decode(engine)
+    _set(engine, {layer: [part / 64 for part in parts] for layer, parts in good.items()})
+    clipping = decode(engine)
+    _set(engine, good)
+    back = decode(engine)
+    ones = {layer: [1.0] * 3 for layer in good}
+    _set(engine, ones)
+    unit = decode(engine)
+    _set(engine, good)
+    note(
+        "scales",
+        recalibrate_s=seconds,
+        again_equal=first == again,
+        back_equal=first == back,
+        clipping=_distance(first, clipping),
+        unit=_distance(first, unit),
+        scales=_summary(good),
+    )
+
+
+def _set(engine: RolloutEngine, scales: dict[str, list[float]]) -> None:
+    def procedure() -> Any:
+        yield from rpc("fp8plan_set_kv_scales", scales)
+        yield Call("reset")
+
+    engine._drive(procedure())
+
+
+def fp8_in(engine: RolloutEngine, weights: Mapping[str, Any], manifest: Any, note: Callable[..., None]) -> None:
+    """The other path: quantised by the trainer, half the bytes."""
+    import torch
+
+    from fp8plan.runtime.quantize import scale_shape
+    from fp8plan.runtime.quantize_groups import QuantizeTargets
+
+    engine.state.expected = manifest
+    engine._drive(engine._learn_quantised())
+    quantised = list(engine.state.quantised)
+    sent = {}
+    for name, tensor in weights.items():
+        sent[name] = tensor
+        if name in quantised:
+            sent[name] = torch.empty_like(tensor, dtype=torch.float8_e4m3fn)
+            sent[name + "_scale_inv"] = torch.empty(scale_shape(*tensor.shape), dtype=torch.float32, device="cuda")
+    targets = QuantizeTargets([sent[name] for name in quantised], [sent[name + "_scale_inv"] for name in quantised])
+    for _ in range(REPEATS):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        targets.run(
+            [weights[name] for name in quantised], torch.zeros(len(quantised), dtype=torch.int32, device="cuda")
+        )
+        torch.cuda.synchronize()
+        note("quantise_all", seconds=time.perf_counter() - begun, tensors=len(quantised))
+    ordered = {name: sent[name] for name, _, _ in quantised_manifest(manifest, quantised)}
+    repeated(engine, ordered, "fp8_in", note, weights_in="fp8_block")
+
+
+def equal(engine: RolloutEngine, weights: dict[str, Any], note: Callable[..., None]) -> None:
+    """A sync in place leaves the very bits that vLLM's reload leaves; and what each takes."""
+    import torch
+
+    engine.sync_weights(weights)
+    (ours,) = engine._drive(rpc("fp8plan_digests"))
+    repeated(engine, weights, "native", note, in_place=False)
+    (theirs,) = engine._drive(rpc("fp8plan_digests"))
+    note("equal", tensors=len(ours), differ=[name for name in ours if ours[name] != theirs.get(name)], other="native")
+    for repeat in range(REPEATS):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        try:
+            engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+            torch.cuda.synchronize()
+            note("stock", repeat=repeat, seconds=time.perf_counter() - begun)
+        except Exception as error:
+            note("failed", part="stock", error=f"{type(error).__name__}: {error}")
+            return
+    (stock,) = engine._drive(rpc("fp8plan_digests"))
+    note("equal", tensors=len(ours), differ=[name for name in ours if ours[name] != stock.get(name)], other="stock")
+
+
+def sleep(engine: RolloutEngine, note: Callable[..., None]) -> None:
+    first, before = decode(engine), engine.kv_scales()
+    for level in (1,):
+        begun = time.perf_counter()
+        engine.sleep(level)
+        engine.wake_up()
+        seconds = time.perf_counter() - begun
+        note(
+            "sleep",
+            level=level,
+            seconds=seconds,
+            scales_equal=engine.kv_scales() == before,
+            equal=decode(engine) == first,
+        )
+
+
+def decode(engine: RolloutEngine) -> list[tuple[list[int], list[float]]]:
+    """Tokens and log-probs of a few greedy responses."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=RESPONSE, ignore_eos=True, logprobs=0, detokenize=False)
+    prompts = [{"prompt_token_ids": [(7 * i + j) % 1000 + 5 for j in range(PROMPT)]} for i in range(REQUESTS)]
+    found = [output.outputs[0] for output in engine.generate(prompts, params)]
+    return [(list(o.token_ids), [d[t].logprob for t, d in zip(o.token_ids, o.logprobs, strict=True)]) for o in found]
+
+
+def _distance(first: Any, second: Any) -> dict[str, float]:
+    """Mean and largest change of the first token's log-prob, whose context is the same, and share of equal tokens."""
+    gaps = [abs(a[1][0] - b[1][0]) for a, b in zip(first, second, strict=True)]
+    pairs = [x == y for a, b in zip(first, second, strict=True) for x, y in zip(a[0], b[0], strict=True)]
+    return {"first_token": sum(gaps) / len(gaps), "largest": max(gaps), "equal_tokens": sum(pairs) / len(pairs)}
+
+
+def _summary(scales: Any) -> Any:
+    if not scales:
+        return None
+    columns = list(zip(*scales.values(), strict=True))
+    return {part: [min(c), max(c)] for part, c in zip("qkv", columns, strict=True)}
+
+
+if __name__ == "__main__":
+    main()
