@@ -30,7 +30,7 @@ Scales = dict[str, list[float]]  # layer -> scales of q, k, v
 
 
 def scales_from(amax: Mapping[str, Sequence[float]], margin: float = MARGIN) -> Scales:
-    """Scales that hold `margin` times the amax. A layer that saw nothing keeps 1.0. Raises ConfigError for NaN or Inf."""
+    """Scales that hold `margin` times the amax; 1.0 for a layer that saw nothing. Raises ConfigError for NaN or Inf."""
     found = {}
     for layer, parts in amax.items():
         if len(parts) != len(PARTS) or not all(isfinite(value) and value >= 0 for value in parts):
@@ -109,13 +109,17 @@ class AmaxRecorder:
     def _wrapped(forward: Any, amax: torch.Tensor) -> Any:
         import torch
 
+        cells = list(amax)  # views, made once: a model has dozens of layers, and each launch takes time
+
         def recording(layer: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-            for number, tensor in enumerate((query, key, value)):
-                if tensor is not None and tensor.numel():
-                    largest = tensor.float().abs().amax()
-                    if number == 0 and tensor.dtype == torch.float8_e4m3fn:
-                        largest = largest * layer._q_scale
-                    amax[number] = torch.maximum(amax[number], largest)
+            for cell, tensor in zip(cells, (query, key, value), strict=True):
+                if tensor is None or not tensor.numel():
+                    continue
+                if tensor.dtype == torch.float8_e4m3fn:  # Q, where attention runs in FP8
+                    found = torch.linalg.vector_norm(tensor.float(), ord=torch.inf) * layer._q_scale
+                else:
+                    found = torch.linalg.vector_norm(tensor, ord=torch.inf, dtype=torch.float32)
+                torch.maximum(cell, found, out=cell)
             return forward(layer, query, key, value, *args, **kwargs)
 
         return recording

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.hardware import gpu
+from fp8plan.model.limits import EngineLimits
 from fp8plan.runtime.cpu_kernels import ENABLE
 from fp8plan.runtime.live.worker import EXTENSION
 from fp8plan.runtime.manifest import Manifest, checkpoint_manifest
@@ -24,17 +25,52 @@ THE_PLANS = ("model", "dtype", "quantization", "quantization_config", "kv_cache_
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """kwargs, env: of vllm.LLM; checkpoint: its tensors, where a folder has them; device: of the engine's tensors"""
+    """One engine of a plan.
 
-    precision: str
-    fp8_weights: bool
-    fp8_kv: bool
+    plan, choice: what it applies; gpu: name in fp8plan.model.hardware
+    model:        whose shape the cost model is asked about: the folder that is loaded, or the plan's
+    kwargs, env:  of vllm.LLM and its processes
+    limits:       that it really runs with
+    checkpoint:   its tensors, where the model is a folder that has them
+    device:       of the engine's tensors, as torch names it
+    """
+
+    plan: Plan
+    choice: int
+    keep_bf16: tuple[int, int]
+    more: Mapping[str, Any]
     kwargs: Mapping[str, Any]
     env: Mapping[str, str]
+    limits: EngineLimits
+    model: str
     checkpoint: Manifest | None
     device: str
-    max_model_len: int
     vocabulary: int
+
+    @property
+    def precision(self) -> str:
+        return self.plan.choices[self.choice].precision
+
+    @property
+    def gpu(self) -> str:
+        return self.plan.gpu
+
+    @property
+    def fp8_weights(self) -> bool:
+        return self.plan.choices[self.choice].preset.weights == "fp8_block"
+
+    @property
+    def fp8_kv(self) -> bool:
+        return self.plan.choices[self.choice].preset.kv == "fp8"
+
+    def with_precision(self, name: str) -> Launch:
+        """The same engine in another precision of the plan. Raises ConfigError if the plan has none on this layout."""
+        layout = self.plan.choices[self.choice].tensor_parallel
+        found = [i for i, c in enumerate(self.plan.choices) if (c.precision, c.tensor_parallel) == (name, layout)]
+        if not found:
+            raise ConfigError(f"the plan has no {name} on {layout} GPU(s); allowed: a plan with all precisions")
+        keep = self.keep_bf16 if self.plan.choices[found[0]].preset.weights == "fp8_block" else (0, 0)
+        return launch(self.plan, str(self.kwargs["model"]), found[0], keep, self.more)
 
     def refuse_other(self, facts: Mapping[str, Any]) -> None:
         """Raises ConfigError if the engine that runs is not the one that was planned."""
@@ -61,38 +97,39 @@ def launch(
 ) -> Launch:
     """The Launch of a choice. Raises ConfigError for what vLLM, the plan or the arguments do not allow."""
     check_vllm_version()
-    picked = plan.select(choice)
+    index = plan.chosen if choice is None else choice
+    preset = plan.select(index).preset
     if taken := sorted(set(more).intersection(THE_PLANS)):
         raise ConfigError(f"{', '.join(taken)} come from the plan; allowed: another choice of the plan (choice=...)")
-    kwargs = plan.vllm_kwargs(choice) | dict(more)
-    kwargs["worker_extension_cls"] = EXTENSION
+    kwargs = plan.vllm_kwargs(index) | {"disable_log_stats": False} | dict(more) | {"worker_extension_cls": EXTENSION}
     if model_path is not None:
         kwargs["model"] = str(model_path)
     folder = Path(kwargs["model"])
     config = json.loads((folder / "config.json").read_text("utf-8")) if (folder / "config.json").is_file() else {}
-    preset = picked.preset
-    fp8_weights = preset.weights == "fp8_block"
     if "quantization_config" in config:
         raise ConfigError(
             f"{folder} is quantised already ({config['quantization_config'].get('quant_method')}); allowed: the BF16 "
             "checkpoint that the trainer started from, which vLLM quantises while it loads"
         )
-    env = plan.env(choice)
-    if fp8_weights:
+    env, on_cpu = plan.env(index), gpu(plan.gpu).is_cpu
+    if preset.weights == "fp8_block":
         _keep_bf16(kwargs, keep_bf16, config)
-        if gpu(plan.gpu).is_cpu:
+        if on_cpu:
             env[ENABLE] = "1"
     elif any(keep_bf16):
         raise ConfigError(f"keep_bf16 is {keep_bf16}, and {preset.name} has no FP8 weights; leave it out")
+    known = {field.name for field in fields(EngineLimits)}
     return Launch(
-        precision=preset.name,
-        fp8_weights=fp8_weights,
-        fp8_kv=preset.kv == "fp8",
+        plan=plan,
+        choice=index,
+        keep_bf16=keep_bf16,
+        more=more,
         kwargs=kwargs,
         env=env,
+        limits=replace(plan.limits, **{name: value for name, value in kwargs.items() if name in known}),
+        model=str(folder) if config else plan.model,
         checkpoint=checkpoint_manifest(folder),
-        device="cpu" if gpu(plan.gpu).is_cpu else "cuda",
-        max_model_len=int(kwargs["max_model_len"]),
+        device="cpu" if on_cpu else "cuda",
         vocabulary=int(config.get("vocab_size", 1000)),
     )
 

@@ -3,8 +3,8 @@ weights still serve."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -54,7 +54,13 @@ def dtype_named(name: str) -> torch.dtype:
 
 def entry_of(name: str, tensor: torch.Tensor) -> Entry:
     """The entry of a tensor, its full shape if it is sharded (a DTensor's shape is the global one)."""
-    return Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    return Entry(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
 
 
 def manifest_of(source: Any) -> Manifest | None:
@@ -108,11 +114,6 @@ def checkpoint_manifest(folder: str | Path) -> Manifest | None:
 SAFETENSORS_DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "float8_e4m3fn"}
 
 
-def digest(manifest: Manifest) -> str:
-    """Equal for equal manifests, order included."""
-    return hashlib.sha256(repr(manifest).encode()).hexdigest()
-
-
 def refuse(manifest: Manifest, expected: Manifest | None, weights_in: str) -> None:
     """Raises ConfigError for what can be seen without the engine: doubles, dtypes of the other format, and, where the
     `expected` tensors are known (in the same format), unknown names, other shapes and missing tensors."""
@@ -149,15 +150,15 @@ def _refuse_format(manifest: Manifest, weights_in: str) -> None:
         quantised = entry.dtype == "float8_e4m3fn" or entry.name.endswith(SCALE_SUFFIX)
         if quantised and weights_in == "bf16":
             raise ConfigError(
-                f"{entry.name} is {entry.dtype}, and this engine takes BF16 and quantises itself; send the BF16 tensors, "
-                "or start it with weights_in='fp8_block'"
+                f"{entry.name} is {entry.dtype}, and this engine takes BF16 and quantises itself; send BF16, or "
+                "start it with weights_in='fp8_block'"
             )
         if not quantised and entry.dtype != "bfloat16":
             raise ConfigError(f"{entry.name} is {entry.dtype}; allowed: bfloat16 (type tensor.to(torch.bfloat16))")
 
 
 def quantised_manifest(manifest: Manifest, quantised: Iterable[str]) -> Manifest:
-    """The fp8_block manifest of a BF16 one: the tensors named in `quantised` become E4M3, each followed by its scales."""
+    """The fp8_block manifest of a BF16 one: those named in `quantised` become E4M3, each followed by its scales."""
     chosen = set(quantised)
     found = []
     for entry in manifest:

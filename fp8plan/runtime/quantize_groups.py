@@ -26,15 +26,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(q, scale) of a matrix [N, K], the very bits that QuantizeTargets writes on its device. Raises ConfigError as that
-    does. fp8plan.runtime.quantize.quantize differs on a GPU where divisions are rounded in another way."""
+def quantized(weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """(q, scale) of matrices [N, K], the very bits that QuantizeTargets writes on their device: on a GPU it divides as
+    vLLM's compiled function does, and torch alone gives others. Raises ConfigError as QuantizeTargets does."""
     import torch
 
-    q = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
-    scale = torch.empty(scale_shape(*weight.shape), dtype=torch.float32, device=weight.device)
-    QuantizeTargets([q], [scale]).run([weight], torch.zeros(1, dtype=torch.int32, device=weight.device))
-    return q, scale
+    found = [
+        (
+            torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device),
+            torch.empty(scale_shape(*weight.shape), dtype=torch.float32, device=weight.device),
+        )
+        for weight in weights
+    ]
+    if found:
+        bad = torch.zeros(len(found), dtype=torch.int32, device=weights[0].device)
+        QuantizeTargets([q for q, _ in found], [scale for _, scale in found]).run(weights, bad)
+    return found
 
 
 class QuantizeTargets:

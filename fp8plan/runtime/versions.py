@@ -20,7 +20,7 @@ class Patch(NamedTuple):
     reason: str
 
 
-# Nothing of vLLM is replaced. "calls" are private functions that are only read or called; "sets" are attributes that are
+# Nothing of vLLM is replaced. "calls" are private functions that are only called; "sets" are attributes that are
 # written; "wraps" is taken back after use.
 PATCHES: Final = (
     Patch(

@@ -3,8 +3,8 @@
 `sync` is a generator: it yields what is to be done to the engine (a Call) and is sent the answer, so that one procedure
 serves an engine in this process, in another, and under asyncio. The order is what keeps garbage away:
 
-1. the manifest (names, dtypes, shapes) is checked here and by a dry run in every worker: what is wrong now leaves the old
-   weights serving, untouched;
+1. the manifest (names, dtypes, shapes) is checked here and by a dry run in every worker: what is wrong now leaves the
+   old weights serving, untouched;
 2. the tensors stream in, by complete fused groups; the first write makes the engine refuse to generate;
 3. every worker closes its sync: nothing missing, nothing NaN or Inf, a sample equal, bit for bit, to what was sent;
 4. KV scales are measured or set, the prefix cache is emptied, and the engine serves again.
@@ -15,6 +15,7 @@ What fails between 2 and 4 leaves it refusing until a complete sync, or, with a 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from fp8plan.errors import ConfigError, SyncError
 from fp8plan.runtime import manifest as manifests
 from fp8plan.runtime.kv_scales import MARGIN, PARTS, Amax, Scales, clipped, largest, scales_from
 from fp8plan.runtime.manifest import Manifest
+from fp8plan.runtime.transfer import RemoteSource
 from fp8plan.runtime.transport import Stage, staged_bytes
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ MOST_CALIBRATIONS = 12
 
 class Call(NamedTuple):
     """One thing to do to an engine. rpc: (method, args) on every worker, answered by a list; reset: empty the prefix
-    cache; generate: (prompts as token ids, SamplingParams settings), answered by RequestOutputs; restart: start anew."""
+    cache; generate: (prompts as token ids, SamplingParams settings), answered by RequestOutputs; restart"""
 
     what: Literal["rpc", "reset", "generate", "restart"]
     arguments: tuple[Any, ...] = ()
@@ -70,13 +72,22 @@ class SyncSettings:
             raise ConfigError(f"rollback is {self.rollback!r}; allowed: None, 'cpu', 'cuda' (where the copy is kept)")
 
 
+class Checked(NamedTuple):
+    """A manifest that the workers take: its number there, the group of each tensor, and how many are in each group."""
+
+    number: int
+    groups: Sequence[int]
+    sizes: Mapping[int, int]
+    numbers: Mapping[str, int]
+
+
 @dataclass(slots=True)
 class SyncState:
     """What an engine knows between two syncs.
 
     refusal:   why it must not generate; None while it serves
     expected:  tensors of the checkpoint it was started with, where known
-    prepared:  digests of manifests that the workers have checked, with the group of each tensor
+    prepared:  manifests that the workers have checked
     kv_scales: what the live engine was given last; None with a BF16 KV cache
     """
 
@@ -88,7 +99,7 @@ class SyncState:
     running: bool = False
     version: int = 0
     expected: Manifest | None = None
-    prepared: dict[str, Sequence[int]] = field(default_factory=dict)
+    prepared: dict[tuple[Manifest, bool], Checked] = field(default_factory=dict)
     kv_scales: Scales | None = None
     quantised: tuple[str, ...] = ()
 
@@ -147,7 +158,9 @@ def sync(
     with _timed(seconds, "prepare"):
         try:
             announced = _announced(state, source, manifest)
-            groups = yield from _prepare(state, announced)
+            if isinstance(source, RemoteSource):
+                yield from rpc("fp8plan_receive", False)
+            checked = yield from _prepare(state, announced)
         except ConfigError as error:
             raise SyncError(f"{error}. Nothing was sent; the old weights serve, untouched") from error
     counts = {"tensors": 0, "bytes": 0, "chunks": 0}
@@ -155,10 +168,9 @@ def sync(
         state.refusal = "a sync has begun and not ended"
         settings = state.settings
         with _timed(seconds, "begin"):
-            arguments = (_plain(announced), settings.in_place, settings.samples, state.version, settings.rollback)
-            yield from rpc("fp8plan_begin", *arguments)
+            yield from rpc("fp8plan_begin", checked.number, settings.samples, state.version, settings.rollback)
         with _timed(seconds, "load"):
-            yield from _load(state, manifests.pairs_of(source), announced, groups, counts)
+            yield from _load(state, manifests.pairs_of(source), announced, checked, counts)
         with _timed(seconds, "finish"):
             answers = yield from rpc("fp8plan_finish")
             _refuse_difference(answers)
@@ -211,31 +223,35 @@ def _announced(state: SyncState, source: Any, manifest: Any) -> Manifest:
             "an iterator does not say what it will send, and the engine has no checkpoint to compare with; allowed: "
             "manifest=[(name, dtype, shape), ...] with it, or a dict, a list of pairs, or vLLM's WeightSource"
         )
-    manifests.refuse(found, expected, state.settings.weights_in)
+    if (found, state.settings.in_place) not in state.prepared:
+        manifests.refuse(found, expected, state.settings.weights_in)
     return found
 
 
-def _prepare(state: SyncState, manifest: Manifest) -> Generator[Call, Any, Sequence[int]]:
-    """The group of each tensor; asks the workers only about manifests that they have not seen."""
-    key = manifests.digest(manifest)
+def _prepare(state: SyncState, manifest: Manifest) -> Generator[Call, Any, Checked]:
+    """What the workers say of a manifest; they are asked once."""
+    key = (manifest, state.settings.in_place)
     if key not in state.prepared:
         answers = yield from rpc("fp8plan_prepare", _plain(manifest), state.settings.in_place)
-        state.prepared[key] = answers[0]["groups"]
+        groups = answers[0]["groups"]
+        numbers = {entry.name: number for number, entry in enumerate(manifest)}
+        state.prepared[key] = Checked(answers[0]["number"], groups, Counter(groups), numbers)
         if state.kv_scales is not None:  # trying the shortcut reloaded a layer, and a reload sets scales to 1.0
             yield from rpc("fp8plan_set_kv_scales", state.kv_scales)
     return state.prepared[key]
 
 
 def _load(
-    state: SyncState,
-    pairs: Iterable[tuple[str, Any]],
-    manifest: Manifest,
-    groups: Sequence[int],
-    counts: dict[str, int],
+    state: SyncState, pairs: Iterable[tuple[str, Any]], manifest: Manifest, checked: Checked, counts: dict[str, int]
 ) -> Procedure:
+    if isinstance(pairs, RemoteSource):
+        sending = pairs.start()
+        answers = yield from rpc("fp8plan_receive", True)
+        counts.update(tensors=len(manifest), bytes=sum(map(manifests.nbytes, manifest)), chunks=answers[0])
+        return sending and sending.result()
     stage: Stage | None = None
     try:
-        for numbers, tensors in chunks(pairs, manifest, groups, state.settings.chunk_bytes):
+        for numbers, tensors in chunks(pairs, checked, state.settings.chunk_bytes):
             counts["chunks"] += 1
             counts["tensors"] += len(tensors)
             counts["bytes"] += sum(tensor.nbytes for tensor in tensors)
@@ -255,39 +271,46 @@ def _load(
 
 
 def chunks(
-    pairs: Iterable[tuple[str, torch.Tensor]], manifest: Manifest, groups: Sequence[int], most: int
+    pairs: Iterable[tuple[str, torch.Tensor]], checked: Checked, most: int
 ) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
     """The stream in chunks of about `most` bytes that hold complete groups only, as (numbers, tensors).
 
     A group is held back until its last tensor has come. Raises SyncError for a tensor that was not announced, or twice.
     """
-    numbers = {entry.name: number for number, entry in enumerate(manifest)}
-    left: dict[int, int] = {}
-    for group in groups:
-        left[group] = left.get(group, 0) + 1
-    waiting: dict[int, list[tuple[int, torch.Tensor]]] = {}
-    ready: list[tuple[int, torch.Tensor]] = []
+    left, waiting = dict(checked.sizes), {}
+    seen: set[int] = set()
+    numbers: list[int] = []
+    tensors: list[torch.Tensor] = []
     size = 0
     for name, given in pairs:
-        number = numbers.pop(name, None)
-        if number is None:
-            known = any(entry.name == name for entry in manifest)
-            raise SyncError(f"{name} {'came twice' if known else 'was not announced'}")
-        tensor = given.full_tensor() if hasattr(given, "full_tensor") else given  # a DTensor's shards, gathered
-        tensor = tensor.detach()
-        group = groups[number]
-        waiting.setdefault(group, []).append((number, tensor))
+        number = checked.numbers.get(name)
+        if number is None or number in seen:
+            raise SyncError(f"{name} {'was not announced' if number is None else 'came twice'}")
+        seen.add(number)
+        group = checked.groups[number]
+        waiting.setdefault(group, []).append((number, _gathered(given)))
         left[group] -= 1
-        if left[group] == 0:
-            complete = waiting.pop(group)
-            ready += complete
-            size += sum(tensor.nbytes for _, tensor in complete)
+        if left[group]:
+            continue
+        for number, tensor in waiting.pop(group):
+            numbers.append(number)
+            tensors.append(tensor)
+            size += tensor.nbytes
         if size >= most:
-            yield [n for n, _ in ready], [t for _, t in ready]
-            ready, size = [], 0
-    ready += [one for some in waiting.values() for one in some]  # the workers say what is missing
-    if ready:
-        yield [n for n, _ in ready], [t for _, t in ready]
+            yield numbers, tensors
+            numbers, tensors, size = [], [], 0
+    for some in waiting.values():  # the workers say what is missing
+        numbers += [number for number, _ in some]
+        tensors += [tensor for _, tensor in some]
+    if numbers:
+        yield numbers, tensors
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """The values alone; of a DTensor, all shards."""
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def kv_scales(
@@ -305,7 +328,8 @@ def kv_scales(
         found = yield from _calibrate(state, prompts)
     else:
         raise ConfigError(
-            "the KV cache is FP8 and there is nothing to calibrate it with; allowed: kv_prompts=[[token ids], ...] or kv_amax={layer: (q, k, v)}"
+            "the KV cache is FP8 and there is nothing to calibrate it with; allowed: kv_prompts=[[token ids], ...] or "
+            "kv_amax={layer: (q, k, v)}"
         )
     scales = scales_from(found, state.settings.kv_margin)
     yield from rpc("fp8plan_set_kv_scales", scales)
@@ -319,8 +343,8 @@ def _calibrate(state: SyncState, prompts: Sequence[Sequence[int]]) -> Generator[
     It always begins at scales of 1.0: what a layer sees depends a little on the scales of those before it, and the same
     weights and prompts are to get the same scales, whatever ran before.
     """
-    live = yield from rpc("fp8plan_kv_scales")
-    scales = {layer: [1.0] * len(PARTS) for layer in live[0]}
+    layers = yield from rpc("fp8plan_attention_layers")
+    scales = {layer: [1.0] * len(PARTS) for layer in layers[0]}
     for _ in range(MOST_CALIBRATIONS):
         yield from rpc("fp8plan_set_kv_scales", scales)
         yield Call("reset")

@@ -1,8 +1,8 @@
 """Which live tensors every tensor of a manifest is written to, and how: the shortcut past vLLM's layerwise reload.
 
 vLLM reloads a layer by filling a new BF16 copy of it, quantising that with a dozen torch kernels and copying the result
-over the live tensors. Where the live tensors have the checkpoint's layout, the same bits can be written to them straight
-from the trainer's tensor: one read, one write. Layers whose layout is another, or unknown, are left to vLLM.
+over the live tensors. Where the live tensors have the checkpoint's layout, the same bits can be written to them
+straight from the trainer's tensor: one read, one write. Layers laid out in another or unknown way are left to vLLM.
 """
 
 from __future__ import annotations

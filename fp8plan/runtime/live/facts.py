@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 
 def worker_facts(worker: Any) -> dict[str, Any]:
-    """vllm_version; layers: kinds of modules with weights -> how many; weight_bytes; e8m0: whether DeepGEMM's scales are
-    powers of two (None without blockwise FP8); attention: backend; kv_cache_dtype; cudagraph_mode; enforce_eager."""
+    """vllm_version; layers: kinds of modules with weights -> how many; weight_bytes; kernels: of "gemm" and "moe";
+    e8m0: whether DeepGEMM's scales are powers of two (None without blockwise FP8); attention: its implementation;
+    kv_cache_dtype; cudagraph_mode; enforce_eager"""
     import vllm
 
     model, config = worker.model_runner.get_model(), worker.vllm_config
@@ -24,12 +25,22 @@ def worker_facts(worker: Any) -> dict[str, Any]:
         "vllm_version": vllm.__version__,
         "layers": dict(kinds),
         "weight_bytes": sum(tensors.values()),
+        "kernels": _kernels(model),
         "e8m0": _uses_e8m0(model),
         "attention": type(attention[0].impl).__name__ if attention else None,
         "kv_cache_dtype": getattr(attention[0], "kv_cache_dtype", None) if attention else None,
         "cudagraph_mode": getattr(config.compilation_config.cudagraph_mode, "name", None),
         "enforce_eager": bool(config.model_config.enforce_eager),
     }
+
+
+def _kernels(model: Any) -> dict[str, str]:
+    """Quantised linears' kernel class and experts' backend, as vLLM's log names them."""
+    methods = [method for layer in model.modules() if (method := getattr(layer, "quant_method", None)) is not None]
+    linear = [type(method.fp8_linear).__name__ for method in methods if hasattr(method, "fp8_linear")]
+    backends = [getattr(m, "fp8_backend", None) or getattr(m, "unquantized_backend", None) for m in methods]
+    experts = [getattr(backend, "value", str(backend)) for backend in backends if backend is not None]
+    return {part: names[0] for part, names in (("gemm", linear), ("moe", experts)) if names}
 
 
 def _uses_e8m0(model: Any) -> bool | None:

@@ -7,9 +7,11 @@ reference quantiser (fp8plan.runtime.quantize) makes of it. Both are on the engi
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp8plan.runtime.live.binding import Binding, Move
+from fp8plan.runtime.manifest import Entry
 from fp8plan.runtime.quantize import BLOCK, dequantize
 from fp8plan.runtime.quantize_groups import quantized
 
@@ -20,28 +22,44 @@ if TYPE_CHECKING:
 WINDOW = (BLOCK, 4 * BLOCK)
 
 
-class Samples:
-    """count tensors of a binding, chosen by seed: as many different ones over the steps as there are."""
+class _Kept(NamedTuple):
+    """A window that passed: `sent` of a tensor, and the live tensors that should hold it."""
 
-    def __init__(self, binding: Binding, count: int, seed: int) -> None:
+    name: str
+    sent: torch.Tensor
+    live: torch.Tensor
+    scale: torch.Tensor | None
+
+
+class Samples:
+    """count tensors of a manifest, chosen by seed: other ones every step."""
+
+    def __init__(self, manifest: Sequence[Entry], binding: Binding, count: int, seed: int) -> None:
         chance = random.Random(seed)
-        names = list(binding.moves)
+        # A few more than asked for, as tensors that vLLM loads cannot be compared.
+        numbers = chance.sample(range(len(manifest)), min(8 * count, len(manifest)))
+        able = [number for number in numbers if binding.moves.get(manifest[number].name)]
         self._chosen = {
-            name: chance.choice(moves)
-            for name in chance.sample(names, min(count, len(names)))
-            if (moves := binding.moves[name])
+            number: (manifest[number].name, chance.choice(binding.moves[manifest[number].name]))
+            for number in able[:count]
         }
         self._chance = chance
-        self._kept: list[tuple[str, Move, torch.Tensor, tuple[slice, ...]]] = []
+        self._kept: list[_Kept] = []
 
-    def take(self, name: str, tensor: torch.Tensor) -> None:
-        """Keep a window of a tensor that passes, if it is one of the chosen."""
-        move = self._chosen.get(name)
-        if move is None:
+    def take(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        """Keep a window of those tensors of a chunk that are among the chosen."""
+        if self._chosen.keys().isdisjoint(numbers):
             return
+        for number, tensor in zip(numbers, tensors, strict=True):
+            if number in self._chosen:
+                self._kept.append(self._window(*self._chosen[number], tensor))
+
+    def _window(self, name: str, move: Move, tensor: torch.Tensor) -> _Kept:
         part = tensor[tuple(slice(*extent) for extent in move.source)].reshape(move.target.shape)
         window = tuple(self._slice(size, most) for size, most in zip(part.shape, WINDOW[-part.dim() :], strict=True))
-        self._kept.append((name, move, part[window].clone(), window))
+        blocks = tuple(slice(x.start // BLOCK, -(-x.stop // BLOCK)) for x in window)
+        scale = None if move.scale is None else move.scale[blocks]
+        return _Kept(name, part[window].clone(), move.target[window], scale)
 
     def _slice(self, size: int, most: int) -> slice:
         start = self._chance.randrange(0, size, BLOCK)
@@ -53,22 +71,20 @@ class Samples:
 
         if not self._kept:
             return {"compared": 0, "differ": [], "weight_error": None}
-        differ, error, size = [], [], []
-        for _, move, sent, window in self._kept:
-            live = move.target[window]
-            if move.scale is None:
-                differ.append((live.view(torch.uint8) != sent.view(torch.uint8)).any())
-                continue
-            blocks = tuple(slice(part.start // BLOCK, -(-part.stop // BLOCK)) for part in window)
-            q, scale = quantized(sent)
-            differ.append((q.view(torch.uint8) != live.view(torch.uint8)).any() | (scale != move.scale[blocks]).any())
-            kept = dequantize(live.contiguous(), move.scale[blocks].contiguous(), torch.float32)
-            error.append((kept - sent.float()).square().sum())
-            size.append(sent.float().square().sum())
+        plain = [kept for kept in self._kept if kept.scale is None]
+        blocks = [kept for kept in self._kept if kept.scale is not None]
+        differ = [(kept.live.view(torch.uint8) != kept.sent.view(torch.uint8)).any() for kept in plain]
+        errors = []
+        for kept, (q, scale) in zip(blocks, quantized([kept.sent for kept in blocks]), strict=True):
+            differ.append((q.view(torch.uint8) != kept.live.view(torch.uint8)).any() | (scale != kept.scale).any())
+            exact = kept.sent.float()
+            lost = dequantize(kept.live, kept.scale, torch.float32) - exact
+            errors.append(torch.stack((lost.square().sum(), exact.square().sum())))
         found = torch.stack(differ).tolist()
-        fraction = (torch.stack(error).sum() / torch.stack(size).sum()).sqrt().item() if error else None
+        sums = torch.stack(errors).sum(0).tolist() if errors else None
+        names = [kept.name for kept in (*plain, *blocks)]
         return {
             "compared": len(found),
-            "differ": [name for (name, *_), other in zip(self._kept, found, strict=True) if other],
-            "weight_error": fraction,
+            "differ": [name for name, other in zip(names, found, strict=True) if other],
+            "weight_error": (sums[0] / sums[1]) ** 0.5 if sums and sums[1] else None,
         }

@@ -1,8 +1,8 @@
 """Which modules may be written in place: those where that gives, bit for bit, what vLLM's own reload gives.
 
-The layout of live tensors cannot be told from their shapes (some kernels swap halves of a matrix, some keep packed copies
-beside it), so it is tried: one module of each kind is reloaded by vLLM with random weights, compared with what writing in
-place would have left there, and put back as it was.
+The layout of live tensors cannot be told from their shapes (some kernels swap halves of a matrix, some keep packed
+copies beside it), so it is tried: one module of each kind is reloaded by vLLM with random weights, compared with what
+writing in place would have left there, and put back as it was.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _equal(move: Any, source: torch.Tensor) -> bool:
     part = source[tuple(slice(*extent) for extent in move.source)].reshape(move.target.shape)
     if move.scale is None:
         return move.target.dtype != torch.bfloat16 or torch.equal(part, move.target)
-    q, scale = quantized(part)
+    ((q, scale),) = quantized([part])
     return torch.equal(q.view(torch.uint8), move.target.view(torch.uint8)) and torch.equal(scale, move.scale)
 
 

@@ -7,8 +7,8 @@ reload is decided once for each manifest (fp8plan.runtime.live.binding, fp8plan.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from fp8plan.runtime.live.native_reload import NativeReload, repack_tied_head
 from fp8plan.runtime.live.self_check import Samples
 from fp8plan.runtime.live.shortcut import kind, refused
 from fp8plan.runtime.live.snapshot import Snapshot
-from fp8plan.runtime.manifest import NEVER_LOADED, SCALE_SUFFIX, Manifest, digest
+from fp8plan.runtime.manifest import NEVER_LOADED, SCALE_SUFFIX, Manifest, dtype_named
 from fp8plan.runtime.quantize_groups import CopyTargets, QuantizeTargets
 
 if TYPE_CHECKING:
@@ -28,45 +28,67 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A manifest that this model takes."""
+    """A manifest that this model takes.
+
+    specs:   shape and dtype of each tensor, as torch compares them fastest
+    refused: kinds of modules that vLLM loads, with why
+    ignored: tensors that vLLM leaves out: a tied lm_head
+    groups:  which tensors must come together, by number
+    layers:  dtype of their weights -> modules
+    """
 
     manifest: Manifest
     binding: Binding
-    refused: dict[str, str]  # kinds of modules that vLLM loads, with why
-    ignored: tuple[str, ...]  # tensors that vLLM leaves out: a tied lm_head
-    groups: tuple[int, ...]  # which tensors must come together, by number
+    specs: tuple[tuple[torch.Size, torch.dtype], ...]
+    refused: dict[str, str]
+    ignored: tuple[str, ...]
+    groups: tuple[int, ...]
+    layers: dict[str, int]
+    programs: dict[tuple[int, ...], Program] = field(default_factory=dict)
+
+    def program(self, numbers: Sequence[int]) -> Program:
+        """The writes of a chunk; trainers send the same chunks every step."""
+        key = tuple(numbers)
+        if key not in self.programs:
+            self.programs[key] = Program(self, key)
+        return self.programs[key]
 
 
 class Program:
     """The writes of one chunk of tensors, made once and run every step."""
 
     def __init__(self, prepared: Prepared, numbers: Sequence[int]) -> None:
+        moves = prepared.binding.moves
         entries = [prepared.manifest[number] for number in numbers]
-        moves = [(at, move) for at, e in enumerate(entries) for move in prepared.binding.moves.get(e.name, ())]
-        self._quantised = [(at, move) for at, move in moves if move.scale is not None]
-        self._copied = [(at, move) for at, move in moves if move.scale is None]
-        self._quantise = QuantizeTargets([m.target for _, m in self._quantised], [m.scale for _, m in self._quantised])
-        self._copy = CopyTargets([m.target for _, m in self._copied])
-        self._names = [entries[at].name for at, _ in (*self._quantised, *self._copied)]
+        self.specs = [prepared.specs[number] for number in numbers]
+        self.native = [(at, e.name) for at, e in enumerate(entries) if e.name not in moves]
+        found = [(at, e, move) for at, e in enumerate(entries) for move in moves.get(e.name, ())]
+        quantised, copied = ([x for x in found if (x[2].scale is None) == plain] for plain in (False, True))
+        self._quantised, self._copied = ([(at, _part(move, e.shape)) for at, e, move in x] for x in (quantised, copied))
+        scales = [move.scale for _, _, move in quantised if move.scale is not None]
+        self._quantise = QuantizeTargets([move.target for _, _, move in quantised], scales)
+        self._copy = CopyTargets([move.target for _, _, move in copied])
+        self.names = [e.name for _, e, _ in (*quantised, *copied)]
 
-    def run(self, tensors: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, list[str]]:
-        """Queue the writes; flags of what was not finite (int32, on the device) and the names they belong to."""
+    def run(self, tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+        """Queue the writes; a flag for each of `names` that is 1 if it was not finite (int32, on the device)."""
         import torch
 
-        bad = torch.zeros(len(self._names), dtype=torch.int32, device=device)
+        bad = torch.zeros(len(self.names), dtype=torch.int32, device=device)
         count = len(self._quantised)
-        self._quantise.run([_part(tensors[at], move) for at, move in self._quantised], bad[:count])
-        self._copy.run([_part(tensors[at], move) for at, move in self._copied], bad[count:])
-        return bad, self._names
+        self._quantise.run([part(tensors[at]) if part else tensors[at] for at, part in self._quantised], bad[:count])
+        self._copy.run([part(tensors[at]) if part else tensors[at] for at, part in self._copied], bad[count:])
+        return bad
 
 
-def _part(tensor: torch.Tensor, move: Move) -> torch.Tensor:
-    """What of a tensor a move takes, as a vector or matrix."""
-    for start, _ in move.source[:-2]:
-        tensor = tensor[start]
-    for dimension, (start, stop) in enumerate(move.source[-2:]):
-        tensor = tensor if stop - start == tensor.shape[dimension] else tensor.narrow(dimension, start, stop - start)
-    return tensor.view(move.target.shape) if tensor.shape != move.target.shape else tensor
+def _part(move: Move, shape: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What of a tensor a move takes, as a vector or matrix; None for all of it, as it is."""
+    if tuple(move.target.shape) == shape and all(
+        extent == (0, n) for extent, n in zip(move.source, shape, strict=True)
+    ):
+        return None
+    window = tuple(slice(*extent) for extent in move.source)
+    return lambda tensor: tensor[window].reshape(move.target.shape)
 
 
 class LiveWeights:
@@ -77,21 +99,21 @@ class LiveWeights:
         self._model = worker.model_runner.get_model()
         self._layers = dict(self._model.named_modules())
         self._device = next(self._model.parameters()).device
-        self._prepared: dict[str, Prepared] = {}
-        self._programs: dict[tuple[str, tuple[int, ...]], Program] = {}
+        self._prepared: list[Prepared] = []
         self._running: _Running | None = None
 
-    def prepare(self, manifest: Manifest, in_place: bool = True) -> Prepared:
+    def prepare(self, manifest: Manifest, in_place: bool = True) -> tuple[int, Prepared]:
         """Check a manifest against the model and decide how each tensor is written; nothing live changes.
 
-        in_place: False leaves every module to vLLM's reload. Raises ConfigError naming what is wrong.
+        in_place: False leaves every module to vLLM's reload. Raises ConfigError naming what is wrong. `begin` takes the
+        number.
         """
-        key = digest(manifest) + str(in_place)
-        if key not in self._prepared:
-            self._prepared[key] = self._prepare(manifest, in_place)
-        return self._prepared[key]
+        self._prepared.append(self._prepare(manifest, in_place))
+        return len(self._prepared) - 1, self._prepared[-1]
 
     def _prepare(self, manifest: Manifest, in_place: bool) -> Prepared:
+        import torch
+
         native_fp8 = any(name.endswith(SCALE_SUFFIX) for _, name in self._checkpoint_parameters())
         found = (
             trace(self._model, manifest)
@@ -108,14 +130,15 @@ class LiveWeights:
         else:
             reasons, everywhere = {}, frozenset(m for of in found.modules.values() for m in of)
             binding = bind(self._model, found, manifest, everywhere)
-        if any(e.dtype == "float8_e4m3fn" and binding.native.intersection(found.modules[e.name]) for e in manifest):
-            if not native_fp8:
-                raise ConfigError(
-                    "FP8 tensors can only be written in place, and this engine's kernels want "
-                    f"{', '.join(sorted({kind(self._layers[m]) for m in binding.native}))} in another layout; "
-                    "allowed: weights_in='bf16'"
-                )
-        return Prepared(manifest, binding, reasons, ignored, _groups(manifest, found))
+        in_fp8 = {module for e in manifest if e.dtype == "float8_e4m3fn" for module in found.modules[e.name]}
+        if stuck := {} if native_fp8 else {kind(self._layers[module]) for module in binding.native & in_fp8}:
+            raise ConfigError(
+                f"FP8 tensors can only be written in place, and vLLM lays out {', '.join(sorted(stuck))} in another "
+                "way; allowed: weights_in='bf16'"
+            )
+        specs = tuple((torch.Size(entry.shape), dtype_named(entry.dtype)) for entry in manifest)
+        layers = self._precisions(binding)
+        return Prepared(manifest, binding, specs, reasons, ignored, _groups(manifest, found), layers)
 
     def _checkpoint_parameters(self) -> Iterable[tuple[str, str]]:
         from fp8plan.runtime.live.load_map import checkpoint_format
@@ -160,72 +183,73 @@ class LiveWeights:
         inner = moe.intermediate_size_per_partition
         return round(whole * hidden * getattr(moe, "intermediate_size_per_partition_unpadded", inner) / inner)
 
-    def begin(self, manifest: Manifest, in_place: bool, samples: int, seed: int, keep: str | None) -> None:
-        """Open a sync. samples: tensors to compare afterwards; keep: device of the copy to return to, or None."""
-        prepared = self.prepare(manifest, in_place)
+    def begin(self, number: int, samples: int, seed: int, keep: str | None) -> None:
+        """Open a sync of a prepared manifest. samples: tensors to compare afterwards; keep: device of a copy of the
+        weights to return to, or None."""
+        prepared = self._prepared[number]
         snapshot = None if keep is None else Snapshot(self._model, keep)
         reload = NativeReload(self._worker) if prepared.binding.native else None
         if reload is not None:
             reload.open()
-        chosen = Samples(prepared.binding, samples, seed)
-        self._running = _Running(digest(manifest) + str(in_place), prepared, reload, chosen, snapshot, [], set())
+        chosen = Samples(prepared.manifest, prepared.binding, samples, seed)
+        self._running = _Running(prepared, reload, chosen, snapshot)
 
     def load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-        """Write tensors, given by their numbers in the manifest. Raises ConfigError for one that is not as announced."""
+        """Write tensors, by their numbers in the manifest. Raises ConfigError for one that is not as announced."""
         import torch
 
-        running = self._running
-        if running is None:
-            raise ConfigError("no sync is open; allowed: begin, load, finish")
-        entries = [running.prepared.manifest[number] for number in numbers]
-        for entry, tensor in zip(entries, tensors, strict=True):
-            if (tuple(tensor.shape), str(tensor.dtype)) != (entry.shape, f"torch.{entry.dtype}"):
-                sent = f"{tensor.dtype} {list(tensor.shape)}"
-                raise ConfigError(f"{entry.name} is {sent}; announced: torch.{entry.dtype} {list(entry.shape)}")
+        running = self._open()
+        program = running.prepared.program(numbers)
+        for number, tensor, (shape, dtype) in zip(numbers, tensors, program.specs, strict=True):
+            if tensor.shape != shape or tensor.dtype != dtype:
+                name, sent = running.prepared.manifest[number].name, f"{tensor.dtype} {list(tensor.shape)}"
+                raise ConfigError(f"{name} is {sent}; announced: {dtype} {list(shape)}")
         moved = [t if t.device == self._device else t.to(self._device, non_blocking=True) for t in tensors]
-        key = (running.key, tuple(numbers))
-        if key not in self._programs:
-            self._programs[key] = Program(running.prepared, numbers)
         with torch.no_grad():
-            running.flags.append(self._programs[key].run(moved, self._device))
-            native = [
-                (e.name, t) for e, t in zip(entries, moved, strict=True) if e.name not in running.prepared.binding.moves
-            ]
-            if native and running.reload is not None:
-                finite = torch.stack([(~torch.isfinite(t).all()).int() for _, t in native])
-                running.flags.append((finite, [name for name, _ in native]))
+            running.flags.append((program.run(moved, self._device), program.names))
+            running.samples.take(numbers, moved)
+            if program.native and running.reload is not None:
+                native = [(name, moved[at]) for at, name in program.native]
+                bad = torch.stack([(~torch.isfinite(tensor).all()).int() for _, tensor in native])
+                running.flags.append((bad, [name for name, _ in native]))
                 running.reload.load(native)
-            for entry, tensor in zip(entries, moved, strict=True):
-                running.samples.take(entry.name, tensor)
         running.done.update(numbers)
 
     def finish(self) -> dict[str, Any]:
-        """Close the sync: what it wrote and what the self-check found. Raises ConfigError naming what was not finite."""
+        """Close the sync: what it wrote and what the self-check found. Raises ConfigError for what was not finite."""
         import torch
 
-        running = self._running
-        if running is None:
-            raise ConfigError("no sync is open; allowed: begin, load, finish")
-        missing = [e.name for i, e in enumerate(running.prepared.manifest) if i not in running.done]
-        if missing:
+        running = self._open()
+        prepared = running.prepared
+        if len(running.done) < len(prepared.manifest):
+            missing = [entry.name for number, entry in enumerate(prepared.manifest) if number not in running.done]
             raise ConfigError(f"announced and not sent: {', '.join(missing[:4])} ({len(missing)} in all)")
         self._close(running)
-        if running.flags:
-            flags = torch.cat([flag for flag, _ in running.flags]).tolist()
+        flags = torch.cat([flag for flag, _ in running.flags])
+        if found := flags.nonzero().flatten().tolist():
             names = [name for _, some in running.flags for name in some]
-            if bad := list(dict.fromkeys(name for name, flag in zip(names, flags, strict=True) if flag)):
-                raise ConfigError(f"not finite: {', '.join(bad[:4])} ({len(bad)} in all); allowed: no NaN, no Inf")
+            bad = list(dict.fromkeys(names[at] for at in found))
+            raise ConfigError(f"not finite: {', '.join(bad[:4])} ({len(bad)} in all); allowed: no NaN, no Inf")
         checked = running.samples.compare()
         self._running = None
-        binding = running.prepared.binding
         return {
-            "in_place": len(binding.direct),
-            "reloaded": len(binding.native),
-            "why_reloaded": running.prepared.refused,
-            "ignored": list(running.prepared.ignored),
-            "layers": self._precisions(binding),
+            "in_place": len(prepared.binding.direct),
+            "reloaded": len(prepared.binding.native),
+            "why_reloaded": prepared.refused,
+            "ignored": list(prepared.ignored),
+            "layers": prepared.layers,
             "check": checked,
         }
+
+    @property
+    def announced(self) -> Manifest:
+        """What the open sync is to bring."""
+        return self._open().prepared.manifest
+
+    def _open(self) -> _Running:
+        if self._running is None:
+            raise ConfigError("no sync is open; allowed: begin, load, finish")
+        return self._running
 
     def _close(self, running: _Running) -> None:
         if running.reload is not None:
@@ -264,13 +288,12 @@ class LiveWeights:
 
 @dataclass(slots=True)
 class _Running:
-    key: str
     prepared: Prepared
     reload: NativeReload | None
     samples: Samples
     snapshot: Snapshot | None
-    flags: list[tuple[torch.Tensor, list[str]]]
-    done: set[int]
+    flags: list[tuple[torch.Tensor, list[str]]] = field(default_factory=list)
+    done: set[int] = field(default_factory=set)
 
 
 def _in_bf16(manifest: Manifest) -> Manifest:

@@ -1,7 +1,7 @@
 """What runs inside vLLM's worker: mixed into its class by `worker_extension_cls`, called through `collective_rpc`.
 
-Every method answers with plain data that vLLM can send between processes. An error is an answer too, {"error": text}: an
-exception would cross a process as text without a type, and vLLM takes some for the engine's death.
+Every method answers with plain data that vLLM can send between processes. An error is an answer too, {"error": text}:
+an exception would cross a process as text without a type, and vLLM takes some for the engine's death.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fp8plan.errors import Fp8PlanError
+from fp8plan.errors import ConfigError, Fp8PlanError
 
 if TYPE_CHECKING:
     import torch
@@ -50,17 +50,13 @@ class Fp8PlanWorker:
     def fp8plan_prepare(self, manifest: Sequence[Sequence[Any]], in_place: bool) -> dict[str, Any]:
         from fp8plan.runtime.manifest import read_manifest
 
-        prepared = self._fp8plan_weights().prepare(read_manifest(manifest), in_place)
+        number, prepared = self._fp8plan_weights().prepare(read_manifest(manifest), in_place)
         quantised = [name for name, moves in prepared.binding.moves.items() if any(m.scale is not None for m in moves)]
-        return {"groups": list(prepared.groups), "quantised": quantised}
+        return {"number": number, "groups": list(prepared.groups), "quantised": quantised}
 
     @answering
-    def fp8plan_begin(
-        self, manifest: Sequence[Sequence[Any]], in_place: bool, samples: int, seed: int, keep: str | None
-    ) -> None:
-        from fp8plan.runtime.manifest import read_manifest
-
-        self._fp8plan_weights().begin(read_manifest(manifest), in_place, samples, seed, keep)
+    def fp8plan_begin(self, number: int, samples: int, seed: int, keep: str | None) -> None:
+        self._fp8plan_weights().begin(number, samples, seed, keep)
 
     @answering
     def fp8plan_load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
@@ -75,6 +71,22 @@ class Fp8PlanWorker:
         numbers, tensors = unpack(opened(self, stage), layout)
         self._fp8plan_weights().load(numbers, tensors)
         self._fp8plan_wait()
+
+    @answering
+    def fp8plan_join(self, where: dict[str, Any]) -> None:
+        """Meet a trainer that will send tensors by itself (fp8plan.runtime.transfer)."""
+        from fp8plan.runtime.live.transfer_engine import Receiver
+        from fp8plan.runtime.transfer import Rendezvous
+
+        self._fp8plan_receiver = Receiver(self, self._fp8plan_weights(), Rendezvous(**where))
+
+    @answering
+    def fp8plan_receive(self, now: bool) -> int:
+        """Take what the trainer sends, in how many broadcasts; or only see whether that is possible."""
+        receiver = getattr(self, "_fp8plan_receiver", None)
+        if receiver is None:
+            raise ConfigError("no trainer is connected; type: engine.join_transfer(where) (fp8plan.runtime.transfer)")
+        return receiver.receive() if now else receiver.expect()
 
     @answering
     def fp8plan_finish(self) -> dict[str, Any]:
@@ -100,6 +112,12 @@ class Fp8PlanWorker:
         from fp8plan.runtime.kv_scales import set_scales
 
         set_scales(self.model_runner.get_model(), scales)
+
+    @answering
+    def fp8plan_attention_layers(self) -> list[str]:
+        from fp8plan.runtime.kv_scales import attention_layers
+
+        return [name for name, _ in attention_layers(self.model_runner.get_model())]
 
     @answering
     def fp8plan_kv_scales(self) -> dict[str, dict[str, float]]:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from fp8plan.runtime.measure.host import QUIET, Host
 from fp8plan.runtime.measure.timed_rollout import timed
 from fp8plan.runtime.measure.trace import Row, Trace
-from fp8plan.runtime.measure.warm_up import compiled_files
 from fp8plan.runtime.measure.watch import Watch
+from fp8plan.runtime.warm_up import compiled_files
 
 # So many attempts, and none once the first have taken so long.
 TRIES, AGAIN_S = 4, 8.0

@@ -24,7 +24,8 @@ from fp8plan.runtime.measure.jsonl import append
 from fp8plan.runtime.measure.machine import machine_facts
 from fp8plan.runtime.measure.timed_rollout import token_prompts
 from fp8plan.runtime.measure.trace import Trace, write
-from fp8plan.runtime.measure.warm_up import deep_gemm_rows, freeze_garbage, prefill_ladder, warm_up
+from fp8plan.runtime.measure.warm_up import prefill_ladder, warm_up
+from fp8plan.runtime.warm_up import freeze_garbage
 
 # Longer ones are taken for stalls, in which a kernel was compiled, and noted. Seen on an H200 (first look of its
 # profile): first steps of 0.9 to 11.5 s with and at most 0.15 s without; later ones of 3.5 s and more, against pauses
@@ -71,7 +72,7 @@ def measure(job: Mapping[str, Any], note: Callable[[str], None]) -> None:
     memory = facts["measured_kv_cache_tokens"]
     note(f"engine ready in {start_s:.0f} s, KV cache {memory} tokens, kernels {facts['kernel_backends']}")
     trace, host = Trace(llm), None if gpu(job["fields"]["gpu"]).is_cpu else Host()
-    ladder = prefill_ladder(llm, deep_gemm_rows(job["fields"], llm.llm_engine.model_config.max_model_len))
+    ladder = prefill_ladder(llm, job["fields"])
     note(f"prompts of {', '.join(map(str, ladder))} tokens ran, so that their kernels are compiled")
     for work in job["work"]:
         prompts = token_prompts(work, llm.llm_engine.model_config.get_vocab_size())

@@ -81,7 +81,7 @@ def measure(args: argparse.Namespace) -> None:
         "bare": lambda: repeated(engine, weights, "bare", note, samples=0),
         "scales": lambda: scales(engine, note) if engine.state.fp8_kv else None,
         "sleep": lambda: sleep(engine, note) if args.sleep else None,
-        "fp8_in": lambda: fp8_in(engine, weights, manifest, note) if engine.launched.fp8_weights else None,
+        "fp8_in": lambda: fp8_in(engine, weights, manifest, note) if engine.launch.fp8_weights else None,
         "equal": lambda: equal(engine, weights, note),
     }
     for name, part in parts.items():

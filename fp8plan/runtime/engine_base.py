@@ -1,0 +1,160 @@
+"""What every engine of a plan has, in this process or under asyncio: its start, its state, and the procedures that act
+on it. A procedure yields Calls (fp8plan.runtime.weight_sync); RolloutEngine and AsyncRolloutEngine answer them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+from fp8plan.errors import ConfigError, Fp8PlanError, NotServingError, SyncError
+from fp8plan.model.hardware import gpu
+from fp8plan.model.precision import precision
+from fp8plan.runtime.guard import Guard
+from fp8plan.runtime.guarding.facts import EngineFacts
+from fp8plan.runtime.guarding.ladder import Action, GuardSettings, stepped_down
+from fp8plan.runtime.launch import Launch
+from fp8plan.runtime.warm_up import deep_gemm_rows, ladder
+from fp8plan.runtime.weight_sync import Call, Procedure, SyncReport, SyncSettings, SyncState, kv_scales, rpc, sync
+
+# Sequences of the last rollout that KV scales are calibrated on, and tokens of each.
+CALIBRATION_SEQUENCES, CALIBRATION_TOKENS = 16, 1024
+
+
+class EngineBase:
+    """launch:  how it was started; state: of its weights; facts: what really runs
+    guard:   compares rollouts with what the plan's profile predicts; None where it cannot be predicted (`guard_off`)
+    """
+
+    def __init__(self, launched: Launch, settings: SyncSettings, staged_on: str | None, guard: GuardSettings) -> None:
+        self.launch = launched
+        self.state = SyncState(settings, staged_on, launched.fp8_kv, expected=launched.checkpoint)
+        self.facts: dict[str, Any] = {}
+        self.guard: Guard | None = None
+        self.guard_off: str | None = None
+        self._guard_settings = guard
+        self._rollout: list[list[int]] = []
+
+    @property
+    def serving(self) -> bool:
+        """Whether the weights may be used."""
+        return self.state.refusal is None and not self.state.dead
+
+    def _refuse_unless_serving(self) -> None:
+        if self.state.dead:
+            raise NotServingError("the engine has died; call sync_weights with all weights, which starts it again")
+        if self.state.refusal is not None:
+            raise NotServingError(f"{self.state.refusal}; call sync_weights with all weights")
+
+    def _opening(self) -> Procedure:
+        """What follows every start: read what runs, refuse what was not planned, compile what rollouts need."""
+        answers = yield from rpc("fp8plan_facts")
+        self.facts = answers[0]
+        self.launch.refuse_other(self.facts)
+        device = gpu(self.launch.gpu)
+        if not device.is_cpu:
+            longest, preset = self.launch.limits.max_model_len or 1, precision(self.launch.precision)
+            for length in ladder(longest - 1, deep_gemm_rows(self.launch.model, preset, device, longest)):
+                yield Call("generate", ([[0] * length], {"max_tokens": 1, "ignore_eos": True}))
+            yield Call("reset")
+        try:
+            if self.guard is None:
+                self.guard = Guard(self.engine_facts(), self._guard_settings)
+            else:
+                self.guard.engine_changed(self.engine_facts())
+        except Fp8PlanError as error:  # a GPU without a profile: everything works but this comparison
+            self.guard, self.guard_off = None, str(error)
+
+    def engine_facts(self) -> EngineFacts:
+        """What the guard needs to know of what runs."""
+        preset, attention = precision(self.launch.precision), self.facts["attention"]
+        backends = {f"attention.{preset.kv}": attention} if attention else {}
+        backends |= {f"{part}.{preset.gemm_dtype}": name for part, name in self.facts["kernels"].items()}
+        return EngineFacts(
+            model=self.launch.model,
+            gpu=self.launch.gpu,
+            engine_version=self.facts["vllm_version"].partition("+")[0],
+            precision=self.launch.precision,
+            limits=self.launch.limits,
+            kernel_backends=backends,
+            e8m0=self.facts["e8m0"],
+            cudagraph_mode=self.facts["cudagraph_mode"],
+        )
+
+    def _sync(
+        self, source: Any, manifest: Any, kv_amax: Any, kv_prompts: Sequence[Sequence[int]] | None, busy: int
+    ) -> Generator[Call, Any, SyncReport]:
+        state = self.state
+        if state.running:
+            raise SyncError("another sync is running; wait for it. The weights that it leaves will serve")
+        if busy:
+            raise SyncError(
+                f"{busy} requests are running; finish or abort them before a sync. Nothing was sent; the old weights "
+                "serve"
+            )
+        state.running = True
+        try:
+            if state.dead:
+                yield from self._restart()
+            if state.settings.weights_in == "fp8_block" and not state.quantised and state.expected is not None:
+                yield from self._learn_quantised()
+            prompts, where = self._calibration(kv_prompts)
+            return (yield from sync(state, source, manifest, kv_amax, prompts, where))
+        finally:
+            state.running = False
+
+    def _restart(self) -> Procedure:
+        """Start the engine anew, as `launch` says now."""
+        yield Call("restart")
+        self.state.prepared.clear()
+        self.state.quantised = ()
+        self.state.dead, self.state.kv_scales, self.state.fp8_kv = False, None, self.launch.fp8_kv
+        self.state.refusal = "the engine was started again, with the weights of its checkpoint"
+        yield from self._opening()
+
+    def _learn_quantised(self) -> Procedure:
+        """Which of the checkpoint's tensors the engine holds in FP8."""
+        plain = [[name, dtype, list(shape)] for name, dtype, shape in self.state.expected or ()]
+        answers = yield from rpc("fp8plan_prepare", plain, self.state.settings.in_place)
+        self.state.quantised = tuple(answers[0]["quantised"])
+        return self.state.quantised
+
+    def _calibration(self, given: Sequence[Sequence[int]] | None) -> tuple[Sequence[Sequence[int]], str]:
+        """Token ids to calibrate KV scales on: those given, the last rollout's, or random ones."""
+        if given is not None:
+            return given, "calibration prompts"
+        if self._rollout:
+            return self._rollout, "sequences of the last rollout"
+        import numpy as np
+
+        chance, length = np.random.default_rng(0), min(256, (self.launch.limits.max_model_len or 2) - 1)
+        tokens = chance.integers(0, self.launch.vocabulary, (CALIBRATION_SEQUENCES, length))
+        return tokens.tolist(), "random tokens, as no rollout has run yet"
+
+    def _remember(self, outputs: Sequence[Any]) -> None:
+        if self.state.fp8_kv:
+            most = min(CALIBRATION_TOKENS, (self.launch.limits.max_model_len or 2) - 1)
+            chosen = outputs[:: max(1, len(outputs) // CALIBRATION_SEQUENCES)][:CALIBRATION_SEQUENCES]
+            both = [[*(output.prompt_token_ids or ()), *output.outputs[0].token_ids][:most] for output in chosen]
+            self._rollout = both or self._rollout
+
+    def _rescale(self) -> Procedure:
+        """Put the KV scales back, after what sets them to 1.0."""
+        if self.state.kv_scales is not None:
+            yield from rpc("fp8plan_set_kv_scales", self.state.kv_scales)
+
+    def _recalibrate(self, kv_amax: Mapping[str, Sequence[float]] | None, kv_prompts: Any) -> Procedure:
+        prompts, where = self._calibration(kv_prompts)
+        used = yield from kv_scales(self.state, kv_amax, prompts, where)
+        yield Call("reset")
+        return used
+
+    def _follow(self, action: Action) -> Procedure:
+        """Do what the guard advises."""
+        if action == Action.RECALIBRATE_KV:
+            yield from self._recalibrate(None, None)
+        elif action != Action.NONE:
+            wanted = stepped_down(self.launch.precision, action)
+            if wanted == self.launch.precision:
+                raise ConfigError(f"{action.value} changes nothing in {wanted}; allowed: an action of the guard's")
+            self.launch = self.launch.with_precision(wanted)
+            yield from self._restart()
