@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
@@ -14,10 +15,11 @@ from fp8plan.runtime.engine_base import EngineBase
 from fp8plan.runtime.guarding.ladder import GuardSettings
 from fp8plan.runtime.launch import Launch, launch
 from fp8plan.runtime.warm_up import freeze_garbage
-from fp8plan.runtime.weight_sync import Call, Procedure, SyncReport, SyncSettings, rpc
+from fp8plan.runtime.weight_sync import Call, Procedure, Scored, SyncReport, SyncSettings, rpc
 
 if TYPE_CHECKING:
     from fp8plan.model.plan import Plan
+    from fp8plan.runtime.transfer import Rendezvous
 
 Answer = TypeVar("Answer")
 
@@ -58,9 +60,14 @@ class AsyncRolloutEngine(EngineBase):
         manifest: Any = None,
         kv_amax: Mapping[str, Sequence[float]] | None = None,
         kv_prompts: Sequence[Sequence[int]] | None = None,
+        scored: Scored | None = None,
     ) -> SyncReport:
         """As RolloutEngine.sync_weights. Requests must have ended, or been aborted, before."""
-        return await self._drive(self._sync(tensors, manifest, kv_amax, kv_prompts, self._busy()))
+        return await self._drive(self._sync(self._busy(), tensors, manifest, kv_amax, kv_prompts, scored))
+
+    async def join_transfer(self, where: Rendezvous) -> None:
+        """As RolloutEngine.join_transfer."""
+        await self._drive(rpc("fp8plan_join", asdict(where)))
 
     async def generate(self, prompt: Any, sampling_params: Any, request_id: str | None = None) -> AsyncGenerator[Any]:
         """AsyncLLM's generate, one request. Raises NotServingError while the weights are not to be used."""

@@ -15,6 +15,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fp8plan.errors import ConfigError, NotServingError, SyncError
@@ -23,11 +24,12 @@ from fp8plan.runtime.guarding.facts import observation_of
 from fp8plan.runtime.guarding.ladder import GuardSettings
 from fp8plan.runtime.launch import Launch, launch
 from fp8plan.runtime.warm_up import compiled_files, freeze_garbage
-from fp8plan.runtime.weight_sync import Call, Procedure, SyncReport, SyncSettings, rpc
+from fp8plan.runtime.weight_sync import Call, Procedure, Scored, SyncReport, SyncSettings, rpc
 
 if TYPE_CHECKING:
     from fp8plan.model.plan import Plan
     from fp8plan.runtime.guard import Verdict
+    from fp8plan.runtime.transfer import Rendezvous
 
 Answer = TypeVar("Answer")
 MODES = ("inprocess", "multiprocess")
@@ -92,6 +94,7 @@ class RolloutEngine(EngineBase):
         manifest: Any = None,
         kv_amax: Mapping[str, Sequence[float]] | None = None,
         kv_prompts: Sequence[Sequence[int]] | None = None,
+        scored: Scored | None = None,
     ) -> SyncReport:
         """Make new weights serve: complete, checked, KV scales recalibrated, prefix cache emptied.
 
@@ -100,13 +103,18 @@ class RolloutEngine(EngineBase):
         manifest:   (name, dtype, shape) of each, for an iterator. Without it, the checkpoint's tensors are expected
         kv_amax:    largest |q|, |k|, |v| of each attention layer, from the trainer; else they are measured here, on
         kv_prompts: token ids; unless given, sequences of the last rollout
+        scored:     a sequence with the trainer's log-probs, which the new weights must agree with
 
         Raises SyncError; its message says which weights serve now.
         """
-        return self._drive(self._sync(tensors, manifest, kv_amax, kv_prompts, self._busy()))
+        return self._drive(self._sync(self._busy(), tensors, manifest, kv_amax, kv_prompts, scored))
+
+    def join_transfer(self, where: Rendezvous) -> None:
+        """Meet a trainer that sends over NCCL; returns once it has come (fp8plan.runtime.transfer)."""
+        self._drive(rpc("fp8plan_join", asdict(where)))
 
     def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> list[Any]:
-        """vLLM's generate; `verdict` is the guard's on it. Raises NotServingError while the weights must not be used."""
+        """vLLM's generate; `verdict` is the guard's on it. Raises NotServingError while weights must not be used."""
         self._refuse_unless_serving()
         before = self._counts()
         begun = time.perf_counter()

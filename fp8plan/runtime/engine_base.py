@@ -14,7 +14,17 @@ from fp8plan.runtime.guarding.facts import EngineFacts
 from fp8plan.runtime.guarding.ladder import Action, GuardSettings, stepped_down
 from fp8plan.runtime.launch import Launch
 from fp8plan.runtime.warm_up import deep_gemm_rows, ladder
-from fp8plan.runtime.weight_sync import Call, Procedure, SyncReport, SyncSettings, SyncState, kv_scales, rpc, sync
+from fp8plan.runtime.weight_sync import (
+    Call,
+    Procedure,
+    Scored,
+    SyncReport,
+    SyncSettings,
+    SyncState,
+    kv_scales,
+    rpc,
+    sync,
+)
 
 # Sequences of the last rollout that KV scales are calibrated on, and tokens of each.
 CALIBRATION_SEQUENCES, CALIBRATION_TOKENS = 16, 1024
@@ -81,7 +91,13 @@ class EngineBase:
         )
 
     def _sync(
-        self, source: Any, manifest: Any, kv_amax: Any, kv_prompts: Sequence[Sequence[int]] | None, busy: int
+        self,
+        busy: int,
+        source: Any,
+        manifest: Any,
+        kv_amax: Mapping[str, Sequence[float]] | None,
+        kv_prompts: Sequence[Sequence[int]] | None,
+        scored: Scored | None,
     ) -> Generator[Call, Any, SyncReport]:
         state = self.state
         if state.running:
@@ -98,7 +114,7 @@ class EngineBase:
             if state.settings.weights_in == "fp8_block" and not state.quantised and state.expected is not None:
                 yield from self._learn_quantised()
             prompts, where = self._calibration(kv_prompts)
-            return (yield from sync(state, source, manifest, kv_amax, prompts, where))
+            return (yield from sync(state, source, manifest, kv_amax, prompts, where, scored))
         finally:
             state.running = False
 

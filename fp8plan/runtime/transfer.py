@@ -107,7 +107,9 @@ class TrainerTransfer:
         """What a sync driven by this very process takes: the same, sent while the workers receive."""
         announced = manifest_of(pairs) if manifest is None else read_manifest(manifest)
         if announced is None:
-            raise ConfigError("an iterator does not say what it will send; allowed: manifest=[(name, dtype, shape), ...]")
+            raise ConfigError(
+                "an iterator does not say what it will send; allowed: manifest=[(name, dtype, shape), ...]"
+            )
         return RemoteSource(announced, lambda: self._thread.submit(self._send, pairs, announced))
 
     @staticmethod
@@ -215,7 +217,9 @@ def misaligned(manifest: Manifest, buffer_bytes: int) -> str | None:
     for entry in manifest:
         size = dtype_named(entry.dtype).itemsize
         if at % size:
-            return f"{entry.name} would begin at byte {at} of a broadcast; announce wider dtypes before odd-sized tensors"
+            return (
+                f"{entry.name} would begin at byte {at} of a broadcast; announce wider dtypes before odd-sized tensors"
+            )
         at = 0 if at + entry.numel * size > buffer_bytes else at + entry.numel * size
     return None
 

@@ -7,7 +7,8 @@ serves an engine in this process, in another, and under asyncio. The order is wh
    old weights serving, untouched;
 2. the tensors stream in, by complete fused groups; the first write makes the engine refuse to generate;
 3. every worker closes its sync: nothing missing, nothing NaN or Inf, a sample equal, bit for bit, to what was sent;
-4. KV scales are measured or set, the prefix cache is emptied, and the engine serves again.
+4. KV scales are measured or set, the prefix cache is emptied, a sequence that the trainer has scored is scored, and the
+   engine serves again.
 
 What fails between 2 and 4 leaves it refusing until a complete sync, or, with a copy kept, on the weights of before.
 """
@@ -19,6 +20,7 @@ from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import expm1
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fp8plan.errors import ConfigError, SyncError
@@ -54,6 +56,8 @@ class SyncSettings:
     rollback:    None, or where to keep a copy of the weights to return to: "cpu" or "cuda"
     samples:     tensors compared after a sync
     kv_margin:   room above the largest magnitudes seen
+    scored_k3:   mean k3 per token of a scored sequence above which a sync has failed; FP8 shows 0.001 to 0.03, wrong
+                 weights more than 1
     """
 
     weights_in: str = "bf16"
@@ -62,6 +66,7 @@ class SyncSettings:
     rollback: str | None = None
     samples: int = 16
     kv_margin: float = MARGIN
+    scored_k3: float = 0.5
 
     def __post_init__(self) -> None:
         if self.weights_in not in manifests.FORMATS:
@@ -70,6 +75,13 @@ class SyncSettings:
             raise ConfigError("allowed: chunk_bytes above 0, samples of 0 or more, kv_margin of 1 or more")
         if self.rollback not in (None, "cpu", "cuda"):
             raise ConfigError(f"rollback is {self.rollback!r}; allowed: None, 'cpu', 'cuda' (where the copy is kept)")
+
+
+class Scored(NamedTuple):
+    """Token ids of a sequence, and the trainer's log-probs of all but the first (temperature 1)."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
 
 
 class Checked(NamedTuple):
@@ -109,7 +121,7 @@ class SyncReport:
     """What a sync did.
 
     version:      number of the weights that serve now, counted from 1
-    seconds:      of each phase (prepare, begin, load, finish, kv_scales, reset) and "total"
+    seconds:      of each phase (prepare, begin, load, finish, kv_scales, reset, score) and "total"
     tensors, bytes: sent
     chunks:       messages
     layers:       dtype of their weights -> modules of one rank
@@ -120,6 +132,7 @@ class SyncReport:
     weight_error: RMS error of the sampled quantised weights, a fraction (2.6 % is blockwise E4M3; 3.7 % means E8M0)
     kv_scales:    layer -> scales of q, k, v; None with a BF16 KV cache
     kv_source:    where they come from
+    scored_k3:    mean k3 per token of the scored sequence; None without one
     """
 
     version: int
@@ -136,6 +149,7 @@ class SyncReport:
     weight_error: float | None
     kv_scales: Scales | None
     kv_source: str | None
+    scored_k3: float | None
 
 
 def sync(
@@ -145,6 +159,7 @@ def sync(
     kv_amax: Mapping[str, Sequence[float]] | None = None,
     kv_prompts: Sequence[Sequence[int]] | None = None,
     kv_source: str = "calibration prompts",
+    scored: Scored | None = None,
 ) -> Generator[Call, Any, SyncReport]:
     """Send `source` (see manifest_of) and make it serve. The engine answers each Call.
 
@@ -178,6 +193,9 @@ def sync(
             used = yield from kv_scales(state, kv_amax, kv_prompts, kv_source)
         with _timed(seconds, "reset"):
             yield Call("reset")
+        with _timed(seconds, "score"):
+            k3 = None if scored is None else (yield from _score(scored, settings.scored_k3))
+            yield from rpc("fp8plan_commit")
     except BaseException as error:
         yield from _fail(state, error)
     state.refusal = None
@@ -196,6 +214,7 @@ def sync(
         weight_error=done["check"]["weight_error"],
         kv_scales=state.kv_scales,
         kv_source=used,
+        scored_k3=k3,
         **counts,
     )
 
@@ -247,7 +266,8 @@ def _load(
     if isinstance(pairs, RemoteSource):
         sending = pairs.start()
         answers = yield from rpc("fp8plan_receive", True)
-        counts.update(tensors=len(manifest), bytes=sum(map(manifests.nbytes, manifest)), chunks=answers[0])
+        size = sum(entry.numel * manifests.dtype_named(entry.dtype).itemsize for entry in manifest)
+        counts.update(tensors=len(manifest), bytes=size, chunks=answers[0])
         return sending and sending.result()
     stage: Stage | None = None
     try:
@@ -361,6 +381,25 @@ def _calibrate(state: SyncState, prompts: Sequence[Sequence[int]]) -> Generator[
             return amax
         scales = scales | wider
     raise ConfigError(f"calibration was still clipped after {MOST_CALIBRATIONS} passes; allowed: finite activations")
+
+
+def _score(scored: Scored, limit: float) -> Generator[Call, Any, float]:
+    """Mean k3 between the trainer and the engine on a sequence. Raises ConfigError above the limit, and for log-probs
+    that do not fit the tokens."""
+    if len(scored.logprobs) != len(scored.tokens) - 1 or not scored.logprobs:
+        raise ConfigError(
+            f"{len(scored.logprobs)} log-probs for {len(scored.tokens)} tokens; allowed: one for each but the first"
+        )
+    settings = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+    (output,) = yield Call("generate", ([scored.tokens], settings))
+    found = [row[token].logprob for row, token in zip(output.prompt_logprobs[1:], scored.tokens[1:], strict=True)]
+    ratios = [trainer - engine for trainer, engine in zip(scored.logprobs, found, strict=True)]
+    k3 = sum(expm1(min(ratio, 20.0)) - ratio for ratio in ratios) / len(ratios)
+    if not k3 <= limit:  # NaN is not
+        raise ConfigError(
+            f"the engine's log-probs differ from the trainer's: k3 {k3:.3g} per token; allowed: {limit:g}"
+        )
+    return k3
 
 
 def _refuse_difference(answers: Sequence[dict[str, Any]]) -> None:

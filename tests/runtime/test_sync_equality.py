@@ -62,7 +62,7 @@ def assert_reported(report: SyncReport, case: Case) -> None:
     sent = weights(case.kind, "a")
     assert (report.tensors, report.bytes) == (len(sent), sum(tensor.nbytes for tensor in sent.values()))
     assert report.compared > 0
-    assert set(report.seconds) == {"prepare", "begin", "load", "finish", "kv_scales", "reset", "total"}
+    assert set(report.seconds) == {"prepare", "begin", "load", "finish", "kv_scales", "reset", "score", "total"}
     assert report.in_place + report.reloaded == sum(report.layers.values())
     chosen = precision(case.precision)
     fp8_modules = QUANTISED[case.kind] if chosen.weights == "fp8_block" else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,10 @@ from fp8plan.model.plan import Plan
 from fp8plan.runtime.engine import RolloutEngine
 from fp8plan.runtime.weight_sync import SyncSettings
 from plans import index, plan
+
+# One thread, bound to no core: threads of two test processes that share cores wait for each other, 20 times over.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 KINDS = ("dense", "moe", "tied")
 SEEDS = {"a": 0, "b": 1}
@@ -42,6 +47,7 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
 }
 
 BLOCK_SIZE = 128  # tokens of a KV block; the CPU's smallest prompt that can be cached
+KV_BLOCKS = 64
 PROMPTS = ([5, 9, 33, 17, 200, 801], list(range(11, 21)))
 LONG_PROMPT = [(7 * n) % VOCABULARY for n in range(BLOCK_SIZE + 40)]
 CALIBRATION = [list(range(30)), list(range(500, 540))]
@@ -92,14 +98,18 @@ def quantised(tensors: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 def cpu_plan(precision: str, **limits: Any) -> Plan:
     """A plan for the CPU with this precision."""
-    small = {"block_size": BLOCK_SIZE, "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 512}
-    return plan(gpu="cpu", chosen=index(precision), limits=EngineLimits(**(small | limits), enforce_eager=True))
+    small = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 512}
+    small |= {"block_size": BLOCK_SIZE, "num_gpu_blocks": KV_BLOCKS, "enforce_eager": True}
+    return plan(gpu="cpu", chosen=index(precision), limits=EngineLimits(**(small | limits)))
 
 
 @contextmanager
 def started(kind: str | Path, which: str, precision: str, **settings: Any) -> Iterator[RolloutEngine]:
     """A fresh engine on a checkpoint (or folder), shut down at the end. settings: of RolloutEngine.from_plan, or of
     SyncSettings."""
+    import torch
+
+    torch.set_num_threads(1)  # where torch was loaded before OMP_NUM_THREADS was set
     path = kind if isinstance(kind, Path) else checkpoint(kind, which)
     sync = {name: settings.pop(name) for name in SyncSettings.__dataclass_fields__ if name in settings}
     engine = RolloutEngine.from_plan(

@@ -216,7 +216,7 @@ class LiveWeights:
         running.done.update(numbers)
 
     def finish(self) -> dict[str, Any]:
-        """Close the sync: what it wrote and what the self-check found. Raises ConfigError for what was not finite."""
+        """All has been sent: what was written, what the self-check found. Raises ConfigError for what is not finite."""
         import torch
 
         running = self._open()
@@ -231,7 +231,6 @@ class LiveWeights:
             bad = list(dict.fromkeys(names[at] for at in found))
             raise ConfigError(f"not finite: {', '.join(bad[:4])} ({len(bad)} in all); allowed: no NaN, no Inf")
         checked = running.samples.compare()
-        self._running = None
         return {
             "in_place": len(prepared.binding.direct),
             "reloaded": len(prepared.binding.native),
@@ -245,6 +244,10 @@ class LiveWeights:
     def announced(self) -> Manifest:
         """What the open sync is to bring."""
         return self._open().prepared.manifest
+
+    def commit(self) -> None:
+        """The new weights stay; the copy of the old ones is let go."""
+        self._running = None
 
     def _open(self) -> _Running:
         if self._running is None:

@@ -93,6 +93,10 @@ class Fp8PlanWorker:
         return self._fp8plan_weights().finish()
 
     @answering
+    def fp8plan_commit(self) -> None:
+        self._fp8plan_weights().commit()
+
+    @answering
     def fp8plan_abort(self) -> bool:
         return self._fp8plan_weights().abort()
 

@@ -3,7 +3,8 @@
     python -m fp8plan.runtime.measure.quantize --output FILE.jsonl [--verl-kernel PATH]
 
 Kernels, a row of FILE.jsonl each; what fails goes to FILE.failed.jsonl, the machine to machines.jsonl beside it:
-    copy              one BF16 tensor to another: the rate that others are compared with, as `of_copy`
+    copy              one BF16 tensor to another, by cudaMemcpy or by an elementwise kernel of torch, which is faster on an
+                      H200: the rate of the faster is what others are compared with, as `of_copy`
     copy.group        CopyTargets' kernels, which look for NaN and Inf on the way
     quantise.triton   QuantizeTargets' kernels, by rounding and warps
     quantise.vllm     vLLM's function on one matrix after the other, "compiled" as vLLM has it, or "eager"; timer
@@ -80,7 +81,7 @@ class Group(NamedTuple):
 
 
 def points(verl: bool) -> list[Point]:
-    found = [Point("copy", {"bytes": COPIED_BYTES})]
+    found = [Point("copy", {"bytes": COPIED_BYTES, "by": by}) for by in ("memcpy", "kernel")]
     for group in GROUPS:
         found += [Point("quantise.triton", {"group": group, "rounding": r, "warps": w}) for r, w in KERNELS]
         found += [Point("quantise.vllm", {"group": group, "mode": mode, "timer": timer}) for mode, timer in VLLM]
@@ -90,6 +91,14 @@ def points(verl: bool) -> list[Point]:
     return found + [
         Point("equality", {"case": c, "ours": o}) for c in quantize_cases.CASES for o in quantize_cases.OURS
     ]
+
+
+def _copying(by: str, source: Tensor) -> Callable[[], object]:
+    """A copy of `source` to new memory, to be called again and again."""
+    import torch
+
+    out = torch.empty_like(source)
+    return partial(out.copy_, source) if by == "memcpy" else partial(torch.add, source, 0, out=out)
 
 
 class Bench:
@@ -120,8 +129,8 @@ class Bench:
         import torch
 
         source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device="cuda").view(torch.bfloat16)
-        out = torch.empty_like(source)
-        return 2 * COPIED_BYTES / timing.graph_seconds([partial(out.copy_, source)]).seconds
+        ways = [_copying(by, source) for by in ("memcpy", "kernel")]
+        return 2 * COPIED_BYTES / min(timing.graph_seconds([way]).seconds for way in ways)
 
     def group(self, name: str) -> Group:
         """Windows of the pools, one after the other."""
@@ -134,11 +143,11 @@ class Bench:
         scales = [torch.empty(quantize.scale_shape(*shape), device="cuda") for shape in shapes]
         return Group(weights, q, scales, torch.zeros(len(shapes), dtype=torch.int32, device="cuda"))
 
-    def _copy(self, **shape: int) -> Work:
+    def _copy(self, **shape: Any) -> Work:
         import torch
 
         source = torch.empty(shape["bytes"] // 2, dtype=torch.bfloat16, device="cuda").normal_()
-        return self._timed([partial(torch.empty_like(source).copy_, source)], 2 * source.nbytes)
+        return self._timed([_copying(shape["by"], source)], 2 * source.nbytes)
 
     def _copy_group(self, group: str, dtype: str) -> Work:
         import torch

@@ -38,6 +38,7 @@ from fp8plan.runtime.measure.random_weights import checkpoint_entries, random_we
 from fp8plan.runtime.weight_sync import Call, rpc
 
 REPEATS = 5
+PARTS = ("steps", "bare", "scales", "sleep", "fp8_in", "equal")
 PROMPT, RESPONSE, REQUESTS = 64, 32, 16
 
 
@@ -52,6 +53,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--mode", default="inprocess")
     parser.add_argument("--utilization", type=float, default=0.5, help="of the GPU's memory, by the engine")
     parser.add_argument("--sleep", action="store_true", help="also put the engine to sleep and wake it up")
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     measure(parser.parse_args(words))
 
 
@@ -84,9 +86,9 @@ def measure(args: argparse.Namespace) -> None:
         "fp8_in": lambda: fp8_in(engine, weights, manifest, note) if engine.launch.fp8_weights else None,
         "equal": lambda: equal(engine, weights, note),
     }
-    for name, part in parts.items():
+    for name in args.parts:
         try:
-            part()
+            parts[name]()
         except Exception as error:  # one part that fails must not lose the others
             note("failed", part=name, error=f"{type(error).__name__}: {error}", trace=traceback.format_exc()[-3000:])
     engine.shutdown()
