@@ -225,7 +225,7 @@ def misaligned(manifest: Manifest, buffer_bytes: int) -> str | None:
 
 
 def agree(group: Any, key: str, failure: str | None = None) -> None:
-    """Compare notes with all ranks, without NCCL. Raises SyncError for the first failure told, or for other manifests."""
+    """Compare notes with all ranks, without NCCL. Raises SyncError for the first failure told, or other manifests."""
     told = group.group.all_gather_obj((key, failure))
     for rank, (_, failed) in enumerate(told):
         if failed is not None:

@@ -1,5 +1,5 @@
-"""Weights that a trainer sends by itself: vLLM's own transfer code at both ends, with its rendezvous, and all of NCCL but
-its broadcast, which goes through the rendezvous's store."""
+"""Weights that a trainer sends by itself: vLLM's own transfer code and rendezvous at both ends, and instead of NCCL's
+broadcast one through the rendezvous's store."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_quantised_by_the_trainer_with_calibrated_kv_scales() -> None:
 
 @pytest.mark.vllm
 def test_a_trainer_of_its_own_sends_when_it_is_told() -> None:
-    with started_beside_references("dense", "bf16") as (engine, references):
+    with started_beside_references("dense", "fp8_block") as (engine, references):
         where = Rendezvous("127.0.0.1", free_port(), world_size=2, buffer_bytes=BUFFER)
         told, sent = threading.Event(), weights("dense", "b")
         manifest = manifest_of(sent)
@@ -145,7 +145,7 @@ class TestFaults:
     def test_no_trainer_was_ever_connected(self, engine: Any) -> None:
         vars(engine.llm.llm_engine.model_executor.driver_worker.worker).pop("_fp8plan_receiver", None)
         sent = weights("dense", "b")
-        with pytest.raises(SyncError, match="no trainer is connected.*old weights serve"):
+        with pytest.raises(SyncError, match=r"no trainer is connected.*old weights serve"):
             engine.sync_weights(RemoteSource(manifest_of(sent), lambda: pytest.fail("started")))
         assert engine.serving
 
@@ -197,7 +197,7 @@ class TestFaults:
     def test_nan_in_one_tensor_is_named(self, engine: Any, transfer: TrainerTransfer) -> None:
         sent = weights("dense", "b")
         sent["model.layers.2.mlp.down_proj.weight"][3, 4] = float("nan")
-        with pytest.raises(SyncError, match="not finite: model.layers.2.mlp.down_proj.weight"):
+        with pytest.raises(SyncError, match=r"not finite: model.layers.2.mlp.down_proj.weight"):
             engine.sync_weights(transfer.source(sent))
         self.refuses(engine)
 
@@ -209,19 +209,19 @@ class TestFaults:
         def fail(*_: Any) -> None:
             raise MemoryError("none left")
 
-        monkeypatch.setattr(LiveWeights, "load", fail)
         source, sending = transfer.source(weights("dense", "b")), []
         start = RemoteSource(source.manifest, lambda: sending.append(source.start()))
-        with pytest.raises(SyncError, match="worker 0 failed: MemoryError: none left"):
-            engine.sync_weights(start)
+        with monkeypatch.context() as patch:
+            patch.setattr(LiveWeights, "load", fail)
+            with pytest.raises(SyncError, match="worker 0 failed: MemoryError: none left"):
+                engine.sync_weights(start)
         assert "MemoryError" in str(sending[0].exception(10))
         self.refuses(engine)
-        monkeypatch.undo()
 
     def test_a_broadcast_whose_other_end_has_died_is_broken_off(self, engine: Any) -> None:
         transfer = connect(engine.join_transfer, device="cpu", buffer_bytes=BUFFER, limit_s=0.5)
         silent.add(3)
-        with pytest.raises(SyncError, match="more than 0.5 s"):
+        with pytest.raises(SyncError, match=r"more than 0.5 s"):
             engine.sync_weights(transfer.source(weights("dense", "b")))
         self.refuses(engine)
         with pytest.raises(SyncError, match="broken off; connect"):

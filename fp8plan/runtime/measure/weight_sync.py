@@ -6,6 +6,7 @@ Random weights stand for the trainer's, in BF16 on the same GPU; they change a l
     engine    what runs, and how long it took to start
     step      a sync with its SyncReport's seconds, a rollout, and memory in use after it
     bare      the same sync without samples to compare: what the self-check costs
+    guard     seconds that the guard takes after a rollout, and its verdict
     scales    decodes under CUDA graphs with calibrated scales, with scales that clip, and with the first ones again
     fp8_in    syncs of E4M3 weights and scales instead of BF16
     native    syncs that leave every module to vLLM's layerwise reload
@@ -37,8 +38,8 @@ from fp8plan.runtime.measure.machine import engine_facts, machine_facts
 from fp8plan.runtime.measure.random_weights import checkpoint_entries, random_weights
 from fp8plan.runtime.weight_sync import Call, rpc
 
-REPEATS = 5
-PARTS = ("steps", "bare", "scales", "sleep", "fp8_in", "equal")
+REPEATS = 4
+PARTS = ("steps", "bare", "guard", "scales", "sleep", "fp8_in", "equal")
 PROMPT, RESPONSE, REQUESTS = 64, 32, 16
 
 
@@ -81,6 +82,7 @@ def measure(args: argparse.Namespace) -> None:
     parts: Mapping[str, Callable[[], None]] = {
         "steps": lambda: steps(engine, weights, args.steps, note),
         "bare": lambda: repeated(engine, weights, "bare", note, samples=0),
+        "guard": lambda: guard(engine, note),
         "scales": lambda: scales(engine, note) if engine.state.fp8_kv else None,
         "sleep": lambda: sleep(engine, note) if args.sleep else None,
         "fp8_in": lambda: fp8_in(engine, weights, manifest, note) if engine.launch.fp8_weights else None,
@@ -155,6 +157,16 @@ def repeated(engine: RolloutEngine, weights: Any, what: str, note: Callable[...,
     finally:
         engine.state.settings = before
         engine.state.prepared.clear()
+
+
+def guard(engine: RolloutEngine, note: Callable[..., None]) -> None:
+    """What comparing a rollout with its prediction costs, counters included."""
+    outputs = engine.generate(prompts(), sampling())
+    for repeat in range(REPEATS):
+        begun = time.perf_counter()
+        verdict = engine._judge(outputs, 1.0, engine._counts())
+        seconds = time.perf_counter() - begun
+        note("guard", repeat=repeat, seconds=seconds, off=engine.guard_off, verdict=verdict and verdict.to_dict())
 
 
 def scales(engine: RolloutEngine, note: Callable[..., None]) -> None:
@@ -265,12 +277,18 @@ def sleep(engine: RolloutEngine, note: Callable[..., None]) -> None:
 
 def decode(engine: RolloutEngine) -> list[tuple[list[int], list[float]]]:
     """Tokens and log-probs of a few greedy responses."""
+    found = [output.outputs[0] for output in engine.generate(prompts(), sampling())]
+    return [(list(o.token_ids), [d[t].logprob for t, d in zip(o.token_ids, o.logprobs, strict=True)]) for o in found]
+
+
+def prompts() -> list[dict[str, list[int]]]:
+    return [{"prompt_token_ids": [(7 * i + j) % 1000 + 5 for j in range(PROMPT)]} for i in range(REQUESTS)]
+
+
+def sampling() -> Any:
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0.0, max_tokens=RESPONSE, ignore_eos=True, logprobs=0, detokenize=False)
-    prompts = [{"prompt_token_ids": [(7 * i + j) % 1000 + 5 for j in range(PROMPT)]} for i in range(REQUESTS)]
-    found = [output.outputs[0] for output in engine.generate(prompts, params)]
-    return [(list(o.token_ids), [d[t].logprob for t, d in zip(o.token_ids, o.logprobs, strict=True)]) for o in found]
+    return SamplingParams(temperature=0.0, max_tokens=RESPONSE, ignore_eos=True, logprobs=0, detokenize=False)
 
 
 def _distance(first: Any, second: Any) -> dict[str, float]:
