@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fp8plan.errors import ConfigError, NotServingError, SyncError
 from fp8plan.runtime.engine_base import EngineBase
-from fp8plan.runtime.guarding.facts import observation_of
+from fp8plan.runtime.guarding.facts import Observation, observation_of
 from fp8plan.runtime.guarding.ladder import GuardSettings
 from fp8plan.runtime.launch import Launch, launch
 from fp8plan.runtime.warm_up import compiled_files, freeze_garbage
@@ -41,7 +41,7 @@ RESET_TRIES, RESET_WAIT_S = 50, 0.1
 class RolloutEngine(EngineBase):
     """A vllm.LLM with a plan's precision; `from_plan` makes one.
 
-    verdict: what the guard says of the last `generate`; None before, and where there is no guard
+    `verdict` is what the guard says of the last `generate`, worked out when it is first asked for.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class RolloutEngine(EngineBase):
         staged_on = launched.device if mode == "multiprocess" else None
         super().__init__(launched, settings, staged_on, guard or GuardSettings())
         self.mode = mode
-        self.verdict: Verdict | None = None
+        self._observed: Observation | None = None
+        self._verdict: Verdict | None = None
         self.llm: Any = None
         self._start()
         self._drive(self._opening())
@@ -121,8 +122,16 @@ class RolloutEngine(EngineBase):
         outputs = self._alive(lambda: self.llm.generate(prompts, sampling_params, **{"use_tqdm": False} | kwargs))
         seconds = time.perf_counter() - begun
         self._remember(outputs)
-        self.verdict = self._judge(outputs, seconds, before)
+        self.verdict  # noqa: B018 -- the guard sees every rollout, in order, also one whose verdict nobody asked for
+        self._observed = self._observation(outputs, seconds, before)
         return outputs
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Of the last rollout; None before the first, and without a guard (`guard_off` says why)."""
+        if self.guard is not None and self._observed is not None:
+            self._verdict, self._observed = self.guard.after_rollout(self._observed), None
+        return self._verdict
 
     def follow(self, verdict: Verdict | None) -> None:
         """Do what a verdict advises: nothing, recalibrate the KV cache, or restart in a safer precision, after which
@@ -175,14 +184,13 @@ class RolloutEngine(EngineBase):
         found = [metric.value for metric in self.llm.get_metrics() if metric.name == "vllm:num_preemptions"]
         return int(sum(found)), compiled_files()
 
-    def _judge(self, outputs: Sequence[Any], seconds: float, before: tuple[int, int]) -> Verdict | None:
+    def _observation(self, outputs: Sequence[Any], seconds: float, before: tuple[int, int]) -> Observation | None:
         if self.guard is None or not any(len(one.token_ids) for output in outputs for one in output.outputs):
             return None
         preemptions, compiled = (now - then for now, then in zip(self._counts(), before, strict=True))
         cache = self.llm.llm_engine.vllm_config.cache_config
         pool = cache.num_gpu_blocks * cache.block_size
-        found = observation_of(outputs, seconds, preemptions=preemptions, kv_cache_tokens=pool, compiled_files=compiled)
-        return self.guard.after_rollout(found)
+        return observation_of(outputs, seconds, preemptions=preemptions, kv_cache_tokens=pool, compiled_files=compiled)
 
     def _drive(self, procedure: Procedure) -> Any:
         """Run a procedure to its end, answering its calls."""

@@ -63,8 +63,9 @@ class EngineBase:
         device = gpu(self.launch.gpu)
         if not device.is_cpu:
             longest, preset = self.launch.limits.max_model_len or 1, precision(self.launch.precision)
-            for length in ladder(longest - 1, deep_gemm_rows(self.launch.model, preset, device, longest)):
-                yield Call("generate", ([[0] * length], {"max_tokens": 1, "ignore_eos": True}))
+            lengths = ladder(longest - 1, deep_gemm_rows(self.launch.model, preset, device, longest))
+            for token, length in enumerate(lengths):  # a token of its own, or the prefix cache has all but the end
+                yield Call("generate", ([[token] * length], {"max_tokens": 1, "ignore_eos": True}))
             yield Call("reset")
         try:
             if self.guard is None:

@@ -18,23 +18,19 @@ zeros after a failure, and taken in full; then both say how it went; and a peer 
 
 from __future__ import annotations
 
-import hashlib
 import socket
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from fp8plan.errors import ConfigError, SyncError
-from fp8plan.runtime.manifest import Entry, Manifest, dtype_named, entry_of, manifest_of, read_manifest
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.manifest import Manifest, manifest_of, read_manifest
+from fp8plan.runtime.transfer_wire import agree, completed, digest, gathered, limited, misaligned, wait, working
 
 if TYPE_CHECKING:
     import torch
-
-BROKEN = "the transfer has broken off; connect the trainer and the engine again (fp8plan.runtime.transfer)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +97,7 @@ class TrainerTransfer:
 
         manifest: for an iterator, which must keep its order. Raises SyncError if either end failed.
         """
-        self.source(pairs, manifest).start().result()
+        self._thread.submit(self._send, pairs, self.source(pairs, manifest).manifest).result()
 
     def source(self, pairs: Any, manifest: Any = None) -> RemoteSource:
         """What a sync driven by this very process takes: the same, sent while the workers receive."""
@@ -116,7 +112,7 @@ class TrainerTransfer:
     def follow(pairs: Iterable[tuple[str, Any]]) -> None:
         """On the trainer's ranks other than 0: take part in gathering what rank 0 sends."""
         for _, tensor in pairs:
-            _gathered(tensor)
+            gathered(tensor)
 
     def _meet(self) -> Any:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
@@ -162,106 +158,6 @@ def connect(
     transfer = TrainerTransfer(where, device)
     join(where)
     return transfer.ready()
-
-
-def completed(
-    pairs: Any, manifest: Manifest, device: torch.device, failures: list[str]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The announced tensors on `device`, all of them: from the first that fails on, which is noted, zeros instead."""
-    import torch
-
-    stream = iter(((e.name, pairs[e.name]) for e in manifest) if isinstance(pairs, Mapping) else pairs)
-    for entry in (*manifest, None):
-        tensor = None
-        if not failures:
-            try:
-                tensor = _next(stream, entry)
-            except Exception as error:  # the workers wait for the rest, whatever it is
-                failures.append(f"{type(error).__name__}: {error}")
-        if entry is None:
-            return
-        if tensor is None:
-            tensor = torch.zeros(entry.shape, dtype=dtype_named(entry.dtype), device=device)
-        yield entry.name, tensor.to(device)
-
-
-def _next(stream: Iterator[tuple[str, Any]], entry: Entry | None) -> torch.Tensor | None:
-    """The next tensor, which must be `entry`, or the end. Raises ConfigError for anything else."""
-    found = next(stream, None)
-    if entry is None:
-        if found is not None:
-            raise ConfigError(f"{found[0]} was not announced")
-        return None
-    if found is None:
-        raise ConfigError(f"announced and not sent: {entry.name}")
-    tensor = _gathered(found[1])
-    if (came := entry_of(found[0], tensor)) != entry:
-        raise ConfigError(f"{came.name} {came.dtype} {list(came.shape)} came; announced: {tuple(entry)}, in this order")
-    return tensor
-
-
-def _gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """The values alone; of a DTensor, all shards."""
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
-
-
-@lru_cache(maxsize=8)
-def digest(manifest: Manifest) -> str:
-    """Equal for equal manifests, order included."""
-    return hashlib.sha256(repr([tuple(entry) for entry in manifest]).encode()).hexdigest()
-
-
-def misaligned(manifest: Manifest, buffer_bytes: int) -> str | None:
-    """What vLLM's packing, which leaves no gaps, cannot unpack again; None if it can."""
-    at = 0
-    for entry in manifest:
-        size = dtype_named(entry.dtype).itemsize
-        if at % size:
-            return (
-                f"{entry.name} would begin at byte {at} of a broadcast; announce wider dtypes before odd-sized tensors"
-            )
-        at = 0 if at + entry.numel * size > buffer_bytes else at + entry.numel * size
-    return None
-
-
-def agree(group: Any, key: str, failure: str | None = None) -> None:
-    """Compare notes with all ranks, without NCCL. Raises SyncError for the first failure told, or other manifests."""
-    told = group.group.all_gather_obj((key, failure))
-    for rank, (_, failed) in enumerate(told):
-        if failed is not None:
-            raise SyncError(f"{f'worker {rank - 1}' if rank else 'the trainer'} failed: {failed}")
-    if len({other for other, _ in told}) > 1:
-        raise SyncError("the trainer and the engine were given different manifests; allowed: the same, in one order")
-
-
-@contextmanager
-def limited(group: Any, seconds: float) -> Iterator[None]:
-    """Break NCCL off after so long, which ends broadcasts whose other end has died. Raises SyncError then."""
-    late = threading.Event()
-    timer = threading.Timer(seconds, lambda: (late.set(), group.destroy()))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        if late.is_set():
-            raise SyncError(f"the tensors took more than {seconds:g} s; {BROKEN}")
-
-
-def working(group: Any) -> Any:
-    """A communicator that communicates. Raises ConfigError: a disabled one of vLLM's leaves tensors as they are."""
-    if group.disabled:
-        raise ConfigError(f"NCCL does not work here, or no longer: {BROKEN}; unset VLLM_DISABLE_PYNCCL")
-    return group
-
-
-def wait(device: torch.device) -> None:
-    """For all that runs on a GPU."""
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.synchronize(device)
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

@@ -66,6 +66,14 @@ PATCHES: Final = (
         "largest |q|, |k| and |v| of the live engine; attention runs outside of CUDA graphs in steps that fill prompts",
     ),
     Patch(
+        "extends NCCLWeightTransferEngine; calls packed_nccl_broadcast_producer, PyNcclCommunicator.group and destroy",
+        "0.26 to 0.30",
+        "CUDA",
+        "transfer.py, transfer_wire.py, transfer_engine.py",
+        "weights from other GPUs: vLLM's broadcasts, into the live weights instead of a reload, and broken off when an "
+        "end has died",
+    ),
+    Patch(
         "sets lists of kernels",
         "0.28 to 0.30",
         "CPU, tests only",

@@ -9,11 +9,12 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+from tiny_models import CALIBRATION, generate, quantised, started, started_beside_references, weights
 
 from fp8plan.errors import ConfigError, NotServingError, SyncError
 from fp8plan.runtime.manifest import Entry, manifest_of
-from fp8plan.runtime.transfer import RemoteSource, Rendezvous, TrainerTransfer, connect, digest, misaligned
-from tiny_models import CALIBRATION, generate, quantised, started, started_beside_references, weights
+from fp8plan.runtime.transfer import RemoteSource, Rendezvous, TrainerTransfer, connect
+from fp8plan.runtime.transfer_wire import digest, misaligned
 
 BUFFER = 300_000  # bytes: some broadcasts for a tiny model, with fused groups cut in two
 
@@ -24,21 +25,22 @@ class StoreCommunicator:
     def __init__(self, group: Any, device: Any) -> None:
         self.group, self.rank, self.disabled = group, group.rank, False
         self.broadcasts = 0
-        self.hang = threading.Event()
+        self.aborted = threading.Event()
         opened.append(self)
 
     def broadcast(self, tensor: Any, src: int, stream: Any = None) -> None:
         if self.disabled:
-            return
+            return  # as vLLM's: the tensor stays as it is
         self.broadcasts += 1
-        if self.broadcasts in silent and self.rank == src:
-            self.hang.wait()  # as a kernel whose other end has died
-        elif not (self.broadcasts in silent and self.hang.wait()):
-            tensor.copy_(self.group.broadcast(tensor, src))
+        key = f"broadcast_tensor/{src}/{self.group.broadcast_recv_src_counter[src]}"
+        while self.rank != src and not self.group.store.check([key]):
+            if self.aborted.wait(0.001):
+                return  # as a kernel that was aborted
+        tensor.copy_(self.group.broadcast(tensor, src))
 
     def destroy(self) -> None:
         self.disabled = True
-        self.hang.set()
+        self.aborted.set()
 
 
 class Stream:
@@ -50,7 +52,6 @@ class Stream:
 
 
 opened: list[StoreCommunicator] = []
-silent: set[int] = set()  # broadcasts that never end
 
 
 @pytest.fixture(autouse=True)
@@ -67,10 +68,7 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return
     monkeypatch.setattr(pynccl, "PyNcclCommunicator", StoreCommunicator)
     opened.clear()
-    silent.clear()
     yield
-    for communicator in opened:
-        communicator.hang.set()
     packed_tensor._get_streams.cache_clear()
 
 
@@ -132,9 +130,6 @@ class TestFaults:
     def transfer(self, engine: Any) -> Iterator[TrainerTransfer]:
         transfer = connect(engine.join_transfer, device="cpu", buffer_bytes=BUFFER)
         yield transfer
-        if opened[-1].disabled:
-            transfer = connect(engine.join_transfer, device="cpu", buffer_bytes=BUFFER)
-        silent.clear()
         engine.sync_weights(transfer.source(weights("dense", "a")))
         assert engine.serving
 
@@ -218,17 +213,26 @@ class TestFaults:
         assert "MemoryError" in str(sending[0].exception(10))
         self.refuses(engine)
 
-    def test_a_broadcast_whose_other_end_has_died_is_broken_off(self, engine: Any) -> None:
+    def test_a_trainer_that_stalls_is_broken_off(self, engine: Any) -> None:
         transfer = connect(engine.join_transfer, device="cpu", buffer_bytes=BUFFER, limit_s=0.5)
-        silent.add(3)
+        sent, goes_on = weights("dense", "b"), threading.Event()
+
+        def stalling() -> Iterator[Any]:
+            for place, pair in enumerate(sent.items()):
+                assert place < 9 or goes_on.wait(60)
+                yield pair
+
+        sending: list[Any] = []
+        source = transfer.source(stalling(), manifest_of(sent))
         with pytest.raises(SyncError, match=r"more than 0.5 s"):
-            engine.sync_weights(transfer.source(weights("dense", "b")))
+            engine.sync_weights(RemoteSource(source.manifest, lambda: sending.append(source.start())))
         self.refuses(engine)
         with pytest.raises(SyncError, match="broken off; connect"):
-            engine.sync_weights(transfer.source(weights("dense", "b")))
-        silent.clear()
-        transfer = connect(engine.join_transfer, device="cpu")
-        engine.sync_weights(transfer.source(weights("dense", "a")))
+            engine.sync_weights(transfer.source(sent))
+        goes_on.set()
+        with pytest.raises(SyncError, match=r"more than 0.5 s"):
+            sending[0].result(10)
+        engine.sync_weights(connect(engine.join_transfer, device="cpu").source(weights("dense", "a")))
         assert engine.serving
 
 

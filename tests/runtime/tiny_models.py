@@ -1,4 +1,4 @@
-"""Tiny Qwen3 checkpoints, each with two sets of weights, and real vLLM engines on them that tests compare bit for bit."""
+"""Tiny Qwen3 checkpoints, each with two sets of weights, and real vLLM engines on them, to be compared bit for bit."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from plans import index, plan
+
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan import Plan
 from fp8plan.runtime.engine import RolloutEngine
 from fp8plan.runtime.weight_sync import SyncSettings
-from plans import index, plan
 
 # One thread, bound to no core: threads of two test processes that share cores wait for each other, 20 times over.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -163,3 +164,12 @@ def answer(engine: RolloutEngine, prompt: Sequence[int]) -> tuple[list[int], lis
     (found,) = request.outputs
     tokens = list(found.token_ids)
     return tokens, [entry[token].logprob for token, entry in zip(tokens, found.logprobs, strict=True)]
+
+
+def prompt_logprobs(engine: RolloutEngine, tokens: Sequence[int]) -> list[float]:
+    """Log-prob of each token but the first, given those before it."""
+    from vllm import SamplingParams
+
+    how = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    (request,) = engine.generate([{"prompt_token_ids": list(tokens)}], how)
+    return [entry[token].logprob for token, entry in zip(tokens[1:], request.prompt_logprobs[1:], strict=True)]

@@ -66,23 +66,30 @@ class Samples:
         return slice(start, min(start + most, size))
 
     def compare(self) -> dict[str, Any]:
-        """tensors compared, names that differ, and the RMS error of the quantised ones (a fraction; None without)."""
+        """tensors compared, names that differ, and the RMS error of the quantised ones (a fraction; None without).
+
+        Windows of one shape are compared together: on a GPU a dozen launches for each would take longer than the work.
+        """
         import torch
 
-        if not self._kept:
-            return {"compared": 0, "differ": [], "weight_error": None}
-        plain = [kept for kept in self._kept if kept.scale is None]
-        blocks = [kept for kept in self._kept if kept.scale is not None]
-        differ = [(kept.live.view(torch.uint8) != kept.sent.view(torch.uint8)).any() for kept in plain]
-        errors = []
-        for kept, (q, scale) in zip(blocks, quantized([kept.sent for kept in blocks]), strict=True):
-            differ.append((q.view(torch.uint8) != kept.live.view(torch.uint8)).any() | (scale != kept.scale).any())
-            exact = kept.sent.float()
-            lost = dequantize(kept.live, kept.scale, torch.float32) - exact
-            errors.append(torch.stack((lost.square().sum(), exact.square().sum())))
-        found = torch.stack(differ).tolist()
+        groups: dict[Any, list[_Kept]] = {}
+        for kept in self._kept:
+            groups.setdefault((kept.sent.shape, kept.sent.dtype, kept.scale is None), []).append(kept)
+        differ, errors = [], []
+        for (_, _, plain), group in groups.items():
+            sent, live = (torch.stack([kept[at] for kept in group]) for at in (1, 2))
+            if plain:
+                differ.append((live.view(torch.uint8) != sent.view(torch.uint8)).flatten(1).any(1))
+                continue
+            scale = torch.stack([kept.scale for kept in group if kept.scale is not None])
+            q, wanted = map(torch.stack, zip(*quantized(list(sent)), strict=True))
+            other = (q.view(torch.uint8) != live.view(torch.uint8)).flatten(1).any(1)
+            differ.append(other | (wanted != scale).flatten(1).any(1))
+            lost = dequantize(live, scale, torch.float32) - sent
+            errors.append(torch.stack((lost.square().sum(), sent.float().square().sum())))
+        found = torch.cat(differ).tolist() if differ else []
         sums = torch.stack(errors).sum(0).tolist() if errors else None
-        names = [kept.name for kept in (*plain, *blocks)]
+        names = [kept.name for group in groups.values() for kept in group]
         return {
             "compared": len(found),
             "differ": [name for name, other in zip(names, found, strict=True) if other],

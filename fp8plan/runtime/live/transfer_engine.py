@@ -16,7 +16,8 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 
 from fp8plan.errors import Fp8PlanError
 from fp8plan.runtime.manifest import Manifest
-from fp8plan.runtime.transfer import Rendezvous, agree, digest, limited, wait, working
+from fp8plan.runtime.transfer import Rendezvous
+from fp8plan.runtime.transfer_wire import agree, digest, limited, wait, working
 
 if TYPE_CHECKING:
     from fp8plan.runtime.live.weights import LiveWeights
