@@ -83,8 +83,13 @@ def misaligned(manifest: Manifest, buffer_bytes: int) -> str | None:
 
 
 def agree(group: Any, key: str, failure: str | None = None) -> None:
-    """Compare notes with all ranks. Raises SyncError for the first failure told, or other manifests."""
-    told = group.group.all_gather_obj((key, failure))
+    """Compare notes with all ranks. Raises SyncError for the first failure told, other manifests, or no answer, after
+    which the group is not used again: its ends would speak of different syncs."""
+    try:
+        told = group.group.all_gather_obj((key, failure))
+    except Exception as error:
+        group.destroy()
+        raise SyncError(f"the other end does not answer ({type(error).__name__}); {BROKEN}") from error
     for rank, (_, failed) in enumerate(told):
         if failed is not None:
             raise SyncError(f"{f'worker {rank - 1}' if rank else 'the trainer'} failed: {failed}")

@@ -14,7 +14,7 @@ from tiny_models import CALIBRATION, generate, quantised, started, started_besid
 from fp8plan.errors import ConfigError, NotServingError, SyncError
 from fp8plan.runtime.manifest import Entry, manifest_of
 from fp8plan.runtime.transfer import RemoteSource, Rendezvous, TrainerTransfer, connect
-from fp8plan.runtime.transfer_wire import digest, misaligned
+from fp8plan.runtime.transfer_wire import agree, digest, misaligned, working
 
 BUFFER = 300_000  # bytes: some broadcasts for a tiny model, with fused groups cut in two
 
@@ -240,6 +240,24 @@ def test_digests_tell_orders_and_dtypes_apart() -> None:
     first, second = Entry("a", "bfloat16", (2, 3)), Entry("b", "bfloat16", (3,))
     others = [(second, first), (first,), (first, second._replace(dtype="float32"))]
     assert len({digest((first, second)), *map(digest, others)}) == 4
+
+
+def test_an_end_that_does_not_answer_ends_the_transfer() -> None:
+    class Silent:
+        disabled = False
+
+        @property
+        def group(self) -> Any:
+            raise TimeoutError("nobody spoke")
+
+        def destroy(self) -> None:
+            self.disabled = True
+
+    group = Silent()
+    with pytest.raises(SyncError, match=r"does not answer \(TimeoutError\).*connect"):
+        agree(group, "a manifest")
+    with pytest.raises(ConfigError, match="connect the trainer and the engine again"):
+        working(group)
 
 
 def test_odd_sizes_before_wider_dtypes_cannot_be_packed() -> None:

@@ -3,8 +3,8 @@
     python -m fp8plan.runtime.measure.quantize --output FILE.jsonl [--verl-kernel PATH]
 
 Kernels, a row of FILE.jsonl each; what fails goes to FILE.failed.jsonl, the machine to machines.jsonl beside it:
-    copy              one BF16 tensor to another, by cudaMemcpy or by an elementwise kernel of torch, which is faster on an
-                      H200: the rate of the faster is what others are compared with, as `of_copy`
+    copy              one BF16 tensor to another, by cudaMemcpy or by an elementwise kernel of torch (faster on an
+                      H200): the rate of the faster is what others are compared with, as `of_copy`
     copy.group        CopyTargets' kernels, which look for NaN and Inf on the way
     quantise.triton   QuantizeTargets' kernels, by rounding and warps
     quantise.vllm     vLLM's function on one matrix after the other, "compiled" as vLLM has it, or "eager"; timer

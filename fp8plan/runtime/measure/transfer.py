@@ -69,7 +69,7 @@ class Measurement:
         import torch
 
         torch.cuda.set_device(TRAINER)
-        torch.cuda.init()  # before CUDA_VISIBLE_DEVICES may be changed for the engine; vLLM then spawns its process
+        torch.cuda.current_stream()  # before CUDA_VISIBLE_DEVICES may be changed for the engine; vLLM then spawns its process
         self.args = args
         self.config, self.folder = model_folder(args.model)
         self.facts = {"model": args.model, "precision": args.precision} | machine_facts() | engine_facts()

@@ -5,7 +5,8 @@
 Random weights stand for the trainer's, in BF16 on the same GPU; they change a little every step. Rows, by "what":
     engine    what runs, and how long it took to start
     step      a sync with its SyncReport's seconds, a rollout, and memory in use after it
-    bare      the same sync without samples to compare: what the self-check costs
+    checked   the same sync again and again, and
+    bare      the same without samples to compare: what the self-check costs
     guard     seconds that the guard takes after a rollout, and its verdict
     scales    decodes under CUDA graphs with calibrated scales, with scales that clip, and with the first ones again
     fp8_in    syncs of E4M3 weights and scales instead of BF16
@@ -81,7 +82,7 @@ def measure(args: argparse.Namespace) -> None:
     weights = random_weights(manifest, "cuda")
     parts: Mapping[str, Callable[[], None]] = {
         "steps": lambda: steps(engine, weights, args.steps, note),
-        "bare": lambda: repeated(engine, weights, "bare", note, samples=0),
+        "bare": lambda: checked_and_bare(engine, weights, note),
         "guard": lambda: guard(engine, note),
         "scales": lambda: scales(engine, note) if engine.state.fp8_kv else None,
         "sleep": lambda: sleep(engine, note) if args.sleep else None,
@@ -145,18 +146,23 @@ def steps(engine: RolloutEngine, weights: dict[str, Any], count: int, note: Call
         )
 
 
+def checked_and_bare(engine: RolloutEngine, weights: Any, note: Callable[..., None]) -> None:
+    """Alternately, as a host's speed drifts."""
+    for _ in range(2):
+        repeated(engine, weights, "checked", note)
+        repeated(engine, weights, "bare", note, samples=0)
+
+
 def repeated(engine: RolloutEngine, weights: Any, what: str, note: Callable[..., None], **settings: Any) -> None:
     """The same sync again and again, with other settings."""
     before = engine.state.settings
     engine.state.settings = replace(before, **settings)
-    engine.state.prepared.clear()
     try:
         for repeat in range(REPEATS):
             report = engine.sync_weights(weights)
             note(what, repeat=repeat, report=asdict(report) | {"kv_scales": None})
     finally:
         engine.state.settings = before
-        engine.state.prepared.clear()
 
 
 def guard(engine: RolloutEngine, note: Callable[..., None]) -> None:
@@ -164,9 +170,11 @@ def guard(engine: RolloutEngine, note: Callable[..., None]) -> None:
     outputs = engine.generate(prompts(), sampling())
     for repeat in range(REPEATS):
         begun = time.perf_counter()
-        verdict = engine._judge(outputs, 1.0, engine._counts())
-        seconds = time.perf_counter() - begun
-        note("guard", repeat=repeat, seconds=seconds, off=engine.guard_off, verdict=verdict and verdict.to_dict())
+        observed = engine._observation(outputs, 1.0, engine._counts())
+        middle = time.perf_counter()
+        verdict = engine.guard.after_rollout(observed) if engine.guard and observed else None
+        found = {"observe_s": middle - begun, "judge_s": time.perf_counter() - middle}
+        note("guard", repeat=repeat, off=engine.guard_off, verdict=verdict and verdict.to_dict(), **found)
 
 
 def scales(engine: RolloutEngine, note: Callable[..., None]) -> None:
