@@ -11,6 +11,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "AsyncRolloutEngine": "fp8plan.runtime.async_engine",
     "Batch": "fp8plan.model.workload",
     "EngineLimits": "fp8plan.model.limits",
     "Fixed": "fp8plan.model.workload",
@@ -21,6 +22,8 @@ _HOME = {
     "Plan": "fp8plan.model.plan",
     "Precision": "fp8plan.model.precision",
     "RiskBudget": "fp8plan.model.mismatch",
+    "RolloutEngine": "fp8plan.runtime.engine",
+    "SyncSettings": "fp8plan.runtime.weight_sync",
     "Trace": "fp8plan.model.workload",
     "Trainer": "fp8plan.model.rl_step",
     "Workload": "fp8plan.model.workload",

@@ -69,11 +69,11 @@ class Measurement:
         import torch
 
         torch.cuda.set_device(TRAINER)
-        torch.cuda.current_stream()  # before CUDA_VISIBLE_DEVICES may be changed for the engine; vLLM then spawns its process
         self.args = args
         self.config, self.folder = model_folder(args.model)
         self.facts = {"model": args.model, "precision": args.precision} | machine_facts() | engine_facts()
         self.manifest = checkpoint_entries(self.config)
+        # CUDA begins here, with both GPUs in sight: vLLM then spawns the engine's process instead of forking it.
         self.sets = [random_weights(self.manifest, f"cuda:{TRAINER}", seed) for seed in (0, 1)]
         self.digests: dict[str, dict[str, int]] = {}
         self.engine: Any = None

@@ -1,0 +1,39 @@
+"""A plan applied to the real vLLM, new weights every step: [FOLDER [GPU]]; without, a small random model on the CPU."""
+
+import sys
+import tempfile
+
+import torch
+import transformers
+from vllm import SamplingParams
+
+import fp8plan
+
+
+def main(folder: str, gpu: str) -> None:
+    workload = fp8plan.Workload(4, 4, prompt_lengths=fp8plan.Fixed(32), response_lengths=fp8plan.Fixed(32))
+    plan = fp8plan.plan(folder, gpu, workload, engine_version="0.30.0" if gpu == "cpu" else "0.26.0")
+    policy = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)  # what you train
+    engine = fp8plan.RolloutEngine.from_plan(plan, folder, skip_tokenizer_init=True)
+    prompts = [{"prompt_token_ids": [7 * i + j for j in range(32)]} for i in range(16)]
+    for step in range(3):
+        outputs = engine.generate(prompts, SamplingParams(max_tokens=32, ignore_eos=True, logprobs=0, detokenize=False))
+        with torch.no_grad():  # your optimiser
+            policy.lm_head.weight.mul_(1.01)
+        report = engine.sync_weights(policy.state_dict())
+        print(f"step {step}: {outputs[0].outputs[0].token_ids[:6]}, then {report}")
+        engine.follow(engine.verdict)  # recalibrates or steps down, if the predicted gain does not arrive
+    engine.shutdown()
+
+
+def random_model() -> str:
+    config = transformers.Qwen3Config(
+        vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=False,
+    )  # fmt: skip
+    transformers.Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder := tempfile.mkdtemp())
+    return folder
+
+
+if __name__ == "__main__":
+    main(*(sys.argv[1:] or [random_model()]), *(["cpu"] if len(sys.argv) < 3 else []))
