@@ -23,7 +23,7 @@ _HOME = {
     "Precision": "fp8plan.model.precision",
     "RiskBudget": "fp8plan.model.mismatch",
     "RolloutEngine": "fp8plan.runtime.engine",
-    "SyncSettings": "fp8plan.runtime.weight_sync",
+    "SyncSettings": "fp8plan.runtime.sync_state",
     "Trace": "fp8plan.model.workload",
     "Trainer": "fp8plan.model.rl_step",
     "Workload": "fp8plan.model.workload",

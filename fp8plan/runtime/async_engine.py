@@ -14,8 +14,8 @@ from fp8plan.runtime.engine import RESET_TRIES, RESET_WAIT_S
 from fp8plan.runtime.engine_base import EngineBase
 from fp8plan.runtime.guarding.ladder import GuardSettings
 from fp8plan.runtime.launch import Launch, launch
+from fp8plan.runtime.sync_state import Call, Procedure, Scored, SyncReport, SyncSettings, rpc
 from fp8plan.runtime.warm_up import freeze_garbage
-from fp8plan.runtime.weight_sync import Call, Procedure, Scored, SyncReport, SyncSettings, rpc
 
 if TYPE_CHECKING:
     from fp8plan.model.plan import Plan

@@ -12,19 +12,11 @@ from fp8plan.model.precision import precision
 from fp8plan.runtime.guard import Guard
 from fp8plan.runtime.guarding.facts import EngineFacts
 from fp8plan.runtime.guarding.ladder import Action, GuardSettings, stepped_down
+from fp8plan.runtime.kv_calibration import kv_scales
 from fp8plan.runtime.launch import Launch
+from fp8plan.runtime.sync_state import Call, Procedure, Scored, SyncReport, SyncSettings, SyncState, rpc
 from fp8plan.runtime.warm_up import deep_gemm_rows, ladder
-from fp8plan.runtime.weight_sync import (
-    Call,
-    Procedure,
-    Scored,
-    SyncReport,
-    SyncSettings,
-    SyncState,
-    kv_scales,
-    rpc,
-    sync,
-)
+from fp8plan.runtime.weight_sync import sync
 
 # Sequences of the last rollout that KV scales are calibrated on, and tokens of each.
 CALIBRATION_SEQUENCES, CALIBRATION_TOKENS = 16, 1024

@@ -1,8 +1,8 @@
 """Largest |q|, |k| and |v| of a transformers model while it runs: KV scales from the trainer's own forward.
 
-    with recording_amax(model) as amax:
-        model(batch)                      # forward passes that the trainer does anyway
-    engine.sync_weights(weights, kv_amax=amax())
+with recording_amax(model) as amax:
+    model(batch)                      # forward passes that the trainer does anyway
+engine.sync_weights(weights, kv_amax=amax())
 """
 
 from __future__ import annotations

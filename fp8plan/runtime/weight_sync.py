@@ -19,137 +19,19 @@ import time
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from math import expm1
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from fp8plan.errors import ConfigError, SyncError
 from fp8plan.runtime import manifest as manifests
-from fp8plan.runtime.kv_scales import MARGIN, PARTS, Amax, Scales, clipped, largest, scales_from
+from fp8plan.runtime.kv_calibration import kv_scales
 from fp8plan.runtime.manifest import Manifest
+from fp8plan.runtime.sync_state import Call, Checked, Procedure, Scored, SyncReport, SyncState, rpc
 from fp8plan.runtime.transfer import RemoteSource
 from fp8plan.runtime.transport import Stage, staged_bytes
 
 if TYPE_CHECKING:
     import torch
-
-# Passes of the calibration prompts until none of its own scales clips: each at least doubles them.
-MOST_CALIBRATIONS = 12
-
-
-class Call(NamedTuple):
-    """One thing to do to an engine. rpc: (method, args) on every worker, answered by a list; reset: empty the prefix
-    cache; generate: (prompts as token ids, SamplingParams settings), answered by RequestOutputs; restart"""
-
-    what: Literal["rpc", "reset", "generate", "restart"]
-    arguments: tuple[Any, ...] = ()
-
-
-Procedure = Generator[Call, Any, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class SyncSettings:
-    """weights_in:  "bf16" or "fp8_block": what is sent (fp8plan.runtime.manifest.FORMATS)
-    in_place:    write the live tensors where that is proven to equal vLLM's reload; False: always vLLM's reload
-    chunk_bytes: of one message of tensors
-    rollback:    None, or where to keep a copy of the weights to return to: "cpu" or "cuda"
-    samples:     tensors compared after a sync
-    kv_margin:   room above the largest magnitudes seen
-    scored_k3:   mean k3 per token of a scored sequence above which a sync has failed; FP8 shows 0.001 to 0.03, wrong
-                 weights more than 1
-    """
-
-    weights_in: str = "bf16"
-    in_place: bool = True
-    chunk_bytes: int = 1 << 30
-    rollback: str | None = None
-    samples: int = 16
-    kv_margin: float = MARGIN
-    scored_k3: float = 0.5
-
-    def __post_init__(self) -> None:
-        if self.weights_in not in manifests.FORMATS:
-            raise ConfigError(f"weights_in is {self.weights_in!r}; allowed: {', '.join(manifests.FORMATS)}")
-        if self.chunk_bytes < 1 or self.samples < 0 or not self.kv_margin >= 1:
-            raise ConfigError("allowed: chunk_bytes above 0, samples of 0 or more, kv_margin of 1 or more")
-        if self.rollback not in (None, "cpu", "cuda"):
-            raise ConfigError(f"rollback is {self.rollback!r}; allowed: None, 'cpu', 'cuda' (where the copy is kept)")
-
-
-class Scored(NamedTuple):
-    """Token ids of a sequence, and the trainer's log-probs of all but the first (temperature 1)."""
-
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
-
-
-class Checked(NamedTuple):
-    """A manifest that the workers take: its number there, the group of each tensor, and how many are in each group."""
-
-    number: int
-    groups: Sequence[int]
-    sizes: Mapping[int, int]
-    numbers: Mapping[str, int]
-
-
-@dataclass(slots=True)
-class SyncState:
-    """What an engine knows between two syncs.
-
-    refusal:   why it must not generate; None while it serves
-    expected:  tensors of the checkpoint it was started with, where known
-    prepared:  manifests that the workers have checked
-    kv_scales: what the live engine was given last; None with a BF16 KV cache
-    """
-
-    settings: SyncSettings
-    staged_on: str | None
-    fp8_kv: bool
-    refusal: str | None = None
-    dead: bool = False
-    running: bool = False
-    version: int = 0
-    expected: Manifest | None = None
-    prepared: dict[tuple[Manifest, bool], Checked] = field(default_factory=dict)
-    kv_scales: Scales | None = None
-    quantised: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class SyncReport:
-    """What a sync did.
-
-    version:      number of the weights that serve now, counted from 1
-    seconds:      of each phase (prepare, begin, load, finish, kv_scales, reset, score) and "total"
-    tensors, bytes: sent
-    chunks:       messages
-    layers:       dtype of their weights -> modules of one rank
-    in_place, reloaded: modules written directly, and by vLLM's layerwise reload
-    why_reloaded: kind of module -> why vLLM must load it
-    ignored:      tensors that vLLM leaves out (a tied lm_head)
-    compared:     sampled tensors that equal what was sent, bit for bit
-    weight_error: RMS error of the sampled quantised weights, a fraction (2.6 % is blockwise E4M3; 3.7 % means E8M0)
-    kv_scales:    layer -> scales of q, k, v; None with a BF16 KV cache
-    kv_source:    where they come from
-    scored_k3:    mean k3 per token of the scored sequence; None without one
-    """
-
-    version: int
-    seconds: Mapping[str, float]
-    tensors: int
-    bytes: int
-    chunks: int
-    layers: Mapping[str, int]
-    in_place: int
-    reloaded: int
-    why_reloaded: Mapping[str, str]
-    ignored: Sequence[str]
-    compared: int
-    weight_error: float | None
-    kv_scales: Scales | None
-    kv_source: str | None
-    scored_k3: float | None
 
 
 def sync(
@@ -217,16 +99,6 @@ def sync(
         scored_k3=k3,
         **counts,
     )
-
-
-def rpc(method: str, *arguments: Any) -> Generator[Call, Any, list[Any]]:
-    """Every worker's answer. Raises ConfigError with the first error among them."""
-    answers = yield Call("rpc", (method, arguments))
-    for rank, answer in enumerate(answers):
-        if "error" in answer:
-            where = f"rank {rank}: " if len(answers) > 1 else ""
-            raise ConfigError(f"{where}{answer['error']}")
-    return [answer["ok"] for answer in answers]
 
 
 def _announced(state: SyncState, source: Any, manifest: Any) -> Manifest:
@@ -331,56 +203,6 @@ def _gathered(tensor: torch.Tensor) -> torch.Tensor:
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
     return tensor.detach() if tensor.requires_grad else tensor
-
-
-def kv_scales(
-    state: SyncState,
-    amax: Mapping[str, Sequence[float]] | None,
-    prompts: Sequence[Sequence[int]] | None,
-    source: str,
-) -> Generator[Call, Any, str | None]:
-    """Scales from the trainer's amax, or from prompts through the live engine; where they come from."""
-    if not state.fp8_kv:
-        return None
-    if amax is not None:
-        found, source = {layer: list(parts) for layer, parts in amax.items()}, "trainer"
-    elif prompts:
-        found = yield from _calibrate(state, prompts)
-    else:
-        raise ConfigError(
-            "the KV cache is FP8 and there is nothing to calibrate it with; allowed: kv_prompts=[[token ids], ...] or "
-            "kv_amax={layer: (q, k, v)}"
-        )
-    scales = scales_from(found, state.settings.kv_margin)
-    yield from rpc("fp8plan_set_kv_scales", scales)
-    state.kv_scales = scales
-    return source
-
-
-def _calibrate(state: SyncState, prompts: Sequence[Sequence[int]]) -> Generator[Call, Any, Amax]:
-    """The amax of prompts, run until none of the scales that they ran with clipped them.
-
-    It always begins at scales of 1.0: what a layer sees depends a little on the scales of those before it, and the same
-    weights and prompts are to get the same scales, whatever ran before.
-    """
-    layers = yield from rpc("fp8plan_attention_layers")
-    scales = {layer: [1.0] * len(PARTS) for layer in layers[0]}
-    for _ in range(MOST_CALIBRATIONS):
-        yield from rpc("fp8plan_set_kv_scales", scales)
-        yield Call("reset")
-        yield from rpc("fp8plan_record_amax", True)
-        try:
-            yield Call("generate", (prompts, {"max_tokens": 1, "temperature": 0.0}))
-        finally:
-            ranks = yield from rpc("fp8plan_record_amax", False)
-        amax = largest(ranks)
-        if not amax or not any(any(parts) for parts in amax.values()):
-            raise ConfigError("calibration saw no attention; its prompts ran in whole CUDA graphs")
-        wider = clipped(amax, scales)
-        if not wider:
-            return amax
-        scales = scales | wider
-    raise ConfigError(f"calibration was still clipped after {MOST_CALIBRATIONS} passes; allowed: finite activations")
 
 
 def _score(scored: Scored, limit: float) -> Generator[Call, Any, float]:

@@ -27,7 +27,7 @@ from fp8plan.errors import SyncError
 from fp8plan.model.precision import PRESETS, precision
 from fp8plan.runtime.engine import RolloutEngine
 from fp8plan.runtime.manifest import manifest_of
-from fp8plan.runtime.weight_sync import Scored, SyncReport
+from fp8plan.runtime.sync_state import Scored, SyncReport
 
 pytestmark = pytest.mark.vllm
 

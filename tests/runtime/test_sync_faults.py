@@ -30,7 +30,7 @@ from tiny_models import (
 
 from fp8plan.errors import ConfigError, NotServingError, SyncError
 from fp8plan.runtime.engine import RolloutEngine
-from fp8plan.runtime.weight_sync import SyncSettings
+from fp8plan.runtime.sync_state import SyncSettings
 
 torch = pytest.importorskip("torch")
 E4M3 = torch.float8_e4m3fn
@@ -43,18 +43,6 @@ DOWN = {kind: name.replace("up_proj", "down_proj") for kind, name in UP.items()}
 Q, K = f"{ATTENTION}.q_proj.weight", f"{ATTENTION}.k_proj.weight"
 NORM = "model.layers.1.input_layernorm.weight"
 PROJECTION = "model.layers.0.mlp.*proj.weight"
-PARTS = {
-    kind: {
-        "a norm": NORM,
-        "a norm in attention": f"{ATTENTION}.k_norm.weight",
-        "qkv": K,
-        "gate_up": UP[kind],
-        "down": DOWN[kind],
-        "embedding": "model.embed_tokens.weight",
-        "lm_head": "lm_head.weight",
-    }
-    for kind in UP
-}
 OLD_SERVE = "Nothing was sent; the old weights serve"
 
 
@@ -131,9 +119,7 @@ def refused(subject: Subject, sent: Any, says: str) -> None:
     with pytest.raises(SyncError, match=f"{says}.*{OLD_SERVE}"):
         subject.engine.sync_weights(sent)
     assert subject.serves("a")
-    subject.engine.state.settings, now = SyncSettings(), subject.engine.state.settings
     subject.engine.sync_weights(subject.sends())
-    subject.engine.state.settings = now
     assert subject.serves("b")
 
 
@@ -178,28 +164,47 @@ def in_fp8(tensors: Tensors) -> Tensors:
 
 
 # Into an engine that takes FP8 and scales.
+SCALE = f"{Q}_scale_inv"
 IN_FP8: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
-    "bf16": (lambda tensors: tensors, rf"{PROJECTION} is bfloat16"),
+    "bf16": (lambda tensors: tensors, rf"{PROJECTION}(_scale_inv| is bfloat16)"),
     "one in bf16, with scales": (lambda tensors: in_fp8(tensors) | {Q: tensors[Q]}, f"{Q} is bfloat16"),
-    "scales missing": (lambda tensors: without(f"{Q}_scale_inv")(in_fp8(tensors)), f"missing: {Q}_scale_inv"),
-    "scales without weight": (lambda tensors: without(Q)(in_fp8(tensors)), f"missing: {Q};"),
+    "scales missing": (lambda tensors: without(SCALE)(in_fp8(tensors)), f"missing: {SCALE}; "),
+    "scales without weight": (lambda tensors: without(Q)(in_fp8(tensors)), f"missing: {Q}; "),
     "scales of another shape": (
-        lambda tensors: changed(f"{Q}_scale_inv", lambda t: t[:, :1])(in_fp8(tensors)),
-        rf"{Q}_scale_inv has shape \[2, 1\]; allowed: \[2, 2\]",
+        lambda tensors: changed(SCALE, lambda t: t[:, :1])(in_fp8(tensors)),
+        rf"{SCALE} has shape \[2, 1\]; allowed: \[2, 2\]",
     ),
-    "scales in bf16": (
-        lambda tensors: changed(f"{Q}_scale_inv", lambda t: t.bfloat16())(in_fp8(tensors)),
-        f"{Q}_scale_inv is bfloat16; allowed: float32",
-    ),
-    "a norm in fp8": (lambda tensors: changed(NORM, lambda t: t.to(E4M3))(in_fp8(tensors)), f"{NORM} is float8_e4m3fn"),
+    "scales in bf16": (lambda tensors: changed(SCALE, lambda t: t.bfloat16())(in_fp8(tensors)), f"{SCALE} is bfloat16"),
+    "a norm in fp8": (lambda tensors: changed(NORM, lambda t: t.to(E4M3))(in_fp8(tensors)), NORM),
 }
 
 
+@pytest.fixture(scope="module", params=["dense", "moe"])
+def started_for_fp8(request: pytest.FixtureRequest) -> Iterator[Subject]:
+    with started_beside_references(request.param, "fp8_block", weights_in="fp8_block") as (engine, references):
+        yield Subject(request.param, engine, references)
+
+
 @pytest.mark.parametrize("fault", IN_FP8)
-def test_an_engine_that_takes_fp8_says_what_is_not(subject: Subject, fault: str, settings: Callable[..., None]) -> None:
-    settings(weights_in="fp8_block")
+def test_an_engine_that_takes_fp8_says_what_is_not(started_for_fp8: Subject, fault: str) -> None:
+    kind, engine, _ = started_for_fp8
+    engine.sync_weights(in_fp8(weights(kind, "a")))
     spoil, says = IN_FP8[fault]
-    refused(subject, spoil(subject.sends()), says)
+    with pytest.raises(SyncError, match=f"{says}.*{OLD_SERVE}"):
+        engine.sync_weights(spoil(weights(kind, "b")))
+    assert started_for_fp8.serves("a")
+
+
+@pytest.mark.parametrize("name", [Q, SCALE])
+def test_fp8_and_scales_must_be_finite(started_for_fp8: Subject, name: str) -> None:
+    kind, engine, _ = started_for_fp8
+    sent = in_fp8(weights(kind, "b"))
+    sent[name].view(-1)[1:2] = math.nan
+    with pytest.raises(SyncError, match=rf"not finite: {name} \(1 in all\).*refuses to generate"):
+        engine.sync_weights(sent)
+    assert not engine.serving
+    engine.sync_weights(in_fp8(weights(kind, "b")))
+    assert started_for_fp8.serves("b")
 
 
 def broken(tensors: Tensors, after: int, error: BaseException | None = None) -> Iterator[tuple[str, Any]]:
@@ -230,22 +235,46 @@ def poisoned(name: str, value: float) -> Callable[[Tensors], Tensors]:
     return changed(name, poison)
 
 
+POISONED = {
+    "a norm": NORM,
+    "a norm in attention": f"{ATTENTION}.k_norm.weight",
+    "qkv": K,
+    "gate_up": UP,
+    "down": DOWN,
+    "embedding": "model.embed_tokens.weight",
+    "lm_head": "lm_head.weight",
+    "router": "model.layers.1.mlp.gate.weight",
+}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("part", POISONED)
+def test_what_is_not_finite_is_named(subject: Subject, part: str, value: float) -> None:
+    name = POISONED[part]
+    name = name if isinstance(name, str) else name[subject.kind]
+    if name not in subject.sends():  # a dense model has no router
+        name = NORM
+    stops(subject, poisoned(name, value)(subject.sends()), rf"not finite: {name} \(1 in all\)")
+
+
+def stops(subject: Subject, sent: Any, says: str) -> None:
+    """The error of sending it says so, nothing is generated, and a whole sync heals."""
+    with pytest.raises(SyncError, match=f"{says}.*refuses to generate until a complete sync_weights"):
+        subject.engine.sync_weights(sent)
+    assert not subject.engine.serving
+    with pytest.raises(
+        NotServingError, match=f"sync of weights .* failed: .*{says}.*call sync_weights with all weights"
+    ):
+        subject.engine.generate([{"prompt_token_ids": [1, 2]}])
+    subject.engine.sync_weights(subject.sends())
+    assert subject.serves("b")
+
+
 IN_STREAM: dict[str, Fault] = {
-    **{
-        f"{value} in {part}": lambda kind, value=value, part=part: (
-            poisoned(PARTS[kind][part], value),
-            f"not finite: {PARTS[kind][part]} ",
-        )
-        for value in (math.nan, math.inf, -math.inf)
-        for part in PARTS["dense"]
-    },
     "it raises": lambda kind: (lambda tensors: broken(tensors, 20, RuntimeError("a rank is lost")), "a rank is lost; "),
     "it ends early": lambda kind: (lambda tensors: broken(tensors, 20), r"announced and not sent: .* in all\)"),
     "a tensor less": lambda kind: (streamed(without(UP[kind])), rf"announced and not sent: {UP[kind]} \(1 in all\)"),
-    "a tensor more": lambda kind: (
-        streamed(lambda tensors: {"model.x": tensors[NORM]} | tensors),
-        "model.x was not announced",
-    ),
+    "a tensor more": lambda kind: (streamed(lambda tensors: {"x.y": tensors[NORM]} | tensors), "x.y was not announced"),
     "a tensor twice": lambda kind: (
         streamed(lambda tensors: [(NORM, tensors[NORM]), *tensors.items()]),
         f"{NORM} came twice",
@@ -262,18 +291,142 @@ IN_STREAM: dict[str, Fault] = {
 }
 
 
-@pytest.mark.parametrize("messages", ["one message", "many messages"])
+@pytest.mark.parametrize("chunk_bytes", [1 << 30, 1], ids=["one message", "many messages"])
 @pytest.mark.parametrize("fault", IN_STREAM)
 def test_what_the_stream_shows_stops_the_engine_until_a_whole_sync(
-    subject: Subject, fault: str, messages: str, settings: Callable[..., None]
+    subject: Subject, fault: str, chunk_bytes: int, settings: Callable[..., None]
 ) -> None:
-    if messages == "many messages":
-        settings(chunk_bytes=1)
+    settings(chunk_bytes=chunk_bytes)
     spoil, says = IN_STREAM[fault](subject.kind)
-    with pytest.raises(SyncError, match=f"{says}.*refuses to generate until a complete sync_weights"):
-        subject.engine.sync_weights(spoil(subject.sends()))
+    stops(subject, spoil(subject.sends()), says.removesuffix("; "))
+
+
+def test_the_trainers_own_error_is_the_cause(subject: Subject) -> None:
+    lost = RuntimeError("a rank is lost")
+    with pytest.raises(SyncError) as caught:
+        subject.engine.sync_weights(broken(subject.sends(), 20, lost))
+    assert caught.value.__cause__ is lost
+
+
+def test_an_interrupt_stays_one_and_stops_the_engine(subject: Subject) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        subject.engine.sync_weights(broken(subject.sends(), 20, KeyboardInterrupt()))
     assert not subject.engine.serving
-    with pytest.raises(NotServingError, match=f"sync of weights .* failed: {says}.*call sync_weights with all weights"):
-        subject.engine.generate([{"prompt_token_ids": [1, 2]}])
     subject.engine.sync_weights(subject.sends())
     assert subject.serves("b")
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "by vLLM's reload"])
+@pytest.mark.parametrize("fault", ["it raises", "a tensor less", "not finite"])
+def test_a_copy_that_is_kept_comes_back(
+    subject: Subject, fault: str, in_place: bool, settings: Callable[..., None]
+) -> None:
+    before = generate(subject.engine, cold=True)
+    assert before == subject.references["a"]
+    settings(rollback="cpu", in_place=in_place, chunk_bytes=1)
+    spoil, says = IN_STREAM[fault](subject.kind) if fault in IN_STREAM else (poisoned(Q, math.nan), "not finite")
+    with pytest.raises(SyncError, match=f"{says}.*the weights of before it are back and serve"):
+        subject.engine.sync_weights(spoil(subject.sends()))
+    assert subject.engine.serving
+    assert generate(subject.engine) == before
+    subject.engine.sync_weights(subject.sends())
+    assert generate(subject.engine) == subject.references["b"]
+
+
+def test_a_copy_of_weights_that_did_not_serve_does_not_serve_either(
+    subject: Subject, settings: Callable[..., None]
+) -> None:
+    with pytest.raises(SyncError):
+        subject.engine.sync_weights(broken(subject.sends(), 20))
+    settings(rollback="cpu")
+    with pytest.raises(SyncError):
+        subject.engine.sync_weights(broken(subject.sends(), 20))
+    assert not subject.engine.serving
+
+
+def test_what_the_manifest_shows_heals_nothing(subject: Subject) -> None:
+    with pytest.raises(SyncError):
+        subject.engine.sync_weights(broken(subject.sends(), 20))
+    with pytest.raises(SyncError, match="the manifest is empty") as caught:
+        subject.engine.sync_weights({})
+    assert not subject.engine.serving
+    assert "old weights serve" not in str(caught.value)
+
+
+def test_a_second_sync_waits_for_the_first(subject: Subject) -> None:
+    def stream() -> Iterator[tuple[str, Any]]:
+        for number, pair in enumerate(subject.sends().items()):
+            if number == 20:
+                with pytest.raises(SyncError, match="another sync is running"):
+                    subject.engine.sync_weights(weights(subject.kind, "a"))
+                with pytest.raises(NotServingError, match="a sync has begun and not ended"):
+                    subject.engine.generate([{"prompt_token_ids": [1, 2]}])
+            yield pair
+
+    subject.engine.sync_weights(stream())
+    assert subject.serves("b")
+
+
+def test_a_sync_waits_for_running_requests(subject: Subject) -> None:
+    from vllm import SamplingParams
+
+    engine = subject.engine.llm.llm_engine
+    name = engine.add_request("r", {"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=2, ignore_eos=True))
+    try:
+        with pytest.raises(SyncError, match=f"1 requests are running; finish or abort them.*{OLD_SERVE}"):
+            subject.engine.sync_weights(subject.sends())
+        assert subject.engine.serving
+    finally:
+        engine.abort_request([name or "r"])
+    assert subject.serves("a")
+    subject.engine.sync_weights(subject.sends())
+    assert subject.serves("b")
+
+
+# --- what an engine is started with ---------------------------------------------------------------------------------
+
+
+def test_first_and_last_layers_stay_bf16_when_asked() -> None:
+    kept = {"precision": "fp8_block", "keep_bf16": (1, 1)}
+    with started("dense", "b", **kept) as engine:
+        reference = generate(engine)
+    with started("dense", "a", **kept) as engine:
+        kinds = engine.facts["layers"]
+        assert sum(count for kind, count in kinds.items() if "Fp8" in kind) == 4 * (LAYERS - 2)
+        assert sum(count for kind, count in kinds.items() if "UnquantizedLinearMethod" in kind) == 4 * 2
+        report = engine.sync_weights(weights("dense", "b"))
+        assert report.layers["float8_e4m3fn"] == 4 * (LAYERS - 2)
+        assert generate(engine) == reference
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"choice": 9}, "there is no choice 9; allowed: 0 to 3"),
+        ({"mode": "thread"}, "mode is 'thread'; allowed: inprocess, multiprocess"),
+        ({"dtype": "float16"}, "dtype come from the plan; allowed: another choice"),
+        ({"quantization": "fp8", "kv_cache_dtype": "fp8"}, "kv_cache_dtype, quantization come from the plan"),
+        ({"keep_bf16": (-1, 0)}, r"keep_bf16 is \(-1, 0\); allowed: two counts"),
+        ({"keep_bf16": (2, 2)}, "the model has 3 layers"),
+        ({"keep_bf16": (1, 0), "choice": 0}, "bf16 has no FP8 weights; leave it out"),
+    ],
+)
+def test_what_cannot_be_started_is_refused_before_it_starts(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        RolloutEngine.from_plan(cpu_plan("fp8_block"), str(checkpoint("dense", "a")), **arguments)
+
+
+def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
+    config = json.loads((checkpoint("dense", "a") / "config.json").read_text("utf-8"))
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    with pytest.raises(ConfigError, match=r"is quantised already \(fp8\); allowed: the BF16 checkpoint"):
+        RolloutEngine.from_plan(cpu_plan("fp8_block"), str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"weights_in": "fp4"}, {"chunk_bytes": 0}, {"rollback": "disk"}, {"kv_margin": 0.9}]
+)
+def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="allowed"):
+        SyncSettings(**changes)

@@ -15,7 +15,7 @@ from plans import index, plan
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan import Plan
 from fp8plan.runtime.engine import RolloutEngine
-from fp8plan.runtime.weight_sync import SyncSettings
+from fp8plan.runtime.sync_state import SyncSettings
 
 # One thread, bound to no core: threads of two test processes that share cores wait for each other, 20 times over.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

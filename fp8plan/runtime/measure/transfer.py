@@ -38,8 +38,8 @@ from fp8plan.runtime.measure.machine import engine_facts, machine_facts
 from fp8plan.runtime.measure.random_weights import checkpoint_entries, random_weights
 from fp8plan.runtime.measure.weight_sync import decode, model_folder
 from fp8plan.runtime.quantize import scale_shape
+from fp8plan.runtime.sync_state import rpc
 from fp8plan.runtime.transfer import TrainerTransfer, connect
-from fp8plan.runtime.weight_sync import rpc
 
 REPEATS = 5  # odd: the first and the last send the same set
 TRAINER, ENGINE = 0, 1  # GPUs

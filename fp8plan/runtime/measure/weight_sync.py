@@ -37,7 +37,7 @@ from fp8plan.runtime.manifest import quantised_manifest
 from fp8plan.runtime.measure.jsonl import append
 from fp8plan.runtime.measure.machine import engine_facts, machine_facts
 from fp8plan.runtime.measure.random_weights import checkpoint_entries, random_weights
-from fp8plan.runtime.weight_sync import Call, rpc
+from fp8plan.runtime.sync_state import Call, rpc
 
 REPEATS = 4
 PARTS = ("steps", "bare", "guard", "scales", "sleep", "fp8_in", "equal")

@@ -1,0 +1,148 @@
+"""What an engine's syncs are made of: settings, what is remembered between them, what is asked of the engine, and the
+report."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.kv_scales import MARGIN, Scales
+from fp8plan.runtime.manifest import FORMATS, Manifest
+
+
+class Call(NamedTuple):
+    """One thing to do to an engine. rpc: (method, args) on every worker, answered by a list; reset: empty the prefix
+    cache; generate: (prompts as token ids, SamplingParams settings), answered by RequestOutputs; restart"""
+
+    what: Literal["rpc", "reset", "generate", "restart"]
+    arguments: tuple[Any, ...] = ()
+
+
+Procedure = Generator[Call, Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SyncSettings:
+    """weights_in:  "bf16" or "fp8_block": what is sent (manifest.FORMATS)
+    in_place:    write the live tensors where that is proven to equal vLLM's reload; False: always vLLM's reload
+    chunk_bytes: of one message of tensors
+    rollback:    None, or where to keep a copy of the weights to return to: "cpu" or "cuda"
+    samples:     tensors compared after a sync
+    kv_margin:   room above the largest magnitudes seen
+    scored_k3:   mean k3 per token of a scored sequence above which a sync has failed; FP8 shows 0.001 to 0.03, wrong
+                 weights more than 1
+    """
+
+    weights_in: str = "bf16"
+    in_place: bool = True
+    chunk_bytes: int = 1 << 30
+    rollback: str | None = None
+    samples: int = 16
+    kv_margin: float = MARGIN
+    scored_k3: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.weights_in not in FORMATS:
+            raise ConfigError(f"weights_in is {self.weights_in!r}; allowed: {', '.join(FORMATS)}")
+        if self.chunk_bytes < 1 or self.samples < 0 or not self.kv_margin >= 1:
+            raise ConfigError("allowed: chunk_bytes above 0, samples of 0 or more, kv_margin of 1 or more")
+        if self.rollback not in (None, "cpu", "cuda"):
+            raise ConfigError(f"rollback is {self.rollback!r}; allowed: None, 'cpu', 'cuda' (where the copy is kept)")
+
+
+class Scored(NamedTuple):
+    """Token ids of a sequence, and the trainer's log-probs of all but the first (temperature 1)."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+
+
+class Checked(NamedTuple):
+    """A manifest that the workers take: its number there, the group of each tensor, and how many are in each group."""
+
+    number: int
+    groups: Sequence[int]
+    sizes: Mapping[int, int]
+    numbers: Mapping[str, int]
+
+
+@dataclass(slots=True)
+class SyncState:
+    """What an engine knows between two syncs.
+
+    refusal:   why it must not generate; None while it serves
+    expected:  tensors of the checkpoint it was started with, where known
+    prepared:  manifests that the workers have checked
+    kv_scales: what the live engine was given last; None with a BF16 KV cache
+    """
+
+    settings: SyncSettings
+    staged_on: str | None
+    fp8_kv: bool
+    refusal: str | None = None
+    dead: bool = False
+    running: bool = False
+    version: int = 0
+    expected: Manifest | None = None
+    prepared: dict[tuple[Manifest, bool], Checked] = field(default_factory=dict)
+    kv_scales: Scales | None = None
+    quantised: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """What a sync did.
+
+    version:      number of the weights that serve now, counted from 1
+    seconds:      of each phase (prepare, begin, load, finish, kv_scales, reset, score) and "total"
+    tensors, bytes: sent
+    chunks:       messages
+    layers:       dtype of their weights -> modules of one rank
+    in_place, reloaded: modules written directly, and by vLLM's layerwise reload
+    why_reloaded: kind of module -> why vLLM must load it
+    ignored:      tensors that vLLM leaves out (a tied lm_head)
+    compared:     sampled tensors that equal what was sent, bit for bit
+    weight_error: RMS error of the sampled quantised weights, a fraction (2.6 % is blockwise E4M3; 3.7 % means E8M0)
+    kv_scales:    layer -> scales of q, k, v; None with a BF16 KV cache
+    kv_source:    where they come from
+    scored_k3:    mean k3 per token of the scored sequence; None without one
+    """
+
+    version: int
+    seconds: Mapping[str, float]
+    tensors: int
+    bytes: int
+    chunks: int
+    layers: Mapping[str, int]
+    in_place: int
+    reloaded: int
+    why_reloaded: Mapping[str, str]
+    ignored: Sequence[str]
+    compared: int
+    weight_error: float | None
+    kv_scales: Scales | None
+    kv_source: str | None
+    scored_k3: float | None
+
+    def __str__(self) -> str:
+        """One line for a log."""
+        said = [f"weights {self.version} serve: {self.tensors} tensors, {self.bytes / 1e6:,.1f} MB"]
+        said[0] += f" in {self.seconds['total']:.3f} s"
+        said += [f"{self.in_place} modules written in place, {self.reloaded} reloaded by vLLM"]
+        said += [f"{self.compared} samples equal"]
+        said += [] if self.weight_error is None else [f"weight error {self.weight_error:.2%}"]
+        said += [] if self.kv_source is None else [f"KV scales from {self.kv_source}"]
+        said += [] if self.scored_k3 is None else [f"k3 {self.scored_k3:.1e} to the trainer"]
+        return ", ".join(said)
+
+
+def rpc(method: str, *arguments: Any) -> Generator[Call, Any, list[Any]]:
+    """Every worker's answer. Raises ConfigError with the first error among them."""
+    answers = yield Call("rpc", (method, arguments))
+    for rank, answer in enumerate(answers):
+        if "error" in answer:
+            where = f"rank {rank}: " if len(answers) > 1 else ""
+            raise ConfigError(f"{where}{answer['error']}")
+    return [answer["ok"] for answer in answers]
