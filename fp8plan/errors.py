@@ -5,7 +5,8 @@ Fp8PlanError                     catch this one
 ├── ProfileError (LookupError)   no calibrated number for what was asked
 ├── CapacityError (ValueError)   the model or a request does not fit the GPU
 └── SyncError (RuntimeError)     new weights did not arrive; says which weights serve now
-    └── NotServingError          the engine refuses to generate until a complete sync
+    ├── NotServingError          the engine refuses to generate until a complete sync
+    └── LostEngineError          the engine cannot be used any more; the next sync starts another
 """
 
 
@@ -31,3 +32,7 @@ class SyncError(Fp8PlanError, RuntimeError):
 
 class NotServingError(SyncError):
     """The engine refuses to generate, because its weights are a mixture of old and new ones, or it has died."""
+
+
+class LostEngineError(SyncError):
+    """The engine cannot be used any more; the next sync starts another."""

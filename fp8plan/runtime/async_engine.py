@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
@@ -67,7 +66,7 @@ class AsyncRolloutEngine(EngineBase):
 
     async def join_transfer(self, where: Rendezvous) -> None:
         """As RolloutEngine.join_transfer."""
-        await self._drive(rpc("fp8plan_join", asdict(where)))
+        await self._drive(self._join(where))
 
     async def generate(self, prompt: Any, sampling_params: Any, request_id: str | None = None) -> AsyncGenerator[Any]:
         """AsyncLLM's generate, one request. Raises NotServingError while the weights are not to be used."""

@@ -15,7 +15,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fp8plan.errors import ConfigError, NotServingError, SyncError
@@ -41,7 +41,7 @@ RESET_TRIES, RESET_WAIT_S = 50, 0.1
 class RolloutEngine(EngineBase):
     """A vllm.LLM with a plan's precision; `from_plan` makes one.
 
-    `verdict` is what the guard says of the last `generate`, worked out when it is first asked for.
+    `verdict` is what the guard says of the last `generate`; it is worked out while the trainer goes on.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class RolloutEngine(EngineBase):
         staged_on = launched.device if mode == "multiprocess" else None
         super().__init__(launched, settings, staged_on, guard or GuardSettings())
         self.mode = mode
-        self._observed: Observation | None = None
-        self._verdict: Verdict | None = None
+        self._judge = ThreadPoolExecutor(1, "fp8plan-guard")  # while the trainer works; one thread keeps the order
+        self._judging: Future[Verdict] | None = None
         self.llm: Any = None
         self._start()
         self._drive(self._opening())
@@ -112,7 +112,7 @@ class RolloutEngine(EngineBase):
 
     def join_transfer(self, where: Rendezvous) -> None:
         """Meet a trainer that sends over NCCL; returns once it has come (fp8plan.runtime.transfer)."""
-        self._drive(rpc("fp8plan_join", asdict(where)))
+        self._drive(self._join(where))
 
     def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> list[Any]:
         """vLLM's generate; `verdict` is the guard's on it. Raises NotServingError while weights must not be used."""
@@ -122,16 +122,15 @@ class RolloutEngine(EngineBase):
         outputs = self._alive(lambda: self.llm.generate(prompts, sampling_params, **{"use_tqdm": False} | kwargs))
         seconds = time.perf_counter() - begun
         self._remember(outputs)
-        self.verdict  # noqa: B018 -- the guard sees every rollout, in order, also one whose verdict nobody asked for
-        self._observed = self._observation(outputs, seconds, before)
+        observed = self._observation(outputs, seconds, before)
+        if self.guard is not None and observed is not None:
+            self._judging = self._judge.submit(self.guard.after_rollout, observed)
         return outputs
 
     @property
     def verdict(self) -> Verdict | None:
         """Of the last rollout; None before the first, and without a guard (`guard_off` says why)."""
-        if self.guard is not None and self._observed is not None:
-            self._verdict, self._observed = self.guard.after_rollout(self._observed), None
-        return self._verdict
+        return None if self._judging is None else self._judging.result()
 
     def follow(self, verdict: Verdict | None) -> None:
         """Do what a verdict advises: nothing, recalibrate the KV cache, or restart in a safer precision, after which
@@ -167,6 +166,8 @@ class RolloutEngine(EngineBase):
         gc.collect()
 
     def _start(self) -> None:
+        if self._judging is not None:
+            wait([self._judging])  # the guard must not learn of another engine meanwhile
         os.environ.update(self.launch.env)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if self.mode == "multiprocess" else "0"
         from vllm import LLM

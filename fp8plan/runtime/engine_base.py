@@ -4,6 +4,7 @@ on it. A procedure yields Calls (fp8plan.runtime.weight_sync); RolloutEngine and
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from fp8plan.errors import ConfigError, Fp8PlanError, NotServingError, SyncError
@@ -15,6 +16,7 @@ from fp8plan.runtime.guarding.ladder import Action, GuardSettings, stepped_down
 from fp8plan.runtime.kv_calibration import kv_scales
 from fp8plan.runtime.launch import Launch
 from fp8plan.runtime.sync_state import Call, Procedure, Scored, SyncReport, SyncSettings, SyncState, rpc
+from fp8plan.runtime.transfer import Rendezvous
 from fp8plan.runtime.warm_up import deep_gemm_rows, ladder
 from fp8plan.runtime.weight_sync import sync
 
@@ -110,6 +112,12 @@ class EngineBase:
             return (yield from sync(state, source, manifest, kv_amax, prompts, where, scored))
         finally:
             state.running = False
+
+    def _join(self, where: Rendezvous) -> Procedure:
+        """Meet a trainer; a dead engine is started again first."""
+        if self.state.dead:
+            yield from self._restart()
+        yield from rpc("fp8plan_join", asdict(where))
 
     def _restart(self) -> Procedure:
         """Start the engine anew, as `launch` says now."""

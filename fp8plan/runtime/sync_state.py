@@ -7,7 +7,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from fp8plan.errors import ConfigError
+from fp8plan.errors import ConfigError, LostEngineError
 from fp8plan.runtime.kv_scales import MARGIN, Scales
 from fp8plan.runtime.manifest import FORMATS, Manifest
 
@@ -39,7 +39,7 @@ class SyncSettings:
     in_place: bool = True
     chunk_bytes: int = 1 << 30
     rollback: str | None = None
-    samples: int = 16
+    samples: int = 8
     kv_margin: float = MARGIN
     scored_k3: float = 0.5
 
@@ -139,10 +139,11 @@ class SyncReport:
 
 
 def rpc(method: str, *arguments: Any) -> Generator[Call, Any, list[Any]]:
-    """Every worker's answer. Raises ConfigError with the first error among them."""
+    """Every worker's answer. Raises ConfigError with the first error among them, LostEngineError if it was the last."""
     answers = yield Call("rpc", (method, arguments))
     for rank, answer in enumerate(answers):
         if "error" in answer:
             where = f"rank {rank}: " if len(answers) > 1 else ""
-            raise ConfigError(f"{where}{answer['error']}")
+            kind = LostEngineError if answer.get("lost") else ConfigError
+            raise kind(f"{where}{answer['error']}")
     return [answer["ok"] for answer in answers]

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from fp8plan.errors import ConfigError, SyncError
+from fp8plan.errors import ConfigError, LostEngineError, SyncError
 from fp8plan.runtime.manifest import Entry, Manifest, dtype_named, entry_of
 
 if TYPE_CHECKING:
@@ -99,7 +99,8 @@ def agree(group: Any, key: str, failure: str | None = None) -> None:
 
 @contextmanager
 def limited(group: Any, seconds: float) -> Iterator[None]:
-    """Break NCCL off after so long, which ends broadcasts whose other end has died. Raises SyncError then."""
+    """Break NCCL off after so long, which ends broadcasts whose other end has died. Raises SyncError then: on a GPU
+    LostEngineError, as CUDA does not survive it (seen on an H200: illegal memory access at the next use)."""
     late = threading.Event()
 
     def cut() -> None:
@@ -114,7 +115,8 @@ def limited(group: Any, seconds: float) -> Iterator[None]:
     finally:
         timer.cancel()
         if late.is_set():
-            raise SyncError(f"the tensors took more than {seconds:g} s; {BROKEN}")
+            lost = LostEngineError if group.device.type == "cuda" else SyncError
+            raise lost(f"the tensors took more than {seconds:g} s; {BROKEN}")
 
 
 def working(group: Any) -> Any:

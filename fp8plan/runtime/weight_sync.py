@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from math import expm1
 from typing import TYPE_CHECKING, Any
 
-from fp8plan.errors import ConfigError, SyncError
+from fp8plan.errors import ConfigError, LostEngineError, SyncError
 from fp8plan.runtime import manifest as manifests
 from fp8plan.runtime.kv_calibration import kv_scales
 from fp8plan.runtime.manifest import Manifest
@@ -236,9 +236,12 @@ def _fail(state: SyncState, error: BaseException) -> Procedure:
     serves now."""
     state.refusal = f"the sync of weights {state.version + 1} failed: {error or type(error).__name__}"
     what = "the engine refuses to generate until a complete sync_weights"
+    state.dead = state.dead or isinstance(error, LostEngineError)
     try:
-        answers = yield from rpc("fp8plan_abort")
-        if all(answers):
+        answers = [False] if state.dead else (yield from rpc("fp8plan_abort"))
+        if state.dead:
+            what = "the engine has died; the next sync_weights starts it again"
+        elif all(answers):
             if state.kv_scales is not None:
                 yield from rpc("fp8plan_set_kv_scales", state.kv_scales)
             yield Call("reset")

@@ -1,4 +1,4 @@
-"""Every fault of a sync names what is wrong and leaves a defined state: the old weights serve, or none until a whole sync.
+"""Every fault of a sync names what is wrong and leaves a defined state: old weights serve, or none until a whole sync.
 
 What the manifest shows is refused before anything is sent; what only the stream shows makes the engine refuse.
 """
@@ -30,7 +30,7 @@ from tiny_models import (
 
 from fp8plan.errors import ConfigError, NotServingError, SyncError
 from fp8plan.runtime.engine import RolloutEngine
-from fp8plan.runtime.sync_state import SyncSettings
+from fp8plan.runtime.sync_state import Scored, SyncSettings
 
 torch = pytest.importorskip("torch")
 E4M3 = torch.float8_e4m3fn
@@ -262,9 +262,7 @@ def stops(subject: Subject, sent: Any, says: str) -> None:
     with pytest.raises(SyncError, match=f"{says}.*refuses to generate until a complete sync_weights"):
         subject.engine.sync_weights(sent)
     assert not subject.engine.serving
-    with pytest.raises(
-        NotServingError, match=f"sync of weights .* failed: .*{says}.*call sync_weights with all weights"
-    ):
+    with pytest.raises(NotServingError, match=f"failed: .*{says}.*; call sync_weights with all weights"):
         subject.engine.generate([{"prompt_token_ids": [1, 2]}])
     subject.engine.sync_weights(subject.sends())
     assert subject.serves("b")
@@ -316,34 +314,6 @@ def test_an_interrupt_stays_one_and_stops_the_engine(subject: Subject) -> None:
     assert subject.serves("b")
 
 
-@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "by vLLM's reload"])
-@pytest.mark.parametrize("fault", ["it raises", "a tensor less", "not finite"])
-def test_a_copy_that_is_kept_comes_back(
-    subject: Subject, fault: str, in_place: bool, settings: Callable[..., None]
-) -> None:
-    before = generate(subject.engine, cold=True)
-    assert before == subject.references["a"]
-    settings(rollback="cpu", in_place=in_place, chunk_bytes=1)
-    spoil, says = IN_STREAM[fault](subject.kind) if fault in IN_STREAM else (poisoned(Q, math.nan), "not finite")
-    with pytest.raises(SyncError, match=f"{says}.*the weights of before it are back and serve"):
-        subject.engine.sync_weights(spoil(subject.sends()))
-    assert subject.engine.serving
-    assert generate(subject.engine) == before
-    subject.engine.sync_weights(subject.sends())
-    assert generate(subject.engine) == subject.references["b"]
-
-
-def test_a_copy_of_weights_that_did_not_serve_does_not_serve_either(
-    subject: Subject, settings: Callable[..., None]
-) -> None:
-    with pytest.raises(SyncError):
-        subject.engine.sync_weights(broken(subject.sends(), 20))
-    settings(rollback="cpu")
-    with pytest.raises(SyncError):
-        subject.engine.sync_weights(broken(subject.sends(), 20))
-    assert not subject.engine.serving
-
-
 def test_what_the_manifest_shows_heals_nothing(subject: Subject) -> None:
     with pytest.raises(SyncError):
         subject.engine.sync_weights(broken(subject.sends(), 20))
@@ -371,16 +341,56 @@ def test_a_sync_waits_for_running_requests(subject: Subject) -> None:
     from vllm import SamplingParams
 
     engine = subject.engine.llm.llm_engine
-    name = engine.add_request("r", {"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=2, ignore_eos=True))
+    engine.add_request("7", {"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=2, ignore_eos=True))
     try:
         with pytest.raises(SyncError, match=f"1 requests are running; finish or abort them.*{OLD_SERVE}"):
             subject.engine.sync_weights(subject.sends())
         assert subject.engine.serving
     finally:
-        engine.abort_request([name or "r"])
+        engine.abort_request(["7"])
     assert subject.serves("a")
     subject.engine.sync_weights(subject.sends())
     assert subject.serves("b")
+
+
+KEPT = [(kind, in_place) for kind in UP for in_place in (True, False)]
+
+
+@pytest.fixture(scope="module", params=KEPT, ids=[f"{kind}-{'in place' if x else 'reloaded'}" for kind, x in KEPT])
+def keeping(request: pytest.FixtureRequest) -> Iterator[Subject]:
+    """An engine that keeps a copy of its weights during a sync, and gets them in many messages."""
+    kind, in_place = request.param
+    settings = {"rollback": "cpu", "in_place": in_place, "chunk_bytes": 1}
+    with started_beside_references(kind, "fp8_block", **settings) as (engine, references):
+        yield Subject(kind, engine, references)
+
+
+@pytest.mark.parametrize("fault", ["it raises", "a tensor less", "not finite", "not as scored"])
+def test_a_copy_that_is_kept_comes_back(keeping: Subject, fault: str) -> None:
+    keeping.engine.sync_weights(weights(keeping.kind, "a"))
+    assert generate(keeping.engine) == keeping.references["a"]
+    spoil, says = IN_STREAM[fault](keeping.kind) if fault in IN_STREAM else (poisoned(Q, math.nan), "not finite")
+    scored = Scored([1, 2, 3], [-50.0, -50.0]) if fault == "not as scored" else None
+    if scored:
+        spoil, says = lambda tensors: tensors, "differ from the trainer's"
+    with pytest.raises(SyncError, match=f"{says}.*the weights of before it are back and serve"):
+        keeping.engine.sync_weights(spoil(keeping.sends()), scored=scored)
+    assert keeping.engine.serving
+    assert generate(keeping.engine) == keeping.references["a"]
+    keeping.engine.sync_weights(keeping.sends())
+    assert generate(keeping.engine) == keeping.references["b"]
+
+
+def test_a_copy_of_weights_that_did_not_serve_does_not_serve_either(keeping: Subject) -> None:
+    keeping.engine.sync_weights(weights(keeping.kind, "a"))
+    keeping.engine.sleep(level=2)  # drops the weights on a GPU; a CPU does nothing, and the engine refuses all the same
+    keeping.engine.wake_up()
+    assert not keeping.engine.serving
+    with pytest.raises(SyncError, match="refuses to generate until a complete sync_weights"):
+        keeping.engine.sync_weights(broken(keeping.sends(), 20))
+    assert not keeping.engine.serving
+    keeping.engine.sync_weights(keeping.sends())
+    assert keeping.serves("b")
 
 
 # --- what an engine is started with ---------------------------------------------------------------------------------
@@ -425,7 +435,7 @@ def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"weights_in": "fp4"}, {"chunk_bytes": 0}, {"rollback": "disk"}, {"kv_margin": 0.9}]
+    "changes", [{"weights_in": "fp4"}, {"chunk_bytes": 0}, {"rollback": "gpu"}, {"kv_margin": 0.9}]
 )
 def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="allowed"):

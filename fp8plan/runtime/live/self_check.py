@@ -72,6 +72,8 @@ class Samples:
         """
         import torch
 
+        if not self._kept:
+            return {"compared": 0, "differ": [], "weight_error": None}
         groups: dict[Any, list[_Kept]] = {}
         for kept in self._kept:
             groups.setdefault((kept.sent.shape, kept.sent.dtype, kept.scale is None), []).append(kept)
@@ -85,13 +87,13 @@ class Samples:
             q, wanted = map(torch.stack, zip(*quantized(list(sent)), strict=True))
             other = (q.view(torch.uint8) != live.view(torch.uint8)).flatten(1).any(1)
             differ.append(other | (wanted != scale).flatten(1).any(1))
-            lost = dequantize(live, scale, torch.float32) - sent
-            errors.append(torch.stack((lost.square().sum(), sent.float().square().sum())))
-        found = torch.cat(differ).tolist() if differ else []
-        sums = torch.stack(errors).sum(0).tolist() if errors else None
+            error = dequantize(live, scale, torch.float32) - sent
+            errors.append(torch.stack((error.square().sum(), sent.float().square().sum())))
+        sums = torch.stack(errors).sum(0) if errors else torch.zeros(2, device=differ[0].device)
+        *found, lost, size = torch.cat([*(flags.float() for flags in differ), sums]).tolist()  # one wait for the GPU
         names = [kept.name for group in groups.values() for kept in group]
         return {
             "compared": len(found),
             "differ": [name for name, other in zip(names, found, strict=True) if other],
-            "weight_error": (sums[0] / sums[1]) ** 0.5 if sums and sums[1] else None,
+            "weight_error": (lost / size) ** 0.5 if size else None,
         }

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fp8plan.errors import ConfigError, Fp8PlanError
+from fp8plan.errors import ConfigError, Fp8PlanError, LostEngineError
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ def answering(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
         try:
             return {"ok": method(*args, **kwargs)}
         except Fp8PlanError as error:
-            return {"error": str(error)}
+            return {"error": str(error), "lost": isinstance(error, LostEngineError)}
         except Exception as error:  # of vLLM or torch: the sync fails, the engine lives
             return {"error": f"{type(error).__name__}: {error}"}
 
