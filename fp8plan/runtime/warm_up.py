@@ -54,5 +54,5 @@ def compiled_files() -> int:
     vllm = Path(os.environ.get("VLLM_CACHE_ROOT", home / ".cache" / "vllm"))
     flashinfer = Path(os.environ.get("TRTLLM_DG_CACHE_DIR", home / ".tensorrt_llm"))
     triton = Path(os.environ.get("TRITON_CACHE_DIR", home / ".triton" / "cache"))
-    folders = [vllm / "deep_gemm", flashinfer / "cache", triton]
+    folders = [vllm / "deep_gemm" / "cache", flashinfer / "cache", triton]
     return sum(len(os.listdir(folder)) for folder in folders if folder.is_dir())
