@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import accuracy_tables  # noqa: E402
 import baselines_table  # noqa: E402
+import weight_sync_table  # noqa: E402
 from speed import RESULTS, table  # noqa: E402
 
 from fp8plan.model.plan import Plan  # noqa: E402
@@ -50,7 +51,7 @@ def blocks() -> dict[str, str]:
     measured = validate(read_records(VALIDATION))
     made["accuracy"] = accuracy_tables.tables(measured)
     made["baselines"] = baselines_table.table(measured.records, baselines_table.read_lines(baselines_table.BASELINES))
-    return made
+    return made | weight_sync_table.tables()
 
 
 def filled(readme: str, made: dict[str, str]) -> str:

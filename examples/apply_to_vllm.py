@@ -17,7 +17,7 @@ def main(folder: str, gpu: str) -> None:
     engine = fp8plan.RolloutEngine.from_plan(plan, folder, skip_tokenizer_init=True)
     prompts = [{"prompt_token_ids": [7 * i + j for j in range(32)]} for i in range(16)]
     for step in range(3):
-        outputs = engine.generate(prompts, SamplingParams(max_tokens=32, ignore_eos=True, logprobs=0, detokenize=False))
+        outputs = engine.generate(prompts, SamplingParams(max_tokens=32, logprobs=0, seed=step, detokenize=False))
         with torch.no_grad():  # your optimiser
             policy.lm_head.weight.mul_(1.01)
         report = engine.sync_weights(policy.state_dict())
@@ -27,6 +27,7 @@ def main(folder: str, gpu: str) -> None:
 
 
 def random_model() -> str:
+    torch.manual_seed(0)
     config = transformers.Qwen3Config(
         vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=False,

@@ -42,12 +42,14 @@ class AsyncRolloutEngine(EngineBase):
         *,
         choice: int | None = None,
         sync: SyncSettings | None = None,
+        remote: bool = False,
         guard: GuardSettings | None = None,
         keep_bf16: tuple[int, int] = (0, 0),
         **vllm_kwargs: Any,
     ) -> AsyncRolloutEngine:
         """As RolloutEngine.from_plan, with arguments of vLLM's AsyncEngineArgs."""
-        engine = cls(launch(plan, model_path, choice, keep_bf16, vllm_kwargs), sync or SyncSettings(), guard)
+        launched = launch(plan, model_path, choice, keep_bf16, vllm_kwargs)
+        engine = cls(launched, sync or SyncSettings.planned(launched.precision, remote), guard)
         engine._start()
         await engine._drive(engine._opening())
         return engine

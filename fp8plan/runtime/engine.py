@@ -71,6 +71,7 @@ class RolloutEngine(EngineBase):
         choice: int | None = None,
         mode: Literal["inprocess", "multiprocess"] = "inprocess",
         sync: SyncSettings | None = None,
+        remote: bool = False,
         guard: GuardSettings | None = None,
         keep_bf16: tuple[int, int] = (0, 0),
         **vllm_kwargs: Any,
@@ -80,13 +81,15 @@ class RolloutEngine(EngineBase):
         model_path:  folder or Hugging Face id of the BF16 checkpoint; the plan's model unless given
         choice:      index into plan.choices; the chosen one unless given
         mode:        the engine in this process, or in one of its own
-        sync, guard: how weights are synced, and when the guard advises to step down
+        sync, guard: how weights are synced, and when the guard advises to step down; None: as planned
+        remote:      whether the trainer's tensors come over a link (fp8plan.runtime.transfer)
         keep_bf16:   first and last layers of the model whose linears stay BF16
         vllm_kwargs: further arguments of vllm.LLM, which win over the plan's limits, but not over its precision
 
         Raises ConfigError if vLLM's version is not supported, or for a plan, model or argument that cannot be applied.
         """
-        return cls(launch(plan, model_path, choice, keep_bf16, vllm_kwargs), sync or SyncSettings(), mode, guard)
+        launched = launch(plan, model_path, choice, keep_bf16, vllm_kwargs)
+        return cls(launched, sync or SyncSettings.planned(launched.precision, remote), mode, guard)
 
     def sync_weights(
         self,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from fp8plan.errors import ConfigError, LostEngineError
+from fp8plan.model.precision import precision
 from fp8plan.runtime.kv_scales import MARGIN, Scales
 from fp8plan.runtime.manifest import FORMATS, Manifest
 
@@ -42,6 +43,12 @@ class SyncSettings:
     samples: int = 8
     kv_margin: float = MARGIN
     scored_k3: float = 0.5
+
+    @classmethod
+    def planned(cls, preset: str, remote: bool) -> SyncSettings:
+        """What a plan's precision asks for: BF16 where the tensors lie on the engine's GPUs (quantising there is one
+        read and one write), E4M3 and scales, half the bytes, where they come over a link (`remote`) into FP8."""
+        return cls(weights_in="fp8_block" if remote and precision(preset).weights == "fp8_block" else "bf16")
 
     def __post_init__(self) -> None:
         if self.weights_in not in FORMATS:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +17,6 @@ from tiny_models import (
 
 from fp8plan.errors import NotServingError, SyncError
 from fp8plan.runtime.engine import RolloutEngine
-from fp8plan.runtime.transport import staged_bytes
 
 pytestmark = pytest.mark.vllm
 
@@ -48,3 +46,60 @@ def test_syncs_alternate_between_two_sets_of_weights(subject: Subject) -> None:
     assert report.chunks > 1
     assert report.compared > 0
     assert report.weight_error == pytest.approx(0.0265, abs=0.0015)
+
+
+def test_a_fault_in_another_process_is_named_here(subject: Subject) -> None:
+    kind, engine, references = subject
+    with pytest.raises(SyncError, match="the manifest is empty.*the old weights serve"):
+        engine.sync_weights({})
+    assert generate(engine, cold=True) == references["b"]
+    sent = weights(kind, "a")
+    sent["model.layers.1.self_attn.q_proj.weight"][3, 5] = float("nan")
+    with pytest.raises(SyncError, match=r"not finite: model.layers.1.self_attn.q_proj.weight .*refuses to generate"):
+        engine.sync_weights(sent, kv_prompts=CALIBRATION)
+    with pytest.raises(NotServingError):
+        generate(engine)
+    engine.sync_weights(weights(kind, "a"), kv_prompts=CALIBRATION)
+    assert generate(engine) == references["a"]
+    assert not left_in_memory()
+
+
+def test_a_process_killed_during_a_sync_is_healed_by_the_next(subject: Subject) -> None:
+    kind, engine, references = subject
+
+    def stream() -> Iterator[tuple[str, Any]]:
+        for number, pair in enumerate(weights(kind, "b").items()):
+            if number == 24:  # some messages are out
+                kill(engine, "worker" if kind == "dense" else "core")
+            yield pair
+
+    with pytest.raises(SyncError, match="the engine has died; the next sync_weights starts it again"):
+        engine.sync_weights(stream(), kv_prompts=CALIBRATION)
+    assert not engine.serving
+    assert not left_in_memory()
+    with pytest.raises(NotServingError, match="the engine has died; call sync_weights with all weights"):
+        generate(engine)
+    with pytest.raises(SyncError, match="the manifest is empty") as caught:
+        engine.sync_weights({})  # it starts, with the weights of its checkpoint, which are nobody's policy
+    assert not engine.serving
+    assert "old weights serve" not in str(caught.value)
+    with pytest.raises(NotServingError, match="started again"):
+        generate(engine)
+    engine.sync_weights(weights(kind, "b"), kv_prompts=CALIBRATION)
+    assert generate(engine) == references["b"]
+
+
+def kill(engine: RolloutEngine, what: str) -> None:
+    """End vLLM's EngineCore, or the worker that it has started, as the kernel does when memory runs out."""
+    import psutil
+
+    (core,) = engine.llm.llm_engine.engine_core.resources.engine_manager.processes
+    workers = [child for child in psutil.Process(core.pid).children() if child.name() != "resource_tracker"]
+    victim = psutil.Process(core.pid) if what == "core" else max(workers, key=lambda child: child.memory_info().rss)
+    victim.kill()
+    victim.wait(timeout=30)
+
+
+def left_in_memory() -> list[Path]:
+    """Files of this library in shared memory."""
+    return list(Path("/dev/shm").glob("fp8plan-*"))
