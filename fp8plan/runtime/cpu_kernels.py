@@ -58,12 +58,18 @@ def _register_linear() -> None:
 def _register_experts() -> None:
     import torch
     import torch.nn.functional as F
+    from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
     from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle
     from vllm.model_executor.layers.quantization import fp8
     from vllm.model_executor.layers.quantization.online import fp8 as online
 
-    class ReferenceFp8Experts(cpu_moe.CPUUnquantizedExperts):
+    # Before 0.30 a CPU's experts also choose the experts, which these leave to vLLM.
+    plain = getattr(cpu_moe, "CPUUnquantizedExperts", None)
+    if plain is None or not issubclass(plain, modular_kernel.FusedMoEExpertsModular):
+        return
+
+    class ReferenceFp8Experts(plain):
         @staticmethod
         def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
             return True

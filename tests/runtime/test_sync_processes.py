@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Thread, Timer
 from typing import Any, NamedTuple
 
 import pytest
@@ -50,7 +52,7 @@ def test_syncs_alternate_between_two_sets_of_weights(subject: Subject) -> None:
 
 def test_a_fault_in_another_process_is_named_here(subject: Subject) -> None:
     kind, engine, references = subject
-    with pytest.raises(SyncError, match="the manifest is empty.*the old weights serve"):
+    with pytest.raises(SyncError, match=r"the manifest is empty.*the old weights serve"):
         engine.sync_weights({})
     assert generate(engine, cold=True) == references["b"]
     sent = weights(kind, "a")
@@ -74,7 +76,7 @@ def test_a_process_killed_during_a_sync_is_healed_by_the_next(subject: Subject) 
             yield pair
 
     with pytest.raises(SyncError, match="the engine has died; the next sync_weights starts it again"):
-        engine.sync_weights(stream(), kv_prompts=CALIBRATION)
+        in_time(lambda: engine.sync_weights(stream(), kv_prompts=CALIBRATION))
     assert not engine.serving
     assert not left_in_memory()
     with pytest.raises(NotServingError, match="the engine has died; call sync_weights with all weights"):
@@ -87,6 +89,38 @@ def test_a_process_killed_during_a_sync_is_healed_by_the_next(subject: Subject) 
         generate(engine)
     engine.sync_weights(weights(kind, "b"), kv_prompts=CALIBRATION)
     assert generate(engine) == references["b"]
+
+
+def test_a_process_killed_during_a_rollout_is_seen(subject: Subject) -> None:
+    kind, engine, references = subject
+    if kind == "moe":
+        return
+    killer = Timer(1.0, lambda: kill(engine, "core"))
+    killer.start()
+    with pytest.raises(NotServingError, match="the engine has died; the next sync_weights starts it again"):
+        in_time(lambda: [generate(engine, cold=True) for _ in range(100)])
+    killer.join()
+    assert not engine.serving
+    engine.sync_weights(weights(kind, "a"), kv_prompts=CALIBRATION)
+    assert generate(engine) == references["a"]
+
+
+def in_time(act: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """What `act` gives or raises; fails where it waits for ever, as it does for an answer of a process that is gone."""
+    results: list[Future[Any]] = []
+
+    def run() -> None:
+        results.append(future := Future())
+        try:
+            future.set_result(act())
+        except BaseException as error:
+            future.set_exception(error)
+
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), f"still waiting after {seconds:.0f} s"
+    return results[0].result()
 
 
 def kill(engine: RolloutEngine, what: str) -> None:
