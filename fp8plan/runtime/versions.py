@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 from fp8plan.errors import ConfigError
 
-# Minor versions of vLLM, first and last. 0.26 is run on an H200, 0.30 by the tests on a CPU; 0.27, 0.28 and 0.29 were run
+# Minor versions of vLLM, first and last. 0.26 is run on an H200, 0.30 by the tests on a CPU; 0.27, 0.28, 0.29 were run
 # on a CPU with the tests' alternating syncs, dense and BF16 experts.
 OLDEST, NEWEST = (0, 26), (0, 30)
 
