@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fp8plan.errors import ConfigError, NotServingError, SyncError
+from fp8plan.runtime.cpu_kernels import register
 from fp8plan.runtime.engine_base import EngineBase
 from fp8plan.runtime.guarding.facts import Observation, observation_of
 from fp8plan.runtime.guarding.ladder import GuardSettings
@@ -173,6 +174,7 @@ class RolloutEngine(EngineBase):
             wait([self._judging])  # the guard must not learn of another engine meanwhile
         os.environ.update(self.launch.env)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if self.mode == "multiprocess" else "0"
+        register()  # vLLM loads plugins once: an engine before this one may have needed none
         from vllm import LLM
 
         self.llm = LLM(**self.launch.kwargs)

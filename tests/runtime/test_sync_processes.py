@@ -23,6 +23,7 @@ from fp8plan.runtime.engine import RolloutEngine
 pytestmark = pytest.mark.vllm
 
 CHUNK = 300_000  # bytes: a few modules
+START = 240.0  # seconds that an engine may take to start on a busy machine
 
 
 class Subject(NamedTuple):
@@ -91,18 +92,18 @@ def test_a_process_killed_during_a_sync_is_healed_by_the_next(subject: Subject) 
     assert generate(engine) == references["b"]
 
 
-def test_a_process_killed_during_a_rollout_is_seen(subject: Subject) -> None:
+@pytest.mark.parametrize("subject", CASES[:1], indirect=True, ids=["dense-fp8_block"])
+def test_a_process_killed_during_a_rollout_is_healed_by_the_next_sync(subject: Subject) -> None:
     kind, engine, references = subject
-    if kind == "moe":
-        return
-    killer = Timer(1.0, lambda: kill(engine, "core"))
+    in_time(lambda: engine.sync_weights(weights(kind, "a"), kv_prompts=CALIBRATION), START)
+    killer = Timer(0.5, lambda: kill(engine, "core"))
     killer.start()
     with pytest.raises(NotServingError, match="the engine has died; the next sync_weights starts it again"):
-        in_time(lambda: [generate(engine, cold=True) for _ in range(100)])
+        in_time(lambda: [generate(engine) for _ in range(1000)])
     killer.join()
     assert not engine.serving
-    engine.sync_weights(weights(kind, "a"), kv_prompts=CALIBRATION)
-    assert generate(engine) == references["a"]
+    engine.sync_weights(weights(kind, "b"), kv_prompts=CALIBRATION)
+    assert generate(engine) == references["b"]
 
 
 def in_time(act: Callable[[], Any], seconds: float = 60.0) -> Any:
