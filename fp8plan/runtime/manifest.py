@@ -131,9 +131,14 @@ def refuse(manifest: Manifest, expected: Manifest | None, weights_in: str) -> No
             f"unknown: {_some(unknown)}; allowed: the names of the model's checkpoint, as {known_name(known)}"
         )
     for entry in manifest:
-        if entry.shape != known[entry.name].shape:
-            wanted = list(known[entry.name].shape)
-            raise ConfigError(f"{entry.name} has shape {list(entry.shape)}; allowed: {wanted}, as in the checkpoint")
+        wanted = known[entry.name]
+        if entry.dtype != wanted.dtype and (wanted.dtype == "float8_e4m3fn" or entry.name.endswith(SCALE_SUFFIX)):
+            raise ConfigError(
+                f"{entry.name} is {entry.dtype}; allowed: {wanted.dtype} (fp8plan.runtime.quantize.quantize)"
+            )
+        if entry.shape != wanted.shape:
+            shapes = f"has shape {list(entry.shape)}; allowed: {list(wanted.shape)}, as in the checkpoint"
+            raise ConfigError(f"{entry.name} {shapes}")
     if missing := sorted(known.keys() - set(names)):
         raise ConfigError(
             f"missing: {_some(missing)}; send every tensor of the model, a fused layer needs all its parts"
@@ -153,6 +158,8 @@ def _refuse_format(manifest: Manifest, weights_in: str) -> None:
                 f"{entry.name} is {entry.dtype}, and this engine takes BF16 and quantises itself; send BF16, or "
                 "start it with weights_in='fp8_block'"
             )
+        if entry.name.endswith(SCALE_SUFFIX) and entry.dtype != "float32":
+            raise ConfigError(f"{entry.name} is {entry.dtype}; allowed: float32")
         if not quantised and entry.dtype != "bfloat16":
             raise ConfigError(f"{entry.name} is {entry.dtype}; allowed: bfloat16 (type tensor.to(torch.bfloat16))")
 

@@ -52,6 +52,7 @@ def sync(
     """
     seconds: dict[str, float] = {}
     begun = time.perf_counter()
+    before = state.refusal
     with _timed(seconds, "prepare"):
         try:
             announced = _announced(state, source, manifest)
@@ -59,7 +60,8 @@ def sync(
                 yield from rpc("fp8plan_receive", False)
             checked = yield from _prepare(state, announced)
         except ConfigError as error:
-            raise SyncError(f"{error}. Nothing was sent; the old weights serve, untouched") from error
+            serve = "the old weights serve, untouched" if before is None else "the engine still refuses to generate"
+            raise SyncError(f"{error}. Nothing was sent; {serve}") from error
     counts = {"tensors": 0, "bytes": 0, "chunks": 0}
     try:
         state.refusal = "a sync has begun and not ended"
@@ -79,7 +81,7 @@ def sync(
             k3 = None if scored is None else (yield from _score(scored, settings.scored_k3))
             yield from rpc("fp8plan_commit")
     except BaseException as error:
-        yield from _fail(state, error)
+        yield from _fail(state, error, before)
     state.refusal = None
     state.version += 1
     done = answers[0]
@@ -125,11 +127,24 @@ def _prepare(state: SyncState, manifest: Manifest) -> Generator[Call, Any, Check
     if key not in state.prepared:
         answers = yield from rpc("fp8plan_prepare", _plain(manifest), state.settings.in_place)
         groups = answers[0]["groups"]
+        _refuse_leftovers(manifest, [answer["taken"] for answer in answers])
         numbers = {entry.name: number for number, entry in enumerate(manifest)}
         state.prepared[key] = Checked(answers[0]["number"], groups, Counter(groups), numbers)
         if state.kv_scales is not None:  # trying the shortcut reloaded a layer, and a reload sets scales to 1.0
             yield from rpc("fp8plan_set_kv_scales", state.kv_scales)
     return state.prepared[key]
+
+
+def _refuse_leftovers(manifest: Manifest, ranks: Sequence[Sequence[int]]) -> None:
+    """Raises ConfigError for a tensor that is not loaded whole by all ranks together: vLLM's loaders take their part of
+    a tensor that is too large without a word."""
+    for entry, *taken in zip(manifest, *ranks, strict=True):
+        scales = entry.name.endswith(manifests.SCALE_SUFFIX)  # one for many elements: their weight is looked at
+        if sum(taken) < entry.numel and not scales:
+            raise ConfigError(
+                f"vLLM's loader does not take {entry.name} of shape {list(entry.shape)} whole: {sum(taken)} of "
+                f"{entry.numel} elements; allowed: the shapes of the model's checkpoint"
+            )
 
 
 def _load(
@@ -231,7 +246,7 @@ def _refuse_difference(answers: Sequence[dict[str, Any]]) -> None:
             raise ConfigError(f"the live weights differ from what was sent: {names}")
 
 
-def _fail(state: SyncState, error: BaseException) -> Procedure:
+def _fail(state: SyncState, error: BaseException, before: str | None) -> Procedure:
     """End a failed sync in every worker; raises SyncError (or the error itself, if it is no Exception) that says what
     serves now."""
     state.refusal = f"the sync of weights {state.version + 1} failed: {error or type(error).__name__}"
@@ -245,7 +260,8 @@ def _fail(state: SyncState, error: BaseException) -> Procedure:
             if state.kv_scales is not None:
                 yield from rpc("fp8plan_set_kv_scales", state.kv_scales)
             yield Call("reset")
-            state.refusal, what = None, "the weights of before it are back and serve"
+            state.refusal = before  # a copy of weights that must not be used does not make them better
+            what = what if before else "the weights of before it are back and serve"
     except Exception as second:
         if state.dead:
             what = "the engine has died; the next sync_weights starts it again"

@@ -44,6 +44,7 @@ class LoadMap:
     shapes:   (module, param) -> shape in checkpoint format, of every parameter of the model
     dtypes:   (module, param) -> dtype in checkpoint format
     covered:  (module, param) -> elements that the manifest fills
+    taken:    manifest name -> elements of it that are copied somewhere
     """
 
     copies: Mapping[str, tuple[Copy, ...]]
@@ -53,6 +54,7 @@ class LoadMap:
     shapes: Mapping[tuple[str, str], tuple[int, ...]]
     dtypes: Mapping[tuple[str, str], torch.dtype]
     covered: Mapping[tuple[str, str], int]
+    taken: Mapping[str, int]
 
 
 def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
@@ -84,6 +86,7 @@ def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
     copies: dict[str, list[Copy]] = {entry.name: [] for entry in manifest}
     modules: dict[str, dict[str, None]] = {entry.name: {} for entry in manifest}
     covered = dict.fromkeys(shapes, 0)
+    taken = {entry.name: 0 for entry in manifest}
     opaque = set()
     for name, to, of in seen:
         home = homes.get(_storage(to))
@@ -91,6 +94,7 @@ def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
             continue  # a loader's own temporary
         modules[name][home[0]] = None
         covered[home] += to.numel()
+        taken[name] += to.numel()
         target = box(to, shapes[home])
         whose = sources.get(_storage(of))
         source = None if whose is None else box(of, sent[whose].shape)
@@ -106,6 +110,7 @@ def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
         shapes,
         dtypes,
         covered,
+        taken,
     )
 
 

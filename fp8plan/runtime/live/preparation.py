@@ -28,6 +28,7 @@ class Prepared:
     ignored: tensors that vLLM leaves out: a tied lm_head
     groups:  which tensors must come together, by number
     layers:  dtype of their weights -> modules
+    taken:   elements of each tensor that this rank loads
     """
 
     manifest: Manifest
@@ -37,6 +38,7 @@ class Prepared:
     ignored: tuple[str, ...]
     groups: tuple[int, ...]
     layers: dict[str, int]
+    taken: tuple[int, ...]
     programs: dict[tuple[int, ...], Program] = field(default_factory=dict)
 
     def program(self, numbers: Sequence[int]) -> Program:
@@ -71,7 +73,10 @@ def prepare(worker: Any, manifest: Manifest, in_place: bool) -> Prepared:
             "weights_in='bf16'"
         )
     specs = tuple((torch.Size(entry.shape), dtype_named(entry.dtype)) for entry in manifest)
-    return Prepared(manifest, binding, specs, reasons, ignored, _groups(manifest, found), _precisions(binding, layers))
+    taken = tuple(entry.numel if entry.name in ignored else found.taken[entry.name] for entry in manifest)
+    return Prepared(
+        manifest, binding, specs, reasons, ignored, _groups(manifest, found), _precisions(binding, layers), taken
+    )
 
 
 def _refuse_unknown(ignored: Sequence[str], config: Any) -> None:
@@ -139,6 +144,8 @@ def _with_scales(found: LoadMap, manifest: Manifest) -> LoadMap:
             f"scales without their weight: {', '.join(lost[:4])}; send {lost[0].removesuffix(SCALE_SUFFIX)}"
         )
     quantised = [entry.name for entry in manifest if entry.dtype == "float8_e4m3fn"]
+    if plain := [weight for weight in scales.values() if weight not in quantised]:
+        raise ConfigError(f"scales for weights that are not float8_e4m3fn: {', '.join(plain[:4])}; quantise them")
     if bare := [name for name in quantised if name not in scales.values()]:
         raise ConfigError(f"FP8 weights without scales: {', '.join(bare[:4])}; send {bare[0]}{SCALE_SUFFIX}")
     return replace(
@@ -146,6 +153,7 @@ def _with_scales(found: LoadMap, manifest: Manifest) -> LoadMap:
         copies={**found.copies, **{name: found.copies[weight] for name, weight in scales.items()}},
         modules={**found.modules, **{name: found.modules[weight] for name, weight in scales.items()}},
         sent={**found.sent, **{name: found.sent[weight] for name, weight in scales.items()}},
+        taken={**found.taken, **{name: found.taken[weight] for name, weight in scales.items()}},
     )
 
 

@@ -52,7 +52,12 @@ class Fp8PlanWorker:
 
         number, prepared = self._fp8plan_weights().prepare(read_manifest(manifest), in_place)
         quantised = [name for name, moves in prepared.binding.moves.items() if any(m.scale is not None for m in moves)]
-        return {"number": number, "groups": list(prepared.groups), "quantised": quantised}
+        return {
+            "number": number,
+            "groups": list(prepared.groups),
+            "quantised": quantised,
+            "taken": list(prepared.taken),
+        }
 
     @answering
     def fp8plan_begin(self, number: int, samples: int, seed: int, keep: str | None) -> None:
