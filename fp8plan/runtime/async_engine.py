@@ -83,7 +83,7 @@ class AsyncRolloutEngine(EngineBase):
 
     async def recalibrate_kv(self, *, kv_amax: Any = None, kv_prompts: Any = None) -> str | None:
         """Measure or set the KV scales anew, without new weights; where they come from."""
-        return await self._drive(self._recalibrate(kv_amax, kv_prompts))
+        return await self._drive(self._recalibrate(self._busy(), kv_amax, kv_prompts))
 
     async def kv_scales(self) -> dict[str, dict[str, float]]:
         """layer -> scales of q, k, v that the live engine uses, on the device and on the host."""

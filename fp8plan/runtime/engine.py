@@ -140,11 +140,11 @@ class RolloutEngine(EngineBase):
         """Do what a verdict advises: nothing, recalibrate the KV cache, or restart in a safer precision, after which
         the engine refuses to generate until a sync."""
         if verdict is not None:
-            self._drive(self._follow(verdict.action))
+            self._drive(self._follow(self._busy(), verdict.action))
 
     def recalibrate_kv(self, *, kv_amax: Any = None, kv_prompts: Any = None) -> str | None:
         """Measure or set the KV scales anew, without new weights; where they come from."""
-        return self._drive(self._recalibrate(kv_amax, kv_prompts))
+        return self._drive(self._recalibrate(self._busy(), kv_amax, kv_prompts))
 
     def kv_scales(self) -> dict[str, dict[str, float]]:
         """layer -> scales of q, k, v that the live engine uses, on the device and on the host."""

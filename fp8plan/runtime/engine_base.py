@@ -95,13 +95,7 @@ class EngineBase:
         scored: Scored | None,
     ) -> Generator[Call, Any, SyncReport]:
         state = self.state
-        if state.running:
-            raise SyncError("another sync is running; wait for it. The weights that it leaves will serve")
-        if busy:
-            raise SyncError(
-                f"{busy} requests are running; finish or abort them before a sync. Nothing was sent; the old weights "
-                "serve"
-            )
+        self._refuse_busy(busy)
         state.running = True
         try:
             if state.dead:
@@ -159,17 +153,33 @@ class EngineBase:
         if self.state.kv_scales is not None:
             yield from rpc("fp8plan_set_kv_scales", self.state.kv_scales)
 
-    def _recalibrate(self, kv_amax: Mapping[str, Sequence[float]] | None, kv_prompts: Any) -> Procedure:
+    def _recalibrate(self, busy: int, kv_amax: Mapping[str, Sequence[float]] | None, kv_prompts: Any) -> Procedure:
+        self._refuse_busy(busy)
         prompts, where = self._calibration(kv_prompts)
-        used = yield from kv_scales(self.state, kv_amax, prompts, where)
-        yield Call("reset")
+        try:
+            used = yield from kv_scales(self.state, kv_amax, prompts, where)
+        except BaseException:
+            yield from self._rescale()
+            raise
+        finally:
+            yield Call("reset")  # what is cached was written with other scales
         return used
 
-    def _follow(self, action: Action) -> Procedure:
+    def _refuse_busy(self, busy: int) -> None:
+        """Raises SyncError while a sync or requests run."""
+        if self.state.running:
+            raise SyncError("another sync is running; wait for it. The weights that it leaves will serve")
+        if busy:
+            raise SyncError(
+                f"{busy} requests are running; finish or abort them before. Nothing was sent; the old weights serve"
+            )
+
+    def _follow(self, busy: int, action: Action) -> Procedure:
         """Do what the guard advises."""
         if action == Action.RECALIBRATE_KV:
-            yield from self._recalibrate(None, None)
+            yield from self._recalibrate(busy, None, None)
         elif action != Action.NONE:
+            self._refuse_busy(busy)
             wanted = stepped_down(self.launch.precision, action)
             if wanted == self.launch.precision:
                 raise ConfigError(f"{action.value} changes nothing in {wanted}; allowed: an action of the guard's")

@@ -11,6 +11,7 @@ scale = margin * amax / 448, per tensor (vllm/model_executor/layers/attention: t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Final
 
@@ -87,6 +88,18 @@ def set_scales(model: torch.nn.Module, scales: Mapping[str, Sequence[float]]) ->
             host = getattr(layer, f"_{part}_scale_cpu", None)
             if host is not None:
                 host.fill_(scale)
+
+
+@contextmanager
+def keeping_scales(model: torch.nn.Module) -> Iterator[None]:
+    """Afterwards the scales are what they were: a reload of any layer sets all of them to 1.0."""
+    before = {
+        name: [getattr(layer, f"_{part}_scale_float") for part in PARTS] for name, layer in attention_layers(model)
+    }
+    try:
+        yield
+    finally:
+        set_scales(model, before)
 
 
 class AmaxRecorder:

@@ -53,6 +53,13 @@ PATCHES: Final = (
         "its packed copy of the embedding is never refreshed",
     ),
     Patch(
+        "sets the scales in moe_quant_config after a sync",
+        "0.26 to 0.30",
+        "all",
+        "native_reload.py",
+        "a reload gives experts' kernels copies of the live scales, which later writes in place would not reach",
+    ),
+    Patch(
         "sets Attention._k_scale, _v_scale, _q_scale and their host copies",
         "0.26 to 0.30",
         "all",

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from fp8plan.errors import ConfigError, LostEngineError, SyncError
 from fp8plan.runtime import manifest as manifests
 from fp8plan.runtime.kv_calibration import kv_scales
+from fp8plan.runtime.kv_scales import Scales
 from fp8plan.runtime.manifest import Manifest
 from fp8plan.runtime.sync_state import Call, Checked, Procedure, Scored, SyncReport, SyncState, rpc
 from fp8plan.runtime.transfer import RemoteSource
@@ -52,7 +53,7 @@ def sync(
     """
     seconds: dict[str, float] = {}
     begun = time.perf_counter()
-    before = state.refusal
+    before, scales = state.refusal, state.kv_scales
     with _timed(seconds, "prepare"):
         try:
             announced = _announced(state, source, manifest)
@@ -81,7 +82,7 @@ def sync(
             k3 = None if scored is None else (yield from _score(scored, settings.scored_k3))
             yield from rpc("fp8plan_commit")
     except BaseException as error:
-        yield from _fail(state, error, before)
+        yield from _fail(state, error, before, scales)
     state.refusal = None
     state.version += 1
     done = answers[0]
@@ -130,8 +131,6 @@ def _prepare(state: SyncState, manifest: Manifest) -> Generator[Call, Any, Check
         _refuse_leftovers(manifest, [answer["taken"] for answer in answers])
         numbers = {entry.name: number for number, entry in enumerate(manifest)}
         state.prepared[key] = Checked(answers[0]["number"], groups, Counter(groups), numbers)
-        if state.kv_scales is not None:  # trying the shortcut reloaded a layer, and a reload sets scales to 1.0
-            yield from rpc("fp8plan_set_kv_scales", state.kv_scales)
     return state.prepared[key]
 
 
@@ -246,7 +245,7 @@ def _refuse_difference(answers: Sequence[dict[str, Any]]) -> None:
             raise ConfigError(f"the live weights differ from what was sent: {names}")
 
 
-def _fail(state: SyncState, error: BaseException, before: str | None) -> Procedure:
+def _fail(state: SyncState, error: BaseException, before: str | None, scales: Scales | None) -> Procedure:
     """End a failed sync in every worker; raises SyncError (or the error itself, if it is no Exception) that says what
     serves now."""
     state.refusal = f"the sync of weights {state.version + 1} failed: {error or type(error).__name__}"
@@ -257,8 +256,9 @@ def _fail(state: SyncState, error: BaseException, before: str | None) -> Procedu
         if state.dead:
             what = "the engine has died; the next sync_weights starts it again"
         elif all(answers):
-            if state.kv_scales is not None:
-                yield from rpc("fp8plan_set_kv_scales", state.kv_scales)
+            state.kv_scales = scales
+            if scales is not None:
+                yield from rpc("fp8plan_set_kv_scales", scales)
             yield Call("reset")
             state.refusal = before  # a copy of weights that must not be used does not make them better
             what = what if before else "the weights of before it are back and serve"

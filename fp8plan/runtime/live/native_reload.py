@@ -35,7 +35,7 @@ class NativeReload:
 
         with self._context():
             finalize_layerwise_reload(self._model, self._worker.model_runner.model_config)
-        repack_tied_head(self._model)
+        refresh(self._model)
 
     @contextmanager
     def _context(self) -> Iterator[None]:
@@ -52,12 +52,28 @@ class NativeReload:
             log.setLevel(level)
 
 
+def refresh_expert_scales(model: torch.nn.Module) -> None:
+    """A reload gives experts' kernels scales of their own, copies of the live ones that CUDA graphs have captured."""
+    for layer in model.modules():
+        config = getattr(getattr(layer, "quant_method", None), "moe_quant_config", None)
+        for part, name in (("w1_scale", "w13_weight_scale_inv"), ("w2_scale", "w2_weight_scale_inv")):
+            own, live = getattr(config, part, None), getattr(layer, name, None)
+            if own is not None and live is not None and own.data_ptr() != live.data_ptr():
+                own.copy_(live)
+
+
 def _before_cpu_reload(model: torch.nn.Module) -> None:
     """BF16 experts on a CPU are packed only while they have no kernel."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if type(method).__name__ == "UnquantizedFusedMoEMethod" and _on_cpu(layer):
             method.moe_kernel = None
+
+
+def refresh(model: torch.nn.Module) -> None:
+    """What holds copies of live tensors gets the new ones."""
+    refresh_expert_scales(model)
+    repack_tied_head(model)
 
 
 def repack_tied_head(model: torch.nn.Module) -> None:

@@ -20,8 +20,8 @@ from fp8plan.runtime.quantize_groups import quantized
 if TYPE_CHECKING:
     import torch
 
-# What a reload makes anew on a layer or its quantisation method, and may: flags, and a kernel's settings, whose tensors
-# are checked to be the live ones.
+# What a reload makes anew on a layer or its quantisation method, and may: flags, and a kernel's settings, whose scales
+# are refreshed after every sync (native_reload.refresh_expert_scales).
 HARMLESS = ("_already_called_process_weights_after_loading", "moe_kernel", "moe_quant_config")
 
 
@@ -56,8 +56,6 @@ def _why_not(worker: Any, layer: torch.nn.Module, entries: Sequence[Entry], bind
     import torch
 
     method = getattr(layer, "quant_method", None)
-    if not scales_are_live(layer):
-        return "its kernel holds scales of its own"
     sources = {entry.name: _random(entry, worker.device, seed) for seed, entry in enumerate(entries)}
     with _put_back(layer, method) as changed, torch.no_grad():
         reload = NativeReload(worker)
@@ -91,14 +89,6 @@ def _equal(move: Any, source: torch.Tensor) -> bool:
         return move.target.dtype != torch.bfloat16 or torch.equal(part, move.target)
     ((q, scale),) = quantized([part])
     return torch.equal(q.view(torch.uint8), move.target.view(torch.uint8)) and torch.equal(scale, move.scale)
-
-
-def scales_are_live(layer: torch.nn.Module) -> bool:
-    """Whether the scales that an experts' kernel was made with are the layer's own, written in place."""
-    config = getattr(getattr(layer, "quant_method", None), "moe_quant_config", None)
-    live = {parameter.data_ptr() for parameter in layer.parameters(recurse=False)}
-    scales = [getattr(config, name, None) for name in ("w1_scale", "w2_scale")]
-    return all(scale is None or scale.data_ptr() in live for scale in scales)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.live.native_reload import NativeReload, repack_tied_head
+from fp8plan.runtime.live.native_reload import NativeReload, refresh
 from fp8plan.runtime.live.preparation import Prepared, prepare
 from fp8plan.runtime.live.self_check import Samples
 from fp8plan.runtime.live.snapshot import Snapshot
@@ -113,7 +113,7 @@ class LiveWeights:
         if running.reload is not None:
             running.reload.close()
         else:
-            repack_tied_head(self._model)
+            refresh(self._model)
         running.reload = None
         if self._device.type == "cuda":
             import torch

@@ -48,9 +48,11 @@ class Fp8PlanWorker:
 
     @answering
     def fp8plan_prepare(self, manifest: Sequence[Sequence[Any]], in_place: bool) -> dict[str, Any]:
+        from fp8plan.runtime.kv_scales import keeping_scales
         from fp8plan.runtime.manifest import read_manifest
 
-        number, prepared = self._fp8plan_weights().prepare(read_manifest(manifest), in_place)
+        with keeping_scales(self.model_runner.get_model()):  # a trial of the shortcut reloads layers
+            number, prepared = self._fp8plan_weights().prepare(read_manifest(manifest), in_place)
         quantised = [name for name, moves in prepared.binding.moves.items() if any(m.scale is not None for m in moves)]
         return {
             "number": number,
