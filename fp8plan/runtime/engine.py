@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fp8plan.errors import ConfigError, NotServingError, SyncError
@@ -37,6 +38,9 @@ MODES = ("inprocess", "multiprocess")
 
 # With async scheduling vLLM frees the last blocks a moment after the last token is out.
 RESET_TRIES, RESET_WAIT_S = 50, 0.1
+
+# How often it is asked whether the engine's process lives, and how long a dead one's last answers may take.
+WATCH_S, LAST_WORDS_S = 1.0, 5.0
 
 
 class RolloutEngine(EngineBase):
@@ -240,7 +244,26 @@ class RolloutEngine(EngineBase):
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            return act()
+            return act() if self.mode == "inprocess" else self._watched(act)
         except EngineDeadError as error:
             self.state.dead = True
             raise NotServingError("the engine has died; the next sync_weights starts it again") from error
+
+    def _watched(self, act: Callable[[], Answer]) -> Answer:
+        """What `act` gives, or EngineDeadError: an LLM waits for ever for the outputs of a process that was killed."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        found: Future[Answer] = Future()
+
+        def run() -> None:
+            try:
+                found.set_result(act())
+            except BaseException as error:
+                found.set_exception(error)
+
+        resources = self.llm.llm_engine.engine_core.resources
+        Thread(target=run, daemon=True, name="fp8plan-engine").start()
+        while not wait([found], WATCH_S).done:
+            if resources.engine_dead and not wait([found], LAST_WORDS_S).done:
+                raise EngineDeadError
+        return found.result()

@@ -82,6 +82,13 @@ PATCHES: Final = (
         "end has died",
     ),
     Patch(
+        "reads engine_core.resources.engine_dead",
+        "0.26 to 0.30",
+        "all",
+        "engine.py",
+        "an LLM waits for ever for outputs of an engine process that was killed",
+    ),
+    Patch(
         "sets lists of kernels",
         "0.27 to 0.30 (experts: 0.30)",
         "CPU, tests only",
