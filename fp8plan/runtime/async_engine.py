@@ -51,7 +51,11 @@ class AsyncRolloutEngine(EngineBase):
         launched = launch(plan, model_path, choice, keep_bf16, vllm_kwargs)
         engine = cls(launched, sync or SyncSettings.planned(launched.precision, remote), guard)
         engine._start()
-        await engine._drive(engine._opening())
+        try:
+            await engine._drive(engine._opening())
+        except BaseException:
+            engine.shutdown()
+            raise
         return engine
 
     async def sync_weights(
@@ -144,7 +148,10 @@ class AsyncRolloutEngine(EngineBase):
             params = SamplingParams(**{"detokenize": False} | settings)
             return await asyncio.gather(*(self._one(tokens, params) for tokens in prompts))
         method, arguments = call.arguments
-        return await self._alive(lambda: self.llm.collective_rpc(method, args=arguments))
+        try:
+            return await self._alive(lambda: self.llm.collective_rpc(method, args=arguments))
+        except Exception as error:
+            raise self.lost(error) from error
 
     async def _one(self, tokens: Sequence[int], params: Any) -> Any:
         async def last() -> Any:

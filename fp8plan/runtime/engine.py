@@ -65,7 +65,11 @@ class RolloutEngine(EngineBase):
         self._judging: Future[Verdict] | None = None
         self.llm: Any = None
         self._start()
-        self._drive(self._opening())
+        try:
+            self._drive(self._opening())
+        except BaseException:
+            self.shutdown()
+            raise
 
     @classmethod
     def from_plan(
@@ -230,7 +234,10 @@ class RolloutEngine(EngineBase):
             params = SamplingParams(**{"detokenize": False} | settings)
             return self._alive(lambda: self.llm.generate(inputs, params, use_tqdm=False))
         method, arguments = call.arguments
-        return self._alive(lambda: self.llm.collective_rpc(method, args=arguments))
+        try:
+            return self._alive(lambda: self.llm.collective_rpc(method, args=arguments))
+        except Exception as error:
+            raise self.lost(error) from error
 
     def _reset_prefix_cache(self) -> None:
         for _ in range(RESET_TRIES):

@@ -4,6 +4,7 @@ on it. A procedure yields Calls (fp8plan.runtime.weight_sync); RolloutEngine and
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -48,6 +49,13 @@ class EngineBase:
             raise NotServingError("the engine has died; call sync_weights with all weights, which starts it again")
         if self.state.refusal is not None:
             raise NotServingError(f"{self.state.refusal}; call sync_weights with all weights")
+
+    def lost(self, error: Exception) -> Exception:
+        """What an rpc's error means. Workers answer their own as data: what is raised in another process is its end."""
+        if self.state.staged_on is None or isinstance(error, NotServingError):
+            return error
+        self.state.dead = True
+        return NotServingError("the engine has died; the next sync_weights starts it again")
 
     def _opening(self) -> Procedure:
         """What follows every start: read what runs, refuse what was not planned, compile what rollouts need."""
@@ -98,6 +106,9 @@ class EngineBase:
         self._refuse_busy(busy)
         state.running = True
         try:
+            if not state.dead and state.staged_on is not None:
+                with suppress(NotServingError):
+                    yield from rpc("fp8plan_attention_layers")  # a process that died while idle is noticed here
             if state.dead:
                 yield from self._restart()
             if state.settings.weights_in == "fp8_block" and not state.quantised and state.expected is not None:

@@ -132,7 +132,8 @@ def refuse(manifest: Manifest, expected: Manifest | None, weights_in: str) -> No
         )
     for entry in manifest:
         wanted = known[entry.name]
-        if entry.dtype != wanted.dtype and (wanted.dtype == "float8_e4m3fn" or entry.name.endswith(SCALE_SUFFIX)):
+        fp8 = "float8_e4m3fn" in (entry.dtype, wanted.dtype) or entry.name.endswith(SCALE_SUFFIX)
+        if fp8 and entry.dtype != wanted.dtype:
             raise ConfigError(
                 f"{entry.name} is {entry.dtype}; allowed: {wanted.dtype} (fp8plan.runtime.quantize.quantize)"
             )

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from math import expm1
 from typing import TYPE_CHECKING, Any
 
-from fp8plan.errors import ConfigError, LostEngineError, SyncError
+from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.runtime import manifest as manifests
 from fp8plan.runtime.kv_calibration import kv_scales
 from fp8plan.runtime.kv_scales import Scales
@@ -269,7 +269,8 @@ def _fail(state: SyncState, error: BaseException, before: str | None, scales: Sc
             state.refusal += f"; ending it failed too: {second}"
     if not isinstance(error, Exception):
         raise error
-    raise SyncError(f"{error or type(error).__name__}; {what}") from error
+    said = "" if state.dead and isinstance(error, NotServingError) else f"{error or type(error).__name__}; "
+    raise SyncError(f"{said}{what}") from error
 
 
 @contextmanager

@@ -124,6 +124,14 @@ def test_a_process_killed_during_a_rollout_is_healed_by_the_next_sync(subject: S
     assert generate(engine) == references["b"]
 
 
+@pytest.mark.parametrize("subject", CASES[:1], indirect=True, ids=["dense-fp8_block"])
+def test_a_process_that_has_died_before_a_sync_is_started_by_it(subject: Subject) -> None:
+    kind, engine, references = subject
+    kill(engine, "worker")
+    in_time(lambda: engine.sync_weights(weights(kind, "a"), kv_prompts=CALIBRATION), START)
+    assert generate(engine) == references["a"]
+
+
 def in_time(act: Callable[[], Any], seconds: float = 60.0) -> Any:
     """What `act` gives or raises; fails where it waits for ever, as it does for an answer of a process that is gone."""
     results: list[Future[Any]] = []
