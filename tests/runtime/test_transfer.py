@@ -23,6 +23,9 @@ class StoreCommunicator:
     """PyNcclCommunicator's part that transfers use, without NCCL."""
 
     def __init__(self, group: Any, device: Any) -> None:
+        import torch
+
+        self.device = torch.device("cpu")  # as vLLM's has one
         self.group, self.rank, self.disabled = group, group.rank, False
         self.broadcasts = 0
         self.aborted = threading.Event()
