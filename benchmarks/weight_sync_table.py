@@ -2,18 +2,21 @@
 
     python benchmarks/weight_sync_table.py profiles/h200_sxm/vllm-0.26.0/weight_sync
 
-Medians, of the last machine that measured a row. A first sync, which also checks the manifest and tries the shortcut,
-and the first of each other kind, which may compile, are left out of them and named apart.
+Medians. A column is of one machine, the last that measured all it needs, and of the last run there of each kind. The
+first sync, which also checks the manifest and tries the shortcut, has a row of its own, and the first of each other
+kind, which may compile, is left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from fp8plan.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 MEASURED = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0" / "weight_sync"
@@ -27,6 +30,8 @@ QUANTISERS: dict[str, dict[str, Any]] = {
     "vLLM 0.26, eager": {"kernel": "quantise.vllm", "mode": "eager"},
 }
 MODELS = ("Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B")
+NEEDED = ("engine", "step", "scales", "fp8_in", "native", "stock")
+NOT_MEASURED = "not measured"
 
 
 def read(path: Path) -> list[Row]:
@@ -48,40 +53,56 @@ def quantiser_table(rows: Sequence[Row]) -> str:
 
 
 def sync_table(rows: Sequence[Row], quantise: Sequence[Row]) -> str:
-    """Seconds of a whole sync by every way, per model."""
+    """Seconds of a whole sync by every way, per model: of one machine each, which is named below."""
     copy = max(row["gb_per_s"] for row in quantise if row["kernel"] == "copy") * 1e9
-    columns = [_column([row for row in rows if row["model"] == model], copy) for model in MODELS]
-    lines = ["| sync of | " + " | ".join(model.rpartition("/")[2] for model in MODELS) + " |", "|---|---|---|"]
-    lines += [f"| {name} | " + " | ".join(column[name] for column in columns) + " |" for name in columns[0]]
-    return "\n".join(lines)
+    measured = [one_machine([row for row in rows if row["model"] == model], NEEDED) for model in MODELS]
+    columns = [column(found, copy) for found in measured]
+    lines = ["| sync of | " + " | ".join(map(_short, MODELS)) + " |", "|---|---|---|"]
+    lines += [f"| {name} | " + " | ".join(found[name] for found in columns) + " |" for name in columns[0]]
+    where = "; ".join(f"{_short(model)} {_machine(found)}" for model, found in zip(MODELS, measured, strict=True))
+    return "\n".join([*lines, "", f"Each column is one machine's: {where}."])
 
 
-def _column(rows: Sequence[Row], copy: float) -> dict[str, str]:
-    here = [row for row in rows if row["mode"] == "inprocess"]
-    stock = median(row["seconds"] for row in _of(here, "stock")[1:])
-    steps, bare, checked = (_of(here, what)[1:] for what in ("step", "bare", "checked"))
+def one_machine(rows: Sequence[Row], needed: Collection[str]) -> list[Row]:
+    """The rows of the last boot that has all kinds that are needed. Raises ConfigError if none has."""
+    boots = list(dict.fromkeys(row["boot"] for row in reversed(rows)))
+    missing = {boot: set(needed) - {row["what"] for row in rows if row["boot"] == boot} for boot in boots}
+    if complete := [boot for boot in boots if not missing[boot]]:
+        return [row for row in rows if row["boot"] == complete[0]]
+    lacks = "; ".join(f"{boot[:8]} lacks {', '.join(sorted(missing[boot]))}" for boot in boots)
+    raise ConfigError(
+        f"no machine has measured all of {', '.join(needed)} ({lacks or 'no rows'}); measure them in one lease: "
+        "python -m fp8plan.runtime.measure.weight_sync --model MODEL --output FILE"
+    )
+
+
+def column(rows: Sequence[Row], copy: float) -> dict[str, str]:
+    """Row of the table -> cell, from rows of one model; copy: bytes/s. Raises ConfigError for rows of two machines:
+    they differ by more than some of what is compared here."""
+    if len(boots := sorted({row["boot"][:8] for row in rows})) > 1:
+        raise ConfigError(f"a column mixes the machines {', '.join(boots)}; give rows of one (one_machine)")
+    here, other = ([row for row in rows if row["mode"] == mode] for mode in ("inprocess", "multiprocess"))
+    steps, bare, natives, fp8s, stocks = (_of(here, what)[1:] for what in ("step", "bare", "native", "fp8_in", "stock"))
+    checked = _of(here, "checked")[1:] or steps
+    apart = _of(other, "step")[1:]
+    guard = [row for row in _of(here, "guard") if "observe_s" in row][1:]
+    stock = median(row["seconds"] for row in stocks)
     bytes_in = steps[0]["report"]["bytes"]
-    weights = next(row["engine"]["weight_bytes"] for row in here if row["what"] == "engine")
-    whole = _seconds(checked, _total)
-    without = _seconds(checked, _without_kv)
-    check = _seconds(checked, _checking) - _seconds(bare, _checking)
-    scales = _of(here, "scales")[-1]["recalibrate_s"]
-    fp8 = _seconds(_of(here, "fp8_in")[1:], _without_kv)
-    native = _seconds(_of(here, "native")[1:], _without_kv)
-    other = [row for row in rows if row["mode"] == "multiprocess"]
+    weights = _of(here, "engine")[0]["engine"]["weight_bytes"]
+    whole, without = _seconds(checked, _total), _seconds(checked, _without_kv)
+    fp8, native = _seconds(fp8s, _without_kv), _seconds(natives, _without_kv)
     return {
         "BF16 tensors sent": f"{bytes_in / 1e9:.1f} GB",
         "vLLM's `reload_weights`": f"{stock:.3f} s",
         "fp8plan, all left to vLLM's layerwise reload": f"{native:.3f} s",
         "fp8plan, written in place": f"**{without:.3f} s** ({stock / without:.0f}x)",
         "fp8plan, E4M3 and scales sent": f"{fp8:.3f} s ({stock / fp8:.0f}x)",
-        "KV scales measured on 16 sequences": f"{median(scales):.3f} s",
+        "KV scales measured on 16 sequences": f"{median(_of(here, 'scales')[-1]['recalibrate_s']):.3f} s",
         "fp8plan, in place, with KV scales": f"**{whole:.3f} s** ({stock / whole:.1f}x)",
-        "the same, engine in a process of its own": f"{_seconds(_of(other, 'step')[1:], _total):.3f} s"
-        if other
-        else "not measured",
+        "the same, engine in a process of its own": f"{_seconds(apart, _total):.3f} s" if apart else NOT_MEASURED,
         "floor: every byte read and written once": f"{(bytes_in + weights) / copy:.3f} s",
-        "self-check": f"{1e3 * check:.1f} ms, {check / whole:.1%}",
+        "self-check": _self_check(checked, bare, whole),
+        "guard, after a rollout": _share(median(row["observe_s"] for row in guard), whole) if guard else NOT_MEASURED,
         "in the RL steps measured, with KV scales": f"{_seconds(steps, _total):.3f} s",
         "first sync (manifest tried, kernels compiled)": f"{_total(_of(here, 'step')[0]):.1f} s",
         "weight error, RMS": f"{median(row['report']['weight_error'] for row in steps):.2%}",
@@ -89,9 +110,26 @@ def _column(rows: Sequence[Row], copy: float) -> dict[str, str]:
 
 
 def _of(rows: Sequence[Row], what: str) -> list[Row]:
-    """Rows of one kind, as the last machine measured them; of the steps themselves where a kind was not measured."""
-    found = [row for row in rows if row["what"] == what] or [row for row in rows if row["what"] == "step"]
-    return [row for row in found if row["boot"] == found[-1]["boot"]]
+    """Rows of one kind, of the last run that has any: a run begins with its engine."""
+    starts = [at for at, row in enumerate(rows) if row["what"] == "engine"] or [0]
+    runs = [rows[start:stop] for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True)]
+    found = ([row for row in run if row["what"] == what] for run in reversed(runs))
+    return next(filter(None, found), [])
+
+
+def _machine(rows: Sequence[Row]) -> str:
+    sources = sorted({row["source"] for row in rows if "source" in row})
+    code = f", source {' and '.join(sources)}" if sources else ""
+    return f"of {rows[-1]['date'][:10]} (boot {rows[-1]['boot'][:8]}{code})"
+
+
+def _short(model: str) -> str:
+    return model.rpartition("/")[2]
+
+
+def _share(seconds: float, whole: float) -> str:
+    """Milliseconds, and of a whole sync."""
+    return f"{1e3 * seconds:.1f} ms, {seconds / whole:.1%}"
 
 
 def _seconds(rows: Sequence[Row], part: Callable[[Row], float]) -> float:
@@ -102,9 +140,18 @@ def _total(row: Row) -> float:
     return float(row["report"]["seconds"]["total"])
 
 
+def _self_check(checked: Sequence[Row], bare: Sequence[Row], whole: float) -> str:
+    """As the worker timed it; of older rows the difference to syncs without."""
+    if "check" in checked[0]["report"]["seconds"]:
+        return _share(_seconds(checked, lambda row: float(row["report"]["seconds"]["check"])), whole)
+    if not bare or checked[0]["what"] == "step":
+        return NOT_MEASURED
+    return _share(_seconds(checked, _checking) - _seconds(bare, _checking), whole)
+
+
 def _checking(row: Row) -> float:
-    """Where samples are taken and compared."""
-    return float(row["report"]["seconds"]["load"] + row["report"]["seconds"]["finish"])
+    """Where samples are chosen, taken and compared: KV scales, which are not, vary by more than that takes."""
+    return float(sum(row["report"]["seconds"][phase] for phase in ("begin", "load", "finish")))
 
 
 def _without_kv(row: Row) -> float:
@@ -113,6 +160,7 @@ def _without_kv(row: Row) -> float:
 
 def transfer_table(rows: Sequence[Row]) -> str:
     """A sync of Qwen3-8B from one GPU to another over NCCL, by what is sent."""
+    rows = one_machine(rows, ("copy", "sync", "quantise"))
     copy = next(row["gb_per_s"] for row in rows if row["what"] == "copy")
     names = {
         "bf16_large": "BF16, broadcasts of 1 GiB",

@@ -5,19 +5,21 @@ import tempfile
 
 import torch
 import transformers
-from vllm import SamplingParams
+import vllm
 
 import fp8plan
 
 
 def main(folder: str, gpu: str) -> None:
     workload = fp8plan.Workload(4, 4, prompt_lengths=fp8plan.Fixed(32), response_lengths=fp8plan.Fixed(32))
-    plan = fp8plan.plan(folder, gpu, workload, engine_version="0.30.0" if gpu == "cpu" else "0.26.0")
+    plan = fp8plan.plan(folder, gpu, workload, engine_version=vllm.__version__.partition("+")[0])
     policy = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)  # what you train
-    engine = fp8plan.RolloutEngine.from_plan(plan, folder, skip_tokenizer_init=True)
+    policy.to("cpu" if gpu == "cpu" else "cuda")
+    choice = "fp8_kv" if gpu == "cpu" else "fp8_block+fp8_kv"  # leave it out for the one that the plan chose
+    engine = fp8plan.RolloutEngine.from_plan(plan, folder, choice=choice, skip_tokenizer_init=True)
     prompts = [{"prompt_token_ids": [7 * i + j for j in range(32)]} for i in range(16)]
     for step in range(3):
-        outputs = engine.generate(prompts, SamplingParams(max_tokens=32, logprobs=0, seed=step, detokenize=False))
+        outputs = engine.generate(prompts, vllm.SamplingParams(max_tokens=32, logprobs=0, seed=step, detokenize=False))
         with torch.no_grad():  # your optimiser
             policy.lm_head.weight.mul_(1.01)
         report = engine.sync_weights(policy.state_dict())

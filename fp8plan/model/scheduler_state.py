@@ -21,11 +21,11 @@ COLUMNS = (
     "prefill_pairs",  # query-key pairs of the chunks, summed
     "sampled_requests",
     "cached_tokens",  # prefill that the prefix cache saved to requests admitted here
-    "recomputed_tokens",  # work thrown away: tokens that requests preempted here had computed
+    "recomputed_tokens",  # work thrown away: tokens that the requests of `preemptions` had computed
     "running",
     "waiting",
     "used_blocks",  # while the last step of the row runs
-    "preemptions",
+    "preemptions",  # here, or in the step without tokens before: that costs nothing and has no row
     "finished",
 )
 
@@ -78,7 +78,8 @@ class SchedulerState:
         self.leaving: list[int] = []  # finished, but the scheduler does not know yet (asynchronous scheduling)
         self.least_free = pool.free
         self.hit_freed_blocks = False
-        self.lost = 0  # tokens that requests preempted in this step had computed
+        self.preemptions = 0  # since the last row
+        self.lost = 0  # tokens that those requests had computed
         self.rows = array("q")
 
     def can_admit(self) -> bool:
@@ -240,6 +241,7 @@ class SchedulerState:
         """Record a row, move on, start those whose prefill is done, and let finished requests go."""
         if self.pool.free < self.least_free:
             self.least_free = self.pool.free
+        self.preemptions += preemptions
         decoding = self.decoding
         started = [request for request, _, after in chunks if after == self.known[request]] if chunks else ()
         row = (
@@ -253,9 +255,8 @@ class SchedulerState:
             len(self.running),
             len(self.waiting),
             self.num_blocks - self.pool.free,
-            preemptions,
+            self.preemptions,
         )
-        self.lost = 0
         self.now += steps
         self.context += steps * decoding
         for request in started:
@@ -266,8 +267,11 @@ class SchedulerState:
         for request in gone:
             del self.running[request]
             self._release(request, self.final[request])
-        if decoding or chunks:  # asynchronous scheduling may end with a step that only learns of finishes
+        # Under asynchronous scheduling a step may serve nobody: a finished request still holds its blocks, and the
+        # last one left decoding preempts itself; or the engine only learns of finishes.
+        if decoding or chunks:
             self.rows.extend((*row, len(finished)))
+            self.preemptions = self.lost = 0
 
     def _collect_finished(self) -> list[int]:
         finished: list[int] = []

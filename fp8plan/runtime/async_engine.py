@@ -11,6 +11,7 @@ from uuid import uuid4
 from fp8plan.errors import NotServingError, SyncError
 from fp8plan.runtime.engine import RESET_TRIES, RESET_WAIT_S
 from fp8plan.runtime.engine_base import EngineBase
+from fp8plan.runtime.gate import alone, falling_asleep, generating
 from fp8plan.runtime.guarding.ladder import GuardSettings
 from fp8plan.runtime.launch import Launch, launch
 from fp8plan.runtime.sync_state import Call, Procedure, Scored, SyncReport, SyncSettings, rpc
@@ -18,6 +19,7 @@ from fp8plan.runtime.warm_up import freeze_garbage
 
 if TYPE_CHECKING:
     from fp8plan.model.plan import Plan
+    from fp8plan.runtime.guard import Verdict
     from fp8plan.runtime.transfer import Rendezvous
 
 Answer = TypeVar("Answer")
@@ -40,7 +42,7 @@ class AsyncRolloutEngine(EngineBase):
         plan: Plan,
         model_path: str | None = None,
         *,
-        choice: int | None = None,
+        choice: int | str | None = None,
         sync: SyncSettings | None = None,
         remote: bool = False,
         guard: GuardSettings | None = None,
@@ -72,18 +74,21 @@ class AsyncRolloutEngine(EngineBase):
 
     async def join_transfer(self, where: Rendezvous) -> None:
         """As RolloutEngine.join_transfer."""
-        await self._drive(self._join(where))
+        await self._drive(self._join(self._busy(), where))
 
     async def generate(self, prompt: Any, sampling_params: Any, request_id: str | None = None) -> AsyncGenerator[Any]:
         """AsyncLLM's generate, one request. Raises NotServingError while the weights are not to be used."""
-        self._refuse_unless_serving()
-        if self.state.running:
-            raise NotServingError("a sync is running; wait for it")
-        output = None
-        async for output in self.llm.generate(prompt, sampling_params, request_id or uuid4().hex):
-            yield output
-        if output is not None:
-            self._remember([output])
+        with generating(self.state):
+            output = None
+            async for output in self.llm.generate(prompt, sampling_params, request_id or uuid4().hex):
+                yield output
+            if output is not None:
+                self._remember([output])
+
+    async def follow(self, verdict: Verdict | None) -> None:
+        """As RolloutEngine.follow."""
+        if verdict is not None:
+            await self._drive(self._follow(self._busy(), verdict.action))
 
     async def recalibrate_kv(self, *, kv_amax: Any = None, kv_prompts: Any = None) -> str | None:
         """Measure or set the KV scales anew, without new weights; where they come from."""
@@ -95,14 +100,14 @@ class AsyncRolloutEngine(EngineBase):
 
     async def sleep(self, level: int = 1) -> None:
         """AsyncLLM's sleep. Level 2 drops the weights: a sync must follow the wake-up."""
-        await self._alive(lambda: self.llm.sleep(level))
-        if level >= 2:
-            self.state.refusal = "the engine slept at level 2, which drops its weights"
+        with alone(self.state, self._busy()), falling_asleep(self.state, level):
+            await self._alive(lambda: self.llm.sleep(level))
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """AsyncLLM's wake_up, which may set KV scales to 1.0; they are put back."""
-        await self._alive(lambda: self.llm.wake_up(tags))
-        await self._drive(self._rescale())
+        """AsyncLLM's wake_up, which sets KV scales to 1.0; they are put back, and the KV cache is zeroed."""
+        with alone(self.state, self._busy()):
+            await self._alive(lambda: self.llm.wake_up(tags))
+            await self._drive(self._woken(tags))
 
     def shutdown(self) -> None:
         """Stop the engine's process."""
@@ -146,7 +151,12 @@ class AsyncRolloutEngine(EngineBase):
 
             prompts, settings = call.arguments
             params = SamplingParams(**{"detokenize": False} | settings)
-            return await asyncio.gather(*(self._one(tokens, params) for tokens in prompts))
+            tasks = [asyncio.ensure_future(self._one(tokens, params)) for tokens in prompts]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:  # one that failed must not leave the others running
+                    task.cancel()
         method, arguments = call.arguments
         try:
             return await self._alive(lambda: self.llm.collective_rpc(method, args=arguments))
@@ -163,8 +173,10 @@ class AsyncRolloutEngine(EngineBase):
         return await self._alive(last)
 
     async def _reset_prefix_cache(self) -> None:
+        if self.llm.model_config.is_multimodal_model:
+            await self._alive(self.llm.reset_encoder_cache)
         for _ in range(RESET_TRIES):
-            if await self._alive(self.llm.reset_prefix_cache):
+            if await self._alive(lambda: self.llm.reset_prefix_cache(reset_connector=True)):
                 return
             await asyncio.sleep(RESET_WAIT_S)
         raise SyncError(f"vLLM did not empty its prefix cache within {RESET_TRIES * RESET_WAIT_S:.0f} s")

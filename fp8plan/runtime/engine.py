@@ -2,8 +2,9 @@
 
     engine = RolloutEngine.from_plan(plan, "Qwen/Qwen3-8B")
     for step in range(steps):
-        engine.sync_weights(trainer.named_bf16_tensors())
         outputs = engine.generate(prompts, sampling_params)
+        ...                                                   # train on them
+        engine.sync_weights(trainer.named_bf16_tensors())
         engine.follow(engine.verdict)
 
 `engine.llm` is vLLM's own LLM. Generate through the engine: only it knows when the weights must not be used.
@@ -15,18 +16,18 @@ import gc
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fp8plan.errors import ConfigError, NotServingError, SyncError
 from fp8plan.runtime.cpu_kernels import register
 from fp8plan.runtime.engine_base import EngineBase
-from fp8plan.runtime.guarding.facts import Observation, observation_of
+from fp8plan.runtime.gate import alone, falling_asleep, generating
 from fp8plan.runtime.guarding.ladder import GuardSettings
+from fp8plan.runtime.judge import Judge
 from fp8plan.runtime.launch import Launch, launch
 from fp8plan.runtime.sync_state import Call, Procedure, Scored, SyncReport, SyncSettings, rpc
-from fp8plan.runtime.warm_up import compiled_files, freeze_garbage
+from fp8plan.runtime.warm_up import freeze_garbage
+from fp8plan.runtime.watched import watched
 
 if TYPE_CHECKING:
     from fp8plan.model.plan import Plan
@@ -38,9 +39,6 @@ MODES = ("inprocess", "multiprocess")
 
 # With async scheduling vLLM frees the last blocks a moment after the last token is out.
 RESET_TRIES, RESET_WAIT_S = 50, 0.1
-
-# How often it is asked whether the engine's process lives, and how long a dead one's last answers may take.
-WATCH_S, LAST_WORDS_S = 1.0, 5.0
 
 
 class RolloutEngine(EngineBase):
@@ -58,11 +56,11 @@ class RolloutEngine(EngineBase):
     ) -> None:
         if mode not in MODES:
             raise ConfigError(f"mode is {mode!r}; allowed: {', '.join(MODES)}, or AsyncRolloutEngine for AsyncLLM")
-        staged_on = launched.device if mode == "multiprocess" else None
+        apart = mode == "multiprocess" or launched.limits.tensor_parallel_size > 1  # then workers are processes, too
+        staged_on = launched.device if apart else None
         super().__init__(launched, settings, staged_on, guard or GuardSettings())
         self.mode = mode
-        self._judge = ThreadPoolExecutor(1, "fp8plan-guard")  # while the trainer works; one thread keeps the order
-        self._judging: Future[Verdict] | None = None
+        self._judge = Judge(self)
         self.llm: Any = None
         self._start()
         try:
@@ -77,7 +75,7 @@ class RolloutEngine(EngineBase):
         plan: Plan,
         model_path: str | None = None,
         *,
-        choice: int | None = None,
+        choice: int | str | None = None,
         mode: Literal["inprocess", "multiprocess"] = "inprocess",
         sync: SyncSettings | None = None,
         remote: bool = False,
@@ -88,12 +86,15 @@ class RolloutEngine(EngineBase):
         """Start vLLM as the plan says.
 
         model_path:  folder or Hugging Face id of the BF16 checkpoint; the plan's model unless given
-        choice:      index into plan.choices; the chosen one unless given
+        choice:      index into plan.choices, or a precision of the plan; the chosen one unless given
         mode:        the engine in this process, or in one of its own
         sync, guard: how weights are synced, and when the guard advises to step down; None: as planned
         remote:      whether the trainer's tensors come over a link (fp8plan.runtime.transfer)
         keep_bf16:   first and last layers of the model whose linears stay BF16
         vllm_kwargs: further arguments of vllm.LLM, which win over the plan's limits, but not over its precision
+
+        Until the first sync the checkpoint's weights serve, an FP8 KV cache with vLLM's scales of 1.0; `recalibrate_kv`
+        measures better ones.
 
         Raises ConfigError if vLLM's version is not supported, or for a plan, model or argument that cannot be applied.
         """
@@ -112,7 +113,8 @@ class RolloutEngine(EngineBase):
         """Make new weights serve: complete, checked, KV scales recalibrated, prefix cache emptied.
 
         tensors:    {name: tensor}, a list of pairs, an iterator of pairs, or a vLLM WeightSource; Hugging Face names,
-                    full tensors in BF16 on any device (or FP8 and scales, by SyncSettings.weights_in)
+                    full tensors in BF16 on any device (or FP8 and scales, by SyncSettings.weights_in). An iterator must
+                    not write again to what it gave
         manifest:   (name, dtype, shape) of each, for an iterator. Without it, the checkpoint's tensors are expected
         kv_amax:    largest |q|, |k|, |v| of each attention layer, from the trainer; else they are measured here, on
         kv_prompts: token ids; unless given, sequences of the last rollout
@@ -124,25 +126,30 @@ class RolloutEngine(EngineBase):
 
     def join_transfer(self, where: Rendezvous) -> None:
         """Meet a trainer that sends over NCCL; returns once it has come (fp8plan.runtime.transfer)."""
-        self._drive(self._join(where))
+        self._drive(self._join(self._busy(), where))
 
     def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> list[Any]:
         """vLLM's generate; `verdict` is the guard's on it. Raises NotServingError while weights must not be used."""
-        self._refuse_unless_serving()
-        before = self._counts()
-        begun = time.perf_counter()
-        outputs = self._alive(lambda: self.llm.generate(prompts, sampling_params, **{"use_tqdm": False} | kwargs))
-        seconds = time.perf_counter() - begun
-        self._remember(outputs)
-        observed = self._observation(outputs, seconds, before)
-        if self.guard is not None and observed is not None:
-            self._judging = self._judge.submit(self.guard.after_rollout, observed)
+        if self.state.generating or (not self.state.running and self._busy()):
+            raise NotServingError("another generate is running, and vllm.LLM would mix up their outputs; wait for it")
+        with generating(self.state):
+            judge = self._judge.begin(self.llm)
+            outputs = self._finished(
+                lambda: self.llm.generate(prompts, sampling_params, **{"use_tqdm": False} | kwargs)
+            )
+            judge(outputs)
+            self._remember(outputs)
         return outputs
 
     @property
     def verdict(self) -> Verdict | None:
-        """Of the last rollout; None before the first, and without a guard (`guard_off` says why)."""
-        return None if self._judging is None else self._judging.result()
+        """Of the last rollout; None before the first, and where none can be given (`guard_off` says why)."""
+        return self._judge.verdict
+
+    def report_kl(self, kl_k3: float) -> None:
+        """The trainer's mean k3 (nats per token) between its policy and the last rollout's; the verdict on the next
+        rollout counts it. Raises ConfigError if it is not finite."""
+        self._judge.report_kl(kl_k3)
 
     def follow(self, verdict: Verdict | None) -> None:
         """Do what a verdict advises: nothing, recalibrate the KV cache, or restart in a safer precision, after which
@@ -160,14 +167,14 @@ class RolloutEngine(EngineBase):
 
     def sleep(self, level: int = 1) -> None:
         """vLLM's sleep (enable_sleep_mode=True). Level 2 drops the weights: a sync must follow the wake-up."""
-        self._alive(lambda: self.llm.sleep(level))
-        if level >= 2:
-            self.state.refusal = "the engine slept at level 2, which drops its weights"
+        with alone(self.state, self._busy()), falling_asleep(self.state, level):
+            self._alive(lambda: self.llm.sleep(level))
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """vLLM's wake_up, which may set KV scales to 1.0; they are put back."""
-        self._alive(lambda: self.llm.wake_up(tags))
-        self._drive(self._rescale())
+        """vLLM's wake_up, which sets KV scales to 1.0; they are put back, and the KV cache is zeroed."""
+        with alone(self.state, self._busy()):
+            self._alive(lambda: self.llm.wake_up(tags))
+            self._drive(self._woken(tags))
 
     def shutdown(self) -> None:
         """Stop the engine and free its memory."""
@@ -178,8 +185,7 @@ class RolloutEngine(EngineBase):
         gc.collect()
 
     def _start(self) -> None:
-        if self._judging is not None:
-            wait([self._judging])  # the guard must not learn of another engine meanwhile
+        self._judge.wait()  # the guard must not learn of another engine meanwhile
         os.environ.update(self.launch.env)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if self.mode == "multiprocess" else "0"
         register()  # vLLM loads plugins once: an engine before this one may have needed none
@@ -190,21 +196,6 @@ class RolloutEngine(EngineBase):
 
     def _busy(self) -> int:
         return 0 if self.state.dead else self.llm.llm_engine.get_num_unfinished_requests()
-
-    def _counts(self) -> tuple[int, int]:
-        """Preemptions so far and compiled kernels there are; for the guard."""
-        if self.guard is None:
-            return 0, 0
-        found = [metric.value for metric in self.llm.get_metrics() if metric.name == "vllm:num_preemptions"]
-        return int(sum(found)), compiled_files()
-
-    def _observation(self, outputs: Sequence[Any], seconds: float, before: tuple[int, int]) -> Observation | None:
-        if self.guard is None or not any(len(one.token_ids) for output in outputs for one in output.outputs):
-            return None
-        preemptions, compiled = (now - then for now, then in zip(self._counts(), before, strict=True))
-        cache = self.llm.llm_engine.vllm_config.cache_config
-        pool = cache.num_gpu_blocks * cache.block_size
-        return observation_of(outputs, seconds, preemptions=preemptions, kv_cache_tokens=pool, compiled_files=compiled)
 
     def _drive(self, procedure: Procedure) -> Any:
         """Run a procedure to its end, answering its calls."""
@@ -232,7 +223,7 @@ class RolloutEngine(EngineBase):
             prompts, settings = call.arguments
             inputs = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
             params = SamplingParams(**{"detokenize": False} | settings)
-            return self._alive(lambda: self.llm.generate(inputs, params, use_tqdm=False))
+            return self._finished(lambda: self.llm.generate(inputs, params, use_tqdm=False))
         method, arguments = call.arguments
         try:
             return self._alive(lambda: self.llm.collective_rpc(method, args=arguments))
@@ -240,37 +231,32 @@ class RolloutEngine(EngineBase):
             raise self.lost(error) from error
 
     def _reset_prefix_cache(self) -> None:
+        if self.llm.llm_engine.model_config.is_multimodal_model:
+            self._alive(self.llm.llm_engine.reset_encoder_cache)
         for _ in range(RESET_TRIES):
-            if self._alive(self.llm.reset_prefix_cache):
+            if self._alive(lambda: self.llm.reset_prefix_cache(reset_connector=True)):
                 return
             time.sleep(RESET_WAIT_S)
         raise SyncError(f"vLLM did not empty its prefix cache within {RESET_TRIES * RESET_WAIT_S:.0f} s")
+
+    def _finished(self, generate: Callable[[], Answer]) -> Answer:
+        """What `generate` gives; if it does not end by itself, nothing of it is left: the next one would get it."""
+        try:
+            return self._alive(generate)
+        except BaseException:
+            if not self.state.dead:
+                core = self.llm.llm_engine
+                core.abort_request(list(core.output_processor.request_states), internal=True)
+            raise
 
     def _alive(self, act: Callable[[], Answer]) -> Answer:
         """What `act` gives; if the engine dies of it, that is remembered."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        if self.llm is None:
+            raise NotServingError("the engine was shut down, or could not be started; call sync_weights or from_plan")
         try:
-            return act() if self.mode == "inprocess" else self._watched(act)
+            return act() if self.mode == "inprocess" else watched(act, self.llm.llm_engine.engine_core)
         except EngineDeadError as error:
             self.state.dead = True
             raise NotServingError("the engine has died; the next sync_weights starts it again") from error
-
-    def _watched(self, act: Callable[[], Answer]) -> Answer:
-        """What `act` gives, or EngineDeadError: an LLM waits for ever for the outputs of a process that was killed."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        found: Future[Answer] = Future()
-
-        def run() -> None:
-            try:
-                found.set_result(act())
-            except BaseException as error:
-                found.set_exception(error)
-
-        resources = self.llm.llm_engine.engine_core.resources
-        Thread(target=run, daemon=True, name="fp8plan-engine").start()
-        while not wait([found], WATCH_S).done:
-            if resources.engine_dead and not wait([found], LAST_WORDS_S).done:
-                raise EngineDeadError
-        return found.result()

@@ -8,18 +8,20 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from fp8plan.errors import ConfigError, Fp8PlanError, NotServingError, SyncError
+from fp8plan.errors import ConfigError, Fp8PlanError, NotServingError
 from fp8plan.model.hardware import gpu
 from fp8plan.model.precision import precision
+from fp8plan.runtime.gate import TAGS, alone, refuse_asleep
 from fp8plan.runtime.guard import Guard
 from fp8plan.runtime.guarding.facts import EngineFacts
 from fp8plan.runtime.guarding.ladder import Action, GuardSettings, stepped_down
-from fp8plan.runtime.kv_calibration import kv_scales
+from fp8plan.runtime.kv_calibration import kv_scales, refuse_calibration
+from fp8plan.runtime.kv_scales import PARTS, Scales
 from fp8plan.runtime.launch import Launch
 from fp8plan.runtime.sync_state import Call, Procedure, Scored, SyncReport, SyncSettings, SyncState, rpc
 from fp8plan.runtime.transfer import Rendezvous
 from fp8plan.runtime.warm_up import deep_gemm_rows, ladder
-from fp8plan.runtime.weight_sync import sync
+from fp8plan.runtime.weight_sync import clean, sync
 
 # Sequences of the last rollout that KV scales are calibrated on, and tokens of each.
 CALIBRATION_SEQUENCES, CALIBRATION_TOKENS = 16, 1024
@@ -32,7 +34,7 @@ class EngineBase:
 
     def __init__(self, launched: Launch, settings: SyncSettings, staged_on: str | None, guard: GuardSettings) -> None:
         self.launch = launched
-        self.state = SyncState(settings, staged_on, launched.fp8_kv, expected=launched.checkpoint)
+        self.state = SyncState(settings, staged_on, launched.fp8_kv)
         self.facts: dict[str, Any] = {}
         self.guard: Guard | None = None
         self.guard_off: str | None = None
@@ -43,12 +45,6 @@ class EngineBase:
     def serving(self) -> bool:
         """Whether the weights may be used."""
         return self.state.refusal is None and not self.state.dead
-
-    def _refuse_unless_serving(self) -> None:
-        if self.state.dead:
-            raise NotServingError("the engine has died; call sync_weights with all weights, which starts it again")
-        if self.state.refusal is not None:
-            raise NotServingError(f"{self.state.refusal}; call sync_weights with all weights")
 
     def lost(self, error: Exception) -> Exception:
         """What an rpc's error means. Workers answer their own as data: what is raised in another process is its end."""
@@ -62,6 +58,9 @@ class EngineBase:
         answers = yield from rpc("fp8plan_facts")
         self.facts = answers[0]
         self.launch.refuse_other(self.facts)
+        self.state.expected = self.launch.checkpoint()
+        self.state.longest_prompt = (self.launch.limits.max_model_len or 0) - 1 or None
+        self.state.kv_scales = (yield from self._live_scales()) if self.state.fp8_kv else None
         device = gpu(self.launch.gpu)
         if not device.is_cpu:
             longest, preset = self.launch.limits.max_model_len or 1, precision(self.launch.precision)
@@ -69,7 +68,19 @@ class EngineBase:
             for token, length in enumerate(lengths):  # a token of its own, or the prefix cache has all but the end
                 yield Call("generate", ([[token] * length], {"max_tokens": 1, "ignore_eos": True}))
             yield Call("reset")
+        self._watch()
+
+    def _live_scales(self) -> Generator[Call, Any, Scales]:
+        """What a started engine has: 1.0, or what its checkpoint brings."""
+        answers = yield from rpc("fp8plan_kv_scales")
+        return {layer: [parts[part] for part in PARTS] for layer, parts in answers[0].items()}
+
+    def _watch(self) -> None:
+        """Let the guard look at the engine that runs now, if it can be predicted."""
+        self.guard_off = None
         try:
+            if any(self.launch.keep_bf16):
+                raise ConfigError("the cost model knows no layers kept in BF16 (keep_bf16)")
             if self.guard is None:
                 self.guard = Guard(self.engine_facts(), self._guard_settings)
             else:
@@ -103,9 +114,8 @@ class EngineBase:
         scored: Scored | None,
     ) -> Generator[Call, Any, SyncReport]:
         state = self.state
-        self._refuse_busy(busy)
-        state.running = True
-        try:
+        with alone(self.state, busy):
+            refuse_asleep(self.state, kv_amax, scored)
             if not state.dead and state.staged_on is not None:
                 with suppress(NotServingError):
                     yield from rpc("fp8plan_attention_layers")  # a process that died while idle is noticed here
@@ -115,23 +125,28 @@ class EngineBase:
                 yield from self._learn_quantised()
             prompts, where = self._calibration(kv_prompts)
             return (yield from sync(state, source, manifest, kv_amax, prompts, where, scored))
-        finally:
-            state.running = False
 
-    def _join(self, where: Rendezvous) -> Procedure:
+    def _join(self, busy: int, where: Rendezvous) -> Procedure:
         """Meet a trainer; a dead engine is started again first."""
+        with alone(self.state, busy):
+            yield from self._met(where)
+
+    def _met(self, where: Rendezvous) -> Procedure:
         if self.state.dead:
             yield from self._restart()
         yield from rpc("fp8plan_join", asdict(where))
 
     def _restart(self) -> Procedure:
-        """Start the engine anew, as `launch` says now."""
+        """Start the engine anew, as `launch` says now. Until all of it has gone well the engine counts as dead."""
+        state = self.state
+        state.dead = True
+        state.refusal = "the engine was started again, with the weights of its checkpoint"
+        state.prepared.clear()
+        state.quantised, state.fp8_kv = (), self.launch.fp8_kv
+        state.asleep, state.soiled = frozenset(), False
         yield Call("restart")
-        self.state.prepared.clear()
-        self.state.quantised = ()
-        self.state.dead, self.state.kv_scales, self.state.fp8_kv = False, None, self.launch.fp8_kv
-        self.state.refusal = "the engine was started again, with the weights of its checkpoint"
         yield from self._opening()
+        state.dead = False
 
     def _learn_quantised(self) -> Procedure:
         """Which of the checkpoint's tensors the engine holds in FP8."""
@@ -158,6 +173,9 @@ class EngineBase:
             chosen = outputs[:: max(1, len(outputs) // CALIBRATION_SEQUENCES)][:CALIBRATION_SEQUENCES]
             both = [[*(output.prompt_token_ids or ()), *output.outputs[0].token_ids][:most] for output in chosen]
             self._rollout = both or self._rollout
+        sums = [one.cumulative_logprob for output in outputs for one in output.outputs]
+        if any(x is not None and x != x for x in sums):  # NaN
+            self.state.soiled = True
 
     def _rescale(self) -> Procedure:
         """Put the KV scales back, after what sets them to 1.0."""
@@ -165,34 +183,40 @@ class EngineBase:
             yield from rpc("fp8plan_set_kv_scales", self.state.kv_scales)
 
     def _recalibrate(self, busy: int, kv_amax: Mapping[str, Sequence[float]] | None, kv_prompts: Any) -> Procedure:
-        self._refuse_busy(busy)
-        prompts, where = self._calibration(kv_prompts)
-        try:
-            used = yield from kv_scales(self.state, kv_amax, prompts, where)
-        except BaseException:
-            yield from self._rescale()
-            raise
-        finally:
+        state = self.state
+        with alone(self.state, busy):
+            refuse_asleep(self.state, kv_amax, None)
+            prompts, where = self._calibration(kv_prompts)
+            refuse_calibration(state, kv_amax, prompts)
+            before, state.refusal = state.refusal, "the KV scales were being changed, and that has not ended"
+            try:
+                used = yield from kv_scales(state, kv_amax, prompts, where)
+            except BaseException:
+                yield from self._rescale()
+                yield Call("reset")
+                state.refusal = before
+                raise
             yield Call("reset")  # what is cached was written with other scales
+            state.refusal = before
         return used
 
-    def _refuse_busy(self, busy: int) -> None:
-        """Raises SyncError while a sync or requests run."""
-        if self.state.running:
-            raise SyncError("another sync is running; wait for it. The weights that it leaves will serve")
-        if busy:
-            raise SyncError(
-                f"{busy} requests are running; finish or abort them before. Nothing was sent; the old weights serve"
-            )
+    def _woken(self, tags: Sequence[str] | None) -> Procedure:
+        """After vLLM has woken up: its KV cache is whatever lay in that memory, its scales are 1.0."""
+        state = self.state
+        if tags is None or "kv_cache" in tags:
+            state.soiled = True
+            yield from clean(state)
+            yield from self._rescale()
+        state.asleep -= frozenset(TAGS if tags is None else tags)
 
     def _follow(self, busy: int, action: Action) -> Procedure:
         """Do what the guard advises."""
         if action == Action.RECALIBRATE_KV:
             yield from self._recalibrate(busy, None, None)
         elif action != Action.NONE:
-            self._refuse_busy(busy)
             wanted = stepped_down(self.launch.precision, action)
             if wanted == self.launch.precision:
                 raise ConfigError(f"{action.value} changes nothing in {wanted}; allowed: an action of the guard's")
-            self.launch = self.launch.with_precision(wanted)
-            yield from self._restart()
+            with alone(self.state, busy):
+                self.launch = self.launch.with_precision(wanted)
+                yield from self._restart()

@@ -3,6 +3,7 @@ weights still serve."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -20,8 +21,9 @@ FORMATS: Final = ("bf16", "fp8_block")
 
 SCALE_SUFFIX: Final = "_scale_inv"  # of a weight's scales, as in DeepSeek's checkpoints and in vLLM
 
-# Tensors that checkpoints carry and vLLM computes itself.
-NEVER_LOADED: Final = ("rotary_emb.inv_freq",)
+# Tensors that vLLM computes itself or has no use for. A tied lm_head is in a trainer's state_dict and in no checkpoint;
+# layers for multi-token prediction are the other way round.
+LEFT_OUT: Final = re.compile(r"lm_head\.|mtp\.|.*rotary_emb\.inv_freq$")
 
 
 class Entry(NamedTuple):
@@ -116,21 +118,23 @@ SAFETENSORS_DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float
 
 def refuse(manifest: Manifest, expected: Manifest | None, weights_in: str) -> None:
     """Raises ConfigError for what can be seen without the engine: doubles, dtypes of the other format, and, where the
-    `expected` tensors are known (in the same format), unknown names, other shapes and missing tensors."""
+    `expected` tensors are known (in the same format), unknown names, other shapes and missing tensors. Of those that
+    vLLM may leave out, only its dry run knows."""
     names = [entry.name for entry in manifest]
     if doubles := sorted({name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()):
         raise ConfigError(f"sent twice: {_some(doubles)}; allowed: every tensor once")
     if not manifest:
         raise ConfigError("the manifest is empty; allowed: every tensor of the model's checkpoint")
-    _refuse_format(manifest, weights_in)
+    known = {entry.name: entry for entry in expected or ()}
+    _refuse_format(manifest, known, weights_in)
     if expected is None:
         return
-    known = {entry.name: entry for entry in expected}
-    if unknown := [name for name in names if name not in known]:
+    if unknown := [name for name in names if name not in known and not LEFT_OUT.match(name)]:
         raise ConfigError(
             f"unknown: {_some(unknown)}; allowed: the names of the model's checkpoint, as {known_name(known)}"
+            f"{_fused_hint(unknown)}"
         )
-    for entry in manifest:
+    for entry in (entry for entry in manifest if entry.name in known):
         wanted = known[entry.name]
         fp8 = "float8_e4m3fn" in (entry.dtype, wanted.dtype) or entry.name.endswith(SCALE_SUFFIX)
         if fp8 and entry.dtype != wanted.dtype:
@@ -140,18 +144,28 @@ def refuse(manifest: Manifest, expected: Manifest | None, weights_in: str) -> No
         if entry.shape != wanted.shape:
             shapes = f"has shape {list(entry.shape)}; allowed: {list(wanted.shape)}, as in the checkpoint"
             raise ConfigError(f"{entry.name} {shapes}")
-    if missing := sorted(known.keys() - set(names)):
+    if missing := sorted(name for name in known.keys() - set(names) if not LEFT_OUT.match(name)):
         raise ConfigError(
             f"missing: {_some(missing)}; send every tensor of the model, a fused layer needs all its parts"
         )
+
+
+def _fused_hint(unknown: Sequence[str]) -> str:
+    if not any(".experts." in name and name.endswith("_proj") for name in unknown):
+        return ""
+    return (
+        ". Transformers 5 holds all experts of a layer in one tensor; for those of the checkpoint type "
+        "revert_weight_conversion(model, model.state_dict()), from transformers.core_model_loading"
+    )
 
 
 def known_name(known: Mapping[str, Entry]) -> str:
     return next((name for name in known if "layers" in name), next(iter(known)))
 
 
-def _refuse_format(manifest: Manifest, weights_in: str) -> None:
-    """Raises ConfigError for FP8 tensors sent to an engine that wants BF16, and for any dtype that neither wants."""
+def _refuse_format(manifest: Manifest, known: Mapping[str, Entry], weights_in: str) -> None:
+    """Raises ConfigError for FP8 tensors sent to an engine that wants BF16, and for any dtype that neither it wants nor
+    the checkpoint has (the bias of a router may be FP32)."""
     for entry in manifest:
         quantised = entry.dtype == "float8_e4m3fn" or entry.name.endswith(SCALE_SUFFIX)
         if quantised and weights_in == "bf16":
@@ -161,7 +175,8 @@ def _refuse_format(manifest: Manifest, weights_in: str) -> None:
             )
         if entry.name.endswith(SCALE_SUFFIX) and entry.dtype != "float32":
             raise ConfigError(f"{entry.name} is {entry.dtype}; allowed: float32")
-        if not quantised and entry.dtype != "bfloat16":
+        as_known = entry.name in known and entry.dtype == known[entry.name].dtype
+        if not quantised and entry.dtype != "bfloat16" and not as_known:
             raise ConfigError(f"{entry.name} is {entry.dtype}; allowed: bfloat16 (type tensor.to(torch.bfloat16))")
 
 

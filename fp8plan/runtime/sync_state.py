@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any, Literal, NamedTuple
 
 from fp8plan.errors import ConfigError, LostEngineError
@@ -40,7 +41,7 @@ class SyncSettings:
     in_place: bool = True
     chunk_bytes: int = 1 << 30
     rollback: str | None = None
-    samples: int = 8
+    samples: int = 4
     kv_margin: float = MARGIN
     scored_k3: float = 0.5
 
@@ -80,9 +81,13 @@ class SyncState:
     """What an engine knows between two syncs.
 
     refusal:   why it must not generate; None while it serves
+    running:   a sync, a calibration or a step down is under way; generating: calls of generate are
+    asleep:    what sleeps, by vLLM's tags: "weights", "kv_cache"
+    soiled:    weights that were not proven have run: the KV cache may hold NaN, which poisons who gets its block next
     expected:  tensors of the checkpoint it was started with, where known
     prepared:  manifests that the workers have checked
-    kv_scales: what the live engine was given last; None with a BF16 KV cache
+    kv_scales: what the live engine has; None with a BF16 KV cache
+    longest_prompt: that the engine takes, where known
     """
 
     settings: SyncSettings
@@ -91,11 +96,16 @@ class SyncState:
     refusal: str | None = None
     dead: bool = False
     running: bool = False
+    generating: int = 0
+    asleep: frozenset[str] = frozenset()
+    soiled: bool = False
     version: int = 0
     expected: Manifest | None = None
     prepared: dict[tuple[Manifest, bool], Checked] = field(default_factory=dict)
     kv_scales: Scales | None = None
+    longest_prompt: int | None = None
     quantised: tuple[str, ...] = ()
+    lock: Lock = field(default_factory=Lock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +113,16 @@ class SyncReport:
     """What a sync did.
 
     version:      number of the weights that serve now, counted from 1
-    seconds:      of each phase (prepare, begin, load, finish, kv_scales, reset, score) and "total"
+    seconds:      of each phase (prepare, begin, load, finish, kv_scales, reset, score) and "total"; "check" is what the
+                  self-check took of begin, load and finish
     tensors, bytes: sent
     chunks:       messages
     layers:       dtype of their weights -> modules of one rank
     in_place, reloaded: modules written directly, and by vLLM's layerwise reload
     why_reloaded: kind of module -> why vLLM must load it
     ignored:      tensors that vLLM leaves out (a tied lm_head)
-    compared:     sampled tensors that equal what was sent, bit for bit
-    weight_error: RMS error of the sampled quantised weights, a fraction (2.6 % is blockwise E4M3; 3.7 % means E8M0)
+    compared:     sampled tensors written in place that are what was sent (live/self_check.py); 0 if vLLM reloads all
+    weight_error: RMS error of the sampled quantised weights, a fraction: 2.6% for Gaussian ones; reported, not judged
     kv_scales:    layer -> scales of q, k, v; None with a BF16 KV cache
     kv_source:    where they come from
     scored_k3:    mean k3 per token of the scored sequence; None without one
@@ -138,7 +149,7 @@ class SyncReport:
         said = [f"weights {self.version} serve: {self.tensors} tensors, {self.bytes / 1e6:,.1f} MB"]
         said[0] += f" in {self.seconds['total']:.3f} s"
         said += [f"{self.in_place} modules written in place, {self.reloaded} reloaded by vLLM"]
-        said += [f"{self.compared} samples equal"]
+        said += [f"{self.compared} samples as sent"]
         said += [] if self.weight_error is None else [f"weight error {self.weight_error:.2%}"]
         said += [] if self.kv_source is None else [f"KV scales from {self.kv_source}"]
         said += [] if self.scored_k3 is None else [f"k3 {self.scored_k3:.1e} to the trainer"]
@@ -146,11 +157,12 @@ class SyncReport:
 
 
 def rpc(method: str, *arguments: Any) -> Generator[Call, Any, list[Any]]:
-    """Every worker's answer. Raises ConfigError with the first error among them, LostEngineError if it was the last."""
+    """Every worker's answer. Raises ConfigError with the first error among them; LostEngineError, if one of them says
+    that the engine is lost."""
     answers = yield Call("rpc", (method, arguments))
+    kind = LostEngineError if any(answer.get("lost") for answer in answers) else ConfigError
     for rank, answer in enumerate(answers):
         if "error" in answer:
             where = f"rank {rank}: " if len(answers) > 1 else ""
-            kind = LostEngineError if answer.get("lost") else ConfigError
             raise kind(f"{where}{answer['error']}")
     return [answer["ok"] for answer in answers]

@@ -12,11 +12,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.kv_scales import Amax
 
 if TYPE_CHECKING:
     import torch
-
-Amax = dict[str, list[float]]
 
 
 @contextmanager

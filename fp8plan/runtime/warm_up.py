@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from fp8plan.model.architecture import ModelShape
@@ -55,4 +56,10 @@ def compiled_files() -> int:
     flashinfer = Path(os.environ.get("TRTLLM_DG_CACHE_DIR", home / ".tensorrt_llm"))
     triton = Path(os.environ.get("TRITON_CACHE_DIR", home / ".triton" / "cache"))
     folders = [vllm / "deep_gemm" / "cache", flashinfer / "cache", triton]
-    return sum(len(os.listdir(folder)) for folder in folders if folder.is_dir())
+    return sum(_entries(str(folder), os.stat(folder).st_mtime_ns) for folder in folders if folder.is_dir())
+
+
+@lru_cache(maxsize=16)
+def _entries(folder: str, changed: int) -> int:
+    """How many entries a folder has since it changed; it is read again only then."""
+    return len(os.listdir(folder))

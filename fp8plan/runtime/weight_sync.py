@@ -6,7 +6,7 @@ serves an engine in this process, in another, and under asyncio. The order is wh
 1. the manifest (names, dtypes, shapes) is checked here and by a dry run in every worker: what is wrong now leaves the
    old weights serving, untouched;
 2. the tensors stream in, by complete fused groups; the first write makes the engine refuse to generate;
-3. every worker closes its sync: nothing missing, nothing NaN or Inf, a sample equal, bit for bit, to what was sent;
+3. every worker closes its sync: nothing missing, nothing NaN or Inf, a sample as it was sent (live/self_check.py);
 4. KV scales are measured or set, the prefix cache is emptied, a sequence that the trainer has scored is scored, and the
    engine serves again.
 
@@ -16,23 +16,21 @@ What fails between 2 and 4 leaves it refusing until a complete sync, or, with a 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import expm1
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.runtime import manifest as manifests
-from fp8plan.runtime.kv_calibration import kv_scales
+from fp8plan.runtime.announcement import announced, prepared
+from fp8plan.runtime.chunks import chunks
+from fp8plan.runtime.kv_calibration import kv_scales, refuse_calibration
 from fp8plan.runtime.kv_scales import Scales
 from fp8plan.runtime.manifest import Manifest
 from fp8plan.runtime.sync_state import Call, Checked, Procedure, Scored, SyncReport, SyncState, rpc
 from fp8plan.runtime.transfer import RemoteSource
 from fp8plan.runtime.transport import Stage, staged_bytes
-
-if TYPE_CHECKING:
-    import torch
 
 
 def sync(
@@ -56,13 +54,17 @@ def sync(
     before, scales = state.refusal, state.kv_scales
     with _timed(seconds, "prepare"):
         try:
-            announced = _announced(state, source, manifest)
+            sent = announced(state, source, manifest)
             if isinstance(source, RemoteSource):
                 yield from rpc("fp8plan_receive", False)
-            checked = yield from _prepare(state, announced)
+            refuse_calibration(state, kv_amax, kv_prompts)
+            checked = yield from prepared(state, sent)
         except ConfigError as error:
             serve = "the old weights serve, untouched" if before is None else "the engine still refuses to generate"
             raise SyncError(f"{error}. Nothing was sent; {serve}") from error
+        except LostEngineError as error:  # a trial that could not be undone
+            state.dead = True
+            raise SyncError(f"{error}; the engine has died; the next sync_weights starts it again") from error
     counts = {"tensors": 0, "bytes": 0, "chunks": 0}
     try:
         state.refusal = "a sync has begun and not ended"
@@ -70,22 +72,26 @@ def sync(
         with _timed(seconds, "begin"):
             yield from rpc("fp8plan_begin", checked.number, settings.samples, state.version, settings.rollback)
         with _timed(seconds, "load"):
-            yield from _load(state, manifests.pairs_of(source), announced, checked, counts)
+            yield from _load(state, manifests.pairs_of(source), sent, checked, counts)
         with _timed(seconds, "finish"):
             answers = yield from rpc("fp8plan_finish")
             _refuse_difference(answers)
         with _timed(seconds, "kv_scales"):
+            yield from clean(state)
+            state.soiled = True  # until they have shown that they are sound
             used = yield from kv_scales(state, kv_amax, kv_prompts, kv_source)
         with _timed(seconds, "reset"):
             yield Call("reset")
         with _timed(seconds, "score"):
             k3 = None if scored is None else (yield from _score(scored, settings.scored_k3))
             yield from rpc("fp8plan_commit")
+            state.soiled = False
     except BaseException as error:
         yield from _fail(state, error, before, scales)
     state.refusal = None
     state.version += 1
     done = answers[0]
+    seconds["check"] = max(answer["check"]["seconds"] for answer in answers)
     seconds["total"] = time.perf_counter() - begun
     return SyncReport(
         version=state.version,
@@ -102,48 +108,6 @@ def sync(
         scored_k3=k3,
         **counts,
     )
-
-
-def _announced(state: SyncState, source: Any, manifest: Any) -> Manifest:
-    """What will be sent. Raises ConfigError for what is wrong with it without asking the engine."""
-    found = manifests.manifest_of(source) if manifest is None else manifests.read_manifest(manifest)
-    expected = state.expected
-    if expected is not None and state.settings.weights_in == "fp8_block":
-        expected = manifests.quantised_manifest(expected, state.quantised)
-    if found is None:
-        found = expected
-    if found is None:
-        raise ConfigError(
-            "an iterator does not say what it will send, and the engine has no checkpoint to compare with; allowed: "
-            "manifest=[(name, dtype, shape), ...] with it, or a dict, a list of pairs, or vLLM's WeightSource"
-        )
-    if (found, state.settings.in_place) not in state.prepared:
-        manifests.refuse(found, expected, state.settings.weights_in)
-    return found
-
-
-def _prepare(state: SyncState, manifest: Manifest) -> Generator[Call, Any, Checked]:
-    """What the workers say of a manifest; they are asked once."""
-    key = (manifest, state.settings.in_place)
-    if key not in state.prepared:
-        answers = yield from rpc("fp8plan_prepare", _plain(manifest), state.settings.in_place)
-        groups = answers[0]["groups"]
-        _refuse_leftovers(manifest, [answer["taken"] for answer in answers])
-        numbers = {entry.name: number for number, entry in enumerate(manifest)}
-        state.prepared[key] = Checked(answers[0]["number"], groups, Counter(groups), numbers)
-    return state.prepared[key]
-
-
-def _refuse_leftovers(manifest: Manifest, ranks: Sequence[Sequence[int]]) -> None:
-    """Raises ConfigError for a tensor that is not loaded whole by all ranks together: vLLM's loaders take their part of
-    a tensor that is too large without a word."""
-    for entry, *taken in zip(manifest, *ranks, strict=True):
-        scales = entry.name.endswith(manifests.SCALE_SUFFIX)  # one for many elements: their weight is looked at
-        if sum(taken) < entry.numel and not scales:
-            raise ConfigError(
-                f"vLLM's loader does not take {entry.name} of shape {list(entry.shape)} whole: {sum(taken)} of "
-                f"{entry.numel} elements; allowed: the shapes of the model's checkpoint"
-            )
 
 
 def _load(
@@ -171,52 +135,10 @@ def _load(
                 stage = Stage(max(need, min(state.settings.chunk_bytes, _bytes(manifest))), state.staged_on)
             layout = stage.pack(numbers, tensors)
             yield from rpc("fp8plan_load_staged", stage.address, layout)
+            stage.close()  # all workers have it open: nothing is left behind, should this process be killed
     finally:
         if stage is not None:
             stage.close()
-
-
-def chunks(
-    pairs: Iterable[tuple[str, torch.Tensor]], checked: Checked, most: int
-) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
-    """The stream in chunks of about `most` bytes that hold complete groups only, as (numbers, tensors).
-
-    A group is held back until its last tensor has come. Raises SyncError for a tensor that was not announced, or twice.
-    """
-    left, waiting = dict(checked.sizes), {}
-    seen: set[int] = set()
-    numbers: list[int] = []
-    tensors: list[torch.Tensor] = []
-    size = 0
-    for name, given in pairs:
-        number = checked.numbers.get(name)
-        if number is None or number in seen:
-            raise SyncError(f"{name} {'was not announced' if number is None else 'came twice'}")
-        seen.add(number)
-        group = checked.groups[number]
-        waiting.setdefault(group, []).append((number, _gathered(given)))
-        left[group] -= 1
-        if left[group]:
-            continue
-        for number, tensor in waiting.pop(group):
-            numbers.append(number)
-            tensors.append(tensor)
-            size += tensor.nbytes
-        if size >= most:
-            yield numbers, tensors
-            numbers, tensors, size = [], [], 0
-    for some in waiting.values():  # the workers say what is missing
-        numbers += [number for number, _ in some]
-        tensors += [tensor for _, tensor in some]
-    if numbers:
-        yield numbers, tensors
-
-
-def _gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """The values alone; of a DTensor, all shards."""
-    if hasattr(tensor, "full_tensor"):
-        tensor = tensor.full_tensor()
-    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _score(scored: Scored, limit: float) -> Generator[Call, Any, float]:
@@ -236,6 +158,13 @@ def _score(scored: Scored, limit: float) -> Generator[Call, Any, float]:
             f"the engine's log-probs differ from the trainer's: k3 {k3:.3g} per token; allowed: {limit:g}"
         )
     return k3
+
+
+def clean(state: SyncState) -> Procedure:
+    """Zero the KV cache after weights that may have written NaN: kernels multiply what is masked by 0, not skip it."""
+    if state.soiled:
+        yield from rpc("fp8plan_zero_kv")
+        state.soiled = False
 
 
 def _refuse_difference(answers: Sequence[dict[str, Any]]) -> None:
@@ -260,9 +189,11 @@ def _fail(state: SyncState, error: BaseException, before: str | None, scales: Sc
             if scales is not None:
                 yield from rpc("fp8plan_set_kv_scales", scales)
             yield Call("reset")
+            yield from clean(state)
             state.refusal = before  # a copy of weights that must not be used does not make them better
             what = what if before else "the weights of before it are back and serve"
     except Exception as second:
+        state.dead = state.dead or isinstance(second, LostEngineError)
         if state.dead:
             what = "the engine has died; the next sync_weights starts it again"
         else:
@@ -278,10 +209,6 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     begun = time.perf_counter()
     yield
     seconds[phase] = time.perf_counter() - begun
-
-
-def _plain(manifest: Manifest) -> list[list[Any]]:
-    return [[name, dtype, list(shape)] for name, dtype, shape in manifest]
 
 
 def _bytes(manifest: Manifest) -> int:

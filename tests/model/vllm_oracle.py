@@ -108,7 +108,10 @@ def _add_requests(scheduler, prompts, responses, prompt_ids, limits) -> None:
 
 
 def run(prompts, responses, prompt_ids, num_blocks: int, limits) -> list[Step]:
-    """One Step per engine step that does any work, until every request has finished."""
+    """One Step per engine step that does any work, until every request has finished.
+
+    A preemption in a step without work is counted in the next step with some.
+    """
     from vllm.v1.outputs import ModelRunnerOutput
 
     longest = int((prompts + responses).max())
@@ -116,6 +119,7 @@ def run(prompts, responses, prompt_ids, num_blocks: int, limits) -> list[Step]:
     _add_requests(scheduler, prompts.tolist(), responses.tolist(), prompt_ids.tolist(), limits)
     in_flight: deque = deque()
     steps: list[Step] = []
+    preemptions = 0
     while scheduler.has_unfinished_requests():
         decoding = {request.request_id for request in scheduler.running if not request.is_prefill_chunk}
         output = scheduler.schedule()
@@ -132,8 +136,10 @@ def run(prompts, responses, prompt_ids, num_blocks: int, limits) -> list[Step]:
             token = 2_000 + (int(request_id) * 104_729 + request.num_computed_tokens * 31) % 900_000
             sampled.append([token] if done else [])
         used = num_blocks - scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        preemptions += len(output.preempted_req_ids or ())
         if ids:
-            steps.append(Step(prefill, decode, used, len(output.preempted_req_ids or ())))
+            steps.append(Step(prefill, decode, used, preemptions))
+            preemptions = 0
         result = ModelRunnerOutput(ids, {name: row for row, name in enumerate(ids)}, sampled)
         in_flight.append((output, result))
         # The asynchronous engine schedules a step before it has seen the tokens of the one before.

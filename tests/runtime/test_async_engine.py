@@ -57,6 +57,11 @@ def test_syncs_alternate_between_two_sets_of_weights(kind: str, precision: str) 
         with pytest.raises(SyncError, match="1 requests are running"):
             await engine.sync_weights(weights(kind, "a"), kv_prompts=CALIBRATION)
         await running
+        measuring = asyncio.create_task(engine.recalibrate_kv(kv_prompts=CALIBRATION))
+        await asyncio.sleep(0)
+        with pytest.raises(NotServingError, match="a sync is running"):
+            await one(engine, PROMPTS[0])
+        await measuring
         spoilt = weights(kind, "a")
         spoilt["model.norm.weight"][0] = float("nan")
         with pytest.raises(SyncError, match=r"not finite: model\.norm\.weight.*refuses to generate"):

@@ -5,12 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tiny_models import CALIBRATION, checkpoint, cpu_plan, generate, started, started_beside_references, weights
+from tiny_models import (
+    CALIBRATION,
+    PROMPTS,
+    answer,
+    checkpoint,
+    cpu_plan,
+    generate,
+    started,
+    started_beside_references,
+    weights,
+)
 
 from fp8plan.errors import ConfigError, NotServingError
 from fp8plan.runtime.engine import RolloutEngine
 from fp8plan.runtime.guard import Guard, Verdict
-from fp8plan.runtime.guarding.ladder import Action
+from fp8plan.runtime.guarding.ladder import Action, GuardSettings
+from fp8plan.runtime.launch import Launch
 
 pytestmark = pytest.mark.vllm
 
@@ -40,6 +51,58 @@ def test_an_engine_that_steps_down_is_the_safer_one_after_the_next_sync(
             generate(engine)
         engine.sync_weights(weights("dense", "b"))
         assert generate(engine) == expected["b"]
+
+
+def test_a_step_down_that_fails_is_made_up_for_by_the_next_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(launch: Launch, facts: object) -> None:
+        raise ConfigError("not as planned")
+
+    with started_beside_references("dense", "bf16") as (_, expected):
+        pass
+    with started("dense", "a", "fp8_kv") as engine:
+        monkeypatch.setattr(Launch, "refuse_other", refused)
+        for attempt in range(2):  # neither the step down nor a sync makes an engine serve that is not as planned
+            with pytest.raises(ConfigError, match="not as planned"):
+                engine.follow(verdict(Action.KV_TO_BF16)) if attempt == 0 else engine.sync_weights(
+                    weights("dense", "b")
+                )
+            assert not engine.serving
+            with pytest.raises(NotServingError, match="call sync_weights"):
+                generate(engine)
+        monkeypatch.undo()
+        engine.sync_weights(weights("dense", "b"))
+        assert generate(engine) == expected["b"]
+
+
+def test_the_whole_way_from_the_trainers_kl_to_a_safer_engine() -> None:
+    """Nothing here is made up but the KL: the guard sees real rollouts, and what it says is followed."""
+    settings = GuardSettings(patience=1, kl_limit=0.01)
+    with started("dense", "a", "fp8_kv", guard=settings) as engine:
+        said = []
+        for kl in (0.001, 0.5, 0.5, 0.001):
+            engine.report_kl(kl)
+            answer(engine, PROMPTS[0])
+            assert engine.verdict is not None, engine.guard_off
+            said.append(engine.verdict.action)
+            engine.sync_weights(weights("dense", "b"))
+            engine.follow(engine.verdict)
+            if not engine.serving:
+                engine.sync_weights(weights("dense", "b"))
+        assert said == [Action.NONE, Action.RECALIBRATE_KV, Action.KV_TO_BF16, Action.NONE]
+        assert (engine.launch.precision, engine.state.kv_scales) == ("bf16", None)
+        with pytest.raises(ConfigError, match="kl_k3 is nan; allowed: a finite number"):
+            engine.report_kl(float("nan"))
+
+
+def test_a_rollout_that_the_guard_cannot_compare_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    with started("dense", "a", "bf16") as engine:
+        with monkeypatch.context() as changed:
+            changed.setattr(Guard, "after_rollout", lambda self, observed: 1 / 0)
+            assert generate(engine)
+            assert engine.verdict is None
+            assert "cannot be compared: division by zero" in str(engine.guard_off)
+        generate(engine)
+        assert (engine.verdict is not None, engine.guard_off) == (True, None)
 
 
 def test_recalibrating_leaves_the_engine_serving_with_the_scales_of_its_last_rollout() -> None:

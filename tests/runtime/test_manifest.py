@@ -150,6 +150,21 @@ def test_without_a_checkpoint_only_what_needs_none_is_refused() -> None:
             refuse(manifest, None, "bf16")
 
 
+def test_what_vllm_may_leave_out_is_left_to_its_dry_run() -> None:
+    head = Entry("lm_head.weight", "bfloat16", (300, 128))
+    refuse((*KNOWN, head), KNOWN, "bf16")  # tied: in a state_dict, and in no checkpoint
+    refuse(KNOWN, (*KNOWN, head, Entry("mtp.fc.weight", "bfloat16", (1, 1))), "bf16")
+    with pytest.raises(ConfigError, match=r"unknown: model\.lm_head_norm"):
+        refuse((*KNOWN, head._replace(name="model.lm_head_norm")), KNOWN, "bf16")
+
+
+def test_the_checkpoints_own_dtype_is_taken() -> None:
+    bias = Entry("model.layers.0.mlp.gate.e_score_correction_bias", "float32", (8,))
+    refuse((*KNOWN, bias), (*KNOWN, bias), "bf16")
+    with pytest.raises(ConfigError, match="e_score_correction_bias is float16; allowed"):
+        refuse((*KNOWN, bias._replace(dtype="float16")), (*KNOWN, bias), "bf16")
+
+
 def test_many_names_are_counted() -> None:
     with pytest.raises(ConfigError, match=r"unknown: n0, n1, n2, n3 and 6 more;"):
         refuse(tuple(Entry(f"n{i}", "bfloat16", (1,)) for i in range(10)), KNOWN, "bf16")

@@ -329,7 +329,7 @@ def test_a_second_sync_waits_for_the_first(subject: Subject) -> None:
             if number == 20:
                 with pytest.raises(SyncError, match="another sync is running"):
                     subject.engine.sync_weights(weights(subject.kind, "a"))
-                with pytest.raises(NotServingError, match="a sync has begun and not ended"):
+                with pytest.raises(NotServingError, match="a sync is running"):
                     subject.engine.generate([{"prompt_token_ids": [1, 2]}])
             yield pair
 
@@ -413,6 +413,9 @@ def test_first_and_last_layers_stay_bf16_when_asked() -> None:
     ("arguments", "says"),
     [
         ({"choice": 9}, "there is no choice 9; allowed: 0 to 3"),
+        ({"choice": "fp4"}, r"the plan has no 'fp4'; allowed: bf16, fp8_block, fp8_kv"),
+        ({"data_parallel_size": 2}, "data_parallel_size is 2; allowed: 1: a sync reaches one replica"),
+        ({"enable_eplb": True}, "enable_eplb is True; allowed: False"),
         ({"mode": "thread"}, "mode is 'thread'; allowed: inprocess, multiprocess"),
         ({"dtype": "float16"}, "dtype come from the plan; allowed: another choice"),
         ({"quantization": "fp8", "kv_cache_dtype": "fp8"}, "kv_cache_dtype, quantization come from the plan"),

@@ -31,20 +31,20 @@ class Move(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Binding:
     """moves:  manifest name -> its moves; a name that is not here goes through vLLM's loader
-    native: modules that vLLM's layerwise reload loads
+    native: modules that vLLM's layerwise reload loads -> why
     direct: modules whose live tensors are written in place
     """
 
     moves: Mapping[str, tuple[Move, ...]]
-    native: frozenset[str]
+    native: Mapping[str, str]
     direct: frozenset[str]
 
 
-def bind(model: torch.nn.Module, found: LoadMap, manifest: Sequence[Entry], refused: frozenset[str]) -> Binding:
-    """The Binding of a traced manifest; modules in `refused` are left to vLLM."""
+def bind(model: torch.nn.Module, found: LoadMap, manifest: Sequence[Entry], left: Mapping[str, str]) -> Binding:
+    """The Binding of a traced manifest; left: modules that are left to vLLM -> why."""
     layers = dict(model.named_modules())
     moves: dict[str, tuple[Move, ...]] = {}
-    native = set(found.opaque | refused)
+    native = dict.fromkeys(found.opaque, "its loader does more than copy") | dict(left)
     by_name = {entry.name: entry for entry in manifest}
     for name, copies in found.copies.items():
         try:
@@ -54,18 +54,18 @@ def bind(model: torch.nn.Module, found: LoadMap, manifest: Sequence[Entry], refu
                 for move in _moves(layers[copy.module], copy, by_name[name], found)
                 if copy.module not in native
             )
-        except NotInPlaceError:
-            native.update(found.modules[name])
+        except NotInPlaceError as reason:
+            native = dict.fromkeys(found.modules[name], str(reason)) | native
     # A tensor that feeds several modules goes one way.
-    while mixed := {m for of in found.modules.values() if native.intersection(of) for m in of} - native:
-        native |= mixed
+    while mixed := {m for of in found.modules.values() if not native.keys().isdisjoint(of) for m in of} - native.keys():
+        native |= dict.fromkeys(mixed, "shares a tensor with a module that vLLM loads")
     everywhere = {module for of in found.modules.values() for module in of}
-    kept = {name: found_moves for name, found_moves in moves.items() if not native.intersection(found.modules[name])}
-    return Binding(kept, frozenset(native), frozenset(everywhere - native))
+    kept = {name: some for name, some in moves.items() if native.keys().isdisjoint(found.modules[name])}
+    return Binding(kept, native, frozenset(everywhere - native.keys()))
 
 
 class NotInPlaceError(Exception):
-    """The live tensor does not have the checkpoint's layout."""
+    """The live tensor does not have the checkpoint's layout. The message says what it has."""
 
 
 def _moves(layer: torch.nn.Module, copy: Copy, entry: Entry, found: LoadMap) -> Iterator[Move]:
@@ -75,15 +75,15 @@ def _moves(layer: torch.nn.Module, copy: Copy, entry: Entry, found: LoadMap) -> 
     shape, dtype, whole = found.shapes[home], found.dtypes[home], found.sent[entry.name]
     live, scale = layer._parameters.get(copy.param), layer._parameters.get(copy.param + SCALE_SUFFIX)
     if live is None or tuple(live.shape) != shape or not live.is_contiguous():
-        raise NotInPlaceError
+        raise NotInPlaceError(f"vLLM keeps no {copy.param} of the checkpoint's shape")
     if live.dtype == dtype and entry.dtype == str(dtype).removeprefix("torch."):
         for source, target in _matrices(copy.source, copy.target):
             yield Move(source, _view(live.data, target), None)
         return
     if live.dtype != torch.float8_e4m3fn or not _fits(scale, shape):
-        raise NotInPlaceError
+        raise NotInPlaceError(f"vLLM keeps {copy.param} as {live.dtype}, with other scales than blocks of {BLOCK}")
     if not _stands_alone(copy.target, shape) or (entry.dtype != "bfloat16" and not _stands_alone(copy.source, whole)):
-        raise NotInPlaceError
+        raise NotInPlaceError(f"parts of {copy.param} share blocks of {BLOCK} x {BLOCK}")
     for source, target in _matrices(copy.source, copy.target):
         q, s = _view(live.data, target), _view(scale.data, _scale_box(target))
         if entry.name.endswith(SCALE_SUFFIX):

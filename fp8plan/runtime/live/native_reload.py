@@ -7,40 +7,64 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.live.places import Places
+
 if TYPE_CHECKING:
     import torch
 
 
 class NativeReload:
-    """One reload of some modules of a worker's model: open, load chunks, close. Only complete modules make sense."""
+    """One reload of some modules of a worker's model: open, load chunks, close. Only complete modules make sense.
+
+    An exception in any of them ends the reload: modules have the tensors of before again, those that CUDA graphs have
+    captured, with new values where vLLM had finished, and another reload may be opened.
+    """
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._model = worker.model_runner.get_model()
+        self._before: Places | None = None
 
     def open(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        _before_cpu_reload(self._model)
-        with self._context():
+        self._before = Places(self._model)
+        with self._guarded():
+            _before_cpu_reload(self._model)
             initialize_layerwise_reload(self._model)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        with self._context():
+        """Raises ConfigError after the end: vLLM's loaders would write to the live tensors."""
+        with self._guarded():
             self._model.load_weights(tensors)
 
     def close(self) -> None:
         """Ends the reload. Modules that got nothing keep what they had; incomplete ones hold garbage until the next."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        with self._context():
+        with self._guarded():
             finalize_layerwise_reload(self._model, self._worker.model_runner.model_config)
+        self._before = None
         refresh(self._model)
 
+    def abandon(self) -> None:
+        """Ends the reload as an exception does. Nothing happens after the end."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        if self._before is None:
+            return
+        self._before.put_back()
+        self._before = None
+        for layer in self._model.modules():
+            get_layerwise_info(layer).reset()
+
     @contextmanager
-    def _context(self) -> Iterator[None]:
+    def _guarded(self) -> Iterator[None]:
         from vllm.config import set_current_vllm_config
 
+        if self._before is None:
+            raise ConfigError("vLLM's reload has ended; allowed: another sync")
         # vLLM warns of every module that gets nothing, and of parameters that it does not know under their own names.
         log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
         level = log.level
@@ -48,6 +72,9 @@ class NativeReload:
         try:
             with set_current_vllm_config(self._worker.vllm_config):
                 yield
+        except BaseException:
+            self.abandon()
+            raise
         finally:
             log.setLevel(level)
 

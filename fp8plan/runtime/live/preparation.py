@@ -13,7 +13,7 @@ from fp8plan.runtime.live.binding import Binding, bind
 from fp8plan.runtime.live.load_map import LoadMap, trace
 from fp8plan.runtime.live.program import Program
 from fp8plan.runtime.live.shortcut import kind, refused
-from fp8plan.runtime.manifest import NEVER_LOADED, SCALE_SUFFIX, Manifest, dtype_named
+from fp8plan.runtime.manifest import LEFT_OUT, SCALE_SUFFIX, Manifest, dtype_named
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,8 @@ class Prepared:
     """A manifest that this model takes.
 
     specs:   shape and dtype of each tensor, as torch compares them fastest
-    refused: kinds of modules that vLLM loads, with why
+    homes:   (module, parameter, address) of what is written in place
+    why:     kinds of modules that vLLM loads, with why
     ignored: tensors that vLLM leaves out: a tied lm_head
     groups:  which tensors must come together, by number
     layers:  dtype of their weights -> modules
@@ -34,7 +35,8 @@ class Prepared:
     manifest: Manifest
     binding: Binding
     specs: tuple[tuple[torch.Size, torch.dtype], ...]
-    refused: dict[str, str]
+    homes: tuple[tuple[torch.nn.Module, str, int], ...]
+    why: dict[str, str]
     ignored: tuple[str, ...]
     groups: tuple[int, ...]
     layers: dict[str, int]
@@ -45,8 +47,14 @@ class Prepared:
         """The writes of a chunk; trainers send the same chunks every step."""
         key = tuple(numbers)
         if key not in self.programs:
-            self.programs[key] = Program([self.manifest[number] for number in key], self.binding.moves)
+            self.programs[key] = Program([self.manifest[number] for number in key], key, self.binding.moves)
         return self.programs[key]
+
+    @property
+    def moved(self) -> bool:
+        """Whether a live tensor is not where it was any more: writes would go to memory of something else."""
+        live = ((layer._parameters.get(name), address) for layer, name, address in self.homes)
+        return any(tensor is None or tensor.data_ptr() != address for tensor, address in live)
 
 
 def prepare(worker: Any, manifest: Manifest, in_place: bool) -> Prepared:
@@ -56,34 +64,43 @@ def prepare(worker: Any, manifest: Manifest, in_place: bool) -> Prepared:
 
     model = worker.model_runner.get_model()
     layers = dict(model.named_modules())
-    found = _with_scales(trace(model, _in_bf16(manifest)), manifest)
+    plain = _in_bf16(manifest)
+    traced = trace(model, plain)
+    found = _with_scales(traced, manifest)
     ignored = tuple(entry.name for entry in manifest if not found.modules[entry.name])
     _refuse_unknown(ignored, worker.model_runner.model_config.hf_config)
     _refuse_missing(found, layers)
-    reasons: dict[str, str] = {}
-    left = frozenset(module for modules in found.modules.values() for module in modules)
-    if in_place:
-        reasons = refused(worker, manifest, found, bind(model, found, manifest, frozenset()))
-        left = frozenset(module for module in left if kind(layers[module]) in reasons)
+    every = {module for modules in found.modules.values() for module in modules}
+    if in_place:  # tried in BF16: with E4M3 and scales vLLM's loaders would have nothing to quantise
+        reasons = refused(worker, plain, traced, bind(model, traced, plain, {}))
+        left = {module: reasons[kind(layers[module])] for module in every if kind(layers[module]) in reasons}
+    else:
+        left = dict.fromkeys(every, "in_place=False")
     binding = bind(model, found, manifest, left)
     in_fp8 = {module for e in manifest if e.dtype == "float8_e4m3fn" for module in found.modules[e.name]}
-    if stuck := sorted({kind(layers[module]) for module in binding.native & in_fp8}):
+    if stuck := sorted({kind(layers[module]) for module in in_fp8.intersection(binding.native)}):
         raise ConfigError(
             f"FP8 tensors can only be written in place, and vLLM lays out {', '.join(stuck)} in another way; allowed: "
             "weights_in='bf16'"
         )
-    specs = tuple((torch.Size(entry.shape), dtype_named(entry.dtype)) for entry in manifest)
-    taken = tuple(entry.numel if entry.name in ignored else found.taken[entry.name] for entry in manifest)
+    written = [(layers[m], *item) for m in sorted(binding.direct) for item in layers[m]._parameters.items()]
     return Prepared(
-        manifest, binding, specs, reasons, ignored, _groups(manifest, found), _precisions(binding, layers), taken
+        manifest=manifest,
+        binding=binding,
+        specs=tuple((torch.Size(entry.shape), dtype_named(entry.dtype)) for entry in manifest),
+        homes=tuple((layer, name, tensor.data_ptr()) for layer, name, tensor in written if tensor is not None),
+        why={kind(layers[module]): why for module, why in sorted(binding.native.items(), reverse=True)},
+        ignored=ignored,
+        groups=_groups(manifest, found),
+        layers=_precisions(binding, layers),
+        taken=tuple(entry.numel if entry.name in ignored else found.taken[entry.name] for entry in manifest),
     )
 
 
 def _refuse_unknown(ignored: Sequence[str], config: Any) -> None:
     """Raises ConfigError for tensors that go nowhere, but for those that vLLM is known to leave out."""
     tied = bool(getattr(config, "tie_word_embeddings", False))
-    unknown = [name for name in ignored if not name.endswith(NEVER_LOADED)]
-    unknown = [name for name in unknown if not (tied and name.startswith("lm_head."))]
+    unknown = [name for name in ignored if not LEFT_OUT.match(name) or (name.startswith("lm_head.") and not tied)]
     if unknown:
         raise ConfigError(f"unknown: {', '.join(unknown[:4])}; allowed: the names of the model's checkpoint")
 
@@ -124,7 +141,7 @@ def _wanted(layer: torch.nn.Module, shape: Sequence[int]) -> int:
 def _precisions(binding: Binding, layers: Mapping[str, torch.nn.Module]) -> dict[str, int]:
     """dtype of their weights -> modules."""
     counts: Counter[str] = Counter()
-    for module in binding.direct | binding.native:
+    for module in binding.direct.union(binding.native):
         weights = {n: t for n, t in layers[module]._parameters.items() if t is not None and SCALE_SUFFIX not in n}
         counts.update({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})
     return dict(counts)

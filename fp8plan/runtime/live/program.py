@@ -14,12 +14,14 @@ if TYPE_CHECKING:
 
 
 class Program:
-    """entries: of the chunk; moves: name -> how it is written in place (fp8plan.runtime.live.binding)
+    """entries, numbers: of the chunk; moves: name -> how it is written in place (fp8plan.runtime.live.binding)
 
     names:  of what `run` flags; native: (position, name) of tensors that go through vLLM's loader
+    positions: number in the manifest -> position
     """
 
-    def __init__(self, entries: Sequence[Entry], moves: Mapping[str, tuple[Move, ...]]) -> None:
+    def __init__(self, entries: Sequence[Entry], numbers: Sequence[int], moves: Mapping[str, tuple[Move, ...]]) -> None:
+        self.positions = {number: at for at, number in enumerate(numbers)}
         self.native = [(at, e.name) for at, e in enumerate(entries) if e.name not in moves]
         found = [(at, e, move) for at, e in enumerate(entries) for move in moves.get(e.name, ())]
         quantised, copied = ([x for x in found if (x[2].scale is None) == plain] for plain in (False, True))

@@ -11,10 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from fp8plan.runtime.live.binding import Binding
+from fp8plan.errors import LostEngineError
+from fp8plan.runtime.live.binding import Binding, Move
 from fp8plan.runtime.live.load_map import LoadMap
 from fp8plan.runtime.live.native_reload import NativeReload
-from fp8plan.runtime.manifest import SCALE_SUFFIX, Entry
+from fp8plan.runtime.live.places import Places
+from fp8plan.runtime.manifest import Entry, dtype_named
 from fp8plan.runtime.quantize_groups import quantized
 
 if TYPE_CHECKING:
@@ -26,17 +28,21 @@ HARMLESS = ("_already_called_process_weights_after_loading", "moe_kernel", "moe_
 
 
 def refused(worker: Any, manifest: Sequence[Entry], found: LoadMap, binding: Binding) -> dict[str, str]:
-    """Kinds of modules that must not be written in place, with why; modules of the same kind stand or fall together."""
-    model = worker.model_runner.get_model()
-    layers = dict(model.named_modules())
+    """Kinds of modules that must not be written in place, with why; modules of the same kind stand or fall together.
+
+    manifest: of BF16 tensors, as vLLM's loaders take no others; what it shows holds for E4M3 and scales, which are
+              written to the same places
+
+    Raises LostEngineError if a trial failed and the live weights could not be put back.
+    """
+    layers = dict(worker.model_runner.get_model().named_modules())
     if any("MLA" in type(layer).__name__ for layer in layers.values()):  # its absorbed matrices are made from weights
         return {kind(layers[module]): "latent attention keeps derived weights" for module in binding.direct}
-    samples = {kind(layers[module]): module for module in sorted(binding.direct, reverse=True)}
-    reasons = {}
-    for what, module in samples.items():
+    samples = {(kind(layers[m]), _shapes(layers[m])): m for m in sorted(binding.direct, reverse=True)}
+    reasons: dict[str, str] = {}
+    for (what, _), module in samples.items():
         entries = [entry for entry in manifest if module in found.modules.get(entry.name, ())]
-        entries = [entry for entry in entries if not entry.name.endswith(SCALE_SUFFIX)]
-        if reason := _why_not(worker, layers[module], entries, binding):
+        if what not in reasons and (reason := _why_not(worker, layers, module, entries, found, binding)):
             reasons[what] = reason
     return reasons
 
@@ -52,19 +58,33 @@ def kind(layer: torch.nn.Module) -> str:
     return " / ".join([*parts, *([] if backend is None else [str(backend)])])
 
 
-def _why_not(worker: Any, layer: torch.nn.Module, entries: Sequence[Entry], binding: Binding) -> str | None:
+def _shapes(layer: torch.nn.Module) -> tuple[Any, ...]:
+    """A kernel may lay matrices of other shapes out in another way."""
+    return tuple((name, tuple(t.shape), t.dtype) for name, t in layer._parameters.items() if t is not None)
+
+
+def _why_not(
+    worker: Any,
+    layers: dict[str, torch.nn.Module],
+    module: str,
+    entries: Sequence[Entry],
+    found: LoadMap,
+    binding: Binding,
+) -> str | None:
     import torch
 
-    method = getattr(layer, "quant_method", None)
+    layer = layers[module]
+    if odd := [entry for entry in entries if not dtype_named(entry.dtype).is_floating_point]:
+        return f"no trial can be made with {odd[0].dtype}"
     sources = {entry.name: _random(entry, worker.device, seed) for seed, entry in enumerate(entries)}
-    with _put_back(layer, method) as changed, torch.no_grad():
+    fed = [layers[name] for name in sorted({name for entry in entries for name in found.modules[entry.name]})]
+    with torch.no_grad(), _put_back(worker.model_runner.get_model(), fed) as places:
         reload = NativeReload(worker)
         reload.open()
-        try:
-            reload.load(sources.items())
-        finally:
-            reload.close()
-        if hidden := [name for name in changed() if name not in HARMLESS]:
+        reload.load(sources.items())
+        reload.close()
+        hidden = places.changed(layer, getattr(layer, "quant_method", None))
+        if hidden := [name for name in hidden if name not in HARMLESS]:
             return f"a reload also sets {', '.join(hidden)}"
         for name, source in sources.items():
             if not all(_equal(move, source) for move in binding.moves[name]):
@@ -76,51 +96,39 @@ def _random(entry: Entry, device: torch.device, seed: int) -> torch.Tensor:
     """Gaussian weights in which every block has another size."""
     import torch
 
-    generator = torch.Generator(device=device).manual_seed(seed)
-    tensor = torch.empty(entry.shape, dtype=torch.bfloat16, device=device).normal_(0.0, 0.02, generator=generator)
-    return tensor * torch.linspace(0.5, 2.0, entry.shape[-1], device=device, dtype=torch.bfloat16)
+    generator, dtype = torch.Generator(device=device).manual_seed(seed), dtype_named(entry.dtype)
+    tensor = torch.empty(entry.shape, dtype=dtype, device=device).normal_(0.0, 0.02, generator=generator)
+    return tensor * torch.linspace(0.5, 2.0, entry.shape[-1], device=device, dtype=dtype)
 
 
-def _equal(move: Any, source: torch.Tensor) -> bool:
+def _equal(move: Move, source: torch.Tensor) -> bool:
+    """Whether vLLM has left there what the move would leave; what cannot be compared is not equal."""
     import torch
 
     part = source[tuple(slice(*extent) for extent in move.source)].reshape(move.target.shape)
     if move.scale is None:
-        return move.target.dtype != torch.bfloat16 or torch.equal(part, move.target)
+        return part.dtype == move.target.dtype and torch.equal(part, move.target)
     ((q, scale),) = quantized([part])
     return torch.equal(q.view(torch.uint8), move.target.view(torch.uint8)) and torch.equal(scale, move.scale)
 
 
 @contextmanager
-def _put_back(layer: torch.nn.Module, method: Any) -> Iterator[Any]:
-    """Afterwards the layer's tensors and attributes, and its method's, are what they were. Gives a function that lists
-    the attributes that are other objects by now."""
-    tensors = [
-        (tensor, tensor.detach().clone())
-        for tensor in (*layer._parameters.values(), *layer._buffers.values())
-        if tensor is not None
-    ]
-    owners = [owner for owner in (layer, method) if owner is not None]
-    before = [dict(vars(owner)) for owner in owners]
+def _put_back(model: torch.nn.Module, fed: Sequence[torch.nn.Module]) -> Iterator[Places]:
+    """Afterwards all modules' tensors and attributes are what they were, and the values of those that are fed. Raises
+    LostEngineError if that fails."""
+    import torch
 
-    def changed() -> list[str]:
-        return [
-            name
-            for owner, was in zip(owners, before, strict=True)
-            for name, value in vars(owner).items()
-            if value is not was.get(name) and not _same(value, was.get(name))
-        ]
-
+    places = Places(model)
+    tensors = [t for layer in fed for t in (*layer._parameters.values(), *layer._buffers.values()) if t is not None]
+    values = [(tensor, tensor.detach().clone()) for tensor in tensors]
     try:
-        yield changed
+        yield places
     finally:
-        for owner, was in zip(owners, before, strict=True):
-            vars(owner).clear()
-            vars(owner).update(was)
-        for tensor, value in tensors:
-            tensor.data.copy_(value)
-
-
-def _same(value: Any, before: Any) -> bool:
-    """Equal plain settings; objects and tensors count as other."""
-    return type(value) is type(before) and isinstance(value, (bool, int, float, str, list, tuple)) and value == before
+        try:
+            places.put_back()
+            for tensor, value in values:
+                tensor.data.copy_(value)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # an error of a kernel shows here, not in a rollout
+        except Exception as error:
+            raise LostEngineError(f"the weights could not be put back after a trial: {error}") from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fp8plan.runtime.live.places import Places
 
 if TYPE_CHECKING:
     import torch
@@ -15,14 +17,11 @@ class Snapshot:
         tensors = [*model.parameters(), *model.buffers()]
         once = {tensor.data_ptr(): tensor for tensor in tensors if tensor.numel()}
         self._tensors = [(tensor, tensor.detach().to(device, copy=True)) for tensor in once.values()]
-        # On a CPU a layer's packed weights hang on its attributes.
-        owners = [
-            x for layer in model.modules() for x in (layer, getattr(layer, "quant_method", None)) if x is not None
-        ]
-        self._attributes: list[tuple[Any, dict[str, Any]]] = [(owner, dict(vars(owner))) for owner in owners]
+        self._places = Places(model)  # on a CPU a layer's packed weights hang on its attributes
 
     def restore(self) -> None:
-        for owner, attributes in self._attributes:
-            vars(owner).update(attributes)
+        """The model has its tensors of before again, those that CUDA graphs have captured, with the values of before.
+        What holds copies of them must be refreshed (native_reload.refresh)."""
+        self._places.put_back()
         for tensor, value in self._tensors:
             tensor.data.copy_(value)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.kv_scales import keeping_scales
 from fp8plan.runtime.live.native_reload import NativeReload, refresh
 from fp8plan.runtime.live.preparation import Prepared, prepare
 from fp8plan.runtime.live.self_check import Samples
@@ -28,18 +29,23 @@ class LiveWeights:
         self._worker = worker
         self._model = worker.model_runner.get_model()
         self._device = next(self._model.parameters()).device
-        self._prepared: list[Prepared] = []
+        self._prepared: dict[int, tuple[Prepared, bool]] = {}
         self._running: _Running | None = None
 
-    def prepare(self, manifest: Manifest, in_place: bool = True) -> tuple[int, Prepared]:
-        """As `preparation.prepare`; `begin` takes the number."""
-        self._prepared.append(prepare(self._worker, manifest, in_place))
-        return len(self._prepared) - 1, self._prepared[-1]
+    def prepare(self, manifest: Manifest, in_place: bool = True, number: int | None = None) -> tuple[int, Prepared]:
+        """As `preparation.prepare`; `begin` takes the number. number: the same for all ranks, of which some may have
+        failed to prepare others; unless given, the next of this rank."""
+        number = max(self._prepared, default=-1) + 1 if number is None else number
+        with keeping_scales(self._model):  # a trial of the shortcut reloads layers
+            self._prepared[number] = prepare(self._worker, manifest, in_place), in_place
+        return number, self._prepared[number][0]
 
     def begin(self, number: int, samples: int, seed: int, keep: str | None) -> None:
         """Open a sync of a prepared manifest. samples: tensors to compare afterwards; keep: device of a copy of the
         weights to return to, or None."""
-        prepared = self._prepared[number]
+        prepared, in_place = self._prepared[number]
+        if prepared.moved:
+            _, prepared = self.prepare(prepared.manifest, in_place, number)
         snapshot = None if keep is None else Snapshot(self._model, keep)
         reload = NativeReload(self._worker) if prepared.binding.native else None
         if reload is not None:
@@ -62,7 +68,7 @@ class LiveWeights:
         moved = [t if t.device == self._device else t.to(self._device, non_blocking=True) for t in tensors]
         with torch.no_grad():
             running.flags.append((program.run(moved, self._device), program.names))
-            running.samples.take(numbers, moved)
+            running.samples.take(program.positions, moved)
             if program.native and running.reload is not None:
                 native = [(name, moved[at]) for at, name in program.native]
                 bad = torch.stack([(~torch.isfinite(tensor).all()).int() for _, tensor in native])
@@ -89,10 +95,10 @@ class LiveWeights:
         return {
             "in_place": len(prepared.binding.direct),
             "reloaded": len(prepared.binding.native),
-            "why_reloaded": prepared.refused,
+            "why_reloaded": prepared.why,
             "ignored": list(prepared.ignored),
             "layers": prepared.layers,
-            "check": checked,
+            "check": checked | {"seconds": running.samples.seconds},
         }
 
     @property
@@ -115,21 +121,26 @@ class LiveWeights:
         else:
             refresh(self._model)
         running.reload = None
-        if self._device.type == "cuda":
-            import torch
-
-            torch.cuda.synchronize()
+        self._wait()
 
     def abort(self) -> bool:
         """End a sync that failed. Whether the weights of before it are back (a copy was kept)."""
         running, self._running = self._running, None
         if running is None:
             return False
-        self._close(running)
-        if running.snapshot is None:
-            return False
-        running.snapshot.restore()
-        return True
+        if running.reload is not None:
+            running.reload.abandon()
+        if running.snapshot is not None:
+            running.snapshot.restore()
+            refresh(self._model)
+        self._wait()
+        return running.snapshot is not None
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
 
 
 @dataclass(slots=True)

@@ -47,12 +47,12 @@ class Fp8PlanWorker:
         return worker_facts(self)
 
     @answering
-    def fp8plan_prepare(self, manifest: Sequence[Sequence[Any]], in_place: bool) -> dict[str, Any]:
-        from fp8plan.runtime.kv_scales import keeping_scales
+    def fp8plan_prepare(
+        self, manifest: Sequence[Sequence[Any]], in_place: bool, number: int | None = None
+    ) -> dict[str, Any]:
         from fp8plan.runtime.manifest import read_manifest
 
-        with keeping_scales(self.model_runner.get_model()):  # a trial of the shortcut reloads layers
-            number, prepared = self._fp8plan_weights().prepare(read_manifest(manifest), in_place)
+        number, prepared = self._fp8plan_weights().prepare(read_manifest(manifest), in_place, number)
         quantised = [name for name, moves in prepared.binding.moves.items() if any(m.scale is not None for m in moves)]
         return {
             "number": number,
@@ -106,6 +106,13 @@ class Fp8PlanWorker:
     @answering
     def fp8plan_abort(self) -> bool:
         return self._fp8plan_weights().abort()
+
+    @answering
+    def fp8plan_zero_kv(self) -> int:
+        """Zero the KV cache, while no request runs; its bytes."""
+        from fp8plan.runtime.live.kv_cache import zero_kv
+
+        return zero_kv(self)
 
     @answering
     def fp8plan_record_amax(self, on: bool) -> dict[str, list[float]] | None:

@@ -36,6 +36,7 @@ from fp8plan.runtime.manifest import SCALE_SUFFIX, quantised_manifest
 from fp8plan.runtime.measure.jsonl import append
 from fp8plan.runtime.measure.machine import engine_facts, machine_facts
 from fp8plan.runtime.measure.random_weights import checkpoint_entries, random_weights
+from fp8plan.runtime.measure.source import source_hash
 from fp8plan.runtime.measure.weight_sync import decode, model_folder
 from fp8plan.runtime.quantize import scale_shape
 from fp8plan.runtime.sync_state import rpc
@@ -71,7 +72,8 @@ class Measurement:
         torch.cuda.set_device(TRAINER)
         self.args = args
         self.config, self.folder = model_folder(args.model)
-        self.facts = {"model": args.model, "precision": args.precision} | machine_facts() | engine_facts()
+        self.facts = {"model": args.model, "precision": args.precision, "source": source_hash()}
+        self.facts |= machine_facts() | engine_facts()
         self.manifest = checkpoint_entries(self.config)
         # CUDA begins here, with both GPUs in sight: vLLM then spawns the engine's process instead of forking it.
         self.sets = [random_weights(self.manifest, f"cuda:{TRAINER}", seed) for seed in (0, 1)]

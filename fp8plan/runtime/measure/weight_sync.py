@@ -6,14 +6,15 @@ Random weights stand for the trainer's, in BF16 on the same GPU; they change a l
     engine    what runs, and how long it took to start
     step      a sync with its SyncReport's seconds, a rollout, and memory in use after it
     checked   the same sync again and again, and
-    bare      the same without samples to compare: what the self-check costs
-    guard     seconds that the guard takes after a rollout, and its verdict
+    bare      the same without samples to compare, in turns: what the self-check costs
+    guard     seconds that a rollout's caller loses to the guard, those until its verdict is there, and the verdict
     scales    decodes under CUDA graphs with calibrated scales, with scales that clip, and with the first ones again
     fp8_in    syncs of E4M3 weights and scales instead of BF16
     native    syncs that leave every module to vLLM's layerwise reload
     stock     vLLM's reload_weights itself
     equal     live tensors that differ between a sync in place and vLLM's reload of the same weights
     sleep     scales and decodes after sleep and wake-up
+    rollback  whether a sync that fails leaves every bit of the weights of before, and the same decodes
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+from fp8plan.errors import SyncError
 from fp8plan.model.configs import find_config
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.planner import plan
@@ -37,10 +39,12 @@ from fp8plan.runtime.manifest import quantised_manifest
 from fp8plan.runtime.measure.jsonl import append
 from fp8plan.runtime.measure.machine import engine_facts, machine_facts
 from fp8plan.runtime.measure.random_weights import checkpoint_entries, random_weights
+from fp8plan.runtime.measure.source import source_hash
 from fp8plan.runtime.sync_state import Call, rpc
 
 REPEATS = 4
-PARTS = ("steps", "bare", "guard", "scales", "sleep", "fp8_in", "equal")
+ROUNDS, PER_ROUND = 4, 10  # of syncs with and without samples: the difference is a fraction of what a host varies by
+PARTS = ("steps", "bare", "guard", "scales", "sleep", "fp8_in", "equal", "rollback")
 PROMPT, RESPONSE, REQUESTS = 64, 32, 16
 
 
@@ -54,6 +58,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--precision", default="fp8_block+fp8_kv")
     parser.add_argument("--mode", default="inprocess")
     parser.add_argument("--utilization", type=float, default=0.5, help="of the GPU's memory, by the engine")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of the engine; the trainer's is the first")
     parser.add_argument("--sleep", action="store_true", help="also put the engine to sleep and wake it up")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     measure(parser.parse_args(words))
@@ -63,7 +68,9 @@ def measure(args: argparse.Namespace) -> None:
     import torch
 
     config, folder = model_folder(args.model)
-    facts = {"model": args.model, "precision": args.precision, "mode": args.mode} | machine_facts() | engine_facts()
+    facts = {"model": args.model, "precision": args.precision, "mode": args.mode, "source": source_hash()}
+    facts |= {"tensor_parallel": args.tensor_parallel}
+    facts |= machine_facts() | engine_facts()
 
     def note(what: str, **found: Any) -> None:
         free, total = torch.cuda.mem_get_info()
@@ -88,6 +95,7 @@ def measure(args: argparse.Namespace) -> None:
         "sleep": lambda: sleep(engine, note) if args.sleep else None,
         "fp8_in": lambda: fp8_in(engine, weights, manifest, note) if engine.launch.fp8_weights else None,
         "equal": lambda: equal(engine, weights, note),
+        "rollback": lambda: rollback(engine, weights, note),
     }
     for name in args.parts:
         try:
@@ -111,9 +119,10 @@ def start(args: argparse.Namespace, folder: str) -> RolloutEngine:
         gpu_memory_utilization=args.utilization, max_model_len=4096, max_num_seqs=256, max_num_batched_tokens=8192
     )
     workload = Workload(prompts=4, samples_per_prompt=4, prompt_lengths=Fixed(PROMPT), response_lengths=Fixed(RESPONSE))
-    made = plan(args.model, "h200_sxm", workload, limits=limits)
-    choice = next(i for i, c in enumerate(made.choices) if c.precision == args.precision)
-    more = {"enable_sleep_mode": True} if args.sleep else {}
+    made = plan(args.model, "h200_sxm", workload, limits=limits, gpus=args.tensor_parallel)
+    wanted = (args.precision, args.tensor_parallel)
+    choice = next(i for i, c in enumerate(made.choices) if (c.precision, c.tensor_parallel) == wanted)
+    more: dict[str, Any] = {"enable_sleep_mode": True} if args.sleep else {}
     return RolloutEngine.from_plan(
         made, folder, choice=choice, mode=args.mode, load_format="dummy", skip_tokenizer_init=True, **more
     )
@@ -148,17 +157,19 @@ def steps(engine: RolloutEngine, weights: dict[str, Any], count: int, note: Call
 
 def checked_and_bare(engine: RolloutEngine, weights: Any, note: Callable[..., None]) -> None:
     """Alternately, as a host's speed drifts."""
-    for _ in range(2):
-        repeated(engine, weights, "checked", note)
-        repeated(engine, weights, "bare", note, samples=0)
+    for _ in range(ROUNDS):
+        repeated(engine, weights, "checked", note, PER_ROUND)
+        repeated(engine, weights, "bare", note, PER_ROUND, samples=0)
 
 
-def repeated(engine: RolloutEngine, weights: Any, what: str, note: Callable[..., None], **settings: Any) -> None:
+def repeated(
+    engine: RolloutEngine, weights: Any, what: str, note: Callable[..., None], repeats: int = REPEATS, **settings: Any
+) -> None:
     """The same sync again and again, with other settings."""
     before = engine.state.settings
     engine.state.settings = replace(before, **settings)
     try:
-        for repeat in range(REPEATS):
+        for repeat in range(repeats):
             report = engine.sync_weights(weights)
             note(what, repeat=repeat, report=asdict(report) | {"kv_scales": None})
     finally:
@@ -166,15 +177,26 @@ def repeated(engine: RolloutEngine, weights: Any, what: str, note: Callable[...,
 
 
 def guard(engine: RolloutEngine, note: Callable[..., None]) -> None:
-    """What comparing a rollout with its prediction costs, counters included."""
-    outputs = engine.generate(prompts(), sampling())
-    for repeat in range(REPEATS):
+    """What comparing rollouts with their predictions costs. The first warms up: it imports and predicts anew."""
+    for repeat in range(1 + REPEATS):
+        observe_s = judged_rollout(engine)
         begun = time.perf_counter()
-        observed = engine._observation(outputs, 1.0, engine._counts())
-        middle = time.perf_counter()
-        verdict = engine.guard.after_rollout(observed) if engine.guard and observed else None
-        found = {"observe_s": middle - begun, "judge_s": time.perf_counter() - middle}
+        verdict = engine.verdict
+        found = {"observe_s": observe_s, "judge_s": time.perf_counter() - begun, "warm": repeat > 0}
         note("guard", repeat=repeat, off=engine.guard_off, verdict=verdict and verdict.to_dict(), **found)
+
+
+def judged_rollout(engine: RolloutEngine) -> float:
+    """Seconds that the guard takes on its caller's way, before and after a rollout, as in RolloutEngine.generate: two
+    looks at the counters, and giving the outputs to the thread that judges them. Its work there is not counted."""
+    times = [time.perf_counter()]
+    ended = engine._judge.begin(engine.llm)
+    times.append(time.perf_counter())
+    outputs = engine.llm.generate(prompts(), sampling(), use_tqdm=False)
+    times.append(time.perf_counter())
+    ended(outputs)
+    times.append(time.perf_counter())
+    return times[1] - times[0] + times[3] - times[2]
 
 
 def scales(engine: RolloutEngine, note: Callable[..., None]) -> None:
@@ -249,9 +271,9 @@ def equal(engine: RolloutEngine, weights: dict[str, Any], note: Callable[..., No
     import torch
 
     engine.sync_weights(weights)
-    (ours,) = engine._drive(rpc("fp8plan_digests"))
+    ours = digests(engine)
     repeated(engine, weights, "native", note, in_place=False)
-    (theirs,) = engine._drive(rpc("fp8plan_digests"))
+    theirs = digests(engine)
     note("equal", tensors=len(ours), differ=[name for name in ours if ours[name] != theirs.get(name)], other="native")
     for repeat in range(REPEATS):
         torch.cuda.synchronize()
@@ -263,8 +285,36 @@ def equal(engine: RolloutEngine, weights: dict[str, Any], note: Callable[..., No
         except Exception as error:
             note("failed", part="stock", error=f"{type(error).__name__}: {error}")
             return
-    (stock,) = engine._drive(rpc("fp8plan_digests"))
+    stock = digests(engine)
     note("equal", tensors=len(ours), differ=[name for name in ours if ours[name] != stock.get(name)], other="stock")
+
+
+def rollback(engine: RolloutEngine, weights: dict[str, Any], note: Callable[..., None]) -> None:
+    """A sync whose last tensor is NaN, with a copy of the weights kept on the GPU, written in place and reloaded."""
+    last = next(reversed(weights))
+    spoilt = {**weights, last: weights[last] * float("nan")}
+    for in_place in (True, False):
+        engine.sync_weights(weights)
+        tokens, bits, before = decode(engine), digests(engine), engine.state.settings
+        engine.state.settings = replace(before, rollback="cuda", in_place=in_place)
+        try:
+            begun = time.perf_counter()
+            engine.sync_weights(spoilt)
+        except SyncError as error:
+            seconds = time.perf_counter() - begun
+            same = {"equal": digests(engine) == bits, "tokens_equal": decode(engine) == tokens}
+            note("rollback", in_place=in_place, said=str(error), serving=engine.serving, seconds=seconds, **same)
+        finally:
+            engine.state.settings = before
+    begun = time.perf_counter()
+    (nbytes,) = engine._drive(rpc("fp8plan_zero_kv"))
+    note("zero_kv", bytes=nbytes, seconds=time.perf_counter() - begun)
+
+
+def digests(engine: RolloutEngine) -> dict[str, int]:
+    """rank/parameter -> a number that depends on every bit of it."""
+    ranks = engine._drive(rpc("fp8plan_digests"))
+    return {f"{rank}/{name}": number for rank, found in enumerate(ranks) for name, number in found.items()}
 
 
 def sleep(engine: RolloutEngine, note: Callable[..., None]) -> None:

@@ -1,0 +1,75 @@
+"""Who may use an engine now: rollouts, or one procedure that changes it, and neither while it sleeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from fp8plan.errors import NotServingError, SyncError
+from fp8plan.runtime.sync_state import SyncState
+
+TAGS: Final = ("weights", "kv_cache")  # of vLLM's sleep
+
+
+@contextmanager
+def generating(state: SyncState) -> Iterator[None]:
+    """A generate is open. Raises NotServingError while the weights must not be used."""
+    with state.lock:
+        if state.dead:
+            raise NotServingError("the engine has died; call sync_weights with all weights, which starts it again")
+        if state.asleep:
+            raise NotServingError("the engine sleeps; call wake_up")
+        if state.running:
+            raise NotServingError("a sync is running; wait for it")
+        if state.refusal is not None:
+            raise NotServingError(f"{state.refusal}; call sync_weights with all weights")
+        state.generating += 1
+    try:
+        yield
+    finally:
+        with state.lock:
+            state.generating -= 1
+
+
+@contextmanager
+def alone(state: SyncState, busy: int) -> Iterator[None]:
+    """Nothing else uses the engine. busy: unfinished requests that vLLM counts. Raises SyncError while there are any,
+    or another procedure runs."""
+    with state.lock:
+        if state.running:
+            raise SyncError("another sync is running; wait for it. The weights that it leaves will serve")
+        if found := max(busy, state.generating):
+            serve = "the old weights serve" if state.refusal is None else "the engine still refuses to generate"
+            raise SyncError(f"{found} requests are running; finish or abort them before. Nothing was sent; {serve}")
+        state.running = True
+    try:
+        yield
+    finally:
+        state.running = False
+
+
+@contextmanager
+def falling_asleep(state: SyncState, level: int) -> Iterator[None]:
+    """vLLM is put to sleep. If that fails nobody knows what is left: the engine refuses until a complete sync."""
+    before = state.refusal
+    state.refusal = "the engine was put to sleep, and that has not ended"
+    state.asleep = frozenset(TAGS)
+    try:
+        yield
+    except BaseException:
+        state.asleep = frozenset()
+        raise
+    state.refusal = before if level < 2 else "the engine slept at level 2, which drops its weights"
+
+
+def refuse_asleep(state: SyncState, kv_amax: Any, scored: Any) -> None:
+    """Raises SyncError if what a sync writes to, or runs on, sleeps."""
+    if not state.asleep or state.dead:
+        return
+    runs = scored is not None or (state.fp8_kv and kv_amax is None)
+    if "weights" in state.asleep or runs:
+        instead = "" if "weights" in state.asleep else ", or give kv_amax and nothing scored"
+        raise SyncError(
+            f"the engine sleeps ({', '.join(sorted(state.asleep))}); call wake_up{instead}. Nothing was sent"
+        )
