@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable
 from enum import StrEnum
@@ -207,6 +208,116 @@ def validate_command(
         from fp8plan.report import validation_report
 
         _print(validation_report(result))
+
+
+@app.command("probe")
+def probe_command(
+    model: Annotated[str, typer.Argument(help="hub id or folder of the BF16 checkpoint")],
+    precision: Annotated[
+        list[str] | None, typer.Option(help="bf16, fp8_block, fp8_kv, fp8_block+fp8_kv; repeat; default: all")
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="of this machine; auto asks the driver; cpu: slow, for a try")] = "auto",
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON lines with prompt_token_ids, messages or prompt; default: 16 tasks")
+    ] = None,
+    most_prompts: Annotated[int | None, typer.Option(min=1, help="take the first so many")] = None,
+    samples: Annotated[int, typer.Option(help="responses per prompt")] = 4,
+    max_tokens: Annotated[int, typer.Option(help="of a response")] = 512,
+    temperature: Annotated[float, typer.Option(help="of the run's rollouts")] = 1.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    kv_scales: Annotated[str, typer.Option(help="of FP8 KV: calibrated, or unit (1.0)")] = "calibrated",
+    gpu_memory_utilization: Annotated[float | None, typer.Option(rich_help_panel=ENGINE)] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(rich_help_panel=ENGINE)] = 1,
+    max_num_seqs: Annotated[int | None, typer.Option(rich_help_panel=ENGINE)] = None,
+    num_gpu_blocks: Annotated[int | None, typer.Option(help="impose the KV pool", rich_help_panel=ENGINE)] = None,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", rich_help_panel=ENGINE)] = False,
+    as_json: Annotated[bool, typer.Option("--json", rich_help_panel=OUTPUT)] = False,
+    observations: Annotated[
+        Path | None, typer.Option(help="append rows to this CSV of observations", rich_help_panel=OUTPUT)
+    ] = None,
+) -> None:
+    """Measure the mismatch of each precision: vLLM samples, the BF16 reference scores the same tokens."""
+    from dataclasses import replace
+
+    from fp8plan.model.architecture import ModelShape
+    from fp8plan.model.hardware import gpu as find_gpu
+    from fp8plan.model.limits import EngineLimits
+    from fp8plan.runtime.probe import probe
+    from fp8plan.runtime.probing.observation import append_observations
+    from fp8plan.runtime.probing.observation import observations as rows_of
+    from fp8plan.runtime.probing.prompts import read_prompts
+    from fp8plan.runtime.probing.sampling import SampleSettings
+    from fp8plan.runtime.probing.table import probe_report
+
+    # vLLM writes its log to stdout unless told otherwise, and reads this when it is imported.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    card = find_gpu(gpu)
+    settings = SampleSettings(max_tokens, samples, temperature, seed, kv_scales)
+    limits = EngineLimits.for_gpu(card)
+    limits = replace(
+        limits,
+        tensor_parallel_size=tensor_parallel_size,
+        enforce_eager=enforce_eager or limits.enforce_eager,
+        **_given(
+            gpu_memory_utilization=gpu_memory_utilization, max_num_seqs=max_num_seqs, num_gpu_blocks=num_gpu_blocks
+        ),
+    )
+    if observations is not None:  # what cannot be written must not be found out after the measurement
+        ModelShape.from_hf(model)
+        append_observations(observations, [])
+    found = probe(
+        model,
+        precision,
+        None if prompts is None else read_prompts(prompts)[:most_prompts],
+        gpu=card,
+        settings=settings,
+        limits=limits,
+        progress=lambda text: print(text, file=sys.stderr),
+    )
+    if observations is not None:
+        append_observations(observations, rows_of(found))
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=2, allow_nan=False))
+    else:
+        _print(probe_report(found))
+    if all(one.error for one in found.precisions.values()):
+        raise typer.Exit(1)
+
+
+@app.command("monitor")
+def monitor_command(
+    file: Annotated[Path, typer.Argument(help="the run file of a Monitor (JsonLines), also of a run that goes on")],
+    once: Annotated[bool, typer.Option("--once", help="print the present state and exit; so does a pipe")] = False,
+    steps: Annotated[int | None, typer.Option(min=1, help="to show; default: as many as fit")] = None,
+    every: Annotated[float, typer.Option(min=0.05, help="seconds between two looks at the file")] = 1.0,
+) -> None:
+    """Watch a run: KL against its limit, thresholds, ESS, clipping, tokens/s against the prediction, the guard."""
+    from fp8plan.run_view import RunView, watch
+    from fp8plan.runtime.record import RunReader
+
+    reader = RunReader(file)
+    console = Console()
+    if console.is_terminal and not once:
+        watch(reader, every, steps, console)
+    else:
+        reader.read()
+        _print(RunView(reader, steps))
+
+
+@app.command("report")
+def report_command(
+    file: Annotated[Path, typer.Argument(help="the run file of a Monitor (JsonLines)")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="FILE.html; default: beside the run file")
+    ] = None,
+) -> None:
+    """Write the page of a run: what `monitor` shows, as interactive plots. A plan's page: plan --plot FILE.html."""
+    from fp8plan.run_report import write_report
+
+    target = output or file.with_suffix(".html")
+    write_report(file, target)
+    print(f"written: {target}", file=sys.stderr)
 
 
 @app.command("calibrate")

@@ -1,0 +1,59 @@
+"""What the controller sees of a simulated batch: the fields of fp8plan.runtime.mismatch.Mismatch that it reads, from
+all ratios exactly (the real one works from sums and a histogram; tests compare the two)."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+WINSORISED = 1e-3  # share of tokens, the farthest, that count in k3_robust as if they lay at its edge
+
+
+class Observed:
+    """log_ratio: (tokens,) train - rollout of one batch."""
+
+    def __init__(self, log_ratio: Floats) -> None:
+        order = np.sort(np.asarray(log_ratio, np.float64).ravel())
+        self.log_ratio = order
+        self.ratio = np.exp(np.clip(order, -20.0, 20.0))
+        self._above = np.concatenate([np.cumsum(self.ratio[::-1])[::-1], [0.0]])  # sum of ratio from here on
+        self._kept: dict[tuple[float, float], float] = {}  # several controllers ask for the same
+        self.tokens = order.size
+
+    @cached_property
+    def k1(self) -> float:
+        return float(-np.mean(self.log_ratio))
+
+    @cached_property
+    def k3(self) -> float:
+        return float(np.mean(np.expm1(self.log_ratio) - self.log_ratio))
+
+    @cached_property
+    def k3_robust(self) -> float:
+        edge = np.quantile(np.abs(self.log_ratio), 1.0 - WINSORISED)
+        held = np.clip(self.log_ratio, -edge, edge)
+        return float(np.mean(np.expm1(held) - held))
+
+    @cached_property
+    def chi2_token(self) -> float:
+        return float(np.mean(self.ratio**2) - 1.0)
+
+    @cached_property
+    def ess_raw(self) -> float:
+        return float(np.mean(self.ratio) ** 2 / np.mean(self.ratio**2))
+
+    def clipped_mass(self, c: float) -> float:
+        """The share of the weight that token TIS at c would cut away."""
+        first = int(np.searchsorted(self.ratio, c, side="right"))
+        return float((self._above[first] - c * (self.tokens - first)) / self._above[0])
+
+    def kept_fraction(self, low: float, high: float) -> float:
+        """The share of tokens with low <= ratio <= high."""
+        if (low, high) not in self._kept:
+            first = np.searchsorted(self.ratio, low, side="left")
+            last = np.searchsorted(self.ratio, high, side="right")
+            self._kept[low, high] = float((last - first) / self.tokens)
+        return self._kept[low, high]

@@ -1,0 +1,172 @@
+"""table.md and control.png from results.json: `python -m benchmarks.control.report`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FOLDER = Path(__file__).parent
+COLOURS = {"kl": "#000000", "C=2": "#E69F00", "adaptive": "#0072B2"}  # Okabe and Ito's, as in fp8plan.plots
+TODAY = ("C=1.5", "C=2", "C=5", "untruncated", "uncorrected", "staleness")
+OURS = ("adaptive", "adaptive, noise unknown", "adaptive, noise x4", "adaptive, noise /4")
+MASKS = ("icepop [0.5, 5]", "adaptive band", "law: second moment 0.04")
+Row = Mapping[str, Any]
+LOOP = """
+## Training closed over its own estimates
+
+Exact expected return after the last step, mean over seeds ± standard error, by `python -m benchmarks.control.loop`:
+Adam at 0.02 and plain gradient ascent at 0.01, which is slower where the gradient is shorter.
+"""
+
+
+def write(folder: Path = FOLDER) -> str:
+    """Write both files; the text of the table."""
+    rows, training = (json.loads((folder / name).read_text("utf-8")) for name in ("results.json", "loop.json"))
+    text = tables(rows["results"]) + trained(training)
+    (folder / "table.md").write_text(text, encoding="utf-8")
+    picture(rows["results"], folder / "control.png")
+    return text
+
+
+INTRODUCTION = """# Adaptive thresholds against what is done today
+
+Made by `python -m benchmarks.control.run`. Squared error of the corrected gradient against the exact one (bias^2 +
+variance), **relative to token TIS at C=2**: below 1 is better. KL is k3 per token, mean over the run. The gradient's
+noise scale, measured without mismatch, is {noise:.0f} tokens; a batch has 12 tokens per sequence.
+"""
+BESTS = """`best fixed`: the best constant C in hindsight, for this scenario and batch size. `best each step`: the best
+C of every single step, known from the exact gradient: no rule for C can do much better.
+"""
+DIRECTION = """1 - cosine^2 over the run, relative to C=2: blind to a gradient that is only too short, which a lower
+learning rate would give for free and which Adam undoes.
+"""
+BEHAVIOUR = """Regret: squared error over that of the best constant C in hindsight, less 1. Churn: mean |change of log
+C| per step. Lag: steps after the step change until C is within 10% of its mean over 12 steps.
+"""
+
+
+def tables(rows: Sequence[Row]) -> str:
+    laws = [name for name in rows[0]["methods"] if name.startswith("law: ") and name not in MASKS]
+    parts = [
+        INTRODUCTION.format(noise=rows[0]["noise_tokens"]),
+        _table(rows, [*TODAY, *OURS[:2]], "mse", bounds=True),
+        BESTS,
+        "## Direction only\n",
+        DIRECTION,
+        _table(rows, [*TODAY, *OURS[:2]], "direction"),
+        "## What the thresholds did\n",
+        _behaviour(rows),
+        "## A wrong noise scale\n",
+        _table(rows, OURS, "mse"),
+        "## Laws that were considered\n",
+        _table(rows, ["adaptive", *laws], "mse"),
+        "## Masks instead of truncation\n",
+        "Squared error relative to IcePop's [0.5, 5].\n",
+        _table(rows, MASKS, "mse", against="icepop [0.5, 5]"),
+    ]
+    return "\n".join(parts)
+
+
+def trained(rows: Sequence[Row]) -> str:
+    """The expected returns of loop.json."""
+    compared = list(dict.fromkeys(row["method"] for row in rows))
+    lines: dict[Any, list[str]] = {}
+    for row in rows:
+        key = (row["optimiser"], row["scenario"], f"{row['sequences']:,}")
+        lines.setdefault(key, []).append(f"{row['mean']:.2f} ± {row['standard_error']:.2f}")
+    body = [[*key, *cells] for key, cells in sorted(lines.items(), key=lambda item: item[0][0])]
+    return LOOP + "\n" + _markdown([["optimiser", "scenario", "sequences", *compared], *body])
+
+
+def _table(rows: Sequence[Row], names: Sequence[str], figure: str, bounds: bool = False, against: str = "C=2") -> str:
+    header = ["scenario", "sequences", "KL", *(name.removeprefix("law: ") for name in names if name != against)]
+    if bounds:
+        header += ["best fixed", "best each step", f"{against}, absolute"]
+    lines = [header]
+    for row in rows:
+        base = row["methods"][against][figure]
+        cells = [_bold(row["methods"][name][figure] / base, name) for name in names if name != against]
+        if bounds:
+            best = row["best_fixed"]
+            cells += [f"{best['mse'] / base:.3f} (C={best['c']:g})", f"{row['best_each_step']['mse'] / base:.3f}"]
+            cells += [f"{base:.3g}"]
+        lines.append([row["scenario"], f"{row['sequences']:,}", f"{row['kl'][1]:.2g}", *cells])
+    return _markdown(lines)
+
+
+def _bold(value: float, name: str) -> str:
+    text = f"{value:.3f}" if value < 100 else f"{value:.0f}"
+    return f"**{text}**" if name == "adaptive" else text
+
+
+def _behaviour(rows: Sequence[Row]) -> str:
+    lines = [
+        ["scenario", "sequences", "bias^2", "variance", "bias^2 at C=2", "variance at C=2", "regret", "weight lost",
+         "steps that moved C", "churn", "lag, steps"],
+    ]  # fmt: skip
+    for row in rows:
+        ours, two = row["methods"]["adaptive"], row["methods"]["C=2"]
+        regret = ours["mse"] / row["best_fixed"]["mse"] - 1
+        lag = "" if row["lag"] is None else f"{row['lag']:.1f}"
+        lines.append(
+            [row["scenario"], f"{row['sequences']:,}", f"{ours['bias2']:.3g}", f"{ours['variance']:.3g}",
+             f"{two['bias2']:.3g}", f"{two['variance']:.3g}", f"{regret:+.1%}", f"{ours['lost']:.1%}",
+             f"{ours['moves']:.0%}", f"{ours['churn']:.3f}", lag]
+        )  # fmt: skip
+    return _markdown(lines) + "\n" + BEHAVIOUR
+
+
+def _markdown(lines: Sequence[Sequence[str]]) -> str:
+    head, *body = lines
+    return "".join("| " + " | ".join(line) + " |\n" for line in [head, ["---"] * len(head), *body])
+
+
+def picture(rows: Sequence[Row], path: Path) -> None:
+    """A row of panels per scenario: KL, C at each batch size, and the squared error at the largest, over the steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    sizes = sorted({row["sequences"] for row in rows})
+    shown = [name for name in dict.fromkeys(row["scenario"] for row in rows) if name != "none"]
+    figure, axes = pyplot.subplots(len(shown), 3, figsize=(13, 2.1 * len(shown)), sharex=True, layout="constrained")
+    by = {(row["scenario"], row["sequences"]): row for row in rows}
+    for line, name in zip(axes, shown, strict=True):
+        large = by[name, sizes[-1]]["by_step"]
+        line[0].semilogy(large["kl"], color=COLOURS["kl"], linewidth=1.2)
+        line[0].set_ylabel(name)
+        for size, style in zip(sizes, (":", "--", "-"), strict=True):
+            steps = by[name, size]["by_step"]
+            line[1].semilogy(steps["adaptive"]["bound"], style, color=COLOURS["adaptive"], label=f"{size:,} sequences")
+        line[1].axhline(2.0, color=COLOURS["C=2"], linewidth=1.2)
+        line[1].set_ylim(0.9, 8.0)
+        line[1].set_yticks([1, 2, 4, 8], labels=["1", "2", "4", "8"])
+        line[1].minorticks_off()
+        for method in ("C=2", "adaptive"):
+            relative = _relative(large, method)
+            line[2].semilogy(relative, color=COLOURS[method], label=method, linewidth=1.2)
+    for axis, text in zip(axes[0], ("KL (k3) per token", "upper bound C", f"squared error, {sizes[-1]:,} sequences"),
+                          strict=True):  # fmt: skip
+        axis.set_title(text, loc="left", fontsize=10)
+    axes[0][1].legend(frameon=False, fontsize=7)
+    axes[0][2].legend(frameon=False, fontsize=7)
+    for axis in axes.ravel():
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in axes[-1]:
+        axis.set_xlabel("step")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _relative(steps: Row, method: str) -> Any:
+    return np.array(steps[method]["mse"]) / np.array(steps["gradient2"])
+
+
+if __name__ == "__main__":
+    print(write())

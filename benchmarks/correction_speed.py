@@ -1,0 +1,147 @@
+"""Mismatch metrics and token TIS of one batch: fp8plan against verl 0.9.1's rollout_corr_helper, in one run.
+
+    .venv-test/bin/python benchmarks/correction_speed.py [--runs 3] [--threads 2]
+
+Both get the same padded tensors, a third of whose tokens are valid, and give weights, a mask and all metrics. Each
+measurement is a process of its own; the two alternate. On a machine that does other work, take --threads 1: threads
+that wait for one another cost more than they bring. Extra memory is the peak of the process's resident memory while
+it works, sampled each 2 ms, over what it was when it began: what is returned is part of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+CONFIG = {
+    "token TIS": {"rollout_is": "token", "rollout_is_threshold": 2.0},
+    "token IcePop + seq_mean_k3": {
+        "rollout_is": "token",
+        "rollout_is_threshold": "0.5_5.0",
+        "rollout_rs": "seq_mean_k3",
+        "rollout_rs_threshold": 0.01,
+    },
+    "metrics alone": {"rollout_is": None},
+}
+
+
+def batch(rows: int, length: int) -> tuple[Any, Any, Any]:
+    """(train, rollout, mask) [rows, length]: log-normal lengths, a third of the tokens valid, mask int64 as in verl."""
+    import torch
+
+    torch.manual_seed(0)
+    lengths = torch.empty(rows).log_normal_(0.0, 0.9)
+    lengths = (lengths * (rows * length / 3) / lengths.sum()).clamp_(1, length)
+    for _ in range(20):  # what the clamp took is given to the others
+        lengths = (lengths * (rows * length / 3) / lengths.sum()).clamp_(1, length)
+    mask = (torch.arange(length) < lengths[:, None]).long()
+    rollout = torch.empty(rows, length).exponential_(2.0).neg_()
+    train = torch.randn(rows, length).mul_(0.05).add_(rollout)
+    return train, rollout, mask
+
+
+def verl(config: dict[str, Any]) -> Callable[[Any, Any, Any], Any]:
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+
+    return lambda *data: compute_rollout_correction_and_rejection_mask(*data, **config)
+
+
+def fp8plan(config: dict[str, Any]) -> Callable[[Any, Any, Any], Any]:
+    from fp8plan.runtime.correction import correct
+    from fp8plan.runtime.mismatch import measure
+    from fp8plan.runtime.mismatching.verl import from_verl
+    from fp8plan.runtime.tokens import pack
+
+    settings = from_verl(config)
+
+    def run(*data: Any) -> Any:
+        tokens = pack(*data)
+        return correct(tokens, settings), measure(tokens).metrics()
+
+    return run
+
+
+class Peak:
+    """The largest resident memory of this process while in the block, over that at its beginning, in bytes."""
+
+    def __enter__(self) -> Peak:
+        self.begin = self.top = _resident()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.extra = max(self.top, _resident()) - self.begin
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.002):
+            self.top = max(self.top, _resident())
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def one(who: str, what: str, rows: int, length: int, threads: int) -> dict[str, float]:
+    """In this process: seconds and extra bytes of the second of two calls, the first with a few rows."""
+    import torch
+
+    torch.set_num_threads(threads)
+    data = batch(rows, length)
+    run = {"verl": verl, "fp8plan": fp8plan}[who](CONFIG[what])
+    run(*(tensor[:8] for tensor in data))  # what is imported and compiled on the first call
+    with Peak() as peak:
+        start, used = time.perf_counter(), time.process_time()
+        result = run(*data)
+        seconds, used = time.perf_counter() - start, time.process_time() - used
+    del result
+    return {"seconds": seconds, "cpu_seconds": used, "extra_bytes": peak.extra}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1536)
+    parser.add_argument("--length", type=int, default=20480)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--what", choices=CONFIG, action="append", help="default: all")
+    parser.add_argument("--one", choices=("verl", "fp8plan"), help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        print(json.dumps(one(given.one, given.what[0], given.rows, given.length, given.threads)))
+        return
+    print(f"{given.rows} x {given.length} tokens, a third valid; medians of {given.runs}; {given.threads} threads\n")
+    print("| | verl s | fp8plan s | faster | verl CPU s | fp8plan CPU s | verl extra GB | fp8plan extra GB | of |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for what in given.what or CONFIG:
+        found: dict[str, list[dict[str, float]]] = {"verl": [], "fp8plan": []}
+        for _ in range(given.runs):
+            for who, rows in found.items():
+                command = [sys.executable, __file__, "--one", who, "--what", what]
+                for name in ("rows", "length", "threads"):
+                    command += [f"--{name}", str(getattr(given, name))]
+                done = subprocess.run(command, check=True, capture_output=True, text=True)
+                rows.append(json.loads(done.stdout.splitlines()[-1]))
+        theirs, ours = (
+            {name: statistics.median(row[name] for row in rows) for name in rows[0]} for rows in found.values()
+        )
+        cells = [f"{row[name]:.2f}" for name in ("seconds", "cpu_seconds") for row in (theirs, ours)]
+        cells.insert(2, f"{theirs['seconds'] / ours['seconds']:.1f}x")
+        cells += [f"{row['extra_bytes'] / 1e9:.2f}" for row in (theirs, ours)]
+        print(f"| {what} | {' | '.join(cells)} | {ours['extra_bytes'] / theirs['extra_bytes']:.0%} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The page of a run: `fp8plan report run.jsonl -o report.html`. It stands alone and needs no network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from fp8plan import runs
+from fp8plan.errors import ConfigError
+from fp8plan.run_plots import BLUE, RED, by_position, figure
+from fp8plan.runs import Event, Row, column
+from fp8plan.runtime.record import RunReader
+from fp8plan.sparkline import duration, percent
+
+LISTED: Final = 200  # events in the table
+
+
+def write_report(source: Path, target: Path) -> None:
+    """Write the page of a run file. Raises ConfigError for files that cannot be read or written, or without plotly."""
+    if target.suffix != ".html":
+        raise ConfigError(f"cannot write the report to {target}; allowed: a name that ends in .html")
+    reader = RunReader(source)
+    reader.read()
+    if not reader.rows:
+        raise ConfigError(
+            f"{source} has no record of a Monitor; for a page of a plan type: fp8plan plan ... --plot FILE.html"
+        )
+    try:
+        text = page(reader)
+        target.write_text(text, encoding="utf-8")
+    except ImportError as error:
+        package = str(error.name).partition(".")[0]
+        raise ConfigError(f"the report needs {package}; type: pip install 'fp8plan[report]'") from None
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error.strerror}; give a file that can be written") from None
+
+
+def page(reader: RunReader) -> str:
+    """The whole page."""
+    found = runs.events(reader.rows)
+    figures = [figure(reader.rows, found), *filter(None, [by_position(reader.rows)])]
+    plots = "".join(
+        x.to_html(full_html=False, include_plotlyjs=not number, config={"displaylogo": False})
+        for number, x in enumerate(figures)
+    )
+    name, title = escape(reader.path.name), escape(runs.title(reader.rows))
+    tiles = "".join(f"<div><b>{escape(value)}</b>{escape(label)}</div>" for label, value in summary(reader.rows))
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title><style>{STYLE}</style>'
+        f'</head><body><h1>{name}</h1><p>{title}</p><p class="dim">{escape(_span(reader))}</p>'
+        f'<div class="tiles">{tiles}</div>{LEGEND}{plots}{_table(found)}</body></html>\n'
+    )
+
+
+def summary(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """(label, figure) of the whole run."""
+    k3, limit = column(rows, runs.K3), column(rows, runs.KL_LIMIT)
+    tiles = [("steps", f"{len(rows):,}")]
+    if np.isfinite(k3).any():
+        tiles.append(("KL k3, median", f"{np.nanmedian(k3):.2e}"))
+        known = np.isfinite(k3) & np.isfinite(limit)
+        if known.any():
+            tiles.append(("steps over the KL limit", percent(float((k3[known] > limit[known]).mean()))))
+    for label, metric, least in (
+        ("raw ESS, least", runs.ESS_RAW, True),
+        ("tokens lost, mean", runs.LOST_TOKENS, False),
+    ):
+        values = column(rows, metric)
+        if np.isfinite(values).any():
+            tiles.append((label, percent(float(np.nanmin(values) if least else np.nanmean(values)))))
+    achieved, share = column(rows, runs.TOKENS_PER_S), runs.columns(rows, [])[runs.SPEED]
+    if np.isfinite(achieved).any():
+        tiles.append(("tokens/s, median", f"{np.nanmedian(achieved):,.0f}"))
+    if np.isfinite(share).any():
+        tiles.append(("of the predicted speed, median", f"{np.nanmedian(share):.2f}x"))
+    return tiles
+
+
+def _span(reader: RunReader) -> str:
+    rows = reader.rows
+    first, final = (runs.when(rows[at]).isoformat(" ", "seconds") for at in (0, -1))
+    told = f"steps {rows[0]['step']:,} to {rows[-1]['step']:,}, {first} to {final}"
+    if pace := runs.pace(rows):
+        told += f", one every {duration(pace)}"
+    if reader.replaced:
+        told += f"; {reader.replaced} steps were made again after a return to a checkpoint"
+    return told + (f"; {reader.skipped} lines are no records" if reader.skipped else "")
+
+
+def _table(found: Sequence[Event]) -> str:
+    if not found:
+        return "<h2>Events</h2><p>None: no threshold moved, nothing was alarming.</p>"
+    listed = "".join(
+        f'<tr><td>{x.step:,}</td><td class="{x.kind}">{x.kind}</td><td>{escape(x.what)}</td><td>{escape(x.why)}</td>'
+        for x in reversed(found[-LISTED:])
+    )
+    left_out = f"<p class='dim'>the last {LISTED} of {len(found):,}</p>" if len(found) > LISTED else ""
+    head = "<tr><th>step</th><th>kind</th><th>what</th><th>why</th></tr>"
+    return f"<h2>Events</h2>{left_out}<table>{head}{listed}</table>"
+
+
+LEGEND: Final = (
+    '<p class="dim">Dotted lines: <span class="alarm">an alarm begins</span>, <span class="guard">the guard advises'
+    " to step down</span>. Drag to zoom, double-click to go back.</p>"
+)
+STYLE: Final = (
+    "body{font:14px/1.5 system-ui,sans-serif;color:#222;max-width:1200px;margin:24px auto;padding:0 16px}"
+    "h1{font-size:22px;margin:0}h2{font-size:17px;margin:24px 0 8px}p{margin:2px 0}.dim{color:#777}"
+    ".tiles{display:flex;flex-wrap:wrap;gap:10px;margin:16px 0}"
+    ".tiles div{border:1px solid #ddd;border-radius:6px;padding:8px 14px;color:#666;font-size:12px}"
+    ".tiles b{display:block;font-size:19px;color:#222}"
+    "table{border-collapse:collapse;width:100%}th,td{text-align:left;padding:4px 12px 4px 0;vertical-align:top}"
+    "td:first-child,th:first-child{text-align:right}th{border-bottom:1px solid #999}td{border-bottom:1px solid #eee}"
+    f".alarm{{color:{RED}}}.guard{{color:#B77900}}.decision{{color:{BLUE}}}"
+)

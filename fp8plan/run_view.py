@@ -1,0 +1,192 @@
+"""The terminal view of a run: `fp8plan monitor run.jsonl`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from fp8plan import runs
+from fp8plan.model.arrays import FloatArray
+from fp8plan.runs import Row, column, last
+from fp8plan.runtime.record import RunReader
+from fp8plan.sparkline import FREE, Scale, duration, percent, sparkline
+from fp8plan.tables import Paragraph
+
+NEWS: Final = 5  # events that are shown
+LABEL, NOW, AGAINST, LEAST = 13, 10, 26, 10  # widths of the columns; the sparkline has the rest, less the gaps
+GAPS: Final = 6
+GOOD, BAD, WORST = "green", "yellow", "red"
+LOW_ESS: Final = 0.3, 0.5  # verl's documentation: below 0.5 is doubtful, below 0.3 a warning
+
+
+KL_SCALE: Final = Scale(span=10.0, log=True)
+SHARE: Final = Scale(low=0.0, high=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the view: a figure now, what it is held against, and its last steps."""
+
+    label: str
+    now: str
+    against: str
+    values: FloatArray
+    style: str = ""
+    scale: Scale = FREE
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """Everything there is to see of a run, as wide as the console."""
+
+    reader: RunReader
+    steps: int | None = None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        rows = self.reader.rows
+        if not rows:
+            yield Paragraph(f"{self.reader.path}: no step yet")
+            return
+        room = max(LEAST, options.max_width - LABEL - NOW - AGAINST - GAPS)
+        shown = rows[-(self.steps or room) :]
+        yield Group(*_heading(self.reader), "", _table(shown, room), "", *_state(rows[-1]), *_news(rows))
+
+
+def watch(reader: RunReader, every_s: float, steps: int | None, console: Console) -> None:
+    """Show a run and what it gains, until ctrl-c."""
+    reader.read()
+    try:
+        with Live(RunView(reader, steps), console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                live.refresh()
+                time.sleep(every_s)
+                reader.read()
+    except KeyboardInterrupt:
+        console.print(RunView(reader, steps))  # the last picture stays
+
+
+def _heading(reader: RunReader) -> list[RenderableType]:
+    rows, pace, age = reader.rows, runs.pace(reader.rows), runs.age(reader.rows)
+    late = pace is not None and age > 3 * pace + 10
+    told = f"step {rows[-1]['step']:,}, {duration(age)} ago" + (f"; one every {duration(pace)}" if pace else "")
+    lines: list[RenderableType] = [Text.assemble((f"{reader.path.name}  ", "bold"), (told, BAD if late else ""))]
+    if title := runs.title(rows):
+        lines.append(Paragraph(title))
+    if reader.replaced:
+        lines.append(Paragraph(f"{reader.replaced} steps were made again after a return to a checkpoint", style="dim"))
+    if reader.skipped:
+        lines.append(Paragraph(f"{reader.skipped} lines are no records of a Monitor", style=BAD))
+    return lines
+
+
+def _table(rows: Sequence[Row], room: int) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("", width=LABEL, no_wrap=True)
+    table.add_column("now", width=NOW, justify="right", no_wrap=True)
+    table.add_column("against", width=AGAINST, no_wrap=True)
+    table.add_column(f"last {len(rows):,} steps", width=room, no_wrap=True)
+    for line in lines(rows):
+        bars = sparkline(line.values, room, line.scale)
+        table.add_row(line.label, Text(line.now, line.style), Text(line.against, "dim"), Text(bars, line.style))
+    return table
+
+
+def lines(rows: Sequence[Row]) -> list[Line]:
+    """The figures that these records have."""
+    found = [_kl(rows), _ess(rows, "ESS", runs.ESS), _ess(rows, "raw ESS", runs.ESS_RAW)]
+    found += [_plain(rows, "TIS C", runs.TIS), _band(rows)]
+    found += [_share(rows, "clipped", runs.CLIP_FRACTION, "of tokens, ratio above C")]
+    found += [_share(rows, "clipped mass", runs.CLIPPED_MASS, "of the weight")]
+    found += [_share(rows, "lost", runs.LOST_TOKENS, "of tokens, weight 0"), _speed(rows)]
+    return [line for line in found if np.isfinite(line.values).any()]
+
+
+def _kl(rows: Sequence[Row]) -> Line:
+    now, limit = last(rows, runs.K3), last(rows, runs.KL_LIMIT)
+    style, against = "", ""
+    if now is not None and limit:
+        style = GOOD if now <= limit else BAD if now <= 3 * limit else WORST
+        against = f"limit {limit:.1e} ({now / limit:.2f}x)"
+    return Line("KL k3", _number(now, ".2e"), against, column(rows, runs.K3), style, KL_SCALE)
+
+
+def _share(rows: Sequence[Row], label: str, metric: str, against: str = "") -> Line:
+    return Line(label, percent(last(rows, metric)), against, column(rows, metric), scale=Scale(low=0.0, span=1e-3))
+
+
+def _ess(rows: Sequence[Row], label: str, metric: str) -> Line:
+    now = last(rows, metric)
+    style = "" if now is None else WORST if now < LOW_ESS[0] else BAD if now < LOW_ESS[1] else GOOD
+    return Line(label, percent(now), f"least {percent(_least(rows, metric))}", column(rows, metric), style, SHARE)
+
+
+def _least(rows: Sequence[Row], metric: str) -> float | None:
+    values = column(rows, metric)
+    return float(np.nanmin(values)) if np.isfinite(values).any() else None
+
+
+def _plain(rows: Sequence[Row], label: str, metric: str) -> Line:
+    values = column(rows, metric)
+    known = values[np.isfinite(values)]
+    against = f"{known.min():.2f} to {known.max():.2f}" if known.size else ""
+    return Line(label, _number(last(rows, metric), ".2f"), against, values, scale=Scale(span=0.5))
+
+
+def _band(rows: Sequence[Row]) -> Line:
+    low, high = last(rows, runs.BAND_LOW), last(rows, runs.BAND_HIGH)
+    now = "-" if low is None or high is None else f"{low:.3g} to {high:.3g}"
+    return Line("MIS band", now, "bars: its upper end", column(rows, runs.BAND_HIGH))
+
+
+def _speed(rows: Sequence[Row]) -> Line:
+    now, said = last(rows, runs.TOKENS_PER_S), last(rows, runs.PREDICTED)
+    low, high = last(rows, runs.PREDICTED_LOW), last(rows, runs.PREDICTED_HIGH)
+    style, against = "", ""
+    if now is not None and said:
+        style = GOOD if low is None or now >= low else BAD
+        against = f"predicted {said:,.0f} ({now / said:.2f}x)"
+        if style == BAD:
+            against = f"predicted {low:,.0f}-{high:,.0f}" if high is not None else against
+    of_predicted = runs.columns(rows, [])[
+        runs.SPEED
+    ]  # batches differ: only against its prediction is a speed good or bad
+    bars = of_predicted if np.isfinite(of_predicted).any() else column(rows, runs.TOKENS_PER_S)
+    return Line("tokens/s", _number(now, ",.0f"), against, bars, style, Scale(low=0.0, high=1.0))
+
+
+def _state(row: Row) -> list[RenderableType]:
+    """The decision, the alarms and the guard of the last step."""
+    told = [("decision", f"{row.get('decision') or 'none'}: {row.get('reason') or ''}".rstrip(": "), "")]
+    told += [("alarm", f"{x}: {runs.ALARMS.get(x, '')}".rstrip(": "), WORST) for x in row.get("alarms") or ()]
+    guard: dict[str, Any] = row.get("guard") or {}
+    verdict, state = guard.get("verdict") or {}, guard.get("state") or {}
+    if verdict:
+        action = verdict.get("action", "none")
+        fine = action == "none" and verdict.get("within", True)
+        advice = "" if action == "none" else f"{action}: "
+        told.append(("guard", f"{advice}{verdict.get('reason', '')}", GOOD if fine else BAD))
+        told += [("  cause", cause.get("sentence", ""), BAD) for cause in verdict.get("causes") or () if not fine]
+    if guard.get("off"):
+        told.append(("guard", f"off: {guard['off']}", BAD))
+    if state.get("rung", "none") != "none":
+        told.append(("guard", f"stepped down: {state['rung']}", BAD))
+    return [Paragraph(f"{label:<{LABEL}}{text}", indent=LABEL, style=style) for label, text, style in told]
+
+
+def _news(rows: Sequence[Row]) -> list[RenderableType]:
+    news = runs.events(rows)[-NEWS:]
+    told = [Paragraph(f"{x.step:>7,}  {x.kind} {x.what}: {x.why}".rstrip(": "), 9, "dim") for x in reversed(news)]
+    return ["", Text("last events", "bold"), *told] if told else []
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

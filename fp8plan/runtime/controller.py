@@ -1,0 +1,202 @@
+"""Thresholds of the correction, decided anew for every batch from its own mismatch.
+
+    controller = AdaptiveThresholds(noise_tokens=250_000)         frozen settings
+    state = controller.initial(plan)                              explicit state, saved with the checkpoint
+    thresholds, state, decided = controller.update(state, mismatch)           pure; thresholds for this very batch
+
+What a threshold trades. Cutting large ratios takes variance out of the gradient and puts bias in. C does not change
+this step's mismatch, which comes from outside with drifts, steps and spikes: there is no loop to close, only a best C
+to find for what was just measured. Laws that were considered, with squared gradient error relative to token TIS at
+C = 2 in the scenario of spikes, at 16, 128 and 1,024 sequences per batch (benchmarks/control/table.md has them all):
+
+ 1. Tighten as KL rises, C = 2 (KL / 0.01)^-0.2 within [1.2, 2]: 0.95, 1.02, 1.19. What one expects to want, and wrong
+    for all but noisy batches: with the mismatch the weight above any C grows, and what is cut away is bias that more
+    tokens do not average out. The best C *rises* with the mismatch wherever the batch is large.
+ 2. Relax as KL rises, C = 1.2 (KL / 0.01)^0.4 within [1.2, 8]: 1.14, 1.05, 0.81. Right for large batches and wrong for
+    small ones; and the same KL may lie in a few ratios of e^5 or in many of 1.5, which want different C.
+ 3. A constant clipped mass, 3%: 1.27, 1.16, 0.84. Sees the shape, not the size of the batch.
+ 4. PI control of the clipped mass: 0.90, 0.98, 1.17. Always a step late, in a signal that does not answer to C; and an
+    integral has to be kept from winding up while there is nothing to clip.
+ 5. An ESS of 0.9 after truncation: 0.95, 1.04, 1.29. Counts variance only. A quantile of the ratios, 99%: 1.22, 1.09,
+    0.80. Counts neither.
+ 6. Mixing weights with 1 by ESS (AIS, arXiv 2605.13907): 1.16, 1.59, 2.6; its weights are not truncated, and where the
+    ESS is low it gives up the correction when the bias is largest. Masking to a second moment of 0.04 (M2PO,
+    arXiv 2510.01161), relative to a mask of [0.5, 5]: 0.91, 1.17, 1.80; the law's mask: 0.81, 0.97, 0.82.
+ 7. Least squared error, estimated from the batch's own ratios and its noise: 0.80, 0.94, 0.84. Chosen. Its closed form
+    is in `controlling.law`: cut until the weight lost is C times the noise of the batch. The best C of every single
+    step, known from the exact gradient, gives 0.80, 0.93, 0.78.
+
+So C follows two things: the tail of the ratios (monotone: more mismatch, never a smaller C; bounded by what published
+runs have used, 1 to 8), and the noise of the batch's gradient, which a trainer can measure (`noise_scale`). A noise
+scale four times too low costs 8% at most, four times too high up to 24%: guess low. Unknown, the noise is taken as 3%
+for all batches: a few percent better than C = 2 on average, 5% worse at worst. On two problems that nothing was tuned
+on (held_out.md) spikes give 0.78, 0.92, 0.89 and 0.76, 0.91, 0.97, and 6% is the worst with unknown noise.
+
+What is around the law. Bounds; a slew limit, the same both ways: relaxing slowly (1.15 per step) would be the cautious
+choice and costs the whole gain in spikes (1.06 for 0.84 at 1,024 sequences), tightening slowly gains nothing. A dead
+band of a tenth, against churn. Averaging over batches only as far as one has too few tokens to speak for itself: a
+window in tokens cannot wind up. One token of any ratio moves no more than one token (the law reads the share of tokens
+above each C, never their ratios). Figures that are not numbers move nothing. Ratios whose mean is not 1 are not those
+of the policy that sampled (other temperature, wrong log-probs): the law does not hold for them, so they never loosen
+a threshold. Alarms (robust KL, raw ESS, chi2, tails, that mean) go into the log beside every decision; limits that the
+bounds cannot keep, and KL beyond repair, ask for the guard.
+
+What it does not do. It holds for token-level weights. Small batches gain mostly by a shorter gradient: by direction
+alone (1 - cosine^2) spikes give 0.97, 0.99, 0.84, and with plain gradient ascent at a small rate a shorter gradient is
+a slower run; Adam, whose steps do not care for length, keeps the rest (benchmarks/control/loop.py trains with both).
+The error of one step is not that of a run: noise averages over the steps that an optimiser remembers, bias does not,
+so noise_tokens may be divided by their number. Metrics that come late (lagging in the benchmark) are followed late.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import log
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.controlling import law
+from fp8plan.runtime.controlling.alarms import AlarmLimits, alarms, honest
+from fp8plan.runtime.controlling.constant import NO_DATA, ConstantThresholds, Update
+from fp8plan.runtime.controlling.noise import noise_scale
+from fp8plan.runtime.controlling.state import Alarm, ControllerState, Decided, Decision
+from fp8plan.runtime.controlling.watch import limit_kl, observed, usable
+from fp8plan.runtime.correction import Thresholds
+
+if TYPE_CHECKING:
+    from fp8plan.model.plan import Plan
+    from fp8plan.runtime.mismatch import Mismatch
+
+__all__ = [
+    "AdaptiveThresholds",
+    "Alarm",
+    "AlarmLimits",
+    "ConstantThresholds",
+    "ControllerState",
+    "Decided",
+    "Decision",
+    "noise_scale",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveThresholds:
+    """Thresholds that follow the mismatch and the size of the batch, by `controlling.law`.
+
+    tis, band:    to start with, and which of the two are controlled (None: not that one); a plan's come first
+    bounds:       of C and of the band's upper end
+    noise_tokens: the gradient noise scale: tokens in a batch whose gradient has noise as large as itself (squared
+                  norms; arXiv 1812.06162, appendix A, measures it from the gradient norms of two batch sizes).
+                  None: unknown, `noise` is taken for every batch
+    noise:        the squared noise of a batch's gradient relative to its squared size, where noise_tokens is None
+    max_clipped:  more of the weight than this cut away for `patience` steps: the guard is asked for (TIS)
+    min_kept:     the band widens until it keeps this share of the tokens; short of it for `patience` steps: likewise
+    slew:         (down, up): largest factors by which a threshold moves in one step
+    dead_band:    a threshold stays where it is if it would move by less than this factor
+    tail_tokens:  the tail is averaged over batches until it has so many tokens
+    warm_up:      batches with the initial thresholds
+    limit_kl:     k3 per token above which the KL alarm sounds, unless a plan predicts a range for the model
+    """
+
+    tis: float | None = 2.0
+    band: tuple[float, float] | None = None
+    bounds: tuple[float, float] = (1.0, 8.0)
+    noise_tokens: float | None = None
+    noise: float = 0.03
+    max_clipped: float = 0.5
+    min_kept: float = 0.95
+    slew: tuple[float, float] = (4.0, 4.0)
+    dead_band: float = 1.1
+    tail_tokens: float = 2_000
+    warm_up: int = 1
+    patience: int = 3
+    limit_kl: float = 0.03
+    limits: AlarmLimits = field(default_factory=AlarmLimits)
+
+    def __post_init__(self) -> None:
+        lower, upper = self.bounds
+        if not 1.0 <= lower < upper <= law.GRID[-1]:
+            raise ConfigError(f"bounds are {self.bounds!r}; allowed: (low, high), 1 <= low < high <= {law.GRID[-1]:g}")
+        if self.noise <= 0 or (self.noise_tokens is not None and self.noise_tokens <= 0):
+            raise ConfigError(f"noise is {self.noise!r}, noise_tokens {self.noise_tokens!r}; allowed: above 0")
+        if min(self.slew) <= 1 or self.dead_band < 1:
+            raise ConfigError(f"slew is {self.slew!r}, dead_band {self.dead_band!r}; allowed: slew > 1, dead_band >= 1")
+
+    def initial(self, plan: Plan | None = None) -> ControllerState:
+        """The state before the first batch. A plan gives thresholds to start with and the predicted range of KL."""
+        tis, band = self.tis, self.band
+        if plan is not None and tis is not None:
+            tis = plan.thresholds.get("token_tis", tis)
+        if plan is not None and band is not None:
+            band = tuple(plan.thresholds.get("token_mis", band))
+        lower, upper = self.bounds
+        start = Thresholds(
+            None if tis is None else min(max(tis, lower), upper),
+            None if band is None else (band[0], min(max(band[1], lower), upper)),
+        )
+        low = None if band is None else band[0]
+        return ControllerState(tis=start.tis, band=start.band, low=low, limit_kl=limit_kl(plan, self.limit_kl))
+
+    def update(self, state: ControllerState, mismatch: Mismatch) -> Update:
+        """(thresholds for this very batch, state, what was decided and why)."""
+        if not usable(mismatch):
+            return Thresholds(state.tis, state.band), state, NO_DATA
+        seen = observed(state, mismatch, self.tail_tokens)
+        found = alarms(mismatch, seen.kl or 0.0, seen.limit_kl, self.limits)
+        warming = seen.steps <= self.warm_up
+        new = seen if warming else self._moved(seen, mismatch)
+        over = self._strain(new, mismatch)
+        new = replace(new, strained=new.strained + 1 if over else 0)
+        escalate = Alarm.BROKEN in found or new.strained >= self.patience
+        decision, reason = Decision.WARM_UP, f"step {seen.steps} of {self.warm_up} with the initial thresholds"
+        if not warming:
+            decision, reason = self._said(seen, new, mismatch)
+        if over:
+            decision, reason = Decision.AT_BOUND, f"{over}, {new.strained} steps in a row; {reason}"
+        return Thresholds(new.tis, new.band), new, Decided(decision, reason, found, escalate)
+
+    def _noise(self, mismatch: Mismatch) -> float:
+        return self.noise if self.noise_tokens is None else self.noise_tokens / mismatch.tokens
+
+    def _moved(self, state: ControllerState, mismatch: Mismatch) -> ControllerState:
+        """The state with the law's thresholds, as far as slew and dead band let them go."""
+        above, noise, (lower, upper) = np.array(state.tail), self._noise(mismatch), self.bounds
+        trusted = honest(mismatch, self.limits)
+
+        def step(now: float, wanted: float) -> float:
+            wanted = max(wanted, lower) if trusted else min(max(wanted, lower), now)
+            if abs(log(wanted / now)) <= log(self.dead_band):
+                return now
+            return min(max(wanted, now / self.slew[0]), now * self.slew[1])
+
+        tis = None if state.tis is None else step(state.tis, law.best_cap(above, noise, upper))
+        band = state.band
+        if band is not None:
+            widest = law.cap_of_share(above, 1.0 - self.min_kept, upper)
+            high = step(band[1], max(law.best_mask(above, noise, upper), widest))
+            band = (law.low_end(mismatch, state.low or band[0], high, self.min_kept), high)
+        return replace(state, tis=tis, band=band)
+
+    def _strain(self, state: ControllerState, mismatch: Mismatch) -> str:
+        """Which limit cannot be kept; empty: none."""
+        cut = 0.0 if state.tis is None else mismatch.clipped_mass(state.tis)
+        if cut > self.max_clipped:
+            return f"{cut:.0%} of the weight is cut away, above {self.max_clipped:.0%}"
+        kept = 1.0 if state.band is None else mismatch.kept_fraction(*state.band)
+        return f"{kept:.1%} of the tokens are kept, below {self.min_kept:.1%}" if kept < self.min_kept else ""
+
+    def _said(self, old: ControllerState, new: ControllerState, mismatch: Mismatch) -> tuple[Decision, str]:
+        """The decision and a sentence with the figures behind it."""
+        moves = [(a, b) for a, b in zip(uppers(old), uppers(new), strict=True) if a != b]
+        facts = f"KL {new.kl:.2g}, noise {self._noise(mismatch):.2g} of the gradient"
+        if not moves:
+            return Decision.HOLD, f"{' and '.join(f'{x:.3g}' for x in uppers(new)) or 'no threshold'} kept: {facts}"
+        decision = Decision.TIGHTEN if moves[0][1] < moves[0][0] else Decision.RELAX
+        return decision, f"{' and '.join(f'{a:.3g} -> {b:.3g}' for a, b in moves)}: {facts}"
+
+
+def uppers(state: ControllerState) -> list[float]:
+    """The controlled upper bounds: C, the band's upper end, or both."""
+    return [x for x in (state.tis, None if state.band is None else state.band[1]) if x is not None]

@@ -1,0 +1,48 @@
+"""The trivial controller: it makes the interface testable, and is what everybody else has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from fp8plan.runtime.controlling.alarms import AlarmLimits, alarms
+from fp8plan.runtime.controlling.state import Alarm, ControllerState, Decided, Decision
+from fp8plan.runtime.controlling.watch import limit_kl, observed, usable
+from fp8plan.runtime.correction import Thresholds
+
+if TYPE_CHECKING:
+    from fp8plan.model.plan import Plan
+    from fp8plan.runtime.mismatch import Mismatch
+
+Update = tuple[Thresholds, ControllerState, Decided]
+NO_DATA: Final = Decided(Decision.NO_DATA, "no valid token, or a figure that is not a number")
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantThresholds:
+    """The same thresholds in every step. The alarms sound all the same.
+
+    tis, band: as in Thresholds
+    limit_kl:  k3 per token above which the KL alarm sounds, unless a plan predicts a range for the model
+    """
+
+    tis: float | None = 2.0
+    band: tuple[float, float] | None = None
+    limit_kl: float = 0.03
+    limits: AlarmLimits = field(default_factory=AlarmLimits)
+
+    def __post_init__(self) -> None:
+        Thresholds(self.tis, self.band)  # raises ConfigError for what cannot be a threshold
+
+    def initial(self, plan: Plan | None = None) -> ControllerState:
+        """The state before the first batch. Of a plan it takes the predicted range of KL."""
+        return ControllerState(tis=self.tis, band=self.band, limit_kl=limit_kl(plan, self.limit_kl))
+
+    def update(self, state: ControllerState, mismatch: Mismatch) -> Update:
+        """(thresholds for this very batch, state, what was decided and why)."""
+        thresholds = Thresholds(state.tis, state.band)
+        if not usable(mismatch):
+            return thresholds, state, NO_DATA
+        seen = observed(state, mismatch, tail_tokens=0.0)
+        found = alarms(mismatch, seen.kl or 0.0, seen.limit_kl, self.limits)
+        return thresholds, seen, Decided(Decision.HOLD, "constant thresholds", found, Alarm.BROKEN in found)

@@ -1,0 +1,1 @@
+"""Parts of mismatch.py and correction.py."""

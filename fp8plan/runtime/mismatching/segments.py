@@ -1,0 +1,60 @@
+"""Sums (largest, smallest) over segments of packed tokens, chunk by chunk, and over ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from fp8plan.model.arrays import FloatArray, IntArray
+
+if TYPE_CHECKING:
+    import torch
+
+_START = {"sum": 0.0, "max": -np.inf, "min": np.inf}
+
+
+class Segments:
+    """One figure of each segment, while chunks of tokens come in order.
+
+    cuts: [segments + 1] where they begin, and where the last one ends; empty ones give 0, -infinity or infinity
+    """
+
+    def __init__(self, cuts: IntArray, device: torch.device, reduce: Literal["sum", "max", "min"] = "sum") -> None:
+        import torch
+
+        self._cuts, self._reduce = cuts, reduce
+        self._found = torch.full((len(cuts) - 1,), _START[reduce], dtype=torch.float64, device=device)
+
+    def add(self, part: slice, values: torch.Tensor) -> None:
+        """values: of the tokens in `part`, any float dtype."""
+        import torch
+
+        first = int(np.searchsorted(self._cuts, part.start, side="right")) - 1
+        last = int(np.searchsorted(self._cuts, part.stop, side="left"))
+        offsets = torch.from_numpy(np.clip(self._cuts[first : last + 1], part.start, part.stop) - part.start)
+        found = torch.segment_reduce(
+            values.double(), self._reduce, offsets=offsets.to(values.device), initial=_START[self._reduce]
+        )
+        into = self._found[first : first + len(found)]
+        if self._reduce == "sum":
+            into += found
+        else:
+            into.copy_(torch.maximum(into, found) if self._reduce == "max" else torch.minimum(into, found))
+
+    def numpy(self) -> FloatArray:
+        """[segments] float64"""
+        return self._found.cpu().numpy()
+
+
+def all_reduced(vector: FloatArray, group: Any = None) -> FloatArray:
+    """The sum over the ranks of `group` (None: all) of a float64 vector; itself without torch.distributed."""
+    import torch
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return vector
+    device = "cuda" if distributed.get_backend(group) == "nccl" else "cpu"
+    tensor = torch.from_numpy(vector).to(device)
+    distributed.all_reduce(tensor, group=group)
+    return tensor.cpu().numpy()

@@ -1,0 +1,113 @@
+"""What a correction is told: frozen, checked when made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+from typing import Final, Literal
+
+from fp8plan.errors import ConfigError
+
+Level = Literal["token", "sequence", "geometric"]
+Mode = Literal["tis", "mis", "icepop"]
+Estimator = Literal["k1", "k2", "k3"]
+Over = Literal["token", "seq_sum", "seq_mean", "seq_max"]
+
+LEVELS: Final = ("token", "sequence", "geometric", None)
+MODES: Final = ("tis", "mis", "icepop")
+ESTIMATORS: Final = ("k1", "k2", "k3")
+OVER: Final = ("token", "seq_sum", "seq_mean", "seq_max")
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """What a controller moves. Bounds are on pi_train / pi_rollout.
+
+    tis:  C of truncation, weight = min(ratio, C); None: not truncated
+    band: (low, high) of MIS and IcePop
+    """
+
+    tis: float | None = 2.0
+    band: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.tis is not None and not self.tis > 0:
+            raise ConfigError(f"tis is {self.tis!r}; allowed: above 0, or None for weights that are not truncated")
+        if self.band is not None and not 0 < self.band[0] <= self.band[1]:
+            raise ConfigError(f"band is {self.band!r}; allowed: (low, high) with 0 < low <= high")
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A bound on a divergence; what is beyond it is masked out of the loss.
+
+    over:      whose divergence: each token's, or a sequence's sum, mean or largest; a sequence is kept or lost whole
+    estimator: k1: -log ratio; k2: log ratio^2 / 2; k3: ratio - 1 - log ratio (of the log ratio clamped to +-20)
+    high:      k2, k3: the largest divergence that is kept. k1: the largest ratio (seq_sum: product of ratios,
+               seq_mean: geometric mean)
+    low:       k1: the smallest ratio. Bounds are on pi_train / pi_rollout, verl's on its inverse
+    """
+
+    over: Over
+    estimator: Estimator
+    high: float
+    low: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.over not in OVER or self.estimator not in ESTIMATORS or self.name == "seq_max_k1":
+            raise ConfigError(f"no rejection {self.name!r}; allowed: {', '.join(REJECTIONS)}")
+        if not 0 <= self.low <= self.high or not self.high > 0:
+            raise ConfigError(
+                f"{self.name} is bounded by {self.low!r} and {self.high!r}; allowed: 0 <= low <= high > 0"
+            )
+        if self.low and self.estimator != "k1":
+            raise ConfigError(f"{self.name} has a lower bound, {self.low!r}; allowed: only k1 has one")
+
+    @property
+    def name(self) -> str:
+        """verl's name: token_k1, seq_sum_k3, ..."""
+        return f"{self.over}_{self.estimator}"
+
+
+REJECTIONS: Final = tuple(f"{over}_{k}" for over in OVER for k in ESTIMATORS if (over, k) != ("seq_max", "k1"))
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectionSettings:
+    """How gradients are corrected.
+
+    level:      whose ratio is the weight of a token: its own (biased, low variance), the product over its sequence
+                (unbiased, useless once length x KL nears 20), or the geometric mean over it; None: no weights
+    mode:       tis: min(ratio, thresholds.tis). icepop: 0 outside of thresholds.band. mis: that too, and what is
+                outside is masked out of the loss, so that means over tokens do not count it
+    thresholds: where a controller begins; `dataclasses.replace(settings, thresholds=...)` for each step
+    reject:     all must pass
+    veto:       a sequence with a token whose ratio is below this (1e-4, say) is masked out; None: no veto
+    batch_normalize: divide weights by their mean, over tokens (level token) or sequences that are not empty, and over
+                all ranks if torch.distributed is up: then every rank must call `correct`
+    """
+
+    level: Level | None = "token"
+    mode: Mode = "tis"
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    reject: tuple[Rejection, ...] = ()
+    veto: float | None = None
+    batch_normalize: bool = False
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS:
+            raise ConfigError(f"level is {self.level!r}; allowed: {', '.join(map(repr, LEVELS))}")
+        if self.mode not in MODES:
+            raise ConfigError(f"mode is {self.mode!r}; allowed: {', '.join(map(repr, MODES))}")
+        if self.level is not None and self.mode != "tis" and self.thresholds.band is None:
+            raise ConfigError(f"mode {self.mode!r} needs a band; type Thresholds(band=(0.5, 2.0))")
+        if self.veto is not None and not 0 < self.veto < 1:
+            raise ConfigError(f"veto is {self.veto!r}; allowed: between 0 and 1, or None")
+        object.__setattr__(self, "reject", tuple(self.reject))
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """(low, high) of ratios that keep their value."""
+        if self.mode == "tis":
+            return 0.0, inf if self.thresholds.tis is None else self.thresholds.tis
+        return self.thresholds.band or (0.0, inf)

@@ -1,0 +1,135 @@
+"""verl's settings and its names of figures, so that a run of verl can be continued, and compared, with fp8plan.
+
+On the same batch, figures and weights equal those of verl 0.9.1 (trainer/ppo/rollout_corr_helper.py) to rtol 1e-5 and
+atol 1e-6 (tests/runtime/test_verl_parity.py). Differences, all deliberate:
+
+what                       verl 0.9.1                                  fp8plan
+bounds of k1               on pi_rollout / pi_train: "0.1_2.0" keeps   on pi_train / pi_rollout, as of weights;
+                           ratios of 0.5 to 10                         `from_verl` turns them round
+NaN, infinite log-probs    every figure is NaN; such a token's weight  left out of all figures, weight 0, masked out,
+                           is NaN, e^20 or e^-20 (its sequence's too)  counted in `invalid`
+no valid token             raises ValueError                           defined: no mismatch, tokens = 0, no metrics
+all weights 0 (IcePop)     ZeroDivisionError                           rollout_is_eff_sample_size = 0
+levels and modes           token, sequence; TIS, IcePop                also geometric (0.7's), MIS
+veto                       gone since 0.7.1                            `veto`, under 0.7's names
+input                      computed in its own dtype, bf16 too         float32 whatever comes in; sums are float64
+rollout_is_std, rs_*_std   float32 E[x^2] - E[x]^2, which loses what   the same in float64: equal to verl's function
+                           is below 3e-4 of the mean                   when that is given float64
+k3 of a rejection          float32 exp(x) - 1 - x: noise of 1e-7       expm1(x) - x
+k3_kl, ratio above e^88    infinity                                    finite (float64)
+rollout_is_min             e^ of the smallest sum of log ratios        clamped to e^+-20, as its weight is
+ of level sequence
+metrics over ranks         each rank's own, but for the mean of        the same; `MismatchSums.reduced` for the others
+                           batch_normalize
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.mismatching.settings import (
+    REJECTIONS,
+    CorrectionSettings,
+    Estimator,
+    Level,
+    Over,
+    Rejection,
+    Thresholds,
+)
+from fp8plan.runtime.mismatching.weights import Weighted, bounds
+
+
+def from_verl(config: Mapping[str, Any] | Any) -> CorrectionSettings:
+    """verl's algorithm.rollout_correction (a mapping, or an object with its fields) as CorrectionSettings.
+
+    rollout_is, rollout_is_threshold (2.0, "2.0": TIS; "0.5_5.0": IcePop), rollout_is_batch_normalize, rollout_rs,
+    rollout_rs_threshold; bypass_mode with loss_type ppo_clip (the default) has no weights: the ratio is in the loss,
+    and verl computes weights only to log them.
+
+    Raises ConfigError for what verl refuses.
+    """
+    get = config.get if isinstance(config, Mapping) else lambda key, default: getattr(config, key, default)
+    level, threshold = get("rollout_is", None), get("rollout_is_threshold", 2.0)
+    if level not in (None, "token", "sequence"):
+        raise ConfigError(f"rollout_is is {level!r}; allowed: token, sequence or null")
+    if threshold is None or (get("bypass_mode", False) and get("loss_type", "ppo_clip") == "ppo_clip"):
+        level = None
+    low, high = (None, 2.0) if level is None else _numbers("rollout_is_threshold", threshold)
+    return CorrectionSettings(
+        level=cast("Level | None", level),
+        mode="tis" if low is None else "icepop",
+        thresholds=Thresholds(tis=high) if low is None else Thresholds(None, (low, high)),
+        reject=_rejections(get("rollout_rs", None), get("rollout_rs_threshold", None)),
+        batch_normalize=bool(get("rollout_is_batch_normalize", False)),
+    )
+
+
+def _rejections(options: str | None, thresholds: str | float | None) -> tuple[Rejection, ...]:
+    if options is None:
+        return ()
+    names = list(dict.fromkeys(option.strip() for option in options.split(",") if option.strip()))
+    unknown = sorted(set(names) - set(REJECTIONS))
+    if unknown or not names:
+        raise ConfigError(f"rollout_rs is {options!r}; allowed, with commas between: {', '.join(REJECTIONS)}")
+    given = [] if thresholds is None else [part.strip() for part in str(thresholds).split(",") if part.strip()]
+    if len(given) not in (1, len(names)) or not given:
+        raise ConfigError(
+            f"rollout_rs_threshold is {thresholds!r}; allowed: one for all of rollout_rs, or {len(names)} with commas "
+            "between"
+        )
+    if len(given) == 1:
+        given *= len(names)
+    return tuple(_rejection(name, text) for name, text in zip(names, given, strict=True))
+
+
+def _rejection(name: str, text: str) -> Rejection:
+    low, high = _numbers(f"rollout_rs_threshold of {name}", text)
+    over, estimator = name.rsplit("_", 1)
+    if estimator != "k1":
+        if low is not None:
+            raise ConfigError(f"rollout_rs_threshold of {name} is {text!r}; allowed: one number, an upper bound")
+        return Rejection(cast("Over", over), cast("Estimator", estimator), high)
+    if low is None and high < 1:
+        raise ConfigError(f"rollout_rs_threshold of {name} is {text!r}; allowed: lower_upper, or one number from 1")
+    return Rejection(cast("Over", over), "k1", high if low is None else 1 / low, 1 / high)
+
+
+def _numbers(name: str, text: str | float) -> tuple[float | None, float]:
+    """(low or None, high) of "0.5_2.0", "2.0" or 2.0."""
+    try:
+        if isinstance(text, bool):
+            raise ValueError
+        *rest, high = (float(part) for part in str(text).split("_", 1))
+    except ValueError:
+        raise ConfigError(f'{name} is {text!r}; allowed: a number, or lower_upper as in "0.5_2.0"') from None
+    low = rest[0] if rest else None
+    if not high > 0 or (low is not None and not 0 < low <= high):
+        raise ConfigError(f"{name} is {text!r}; allowed: above 0, lower not above upper")
+    return low, high
+
+
+def is_metrics(found: Weighted, settings: CorrectionSettings) -> dict[str, float]:
+    """Names and definitions of verl's compute_is_metrics."""
+    low, high = bounds(settings)
+    per_sequence, raw = found.sequence_mean, found.sequence_raw
+    metrics = {
+        "rollout_is_mean": found.mean,
+        "rollout_is_max": found.largest,
+        "rollout_is_min": found.smallest,
+        "rollout_is_std": found.std,
+        "rollout_is_ratio_fraction_high": found.high,
+        "rollout_is_ratio_fraction_low": found.low,
+        "rollout_is_eff_sample_size": found.ess,
+        "rollout_is_seq_mean": float(per_sequence.mean()),
+        "rollout_is_seq_std": float(per_sequence.std(ddof=1)) if len(per_sequence) > 1 else 0.0,
+        "rollout_is_seq_max": float(per_sequence.max()),
+        "rollout_is_seq_min": float(per_sequence.min()),
+        "rollout_is_seq_max_deviation": float(np.abs(per_sequence - 1).max()),
+        "rollout_is_seq_fraction_high": float((raw > high).mean()),
+        "rollout_is_seq_fraction_low": float((raw < low).mean()),
+    }
+    return metrics if settings.mode == "tis" else metrics | {"rollout_is_oob_ratio": found.clipped}

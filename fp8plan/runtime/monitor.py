@@ -1,0 +1,197 @@
+"""One call per training step: mismatch, thresholds, correction, guard, record.
+
+    monitor = Monitor(CorrectionSettings(), sinks=[JsonLines("run.jsonl")], plan=plan)
+    for ...:
+        step = monitor.step(train_logprobs, rollout_logprobs, mask, rollout=observation)
+        loss = (step.weights * token_losses * step.mask).sum() / step.mask.sum()
+
+The order is: pack; measure, reduced over the ranks; the controller decides; correct with the thresholds just decided;
+the guard judges the rollout; the sinks get the record. With torch.distributed every rank calls `step`, also one without
+tokens; as the sums are reduced before the controller sees them, all have the same thresholds. Rank 0 alone writes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
+
+from fp8plan.errors import ConfigError
+from fp8plan.runtime import run_record
+from fp8plan.runtime.controller import AdaptiveThresholds, ConstantThresholds, ControllerState, Decided
+from fp8plan.runtime.correction import CorrectionSettings, Thresholds, correct
+from fp8plan.runtime.guarding.facts import EngineFacts, Observation
+from fp8plan.runtime.mismatch import Mismatch, measure
+from fp8plan.runtime.ranks import merged, rank
+from fp8plan.runtime.sinks import Sink, Sinks, warn
+from fp8plan.runtime.tokens import pack
+
+if TYPE_CHECKING:
+    from fp8plan.model.plan import Plan
+    from fp8plan.runtime.guard import Guard, Verdict
+    from fp8plan.runtime.tokens import Array
+
+Facts = EngineFacts | Callable[[], EngineFacts]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """What one step of training needs, and all that was found.
+
+    weights:    float32 in the form that came in, detached; None if the settings ask for none
+    mask:       the mask that came in, less what is rejected and less tokens without a finite log-prob
+    thresholds: with which both were made
+    mismatch:   of all ranks
+    decided:    the controller's decision, its reason and alarms
+    verdict:    the guard's, if there was one
+    metrics:    as they stand in the record, under verl's names where verl has one; of all ranks
+    """
+
+    weights: Array | None
+    mask: Array
+    thresholds: Thresholds
+    mismatch: Mismatch
+    decided: Decided
+    verdict: Verdict | None
+    metrics: Mapping[str, float | None]
+
+
+class Monitor:
+    """settings:   how gradients are corrected; their thresholds are where the controller begins; None: token TIS, C = 2
+    controller: None: AdaptiveThresholds; ConstantThresholds leave them as they are
+    sinks:      where records go; opened here, on rank 0 only
+    guard:      judges rollouts; not for an engine that does it itself (`engine.verdict`): give its verdict to `step`
+    plan:       gives the controller its target, or its thresholds
+    facts:      what runs, for the record, or a function that tells (`engine.engine_facts`); None: the guard's
+    group:      process group of the ranks that share the batch; None: all
+
+    `failures` counts, for each sink, the records that it did not take: a sink never stops training.
+    Raises ConfigError for what cannot work, and for a sink that cannot be opened.
+    """
+
+    def __init__(
+        self,
+        settings: CorrectionSettings | None = None,
+        controller: AdaptiveThresholds | ConstantThresholds | None = None,
+        sinks: Sequence[Sink] = (),
+        guard: Guard | None = None,
+        *,
+        plan: Plan | None = None,
+        facts: Facts | None = None,
+        group: Any = None,
+    ) -> None:
+        self.settings = settings or CorrectionSettings()
+        start = self.settings.thresholds
+        self.controller = controller or AdaptiveThresholds(tis=start.tis, band=start.band)
+        self.state: ControllerState = self.controller.initial(plan)
+        self.guard, self.facts, self.group = guard, facts, group
+        self.steps = 0
+        self._sinks = Sinks(sinks if rank() == 0 else ())
+        self._guard_off: str | None = None
+        self._speechless = False
+        self._sinks.open()
+
+    @property
+    def failures(self) -> list[int]:
+        return self._sinks.failures
+
+    def step(
+        self,
+        train_logprobs: Array,
+        rollout_logprobs: Array,
+        mask: Array | None = None,
+        *,
+        lengths: Sequence[int] | Array | None = None,
+        versions: Any = None,
+        rollout: Observation | Mapping[str, Any] | None = None,
+        verdict: Verdict | None = None,
+        number: int | None = None,
+    ) -> Step:
+        """Measure, decide, correct, judge, record.
+
+        train_logprobs, rollout_logprobs, mask, lengths: as `pack` takes them: padded [batch, length] with a mask, or
+                  packed [tokens] with lengths; in nats
+        versions: as `measure` takes them: which weights sampled
+        rollout:  how long the rollout of this batch took, with its lengths; or the fields of a rollout record
+        verdict:  of an engine that judges its rollouts itself
+        number:   of the step, in the record; None: one more than before
+
+        Raises ConfigError for log-probs that do not fit together. Nothing is changed then.
+        """
+        begun = time.perf_counter()
+        tokens = pack(train_logprobs, rollout_logprobs, mask, lengths)
+        mismatch = measure(tokens, versions).reduced(self.group).metrics()
+        thresholds, state, decided = self.controller.update(self.state, mismatch)
+        correction = correct(tokens, replace(self.settings, thresholds=thresholds), self.group)
+        of_correction = merged(run_record.correction_metrics(correction), len(tokens), self.group)
+        self.state = state
+        self.steps = self.steps + 1 if number is None else number
+        if verdict is None:
+            verdict = self._judged(rollout, mismatch)
+        metrics = {
+            **run_record.mismatch_metrics(mismatch),
+            **of_correction,
+            **run_record.control_metrics(thresholds, state, len(decided.alarms)),
+            **run_record.speed_metrics(rollout, verdict),
+            "fp8plan/sink_failures": float(sum(self.failures)),
+            "fp8plan/monitor_s": time.perf_counter() - begun,
+        }
+        done = Step(correction.weights, correction.mask, thresholds, mismatch, decided, verdict, metrics)
+        if self._sinks.sinks:
+            facts = self._running()
+            self._sinks.write(run_record.record_of(self.steps, done, rollout, facts, self.guard, self._guard_off))
+        return done
+
+    def state_dict(self) -> dict[str, Any]:
+        """To be saved with the checkpoint, as JSON."""
+        guard = None if self.guard is None else self.guard.state_dict()
+        return {"steps": self.steps, "controller": self.state.to_dict(), "guard": guard}
+
+    def load_state_dict(self, data: Mapping[str, Any]) -> None:
+        """Go on from a saved state. Raises ConfigError for anything that `state_dict` does not give."""
+        if set(data) != {"steps", "controller", "guard"} or type(data["steps"]) is not int:
+            raise ConfigError(f"the monitor's state has {', '.join(map(str, data))}; give what state_dict() returned")
+        state = ControllerState.from_dict(data["controller"])
+        if self.guard is not None and data["guard"] is not None:
+            self.guard.load_state_dict(data["guard"])
+        self.steps, self.state = data["steps"], state
+
+    def close(self) -> None:
+        """Close the sinks."""
+        self._sinks.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _judged(self, rollout: Observation | Mapping[str, Any] | None, mismatch: Mismatch) -> Verdict | None:
+        """The guard's verdict on a rollout. One that cannot be given must not cost the step: the record says why."""
+        if self.guard is None or rollout is None:
+            return None
+        try:
+            seen = rollout if isinstance(rollout, Observation) else run_record.observation(rollout)
+            if seen.kl_k3 is None and mismatch.tokens:
+                seen = replace(seen, kl_k3=mismatch.k3_robust)
+            verdict = self.guard.after_rollout(seen)
+        except Exception as error:
+            if self._guard_off is None:
+                warn(f"the guard cannot judge this rollout: {error}")
+            self._guard_off = str(error)
+            return None
+        self._guard_off = None
+        return verdict
+
+    def _running(self) -> EngineFacts | None:
+        """What runs now. An engine that cannot say so, one that has died perhaps, must not cost the step."""
+        if self.facts is None:
+            return None if self.guard is None else self.guard.facts
+        try:
+            return self.facts() if callable(self.facts) else self.facts
+        except Exception as error:
+            if not self._speechless:
+                warn(f"the engine does not say what runs: {error}. Training goes on without it in the records")
+            self._speechless = True
+            return None

@@ -1,0 +1,60 @@
+"""Batches that the tests of the mismatch share, also in processes that are spawned (they import this file)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def ragged(seed: int, rows: int = 6, length: int = 40, sd: float = 0.3) -> tuple[Any, Any, Any]:
+    """(train, rollout, mask) [rows, length] float32 and bool tensors: holes, and the second row empty."""
+    import torch
+
+    rng = np.random.default_rng(seed)
+    rollout = -rng.exponential(0.7, (rows, length))
+    train = rollout + sd * rng.standard_t(3, (rows, length))
+    mask = (np.arange(length) < rng.integers(1, length + 1, (rows, 1))) & (rng.random((rows, length)) < 0.9)
+    mask[1:2] = False
+    return torch.tensor(train).float(), torch.tensor(rollout).float(), torch.tensor(mask)
+
+
+def packed(train: Any, rollout: Any, mask: Any) -> tuple[Any, Any, Any]:
+    """The same tokens as (train, rollout, lengths), without padding."""
+    return train[mask], rollout[mask], mask.sum(1)
+
+
+def one_of_two(rank: int, folder: str) -> None:
+    """One of two processes: what ranks measure together is what one process measures of all, and so are the weights."""
+    import torch
+    from torch.distributed import destroy_process_group, init_process_group
+
+    from fp8plan.runtime.correction import CorrectionSettings, correct
+    from fp8plan.runtime.mismatch import measure
+    from fp8plan.runtime.tokens import pack
+
+    whole = ragged(0)
+    versions = torch.tensor([4, 4, 5, 5, 6, 6])
+    settings = CorrectionSettings(batch_normalize=True), CorrectionSettings(level="sequence", batch_normalize=True)
+    # Before the ranks meet, measure and correct are those of one process.
+    alone = measure(pack(*whole), versions)
+    weights = [correct(pack(*whole), some).weights for some in settings]
+    init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    # Some sequences each; the second has none; the second has sequences, all empty.
+    for first in (slice(0, 2), slice(0, 6), None):
+        part = slice(0, 6) if first is None else (first, slice(first.stop, 6))[rank]
+        data = [tensor[part] for tensor in whole]
+        if first is None and rank:
+            data[2] = torch.zeros_like(data[2])
+        found = measure(pack(*data), versions[part]).reduced()
+        if first is None:  # its six empty sequences count, as in verl
+            assert found["sequences"] == 12
+            assert found["tokens"] == alone["tokens"]
+        else:
+            np.testing.assert_allclose(found.values, alone.values, rtol=1e-12, atol=1e-12)
+            assert (found.smallest, found.largest) == (alone.smallest, alone.largest)
+            assert found.metrics().versions.keys() == {4, 5, 6}
+        for some, expected in zip(settings, weights, strict=True):
+            ours = correct(pack(*data), some).weights
+            torch.testing.assert_close(ours, expected[part] * data[2], rtol=1e-6, atol=0)
+    destroy_process_group()

@@ -1,0 +1,288 @@
+"""The controller: laws of its law, and what must never move a threshold."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.controller import (
+    AdaptiveThresholds,
+    Alarm,
+    ConstantThresholds,
+    ControllerState,
+    Decision,
+    noise_scale,
+)
+from fp8plan.runtime.controlling import law
+from fp8plan.runtime.mismatch import Mismatch, measure
+from fp8plan.runtime.tokens import pack
+
+TOKENS = 4_000
+SETTINGS = (
+    AdaptiveThresholds(noise_tokens=100.0),
+    AdaptiveThresholds(tis=None, band=(0.5, 5.0), noise_tokens=100.0),
+    AdaptiveThresholds(tis=3.0, band=(0.2, 4.0), bounds=(1.2, 6.0)),
+)
+adaptive = st.sampled_from(SETTINGS)
+sigmas = st.lists(st.floats(0.0, 4.0), min_size=1, max_size=12)
+
+
+def ratios(sigma: float, tokens: int = TOKENS, seed: int = 0) -> np.ndarray[Any, Any]:
+    """Log ratios of honest importance weights: their mean ratio is 1 but for sampling."""
+    return sigma * np.random.default_rng(seed).normal(size=tokens) - sigma**2 / 2
+
+
+def mismatch(log_ratio: Any) -> Mismatch:
+    """Of one sequence with these log ratios."""
+    log_ratio = np.atleast_2d(np.asarray(log_ratio, np.float32))
+    return measure(pack(log_ratio - 3.0, np.full_like(log_ratio, -3.0), np.ones_like(log_ratio, bool))).metrics()
+
+
+SEEN = {sigma: mismatch(ratios(sigma)) for sigma in (0.0, 0.01, 0.1, 0.25, 0.5, 0.8, 1.2, 2.0)}
+
+
+def after(controller: AdaptiveThresholds, seen: list[Mismatch], state: ControllerState | None = None) -> Any:
+    state = state or controller.initial()
+    for one in seen:
+        thresholds, state, decided = controller.update(state, one)
+    return thresholds, state, decided
+
+
+@settings(deadline=None, max_examples=40)
+@given(adaptive, sigmas)
+def test_thresholds_stay_in_bounds_whatever_comes(controller, sequence):
+    state = controller.initial()
+    lower, upper = controller.bounds
+    for number, sigma in enumerate(sequence):
+        thresholds, state, decided = controller.update(state, mismatch(ratios(sigma, 300, number)))
+        assert (thresholds.tis is None) == (controller.tis is None)
+        assert thresholds.tis is None or lower <= thresholds.tis <= upper
+        if controller.band is not None:
+            assert law.LOWEST <= thresholds.band[0] <= controller.band[0]
+            assert lower <= thresholds.band[1] <= upper
+        assert decided.reason
+
+
+@settings(deadline=None, max_examples=40)
+@given(adaptive, st.lists(st.sampled_from(sorted(SEEN)), min_size=2, max_size=2), st.sampled_from(sorted(SEEN)))
+def test_more_mismatch_never_gives_less_room(controller, pair, start):
+    """From any state: bounds rise with KL, for ratios that differ in scale only."""
+    _, state, _ = after(controller, [SEEN[start]] * 3)
+    below, above = (controller.update(state, SEEN[sigma])[0] for sigma in sorted(pair))
+    assert below.tis is None or below.tis <= above.tis
+    assert below.band is None or (below.band[1] <= above.band[1] and below.band[0] >= above.band[0])
+
+
+@pytest.mark.parametrize("controller", SETTINGS)
+def test_a_larger_batch_gets_more_room(controller):
+    controller = replace(controller, noise_tokens=1_000.0)
+    small, large = (after(controller, [mismatch(ratios(0.8, n))] * 4)[1] for n in (2_000, 200_000))
+    if controller.tis is not None:
+        assert small.tis < large.tis
+    if controller.band is not None:
+        assert small.band[1] < large.band[1]
+
+
+@settings(deadline=None, max_examples=25)
+@given(adaptive, sigmas, st.integers(0, 11))
+def test_a_state_restored_mid_run_decides_the_same(controller, sequence, cut):
+    seen = [mismatch(ratios(sigma, 300, number)) for number, sigma in enumerate(sequence)]
+    whole = after(controller, seen)
+    _, state, _ = after(controller, seen[:cut]) if seen[:cut] else (None, controller.initial(), None)
+    restored = ControllerState.from_dict(json.loads(json.dumps(state.to_dict())))
+    assert restored == state
+    assert not seen[cut:] or after(controller, seen[cut:], restored) == whole
+
+
+@pytest.mark.parametrize("controller", SETTINGS)
+def test_a_thousand_steps_without_mismatch_wind_nothing_up(controller):
+    """The step after them decides as the step after one of them."""
+    calm = [SEEN[0.0]]
+    _, once, _ = after(controller, calm * 4)
+    _, long, _ = after(controller, calm * 1_000)
+    for sigma in (0.5, 1.2):
+        assert controller.update(once, SEEN[sigma])[0] == controller.update(long, SEEN[sigma])[0]
+    assert long.strained == 0
+
+
+@pytest.mark.parametrize("controller", SETTINGS)
+@pytest.mark.parametrize("outlier", [-20.0, 5.0, 20.0, 50.0])
+@pytest.mark.parametrize("sigma", [0.0, 0.1, 0.8])
+def test_one_outlier_token_moves_nothing(controller, outlier, sigma):
+    plain = ratios(sigma)
+    spoiled = np.append(plain[:-1], outlier)
+    _, state, _ = after(controller, [mismatch(plain)] * 6)
+    thresholds, _, decided = controller.update(state, mismatch(spoiled))
+    assert thresholds == controller.update(state, mismatch(plain))[0]
+    assert not decided.escalate
+
+
+@pytest.mark.parametrize("controller", SETTINGS)
+@pytest.mark.parametrize("outlier", [5.0, 20.0, 50.0])
+def test_how_far_out_an_outlier_lies_says_nothing_even_in_a_tiny_batch(controller, outlier):
+    """Where one of 200 tokens is half a percent of them: it counts as any token beyond the bounds."""
+    plain = ratios(0.8, 200)
+    _, state, _ = after(controller, [mismatch(plain)] * 6)
+    near, far = (controller.update(state, mismatch(np.append(plain[:-1], x)))[0] for x in (3.1, outlier))
+    assert near == far
+
+
+@pytest.mark.parametrize("controller", [*SETTINGS, ConstantThresholds()])
+def test_what_is_not_a_number_moves_nothing(controller):
+    _, state, _ = after(controller, [SEEN[0.5]] * 3)
+    empty = measure(pack(np.zeros((2, 3)), np.zeros((2, 3)), np.zeros((2, 3), bool))).metrics()
+    broken = [empty] + [replace(SEEN[0.5], **{name: bad}) for name in ("k3", "k3_robust", "chi2_token", "k1")
+                        for bad in (float("nan"), None)]  # fmt: skip
+    for one in broken:
+        thresholds, same, decided = controller.update(state, one)
+        assert same == state
+        assert (thresholds.tis, thresholds.band) == (state.tis, state.band)
+        assert decided.decision is Decision.NO_DATA
+
+
+def test_warm_up_keeps_the_initial_thresholds():
+    controller = AdaptiveThresholds(tis=2.5, warm_up=3, noise_tokens=100.0)
+    state, said = controller.initial(), []
+    for _ in range(4):
+        thresholds, state, decided = controller.update(state, SEEN[1.2])
+        said.append((thresholds.tis, decided.decision))
+    assert said[:3] == [(2.5, Decision.WARM_UP)] * 3
+    assert said[3][0] > 2.5
+    assert said[3][1] is Decision.RELAX
+
+
+def test_it_answers_in_the_step_in_which_the_mismatch_comes_and_no_faster_than_its_slew():
+    controller = AdaptiveThresholds(noise_tokens=100.0, slew=(4.0, 1.25))
+    _, calm, _ = after(controller, [SEEN[0.1]] * 20)
+    thresholds, _, decided = controller.update(calm, SEEN[1.2])
+    assert thresholds.tis == pytest.approx(1.25 * calm.tis)
+    assert decided.decision is Decision.RELAX
+    assert controller.update(after(controller, [SEEN[1.2]] * 20)[1], SEEN[0.1])[2].decision is Decision.TIGHTEN
+
+
+def test_a_change_within_the_dead_band_is_no_change():
+    controller = AdaptiveThresholds(noise_tokens=100.0, dead_band=1.5)
+    _, state, _ = after(controller, [SEEN[0.8]] * 5)
+    _, same, decided = controller.update(state, mismatch(ratios(0.85, seed=1)))
+    assert same.tis == state.tis
+    assert decided.decision is Decision.HOLD
+
+
+def test_ratios_that_are_not_those_of_the_sampler_never_loosen():
+    """Log-probs of another temperature, say: their mean ratio is far from 1."""
+    controller = AdaptiveThresholds(noise_tokens=100.0)
+    _, state, _ = after(controller, [SEEN[0.25]] * 4)
+    thresholds, _, decided = controller.update(state, mismatch(ratios(1.0) + 0.5))
+    assert Alarm.UNIT_MEAN in decided.alarms
+    assert thresholds.tis == state.tis
+    assert Alarm.UNIT_MEAN not in controller.update(state, SEEN[1.2])[2].alarms
+
+
+@pytest.mark.parametrize(
+    "controller",
+    [
+        AdaptiveThresholds(tis=None, band=(0.5, 1.5), bounds=(1.0, 1.5), min_kept=0.99, patience=3),
+        AdaptiveThresholds(noise=2.0, max_clipped=0.2, patience=3),
+    ],
+)
+def test_limits_that_cannot_be_kept_ask_for_the_guard_after_patience(controller):
+    state, said = controller.initial(), []
+    for _ in range(5):
+        _, state, decided = controller.update(state, SEEN[1.2])
+        said.append((decided.decision, decided.escalate))
+    assert said == [(Decision.AT_BOUND, False)] * 2 + [(Decision.AT_BOUND, True)] * 3
+    _, state, decided = controller.update(state, SEEN[0.01])
+    assert not decided.escalate
+    assert state.strained == 0
+
+
+def test_alarms_tell_what_kl_does_not():
+    few = ratios(0.05)
+    few[:60] = np.log(30.0)
+    found = ConstantThresholds().update(ConstantThresholds().initial(), mismatch(few))[2]
+    assert {Alarm.RAW_ESS, Alarm.CHI2, Alarm.TAIL} <= set(found.alarms)
+    broken = after(AdaptiveThresholds(), [mismatch(ratios(0.5) - 2.0)] * 2)[2]
+    assert {Alarm.KL, Alarm.BROKEN} <= set(broken.alarms)
+    assert broken.escalate
+    assert after(AdaptiveThresholds(), [SEEN[0.1]] * 2)[2].alarms == ()
+
+
+def test_a_plan_gives_the_start_and_the_range_of_kl():
+    class Choice:
+        kl_k3_high = 0.2
+
+    class Plan:
+        thresholds = {"token_tis": 1.5, "token_mis": [0.4, 3.0]}  # noqa: RUF012
+
+        @staticmethod
+        def select() -> Choice:
+            return Choice()
+
+    state = AdaptiveThresholds().initial(Plan())  # type: ignore[arg-type]
+    assert (state.tis, state.band, state.limit_kl) == (1.5, None, 0.2)
+    state = AdaptiveThresholds(tis=None, band=(0.5, 5.0)).initial(Plan())  # type: ignore[arg-type]
+    assert (state.tis, state.band) == (None, (0.4, 3.0))
+    assert ConstantThresholds(tis=2.0).initial(Plan()).tis == 2.0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("sigma", "noise"), [(0.5, 0.01), (0.8, 0.05), (1.2, 0.02), (2.0, 0.2)])
+def test_the_law_is_where_the_estimated_error_is_least(sigma, noise):
+    """Against a search over C of the error itself, from all ratios."""
+    log_ratio = ratios(sigma, 400_000)
+    ratio = np.exp(log_ratio)
+    capped = np.minimum(ratio, law.GRID[-1])
+    candidates = np.geomspace(1.0, 19.0, 150)
+    error = [
+        law.BIAS_WEIGHT * np.mean(capped - np.minimum(ratio, c)) ** 2 + noise * np.mean(np.minimum(ratio, c) ** 2)
+        for c in candidates
+    ]
+    found = law.best_cap(law.tail(mismatch(log_ratio)), noise, law.GRID[-1])
+    assert found == pytest.approx(candidates[int(np.argmin(error))], rel=0.05)
+    masked = [
+        law.BIAS_WEIGHT * np.mean(np.where(ratio > h, capped, 0.0)) ** 2
+        + noise * np.mean(np.where(ratio > h, 0.0, ratio) ** 2)
+        for h in candidates
+    ]
+    found = law.best_mask(law.tail(mismatch(log_ratio)), noise, law.GRID[-1])
+    assert found == pytest.approx(candidates[int(np.argmin(masked))], rel=0.05)
+
+
+def test_noise_scale_from_two_batch_sizes():
+    rng = np.random.default_rng(3)
+    gradient, spread = np.full(50, 0.2), 3.0  # |G|^2 = 2, and 450 / tokens of noise
+    norms = [np.mean(np.sum((gradient + spread / n**0.5 * rng.normal(size=(4_000, 50))) ** 2, 1)) for n in (64, 512)]
+    assert noise_scale(norms[0], 64, norms[1], 512) == pytest.approx(50 * spread**2 / 2.0, rel=0.1)
+    with pytest.raises(ConfigError, match="average over more steps"):
+        noise_scale(1.0, 64, 2.0, 512)
+    with pytest.raises(ConfigError, match="small < large"):
+        noise_scale(1.0, 512, 2.0, 64)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"bounds": (0.5, 2.0)}, {"bounds": (2.0, 50.0)}, {"noise": 0.0}, {"noise_tokens": -1.0}, {"slew": (1.0, 4.0)}],
+)
+def test_settings_that_cannot_be(wrong):
+    with pytest.raises(ConfigError, match="allowed"):
+        AdaptiveThresholds(**wrong)
+
+
+def test_a_saved_state_of_something_else_is_refused():
+    with pytest.raises(ConfigError, match="to_dict"):
+        ControllerState.from_dict({"steps": 3})
+
+
+def test_the_controller_loads_no_torch():
+    import subprocess
+
+    code = "import sys, fp8plan.runtime.controller; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0

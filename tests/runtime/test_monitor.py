@@ -1,0 +1,363 @@
+"""Monitor.step: one call that measures, decides, corrects, judges and records, on one rank or several."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from simulated_run import simulated
+
+from fp8plan import runs
+from fp8plan.errors import ConfigError
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.records import read_records
+from fp8plan.model.validate import validate
+from fp8plan.runtime.controller import AdaptiveThresholds, Alarm, ConstantThresholds
+from fp8plan.runtime.correction import CorrectionSettings, Thresholds, correct
+from fp8plan.runtime.guard import Guard
+from fp8plan.runtime.guarding.facts import EngineFacts, Observation
+from fp8plan.runtime.mismatch import measure
+from fp8plan.runtime.monitor import Monitor, Step
+from fp8plan.runtime.ranks import combined
+from fp8plan.runtime.record import RunReader
+from fp8plan.runtime.sinks import Callback, JsonLines
+from fp8plan.runtime.tokens import pack
+
+FACTS = EngineFacts("Qwen/Qwen3-0.6B", "h200_sxm", "0.26.0", "fp8_block+fp8_kv", EngineLimits(max_num_seqs=64))
+SEEN = Observation(seconds=0.9, prompt_lengths=[16] * 6, response_lengths=[64] * 6, prompt_ids=[0, 0, 0, 1, 1, 1])
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def batch(seed: int = 0, sigma: float = 0.05, rows: int = 6, length: int = 64) -> Batch:
+    """(train, rollout, mask): log-probs whose difference is normal with -sigma^2/2, sigma^2; a third is padding."""
+    chance = torch.Generator().manual_seed(seed)
+    rollout = -2 * torch.rand(rows, length, generator=chance)
+    train = rollout + sigma * torch.randn(rows, length, generator=chance) - sigma**2 / 2
+    return train, rollout, torch.rand(rows, length, generator=chance) > 0.33
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    reader = RunReader(path)
+    reader.read()
+    assert (reader.skipped, reader.replaced) == (0, 0)
+    return reader.rows
+
+
+def same(one: Step, other: Step) -> None:
+    assert one.weights is not None
+    assert torch.equal(torch.as_tensor(one.weights), torch.as_tensor(other.weights))
+    assert torch.equal(torch.as_tensor(one.mask), torch.as_tensor(other.mask))
+    assert (one.thresholds, one.decided) == (other.thresholds, other.decided)
+
+
+def test_a_step_is_its_parts_in_order() -> None:
+    settings = CorrectionSettings(thresholds=Thresholds(tis=1.5))
+    monitor, controller = Monitor(settings), AdaptiveThresholds(tis=1.5)
+    state = controller.initial(None)
+    for seed in range(8):
+        given = batch(seed, sigma=0.2 + 0.1 * seed)
+        step = monitor.step(*given)
+        tokens = pack(*given)
+        mismatch = measure(tokens).metrics()
+        thresholds, state, decided = controller.update(state, mismatch)
+        expected = correct(tokens, replace(settings, thresholds=thresholds))
+        assert step.weights is not None
+        assert torch.equal(step.weights, expected.weights)
+        assert torch.equal(step.mask, expected.mask)
+        assert (step.thresholds, step.decided, step.mismatch) == (thresholds, decided, mismatch)
+        assert not step.weights.requires_grad
+        for name, value in expected.metrics.items():
+            assert step.metrics[name] == value
+        assert step.metrics["rollout_corr/kl"] == mismatch.k1
+        assert step.metrics["rollout_corr/k3_kl"] == mismatch.k3
+        assert step.metrics[runs.TIS] == thresholds.tis
+
+
+def test_padded_packed_and_numpy_batches_are_one_batch() -> None:
+    train, rollout, mask = batch(sigma=0.4)
+    lengths = mask.sum(1)
+    padded = Monitor().step(train, rollout, mask)
+    packed = Monitor().step(train[mask], rollout[mask], lengths=lengths)
+    array = Monitor().step(train.numpy(), rollout.numpy(), mask.numpy())
+    assert padded.weights is not None
+    assert torch.equal(padded.weights[mask], torch.as_tensor(packed.weights))
+    assert isinstance(array.weights, np.ndarray)
+    same(padded, array)
+    timeless = {name for name in padded.metrics if name != "fp8plan/monitor_s"}
+    assert {x: packed.metrics[x] for x in timeless} == {x: padded.metrics[x] for x in timeless}
+
+
+def test_a_record_has_what_the_views_read_and_validate_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with Monitor(sinks=[JsonLines(path)], guard=Guard(FACTS)) as monitor:
+        for seed in range(3):
+            step = monitor.step(*batch(seed), versions=[seed] * 6, rollout=SEEN)
+    assert monitor.failures == [0]
+    *_, row = rows_of(path)
+    model = simulated(1)[0]  # what the tests of the views show
+    assert set(model) <= set(row)
+    assert set(model["metrics"]) <= set(row["metrics"])
+    assert set(model["profile"][0]) == set(row["profile"][0])
+    assert set(model["guard"]) == set(row["guard"])
+    assert set(model["guard"]["verdict"]) == set(row["guard"]["verdict"])
+    assert (row["step"], row["decision"], row["reason"]) == (3, step.decided.decision, step.decided.reason)
+    assert row["thresholds"] == {"tis": step.thresholds.tis, "band": None}
+    assert row["metrics"] == json.loads(json.dumps(dict(step.metrics)))
+    assert list(row["versions"]) == ["2"]
+    assert set(runs.ALARMS) == {x.value for x in Alarm}
+    for record in read_records(path):
+        assert record.fields["precision"] == "fp8_block+fp8_kv"
+        assert record.limits.max_num_seqs == 64
+        assert record.batch.responses.tolist() == [64] * 6
+    found = validate(read_records(path)).records
+    assert step.verdict is not None
+    predicted = 6 * 64 / found[-1]["predicted_s"]
+    assert step.verdict.predicted_tokens_per_s == pytest.approx(predicted)  # the same prediction, of the same record
+
+
+def test_the_fields_of_a_rollout_record_do_as_well_as_an_observation() -> None:
+    taken: list[Any] = []
+    fields = {
+        "seconds": 0.9, "prompt_lengths": [16] * 6, "response_lengths": [64] * 6, "prompt_ids": [0, 0, 0, 1, 1, 1],
+        "preemptions": np.int64(0), "boot": "a1",
+    }  # fmt: skip
+    fields |= {"prompt_lengths": np.full(6, 16), "response_lengths": torch.full((6,), 64)}
+    for rollout in (SEEN, fields):
+        with Monitor(sinks=[Callback(taken.append)], guard=Guard(FACTS)) as monitor:
+            step = monitor.step(*batch(), rollout=rollout)
+            assert step.verdict is not None
+    one, other = taken
+    assert one["guard"] == other["guard"]
+    assert one["metrics"][runs.TOKENS_PER_S] == pytest.approx(6 * 64 / 0.9)
+    assert (other["boot"], other["response_lengths"]) == ("a1", one["response_lengths"])
+
+
+def test_without_a_guard_the_speed_is_told_and_the_engine_may_tell_what_runs() -> None:
+    taken: list[Any] = []
+    precisions = iter(["fp8_kv", "bf16"])
+    with Monitor(sinks=[Callback(taken.append)], facts=lambda: replace(FACTS, precision=next(precisions))) as monitor:
+        monitor.step(*batch(), rollout=SEEN)
+        monitor.step(*batch(), rollout=SEEN, number=17)
+    assert [(x["step"], x["precision"], x["guard"]) for x in taken] == [(1, "fp8_kv", None), (17, "bf16", None)]
+    assert taken[0]["metrics"][runs.TOKENS_PER_S] == pytest.approx(6 * 64 / 0.9)
+    assert runs.PREDICTED not in taken[0]["metrics"]
+
+
+def test_an_engine_that_cannot_say_what_runs_costs_no_step() -> None:
+    def dead() -> EngineFacts:
+        raise RuntimeError("it has died")
+
+    taken: list[Any] = []
+    monitor = Monitor(sinks=[Callback(taken.append)], facts=dead)
+    with pytest.warns(RuntimeWarning, match="it has died"):
+        monitor.step(*batch(), rollout=SEEN)
+    monitor.step(*batch(), rollout=SEEN)  # a second warning would be an error
+    assert [x["seconds"] for x in taken] == [0.9, 0.9]
+    assert "model" not in taken[0]
+
+
+def test_the_verdict_of_an_engine_that_judges_itself_is_recorded_and_its_guard_not_asked_again() -> None:
+    taken: list[Any] = []
+    guard = Guard(FACTS)
+    verdict = guard.after_rollout(replace(SEEN, kl_k3=1.0))
+    counted = guard.state
+    with Monitor(sinks=[Callback(taken.append)], guard=guard) as monitor:
+        step = monitor.step(*batch(), rollout=SEEN, verdict=verdict)
+    assert step.verdict is verdict
+    assert guard.state == counted
+    assert taken[0]["guard"] == {"verdict": verdict.to_dict(), "state": guard.state_dict(), "off": None}
+
+
+def test_the_guard_hears_of_the_mismatch_and_steps_down() -> None:
+    monitor = Monitor(guard=Guard(FACTS))
+    actions = [monitor.step(*batch(n, sigma=0.9), rollout=SEEN).verdict.action for n in range(3)]  # type: ignore[union-attr]
+    assert actions == ["none", "none", "recalibrate_kv"]
+
+
+def test_a_rollout_that_cannot_be_judged_costs_no_step() -> None:
+    taken: list[Any] = []
+    monitor = Monitor(sinks=[Callback(taken.append)], guard=Guard(FACTS))
+    with pytest.warns(RuntimeWarning, match="cannot judge.*KV cache"):
+        step = monitor.step(*batch(), rollout={"seconds": 1.0, "prompt_lengths": [16], "response_lengths": [10**7]})
+    assert step.verdict is None
+    assert taken[-1]["guard"]["off"]
+    monitor.step(*batch(), rollout={"seconds": 1.0})  # told already: a second warning would be an error here
+    assert monitor.step(*batch(), rollout=SEEN).verdict is not None
+    assert taken[-1]["guard"]["off"] is None
+
+
+def test_a_sink_that_always_fails_changes_no_step() -> None:
+    def broken(_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    told: list[Any] = []
+    silent, noisy = Monitor(), Monitor(sinks=[Callback(broken), Callback(told.append)])
+    with pytest.warns(RuntimeWarning, match="No space"):
+        same(silent.step(*batch(0)), noisy.step(*batch(0)))
+    for seed in range(1, 5):
+        same(silent.step(*batch(seed)), noisy.step(*batch(seed)))  # a second warning would be an error
+    assert noisy.failures == [5, 0]
+    assert [x["metrics"]["fp8plan/sink_failures"] for x in told] == [0, 1, 2, 3, 4]
+
+
+def test_a_monitor_that_is_restored_goes_on_as_if_nothing_had_happened() -> None:
+    whole, first = (Monitor(guard=Guard(FACTS)) for _ in range(2))
+    batches = [batch(n, sigma=0.1 + 0.15 * (n % 7)) for n in range(14)]
+    expected = [whole.step(*given, rollout=SEEN) for given in batches]
+    for given in batches[:6]:
+        first.step(*given, rollout=SEEN)
+    saved = json.loads(json.dumps(first.state_dict()))  # as a checkpoint would hold it
+    second = Monitor(guard=Guard(FACTS))
+    second.load_state_dict(saved)
+    for given, wanted in zip(batches[6:], expected[6:], strict=True):
+        same(second.step(*given, rollout=SEEN), wanted)
+    assert second.state_dict() == whole.state_dict()
+    assert second.steps == 14
+
+
+@pytest.mark.parametrize("wrong", [{}, {"steps": 3}, {"steps": "3", "controller": {}, "guard": None}])
+def test_a_state_that_is_none_is_refused_and_changes_nothing(wrong: dict[str, Any]) -> None:
+    monitor = Monitor()
+    before = monitor.state_dict()
+    with pytest.raises(ConfigError):
+        monitor.load_state_dict(wrong)
+    assert monitor.state_dict() == before
+
+
+def test_log_probs_that_do_not_fit_change_nothing() -> None:
+    taken: list[Any] = []
+    monitor = Monitor(sinks=[Callback(taken.append)])
+    monitor.step(*batch())
+    before = monitor.state_dict()
+    train, rollout, _ = batch()
+    with pytest.raises(ConfigError, match="shape"):
+        monitor.step(train, rollout[:-1])
+    assert (monitor.state_dict(), len(taken)) == (before, 1)
+
+
+def broken_batches() -> Iterator[tuple[str, Batch]]:
+    train, rollout, mask = batch()
+    yield "empty mask", (train, rollout, torch.zeros_like(mask))
+    yield "no rows", (train[:0], rollout[:0], mask[:0])
+    yield "all NaN", (train * torch.nan, rollout, mask)
+    outlier = train.clone()
+    outlier[0, 0], mask[0, 0] = rollout[0, 0] + 20, True
+    yield "an outlier", (outlier, rollout, mask)
+    holes = train.clone()
+    holes[1], holes[2] = -torch.inf, torch.nan
+    yield "NaN and -inf", (holes, rollout, mask)
+
+
+@pytest.mark.parametrize(("name", "given"), broken_batches())
+@pytest.mark.parametrize("controller", [ConstantThresholds(), AdaptiveThresholds()])
+def test_a_broken_batch_gives_finite_weights_and_a_record(name: str, given: Batch, controller: Any) -> None:
+    taken: list[Any] = []
+    monitor = Monitor(controller=controller, sinks=[Callback(taken.append)])
+    for _ in range(3):
+        step = monitor.step(*given)
+        assert step.weights is not None
+        assert step.weights.shape == given[0].shape
+        assert bool(torch.as_tensor(step.weights).isfinite().all())
+        assert not bool((torch.as_tensor(step.mask).bool() & ~given[2]).any())
+    assert [x["step"] for x in taken] == [1, 2, 3]
+    assert monitor.failures == [0]
+    assert taken[-1]["metrics"]["fp8plan/tokens"] == len(pack(*given))
+
+
+@pytest.mark.slow
+def test_a_step_of_eight_million_tokens_takes_at_most_a_second(tmp_path: Path) -> None:
+    """On one core, the best of five: threads that wait for each other would tell what else the machine does."""
+    tokens, responses = 8_000_000, 1536
+    shares = np.random.default_rng(0).lognormal(0, 0.9, responses)
+    lengths = (shares / shares.sum() * tokens).astype(int)
+    lengths[0] += tokens - lengths.sum()
+    rollout = -3 * torch.rand(tokens)
+    train = rollout + 0.05 * torch.randn(tokens)
+    threads, took = torch.get_num_threads(), []
+    torch.set_num_threads(1)
+    try:
+        with Monitor(sinks=[JsonLines(tmp_path / "run.jsonl")]) as monitor:
+            for _ in range(5):
+                begun = time.perf_counter()
+                monitor.step(train, rollout, lengths=lengths)
+                took.append(time.perf_counter() - begun)
+    finally:
+        torch.set_num_threads(threads)
+    print(f"Monitor.step of {tokens:,} tokens: {min(took):.2f} s")
+    assert min(took) <= 1.0
+
+
+def test_figures_of_ranks_are_weighted_by_their_tokens() -> None:
+    found = [(30, {"a": 1.0, "b_max": 3.0, "c_min": 1.0, "d": None}), (10, {"a": 5.0, "b_max": 9.0, "c_min": 0.5})]
+    assert combined(found) == {"a": 2.0, "b_max": 9.0, "c_min": 0.5, "d": None}
+
+
+RANK = """
+import json, os, sys
+from datetime import timedelta
+import torch
+from torch import distributed
+from fp8plan.runtime.exporters import Prometheus
+from fp8plan.runtime.monitor import Monitor
+from fp8plan.runtime.sinks import JsonLines
+rank, ranks, folder, port, metrics = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5])
+os.environ["RANK"] = str(rank)  # as a launcher does: monitors may be made before the group is
+monitor = Monitor(sinks=[JsonLines(folder + "/run.jsonl"), Prometheus(metrics)])  # only one can have the port
+distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks,
+                               timeout=timedelta(seconds=60))
+for number, (train, rollout, mask) in enumerate(torch.load(folder + "/batches.pt")):
+    mine = slice(rank, None, ranks)
+    if number == 2 and rank == 1:
+        mask = torch.zeros_like(mask)  # this rank has no tokens in this step
+    step = monitor.step(train[mine], rollout[mine], mask[mine])
+    print(json.dumps({"thresholds": step.thresholds.tis, "k3": step.mismatch.k3, "tokens": step.mismatch.tokens,
+                      "ess": step.metrics["rollout_corr/rollout_is_eff_sample_size"],
+                      "clip": step.metrics["fp8plan/clip_fraction"]}))
+monitor.close()
+distributed.destroy_process_group()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as some:
+        some.bind(("127.0.0.1", 0))
+        return int(some.getsockname()[1])
+
+
+def test_ranks_share_thresholds_and_one_writes(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    batches = [batch(n, sigma=0.2 + 0.2 * n) for n in range(4)]
+    torch.save(batches, tmp_path / "batches.pt")
+    ports = str(free_port()), str(free_port())
+    command = [sys.executable, "-c", RANK]
+    running = [
+        subprocess.Popen([*command, str(n), "2", str(tmp_path), *ports], stdout=subprocess.PIPE, text=True)
+        for n in range(2)
+    ]
+    said = [process.communicate(timeout=120)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    one, other = ([json.loads(x) for x in text.splitlines() if x.startswith("{")] for text in said)
+    assert one == other
+    rows = rows_of(tmp_path / "run.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]  # by one rank alone
+    alone = Monitor()
+    for number, ((train, rollout, mask), told, row) in enumerate(zip(batches, one, rows, strict=True)):
+        if number == 2:
+            mask = mask & (torch.arange(len(mask)) % 2 == 0)[:, None]
+        step = alone.step(train, rollout, mask)
+        assert told["tokens"] == step.mismatch.tokens == int(mask.sum())
+        assert told["k3"] == pytest.approx(step.mismatch.k3, rel=1e-9)
+        assert told["thresholds"] == pytest.approx(step.thresholds.tis, rel=1e-9)
+        assert row["thresholds"]["tis"] == told["thresholds"]
+        assert told["clip"] == pytest.approx(step.metrics["fp8plan/clip_fraction"], abs=1e-6)
+        assert told["ess"] == pytest.approx(step.metrics["rollout_corr/rollout_is_eff_sample_size"], rel=0.05)

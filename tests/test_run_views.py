@@ -1,0 +1,320 @@
+"""What a user sees of a run: the terminal view, the page, and the commands that make them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from simulated_run import STEP_S, simulated
+
+from fp8plan import cli, runs
+from fp8plan.errors import ConfigError
+from fp8plan.run_plots import PANELS, by_position, figure
+from fp8plan.run_report import page, summary, write_report
+from fp8plan.run_view import RunView
+from fp8plan.runtime.record import RunReader, append, line
+from fp8plan.sparkline import BARS, Scale, duration, percent, sparkline
+
+RUN = simulated(200)
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> RunReader:
+    path.write_bytes(b"".join(map(line, rows)))
+    reader = RunReader(path)
+    reader.read()
+    return reader
+
+
+def shown(reader: RunReader, width: int = 80, steps: int | None = None) -> str:
+    console = Console(width=width, color_system=None)
+    with console.capture() as caught:
+        console.print(RunView(reader, steps))
+    return caught.get()
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+@pytest.mark.parametrize("count", [1, 2, 30, 200])
+def test_every_figure_is_in_the_view_and_no_line_is_cut(tmp_path: Path, width: int, count: int) -> None:
+    text = shown(written(tmp_path / "run.jsonl", RUN[:count]), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    final = RUN[count - 1]["metrics"]
+    assert f"{final['rollout_corr/k3_kl']:.2e}" in text
+    assert f"limit {final['fp8plan/kl_limit']:.1e}" in text
+    assert f"{final['fp8plan/threshold_tis']:.2f}" in text
+    assert f"{final['fp8plan/tokens_per_s']:,.0f}" in text
+    assert percent(final["fp8plan/ess_raw"]) in text
+    assert f"step {count:,}, " in text
+    for label in ("KL k3", "ESS", "raw ESS", "TIS C", "clipped", "clipped mass", "tokens/s", "decision", "guard"):
+        assert re.search(rf"^{label} ", text, re.MULTILINE), label
+
+
+def test_the_view_tells_what_is_wrong(tmp_path: Path) -> None:
+    slow = next(x for x in RUN if not x["guard"]["verdict"]["within"])
+    text = shown(written(tmp_path / "run.jsonl", RUN[: slow["step"]]), 160)
+    assert "too slow" in text
+    assert slow["guard"]["verdict"]["causes"][0]["sentence"] in text
+    alarmed = next(x for x in RUN if x["alarms"])
+    text = shown(written(tmp_path / "run.jsonl", RUN[: alarmed["step"]]), 160)
+    assert f"kl: {runs.ALARMS['kl']}" in text
+    off = RUN[0] | {"guard": {"verdict": None, "state": None, "off": "no profile"}, "alarms": ["new_word"]}
+    text = shown(written(tmp_path / "run.jsonl", [off]))
+    assert "off: no profile" in text
+    assert re.search(r"alarm +new_word\n", text)
+
+
+def test_a_run_that_has_little_to_tell_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
+    bare = {"step": 1, "metrics": {"rollout_corr/k3_kl": 1e-3, "fp8plan/threshold_tis": None}}
+    text = shown(written(tmp_path / "run.jsonl", [bare]))
+    assert "1.00e-03" in text
+    assert "TIS C" not in text
+    assert "no step yet" in shown(written(tmp_path / "run.jsonl", []), 200)
+    page(written(tmp_path / "run.jsonl", [bare]))
+
+
+def test_a_run_that_has_stopped_looks_so(tmp_path: Path) -> None:
+    console = Console(width=80, force_terminal=True, color_system="standard")
+
+    def heading(hours: float) -> str:
+        begin = datetime.now(UTC) - timedelta(hours=hours, seconds=STEP_S * len(RUN))
+        with console.capture() as caught:
+            console.print(RunView(written(tmp_path / "run.jsonl", simulated(200, begin=begin))))
+        return caught.get().splitlines()[0]
+
+    assert "\x1b[33m" not in heading(0)
+    assert "\x1b[33m" in heading(9)
+    assert "9.0 h ago; one every 7 min" in heading(9)
+
+
+def test_steps_made_again_and_lines_that_are_no_records_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    reader = written(path, RUN[:20])
+    append(path, line(RUN[14]) + b"junk\n")
+    reader.read()
+    for text in (shown(reader), page(reader)):
+        assert re.search(r"\b6 steps were made again", text)
+        assert re.search(r"\b1 lines? (is|are) no record", text)
+
+
+@given(
+    st.lists(st.one_of(st.floats(1e-6, 1e6), st.just(float("nan"))), max_size=120),
+    st.integers(1, 60),
+    st.sampled_from([Scale(), Scale(low=0.0), Scale(low=0.0, high=1.0), Scale(span=10.0, log=True)]),
+)
+def test_a_sparkline_fits_has_only_bars_and_larger_is_never_lower(
+    values: list[float], width: int, scale: Scale
+) -> None:
+    bars = sparkline(np.array(values), width, scale)
+    assert len(bars) == min(len(values), width)
+    assert set(bars) <= set(BARS + " ")
+    if len(values) <= width:
+        known = sorted((x, BARS.index(bar)) for x, bar in zip(values, bars, strict=True) if x == x)
+        assert [bar for _, bar in known] == sorted(bar for _, bar in known)
+        assert [bar == " " for bar in bars] == [x != x for x in values] or not known
+
+
+def test_a_spike_survives_being_drawn_small_and_noise_is_flat() -> None:
+    values = np.full(500, 0.001)
+    values[250] = 0.1
+    assert sparkline(values, 20, Scale(span=10.0, log=True)).count(BARS[-1]) == 1
+    noise = np.random.default_rng(0).normal(9000, 90, 60)
+    assert len(set(sparkline(noise, 60, Scale(low=0.0, high=9800.0)))) <= 2
+
+
+def test_numbers_are_short_and_true() -> None:
+    assert [percent(x) for x in (None, 0.0, 1e-7, 0.00012, 0.5, 0.99996, 1.0)] == [
+        "-", "0.000%", "<0.001%", "0.012%", "50.0%", "99.996%", "100.0%",
+    ]  # fmt: skip
+    assert [duration(x) for x in (0.312, 3, 12, 412, 9000, 400_000)] == [
+        "0.31 s",
+        "3 s",
+        "12 s",
+        "7 min",
+        "2.5 h",
+        "5 days",
+    ]
+
+
+def test_events_are_changes_not_states() -> None:
+    found = runs.events(RUN)
+    assert [x.step for x in found] == sorted(x.step for x in found)
+    changes = {x["step"] for x in RUN if x["decision"] in ("tighten", "relax")}
+    assert {x.step for x in found if x.kind == "decision"} == changes
+    begun = [
+        b["step"] for a, b in zip([RUN[0], *RUN], RUN, strict=False) if "kl" in b["alarms"] and "kl" not in a["alarms"]
+    ]
+    assert [x.step for x in found if (x.kind, x.what) == ("alarm", "kl")] == begun  # with no other alarm
+    assert len(begun) < sum("kl" in x["alarms"] for x in RUN)
+    assert [(x.step, x.what) for x in found if x.kind == "guard"] == [(160, "kv_to_bf16")]
+
+
+def test_the_figure_holds_the_records_numbers(tmp_path: Path) -> None:
+    reader = written(tmp_path / "run.jsonl", RUN)
+    made = figure(reader.rows, runs.events(reader.rows))
+    curves = {trace.name: trace for trace in made.data if trace.name}
+    for panel in PANELS:
+        for trace in panel.traces:
+            values = [row["metrics"].get(trace.metric) for row in RUN]
+            if any(x is not None for x in values):
+                assert list(curves[trace.name].x) == [row["step"] for row in RUN]
+                assert list(curves[trace.name].y) == pytest.approx(values, rel=1e-4)
+    assert "upper end" not in curves  # no MIS band in this run, so no panel for it
+    marks = {shape.x0 for shape in made.layout.shapes}
+    assert curves["tokens/s over the prediction, with its 90% band"].y[:3] == pytest.approx(
+        [row["guard"]["verdict"]["ratio"] for row in RUN[:3]], rel=1e-4
+    )
+    assert marks == {x.step for x in runs.events(RUN) if x.kind != "decision"}
+    early, late = by_position(reader.rows).data
+    assert early.name == "first 20 steps"
+    assert late.y[-1] == pytest.approx(np.mean([x["profile"][-1]["k3"] for x in RUN[-20:]]))
+
+
+def test_the_page_stands_alone_and_escapes_what_it_was_given(tmp_path: Path) -> None:
+    evil = RUN[5] | {"decision": "tighten", "reason": "<script>alert(1)</script>", "model": "<b>x"}
+    path = tmp_path / "run.jsonl"
+    written(path, [*RUN[:5], evil])
+    write_report(path, tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert text.startswith("<!doctype html>")
+    assert re.findall(r"<(?:script|link|img)[^>]* (?:src|href)=", text) == []  # needs no network
+    assert text.count("Plotly.newPlot(") == 2
+    assert "<script>alert(1)" not in text
+    assert "&lt;script&gt;alert(1)" in text
+    assert "<b>x" not in text
+
+
+def test_the_summary_is_of_the_whole_run() -> None:
+    tiles = dict(summary(RUN))
+    k3 = [x["metrics"]["rollout_corr/k3_kl"] for x in RUN]
+    over = np.mean([x["metrics"]["rollout_corr/k3_kl"] > x["metrics"]["fp8plan/kl_limit"] for x in RUN])
+    assert tiles["steps"] == "200"
+    assert tiles["KL k3, median"] == f"{np.median(k3):.2e}"
+    assert tiles["steps over the KL limit"] == percent(float(over))
+    assert tiles["raw ESS, least"] == percent(min(x["metrics"]["fp8plan/ess_raw"] for x in RUN))
+
+
+def test_files_that_cannot_be_used_are_one_error(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text('{"model": "x"}\n')
+    with pytest.raises(ConfigError, match=r"no record of a Monitor.*fp8plan plan"):
+        write_report(tmp_path / "plan.json", tmp_path / "page.html")
+    with pytest.raises(ConfigError, match=r"cannot read .*absent"):
+        write_report(tmp_path / "absent.jsonl", tmp_path / "page.html")
+    written(tmp_path / "run.jsonl", RUN[:2])
+    before = (tmp_path / "run.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match=r"run\.jsonl; allowed: a name that ends in \.html"):
+        write_report(tmp_path / "run.jsonl", tmp_path / "run.jsonl")
+    assert (tmp_path / "run.jsonl").read_bytes() == before
+    with pytest.raises(ConfigError, match="cannot write"):
+        write_report(tmp_path / "run.jsonl", tmp_path / "absent" / "page.html")
+
+
+# The commands
+
+
+@pytest.fixture
+def fp8plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fp8plan", *map(str, words)])
+        try:
+            cli.main()
+            code: Any = 0
+        except SystemExit as end:
+            code = end.code or 0
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_monitor_once_prints_the_view_and_report_writes_the_page(tmp_path: Path, fp8plan: Any) -> None:
+    path = tmp_path / "run.jsonl"
+    written(path, RUN)
+    code, out, err = fp8plan("monitor", path, "--once")
+    assert (code, err) == (0, "")
+    assert "step 200" in out
+    assert fp8plan("monitor", path)[1] == out  # a pipe is no terminal
+    code, out, err = fp8plan("report", path, "-o", tmp_path / "page.html")
+    assert (code, out, err) == (0, "", f"written: {tmp_path / 'page.html'}\n")
+    assert (tmp_path / "page.html").stat().st_size > 1_000_000
+    fp8plan("report", path)
+    assert (tmp_path / "run.html").exists()
+
+
+@pytest.mark.parametrize("command", ["monitor", "report"])
+def test_a_command_without_its_file_is_one_line(tmp_path: Path, fp8plan: Any, command: str) -> None:
+    code, out, err = fp8plan(command, tmp_path / "absent.jsonl")
+    assert (code, out) == (2, "")
+    (told,) = err.splitlines()
+    assert "absent.jsonl" in told
+
+
+def test_monitor_follows_a_growing_file_until_ctrl_c(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    written(path, RUN[:3])
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-m", "fp8plan.cli", "monitor", str(path), "--every", "0.1"]
+    # What runs in a shell's background has SIGINT ignored, and its children inherit that.
+    listening = {"start_new_session": True, "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    viewer = subprocess.Popen(command, stdout=follower, stderr=follower, stdin=follower, **listening)
+    try:
+        os.close(follower)
+
+        def until(text: str) -> str:
+            seen, end = "", time.monotonic() + 60
+            while text not in seen and time.monotonic() < end:
+                if select.select([leader], [], [], 0.1)[0]:
+                    try:
+                        seen += os.read(leader, 65536).decode(errors="replace")
+                    except OSError:
+                        break
+            assert text in seen, seen[-2000:]
+            return seen
+
+        until("step 3,")
+        append(path, line(RUN[3]))
+        until("step 4,")
+        with open(path, "ab") as file:  # a torn line is not shown, and stops nothing
+            file.write(line(RUN[4])[:50])
+        append(path, line(RUN[5]))
+        until("step 6,")
+        viewer.send_signal(signal.SIGINT)
+        assert "Traceback" not in until("step 6,")  # the last picture stays on the screen
+        assert viewer.wait(timeout=20) == 0
+    finally:
+        viewer.kill()
+        viewer.wait()
+        os.close(leader)
+
+
+def test_plotly_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [x for x in sys.modules if x.partition(".")[0] == "plotly"] + ["plotly"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    written(tmp_path / "run.jsonl", RUN[:2])
+    with pytest.raises(ConfigError, match=re.escape("plotly; type: pip install 'fp8plan[report]'")):
+        write_report(tmp_path / "run.jsonl", tmp_path / "page.html")
+
+
+def test_reading_a_run_needs_no_torch(tmp_path: Path) -> None:
+    written(tmp_path / "run.jsonl", RUN[:2])
+    code = (
+        "import sys; from fp8plan import cli; sys.argv = ['fp8plan', 'monitor', sys.argv[1]]\n"
+        "try: cli.main()\nexcept SystemExit: pass\n"
+        "import json; print(json.dumps([x for x in ('torch', 'vllm', 'plotly') if x in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run.jsonl")], capture_output=True, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == []
