@@ -41,7 +41,7 @@ def prepared(state: SyncState, manifest: Manifest) -> Generator[Call, Any, Check
             state.prepared.pop(next(iter(state.prepared)))
         used = {checked.number for checked in state.prepared.values()}
         number = next(number for number in range(MOST_PREPARED) if number not in used)
-        answers = yield from rpc("fp8plan_prepare", _plain(manifest), state.settings.in_place, number)
+        answers = yield from rpc("fp8plan_prepare", plain(manifest), state.settings.in_place, number)
         groups = answers[0]["groups"]
         _refuse_leftovers(manifest, [answer["taken"] for answer in answers])
         numbers = {entry.name: number for number, entry in enumerate(manifest)}
@@ -61,5 +61,6 @@ def _refuse_leftovers(manifest: Manifest, ranks: Sequence[Sequence[int]]) -> Non
             )
 
 
-def _plain(manifest: Manifest) -> list[list[Any]]:
+def plain(manifest: Manifest) -> list[list[Any]]:
+    """As it goes to another process."""
     return [[name, dtype, list(shape)] for name, dtype, shape in manifest]

@@ -34,16 +34,17 @@ on (held_out.md) spikes give 0.78, 0.92, 0.89 and 0.76, 0.91, 0.97, and 6% is th
 
 What is around the law. Bounds; a slew limit, the same both ways: relaxing slowly (1.15 per step) would be the cautious
 choice and costs the whole gain in spikes (1.06 for 0.84 at 1,024 sequences), tightening slowly gains nothing. A dead
-band of a tenth, against churn. Averaging over batches only as far as one has too few tokens to speak for itself: a
-window in tokens cannot wind up. One token of any ratio moves no more than one token (the law reads the share of tokens
-above each C, never their ratios). Figures that are not numbers move nothing. Ratios whose mean is not 1 are not those
-of the policy that sampled (other temperature, wrong log-probs): the law does not hold for them, so they never loosen
-a threshold. Alarms (robust KL, raw ESS, chi2, tails, that mean) go into the log beside every decision; limits that the
+band of a tenth, against churn; the floor on kept tokens is subject to neither. Averaging over batches only as far as
+one has too few tokens to speak for itself: a window in tokens cannot wind up. One token of any ratio moves no more than
+one token (the law reads the share of tokens above each C, never their ratios). Figures that are not numbers move
+nothing. Ratios whose mean is not 1 are not those of the policy that sampled (other temperature, wrong log-probs): the
+law does not hold for them, so they never loosen a threshold. Alarms (robust KL, raw ESS, chi2, tails, that mean) go into the log beside every decision; limits that the
 bounds cannot keep, and KL beyond repair, ask for the guard.
 
-What it does not do. It holds for token-level weights. Small batches gain mostly by a shorter gradient: by direction
-alone (1 - cosine^2) spikes give 0.97, 0.99, 0.84, and with plain gradient ascent at a small rate a shorter gradient is
-a slower run; Adam, whose steps do not care for length, keeps the rest (benchmarks/control/loop.py trains with both).
+What it does not do. It holds for token-level weights (Monitor refuses it for others). Small batches gain mostly by a
+shorter gradient: by direction alone (1 - cosine^2) spikes give 0.97, 0.99, 0.84, and with plain gradient ascent at a
+small rate a shorter gradient is a slower run; Adam, whose steps do not care for length, keeps the rest
+(benchmarks/control/loop.py trains with both).
 The error of one step is not that of a run: noise averages over the steps that an optimiser remembers, bias does not,
 so noise_tokens may be divided by their number. Metrics that come late (lagging in the benchmark) are followed late.
 """
@@ -174,8 +175,8 @@ class AdaptiveThresholds:
         tis = None if state.tis is None else step(state.tis, law.best_cap(above, noise, upper))
         band = state.band
         if band is not None:
-            widest = law.cap_of_share(above, 1.0 - self.min_kept, upper)
-            high = step(band[1], max(law.best_mask(above, noise, upper), widest))
+            keeping = law.cap_of_share(above, 1.0 - self.min_kept, upper)  # a floor: no slew, no dead band
+            high = max(step(band[1], law.best_mask(above, noise, upper)), keeping if trusted else 0.0)
             band = (law.low_end(mismatch, state.low or band[0], high, self.min_kept), high)
         return replace(state, tis=tis, band=band)
 

@@ -32,6 +32,7 @@ from fp8plan.runtime.watched import watched
 if TYPE_CHECKING:
     from fp8plan.model.plan import Plan
     from fp8plan.runtime.guard import Verdict
+    from fp8plan.runtime.guarding.facts import Observation
     from fp8plan.runtime.transfer import Rendezvous
 
 Answer = TypeVar("Answer")
@@ -144,7 +145,12 @@ class RolloutEngine(EngineBase):
     @property
     def verdict(self) -> Verdict | None:
         """Of the last rollout; None before the first, and where none can be given (`guard_off` says why)."""
-        return self._judge.verdict
+        return self._judge.last.verdict
+
+    @property
+    def observation(self) -> Observation | None:
+        """What the last rollout showed: its lengths, seconds, preemptions; None before the first."""
+        return self._judge.last.observation
 
     def report_kl(self, kl_k3: float) -> None:
         """The trainer's mean k3 (nats per token) between its policy and the last rollout's; the verdict on the next

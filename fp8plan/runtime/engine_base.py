@@ -11,6 +11,7 @@ from typing import Any
 from fp8plan.errors import ConfigError, Fp8PlanError, NotServingError
 from fp8plan.model.hardware import gpu
 from fp8plan.model.precision import precision
+from fp8plan.runtime.announcement import plain
 from fp8plan.runtime.gate import TAGS, alone, refuse_asleep
 from fp8plan.runtime.guard import Guard
 from fp8plan.runtime.guarding.facts import EngineFacts
@@ -129,12 +130,9 @@ class EngineBase:
     def _join(self, busy: int, where: Rendezvous) -> Procedure:
         """Meet a trainer; a dead engine is started again first."""
         with alone(self.state, busy):
-            yield from self._met(where)
-
-    def _met(self, where: Rendezvous) -> Procedure:
-        if self.state.dead:
-            yield from self._restart()
-        yield from rpc("fp8plan_join", asdict(where))
+            if self.state.dead:
+                yield from self._restart()
+            yield from rpc("fp8plan_join", asdict(where))
 
     def _restart(self) -> Procedure:
         """Start the engine anew, as `launch` says now. Until all of it has gone well the engine counts as dead."""
@@ -150,8 +148,8 @@ class EngineBase:
 
     def _learn_quantised(self) -> Procedure:
         """Which of the checkpoint's tensors the engine holds in FP8."""
-        plain = [[name, dtype, list(shape)] for name, dtype, shape in self.state.expected or ()]
-        answers = yield from rpc("fp8plan_prepare", plain, self.state.settings.in_place)
+        expected = plain(self.state.expected or ())
+        answers = yield from rpc("fp8plan_prepare", expected, self.state.settings.in_place)
         self.state.quantised = tuple(answers[0]["quantised"])
         return self.state.quantised
 

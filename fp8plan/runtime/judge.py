@@ -6,31 +6,49 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.guarding.facts import observation_of
+from fp8plan.runtime.guarding.facts import Observation, observation_of
 from fp8plan.runtime.warm_up import compiled_files
 
 if TYPE_CHECKING:
     from fp8plan.runtime.engine_base import EngineBase
-    from fp8plan.runtime.guard import Verdict
+    from fp8plan.runtime.guard import Guard, Verdict
 
 PREEMPTIONS: Final = "vllm:num_preemptions_total"  # vLLM's counter, in Prometheus's default registry
 
 
+class Judged(NamedTuple):
+    """What a rollout showed, and the verdict on it. off: why one of the two is missing."""
+
+    observation: Observation | None = None
+    verdict: Verdict | None = None
+    off: str | None = None
+
+
+def judged(guard: Guard | None, observe: Callable[[], Observation | None]) -> Judged:
+    """The guard's verdict on what `observe` gives. One that cannot be given must not cost the rollout."""
+    seen = None
+    try:
+        seen = observe()
+        return Judged(seen, None if guard is None or seen is None else guard.after_rollout(seen))
+    except Exception as error:
+        return Judged(seen, None, f"the last rollout cannot be compared: {error}")
+
+
 class Judge:
-    """engine: whose guard is asked, if it has one; `verdict`: on the last rollout"""
+    """engine: whose guard is asked, if it has one; `last`: of the last rollout, once that is worked out"""
 
     def __init__(self, engine: EngineBase) -> None:
         self._engine = engine
         self._thread = ThreadPoolExecutor(1, "fp8plan-guard")  # one thread keeps the order
-        self._judging: Future[Verdict | None] | None = None
+        self._judging: Future[Judged] | None = None
         self._kl_k3: float | None = None
 
     @property
-    def verdict(self) -> Verdict | None:
-        return None if self._judging is None else self._judging.result()
+    def last(self) -> Judged:
+        return Judged() if self._judging is None else self._judging.result()
 
     def wait(self) -> None:
         """Until no rollout is being judged."""
@@ -62,18 +80,13 @@ class Judge:
 
         return ended
 
-    def _judged(self, outputs: Sequence[Any], seconds: float, more: dict[str, Any]) -> Verdict | None:
-        """The guard's verdict. One that cannot be given must not cost the rollout: `guard_off` says why."""
-        engine = self._engine
-        if engine.guard is None or not any(len(one.token_ids) for output in outputs for one in output.outputs):
-            return None
-        try:
-            verdict = engine.guard.after_rollout(observation_of(outputs, seconds, **more))
-        except Exception as error:
-            engine.guard_off = f"the last rollout cannot be compared: {error}"
-            return None
-        engine.guard_off = None
-        return verdict
+    def _judged(self, outputs: Sequence[Any], seconds: float, more: dict[str, Any]) -> Judged:
+        if not any(len(one.token_ids) for output in outputs for one in output.outputs):
+            return Judged()
+        found = judged(self._engine.guard, lambda: observation_of(outputs, seconds, **more))
+        if self._engine.guard is not None:
+            self._engine.guard_off = found.off
+        return found
 
 
 def counts() -> tuple[int, int]:

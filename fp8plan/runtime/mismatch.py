@@ -152,8 +152,20 @@ def _between(sums: MismatchSums, low: float, high: float) -> float:
     tokens = sums["tokens"]
     if not tokens:
         return 1.0
-    counts = sums["histogram_tokens"]
-    ends = (-inf if low <= 0 else log(low)), (inf if high == inf else log(high))
-    top = tokens if ends[1] >= histogram.LIMIT else histogram.count_below(counts, ends[1])
-    bottom = 0.0 if ends[0] <= -histogram.LIMIT else histogram.count_below(counts, ends[0])
-    return max(top - bottom, 0.0) / tokens
+    return max(tokens - _above(sums, high) - _below(sums, low), 0.0) / tokens
+
+
+def _above(sums: MismatchSums, high: float) -> float:
+    """Tokens with a ratio above `high`."""
+    end = inf if high == inf else log(high)
+    if end >= histogram.LIMIT:
+        return 0.0
+    # A ratio of exactly 1 is common (tokens that both policies are sure of) and no ratio above 1.
+    at_most = histogram.SMALLEST if 0 <= end < histogram.SMALLEST else end
+    return sums["tokens"] - histogram.count_below(sums["histogram_tokens"], at_most)
+
+
+def _below(sums: MismatchSums, low: float) -> float:
+    """Tokens with a ratio below `low`."""
+    end = -inf if low <= 0 else log(low)
+    return 0.0 if end <= -histogram.LIMIT else histogram.count_below(sums["histogram_tokens"], end)

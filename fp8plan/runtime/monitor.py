@@ -1,8 +1,8 @@
 """One call per training step: mismatch, thresholds, correction, guard, record.
 
-    monitor = Monitor(CorrectionSettings(), sinks=[JsonLines("run.jsonl")], plan=plan)
+    monitor = Monitor(sinks=[JsonLines("run.jsonl")], plan=plan, engine=engine)
     for ...:
-        step = monitor.step(train_logprobs, rollout_logprobs, mask, rollout=observation)
+        step = monitor.step(train_logprobs, rollout_logprobs, mask)
         loss = (step.weights * token_losses * step.mask).sum() / step.mask.sum()
 
 The order is: pack; measure, reduced over the ranks; the controller decides; correct with the thresholds just decided;
@@ -13,7 +13,7 @@ tokens; as the sums are reduced before the controller sees them, all have the sa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,6 +22,7 @@ from fp8plan.runtime import run_record
 from fp8plan.runtime.controller import AdaptiveThresholds, ConstantThresholds, ControllerState, Decided
 from fp8plan.runtime.correction import CorrectionSettings, Thresholds, correct
 from fp8plan.runtime.guarding.facts import EngineFacts, Observation
+from fp8plan.runtime.judge import Judged, judged
 from fp8plan.runtime.mismatch import Mismatch, measure
 from fp8plan.runtime.ranks import merged, rank
 from fp8plan.runtime.sinks import Sink, Sinks, warn
@@ -29,10 +30,9 @@ from fp8plan.runtime.tokens import pack
 
 if TYPE_CHECKING:
     from fp8plan.model.plan import Plan
+    from fp8plan.runtime.engine import RolloutEngine
     from fp8plan.runtime.guard import Guard, Verdict
     from fp8plan.runtime.tokens import Array
-
-Facts = EngineFacts | Callable[[], EngineFacts]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,11 +59,13 @@ class Step:
 
 class Monitor:
     """settings:   how gradients are corrected; their thresholds are where the controller begins; None: token TIS, C = 2
-    controller: None: AdaptiveThresholds; ConstantThresholds leave them as they are
+    controller: AdaptiveThresholds, for token-level weights alone, or ConstantThresholds; None: the first that can be
     sinks:      where records go; opened here, on rank 0 only
-    guard:      judges rollouts; not for an engine that does it itself (`engine.verdict`): give its verdict to `step`
     plan:       gives the controller its target, or its thresholds
-    facts:      what runs, for the record, or a function that tells (`engine.engine_facts`); None: the guard's
+    engine:     the RolloutEngine that samples: its last rollout, its guard's verdict and what runs go into the record,
+                and it is told the KL (`report_kl`). Without one,
+    guard:      judges the rollouts that `step` is given, in the caller's time (1,536 responses of 20,000 tokens: 2 s)
+    facts:      what runs, for the record; None: the guard's
     group:      process group of the ranks that share the batch; None: all
 
     `failures` counts, for each sink, the records that it did not take: a sink never stops training.
@@ -75,22 +77,30 @@ class Monitor:
         settings: CorrectionSettings | None = None,
         controller: AdaptiveThresholds | ConstantThresholds | None = None,
         sinks: Sequence[Sink] = (),
-        guard: Guard | None = None,
         *,
         plan: Plan | None = None,
-        facts: Facts | None = None,
+        engine: RolloutEngine | None = None,
+        guard: Guard | None = None,
+        facts: EngineFacts | None = None,
         group: Any = None,
     ) -> None:
+        if engine is not None and (guard is not None or facts is not None):
+            raise ConfigError("an engine and a guard or facts are given; allowed: the engine, which has both, alone")
         self.settings = settings or CorrectionSettings()
-        start = self.settings.thresholds
-        self.controller = controller or AdaptiveThresholds(tis=start.tis, band=start.band)
+        self.controller = _controller(self.settings, controller)
         self.state: ControllerState = self.controller.initial(plan)
-        self.guard, self.facts, self.group = guard, facts, group
+        self.engine, self.facts, self.group = engine, facts, group
+        self._guard = guard
         self.steps = 0
+        self._rollout: Observation | None = None  # the last one of the engine's that is in a record
         self._sinks = Sinks(sinks if rank() == 0 else ())
-        self._guard_off: str | None = None
-        self._speechless = False
+        self._warned: set[str] = set()
         self._sinks.open()
+
+    @property
+    def guard(self) -> Guard | None:
+        """That judges the rollouts: the engine's, or the one given."""
+        return self._guard if self.engine is None else self.engine.guard
 
     @property
     def failures(self) -> list[int]:
@@ -105,7 +115,6 @@ class Monitor:
         lengths: Sequence[int] | Array | None = None,
         versions: Any = None,
         rollout: Observation | Mapping[str, Any] | None = None,
-        verdict: Verdict | None = None,
         number: int | None = None,
     ) -> Step:
         """Measure, decide, correct, judge, record.
@@ -113,8 +122,8 @@ class Monitor:
         train_logprobs, rollout_logprobs, mask, lengths: as `pack` takes them: padded [batch, length] with a mask, or
                   packed [tokens] with lengths; in nats
         versions: as `measure` takes them: which weights sampled
-        rollout:  how long the rollout of this batch took, with its lengths; or the fields of a rollout record
-        verdict:  of an engine that judges its rollouts itself
+        rollout:  how long the rollout of this batch took, with its lengths; or the fields of a rollout record; None:
+                  the engine's last, if there is an engine, and no step has had it
         number:   of the step, in the record; None: one more than before
 
         Raises ConfigError for log-probs that do not fit together. Nothing is changed then.
@@ -127,20 +136,19 @@ class Monitor:
         of_correction = merged(run_record.correction_metrics(correction), len(tokens), self.group)
         self.state = state
         self.steps = self.steps + 1 if number is None else number
-        if verdict is None:
-            verdict = self._judged(rollout, mismatch)
+        found = self._judged(rollout, mismatch)
+        rollout = found.observation if rollout is None else rollout
         metrics = {
             **run_record.mismatch_metrics(mismatch),
             **of_correction,
             **run_record.control_metrics(thresholds, state, len(decided.alarms)),
-            **run_record.speed_metrics(rollout, verdict),
+            **run_record.speed_metrics(rollout, found.verdict),
             "fp8plan/sink_failures": float(sum(self.failures)),
             "fp8plan/monitor_s": time.perf_counter() - begun,
         }
-        done = Step(correction.weights, correction.mask, thresholds, mismatch, decided, verdict, metrics)
+        done = Step(correction.weights, correction.mask, thresholds, mismatch, decided, found.verdict, metrics)
         if self._sinks.sinks:
-            facts = self._running()
-            self._sinks.write(run_record.record_of(self.steps, done, rollout, facts, self.guard, self._guard_off))
+            self._sinks.write(run_record.record_of(self.steps, done, rollout, self._running(), self.guard, found.off))
         return done
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,31 +175,58 @@ class Monitor:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _judged(self, rollout: Observation | Mapping[str, Any] | None, mismatch: Mismatch) -> Verdict | None:
-        """The guard's verdict on a rollout. One that cannot be given must not cost the step: the record says why."""
-        if self.guard is None or rollout is None:
-            return None
-        try:
+    def _judged(self, rollout: Observation | Mapping[str, Any] | None, mismatch: Mismatch) -> Judged:
+        """The verdict of the engine, or of the guard, on a rollout."""
+        if self.engine is not None:
+            return self._by_engine(self.engine, mismatch)
+        if rollout is None:
+            return Judged()
+
+        def observe() -> Observation:
             seen = rollout if isinstance(rollout, Observation) else run_record.observation(rollout)
-            if seen.kl_k3 is None and mismatch.tokens:
-                seen = replace(seen, kl_k3=mismatch.k3_robust)
-            verdict = self.guard.after_rollout(seen)
-        except Exception as error:
-            if self._guard_off is None:
-                warn(f"the guard cannot judge this rollout: {error}")
-            self._guard_off = str(error)
-            return None
-        self._guard_off = None
-        return verdict
+            return replace(seen, kl_k3=mismatch.k3_robust) if seen.kl_k3 is None and mismatch.tokens else seen
+
+        found = Judged() if self.guard is None else judged(self.guard, observe)
+        if found.off is not None:
+            self._warn_once("guard", found.off)
+        return found
+
+    def _by_engine(self, engine: RolloutEngine, mismatch: Mismatch) -> Judged:
+        """The engine's verdict on its last rollout: once, however many steps train on it."""
+        if mismatch.tokens:
+            engine.report_kl(mismatch.k3_robust)
+        found = Judged(engine.observation, engine.verdict, engine.guard_off)
+        if found.observation is self._rollout:
+            return Judged()
+        self._rollout = found.observation
+        return found
 
     def _running(self) -> EngineFacts | None:
         """What runs now. An engine that cannot say so, one that has died perhaps, must not cost the step."""
-        if self.facts is None:
-            return None if self.guard is None else self.guard.facts
+        if self.engine is None:
+            return self.facts if self.facts is not None or self.guard is None else self.guard.facts
         try:
-            return self.facts() if callable(self.facts) else self.facts
+            return self.engine.engine_facts()
         except Exception as error:
-            if not self._speechless:
-                warn(f"the engine does not say what runs: {error}. Training goes on without it in the records")
-            self._speechless = True
+            text = f"the engine does not say what runs: {error}. Training goes on without it in the records"
+            self._warn_once("engine", text)
             return None
+
+    def _warn_once(self, of: str, text: str) -> None:
+        if of not in self._warned:
+            self._warned.add(of)
+            warn(text)
+
+
+def _controller(
+    settings: CorrectionSettings, given: AdaptiveThresholds | ConstantThresholds | None
+) -> AdaptiveThresholds | ConstantThresholds:
+    start = settings.thresholds
+    if settings.level == "token":
+        return given or AdaptiveThresholds(tis=start.tis, band=start.band)
+    if isinstance(given, AdaptiveThresholds):
+        raise ConfigError(
+            f"AdaptiveThresholds with level={settings.level!r}; allowed: level='token', whose ratios their law is for, "
+            "or ConstantThresholds(...)"
+        )
+    return given or ConstantThresholds(start.tis, start.band)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from fp8plan import runs
 from fp8plan.model.limits import EngineLimits
@@ -34,15 +34,6 @@ if TYPE_CHECKING:
     from fp8plan.runtime.monitor import Step
 
 Metrics = dict[str, float | None]
-
-# Field of Mismatch -> verl 0.9.1's name, under rollout_corr/.
-VERL: Final = {
-    "k1": "kl", "k3": "k3_kl",
-    **{name: name for name in (
-        "chi2_token", "chi2_seq", "training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl",
-        "log_ppl_diff", "log_ppl_abs_diff", "log_ppl_diff_max", "log_ppl_diff_min", "ppl_ratio",
-    )},
-}  # fmt: skip
 
 
 def record_of(
@@ -78,7 +69,7 @@ def record_of(
 
 def mismatch_metrics(mismatch: Mismatch) -> Metrics:
     """How far the policies are apart, before any correction."""
-    found: Metrics = {f"rollout_corr/{name}": getattr(mismatch, own) for own, name in VERL.items()}
+    found: Metrics = dict(mismatch.verl_metrics())
     found |= {f"fp8plan/{name}": getattr(mismatch, name) for name in ("k3_robust", "ess_raw")}
     found |= {f"fp8plan/{name}": getattr(mismatch, name) for name in ("tokens", "sequences", "invalid")}
     found |= {f"fp8plan/log_ratio_p{100 * q:g}": x for q, x in mismatch.log_ratio_quantiles.items()}

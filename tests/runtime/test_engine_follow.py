@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 from tiny_models import (
     CALIBRATION,
     PROMPTS,
@@ -22,6 +24,8 @@ from fp8plan.runtime.engine import RolloutEngine
 from fp8plan.runtime.guard import Guard, Verdict
 from fp8plan.runtime.guarding.ladder import Action, GuardSettings
 from fp8plan.runtime.launch import Launch
+from fp8plan.runtime.monitor import Monitor
+from fp8plan.runtime.sinks import Callback
 
 pytestmark = pytest.mark.vllm
 
@@ -74,21 +78,28 @@ def test_a_step_down_that_fails_is_made_up_for_by_the_next_sync(monkeypatch: pyt
         assert generate(engine) == expected["b"]
 
 
-def test_the_whole_way_from_the_trainers_kl_to_a_safer_engine() -> None:
-    """Nothing here is made up but the KL: the guard sees real rollouts, and what it says is followed."""
+def test_the_whole_way_from_the_trainers_log_probs_to_a_safer_engine() -> None:
+    """Nothing here is made up but the mismatch: the guard sees real rollouts and hears the KL of the one before from
+    the monitor, which records what it says; that is followed."""
     settings = GuardSettings(patience=1, kl_limit=0.01)
+    chance = torch.Generator().manual_seed(0)
     with started("dense", "a", "fp8_kv", guard=settings) as engine:
-        said = []
-        for kl in (0.001, 0.5, 0.5, 0.001):
-            engine.report_kl(kl)
+        said, records = [], list[Any]()
+        monitor = Monitor(engine=engine, sinks=[Callback(records.append)])
+        for sigma in (0.03, 1.0, 1.0, 0.03, 0.03):  # a KL of 0.0005 and 0.5
             answer(engine, PROMPTS[0])
-            assert engine.verdict is not None, engine.guard_off
-            said.append(engine.verdict.action)
+            rollout = -torch.rand(8, 100, generator=chance)
+            step = monitor.step(rollout + sigma * torch.randn(8, 100, generator=chance) - sigma**2 / 2, rollout)
+            assert step.verdict is not None, engine.guard_off
+            said.append(step.verdict.action)
             engine.sync_weights(weights("dense", "b"))
-            engine.follow(engine.verdict)
+            engine.follow(step.verdict)
             if not engine.serving:
                 engine.sync_weights(weights("dense", "b"))
-        assert said == [Action.NONE, Action.RECALIBRATE_KV, Action.KV_TO_BF16, Action.NONE]
+        assert said == [Action.NONE, Action.NONE, Action.RECALIBRATE_KV, Action.KV_TO_BF16, Action.NONE]
+        assert [x["guard"]["verdict"]["action"] for x in records] == said
+        assert [x["precision"] for x in records] == ["fp8_kv"] * 4 + ["bf16"]
+        assert all(x["seconds"] > 0 and x["prompt_lengths"] == [len(PROMPTS[0])] for x in records)
         assert (engine.launch.precision, engine.state.kv_scales) == ("bf16", None)
         with pytest.raises(ConfigError, match="kl_k3 is nan; allowed: a finite number"):
             engine.report_kl(float("nan"))

@@ -103,6 +103,14 @@ def test_clipped_mass_and_kept_fraction(seed: int, c: float, low: float) -> None
     assert outside == pytest.approx(((ratio > 2) | (ratio < 0.5)).mean(), abs=0.005)
 
 
+def test_a_ratio_of_exactly_one_is_at_most_one() -> None:
+    """Most tokens of a model that is sure of them."""
+    found = one_sequence([0.0] * 7 + [-0.5, 0.5, 1.0])
+    assert found.kept_fraction(0.0, 1.0) == pytest.approx(0.8)
+    assert found.kept_fraction(1.0, inf) == pytest.approx(0.9)
+    assert found.kept_fraction(1.0, 1.0) == pytest.approx(0.7)
+
+
 def test_the_ends_of_a_band_may_be_open() -> None:
     found = one_sequence([-30.0, -1.0, 0.0, 1.0, 30.0])
     assert found.kept_fraction(0.0, inf) == 1.0

@@ -142,23 +142,61 @@ def test_the_fields_of_a_rollout_record_do_as_well_as_an_observation() -> None:
     assert (other["boot"], other["response_lengths"]) == ("a1", one["response_lengths"])
 
 
-def test_without_a_guard_the_speed_is_told_and_the_engine_may_tell_what_runs() -> None:
+def test_without_a_guard_the_speed_is_told_and_what_runs() -> None:
     taken: list[Any] = []
-    precisions = iter(["fp8_kv", "bf16"])
-    with Monitor(sinks=[Callback(taken.append)], facts=lambda: replace(FACTS, precision=next(precisions))) as monitor:
+    with Monitor(sinks=[Callback(taken.append)], facts=FACTS) as monitor:
         monitor.step(*batch(), rollout=SEEN)
         monitor.step(*batch(), rollout=SEEN, number=17)
-    assert [(x["step"], x["precision"], x["guard"]) for x in taken] == [(1, "fp8_kv", None), (17, "bf16", None)]
+    assert [(x["step"], x["precision"], x["guard"]) for x in taken] == [(n, FACTS.precision, None) for n in (1, 17)]
     assert taken[0]["metrics"][runs.TOKENS_PER_S] == pytest.approx(6 * 64 / 0.9)
     assert runs.PREDICTED not in taken[0]["metrics"]
 
 
+class Engine:
+    """What a Monitor takes from a RolloutEngine; test_engine_follow.py has a real one."""
+
+    def __init__(self) -> None:
+        self.guard, self.guard_off = Guard(FACTS), None
+        self.verdict: Any = None
+        self.observation: Observation | None = None
+        self.told: list[float] = []
+
+    def rollout(self, kl_k3: float) -> None:
+        self.observation = replace(SEEN, kl_k3=kl_k3)
+        self.verdict = self.guard.after_rollout(self.observation)
+
+    def report_kl(self, kl_k3: float) -> None:
+        self.told.append(kl_k3)
+
+    def engine_facts(self) -> EngineFacts:
+        return self.guard.facts
+
+
+def test_an_engine_gives_rollout_verdict_and_what_runs_once_and_is_told_the_kl() -> None:
+    taken: list[Any] = []
+    engine = Engine()
+    monitor = Monitor(sinks=[Callback(taken.append)], engine=engine)  # type: ignore[arg-type]
+    engine.rollout(kl_k3=1.0)
+    first, second = (monitor.step(*batch()) for _ in range(2))  # two steps on one rollout
+    assert (first.verdict, second.verdict) == (engine.verdict, None)
+    assert engine.told == [x.mismatch.k3_robust for x in (first, second)]
+    assert taken[0]["guard"] == {"verdict": engine.verdict.to_dict(), "state": engine.guard.state_dict(), "off": None}
+    assert [x.get("seconds") for x in taken] == [0.9, None]
+    assert [x["precision"] for x in taken] == [FACTS.precision] * 2
+    assert engine.guard.state.mismatched == 1  # it was asked by the engine alone
+    restored = Monitor(engine=Engine())  # type: ignore[arg-type]
+    restored.load_state_dict(monitor.state_dict())
+    assert restored.guard is not None
+    assert restored.guard.state == engine.guard.state
+
+
 def test_an_engine_that_cannot_say_what_runs_costs_no_step() -> None:
-    def dead() -> EngineFacts:
-        raise RuntimeError("it has died")
+    class Dead(Engine):
+        def engine_facts(self) -> EngineFacts:
+            raise RuntimeError("it has died")
 
     taken: list[Any] = []
-    monitor = Monitor(sinks=[Callback(taken.append)], facts=dead)
+    monitor = Monitor(sinks=[Callback(taken.append)], engine=Dead())  # type: ignore[arg-type]
     with pytest.warns(RuntimeWarning, match="it has died"):
         monitor.step(*batch(), rollout=SEEN)
     monitor.step(*batch(), rollout=SEEN)  # a second warning would be an error
@@ -166,16 +204,20 @@ def test_an_engine_that_cannot_say_what_runs_costs_no_step() -> None:
     assert "model" not in taken[0]
 
 
-def test_the_verdict_of_an_engine_that_judges_itself_is_recorded_and_its_guard_not_asked_again() -> None:
-    taken: list[Any] = []
-    guard = Guard(FACTS)
-    verdict = guard.after_rollout(replace(SEEN, kl_k3=1.0))
-    counted = guard.state
-    with Monitor(sinks=[Callback(taken.append)], guard=guard) as monitor:
-        step = monitor.step(*batch(), rollout=SEEN, verdict=verdict)
-    assert step.verdict is verdict
-    assert guard.state == counted
-    assert taken[0]["guard"] == {"verdict": verdict.to_dict(), "state": guard.state_dict(), "off": None}
+@pytest.mark.parametrize("level", ["sequence", "geometric", None])
+def test_only_token_weights_have_adaptive_thresholds(level: Any) -> None:
+    settings = CorrectionSettings(level=level, thresholds=Thresholds(tis=3.0))
+    monitor = Monitor(settings)
+    step = [monitor.step(*batch(n, sigma=1.0)) for n in range(3)][-1]
+    assert step.thresholds == Thresholds(tis=3.0)
+    with pytest.raises(ConfigError, match="allowed: level='token'"):
+        Monitor(settings, AdaptiveThresholds())
+
+
+@pytest.mark.parametrize("more", [{"guard": Guard(FACTS)}, {"facts": FACTS}])
+def test_an_engine_has_its_own_guard_and_facts(more: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="alone"):
+        Monitor(engine=Engine(), **more)  # type: ignore[arg-type]
 
 
 def test_the_guard_hears_of_the_mismatch_and_steps_down() -> None:
@@ -187,7 +229,7 @@ def test_the_guard_hears_of_the_mismatch_and_steps_down() -> None:
 def test_a_rollout_that_cannot_be_judged_costs_no_step() -> None:
     taken: list[Any] = []
     monitor = Monitor(sinks=[Callback(taken.append)], guard=Guard(FACTS))
-    with pytest.warns(RuntimeWarning, match="cannot judge.*KV cache"):
+    with pytest.warns(RuntimeWarning, match="cannot be compared.*KV cache"):
         step = monitor.step(*batch(), rollout={"seconds": 1.0, "prompt_lengths": [16], "response_lengths": [10**7]})
     assert step.verdict is None
     assert taken[-1]["guard"]["off"]

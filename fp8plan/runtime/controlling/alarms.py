@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite, sqrt
+from math import sqrt
 from typing import TYPE_CHECKING
 
 from fp8plan.runtime.controlling.state import Alarm
@@ -50,8 +50,9 @@ def alarms(mismatch: Mismatch, kl: float, limit_kl: float, limits: AlarmLimits) 
 def honest(mismatch: Mismatch, limits: AlarmLimits) -> bool:
     """Whether the mean of the ratios is 1 within its error, as it is for the policy that really sampled.
 
-    mean ratio = 1 + k3 - k1, by the definitions of both.
+    The mean and its error are of ratios within e^+-20, as ess_raw and chi2_token are: a single token of any ratio is
+    never more than its own error.
     """
-    away = abs(mismatch.k3 - mismatch.k1)
+    mean = sqrt(mismatch.ess_raw * (mismatch.chi2_token + 1.0))
     error = sqrt(max(mismatch.chi2_token, 0.0) / mismatch.tokens)
-    return not isfinite(away) or away <= limits.mean + 5 * error
+    return abs(mean - 1.0) <= limits.mean + 5 * error

@@ -29,8 +29,8 @@ from fp8plan.model.arrays import FloatArray
 if TYPE_CHECKING:
     from fp8plan.runtime.mismatch import Mismatch
 
-# Bounds on pi_train / pi_rollout at which the tail is kept.
-GRID: Final[FloatArray] = np.geomspace(1.0, 20.0, 41)
+# Bounds on pi_train / pi_rollout at which the tail is kept: close to 1, to tell small mismatch apart, and far out.
+GRID: Final[FloatArray] = np.exp(np.concatenate([[0.0], np.geomspace(2.0**-10, np.log(20.0), 47)]))
 
 # The weight that is cut away counts more than its square: it adds to the bias that token-level weights have anyway
 # (prefixes and what follows are the rollout policy's), and the square of a sum has a cross term. Tuned in
@@ -38,9 +38,8 @@ GRID: Final[FloatArray] = np.geomspace(1.0, 20.0, 41)
 BIAS_WEIGHT: Final = 2.5
 
 OUTLIER: Final = 1.5  # tokens taken off the tail, so that one of any ratio moves nothing
-
-
 LOWEST: Final = 1e-3  # of the band's lower end
+NARROWEST: Final = 1.1  # of its upper end: without mismatch there is nothing to gain by losing tokens
 
 
 def tail(mismatch: Mismatch) -> FloatArray:
@@ -66,9 +65,9 @@ def best_cap(above: FloatArray, noise: float, upper: float) -> float:
 
 
 def best_mask(above: FloatArray, noise: float, upper: float) -> float:
-    """h of the law for a mask that drops ratios above h, in [GRID[0], upper]."""
+    """h of the law for a mask that drops ratios above h, in [NARROWEST, upper]."""
     dropped = cut_away(above, upper) + GRID * above
-    return _root(dropped - GRID * noise / (2 * BIAS_WEIGHT), upper)
+    return max(_root(dropped - GRID * noise / (2 * BIAS_WEIGHT), upper), min(NARROWEST, upper))
 
 
 def cap_of_share(above: FloatArray, share: float, upper: float) -> float:
@@ -77,12 +76,13 @@ def cap_of_share(above: FloatArray, share: float, upper: float) -> float:
 
 
 def low_end(mismatch: Mismatch, low: float, high: float, kept: float) -> float:
-    """`low`, lowered in steps of a tenth until [low, high] keeps the share `kept` of the tokens, but not below LOWEST.
+    """`low`, lowered in steps of a tenth until [low, high] keeps the share `kept` of the tokens, or none is below it,
+    or it is at LOWEST.
 
     Small ratios carry little variance, so there is nothing to gain by the mean squared error in dropping them: a lower
     end is a matter of trust in tokens that the trainer finds unlikely, and only the tokens lost speak against it.
     """
-    while low > LOWEST and mismatch.kept_fraction(low, high) < kept:
+    while low > LOWEST and mismatch.kept_fraction(low, high) < kept and mismatch.kept_fraction(0.0, low):
         low = max(low / 1.1, LOWEST)
     return low
 
