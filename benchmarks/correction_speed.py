@@ -2,6 +2,8 @@
 
     .venv-test/bin/python benchmarks/correction_speed.py [--runs 3] [--threads 2]
 
+writes benchmarks/results/correction_speed.jsonl, a line for each run.
+
 Both get the same padded tensors, a third of whose tokens are valid, and give weights, a mask and all metrics. Each
 measurement is a process of its own; the two alternate. On a machine that does other work, take --threads 1: threads
 that wait for one another cost more than they bring. Extra memory is the peak of the process's resident memory while
@@ -16,11 +18,16 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+RESULTS = Path(__file__).parent / "results" / "correction_speed.jsonl"
+MONITOR = "Monitor.step"
+TOKENS = 8_000_000
 CONFIG = {
     "token TIS": {"rollout_is": "token", "rollout_is_threshold": 2.0},
     "token IcePop + seq_mean_k3": {
@@ -110,37 +117,93 @@ def one(who: str, what: str, rows: int, length: int, threads: int) -> dict[str, 
     return {"seconds": seconds, "cpu_seconds": used, "extra_bytes": peak.extra}
 
 
+def monitor_step(tokens: int, sequences: int) -> dict[str, float]:
+    """In this process: seconds of Monitor.step on a packed batch, on one thread, with a run file; the best of five."""
+    import numpy as np
+    import torch
+
+    from fp8plan.runtime.monitor import Monitor
+    from fp8plan.runtime.sinks import JsonLines
+
+    torch.set_num_threads(1)
+    shares = np.random.default_rng(0).lognormal(0, 0.9, sequences)
+    lengths = (shares / shares.sum() * tokens).astype(int)
+    lengths[0] += tokens - lengths.sum()
+    rollout = -3 * torch.rand(tokens)
+    train = rollout + 0.05 * torch.randn(tokens)
+    took = []
+    with tempfile.TemporaryDirectory() as folder, Monitor(sinks=[JsonLines(Path(folder) / "run.jsonl")]) as monitor:
+        for _ in range(5):
+            start = time.perf_counter()
+            monitor.step(train, rollout, lengths=lengths)
+            took.append(time.perf_counter() - start)
+    return {"seconds": min(took)}
+
+
+def table(path: Path = RESULTS) -> str:
+    """The medians of the committed runs, in Markdown."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [
+        "| on a batch of | verl 0.9.1 | fp8plan | faster | verl, CPU time | fp8plan, CPU time | extra memory |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for what in CONFIG:
+        theirs, ours = (
+            {name: statistics.median(row[name] for row in rows if (row["what"], row["who"]) == (what, who))
+             for name in ("seconds", "cpu_seconds", "extra_bytes")}
+            for who in ("verl", "fp8plan")
+        )  # fmt: skip
+        gigabytes = " / ".join(f"{one['extra_bytes'] / 1e9:.2f}" for one in (theirs, ours))
+        lines.append(
+            f"| {rows[0]['rows']:,} x {rows[0]['length']:,}, {what} | {theirs['seconds']:.2f} s | {ours['seconds']:.2f} s | "
+            f"{theirs['seconds'] / ours['seconds']:.1f}x | {theirs['cpu_seconds']:.2f} s | {ours['cpu_seconds']:.2f} s | "
+            f"{gigabytes} GB ({ours['extra_bytes'] / theirs['extra_bytes']:.0%}) |"
+        )
+    (step,) = (row for row in rows if row["what"] == MONITOR)
+    lines.append(f"| {step['tokens']:,} packed tokens, {MONITOR} | | {step['seconds']:.2f} s | | | | |")
+    machine = (
+        f"{rows[0]['cpu_model']}, {rows[0]['threads']} threads, {step['what']} one; torch {rows[0]['torch_version']}"
+    )
+    runs = sum((row["what"], row["who"]) == (what, "verl") for row in rows)
+    return "\n".join(lines) + f"\n\nMedians of {runs} runs on {rows[0]['date']}; {machine}."
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1536)
     parser.add_argument("--length", type=int, default=20480)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--what", choices=CONFIG, action="append", help="default: all")
-    parser.add_argument("--one", choices=("verl", "fp8plan"), help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
-        print(json.dumps(one(given.one, given.what[0], given.rows, given.length, given.threads)))
-        return
-    print(f"{given.rows} x {given.length} tokens, a third valid; medians of {given.runs}; {given.threads} threads\n")
-    print("| | verl s | fp8plan s | faster | verl CPU s | fp8plan CPU s | verl extra GB | fp8plan extra GB | of |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for what in given.what or CONFIG:
-        found: dict[str, list[dict[str, float]]] = {"verl": [], "fp8plan": []}
-        for _ in range(given.runs):
-            for who, rows in found.items():
-                command = [sys.executable, __file__, "--one", who, "--what", what]
-                for name in ("rows", "length", "threads"):
-                    command += [f"--{name}", str(getattr(given, name))]
-                done = subprocess.run(command, check=True, capture_output=True, text=True)
-                rows.append(json.loads(done.stdout.splitlines()[-1]))
-        theirs, ours = (
-            {name: statistics.median(row[name] for row in rows) for name in rows[0]} for rows in found.values()
+        who, what = given.one
+        found = (
+            monitor_step(TOKENS, given.rows)
+            if what == MONITOR
+            else one(who, what, given.rows, given.length, given.threads)
         )
-        cells = [f"{row[name]:.2f}" for name in ("seconds", "cpu_seconds") for row in (theirs, ours)]
-        cells.insert(2, f"{theirs['seconds'] / ours['seconds']:.1f}x")
-        cells += [f"{row['extra_bytes'] / 1e9:.2f}" for row in (theirs, ours)]
-        print(f"| {what} | {' | '.join(cells)} | {ours['extra_bytes'] / theirs['extra_bytes']:.0%} |", flush=True)
+        print(json.dumps(found))
+        return
+    from fp8plan.runtime.measure.machine import machine_facts
+
+    facts = {name: machine_facts()[name] for name in ("cpu_count", "cpu_model", "torch_version")}
+    facts |= {name: getattr(given, name) for name in ("rows", "length", "threads")} | {
+        "date": time.strftime("%Y-%m-%d")
+    }
+    asked = [(who, what) for what in CONFIG for _ in range(given.runs) for who in ("verl", "fp8plan")]
+    with given.output.open("w") as file:
+        for who, what in [*asked, ("fp8plan", MONITOR)]:
+            command = [sys.executable, __file__, "--one", who, what]
+            for name in ("rows", "length", "threads"):
+                command += [f"--{name}", str(getattr(given, name))]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            row = {"what": what, "who": who} | json.loads(done.stdout.splitlines()[-1])
+            row |= {"tokens": TOKENS} if what == MONITOR else {}
+            file.write(json.dumps(row | facts) + "\n")
+            file.flush()
+    print(table(given.output))
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ band of a tenth, against churn; the floor on kept tokens is subject to neither. 
 one has too few tokens to speak for itself: a window in tokens cannot wind up. One token of any ratio moves no more than
 one token (the law reads the share of tokens above each C, never their ratios). Figures that are not numbers move
 nothing. Ratios whose mean is not 1 are not those of the policy that sampled (other temperature, wrong log-probs): the
-law does not hold for them, so they never loosen a threshold. Alarms (robust KL, raw ESS, chi2, tails, that mean) go into the log beside every decision; limits that the
-bounds cannot keep, and KL beyond repair, ask for the guard.
+law does not hold for them, so they never loosen a threshold. Alarms (robust KL, raw ESS, chi2, tails, that mean) go
+into the log beside every decision; limits that the bounds cannot keep, and KL beyond repair, ask for the guard.
 
 What it does not do. It holds for token-level weights (Monitor refuses it for others). Small batches gain mostly by a
 shorter gradient: by direction alone (1 - cosine^2) spikes give 0.97, 0.99, 0.84, and with plain gradient ascent at a
