@@ -15,7 +15,9 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import accuracy_tables  # noqa: E402
 import baselines_table  # noqa: E402
+import correction_speed  # noqa: E402
 import weight_sync_table  # noqa: E402
+from control import report as control_report  # noqa: E402
 from speed import RESULTS, table  # noqa: E402
 
 from fp8plan.model.plan import Plan  # noqa: E402
@@ -51,6 +53,8 @@ def blocks() -> dict[str, str]:
     measured = validate(read_records(VALIDATION))
     made["accuracy"] = accuracy_tables.tables(measured)
     made["baselines"] = baselines_table.table(measured.records, baselines_table.read_lines(baselines_table.BASELINES))
+    made["corrections"] = correction_speed.table()
+    made["control"] = control_report.short_table()
     return made | weight_sync_table.tables()
 
 

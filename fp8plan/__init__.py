@@ -11,25 +11,36 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "AdaptiveThresholds": "fp8plan.runtime.controller",
     "AsyncRolloutEngine": "fp8plan.runtime.async_engine",
     "Batch": "fp8plan.model.workload",
+    "Callback": "fp8plan.runtime.sinks",
+    "ConstantThresholds": "fp8plan.runtime.controller",
+    "CorrectionSettings": "fp8plan.runtime.correction",
     "EngineLimits": "fp8plan.model.limits",
     "Fixed": "fp8plan.model.workload",
     "Fp8PlanError": "fp8plan.errors",
     "Gpu": "fp8plan.model.hardware",
+    "JsonLines": "fp8plan.runtime.sinks",
     "LogNormal": "fp8plan.model.workload",
     "ModelShape": "fp8plan.model.architecture",
+    "Monitor": "fp8plan.runtime.monitor",
     "Plan": "fp8plan.model.plan",
     "Precision": "fp8plan.model.precision",
+    "Prometheus": "fp8plan.runtime.exporters",
+    "Rejection": "fp8plan.runtime.correction",
     "RiskBudget": "fp8plan.model.mismatch",
     "RolloutEngine": "fp8plan.runtime.engine",
     "SyncSettings": "fp8plan.runtime.sync_state",
+    "TensorBoard": "fp8plan.runtime.exporters",
+    "Thresholds": "fp8plan.runtime.correction",
     "Trace": "fp8plan.model.workload",
     "Trainer": "fp8plan.model.rl_step",
     "Workload": "fp8plan.model.workload",
     "gpu": "fp8plan.model.hardware",
     "load_profile": "fp8plan.model.profile",
     "plan": "fp8plan.model.planner",
+    "probe": "fp8plan.runtime.probe",
 }
 
 __all__ = sorted(_HOME)  # noqa: PLE0605

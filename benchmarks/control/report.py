@@ -32,6 +32,25 @@ def write(folder: Path = FOLDER) -> str:
     return text
 
 
+def short_table(folder: Path = FOLDER) -> str:
+    """A line for each scenario: squared error relative to C = 2, at all batch sizes."""
+    rows = json.loads((folder / "results.json").read_text("utf-8"))["results"]
+    sizes = " / ".join(f"{row['sequences']:,}" for row in rows if row["scenario"] == rows[0]["scenario"])
+    columns = {"C = 1.5": "C=1.5", "C = 5": "C=5", "adaptive": "adaptive", "noise unknown": "adaptive, noise unknown"}
+    lines = [
+        f"| mismatch | {' | '.join(columns)} | the best C of every single step |",
+        "|---" * (len(columns) + 2) + "|",
+    ]
+    for scenario in dict.fromkeys(row["scenario"] for row in rows):
+        of = [row for row in rows if row["scenario"] == scenario]
+        found = [[row["methods"][name]["mse"] for row in of] for name in columns.values()]
+        found.append([row["best_each_step"]["mse"] for row in of])
+        at_two = [row["methods"]["C=2"]["mse"] for row in of]
+        cells = (" / ".join(f"{x / y:.2f}" for x, y in zip(one, at_two, strict=True)) for one in found)
+        lines.append(f"| {scenario.replace('_', ' ')} | {' | '.join(cells)} |")
+    return "\n".join(lines) + f"\n\nBatches of {sizes} sequences."
+
+
 INTRODUCTION = """# Adaptive thresholds against what is done today
 
 Made by `python -m benchmarks.control.run`. Squared error of the corrected gradient against the exact one (bias^2 +

@@ -11,7 +11,7 @@ drift in training is the Monitor's business. bf16 is the floor that the kernels 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -61,7 +61,7 @@ def probe(
         raise ConfigError(f"no precision is given; allowed: {', '.join(PRESETS)}")
     settings, card = settings or SampleSettings(), gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     limits, version, tokens = limits or EngineLimits.for_gpu(card), check_vllm_version(), token_ids(prompts, model_path)
-    _refuse_too_few(len(tokens) * settings.samples)
+    _refuse_too_few(len({tuple(ids) for ids in tokens}))
     found: dict[str, Probed] = {}
     samples: dict[str, list[Sampled]] = {}
     for preset in presets:
@@ -95,8 +95,13 @@ def probe(
     )
 
 
-def compared(train: Sequence[Any], rollout: Sequence[Any], seed: int = 0) -> Probed:
-    """A Probed of the trainer's and the engine's log-probs: an array or tensor [tokens] for each sequence of both."""
+def compared(
+    train: Sequence[Any], rollout: Sequence[Any], seed: int = 0, prompts: Sequence[Hashable] | None = None
+) -> Probed:
+    """A Probed of the trainer's and the engine's log-probs: an array or tensor [tokens] for each sequence of both.
+
+    prompts: of each sequence, for the intervals; None: all differ
+    """
     import torch
 
     from fp8plan.runtime.mismatch import measure
@@ -105,7 +110,7 @@ def compared(train: Sequence[Any], rollout: Sequence[Any], seed: int = 0) -> Pro
     sides = [torch.cat([torch.as_tensor(row, dtype=torch.float32) for row in side]) for side in (train, rollout)]
     tokens = pack(*sides, lengths=[len(row) for row in rollout])
     ratios = [row.numpy() for row in tokens.log_ratio.split(tokens.lengths.tolist())]
-    figures = intervals(ratios, seed)
+    figures = intervals(ratios, seed, prompts=prompts)
     return Probed(
         precision="",
         figures=figures,
@@ -132,7 +137,8 @@ def _scored(
         begun = time.perf_counter()
         try:
             train = reference.score(rows, settings.temperature)
-            one = compared(train, [row.logprobs for row in rows], settings.seed)
+            prompts = [tuple(row.prompt) for row in rows]
+            one = compared(train, [row.logprobs for row in rows], settings.seed, prompts)
         except Exception as error:  # of one precision, as when an engine's log-probs are all NaN
             one = Probed(name, error=_told(error))
         seconds = dict(found[name].seconds or {}) | {"score": time.perf_counter() - begun}
@@ -157,11 +163,9 @@ def _predicted(
     return None
 
 
-def _refuse_too_few(responses: int) -> None:
-    if responses < 8:
-        raise ConfigError(
-            f"{responses} responses are too few for an interval; allowed: at least 8 (more prompts, or --samples)"
-        )
+def _refuse_too_few(prompts: int) -> None:
+    if prompts < 8:
+        raise ConfigError(f"{prompts} different prompts are too few for an interval; allowed: at least 8")
 
 
 def _told(error: Exception) -> str:

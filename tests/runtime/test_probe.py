@@ -335,7 +335,7 @@ def test_a_table_with_other_columns_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"settings": SampleSettings(samples=1)}, "1 responses are too few"),
+        ({"prompts": [[1, 2]] * 9}, "1 different prompts are too few"),
         ({"precisions": ["fp4"]}, "unknown precision 'fp4'"),
         ({"precisions": []}, "no precision is given"),
         ({"prompts": []}, "a prompt is empty, or there is none"),
@@ -362,7 +362,7 @@ def test_settings_that_mean_nothing_are_refused(options: dict[str, Any], says: s
 @vllm
 def test_a_gpu_that_cannot_run_a_precision_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe_module, "sample", lambda *_, **__: pytest.fail("an engine was started"))
-    found = probe(str(checkpoint("dense", "a")), ["fp8_kv"], [[1, 2]] * 8, gpu="a100_sxm")
+    found = probe(str(checkpoint("dense", "a")), ["fp8_kv"], [[1, n] for n in range(8)], gpu="a100_sxm")
     assert "no FP8 tensor cores" in (found.precisions["fp8_kv"].error or "")
 
 

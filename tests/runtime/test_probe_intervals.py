@@ -81,3 +81,16 @@ def test_a_tail_that_was_not_seen_has_an_upper_end() -> None:
 def test_no_token_is_an_error() -> None:
     with pytest.raises(ValueError, match="no tokens with finite log-probs"):
         intervals([[], [float("nan")]])
+
+
+def test_responses_to_one_prompt_are_not_taken_for_independent() -> None:
+    """Eight responses to each of ten prompts, of which each has a mismatch of its own, say what ten sequences say."""
+    chance = np.random.default_rng(4)
+    scales = 0.05 * np.exp(0.7 * chance.standard_normal(10))
+    rows = [scale * chance.standard_normal(100) for scale in np.repeat(scales, 8)]
+    prompts = [(number,) for number in range(10) for _ in range(8)]
+    alone, shared = (intervals(rows, prompts=given)["kl_k3"] for given in (None, prompts))
+    whole = intervals([np.concatenate(rows[8 * i : 8 * i + 8]) for i in range(10)])["kl_k3"]
+    assert shared == pytest.approx(whole)
+    assert shared.value == pytest.approx(alone.value)
+    assert shared.high - shared.low > 2 * (alone.high - alone.low)

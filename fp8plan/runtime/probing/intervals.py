@@ -1,14 +1,14 @@
-"""Intervals of a mismatch's figures, by resampling sequences.
+"""Intervals of a mismatch's figures, by resampling prompts.
 
-Tokens of one sequence share its text, so they are not independent samples; sequences are. A resample draws as many
-sequences as there are, with replacement (bootstrap, 5th and 95th percentile). Every figure is made of sums over tokens,
+Tokens of one sequence share its text, and sequences their prompt, so they are not independent samples; prompts are. A
+resample draws as many prompts as there are, with replacement (bootstrap, 5th and 95th percentile). Every figure is made of sums over tokens,
 so a resample is one row of a matrix product of counts and sums. Heavy tails are what it cannot see: a token that is
 rarer than once in the sample is in no resample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from math import inf, log
 from typing import Any, Final, NamedTuple
 
@@ -57,13 +57,20 @@ def figures(sums: Array) -> dict[str, Any]:
     return found | {name: sums[..., 5 + i] / tokens for i, name in enumerate(TAILS)}
 
 
-def intervals(log_ratios: Sequence[ArrayLike], seed: int = 0, resamples: int = RESAMPLES) -> dict[str, Interval]:
+def intervals(
+    log_ratios: Sequence[ArrayLike],
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+    prompts: Sequence[Hashable] | None = None,
+) -> dict[str, Interval]:
     """The figures of some sequences [tokens of each], with their intervals; the same seed gives the same ones.
+
+    prompts: of each sequence; None: all differ
 
     A share that is 0 in the sample has an upper end of 2.3 / tokens, above which none of so many independent tokens
     would be found with a probability of less than 10%. Raises ValueError without a token.
     """
-    sums = sequence_sums(log_ratios)
+    sums = _by_prompt(sequence_sums(log_ratios), prompts)
     sums = sums[sums[:, 0] > 0]
     if not len(sums):
         raise ValueError("no tokens with finite log-probs")
@@ -79,8 +86,17 @@ def intervals(log_ratios: Sequence[ArrayLike], seed: int = 0, resamples: int = R
     return found
 
 
+def _by_prompt(sums: Array, prompts: Sequence[Hashable] | None) -> Array:
+    if prompts is None:
+        return sums
+    number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+    found = np.zeros((len(number), sums.shape[1]))
+    np.add.at(found, [number[prompt] for prompt in prompts], sums)
+    return found
+
+
 def tokens_needed(tokens: int, kl: Interval) -> int | None:
     """Tokens of such sequences for a half-width of WANTED: intervals shrink with the square root of their number. None
-    where the interval says nothing (one sequence, or no mismatch at all)."""
+    where the interval says nothing (one prompt, or no mismatch at all)."""
     half = (kl.high - kl.low) / 2
     return round(tokens * (half / (WANTED * kl.value)) ** 2) if kl.value > 0 and half > 0 else None
