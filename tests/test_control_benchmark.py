@@ -11,8 +11,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.control import report, scenarios
-from benchmarks.control.methods import constant
+from benchmarks.control import held_out, loop, report, scenarios
+from benchmarks.control.methods import methods
 from benchmarks.control.observed import Observed
 from benchmarks.control.problem import (
     Mismatched,
@@ -30,6 +30,7 @@ from fp8plan.runtime.mismatch import measure
 from fp8plan.runtime.tokens import pack
 
 RESULTS = json.loads((report.FOLDER / "results.json").read_text())["results"]
+TRAINED = json.loads((report.FOLDER / "loop.json").read_text())
 PROBLEM = make_problem(scenarios.PROBLEM_SEED)
 BY = {(row["scenario"], row["sequences"]): row for row in RESULTS}
 
@@ -95,16 +96,28 @@ def test_every_scenario_runs_and_its_mismatch_is_finite():
             assert np.isfinite(batch.log_ratio).all()
 
 
-def test_committed_results_are_reproduced():
-    scenario = scenarios.SCENARIOS[0]
-    found = run(scenario, 16, {"C=2": constant(2.0)})
-    saved = BY[scenario.name, 16]["methods"]["C=2"]["mse"]
-    assert found.traces["C=2"].mse.sum() / found.gradient2.sum() == pytest.approx(saved, rel=1e-3)
+@pytest.mark.parametrize(("name", "sequences"), [("none", 16), ("spikes", 128)])
+def test_committed_results_are_reproduced(name, sequences):
+    saved = BY[name, sequences]
+    offered = methods(saved["noise_tokens"])
+    chosen = ("C=2", "adaptive", "adaptive, noise unknown", "adaptive band")
+    scenario = next(one for one in scenarios.SCENARIOS if one.name == name)
+    found = run(scenario, sequences, {method: offered[method] for method in chosen})
+    for method in chosen:
+        error = found.traces[method].mse.sum() / found.gradient2.sum()
+        assert error == pytest.approx(saved["methods"][method]["mse"], rel=1e-3)
+
+
+def test_committed_results_of_training_and_of_held_out_problems_are_reproduced():
+    saved = {(x["scenario"], x["sequences"], x["method"], x["optimiser"]): x["mean"] for x in TRAINED}
+    returns = loop.train("spikes", 16, "adaptive", "Adam", RESULTS[0]["noise_tokens"])
+    assert np.mean(returns) == pytest.approx(saved["spikes", 16, "adaptive", "Adam"], abs=0.002)
+    (row,) = held_out.compare(1, [scenarios.SCENARIOS[0]], [16])
+    assert row in held_out.SAVED.read_text().splitlines()
 
 
 def test_the_committed_table_is_of_the_committed_results():
-    training = json.loads((report.FOLDER / "loop.json").read_text())
-    assert report.tables(RESULTS) + report.trained(training) == (report.FOLDER / "table.md").read_text()
+    assert report.tables(RESULTS) + report.trained(TRAINED) == (report.FOLDER / "table.md").read_text()
 
 
 def ratio(row, method="adaptive"):

@@ -5,6 +5,7 @@ Two minutes on two cores; writes held_out.md. Squared error relative to token TI
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -12,30 +13,34 @@ import numpy as np
 
 from benchmarks.control import simulate
 from benchmarks.control.baselines import GRID
-from benchmarks.control.methods import methods
+from benchmarks.control.methods import Factory, methods
 from benchmarks.control.run import measured_noise_tokens
-from benchmarks.control.scenarios import SCENARIOS, SEQUENCES
+from benchmarks.control.scenarios import SCENARIOS, SEQUENCES, Scenario
 
 PROBLEMS = (1, 2)
 SHOWN = ("adaptive", "adaptive, noise unknown")
 SAVED = Path(__file__).parent / "held_out.md"
 
 
-def compare(seed: int) -> list[str]:
+def compare(seed: int, scenarios: Sequence[Scenario] = SCENARIOS, sizes: Sequence[int] = SEQUENCES) -> list[str]:
     """Rows of the table for the problem of this seed, with samples of its own and its own noise scale."""
+    before = simulate.PROBLEM_SEED, simulate.SAMPLE_SEED
     simulate.PROBLEM_SEED, simulate.SAMPLE_SEED = seed, 1_000 + seed
+    try:
+        offered = methods(measured_noise_tokens())
+        return [row(seed, scenario, sequences, offered) for scenario in scenarios for sequences in sizes]
+    finally:
+        simulate.PROBLEM_SEED, simulate.SAMPLE_SEED = before
+
+
+def row(seed: int, scenario: Scenario, sequences: int, offered: Mapping[str, Factory]) -> str:
     fixed = [f"fixed {c:g}" for c in GRID]
-    offered = methods(measured_noise_tokens())
     chosen = {name: offered[name] for name in ("C=2", *SHOWN, *fixed)}
-    rows = []
-    for scenario in SCENARIOS:
-        for sequences in SEQUENCES:
-            errors = {name: trace.mse for name, trace in simulate.run(scenario, sequences, chosen).traces.items()}
-            best = np.min([errors[name] for name in fixed], axis=0)
-            figures = [errors[name].sum() for name in SHOWN] + [best.sum()]
-            cells = " | ".join(f"{figure / errors['C=2'].sum():.3f}" for figure in figures)
-            rows.append(f"| {seed} | {scenario.name} | {sequences:,} | {cells} |")
-    return rows
+    errors = {name: trace.mse for name, trace in simulate.run(scenario, sequences, chosen).traces.items()}
+    best = np.min([errors[name] for name in fixed], axis=0)
+    figures = [errors[name].sum() for name in SHOWN] + [best.sum()]
+    cells = " | ".join(f"{figure / errors['C=2'].sum():.3f}" for figure in figures)
+    return f"| {seed} | {scenario.name} | {sequences:,} | {cells} |"
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
 """Intervals of a mismatch's figures, by resampling prompts.
 
 Tokens of one sequence share its text, and sequences their prompt, so they are not independent samples; prompts are. A
-resample draws as many prompts as there are, with replacement (bootstrap, 5th and 95th percentile). Every figure is made of sums over tokens,
-so a resample is one row of a matrix product of counts and sums. Heavy tails are what it cannot see: a token that is
-rarer than once in the sample is in no resample.
+resample draws as many prompts as there are, with replacement (bootstrap, 5th and 95th percentile). Every figure is made
+of sums over tokens, so a resample is one row of a matrix product of counts and sums. Heavy tails are what it cannot
+see: a token that is rarer than once in the sample is in no resample.
 """
 
 from __future__ import annotations
