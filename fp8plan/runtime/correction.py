@@ -2,7 +2,7 @@
 
     settings = CorrectionSettings(level="token", thresholds=Thresholds(tis=2.0))
     correction = correct(pack(train_logprobs, rollout_logprobs, mask), settings)
-    loss = (correction.weights * token_losses * correction.mask).sum() / correction.mask.sum()
+    loss = (correction.weights * token_losses * correction.mask).sum() / correction.mask.sum().clamp(min=1)
 
 Weights are detached: they change the measure, not the objective. Two uses, as in verl:
 

@@ -6,12 +6,12 @@ import os
 from typing import Any
 
 
-def rank() -> int:
-    """Of this process; before torch.distributed is up, what its launcher says. 0 alone."""
+def rank(group: Any = None) -> int:
+    """Of this process in `group` (None: all); before torch.distributed is up, what its launcher says. 0 alone."""
     from torch import distributed
 
     if distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank())
+        return int(distributed.get_rank(group))
     return int(os.environ.get("RANK") or 0)
 
 

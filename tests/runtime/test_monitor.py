@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -204,6 +205,79 @@ def test_an_engine_that_cannot_say_what_runs_costs_no_step() -> None:
     assert "model" not in taken[0]
 
 
+@pytest.mark.parametrize(
+    "rollout",
+    [
+        {"seconds": 1.0, "started": object()},
+        {"seconds": 1.0, "prompt_lengths": [1, 2], "response_lengths": [3, None]},
+        {"seconds": "1 s", "prompt_lengths": [1], "response_lengths": [[3]]},
+        {3: b"4"},
+    ],
+)
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_rollout_that_is_not_what_it_should_be_costs_no_step(rollout: dict[Any, Any], guarded: bool) -> None:
+    taken: list[Any] = []
+    monitor = Monitor(sinks=[Callback(taken.append)], guard=Guard(FACTS) if guarded else None)
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        step = monitor.step(*batch(), rollout=rollout)
+    assert (monitor.steps, [x["step"] for x in taken]) == (1, [1])
+    assert step.verdict is None
+    assert runs.TOKENS_PER_S not in step.metrics
+
+
+@pytest.mark.parametrize("number", [7, np.int64(7), torch.tensor(7)])
+def test_a_number_of_a_step_is_whole_whatever_its_type(number: Any) -> None:
+    monitor = Monitor()
+    monitor.step(*batch(), number=number)
+    restored = Monitor()
+    restored.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
+    assert restored.steps == 7
+    with pytest.raises(ConfigError, match="allowed: a whole number"):
+        monitor.step(*batch(), number=7.0)  # type: ignore[arg-type]
+    assert monitor.steps == 7
+
+
+@pytest.mark.parametrize(
+    ("mode", "controller", "says"),
+    [
+        ("tis", AdaptiveThresholds(tis=None, band=(0.5, 5.0)), "AdaptiveThresholds.tis=None"),
+        ("tis", ConstantThresholds(None, (0.5, 5.0)), "ConstantThresholds.tis=None"),
+        ("icepop", ConstantThresholds(), "ConstantThresholds.band=None"),
+        ("mis", AdaptiveThresholds(), "AdaptiveThresholds.band=None"),
+    ],
+)
+def test_a_controller_gives_what_the_settings_use(mode: Any, controller: Any, says: str) -> None:
+    band = None if mode == "tis" else (0.5, 5.0)
+    with pytest.raises(ConfigError, match=says):
+        Monitor(CorrectionSettings(mode=mode, thresholds=Thresholds(2.0, band)), controller)
+
+
+def test_constant_thresholds_are_those_of_the_settings_also_after_a_checkpoint_of_others() -> None:
+    before, after = Monitor(controller=ConstantThresholds(2.0)), Monitor(controller=ConstantThresholds(5.0))
+    before.step(*batch())
+    after.load_state_dict(before.state_dict())
+    assert after.step(*batch()).thresholds.tis == 5.0
+
+
+def test_a_checkpoint_of_other_thresholds_or_of_another_grid_is_refused() -> None:
+    band = CorrectionSettings(mode="icepop", thresholds=Thresholds(None, (0.5, 5.0)))
+    saved = Monitor().state_dict()
+    with pytest.raises(ConfigError, match="same kind of thresholds"):
+        Monitor(band).load_state_dict(saved)
+    saved["controller"]["tail"] = [0.1, 0.0]
+    with pytest.raises(ConfigError, match="a tail of 2 bounds"):
+        Monitor().load_state_dict(saved)
+
+
+def test_an_engine_that_does_not_judge_itself_is_refused() -> None:
+    class AsyncRolloutEngine:
+        guard = None
+
+    with pytest.raises(ConfigError, match=r"AsyncRolloutEngine.*guard=engine\.guard"):
+        Monitor(engine=AsyncRolloutEngine())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("level", ["sequence", "geometric", None])
 def test_only_token_weights_have_adaptive_thresholds(level: Any) -> None:
     settings = CorrectionSettings(level=level, thresholds=Thresholds(tis=3.0))
@@ -345,7 +419,7 @@ def test_figures_of_ranks_are_weighted_by_their_tokens() -> None:
 
 
 RANK = """
-import json, os, sys
+import json, os, sys, warnings
 from datetime import timedelta
 import torch
 from torch import distributed
@@ -366,6 +440,12 @@ for number, (train, rollout, mask) in enumerate(torch.load(folder + "/batches.pt
                       "ess": step.metrics["rollout_corr/rollout_is_eff_sample_size"],
                       "clip": step.metrics["fp8plan/clip_fraction"]}))
 monitor.close()
+late = distributed.new_group([1])  # without the first rank of all
+if rank == 1:
+    with Monitor(sinks=[JsonLines(folder + "/group.jsonl")], group=late) as actor:
+        actor.step(train, rollout, mask)
+with warnings.catch_warnings(record=True):  # a rollout that is no data is left out, and no rank waits for ever
+    Monitor().step(train, rollout, mask, rollout={"seconds": 1.0, "date": object()} if rank == 0 else None)
 distributed.destroy_process_group()
 """
 
@@ -392,6 +472,7 @@ def test_ranks_share_thresholds_and_one_writes(tmp_path: Path) -> None:
     assert one == other
     rows = rows_of(tmp_path / "run.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]  # by one rank alone
+    assert len(rows_of(tmp_path / "group.jsonl")) == 1
     alone = Monitor()
     for number, ((train, rollout, mask), told, row) in enumerate(zip(batches, one, rows, strict=True)):
         if number == 2:
