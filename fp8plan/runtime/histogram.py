@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 LIMIT: Final = 20.0  # as verl's SAFETY_BOUND; the last bin of each sign is all beyond it
 SMALLEST: Final = 2.0**-16  # the first bin of each sign is [0, 2^-16)
-_SHIFT: Final = 23 - 5  # of float32's 23 bits of mantissa, 5 count
-_FIRST: Final = int(np.float32(SMALLEST).view(np.int32)) >> _SHIFT
-SIDE: Final = (int(np.float32(LIMIT).view(np.int32)) >> _SHIFT) - _FIRST + 2  # bins of one sign
+SHIFT: Final = 23 - 5  # of float32's 23 bits of mantissa, 5 count
+FIRST: Final = int(np.float32(SMALLEST).view(np.int32)) >> SHIFT
+SIDE: Final = (int(np.float32(LIMIT).view(np.int32)) >> SHIFT) - FIRST + 2  # bins of one sign
 BINS: Final = 2 * SIDE
 
 # Lower ends of the bins of one sign, in |log ratio|, and infinity.
 MAGNITUDES: Final[FloatArray] = np.concatenate(
     [
         [0.0],
-        ((np.arange(SIDE - 1, dtype=np.int32) + _FIRST) << _SHIFT).view(np.float32).astype(np.float64),
+        ((np.arange(SIDE - 1, dtype=np.int32) + FIRST) << SHIFT).view(np.float32).astype(np.float64),
         [np.inf],
     ]
 )
@@ -41,7 +41,7 @@ def bins(log_ratio: torch.Tensor) -> torch.Tensor:
     import torch
 
     index = log_ratio.abs().clamp_(max=LIMIT).view(torch.int32)
-    index = index.bitwise_right_shift_(_SHIFT).sub_(_FIRST - 1).clamp_(min=0)
+    index = index.bitwise_right_shift_(SHIFT).sub_(FIRST - 1).clamp_(min=0)
     # A negative one counts down from the middle: -1 - index, by the bits of a mask that is 0 or -1.
     index.bitwise_xor_(log_ratio.lt(0).to(torch.int32).neg_())
     return index.add_(SIDE)

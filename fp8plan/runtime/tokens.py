@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.mismatching import dispatch
 from fp8plan.runtime.mismatching.threads import one_thread
 
 if TYPE_CHECKING:
@@ -84,11 +85,12 @@ class Tokens:
             out = values.reshape(self.shape).to(dtype or values.dtype)
         else:
             out = values.new_full(self.shape, fill, dtype=dtype or values.dtype)
-            flat, done = out.view(-1), 0
-            for part, where in _valid(self.kept):
-                some = values[done : done + len(where)]
-                flat[part].scatter_(0, where, some.to(out.dtype))
-                done += len(where)
+            if dispatch.by_triton(out):
+                from fp8plan.runtime.mismatching import fused
+
+                fused.unpack(values.to(out.dtype), self.kept, out)
+            else:
+                _unpack(values, self.kept, out)
         return out.numpy() if self.numpy else out
 
     def mask(self, keep: torch.Tensor | None = None) -> Array:
@@ -137,21 +139,47 @@ def pack(
 def _pack(train: torch.Tensor, rollout: torch.Tensor, kept: torch.Tensor | None, ends: torch.Tensor) -> Tokens:
     import torch
 
-    sides = train.reshape(-1), rollout.reshape(-1)
+    one, other = train.reshape(-1), rollout.reshape(-1)
     if kept is None:
-        packed = [side.float() for side in sides]
+        packed = one.float(), other.float(), one.float() - other.float(), ends
+    elif dispatch.by_triton(one):
+        from fp8plan.runtime.mismatching import fused
+
+        packed = fused.packed(one, other, kept, ends)
     else:
-        packed = [torch.empty(int(kept.count_nonzero()), device=train.device) for _ in sides]
-        before, ends = ends, torch.zeros_like(ends)
-        done = 0
-        for part, where in _valid(kept):
-            stop = done + len(where)
-            for side, out in zip(sides, packed, strict=True):
-                out[done:stop] = side[part].index_select(0, where)
-            # Valid tokens of this part that come before each end: all or none but for the few ends that lie in it.
-            ends += torch.searchsorted(where, (before - part.start).to(where.device)).cpu()
-            done = stop
-    return Tokens(*packed, packed[0] - packed[1], ends, 0, tuple(train.shape), kept, torch.bool, False)
+        packed = by_torch(one, other, kept, ends)
+    return Tokens(*packed, 0, tuple(train.shape), kept, torch.bool, False)
+
+
+def by_torch(
+    train: torch.Tensor, rollout: torch.Tensor, kept: torch.Tensor, ends: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(train, rollout and log ratio [tokens] float32, offsets) of what is kept of flat log-probs.
+
+    ends: [sequences + 1] int64 on the CPU, where sequences end in what came in
+    """
+    import torch
+
+    number = int(kept.count_nonzero())
+    packed = [torch.empty(number, device=train.device) for _ in range(2)]
+    before, ends, done = ends, torch.zeros_like(ends), 0
+    for part, where in _valid(kept):
+        stop = done + len(where)
+        for side, out in zip((train, rollout), packed, strict=True):
+            out[done:stop] = side[part].index_select(0, where)
+        # Valid tokens of this part that come before each end: all or none but for the few ends that lie in it.
+        ends += torch.searchsorted(where, (before - part.start).to(where.device)).cpu()
+        done = stop
+    return packed[0], packed[1], packed[0] - packed[1], ends
+
+
+def _unpack(values: torch.Tensor, kept: torch.Tensor, out: torch.Tensor) -> None:
+    """Write values, one after the other, to where `kept` is true in `out`, which is contiguous."""
+    flat, done = out.view(-1), 0
+    for part, where in _valid(kept):
+        some = values[done : done + len(where)]
+        flat[part].scatter_(0, where, some.to(out.dtype))
+        done += len(where)
 
 
 def _valid(kept: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:

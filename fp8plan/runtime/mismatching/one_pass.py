@@ -10,6 +10,7 @@ import numpy as np
 from fp8plan.errors import ConfigError
 from fp8plan.model.arrays import FloatArray, IntArray
 from fp8plan.runtime.histogram import BINS, LIMIT, bins
+from fp8plan.runtime.mismatching import dispatch
 from fp8plan.runtime.mismatching.segments import Segments
 from fp8plan.runtime.mismatching.sums import POSITIONS, SIZE, SLOTS, VERSION_SUMS, MismatchSums
 from fp8plan.runtime.mismatching.threads import one_thread
@@ -29,15 +30,38 @@ def measure(tokens: Tokens, versions: Array | Sequence[int] | None = None) -> Mi
 
     Raises ConfigError for versions that do not fit.
     """
+    slots = None if versions is None else _slots(tokens, versions)
+    pieces = _pieces(tokens.offsets.numpy())
+    if dispatch.by_triton(tokens.log_ratio):
+        from fp8plan.runtime.mismatching import fused
+
+        histogram, squares, per_piece = fused.measured(tokens, pieces)
+    else:
+        histogram, squares, per_piece = by_torch(tokens, pieces)
+    sums = MismatchSums(np.zeros(SIZE))
+    sums["tokens"], sums["invalid"], sums["ratio_squared"] = len(tokens), tokens.invalid, squares
+    sums["ratio"], sums["k3"] = histogram[1].sum(), histogram[2].sum()
+    for name, values in zip(("tokens", "ratio", "k3"), histogram, strict=True):
+        sums[f"histogram_{name}"] = values
+    if slots is not None:
+        for name, values in zip(VERSION_SUMS, _by_slot(tokens, *slots), strict=True):
+            sums[f"version_{name}"] = values
+    return _with_sequences(sums, tokens.lengths.numpy(), per_piece, pieces)
+
+
+def by_torch(tokens: Tokens, pieces: IntArray) -> tuple[FloatArray, float, FloatArray]:
+    """The sums over tokens, float64.
+
+    pieces: [pieces + 1] where they begin, and where the last one ends; they have all tokens, and are in order
+
+    Returns ([3, BINS]: tokens, ratio, k3; ratio^2; [3, pieces]: log ratio, k3, train).
+    """
     import torch
 
     device = tokens.log_ratio.device
-    slots = None if versions is None else _slots(tokens, versions)
-    pieces = _pieces(tokens.offsets.numpy())
-    per_piece = [Segments(pieces, device) for _ in range(3)]  # log ratio, k3, train
-    table = torch.zeros(3, BINS, dtype=torch.float64, device=device)  # tokens, ratio, k3
+    per_piece = [Segments(pieces, device) for _ in range(3)]
+    table = torch.zeros(3, BINS, dtype=torch.float64, device=device)
     squares = torch.zeros((), dtype=torch.float64, device=device)
-    per_slot = torch.zeros(len(VERSION_SUMS), SLOTS, dtype=torch.float64, device=device)  # k1 negated
     for part in tokens.chunks():
         log_ratio, ratio, k3 = _terms(tokens.log_ratio[part])
         where = bins(tokens.log_ratio[part])
@@ -45,21 +69,9 @@ def measure(tokens: Tokens, versions: Array | Sequence[int] | None = None) -> Mi
         table[1] += torch.bincount(where, ratio, minlength=BINS)
         table[2] += torch.bincount(where, k3, minlength=BINS)
         squares += torch.dot(ratio, ratio)
-        if slots is not None:
-            turn, slot = slots[0][part].double(), slots[1][part]
-            for row, weights in enumerate((torch.ones_like(k3), turn, turn * turn, log_ratio, k3)):
-                per_slot[row] += torch.bincount(slot, weights, minlength=SLOTS)
         for segments, values in zip(per_piece, (log_ratio, k3, tokens.train[part]), strict=True):
             segments.add(part, values)
-    histogram = table.cpu().numpy()
-    sums = MismatchSums(np.zeros(SIZE))
-    sums["tokens"], sums["invalid"], sums["ratio_squared"] = len(tokens), tokens.invalid, float(squares)
-    sums["ratio"], sums["k3"] = histogram[1].sum(), histogram[2].sum()
-    for name, values in zip(("tokens", "ratio", "k3"), histogram, strict=True):
-        sums[f"histogram_{name}"] = values
-    for name, values in zip(VERSION_SUMS, per_slot.cpu().numpy(), strict=True):
-        sums[f"version_{name}"] = -values if name == "k1" else values
-    return _with_sequences(sums, tokens.lengths.numpy(), np.array([of.numpy() for of in per_piece]), pieces)
+    return table.cpu().numpy(), float(squares), np.array([of.numpy() for of in per_piece])
 
 
 def _terms(log_ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -127,3 +139,16 @@ def _slots(tokens: Tokens, versions: Any) -> tuple[torch.Tensor, torch.Tensor]:
                 f"versions go from {low} to {high}; allowed: 0 or more, and less than {SLOTS} apart in a batch"
             )
     return packed // SLOTS, packed % SLOTS
+
+
+def _by_slot(tokens: Tokens, turns: torch.Tensor, slots: torch.Tensor) -> FloatArray:
+    """[VERSION_SUMS, SLOTS] sums over the tokens of each slot."""
+    import torch
+
+    found = torch.zeros(len(VERSION_SUMS), SLOTS, dtype=torch.float64, device=slots.device)
+    for part in tokens.chunks():
+        log_ratio, _, k3 = _terms(tokens.log_ratio[part])
+        turn, slot = turns[part].double(), slots[part]
+        for row, weights in enumerate((torch.ones_like(k3), turn, turn * turn, -log_ratio, k3)):
+            found[row] += torch.bincount(slot, weights, minlength=SLOTS)
+    return found.cpu().numpy()

@@ -9,7 +9,7 @@ import numpy as np
 
 from fp8plan.model.arrays import FloatArray
 from fp8plan.runtime.histogram import LIMIT
-from fp8plan.runtime.mismatching.segments import Segments
+from fp8plan.runtime.mismatching.segments import Segments, spread
 from fp8plan.runtime.mismatching.settings import CorrectionSettings, Rejection
 from fp8plan.runtime.mismatching.weights import TINY
 
@@ -93,11 +93,9 @@ def _by_token(tokens: Tokens, rule: Rejection) -> tuple[torch.Tensor, dict[str, 
 
 
 def _by_sequence(tokens: Tokens, rule: Rejection) -> tuple[torch.Tensor, dict[str, float]]:
-    import torch
-
     low, high = limits(rule)
-    device, lengths = tokens.log_ratio.device, tokens.lengths.numpy()
-    segments = Segments(tokens.offsets.numpy(), device, "max" if rule.over == "seq_max" else "sum")
+    lengths = tokens.lengths.numpy()
+    segments = Segments(tokens.offsets.numpy(), tokens.log_ratio.device, "max" if rule.over == "seq_max" else "sum")
     for part in tokens.chunks():
         segments.add(part, divergence(tokens.log_ratio[part], rule.estimator))
     found = segments.numpy()
@@ -112,7 +110,7 @@ def _by_sequence(tokens: Tokens, rule: Rejection) -> tuple[torch.Tensor, dict[st
         "fraction_high": float((of_filled > high).mean()), "fraction_low": float((of_filled < low).mean()),
         "std": float(np.sqrt(max(share @ clamped**2 - (share @ clamped) ** 2, 0.0))),
     }  # fmt: skip
-    keep = torch.from_numpy(np.repeat(within, lengths)).to(device)
+    keep = spread(within, tokens)
     return keep, metrics | _of_sequences(of_filled, rule) | _masked(tokens, keep)
 
 
@@ -137,15 +135,12 @@ def _masked(tokens: Tokens, keep: torch.Tensor) -> dict[str, float]:
 
 def _vetoed(tokens: Tokens, veto: float) -> tuple[torch.Tensor, dict[str, float]]:
     """What verl had up to 0.7.0, under its names."""
-    import torch
-
-    device = tokens.log_ratio.device
-    low, catastrophic = Segments(tokens.offsets.numpy(), device), 0.0
+    low = Segments(tokens.offsets.numpy(), tokens.log_ratio.device)
     for part in tokens.chunks():
         low.add(part, tokens.log_ratio[part] < log(veto))
     found, lengths = low.numpy(), tokens.lengths.numpy()
     catastrophic = float(found.sum() / len(tokens))
-    keep = torch.from_numpy(np.repeat(found == 0, lengths)).to(device)
+    keep = spread(found == 0, tokens)
     return keep, {
         "rollout_is_veto_fraction": float((found > 0).sum() / (lengths > 0).sum()),
         "rollout_is_catastrophic_token_fraction": catastrophic,

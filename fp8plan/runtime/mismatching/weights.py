@@ -9,7 +9,8 @@ import numpy as np
 
 from fp8plan.model.arrays import FloatArray
 from fp8plan.runtime.histogram import LIMIT
-from fp8plan.runtime.mismatching.segments import Segments, all_reduced
+from fp8plan.runtime.mismatching import dispatch
+from fp8plan.runtime.mismatching.segments import Segments, all_reduced, spread
 from fp8plan.runtime.mismatching.settings import CorrectionSettings
 
 if TYPE_CHECKING:
@@ -69,14 +70,38 @@ def weighted(tokens: Tokens, settings: CorrectionSettings) -> Weighted:
 
 
 def _by_token(tokens: Tokens, settings: CorrectionSettings) -> Weighted:
+    low, high = bounds(settings)
+    band = settings.mode != "tis"
+    if dispatch.by_triton(tokens.log_ratio):
+        from fp8plan.runtime.mismatching import fused
+
+        weights, inside, (found, raw), totals = fused.weighed(tokens, low, high, band)
+    else:
+        weights, inside, (found, raw), totals = by_torch(tokens, low, high, band)
+    square, above, below = (totals[:3] / len(tokens)).tolist()
+    counts = tokens.lengths.numpy() + TINY
+    return Weighted(
+        weights, inside, float(found.sum()) / len(tokens), square, float(raw.sum()) / len(tokens),
+        above + below if band else above, above, below,
+        float(totals[4]), float(totals[3]), found / counts, raw / counts,
+    )  # fmt: skip
+
+
+def by_torch(
+    tokens: Tokens, low: float, high: float, band: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, FloatArray, FloatArray]:
+    """Weights of at least one token, truncated at `high` or, with a band, 0 outside of [low, high]; and their sums.
+
+    Returns (weights [tokens] float32; inside [tokens] bool, None without a band; [2, sequences] float64: weight, raw
+    ratio; [5] float64: weight^2, ratios above `high` and below `low`, smallest and largest weight).
+    """
     import torch
 
-    low, high = bounds(settings)
     weights = torch.empty_like(tokens.log_ratio)
-    inside = None if settings.mode == "tis" else torch.empty(len(tokens), dtype=torch.bool, device=weights.device)
+    inside = torch.empty(len(tokens), dtype=torch.bool, device=weights.device) if band else None
     offsets = tokens.offsets.numpy()
     per_sequence, raw_per_sequence = (Segments(offsets, weights.device) for _ in range(2))
-    totals = torch.zeros(3, dtype=torch.float64, device=weights.device)  # squares, high, low
+    totals = torch.zeros(3, dtype=torch.float64, device=weights.device)
     ends = []
     for part in tokens.chunks():
         raw = tokens.log_ratio[part].clamp(-LIMIT, LIMIT).exp_()
@@ -92,23 +117,17 @@ def _by_token(tokens: Tokens, settings: CorrectionSettings) -> Weighted:
         raw_per_sequence.add(part, raw)
         totals += torch.stack([torch.dot(exact, exact), above.count_nonzero(), below.count_nonzero()])
         ends.append(torch.stack(out.aminmax()))
-    square, above_sum, below_sum = (totals / len(tokens)).tolist()
-    smallest, largest = torch.stack(ends).cpu().numpy().T
-    found, raw_found = per_sequence.numpy(), raw_per_sequence.numpy()
-    counts = tokens.lengths.numpy() + TINY
-    return Weighted(
-        weights, inside, float(found.sum()) / len(tokens), square, float(raw_found.sum()) / len(tokens),
-        above_sum + (0.0 if inside is None else below_sum), above_sum, below_sum,
-        float(largest.max()), float(smallest.min()), found / counts, raw_found / counts,
+    smallest, largest = torch.stack(ends).double().cpu().numpy().T
+    return (
+        weights, inside, np.array([per_sequence.numpy(), raw_per_sequence.numpy()]),
+        np.array([*totals.tolist(), smallest.min(), largest.max()]),
     )  # fmt: skip
 
 
 def _by_sequence(tokens: Tokens, settings: CorrectionSettings) -> Weighted:
-    import torch
-
     low, high = bounds(settings)
-    device, lengths = tokens.log_ratio.device, tokens.lengths.numpy()
-    sums = Segments(tokens.offsets.numpy(), device)
+    lengths = tokens.lengths.numpy()
+    sums = Segments(tokens.offsets.numpy(), tokens.log_ratio.device)
     for part in tokens.chunks():
         sums.add(part, tokens.log_ratio[part])
     log_ratio = sums.numpy()
@@ -120,16 +139,9 @@ def _by_sequence(tokens: Tokens, settings: CorrectionSettings) -> Weighted:
     found = np.minimum(raw, high) if settings.mode == "tis" else raw * within
     share = lengths / len(tokens)
 
-    def spread(values: FloatArray, dtype: torch.dtype) -> torch.Tensor:
-        return (
-            torch.from_numpy(values)
-            .to(device, dtype)
-            .repeat_interleave(tokens.lengths.to(device), output_size=len(tokens))
-        )
-
     filled = lengths > 0
     return Weighted(
-        spread(found, torch.float32), None if settings.mode == "tis" else spread(within, torch.bool),
+        spread(found.astype(np.float32), tokens), None if settings.mode == "tis" else spread(within, tokens),
         float(share @ found), float(share @ found**2), float(share @ raw),
         float(share @ (above if settings.mode == "tis" else ~within)), float(above.mean()), float(below.mean()),
         float(raw.max()), float(raw.min()),

@@ -1,0 +1,133 @@
+"""The passes over a batch on a GPU, each as one Triton kernel; torch's operations in tokens.py, one_pass.py and
+weights.py are the reference, and the only way on a CPU.
+
+Sequences are cut into tiles, one for each program. Sums over a tile are float64 and are added up by numpy, in order: a
+GPU gives the same figures each time. Weights are within 1 ulp of torch's, sums equal to rtol 1e-9, but for sums over a
+bin of the histogram: those are of values rounded to 28 bits (fused_kernels._short says why), so 4e-9.
+
+What limits them on an H200 (4.3 TB/s copied, 132 SMs; modelled, not measured), for 10.5 million tokens:
+
+weighed   8 bytes a token move (9 with a band), 20 us; 7 sums a tile of 2,048 and exp in float64 hide behind that
+packed    two bytes of mask for each place of the padded form, 20 bytes for each kept token: 273 MB, 63 us for 1,536 x
+          20,480 a third full; and the wait for the number of tokens between its kernels
+unpacked  4 bytes for each place that is filled, a byte of mask twice, 8 bytes for each kept token: 273 MB, 63 us
+measured  8 bytes a token, 20 us; float64 arithmetic (half rate), 50 us; but it is bound by the histogram: one line of
+          32 bytes in L2 for each token, written by two instructions. At 60 to 150 G lines a second, 0.15 to 0.35 ms.
+          Triton has no atomics in shared memory, which would do it in a tenth of that
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fp8plan.model.arrays import FloatArray, IntArray
+from fp8plan.runtime.histogram import BINS, SIDE
+from fp8plan.runtime.mismatching import fused_kernels as kernels
+
+if TYPE_CHECKING:
+    from fp8plan.runtime.tokens import Tokens
+
+
+class Launch(NamedTuple):
+    """block: most tokens of a tile, a power of two; warps: of a program."""
+
+    block: int
+    warps: int
+
+
+MEASURE, WEIGH, PACK = Launch(512, 2), Launch(2048, 4), Launch(2048, 4)
+
+
+class Tiles:
+    """Segments in tiles of at most `block` tokens; empty segments have none.
+
+    cuts: [segments + 1] where segments begin, and where the last one ends
+    """
+
+    def __init__(self, cuts: IntArray, launch: Launch, device: torch.device) -> None:
+        lengths = np.diff(cuts)
+        numbers = -(-lengths // launch.block)
+        self._segments, self._launch = len(lengths), launch
+        self._segment = np.repeat(np.arange(len(lengths)), numbers)  # of each tile
+        within = np.arange(len(self._segment)) - np.repeat(np.cumsum(numbers) - numbers, numbers)
+        ends = np.append(cuts[:-1][self._segment] + within * launch.block, cuts[-1])
+        self.cuts = torch.from_numpy(ends).to(device)
+
+    def __len__(self) -> int:
+        return len(self._segment)
+
+    def run(self, kernel: Any, *args: Any, **settings: Any) -> None:
+        """Launch a kernel, a program for each tile, on the current stream of the tiles' device."""
+        device = self.cuts.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            if len(self):
+                block, warps = self._launch
+                kernel[(len(self),)](*args, **settings, BLOCK=block, num_warps=warps)
+
+    def per_segment(self, per_tile: FloatArray) -> FloatArray:
+        """[segments] sums of [tiles] sums."""
+        return np.bincount(self._segment, per_tile, self._segments)
+
+
+def measured(tokens: Tokens, pieces: IntArray) -> tuple[FloatArray, float, FloatArray]:
+    """As one_pass.by_torch."""
+    device = tokens.log_ratio.device
+    tiles = Tiles(pieces, MEASURE, device)
+    copies = torch.zeros(kernels.COPIES, BINS, kernels.ROW, dtype=torch.float64, device=device)
+    sums = torch.empty(10, len(tiles), dtype=torch.float64, device=device)
+    tiles.run(
+        kernels.measure, tokens.log_ratio.contiguous(), tokens.train.contiguous(), tiles.cuts, len(tiles), copies, sums
+    )
+    per_tile = sums[:3].cpu().numpy()
+    squares, *near = sums[3:].sum(1).tolist()
+    histogram = copies.sum(0)[:, :3].T.cpu().numpy().copy()
+    histogram[:, SIDE - 1], histogram[:, SIDE] = near[:3], near[3:]
+    return histogram, squares, np.array([tiles.per_segment(row) for row in per_tile])
+
+
+def weighed(
+    tokens: Tokens, low: float, high: float, band: bool
+) -> tuple[Tensor, Tensor | None, FloatArray, FloatArray]:
+    """As weights.by_torch."""
+    log_ratio = tokens.log_ratio.contiguous()
+    tiles = Tiles(tokens.offsets.numpy(), WEIGH, log_ratio.device)
+    weights = torch.empty_like(log_ratio)
+    inside = torch.empty(len(tokens), dtype=torch.bool, device=log_ratio.device) if band else None
+    sums = torch.empty(7, len(tiles), dtype=torch.float64, device=log_ratio.device)
+    flags = weights if inside is None else inside.view(torch.uint8)
+    tiles.run(kernels.weigh, log_ratio, tiles.cuts, len(tiles), low, high, weights, flags, sums, BAND=band)
+    per_tile = sums.cpu().numpy()
+    totals = np.array([*per_tile[2:5].sum(1), per_tile[5].min(), per_tile[6].max()])
+    return weights, inside, np.array([tiles.per_segment(row) for row in per_tile[:2]]), totals
+
+
+def packed(train: Tensor, rollout: Tensor, kept: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As tokens.by_torch: flat log-probs and mask, in tiles that no end of a sequence lies in."""
+    tiles, flags, counted = _counted(kept, ends.numpy())
+    before = np.append(0, counted.cpu().numpy())
+    number = int(before[-1])
+    sides = [torch.empty(number, device=train.device) for _ in range(3)]
+    tiles.run(kernels.gather, train.contiguous(), rollout.contiguous(), flags, tiles.cuts, counted, *sides)
+    lengths = tiles.per_segment(np.diff(before)).astype(np.int64)
+    return *sides, torch.from_numpy(np.append(0, np.cumsum(lengths)))
+
+
+def unpack(values: Tensor, kept: Tensor, out: Tensor) -> None:
+    """Write values, one after the other, to where `kept` is true in `out`, which is contiguous and has their dtype."""
+    tiles, flags, counted = _counted(kept, np.array([0, kept.numel()]))
+    values, out = (x.view(torch.uint8) if x.dtype == torch.bool else x for x in (values.contiguous(), out))
+    tiles.run(kernels.scatter, values, flags, tiles.cuts, counted, out)
+
+
+def _counted(kept: Tensor, cuts: IntArray) -> tuple[Tiles, Tensor, Tensor]:
+    """(tiles, the mask as bytes, [tiles] int64 how many tokens are kept up to each tile's end)"""
+    tiles = Tiles(cuts, PACK, kept.device)
+    flags = kept.reshape(-1).contiguous().view(torch.uint8)
+    counts = torch.empty(len(tiles), dtype=torch.int32, device=kept.device)
+    tiles.run(kernels.count, flags, tiles.cuts, counts)
+    return tiles, flags, counts.cumsum(0)

@@ -1,0 +1,158 @@
+"""Triton kernels of fp8plan.runtime.mismatching.fused. Each program has one tile: tokens [cuts[i], cuts[i + 1]).
+
+Sums over a tile are float64 and go to sums[row, tile]. exp is of float64, so that a weight is the float32 next to the
+true one: within 1 ulp of torch's, on every device.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fp8plan.runtime.histogram import BINS, FIRST, LIMIT, SHIFT, SIDE
+
+COPIES = 64  # of the histogram; programs share them, so that few meet at one address
+ROW = 4  # numbers of a bin, of which three are used: one line of 32 bytes, where L2 adds to all of them at once
+# Bits of a float64's mantissa that the histogram drops, and half of the last one that it keeps.
+DROPPED = 25
+
+_LIMIT, _SHIFT, _FIRST, _SIDE = tl.constexpr(LIMIT), tl.constexpr(SHIFT), tl.constexpr(FIRST), tl.constexpr(SIDE)
+_COPIES, _ROW, _SIZE = tl.constexpr(COPIES), tl.constexpr(ROW), tl.constexpr(ROW * BINS)
+_KEPT, _HALF = tl.constexpr(-(1 << DROPPED)), tl.constexpr(1 << (DROPPED - 1))
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def measure(log_ratio, train, cuts, tiles, histogram, sums, BLOCK: tl.constexpr):
+    """histogram: [COPIES, BINS, ROW] float64 zeros; to it is added, for each bin, [tokens, ratio, k3].
+
+    sums: [10, tiles]: log ratio, k3, train, ratio^2; tokens, ratio and k3 in the last bin below 0, in the first above
+    """
+    tile, where, valid = _tile(cuts, BLOCK)
+    x = tl.load(log_ratio + where, valid, 0.0)
+    exact = x.to(tl.float64)
+    # k3 is not clamped above, the ratio is.
+    exponential = tl.exp(tl.maximum(x, -_LIMIT).to(tl.float64))
+    ratio = tl.where(x > _LIMIT, tl.exp(tl.full([1], _LIMIT, tl.float64)), exponential)
+    k3 = tl.maximum(exponential - 1.0 - exact, 0.0)
+
+    # As fp8plan.runtime.histogram.bins.
+    magnitude = tl.minimum(tl.abs(x), _LIMIT).to(tl.int32, bitcast=True)
+    step = tl.maximum((magnitude >> _SHIFT) - (_FIRST - 1), 0)
+    bin_ = _SIDE + tl.where(x < 0, -1 - step, step)
+    # Many tokens are as good as equal on both sides. They would all wait at the same two addresses, so they are summed
+    # in registers, as the sums of a sequence are.
+    near = valid & (step == 0)
+    row = (tile % _COPIES) * _SIZE + bin_ * _ROW
+    column = tl.arange(0, _ROW)[None, :]
+    values = tl.where(column == 0, 1.0, tl.where(column == 1, _short(ratio)[:, None], _short(k3)[:, None]))
+    mask = (valid & (step > 0))[:, None] & (column < 3)
+    tl.atomic_add(histogram + row[:, None] + column, values, mask, sem="relaxed")
+
+    found = sums + tile
+    tl.store(found, tl.sum(exact))
+    tl.store(found + tiles, tl.sum(k3))
+    tl.store(found + 2 * tiles, tl.sum(tl.load(train + where, valid, 0.0).to(tl.float64)))
+    tl.store(found + 3 * tiles, _sum(ratio * ratio, valid))
+    _store_bin(found + 4 * tiles, tiles, near & (x < 0), ratio, k3)
+    _store_bin(found + 7 * tiles, tiles, near & (x >= 0), ratio, k3)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def weigh(log_ratio, cuts, tiles, low, high, weights, inside, sums, BAND: tl.constexpr, BLOCK: tl.constexpr):
+    """weights: [tokens] float32, truncated at `high` or, with BAND, 0 where `inside` [tokens] uint8 is
+
+    sums: [7, tiles]: weight, raw ratio, weight^2; ratios above `high`, below `low`; smallest and largest weight
+    """
+    tile, where, valid = _tile(cuts, BLOCK)
+    x = tl.load(log_ratio + where, valid, 0.0)
+    raw = tl.exp(tl.minimum(tl.maximum(x, -_LIMIT), _LIMIT).to(tl.float64)).to(tl.float32)
+    raw = tl.where(valid, raw, 0.0)  # what is not the tile's own adds nothing, and is no larger than a weight
+    above, below = raw > high, raw < low
+    if BAND:
+        within = (above | below) == 0
+        weight = tl.where(within, raw, 0.0)
+        tl.store(inside + where, within.to(tl.uint8), valid)
+    else:
+        weight = tl.minimum(raw, high)
+    tl.store(weights + where, weight, valid)
+
+    found, exact = sums + tile, weight.to(tl.float64)
+    tl.store(found, tl.sum(exact))
+    tl.store(found + tiles, tl.sum(raw.to(tl.float64)))
+    tl.store(found + 2 * tiles, tl.sum(exact * exact))
+    tl.store(found + 3 * tiles, _count(above))
+    tl.store(found + 4 * tiles, _count(below & valid))
+    tl.store(found + 5 * tiles, tl.min(tl.where(valid, weight, float("inf"))).to(tl.float64))
+    tl.store(found + 6 * tiles, tl.max(weight).to(tl.float64))
+
+
+@triton.jit
+def count(kept, cuts, counts, BLOCK: tl.constexpr):
+    """counts: [tiles] int32: how many of a tile's `kept` [tokens] uint8 are not 0."""
+    tile, where, valid = _tile(cuts, BLOCK)
+    tl.store(counts + tile, tl.sum(_is_kept(kept, where, valid)))
+
+
+@triton.jit
+def gather(train, rollout, kept, cuts, ends, train_out, rollout_out, log_ratio, BLOCK: tl.constexpr):
+    """Kept tokens of both sides, one after the other, as float32, and their difference. ends: counts, added up."""
+    tile, where, valid = _tile(cuts, BLOCK)
+    keep = _is_kept(kept, where, valid)
+    place = _places(ends + tile, keep)
+    one = tl.load(train + where, keep != 0, 0.0).to(tl.float32)
+    other = tl.load(rollout + where, keep != 0, 0.0).to(tl.float32)
+    tl.store(train_out + place, one, keep != 0)
+    tl.store(rollout_out + place, other, keep != 0)
+    tl.store(log_ratio + place, one - other, keep != 0)
+
+
+@triton.jit
+def scatter(values, kept, cuts, ends, out, BLOCK: tl.constexpr):
+    """values, one after the other, to where tokens are kept in `out`, which has their dtype."""
+    tile, where, valid = _tile(cuts, BLOCK)
+    keep = _is_kept(kept, where, valid)
+    value = tl.load(values + _places(ends + tile, keep), keep != 0)
+    tl.store(out + where, value, keep != 0)
+
+
+@triton.jit
+def _tile(cuts, BLOCK: tl.constexpr):
+    """Number of this program's tile, BLOCK places (int64) from its first token on, and which of them are its own."""
+    tile = tl.program_id(0)
+    where = tl.load(cuts + tile) + tl.arange(0, BLOCK)
+    return tile, where, where < tl.load(cuts + tile + 1)
+
+
+@triton.jit
+def _is_kept(kept, where, valid):
+    return (tl.load(kept + where, valid, 0) != 0).to(tl.int32)
+
+
+@triton.jit
+def _places(end, keep):
+    """Where the kept tokens of a tile lie among all that are kept; `end` points to where the next tile's begin."""
+    return tl.load(end) - tl.sum(keep) + tl.cumsum(keep) - 1
+
+
+@triton.jit
+def _sum(values, mask):
+    return tl.sum(tl.where(mask, values, 0.0))
+
+
+@triton.jit
+def _count(mask):
+    return tl.sum(mask.to(tl.int32)).to(tl.float64)
+
+
+@triton.jit
+def _store_bin(found, tiles, mask, ratio, k3):
+    tl.store(found, _count(mask))
+    tl.store(found + tiles, _sum(ratio, mask))
+    tl.store(found + 2 * tiles, _sum(k3, mask))
+
+
+@triton.jit
+def _short(values):
+    """Rounded to 28 bits. Values of one bin have almost one exponent, so float64 adds up to 2^24 of them exactly: the
+    sum does not depend on the order in which programs come, and a GPU gives the same histogram each time."""
+    return ((values.to(tl.int64, bitcast=True) + _HALF) & _KEPT).to(tl.float64, bitcast=True)
