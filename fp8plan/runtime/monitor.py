@@ -31,7 +31,7 @@ from fp8plan.runtime.correction import CorrectionSettings, Thresholds, correct
 from fp8plan.runtime.guarding.facts import EngineFacts, Observation
 from fp8plan.runtime.judge import Judged, judged
 from fp8plan.runtime.mismatch import Mismatch, measure
-from fp8plan.runtime.ranks import merged, rank
+from fp8plan.runtime.ranks import rank
 from fp8plan.runtime.record import plain
 from fp8plan.runtime.sinks import Sink, Sinks, warn
 from fp8plan.runtime.tokens import pack
@@ -150,7 +150,7 @@ class Monitor:
         mismatch = measure(tokens, versions).reduced(self.group).metrics()
         thresholds, state, decided = self.controller.update(self.state, mismatch)
         correction = correct(tokens, replace(self.settings, thresholds=thresholds), self.group)
-        of_correction = merged(run_record.correction_metrics(correction), len(tokens), self.group)
+        of_correction = run_record.correction_metrics(correction.reduced(self.group))
         # What follows raises nothing: the other ranks have gone on.
         self.state, self.steps = state, done
         fields = self._fields(rollout)

@@ -24,12 +24,11 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.records import read_records
 from fp8plan.model.validate import validate
 from fp8plan.runtime.controller import AdaptiveThresholds, Alarm, ConstantThresholds
-from fp8plan.runtime.correction import CorrectionSettings, Thresholds, correct
+from fp8plan.runtime.correction import CorrectionSettings, Rejection, Thresholds, correct
 from fp8plan.runtime.guard import Guard
 from fp8plan.runtime.guarding.facts import EngineFacts, Observation
 from fp8plan.runtime.mismatch import measure
 from fp8plan.runtime.monitor import Monitor, Step
-from fp8plan.runtime.ranks import combined
 from fp8plan.runtime.record import RunReader
 from fp8plan.runtime.sinks import Callback, JsonLines
 from fp8plan.runtime.tokens import pack
@@ -37,6 +36,15 @@ from fp8plan.runtime.tokens import pack
 FACTS = EngineFacts("Qwen/Qwen3-0.6B", "h200_sxm", "0.26.0", "fp8_block+fp8_kv", EngineLimits(max_num_seqs=64))
 SEEN = Observation(seconds=0.9, prompt_lengths=[16] * 6, response_lengths=[64] * 6, prompt_ids=[0, 0, 0, 1, 1, 1])
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+MASKING = CorrectionSettings(
+    mode="mis",
+    thresholds=Thresholds(None, (0.5, 2.0)),
+    reject=(Rejection("seq_mean", "k3", 0.3), Rejection("token", "k1", 3.0, 0.2)),
+    veto=1e-2,
+)
+BY_SEQUENCE = CorrectionSettings(level="sequence", thresholds=Thresholds(1.5), batch_normalize=True)
 
 
 def batch(seed: int = 0, sigma: float = 0.05, rows: int = 6, length: int = 64) -> Batch:
@@ -390,6 +398,27 @@ def test_a_broken_batch_gives_finite_weights_and_a_record(name: str, given: Batc
     assert taken[-1]["metrics"]["fp8plan/tokens"] == len(pack(*given))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("settings", [CorrectionSettings(), MASKING, BY_SEQUENCE])
+def test_torchs_defaults_are_not_asked(dtype: torch.dtype, settings: CorrectionSettings) -> None:
+    """Trainers set them: a dtype to compute with, a device (meta stands for a GPU, and fails where it is asked)."""
+    train, rollout, mask = batch(sigma=0.5)
+    packed, lengths = (train[mask], rollout[mask]), mask.sum(1).tolist()
+    expected = Monitor(settings).step(train, rollout, mask)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            padded = Monitor(settings).step(train, rollout, mask)
+            step = Monitor(settings).step(*packed, lengths=lengths, versions=list(range(6)))
+    finally:
+        torch.set_default_dtype(before)
+    same(padded, expected)
+    assert step.weights is not None
+    assert step.weights.dtype == torch.float32
+    assert torch.equal(torch.as_tensor(expected.weights)[mask], torch.as_tensor(step.weights))
+
+
 @pytest.mark.slow
 def test_a_step_of_eight_million_tokens_takes_at_most_a_second(tmp_path: Path) -> None:
     """On one core, the best of five: threads that wait for each other would tell what else the machine does."""
@@ -413,11 +442,6 @@ def test_a_step_of_eight_million_tokens_takes_at_most_a_second(tmp_path: Path) -
     assert min(took) <= 1.0
 
 
-def test_figures_of_ranks_are_weighted_by_their_tokens() -> None:
-    found = [(30, {"a": 1.0, "b_max": 3.0, "c_min": 1.0, "d": None}), (10, {"a": 5.0, "b_max": 9.0, "c_min": 0.5})]
-    assert combined(found) == {"a": 2.0, "b_max": 9.0, "c_min": 0.5, "d": None}
-
-
 RANK = """
 import json, os, sys, warnings
 from datetime import timedelta
@@ -431,14 +455,14 @@ os.environ["RANK"] = str(rank)  # as a launcher does: monitors may be made befor
 monitor = Monitor(sinks=[JsonLines(folder + "/run.jsonl"), Prometheus(metrics)])  # only one can have the port
 distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks,
                                timeout=timedelta(seconds=60))
-for number, (train, rollout, mask) in enumerate(torch.load(folder + "/batches.pt")):
+batches, settings = torch.load(folder + "/batches.pt", weights_only=False)
+others = [Monitor(one) for one in settings]
+for number, (train, rollout, mask) in enumerate(batches):
     mine = slice(rank, None, ranks)
     if number == 2 and rank == 1:
         mask = torch.zeros_like(mask)  # this rank has no tokens in this step
-    step = monitor.step(train[mine], rollout[mine], mask[mine])
-    print(json.dumps({"thresholds": step.thresholds.tis, "k3": step.mismatch.k3, "tokens": step.mismatch.tokens,
-                      "ess": step.metrics["rollout_corr/rollout_is_eff_sample_size"],
-                      "clip": step.metrics["fp8plan/clip_fraction"]}))
+    steps = [one.step(train[mine], rollout[mine], mask[mine]) for one in (monitor, *others)]
+    print(json.dumps([step.metrics for step in steps]))
 monitor.close()
 late = distributed.new_group([1])  # without the first rank of all
 if rank == 1:
@@ -456,31 +480,41 @@ def free_port() -> int:
         return int(some.getsockname()[1])
 
 
-def test_ranks_share_thresholds_and_one_writes(tmp_path: Path) -> None:
+def test_figures_of_ranks_are_those_of_one_process_and_one_rank_writes(tmp_path: Path) -> None:
+    """Ranks that differ: in the mismatch of their rows, in their lengths, and one that has no token."""
     pytest.importorskip("prometheus_client")
-    batches = [batch(n, sigma=0.2 + 0.2 * n) for n in range(4)]
-    torch.save(batches, tmp_path / "batches.pt")
+    batches = []
+    for seed in range(4):
+        train, rollout, mask = batch(seed, sigma=0.2 + 0.2 * seed, rows=10)
+        train[1::2] += 0.3 * torch.randn(5, 64, generator=torch.Generator().manual_seed(seed))
+        mask[::2, 40:], mask[3] = False, False  # and a sequence without tokens
+        if seed == 2:
+            mask[1::2] = False
+        batches.append((train, rollout, mask))
+    settings = (MASKING, BY_SEQUENCE)
+    torch.save((batches, settings), tmp_path / "batches.pt")
     ports = str(free_port()), str(free_port())
-    command = [sys.executable, "-c", RANK]
     running = [
-        subprocess.Popen([*command, str(n), "2", str(tmp_path), *ports], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(n), "2", str(tmp_path), *ports], stdout=subprocess.PIPE, text=True
+        )
         for n in range(2)
     ]
     said = [process.communicate(timeout=120)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0]
-    one, other = ([json.loads(x) for x in text.splitlines() if x.startswith("{")] for text in said)
-    assert one == other
+    one, other = ([json.loads(x) for x in text.splitlines() if x.startswith("[")] for text in said)
+    alone = [Monitor(), *(Monitor(x) for x in settings)]
     rows = rows_of(tmp_path / "run.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]  # by one rank alone
     assert len(rows_of(tmp_path / "group.jsonl")) == 1
-    alone = Monitor()
-    for number, ((train, rollout, mask), told, row) in enumerate(zip(batches, one, rows, strict=True)):
-        if number == 2:
-            mask = mask & (torch.arange(len(mask)) % 2 == 0)[:, None]
-        step = alone.step(train, rollout, mask)
-        assert told["tokens"] == step.mismatch.tokens == int(mask.sum())
-        assert told["k3"] == pytest.approx(step.mismatch.k3, rel=1e-9)
-        assert told["thresholds"] == pytest.approx(step.thresholds.tis, rel=1e-9)
-        assert row["thresholds"]["tis"] == told["thresholds"]
-        assert told["clip"] == pytest.approx(step.metrics["fp8plan/clip_fraction"], abs=1e-6)
-        assert told["ess"] == pytest.approx(step.metrics["rollout_corr/rollout_is_eff_sample_size"], rel=0.05)
+    for given, told, heard, row in zip(batches, one, other, rows, strict=True):
+        for monitor, mine, theirs in zip(alone, told, heard, strict=True):
+            expected = dict(monitor.step(*given).metrics)
+            assert all(found.pop("fp8plan/monitor_s") > 0 for found in (expected, mine, theirs))
+            assert mine == theirs
+            absent = {name for name, x in expected.items() if x is None}
+            assert absent == {name for name, x in mine.items() if x is None}
+            assert set(mine) == set(expected)
+            for name in set(expected) - absent:
+                assert mine[name] == pytest.approx(expected[name], rel=1e-9, abs=1e-12), name
+        assert row["thresholds"]["tis"] == told[0][runs.TIS]

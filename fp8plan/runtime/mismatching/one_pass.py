@@ -11,9 +11,10 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.arrays import FloatArray, IntArray
 from fp8plan.runtime.histogram import BINS, LIMIT, bins
 from fp8plan.runtime.mismatching import dispatch
-from fp8plan.runtime.mismatching.segments import Segments
+from fp8plan.runtime.mismatching.segments import Segments, by_bin
 from fp8plan.runtime.mismatching.sums import POSITIONS, SIZE, SLOTS, VERSION_SUMS, MismatchSums
 from fp8plan.runtime.mismatching.threads import one_thread
+from fp8plan.runtime.tokens import to_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -66,8 +67,8 @@ def by_torch(tokens: Tokens, pieces: IntArray) -> tuple[FloatArray, float, Float
         log_ratio, ratio, k3 = _terms(tokens.log_ratio[part])
         where = bins(tokens.log_ratio[part])
         table[0] += torch.bincount(where, minlength=BINS)
-        table[1] += torch.bincount(where, ratio, minlength=BINS)
-        table[2] += torch.bincount(where, k3, minlength=BINS)
+        table[1] += by_bin(where, ratio, BINS)
+        table[2] += by_bin(where, k3, BINS)
         squares += torch.dot(ratio, ratio)
         for segments, values in zip(per_piece, (log_ratio, k3, tokens.train[part]), strict=True):
             segments.add(part, values)
@@ -120,9 +121,7 @@ def _with_sequences(sums: MismatchSums, lengths: IntArray, per_piece: FloatArray
 
 def _slots(tokens: Tokens, versions: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(turn, slot) of each token, [tokens] int64: version = turn * SLOTS + slot."""
-    import torch
-
-    given = torch.as_tensor(versions).to(tokens.log_ratio.device)
+    given = to_tensor(versions).to(tokens.log_ratio.device)
     if tuple(given.shape) == tokens.shape:
         packed = tokens.select(given).long()
     elif given.shape == (tokens.sequences,):
@@ -150,5 +149,5 @@ def _by_slot(tokens: Tokens, turns: torch.Tensor, slots: torch.Tensor) -> FloatA
         log_ratio, _, k3 = _terms(tokens.log_ratio[part])
         turn, slot = turns[part].double(), slots[part]
         for row, weights in enumerate((torch.ones_like(k3), turn, turn * turn, -log_ratio, k3)):
-            found[row] += torch.bincount(slot, weights, minlength=SLOTS)
+            found[row] += by_bin(slot, weights, SLOTS)
     return found.cpu().numpy()
