@@ -87,8 +87,8 @@ def _span(reader: RunReader) -> str:
     if pace := runs.pace(rows):
         told += f", one every {duration(pace)}"
     if reader.replaced:
-        told += f"; {reader.replaced} steps were made again after a return to a checkpoint"
-    return told + (f"; {reader.skipped} lines are no records" if reader.skipped else "")
+        told += f". {runs.left_out(reader.replaced)}"
+    return told + (f". {runs.unread(reader.skipped)}" if reader.skipped else "")
 
 
 def _table(found: Sequence[Event]) -> str:

@@ -82,9 +82,9 @@ def _heading(reader: RunReader) -> list[RenderableType]:
     if title := runs.title(rows):
         lines.append(Paragraph(title))
     if reader.replaced:
-        lines.append(Paragraph(f"{reader.replaced} steps were made again after a return to a checkpoint", style="dim"))
+        lines.append(Paragraph(runs.left_out(reader.replaced), style="dim"))
     if reader.skipped:
-        lines.append(Paragraph(f"{reader.skipped} lines are no records of a Monitor", style=BAD))
+        lines.append(Paragraph(f"{runs.unread(reader.skipped)} of a Monitor", style=BAD))
     return lines
 
 

@@ -101,9 +101,13 @@ def title(rows: Sequence[Row]) -> str:
 
 
 def pace(rows: Sequence[Row]) -> float | None:
-    """Seconds between two records, the median of the last 20; None before there are two."""
-    dates = [when(row).timestamp() for row in rows[-21:]]
-    return float(np.median(np.diff(dates))) if len(dates) > 1 else None
+    """Seconds between two records, the median of the last 20; None before there are two.
+
+    Where the clock was set back the time between two is not known.
+    """
+    passed = np.diff([when(row).timestamp() for row in rows[-21:]])
+    passed = passed[passed > 0]
+    return float(np.median(passed)) if passed.size else None
 
 
 def age(rows: Sequence[Row]) -> float:
@@ -115,5 +119,17 @@ def when(row: Row) -> datetime:
     """A record's date; one that has none was long ago."""
     try:
         return datetime.fromisoformat(row["date"]).astimezone(UTC)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return datetime.fromtimestamp(0, UTC)
+
+
+def left_out(replaced: int) -> str:
+    """What a RunReader says of records whose step number comes again."""
+    are, their = ("record is", "its") if replaced == 1 else ("records are", "their")
+    why = f"{their} step number, or a lower one, comes again later"
+    return f"{replaced:,} {are} not shown: {why}; the last record of a step is shown"
+
+
+def unread(skipped: int) -> str:
+    """What a RunReader says of lines that it cannot use."""
+    return f"{skipped:,} line is no record" if skipped == 1 else f"{skipped:,} lines are no records"

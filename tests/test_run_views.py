@@ -41,6 +41,11 @@ def written(path: Path, rows: list[dict[str, Any]]) -> RunReader:
     return reader
 
 
+def summary_line(text: str) -> str:
+    """The page's line on its span: from where to where, and how fast."""
+    return text.partition('<p class="dim">')[2].partition("</p>")[0]
+
+
 def shown(reader: RunReader, width: int = 80, steps: int | None = None) -> str:
     console = Console(width=width, color_system=None)
     with console.capture() as caught:
@@ -102,14 +107,39 @@ def test_a_run_that_has_stopped_looks_so(tmp_path: Path) -> None:
     assert "9.0 h ago; one every 7 min" in heading(9)
 
 
-def test_steps_made_again_and_lines_that_are_no_records_are_told(tmp_path: Path) -> None:
+def test_records_that_are_not_shown_and_lines_that_are_no_records_are_told(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     reader = written(path, RUN[:20])
     append(path, line(RUN[14]) + b"junk\n")
     reader.read()
-    for text in (shown(reader), page(reader)):
-        assert re.search(r"\b6 steps were made again", text)
-        assert re.search(r"\b1 lines? (is|are) no record", text)
+    for text in (shown(reader, 160), page(reader)):
+        assert "6 records are not shown: their step number, or a lower one, comes again later; the last" in text
+        assert "1 line is no record" in text
+        assert "checkpoint" not in text
+    reader = written(path, [*RUN[:20], RUN[19]])
+    append(path, b"junk\nmore\n")
+    reader.read()
+    for text in (shown(reader, 160), page(reader)):
+        assert "1 record is not shown: its step number" in text
+        assert "2 lines are no records" in text
+
+
+def test_a_clock_that_goes_back_makes_no_negative_time(tmp_path: Path) -> None:
+    backwards = [row | {"date": RUN[29 - number]["date"]} for number, row in enumerate(RUN[:30])]
+    once = [*RUN[:10], RUN[10] | {"date": RUN[0]["date"]}, *RUN[11:30]]
+    for rows, pace in ((backwards, None), (once, "one every 7 min")):
+        reader = written(tmp_path / "run.jsonl", rows)
+        for text in (shown(reader).splitlines()[0], summary_line(page(reader))):
+            assert re.search(r"-\d+(\.\d+)?(e\+\d+)? s", text) is None
+            assert pace in text if pace else "one every" not in text
+
+
+def test_dates_of_any_kind_stop_nothing(tmp_path: Path) -> None:
+    dates = ("0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00", "2026-11-20", "yesterday")
+    for date in dates:
+        reader = written(tmp_path / "run.jsonl", [RUN[0], RUN[1] | {"date": date}])
+        assert "step 2," in shown(reader)
+        page(reader)
 
 
 @given(
