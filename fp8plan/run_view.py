@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fp8plan import runs
+from fp8plan.errors import ConfigError
 from fp8plan.model.arrays import FloatArray
 from fp8plan.runs import Row, column, last
 from fp8plan.runtime.record import RunReader
@@ -50,28 +51,41 @@ class RunView:
 
     reader: RunReader
     steps: int | None = None
+    trouble: str = ""  # why the file cannot be read now
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         rows = self.reader.rows
         if not rows:
-            yield Paragraph(f"{self.reader.path}: no step yet")
+            yield Paragraph(self.trouble or f"{self.reader.path}: no step yet")
             return
         room = max(LEAST, options.max_width - LABEL - NOW - AGAINST - GAPS)
         shown = rows[-(self.steps or room) :]
-        yield Group(*_heading(self.reader), "", _table(shown, room), "", *_state(rows[-1]), *_news(rows))
+        trouble = [Paragraph(self.trouble, style=WORST)] if self.trouble else []
+        yield Group(*_heading(self.reader), *trouble, "", _table(shown, room), "", *_state(rows[-1]), *_news(rows))
 
 
 def watch(reader: RunReader, every_s: float, steps: int | None, console: Console) -> None:
-    """Show a run and what it gains, until ctrl-c."""
+    """Show a run and what it gains, until ctrl-c. Raises ConfigError for a file that is not there at the beginning."""
     reader.read()
+    seen = RunView(reader, steps)
     try:
-        with Live(RunView(reader, steps), console=console, screen=True, auto_refresh=False) as live:
+        with Live(seen, console=console, screen=True, auto_refresh=False) as live:
             while True:
-                live.refresh()
+                live.update(seen, refresh=True)
                 time.sleep(every_s)
-                reader.read()
+                seen = RunView(reader, steps, look(reader))
     except KeyboardInterrupt:
-        console.print(RunView(reader, steps))  # the last picture stays
+        console.print(seen)  # the last picture stays
+
+
+def look(reader: RunReader) -> str:
+    """Read what is new. What stands in the way, if anything does: a file that was moved away may come back."""
+    try:
+        reader.read()
+    except ConfigError as error:
+        what = str(error).partition(";")[0] if reader.path.exists() else f"{reader.path.name} is gone"
+        return f"{what}: this was its last state; it is read again as soon as it is there"
+    return ""
 
 
 def _heading(reader: RunReader) -> list[RenderableType]:

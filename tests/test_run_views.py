@@ -27,7 +27,7 @@ from fp8plan import cli, runs
 from fp8plan.errors import ConfigError
 from fp8plan.run_plots import PANELS, by_position, figure
 from fp8plan.run_report import page, summary, write_report
-from fp8plan.run_view import RunView
+from fp8plan.run_view import RunView, look
 from fp8plan.runtime.record import RunReader, append, line
 from fp8plan.sparkline import BARS, Scale, duration, percent, sparkline
 
@@ -46,10 +46,10 @@ def summary_line(text: str) -> str:
     return text.partition('<p class="dim">')[2].partition("</p>")[0]
 
 
-def shown(reader: RunReader, width: int = 80, steps: int | None = None) -> str:
+def shown(reader: RunReader, width: int = 80, steps: int | None = None, trouble: str = "") -> str:
     console = Console(width=width, color_system=None)
     with console.capture() as caught:
-        console.print(RunView(reader, steps))
+        console.print(RunView(reader, steps, trouble))
     return caught.get()
 
 
@@ -293,7 +293,25 @@ def test_a_command_without_its_file_is_one_line(tmp_path: Path, fp8plan: Any, co
     assert "absent.jsonl" in told
 
 
-def test_monitor_follows_a_growing_file_until_ctrl_c(tmp_path: Path) -> None:
+def test_a_file_that_is_gone_is_told_below_its_last_state_until_it_is_back(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    reader = written(path, RUN[:3])
+    assert look(reader) == ""
+    path.rename(tmp_path / "away.jsonl")
+    told = look(reader)
+    text = shown(reader, trouble=told)
+    assert "run.jsonl is gone" in text
+    assert "step 3," in text
+    path.mkdir()
+    assert "Is a directory" in look(reader)
+    path.rmdir()
+    path.touch()
+    assert look(reader) == ""
+    path.unlink()
+    assert "run.jsonl is gone" in shown(reader, trouble=look(reader))  # also where there is nothing else to show
+
+
+def test_monitor_follows_a_file_that_grows_goes_and_comes_until_ctrl_c(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     written(path, RUN[:3])
     leader, follower = pty.openpty()
@@ -320,6 +338,17 @@ def test_monitor_follows_a_growing_file_until_ctrl_c(tmp_path: Path) -> None:
         until("step 4,")
         with open(path, "ab") as file:  # a torn line is not shown, and stops nothing
             file.write(line(RUN[4])[:50])
+        append(path, line(RUN[5]))
+        until("step 6,")
+        path.rename(tmp_path / "away.jsonl")
+        until("run.jsonl is gone")
+        (tmp_path / "away.jsonl").rename(path)
+        append(path, line(RUN[6]))
+        until("step 7,")
+        path.unlink()
+        until("run.jsonl is gone")
+        append(path, line(RUN[1]))  # another run
+        until("step 2,")
         append(path, line(RUN[5]))
         until("step 6,")
         viewer.send_signal(signal.SIGINT)
