@@ -155,7 +155,7 @@ def by_position(rows: Sequence[Row]) -> Any:
     """Does the mismatch grow along a response? k3 by position, early and late in the run; None if no record knows."""
     from plotly.graph_objects import Figure
 
-    known = [row for row in rows if row.get("profile")]
+    known = [row for row in rows if _spans(row)]
     if not known:
         return None
     tenth = max(1, len(known) // 10)
@@ -173,10 +173,15 @@ def by_position(rows: Sequence[Row]) -> Any:
     return made
 
 
+def _spans(row: Row) -> list[dict[str, Any]]:
+    """Those with tokens whose k3 is known: where it is infinite, the record has null."""
+    return [x for x in row.get("profile") or () if x["tokens"] > 0 and x.get("k3") is not None]
+
+
 def _profile(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
     """(first token of each bin but 1 for 0, mean k3 in it weighted by tokens)."""
     sums: dict[int, list[float]] = {}
-    for span in (span for row in rows for span in row["profile"]):
+    for span in (span for row in rows for span in _spans(row)):
         total = sums.setdefault(span["first"], [0.0, 0.0])
         total[0] += span["tokens"]
         total[1] += span["tokens"] * span["k3"]

@@ -58,13 +58,14 @@ def page(reader: RunReader) -> str:
 
 def summary(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """(label, figure) of the whole run."""
-    k3, limit = column(rows, runs.K3), column(rows, runs.KL_LIMIT)
+    k3, over, infinite = runs.shown_kl(rows), runs.over_limit(rows), runs.infinite_kl(rows)
     tiles = [("steps", f"{len(rows):,}")]
-    if np.isfinite(k3).any():
+    if not np.isnan(k3).all():
         tiles.append(("KL k3, median", f"{np.nanmedian(k3):.2e}"))
-        known = np.isfinite(k3) & np.isfinite(limit)
-        if known.any():
-            tiles.append(("steps over the KL limit", percent(float((k3[known] > limit[known]).mean()))))
+    if infinite.any():
+        tiles.append(("steps with infinite k3, counted as the robust one", f"{infinite.sum():,}"))
+    if over.size:
+        tiles.append(("steps over the KL limit", percent(float(over.mean()))))
     for label, metric, least in (
         ("raw ESS, least", runs.ESS_RAW, True),
         ("tokens lost, mean", runs.LOST_TOKENS, False),

@@ -121,16 +121,21 @@ def lines(rows: Sequence[Row]) -> list[Line]:
     found += [_share(rows, "clipped", runs.CLIP_FRACTION, "of tokens, ratio above C")]
     found += [_share(rows, "clipped mass", runs.CLIPPED_MASS, "of the weight")]
     found += [_share(rows, "lost", runs.LOST_TOKENS, "of tokens, weight 0"), _speed(rows)]
-    return [line for line in found if np.isfinite(line.values).any()]
+    return [line for line in found if not np.isnan(line.values).all()]
 
 
 def _kl(rows: Sequence[Row]) -> Line:
-    now, limit = last(rows, runs.K3), last(rows, runs.KL_LIMIT)
+    """k3 against its limit; the robust one where k3 is infinite, or not recorded."""
+    values, limit, infinite = runs.shown_kl(rows), last(rows, runs.KL_LIMIT), bool(runs.infinite_kl(rows)[-1])
+    now = None if np.isnan(values[-1]) else float(values[-1])
+    robust = last(rows, runs.K3) is None and last(rows, runs.K3_ROBUST) is not None
     style, against = "", ""
     if now is not None and limit:
         style = GOOD if now <= limit else BAD if now <= 3 * limit else WORST
         against = f"limit {limit:.1e} ({now / limit:.2f}x)"
-    return Line("KL k3", _number(now, ".2e"), against, column(rows, runs.K3), style, KL_SCALE)
+    if infinite:
+        style, against = WORST, f"k3 infinite; limit {limit:.1e}" if limit else "k3 infinite"
+    return Line("KL k3 robust" if robust else "KL k3", _number(now, ".2e"), against, values, style, KL_SCALE)
 
 
 def _share(rows: Sequence[Row], label: str, metric: str, against: str = "") -> Line:

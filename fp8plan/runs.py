@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fp8plan.model.arrays import FloatArray
 
@@ -68,6 +69,30 @@ def columns(rows: Sequence[Row], metrics: Iterable[str]) -> dict[str, FloatArray
     found = {metric: column(rows, metric) for metric in metrics}
     predicted = column(rows, PREDICTED)
     return found | {share: column(rows, metric) / predicted for share, metric in OF_PREDICTED.items()}
+
+
+def infinite_kl(rows: Sequence[Row]) -> NDArray[np.bool_]:
+    """In which steps k3 was infinite: JSON has no number for it, so the record has null. Shape (rows,).
+
+    One token does that whose log-prob an engine gave as -9999, vLLM's word for minus infinity.
+    """
+    return np.array([row["metrics"].get(K3, 0.0) is None for row in rows], dtype=np.bool_)
+
+
+def shown_kl(rows: Sequence[Row]) -> FloatArray:
+    """k3 over the steps; where there is none the robust one, which is finite unless many tokens are to blame."""
+    k3, robust = column(rows, K3), column(rows, K3_ROBUST)
+    robust = np.where(np.isnan(robust) & infinite_kl(rows), np.inf, robust)
+    return np.where(np.isnan(k3), robust, k3)
+
+
+def over_limit(rows: Sequence[Row]) -> NDArray[np.bool_]:
+    """In which of the steps that know both KL and its limit it was over; an infinite one is over any."""
+    limit, infinite = column(rows, KL_LIMIT), infinite_kl(rows)
+    k3 = np.where(infinite, np.inf, column(rows, K3))
+    known = np.isfinite(limit) & ~np.isnan(k3)
+    over: NDArray[np.bool_] = k3[known] > limit[known]
+    return over
 
 
 def last(rows: Sequence[Row], metric: str) -> float | None:

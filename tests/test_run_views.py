@@ -239,6 +239,50 @@ def test_the_summary_is_of_the_whole_run() -> None:
     assert tiles["raw ESS, least"] == percent(min(x["metrics"]["fp8plan/ess_raw"] for x in RUN))
 
 
+def infinite(row: dict[str, Any], at: int = 0) -> dict[str, Any]:
+    """The record of a step with a log-prob of minus infinity in the span `at`."""
+    spans = [span | {"k3": None} if number == at else span for number, span in enumerate(row["profile"])]
+    return row | {"metrics": row["metrics"] | {"rollout_corr/k3_kl": None}, "profile": spans}
+
+
+def test_an_infinite_kl_is_shown_by_its_robust_one_and_is_over_the_limit(tmp_path: Path) -> None:
+    quiet = [x for x in RUN if x["metrics"]["rollout_corr/k3_kl"] < x["metrics"]["fp8plan/kl_limit"]][:8]
+    rows = [*quiet[:6], infinite(quiet[6]), infinite(quiet[7])]
+    reader = written(tmp_path / "run.jsonl", rows)
+    (kl,) = (x for x in shown(reader).splitlines() if x.startswith("KL"))
+    robust = rows[-1]["metrics"]["fp8plan/k3_robust"]
+    assert kl.split()[:4] == ["KL", "k3", "robust", f"{robust:.2e}"]
+    assert "k3 infinite; limit 4.0e-03" in kl
+    assert len(kl.split()[-1]) == 8  # a bar for every step
+    tiles = dict(summary(reader.rows))
+    assert tiles["steps over the KL limit"] == "25.0%"
+    assert tiles["steps with infinite k3, counted as the robust one"] == "2"
+    assert "infinite" not in " ".join(dict(summary(quiet)))
+    first, late = (trace.y for trace in by_position(reader.rows).data)
+    assert len(first) == len(late) + 1  # the span without a number is left out, the others are there
+    assert late == pytest.approx([x["k3"] for x in quiet[7]["profile"][1:]])
+    page(reader)
+    alone = written(tmp_path / "run.jsonl", [quiet[0] | {"profile": [{"first": 0, "tokens": 5, "k3": None}]}])
+    assert by_position(alone.rows) is None
+
+
+def test_a_kl_that_is_infinite_in_its_robust_form_too_is_shown_as_such(tmp_path: Path) -> None:
+    metrics = {"rollout_corr/k3_kl": None, "fp8plan/k3_robust": None, "fp8plan/kl_limit": 1e-3}
+    reader = written(tmp_path / "run.jsonl", [{"step": 1, "metrics": metrics}])
+    (kl,) = (x for x in shown(reader).splitlines() if x.startswith("KL"))
+    assert kl.split()[:5] == ["KL", "k3", "inf", "k3", "infinite;"]
+    tiles = dict(summary(reader.rows))
+    assert (tiles["steps over the KL limit"], tiles["KL k3, median"]) == ("100.0%", "inf")
+    page(reader)
+
+
+def test_a_kl_that_is_not_recorded_is_not_an_infinite_one(tmp_path: Path) -> None:
+    metrics = {"fp8plan/k3_robust": 0.5, "fp8plan/kl_limit": 1e-3}
+    reader = written(tmp_path / "run.jsonl", [{"step": 1, "metrics": metrics}])
+    assert re.search(r"^KL k3 robust +5.00e-01 +limit", shown(reader), re.MULTILINE)
+    assert "steps over the KL limit" not in dict(summary(reader.rows))
+
+
 def test_files_that_cannot_be_used_are_one_error(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text('{"model": "x"}\n')
     with pytest.raises(ConfigError, match=r"no record of a Monitor.*fp8plan plan"):
