@@ -168,8 +168,8 @@ def test_a_spike_survives_being_drawn_small_and_noise_is_flat() -> None:
 
 
 def test_numbers_are_short_and_true() -> None:
-    assert [percent(x) for x in (None, 0.0, 1e-7, 0.00012, 0.5, 0.99996, 1.0)] == [
-        "-", "0.000%", "<0.001%", "0.012%", "50.0%", "99.996%", "100.0%",
+    assert [percent(x) for x in (None, 0.0, 1e-7, 0.00012, 0.5, 0.99996, 1 - 1e-7, 1.0)] == [
+        "-", "0.000%", "<0.001%", "0.012%", "50.0%", "99.996%", ">99.999%", "100.0%",
     ]  # fmt: skip
     assert [duration(x) for x in (0.312, 3, 12, 412, 9000, 400_000)] == [
         "0.31 s",
