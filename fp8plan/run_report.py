@@ -83,8 +83,8 @@ def summary(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 def _span(reader: RunReader) -> str:
     rows = reader.rows
-    first, final = (runs.when(rows[at]).isoformat(" ", "seconds") for at in (0, -1))
-    told = f"steps {rows[0]['step']:,} to {rows[-1]['step']:,}, {first} to {final}"
+    first, final = (f"{runs.when(rows[at]):%Y-%m-%d %H:%M:%S}" for at in (0, -1))
+    told = f"steps {rows[0]['step']:,} to {rows[-1]['step']:,}, {first} to {final} UTC"
     if pace := runs.pace(rows):
         told += f", one every {duration(pace)}"
     if reader.replaced:

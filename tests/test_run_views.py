@@ -27,7 +27,7 @@ from fp8plan import cli, runs
 from fp8plan.errors import ConfigError
 from fp8plan.run_plots import PANELS, by_position, figure
 from fp8plan.run_report import page, summary, write_report
-from fp8plan.run_view import RunView, look
+from fp8plan.run_view import RunView, lines, look
 from fp8plan.runtime.record import RunReader, append, line
 from fp8plan.sparkline import BARS, Scale, duration, percent, sparkline
 
@@ -213,6 +213,52 @@ def test_the_figure_holds_the_records_numbers(tmp_path: Path) -> None:
     early, late = by_position(reader.rows).data
     assert early.name == "first 20 steps"
     assert late.y[-1] == pytest.approx(np.mean([x["profile"][-1]["k3"] for x in RUN[-20:]]))
+
+
+def test_values_that_stand_alone_are_drawn_as_points() -> None:
+    """One step of a run, and speeds where only every fourth step has a rollout: a line would show nothing."""
+    (speed,) = (x for x in figure(RUN[:1], []).data if x.name == "achieved")
+    assert "markers" in speed.mode
+    unknown = {x: None for x in RUN[0]["metrics"] if "tokens_per_s" in x}
+    rows = [row if row["step"] % 4 == 0 else row | {"metrics": row["metrics"] | unknown} for row in RUN]
+    modes = {trace.name: trace.mode for trace in figure(rows, []).data}
+    assert modes["achieved"] == modes["predicted"] == "lines+markers"
+    assert modes["k3"] == "lines"
+    band = [x for x in figure(rows, []).data if x.name is None]
+    assert [x.connectgaps for x in band] == [True, True]
+
+
+def test_axes_tell_their_ticks_apart() -> None:
+    made = figure(RUN, [])
+    spread = np.ptp(np.log10([x["metrics"]["rollout_corr/k3_kl"] for x in RUN]))
+    assert made.layout.yaxis.dtick == (1 if spread >= 2 else "D2")
+    flat = figure([row | {"metrics": {"rollout_corr/k3_kl": 10.0 ** -row["step"]}} for row in RUN[:9]], [])
+    assert flat.layout.yaxis.dtick == 1
+    assert made.layout.yaxis3.title.text == "effective sample size"
+    assert made.layout.yaxis3.tickformat == ".5~p"
+
+
+def test_a_picture_of_one_position_is_none() -> None:
+    assert by_position([row | {"profile": row["profile"][:1]} for row in RUN]) is None
+    assert by_position([RUN[0] | {"profile": []}]) is None
+
+
+def test_a_speed_that_the_guard_takes_for_noise_is_no_warning(tmp_path: Path) -> None:
+    def style(row: dict[str, Any]) -> str:
+        (speed,) = (x for x in lines([row]) if x.label == "tokens/s")
+        return f"{speed.style} {speed.against}"
+
+    row = json.loads(json.dumps(RUN[0]))
+    row["metrics"]["fp8plan/tokens_per_s"] = 8600.0
+    for within, told in ((True, "green predicted 9,200 (0.93x)"), (False, "yellow predicted 8,700-9,800")):
+        row["guard"]["verdict"]["within"] = within
+        assert style(row) == told
+    assert style(row | {"guard": None}) == "yellow predicted 8,700-9,800"
+
+
+def test_a_kl_far_below_its_limit_is_not_zero_times_it(tmp_path: Path) -> None:
+    row = RUN[0] | {"metrics": {"rollout_corr/k3_kl": 1e-6, "fp8plan/kl_limit": 3e-2}}
+    assert "limit 3.0e-02 (<0.01x)" in shown(written(tmp_path / "run.jsonl", [row]))
 
 
 def test_the_page_stands_alone_and_escapes_what_it_was_given(tmp_path: Path) -> None:
