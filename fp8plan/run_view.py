@@ -61,7 +61,7 @@ class RunView:
         room = max(LEAST, options.max_width - LABEL - NOW - AGAINST - GAPS)
         shown = rows[-(self.steps or room) :]
         trouble = [Paragraph(self.trouble, style=WORST)] if self.trouble else []
-        yield Group(*_heading(self.reader), *trouble, "", _table(shown, room), "", *_state(rows[-1]), *_news(rows))
+        yield Group(*_heading(self.reader), *trouble, "", _table(shown, room), "", *_state(rows), *_news(rows))
 
 
 def watch(reader: RunReader, every_s: float, steps: int | None, console: Console) -> None:
@@ -107,7 +107,7 @@ def _table(rows: Sequence[Row], room: int) -> Table:
     table.add_column("", width=LABEL, no_wrap=True)
     table.add_column("now", width=NOW, justify="right", no_wrap=True)
     table.add_column("against", width=AGAINST, no_wrap=True)
-    table.add_column(f"last {len(rows):,} steps", width=room, no_wrap=True)
+    table.add_column(f"last {len(rows):,} steps" if len(rows) > 1 else "last step", width=room, no_wrap=True)
     for line in lines(rows):
         bars = sparkline(line.values, room, line.scale)
         table.add_row(line.label, Text(line.now, line.style), Text(line.against, "dim"), Text(bars, line.style))
@@ -167,6 +167,10 @@ def _band(rows: Sequence[Row]) -> Line:
 
 
 def _speed(rows: Sequence[Row]) -> Line:
+    """Of the last rollout: several steps may train on one."""
+    bars = _speed_bars(rows)
+    timed = np.flatnonzero(np.isfinite(column(rows, runs.TOKENS_PER_S)))
+    rows = rows[: timed[-1] + 1] if timed.size else []
     now, said = last(rows, runs.TOKENS_PER_S), last(rows, runs.PREDICTED)
     low, high = last(rows, runs.PREDICTED_LOW), last(rows, runs.PREDICTED_HIGH)
     style, against = "", ""
@@ -177,19 +181,23 @@ def _speed(rows: Sequence[Row]) -> Line:
         against = f"predicted {said:,.0f} ({_times(now / said)})"
         if style == BAD:
             against = f"predicted {low:,.0f}-{high:,.0f}" if high is not None else against
-    of_predicted = runs.columns(rows, [])[
-        runs.SPEED
-    ]  # batches differ: only against its prediction is a speed good or bad
-    bars = of_predicted if np.isfinite(of_predicted).any() else column(rows, runs.TOKENS_PER_S)
     return Line("tokens/s", _number(now, ",.0f"), against, bars, style, Scale(low=0.0, high=1.0))
 
 
-def _state(row: Row) -> list[RenderableType]:
-    """The decision, the alarms and the guard of the last step."""
+def _speed_bars(rows: Sequence[Row]) -> FloatArray:
+    """Shares of the prediction, if there is one: batches differ, so a speed alone is neither good nor bad."""
+    of_predicted = runs.columns(rows, [])[runs.SPEED]
+    return of_predicted if np.isfinite(of_predicted).any() else column(rows, runs.TOKENS_PER_S)
+
+
+def _state(rows: Sequence[Row]) -> list[RenderableType]:
+    """The decision and the alarms of the last step, and what the guard said last: not every step has a rollout."""
+    row = rows[-1]
     told = [("decision", f"{row.get('decision') or 'none'}: {row.get('reason') or ''}".rstrip(": "), "")]
     told += [("alarm", f"{x}: {runs.ALARMS.get(x, '')}".rstrip(": "), WORST) for x in row.get("alarms") or ()]
-    guard: dict[str, Any] = row.get("guard") or {}
-    verdict, state = guard.get("verdict") or {}, guard.get("state") or {}
+    guards: list[dict[str, Any]] = [x["guard"] for x in rows if x.get("guard")]
+    guard = next((x for x in reversed(guards) if x.get("verdict") or x.get("off")), {})
+    verdict, state = guard.get("verdict") or {}, (row.get("guard") or {}).get("state") or {}
     if verdict:
         action = verdict.get("action", "none")
         fine = action == "none" and verdict.get("within", True)

@@ -256,6 +256,23 @@ def test_a_speed_that_the_guard_takes_for_noise_is_no_warning(tmp_path: Path) ->
     assert style(row | {"guard": None}) == "yellow predicted 8,700-9,800"
 
 
+def test_between_two_rollouts_the_last_one_is_shown(tmp_path: Path) -> None:
+    bare = {name: x for name, x in RUN[1]["metrics"].items() if "tokens_per_s" not in name}
+    guard = RUN[1]["guard"] | {"verdict": None}
+    text = shown(
+        written(tmp_path / "run.jsonl", [RUN[0], *(RUN[n] | {"metrics": bare, "guard": guard} for n in (1, 2))])
+    )
+    achieved = RUN[0]["metrics"]["fp8plan/tokens_per_s"]
+    (speed,) = (x for x in text.splitlines() if x.startswith("tokens/s"))
+    assert re.match(rf"tokens/s +{achieved:,.0f}  predicted 9,200 .* .$", speed.rstrip())  # one bar, of step 1
+    assert f"guard        {achieved:,.0f} tokens/s, predicted" in text
+    assert "last 3 steps" in text
+    never = shown(written(tmp_path / "run.jsonl", [RUN[2] | {"metrics": bare, "guard": None}]))
+    assert "tokens/s" not in never
+    assert "guard" not in never
+    assert "last step " in never
+
+
 def test_a_kl_far_below_its_limit_is_not_zero_times_it(tmp_path: Path) -> None:
     row = RUN[0] | {"metrics": {"rollout_corr/k3_kl": 1e-6, "fp8plan/kl_limit": 3e-2}}
     assert "limit 3.0e-02 (<0.01x)" in shown(written(tmp_path / "run.jsonl", [row]))
