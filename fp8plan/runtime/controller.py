@@ -122,6 +122,9 @@ class AdaptiveThresholds:
         lower, upper = self.bounds
         if not 1.0 <= lower < upper <= law.GRID[-1]:
             raise ConfigError(f"bounds are {self.bounds!r}; allowed: (low, high), 1 <= low < high <= {law.GRID[-1]:g}")
+        for name, start in (("tis", self.tis), ("band", None if self.band is None else self.band[1])):
+            if start is not None and not lower <= start <= upper:
+                raise ConfigError(f"{name} begins at {start!r}; allowed: within bounds, {lower:g} to {upper:g}")
         noises = (self.noise, 1.0 if self.noise_tokens is None else self.noise_tokens)
         if not all(0 < noise < inf for noise in noises):
             raise ConfigError(f"noise is {self.noise!r}, noise_tokens {self.noise_tokens!r}; allowed: above 0")

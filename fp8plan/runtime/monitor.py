@@ -141,6 +141,7 @@ class Monitor:
                   the engine's last, if there is an engine, and no step has had it
         number:   of the step, in the record; None: one more than before
 
+        Weights made inside torch.inference_mode cannot be used in a loss: use torch.no_grad there.
         Raises ConfigError for log-probs that do not fit together, and for a number that is none; nothing is changed
         then. A rollout that is not what it should be is left out of the record, with a warning.
         """

@@ -284,6 +284,8 @@ def test_noise_scale_from_two_batch_sizes():
     [
         {"bounds": (0.5, 2.0)},
         {"bounds": (2.0, 50.0)},
+        {"tis": 10.0},
+        {"tis": None, "band": (0.5, 9.0)},
         {"noise": 0.0},
         {"noise_tokens": -1.0},
         {"noise_tokens": float("nan")},
