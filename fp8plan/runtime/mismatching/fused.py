@@ -101,7 +101,8 @@ def weighed(
     inside = torch.empty(len(tokens), dtype=torch.bool, device=log_ratio.device) if band else None
     sums = torch.empty(7, len(tiles), dtype=torch.float64, device=log_ratio.device)
     flags = weights if inside is None else inside.view(torch.uint8)
-    tiles.run(kernels.weigh, log_ratio, tiles.cuts, len(tiles), low, high, weights, flags, sums, BAND=band)
+    ends = float(low), float(high)  # an integer would be another kernel
+    tiles.run(kernels.weigh, log_ratio, tiles.cuts, len(tiles), *ends, weights, flags, sums, BAND=band)
     per_tile = sums.cpu().numpy()
     totals = np.array([*per_tile[2:5].sum(1), per_tile[5].min(), per_tile[6].max()])
     return weights, inside, np.array([tiles.per_segment(row) for row in per_tile[:2]]), totals
