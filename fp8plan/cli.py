@@ -197,11 +197,13 @@ def validate_command(
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Compare predictions with measured rollouts."""
-    from fp8plan.model.records import read_records
+    from fp8plan.model.records import read_run
     from fp8plan.model.validate import validate
 
-    result = validate(read_records(file), strict, progress=_progress("predicting"))
-    _notes(result.warnings)
+    records, left_out = read_run(file)
+    result = validate(records, strict, progress=_progress("predicting"))
+    told = f"{left_out} of {left_out + len(records)} lines are left out: a Monitor's steps without a rollout"
+    _notes([*([told] if left_out else []), *result.warnings])
     if as_json:
         print(json.dumps(result.to_dict(), indent=2, allow_nan=False))
     else:

@@ -15,6 +15,8 @@ BLUE, ORANGE, GREEN, RED, SKY, BLACK = "#0072B2", "#E69F00", "#009E73", "#D55E00
 MARKED: Final = 200  # lines through the panels
 EVENT_COLOURS: Final = {"decision": SKY, "alarm": RED, "guard": ORANGE}
 HEIGHT, TOP, BOTTOM = 240, 60, 60  # pixels of a panel, above the first and below the last
+GAP: Final = 36  # pixels between two panels, where the lower one's legend is
+FEW: Final = 60  # steps of which each is a point
 
 
 class Trace(NamedTuple):
@@ -41,6 +43,8 @@ class Panel(NamedTuple):
         return [x for trace in self.traces for x in (trace.metric, *(trace.band or ()))]
 
 
+PERCENT: Final = ".5~p"  # 99.98% and 100% are told apart
+
 PANELS: Final = (
     Panel(
         "KL k3 per token",
@@ -62,7 +66,7 @@ PANELS: Final = (
     Panel(
         "effective sample size",
         (Trace("ESS of the weights", runs.ESS, BLUE), Trace("raw ESS", runs.ESS_RAW, ORANGE)),
-        form=".0%",
+        form=PERCENT,
     ),
     Panel(
         "clipped and lost",
@@ -71,7 +75,7 @@ PANELS: Final = (
             Trace("weight cut away", runs.CLIPPED_MASS, RED),
             Trace("tokens lost", runs.LOST_TOKENS, ORANGE),
         ),
-        form=".3~p",
+        form=PERCENT,
     ),
     Panel(
         "response tokens/s",
@@ -87,7 +91,7 @@ PANELS: Final = (
                 band=(runs.SPEED_LOW, runs.SPEED_HIGH),
             ),
         ),
-        form=".0%",
+        form=PERCENT,
     ),
 )
 
@@ -101,7 +105,7 @@ def figure(rows: Sequence[Row], found: Sequence[Event]) -> Any:
     shown = [p for p in PANELS if any(np.isfinite(data[trace.metric]).any() for trace in p.traces)]
     if not shown:
         shown = [PANELS[0]]
-    space = 0.28 / len(shown) / len(shown) if len(shown) > 1 else 0.0
+    space = GAP / HEIGHT / len(shown)
     made: Any = make_subplots(rows=len(shown), cols=1, shared_xaxes=True, vertical_spacing=space)
     for number, panel in enumerate(shown, 1):
         legend = "legend" if number == 1 else f"legend{number}"
@@ -111,12 +115,14 @@ def figure(rows: Sequence[Row], found: Sequence[Event]) -> Any:
                 _draw(made, steps, data, trace, legend, where)
         made.update_yaxes(title_text=panel.label, type="log" if panel.log else "linear", tickformat=panel.form, **where)
         if panel.log:
-            made.update_yaxes(exponentformat="power", dtick=1, **where)
+            made.update_yaxes(dtick=_log_ticks([data[x] for x in panel.metrics]), tickformat="~e", **where)
         top = made.layout[f"yaxis{number if number > 1 else ''}"].domain[1]
         place = {"orientation": "h", "x": 1, "xanchor": "right", "y": top, "yanchor": "bottom"}
-        made.update_layout({legend: place | {"bgcolor": "rgba(255,255,255,0.6)"}})
+        made.update_layout({legend: place | {"bgcolor": "rgba(0,0,0,0)"}})
     _mark(made, found)
     made.update_xaxes(title_text="training step", row=len(shown), col=1)
+    if steps[-1] - steps[0] <= 10:
+        made.update_xaxes(dtick=1)  # there is no half a step
     made.update_xaxes(showspikes=True, spikemode="across", spikethickness=1, spikedash="dot")
     made.update_layout(
         template="plotly_white",
@@ -131,12 +137,27 @@ def _draw(made: Any, steps: list[int], data: dict[str, Any], trace: Trace, legen
     line = {"color": trace.colour, "dash": trace.dash, "width": 1.6, "shape": "hv" if trace.step else "linear"}
     if trace.band and all(np.isfinite(data[end]).any() for end in trace.band):
         edge = {"mode": "lines", "line": {"width": 0}, "legend": legend, "hoverinfo": "skip", "showlegend": False}
+        edge |= {"connectgaps": True}  # where not every step has a rollout
         low, high = (_values(data[end]) for end in trace.band)
         made.add_scatter(x=steps, y=low, **edge, **where)
         made.add_scatter(x=steps, y=high, **edge | {"fill": "tonexty", "fillcolor": "rgba(230,159,0,0.18)"}, **where)
-    made.add_scatter(
-        x=steps, y=_values(data[trace.metric]), name=trace.name, mode="lines", line=line, legend=legend, **where
-    )
+    values = data[trace.metric]
+    mode = "lines+markers" if len(steps) <= FEW or _lonely(values) else "lines"
+    style = {"mode": mode, "line": line, "marker": {"size": 4}}
+    made.add_scatter(x=steps, y=_values(values), name=trace.name, legend=legend, **style, **where)
+
+
+def _lonely(values: Any) -> bool:
+    """Does any value stand alone between two gaps? No line shows it."""
+    known = np.concatenate([[False], np.isfinite(values), [False]])
+    return bool((known[1:-1] & ~known[:-2] & ~known[2:]).any())
+
+
+def _log_ticks(curves: Sequence[Any]) -> int | str:
+    """Powers of 10; over less than two of them 2 and 5 times those, too."""
+    known = np.concatenate(curves)
+    known = known[np.isfinite(known) & (known > 0)]
+    return 1 if known.size and known.max() >= 100 * known.min() else "D2"
 
 
 def _values(numbers: Any) -> list[float | None]:
@@ -147,16 +168,17 @@ def _values(numbers: Any) -> list[float | None]:
 def _mark(made: Any, found: Sequence[Event]) -> None:
     """Alarms and actions of the guard as lines through all panels; decisions show in the thresholds themselves."""
     for event in [x for x in found if x.kind != "decision"][-MARKED:]:
-        line = {"color": EVENT_COLOURS[event.kind], "width": 1, "dash": "dot"}
+        line = {"color": EVENT_COLOURS[event.kind], "width": 1.5, "dash": "dot"}
         made.add_vline(x=event.step, line=line, opacity=0.7, layer="below")
 
 
 def by_position(rows: Sequence[Row]) -> Any:
-    """Does the mismatch grow along a response? k3 by position, early and late in the run; None if no record knows."""
+    """Does the mismatch grow along a response? k3 by position, early and late in the run; None if no record knows,
+    or if all responses are too short to tell."""
     from plotly.graph_objects import Figure
 
-    known = [row for row in rows if row.get("profile")]
-    if not known:
+    known = [row for row in rows if _spans(row)]
+    if len({span["first"] for row in known for span in _spans(row)}) < 2:
         return None
     tenth = max(1, len(known) // 10)
     parts = [("first", known[:tenth], SKY), ("last", known[-tenth:], BLUE)][len(known) == 1 :]
@@ -173,10 +195,15 @@ def by_position(rows: Sequence[Row]) -> Any:
     return made
 
 
+def _spans(row: Row) -> list[dict[str, Any]]:
+    """Those with tokens whose k3 is known: where it is infinite, the record has null."""
+    return [x for x in row.get("profile") or () if x["tokens"] > 0 and x.get("k3") is not None]
+
+
 def _profile(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
     """(first token of each bin but 1 for 0, mean k3 in it weighted by tokens)."""
     sums: dict[int, list[float]] = {}
-    for span in (span for row in rows for span in row["profile"]):
+    for span in (span for row in rows for span in _spans(row)):
         total = sums.setdefault(span["first"], [0.0, 0.0])
         total[0] += span["tokens"]
         total[1] += span["tokens"] * span["k3"]

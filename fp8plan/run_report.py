@@ -58,13 +58,14 @@ def page(reader: RunReader) -> str:
 
 def summary(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """(label, figure) of the whole run."""
-    k3, limit = column(rows, runs.K3), column(rows, runs.KL_LIMIT)
+    k3, over, infinite = runs.shown_kl(rows), runs.over_limit(rows), runs.infinite_kl(rows)
     tiles = [("steps", f"{len(rows):,}")]
-    if np.isfinite(k3).any():
+    if not np.isnan(k3).all():
         tiles.append(("KL k3, median", f"{np.nanmedian(k3):.2e}"))
-        known = np.isfinite(k3) & np.isfinite(limit)
-        if known.any():
-            tiles.append(("steps over the KL limit", percent(float((k3[known] > limit[known]).mean()))))
+    if infinite.any():
+        tiles.append(("steps with infinite k3, counted as the robust one", f"{infinite.sum():,}"))
+    if over.size:
+        tiles.append(("steps over the KL limit", percent(float(over.mean()))))
     for label, metric, least in (
         ("raw ESS, least", runs.ESS_RAW, True),
         ("tokens lost, mean", runs.LOST_TOKENS, False),
@@ -82,13 +83,13 @@ def summary(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 def _span(reader: RunReader) -> str:
     rows = reader.rows
-    first, final = (runs.when(rows[at]).isoformat(" ", "seconds") for at in (0, -1))
-    told = f"steps {rows[0]['step']:,} to {rows[-1]['step']:,}, {first} to {final}"
+    first, final = (f"{runs.when(rows[at]):%Y-%m-%d %H:%M:%S}" for at in (0, -1))
+    told = f"steps {rows[0]['step']:,} to {rows[-1]['step']:,}, {first} to {final} UTC"
     if pace := runs.pace(rows):
         told += f", one every {duration(pace)}"
     if reader.replaced:
-        told += f"; {reader.replaced} steps were made again after a return to a checkpoint"
-    return told + (f"; {reader.skipped} lines are no records" if reader.skipped else "")
+        told += f". {runs.left_out(reader.replaced)}"
+    return told + (f". {runs.unread(reader.skipped)}" if reader.skipped else "")
 
 
 def _table(found: Sequence[Event]) -> str:

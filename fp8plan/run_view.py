@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fp8plan import runs
+from fp8plan.errors import ConfigError
 from fp8plan.model.arrays import FloatArray
 from fp8plan.runs import Row, column, last
 from fp8plan.runtime.record import RunReader
@@ -50,28 +51,41 @@ class RunView:
 
     reader: RunReader
     steps: int | None = None
+    trouble: str = ""  # why the file cannot be read now
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         rows = self.reader.rows
         if not rows:
-            yield Paragraph(f"{self.reader.path}: no step yet")
+            yield Paragraph(self.trouble or f"{self.reader.path}: no step yet")
             return
         room = max(LEAST, options.max_width - LABEL - NOW - AGAINST - GAPS)
         shown = rows[-(self.steps or room) :]
-        yield Group(*_heading(self.reader), "", _table(shown, room), "", *_state(rows[-1]), *_news(rows))
+        trouble = [Paragraph(self.trouble, style=WORST)] if self.trouble else []
+        yield Group(*_heading(self.reader), *trouble, "", _table(shown, room), "", *_state(rows), *_news(rows))
 
 
 def watch(reader: RunReader, every_s: float, steps: int | None, console: Console) -> None:
-    """Show a run and what it gains, until ctrl-c."""
+    """Show a run and what it gains, until ctrl-c. Raises ConfigError for a file that is not there at the beginning."""
     reader.read()
+    seen = RunView(reader, steps)
     try:
-        with Live(RunView(reader, steps), console=console, screen=True, auto_refresh=False) as live:
+        with Live(seen, console=console, screen=True, auto_refresh=False) as live:
             while True:
-                live.refresh()
+                live.update(seen, refresh=True)
                 time.sleep(every_s)
-                reader.read()
+                seen = RunView(reader, steps, look(reader))
     except KeyboardInterrupt:
-        console.print(RunView(reader, steps))  # the last picture stays
+        console.print(seen)  # the last picture stays
+
+
+def look(reader: RunReader) -> str:
+    """Read what is new. What stands in the way, if anything does: a file that was moved away may come back."""
+    try:
+        reader.read()
+    except ConfigError as error:
+        what = str(error).partition(";")[0] if reader.path.exists() else f"{reader.path.name} is gone"
+        return f"{what}: this was its last state; it is read again as soon as it is there"
+    return ""
 
 
 def _heading(reader: RunReader) -> list[RenderableType]:
@@ -82,9 +96,9 @@ def _heading(reader: RunReader) -> list[RenderableType]:
     if title := runs.title(rows):
         lines.append(Paragraph(title))
     if reader.replaced:
-        lines.append(Paragraph(f"{reader.replaced} steps were made again after a return to a checkpoint", style="dim"))
+        lines.append(Paragraph(runs.left_out(reader.replaced), style="dim"))
     if reader.skipped:
-        lines.append(Paragraph(f"{reader.skipped} lines are no records of a Monitor", style=BAD))
+        lines.append(Paragraph(f"{runs.unread(reader.skipped)} of a Monitor", style=BAD))
     return lines
 
 
@@ -93,7 +107,7 @@ def _table(rows: Sequence[Row], room: int) -> Table:
     table.add_column("", width=LABEL, no_wrap=True)
     table.add_column("now", width=NOW, justify="right", no_wrap=True)
     table.add_column("against", width=AGAINST, no_wrap=True)
-    table.add_column(f"last {len(rows):,} steps", width=room, no_wrap=True)
+    table.add_column(f"last {len(rows):,} steps" if len(rows) > 1 else "last step", width=room, no_wrap=True)
     for line in lines(rows):
         bars = sparkline(line.values, room, line.scale)
         table.add_row(line.label, Text(line.now, line.style), Text(line.against, "dim"), Text(bars, line.style))
@@ -107,16 +121,21 @@ def lines(rows: Sequence[Row]) -> list[Line]:
     found += [_share(rows, "clipped", runs.CLIP_FRACTION, "of tokens, ratio above C")]
     found += [_share(rows, "clipped mass", runs.CLIPPED_MASS, "of the weight")]
     found += [_share(rows, "lost", runs.LOST_TOKENS, "of tokens, weight 0"), _speed(rows)]
-    return [line for line in found if np.isfinite(line.values).any()]
+    return [line for line in found if not np.isnan(line.values).all()]
 
 
 def _kl(rows: Sequence[Row]) -> Line:
-    now, limit = last(rows, runs.K3), last(rows, runs.KL_LIMIT)
+    """k3 against its limit; the robust one where k3 is infinite, or not recorded."""
+    values, limit, infinite = runs.shown_kl(rows), last(rows, runs.KL_LIMIT), bool(runs.infinite_kl(rows)[-1])
+    now = None if np.isnan(values[-1]) else float(values[-1])
+    robust = last(rows, runs.K3) is None and last(rows, runs.K3_ROBUST) is not None
     style, against = "", ""
     if now is not None and limit:
         style = GOOD if now <= limit else BAD if now <= 3 * limit else WORST
-        against = f"limit {limit:.1e} ({now / limit:.2f}x)"
-    return Line("KL k3", _number(now, ".2e"), against, column(rows, runs.K3), style, KL_SCALE)
+        against = f"limit {limit:.1e} ({_times(now / limit)})"
+    if infinite:
+        style, against = WORST, f"k3 infinite; limit {limit:.1e}" if limit else "k3 infinite"
+    return Line("KL k3 robust" if robust else "KL k3", _number(now, ".2e"), against, values, style, KL_SCALE)
 
 
 def _share(rows: Sequence[Row], label: str, metric: str, against: str = "") -> Line:
@@ -148,27 +167,37 @@ def _band(rows: Sequence[Row]) -> Line:
 
 
 def _speed(rows: Sequence[Row]) -> Line:
+    """Of the last rollout: several steps may train on one."""
+    bars = _speed_bars(rows)
+    timed = np.flatnonzero(np.isfinite(column(rows, runs.TOKENS_PER_S)))
+    rows = rows[: timed[-1] + 1] if timed.size else []
     now, said = last(rows, runs.TOKENS_PER_S), last(rows, runs.PREDICTED)
     low, high = last(rows, runs.PREDICTED_LOW), last(rows, runs.PREDICTED_HIGH)
     style, against = "", ""
     if now is not None and said:
-        style = GOOD if low is None or now >= low else BAD
-        against = f"predicted {said:,.0f} ({now / said:.2f}x)"
+        judged = ((rows[-1].get("guard") or {}).get("verdict") or {}).get("within")  # it allows for noise
+        fine = (low is None or now >= low) if judged is None else judged
+        style = GOOD if fine else BAD
+        against = f"predicted {said:,.0f} ({_times(now / said)})"
         if style == BAD:
             against = f"predicted {low:,.0f}-{high:,.0f}" if high is not None else against
-    of_predicted = runs.columns(rows, [])[
-        runs.SPEED
-    ]  # batches differ: only against its prediction is a speed good or bad
-    bars = of_predicted if np.isfinite(of_predicted).any() else column(rows, runs.TOKENS_PER_S)
     return Line("tokens/s", _number(now, ",.0f"), against, bars, style, Scale(low=0.0, high=1.0))
 
 
-def _state(row: Row) -> list[RenderableType]:
-    """The decision, the alarms and the guard of the last step."""
+def _speed_bars(rows: Sequence[Row]) -> FloatArray:
+    """Shares of the prediction, if there is one: batches differ, so a speed alone is neither good nor bad."""
+    of_predicted = runs.columns(rows, [])[runs.SPEED]
+    return of_predicted if np.isfinite(of_predicted).any() else column(rows, runs.TOKENS_PER_S)
+
+
+def _state(rows: Sequence[Row]) -> list[RenderableType]:
+    """The decision and the alarms of the last step, and what the guard said last: not every step has a rollout."""
+    row = rows[-1]
     told = [("decision", f"{row.get('decision') or 'none'}: {row.get('reason') or ''}".rstrip(": "), "")]
     told += [("alarm", f"{x}: {runs.ALARMS.get(x, '')}".rstrip(": "), WORST) for x in row.get("alarms") or ()]
-    guard: dict[str, Any] = row.get("guard") or {}
-    verdict, state = guard.get("verdict") or {}, guard.get("state") or {}
+    guards: list[dict[str, Any]] = [x["guard"] for x in rows if x.get("guard")]
+    guard = next((x for x in reversed(guards) if x.get("verdict") or x.get("off")), {})
+    verdict, state = guard.get("verdict") or {}, (row.get("guard") or {}).get("state") or {}
     if verdict:
         action = verdict.get("action", "none")
         fine = action == "none" and verdict.get("within", True)
@@ -186,6 +215,10 @@ def _news(rows: Sequence[Row]) -> list[RenderableType]:
     news = runs.events(rows)[-NEWS:]
     told = [Paragraph(f"{x.step:>7,}  {x.kind} {x.what}: {x.why}".rstrip(": "), 9, "dim") for x in reversed(news)]
     return ["", Text("last events", "bold"), *told] if told else []
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}x" if ratio >= 0.01 or ratio == 0 else "<0.01x"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fp8plan.model.arrays import FloatArray
 
@@ -70,6 +71,30 @@ def columns(rows: Sequence[Row], metrics: Iterable[str]) -> dict[str, FloatArray
     return found | {share: column(rows, metric) / predicted for share, metric in OF_PREDICTED.items()}
 
 
+def infinite_kl(rows: Sequence[Row]) -> NDArray[np.bool_]:
+    """In which steps k3 was infinite: JSON has no number for it, so the record has null. Shape (rows,).
+
+    One token does that whose log-prob an engine gave as -9999, vLLM's word for minus infinity.
+    """
+    return np.array([row["metrics"].get(K3, 0.0) is None for row in rows], dtype=np.bool_)
+
+
+def shown_kl(rows: Sequence[Row]) -> FloatArray:
+    """k3 over the steps; where there is none the robust one, which is finite unless many tokens are to blame."""
+    k3, robust = column(rows, K3), column(rows, K3_ROBUST)
+    robust = np.where(np.isnan(robust) & infinite_kl(rows), np.inf, robust)
+    return np.where(np.isnan(k3), robust, k3)
+
+
+def over_limit(rows: Sequence[Row]) -> NDArray[np.bool_]:
+    """In which of the steps that know both KL and its limit it was over; an infinite one is over any."""
+    limit, infinite = column(rows, KL_LIMIT), infinite_kl(rows)
+    k3 = np.where(infinite, np.inf, column(rows, K3))
+    known = np.isfinite(limit) & ~np.isnan(k3)
+    over: NDArray[np.bool_] = k3[known] > limit[known]
+    return over
+
+
 def last(rows: Sequence[Row], metric: str) -> float | None:
     """The newest value of a metric in the last row; None if it has none."""
     value = rows[-1]["metrics"].get(metric) if rows else None
@@ -101,9 +126,13 @@ def title(rows: Sequence[Row]) -> str:
 
 
 def pace(rows: Sequence[Row]) -> float | None:
-    """Seconds between two records, the median of the last 20; None before there are two."""
-    dates = [when(row).timestamp() for row in rows[-21:]]
-    return float(np.median(np.diff(dates))) if len(dates) > 1 else None
+    """Seconds between two records, the median of the last 20; None before there are two.
+
+    Where the clock was set back the time between two is not known.
+    """
+    passed = np.diff([when(row).timestamp() for row in rows[-21:]])
+    passed = passed[passed > 0]
+    return float(np.median(passed)) if passed.size else None
 
 
 def age(rows: Sequence[Row]) -> float:
@@ -115,5 +144,17 @@ def when(row: Row) -> datetime:
     """A record's date; one that has none was long ago."""
     try:
         return datetime.fromisoformat(row["date"]).astimezone(UTC)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return datetime.fromtimestamp(0, UTC)
+
+
+def left_out(replaced: int) -> str:
+    """What a RunReader says of records whose step number comes again."""
+    are, their = ("record is", "its") if replaced == 1 else ("records are", "their")
+    why = f"{their} step number, or a lower one, comes again later"
+    return f"{replaced:,} {are} not shown: {why}; the last record of a step is shown"
+
+
+def unread(skipped: int) -> str:
+    """What a RunReader says of lines that it cannot use."""
+    return f"{skipped:,} line is no record" if skipped == 1 else f"{skipped:,} lines are no records"

@@ -51,6 +51,8 @@ def percent(share: float | None) -> str:
         return "-"
     if 0 < share < 1e-5:
         return "<0.001%"
+    if 1 - 1e-5 < share < 1:
+        return ">99.999%"
     return f"{share:.3%}" if share < 0.01 or 0.999 < share < 1 else f"{share:.1%}"
 
 

@@ -413,6 +413,27 @@ def test_a_record_file_that_cannot_be_used(fp8plan: Callable[..., Done], content
     refused(fp8plan("validate", "records.jsonl"), "records.jsonl", part)
 
 
+def test_validate_leaves_out_a_monitors_steps_without_a_rollout(fp8plan: Callable[..., Done]) -> None:
+    """Several steps may train on one rollout: only the first of them has its time and its lengths."""
+    facts = {name: value for name, value in RECORD.items() if name != "seconds" and "lengths" not in name}
+    step = {"step": 1, "metrics": {"rollout_corr/kl": 1e-3}}
+    lines = [RECORD | step, facts | step, RECORD, step | {"seconds": None}]
+    Path("records.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    done = fp8plan("validate", "records.jsonl", "--json")
+    assert len(json.loads(done.out)["records"]) == 2
+    assert "note: 2 of 4 lines are left out: a Monitor's steps without a rollout" in done.err.splitlines()
+    Path("records.jsonl").write_text(json.dumps(RECORD))
+    assert "left out" not in fp8plan("validate", "records.jsonl").err
+    for other, part in (
+        (step | {"seconds": 1.0}, "line 2 of records.jsonl lacks model"),
+        (facts, "line 2 of records.jsonl lacks prompt_lengths, response_lengths, seconds"),
+    ):
+        Path("records.jsonl").write_text("\n".join(map(json.dumps, (step, other))))
+        refused(fp8plan("validate", "records.jsonl"), part)
+    Path("records.jsonl").write_text(json.dumps(step))
+    refused(fp8plan("validate", "records.jsonl"), "no records, only 1 step", "rollout=")
+
+
 def test_validate_refuses_another_version_under_strict(fp8plan: Callable[..., Done]) -> None:
     Path("records.jsonl").write_text(json.dumps(RECORD | {"engine_version": "0.31.0"}))
     assert fp8plan("validate", "records.jsonl").code == 0

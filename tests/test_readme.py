@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -13,6 +14,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import readme  # noqa: E402
+
+from fp8plan.model.records import read_records  # noqa: E402
+from fp8plan.model.validate import validate  # noqa: E402
 
 
 def test_the_tables_are_the_ones_that_make_readme_writes() -> None:
@@ -29,9 +33,9 @@ def test_every_file_that_readme_links_to_is_there() -> None:
     assert [path for path in linked if not (ROOT / path).exists()] == []
 
 
-def run(example: str) -> str:
+def run(example: str, *words: str) -> str:
     done = subprocess.run(
-        [sys.executable, f"examples/{example}"], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, f"examples/{example}", *words], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -49,5 +53,20 @@ def test_the_example_of_applying_prints_what_readme_says_it_prints() -> None:
     assert without_seconds[0] == without_seconds[1]
 
 
+@pytest.mark.vllm
+def test_the_example_of_grpo_learns_and_its_run_can_be_read(tmp_path: Path) -> None:
+    run_file = tmp_path / "run.jsonl"
+    steps = [line for line in run("grpo_loop.py", str(run_file)).splitlines() if line.startswith("step ")]
+    rewards = [float(re.findall(r"reward ([\d.]+)", line)[0]) for line in steps]
+    assert 0.45 < rewards[0] < 0.55
+    assert rewards[-1] > 0.8
+    rows = [json.loads(line) for line in run_file.read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, len(steps) + 1))
+    assert all(0 < row["metrics"]["rollout_corr/k3_kl"] < 0.01 for row in rows)
+    assert all(row["precision"] == "fp8_kv" and row["guard"]["verdict"] for row in rows)
+    assert len(validate(read_records(run_file)).records) == len(rows)
+
+
 def test_every_example_has_its_test() -> None:
-    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {"choose_precision.py", "apply_to_vllm.py"}
+    tested = {"choose_precision.py", "apply_to_vllm.py", "grpo_loop.py"}
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == tested

@@ -27,7 +27,7 @@ from fp8plan import cli, runs
 from fp8plan.errors import ConfigError
 from fp8plan.run_plots import PANELS, by_position, figure
 from fp8plan.run_report import page, summary, write_report
-from fp8plan.run_view import RunView
+from fp8plan.run_view import RunView, lines, look
 from fp8plan.runtime.record import RunReader, append, line
 from fp8plan.sparkline import BARS, Scale, duration, percent, sparkline
 
@@ -41,10 +41,15 @@ def written(path: Path, rows: list[dict[str, Any]]) -> RunReader:
     return reader
 
 
-def shown(reader: RunReader, width: int = 80, steps: int | None = None) -> str:
+def summary_line(text: str) -> str:
+    """The page's line on its span: from where to where, and how fast."""
+    return text.partition('<p class="dim">')[2].partition("</p>")[0]
+
+
+def shown(reader: RunReader, width: int = 80, steps: int | None = None, trouble: str = "") -> str:
     console = Console(width=width, color_system=None)
     with console.capture() as caught:
-        console.print(RunView(reader, steps))
+        console.print(RunView(reader, steps, trouble))
     return caught.get()
 
 
@@ -102,14 +107,39 @@ def test_a_run_that_has_stopped_looks_so(tmp_path: Path) -> None:
     assert "9.0 h ago; one every 7 min" in heading(9)
 
 
-def test_steps_made_again_and_lines_that_are_no_records_are_told(tmp_path: Path) -> None:
+def test_records_that_are_not_shown_and_lines_that_are_no_records_are_told(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     reader = written(path, RUN[:20])
     append(path, line(RUN[14]) + b"junk\n")
     reader.read()
-    for text in (shown(reader), page(reader)):
-        assert re.search(r"\b6 steps were made again", text)
-        assert re.search(r"\b1 lines? (is|are) no record", text)
+    for text in (shown(reader, 160), page(reader)):
+        assert "6 records are not shown: their step number, or a lower one, comes again later; the last" in text
+        assert "1 line is no record" in text
+        assert "checkpoint" not in text
+    reader = written(path, [*RUN[:20], RUN[19]])
+    append(path, b"junk\nmore\n")
+    reader.read()
+    for text in (shown(reader, 160), page(reader)):
+        assert "1 record is not shown: its step number" in text
+        assert "2 lines are no records" in text
+
+
+def test_a_clock_that_goes_back_makes_no_negative_time(tmp_path: Path) -> None:
+    backwards = [row | {"date": RUN[29 - number]["date"]} for number, row in enumerate(RUN[:30])]
+    once = [*RUN[:10], RUN[10] | {"date": RUN[0]["date"]}, *RUN[11:30]]
+    for rows, pace in ((backwards, None), (once, "one every 7 min")):
+        reader = written(tmp_path / "run.jsonl", rows)
+        for text in (shown(reader).splitlines()[0], summary_line(page(reader))):
+            assert re.search(r"-\d+(\.\d+)?(e\+\d+)? s", text) is None
+            assert pace in text if pace else "one every" not in text
+
+
+def test_dates_of_any_kind_stop_nothing(tmp_path: Path) -> None:
+    dates = ("0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00", "2026-11-20", "yesterday")
+    for date in dates:
+        reader = written(tmp_path / "run.jsonl", [RUN[0], RUN[1] | {"date": date}])
+        assert "step 2," in shown(reader)
+        page(reader)
 
 
 @given(
@@ -138,8 +168,8 @@ def test_a_spike_survives_being_drawn_small_and_noise_is_flat() -> None:
 
 
 def test_numbers_are_short_and_true() -> None:
-    assert [percent(x) for x in (None, 0.0, 1e-7, 0.00012, 0.5, 0.99996, 1.0)] == [
-        "-", "0.000%", "<0.001%", "0.012%", "50.0%", "99.996%", "100.0%",
+    assert [percent(x) for x in (None, 0.0, 1e-7, 0.00012, 0.5, 0.99996, 1 - 1e-7, 1.0)] == [
+        "-", "0.000%", "<0.001%", "0.012%", "50.0%", "99.996%", ">99.999%", "100.0%",
     ]  # fmt: skip
     assert [duration(x) for x in (0.312, 3, 12, 412, 9000, 400_000)] == [
         "0.31 s",
@@ -185,6 +215,69 @@ def test_the_figure_holds_the_records_numbers(tmp_path: Path) -> None:
     assert late.y[-1] == pytest.approx(np.mean([x["profile"][-1]["k3"] for x in RUN[-20:]]))
 
 
+def test_values_that_stand_alone_are_drawn_as_points() -> None:
+    """One step of a run, and speeds where only every fourth step has a rollout: a line would show nothing."""
+    (speed,) = (x for x in figure(RUN[:1], []).data if x.name == "achieved")
+    assert "markers" in speed.mode
+    unknown = {x: None for x in RUN[0]["metrics"] if "tokens_per_s" in x}
+    rows = [row if row["step"] % 4 == 0 else row | {"metrics": row["metrics"] | unknown} for row in RUN]
+    modes = {trace.name: trace.mode for trace in figure(rows, []).data}
+    assert modes["achieved"] == modes["predicted"] == "lines+markers"
+    assert modes["k3"] == "lines"
+    band = [x for x in figure(rows, []).data if x.name is None]
+    assert [x.connectgaps for x in band] == [True, True]
+
+
+def test_axes_tell_their_ticks_apart() -> None:
+    made = figure(RUN, [])
+    spread = np.ptp(np.log10([x["metrics"]["rollout_corr/k3_kl"] for x in RUN]))
+    assert made.layout.yaxis.dtick == (1 if spread >= 2 else "D2")
+    flat = figure([row | {"metrics": {"rollout_corr/k3_kl": 10.0 ** -row["step"]}} for row in RUN[:9]], [])
+    assert flat.layout.yaxis.dtick == 1
+    assert made.layout.yaxis3.title.text == "effective sample size"
+    assert made.layout.yaxis3.tickformat == ".5~p"
+
+
+def test_a_picture_of_one_position_is_none() -> None:
+    assert by_position([row | {"profile": row["profile"][:1]} for row in RUN]) is None
+    assert by_position([RUN[0] | {"profile": []}]) is None
+
+
+def test_a_speed_that_the_guard_takes_for_noise_is_no_warning(tmp_path: Path) -> None:
+    def style(row: dict[str, Any]) -> str:
+        (speed,) = (x for x in lines([row]) if x.label == "tokens/s")
+        return f"{speed.style} {speed.against}"
+
+    row = json.loads(json.dumps(RUN[0]))
+    row["metrics"]["fp8plan/tokens_per_s"] = 8600.0
+    for within, told in ((True, "green predicted 9,200 (0.93x)"), (False, "yellow predicted 8,700-9,800")):
+        row["guard"]["verdict"]["within"] = within
+        assert style(row) == told
+    assert style(row | {"guard": None}) == "yellow predicted 8,700-9,800"
+
+
+def test_between_two_rollouts_the_last_one_is_shown(tmp_path: Path) -> None:
+    bare = {name: x for name, x in RUN[1]["metrics"].items() if "tokens_per_s" not in name}
+    guard = RUN[1]["guard"] | {"verdict": None}
+    text = shown(
+        written(tmp_path / "run.jsonl", [RUN[0], *(RUN[n] | {"metrics": bare, "guard": guard} for n in (1, 2))])
+    )
+    achieved = RUN[0]["metrics"]["fp8plan/tokens_per_s"]
+    (speed,) = (x for x in text.splitlines() if x.startswith("tokens/s"))
+    assert re.match(rf"tokens/s +{achieved:,.0f}  predicted 9,200 .* .$", speed.rstrip())  # one bar, of step 1
+    assert f"guard        {achieved:,.0f} tokens/s, predicted" in text
+    assert "last 3 steps" in text
+    never = shown(written(tmp_path / "run.jsonl", [RUN[2] | {"metrics": bare, "guard": None}]))
+    assert "tokens/s" not in never
+    assert "guard" not in never
+    assert "last step " in never
+
+
+def test_a_kl_far_below_its_limit_is_not_zero_times_it(tmp_path: Path) -> None:
+    row = RUN[0] | {"metrics": {"rollout_corr/k3_kl": 1e-6, "fp8plan/kl_limit": 3e-2}}
+    assert "limit 3.0e-02 (<0.01x)" in shown(written(tmp_path / "run.jsonl", [row]))
+
+
 def test_the_page_stands_alone_and_escapes_what_it_was_given(tmp_path: Path) -> None:
     evil = RUN[5] | {"decision": "tighten", "reason": "<script>alert(1)</script>", "model": "<b>x"}
     path = tmp_path / "run.jsonl"
@@ -207,6 +300,50 @@ def test_the_summary_is_of_the_whole_run() -> None:
     assert tiles["KL k3, median"] == f"{np.median(k3):.2e}"
     assert tiles["steps over the KL limit"] == percent(float(over))
     assert tiles["raw ESS, least"] == percent(min(x["metrics"]["fp8plan/ess_raw"] for x in RUN))
+
+
+def infinite(row: dict[str, Any], at: int = 0) -> dict[str, Any]:
+    """The record of a step with a log-prob of minus infinity in the span `at`."""
+    spans = [span | {"k3": None} if number == at else span for number, span in enumerate(row["profile"])]
+    return row | {"metrics": row["metrics"] | {"rollout_corr/k3_kl": None}, "profile": spans}
+
+
+def test_an_infinite_kl_is_shown_by_its_robust_one_and_is_over_the_limit(tmp_path: Path) -> None:
+    quiet = [x for x in RUN if x["metrics"]["rollout_corr/k3_kl"] < x["metrics"]["fp8plan/kl_limit"]][:8]
+    rows = [*quiet[:6], infinite(quiet[6]), infinite(quiet[7])]
+    reader = written(tmp_path / "run.jsonl", rows)
+    (kl,) = (x for x in shown(reader).splitlines() if x.startswith("KL"))
+    robust = rows[-1]["metrics"]["fp8plan/k3_robust"]
+    assert kl.split()[:4] == ["KL", "k3", "robust", f"{robust:.2e}"]
+    assert "k3 infinite; limit 4.0e-03" in kl
+    assert len(kl.split()[-1]) == 8  # a bar for every step
+    tiles = dict(summary(reader.rows))
+    assert tiles["steps over the KL limit"] == "25.0%"
+    assert tiles["steps with infinite k3, counted as the robust one"] == "2"
+    assert "infinite" not in " ".join(dict(summary(quiet)))
+    first, late = (trace.y for trace in by_position(reader.rows).data)
+    assert len(first) == len(late) + 1  # the span without a number is left out, the others are there
+    assert late == pytest.approx([x["k3"] for x in quiet[7]["profile"][1:]])
+    page(reader)
+    alone = written(tmp_path / "run.jsonl", [quiet[0] | {"profile": [{"first": 0, "tokens": 5, "k3": None}]}])
+    assert by_position(alone.rows) is None
+
+
+def test_a_kl_that_is_infinite_in_its_robust_form_too_is_shown_as_such(tmp_path: Path) -> None:
+    metrics = {"rollout_corr/k3_kl": None, "fp8plan/k3_robust": None, "fp8plan/kl_limit": 1e-3}
+    reader = written(tmp_path / "run.jsonl", [{"step": 1, "metrics": metrics}])
+    (kl,) = (x for x in shown(reader).splitlines() if x.startswith("KL"))
+    assert kl.split()[:5] == ["KL", "k3", "inf", "k3", "infinite;"]
+    tiles = dict(summary(reader.rows))
+    assert (tiles["steps over the KL limit"], tiles["KL k3, median"]) == ("100.0%", "inf")
+    page(reader)
+
+
+def test_a_kl_that_is_not_recorded_is_not_an_infinite_one(tmp_path: Path) -> None:
+    metrics = {"fp8plan/k3_robust": 0.5, "fp8plan/kl_limit": 1e-3}
+    reader = written(tmp_path / "run.jsonl", [{"step": 1, "metrics": metrics}])
+    assert re.search(r"^KL k3 robust +5.00e-01 +limit", shown(reader), re.MULTILINE)
+    assert "steps over the KL limit" not in dict(summary(reader.rows))
 
 
 def test_files_that_cannot_be_used_are_one_error(tmp_path: Path) -> None:
@@ -263,7 +400,25 @@ def test_a_command_without_its_file_is_one_line(tmp_path: Path, fp8plan: Any, co
     assert "absent.jsonl" in told
 
 
-def test_monitor_follows_a_growing_file_until_ctrl_c(tmp_path: Path) -> None:
+def test_a_file_that_is_gone_is_told_below_its_last_state_until_it_is_back(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    reader = written(path, RUN[:3])
+    assert look(reader) == ""
+    path.rename(tmp_path / "away.jsonl")
+    told = look(reader)
+    text = shown(reader, trouble=told)
+    assert "run.jsonl is gone" in text
+    assert "step 3," in text
+    path.mkdir()
+    assert "Is a directory" in look(reader)
+    path.rmdir()
+    path.touch()
+    assert look(reader) == ""
+    path.unlink()
+    assert "run.jsonl is gone" in shown(reader, trouble=look(reader))  # also where there is nothing else to show
+
+
+def test_monitor_follows_a_file_that_grows_goes_and_comes_until_ctrl_c(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     written(path, RUN[:3])
     leader, follower = pty.openpty()
@@ -290,6 +445,17 @@ def test_monitor_follows_a_growing_file_until_ctrl_c(tmp_path: Path) -> None:
         until("step 4,")
         with open(path, "ab") as file:  # a torn line is not shown, and stops nothing
             file.write(line(RUN[4])[:50])
+        append(path, line(RUN[5]))
+        until("step 6,")
+        path.rename(tmp_path / "away.jsonl")
+        until("run.jsonl is gone")
+        (tmp_path / "away.jsonl").rename(path)
+        append(path, line(RUN[6]))
+        until("step 7,")
+        path.unlink()
+        until("run.jsonl is gone")
+        append(path, line(RUN[1]))  # another run
+        until("step 2,")
         append(path, line(RUN[5]))
         until("step 6,")
         viewer.send_signal(signal.SIGINT)

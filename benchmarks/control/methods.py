@@ -103,6 +103,8 @@ def methods(noise_tokens: float) -> dict[str, Factory]:
         "adaptive, noise x4": controlled(replace(informed, noise_tokens=4 * noise_tokens)),
         "adaptive, noise /4": controlled(replace(informed, noise_tokens=noise_tokens / 4)),
         "adaptive band": controlled(banded),
+        "law: slow to relax": controlled(replace(informed, slew=(4.0, 1.15))),
+        "law: slow to tighten": controlled(replace(informed, slew=(1.15, 4.0))),
         "law: tighten with KL": of_batch(lambda seen: schedule(seen, 2.0, -0.2, (1.2, 2.0))),
         "law: relax with KL": of_batch(lambda seen: schedule(seen, 1.2, 0.4, (1.2, 8.0))),
         "law: 3% clipped": of_batch(lambda seen: falling_root(lambda c: seen.clipped_mass(c) - 0.03)),

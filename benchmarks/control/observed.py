@@ -33,7 +33,8 @@ class Observed:
 
     @cached_property
     def k3_robust(self) -> float:
-        edge = np.quantile(np.abs(self.log_ratio), 1.0 - WINSORISED)
+        beyond = max(WINSORISED, min(2, self.tokens / 2) / self.tokens)  # two tokens at least
+        edge = np.quantile(np.abs(self.log_ratio), 1.0 - beyond)
         held = np.clip(self.log_ratio, -edge, edge)
         return float(np.mean(np.expm1(held) - held))
 

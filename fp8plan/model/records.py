@@ -59,7 +59,15 @@ class Record:
 
 
 def read_records(path: str | Path) -> list[Record]:
-    """The records of a JSONL file. Raises ConfigError naming the line and the field that cannot be used."""
+    """The records of a JSONL file, without a Monitor's lines of steps that had no rollout.
+
+    Raises ConfigError naming the line and the field that cannot be used.
+    """
+    return read_run(path)[0]
+
+
+def read_run(path: str | Path) -> tuple[list[Record], int]:
+    """(the same, how many lines of steps without a rollout were left out)."""
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"there is no record file {file}")
@@ -67,13 +75,23 @@ def read_records(path: str | Path) -> list[Record]:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from None
-    records = [_read(line, number, file) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    records, left_out = [], 0
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            fields = _parsed(line, number, file)
+            if _without_rollout(fields):
+                left_out += 1
+            else:
+                records.append(_read(fields, number, file))
+    if left_out and not records:
+        hint = "a Monitor knows rollouts from its engine, or from step(..., rollout=...)"
+        raise ConfigError(f"{file} has no records, only {left_out} steps of a Monitor without a rollout; {hint}")
     if not records:
         raise ConfigError(f"{file} has no records; it needs one JSON object per line")
-    return records
+    return records, left_out
 
 
-def _read(line: str, number: int, file: Path) -> Record:
+def _parsed(line: str, number: int, file: Path) -> dict[str, Any]:
     where = f"line {number} of {file}"
     try:
         fields = json.loads(line, parse_constant=_refuse_constant)
@@ -81,6 +99,16 @@ def _read(line: str, number: int, file: Path) -> Record:
         raise ConfigError(f"{where} is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ConfigError(f"{where} is a {type(fields).__name__}; allowed: a JSON object")
+    return fields
+
+
+def _without_rollout(fields: dict[str, Any]) -> bool:
+    """A Monitor's record of a step that trained on what was sampled before: there was no rollout to time."""
+    return isinstance(fields.get("metrics"), dict) and fields.get("seconds") is None
+
+
+def _read(fields: dict[str, Any], number: int, file: Path) -> Record:
+    where = f"line {number} of {file}"
     missing = [name for name in REQUIRED if fields.get(name) is None]
     if missing:
         raise ConfigError(f"{where} lacks {', '.join(missing)}; a record needs {', '.join(REQUIRED)}")

@@ -2,7 +2,7 @@
 
     settings = CorrectionSettings(level="token", thresholds=Thresholds(tis=2.0))
     correction = correct(pack(train_logprobs, rollout_logprobs, mask), settings)
-    loss = (correction.weights * token_losses * correction.mask).sum() / correction.mask.sum()
+    loss = (correction.weights * token_losses * correction.mask).sum() / correction.mask.sum().clamp(min=1)
 
 Weights are detached: they change the measure, not the objective. Two uses, as in verl:
 
@@ -14,17 +14,17 @@ bypass     it does not: train_logprobs are the current policy's, in each micro-b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fp8plan.runtime.mismatching.moments import Moments, Sums, reduced
 from fp8plan.runtime.mismatching.rejection import rejected
-from fp8plan.runtime.mismatching.segments import Segments, all_reduced
+from fp8plan.runtime.mismatching.segments import Segments
 from fp8plan.runtime.mismatching.settings import CorrectionSettings, Rejection, Thresholds
 from fp8plan.runtime.mismatching.threads import one_thread
-from fp8plan.runtime.mismatching.verl import is_metrics
+from fp8plan.runtime.mismatching.verl import effective, is_metrics, rs_metrics
 from fp8plan.runtime.mismatching.weights import normalised, weighted
 
 if TYPE_CHECKING:
@@ -42,24 +42,59 @@ class Correction:
     weights: float32, 0 where a token is masked, invalid or outside of the band; None for level None
     mask:    the mask that came in (bool, if none did), without what MIS, a rejection or the veto takes out and without
              invalid tokens
-    clip_fraction:  share of the tokens whose ratio (at the settings' level) lies outside of the bounds
-    clipped_mass:   share of the sum of ratios that was cut away
-    kept_tokens:    share of the tokens with a weight above 0 that the mask keeps
-    kept_sequences: share of the sequences that are not empty, of which any such token is left
-    ess:     (mean weight)^2 / mean weight^2, a fraction; 0 if all weights are 0
-    metrics: under verl's names, "rollout_corr/rollout_is_mean" and so on
-
-    Without tokens, all fractions are those of no mismatch, and there are no metrics.
+    settings: with which both were made
+    sums:    what the figures below are made of
+    factor:  that weights were divided by, with batch_normalize
     """
 
     weights: Array | None
     mask: Array
-    clip_fraction: float
-    clipped_mass: float
-    kept_tokens: float
-    kept_sequences: float
-    ess: float
-    metrics: Mapping[str, float]
+    settings: CorrectionSettings
+    sums: Sums
+    factor: float | None = None
+
+    @property
+    def clip_fraction(self) -> float:
+        """Share of the tokens whose ratio (at the settings' level) lies outside of the bounds; 0 without tokens."""
+        return self.sums["clipped"].mean if "clipped" in self.sums else 0.0
+
+    @property
+    def clipped_mass(self) -> float:
+        """Share of the sum of ratios that was cut away; 0 without tokens."""
+        raw = self.sums["raw"].total if "raw" in self.sums else 0.0
+        return max(1 - self.sums["weight"].total / raw, 0.0) if raw else 0.0
+
+    @property
+    def kept_tokens(self) -> float:
+        """Share of the tokens with a weight above 0 that the mask keeps; 1 without tokens."""
+        return self.sums["kept"].mean if self.sums["kept"].count else 1.0
+
+    @property
+    def kept_sequences(self) -> float:
+        """Share of the sequences that are not empty, of which any such token is left; 1 without tokens."""
+        return self.sums["kept_sequences"].mean if self.sums["kept_sequences"].count else 1.0
+
+    @property
+    def ess(self) -> float:
+        """(mean weight)^2 / mean weight^2, a fraction; 0 if all weights are 0; 1 without tokens, or weights."""
+        weight = self.sums.get("weight")
+        return effective(weight) if weight is not None and weight.count else 1.0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Under verl's names, "rollout_corr/rollout_is_mean" and so on; none without tokens."""
+        if not self.sums["kept"].count:
+            return {}
+        found = rs_metrics(self.sums, self.settings)
+        if self.settings.level is not None:
+            found |= is_metrics(self.sums, self.settings)
+        if self.factor is not None:
+            found["rollout_is_batch_norm_factor"] = self.factor
+        return {f"rollout_corr/{name}": value for name, value in found.items()}
+
+    def reduced(self, group: Any = None) -> Correction:
+        """The same weights and mask, with the figures of all ranks of `group` (None: all). Every rank must call it."""
+        return replace(self, sums=reduced(self.sums, group))
 
 
 @one_thread()
@@ -69,27 +104,17 @@ def correct(tokens: Tokens, settings: CorrectionSettings | None = None, group: A
     group: ranks whose weights `batch_normalize` takes the mean over; None: all, if torch.distributed is up
     """
     settings = settings or CorrectionSettings()
-    if not len(tokens):
-        return _of_nothing(tokens, settings, group)
-    keep, metrics = rejected(tokens, settings)
-    found = None if settings.level is None else weighted(tokens, settings)
-    if found is None:
-        weights, share = None, (0.0, 0.0, 1.0)
-    else:
-        metrics |= is_metrics(found, settings)
+    keep, sums = rejected(tokens, settings)
+    weights, inside, factor = None, None, None
+    if settings.level is not None:
+        found = weighted(tokens, settings)
+        sums, inside = sums | found.sums, found.inside
         if settings.batch_normalize:
-            metrics["rollout_is_batch_norm_factor"] = normalised(tokens, settings, found, group)
-        weights, share = tokens.unpack(found.weights), (found.clipped, found.clipped_mass, found.ess)
-    inside = None if found is None else found.inside
+            factor = normalised(tokens, settings, found, group)
+        weights = tokens.unpack(found.weights)
     live = _both(keep, inside)
-    return Correction(
-        weights,
-        tokens.mask(live if settings.mode == "mis" else keep),
-        *share[:2],
-        *((1.0, 1.0) if live is None else _kept(tokens, live)),
-        share[2],
-        {f"rollout_corr/{name}": value for name, value in metrics.items()},
-    )
+    mask = tokens.mask(live if settings.mode == "mis" else keep)
+    return Correction(weights, mask, settings, sums | _kept(tokens, live), factor)
 
 
 def _both(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
@@ -98,18 +123,16 @@ def _both(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor 
     return one & other
 
 
-def _kept(tokens: Tokens, live: torch.Tensor) -> tuple[float, float]:
-    """Shares of tokens and of sequences, those that have any token alive."""
-    lost = Segments(tokens.offsets.numpy(), live.device)
-    for part in tokens.chunks():
-        lost.add(part, ~live[part])
-    dead, lengths = lost.numpy(), tokens.lengths.numpy()
-    return 1 - float(dead.sum()) / len(tokens), float((dead < lengths).sum() / (lengths > 0).sum())
-
-
-def _of_nothing(tokens: Tokens, settings: CorrectionSettings, group: Any) -> Correction:
-    """Of a batch, or a rank, without tokens: it takes part in the mean over ranks all the same."""
-    if settings.batch_normalize and settings.level is not None:
-        all_reduced(np.zeros(2), group)
-    weights = None if settings.level is None else tokens.unpack(tokens.log_ratio)
-    return Correction(weights, tokens.mask(), 0.0, 0.0, 1.0, 1.0, 1.0, {})
+def _kept(tokens: Tokens, live: torch.Tensor | None) -> Sums:
+    """Tokens that are alive (None: all), and sequences that have any."""
+    lengths = tokens.lengths.numpy()
+    dead = np.zeros(len(lengths))
+    if live is not None:
+        lost = Segments(tokens.offsets.numpy(), live.device)
+        for part in tokens.chunks():
+            lost.add(part, ~live[part])
+        dead = lost.numpy()
+    return {
+        "kept": Moments.share(len(tokens) - dead.sum(), len(tokens)),
+        "kept_sequences": Moments.share((dead < lengths).sum(), (lengths > 0).sum()),
+    }

@@ -3,18 +3,25 @@
     monitor = Monitor(sinks=[JsonLines("run.jsonl")], plan=plan, engine=engine)
     for ...:
         step = monitor.step(train_logprobs, rollout_logprobs, mask)
-        loss = (step.weights * token_losses * step.mask).sum() / step.mask.sum()
+        loss = (step.weights * token_losses * step.mask).sum() / step.mask.sum().clamp(min=1)
+
+One call sees the whole batch of one optimiser step, before it is cut into micro-batches: the thresholds depend on its
+size. Weights and mask are then cut as everything else is. Over ranks, divide by the mask's sum over all of them.
 
 The order is: pack; measure, reduced over the ranks; the controller decides; correct with the thresholds just decided;
 the guard judges the rollout; the sinks get the record. With torch.distributed every rank calls `step`, also one without
-tokens; as the sums are reduced before the controller sees them, all have the same thresholds. Rank 0 alone writes.
+tokens; as the sums are reduced before the controller sees them, all have the same thresholds. The first rank of the
+group alone writes, and what goes wrong there stops none of them. Make the monitor after the process group, or let the
+launcher say RANK: files are opened when it is made.
 """
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import TYPE_CHECKING, Any, Self
 
 from fp8plan.errors import ConfigError
@@ -24,7 +31,8 @@ from fp8plan.runtime.correction import CorrectionSettings, Thresholds, correct
 from fp8plan.runtime.guarding.facts import EngineFacts, Observation
 from fp8plan.runtime.judge import Judged, judged
 from fp8plan.runtime.mismatch import Mismatch, measure
-from fp8plan.runtime.ranks import merged, rank
+from fp8plan.runtime.ranks import rank
+from fp8plan.runtime.record import plain
 from fp8plan.runtime.sinks import Sink, Sinks, warn
 from fp8plan.runtime.tokens import pack
 
@@ -86,6 +94,11 @@ class Monitor:
     ) -> None:
         if engine is not None and (guard is not None or facts is not None):
             raise ConfigError("an engine and a guard or facts are given; allowed: the engine, which has both, alone")
+        if engine is not None and not hasattr(engine, "report_kl"):
+            raise ConfigError(
+                f"the engine is {type(engine).__name__}, which does not judge its rollouts itself; allowed: "
+                "RolloutEngine, or guard=engine.guard, and step(..., rollout=observation_of(outputs, seconds))"
+            )
         self.settings = settings or CorrectionSettings()
         self.controller = _controller(self.settings, controller)
         self.state: ControllerState = self.controller.initial(plan)
@@ -93,9 +106,11 @@ class Monitor:
         self._guard = guard
         self.steps = 0
         self._rollout: Observation | None = None  # the last one of the engine's that is in a record
-        self._sinks = Sinks(sinks if rank() == 0 else ())
+        self._sinks = Sinks(sinks)
         self._warned: set[str] = set()
-        self._sinks.open()
+        self._open = rank(group) == 0
+        if self._open:
+            self._sinks.open()
 
     @property
     def guard(self) -> Guard | None:
@@ -126,30 +141,45 @@ class Monitor:
                   the engine's last, if there is an engine, and no step has had it
         number:   of the step, in the record; None: one more than before
 
-        Raises ConfigError for log-probs that do not fit together. Nothing is changed then.
+        Raises ConfigError for log-probs that do not fit together, and for a number that is none; nothing is changed
+        then. A rollout that is not what it should be is left out of the record, with a warning.
         """
         begun = time.perf_counter()
+        done = self.steps + 1 if number is None else _whole(number)
         tokens = pack(train_logprobs, rollout_logprobs, mask, lengths)
         mismatch = measure(tokens, versions).reduced(self.group).metrics()
         thresholds, state, decided = self.controller.update(self.state, mismatch)
         correction = correct(tokens, replace(self.settings, thresholds=thresholds), self.group)
-        of_correction = merged(run_record.correction_metrics(correction), len(tokens), self.group)
-        self.state = state
-        self.steps = self.steps + 1 if number is None else number
-        found = self._judged(rollout, mismatch)
-        rollout = found.observation if rollout is None else rollout
+        of_correction = run_record.correction_metrics(correction.reduced(self.group))
+        # What follows raises nothing: the other ranks have gone on.
+        self.state, self.steps = state, done
+        fields = self._fields(rollout)
+        found = self._judged(rollout if fields is None else fields, mismatch)
         metrics = {
             **run_record.mismatch_metrics(mismatch),
             **of_correction,
             **run_record.control_metrics(thresholds, state, len(decided.alarms)),
-            **run_record.speed_metrics(rollout, found.verdict),
+            **run_record.speed_metrics(found.observation, found.verdict),
             "fp8plan/sink_failures": float(sum(self.failures)),
             "fp8plan/monitor_s": time.perf_counter() - begun,
         }
-        done = Step(correction.weights, correction.mask, thresholds, mismatch, decided, found.verdict, metrics)
-        if self._sinks.sinks:
-            self._sinks.write(run_record.record_of(self.steps, done, rollout, self._running(), self.guard, found.off))
-        return done
+        step = Step(correction.weights, correction.mask, thresholds, mismatch, decided, found.verdict, metrics)
+        if self._writes():
+            shown = found.observation if fields is None else fields
+            self._sinks.write(run_record.record_of(done, step, shown, self._running(), self.guard, found.off))
+        return step
+
+    def _writes(self) -> bool:
+        """Whether this rank has the record to write: known for certain only now that the process group is up."""
+        if rank(self.group) or not self._sinks.sinks:
+            return False
+        if not self._open:
+            self._open = True
+            try:
+                self._sinks.open()
+            except Exception as error:  # it is too late to refuse the run
+                warn(f"a sink cannot be opened: {error}")
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """To be saved with the checkpoint, as JSON."""
@@ -161,13 +191,20 @@ class Monitor:
         if set(data) != {"steps", "controller", "guard"} or type(data["steps"]) is not int:
             raise ConfigError(f"the monitor's state has {', '.join(map(str, data))}; give what state_dict() returned")
         state = ControllerState.from_dict(data["controller"])
+        for name in ("tis", "band"):
+            if (getattr(state, name) is None) != (getattr(self.state, name) is None):
+                raise ConfigError(
+                    f"the saved state has {name}={getattr(state, name)!r}, this monitor {getattr(self.state, name)!r}; "
+                    "allowed: the state of a monitor with the same kind of thresholds"
+                )
         if self.guard is not None and data["guard"] is not None:
             self.guard.load_state_dict(data["guard"])
         self.steps, self.state = data["steps"], state
 
     def close(self) -> None:
         """Close the sinks."""
-        self._sinks.close()
+        if self._open:
+            self._sinks.close()
 
     def __enter__(self) -> Self:
         return self
@@ -175,25 +212,36 @@ class Monitor:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _fields(self, rollout: Observation | Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """The fields of a rollout record, as JSON has them; None if none are given, or they are no data."""
+        if not isinstance(rollout, Mapping):
+            return None
+        try:
+            return dict(plain(rollout))
+        except Exception as error:
+            self._warn_once("rollout", f"the rollout is not recorded: {error}")
+            return {}
+
     def _judged(self, rollout: Observation | Mapping[str, Any] | None, mismatch: Mismatch) -> Judged:
-        """The verdict of the engine, or of the guard, on a rollout."""
+        """What a rollout showed, and the verdict of the engine, or of the guard, on it."""
         if self.engine is not None:
-            return self._by_engine(self.engine, mismatch)
-        if rollout is None:
+            found = self._by_engine(self.engine, mismatch)
+            return found._replace(observation=rollout) if isinstance(rollout, Observation) else found
+        if not rollout:
             return Judged()
 
         def observe() -> Observation:
             seen = rollout if isinstance(rollout, Observation) else run_record.observation(rollout)
             return replace(seen, kl_k3=mismatch.k3_robust) if seen.kl_k3 is None and mismatch.tokens else seen
 
-        found = Judged() if self.guard is None else judged(self.guard, observe)
-        if found.off is not None:
+        found = judged(self.guard, observe)
+        if found.off is not None and self.guard is not None:
             self._warn_once("guard", found.off)
         return found
 
     def _by_engine(self, engine: RolloutEngine, mismatch: Mismatch) -> Judged:
         """The engine's verdict on its last rollout: once, however many steps train on it."""
-        if mismatch.tokens:
+        if mismatch.tokens and isfinite(mismatch.k3_robust):
             engine.report_kl(mismatch.k3_robust)
         found = Judged(engine.observation, engine.verdict, engine.guard_off)
         if found.observation is self._rollout:
@@ -222,6 +270,11 @@ def _controller(
     settings: CorrectionSettings, given: AdaptiveThresholds | ConstantThresholds | None
 ) -> AdaptiveThresholds | ConstantThresholds:
     start = settings.thresholds
+    used = "tis" if settings.mode == "tis" else "band"
+    if given is not None and settings.level is not None and getattr(given, used) is None:
+        raise ConfigError(
+            f"mode={settings.mode!r} with {type(given).__name__}({used}=None); allowed: a controller that gives {used}"
+        )
     if settings.level == "token":
         return given or AdaptiveThresholds(tis=start.tis, band=start.band)
     if isinstance(given, AdaptiveThresholds):
@@ -230,3 +283,10 @@ def _controller(
             "or ConstantThresholds(...)"
         )
     return given or ConstantThresholds(start.tis, start.band)
+
+
+def _whole(number: Any) -> int:
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise ConfigError(f"number is {number!r}; allowed: a whole number, the step's") from None

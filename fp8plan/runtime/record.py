@@ -23,9 +23,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.record_shape import is_record
 
 LOCK_S: Final = 1.0  # how long another writer of the same file is waited for
 BLOCK: Final = 1 << 16
+LENGTHS: Final = ("prompt_lengths", "response_lengths", "prompt_ids")  # of every request; no view shows them
 NO_LOCKS: Final = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)  # of file systems and devices without them
 
 
@@ -151,11 +153,12 @@ def now() -> str:
 
 @dataclass(slots=True)
 class RunReader:
-    """The records of a run file, also of one that grows.
+    """The records of a run file, also of one that grows, without the lengths of their requests, which are most of it.
 
-    rows:    in the order of their steps. A run that went back to a checkpoint writes some steps again: the later ones
-             count, `replaced` is how many did not
-    skipped: lines that are no records
+    rows:     in the order of their steps. Of records with the same step number the last counts, and a lower number than
+              before begins anew there, as a run does that went back to a checkpoint
+    replaced: how many records are not in `rows` for that
+    skipped:  lines that are no records
     """
 
     path: Path
@@ -166,7 +169,11 @@ class RunReader:
     _file: tuple[int, int] = (0, 0)  # device and inode: a file that was begun anew is read anew
 
     def read(self) -> int:
-        """Read what has been added since. How many records that were. Raises ConfigError without a readable file."""
+        """Read what has been added since. How many records that were.
+
+        Raises ConfigError without a readable file; `rows` stay then, and what is there next is read from its beginning.
+        """
+        found = 0
         try:
             with open(self.path, "rb") as file:
                 info = os.fstat(file.fileno())
@@ -174,19 +181,19 @@ class RunReader:
                     self.rows, self.replaced, self.skipped, self._offset = [], 0, 0, 0
                     self._file = info.st_dev, info.st_ino
                 file.seek(self._offset)
-                text = file.read()
+                for text in file:  # one at a time: a file may be larger than the memory
+                    if not text.endswith(b"\n"):
+                        break
+                    self._offset += len(text)
+                    found += self._take(text)
         except OSError as error:
+            self._file = 0, 0
             raise ConfigError(f"cannot read {self.path}: {error.strerror}; give the file of a Monitor") from None
-        text = text[: text.rfind(b"\n") + 1]
-        self._offset += len(text)
-        return sum(self._take(one) for one in text.split(b"\n"))
+        return found
 
     def _take(self, text: bytes) -> bool:
-        try:
-            row = json.loads(text)
-        except ValueError:
-            row = None
-        if not (isinstance(row, dict) and type(row.get("step")) is int and isinstance(row.get("metrics"), dict)):
+        row = _parsed(text)
+        if row is None:
             self.skipped += bool(text.strip())
             return False
         while self.rows and self.rows[-1]["step"] >= row["step"]:
@@ -194,3 +201,14 @@ class RunReader:
             self.replaced += 1
         self.rows.append(row)
         return True
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    """The record in a line; None: there is none, or one whose fields are not what they should be."""
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not is_record(row):
+        return None
+    return {name: value for name, value in row.items() if name not in LENGTHS}

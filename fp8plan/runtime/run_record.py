@@ -46,7 +46,7 @@ def record_of(
 ) -> dict[str, Any]:
     """The record of a step. guard_off: why there is no verdict"""
     thresholds, decided, judged = step.thresholds, step.decided, None
-    if guard is not None or step.verdict is not None:
+    if guard is not None or step.verdict is not None or guard_off is not None:
         judged = {
             "verdict": None if step.verdict is None else step.verdict.to_dict(),
             "state": None if guard is None else guard.state_dict(),
@@ -96,7 +96,7 @@ def control_metrics(thresholds: Thresholds, state: ControllerState, alarms: int)
     return found | {"fp8plan/alarms": float(alarms)}
 
 
-def speed_metrics(rollout: Observation | Mapping[str, Any] | None, verdict: Verdict | None) -> Metrics:
+def speed_metrics(rollout: Observation | None, verdict: Verdict | None) -> Metrics:
     """Response tokens per second, and what was predicted for the work that ran."""
     if verdict is not None:
         return {
@@ -105,11 +105,7 @@ def speed_metrics(rollout: Observation | Mapping[str, Any] | None, verdict: Verd
             runs.PREDICTED_LOW: verdict.low_tokens_per_s,
             runs.PREDICTED_HIGH: verdict.high_tokens_per_s,
         }
-    record = rollout_fields(rollout, None)
-    seconds, lengths = record.get("seconds"), record.get("response_lengths")
-    if isinstance(seconds, int | float) and seconds > 0 and isinstance(lengths, list) and lengths:
-        return {runs.TOKENS_PER_S: sum(lengths) / seconds}
-    return {}
+    return {} if rollout is None else {runs.TOKENS_PER_S: rollout.tokens_per_s}
 
 
 def mismatch_parts(mismatch: Mismatch) -> dict[str, Any]:
@@ -123,7 +119,7 @@ def rollout_fields(rollout: Observation | Mapping[str, Any] | None, facts: Engin
     """The rollout record: what is known of the engine and of the rollout; empty if neither is."""
     found: dict[str, Any] = {} if facts is None else engine_fields(facts)
     if rollout is None or isinstance(rollout, Mapping):
-        return {**found, **plain(rollout or {})}
+        return {**found, **(rollout or {})}
     found |= {name: getattr(rollout, name) for name in ("seconds", "preemptions", "compiled_files", "host_slowdown")}
     found |= {name: list(getattr(rollout, name)) for name in ("prompt_lengths", "response_lengths")}
     if rollout.prompt_ids is not None:

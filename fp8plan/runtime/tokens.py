@@ -71,7 +71,7 @@ class Tokens:
         """`values`, which have the form that came in, packed: [tokens], their own dtype."""
         import torch
 
-        tensor = _tensor(values)
+        tensor = to_tensor(values)
         if tuple(tensor.shape) != self.shape:
             raise ConfigError(f"values have shape {tuple(tensor.shape)}; allowed: that of the log-probs, {self.shape}")
         flat = tensor.to(self.log_ratio.device).reshape(-1)
@@ -122,9 +122,9 @@ def pack(
 
     Raises ConfigError for shapes that do not agree.
     """
-    train, rollout = _tensor(train_logprobs), _tensor(rollout_logprobs)
+    train, rollout = to_tensor(train_logprobs), to_tensor(rollout_logprobs)
     device = train.device
-    given = None if mask is None else _tensor(mask).to(device)
+    given = None if mask is None else to_tensor(mask).to(device)
     ends = _checked(train, rollout, given, lengths)
     rollout = rollout.to(device)
     tokens = _pack(train, rollout, None if given is None else given.bool(), ends)
@@ -161,7 +161,7 @@ def by_torch(
     import torch
 
     number = int(kept.count_nonzero())
-    packed = [torch.empty(number, device=train.device) for _ in range(2)]
+    packed = [torch.empty(number, dtype=torch.float32, device=train.device) for _ in range(2)]
     before, ends, done = ends, torch.zeros_like(ends), 0
     for part, where in _valid(kept):
         stop = done + len(where)
@@ -194,12 +194,15 @@ def _chunks(flat: torch.Tensor) -> Iterator[slice]:
     return (slice(start, min(start + step, len(flat))) for start in range(0, len(flat), step))
 
 
-def _tensor(values: Array) -> torch.Tensor:
+def to_tensor(values: Array | Sequence[int]) -> torch.Tensor:
+    """A detached tensor, on the device where it is; of numbers, on the CPU, whatever the default device is."""
     import torch
 
+    if isinstance(values, torch.Tensor):
+        return values.detach()
     if isinstance(values, np.ndarray):  # torch takes neither read-only memory nor negative strides
-        values = np.require(values, requirements=["C", "W"])
-    return torch.as_tensor(values).detach()
+        return torch.from_numpy(np.require(values, requirements=["C", "W"]))
+    return torch.as_tensor(values, device="cpu")
 
 
 def _checked(
@@ -213,13 +216,16 @@ def _checked(
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ConfigError(f"{name} has shape {tuple(tensor.shape)}; allowed: that of train_logprobs, {shape}")
     if len(shape) == 2 and lengths is None:
-        return torch.arange(shape[0] + 1) * shape[1]
+        return torch.arange(shape[0] + 1, device="cpu") * shape[1]
     if len(shape) != 1 or lengths is None:
         raise ConfigError(
             f"log-probs have shape {shape} and lengths are {'' if lengths is None else 'not '}None; allowed: padded "
             "[batch, length] with a mask, or packed [tokens] with lengths"
         )
-    offsets = torch.nn.functional.pad(torch.as_tensor(lengths).cpu().long().cumsum(0), (1, 0))
+    given = to_tensor(lengths).cpu()
+    if given.dim() != 1:
+        raise ConfigError(f"lengths have shape {tuple(given.shape)}; allowed: [sequences]")
+    offsets = torch.nn.functional.pad(given.long().cumsum(0), (1, 0))
     if int(offsets[-1]) != shape[0] or bool((offsets.diff() < 0).any()):
         raise ConfigError(
             f"lengths sum up to {int(offsets[-1]):,} and the log-probs are {shape[0]:,}; allowed: lengths of 0 or more "

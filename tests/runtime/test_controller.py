@@ -88,7 +88,7 @@ def test_more_mismatch_never_gives_less_room(controller, start):
 def test_a_band_loses_no_token_without_mismatch(sigma):
     controller = replace(SETTINGS[1], noise_tokens=1e6)  # noise that would cut all it can
     thresholds, _, _ = after(controller, [SEEN[sigma]] * 3)
-    assert SEEN[sigma].kept_fraction(*thresholds.band) > 0.999
+    assert SEEN[sigma].kept_fraction(*thresholds.band) > 0.99
     assert SEEN[0.5].kept_fraction(*after(controller, [SEEN[sigma], SEEN[0.5]])[0].band) >= 0.949
 
 
@@ -131,9 +131,11 @@ def test_one_outlier_token_moves_nothing(controller, outlier, sigma):
     plain = ratios(sigma)
     spoiled = np.append(plain[:-1], outlier)
     _, state, _ = after(controller, [mismatch(plain)] * 6)
-    thresholds, _, decided = controller.update(state, mismatch(spoiled))
-    assert thresholds == controller.update(state, mismatch(plain))[0]
-    assert not decided.escalate
+    assert controller.update(state, mismatch(spoiled))[0] == controller.update(state, mismatch(plain))[0]
+    # Nor does one in every step.
+    _, _, again = after(controller, [mismatch(spoiled)] * (controller.patience + 1), state)
+    assert not again.escalate
+    assert again.decision != Decision.AT_BOUND
 
 
 @pytest.mark.parametrize("controller", SETTINGS)
@@ -204,7 +206,7 @@ def test_ratios_that_are_not_those_of_the_sampler_never_loosen():
         AdaptiveThresholds(noise=2.0, max_clipped=0.2, patience=3),
     ],
 )
-def test_limits_that_cannot_be_kept_ask_for_the_guard_after_patience(controller):
+def test_limits_that_cannot_be_kept_escalate_after_patience(controller):
     state, said = controller.initial(), []
     for _ in range(5):
         _, state, decided = controller.update(state, SEEN[1.2])
@@ -279,7 +281,18 @@ def test_noise_scale_from_two_batch_sizes():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"bounds": (0.5, 2.0)}, {"bounds": (2.0, 50.0)}, {"noise": 0.0}, {"noise_tokens": -1.0}, {"slew": (1.0, 4.0)}],
+    [
+        {"bounds": (0.5, 2.0)},
+        {"bounds": (2.0, 50.0)},
+        {"noise": 0.0},
+        {"noise_tokens": -1.0},
+        {"noise_tokens": float("nan")},
+        {"slew": (1.0, 4.0)},
+        {"min_kept": 2.0},
+        {"max_clipped": 0.0},
+        {"patience": -1},
+        {"warm_up": -1},
+    ],
 )
 def test_settings_that_cannot_be(wrong):
     with pytest.raises(ConfigError, match="allowed"):

@@ -320,6 +320,16 @@ def test_it_is_an_observation_that_the_model_of_mismatch_reads(measured: Measure
     assert [row["kv_calibrated"] for row in rows] == ["", "", "1", "1"]
 
 
+def test_a_table_whose_last_line_is_not_ended_is_appended_to_line_by_line(tmp_path: Path) -> None:
+    table = tmp_path / "observations.csv"
+    lines = [",".join(columns()), ",".join("a" for _ in columns()), ",".join("b" for _ in columns())]
+    for before in ("\n".join(lines[:2]), "\n".join(lines[:2]) + "\n", ""):
+        table.write_text(before)
+        append_observations(table, [])
+        append_observations(table, [dict.fromkeys(columns(), "b")])
+        assert table.read_text().splitlines() == (lines if before else [lines[0], lines[2]])
+
+
 def test_a_table_with_other_columns_is_refused(tmp_path: Path) -> None:
     table = tmp_path / "other.csv"
     table.write_text("a,b\n")

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -167,6 +168,77 @@ def test_a_reader_follows_a_file_that_grows_is_rewound_and_is_begun_anew(tmp_pat
     append(path, line(row(9)))
     assert reader.read() == 1
     assert ([x["step"] for x in reader.rows], reader.replaced, reader.skipped) == ([9], 0, 0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"step": 1.0},
+        {"step": 10**400},
+        {"metrics": {"rollout_corr/k3_kl": "abc"}},
+        {"metrics": {"rollout_corr/k3_kl": 10**400}},
+        {"metrics": None},
+        {"guard": [1]},
+        {"guard": {"verdict": {"causes": ["x"]}}},
+        {"guard": {"verdict": {"action": 1}}},
+        {"guard": {"state": 1}},
+        {"alarms": "kl"},
+        {"alarms": [1]},
+        {"date": 5},
+        {"model": 3},
+        {"precision": 4},
+        {"decision": {}},
+        {"profile": [{"first": 0, "k3": 1.0}]},
+        {"profile": [{"first": 0, "tokens": 3, "k3": "x"}]},
+    ],
+    ids=str,
+)
+def test_a_line_whose_fields_are_not_what_they_should_be_is_skipped_and_counted(
+    tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    path, fine = tmp_path / "run.jsonl", row(1, guard=None, model=None, decision="hold", more=[{}])
+    path.write_bytes(json.dumps(row(0) | wrong).encode() + b"\n" + line(fine))
+    reader = RunReader(path)
+    assert reader.read() == 1
+    assert (reader.rows, reader.skipped) == ([fine], 1)
+
+
+def test_junk_of_any_kind_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(b"[" * 200_000 + b"\n\xff\xfe\n" + line(row(1)))
+    reader = RunReader(path)
+    assert (reader.read(), reader.skipped) == (1, 2)
+
+
+def test_a_reader_needs_memory_for_what_is_shown_not_for_every_request(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    lengths = {name: list(range(1000, 2500)) for name in ("prompt_lengths", "response_lengths", "prompt_ids")}
+    path.write_bytes(b"".join(line(row(step, **lengths)) for step in range(300)))
+    reader = RunReader(path)
+    tracemalloc.start()
+    try:
+        assert reader.read() == 300
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < path.stat().st_size / 5
+    assert reader.rows[7] == row(7)
+
+
+def test_what_was_read_stays_while_the_file_is_gone_and_what_comes_then_is_read_from_its_beginning(
+    tmp_path: Path,
+) -> None:
+    path, away = tmp_path / "run.jsonl", tmp_path / "away.jsonl"
+    append(path, line(row(1)) + line(row(2)))
+    reader = RunReader(path)
+    reader.read()
+    path.rename(away)
+    with pytest.raises(ConfigError, match="cannot read"):
+        reader.read()
+    assert [x["step"] for x in reader.rows] == [1, 2]
+    away.write_bytes(line(row(7)) + line(row(8)) + line(row(9)))  # the same file, longer, with other lines
+    away.rename(path)
+    assert (reader.read(), [x["step"] for x in reader.rows]) == (3, [7, 8, 9])
 
 
 def test_what_json_has_no_number_for_is_null_and_what_is_no_data_is_refused() -> None:

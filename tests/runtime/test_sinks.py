@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -128,6 +129,41 @@ def test_the_disk_itself_is_waited_for_as_often_as_asked(
     for one in RECORDS[:3]:
         sink.write(one)
     assert least <= len(waits) <= most
+
+
+def test_a_disk_that_fails_after_the_write_is_not_said_to_have_lost_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(file: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    path = tmp_path / "run.jsonl"
+    monkeypatch.setattr(record.os, "fsync", broken)
+    some = Sinks([JsonLines(path)])
+    with pytest.warns(RuntimeWarning, match=r"run\.jsonl: step 1 is in the file, but perhaps not on the disk.*error"):
+        some.write(RECORDS[0])
+    some.write(RECORDS[1])
+    assert read(path) == [1, 2]
+    some.close()
+    assert some.failures == [3]
+    other = Sinks([JsonLines(path)])
+    with pytest.warns(RuntimeWarning, match=r"closed, but the last steps are perhaps not on the disk"):
+        other.close()
+
+
+def test_a_sink_that_spoils_its_record_spoils_nobody_elses(tmp_path: Path) -> None:
+    def spoil(one: Any) -> None:
+        json.dumps(one)  # it is plain data, too
+        one["metrics"].clear()
+        one["response_lengths"].append("x")
+        one["guard"]["verdict"]["action"] = "x"
+        del one["step"]
+
+    given, taken = json.loads(line(RECORDS[0])), list[Any]()
+    some = Sinks([Callback(spoil), Callback(taken.append), JsonLines(tmp_path / "run.jsonl"), Callback(spoil)])
+    some.write(given)
+    assert some.failures == [0, 0, 0, 0]
+    assert given == taken[0] == json.loads((tmp_path / "run.jsonl").read_text()) == RECORDS[0]
 
 
 def test_a_bug_of_a_callback_stops_nothing_also_where_warnings_are_errors(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,7 +40,7 @@ class ConstantThresholds:
 
     def update(self, state: ControllerState, mismatch: Mismatch) -> Update:
         """(thresholds for this very batch, state, what was decided and why)."""
-        thresholds = Thresholds(state.tis, state.band)
+        thresholds = Thresholds(self.tis, self.band)  # not the state's: a checkpoint may be of other settings
         if not usable(mismatch):
             return thresholds, state, NO_DATA
         seen = observed(state, mismatch, tail_tokens=0.0)

@@ -39,13 +39,10 @@ BIAS_WEIGHT: Final = 2.5
 
 OUTLIER: Final = 1.5  # tokens taken off the tail, so that one of any ratio moves nothing
 LOWEST: Final = 1e-3  # of the band's lower end
-NARROWEST: Final = 1.1  # of its upper end: without mismatch there is nothing to gain by losing tokens
 
 
 def tail(mismatch: Mismatch) -> FloatArray:
-    """Share of tokens with a ratio above each bound of GRID, less one token's worth. NaN where there is no token."""
-    if not mismatch.tokens:
-        return np.full(GRID.size, np.nan)
+    """Share of tokens with a ratio above each bound of GRID, less one token's worth; of at least one token."""
     above = np.array([1.0 - mismatch.kept_fraction(0.0, float(c)) for c in GRID])
     return np.maximum(above - OUTLIER / mismatch.tokens, 0.0)
 
@@ -59,15 +56,20 @@ def cut_away(above: FloatArray, upper: float) -> FloatArray:
     return np.concatenate([np.cumsum(steps[::-1])[::-1], [0.0]])
 
 
+def cut_share(above: FloatArray, cap: float) -> float:
+    """b at `cap`, for a weight that counts up to the end of GRID: one token of any ratio moves it by 20 / tokens."""
+    return float(np.interp(cap, GRID, cut_away(above, float(GRID[-1]))))
+
+
 def best_cap(above: FloatArray, noise: float, upper: float) -> float:
     """C of the law for token TIS, in [GRID[0], upper]."""
     return _root(cut_away(above, upper) - GRID * noise / BIAS_WEIGHT, upper)
 
 
 def best_mask(above: FloatArray, noise: float, upper: float) -> float:
-    """h of the law for a mask that drops ratios above h, in [NARROWEST, upper]."""
+    """h of the law for a mask that drops ratios above h, in [GRID[0], upper]."""
     dropped = cut_away(above, upper) + GRID * above
-    return max(_root(dropped - GRID * noise / (2 * BIAS_WEIGHT), upper), min(NARROWEST, upper))
+    return _root(dropped - GRID * noise / (2 * BIAS_WEIGHT), upper)
 
 
 def cap_of_share(above: FloatArray, share: float, upper: float) -> float:

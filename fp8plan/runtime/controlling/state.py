@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.controlling.law import GRID
 
 
 class Decision(StrEnum):
@@ -17,7 +18,7 @@ class Decision(StrEnum):
     HOLD = "hold"
     TIGHTEN = "tighten"  # less weight for large ratios
     RELAX = "relax"
-    AT_BOUND = "at_bound"  # wants to leave the bounds, or cannot keep its limits: ask the guard
+    AT_BOUND = "at_bound"  # cannot keep its limits within the bounds
     NO_DATA = "no_data"  # no valid token, or a figure that is not a number: nothing moves
 
 
@@ -34,7 +35,10 @@ class Alarm(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """reason: a sentence for the log. escalate: the mismatch is beyond what thresholds can do; the guard should act."""
+    """reason: a sentence for the log
+    escalate: the mismatch is beyond what thresholds can do. It is for the log, and for the trainer to act on: the guard
+              hears the KL itself, and steps down at a far lower one
+    """
 
     decision: Decision
     reason: str
@@ -71,10 +75,15 @@ class ControllerState:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> ControllerState:
-        """The state that `to_dict` made. Raises ConfigError for unknown or missing keys."""
+        """The state that `to_dict` made. Raises ConfigError for unknown or missing keys, and a tail of another grid."""
         known = {field.name for field in fields(cls)}
         if saved.keys() != known:
             wrong = ", ".join(sorted(saved.keys() ^ known))
             raise ConfigError(f"not a saved ControllerState; unknown or missing: {wrong}; give what to_dict returned")
+        if len(saved["tail"]) not in (0, GRID.size):
+            raise ConfigError(
+                f"a saved ControllerState has a tail of {len(saved['tail'])} bounds, this version of fp8plan "
+                f"{GRID.size}; begin with a new state"
+            )
         band = saved["band"]
         return cls(**{**saved, "tail": tuple(saved["tail"]), "band": None if band is None else (band[0], band[1])})

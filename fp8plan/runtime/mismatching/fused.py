@@ -113,7 +113,7 @@ def packed(train: Tensor, rollout: Tensor, kept: Tensor, ends: Tensor) -> tuple[
     tiles, flags, counted = _counted(kept, ends.numpy())
     before = np.append(0, counted.cpu().numpy())
     number = int(before[-1])
-    sides = [torch.empty(number, device=train.device) for _ in range(3)]
+    sides = [torch.empty(number, dtype=torch.float32, device=train.device) for _ in range(3)]
     tiles.run(kernels.gather, train.contiguous(), rollout.contiguous(), flags, tiles.cuts, counted, *sides)
     lengths = tiles.per_segment(np.diff(before)).astype(np.int64)
     return *sides, torch.from_numpy(np.append(0, np.cumsum(lengths)))

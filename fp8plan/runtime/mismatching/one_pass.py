@@ -11,9 +11,10 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.arrays import FloatArray, IntArray
 from fp8plan.runtime.histogram import BINS, LIMIT, bins
 from fp8plan.runtime.mismatching import dispatch
-from fp8plan.runtime.mismatching.segments import Segments
+from fp8plan.runtime.mismatching.segments import Segments, by_bin
 from fp8plan.runtime.mismatching.sums import POSITIONS, SIZE, SLOTS, VERSION_SUMS, MismatchSums
 from fp8plan.runtime.mismatching.threads import one_thread
+from fp8plan.runtime.tokens import to_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +46,7 @@ def measure(tokens: Tokens, versions: Array | Sequence[int] | None = None) -> Mi
     for name, values in zip(("tokens", "ratio", "k3"), histogram, strict=True):
         sums[f"histogram_{name}"] = values
     per_piece = per_part
-    if runs is not None:
+    if runs is not None:  # parts of pieces
         starts, of_run = runs
         of_part = of_run[np.searchsorted(starts, cuts[:-1], side="right") - 1]
         for name, values in zip(VERSION_SUMS, _by_slot(of_part, np.diff(cuts), per_part), strict=True):
@@ -72,8 +73,8 @@ def by_torch(tokens: Tokens, pieces: IntArray) -> tuple[FloatArray, float, Float
         log_ratio, ratio, k3 = _terms(tokens.log_ratio[part])
         where = bins(tokens.log_ratio[part])
         table[0] += torch.bincount(where, minlength=BINS)
-        table[1] += torch.bincount(where, ratio, minlength=BINS)
-        table[2] += torch.bincount(where, k3, minlength=BINS)
+        table[1] += by_bin(where, ratio, BINS)
+        table[2] += by_bin(where, k3, BINS)
         squares += torch.dot(ratio, ratio)
         for segments, values in zip(per_piece, (log_ratio, k3, tokens.train[part]), strict=True):
             segments.add(part, values)
@@ -128,12 +129,12 @@ def _runs(tokens: Tokens, versions: Any) -> tuple[IntArray, IntArray]:
     """([runs] int64: the first of each run of tokens that one version sampled; [runs] int64: versions)"""
     import torch
 
-    given = torch.as_tensor(versions)
+    given = to_tensor(versions)
     if tuple(given.shape) == tokens.shape:
         packed = tokens.select(given).long()
-        starts = (
-            torch.cat([packed.new_ones(1, dtype=torch.bool), packed.diff() != 0])[: len(packed)].nonzero().squeeze(1)
-        )
+        first = torch.ones_like(packed, dtype=torch.bool)
+        first[1:] = packed.diff() != 0
+        starts = first.nonzero().squeeze(1)
         runs = starts.cpu().numpy(), packed[starts].cpu().numpy()
     elif given.shape == (tokens.sequences,):
         filled = tokens.lengths.numpy() > 0
@@ -154,6 +155,6 @@ def _runs(tokens: Tokens, versions: Any) -> tuple[IntArray, IntArray]:
 
 def _by_slot(versions: IntArray, tokens: IntArray, sums: FloatArray) -> FloatArray:
     """[VERSION_SUMS, SLOTS], from the version of each part, its tokens and its sums; version = turn * SLOTS + slot."""
-    turn, slot = versions // SLOTS, versions % SLOTS
+    turn, slot = (versions // SLOTS).astype(np.float64), versions % SLOTS
     rows = tokens, turn * tokens, turn * turn * tokens, -sums[0], sums[1]
     return np.array([np.bincount(slot, row, SLOTS) for row in rows])

@@ -50,6 +50,15 @@ class Segments:
         return self._found.cpu().numpy()
 
 
+def by_bin(where: torch.Tensor, values: torch.Tensor, bins: int) -> torch.Tensor:
+    """[bins] sums of float64 `values` [tokens] whose bin is `where` [tokens]."""
+    import torch
+
+    if not values.is_cuda:  # three times as fast there; on a GPU it is an error under use_deterministic_algorithms
+        return torch.bincount(where, values, minlength=bins)
+    return values.new_zeros(bins).index_add_(0, where, values)
+
+
 def spread(values: NDArray[Any], tokens: Tokens) -> torch.Tensor:
     """[tokens], on their device: of `values` [sequences] that of each token's sequence."""
     import torch

@@ -19,8 +19,8 @@ k3 of a rejection          float32 exp(x) - 1 - x: noise of 1e-7       expm1(x) 
 k3_kl, ratio above e^88    infinity                                    finite (float64)
 rollout_is_min             e^ of the smallest sum of log ratios        clamped to e^+-20, as its weight is
  of level sequence
-metrics over ranks         each rank's own, but for the mean of        the same; `MismatchSums.reduced` for the others
-                           batch_normalize
+metrics over ranks         each rank's own, but for the mean of        each rank's own, and by `Correction.reduced`,
+                           batch_normalize                             `MismatchSums.reduced` those of all tokens
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-import numpy as np
-
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.mismatching.moments import Moments
+from fp8plan.runtime.mismatching.rejection import RULE_SUMS
 from fp8plan.runtime.mismatching.settings import (
     REJECTIONS,
     CorrectionSettings,
@@ -40,7 +40,7 @@ from fp8plan.runtime.mismatching.settings import (
     Rejection,
     Thresholds,
 )
-from fp8plan.runtime.mismatching.weights import Weighted, bounds
+from fp8plan.runtime.mismatching.weights import TINY
 
 
 def from_verl(config: Mapping[str, Any] | Any) -> CorrectionSettings:
@@ -112,24 +112,62 @@ def _numbers(name: str, text: str | float) -> tuple[float | None, float]:
     return low, high
 
 
-def is_metrics(found: Weighted, settings: CorrectionSettings) -> dict[str, float]:
+def is_metrics(sums: Mapping[str, Moments], settings: CorrectionSettings) -> dict[str, float]:
     """Names and definitions of verl's compute_is_metrics."""
-    low, high = bounds(settings)
-    per_sequence, raw = found.sequence_mean, found.sequence_raw
+    weight, sequence = sums["weight"], sums["sequence"]
     metrics = {
-        "rollout_is_mean": found.mean,
-        "rollout_is_max": found.largest,
-        "rollout_is_min": found.smallest,
-        "rollout_is_std": found.std,
-        "rollout_is_ratio_fraction_high": found.high,
-        "rollout_is_ratio_fraction_low": found.low,
-        "rollout_is_eff_sample_size": found.ess,
-        "rollout_is_seq_mean": float(per_sequence.mean()),
-        "rollout_is_seq_std": float(per_sequence.std(ddof=1)) if len(per_sequence) > 1 else 0.0,
-        "rollout_is_seq_max": float(per_sequence.max()),
-        "rollout_is_seq_min": float(per_sequence.min()),
-        "rollout_is_seq_max_deviation": float(np.abs(per_sequence - 1).max()),
-        "rollout_is_seq_fraction_high": float((raw > high).mean()),
-        "rollout_is_seq_fraction_low": float((raw < low).mean()),
+        "rollout_is_mean": weight.mean,
+        "rollout_is_max": sums["shown"].largest,
+        "rollout_is_min": sums["shown"].least,
+        "rollout_is_std": weight.std(),
+        "rollout_is_ratio_fraction_high": sums["above"].mean,
+        "rollout_is_ratio_fraction_low": sums["below"].mean,
+        "rollout_is_eff_sample_size": effective(weight),
+        "rollout_is_seq_mean": sequence.mean,
+        "rollout_is_seq_std": sequence.std(ddof=1),
+        "rollout_is_seq_max": sequence.largest,
+        "rollout_is_seq_min": sequence.least,
+        "rollout_is_seq_max_deviation": max(abs(sequence.largest - 1), abs(sequence.least - 1)),
+        "rollout_is_seq_fraction_high": sums["sequence_above"].mean,
+        "rollout_is_seq_fraction_low": sums["sequence_below"].mean,
     }
-    return metrics if settings.mode == "tis" else metrics | {"rollout_is_oob_ratio": found.clipped}
+    return metrics if settings.mode == "tis" else metrics | {"rollout_is_oob_ratio": sums["clipped"].mean}
+
+
+def effective(weight: Moments) -> float:
+    """Effective sample size of weights, a fraction; 0 if all are 0."""
+    return (weight.mean + TINY) ** 2 / weight.mean_square if weight.mean_square else 0.0
+
+
+def rs_metrics(sums: Mapping[str, Moments], settings: CorrectionSettings) -> dict[str, float]:
+    """Names and definitions of verl's compute_rollout_rejection_mask; of the veto, those of verl 0.7.0."""
+    metrics: dict[str, float] = {}
+    for rule in settings.reject:
+        one = {name: sums[f"{rule.name}_{name}"] for name in RULE_SUMS}
+        value, sequence = one["value"], one["sequence"]
+        found = {
+            "mean": value.mean,
+            "max": value.largest,
+            "min": value.least,
+            "fraction_high": one["above"].mean,
+            "fraction_low": one["below"].mean,
+            "std": one["clamped"].std(),
+            "seq_mean": sequence.mean,
+            "seq_std": sequence.std(ddof=1),
+            "seq_max": sequence.largest,
+            "seq_min": sequence.least,
+            "seq_max_deviation": max(abs(sequence.largest), abs(sequence.least)),
+            "seq_fraction_high": one["sequence_above"].mean,
+            "masked_fraction": one["masked"].mean,
+            "seq_masked_fraction": one["masked_sequences"].mean,
+        }
+        if rule.estimator == "k1":
+            found["seq_fraction_low"] = one["sequence_below"].mean
+        metrics |= {f"rollout_rs_{rule.name}_{name}": x for name, x in found.items()}
+    if settings.reject:
+        metrics["rollout_rs_masked_fraction"] = sums["masked"].mean
+        metrics["rollout_rs_seq_masked_fraction"] = sums["masked_sequences"].mean
+    if settings.veto is not None:
+        metrics["rollout_is_veto_fraction"] = sums["vetoed_sequences"].mean
+        metrics["rollout_is_catastrophic_token_fraction"] = sums["catastrophic"].mean
+    return metrics

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from math import inf
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from fp8plan.model.arrays import FloatArray
 from fp8plan.runtime.histogram import LIMIT
 from fp8plan.runtime.mismatching import dispatch
+from fp8plan.runtime.mismatching.moments import Moments, Sums
 from fp8plan.runtime.mismatching.segments import Segments, all_reduced, spread
 from fp8plan.runtime.mismatching.settings import CorrectionSettings
 
@@ -21,41 +22,19 @@ if TYPE_CHECKING:
 TINY = 1e-8  # what verl adds to counts and means before it divides
 
 
-@dataclass(slots=True)
-class Weighted:
+class Weighted(NamedTuple):
     """weights: [tokens] float32. inside: [tokens] bool, ratios within a band's bounds; None if there is no band.
 
-    mean, square, raw: means over tokens of the weights, their squares and the raw ratios (clamped to e^+-20)
-    clipped:   share of the tokens whose weight is not their raw ratio
-    high, low: share of the tokens (level token) or sequences whose raw ratio is above or below `bounds`
-    largest, smallest: as verl has them: weights of level token, raw ratios of the other two
-    sequence_mean, sequence_raw: [sequences] mean weight and raw ratio of each, 0 if it is empty
+    sums: weight, raw: over tokens, of weights and of raw ratios (clamped to e^+-20)
+          clipped: tokens whose weight is not their raw ratio
+          above, below: tokens (level token) or sequences whose raw ratio is above or below `bounds`
+          shown: what verl gives the extremes of: weights of level token, raw ratios of the other two
+          sequence, sequence_above, sequence_below: mean weight and raw ratio of each sequence, 0 if it is empty
     """
 
     weights: torch.Tensor
     inside: torch.Tensor | None
-    mean: float
-    square: float
-    raw: float
-    clipped: float
-    high: float
-    low: float
-    largest: float
-    smallest: float
-    sequence_mean: FloatArray
-    sequence_raw: FloatArray
-
-    @property
-    def std(self) -> float:
-        return float(np.sqrt(max(self.square - self.mean**2, 0.0)))
-
-    @property
-    def ess(self) -> float:
-        return (self.mean + TINY) ** 2 / self.square if self.square else 0.0
-
-    @property
-    def clipped_mass(self) -> float:
-        return max(1 - self.mean / self.raw, 0.0)
+    sums: Sums
 
 
 def bounds(settings: CorrectionSettings) -> tuple[float, float]:
@@ -65,32 +44,42 @@ def bounds(settings: CorrectionSettings) -> tuple[float, float]:
 
 
 def weighted(tokens: Tokens, settings: CorrectionSettings) -> Weighted:
-    """Weights of at least one token, not normalised."""
+    """Weights, not normalised."""
     return (_by_token if settings.level == "token" else _by_sequence)(tokens, settings)
 
 
 def _by_token(tokens: Tokens, settings: CorrectionSettings) -> Weighted:
     low, high = bounds(settings)
     band = settings.mode != "tis"
-    if dispatch.by_triton(tokens.log_ratio):
+    if len(tokens) and dispatch.by_triton(tokens.log_ratio):
         from fp8plan.runtime.mismatching import fused
 
         weights, inside, (found, raw), totals = fused.weighed(tokens, low, high, band)
     else:
         weights, inside, (found, raw), totals = by_torch(tokens, low, high, band)
-    square, above, below = (totals[:3] / len(tokens)).tolist()
-    counts = tokens.lengths.numpy() + TINY
-    return Weighted(
-        weights, inside, float(found.sum()) / len(tokens), square, float(raw.sum()) / len(tokens),
-        above + below if band else above, above, below,
-        float(totals[4]), float(totals[3]), found / counts, raw / counts,
-    )  # fmt: skip
+    square, above, below, smallest, largest = totals.tolist()
+    count, lengths = len(tokens), tokens.lengths.numpy() + TINY
+    weight = Moments.of_sums(count, float(found.sum()), square, smallest, largest)
+    sums = {
+        "weight": weight, "shown": weight, "raw": Moments.share(float(raw.sum()), count),
+        "clipped": Moments.share(above + below if band else above, count),
+        "above": Moments.share(above, count), "below": Moments.share(below, count),
+    }  # fmt: skip
+    return Weighted(weights, inside, sums | _of_sequences(found / lengths, raw / lengths, low, high))
+
+
+def _of_sequences(weight: FloatArray, raw: FloatArray, low: float, high: float) -> Sums:
+    return {
+        "sequence": Moments.of(weight),
+        "sequence_above": Moments.share((raw > high).sum(), len(raw)),
+        "sequence_below": Moments.share((raw < low).sum(), len(raw)),
+    }
 
 
 def by_torch(
     tokens: Tokens, low: float, high: float, band: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, FloatArray, FloatArray]:
-    """Weights of at least one token, truncated at `high` or, with a band, 0 outside of [low, high]; and their sums.
+    """Weights, truncated at `high` or, with a band, 0 outside of [low, high]; and their sums.
 
     Returns (weights [tokens] float32; inside [tokens] bool, None without a band; [2, sequences] float64: weight, raw
     ratio; [5] float64: weight^2, ratios above `high` and below `low`, smallest and largest weight).
@@ -102,7 +91,7 @@ def by_torch(
     offsets = tokens.offsets.numpy()
     per_sequence, raw_per_sequence = (Segments(offsets, weights.device) for _ in range(2))
     totals = torch.zeros(3, dtype=torch.float64, device=weights.device)
-    ends = []
+    ends = [torch.tensor([inf, -inf], dtype=torch.float64, device="cpu")]
     for part in tokens.chunks():
         raw = tokens.log_ratio[part].clamp(-LIMIT, LIMIT).exp_()
         above, below = raw > high, raw < low
@@ -116,8 +105,8 @@ def by_torch(
         per_sequence.add(part, exact)
         raw_per_sequence.add(part, raw)
         totals += torch.stack([torch.dot(exact, exact), above.count_nonzero(), below.count_nonzero()])
-        ends.append(torch.stack(out.aminmax()))
-    smallest, largest = torch.stack(ends).double().cpu().numpy().T
+        ends.append(torch.stack(out.aminmax()).double().cpu())
+    smallest, largest = torch.stack(ends).numpy().T
     return (
         weights, inside, np.array([per_sequence.numpy(), raw_per_sequence.numpy()]),
         np.array([*totals.tolist(), smallest.min(), largest.max()]),
@@ -136,24 +125,25 @@ def _by_sequence(tokens: Tokens, settings: CorrectionSettings) -> Weighted:
     raw = np.exp(np.clip(log_ratio, -LIMIT, LIMIT))
     above, below = raw > high, raw < low
     within = ~(above | below)
-    found = np.minimum(raw, high) if settings.mode == "tis" else raw * within
-    share = lengths / len(tokens)
-
-    filled = lengths > 0
+    tis, count, filled = settings.mode == "tis", len(raw), lengths > 0
+    found = np.minimum(raw, high) if tis else raw * within
+    sums = {
+        "weight": Moments.of(found, lengths), "shown": Moments.of(raw), "raw": Moments.of(raw, lengths),
+        "clipped": Moments.of((above if tis else ~within).astype(np.float64), lengths),
+        "above": Moments.share(above.sum(), count), "below": Moments.share(below.sum(), count),
+    }  # fmt: skip
     return Weighted(
-        spread(found.astype(np.float32), tokens), None if settings.mode == "tis" else spread(within, tokens),
-        float(share @ found), float(share @ found**2), float(share @ raw),
-        float(share @ (above if settings.mode == "tis" else ~within)), float(above.mean()), float(below.mean()),
-        float(raw.max()), float(raw.min()),
-        found * filled, raw * filled,
-    )  # fmt: skip
+        spread(found.astype(np.float32), tokens),
+        None if tis else spread(within, tokens),
+        sums | _of_sequences(found * filled, raw * filled, low, high),
+    )
 
 
 def normalised(tokens: Tokens, settings: CorrectionSettings, found: Weighted, group: Any = None) -> float:
     """Divides the weights, in place, by their mean over tokens or sequences that are not empty, of all ranks."""
-    count, total = float(len(tokens)), found.mean * len(tokens)
+    count, total = float(len(tokens)), found.sums["weight"].total
     if settings.level != "token":
-        count, total = float((tokens.lengths > 0).sum()), float(found.sequence_mean.sum())
+        count, total = float((tokens.lengths > 0).sum()), found.sums["sequence"].total
     total, count = all_reduced(np.array([total, count]), group)
     mean = total / max(count, TINY)
     if mean <= TINY:

@@ -45,7 +45,9 @@ def append_observations(path: Path, rows: Sequence[dict[str, str]]) -> None:
             header = next(csv.reader(file))
         if header != wanted:
             raise ConfigError(f"{path} has the columns {','.join(header)}; allowed: {','.join(wanted)}, or a new file")
+    open_ended = not new and not path.read_bytes().endswith((b"\n", b"\r"))  # as some editors leave the last line
     with path.open("a", newline="", encoding="utf-8") as file:
+        file.write("\n" if open_ended else "")
         writer = csv.DictWriter(file, wanted, lineterminator="\n")
         if new:
             writer.writeheader()
