@@ -91,7 +91,8 @@ def padded(lengths: list[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tenso
 
 
 def assert_same_sums(ours: FloatArray, reference: FloatArray) -> None:
-    np.testing.assert_allclose(ours, reference, rtol=4e-9, atol=1e-14)
+    # float64 rounds exp(x) - 1 - x to 2e-16, whatever it is; here are thousands of them.
+    np.testing.assert_allclose(ours, reference, rtol=1e-9, atol=1e-12)
 
 
 def assert_close(ours: torch.Tensor, reference: torch.Tensor, ulps: int = 1) -> None:
@@ -133,7 +134,7 @@ def test_measures_what_torch_measures(device: str, fused: Callable[[bool], None]
         "sequence_ratio_squared",
         "position_k3",
     ):
-        np.testing.assert_allclose(ours[name], reference[name], rtol=1e-9, atol=1e-14)
+        np.testing.assert_allclose(ours[name], reference[name], rtol=1e-9, atol=1e-12)
     assert (ours.smallest, ours.largest) == pytest.approx((reference.smallest, reference.largest), rel=1e-9, abs=1e-12)
     assert np.array_equal(ours.values, again.values)
 
@@ -144,7 +145,7 @@ def test_a_k3_too_large_for_a_float_is_infinite_in_both(device: str, fused: Call
     for on in (True, False):
         fused(on)
         found.append(measure(pack(train, rollout, lengths=[1, 2])).values)
-    np.testing.assert_allclose(*found, rtol=4e-9)
+    np.testing.assert_allclose(*found, rtol=1e-9)
     assert np.isinf(found[0]).any()
 
 
@@ -158,6 +159,20 @@ def test_the_histogram_adds_up_without_rounding_whatever_the_order(device: str, 
         assert np.array_equal(one[name][bins], other[name][bins])
 
 
+def test_a_histogram_by_one_thread_a_token_is_the_same(
+    device: str, fused: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fp8plan.runtime.mismatching import fused as module
+
+    train, rollout = (x.to(device) for x in extreme([900, 70]))
+    fused(True)
+    found = []
+    for lines in (True, False):
+        monkeypatch.setattr(module, "LINES", lines)
+        found.append(measure(pack(train, rollout, lengths=[900, 70])).values)
+    np.testing.assert_allclose(*found, rtol=1e-15)
+
+
 def test_versions_are_measured_apart(device: str, fused: Callable[[bool], None]) -> None:
     train, rollout = (x.to(device) for x in batch([700, 0, 90]))
     versions = torch.arange(790) // 100
@@ -165,8 +180,10 @@ def test_versions_are_measured_apart(device: str, fused: Callable[[bool], None])
     for on in (True, False):
         fused(on)
         found.append(measure(pack(train, rollout, lengths=[700, 0, 90]), versions).metrics().versions)
-    assert found[0] == found[1]
-    assert len(found[0]) == 8
+    assert list(found[0]) == list(found[1]) == list(range(8))
+    for ours, reference in zip(found[0].values(), found[1].values(), strict=True):
+        assert ours.tokens == reference.tokens
+        assert (ours.k1, ours.k3) == pytest.approx((reference.k1, reference.k3), rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
@@ -209,7 +226,7 @@ def test_strided_log_probs_are_packed(device: str, fused: Callable[[bool], None]
             found.append((tokens.train, tokens.log_ratio, tokens.offsets, torch.tensor(measure(tokens).values)))
     for ours, reference in zip(found[:2], found[2:], strict=True):
         for x, y in zip(ours, reference, strict=True):
-            torch.testing.assert_close(x, y, rtol=4e-9, atol=1e-14)
+            torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("rows", [0, 3])

@@ -2,18 +2,18 @@
 weights.py are the reference, and the only way on a CPU.
 
 Sequences are cut into tiles, one for each program. Sums over a tile are float64 and are added up by numpy, in order: a
-GPU gives the same figures each time. Weights are within 1 ulp of torch's, sums equal to rtol 1e-9, but for sums over a
-bin of the histogram: those are of values rounded to 28 bits (fused_kernels._short says why), so 4e-9.
+GPU gives the same figures each time, but for the histogram's k3 of ratios beyond e^20. Weights are within 1 ulp of
+torch's, sums equal to rtol 1e-9.
 
 What limits them on an H200 (4.3 TB/s copied, 132 SMs; modelled, not measured), for 10.5 million tokens:
 
-weighed   8 bytes a token move (9 with a band), 20 us; 7 sums a tile of 2,048 and exp in float64 hide behind that
+weighed   8 bytes a token, 20 us (9 with a band); 90 instructions for 32 tokens, exp in float64 among them, 32 us
 packed    two bytes of mask for each place of the padded form, 20 bytes for each kept token: 273 MB, 63 us for 1,536 x
           20,480 a third full; and the wait for the number of tokens between its kernels
 unpacked  4 bytes for each place that is filled, a byte of mask twice, 8 bytes for each kept token: 273 MB, 63 us
-measured  8 bytes a token, 20 us; float64 arithmetic (half rate), 50 us; but it is bound by the histogram: one line of
-          32 bytes in L2 for each token, written by two instructions. At 60 to 150 G lines a second, 0.15 to 0.35 ms.
-          Triton has no atomics in shared memory, which would do it in a tenth of that
+measured  8 bytes a token, 20 us; but 240 instructions for 32 tokens take 0.1 ms, and the histogram adds to one line
+          of 32 bytes in L2 for each token: at 30 to 150 G lines a second, 0.07 to 0.35 ms. Triton has no atomics in
+          shared memory, which would do that in a tenth of the time
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class Launch(NamedTuple):
 
 
 MEASURE, WEIGH, PACK = Launch(512, 2), Launch(2048, 4), Launch(2048, 4)
+COPIES = 64  # of the histogram; programs share them, so that few meet at one address
+LINES = True  # how a program adds to it: fused_kernels.measure
 
 
 class Tiles:
@@ -78,11 +80,10 @@ def measured(tokens: Tokens, pieces: IntArray) -> tuple[FloatArray, float, Float
     """As one_pass.by_torch."""
     device = tokens.log_ratio.device
     tiles = Tiles(pieces, MEASURE, device)
-    copies = torch.zeros(kernels.COPIES, BINS, kernels.ROW, dtype=torch.float64, device=device)
+    copies = torch.zeros(COPIES, BINS, kernels.ROW, dtype=torch.float64, device=device)
     sums = torch.empty(10, len(tiles), dtype=torch.float64, device=device)
-    tiles.run(
-        kernels.measure, tokens.log_ratio.contiguous(), tokens.train.contiguous(), tiles.cuts, len(tiles), copies, sums
-    )
+    sides = tokens.log_ratio.contiguous(), tokens.train.contiguous()
+    tiles.run(kernels.measure, *sides, tiles.cuts, len(tiles), copies, sums, COPIES=COPIES, LINES=LINES)
     per_tile = sums[:3].cpu().numpy()
     squares, *near = sums[3:].sum(1).tolist()
     histogram = copies.sum(0)[:, :3].T.cpu().numpy().copy()
@@ -100,7 +101,8 @@ def weighed(
     inside = torch.empty(len(tokens), dtype=torch.bool, device=log_ratio.device) if band else None
     sums = torch.empty(7, len(tiles), dtype=torch.float64, device=log_ratio.device)
     flags = weights if inside is None else inside.view(torch.uint8)
-    tiles.run(kernels.weigh, log_ratio, tiles.cuts, len(tiles), low, high, weights, flags, sums, BAND=band)
+    ends = float(low), float(high)  # an integer would be another kernel
+    tiles.run(kernels.weigh, log_ratio, tiles.cuts, len(tiles), *ends, weights, flags, sums, BAND=band)
     per_tile = sums.cpu().numpy()
     totals = np.array([*per_tile[2:5].sum(1), per_tile[5].min(), per_tile[6].max()])
     return weights, inside, np.array([tiles.per_segment(row) for row in per_tile[:2]]), totals

@@ -11,20 +11,23 @@ import triton.language as tl
 
 from fp8plan.runtime.histogram import BINS, FIRST, LIMIT, SHIFT, SIDE
 
-COPIES = 64  # of the histogram; programs share them, so that few meet at one address
 ROW = 4  # numbers of a bin, of which three are used: one line of 32 bytes, where L2 adds to all of them at once
 # Bits of a float64's mantissa that the histogram drops, and half of the last one that it keeps.
-DROPPED = 25
+DROPPED = 22
 
 _LIMIT, _SHIFT, _FIRST, _SIDE = tl.constexpr(LIMIT), tl.constexpr(SHIFT), tl.constexpr(FIRST), tl.constexpr(SIDE)
-_COPIES, _ROW, _SIZE = tl.constexpr(COPIES), tl.constexpr(ROW), tl.constexpr(ROW * BINS)
+_ROW, _SIZE = tl.constexpr(ROW), tl.constexpr(ROW * BINS)
 _KEPT, _HALF = tl.constexpr(-(1 << DROPPED)), tl.constexpr(1 << (DROPPED - 1))
 
 
-@triton.jit(do_not_specialize=["tiles"])
-def measure(log_ratio, train, cuts, tiles, histogram, sums, BLOCK: tl.constexpr):
+# Were the histogram known to be aligned, a thread would have two numbers of a bin, and L2 a request for each.
+@triton.jit(do_not_specialize=["tiles"], do_not_specialize_on_alignment=["histogram"])
+def measure(
+    log_ratio, train, cuts, tiles, histogram, sums, COPIES: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr
+):
     """histogram: [COPIES, BINS, ROW] float64 zeros; to it is added, for each bin, [tokens, ratio, k3].
 
+    LINES: the three by as many neighbouring threads, so that a token makes one request to L2; False: by one, in turn
     sums: [10, tiles]: log ratio, k3, train, ratio^2; tokens, ratio and k3 in the last bin below 0, in the first above
     """
     tile, where, valid = _tile(cuts, BLOCK)
@@ -42,11 +45,17 @@ def measure(log_ratio, train, cuts, tiles, histogram, sums, BLOCK: tl.constexpr)
     # Many tokens are as good as equal on both sides. They would all wait at the same two addresses, so they are summed
     # in registers, as the sums of a sequence are.
     near = valid & (step == 0)
-    row = (tile % _COPIES) * _SIZE + bin_ * _ROW
-    column = tl.arange(0, _ROW)[None, :]
-    values = tl.where(column == 0, 1.0, tl.where(column == 1, _short(ratio)[:, None], _short(k3)[:, None]))
-    mask = (valid & (step > 0))[:, None] & (column < 3)
-    tl.atomic_add(histogram + row[:, None] + column, values, mask, sem="relaxed")
+    far = valid & (step > 0)
+    place = histogram + (tile % COPIES) * _SIZE + bin_ * _ROW
+    one, short_ratio, short_k3 = tl.full([BLOCK], 1.0, tl.float64), _short(ratio), _short(k3)
+    if LINES:
+        column = tl.arange(0, _ROW)[None, :]
+        values = tl.where(column == 1, short_ratio[:, None], tl.where(column == 2, short_k3[:, None], one[:, None]))
+        tl.atomic_add(place[:, None] + column, values, far[:, None] & (column < 3), sem="relaxed")
+    else:
+        tl.atomic_add(place, one, far, sem="relaxed")
+        tl.atomic_add(place + 1, short_ratio, far, sem="relaxed")
+        tl.atomic_add(place + 2, short_k3, far, sem="relaxed")
 
     found = sums + tile
     tl.store(found, tl.sum(exact))
@@ -153,6 +162,6 @@ def _store_bin(found, tiles, mask, ratio, k3):
 
 @triton.jit
 def _short(values):
-    """Rounded to 28 bits. Values of one bin have almost one exponent, so float64 adds up to 2^24 of them exactly: the
+    """Rounded to 31 bits. Values of one bin have almost one exponent, so float64 adds up to 2^21 of them exactly: the
     sum does not depend on the order in which programs come, and a GPU gives the same histogram each time."""
     return ((values.to(tl.int64, bitcast=True) + _HALF) & _KEPT).to(tl.float64, bitcast=True)

@@ -31,29 +31,35 @@ def measure(tokens: Tokens, versions: Array | Sequence[int] | None = None) -> Mi
 
     Raises ConfigError for versions that do not fit.
     """
-    slots = None if versions is None else _slots(tokens, versions)
     pieces = _pieces(tokens.offsets.numpy())
+    runs = None if versions is None else _runs(tokens, versions)
+    cuts = pieces if runs is None else np.union1d(pieces, runs[0])
     if dispatch.by_triton(tokens.log_ratio):
         from fp8plan.runtime.mismatching import fused
 
-        histogram, squares, per_piece = fused.measured(tokens, pieces)
+        histogram, squares, per_part = fused.measured(tokens, cuts)
     else:
-        histogram, squares, per_piece = by_torch(tokens, pieces)
+        histogram, squares, per_part = by_torch(tokens, cuts)
     sums = MismatchSums(np.zeros(SIZE))
     sums["tokens"], sums["invalid"], sums["ratio_squared"] = len(tokens), tokens.invalid, squares
     sums["ratio"], sums["k3"] = histogram[1].sum(), histogram[2].sum()
     for name, values in zip(("tokens", "ratio", "k3"), histogram, strict=True):
         sums[f"histogram_{name}"] = values
-    if slots is not None:
-        for name, values in zip(VERSION_SUMS, _by_slot(tokens, *slots), strict=True):
+    per_piece = per_part
+    if runs is not None:  # parts of pieces
+        starts, of_run = runs
+        of_part = of_run[np.searchsorted(starts, cuts[:-1], side="right") - 1]
+        for name, values in zip(VERSION_SUMS, _by_slot(of_part, np.diff(cuts), per_part), strict=True):
             sums[f"version_{name}"] = values
+        piece = np.searchsorted(pieces, cuts[:-1], side="right") - 1
+        per_piece = np.array([np.bincount(piece, row, len(pieces) - 1) for row in per_part])
     return _with_sequences(sums, tokens.lengths.numpy(), per_piece, pieces)
 
 
 def by_torch(tokens: Tokens, pieces: IntArray) -> tuple[FloatArray, float, FloatArray]:
     """The sums over tokens, float64.
 
-    pieces: [pieces + 1] where they begin, and where the last one ends; they have all tokens, and are in order
+    pieces: [pieces + 1] where parts of sequences begin, in order, and where the last one ends
 
     Returns ([3, BINS]: tokens, ratio, k3; ratio^2; [3, pieces]: log ratio, k3, train).
     """
@@ -119,35 +125,36 @@ def _with_sequences(sums: MismatchSums, lengths: IntArray, per_piece: FloatArray
     return MismatchSums(sums.values, float(difference.min()), float(difference.max()))
 
 
-def _slots(tokens: Tokens, versions: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(turn, slot) of each token, [tokens] int64: version = turn * SLOTS + slot."""
-    given = to_tensor(versions).to(tokens.log_ratio.device)
+def _runs(tokens: Tokens, versions: Any) -> tuple[IntArray, IntArray]:
+    """([runs] int64: the first of each run of tokens that one version sampled; [runs] int64: versions)"""
+    import torch
+
+    given = to_tensor(versions)
     if tuple(given.shape) == tokens.shape:
         packed = tokens.select(given).long()
+        first = torch.ones_like(packed, dtype=torch.bool)
+        first[1:] = packed.diff() != 0
+        starts = first.nonzero().squeeze(1)
+        runs = starts.cpu().numpy(), packed[starts].cpu().numpy()
     elif given.shape == (tokens.sequences,):
-        packed = given.long().repeat_interleave(tokens.lengths.to(given.device))
+        filled = tokens.lengths.numpy() > 0
+        runs = tokens.offsets.numpy()[:-1][filled], given.long().cpu().numpy()[filled]
     else:
         raise ConfigError(
             f"versions have shape {tuple(given.shape)}; allowed: [{tokens.sequences}], one per sequence, or that of "
             f"the log-probs, {tokens.shape}"
         )
-    if len(packed):
-        low, high = int(packed.min()), int(packed.max())
+    if len(runs[1]):
+        low, high = int(runs[1].min()), int(runs[1].max())
         if low < 0 or high - low >= SLOTS:
             raise ConfigError(
                 f"versions go from {low} to {high}; allowed: 0 or more, and less than {SLOTS} apart in a batch"
             )
-    return packed // SLOTS, packed % SLOTS
+    return runs
 
 
-def _by_slot(tokens: Tokens, turns: torch.Tensor, slots: torch.Tensor) -> FloatArray:
-    """[VERSION_SUMS, SLOTS] sums over the tokens of each slot."""
-    import torch
-
-    found = torch.zeros(len(VERSION_SUMS), SLOTS, dtype=torch.float64, device=slots.device)
-    for part in tokens.chunks():
-        log_ratio, _, k3 = _terms(tokens.log_ratio[part])
-        turn, slot = turns[part].double(), slots[part]
-        for row, weights in enumerate((torch.ones_like(k3), turn, turn * turn, -log_ratio, k3)):
-            found[row] += by_bin(slot, weights, SLOTS)
-    return found.cpu().numpy()
+def _by_slot(versions: IntArray, tokens: IntArray, sums: FloatArray) -> FloatArray:
+    """[VERSION_SUMS, SLOTS], from the version of each part, its tokens and its sums; version = turn * SLOTS + slot."""
+    turn, slot = (versions // SLOTS).astype(np.float64), versions % SLOTS
+    rows = tokens, turn * tokens, turn * turn * tokens, -sums[0], sums[1]
+    return np.array([np.bincount(slot, row, SLOTS) for row in rows])
