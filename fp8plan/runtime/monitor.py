@@ -236,7 +236,9 @@ class Monitor:
             return replace(seen, kl_k3=mismatch.k3_robust) if seen.kl_k3 is None and mismatch.tokens else seen
 
         found = judged(self.guard, observe)
-        if found.off is not None and self.guard is not None:
+        if self.guard is None:
+            return found._replace(off=None)  # nobody was to judge
+        if found.off is not None:
             self._warn_once("guard", found.off)
         return found
 

@@ -231,6 +231,7 @@ def test_a_rollout_that_is_not_what_it_should_be_costs_no_step(rollout: dict[Any
         step = monitor.step(*batch(), rollout=rollout)
     assert (monitor.steps, [x["step"] for x in taken]) == (1, [1])
     assert step.verdict is None
+    assert (taken[0]["guard"] is not None) == guarded
     assert runs.TOKENS_PER_S not in step.metrics
 
 
