@@ -27,10 +27,11 @@ C = 2 in the scenario of spikes, at 16, 128 and 1,024 sequences per batch (bench
     step, known from the exact gradient, gives 0.80, 0.93, 0.78.
 
 So C follows two things: the tail of the ratios (monotone: more mismatch, never a smaller C; bounded by what published
-runs have used, up to 8), and the noise of the batch's gradient, which a trainer can measure (`noise_scale`). A noise
-scale four times too low costs 8% at most, four times too high up to 24%: guess low. Unknown, the noise is taken as 3%
-for all batches: a few percent better than C = 2 on average, 5% worse at worst. On two problems that nothing was tuned
-on (held_out.md) spikes give 0.81, 0.93, 0.89 and 0.79, 0.91, 0.97, and 7% worse is the worst with unknown noise.
+runs have used, up to 8), and the noise of the batch's gradient, which a trainer can measure (`noise_scale`), or tell
+step by step (`Monitor.report_gradients`). A noise scale four times too low costs 8% at most, four times too high up to
+24%: guess low. Unknown, the noise is taken as 3% for all batches: a few percent better than C = 2 on average, 5% worse
+at worst. On two problems that nothing was tuned on (held_out.md) spikes give 0.81, 0.93, 0.89 and 0.79, 0.91, 0.97, and
+7% worse is the worst with unknown noise.
 
 What is around the law. Bounds: nearer to 1 than 1.05 a C only makes gradients shorter, and clips half of the tokens of
 a batch without mismatch. A slew limit, the same both ways: relaxing slowly (1.15 per step) would be the cautious choice
@@ -63,7 +64,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.runtime.controlling import law
 from fp8plan.runtime.controlling.alarms import AlarmLimits, alarms, honest
 from fp8plan.runtime.controlling.constant import NO_DATA, ConstantThresholds, Update
-from fp8plan.runtime.controlling.noise import noise_scale
+from fp8plan.runtime.controlling.noise import measured, noise_scale
 from fp8plan.runtime.controlling.state import Alarm, ControllerState, Decided, Decision
 from fp8plan.runtime.controlling.watch import limit_kl, observed, usable
 from fp8plan.runtime.correction import Thresholds
@@ -92,8 +93,8 @@ class AdaptiveThresholds:
     bounds:       of C and of the band's upper end
     noise_tokens: the gradient noise scale: tokens in a batch whose gradient has noise as large as itself (squared
                   norms; arXiv 1812.06162, appendix A, measures it from the gradient norms of two batch sizes).
-                  None: unknown, `noise` is taken for every batch
-    noise:        the squared noise of a batch's gradient relative to its squared size, where noise_tokens is None
+                  None: as told by `Monitor.report_gradients`; until ten steps have been, `noise` for every batch
+    noise:        the squared noise of a batch's gradient relative to its squared size, where its scale is not known
     max_clipped:  more of the weight than this cut away for `patience` steps: escalate (TIS)
     min_kept:     the band widens until it keeps this share of the tokens; short of it for `patience` steps: likewise
     slew:         (down, up): largest factors by which a threshold moves in one step
@@ -173,12 +174,13 @@ class AdaptiveThresholds:
             decision, reason = Decision.AT_BOUND, f"{over}, {new.strained} steps in a row; {reason}"
         return Thresholds(new.tis, new.band), new, Decided(decision, reason, found, escalate)
 
-    def _noise(self, mismatch: Mismatch) -> float:
-        return self.noise if self.noise_tokens is None else self.noise_tokens / mismatch.tokens
+    def _noise(self, state: ControllerState, mismatch: Mismatch) -> float:
+        tokens = measured(state) if self.noise_tokens is None else self.noise_tokens
+        return self.noise if tokens is None else tokens / mismatch.tokens
 
     def _moved(self, state: ControllerState, mismatch: Mismatch) -> ControllerState:
         """The state with the law's thresholds, as far as slew and dead band let them go."""
-        above, noise, (lower, upper) = np.array(state.tail), self._noise(mismatch), self.bounds
+        above, noise, (lower, upper) = np.array(state.tail), self._noise(state, mismatch), self.bounds
         trusted = honest(mismatch, self.limits)
 
         def step(now: float, wanted: float) -> float:
@@ -206,7 +208,7 @@ class AdaptiveThresholds:
     def _said(self, old: ControllerState, new: ControllerState, mismatch: Mismatch) -> tuple[Decision, str]:
         """The decision and a sentence with the figures behind it."""
         moves = [(a, b) for a, b in zip(uppers(old), uppers(new), strict=True) if a != b]
-        facts = f"KL {new.kl:.2g}, noise {self._noise(mismatch):.2g} of the gradient"
+        facts = f"KL {new.kl:.2g}, noise {self._noise(new, mismatch):.2g} of the gradient"
         if not moves:
             return Decision.HOLD, f"{' and '.join(f'{x:.3g}' for x in uppers(new)) or 'no threshold'} kept: {facts}"
         decision = Decision.TIGHTEN if moves[0][1] < moves[0][0] else Decision.RELAX

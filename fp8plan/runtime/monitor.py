@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Self
 from fp8plan.errors import ConfigError
 from fp8plan.runtime import run_record
 from fp8plan.runtime.controller import AdaptiveThresholds, ConstantThresholds, ControllerState, Decided
+from fp8plan.runtime.controlling.noise import heard
 from fp8plan.runtime.correction import CorrectionSettings, Thresholds, correct
 from fp8plan.runtime.guarding.facts import EngineFacts, Observation
 from fp8plan.runtime.judge import Judged, judged
@@ -169,6 +170,17 @@ class Monitor:
             shown = found.observation if fields is None else fields
             self._sinks.write(run_record.record_of(done, step, shown, self._running(), self.guard, found.off))
         return step
+
+    def report_gradients(
+        self, *, norm2_small: float, tokens_small: float, norm2_large: float, tokens_large: float
+    ) -> None:
+        """What a step's gradient norms say of its noise, which AdaptiveThresholds weigh against bias: one call a step.
+
+        norm2_*: squared norm of the gradient of a loss that is a mean over tokens, before clipping: of one micro-batch
+                 or rank (small) and of the whole batch (large), with their numbers of tokens; on every rank the same
+        Norms that are not finite are left out. Raises ConfigError if tokens_small >= tokens_large.
+        """
+        self.state = heard(self.state, norm2_small, tokens_small, norm2_large, tokens_large)
 
     def _writes(self) -> bool:
         """Whether this rank has the record to write: known for certain only now that the process group is up."""

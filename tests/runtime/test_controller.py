@@ -23,7 +23,7 @@ from fp8plan.runtime.controller import (
     Decision,
     noise_scale,
 )
-from fp8plan.runtime.controlling import law
+from fp8plan.runtime.controlling import law, noise
 from fp8plan.runtime.mismatch import Mismatch, measure
 from fp8plan.runtime.tokens import pack
 
@@ -246,25 +246,25 @@ def test_a_plan_gives_the_start_and_the_range_of_kl():
     assert ConstantThresholds(tis=2.0).initial(Plan()).tis == 2.0  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("sigma", "noise"), [(0.5, 0.01), (0.8, 0.05), (1.2, 0.02), (2.0, 0.2)])
-def test_the_law_is_where_the_estimated_error_is_least(sigma, noise):
+@pytest.mark.parametrize(("sigma", "share"), [(0.5, 0.01), (0.8, 0.05), (1.2, 0.02), (2.0, 0.2)])
+def test_the_law_is_where_the_estimated_error_is_least(sigma, share):
     """Against a search over C of the error itself, from all ratios."""
     log_ratio = ratios(sigma, 400_000)
     ratio = np.exp(log_ratio)
     capped = np.minimum(ratio, law.GRID[-1])
     candidates = np.geomspace(1.0, 19.0, 150)
     error = [
-        law.BIAS_WEIGHT * np.mean(capped - np.minimum(ratio, c)) ** 2 + noise * np.mean(np.minimum(ratio, c) ** 2)
+        law.BIAS_WEIGHT * np.mean(capped - np.minimum(ratio, c)) ** 2 + share * np.mean(np.minimum(ratio, c) ** 2)
         for c in candidates
     ]
-    found = law.best_cap(law.tail(mismatch(log_ratio)), noise, law.GRID[-1])
+    found = law.best_cap(law.tail(mismatch(log_ratio)), share, law.GRID[-1])
     assert found == pytest.approx(candidates[int(np.argmin(error))], rel=0.05)
     masked = [
         law.BIAS_WEIGHT * np.mean(np.where(ratio > h, capped, 0.0)) ** 2
-        + noise * np.mean(np.where(ratio > h, 0.0, ratio) ** 2)
+        + share * np.mean(np.where(ratio > h, 0.0, ratio) ** 2)
         for h in candidates
     ]
-    found = law.best_mask(law.tail(mismatch(log_ratio)), noise, law.GRID[-1])
+    found = law.best_mask(law.tail(mismatch(log_ratio)), share, law.GRID[-1])
     assert found == pytest.approx(candidates[int(np.argmin(masked))], rel=0.05)
 
 
@@ -277,6 +277,32 @@ def test_noise_scale_from_two_batch_sizes():
         noise_scale(1.0, 64, 2.0, 512)
     with pytest.raises(ConfigError, match="small < large"):
         noise_scale(1.0, 512, 2.0, 64)
+
+
+def test_the_noise_that_steps_tell_is_the_one_that_the_law_takes():
+    rng = np.random.default_rng(4)
+    gradient, spread = np.full(50, 0.2), 3.0
+    true = 50 * spread**2 / 2.0
+    controller, state = AdaptiveThresholds(), AdaptiveThresholds().initial()
+
+    def norms():
+        return {
+            f"norm2_{name}": float(np.sum((gradient + spread / tokens**0.5 * rng.normal(size=50)) ** 2))
+            for name, tokens in (("small", 64), ("large", 512))
+        } | {"tokens_small": 64, "tokens_large": 512}
+
+    for step in range(200):
+        state = noise.heard(state, **norms())
+        assert (noise.measured(state) is None) == (step < 9 or state.gradient2 <= 0)
+    assert noise.measured(state) == pytest.approx(true, rel=0.5)
+    assert noise.heard(state, **{**norms(), "norm2_large": float("inf")}) == state
+    state = ControllerState.from_dict(json.loads(json.dumps(state.to_dict())))
+    _, told, decided = after(controller, [SEEN[0.8]] * 4, state)
+    informed = replace(controller, noise_tokens=noise.measured(state))
+    assert told.tis == after(informed, [SEEN[0.8]] * 4)[1].tis != after(controller, [SEEN[0.8]] * 4)[1].tis
+    assert f"noise {noise.measured(state) / TOKENS:.2g} of the gradient" in decided.reason
+    with pytest.raises(ConfigError, match="small < large"):
+        noise.heard(state, 1.0, 512, 2.0, 64)
 
 
 @pytest.mark.parametrize(

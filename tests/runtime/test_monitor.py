@@ -287,6 +287,18 @@ def test_an_engine_that_does_not_judge_itself_is_refused() -> None:
         Monitor(engine=AsyncRolloutEngine())  # type: ignore[arg-type]
 
 
+def test_gradient_norms_are_told_and_saved() -> None:
+    monitor, restored = Monitor(), Monitor()
+    for _ in range(10):
+        monitor.report_gradients(norm2_small=3.0, tokens_small=100, norm2_large=1.2, tokens_large=1000)
+    restored.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
+    for one in (monitor, restored):
+        reasons = [one.step(*batch()).decided.reason for _ in range(2)]
+        assert f"noise {200 / int(batch()[2].sum()):.2g} of the gradient" in reasons[-1]  # V = 200, |G|^2 = 1
+    with pytest.raises(ConfigError, match="small < large"):
+        monitor.report_gradients(norm2_small=3.0, tokens_small=100, norm2_large=1.2, tokens_large=100)
+
+
 @pytest.mark.parametrize("level", ["sequence", "geometric", None])
 def test_only_token_weights_have_adaptive_thresholds(level: Any) -> None:
     settings = CorrectionSettings(level=level, thresholds=Thresholds(tis=3.0))

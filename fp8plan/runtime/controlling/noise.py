@@ -1,8 +1,16 @@
-"""The gradient noise scale from two gradient norms."""
+"""The gradient noise scale, from gradient norms of two batch sizes: at once, or step by step during a run."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import isfinite
+from typing import Final
+
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.controlling.state import ControllerState
+
+MEMORY: Final = 0.9  # of what earlier steps say: a single step says little, and the scale drifts over a run
+ENOUGH: Final = 10  # steps, before which nothing is said
 
 
 def noise_scale(norm2_small: float, tokens_small: float, norm2_large: float, tokens_large: float) -> float:
@@ -14,12 +22,41 @@ def noise_scale(norm2_small: float, tokens_small: float, norm2_large: float, tok
 
     Raises ConfigError if tokens_small >= tokens_large, or if the norms leave no gradient or no noise: average longer.
     """
-    if not 0 < tokens_small < tokens_large:
-        raise ConfigError(f"batches of {tokens_small!r} and {tokens_large!r} tokens; allowed: 0 < small < large")
-    gradient2 = (tokens_large * norm2_large - tokens_small * norm2_small) / (tokens_large - tokens_small)
-    noise = (norm2_small - norm2_large) / (1 / tokens_small - 1 / tokens_large)
+    gradient2, noise = _parts(norm2_small, tokens_small, norm2_large, tokens_large)
     if not (gradient2 > 0 and noise > 0):
         raise ConfigError(
             f"squared norms {norm2_small!r}, {norm2_large!r} tell no noise scale; average over more steps"
         )
     return noise / gradient2
+
+
+def heard(
+    state: ControllerState, norm2_small: float, tokens_small: float, norm2_large: float, tokens_large: float
+) -> ControllerState:
+    """The state that knows of the norms of one step. Norms that are not finite (gradients overflowed) change nothing.
+
+    Raises ConfigError if tokens_small >= tokens_large.
+    """
+    gradient2, noise = _parts(norm2_small, tokens_small, norm2_large, tokens_large)
+    if not (isfinite(gradient2) and isfinite(noise)):
+        return state
+    return replace(
+        state,
+        gradients=state.gradients + 1,
+        gradient2=MEMORY * state.gradient2 + gradient2,
+        gradient_noise=MEMORY * state.gradient_noise + noise,
+    )
+
+
+def measured(state: ControllerState) -> float | None:
+    """The noise scale, tokens, that the steps of a run have shown; None as long as they do not tell."""
+    told = state.gradients >= ENOUGH and state.gradient2 > 0 and state.gradient_noise > 0
+    return state.gradient_noise / state.gradient2 if told else None
+
+
+def _parts(norm2_small: float, tokens_small: float, norm2_large: float, tokens_large: float) -> tuple[float, float]:
+    """Unbiased estimates of |G|^2 and V, either of which may be negative."""
+    if not 0 < tokens_small < tokens_large:
+        raise ConfigError(f"batches of {tokens_small!r} and {tokens_large!r} tokens; allowed: 0 < small < large")
+    gradient2 = (tokens_large * norm2_large - tokens_small * norm2_small) / (tokens_large - tokens_small)
+    return gradient2, (norm2_small - norm2_large) / (1 / tokens_small - 1 / tokens_large)

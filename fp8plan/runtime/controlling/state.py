@@ -57,6 +57,7 @@ class ControllerState:
     limit_kl:    above it the KL alarm sounds
     tail:        share of tokens with a ratio above each bound of law.GRID, over the last `tail_tokens` tokens
     strained:    steps in a row in which the limits could not be kept within the bounds
+    gradients, gradient2, gradient_noise: what `noise.heard` of gradient norms; how many, and fading sums
     """
 
     steps: int = 0
@@ -68,6 +69,9 @@ class ControllerState:
     tail: tuple[float, ...] = ()
     tail_tokens: float = 0.0
     strained: int = 0
+    gradients: int = 0
+    gradient2: float = 0.0
+    gradient_noise: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a checkpoint; json keeps every bit of it."""
