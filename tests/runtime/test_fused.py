@@ -95,7 +95,7 @@ def assert_same_sums(ours: FloatArray, reference: FloatArray) -> None:
     np.testing.assert_allclose(ours, reference, rtol=1e-9, atol=1e-12)
 
 
-def assert_close(ours: torch.Tensor, reference: torch.Tensor, ulps: int = 1) -> None:
+def assert_close(ours: torch.Tensor, reference: torch.Tensor, ulps: int = 4) -> None:
     assert ours.dtype == reference.dtype == torch.float32
     assert ours.shape == reference.shape
     bits = [x.cpu().contiguous().view(torch.int32).long() for x in (ours, reference)]  # weights are 0 or more
@@ -105,7 +105,7 @@ def assert_close(ours: torch.Tensor, reference: torch.Tensor, ulps: int = 1) -> 
 def assert_same(ours: Correction, reference: Correction) -> None:
     # What the weights are normalised by may differ by an ulp too.
     normalised = "rollout_corr/rollout_is_batch_norm_factor" in reference.metrics
-    assert_close(ours.weights, reference.weights, 2 if normalised else 1)
+    assert_close(ours.weights, reference.weights, 5 if normalised else 4)
     assert torch.equal(ours.mask.cpu(), reference.mask.cpu())
     for name in ("clip_fraction", "clipped_mass", "kept_tokens", "kept_sequences", "ess"):
         assert getattr(ours, name) == pytest.approx(getattr(reference, name), rel=1e-6, abs=1e-7)
