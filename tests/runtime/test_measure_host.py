@@ -24,9 +24,12 @@ CORES = sorted(os.sched_getaffinity(0))
 
 
 @pytest.fixture
-def child() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that waits; this one's cores are put back afterwards."""
+def child(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that waits, the only child of this one (tests before may have left others, as Python's resource
+    tracker); this one's cores are put back afterwards."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    one = psutil.Process(process.pid)
+    monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [one])
     yield process
     process.kill()
     process.wait()
