@@ -1,10 +1,10 @@
 # Every target does its own set-up on a fresh machine; a stamp in each environment says that it is up to date.
 #   make plan [MODEL=Qwen/Qwen3-8B] [GPU=h200_sxm] [ARGS="--json"]   predict and choose
-#   make test | lint | bench | bench-aic | baselines | readme | clean
+#   make test | fuzz | lint | bench | bench-aic | baselines | readme | clean
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: plan test lint bench bench-aic baselines readme clean
+.PHONY: plan test fuzz lint bench bench-aic baselines readme clean
 
 PYTHON ?= python3
 PIP_INSTALL := -m pip --disable-pip-version-check -qq install --no-warn-conflicts
@@ -26,6 +26,10 @@ plan: $(VENV)/.installed
 
 test: lint
 	FP8PLAN_REQUIRE_INTEGRATIONS=1 $(TEST_VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+# Properties with new examples each time, of what needs no engine.
+fuzz: $(TEST_VENV)/.installed
+	HYPOTHESIS_PROFILE=fuzz $(TEST_VENV)/bin/python -m pytest -n 2 -m "not vllm" $$(grep -rl "from hypothesis" tests)
 
 lint: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/ruff check .
