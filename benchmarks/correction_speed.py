@@ -163,12 +163,12 @@ def table(path: Path = RESULTS) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     (step,) = (row for row in rows if row["what"] == MONITOR)
-    lines.append(f"| {step['tokens']:,} packed tokens, {MONITOR} | | {step['seconds']:.2f} s | | | | |")
+    lines.append(f"| {step['tokens']:,} packed tokens, {MONITOR}, best of five | | {step['seconds']:.2f} s | | | | |")
     machine = (
         f"{rows[0]['cpu_model']}, {rows[0]['threads']} threads, {step['what']} one; torch {rows[0]['torch_version']}"
     )
     runs = sum((row["what"], row["who"]) == (what, "verl") for row in rows)
-    return "\n".join(lines) + f"\n\nMedians of {runs} runs on {rows[0]['date']}; {machine}."
+    return "\n".join(lines) + f"\n\nElse medians of {runs} runs, on {rows[0]['date']}; {machine}."
 
 
 def main() -> None:

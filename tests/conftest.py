@@ -15,9 +15,12 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; vLLM would take mos
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+GPU = os.path.exists("/proc/driver/nvidia/version")
+if not GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # our kernels run in Triton's interpreter
 
 # Marker and the package it stands for. `make test` sets FP8PLAN_REQUIRE_INTEGRATIONS=1: there, a missing one fails.
-INTEGRATIONS = ("vllm", "verl", "trl")
+INTEGRATIONS = ("vllm", "verl", "trl", "triton")
 REQUIRED = os.environ.get("FP8PLAN_REQUIRE_INTEGRATIONS") == "1"
 
 
@@ -28,7 +31,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             if REQUIRED:
                 pytest.fail(message, pytrace=False)
             pytest.skip(message)
-    if item.get_closest_marker("gpu") and not os.path.exists("/proc/driver/nvidia/version"):
+    if item.get_closest_marker("gpu") and not GPU:
         pytest.skip("no NVIDIA GPU")
 
 

@@ -434,6 +434,16 @@ def test_validate_leaves_out_a_monitors_steps_without_a_rollout(fp8plan: Callabl
     refused(fp8plan("validate", "records.jsonl"), "no records, only 1 step", "rollout=")
 
 
+def test_validate_reads_a_run_that_is_being_written(fp8plan: Callable[..., Done]) -> None:
+    """A torn last line is of a process that was killed, or that writes; a broken one before it is an error."""
+    record = json.dumps(RECORD)
+    Path("records.jsonl").write_text(f"{record}\n{record[:-40]}")
+    done = fp8plan("validate", "records.jsonl", "--json")
+    assert len(json.loads(done.out)["records"]) == 1
+    Path("records.jsonl").write_text(f"{record}\n{record[:-40]}\n{record}\n")
+    refused(fp8plan("validate", "records.jsonl"), "line 2 of records.jsonl is not JSON")
+
+
 def test_validate_refuses_another_version_under_strict(fp8plan: Callable[..., Done]) -> None:
     Path("records.jsonl").write_text(json.dumps(RECORD | {"engine_version": "0.31.0"}))
     assert fp8plan("validate", "records.jsonl").code == 0

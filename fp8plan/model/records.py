@@ -76,7 +76,10 @@ def read_run(path: str | Path) -> tuple[list[Record], int]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from None
     records, left_out = [], 0
-    for number, line in enumerate(text.splitlines(), 1):
+    lines = text.splitlines()
+    if lines and not text.endswith("\n") and _is_torn(lines[-1]):
+        lines.pop()  # of a run that is being written, or was killed
+    for number, line in enumerate(lines, 1):
         if line.strip():
             fields = _parsed(line, number, file)
             if _without_rollout(fields):
@@ -89,6 +92,14 @@ def read_run(path: str | Path) -> tuple[list[Record], int]:
     if not records:
         raise ConfigError(f"{file} has no records; it needs one JSON object per line")
     return records, left_out
+
+
+def _is_torn(line: str) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return True
+    return False
 
 
 def _parsed(line: str, number: int, file: Path) -> dict[str, Any]:

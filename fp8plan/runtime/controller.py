@@ -148,13 +148,27 @@ class AdaptiveThresholds:
             tis = plan.thresholds.get("token_tis", tis)
         if plan is not None and band is not None:
             band = tuple(plan.thresholds.get("token_mis", band))
-        lower, upper = self.bounds
-        start = Thresholds(
-            None if tis is None else min(max(tis, lower), upper),
-            None if band is None else (band[0], min(max(band[1], lower), upper)),
-        )
         low = None if band is None else band[0]
-        return ControllerState(tis=start.tis, band=start.band, low=low, limit_kl=limit_kl(plan, self.limit_kl))
+        return self._within(ControllerState(tis=tis, band=band, low=low, limit_kl=limit_kl(plan, self.limit_kl)))
+
+    def resume(self, saved: ControllerState, fresh: ControllerState) -> ControllerState:
+        """A saved state within these bounds and under this plan's limit (of `fresh`, the state that `initial` gave).
+
+        Raises ConfigError if it controls other thresholds than these settings.
+        """
+        for name in ("tis", "band"):
+            if (getattr(saved, name) is None) != (getattr(fresh, name) is None):
+                raise ConfigError(
+                    f"the saved state has {name}={getattr(saved, name)!r}, these settings {getattr(fresh, name)!r}; "
+                    "allowed: the state of a controller of the same thresholds"
+                )
+        return self._within(replace(saved, limit_kl=fresh.limit_kl))
+
+    def _within(self, state: ControllerState) -> ControllerState:
+        lower, upper = self.bounds
+        tis = None if state.tis is None else min(max(state.tis, lower), upper)
+        band = None if state.band is None else (state.band[0], min(max(state.band[1], lower), upper))
+        return replace(state, tis=tis, band=band)
 
     def update(self, state: ControllerState, mismatch: Mismatch) -> Update:
         """(thresholds for this very batch, state, what was decided and why)."""

@@ -94,7 +94,7 @@ class Correction:
 
     def reduced(self, group: Any = None) -> Correction:
         """The same weights and mask, with the figures of all ranks of `group` (None: all). Every rank must call it."""
-        return replace(self, sums=reduced(self.sums, group))
+        return replace(self, sums=reduced(self.sums, self.settings, group))
 
 
 @one_thread()

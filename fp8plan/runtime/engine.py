@@ -4,8 +4,8 @@
     for step in range(steps):
         outputs = engine.generate(prompts, sampling_params)
         ...                                                   # train on them
+        engine.follow(engine.verdict)                         # after a step down it wants a sync
         engine.sync_weights(trainer.named_bf16_tensors())
-        engine.follow(engine.verdict)
 
 `engine.llm` is vLLM's own LLM. Generate through the engine: only it knows when the weights must not be used.
 """

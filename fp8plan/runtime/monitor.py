@@ -20,6 +20,7 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Self
@@ -33,7 +34,6 @@ from fp8plan.runtime.guarding.facts import EngineFacts, Observation
 from fp8plan.runtime.judge import Judged, judged
 from fp8plan.runtime.mismatch import Mismatch, measure
 from fp8plan.runtime.ranks import rank
-from fp8plan.runtime.record import plain
 from fp8plan.runtime.sinks import Sink, Sinks, warn
 from fp8plan.runtime.tokens import pack
 
@@ -68,7 +68,8 @@ class Step:
 
 class Monitor:
     """settings:   how gradients are corrected; their thresholds are where the controller begins; None: token TIS, C = 2
-    controller: AdaptiveThresholds, for token-level weights alone, or ConstantThresholds; None: the first that can be
+    controller: AdaptiveThresholds, for token-level weights alone, or ConstantThresholds; None: the first, if the
+                settings begin within its bounds, else the second
     sinks:      where records go; opened here, on rank 0 only
     plan:       gives the controller its target, or its thresholds
     engine:     the RolloutEngine that samples: its last rollout, its guard's verdict and what runs go into the record,
@@ -98,11 +99,12 @@ class Monitor:
         if engine is not None and not hasattr(engine, "report_kl"):
             raise ConfigError(
                 f"the engine is {type(engine).__name__}, which does not judge its rollouts itself; allowed: "
-                "RolloutEngine, or guard=engine.guard, and step(..., rollout=observation_of(outputs, seconds))"
+                "RolloutEngine, or guard=engine.guard, and step(..., rollout=observation_of(outputs, seconds)), which "
+                "is in fp8plan.runtime.guarding.facts"
             )
         self.settings = settings or CorrectionSettings()
         self.controller = _controller(self.settings, controller)
-        self.state: ControllerState = self.controller.initial(plan)
+        self.state = self._fresh = self.controller.initial(plan)
         self.engine, self.facts, self.group = engine, facts, group
         self._guard = guard
         self.steps = 0
@@ -155,8 +157,7 @@ class Monitor:
         of_correction = run_record.correction_metrics(correction.reduced(self.group))
         # What follows raises nothing: the other ranks have gone on.
         self.state, self.steps = state, done
-        fields = self._fields(rollout)
-        found = self._judged(rollout if fields is None else fields, mismatch)
+        found = self._judged(rollout, mismatch)
         metrics = {
             **run_record.mismatch_metrics(mismatch),
             **of_correction,
@@ -167,9 +168,20 @@ class Monitor:
         }
         step = Step(correction.weights, correction.mask, thresholds, mismatch, decided, found.verdict, metrics)
         if self._writes():
-            shown = found.observation if fields is None else fields
-            self._sinks.write(run_record.record_of(done, step, shown, self._running(), self.guard, found.off))
+            self._sinks.write(self._record(done, step, rollout, found))
         return step
+
+    def _record(
+        self, number: int, step: Step, rollout: Observation | Mapping[str, Any] | None, found: Judged
+    ) -> dict[str, Any]:
+        shown: Observation | dict[str, Any] | None = found.observation
+        if isinstance(rollout, Mapping):
+            try:
+                shown = run_record.checked(rollout)
+            except Exception as error:
+                self._warn_once("rollout", f"the rollout of step {number} is left out of the record: {error}")
+        off = None if self.guard is None and self.engine is None else found.off
+        return run_record.record_of(number, step, self._running(), self.guard, off, shown)
 
     def report_gradients(
         self, *, norm2_small: float, tokens_small: float, norm2_large: float, tokens_large: float
@@ -203,13 +215,7 @@ class Monitor:
         """Go on from a saved state. Raises ConfigError for anything that `state_dict` does not give."""
         if set(data) != {"steps", "controller", "guard"} or type(data["steps"]) is not int:
             raise ConfigError(f"the monitor's state has {', '.join(map(str, data))}; give what state_dict() returned")
-        state = ControllerState.from_dict(data["controller"])
-        for name in ("tis", "band"):
-            if (getattr(state, name) is None) != (getattr(self.state, name) is None):
-                raise ConfigError(
-                    f"the saved state has {name}={getattr(state, name)!r}, this monitor {getattr(self.state, name)!r}; "
-                    "allowed: the state of a monitor with the same kind of thresholds"
-                )
+        state = self.controller.resume(ControllerState.from_dict(data["controller"]), self._fresh)
         if self.guard is not None and data["guard"] is not None:
             self.guard.load_state_dict(data["guard"])
         self.steps, self.state = data["steps"], state
@@ -225,22 +231,12 @@ class Monitor:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _fields(self, rollout: Observation | Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """The fields of a rollout record, as JSON has them; None if none are given, or they are no data."""
-        if not isinstance(rollout, Mapping):
-            return None
-        try:
-            return dict(plain(rollout))
-        except Exception as error:
-            self._warn_once("rollout", f"the rollout is not recorded: {error}")
-            return {}
-
     def _judged(self, rollout: Observation | Mapping[str, Any] | None, mismatch: Mismatch) -> Judged:
         """What a rollout showed, and the verdict of the engine, or of the guard, on it."""
         if self.engine is not None:
             found = self._by_engine(self.engine, mismatch)
             return found._replace(observation=rollout) if isinstance(rollout, Observation) else found
-        if not rollout:
+        if rollout is None or (isinstance(rollout, Mapping) and "seconds" not in rollout):
             return Judged()
 
         def observe() -> Observation:
@@ -248,9 +244,7 @@ class Monitor:
             return replace(seen, kl_k3=mismatch.k3_robust) if seen.kl_k3 is None and mismatch.tokens else seen
 
         found = judged(self.guard, observe)
-        if self.guard is None:
-            return found._replace(off=None)  # nobody was to judge
-        if found.off is not None:
+        if found.off is not None and self.guard is not None:
             self._warn_once("guard", found.off)
         return found
 
@@ -259,9 +253,11 @@ class Monitor:
         if mismatch.tokens and isfinite(mismatch.k3_robust):
             engine.report_kl(mismatch.k3_robust)
         found = Judged(engine.observation, engine.verdict, engine.guard_off)
-        if found.observation is self._rollout:
+        if found.observation is not None and found.observation is self._rollout:
             return Judged()
         self._rollout = found.observation
+        if found.off is not None:
+            self._warn_once("guard", found.off)
         return found
 
     def _running(self) -> EngineFacts | None:
@@ -284,20 +280,24 @@ class Monitor:
 def _controller(
     settings: CorrectionSettings, given: AdaptiveThresholds | ConstantThresholds | None
 ) -> AdaptiveThresholds | ConstantThresholds:
-    start = settings.thresholds
-    used = "tis" if settings.mode == "tis" else "band"
+    """The one given, or the first that can be, of the threshold that the mode uses alone."""
+    used, other = ("tis", "band") if settings.mode == "tis" else ("band", "tis")
     if given is not None and settings.level is not None and getattr(given, used) is None:
         raise ConfigError(
             f"mode={settings.mode!r} with {type(given).__name__}({used}=None); allowed: a controller that gives {used}"
         )
-    if settings.level == "token":
-        return given or AdaptiveThresholds(tis=start.tis, band=start.band)
-    if isinstance(given, AdaptiveThresholds):
+    if settings.level != "token" and isinstance(given, AdaptiveThresholds):
         raise ConfigError(
             f"AdaptiveThresholds with level={settings.level!r}; allowed: level='token', whose ratios their law is for, "
             "or ConstantThresholds(...)"
         )
-    return given or ConstantThresholds(start.tis, start.band)
+    if given is not None:
+        return replace(given, **{other: None})
+    start: dict[str, Any] = {used: getattr(settings.thresholds, used), other: None}
+    if settings.level == "token":
+        with suppress(ConfigError):  # a start that AdaptiveThresholds do not reach
+            return AdaptiveThresholds(**start)
+    return ConstantThresholds(**start)
 
 
 def _whole(number: Any) -> int:

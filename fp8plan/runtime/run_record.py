@@ -20,10 +20,12 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from fp8plan import runs
+from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.profile import ENGINE
 from fp8plan.model.records import LIMITS
 from fp8plan.runtime.record import now, plain
+from fp8plan.runtime.record_shape import is_record
 
 if TYPE_CHECKING:
     from fp8plan.runtime.controller import ControllerState
@@ -39,12 +41,12 @@ Metrics = dict[str, float | None]
 def record_of(
     number: int,
     step: Step,
-    rollout: Observation | Mapping[str, Any] | None,
     facts: EngineFacts | None,
     guard: Guard | None,
     guard_off: str | None,
+    rollout: Observation | Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The record of a step. guard_off: why there is no verdict"""
+    """The record of a step. guard_off: why there is no verdict; rollout: what was seen, or fields as `checked` gives"""
     thresholds, decided, judged = step.thresholds, step.decided, None
     if guard is not None or step.verdict is not None or guard_off is not None:
         judged = {
@@ -65,6 +67,16 @@ def record_of(
         **mismatch_parts(step.mismatch),
         "guard": judged,
     }
+
+
+def checked(rollout: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a rollout record, as JSON has them. Raises for what no reader of the run file would take."""
+    fields = plain(rollout)
+    if not is_record({"step": 1, "metrics": {}} | fields):
+        raise ConfigError("a field has another type than the records of rollouts have")
+    if fields.get("seconds") is not None:
+        observation(fields)
+    return dict(fields)
 
 
 def mismatch_metrics(mismatch: Mismatch) -> Metrics:

@@ -81,6 +81,8 @@ class Tokens:
 
     def unpack(self, values: torch.Tensor, fill: float = 0.0, dtype: torch.dtype | None = None) -> Array:
         """`values` [tokens] in the form that came in; `fill` where a token is masked, padding or invalid."""
+        if len(values) != len(self):
+            raise ConfigError(f"{len(values):,} values for {len(self):,} tokens; allowed: one for each")
         if self.kept is None:
             out = values.reshape(self.shape).to(dtype or values.dtype)
         else:

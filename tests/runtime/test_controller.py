@@ -293,8 +293,10 @@ def test_the_noise_that_steps_tell_is_the_one_that_the_law_takes():
 
     for step in range(200):
         state = noise.heard(state, **norms())
-        assert (noise.measured(state) is None) == (step < 9 or state.gradient2 <= 0)
+        assert (noise.measured(state) is None) == (step < 9)
     assert noise.measured(state) == pytest.approx(true, rel=0.5)
+    spiked = noise.heard(state, **{**norms(), "norm2_small": 100 * norms()["norm2_small"]})
+    assert 0.3 * true < noise.measured(spiked) < 5 * true
     assert noise.heard(state, **{**norms(), "norm2_large": float("inf")}) == state
     state = ControllerState.from_dict(json.loads(json.dumps(state.to_dict())))
     _, told, decided = after(controller, [SEEN[0.8]] * 4, state)
@@ -303,6 +305,18 @@ def test_the_noise_that_steps_tell_is_the_one_that_the_law_takes():
     assert f"noise {noise.measured(state) / TOKENS:.2g} of the gradient" in decided.reason
     with pytest.raises(ConfigError, match="small < large"):
         noise.heard(state, 1.0, 512, 2.0, 64)
+
+
+def test_noise_that_hides_the_gradient_is_much_noise():
+    """Not unknown noise, which is taken for little: C is as tight as can be, and stays so."""
+    rng, controller, state = np.random.default_rng(5), AdaptiveThresholds(), AdaptiveThresholds().initial()
+    chosen = []
+    for _ in range(60):
+        small, large = (float(np.sum((300 / n**0.5 * rng.normal(size=50)) ** 2)) for n in (64, 512))
+        state = noise.heard(state, small, 64, large, 512)
+        thresholds, state, _ = controller.update(state, SEEN[0.8])
+        chosen.append(thresholds.tis)
+    assert set(chosen[12:]) == {controller.bounds[0]}
 
 
 @pytest.mark.parametrize(

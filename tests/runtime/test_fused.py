@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from importlib.util import find_spec
 from math import inf, log, nan
 
 import numpy as np
@@ -41,11 +40,14 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(params=["triton_interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=[
+        pytest.param("triton_interpreter", marks=pytest.mark.triton),
+        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.triton]),
+    ]
+)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where fused kernels run. Triton's interpreter wants TRITON_INTERPRET=1, and a machine without a GPU."""
-    if find_spec("triton") is None:
-        pytest.skip("needs Triton")
     if request.param == "cuda":
         if not torch.cuda.is_available():
             pytest.skip("needs an NVIDIA GPU")

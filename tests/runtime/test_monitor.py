@@ -28,8 +28,10 @@ from fp8plan.runtime.correction import CorrectionSettings, Rejection, Thresholds
 from fp8plan.runtime.guard import Guard
 from fp8plan.runtime.guarding.facts import EngineFacts, Observation
 from fp8plan.runtime.mismatch import measure
+from fp8plan.runtime.mismatching.verl import from_verl
 from fp8plan.runtime.monitor import Monitor, Step
-from fp8plan.runtime.record import RunReader
+from fp8plan.runtime.record import RunReader, plain
+from fp8plan.runtime.record_shape import is_record
 from fp8plan.runtime.sinks import Callback, JsonLines
 from fp8plan.runtime.tokens import pack
 
@@ -220,16 +222,22 @@ def test_an_engine_that_cannot_say_what_runs_costs_no_step() -> None:
         {"seconds": 1.0, "prompt_lengths": [1, 2], "response_lengths": [3, None]},
         {"seconds": "1 s", "prompt_lengths": [1], "response_lengths": [[3]]},
         {3: b"4"},
+        {"model": 0},
     ],
 )
 @pytest.mark.parametrize("guarded", [False, True])
 def test_a_rollout_that_is_not_what_it_should_be_costs_no_step(rollout: dict[Any, Any], guarded: bool) -> None:
     taken: list[Any] = []
     monitor = Monitor(sinks=[Callback(taken.append)], guard=Guard(FACTS) if guarded else None)
-    with warnings.catch_warnings(record=True):
+    with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         step = monitor.step(*batch(), rollout=rollout)
+    assert "left out of the record" in " ".join(str(x.message) for x in told)
     assert (monitor.steps, [x["step"] for x in taken]) == (1, [1])
+    monitor.step(*batch())  # as if none had been given
+    assert set(taken[0]) == set(taken[1])
+    assert taken[0].get("model") == taken[1].get("model")
+    assert is_record(plain(taken[0]))
     assert step.verdict is None
     assert (taken[0]["guard"] is not None) == guarded
     assert runs.TOKENS_PER_S not in step.metrics
@@ -269,10 +277,54 @@ def test_constant_thresholds_are_those_of_the_settings_also_after_a_checkpoint_o
     assert after.step(*batch()).thresholds.tis == 5.0
 
 
+def test_a_resumed_monitor_has_its_own_limit_and_bounds() -> None:
+    before = Monitor(controller=AdaptiveThresholds(tis=8.0, warm_up=9, limit_kl=0.01))
+    before.step(*batch())
+    saved = before.state_dict()
+    for controller in (
+        AdaptiveThresholds(bounds=(1.05, 4.0), warm_up=9, limit_kl=0.5),
+        ConstantThresholds(2.0, None, 0.5),
+    ):
+        after = Monitor(controller=controller)
+        after.load_state_dict(saved)
+        step = after.step(*batch())
+        assert step.thresholds.tis == (4.0 if controller.tis is not None and hasattr(controller, "bounds") else 2.0)
+        assert step.metrics[runs.KL_LIMIT] == 0.5
+        assert after.steps == 2
+
+
+def test_only_the_threshold_that_the_mode_uses_is_controlled() -> None:
+    settings = CorrectionSettings(mode="mis", thresholds=Thresholds(10.0, (0.5, 2.0)))
+    for controller in (None, AdaptiveThresholds(band=(0.5, 2.0), noise=2.0, max_clipped=0.2)):
+        monitor = Monitor(settings, controller)
+        for seed in range(5):
+            step = monitor.step(*batch(seed, sigma=1.2))
+            assert step.thresholds.tis is None
+            assert "weight" not in step.decided.reason
+
+
+@pytest.mark.parametrize("threshold", [10.0, 1.0, "0.1_10"])
+def test_settings_of_verl_that_adaptive_thresholds_do_not_reach_stay_as_they_are(threshold: Any) -> None:
+    monitor = Monitor(from_verl({"rollout_is": "token", "rollout_is_threshold": threshold}))
+    steps = [monitor.step(*batch(seed, sigma=1.0)) for seed in range(3)]
+    assert {step.thresholds for step in steps} == {Thresholds(monitor.controller.tis, monitor.controller.band)}
+
+
+def test_an_engine_whose_rollout_cannot_be_seen_says_why() -> None:
+    taken: list[Any] = []
+    engine = Engine()
+    engine.guard_off = "boom"  # type: ignore[assignment]
+    monitor = Monitor(sinks=[Callback(taken.append)], engine=engine)  # type: ignore[arg-type]
+    with pytest.warns(RuntimeWarning, match="boom"):
+        monitor.step(*batch())
+    monitor.step(*batch())  # told already
+    assert [x["guard"]["off"] for x in taken] == ["boom", "boom"]
+
+
 def test_a_checkpoint_of_other_thresholds_or_of_another_grid_is_refused() -> None:
     band = CorrectionSettings(mode="icepop", thresholds=Thresholds(None, (0.5, 5.0)))
     saved = Monitor().state_dict()
-    with pytest.raises(ConfigError, match="same kind of thresholds"):
+    with pytest.raises(ConfigError, match="of the same thresholds"):
         Monitor(band).load_state_dict(saved)
     saved["controller"]["tail"] = [0.1, 0.0]
     with pytest.raises(ConfigError, match="a tail of 2 bounds"):
@@ -289,8 +341,11 @@ def test_an_engine_that_does_not_judge_itself_is_refused() -> None:
 
 def test_gradient_norms_are_told_and_saved() -> None:
     monitor, restored = Monitor(), Monitor()
-    for _ in range(10):
-        monitor.report_gradients(norm2_small=3.0, tokens_small=100, norm2_large=1.2, tokens_large=1000)
+    for _ in range(10):  # as clip_grad_norm_ gives them, and numpy
+        monitor.report_gradients(
+            norm2_small=torch.tensor(3.0), tokens_small=torch.tensor(100),  # type: ignore[arg-type]
+            norm2_large=np.float32(1.2), tokens_large=1000,  # type: ignore[arg-type]
+        )  # fmt: skip
     restored.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
     for one in (monitor, restored):
         reasons = [one.step(*batch()).decided.reason for _ in range(2)]
@@ -460,6 +515,8 @@ import json, os, sys, warnings
 from datetime import timedelta
 import torch
 from torch import distributed
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.correction import CorrectionSettings
 from fp8plan.runtime.exporters import Prometheus
 from fp8plan.runtime.monitor import Monitor
 from fp8plan.runtime.sinks import JsonLines
@@ -483,6 +540,12 @@ if rank == 1:
         actor.step(train, rollout, mask)
 with warnings.catch_warnings(record=True):  # a rollout that is no data is left out, and no rank waits for ever
     Monitor().step(train, rollout, mask, rollout={"seconds": 1.0, "date": object()} if rank == 0 else None)
+try:
+    Monitor(CorrectionSettings(veto=1e-4 if rank else None)).step(train, rollout, mask)
+except ConfigError as error:
+    assert "ranks correct with different settings: rank 0 has" in str(error)
+else:
+    raise AssertionError("different settings were taken")
 distributed.destroy_process_group()
 """
 

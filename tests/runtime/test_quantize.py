@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from importlib.util import find_spec
 from itertools import product
 
 import pytest
@@ -25,6 +24,8 @@ from fp8plan.runtime.quantize import (
 from fp8plan.runtime.quantize_groups import CopyTargets, QuantizeTargets
 
 torch = pytest.importorskip("torch")
+
+INTERPRETER = pytest.param("triton_interpreter", marks=pytest.mark.triton)
 
 E4M3 = torch.float8_e4m3fn
 NAN, INF = float("nan"), float("inf")
@@ -167,12 +168,12 @@ def test_gaussian_weights_come_back_within_2_64_percent() -> None:
     assert relative_error(weight * 0, *quantize(weight * 0)) == 0.0
 
 
-@pytest.fixture(params=["torch", "triton_interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["torch", INTERPRETER, pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where groups run. Triton's interpreter wants TRITON_INTERPRET=1, and a machine without a GPU."""
     if request.param == "triton_interpreter":
-        if find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
-            pytest.skip("needs Triton and TRITON_INTERPRET=1")
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            pytest.skip("needs TRITON_INTERPRET=1")
         interpret(monkeypatch)
     if request.param != "torch":
         monkeypatch.setattr("fp8plan.runtime.quantize_triton.ROUNDING", "exact")  # as the CPU, which the tests compare

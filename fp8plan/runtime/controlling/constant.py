@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from fp8plan.runtime.controlling.alarms import AlarmLimits, alarms
@@ -38,9 +38,13 @@ class ConstantThresholds:
         """The state before the first batch. Of a plan it takes the predicted range of KL."""
         return ControllerState(tis=self.tis, band=self.band, limit_kl=limit_kl(plan, self.limit_kl))
 
+    def resume(self, saved: ControllerState, fresh: ControllerState) -> ControllerState:
+        """A saved state under these settings and this plan's limit (of `fresh`, the state that `initial` gave)."""
+        return replace(saved, tis=self.tis, band=self.band, limit_kl=fresh.limit_kl)
+
     def update(self, state: ControllerState, mismatch: Mismatch) -> Update:
         """(thresholds for this very batch, state, what was decided and why)."""
-        thresholds = Thresholds(self.tis, self.band)  # not the state's: a checkpoint may be of other settings
+        thresholds = Thresholds(state.tis, state.band)
         if not usable(mismatch):
             return thresholds, state, NO_DATA
         seen = observed(state, mismatch, tail_tokens=0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import isfinite
+from math import inf, isfinite
 from typing import Final
 
 from fp8plan.errors import ConfigError
@@ -11,6 +11,7 @@ from fp8plan.runtime.controlling.state import ControllerState
 
 MEMORY: Final = 0.9  # of what earlier steps say: a single step says little, and the scale drifts over a run
 ENOUGH: Final = 10  # steps, before which nothing is said
+SPIKE: Final = 5.0  # times the noise so far: a step that shows more counts as if it had shown so much
 
 
 def noise_scale(norm2_small: float, tokens_small: float, norm2_large: float, tokens_large: float) -> float:
@@ -40,22 +41,30 @@ def heard(
     gradient2, noise = _parts(norm2_small, tokens_small, norm2_large, tokens_large)
     if not (isfinite(gradient2) and isfinite(noise)):
         return state
+    usual = state.gradient_noise * (1 - MEMORY) / (1 - MEMORY**state.gradients) if state.gradients >= ENOUGH else 0.0
+    part = min(1.0, SPIKE * usual / abs(noise)) if usual > 0 and noise else 1.0
     return replace(
         state,
         gradients=state.gradients + 1,
-        gradient2=MEMORY * state.gradient2 + gradient2,
-        gradient_noise=MEMORY * state.gradient_noise + noise,
+        gradient2=MEMORY * state.gradient2 + part * gradient2,
+        gradient_noise=MEMORY * state.gradient_noise + part * noise,
     )
 
 
 def measured(state: ControllerState) -> float | None:
-    """The noise scale, tokens, that the steps of a run have shown; None as long as they do not tell."""
-    told = state.gradients >= ENOUGH and state.gradient2 > 0 and state.gradient_noise > 0
-    return state.gradient_noise / state.gradient2 if told else None
+    """The noise scale, tokens, that the steps of a run have shown; None as long as they do not tell, infinite where no
+    gradient can be seen behind the noise."""
+    if state.gradients < ENOUGH or state.gradient_noise <= 0:
+        return None
+    return state.gradient_noise / state.gradient2 if state.gradient2 > 0 else inf
 
 
 def _parts(norm2_small: float, tokens_small: float, norm2_large: float, tokens_large: float) -> tuple[float, float]:
     """Unbiased estimates of |G|^2 and V, either of which may be negative."""
+    norm2_small, tokens_small, norm2_large, tokens_large = map(
+        float,
+        (norm2_small, tokens_small, norm2_large, tokens_large),  # tensors of one number, too
+    )
     if not 0 < tokens_small < tokens_large:
         raise ConfigError(f"batches of {tokens_small!r} and {tokens_large!r} tokens; allowed: 0 < small < large")
     gradient2 = (tokens_large * norm2_large - tokens_small * norm2_small) / (tokens_large - tokens_small)

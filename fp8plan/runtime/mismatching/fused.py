@@ -1,7 +1,7 @@
 """The passes over a batch on a GPU, each as one Triton kernel; torch's operations in tokens.py, one_pass.py and
 weights.py are the reference, and the only way on a CPU.
 
-Sequences are cut into tiles, one for each program. Sums over a tile are float64 and are added up by numpy, in order: a
+Sequences are cut into tiles, one for each program. Sums over a tile are float64 and are added up in one order: a
 GPU gives the same figures each time, but for the histogram's k3 of ratios beyond e^20. Weights are within 4 ulps of
 torch's, sums of log ratios and k3 equal to rtol 1e-9, sums of weights to 3e-7.
 

@@ -68,7 +68,7 @@ def measure(
 
 @triton.jit(do_not_specialize=["tiles"])
 def weigh(log_ratio, cuts, tiles, low, high, weights, inside, sums, BAND: tl.constexpr, BLOCK: tl.constexpr):
-    """weights: [tokens] float32, truncated at `high` or, with BAND, 0 where `inside` [tokens] uint8 is
+    """weights: [tokens] float32, truncated at `high` or, with BAND, 0 where `inside` [tokens] uint8 is 0
 
     sums: [7, tiles]: weight, raw ratio, weight^2; ratios above `high`, below `low`; smallest and largest weight
     """

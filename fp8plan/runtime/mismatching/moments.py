@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fp8plan.errors import ConfigError
 from fp8plan.model.arrays import FloatArray
 
 
@@ -35,7 +36,8 @@ class Moments:
             return cls()
         weights = np.ones(len(values)) if weights is None else weights
         count, total = float(weights.sum()), float(weights @ values)
-        return cls(count, total, float(weights @ (values - total / count) ** 2), values.min(), values.max())
+        spread = float(weights @ (values - total / count) ** 2)
+        return cls(count, total, spread, float(values.min()), float(values.max()))
 
     @classmethod
     def of_sums(cls, count: float, total: float, square: float, least: float = inf, largest: float = -inf) -> Moments:
@@ -80,12 +82,18 @@ def together(sums: list[Mapping[str, Moments]]) -> Sums:
     return {name: sum((one[name] for one in sums), Moments()) for name in sums[0]}
 
 
-def reduced(sums: Sums, group: Any = None) -> Sums:
-    """Of all ranks of `group` (None: all), each of which must call it; unchanged without torch.distributed."""
+def reduced(sums: Sums, settings: Any, group: Any = None) -> Sums:
+    """Of all ranks of `group` (None: all), each of which must call it; unchanged without torch.distributed.
+
+    Raises ConfigError, on all of them, if the settings with which sums were made are not the same.
+    """
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_initialized()):
         return sums
     found: list[Any] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(found, sums, group=group)
-    return together(found)
+    distributed.all_gather_object(found, (settings, sums), group=group)
+    if any(one != found[0][0] for one, _ in found):
+        told = "; ".join(f"rank {number} has {one}" for number, (one, _) in enumerate(found))
+        raise ConfigError(f"ranks correct with different settings: {told}; give the same to all")
+    return together([one for _, one in found])

@@ -1,4 +1,4 @@
-"""Sums (largest, smallest) over segments of packed tokens, chunk by chunk, and over ranks."""
+"""Sums (or the largest) over segments of packed tokens, chunk by chunk, and over ranks."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
     from fp8plan.runtime.tokens import Tokens
 
-_START = {"sum": 0.0, "max": -np.inf, "min": np.inf}
+_START = {"sum": 0.0, "max": -np.inf}
 
 
 class Segments:
     """One figure of each segment, while chunks of tokens come in order.
 
-    cuts: [segments + 1] where they begin, and where the last one ends; empty ones give 0, -infinity or infinity
+    cuts: [segments + 1] where they begin, and where the last one ends; empty ones give 0 or -infinity
     """
 
-    def __init__(self, cuts: IntArray, device: torch.device, reduce: Literal["sum", "max", "min"] = "sum") -> None:
+    def __init__(self, cuts: IntArray, device: torch.device, reduce: Literal["sum", "max"] = "sum") -> None:
         import torch
 
         self._cuts, self._reduce = cuts, reduce
@@ -43,7 +43,7 @@ class Segments:
         if self._reduce == "sum":
             into += found
         else:
-            into.copy_(torch.maximum(into, found) if self._reduce == "max" else torch.minimum(into, found))
+            into.copy_(torch.maximum(into, found))
 
     def numpy(self) -> FloatArray:
         """[segments] float64"""
