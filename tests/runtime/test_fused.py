@@ -161,20 +161,6 @@ def test_the_histogram_adds_up_without_rounding_whatever_the_order(device: str, 
         assert np.array_equal(one[name][bins], other[name][bins])
 
 
-def test_a_histogram_by_one_thread_a_token_is_the_same(
-    device: str, fused: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from fp8plan.runtime.mismatching import fused as module
-
-    train, rollout = (x.to(device) for x in extreme([900, 70]))
-    fused(True)
-    found = []
-    for lines in (True, False):
-        monkeypatch.setattr(module, "LINES", lines)
-        found.append(measure(pack(train, rollout, lengths=[900, 70])).values)
-    np.testing.assert_allclose(*found, rtol=1e-15)
-
-
 def test_versions_are_measured_apart(device: str, fused: Callable[[bool], None]) -> None:
     train, rollout = (x.to(device) for x in batch([700, 0, 90]))
     versions = torch.arange(790) // 100

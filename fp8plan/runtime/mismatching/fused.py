@@ -40,9 +40,8 @@ class Launch(NamedTuple):
     warps: int
 
 
-MEASURE, WEIGH, PACK = Launch(512, 2), Launch(2048, 4), Launch(2048, 4)
+MEASURE, WEIGH, PACK = Launch(256, 2), Launch(512, 1), Launch(1024, 2)
 COPIES = 64  # of the histogram; programs share them, so that few meet at one address
-LINES = True  # how a program adds to it: fused_kernels.measure
 
 
 class Tiles:
@@ -83,7 +82,7 @@ def measured(tokens: Tokens, pieces: IntArray) -> tuple[FloatArray, float, Float
     copies = torch.zeros(COPIES, BINS, kernels.ROW, dtype=torch.float64, device=device)
     sums = torch.empty(10, len(tiles), dtype=torch.float64, device=device)
     sides = tokens.log_ratio.contiguous(), tokens.train.contiguous()
-    tiles.run(kernels.measure, *sides, tiles.cuts, len(tiles), copies, sums, COPIES=COPIES, LINES=LINES)
+    tiles.run(kernels.measure, *sides, tiles.cuts, len(tiles), copies, sums, COPIES=COPIES)
     per_tile = sums[:3].cpu().numpy()
     squares, *near = sums[3:].sum(1).tolist()
     histogram = copies.sum(0)[:, :3].T.cpu().numpy().copy()
