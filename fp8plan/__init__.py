@@ -37,6 +37,7 @@ _HOME = {
     "Trace": "fp8plan.model.workload",
     "Trainer": "fp8plan.model.rl_step",
     "Workload": "fp8plan.model.workload",
+    "from_verl": "fp8plan.runtime.mismatching.verl",
     "gpu": "fp8plan.model.hardware",
     "load_profile": "fp8plan.model.profile",
     "plan": "fp8plan.model.planner",

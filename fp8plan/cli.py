@@ -200,10 +200,9 @@ def validate_command(
     from fp8plan.model.records import read_run
     from fp8plan.model.validate import validate
 
-    records, left_out = read_run(file)
-    result = validate(records, strict, progress=_progress("predicting"))
-    told = f"{left_out} of {left_out + len(records)} lines are left out: a Monitor's steps without a rollout"
-    _notes([*([told] if left_out else []), *result.warnings])
+    run = read_run(file)
+    result = validate(run.records, strict, progress=_progress("predicting"))
+    _notes([*run.left_out, *result.warnings])
     if as_json:
         print(json.dumps(result.to_dict(), indent=2, allow_nan=False))
     else:

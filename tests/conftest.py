@@ -36,7 +36,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 # A busy machine is slow, not wrong; tests of speed say so themselves. The same examples each time, so that a failure is
-# the change's that is under test; `make fuzz` draws others, and more of them.
+# the change's that is under test; `make fuzz` draws others, and more of them where a test does not say how many.
 settings.register_profile("unhurried", deadline=None, derandomize=True)
 settings.register_profile("fuzz", deadline=None, max_examples=300)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "unhurried"))

@@ -440,6 +440,9 @@ def test_validate_reads_a_run_that_is_being_written(fp8plan: Callable[..., Done]
     Path("records.jsonl").write_text(f"{record}\n{record[:-40]}")
     done = fp8plan("validate", "records.jsonl", "--json")
     assert len(json.loads(done.out)["records"]) == 1
+    assert "note: line 2, the last one, is left out: it breaks off" in done.err.splitlines()
+    Path("records.jsonl").write_text(record[:-1] + ",}")  # nothing else is there: not a run, but one that is wrong
+    refused(fp8plan("validate", "records.jsonl"), "line 1 of records.jsonl is not JSON")
     Path("records.jsonl").write_text(f"{record}\n{record[:-40]}\n{record}\n")
     refused(fp8plan("validate", "records.jsonl"), "line 2 of records.jsonl is not JSON")
 

@@ -7,11 +7,12 @@ kept, missing ones take vLLM's default.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from numbers import Real
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -63,11 +64,28 @@ def read_records(path: str | Path) -> list[Record]:
 
     Raises ConfigError naming the line and the field that cannot be used.
     """
-    return read_run(path)[0]
+    return read_run(path).records
 
 
-def read_run(path: str | Path) -> tuple[list[Record], int]:
-    """(the same, how many lines of steps without a rollout were left out)."""
+class Run(NamedTuple):
+    """without_rollout: lines of steps that had none; torn: number of a last line that breaks off, as in a run that is
+    being written, or was killed. Both are left out of `records`."""
+
+    records: list[Record]
+    without_rollout: int
+    torn: int | None
+
+    @property
+    def left_out(self) -> list[str]:
+        """Sentences on what was."""
+        lines = len(self.records) + self.without_rollout
+        steps = f"{self.without_rollout} of {lines} lines are left out: a Monitor's steps without a rollout"
+        torn = f"line {self.torn}, the last one, is left out: it breaks off"
+        return [*([steps] if self.without_rollout else []), *([torn] if self.torn else [])]
+
+
+def read_run(path: str | Path) -> Run:
+    """The same, with what was left out."""
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"there is no record file {file}")
@@ -75,10 +93,11 @@ def read_run(path: str | Path) -> tuple[list[Record], int]:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from None
-    records, left_out = [], 0
+    records, left_out, torn = [], 0, None
     lines = text.splitlines()
-    if lines and not text.endswith("\n") and _is_torn(lines[-1]):
-        lines.pop()  # of a run that is being written, or was killed
+    if len(lines) > 1 and not text.endswith("\n") and _is_torn(lines[-1]):
+        torn = len(lines)
+        lines.pop()
     for number, line in enumerate(lines, 1):
         if line.strip():
             fields = _parsed(line, number, file)
@@ -91,7 +110,7 @@ def read_run(path: str | Path) -> tuple[list[Record], int]:
         raise ConfigError(f"{file} has no records, only {left_out} steps of a Monitor without a rollout; {hint}")
     if not records:
         raise ConfigError(f"{file} has no records; it needs one JSON object per line")
-    return records, left_out
+    return Run(records, left_out, torn)
 
 
 def _is_torn(line: str) -> bool:
@@ -124,7 +143,7 @@ def _read(fields: dict[str, Any], number: int, file: Path) -> Record:
     if missing:
         raise ConfigError(f"{where} lacks {', '.join(missing)}; a record needs {', '.join(REQUIRED)}")
     try:
-        _check_kinds(fields)
+        check_kinds(fields)
         batch, seconds = _batch(fields), _seconds(fields)
         limits = _limits(fields).holding(batch.longest)
     except Fp8PlanError as error:
@@ -136,7 +155,8 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"it holds {name}; allowed: finite numbers, or null")
 
 
-def _check_kinds(fields: dict[str, Any]) -> None:
+def check_kinds(fields: Mapping[str, Any]) -> None:
+    """Raises ConfigError that names a field of a rollout record of the wrong kind, or an engine that is not ours."""
     for name, kind in KINDS.items():
         value = fields.get(name)
         if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):

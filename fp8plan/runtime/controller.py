@@ -3,6 +3,7 @@
     controller = AdaptiveThresholds(noise_tokens=250_000)         frozen settings
     state = controller.initial(plan)                              explicit state, saved with the checkpoint
     thresholds, state, decided = controller.update(state, mismatch)           pure; thresholds for this very batch
+    state = controller.resume(ControllerState.from_dict(saved), controller.initial(plan))        from state.to_dict()
 
 What a threshold trades. Cutting large ratios takes variance out of the gradient and puts bias in. C does not change
 this step's mismatch, which comes from outside with drifts, steps and spikes: there is no loop to close, only a best C
@@ -152,7 +153,8 @@ class AdaptiveThresholds:
         return self._within(ControllerState(tis=tis, band=band, low=low, limit_kl=limit_kl(plan, self.limit_kl)))
 
     def resume(self, saved: ControllerState, fresh: ControllerState) -> ControllerState:
-        """A saved state within these bounds and under this plan's limit (of `fresh`, the state that `initial` gave).
+        """A saved state within these bounds, with this band's lower end and this plan's limit (of `fresh`, the state
+        that `initial` gave).
 
         Raises ConfigError if it controls other thresholds than these settings.
         """
@@ -162,7 +164,7 @@ class AdaptiveThresholds:
                     f"the saved state has {name}={getattr(saved, name)!r}, these settings {getattr(fresh, name)!r}; "
                     "allowed: the state of a controller of the same thresholds"
                 )
-        return self._within(replace(saved, limit_kl=fresh.limit_kl))
+        return self._within(replace(saved, limit_kl=fresh.limit_kl, low=fresh.low))
 
     def _within(self, state: ControllerState) -> ControllerState:
         lower, upper = self.bounds

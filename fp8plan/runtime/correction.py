@@ -14,7 +14,7 @@ bypass     it does not: train_logprobs are the current policy's, in each micro-b
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -93,8 +93,11 @@ class Correction:
         return {f"rollout_corr/{name}": value for name, value in found.items()}
 
     def reduced(self, group: Any = None) -> Correction:
-        """The same weights and mask, with the figures of all ranks of `group` (None: all). Every rank must call it."""
-        return replace(self, sums=reduced(self.sums, self.settings, group))
+        """The same weights and mask, with the figures of all ranks of `group` (None: all), each of which must call it.
+
+        Raises ConfigError, on all ranks, if they corrected with different settings.
+        """
+        return replace(self, sums=reduced(self.sums, asdict(self.settings), group))
 
 
 @one_thread()

@@ -10,9 +10,8 @@ size. Weights and mask are then cut as everything else is. Over ranks, divide by
 
 The order is: pack; measure, reduced over the ranks; the controller decides; correct with the thresholds just decided;
 the guard judges the rollout; the sinks get the record. With torch.distributed every rank calls `step`, also one without
-tokens; as the sums are reduced before the controller sees them, all have the same thresholds. The first rank of the
-group alone writes, and what goes wrong there stops none of them. Make the monitor after the process group, or let the
-launcher say RANK: files are opened when it is made.
+tokens. The first rank of the group decides for all, and alone writes; what goes wrong there while it writes stops none
+of them. Make the monitor after the process group, or let the launcher say RANK: files are opened when it is made.
 """
 
 from __future__ import annotations
@@ -21,19 +20,20 @@ import operator
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Self
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime import run_record
 from fp8plan.runtime.controller import AdaptiveThresholds, ConstantThresholds, ControllerState, Decided
+from fp8plan.runtime.controlling.constant import Update
 from fp8plan.runtime.controlling.noise import heard
 from fp8plan.runtime.correction import CorrectionSettings, Thresholds, correct
 from fp8plan.runtime.guarding.facts import EngineFacts, Observation
 from fp8plan.runtime.judge import Judged, judged
 from fp8plan.runtime.mismatch import Mismatch, measure
-from fp8plan.runtime.ranks import rank
+from fp8plan.runtime.ranks import gathered, rank, refuse_other_settings
 from fp8plan.runtime.sinks import Sink, Sinks, warn
 from fp8plan.runtime.tokens import pack
 
@@ -145,14 +145,16 @@ class Monitor:
         number:   of the step, in the record; None: one more than before
 
         Weights made inside torch.inference_mode cannot be used in a loss: use torch.no_grad there.
-        Raises ConfigError for log-probs that do not fit together, and for a number that is none; nothing is changed
-        then. A rollout that is not what it should be is left out of the record, with a warning.
+        Raises ConfigError for log-probs that do not fit together, for a number that is none, and for settings that are
+        not the same on all ranks; nothing is changed then. A rollout that is not what it should be is left out of the
+        record, with a warning.
         """
         begun = time.perf_counter()
         done = self.steps + 1 if number is None else _whole(number)
+        rollout = self._checked(rollout, done)
         tokens = pack(train_logprobs, rollout_logprobs, mask, lengths)
         mismatch = measure(tokens, versions).reduced(self.group).metrics()
-        thresholds, state, decided = self.controller.update(self.state, mismatch)
+        thresholds, state, decided = self._agreed(self.controller.update(self.state, mismatch))
         correction = correct(tokens, replace(self.settings, thresholds=thresholds), self.group)
         of_correction = run_record.correction_metrics(correction.reduced(self.group))
         # What follows raises nothing: the other ranks have gone on.
@@ -171,15 +173,32 @@ class Monitor:
             self._sinks.write(self._record(done, step, rollout, found))
         return step
 
+    def _agreed(self, own: Update) -> Update:
+        """The first rank's update. All work out the same from the same sums, but for how their CPUs round, and for what
+        one of them alone was told: gradient norms, or a checkpoint.
+
+        Raises ConfigError, on all ranks, if they correct in different ways.
+        """
+        ways = {name: value for name, value in asdict(self.settings).items() if name != "thresholds"}
+        found = gathered((ways, own), self.group)
+        refuse_other_settings([one for one, _ in found])
+        update: Update = found[0][1]
+        return update
+
+    def _checked(
+        self, rollout: Observation | Mapping[str, Any] | None, number: int
+    ) -> Observation | Mapping[str, Any] | None:
+        """The rollout of a step, or None, with a warning, in the place of one that cannot be."""
+        try:
+            return run_record.checked(rollout)
+        except Exception as error:
+            self._warn_once("rollout", f"the rollout of step {number} is left out of the record: {error}")
+            return None
+
     def _record(
         self, number: int, step: Step, rollout: Observation | Mapping[str, Any] | None, found: Judged
     ) -> dict[str, Any]:
-        shown: Observation | dict[str, Any] | None = found.observation
-        if isinstance(rollout, Mapping):
-            try:
-                shown = run_record.checked(rollout)
-            except Exception as error:
-                self._warn_once("rollout", f"the rollout of step {number} is left out of the record: {error}")
+        shown = rollout if isinstance(rollout, Mapping) else found.observation
         off = None if self.guard is None and self.engine is None else found.off
         return run_record.record_of(number, step, self._running(), self.guard, off, shown)
 
@@ -189,7 +208,8 @@ class Monitor:
         """What a step's gradient norms say of its noise, which AdaptiveThresholds weigh against bias: one call a step.
 
         norm2_*: squared norm of the gradient of a loss that is a mean over tokens, before clipping: of one micro-batch
-                 or rank (small) and of the whole batch (large), with their numbers of tokens; on every rank the same
+                 or rank (small) and of the whole batch (large), with their numbers of tokens. A mean of norm2_small
+                 over micro-batches or ranks is better than one of them. The first rank's count, as it decides for all
         Norms that are not finite are left out. Raises ConfigError if tokens_small >= tokens_large.
         """
         self.state = heard(self.state, norm2_small, tokens_small, norm2_large, tokens_large)
@@ -236,7 +256,7 @@ class Monitor:
         if self.engine is not None:
             found = self._by_engine(self.engine, mismatch)
             return found._replace(observation=rollout) if isinstance(rollout, Observation) else found
-        if rollout is None or (isinstance(rollout, Mapping) and "seconds" not in rollout):
+        if rollout is None or (isinstance(rollout, Mapping) and rollout.get("seconds") is None):
             return Judged()
 
         def observe() -> Observation:

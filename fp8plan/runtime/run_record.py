@@ -17,15 +17,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan import runs
 from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.profile import ENGINE
-from fp8plan.model.records import LIMITS
+from fp8plan.model.records import LIMITS, check_kinds
 from fp8plan.runtime.record import now, plain
-from fp8plan.runtime.record_shape import is_record
 
 if TYPE_CHECKING:
     from fp8plan.runtime.controller import ControllerState
@@ -36,6 +35,11 @@ if TYPE_CHECKING:
     from fp8plan.runtime.monitor import Step
 
 Metrics = dict[str, float | None]
+
+# Of a record, whatever a rollout says.
+OWN: Final = {
+    "step", "date", "thresholds", "decision", "reason", "alarms", "escalate", "metrics", "profile", "versions", "guard",
+}  # fmt: skip
 
 
 def record_of(
@@ -69,14 +73,25 @@ def record_of(
     }
 
 
-def checked(rollout: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a rollout record, as JSON has them. Raises for what no reader of the run file would take."""
-    fields = plain(rollout)
-    if not is_record({"step": 1, "metrics": {}} | fields):
-        raise ConfigError("a field has another type than the records of rollouts have")
-    if fields.get("seconds") is not None:
-        observation(fields)
-    return dict(fields)
+def checked(rollout: Any) -> Observation | dict[str, Any] | None:
+    """An Observation, None, or the fields of a rollout record as JSON has them, less those that are the Monitor's.
+
+    Raises ConfigError for what no reader of the run file would take.
+    """
+    from fp8plan.runtime.guarding.facts import Observation
+
+    if rollout is None or isinstance(rollout, Observation):
+        return rollout
+    if not isinstance(rollout, Mapping):
+        raise ConfigError(
+            f"it is a {type(rollout).__name__}; allowed: the fields of a rollout record, or an Observation, as "
+            "fp8plan.runtime.guarding.facts.observation_of(outputs, seconds) gives it"
+        )
+    found = {name: value for name, value in plain(rollout).items() if name not in OWN}
+    check_kinds(found)
+    if found.get("seconds") is not None:
+        observation(found)
+    return found
 
 
 def mismatch_metrics(mismatch: Mismatch) -> Metrics:
@@ -140,10 +155,13 @@ def rollout_fields(rollout: Observation | Mapping[str, Any] | None, facts: Engin
 
 
 def observation(record: Mapping[str, Any]) -> Observation:
-    """What the guard needs, from the fields of a rollout record. Raises ConfigError as Observation does, and TypeError
-    for a record that lacks its seconds or lengths."""
+    """What the guard needs, from the fields of a rollout record. Raises ConfigError as Observation does, and for a
+    record that lacks its seconds or lengths."""
     from fp8plan.runtime.guarding.facts import Observation
 
+    missing = [name for name in ("seconds", "prompt_lengths", "response_lengths") if record.get(name) is None]
+    if missing:
+        raise ConfigError(f"a rollout with its seconds lacks {', '.join(missing)}; give the tokens of each response")
     known = {field.name for field in fields(Observation)} - {"kv_cache_tokens"}
     given = {name: value for name, value in plain(record).items() if name in known and value is not None}
     return Observation(**given, kv_cache_tokens=record.get("measured_kv_cache_tokens"))

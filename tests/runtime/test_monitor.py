@@ -221,18 +221,23 @@ def test_an_engine_that_cannot_say_what_runs_costs_no_step() -> None:
         {"seconds": 1.0, "started": object()},
         {"seconds": 1.0, "prompt_lengths": [1, 2], "response_lengths": [3, None]},
         {"seconds": "1 s", "prompt_lengths": [1], "response_lengths": [[3]]},
+        {"seconds": 1.0},
+        {"seconds": 1.0, "prompt_lengths": [1], "response_lengths": [2], "preemptions": 1.5},
+        {"max_num_seqs": "64"},
         {3: b"4"},
         {"model": 0},
+        [{"seconds": 1.0}],
     ],
 )
 @pytest.mark.parametrize("guarded", [False, True])
-def test_a_rollout_that_is_not_what_it_should_be_costs_no_step(rollout: dict[Any, Any], guarded: bool) -> None:
+def test_a_rollout_that_is_not_what_it_should_be_costs_no_step(rollout: Any, guarded: bool) -> None:
     taken: list[Any] = []
     monitor = Monitor(sinks=[Callback(taken.append)], guard=Guard(FACTS) if guarded else None)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         step = monitor.step(*batch(), rollout=rollout)
-    assert "left out of the record" in " ".join(str(x.message) for x in told)
+    assert len(told) == 1
+    assert "left out of the record" in str(told[0].message)
     assert (monitor.steps, [x["step"] for x in taken]) == (1, [1])
     monitor.step(*batch())  # as if none had been given
     assert set(taken[0]) == set(taken[1])
@@ -240,6 +245,24 @@ def test_a_rollout_that_is_not_what_it_should_be_costs_no_step(rollout: dict[Any
     assert is_record(plain(taken[0]))
     assert step.verdict is None
     assert (taken[0]["guard"] is not None) == guarded
+    assert runs.TOKENS_PER_S not in step.metrics
+
+
+def test_fields_of_a_rollout_that_are_the_monitors_own_are_not_the_callers() -> None:
+    given = {"seconds": 1.0, "prompt_lengths": [3], "response_lengths": [5], "boot": "a1"}
+    theirs = {"date": time.time(), "step": "seven", "metrics": {"mine": {}}, "profile": "fast", "alarms": 0}
+    for guard in (None, Guard(FACTS)):
+        taken: list[Any] = []
+        Monitor(sinks=[Callback(taken.append)], guard=guard).step(*batch(), rollout=given | theirs)
+        assert {name: taken[0][name] for name in given} == given
+        assert is_record(plain(taken[0]))
+        assert taken[0]["step"] == 1
+
+
+@pytest.mark.parametrize("guard", [None, Guard(FACTS)])
+def test_a_rollout_that_was_not_timed_is_none(guard: Any) -> None:
+    step = Monitor(guard=guard).step(*batch(), rollout={"seconds": None, "boot": "a1"})  # a warning would be an error
+    assert step.verdict is None
     assert runs.TOKENS_PER_S not in step.metrics
 
 
@@ -293,6 +316,21 @@ def test_a_resumed_monitor_has_its_own_limit_and_bounds() -> None:
         assert after.steps == 2
 
 
+@pytest.mark.parametrize("controller", [AdaptiveThresholds, ConstantThresholds])
+def test_a_resumed_band_has_the_lower_end_of_the_settings(controller: Any) -> None:
+    def monitor(low: float) -> Monitor:
+        settings = CorrectionSettings(mode="mis", thresholds=Thresholds(None, (low, 2.0)))
+        return Monitor(settings, controller(None, (low, 2.0)))
+
+    for before, now in ((0.5, 0.1), (0.1, 0.5)):
+        old, new, fresh = monitor(before), monitor(now), monitor(now)
+        for seed in range(5):
+            old.step(*batch(seed))
+        new.load_state_dict(old.state_dict())
+        bands = [[one.step(*batch(seed)).thresholds.band for seed in range(5, 11)][-1] for one in (new, fresh)]
+        assert bands[0][0] == bands[1][0] == now
+
+
 def test_only_the_threshold_that_the_mode_uses_is_controlled() -> None:
     settings = CorrectionSettings(mode="mis", thresholds=Thresholds(10.0, (0.5, 2.0)))
     for controller in (None, AdaptiveThresholds(band=(0.5, 2.0), noise=2.0, max_clipped=0.2)):
@@ -305,9 +343,12 @@ def test_only_the_threshold_that_the_mode_uses_is_controlled() -> None:
 
 @pytest.mark.parametrize("threshold", [10.0, 1.0, "0.1_10"])
 def test_settings_of_verl_that_adaptive_thresholds_do_not_reach_stay_as_they_are(threshold: Any) -> None:
-    monitor = Monitor(from_verl({"rollout_is": "token", "rollout_is_threshold": threshold}))
+    settings = from_verl({"rollout_is": "token", "rollout_is_threshold": threshold})
+    monitor = Monitor(settings)
     steps = [monitor.step(*batch(seed, sigma=1.0)) for seed in range(3)]
-    assert {step.thresholds for step in steps} == {Thresholds(monitor.controller.tis, monitor.controller.band)}
+    used, other = ("tis", "band") if settings.mode == "tis" else ("band", "tis")
+    assert {getattr(step.thresholds, used) for step in steps} == {getattr(settings.thresholds, used)}
+    assert {getattr(step.thresholds, other) for step in steps} == {None}
 
 
 def test_an_engine_whose_rollout_cannot_be_seen_says_why() -> None:
@@ -540,12 +581,26 @@ if rank == 1:
         actor.step(train, rollout, mask)
 with warnings.catch_warnings(record=True):  # a rollout that is no data is left out, and no rank waits for ever
     Monitor().step(train, rollout, mask, rollout={"seconds": 1.0, "date": object()} if rank == 0 else None)
-try:
-    Monitor(CorrectionSettings(veto=1e-4 if rank else None)).step(train, rollout, mask)
-except ConfigError as error:
-    assert "ranks correct with different settings: rank 0 has" in str(error)
-else:
-    raise AssertionError("different settings were taken")
+for name, value in (("veto", 1e-4), ("batch_normalize", True)):
+    other = Monitor(CorrectionSettings(**({name: value} if rank else {})))
+    for _ in range(2):
+        try:
+            other.step(train, rollout, mask)
+        except ConfigError as error:
+            assert f"ranks correct with different settings: rank 0 has {name}=" in str(error), error
+        else:
+            raise AssertionError("different settings were taken")
+    assert other.steps == 0
+# One rank alone was told of gradient norms, and another has a checkpoint: the first decides for all.
+one = Monitor()
+if rank:
+    one.load_state_dict(dict(monitor.state_dict(), steps=0))
+for number, (train, rollout, mask) in enumerate(batches * 5):
+    if rank == 0:
+        one.report_gradients(norm2_small=3.0, tokens_small=100, norm2_large=1.2, tokens_large=1000)
+    step = one.step(train, rollout, mask)
+    print(json.dumps([{"tis": step.thresholds.tis, "gradients": one.state.gradients}]))
+    assert one.state.gradients == number + 1
 distributed.destroy_process_group()
 """
 
@@ -579,6 +634,9 @@ def test_figures_of_ranks_are_those_of_one_process_and_one_rank_writes(tmp_path:
     said = [process.communicate(timeout=120)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0]
     one, other = ([json.loads(x) for x in text.splitlines() if x.startswith("[")] for text in said)
+    assert one[4:] == other[4:]
+    assert len({step["tis"] for (step,) in one[4:]}) > 3
+    one, other = one[:4], other[:4]
     alone = [Monitor(), *(Monitor(x) for x in settings)]
     rows = rows_of(tmp_path / "run.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]  # by one rank alone

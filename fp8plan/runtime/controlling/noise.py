@@ -11,7 +11,9 @@ from fp8plan.runtime.controlling.state import ControllerState
 
 MEMORY: Final = 0.9  # of what earlier steps say: a single step says little, and the scale drifts over a run
 ENOUGH: Final = 10  # steps, before which nothing is said
-SPIKE: Final = 5.0  # times the noise so far: a step that shows more counts as if it had shown so much
+# Times what is usual: a step that shows more noise or more gradient counts as if it had shown so much. A micro-batch
+# that spikes shows as noise if it is the one that is told, else as gradient, and there are many others.
+SPIKE: Final = 5.0
 
 
 def noise_scale(norm2_small: float, tokens_small: float, norm2_large: float, tokens_large: float) -> float:
@@ -41,8 +43,12 @@ def heard(
     gradient2, noise = _parts(norm2_small, tokens_small, norm2_large, tokens_large)
     if not (isfinite(gradient2) and isfinite(noise)):
         return state
-    usual = state.gradient_noise * (1 - MEMORY) / (1 - MEMORY**state.gradients) if state.gradients >= ENOUGH else 0.0
-    part = min(1.0, SPIKE * usual / abs(noise)) if usual > 0 and noise else 1.0
+    part = 1.0
+    if state.gradients >= ENOUGH and state.gradient_noise > 0:
+        mean = (1 - MEMORY) / (1 - MEMORY**state.gradients)
+        usual = mean * state.gradient_noise
+        whole = mean * max(state.gradient2, 0.0) + usual / float(tokens_large)  # squared norm of a batch's gradient
+        part = min(1.0, *(SPIKE * most / abs(x) for most, x in ((usual, noise), (whole, gradient2)) if x))
     return replace(
         state,
         gradients=state.gradients + 1,

@@ -86,8 +86,10 @@ class Observation:
             _check_number(name, getattr(self, name), above_zero=name == "seconds", optional=name != "seconds")
         for name in ("preemptions", "compiled_files", "kv_cache_tokens"):
             value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ConfigError(f"{name} is {value!r}; allowed: a whole number of at least 0")
+            if value is not None:
+                if not 0 <= value == value // 1:
+                    raise ConfigError(f"{name} is {value!r}; allowed: a whole number of at least 0")
+                object.__setattr__(self, name, int(value))  # Prometheus' counters are floats
         for name in ("prompt_lengths", "response_lengths"):
             object.__setattr__(self, name, _lengths(name, getattr(self, name)))
         ids = range(len(self.prompt_lengths)) if self.prompt_ids is None else self.prompt_ids

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8plan.errors import ConfigError
 from fp8plan.model.arrays import FloatArray
+from fp8plan.runtime.ranks import gathered, refuse_other_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +82,11 @@ def together(sums: list[Mapping[str, Moments]]) -> Sums:
     return {name: sum((one[name] for one in sums), Moments()) for name in sums[0]}
 
 
-def reduced(sums: Sums, settings: Any, group: Any = None) -> Sums:
+def reduced(sums: Sums, settings: Mapping[str, Any], group: Any = None) -> Sums:
     """Of all ranks of `group` (None: all), each of which must call it; unchanged without torch.distributed.
 
     Raises ConfigError, on all of them, if the settings with which sums were made are not the same.
     """
-    from torch import distributed
-
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return sums
-    found: list[Any] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(found, (settings, sums), group=group)
-    if any(one != found[0][0] for one, _ in found):
-        told = "; ".join(f"rank {number} has {one}" for number, (one, _) in enumerate(found))
-        raise ConfigError(f"ranks correct with different settings: {told}; give the same to all")
+    found = gathered((settings, sums), group)
+    refuse_other_settings([one for one, _ in found])
     return together([one for _, one in found])
