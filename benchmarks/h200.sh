@@ -16,26 +16,19 @@ sync() {
         --output "$out/weight_sync.jsonl" --parts steps bare guard scales sleep fp8_in equal > "$out/sync.log" 2>&1
 }
 
-# probe -> probe/: a small model with structure is trained here, then each precision is measured on it. Two at a time;
-# vLLM refuses to start where another process frees memory meanwhile, so what failed is tried again alone.
+# probe -> probe/: a small model with structure is trained here, then each precision is measured on it: one after the
+# other, as vLLM takes what another process has of the GPU for its own and finds nothing left.
 probe() {
-    local precision
+    local precision model=/tmp/structured
     mkdir -p "$out/probe"
     timeout 400 python3 -m fp8plan.runtime.measure.structured_model --size large --output "$model" --device cuda \
         > "$out/train.log" 2>&1
     cp "$model/training.json" "$out/probe"
-    probe_one bf16 & probe_one fp8_block+fp8_kv & wait
-    probe_one fp8_kv & probe_one fp8_block & wait
     for precision in bf16 fp8_block fp8_kv fp8_block+fp8_kv; do
-        grep -q kl_k3 "$out/probe/$precision.json" || probe_one "$precision"
+        timeout 420 python3 -m fp8plan.cli probe "$model" --gpu h200 --precision "$precision" \
+            --prompts "$model/prompts.jsonl" --samples 4 --max-tokens 384 --gpu-memory-utilization 0.35 --json \
+            --observations "$out/probe/$precision.csv" > "$out/probe/$precision.json" 2> "$out/probe_$precision.log"
     done
-}
-
-model=/tmp/structured
-probe_one() {
-    timeout 420 python3 -m fp8plan.cli probe "$model" --gpu h200 --precision "$1" --prompts "$model/prompts.jsonl" \
-        --samples 4 --max-tokens 384 --gpu-memory-utilization 0.35 --json --observations "$out/probe/$1.csv" \
-        > "$out/probe/$1.json" 2> "$out/probe_$1.log"
 }
 
 # correction -> correction.jsonl

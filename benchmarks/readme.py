@@ -15,7 +15,9 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import accuracy_tables  # noqa: E402
 import baselines_table  # noqa: E402
+import correction_gpu_table  # noqa: E402
 import correction_speed  # noqa: E402
+import probe_table  # noqa: E402
 import weight_sync_table  # noqa: E402
 from control import report as control_report  # noqa: E402
 from speed import RESULTS, table  # noqa: E402
@@ -54,6 +56,8 @@ def blocks() -> dict[str, str]:
     made["accuracy"] = accuracy_tables.tables(measured)
     made["baselines"] = baselines_table.table(measured.records, baselines_table.read_lines(baselines_table.BASELINES))
     made["corrections"] = correction_speed.table()
+    made["corrections on a GPU"] = correction_gpu_table.table()
+    made["probe"] = probe_table.table()
     made["control"] = control_report.short_table()
     return made | weight_sync_table.tables()
 

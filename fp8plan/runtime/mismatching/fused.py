@@ -2,18 +2,17 @@
 weights.py are the reference, and the only way on a CPU.
 
 Sequences are cut into tiles, one for each program. Sums over a tile are float64 and are added up in one order: a
-GPU gives the same figures each time, but for the histogram's k3 of ratios beyond e^20. Weights are within 4 ulps of
+GPU gives the same figures each time, but for the histogram's k3 of ratios beyond e^20. Weights are within 2 ulps of
 torch's, sums of log ratios and k3 equal to rtol 1e-9, sums of weights to 3e-7.
 
-What limits them on an H200 (4.3 TB/s copied, 132 SMs; modelled, not measured), for 10.5 million tokens:
+What they take on an H200, for 10.5 million tokens of 1,536 x 20,480 (benchmarks/results/correction_h200.jsonl):
 
-weighed   8 bytes a token, 20 us (9 with a band); 65 instructions for 32 tokens, 23 us
-packed    two bytes of mask for each place of the padded form, 20 bytes for each kept token: 273 MB, 63 us for 1,536 x
-          20,480 a third full; and the wait for the number of tokens between its kernels
-unpacked  4 bytes for each place that is filled, a byte of mask twice, 8 bytes for each kept token: 273 MB, 63 us
-measured  8 bytes a token, 20 us; but 240 instructions for 32 tokens take 0.1 ms, and the histogram adds to one line
-          of 32 bytes in L2 for each token: at 30 to 150 G lines a second, 0.07 to 0.35 ms. Triton has no atomics in
-          shared memory, which would do that in a tenth of the time
+weighed   8 bytes a token, 28 us: 78% of the rate of a copy of as many bytes
+packed    two bytes of mask for each place of the padded form, 20 bytes for each kept token: 20 us to count, 76 (77%) to
+          gather; and the wait for the number of tokens between the two
+unpacked  4 bytes for each place that is filled, a byte of mask twice, 8 bytes for each kept token: 20 and 43 us (68%)
+measured  8 bytes a token, 211 us (10%). Most of it brings three numbers of each token to the histogram, which is in L2,
+          as Triton has no atomics in shared memory: without a mismatch, so with nothing to add there, it takes 170 us
 """
 
 from __future__ import annotations

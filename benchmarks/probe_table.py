@@ -1,0 +1,72 @@
+"""The mismatch of four precisions, measured on an H200 on a small model that was trained there, from committed files.
+
+    python benchmarks/probe_table.py profiles/h200_sxm/vllm-0.26.0/probe
+
+What made them: `bash benchmarks/h200.sh FOLDER probe`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+MEASURED = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0" / "probe"
+PRECISIONS = ("bf16", "fp8_kv", "fp8_block", "fp8_block+fp8_kv")
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """precision -> what the probe said of it; and "training" -> of the model."""
+    found = {name: json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in PRECISIONS}
+    return found | {"training": json.loads((folder / "training.json").read_text(encoding="utf-8"))}
+
+
+def table(folder: Path = MEASURED) -> str:
+    """A row for each precision, and what was measured with."""
+    found = read(folder)
+    rows = {name: found[name]["precisions"][0] for name in PRECISIONS}
+    floor = rows["bf16"]["figures"]["kl_k3"]["value"]
+    lines = [
+        "| precision | KL k3 (90%) | of bf16's | raw ESS | tokens beyond 2x (90%) | expected (90%) | tokens |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        figures = row["figures"]
+        lines.append(
+            f"| {name} | {_spread(figures['kl_k3'])} | {figures['kl_k3']['value'] / floor:.1f}x | "
+            f"{figures['ess_raw']['value']:.4f} | {_shares(figures['ratio_above_2'])} | {_spread(row['predicted'])} | "
+            f"{row['tokens']:,} |"
+        )
+    return "\n".join([*lines, "", _about(found, rows)])
+
+
+def _about(found: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> str:
+    training, probe = found["training"], found["bf16"]
+    scales = sorted({str(row["facts"]["kv_scales"]) for row in rows.values()} - {"None"})
+    return (
+        f"{training['parameters'] / 1e6:.0f}M parameters, trained to a loss of {training['last_loss']:.2f}; "
+        f"{probe['prompts']} prompts x {probe['samples']} samples of at most {probe['max_tokens']} tokens, temperature "
+        f"{probe['temperature']:g}; KV scales from {', '.join(scales)}; vLLM {probe['engine_version']} on one "
+        f"{probe['gpu']} against {probe['reference']}, {probe['date']}."
+    )
+
+
+def _spread(found: Mapping[str, float] | None) -> str:
+    return "-" if found is None else f"{found['value']:.2e} ({found['low']:.2e}-{found['high']:.2e})"
+
+
+def _shares(found: Mapping[str, float]) -> str:
+    return f"{found['value']:.3%} ({found['low']:.3%}-{found['high']:.3%})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", default=MEASURED)
+    print(table(parser.parse_args().folder))
+
+
+if __name__ == "__main__":
+    main()
