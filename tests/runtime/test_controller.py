@@ -299,6 +299,8 @@ def test_the_noise_that_steps_tell_is_the_one_that_the_law_takes():
         spiked = noise.heard(state, **{**norms(), name: 100 * norms()[name]})
         assert 0.3 * true < noise.measured(spiked) < 5 * true
     assert noise.heard(state, **{**norms(), "norm2_large": float("inf")}) == state
+    still = noise.heard(state, **norms() | {"norm2_small": 0.0, "norm2_large": 0.0})  # nothing to learn from
+    assert noise.measured(still) == pytest.approx(noise.measured(state))
     state = ControllerState.from_dict(json.loads(json.dumps(state.to_dict())))
     _, told, decided = after(controller, [SEEN[0.8]] * 4, state)
     informed = replace(controller, noise_tokens=noise.measured(state))
