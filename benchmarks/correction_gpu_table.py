@@ -59,7 +59,7 @@ def table(path: Path = RESULTS) -> str:
     copy = max(r["gb_per_s"] for r in rows if r["what"] == "copy")
     tokens = next(r["tokens"] for r in rows if "kernel" in r)
     about = (
-        f"{tokens:,} tokens, padded 1,536 x 20,480; copy {copy:,.0f} GB/s; one {machine['gpu']}, driver "
+        f"{tokens:,} tokens, padded 1,536 x 20,480; copy {copy:,.0f} GB/s; one {machine['gpu_product']}, driver "
         f"{machine['driver']}, torch {machine['torch_version']}, triton {machine['triton_version']}, "
         f"{machine['date'][:10]}."
     )

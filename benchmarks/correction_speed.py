@@ -42,17 +42,10 @@ CONFIG = {
 
 def batch(rows: int, length: int) -> tuple[Any, Any, Any]:
     """(train, rollout, mask) [rows, length]: log-normal lengths, a third of the tokens valid, mask int64 as in verl."""
-    import torch
+    from fp8plan.runtime.measure.correction import padded
 
-    torch.manual_seed(0)
-    lengths = torch.empty(rows).log_normal_(0.0, 0.9)
-    lengths = (lengths * (rows * length / 3) / lengths.sum()).clamp_(1, length)
-    for _ in range(20):  # what the clamp took is given to the others
-        lengths = (lengths * (rows * length / 3) / lengths.sum()).clamp_(1, length)
-    mask = (torch.arange(length) < lengths[:, None]).long()
-    rollout = torch.empty(rows, length).exponential_(2.0).neg_()
-    train = torch.randn(rows, length).mul_(0.05).add_(rollout)
-    return train, rollout, mask
+    train, rollout, mask = padded(rows, length, 0, "cpu")
+    return train, rollout, mask.long()
 
 
 def verl(config: dict[str, Any]) -> Callable[[Any, Any, Any], Any]:

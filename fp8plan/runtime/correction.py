@@ -21,7 +21,7 @@ import numpy as np
 
 from fp8plan.runtime.mismatching.moments import Moments, Sums, reduced
 from fp8plan.runtime.mismatching.rejection import rejected
-from fp8plan.runtime.mismatching.segments import Segments
+from fp8plan.runtime.mismatching.segments import lost
 from fp8plan.runtime.mismatching.settings import CorrectionSettings, Rejection, Thresholds
 from fp8plan.runtime.mismatching.threads import one_thread
 from fp8plan.runtime.mismatching.verl import effective, is_metrics, rs_metrics
@@ -129,12 +129,7 @@ def _both(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor 
 def _kept(tokens: Tokens, live: torch.Tensor | None) -> Sums:
     """Tokens that are alive (None: all), and sequences that have any."""
     lengths = tokens.lengths.numpy()
-    dead = np.zeros(len(lengths))
-    if live is not None:
-        lost = Segments(tokens.offsets.numpy(), live.device)
-        for part in tokens.chunks():
-            lost.add(part, ~live[part])
-        dead = lost.numpy()
+    dead = np.zeros(len(lengths)) if live is None else lost(tokens, live)
     return {
         "kept": Moments.share(len(tokens) - dead.sum(), len(tokens)),
         "kept_sequences": Moments.share((dead < lengths).sum(), (lengths > 0).sum()),

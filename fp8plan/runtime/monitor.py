@@ -33,7 +33,7 @@ from fp8plan.runtime.correction import CorrectionSettings, Thresholds, correct
 from fp8plan.runtime.guarding.facts import EngineFacts, Observation
 from fp8plan.runtime.judge import Judged, judged
 from fp8plan.runtime.mismatch import Mismatch, measure
-from fp8plan.runtime.ranks import gathered, rank, refuse_other_settings
+from fp8plan.runtime.ranks import gathered, rank
 from fp8plan.runtime.sinks import Sink, Sinks, warn
 from fp8plan.runtime.tokens import pack
 
@@ -180,9 +180,7 @@ class Monitor:
         Raises ConfigError, on all ranks, if they correct in different ways.
         """
         ways = {name: value for name, value in asdict(self.settings).items() if name != "thresholds"}
-        found = gathered((ways, own), self.group)
-        refuse_other_settings([one for one, _ in found])
-        update: Update = found[0][1]
+        update: Update = gathered(own, ways, self.group)[0]
         return update
 
     def _checked(

@@ -18,19 +18,22 @@ def rank(group: Any = None) -> int:
     return int(os.environ.get("RANK") or 0)
 
 
-def gathered(own: Any, group: Any = None) -> list[Any]:
-    """What each rank of `group` (None: all) has, in order; every one of them must call it. Alone: [own]."""
+def gathered(own: Any, settings: Mapping[str, Any], group: Any = None) -> list[Any]:
+    """What each rank of `group` (None: all) has, in order; every one of them must call it. Alone: [own].
+
+    Raises ConfigError, on all of them, that names the first rank whose settings are not the first one's, and which.
+    """
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_initialized()):
         return [own]
     found: list[Any] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(found, own, group=group)
-    return found
+    distributed.all_gather_object(found, (settings, own), group=group)
+    _refuse_other_settings([one for one, _ in found])
+    return [one for _, one in found]
 
 
-def refuse_other_settings(settings: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ConfigError that names the first rank whose settings are not the first one's, and which of them."""
+def _refuse_other_settings(settings: Sequence[Mapping[str, Any]]) -> None:
     for number, found in enumerate(settings):
         for name, value in found.items():
             if value != settings[0][name]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from fp8plan import runs
 from fp8plan.errors import ConfigError
@@ -35,11 +35,6 @@ if TYPE_CHECKING:
     from fp8plan.runtime.monitor import Step
 
 Metrics = dict[str, float | None]
-
-# Of a record, whatever a rollout says.
-OWN: Final = {
-    "step", "date", "thresholds", "decision", "reason", "alarms", "escalate", "metrics", "profile", "versions", "guard",
-}  # fmt: skip
 
 
 def record_of(
@@ -59,7 +54,7 @@ def record_of(
             "off": guard_off,
         }
     return {
-        **rollout_fields(rollout, facts),
+        **rollout_fields(rollout, facts),  # what follows is the Monitor's, whatever a rollout says
         "step": number,
         "date": now(),
         "thresholds": {"tis": thresholds.tis, "band": thresholds.band},
@@ -74,7 +69,7 @@ def record_of(
 
 
 def checked(rollout: Any) -> Observation | dict[str, Any] | None:
-    """An Observation, None, or the fields of a rollout record as JSON has them, less those that are the Monitor's.
+    """An Observation, None, or the fields of a rollout record as JSON has them.
 
     Raises ConfigError for what no reader of the run file would take.
     """
@@ -87,7 +82,7 @@ def checked(rollout: Any) -> Observation | dict[str, Any] | None:
             f"it is a {type(rollout).__name__}; allowed: the fields of a rollout record, or an Observation, as "
             "fp8plan.runtime.guarding.facts.observation_of(outputs, seconds) gives it"
         )
-    found = {name: value for name, value in plain(rollout).items() if name not in OWN}
+    found: dict[str, Any] = plain(rollout)
     check_kinds(found)
     if found.get("seconds") is not None:
         observation(found)
@@ -155,15 +150,15 @@ def rollout_fields(rollout: Observation | Mapping[str, Any] | None, facts: Engin
 
 
 def observation(record: Mapping[str, Any]) -> Observation:
-    """What the guard needs, from the fields of a rollout record. Raises ConfigError as Observation does, and for a
-    record that lacks its seconds or lengths."""
+    """What the guard needs, from the fields of a rollout record as JSON has them. Raises ConfigError as Observation
+    does, and for a record that lacks its seconds or lengths."""
     from fp8plan.runtime.guarding.facts import Observation
 
     missing = [name for name in ("seconds", "prompt_lengths", "response_lengths") if record.get(name) is None]
     if missing:
         raise ConfigError(f"a rollout with its seconds lacks {', '.join(missing)}; give the tokens of each response")
     known = {field.name for field in fields(Observation)} - {"kv_cache_tokens"}
-    given = {name: value for name, value in plain(record).items() if name in known and value is not None}
+    given = {name: value for name, value in record.items() if name in known and value is not None}
     return Observation(**given, kv_cache_tokens=record.get("measured_kv_cache_tokens"))
 
 

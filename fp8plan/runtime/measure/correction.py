@@ -20,10 +20,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -106,28 +105,21 @@ class Bench:
         return [_formed(form, *some) for some in self._padded]
 
     def copies(self) -> Iterator[Row]:
-        for by in ("memcpy", "kernel"):
+        for by in timing.COPIED_BY:
             found = self.timed_copy(COPIED_BYTES if self.gpu else 2**20, by)
             yield {"by": by, "moved_bytes": found[1], "gb_per_s": found[1] / found[0] / 1e9, "seconds": found[0]}
 
     @cache  # noqa: B019 - one bench a process
     def copy_rate(self, moved: int) -> float:
         """Bytes read and written in a second, by the faster way, when `moved` are."""
-        return max(
-            moved / seconds for seconds, moved in (self.timed_copy(moved // 2, by) for by in ("memcpy", "kernel"))
-        )
+        return max(moved / seconds for seconds, moved in (self.timed_copy(moved // 2, by) for by in timing.COPIED_BY))
 
     def timed_copy(self, nbytes: int, by: str) -> tuple[float, int]:
         """(seconds, bytes read and written)"""
         import torch
 
         sources = [torch.zeros(nbytes // 4, device=self.device) for _ in range(BATCHES)]
-        outs = [torch.empty_like(source) for source in sources]
-        pairs = zip(sources, outs, strict=True)
-        if by == "memcpy":
-            calls = [partial(out.copy_, source) for source, out in pairs]
-        else:
-            calls = [partial(torch.add, source, 0, out=out) for source, out in pairs]
+        calls = [timing.copying(by, source) for source in sources]
         return self.kernel_seconds(calls)["seconds"], 2 * sources[0].nbytes
 
     def kernel_seconds(self, calls: Sequence[Call]) -> Row:
@@ -354,19 +346,13 @@ def parts(bench: Bench) -> Iterator[tuple[Row, Callable[[], Iterator[Row]]]]:
 
 
 def _card(device: str) -> Row:
-    """What is known of the GPU without NVML's package."""
+    """What CUDA says of the GPU, beside `machine_facts`."""
     import torch
 
     if device == "cpu":
         return {}
-    card, found = torch.cuda.get_device_properties(0), None
-    with suppress(OSError):
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        found = subprocess.run(command, capture_output=True, text=True).stdout.split("\n")[0] or None
-    return {
-        "gpu": card.name, "sms": card.multi_processor_count, "l2_bytes": card.L2_cache_size,
-        "cuda": torch.version.cuda, "driver_by_smi": found,
-    }  # fmt: skip
+    card = torch.cuda.get_device_properties(0)
+    return {"sms": card.multi_processor_count, "l2_bytes": card.L2_cache_size, "cuda": torch.version.cuda}
 
 
 def main(words: Sequence[str] | None = None) -> int:

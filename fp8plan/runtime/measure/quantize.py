@@ -81,7 +81,7 @@ class Group(NamedTuple):
 
 
 def points(verl: bool) -> list[Point]:
-    found = [Point("copy", {"bytes": COPIED_BYTES, "by": by}) for by in ("memcpy", "kernel")]
+    found = [Point("copy", {"bytes": COPIED_BYTES, "by": by}) for by in timing.COPIED_BY]
     for group in GROUPS:
         found += [Point("quantise.triton", {"group": group, "rounding": r, "warps": w}) for r, w in KERNELS]
         found += [Point("quantise.vllm", {"group": group, "mode": mode, "timer": timer}) for mode, timer in VLLM]
@@ -91,14 +91,6 @@ def points(verl: bool) -> list[Point]:
     return found + [
         Point("equality", {"case": c, "ours": o}) for c in quantize_cases.CASES for o in quantize_cases.OURS
     ]
-
-
-def _copying(by: str, source: Tensor) -> Callable[[], object]:
-    """A copy of `source` to new memory, to be called again and again."""
-    import torch
-
-    out = torch.empty_like(source)
-    return partial(out.copy_, source) if by == "memcpy" else partial(torch.add, source, 0, out=out)
 
 
 class Bench:
@@ -129,7 +121,7 @@ class Bench:
         import torch
 
         source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device="cuda").view(torch.bfloat16)
-        ways = [_copying(by, source) for by in ("memcpy", "kernel")]
+        ways = [timing.copying(by, source) for by in timing.COPIED_BY]
         return 2 * COPIED_BYTES / min(timing.graph_seconds([way]).seconds for way in ways)
 
     def group(self, name: str) -> Group:
@@ -147,7 +139,7 @@ class Bench:
         import torch
 
         source = torch.empty(shape["bytes"] // 2, dtype=torch.bfloat16, device="cuda").normal_()
-        return self._timed([_copying(shape["by"], source)], 2 * source.nbytes)
+        return self._timed([timing.copying(shape["by"], source)], 2 * source.nbytes)
 
     def _copy_group(self, group: str, dtype: str) -> Work:
         import torch

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8plan.model.arrays import FloatArray
-from fp8plan.runtime.ranks import gathered, refuse_other_settings
+from fp8plan.runtime.ranks import gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,15 @@ class Moments:
 Sums = dict[str, Moments]
 
 
+def of_sequences(shown: FloatArray, judged: FloatArray, low: float, high: float) -> Sums:
+    """Of a figure [sequences], and of how many are out of bounds by another one, which may be the same."""
+    return {
+        "sequence": Moments.of(shown),
+        "sequence_above": Moments.share((judged > high).sum(), len(judged)),
+        "sequence_below": Moments.share((judged < low).sum(), len(judged)),
+    }
+
+
 def together(sums: list[Mapping[str, Moments]]) -> Sums:
     """Of several ranks, by name."""
     return {name: sum((one[name] for one in sums), Moments()) for name in sums[0]}
@@ -87,6 +96,4 @@ def reduced(sums: Sums, settings: Mapping[str, Any], group: Any = None) -> Sums:
 
     Raises ConfigError, on all of them, if the settings with which sums were made are not the same.
     """
-    found = gathered((settings, sums), group)
-    refuse_other_settings([one for one, _ in found])
-    return together([one for _, one in found])
+    return together(gathered(sums, settings, group))

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from fp8plan.model.arrays import FloatArray
 from fp8plan.runtime.histogram import LIMIT
-from fp8plan.runtime.mismatching.moments import Moments, Sums
-from fp8plan.runtime.mismatching.segments import Segments, spread
+from fp8plan.runtime.mismatching.moments import Moments, Sums, of_sequences
+from fp8plan.runtime.mismatching.segments import Segments, lost, spread
 from fp8plan.runtime.mismatching.settings import CorrectionSettings, Rejection
 from fp8plan.runtime.mismatching.weights import TINY
 
@@ -44,10 +43,7 @@ def rejected(tokens: Tokens, settings: CorrectionSettings) -> tuple[torch.Tensor
 
 def _masked(tokens: Tokens, keep: torch.Tensor, sequences: int) -> Sums:
     """Tokens that are not kept, and sequences, of so many, with any such token."""
-    lost = Segments(tokens.offsets.numpy(), keep.device)
-    for part in tokens.chunks():
-        lost.add(part, ~keep[part])
-    found = lost.numpy()
+    found = lost(tokens, keep)
     return {
         "masked": Moments.share(found.sum(), len(tokens)),
         "masked_sequences": Moments.share((found > 0).sum(), sequences),
@@ -93,12 +89,13 @@ def _by_token(tokens: Tokens, rule: Rejection) -> tuple[torch.Tensor, Sums]:
     total, square, above_count, below_count = totals.tolist()
     smallest, largest = torch.stack(ends).numpy().T
     sums, lengths, count = per_sequence.numpy(), tokens.lengths.numpy(), len(tokens)
+    means = (sums / (lengths + TINY))[lengths > 0]
     return keep, {
         "value": Moments(count, float(sums.sum()), 0.0, float(smallest.min()), float(largest.max())),
         "clamped": Moments.of_sums(count, total, square),
         "above": Moments.share(above_count, count),
         "below": Moments.share(below_count, count),
-        **_of_sequences((sums / (lengths + TINY))[lengths > 0], rule),
+        **of_sequences(means, means, low, high),
         **_masked(tokens, keep, int((lengths > 0).sum())),
     }
 
@@ -115,24 +112,14 @@ def _by_sequence(tokens: Tokens, rule: Rejection) -> tuple[torch.Tensor, Sums]:
     filled = lengths > 0
     clamped = np.clip(found, low if rule.estimator == "k1" else 0.0, high)
     keep = spread((found >= low) & (found <= high), tokens)
-    of_sequences = _of_sequences(found[filled], rule)
+    out = of_sequences(found[filled], found[filled], low, high)
     return keep, {
         "value": Moments.of(found, lengths),
         "clamped": Moments.of(clamped, lengths),
-        "above": of_sequences["sequence_above"],
-        "below": of_sequences["sequence_below"],
-        **of_sequences,
+        "above": out["sequence_above"],
+        "below": out["sequence_below"],
+        **out,
         **_masked(tokens, keep, int(filled.sum())),
-    }
-
-
-def _of_sequences(values: FloatArray, rule: Rejection) -> Sums:
-    """values: of sequences that are not empty."""
-    low, high = limits(rule)
-    return {
-        "sequence": Moments.of(values),
-        "sequence_above": Moments.share((values > high).sum(), len(values)),
-        "sequence_below": Moments.share((values < low).sum(), len(values)),
     }
 
 

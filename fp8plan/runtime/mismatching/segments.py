@@ -50,6 +50,14 @@ class Segments:
         return self._found.cpu().numpy()
 
 
+def lost(tokens: Tokens, keep: torch.Tensor) -> FloatArray:
+    """[sequences] how many tokens of each are not kept; keep: [tokens] bool"""
+    found = Segments(tokens.offsets.numpy(), keep.device)
+    for part in tokens.chunks():
+        found.add(part, ~keep[part])
+    return found.numpy()
+
+
 def by_bin(where: torch.Tensor, values: torch.Tensor, bins: int) -> torch.Tensor:
     """[bins] sums of float64 `values` [tokens] whose bin is `where` [tokens]."""
     import torch

@@ -10,7 +10,7 @@ import numpy as np
 from fp8plan.model.arrays import FloatArray
 from fp8plan.runtime.histogram import LIMIT
 from fp8plan.runtime.mismatching import dispatch
-from fp8plan.runtime.mismatching.moments import Moments, Sums
+from fp8plan.runtime.mismatching.moments import Moments, Sums, of_sequences
 from fp8plan.runtime.mismatching.segments import Segments, all_reduced, spread
 from fp8plan.runtime.mismatching.settings import CorrectionSettings
 
@@ -65,15 +65,7 @@ def _by_token(tokens: Tokens, settings: CorrectionSettings) -> Weighted:
         "clipped": Moments.share(above + below if band else above, count),
         "above": Moments.share(above, count), "below": Moments.share(below, count),
     }  # fmt: skip
-    return Weighted(weights, inside, sums | _of_sequences(found / lengths, raw / lengths, low, high))
-
-
-def _of_sequences(weight: FloatArray, raw: FloatArray, low: float, high: float) -> Sums:
-    return {
-        "sequence": Moments.of(weight),
-        "sequence_above": Moments.share((raw > high).sum(), len(raw)),
-        "sequence_below": Moments.share((raw < low).sum(), len(raw)),
-    }
+    return Weighted(weights, inside, sums | of_sequences(found / lengths, raw / lengths, low, high))
 
 
 def by_torch(
@@ -135,7 +127,7 @@ def _by_sequence(tokens: Tokens, settings: CorrectionSettings) -> Weighted:
     return Weighted(
         spread(found.astype(np.float32), tokens),
         None if tis else spread(within, tokens),
-        sums | _of_sequences(found * filled, raw * filled, low, high),
+        sums | of_sequences(found * filled, raw * filled, low, high),
     )
 
 
