@@ -1,6 +1,6 @@
 """GRPO in one file, on a CPU: vLLM samples with an FP8 KV cache, the trainer corrects for it, fp8plan watches.
 
-    python examples/grpo_loop.py [run.jsonl]       half a minute; then: fp8plan monitor run.jsonl
+    python examples/grpo_loop.py [run.jsonl]       about a minute; then: fp8plan monitor run.jsonl
 
 The task is made up: a response is worth the share of its tokens that are even. The model starts random.
 """
