@@ -101,35 +101,91 @@ def serve_command(kwargs: dict[str, Any], env: dict[str, str], extra: tuple[str,
     return shlex.join([*words, *extra])
 
 
-def emit(plan: Plan, target: str, choice: int | None = None) -> str:
-    """Text for `fp8plan plan --emit`.
+def emit(plan: Plan, target: str, choice: int | str | None = None, kv_scales: str = "unit") -> str:
+    """Text for `fp8plan emit` and `fp8plan plan --emit`.
 
     vllm: JSON {"engine_args", "env", "command", "notes"}
-    verl: one shell-ready Hydra override per line, after comment lines
+    verl: Hydra overrides to paste after `python -m verl.trainer.main_ppo \\`, comments behind them
     trl:  JSON {"grpo_config", "command", "env", "notes"}; command is null when vLLM runs inside the trainer
 
-    Raises ConfigError for an unknown target and for what the target cannot do.
+    kv_scales: "unit", as every target leaves the K and V scales of an FP8 cache, or "calibrated" if you calibrate them
+
+    Raises ConfigError for an unknown target, for what the target cannot do, and where K and V scales of 1.0 are riskier
+    than the plan accepts.
     """
+    check_target(target)
     picked = plan.select(choice)
-    if target == "vllm":
-        return _emit_vllm(plan, picked)
+    check_risk(plan, picked, target, kv_scales)
     if target == "verl":
         from fp8plan.model.emit_verl import emit_verl
 
-        return emit_verl(plan, picked)
+        return emit_verl(plan, picked, kv_scales)
     if target == "trl":
         from fp8plan.model.emit_trl import emit_trl
 
-        return emit_trl(plan, picked)
-    raise ConfigError(f"cannot emit for {target!r}; allowed: {', '.join(TARGETS)}")
+        return emit_trl(plan, picked, kv_scales)
+    return _emit_vllm(plan, picked, kv_scales)
 
 
-def _emit_vllm(plan: Plan, choice: Choice) -> str:
+def check_target(target: str) -> None:
+    """Raises ConfigError unless it is one of TARGETS."""
+    if target not in TARGETS:
+        raise ConfigError(f"cannot emit for {target!r}; allowed: {', '.join(TARGETS)}")
+
+
+def _emit_vllm(plan: Plan, choice: Choice, kv_scales: str) -> str:
     kwargs, env = vllm_kwargs(plan, choice), vllm_env(plan, choice)
-    notes = [replicas_note(choice, "start this engine once per replica")] if choice.data_parallel > 1 else []
+    notes = risk_notes(plan, choice, "vllm", kv_scales)
+    if choice.data_parallel > 1:
+        notes.insert(0, replicas_note(choice, "start this engine once per replica"))
     return json.dumps(
         {"engine_args": kwargs, "env": env, "command": serve_command(kwargs, env), "notes": notes}, indent=2
     )
+
+
+# Why K and V scales stay at 1.0. vLLM: `calculate_kv_scales` measured them once, on the first batch; it is deprecated
+# in 0.26 and gone in 0.28, and each reload of weights puts 1.0 back (vllm/model_executor/layers/attention). verl and
+# TRL have no setting for them, and reload weights in every step.
+_NAMES: Final = {"vllm": "vLLM", "verl": "verl 0.9.1", "trl": "TRL 1.16"}
+
+
+def check_risk(plan: Plan, choice: Choice, target: str, kv_scales: str) -> None:
+    """Raises ConfigError where a risk that the plan accepts becomes one that it does not, because `target` leaves K and
+    V scales at 1.0."""
+    from fp8plan.model.plan import check_kv_scales
+
+    check_kv_scales(kv_scales)
+    at_one = choice.unit_kv_scales
+    if at_one is None or kv_scales == "calibrated" or not plan.accepts(choice.risk) or plan.accepts(at_one["risk"]):
+        return
+    raise ConfigError(
+        f"{_NAMES[target]} leaves the K and V scales of {choice.precision} at 1.0: there the risk is {at_one['risk']} "
+        f"(KL k3 up to {at_one['kl_k3_high']:.2g}), and the plan, made for calibrated scales, accepts "
+        f"{plan.budget.accept} at most; plan again with --kv-scales unit or --accept {at_one['risk']}, emit another "
+        "choice, or say --kv-scales calibrated if you calibrate them after each weight sync"
+    )
+
+
+def risk_notes(plan: Plan, choice: Choice, target: str, kv_scales: str) -> list[str]:
+    """The expected mismatch of what is emitted, and what it assumes of the K and V scales."""
+    if choice.preset.kv != "fp8":
+        return _risk_note("expected mismatch", choice.kl_k3, choice.kl_k3_high, choice.risk)
+    stay = f"{_NAMES[target]} leaves K and V scales at 1.0"
+    if kv_scales == "calibrated":
+        expected = _risk_note("expected mismatch", choice.kl_k3, choice.kl_k3_high, choice.risk)
+        return [f"{stay}: calibrating them after each weight sync is yours, and the plan counts on it", *expected]
+    advice = f"{stay}; fp8plan.RolloutEngine measures them after each weight sync"
+    at_one = choice.unit_kv_scales
+    if at_one is None:
+        return [advice]
+    expected = _risk_note("expected mismatch at 1.0", at_one["kl_k3"], at_one["kl_k3_high"], at_one["risk"])
+    if plan.kv_scales == "calibrated":
+        expected += _risk_note("the plan's own, for calibrated scales", choice.kl_k3, choice.kl_k3_high, choice.risk)
+    return [advice, *expected]
+
+
+def _risk_note(what: str, kl: float | None, kl_high: float | None, risk: str | None) -> list[str]:
+    return [] if kl is None else [f"{what}: KL k3 {kl:.2g}, up to {kl_high:.2g}, risk {risk}"]
 
 
 def refuse_cpu(plan: Plan, trainer: str) -> None:

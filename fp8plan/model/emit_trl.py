@@ -11,6 +11,7 @@ from fp8plan.model.emit import (
     max_model_len,
     refuse_cpu,
     replicas_note,
+    risk_notes,
     serve_command,
     shared_gpu_note,
     vllm_env,
@@ -71,7 +72,7 @@ def trl_config(plan: Plan, choice: Choice, mode: str = "auto") -> dict[str, Any]
     return config
 
 
-def emit_trl(plan: Plan, choice: Choice) -> str:
+def emit_trl(plan: Plan, choice: Choice, kv_scales: str) -> str:
     config = trl_config(plan, choice)
     env = vllm_env(plan, choice)
     command: str | None = None
@@ -83,6 +84,7 @@ def emit_trl(plan: Plan, choice: Choice) -> str:
             f"TRL's colocated engine cannot keep this plan: {'; '.join(_colocate_problems(plan, choice))}",
             f"start the command first, on {choice.tensor_parallel} GPU(s) that do not train",
         ]
+    notes += risk_notes(plan, choice, "trl", kv_scales)
     return json.dumps({"grpo_config": config, "command": command, "env": env, "notes": notes}, indent=2)
 
 

@@ -12,6 +12,7 @@ from fp8plan.model.emit import (
     max_model_len,
     refuse_cpu,
     replicas_note,
+    risk_notes,
     shared_gpu_note,
     vllm_env,
     workload_tokens,
@@ -36,15 +37,19 @@ def verl_overrides(plan: Plan, choice: Choice) -> list[str]:
     return [f"{key}={_hydra(value)}" for key, value in settings.items()]
 
 
-def emit_verl(plan: Plan, choice: Choice) -> str:
+def emit_verl(plan: Plan, choice: Choice, kv_scales: str) -> str:
+    """The overrides as shell words, a continuation after each but the last, so that all of it pastes behind
+    `python -m verl.trainer.main_ppo \\`. The comments come last: bash would drop what follows them on such a line."""
     prompts, samples = workload_tokens(plan, "prompts"), workload_tokens(plan, "samples")
     notes = [
-        f"fp8plan: {plan.model} on {plan.gpu}, {choice.precision}; append these to: python -m verl.trainer.main_ppo",
+        f"fp8plan: {plan.model} on {plan.gpu}, {choice.precision}; the end of: python -m verl.trainer.main_ppo ...",
         f"planned for {prompts} prompts x {samples} samples per rollout: data.train_batch_size is yours to set",
         replicas_note(choice, "trainer.nnodes * trainer.n_gpus_per_node decides it"),
         shared_gpu_note(plan),
+        *risk_notes(plan, choice, "verl", kv_scales),
     ]
-    return "\n".join([*(f"# {note}" for note in notes), *map(shlex.quote, verl_overrides(plan, choice))])
+    words = " \\\n".join(map(shlex.quote, verl_overrides(plan, choice)))
+    return "\n".join([words, *(f"# {' '.join(note.split())}" for note in notes)])
 
 
 def _model_settings(plan: Plan) -> dict[str, Any]:

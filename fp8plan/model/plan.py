@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
-from types import NoneType
-from typing import Any, Final, cast, get_args, get_type_hints
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Final, cast
 
+from fp8plan import __version__
 from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.mismatch_budget import Level, RiskBudget
 from fp8plan.model.precision import Precision, precision
+
+# Of the JSON, MAJOR.MINOR. A new field is a new minor version, which older readers pass over; a field that goes or
+# changes its meaning is a new major one, which they refuse.
+SCHEMA_VERSION: Final = "1.0"
+
+# Where the scales of an FP8 KV cache come from: measured after each weight sync, as RolloutEngine does, or left at 1.0,
+# as vLLM, verl and TRL leave them.
+KV_SCALES: Final = ("calibrated", "unit")
 
 # What a plan may say under "thresholds". Bounds are on pi_train / pi_rollout, as everywhere in fp8plan.
 THRESHOLDS: Final[dict[str, str]] = {
@@ -35,7 +43,7 @@ class Choice:
     available, reason:    whether this GPU can run it, and why not
     makespan_s:           seconds from the first prompt to the last response, with its 90% interval
     output_tokens_per_s:  response tokens of all replicas / makespan_s
-    speedup:              BF16 makespan / this makespan, same workload, GPU and limits
+    speedup:              BF16 makespan / this makespan, same workload, GPU and limits, with its 90% interval
     rl_step_s:            seconds of a whole RL step; None without trainer figures
     step_speedup:         the same ratio for the RL step; None without trainer figures
     kv_cache_tokens:      tokens the KV pool of one replica holds
@@ -46,6 +54,7 @@ class Choice:
     clip_fraction:        part of the tokens that token TIS clips
     seq_reject_fraction:  part of the sequences that a sequence-level MIS would drop
     risk:                 "low", "moderate" or "high" (README states the rules)
+    unit_kv_scales:       kl_k3, kl_k3_low, kl_k3_high and risk with K and V scales left at 1.0; None without FP8 KV
     extrapolated:         whether the profile was used outside what was measured
     """
 
@@ -59,6 +68,8 @@ class Choice:
     makespan_high_s: float | None
     output_tokens_per_s: float | None
     speedup: float | None
+    speedup_low: float | None
+    speedup_high: float | None
     rl_step_s: float | None
     step_speedup: float | None
     kv_cache_tokens: int | None
@@ -71,6 +82,7 @@ class Choice:
     clip_fraction: float | None
     seq_reject_fraction: float | None
     risk: str | None
+    unit_kv_scales: dict[str, Any] | None
     extrapolated: bool | None
 
     def __post_init__(self) -> None:
@@ -80,6 +92,12 @@ class Choice:
     @property
     def preset(self) -> Precision:
         return precision(self.precision)
+
+    @property
+    def seconds(self) -> float:
+        """What choices are compared by: the RL step if the trainer's figures are known, else the rollout."""
+        known = self.makespan_s if self.rl_step_s is None else self.rl_step_s
+        return float("inf") if known is None else known
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +114,15 @@ class Plan:
     chosen:     index into `choices`
     thresholds: correction to start with, keys of THRESHOLDS; empty: none needed
     reasons:    plain sentences
+    warnings:   what whoever uses the plan should know of the profile and the workload, one line each
+    budget:     the highest risk that was accepted, and what counts as one
+    kv_scales:  one of KV_SCALES: what kl_k3 and risk assume of an FP8 KV cache
+    fp8plan_version: which made the plan
 
-    `vllm_kwargs`, `env`, `verl_overrides` and `trl_config` translate the chosen choice, or the one whose index is
-    given, and raise ConfigError for what the target cannot do.
+    A choice is named by its index, or by its precision: then it is the fastest layout of it that can run.
+    `vllm_kwargs`, `env`, `verl_overrides` and `trl_config` translate the chosen choice, or the one that is named, and
+    raise ConfigError for what the target cannot do. verl and TRL leave K and V scales at 1.0; where that is riskier
+    than the plan accepts, it is a ConfigError too, unless `kv_scales="calibrated"` says that you calibrate them.
     """
 
     model: str
@@ -111,69 +135,108 @@ class Plan:
     chosen: int
     thresholds: dict[str, Any]
     reasons: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+    budget: RiskBudget = field(default_factory=RiskBudget)
+    kv_scales: str = "calibrated"
+    fp8plan_version: str = __version__
 
     def __post_init__(self) -> None:
         _plain_fields(self)
+        check_kv_scales(self.kv_scales)
         if not 0 <= self.chosen < len(self.choices):
             raise ConfigError(f"chosen is {self.chosen}; allowed: 0 to {len(self.choices) - 1}, an index into choices")
         unknown = sorted(self.thresholds.keys() - THRESHOLDS.keys())
         if unknown:
             raise ConfigError(f"unknown thresholds: {', '.join(unknown)}; allowed: {', '.join(THRESHOLDS)}")
 
-    def select(self, choice: int | None = None) -> Choice:
-        """The chosen Choice, or number `choice`. Raises ConfigError if there is none or the GPU cannot run it."""
+    def index(self, choice: int | str | None = None) -> int:
+        """Number of the chosen Choice, or of the one that is named. Raises ConfigError if the plan has none."""
+        if isinstance(choice, str):
+            numbers = [number for number, found in enumerate(self.choices) if found.precision == choice]
+            if not numbers:
+                known = ", ".join(dict.fromkeys(found.precision for found in self.choices))
+                raise ConfigError(f"the plan has no {choice!r}; allowed: {known}")
+            return min(numbers, key=lambda number: self.choices[number].seconds)
         index = self.chosen if choice is None else choice
-        if not 0 <= index < len(self.choices):
-            raise ConfigError(f"there is no choice {index}; allowed: 0 to {len(self.choices) - 1}")
-        picked = self.choices[index]
+        if index not in range(len(self.choices)) or isinstance(index, bool):
+            raise ConfigError(f"there is no choice {index!r}; allowed: 0 to {len(self.choices) - 1}, or a precision")
+        return index
+
+    def select(self, choice: int | str | None = None) -> Choice:
+        """The chosen Choice, or the one that is named. Raises ConfigError if there is none or the GPU cannot run it."""
+        picked = self.choices[self.index(choice)]
         if not picked.available:
             raise ConfigError(f"{picked.precision} cannot run on {self.gpu}: {picked.reason}; take another choice")
         return picked
+
+    def accepts(self, risk: str | None) -> bool:
+        """Whether the budget accepts a level of risk."""
+        return self.budget.accepts(cast("Level", risk))
 
     def to_dict(self) -> dict[str, Any]:
         """Only dicts, lists, strings, numbers, booleans and None."""
         return cast("dict[str, Any]", json.loads(self.to_json()))
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2, allow_nan=False)
+        head = {"schema_version": SCHEMA_VERSION, "fp8plan_version": self.fp8plan_version}
+        return json.dumps(head | asdict(self), indent=2, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The Plan that `to_json` wrote. Raises ConfigError naming what is unknown, missing or malformed."""
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"not a plan: {error}; write one with `fp8plan plan MODEL --gpu GPU --json`") from None
-        data = _checked(cls, data, "plan", limits=_limits, choices=_choices, reasons=_reasons)
-        return cls(**data)
+        """The Plan that `to_json` wrote, here or in another fp8plan of the same major SCHEMA_VERSION, whose further
+        fields are passed over. Raises ConfigError naming the version, or what is missing or malformed."""
+        from fp8plan.model.plan_json import read
 
-    def vllm_kwargs(self, choice: int | None = None) -> dict[str, Any]:
-        """Arguments of `vllm.LLM` or `vllm.EngineArgs` for one replica (vLLM 0.26 and later)."""
+        return read(text)
+
+    def vllm_kwargs(self, choice: int | str | None = None) -> dict[str, Any]:
+        """Arguments of `vllm.LLM` or `vllm.EngineArgs` for one replica (vLLM 0.26 and later).
+
+        An engine made from these alone keeps K and V scales at 1.0; `RolloutEngine.from_plan` measures them.
+        """
         from fp8plan.model.emit import vllm_kwargs
 
         return vllm_kwargs(self, self.select(choice))
 
-    def env(self, choice: int | None = None) -> dict[str, str]:
+    def env(self, choice: int | str | None = None) -> dict[str, str]:
         """Environment variables to set before vLLM is imported."""
         from fp8plan.model.emit import vllm_env
 
         return vllm_env(self, self.select(choice))
 
-    def verl_overrides(self, choice: int | None = None) -> list[str]:
-        """Hydra overrides for `python -m verl.trainer.main_ppo` (verl 0.9.1)."""
+    def verl_overrides(self, choice: int | str | None = None, kv_scales: str = "unit") -> list[str]:
+        """Hydra overrides for `python -m verl.trainer.main_ppo` (verl 0.9.1).
+
+        kv_scales: "unit", as verl leaves them, or "calibrated" if you calibrate them after each weight sync
+        """
+        from fp8plan.model.emit import check_risk
         from fp8plan.model.emit_verl import verl_overrides
 
-        return verl_overrides(self, self.select(choice))
+        picked = self.select(choice)
+        check_risk(self, picked, "verl", kv_scales)
+        return verl_overrides(self, picked)
 
-    def trl_config(self, choice: int | None = None, mode: str = "auto") -> dict[str, Any]:
+    def trl_config(
+        self, choice: int | str | None = None, mode: str = "auto", kv_scales: str = "unit"
+    ) -> dict[str, Any]:
         """Arguments of `trl.GRPOConfig` (TRL 1.16).
 
         mode: "colocate" (vLLM inside the trainer's processes), "server" (a `vllm serve` beside it; its command is in
               `emit(plan, "trl")`), or "auto": colocate where TRL's colocated engine can keep the plan, else server
+        kv_scales: "unit", as TRL leaves them, or "calibrated" if you calibrate them after each weight sync
         """
+        from fp8plan.model.emit import check_risk
         from fp8plan.model.emit_trl import trl_config
 
-        return trl_config(self, self.select(choice), mode)
+        picked = self.select(choice)
+        check_risk(self, picked, "trl", kv_scales)
+        return trl_config(self, picked, mode)
+
+
+def check_kv_scales(kv_scales: str) -> None:
+    """Raises ConfigError unless it is one of KV_SCALES."""
+    if kv_scales not in KV_SCALES:
+        raise ConfigError(f"kv_scales is {kv_scales!r}; allowed: {', '.join(KV_SCALES)}")
 
 
 def _plain_fields(record: Any) -> None:
@@ -195,42 +258,3 @@ def _plain_dict(value: dict[str, Any], name: str) -> Any:
     except (ValueError, AttributeError, TypeError) as error:
         allowed = "finite numbers, text, lists, dicts"
         raise ConfigError(f"{name} cannot be written as JSON ({error}); allowed: {allowed}") from None
-
-
-def _checked(cls: type[Any], data: Any, where: str, **build: Callable[[Any], Any]) -> dict[str, Any]:
-    """`data` as keyword arguments of dataclass `cls`: all fields there, none unknown, each of the declared type."""
-    if not isinstance(data, Mapping):
-        raise ConfigError(f"{where} is a {type(data).__name__}; allowed: an object with named fields")
-    names = [f.name for f in fields(cls)]
-    for problem, found in (
-        ("unknown", [n for n in data if n not in names]),
-        ("missing", [n for n in names if n not in data]),
-    ):
-        if found:
-            raise ConfigError(f"{where}: {problem} field {', '.join(map(repr, found))}; allowed: {', '.join(names)}")
-    hints = get_type_hints(cls)
-    return {n: build[n](data[n]) if n in build else _typed(data[n], hints[n], f"{where}.{n}") for n in names}
-
-
-def _typed(value: Any, hint: Any, where: str) -> Any:
-    allowed = get_args(hint) if NoneType in get_args(hint) else (getattr(hint, "__origin__", hint),)
-    accepted = (*allowed, int) if float in allowed else allowed
-    if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in allowed):
-        raise ConfigError(f"{where} is {value!r}; allowed: {' or '.join(t.__name__ for t in allowed)}")
-    return value
-
-
-def _limits(data: Any) -> EngineLimits:
-    return EngineLimits(**_checked(EngineLimits, data, "limits"))
-
-
-def _reasons(data: Any) -> tuple[str, ...]:
-    if not isinstance(data, list) or not all(isinstance(reason, str) for reason in data):
-        raise ConfigError(f"reasons is {data!r}; allowed: a list of sentences")
-    return tuple(data)
-
-
-def _choices(data: Any) -> tuple[Choice, ...]:
-    if not isinstance(data, list):
-        raise ConfigError(f"choices is a {type(data).__name__}; allowed: a list of objects")
-    return tuple(Choice(**_checked(Choice, row, f"choices[{i}]")) for i, row in enumerate(data))

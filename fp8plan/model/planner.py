@@ -61,6 +61,7 @@ class Candidate:
     memory: MemoryPlan | None = None
     rollout: Rollout | None = None
     risk: MismatchRisk | None = None
+    unit_risk: MismatchRisk | None = None  # with K and V scales left at 1.0; None without an FP8 KV cache
     step_s: float | None = None  # of the whole RL step; None without trainer figures
 
     @property
@@ -76,15 +77,14 @@ class Prediction:
     plan: Plan
     rollouts: tuple[Rollout | None, ...]
     pools: tuple[int | None, ...]  # KV blocks the scheduler can hand out
-    warnings: tuple[str, ...]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The plan's."""
+        return self.plan.warnings
 
 
-def plan(model: ModelShape | str, gpu: Gpu | str, workload: Workload, **options: Any) -> Plan:
-    """Predict every rollout precision for a workload, and choose one. Takes `predict`'s options."""
-    return predict(model, gpu, workload, **options).plan
-
-
-def predict(
+def plan(
     model: ModelShape | str,
     gpu: Gpu | str,
     workload: Workload,
@@ -99,8 +99,8 @@ def predict(
     strict: bool = False,
     profile: Profile | None = None,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = _silent,
-) -> Prediction:
-    """Predict every rollout precision for a workload.
+) -> Plan:
+    """Predict every rollout precision for a workload, and choose one: the Plan of `predict`.
 
     model:          a ModelShape, a hub id, or a folder with config.json
     gpu:            a Gpu or its name; "auto" asks the driver
@@ -119,6 +119,40 @@ def predict(
     Raises ConfigError for bad or contradictory input, CapacityError if no choice fits the GPU, ProfileError if there
     is no profile that may be used.
     """
+    return predict(
+        model,
+        gpu,
+        workload,
+        limits=limits,
+        gpus=gpus,
+        precisions=precisions,
+        trainer=trainer,
+        budget=budget,
+        kv_scales_calibrated=kv_scales_calibrated,
+        engine_version=engine_version,
+        strict=strict,
+        profile=profile,
+        progress=progress,
+    ).plan
+
+
+def predict(
+    model: ModelShape | str,
+    gpu: Gpu | str,
+    workload: Workload,
+    *,
+    limits: EngineLimits | None = None,
+    gpus: int | None = None,
+    precisions: Sequence[str] | None = None,
+    trainer: Trainer | None = None,
+    budget: RiskBudget | None = None,
+    kv_scales_calibrated: bool = True,
+    engine_version: str = "0.26.0",
+    strict: bool = False,
+    profile: Profile | None = None,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = _silent,
+) -> Prediction:
+    """What `plan` does, with the rollouts behind the Plan. Takes and raises the same."""
     shape = model if isinstance(model, ModelShape) else ModelShape.from_hf(model)
     card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     batch = workload.batch()
@@ -153,12 +187,14 @@ def predict(
         reasons=explain(
             choices, chosen, _timed(best), _risk(best), advice, budget, used, whole_step=trainer is not None
         ),
+        warnings=tuple(warnings),
+        budget=budget,
+        kv_scales="calibrated" if kv_scales_calibrated else "unit",
     )
     return Prediction(
         answer,
         tuple(c.rollout for c in predicted),
         tuple(c.memory.usable_blocks if c.memory else None for c in predicted),
-        tuple(warnings),
     )
 
 
@@ -214,7 +250,7 @@ def _predict_all(
     )
     parts: dict[int, list[Batch]] = {}
     known: dict[int, list[Schedule]] = {}
-    risks: dict[Precision, MismatchRisk] = {}  # the layout does not matter to them
+    risks: dict[Precision, tuple[MismatchRisk, MismatchRisk | None]] = {}  # the layout does not matter to them
     for replicas, minus_pool, i in progress(order):
         candidate = candidates[i]
         if replicas not in parts:
@@ -223,7 +259,8 @@ def _predict_all(
             risks[candidate.precision] = _expected_mismatch(candidate.precision, problem)
         plans = schedules(parts[replicas], -minus_pool, candidate.limits, known.get(replicas))
         known[replicas] = plans
-        done[i] = replace(_predict(candidate, plans, problem), risk=risks[candidate.precision])
+        risk, unit_risk = risks[candidate.precision]
+        done[i] = replace(_predict(candidate, plans, problem), risk=risk, unit_risk=unit_risk)
     return done
 
 
@@ -239,15 +276,23 @@ def _predict(candidate: Candidate, plans: Sequence[Schedule], problem: Problem) 
     return replace(candidate, rollout=timed, step_s=step_s)
 
 
-def _expected_mismatch(precision: Precision, problem: Problem) -> MismatchRisk:
-    return mismatch_risk(
-        problem.shape,
-        precision,
-        problem.batch.responses,
-        e8m0=problem.gpu.e8m0_scales,
-        kv_scales_calibrated=problem.kv_scales_calibrated,
-        budget=problem.budget,
-    )
+def _expected_mismatch(precision: Precision, problem: Problem) -> tuple[MismatchRisk, MismatchRisk | None]:
+    """A Candidate's `risk`, and its `unit_risk` with an FP8 KV cache."""
+
+    def at(calibrated: bool) -> MismatchRisk:
+        return mismatch_risk(
+            problem.shape,
+            precision,
+            problem.batch.responses,
+            e8m0=problem.gpu.e8m0_scales,
+            kv_scales_calibrated=calibrated,
+            budget=problem.budget,
+        )
+
+    risk = at(problem.kv_scales_calibrated)
+    if precision.kv != "fp8":
+        return risk, None
+    return risk, at(False) if problem.kv_scales_calibrated else risk
 
 
 def _timed(candidate: Candidate) -> Rollout:
@@ -291,6 +336,8 @@ def _choice(candidate: Candidate, baseline: Candidate | None) -> Choice:
         makespan_high_s=timed.makespan_high_s,
         output_tokens_per_s=timed.output_tokens_per_s,
         speedup=speedup,
+        speedup_low=None,
+        speedup_high=None,
         rl_step_s=candidate.step_s,
         step_speedup=step_speedup,
         kv_cache_tokens=memory.kv_cache_tokens,
@@ -303,8 +350,15 @@ def _choice(candidate: Candidate, baseline: Candidate | None) -> Choice:
         clip_fraction=risk.clip_fraction,
         seq_reject_fraction=risk.seq_reject_fraction,
         risk=risk.level,
+        unit_kv_scales=_unit_kv_scales(candidate.unit_risk),
         extrapolated=bool(timed.extrapolated),
     )
+
+
+def _unit_kv_scales(risk: MismatchRisk | None) -> dict[str, Any] | None:
+    if risk is None:
+        return None
+    return {"kl_k3": risk.kl_k3, "kl_k3_low": risk.kl_k3_low, "kl_k3_high": risk.kl_k3_high, "risk": risk.level}
 
 
 def _describe(workload: Workload, batch: Batch) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def launch(
 ) -> Launch:
     """The Launch of a choice. Raises ConfigError for what vLLM, the plan or the arguments do not allow."""
     check_vllm_version()
-    index = _index(plan, choice)
+    index = plan.index(choice)
     preset = plan.select(index).preset
     if taken := sorted(set(more).intersection(THE_PLANS)):
         raise ConfigError(f"{', '.join(taken)} come from the plan; allowed: another choice of the plan (choice=...)")
@@ -181,17 +181,6 @@ def _config(model: str | Path, planned: str) -> dict[str, Any]:
         return find_config(model)[0]
     except ConfigError:
         return find_config(planned)[0]
-
-
-def _index(plan: Plan, choice: int | str | None) -> int:
-    """Number of a choice in plan.choices. Raises ConfigError for a precision that the plan does not have."""
-    if not isinstance(choice, str):
-        return plan.chosen if choice is None else choice
-    numbers = [number for number, found in enumerate(plan.choices) if found.precision == choice]
-    if not numbers:
-        known = ", ".join(dict.fromkeys(found.precision for found in plan.choices))
-        raise ConfigError(f"the plan has no {choice!r}; allowed: {known}")
-    return numbers[0]
 
 
 def _keep_bf16(kwargs: dict[str, Any], ends: tuple[int, int], config: Mapping[str, Any]) -> None:

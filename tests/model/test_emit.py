@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import subprocess
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.emit import TARGETS, emit
 from fp8plan.model.emit_trl import _COLOCATED
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.mismatch_budget import RiskBudget
 from fp8plan.model.plan import Plan
 from fp8plan.model.precision import PRESETS
 
@@ -263,11 +266,93 @@ def test_a_strange_model_path_reaches_verl_unchanged(path: str) -> None:
     assert compose(plans.plan(model=path).verl_overrides()).actor_rollout_ref.model.path == path
 
 
-def test_the_verl_text_is_the_overrides_as_shell_words() -> None:
-    plan = layout(2, 4, chosen=plans.index("fp8_block"), thresholds={"sequence_mis": [0.5, 4.0]})
-    lines = emit(plan, "verl").splitlines()
-    assert any("8 in all" in line for line in lines if line.startswith("#"))
-    assert [shlex.split(line) for line in lines if not line.startswith("#")] == [[o] for o in plan.verl_overrides()]
+def pasted(settings: str, folder: Path, behind: str) -> list[list[str]]:
+    """What bash starts when `settings` are pasted behind a line: the arguments of every call of `python`."""
+    fake = folder / "python"
+    record = f"import json, sys; print(json.dumps(sys.argv[1:]), file=open({str(folder / 'calls')!r}, 'a'))"
+    fake.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(record)} "$@"\n')
+    fake.chmod(0o755)
+    path = {"PATH": f"{folder}:/usr/bin:/bin", "LC_ALL": "C.UTF-8"}
+    done = subprocess.run(
+        ["bash"], input=f"{behind}\n{settings}\necho pasted\n", env=path, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("pasted\n", "")
+    return [json.loads(line) for line in (folder / "calls").read_text().splitlines()]
+
+
+@pytest.mark.verl
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-8B", '/m/it\'s $HOME `id` \\ "a" #1 [x]{y}', "/m/two\nlines"])
+def test_the_verl_text_pastes_into_a_shell_and_reaches_verl(model: str, tmp_path: Path) -> None:
+    plan = layout(2, 4, model=model, chosen=plans.index("fp8_block+fp8_kv"), thresholds={"sequence_mis": [0.5, 4.0]})
+    text = emit(plan, "verl")
+    (words,) = pasted(text, tmp_path, "python -m verl.trainer.main_ppo data.train_files=a.parquet \\")
+    assert words == ["-m", "verl.trainer.main_ppo", "data.train_files=a.parquet", *plan.verl_overrides()]
+    config = compose(words[2:])
+    assert config.actor_rollout_ref.model.path == model
+    assert config.actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype == "fp8"
+    assert config.ray_kwargs.ray_init.runtime_env.env_vars.VLLM_USE_DEEP_GEMM_E8M0 == "0"
+    comments = [line for line in text.splitlines() if line.startswith("# ")]
+    assert any("8 in all" in line for line in comments)
+
+
+def test_the_vllm_command_pastes_into_a_shell(tmp_path: Path) -> None:
+    plan = plans.plan(model="/m/it's #1", chosen=plans.index("fp8_block"))
+    command = json.loads(emit(plan, "vllm"))["command"].replace(" vllm serve ", " python serve ")
+    (words,) = pasted(command, tmp_path, "")
+    assert words[:2] == ["serve", "/m/it's #1"]
+    assert json.loads(words[-1]) == plan.vllm_kwargs()["quantization_config"]
+
+
+# What the K and V scales of an FP8 cache are in the engine that is started
+
+
+def scaled(risk: str = "moderate", at_one: str = "moderate", **changes: Any) -> Plan:
+    """A plan for TRL_LIMITS that chose fp8_kv, of these risks with calibrated scales and with 1.0."""
+    known = {"kl_k3": 2e-3, "kl_k3_high": 8e-3, "risk": risk}
+    figures = {"kl_k3": 3e-3, "kl_k3_low": 1e-3, "kl_k3_high": 4.5e-2, "risk": at_one}
+    kv = plans.choice("fp8_kv", **known, unit_kv_scales=figures)
+    choices = (plans.choice("bf16", **known | {"risk": "low"}), kv)
+    return plans.plan(**{"limits": plans.TRL_LIMITS, "choices": choices, "chosen": 1, **changes})
+
+
+@pytest.mark.parametrize(("target", "name"), [("vllm", "vLLM"), ("verl", "verl 0.9.1"), ("trl", "TRL 1.16")])
+def test_what_is_emitted_says_that_kv_scales_stay_at_one_and_what_that_costs(target: str, name: str) -> None:
+    text = emit(scaled(), target)
+    assert f"{name} leaves K and V scales at 1.0; fp8plan.RolloutEngine measures them" in text
+    assert "expected mismatch at 1.0: KL k3 0.003, up to 0.045, risk moderate" in text
+    assert "the plan's own, for calibrated scales: KL k3 0.002, up to 0.008, risk moderate" in text
+    assert "calibrated" not in emit(scaled(kv_scales="unit"), target)
+    theirs = emit(scaled(), target, kv_scales="calibrated")
+    assert "calibrating them after each weight sync is yours" in theirs
+    assert "expected mismatch: KL k3 0.002, up to 0.008, risk moderate" in theirs
+    bf16 = emit(scaled(), target, "bf16")
+    assert "scales" not in bf16
+    assert "expected mismatch: KL k3 0.002, up to 0.008, risk low" in bf16
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_scales_of_one_that_the_plan_does_not_accept_are_refused(target: str) -> None:
+    plan = scaled(at_one="high")
+    ways_out = (
+        r"risk is high \(KL k3 up to 0\.045\).* accepts moderate.*--kv-scales unit or --accept high.*calibrated if"
+    )
+    with pytest.raises(ConfigError, match=f"leaves the K and V scales of fp8_kv at 1.0.*{ways_out}"):
+        emit(plan, target)
+    emit(plan, target, "bf16")
+    emit(plan, target, kv_scales="calibrated")
+    emit(replace(plan, budget=RiskBudget(accept="high")), target)
+    emit(scaled(risk="high", at_one="high"), target)  # nothing within the budget, or asked for by name: no news
+    with pytest.raises(ConfigError, match="kv_scales is 'none'; allowed: calibrated, unit"):
+        emit(plan, target, kv_scales="none")
+
+
+@pytest.mark.parametrize("method", ["verl_overrides", "trl_config"])
+def test_settings_of_a_trainer_refuse_them_too(method: str) -> None:
+    translate = getattr(scaled(at_one="high"), method)
+    with pytest.raises(ConfigError, match=r"leaves the K and V scales of fp8_kv at 1\.0"):
+        translate()
+    assert translate(kv_scales="calibrated")
+    assert translate("bf16")
 
 
 def test_two_importance_weights_are_too_many_for_verl() -> None:

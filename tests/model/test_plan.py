@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.plan import Choice, Plan
+from fp8plan.model.mismatch_budget import LEVELS, RiskBudget
+from fp8plan.model.plan import KV_SCALES, Choice, Plan
 from fp8plan.model.precision import PRESETS
 
 finite = st.none() | st.floats(allow_nan=False, allow_infinity=False)
@@ -26,6 +27,8 @@ finite = st.none() | st.floats(allow_nan=False, allow_infinity=False)
     thresholds=st.sampled_from([{}, {"token_tis": 2.0}, {"sequence_mis": (0.5, 2.0), "token_tis": 1.5}]),
     limits=st.builds(EngineLimits, max_model_len=st.none() | st.integers(1, 10**6), enforce_eager=st.booleans()),
     reason=st.text(),
+    budget=st.builds(RiskBudget, accept=st.sampled_from(LEVELS), low_kl=st.floats(0, 1)),
+    kv_scales=st.sampled_from(KV_SCALES),
     chosen=st.integers(0, 1),
 )
 def test_json_gives_back_an_equal_plan(
@@ -34,10 +37,17 @@ def test_json_gives_back_an_equal_plan(
     thresholds: dict[str, Any],
     limits: EngineLimits,
     reason: str,
+    budget: RiskBudget,
+    kv_scales: str,
     chosen: int,
 ) -> None:
-    choices = (plans.choice("bf16", makespan_s=makespan), plans.choice("fp8_kv", kv_cache_tokens=tokens))
-    plan = plans.plan(choices=choices, chosen=chosen, thresholds=thresholds, limits=limits, reasons=(reason,))
+    at_one = {"kl_k3": 1e-3, "kl_k3_low": 1e-4, "kl_k3_high": makespan, "risk": "low"}
+    choices = (
+        plans.choice("bf16", makespan_s=makespan),
+        plans.choice("fp8_kv", kv_cache_tokens=tokens, unit_kv_scales=at_one),
+    )
+    told: dict[str, Any] = {"reasons": (reason,), "warnings": (reason, ""), "budget": budget, "kv_scales": kv_scales}
+    plan = plans.plan(choices=choices, chosen=chosen, thresholds=thresholds, limits=limits, **told)
     assert Plan.from_json(plan.to_json()) == plan
 
 
@@ -53,34 +63,55 @@ def test_numpy_numbers_become_plain_ones() -> None:
 def test_to_dict_holds_the_documented_keys_in_order() -> None:
     data = plans.plan().to_dict()
     assert list(data) == [
-        "model", "gpu", "profile", "limits", "workload", "seed", "choices", "chosen", "thresholds", "reasons",
+        "schema_version", "fp8plan_version", "model", "gpu", "profile", "limits", "workload", "seed", "choices",
+        "chosen", "thresholds", "reasons", "warnings", "budget", "kv_scales",
     ]  # fmt: skip
     assert (
         list(data["choices"][0])
         == (
             "precision tensor_parallel data_parallel available reason makespan_s makespan_low_s makespan_high_s "
-            "output_tokens_per_s speedup rl_step_s step_speedup kv_cache_tokens preemptions tail_fraction kl_k3 "
-            "kl_k3_low kl_k3_high ess_raw clip_fraction seq_reject_fraction risk extrapolated"
+            "output_tokens_per_s speedup speedup_low speedup_high rl_step_s step_speedup kv_cache_tokens preemptions "
+            "tail_fraction kl_k3 kl_k3_low kl_k3_high ess_raw clip_fraction seq_reject_fraction risk unit_kv_scales "
+            "extrapolated"
         ).split()
     )
     assert json.loads(json.dumps(data)) == data
 
 
-@pytest.mark.parametrize("where", ["", "limits", "choices.0"])
-def test_a_missing_field_and_an_unknown_one_are_named(where: str) -> None:
+@pytest.mark.parametrize("where", ["", "limits", "choices.0", "budget"])
+def test_a_missing_field_is_named_and_an_unknown_one_is_passed_over(where: str) -> None:
+    """A later version of the same schema may say more, anywhere."""
+    plan = plans.plan(warnings=("a note",), budget=RiskBudget(accept="low"), kv_scales="unit", fp8plan_version="7.8.9")
+
     def damaged(damage: Any) -> str:
-        data: Any = plans.plan().to_dict()
+        data: Any = plan.to_dict() | {"schema_version": "1.42"}
         node = data
         for step in filter(None, where.split(".")):
             node = node[int(step) if step.isdigit() else step]
         damage(node)
         return json.dumps(data)
 
-    field = fields({"": Plan, "limits": EngineLimits, "choices.0": Choice}[where])[1].name
+    kinds = {"": Plan, "limits": EngineLimits, "choices.0": Choice, "budget": RiskBudget}
+    field = fields(kinds[where])[1].name
     with pytest.raises(ConfigError, match=rf"missing field '{field}'"):
         Plan.from_json(damaged(lambda node: node.pop(field)))
-    with pytest.raises(ConfigError, match="unknown field 'colour'"):
-        Plan.from_json(damaged(lambda node: node.update(colour="red")))
+    assert Plan.from_json(damaged(lambda node: node.update(colour={"r": [1]}))) == plan
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        ("2.0", r"schema 2\.0, written by fp8plan 9\.1; this is fp8plan .*, which reads schema 1\.x: install"),
+        ("0.9", r"schema 0\.9, written by fp8plan 9\.1"),
+        ("1", r"plan\.schema_version is '1'; allowed: text such as '1\.0'"),
+        (["1.0"], r"plan\.schema_version is \['1\.0'\]"),
+        (None, r"written before plans had a schema_version.*make it again with `fp8plan plan MODEL --gpu GPU --json"),
+    ],
+)
+def test_a_plan_of_another_schema_is_refused_by_version(version: Any, message: str) -> None:
+    changed = plans.plan().to_dict() | {"schema_version": version, "fp8plan_version": "9.1", "choices": "unlike ours"}
+    with pytest.raises(ConfigError, match=message):
+        Plan.from_json(json.dumps(changed))
 
 
 @pytest.mark.parametrize(
@@ -93,6 +124,9 @@ def test_a_missing_field_and_an_unknown_one_are_named(where: str) -> None:
         (json.dumps({**plans.plan().to_dict(), "choices": {}}), "choices is a dict"),
         (json.dumps({**plans.plan().to_dict(), "choices": [3]}), r"choices\[0\] is a int"),
         (json.dumps({**plans.plan().to_dict(), "reasons": "because"}), "reasons is 'because'"),
+        (json.dumps({**plans.plan().to_dict(), "warnings": [1]}), r"warnings is \[1\]"),
+        (json.dumps({**plans.plan().to_dict(), "kv_scales": "none"}), "kv_scales is 'none'; allowed: calibrated, unit"),
+        (json.dumps({**plans.plan().to_dict(), "budget": "low"}), "budget is a str"),
         (json.dumps({**plans.plan().to_dict(), "chosen": 9}), "chosen is 9; allowed: 0 to 3"),
         (json.dumps({**plans.plan().to_dict(), "thresholds": {"tis": 2}}), "unknown thresholds: tis"),
     ],
@@ -111,8 +145,30 @@ def test_select_takes_the_chosen_or_the_one_asked_for() -> None:
     plan = plans.plan(chosen=2)
     assert plan.select().precision == list(PRESETS)[2]
     assert plan.select(0).precision == "bf16"
-    with pytest.raises(ConfigError, match="no choice 4"):
-        plan.select(4)
+    assert plan.select("fp8_kv").precision == "fp8_kv"
+    for wrong in (4, -1, 1.5, True):
+        with pytest.raises(ConfigError, match=f"no choice {wrong}; allowed: 0 to 3, or a precision"):
+            plan.select(wrong)  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match=r"the plan has no 'fp8'; allowed: bf16, fp8_block, fp8_kv, fp8_block\+fp8_kv"
+    ):
+        plan.select("fp8")
+
+
+def test_a_precision_names_its_fastest_layout_that_can_run() -> None:
+    def kv(tensor_parallel: int, **known: Any) -> Choice:
+        return plans.choice("fp8_kv", tensor_parallel=tensor_parallel, **known)
+
+    gone = kv(8, available=False, reason="too large")
+    rollouts = (plans.choice("bf16", makespan_s=1.0), gone, kv(4, makespan_s=9.0), kv(2, makespan_s=7.0))
+    plan = plans.plan(choices=rollouts)
+    assert plan.index("fp8_kv") == 3
+    assert plan.vllm_kwargs("fp8_kv")["tensor_parallel_size"] == 2
+    assert "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=fp8" in plan.verl_overrides("fp8_kv")
+    steps = (kv(2, makespan_s=7.0, rl_step_s=50.0), kv(4, makespan_s=9.0, rl_step_s=40.0))
+    assert plans.plan(choices=steps).select("fp8_kv").tensor_parallel == 4
+    with pytest.raises(ConfigError, match="too large"):
+        plans.plan(choices=(gone,)).select("fp8_kv")
 
 
 def test_a_choice_the_gpu_cannot_run_is_not_emitted() -> None:
