@@ -9,7 +9,8 @@ import pytest
 from hypothesis import settings
 
 # Set before any test imports these libraries: they read their environment once.
-os.environ["FP8PLAN_PROFILES"] = "/nowhere"  # what this machine's user has calibrated is not under test
+os.environ.pop("FP8PLAN_PROFILES", None)  # what this machine's user has calibrated is not under test
+os.environ["XDG_DATA_HOME"] = "/nowhere"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; vLLM would take most of the machine's memory
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

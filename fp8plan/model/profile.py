@@ -23,6 +23,7 @@ from fp8plan.model.hardware import Gpu
 from fp8plan.model.profile_checks import check_facts, check_fields, covariance_matrix, hull_ranges, parse, problem
 
 ENGINE = "vllm"
+OWN_PROFILES = "FP8PLAN_PROFILES"  # environment variable
 CALIBRATE_COMMAND = "fp8plan calibrate --gpu auto"
 
 
@@ -79,7 +80,7 @@ class Profile:
             return [f"CPUs differ by several times, and the interval knows one: {self.source}"]
         if self.kind != "imported":
             return []
-        return [f"the profile of {self.gpu} is imported from others' tables, not measured here: {self.source}"]
+        return [f"the profile of {self.gpu} is imported, not measured here; `fp8plan profiles` says how far off it is"]
 
     def coefficient(self, name: str) -> float:
         """The coefficient called `name`. Raises ProfileError, naming the missing measurement, when it has none."""
@@ -172,13 +173,34 @@ def profiles_path() -> Path:
 
 def own_profiles_path() -> Path:
     """The folder of profiles that `fp8plan calibrate` measured on the user's GPUs; $FP8PLAN_PROFILES names another."""
-    named = os.environ.get("FP8PLAN_PROFILES")
-    return Path(named) if named else Path.home() / ".local" / "share" / "fp8plan" / "profiles"
+    if named := os.environ.get(OWN_PROFILES):
+        return Path(named)
+    data = os.environ.get("XDG_DATA_HOME")
+    return (Path(data) if data else Path.home() / ".local" / "share") / "fp8plan" / "profiles"
 
 
 def _folders(profiles_dir: Path | None) -> list[Path]:
-    """Where profiles are looked for: the user's own go first."""
-    return [profiles_dir] if profiles_dir else [own_profiles_path(), profiles_path()]
+    """Where profiles are looked for: the user's own go first. Raises ConfigError where these are said to lie in a
+    folder that is not there."""
+    if profiles_dir:
+        return [profiles_dir]
+    named, own = os.environ.get(OWN_PROFILES), own_profiles_path()
+    if named and not own.is_dir():
+        raise ConfigError(
+            f"{OWN_PROFILES} is {named}, and there is no such folder; name the one that `fp8plan calibrate` wrote, or "
+            f"type: unset {OWN_PROFILES}"
+        )
+    return [own, profiles_path()]
+
+
+def unused_folder() -> list[str]:
+    """The warning that the folder which $FP8PLAN_PROFILES names holds no profile; else nothing."""
+    named = os.environ.get(OWN_PROFILES)
+    if not named or any(Path(named).glob("*/*/profile.json")):
+        return []
+    return [
+        f"{OWN_PROFILES} is {named}, which holds no profile (GPU/{ENGINE}-VERSION/profile.json): it changes nothing"
+    ]
 
 
 def profile_path(folder: Path, gpu: str, engine_version: str) -> Path:
@@ -206,15 +228,16 @@ def load_profile(
 
     The exact one, the user's own (`own_profiles_path`) before a shipped one; else the nearest engine version of the
     same GPU, its standard deviations doubled; else the datasheet profile. `strict` allows the exact one only. Raises
-    ProfileError when there is none, or when its file is corrupt.
+    ProfileError when there is none, or when its file is corrupt, ConfigError when $FP8PLAN_PROFILES names no folder.
     """
     if not re.match(r"\d+(\.\d+)*", engine_version):
         raise ConfigError(f"engine_version is {engine_version!r}; allowed: a version of {ENGINE} such as 0.26.0")
     folders = _folders(profiles_dir)
+    unused = [] if profiles_dir else unused_folder()
     for exact in (profile_path(folder, gpu.name, engine_version) for folder in folders):
         if exact.is_file():
             found = _read(exact)
-            return found, found.remarks
+            return found, [*unused, *found.remarks]
     near = _nearest([folder / gpu.name for folder in folders], engine_version)
     if strict:
         raise ProfileError(_strict_message(gpu, engine_version, near))
@@ -224,11 +247,11 @@ def load_profile(
             f"no profile of {gpu.name} for {ENGINE} {engine_version}: using the one of {found.engine} "
             f"{found.engine_version} with its interval doubled"
         )
-        return found.widened(2), [warning, *found.remarks]
+        return found.widened(2), [*unused, warning, *found.remarks]
     warning = (
         f"no measured profile of {gpu.name}: datasheet peaks with generic efficiencies (uncalibrated, wide interval)"
     )
-    return datasheet_profile(gpu, engine_version, profiles_dir), [warning]
+    return datasheet_profile(gpu, engine_version, profiles_dir), [*unused, warning]
 
 
 def _strict_message(gpu: Gpu, engine_version: str, near: Path | None) -> str:

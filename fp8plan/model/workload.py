@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +16,9 @@ import numpy as np
 from fp8plan.errors import ConfigError
 from fp8plan.model.arrays import IntArray
 
+PROMPT, RESPONSE = "prompt_length", "response_length"  # columns of a trace
+LIKE = 0.85  # how near the name of another column comes to one of these before it is taken for a slip
+DEFAULT_PROMPTS = "fixed:1024"
 LENGTHS_SYNTAX = "fixed:TOKENS, lognormal:mean=TOKENS,sigma=S,max=TOKENS, or a .jsonl or .parquet file of lengths"
 
 
@@ -125,25 +130,41 @@ class Trace:
 Lengths = Fixed | LogNormal | Trace
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Workload:
-    """One rollout of an RL step: `prompts` prompts, `samples_per_prompt` responses to each."""
+    """One rollout of an RL step: `prompts` prompts, `samples_per_prompt` responses to each.
+
+    prompt_lengths, response_lengths: a whole number of tokens for all, or Fixed, LogNormal or Trace
+    seed:                             of the lengths that are drawn
+    """
 
     prompts: int
     samples_per_prompt: int
     prompt_lengths: Lengths
     response_lengths: Lengths
-    seed: int = 0
+    seed: int
 
-    def __post_init__(self) -> None:
-        for name in ("prompts", "samples_per_prompt"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: a whole number of at least 1")
+    def __init__(
+        self,
+        prompts: int,
+        samples_per_prompt: int,
+        prompt_lengths: Lengths | int,
+        response_lengths: Lengths | int,
+        seed: int = 0,
+    ) -> None:
+        """Raises ConfigError for anything but whole numbers and lengths, and for more than MOST_REQUESTS responses."""
+        fields = {
+            "prompts": _whole("prompts", prompts, 1),
+            "samples_per_prompt": _whole("samples_per_prompt", samples_per_prompt, 1),
+            "prompt_lengths": _lengths("prompt_lengths", prompt_lengths),
+            "response_lengths": _lengths("response_lengths", response_lengths),
+            "seed": _whole("seed", seed, 0),
+        }
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
         if self.prompts * self.samples_per_prompt > MOST_REQUESTS:
             asked = f"{self.prompts} x {self.samples_per_prompt}"
             raise ConfigError(f"prompts x samples_per_prompt is {asked}; allowed: at most {MOST_REQUESTS:,} responses")
-        if self.seed < 0:
-            raise ConfigError(f"seed is {self.seed!r}; allowed: a whole number of at least 0")
 
     def batch(self) -> Batch:
         """The requests, prompt by prompt, samples of a prompt next to each other. The seed decides the lengths.
@@ -158,6 +179,46 @@ class Workload:
         else:
             prompts = self.prompt_lengths.draw(self.prompts, rng)
         return Batch(prompts[prompt_ids], self.response_lengths.draw(len(prompt_ids), rng), prompt_ids)
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name} is {value!r}; allowed: a whole number of at least {least}")
+    return int(value)
+
+
+def _lengths(name: str, value: Any) -> Lengths:
+    if isinstance(value, (Fixed, LogNormal, Trace)):
+        return value
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+        return Fixed(int(value))
+    kinds = "a whole number of tokens, fp8plan.Fixed, fp8plan.LogNormal or fp8plan.Trace"
+    raise ConfigError(f"{name} is {value!r}; allowed: {kinds}")
+
+
+def parse_both_lengths(prompts: str | None, responses: str) -> tuple[Lengths, Lengths, list[str]]:
+    """(prompt lengths, response lengths, notes) as the command line spells them.
+
+    prompts: None: those of the responses' trace, if it has any, else DEFAULT_PROMPTS
+
+    Raises ConfigError as `parse_lengths` does, and for a trace whose prompt lengths have a name that is nearly right.
+    """
+    known = parse_lengths(responses, RESPONSE)
+    if not isinstance(known, Trace):
+        return parse_lengths(prompts or DEFAULT_PROMPTS, PROMPT), known, []
+    columns = _columns(Path(responses))
+    has_prompts = PROMPT in columns
+    if prompts is not None:
+        unread = has_prompts and prompts != responses
+        note = f"{responses} has {PROMPT}, too, which is not read: --prompt-lengths {prompts} goes before it"
+        return parse_lengths(prompts, PROMPT), known, [note] if unread else []
+    if has_prompts:
+        return parse_lengths(responses, PROMPT), known, [f"prompt lengths are those of {responses}, too"]
+    if meant := get_close_matches(PROMPT, columns, 1, LIKE):
+        raise ConfigError(
+            f"the trace {responses} has {meant[0]!r}, which is not read; call it {PROMPT!r}, or give --prompt-lengths"
+        )
+    return parse_lengths(DEFAULT_PROMPTS, PROMPT), known, []
 
 
 def parse_lengths(text: str, column: str) -> Lengths:
@@ -191,35 +252,68 @@ def _last(fields: dict[str, str], name: str) -> int:
     return value
 
 
-def _read_column(path: Path, column: str) -> list[int]:
+def _read_column(path: Path, column: str) -> list[Any]:
     """One length per row: a bare number, or the row's `column`."""
-    if not path.exists():
-        raise ConfigError(f"there is no trace file {path}")
     if path.suffix == ".parquet":
-        import pandas as pd
+        names = _columns(path)
+        if column not in names:
+            raise ConfigError(f"the trace {path} has no column {column!r}; {_has(names, column)}")
+        return _parquet(path, lambda file: file.read([column])[column].to_pylist())
+    values = []
+    for number, row in _rows(path, column):
+        if isinstance(row, dict) and column not in row:
+            wanted = f'a number, or an object with "{column}"'
+            raise ConfigError(f"line {number} of the trace {path} is not {wanted}; {_has(list(row), column)}")
+        values.append(row[column] if isinstance(row, dict) else row)
+    return values
 
-        try:
-            table = pd.read_parquet(path)
-        except Exception as error:  # pyarrow raises a type of its own per kind of damage
-            raise ConfigError(f"cannot read the trace {path} as parquet: {error}") from None
-        if column not in table.columns:
-            raise ConfigError(f"the trace {path} has no column {column!r}; it has {', '.join(map(str, table.columns))}")
-        return table[column].tolist()  # type: ignore[no-any-return]
+
+def _columns(path: Path) -> list[str]:
+    """The names of what each row of a trace file has; of JSON lines by the first of them, none for bare numbers."""
+    if path.suffix == ".parquet":
+        return _parquet(path, lambda file: file.schema_arrow.names)
+    first = next((row for _, row in _rows(path, RESPONSE)), None)
+    return list(first) if isinstance(first, dict) else []
+
+
+def _parquet(path: Path, read: Callable[[Any], list[Any]]) -> list[Any]:
+    """What `read` makes of the pyarrow.parquet.ParquetFile at `path`."""
+    import pyarrow.parquet as pq
+
+    _must_exist(path)
+    try:
+        with pq.ParquetFile(path) as file:
+            return read(file)
+    except Exception as error:  # pyarrow raises a type of its own per kind of damage
+        raise ConfigError(f"cannot read the trace {path} as parquet: {error}") from None
+
+
+def _rows(path: Path, column: str) -> Iterator[tuple[int, Any]]:
+    """(number of the line, what it holds) of a file of JSON lines; blank ones are passed over."""
+    _must_exist(path)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the trace {path}: {error}") from None
-    values = []
     for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            values.append(row[column] if isinstance(row, dict) else row)
-        except (json.JSONDecodeError, KeyError) as error:
-            wanted = f'a number, or an object with "{column}"'
-            raise ConfigError(f"line {number} of the trace {path} is not {wanted}: {error}") from None
-    return values
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except json.JSONDecodeError as error:
+                wanted = f'a number, or an object with "{column}"'
+                raise ConfigError(f"line {number} of the trace {path} is not {wanted}: {error}") from None
+
+
+def _must_exist(path: Path) -> None:
+    if not path.exists():
+        raise ConfigError(f"there is no trace file {path}")
+
+
+def _has(names: list[str], column: str) -> str:
+    """The end of a message: the names that there are, and which of them was meant."""
+    meant = get_close_matches(column, names, 1, LIKE)
+    advice = f"call {meant[0]!r} {column!r}" if meant else "add it"
+    return f"it has {', '.join(map(str, names)) or 'nothing'}: {advice}"
 
 
 def _check_length(what: str, tokens: Any, whole: bool = False) -> None:
