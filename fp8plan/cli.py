@@ -7,13 +7,17 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console, RenderableType
+from typer.core import TyperCommand
 
+from fp8plan import outputs
 from fp8plan.errors import ConfigError, Fp8PlanError
+from fp8plan.outputs import STDOUT
 
 T = TypeVar("T")
 
@@ -23,19 +27,47 @@ class Grid(StrEnum):
     full = "full"
 
 
+# Help is plain text: rich's boxes break long option names at 80 columns, and rich takes [aic] for markup.
 app = typer.Typer(
     name="fp8plan",
     help="Predict what each rollout precision (BF16, blockwise FP8, FP8 KV cache, both) gains and risks in LLM RL.",
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
 WORKLOAD, ENGINE, TRAINER, OUTPUT = "Workload", "Engine (vLLM's names)", "RL step", "Output"
 LENGTHS = "fixed:TOKENS, lognormal:mean=TOKENS,sigma=S,max=TOKENS (mean before clipping), or a .jsonl/.parquet trace"
+VLLM_S = "vLLM's for this GPU"  # a default
 
 
 # typer's errors of usage. Which package they come from depends on its version: click, or a copy inside typer.
 UsageError: Any = typer.BadParameter.__mro__[1]
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose help lists its options in groups, by `rich_help_panel`."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            plain = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            if (record := parameter.get_help_record(ctx)) is not None:
+                groups.setdefault(getattr(parameter, "rich_help_panel", None) or plain, []).append(record)
+        for name, records in groups.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
+
+
+class PlanCommand(GroupedCommand):
+    """A command whose `--json` may stand alone, and then prints: typer wants a value always, or never."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = [
+            f"--json={STDOUT}" if word == "--json" and not (after == STDOUT or after.endswith(".json")) else word
+            for word, after in pairwise([*args, ""])
+        ]
+        return super().parse_args(ctx, words)
 
 
 def main() -> None:
@@ -55,13 +87,35 @@ def main() -> None:
     raise SystemExit(2)
 
 
-@app.command("plan")
+def _version(asked: bool) -> None:
+    if asked:
+        from fp8plan import __version__
+
+        print(f"fp8plan {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def fp8plan_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="show the version and exit")
+    ] = False,
+) -> None:
+    """Options of the program itself; `app` says what it is for."""
+
+
+@app.command("plan", cls=PlanCommand)
 def plan_command(
     model: Annotated[str, typer.Argument(help="hub id (Qwen/Qwen3-8B) or a folder with config.json")],
     gpu: Annotated[str, typer.Option(help="h200, h100, b200, ...; auto asks the driver")],
     prompts: Annotated[int, typer.Option(rich_help_panel=WORKLOAD)] = 32,
     samples: Annotated[int, typer.Option(help="responses per prompt", rich_help_panel=WORKLOAD)] = 16,
-    prompt_lengths: Annotated[str, typer.Option(help=LENGTHS, rich_help_panel=WORKLOAD)] = "fixed:1024",
+    prompt_lengths: Annotated[
+        str | None,
+        typer.Option(
+            help=LENGTHS, show_default="those of the responses' trace, else fixed:1024", rich_help_panel=WORKLOAD
+        ),
+    ] = None,
     response_lengths: Annotated[
         str, typer.Option(help="the same", rich_help_panel=WORKLOAD)
     ] = "lognormal:mean=6000,sigma=0.9,max=20480",
@@ -71,12 +125,17 @@ def plan_command(
     ] = None,
     tensor_parallel_size: Annotated[int, typer.Option(rich_help_panel=ENGINE)] = 1,
     data_parallel_size: Annotated[int, typer.Option(help="replicas", rich_help_panel=ENGINE)] = 1,
-    gpu_memory_utilization: Annotated[float | None, typer.Option(rich_help_panel=ENGINE)] = None,
-    max_model_len: Annotated[int | None, typer.Option(rich_help_panel=ENGINE)] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(rich_help_panel=ENGINE)] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(rich_help_panel=ENGINE)] = None,
-    block_size: Annotated[int | None, typer.Option(rich_help_panel=ENGINE)] = None,
-    num_gpu_blocks: Annotated[int | None, typer.Option(help="impose the KV pool", rich_help_panel=ENGINE)] = None,
+    gpu_memory_utilization: Annotated[float | None, typer.Option(show_default=VLLM_S, rich_help_panel=ENGINE)] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(show_default="the longest prompt + response", rich_help_panel=ENGINE)
+    ] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(show_default=VLLM_S, rich_help_panel=ENGINE)] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(show_default=VLLM_S, rich_help_panel=ENGINE)] = None,
+    block_size: Annotated[int | None, typer.Option(show_default=VLLM_S, rich_help_panel=ENGINE)] = None,
+    num_gpu_blocks: Annotated[
+        int | None,
+        typer.Option(help="impose the KV pool", show_default="what the memory holds", rich_help_panel=ENGINE),
+    ] = None,
     prefix_caching: Annotated[bool, typer.Option(rich_help_panel=ENGINE)] = True,
     async_scheduling: Annotated[bool, typer.Option(rich_help_panel=ENGINE)] = True,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", rich_help_panel=ENGINE)] = False,
@@ -85,42 +144,69 @@ def plan_command(
         bool, typer.Option("--strict", help="only a profile of this very version", rich_help_panel=ENGINE)
     ] = False,
     precision: Annotated[
-        list[str] | None, typer.Option(help="bf16, fp8_block, fp8_kv, fp8_block+fp8_kv; repeat; default: all")
+        list[str] | None,
+        typer.Option(help="bf16, fp8_block, fp8_kv, fp8_block+fp8_kv; repeat", metavar="NAME", show_default="all"),
     ] = None,
     accept: Annotated[str, typer.Option(help="highest risk to choose: low, moderate, high")] = "moderate",
     kv_scales: Annotated[
-        str,
-        typer.Option(help="of FP8 KV: calibrated (after each weight sync) or unit (1.0, as plain vLLM leaves them)"),
-    ] = "calibrated",
+        str | None,
+        typer.Option(
+            help="of FP8 KV: calibrated after each weight sync, as RolloutEngine does, or unit: 1.0, as vLLM, verl and "
+            "TRL leave them",
+            show_default="unit with --emit, else calibrated",
+        ),
+    ] = None,
     train_s: Annotated[float | None, typer.Option(help="training, seconds a step", rich_help_panel=TRAINER)] = None,
     logprob_s: Annotated[float | None, typer.Option(help="log-probs, seconds a step", rich_help_panel=TRAINER)] = None,
     train_tokens_per_s: Annotated[float | None, typer.Option(rich_help_panel=TRAINER)] = None,
     logprob_tokens_per_s: Annotated[float | None, typer.Option(rich_help_panel=TRAINER)] = None,
     sync_gb_per_s: Annotated[
         float | None,
-        typer.Option(help="10^9 bytes/s at which new weights reach an engine GPU", rich_help_panel=TRAINER),
+        typer.Option(
+            help="10^9 bytes/s at which new weights reach an engine GPU", show_default="50", rich_help_panel=TRAINER
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="the plan as JSON", rich_help_panel=OUTPUT)] = False,
-    emit: Annotated[str | None, typer.Option(help="settings for vllm, verl or trl", rich_help_panel=OUTPUT)] = None,
-    plot: Annotated[Path | None, typer.Option(help="FILE.png or FILE.html", rich_help_panel=OUTPUT)] = None,
+    as_json: Annotated[
+        str | None,
+        typer.Option(
+            "--json", metavar="[FILE.json]", help="the plan, to a file or, alone, to stdout", rich_help_panel=OUTPUT
+        ),
+    ] = None,
+    emit: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TARGET[=FILE]",
+            help="settings for vllm, verl or trl, to a file or stdout; repeat",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="a picture: FILE.png or FILE.html", rich_help_panel=OUTPUT)
+    ] = None,
 ) -> None:
-    """Predict every rollout precision for a model, a GPU and a workload, and choose one."""
+    """Predict every rollout precision, and choose one.
+
+    Files are written all or none. Stdout has what is asked for without a file, else the table; notes go to stderr.
+    """
     from dataclasses import replace
 
     from fp8plan.model.architecture import ModelShape
+    from fp8plan.model.emit import emit as emit_plan
     from fp8plan.model.hardware import gpu as find_gpu
     from fp8plan.model.limits import EngineLimits
     from fp8plan.model.mismatch import RiskBudget
     from fp8plan.model.mismatch_budget import LEVELS
+    from fp8plan.model.plan import KV_SCALES
     from fp8plan.model.planner import predict
     from fp8plan.model.rl_step import Trainer
-    from fp8plan.model.workload import Workload, parse_lengths
+    from fp8plan.model.workload import Workload, parse_both_lengths
 
     card = find_gpu(gpu)
-    if as_json and emit is not None:
-        raise ConfigError("both --json and --emit are given; give one of them")
-    if kv_scales not in ("calibrated", "unit"):
-        raise ConfigError(f"--kv-scales is {kv_scales!r}; allowed: calibrated, unit")
+    wanted = _emissions(emit or [])
+    asked = [("--json", as_json)] if as_json is not None else []
+    outputs.check([*asked, *((f"--emit {target}", file) for target, file in wanted), *_plot_file(plot)])
+    if kv_scales not in (None, *KV_SCALES):
+        raise ConfigError(f"--kv-scales is {kv_scales!r}; allowed: {', '.join(KV_SCALES)}")
     if accept not in LEVELS:
         raise ConfigError(f"--accept is {accept!r}; allowed: {', '.join(LEVELS)}")
     if sync_gb_per_s is not None and not 0 < sync_gb_per_s < float("inf"):
@@ -150,44 +236,72 @@ def plan_command(
         logprob_tokens_per_s=logprob_tokens_per_s,
         sync_bandwidth=None if sync_gb_per_s is None else sync_gb_per_s * 1e9,
     )
+    scales = kv_scales or ("unit" if wanted else "calibrated")
+    shape = ModelShape.from_hf(model)
+    prompt_tokens, response_tokens, notes = parse_both_lengths(prompt_lengths, response_lengths)
     prediction = predict(
-        ModelShape.from_hf(model),
+        shape,
         card,
-        Workload(
-            prompts,
-            samples,
-            parse_lengths(prompt_lengths, "prompt_length"),
-            parse_lengths(response_lengths, "response_length"),
-            seed,
-        ),
+        Workload(prompts, samples, prompt_tokens, response_tokens, seed),
         limits=limits,
         gpus=gpus,
         precisions=precision,
         trainer=Trainer(**trainer) if trainer else None,
         budget=RiskBudget(accept=accept),
-        kv_scales_calibrated=kv_scales == "calibrated",
+        kv_scales_calibrated=scales == "calibrated",
         engine_version=engine_version,
         strict=strict,
         progress=_progress("predicting"),
     )
-    settings = None
-    if emit is not None:
-        from fp8plan.model.emit import emit as emit_plan
-
-        settings = emit_plan(prediction.plan, emit)
+    plan = prediction.plan
+    made = {file: emit_plan(plan, target, kv_scales=scales) for target, file in wanted}
+    if as_json is not None:
+        made[as_json] = plan.to_json()
+    printed = made.pop(STDOUT, None)
+    writers = {file: outputs.text(content) for file, content in made.items()}
     if plot is not None:
         from fp8plan.plots import plot as draw
 
-        draw(prediction, plot)
-    _notes(prediction.warnings)  # after all that may fail, so that an error stands alone
-    if settings is not None:
-        print(settings)
-    elif as_json:
-        print(prediction.plan.to_json())
+        writers[str(plot)] = lambda path: draw(prediction, path)
+    outputs.write(writers)
+    if wanted and kv_scales is None and any(c.unit_kv_scales for c in plan.choices):
+        notes.append("K and V scales are 1.0, as --emit's targets leave them; if you calibrate: --kv-scales calibrated")
+    _notes([*plan.warnings, *notes])  # after all that may fail, so that an error stands alone
+    _written(writers)
+    if printed is not None:
+        print(printed)
     else:
         from fp8plan.report import plan_report
 
-        _print(plan_report(prediction.plan))
+        _print(plan_report(plan))
+
+
+@app.command("emit")
+def emit_command(
+    plan: Annotated[str, typer.Argument(metavar="PLAN.json", help="what `plan --json` wrote; - reads stdin")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="vllm, verl or trl")],
+    choice: Annotated[
+        str | None, typer.Option(help="another precision of the plan, or its number", show_default="the chosen one")
+    ] = None,
+    kv_scales: Annotated[
+        str, typer.Option(help="of FP8 KV: unit (1.0, as the targets leave them), or calibrated if you calibrate them")
+    ] = "unit",
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FILE", help="file to write", show_default="stdout")
+    ] = STDOUT,
+) -> None:
+    """Print or write the settings of a saved plan."""
+    from fp8plan.model.emit import emit
+    from fp8plan.model.plan import Plan
+
+    outputs.check([("the settings", output)])
+    saved = Plan.from_json(outputs.read(plan))
+    settings = emit(saved, target, int(choice) if choice and choice.isdecimal() else choice, kv_scales)
+    if output == STDOUT:
+        print(settings)
+    else:
+        outputs.write({output: outputs.text(settings)})
+        _written([output])
 
 
 @app.command("validate")
@@ -211,11 +325,12 @@ def validate_command(
         _print(validation_report(result))
 
 
-@app.command("probe")
+@app.command("probe", cls=GroupedCommand)
 def probe_command(
     model: Annotated[str, typer.Argument(help="hub id or folder of the BF16 checkpoint")],
     precision: Annotated[
-        list[str] | None, typer.Option(help="bf16, fp8_block, fp8_kv, fp8_block+fp8_kv; repeat; default: all")
+        list[str] | None,
+        typer.Option(help="bf16, fp8_block, fp8_kv, fp8_block+fp8_kv; repeat", metavar="NAME", show_default="all"),
     ] = None,
     gpu: Annotated[str, typer.Option(help="of this machine; auto asks the driver; cpu: slow, for a try")] = "auto",
     prompts: Annotated[
@@ -237,7 +352,10 @@ def probe_command(
         Path | None, typer.Option(help="append rows to this CSV of observations", rich_help_panel=OUTPUT)
     ] = None,
 ) -> None:
-    """Measure the mismatch of each precision: vLLM samples, the BF16 reference scores the same tokens."""
+    """Measure the mismatch of each precision.
+
+    vLLM samples, the BF16 reference scores the same tokens.
+    """
     from dataclasses import replace
 
     from fp8plan.model.architecture import ModelShape
@@ -293,7 +411,10 @@ def monitor_command(
     steps: Annotated[int | None, typer.Option(min=1, help="to show; default: as many as fit")] = None,
     every: Annotated[float, typer.Option(min=0.05, help="seconds between two looks at the file")] = 1.0,
 ) -> None:
-    """Watch a run: KL against its limit, thresholds, ESS, clipping, tokens/s against the prediction, the guard."""
+    """Watch a run.
+
+    KL against its limit, thresholds, ESS, clipping, tokens/s against the prediction, the guard.
+    """
     from fp8plan.run_view import RunView, watch
     from fp8plan.runtime.record import RunReader
 
@@ -313,7 +434,10 @@ def report_command(
         Path | None, typer.Option("--output", "-o", help="FILE.html; default: beside the run file")
     ] = None,
 ) -> None:
-    """Write the page of a run: what `monitor` shows, as interactive plots. A plan's page: plan --plot FILE.html."""
+    """Write the page of a run.
+
+    It is what `monitor` shows, as interactive plots. A plan's page: plan --plot FILE.html.
+    """
     from fp8plan.run_report import write_report
 
     target = output or file.with_suffix(".html")
@@ -330,7 +454,10 @@ def calibrate_command(
     grid: Annotated[Grid, typer.Option(help="quick: about ten minutes; full: about forty")] = Grid.quick,
     fit_only: Annotated[bool, typer.Option("--fit-only", help="fit what is measured already")] = False,
 ) -> None:
-    """Measure this GPU through vLLM's own kernels and engine, and fit its profile. Type it again to go on."""
+    """Measure this GPU, and fit its profile.
+
+    Through vLLM's own kernels and engine. Type it again to go on.
+    """
     from fp8plan.model.calibration import calibrate, measured_version
     from fp8plan.model.hardware import gpu as find_gpu
     from fp8plan.model.profile import own_profiles_path, profile_path
@@ -377,14 +504,27 @@ def profiles_command(context: typer.Context, as_json: Annotated[bool, typer.Opti
 
 @profiles_app.command("import-aic")
 def import_aic_command(
-    gpu: Annotated[list[str] | None, typer.Option(help="h100, b200, ...; repeat; default: all it has")] = None,
-    rollouts: Annotated[
-        list[Path] | None, typer.Option(help="records of an H200, to test its import with; repeat")
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option(help="h100, b200, ...; repeat", metavar="NAME", show_default="all that the tables have"),
     ] = None,
-    kernels: Annotated[list[Path] | None, typer.Option(help="timings of kernels on an H200; repeat")] = None,
-    output: Annotated[Path | None, typer.Option(help="folder of profiles; default: fp8plan's own")] = None,
+    rollouts: Annotated[
+        list[Path] | None, typer.Option(help="records of an H200, to test its import with; repeat", metavar="FILE")
+    ] = None,
+    kernels: Annotated[
+        list[Path] | None, typer.Option(help="timings of kernels on an H200; repeat", metavar="FILE")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="folder of profiles", metavar="FOLDER", show_default="fp8plan's own")
+    ] = None,
 ) -> None:
-    """Fit profiles of GPUs nobody measured here to the tables of aiconfigurator-core (pip install 'fp8plan[aic]')."""
+    """Import profiles of GPUs that nobody measured here.
+
+    They are fitted to the tables of aiconfigurator-core.
+
+    \b
+    Needs: pip install 'fp8plan[aic]'
+    """
     from fp8plan.model.aic_import import import_all
     from fp8plan.model.profile import profiles_path
 
@@ -407,6 +547,33 @@ def models_command(as_json: Annotated[bool, typer.Option("--json")] = False) -> 
         from fp8plan.report import models_report
 
         _print(models_report(shapes))
+
+
+def _emissions(words: list[str]) -> list[tuple[str, str]]:
+    """(target, file or STDOUT) of each `--emit TARGET[=FILE]`."""
+    from fp8plan.model.emit import check_target
+
+    found = []
+    for word in words:
+        target, equals, file = word.partition("=")
+        check_target(target)
+        if equals and not file:
+            raise ConfigError(f"--emit {word} names no file; allowed: --emit {target}=FILE, or --emit {target}")
+        found.append((target, file or STDOUT))
+    return found
+
+
+def _plot_file(plot: Path | None) -> list[tuple[str, str]]:
+    if plot is None:
+        return []
+    if plot.suffix not in (".png", ".html"):
+        raise ConfigError(f"cannot plot to {plot}; allowed: a name that ends in .png or .html")
+    return [("--plot", str(plot))]
+
+
+def _written(files: Iterable[str]) -> None:
+    for file in files:
+        print(f"written: {file}", file=sys.stderr)
 
 
 def _given(**options: Any) -> dict[str, Any]:

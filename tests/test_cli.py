@@ -497,11 +497,15 @@ def test_the_installed_command_behaves_the_same() -> None:
 
 # Good input
 
-PLAN_KEYS = "model gpu profile limits workload seed choices chosen thresholds reasons".split()
+PLAN_KEYS = (
+    "schema_version fp8plan_version model gpu profile limits workload seed choices chosen thresholds reasons warnings "
+    "budget kv_scales"
+).split()
 CHOICE_KEYS = (
     "precision tensor_parallel data_parallel available reason makespan_s makespan_low_s makespan_high_s "
-    "output_tokens_per_s speedup rl_step_s step_speedup kv_cache_tokens preemptions tail_fraction kl_k3 kl_k3_low "
-    "kl_k3_high ess_raw clip_fraction seq_reject_fraction risk extrapolated"
+    "output_tokens_per_s speedup speedup_low speedup_high rl_step_s step_speedup kv_cache_tokens preemptions "
+    "tail_fraction kl_k3 kl_k3_low kl_k3_high ess_raw clip_fraction seq_reject_fraction risk unit_kv_scales "
+    "extrapolated"
 ).split()
 
 
@@ -628,8 +632,8 @@ def test_emit_prints_what_its_target_reads(fp8plan: Callable[..., Done]) -> None
     assert shlex.split(vllm["command"])[1:4] == ["vllm", "serve", MODEL]
     trl = json.loads(fp8plan(*PLAN, "--emit", "trl", "--precision", "fp8_kv").out)
     assert trl["grpo_config"]["num_generations"] == 2
-    verl = fp8plan(*PLAN, "--emit", "verl", "--precision", "fp8_block").out.splitlines()
-    overrides = dict(shlex.split(line)[0].split("=", 1) for line in verl if not line.startswith("#"))
+    verl = fp8plan(*PLAN, "--emit", "verl", "--precision", "fp8_block").out
+    overrides = dict(word.split("=", 1) for word in shlex.split(verl.replace("\\\n", " "), comments=True))
     assert overrides["actor_rollout_ref.rollout.quantization"] == "fp8"
     assert overrides["actor_rollout_ref.rollout.n"] == "2"
 

@@ -1,0 +1,6 @@
+"""`python -m fp8plan`, where the command is not on PATH."""
+
+from fp8plan.cli import main
+
+if __name__ == "__main__":
+    main()
