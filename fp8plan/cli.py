@@ -491,9 +491,10 @@ def profiles_command(context: typer.Context, as_json: Annotated[bool, typer.Opti
     """List the profiles: which GPU and engine version was measured."""
     if context.invoked_subcommand is not None:
         return
-    from fp8plan.model.profile import list_profiles
+    from fp8plan.model.profile import list_profiles, unused_folder
 
     entries = list_profiles()
+    _notes(unused_folder())
     if as_json:
         print(json.dumps([entry._asdict() | {"path": str(entry.path)} for entry in entries], indent=2))
     else:

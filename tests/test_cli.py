@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import typer
 from synthetic import PRIOR, batch_fields, nature, write_folder
 from synthetic import SMALL as TINY
 
+import fp8plan as package
 from fp8plan import cli
 from fp8plan.model import profile
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import PRESETS
 from fp8plan.runtime.measure import cells, everything, machine
 
+ROOT = Path(__file__).resolve().parent.parent
 MODEL = "Qwen/Qwen3-0.6B"
 SMALL = ["--prompts", "2", "--samples", "2", "--prompt-lengths", "fixed:16", "--response-lengths", "fixed:32"]
 PLAN = ["plan", MODEL, "--gpu", "h200", *SMALL]  # a later option of the same name wins
@@ -115,6 +122,14 @@ BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     ),
     "unknown risk": (["--accept", "extreme"], ("--accept is 'extreme'", "low, moderate, high")),
     "unknown KV scales": (["--kv-scales", "none"], ("'none'", "calibrated, unit")),
+    "two outputs on stdout": (["--json", "--emit", "vllm"], ("--json and --emit vllm", "--emit TARGET=FILE")),
+    "two settings on stdout": (["--emit", "verl", "--emit", "vllm"], ("--emit verl and --emit vllm", "TARGET=FILE")),
+    "two outputs in a file": (["--json", "a.json", "--emit", "vllm=./a.json"], ("a.json", "2 times", "of its own")),
+    "JSON to no folder": (["--json", "absent/plan.json"], ("absent/plan.json", "no folder absent")),
+    "settings to a folder": (["--emit", "verl=."], ("cannot write .", "is a folder")),
+    "settings to nothing": (["--emit", "verl="], ("names no file", "--emit verl=FILE")),
+    "a misspelt target with a file": (["--emit", "vrl=a"], ("'vrl'", "vllm, verl, trl")),
+    "JSON to another suffix": (["--json", "plan"], ("(plan)", "fp8plan plan --help")),
     "NaN memory": (["--gpu-memory-utilization", "nan"], ("nan", "above 0, at most 1")),
     "too much memory": (["--gpu-memory-utilization", "1.5"], ("1.5", "above 0, at most 1")),
     "more requests than budget": (["--max-num-seqs", "99999"], ("99999", "16384", "allowed: ")),
@@ -484,6 +499,94 @@ def test_help_goes_to_stdout(fp8plan: Callable[..., Done], words: list[str], par
     assert all(part in done.out for part in parts)
 
 
+def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command with the words that call it."""
+    yield path, group
+    for name, command in getattr(group, "commands", {}).items():
+        yield from commands(command, (*path, name))
+
+
+@pytest.mark.parametrize(("path", "command"), commands(typer.main.get_command(cli.app)), ids=lambda x: str(x))
+def test_help_at_80_columns_breaks_no_option_name_and_no_default(
+    fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, path: tuple[str, ...], command: Any
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    done = fp8plan(*path, "-h")
+    assert (done.code, done.err) == (0, "")
+    assert done.out == fp8plan(*path, "--help").out
+    assert done.out.isascii()
+    lines = done.out.splitlines()
+    assert max(map(len, lines)) <= 80
+    words = done.out.split()
+    for parameter in command.params:
+        if parameter.param_type_name != "option":
+            continue
+        for name in (*parameter.opts, *parameter.secondary_opts):
+            assert name in [word.strip(",") for word in words], name
+        default, shown = parameter.default, parameter.show_default
+        if isinstance(shown, str):
+            assert shown in " ".join(words), parameter.name
+        elif isinstance(default, (str, int, float)) and not isinstance(default, bool):
+            text = getattr(default, "value", default)
+            assert {f"{text}]", f"{text};"} & set(words), parameter.name
+    assert not any("..." in line for line in lines if path == () and not line.startswith("Usage"))
+
+
+def test_every_way_to_install_an_extra_is_whole(fp8plan: Callable[..., Done]) -> None:
+    assert "pip install 'fp8plan[aic]'" in fp8plan("profiles", "import-aic", "--help").out
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for path in [ROOT / "README.md", *(ROOT / "fp8plan").rglob("*.py")]:
+        text = path.read_text()
+        for found in re.finditer(r"fp8plan\[(\w+)\]", text):
+            assert found[1] in extras, path
+            before, after = text[: found.start()], text[found.end() :]
+            assert before.endswith("pip install '"), path
+            assert after.startswith("'"), path
+
+
+def test_the_version_is_that_of_the_package(fp8plan: Callable[..., Done]) -> None:
+    assert fp8plan("--version") == Done(0, f"fp8plan {package.__version__}\n", "")
+    done = subprocess.run([sys.executable, "-m", "fp8plan", "--version"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"fp8plan {package.__version__}\n")
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == package.__version__
+
+
+def test_bash_completes_commands_and_options() -> None:
+    def complete(line: str) -> list[str]:
+        words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1), "_FP8PLAN_COMPLETE": "complete_bash"}
+        command = [sys.executable, "-m", "fp8plan"]
+        done = subprocess.run(command, env=os.environ | words, capture_output=True, text=True, timeout=60)
+        return done.stdout.split()
+
+    assert complete("fp8plan pl") == ["plan"]
+    assert complete("fp8plan plan --max-num-s") == ["--max-num-seqs"]
+
+
+def test_own_profiles_that_are_not_there_are_told(
+    fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FP8PLAN_PROFILES", str(tmp_path / "typo"))
+    Path("records.jsonl").write_text(json.dumps(RECORD))
+    for words in (PLAN, ["profiles"], ["validate", "records.jsonl"]):
+        refused(fp8plan(*words), f"FP8PLAN_PROFILES is {tmp_path / 'typo'}", "no such folder", "unset FP8PLAN_PROFILES")
+    (tmp_path / "typo").mkdir()
+    for words in (PLAN, ["profiles"], ["validate", "records.jsonl"]):
+        (line,) = [line for line in fp8plan(*words).err.splitlines() if "FP8PLAN_PROFILES" in line]
+        assert line.startswith(f"note: FP8PLAN_PROFILES is {tmp_path / 'typo'}, which holds no profile")
+
+
+def test_the_prompts_of_a_trace_are_used_and_said(fp8plan: Callable[..., Done]) -> None:
+    Path("trace.jsonl").write_text("\n".join(f'{{"prompt_length": {n}, "response_length": 30}}' for n in (5, 5, 9, 9)))
+    words = ["plan", MODEL, "--gpu", "h200", *SMALL[:4], "--response-lengths", "trace.jsonl", "--json"]
+    done = fp8plan(*words)
+    assert json.loads(done.out)["workload"]["max_prompt_tokens"] == 9
+    assert "note: prompt lengths are those of trace.jsonl, too" in done.err
+    given = fp8plan(*words, "--prompt-lengths", "fixed:16")
+    assert json.loads(given.out)["workload"]["max_prompt_tokens"] == 16
+    assert "note: trace.jsonl has prompt_length, too, which is not read" in given.err
+
+
 def test_the_installed_command_behaves_the_same() -> None:
     command = [sys.executable, "-m", "fp8plan.cli"]
     good, bad = (
@@ -617,6 +720,118 @@ def test_trainer_options_reach_the_step_time(fp8plan: Callable[..., Done]) -> No
     assert beyond_the_rollout("--train-tokens-per-s", 10) == pytest.approx(tokens / 10 + sync)
     assert beyond_the_rollout("--logprob-tokens-per-s", 20) == pytest.approx(tokens / 20 + sync)
     assert beyond_the_rollout("--sync-gb-per-s", 100) == pytest.approx(sync / 2)  # the default is 50
+
+
+def test_one_run_writes_all_outputs(fp8plan: Callable[..., Done]) -> None:
+    files = ["--json", "plan.json", "--emit", "verl=verl.args", "--emit", "vllm=vllm.json", "--plot", "plan.png"]
+    done = fp8plan(*PLAN, *files)
+    assert done.code == 0
+    assert "KL k3" in done.out  # the table
+    names = ["plan.json", "plan.png", "verl.args", "vllm.json"]
+    assert sorted(x for x in done.err.splitlines() if x.startswith("written: ")) == [f"written: {x}" for x in names]
+    assert sorted(path.name for path in Path.cwd().iterdir()) == names
+    assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
+    for name, target in (("verl.args", "verl"), ("vllm.json", "vllm")):
+        saved = fp8plan("emit", "plan.json", target)
+        assert (saved.code, saved.err) == (0, "")
+        assert saved.out == Path(name).read_text()
+    assert fp8plan(*PLAN, "--json", "--emit", "verl=again.args").out == Path("plan.json").read_text()
+    assert Path("again.args").read_text() == Path("verl.args").read_text()
+
+
+def test_json_alone_prints_wherever_it_stands(fp8plan: Callable[..., Done]) -> None:
+    first, last, dash, joined = (
+        fp8plan("plan", *words).out
+        for words in (
+            ["--json", *PLAN[1:]],
+            [*PLAN[1:], "--json"],
+            [*PLAN[1:], "--json", "-", "--seed", "0"],
+            [*PLAN[1:], "--json=-"],
+        )
+    )
+    assert json.loads(first)["model"] == MODEL
+    assert first == last == dash == joined
+    assert fp8plan(*PLAN, "--json=any name").code == 0
+    assert Path("any name").read_text() == first
+
+
+def test_what_fails_leaves_every_file_as_it_was(fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused by a target, by a package that is missing, by a full disk: an older file stays, no other comes."""
+    Path("plan.json").write_text("older")
+    Path("plan.json").chmod(0o640)
+    both = ["--json", "plan.json", "--emit", "verl=verl.args"]
+    refused(fp8plan(*PLAN, *both, "--precision", "fp8_block", "--emit", "trl=trl.json"), "TRL cannot sync fp8_block")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        patch.setitem(sys.modules, "matplotlib.figure", None)
+        refused(fp8plan(*PLAN, *both, "--plot", "plan.png"), "pip install 'fp8plan[report]'")
+    with monkeypatch.context() as patch:
+
+        def full(path: Path, *_: object, **__: object) -> None:
+            path.touch()
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(Path, "write_text", full)
+        refused(fp8plan(*PLAN, *both), "cannot write verl.args", "No space left on device", "nothing was written")
+    assert [path.name for path in Path.cwd().iterdir()] == ["plan.json"]
+    assert Path("plan.json").read_text() == "older"
+    assert fp8plan(*PLAN, *both).code == 0
+    assert json.loads(Path("plan.json").read_text())["model"] == MODEL
+    assert Path("plan.json").stat().st_mode & 0o777 == 0o640
+    assert fp8plan(*PLAN, "--emit", "verl=/dev/null").code == 0
+    assert Path("/dev/null").is_char_device()
+
+
+def test_a_saved_plan_is_emitted(fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fp8plan(*PLAN, "--json", "plan.json").code == 0
+    kv, number = (fp8plan("emit", "plan.json", "vllm", "--choice", name).out for name in ("fp8_kv", 2))
+    assert kv == number
+    assert json.loads(kv)["engine_args"]["kv_cache_dtype"] == "fp8"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(Path("plan.json").read_text()))
+    done = fp8plan("emit", "-", "verl", "-o", "verl.args")
+    assert (done.code, done.out, done.err) == (0, "", "written: verl.args\n")
+    assert "actor_rollout_ref.rollout.name=vllm" in Path("verl.args").read_text()
+    Path("torn.json").write_text(Path("plan.json").read_text()[:-50])
+    for words, parts in {
+        ("absent.json", "verl"): ("cannot read absent.json: No such file", "- for stdin"),
+        (".", "verl"): ("cannot read .: Is a directory",),
+        ("torn.json", "verl"): ("not a plan", "fp8plan plan MODEL --gpu GPU --json plan.json"),
+        ("plan.json", "slime"): ("'slime'", "vllm, verl, trl"),
+        ("plan.json", "verl", "--choice", "fp8"): ("no 'fp8'", "fp8_block+fp8_kv"),
+        ("plan.json", "verl", "--choice", "9"): ("no choice 9", "0 to 3"),
+        ("plan.json", "verl", "--kv-scales", "x"): ("'x'", "calibrated, unit"),
+        ("plan.json", "verl", "-o", "absent/x"): ("absent/x", "no folder"),
+        ("plan.json", "trl", "--choice", "fp8_block"): ("TRL cannot sync",),
+        ("plan.json",): ("fp8plan emit --help",),
+    }.items():
+        refused(fp8plan("emit", *words), *parts)
+
+
+LARGE = ["plan", "Qwen/Qwen3-32B", "--gpu", "h200", "--response-lengths", "fixed:9000", "--precision", "fp8_kv"]
+LARGE += ["--precision", "bf16"]
+
+
+def test_settings_are_planned_for_the_kv_scales_that_their_target_leaves(fp8plan: Callable[..., Done]) -> None:
+    """FP8 KV of Qwen3-32B is of moderate risk with calibrated scales, and of high risk at 1.0."""
+    assert fp8plan(*LARGE, "--json", "plan.json").code == 0
+    saved = json.loads(Path("plan.json").read_text())
+    assert (saved["kv_scales"], saved["budget"]["accept"]) == ("calibrated", "moderate")
+    assert saved["choices"][saved["chosen"]]["precision"] == "fp8_kv"
+    refused(fp8plan("emit", "plan.json", "verl"), "fp8_kv at 1.0", "risk is high", "accepts moderate", "unit")
+    assert "is yours" in fp8plan("emit", "plan.json", "verl", "--kv-scales", "calibrated").out
+
+    words = [*LARGE, "--json", "plan.json"]
+    done = fp8plan(*words, "--emit", "verl")
+    assert "kv_cache_dtype=fp8" not in done.out
+    assert "note: K and V scales are 1.0, as --emit's targets leave them" in done.err
+    saved = json.loads(Path("plan.json").read_text())
+    assert (saved["kv_scales"], saved["choices"][saved["chosen"]]["precision"]) == ("unit", "bf16")
+    told = fp8plan(*words, "--emit", "verl", "--kv-scales", "calibrated")
+    assert "kv_cache_dtype=fp8" in told.out
+    assert "note: K and V" not in told.err
+    accepted = fp8plan(*words, "--emit", "verl", "--accept", "high")
+    assert "kv_cache_dtype=fp8" in accepted.out
+    assert "risk high" in accepted.out
 
 
 def test_kv_scales_reach_the_risk(fp8plan: Callable[..., Done]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
@@ -19,6 +20,15 @@ def test_every_public_name_is_the_object_of_that_name(name: str) -> None:
     assert found.__module__.startswith("fp8plan.")
     if hasattr(found, "__name__"):
         assert found.__name__ == name
+
+
+def test_plan_shows_its_options_and_they_are_those_of_predict() -> None:
+    from fp8plan.model.planner import predict
+
+    shown = inspect.signature(fp8plan.plan).parameters
+    assert {"limits", "gpus", "precisions", "budget", "engine_version"} <= shown.keys()
+    assert all(option.kind is not inspect.Parameter.VAR_KEYWORD for option in shown.values())
+    assert list(shown.values()) == list(inspect.signature(predict).parameters.values())
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

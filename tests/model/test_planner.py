@@ -273,6 +273,26 @@ def test_kv_scales_left_at_one_are_riskier() -> None:
         assert unit[name].makespan_s == good[name].makespan_s
 
 
+def test_a_plan_knows_what_scales_of_one_would_cost() -> None:
+    """Of every FP8 KV cache, whatever the plan itself assumes."""
+    good, unit = (by_precision(plan(DENSE, "h200", WORK, kv_scales_calibrated=c)) for c in (True, False))
+    for name in PRESETS:
+        told = unit[name]
+        figures = {"kl_k3": told.kl_k3, "kl_k3_low": told.kl_k3_low, "kl_k3_high": told.kl_k3_high, "risk": told.risk}
+        assert good[name].unit_kv_scales == told.unit_kv_scales == (figures if "fp8_kv" in name else None)
+
+
+def test_a_plan_records_what_it_was_told_and_what_it_warned_of() -> None:
+    budget = RiskBudget(accept="low", low_kl=0.02)
+    found = predict(SMALL, "a100", WORK, budget=budget, kv_scales_calibrated=False)
+    assert (found.plan.budget, found.plan.kv_scales) == (budget, "unit")
+    assert found.plan.warnings == found.warnings != ()
+    assert "a100" in found.plan.warnings[0]
+    default = plan(SMALL, "a100", WORK)
+    assert (default.budget, default.kv_scales) == (RiskBudget(), "calibrated")
+    assert default.warnings == found.warnings
+
+
 def test_a_prediction_keeps_the_rollout_behind_every_choice() -> None:
     found = predict(SMALL, "a100", WORK)
     assert [r is not None for r in found.rollouts] == [c.available for c in found.plan.choices]

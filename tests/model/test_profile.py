@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8plan.errors import ProfileError
+from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.hardware import gpu, gpus
 from fp8plan.model.profile import Profile, datasheet_profile, list_profiles, load_profile
 
@@ -142,6 +142,40 @@ def test_file_without_a_field_or_not_json(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(ProfileError, match=r"profile\.json is not JSON"):
         load_profile(gpu("h200"), profiles_dir=tmp_path)
+
+
+def test_an_own_folder_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP8PLAN_PROFILES", str(tmp_path / "typo"))
+    for use in (lambda: load_profile(gpu("h200")), list_profiles):
+        with pytest.raises(ConfigError, match=r"FP8PLAN_PROFILES is .*typo, and there is no such folder; .*unset"):
+            use()
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.99.0"])
+def test_an_own_folder_without_a_profile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setenv("FP8PLAN_PROFILES", str(tmp_path))
+    warning = load_profile(gpu("h200"), version)[1][0]
+    assert warning.startswith(f"FP8PLAN_PROFILES is {tmp_path}, which holds no profile")
+    write(tmp_path, calibrated(gpu="b200"))  # of another GPU, so nothing was mistyped
+    assert not any("FP8PLAN_PROFILES" in warning for warning in load_profile(gpu("h200"), version)[1])
+
+
+def test_the_usual_folder_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FP8PLAN_PROFILES", raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    assert load_profile(gpu("h200"))[1] == []
+    own = write(tmp_path / "data" / "fp8plan" / "profiles", calibrated(gpu="h200_sxm", source="my own"))
+    assert load_profile(gpu("h200"), "0.26.0")[0].source == "my own"
+    assert list_profiles()[0].path == own
+
+
+def test_the_note_of_an_imported_profile_is_one_short_line() -> None:
+    found, warnings = load_profile(gpu("h100"), "0.24.0")
+    assert found.kind == "imported"
+    (note,) = warnings
+    assert len(note) < 120
+    assert "imported, not measured here" in note
+    assert "fp8plan profiles" in note
 
 
 def test_list_profiles(tmp_path: Path) -> None:

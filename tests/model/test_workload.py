@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.workload import MOST_TOKENS, Batch, Fixed, Lengths, LogNormal, Trace, Workload, parse_lengths
+from fp8plan.model.workload import (
+    MOST_TOKENS,
+    Batch,
+    Fixed,
+    Lengths,
+    LogNormal,
+    Trace,
+    Workload,
+    parse_both_lengths,
+    parse_lengths,
+)
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -176,6 +188,70 @@ def test_senseless_counts_are_refused_by_name(changes: dict[str, int]) -> None:
                 | changes
             )
         )  # type: ignore[arg-type]
+
+
+def test_whole_numbers_are_lengths_of_a_workload() -> None:
+    work = Workload(32, 16, 1024, np.int64(2000))  # type: ignore[arg-type]
+    assert work == Workload(32, 16, Fixed(1024), Fixed(2000), seed=0)
+    assert replace(work, seed=3).response_lengths == Fixed(2000)
+    assert work.batch().longest == 3024
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("prompt_lengths", "fixed:12", "a whole number of tokens, fp8plan.Fixed, fp8plan.LogNormal or fp8plan.Trace"),
+        ("response_lengths", 2.5, "a whole number of tokens, fp8plan.Fixed"),
+        ("response_lengths", [5, 6], "a whole number of tokens, fp8plan.Fixed"),
+        ("response_lengths", True, "a whole number of tokens, fp8plan.Fixed"),
+        ("response_lengths", None, "a whole number of tokens, fp8plan.Fixed"),
+        ("response_lengths", 0, "a whole number of tokens, 1 to "),
+        ("prompts", 1.5, "a whole number of at least 1"),
+        ("samples_per_prompt", "2", "a whole number of at least 1"),
+        ("seed", None, "a whole number of at least 0"),
+    ],
+)
+def test_what_is_no_workload_is_refused_at_once(name: str, value: object, allowed: str) -> None:
+    good = {"prompts": 1, "samples_per_prompt": 1, "prompt_lengths": 1, "response_lengths": 1}
+    with pytest.raises(ConfigError, match=f"is {re.escape(repr(value))}; allowed: {re.escape(allowed)}"):
+        Workload(**(good | {name: value}))  # type: ignore[arg-type]
+
+
+def both(tmp_path: Path, rows: list[object], prompts: str | None = None) -> tuple[list[int], list[str]]:
+    """(prompt lengths, notes) for a trace that is given as the response lengths, as JSON lines and as parquet."""
+    lines, table = tmp_path / "t.jsonl", tmp_path / "t.parquet"
+    lines.write_text("\n".join(map(json.dumps, rows)))
+    found = []
+    pd.DataFrame([row if isinstance(row, dict) else {"response_length": row} for row in rows]).to_parquet(table)
+    for path in (lines, table):
+        prompt_lengths, response_lengths, notes = parse_both_lengths(prompts, str(path))
+        assert isinstance(response_lengths, Trace)
+        drawn = prompt_lengths.draw(len(rows), np.random.default_rng(0)).tolist()
+        found.append((drawn, [note.replace(str(path), "T") for note in notes]))
+    assert found[0] == found[1]
+    return found[0]
+
+
+def test_a_trace_of_responses_brings_its_own_prompts(tmp_path: Path) -> None:
+    rows: list[object] = [{"prompt_length": 7, "response_length": 70}, {"prompt_length": 9, "response_length": 90}]
+    assert both(tmp_path, rows) == ([7, 9], ["prompt lengths are those of T, too"])
+    note = "T has prompt_length, too, which is not read: --prompt-lengths fixed:5 goes before it"
+    assert both(tmp_path, rows, "fixed:5") == ([5, 5], [note])
+    assert parse_both_lengths(str(tmp_path / "t.jsonl"), str(tmp_path / "t.jsonl"))[2] == []
+    assert both(tmp_path, [70, 90]) == ([1024, 1024], [])
+    assert both(tmp_path, [{"response_length": 70, "reward": 1.0}]) == ([1024], [])
+    assert parse_both_lengths(None, "fixed:3") == (Fixed(1024), Fixed(3), [])
+
+
+@pytest.mark.parametrize("slip", ["prompt_lengths", "promt_length", "prompt_len"])
+def test_a_misspelt_column_is_named(tmp_path: Path, slip: str) -> None:
+    rows: list[object] = [{slip: 7, "response_length": 70}]
+    with pytest.raises(ConfigError, match=rf"has '{slip}', which is not read; call it 'prompt_length', or give --pro"):
+        both(tmp_path, rows)
+    assert both(tmp_path, rows, "fixed:5") == ([5], [])
+    for path in (tmp_path / "t.jsonl", tmp_path / "t.parquet"):
+        with pytest.raises(ConfigError, match=rf"it has {slip}, response_length: call '{slip}' 'prompt_length'"):
+            parse_lengths(str(path), "prompt_length")
 
 
 def test_lengths_describe_themselves_in_plain_data() -> None:
