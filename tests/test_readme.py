@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +33,37 @@ def test_every_file_that_readme_links_to_is_there() -> None:
     linked = [path for path in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in path]
     assert linked
     assert [path for path in linked if not (ROOT / path).exists()] == []
+
+
+# What a command of README needs beside a checkout: a machine, an extra or a run of the user's own.
+NEEDS = ("--gpu auto", "fp8plan calibrate", "fp8plan probe", "import-aic", "run.jsonl", "MODEL")
+
+
+def readme_commands() -> list[str]:
+    """Every fp8plan command that README shows with its arguments, in a block or in a sentence."""
+    text = (ROOT / "README.md").read_text()
+    block = re.compile(r"^```\w*\n(.*?)^```$", re.S | re.M)
+    lines = "".join(block.findall(text)).replace("\\\n", " ").splitlines()
+    inline = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", block.sub("", text))]
+    return [line for line in lines if line.startswith("fp8plan ")] + [
+        code for code in inline if re.match(r"fp8plan \w+ \S", code)
+    ]
+
+
+@pytest.mark.slow
+def test_the_commands_run_as_they_are_pasted(tmp_path: Path) -> None:
+    (tmp_path / "profiles").symlink_to(ROOT / "profiles")
+    (tmp_path / "fp8plan").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m fp8plan "$@"\n')
+    (tmp_path / "fp8plan").chmod(0o755)
+    path = os.environ | {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    commands = [command for command in readme_commands() if not any(need in command for need in NEEDS)]
+    assert len(commands) >= 9
+    for command in commands:
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=tmp_path, env=path, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+    assert {"plan.json", "verl.args", "plan.html"} <= {path.name for path in tmp_path.iterdir()}
 
 
 def run(example: str, *words: str) -> str:
