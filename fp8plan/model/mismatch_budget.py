@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final, Literal
 
 from fp8plan.errors import ConfigError
@@ -35,6 +35,10 @@ class RiskBudget:
     def __post_init__(self) -> None:
         if self.accept not in LEVELS:
             raise ConfigError(f"RiskBudget.accept is {self.accept!r}; allowed: {', '.join(LEVELS)}")
+        for limit in (f.name for f in fields(self) if f.name != "accept"):
+            value = getattr(self, limit)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not value >= 0:
+                raise ConfigError(f"RiskBudget.{limit} is {value!r}; allowed: a number of at least 0")
 
     def accepts(self, level: Level) -> bool:
         return LEVELS.index(level) <= LEVELS.index(self.accept)

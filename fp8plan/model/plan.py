@@ -158,8 +158,11 @@ class Plan:
                 raise ConfigError(f"the plan has no {choice!r}; allowed: {known}")
             return min(numbers, key=lambda number: self.choices[number].seconds)
         index = self.chosen if choice is None else choice
-        if index not in range(len(self.choices)) or isinstance(index, bool):
-            raise ConfigError(f"there is no choice {index!r}; allowed: 0 to {len(self.choices) - 1}, or a precision")
+        allowed = f"allowed: 0 to {len(self.choices) - 1}, or a precision"
+        if not isinstance(index, int) or isinstance(index, bool):
+            raise ConfigError(f"choice is a {type(index).__name__}; {allowed}")
+        if not 0 <= index < len(self.choices):
+            raise ConfigError(f"there is no choice {index}; {allowed}")
         return index
 
     def select(self, choice: int | str | None = None) -> Choice:

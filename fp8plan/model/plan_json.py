@@ -19,9 +19,11 @@ MAKE_ONE: Final = "`fp8plan plan MODEL --gpu GPU --json plan.json`"
 
 def read(text: str) -> Plan:
     """The Plan behind `Plan.to_json`'s text. Raises ConfigError naming the version, or what is missing or malformed."""
+    if not isinstance(text, str | bytes):
+        raise ConfigError(f"the plan is a {type(text).__name__}; allowed: text, as Plan.to_json writes it")
     try:
         data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"not a plan: {error}; write one with {MAKE_ONE}") from None
     _check_schema(data)
     build: dict[str, Callable[[Any], Any]] = {

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -153,6 +154,7 @@ def predict(
     progress: Callable[[Iterable[Any]], Iterable[Any]] = _silent,
 ) -> Prediction:
     """What `plan` does, with the rollouts behind the Plan. Takes and raises the same."""
+    _check_kinds(locals())
     shape = model if isinstance(model, ModelShape) else ModelShape.from_hf(model)
     card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     batch = workload.batch()
@@ -198,6 +200,29 @@ def predict(
     )
 
 
+_KINDS: dict[str, tuple[type, ...]] = {
+    "gpu": (Gpu, str),
+    "workload": (Workload,),
+    "limits": (EngineLimits, NoneType),
+    "gpus": (int, NoneType),
+    "trainer": (Trainer, NoneType),
+    "budget": (RiskBudget, NoneType),
+    "kv_scales_calibrated": (bool,),
+    "engine_version": (str,),
+    "strict": (bool,),
+    "profile": (Profile, NoneType),
+}
+
+
+def _check_kinds(arguments: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an argument that is another kind of thing: "unit" would be true for a bool."""
+    for name, kinds in _KINDS.items():
+        value = arguments[name]
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            allowed = " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
+            raise ConfigError(f"{name} is {value!r}; allowed: {allowed}")
+
+
 def _loadable_name(shape: ModelShape) -> str:
     """What an engine is given to load it: its folder if it came from one, else its hub id."""
     config = Path(shape.source)
@@ -225,7 +250,12 @@ def _layouts(shape: ModelShape, limits: EngineLimits, gpus: int | None, gpu: Gpu
 
 
 def _precisions(names: Sequence[str] | None) -> list[Precision]:
-    return list(PRESETS.values()) if names is None else [find_precision(name) for name in dict.fromkeys(names)]
+    if names is None:
+        return list(PRESETS.values())
+    found = [find_precision(name) for name in dict.fromkeys([names] if isinstance(names, str) else names)]
+    if not found:
+        raise ConfigError(f"precisions is empty; allowed: some of {', '.join(PRESETS)}, or None for all")
+    return found
 
 
 def _place(shape: ModelShape, candidate: Candidate, gpu: Gpu, explicit: bool) -> Candidate:

@@ -87,7 +87,7 @@ class LogNormal:
     def __post_init__(self) -> None:
         _check_length("lognormal mean", self.mean)
         _check_length("lognormal max", self.max, whole=True)
-        if not (math.isfinite(self.sigma) and self.sigma >= 0):
+        if not _number(self.sigma) or not (math.isfinite(self.sigma) and self.sigma >= 0):
             raise ConfigError(f"lognormal sigma is {self.sigma!r}; allowed: a finite number of at least 0")
 
     @property
@@ -316,8 +316,11 @@ def _has(names: list[str], column: str) -> str:
     return f"it has {', '.join(map(str, names)) or 'nothing'}: {advice}"
 
 
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+
+
 def _check_length(what: str, tokens: Any, whole: bool = False) -> None:
-    number = isinstance(tokens, (int, float, np.integer, np.floating)) and not isinstance(tokens, bool)
-    if not number or not 1 <= tokens <= MOST_TOKENS or (whole and tokens != int(tokens)):
+    if not _number(tokens) or not 1 <= tokens <= MOST_TOKENS or (whole and tokens != int(tokens)):
         kind = "whole" if whole else "finite"
         raise ConfigError(f"{what} is {tokens!r}; allowed: a {kind} number of tokens, 1 to {MOST_TOKENS:,}")

@@ -285,6 +285,10 @@ def pasted(settings: str, folder: Path, behind: str) -> list[list[str]]:
 def test_the_verl_text_pastes_into_a_shell_and_reaches_verl(model: str, tmp_path: Path) -> None:
     plan = layout(2, 4, model=model, chosen=plans.index("fp8_block+fp8_kv"), thresholds={"sequence_mis": [0.5, 4.0]})
     text = emit(plan, "verl")
+    (tmp_path / "verl.args").write_text(text + "\n")
+    (words,) = pasted(f'eval "python $(cat {tmp_path}/verl.args)"', tmp_path, "")
+    assert words == plan.verl_overrides()
+    (tmp_path / "calls").unlink()
     (words,) = pasted(text, tmp_path, "python -m verl.trainer.main_ppo data.train_files=a.parquet \\")
     assert words == ["-m", "verl.trainer.main_ppo", "data.train_files=a.parquet", *plan.verl_overrides()]
     config = compose(words[2:])
@@ -344,6 +348,34 @@ def test_scales_of_one_that_the_plan_does_not_accept_are_refused(target: str) ->
     emit(scaled(risk="high", at_one="high"), target)  # nothing within the budget, or asked for by name: no news
     with pytest.raises(ConfigError, match="kv_scales is 'none'; allowed: calibrated, unit"):
         emit(plan, target, kv_scales="none")
+
+
+@pytest.mark.vllm
+def test_vllm_still_begins_with_scales_of_one_and_has_no_setting_that_measures_them() -> None:
+    """What the notes rest on; `tests/runtime/test_sync_kv.py` shows that a sync by vLLM's own means puts 1.0 back."""
+    from torch import nn
+    from vllm import EngineArgs
+    from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+
+    layer = nn.Module()
+    set_default_quant_scales(layer, register_buffer=True)
+    assert float(layer._k_scale) == float(layer._v_scale) == 1.0
+    assert not [f.name for f in fields(EngineArgs) if "kv_scale" in f.name]
+
+
+@pytest.mark.verl
+def test_verl_still_has_no_word_for_kv_scales() -> None:
+    from omegaconf import OmegaConf
+
+    assert "kv_scale" not in OmegaConf.to_yaml(compose([]).actor_rollout_ref.rollout)
+
+
+@pytest.mark.trl
+def test_trl_still_has_no_word_for_kv_scales() -> None:
+    from trl import GRPOConfig
+    from trl.scripts.vllm_serve import ScriptArguments
+
+    assert not [f.name for kind in (GRPOConfig, ScriptArguments) for f in fields(kind) if "kv_scale" in f.name]
 
 
 @pytest.mark.parametrize("method", ["verl_overrides", "trl_config"])

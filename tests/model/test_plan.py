@@ -119,6 +119,7 @@ def test_a_plan_of_another_schema_is_refused_by_version(version: Any, message: s
     [
         ("{", "not a plan"),
         ("[]", "plan is a list"),
+        ("[" * 100_000, "not a plan: maximum recursion depth"),
         (json.dumps({**plans.plan().to_dict(), "seed": "7"}), r"plan\.seed is '7'"),
         (json.dumps({**plans.plan().to_dict(), "seed": True}), r"plan\.seed is True"),
         (json.dumps({**plans.plan().to_dict(), "choices": {}}), "choices is a dict"),
@@ -136,6 +137,12 @@ def test_a_damaged_plan_is_refused(text: str, message: str) -> None:
         Plan.from_json(text)
 
 
+@pytest.mark.parametrize("thing", [None, {}, 5])
+def test_what_is_no_text_is_no_plan(thing: Any) -> None:
+    with pytest.raises(ConfigError, match=f"the plan is a {type(thing).__name__}; allowed: text"):
+        Plan.from_json(thing)
+
+
 def test_a_number_that_json_has_no_word_for_is_refused() -> None:
     with pytest.raises(ConfigError, match="workload"):
         plans.plan(workload={**plans.WORKLOAD, "mean": float("nan")})
@@ -146,9 +153,12 @@ def test_select_takes_the_chosen_or_the_one_asked_for() -> None:
     assert plan.select().precision == list(PRESETS)[2]
     assert plan.select(0).precision == "bf16"
     assert plan.select("fp8_kv").precision == "fp8_kv"
-    for wrong in (4, -1, 1.5, True):
+    for wrong in (4, -1):
         with pytest.raises(ConfigError, match=f"no choice {wrong}; allowed: 0 to 3, or a precision"):
-            plan.select(wrong)  # type: ignore[arg-type]
+            plan.select(wrong)
+    for thing in (1.5, True, plan.choices[0], [0]):
+        with pytest.raises(ConfigError, match=f"choice is a {type(thing).__name__}; allowed: 0 to 3, or a precision"):
+            plan.select(thing)  # type: ignore[arg-type]
     with pytest.raises(
         ConfigError, match=r"the plan has no 'fp8'; allowed: bf16, fp8_block, fp8_kv, fp8_block\+fp8_kv"
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -263,6 +264,40 @@ def test_what_cannot_be_is_refused_by_its_own_error() -> None:
         plan(SMALL, "h200", WORK, engine_version="0.99.0", strict=True)
     with pytest.raises(ConfigError, match="unknown precision 'fp4'"):
         plan(SMALL, "h200", WORK, precisions=["fp4"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("gpu", 5, "Gpu or str"),
+        ("workload", (2, 2, 16, 32), "Workload"),
+        ("limits", {"max_num_seqs": 4}, "EngineLimits or None"),
+        ("gpus", "8", "int or None"),
+        ("gpus", True, "int or None"),
+        ("trainer", {"train_s": 4}, "Trainer or None"),
+        ("budget", "low", "RiskBudget or None"),
+        ("kv_scales_calibrated", "unit", "bool"),
+        ("engine_version", 0.26, "str"),
+        ("strict", None, "bool"),
+        ("profile", "profile.json", "Profile or None"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_by_name(name: str, value: Any, allowed: str) -> None:
+    arguments = {"model": SMALL, "gpu": "h200", "workload": WORK} | {name: value}
+    with pytest.raises(ConfigError, match=re.escape(f"{name} is {value!r}; allowed: {allowed}")):
+        plan(**arguments)
+
+
+def test_precisions_are_one_name_or_some() -> None:
+    assert [c.precision for c in plan(SMALL, "h200", WORK, precisions="fp8_kv").choices] == ["fp8_kv"]
+    with pytest.raises(ConfigError, match=r"precisions is empty; allowed: some of bf16, .*, or None for all"):
+        plan(SMALL, "h200", WORK, precisions=[])
+
+
+@pytest.mark.parametrize(("name", "value"), [("low_kl", float("nan")), ("moderate_ess", -1), ("low_clip", "0.1")])
+def test_a_budget_that_is_none_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"RiskBudget\.{name} is {re.escape(repr(value))}; allowed: a number"):
+        RiskBudget(**{name: value})
 
 
 def test_kv_scales_left_at_one_are_riskier() -> None:

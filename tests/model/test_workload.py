@@ -174,6 +174,12 @@ def test_senseless_lengths_are_refused(tokens: object) -> None:
         Fixed(tokens)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("sigma", ["1", None, float("nan"), -1, True])
+def test_a_senseless_sigma_is_refused(sigma: object) -> None:
+    with pytest.raises(ConfigError, match=r"lognormal sigma is .*; allowed: a finite number of at least 0"):
+        LogNormal(5, sigma, 9)  # type: ignore[arg-type]
+
+
 def test_numpy_whole_numbers_are_lengths() -> None:
     assert Fixed(np.int64(7)).draw(2, np.random.default_rng(0)).tolist() == [7, 7]  # type: ignore[arg-type]
 
