@@ -296,6 +296,8 @@ def emit_command(
 
     outputs.check([("the settings", output)])
     saved = Plan.from_json(outputs.read(plan))
+    if os.path.realpath(output) == os.path.realpath(plan):
+        raise ConfigError(f"--output {output} is the plan itself; give the settings a file of their own")
     settings = emit(saved, target, int(choice) if choice and choice.isdecimal() else choice, kv_scales)
     if output == STDOUT:
         print(settings)
@@ -558,9 +560,7 @@ def _emissions(words: list[str]) -> list[tuple[str, str]]:
     for word in words:
         target, equals, file = word.partition("=")
         check_target(target)
-        if equals and not file:
-            raise ConfigError(f"--emit {word} names no file; allowed: --emit {target}=FILE, or --emit {target}")
-        found.append((target, file or STDOUT))
+        found.append((target, file if equals else STDOUT))
     return found
 
 

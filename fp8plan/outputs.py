@@ -27,6 +27,8 @@ def check(asked: Iterable[tuple[str, str]]) -> None:
             f"{' and '.join(printed)} would both be printed; give all but one a file: --json FILE.json, "
             "--emit TARGET=FILE"
         )
+    if unnamed := [option for option, file in asked if not file]:
+        raise ConfigError(f"{unnamed[0]} names no file; give one, or leave = out")
     files = [Path(file) for _, file in asked if file != STDOUT]
     for path, times in Counter(os.path.realpath(file) for file in files).items():
         if times > 1:
@@ -45,30 +47,31 @@ def _check_file(path: Path) -> None:
 
 
 def write(writers: Mapping[str, Callable[[Path], None]]) -> None:
-    """Write each file by its writer, which is given a path. None is there, or changed, until all are written.
+    """Write each file by its writer, which is given a path. No file is there, or changed, until all are written.
 
     Raises ConfigError for a file that cannot be written, and what the writers raise.
     """
-    finished: dict[Path, Path] = {}
+    targets = {name: Path(os.path.realpath(name)) for name in writers}  # a link stays one
+    streams = [name for name, target in targets.items() if target.exists() and not target.is_file()]
+    drafts = {name: _draft(target) for name, target in targets.items() if name not in streams}
     try:
-        for name, writer in writers.items():
-            target = Path(os.path.realpath(name))  # a link stays one
-            if target.exists() and not target.is_file():  # a pipe or a device is written to, not replaced
-                writer(target)
-                continue
-            # Beside the target, so that a rename is one step, and with its suffix, which says what to write.
-            finished[target] = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
-            writer(finished[target])
-        for target, draft in finished.items():
-            if target.exists():
-                draft.chmod(target.stat().st_mode)
-            draft.replace(target)
+        for name in (*drafts, *streams):  # a pipe or a device is written to, not replaced
+            writers[name](drafts.get(name, targets[name]))
+        for name, draft in drafts.items():
+            if targets[name].exists():
+                draft.chmod(targets[name].stat().st_mode)
+            draft.replace(targets[name])
     except OSError as error:
         raise ConfigError(f"cannot write {name}: {error.strerror}; nothing was written") from None
     finally:
-        for draft in finished.values():
+        for draft in drafts.values():
             with suppress(OSError):
                 draft.unlink(missing_ok=True)
+
+
+def _draft(target: Path) -> Path:
+    """Beside the target, so that a rename is one step, and with its suffix, which says what to write."""
+    return target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
 
 
 def read(file: str) -> str:

@@ -127,7 +127,8 @@ BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "two outputs in a file": (["--json", "a.json", "--emit", "vllm=./a.json"], ("a.json", "2 times", "of its own")),
     "JSON to no folder": (["--json", "absent/plan.json"], ("absent/plan.json", "no folder absent")),
     "settings to a folder": (["--emit", "verl=."], ("cannot write .", "is a folder")),
-    "settings to nothing": (["--emit", "verl="], ("names no file", "--emit verl=FILE")),
+    "settings to nothing": (["--emit", "verl="], ("--emit verl names no file", "leave = out")),
+    "JSON to nothing": (["--json="], ("--json names no file", "leave = out")),
     "a misspelt target with a file": (["--emit", "vrl=a"], ("'vrl'", "vllm, verl, trl")),
     "JSON to another suffix": (["--json", "plan"], ("(plan)", "fp8plan plan --help")),
     "NaN memory": (["--gpu-memory-utilization", "nan"], ("nan", "above 0, at most 1")),
@@ -801,6 +802,7 @@ def test_a_saved_plan_is_emitted(fp8plan: Callable[..., Done], monkeypatch: pyte
         ("plan.json", "verl", "--choice", "9"): ("no choice 9", "0 to 3"),
         ("plan.json", "verl", "--kv-scales", "x"): ("'x'", "calibrated, unit"),
         ("plan.json", "verl", "-o", "absent/x"): ("absent/x", "no folder"),
+        ("plan.json", "verl", "-o", "./plan.json"): ("--output ./plan.json is the plan itself",),
         ("plan.json", "trl", "--choice", "fp8_block"): ("TRL cannot sync",),
         ("plan.json",): ("fp8plan emit --help",),
     }.items():

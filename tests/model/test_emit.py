@@ -352,7 +352,7 @@ def test_scales_of_one_that_the_plan_does_not_accept_are_refused(target: str) ->
 
 @pytest.mark.vllm
 def test_vllm_still_begins_with_scales_of_one_and_has_no_setting_that_measures_them() -> None:
-    """What the notes rest on; `tests/runtime/test_sync_kv.py` shows that a sync by vLLM's own means puts 1.0 back."""
+    """What the notes rest on."""
     from torch import nn
     from vllm import EngineArgs
     from vllm.model_executor.layers.attention.attention import set_default_quant_scales
