@@ -69,6 +69,12 @@ def plan_command(
     gpus: Annotated[
         int | None, typer.Option(help="try every TP x DP layout of so many GPUs", rich_help_panel=ENGINE)
     ] = None,
+    gpus_per_node: Annotated[
+        int | None,
+        typer.Option(
+            help="that reach each other without the network; default: 8, or the NVLink domain", rich_help_panel=ENGINE
+        ),
+    ] = None,
     tensor_parallel_size: Annotated[int, typer.Option(rich_help_panel=ENGINE)] = 1,
     data_parallel_size: Annotated[int, typer.Option(help="replicas", rich_help_panel=ENGINE)] = 1,
     gpu_memory_utilization: Annotated[float | None, typer.Option(rich_help_panel=ENGINE)] = None,
@@ -114,9 +120,12 @@ def plan_command(
     from fp8plan.model.mismatch_budget import LEVELS
     from fp8plan.model.planner import predict
     from fp8plan.model.rl_step import Trainer
+    from fp8plan.model.shards import check_target
     from fp8plan.model.workload import Workload, parse_lengths
 
     card = find_gpu(gpu)
+    if emit is not None:
+        check_target(emit)
     if as_json and emit is not None:
         raise ConfigError("both --json and --emit are given; give one of them")
     if kv_scales not in ("calibrated", "unit"):
@@ -162,6 +171,8 @@ def plan_command(
         ),
         limits=limits,
         gpus=gpus,
+        gpus_per_node=gpus_per_node,
+        target=emit or "vllm",
         precisions=precision,
         trainer=Trainer(**trainer) if trainer else None,
         budget=RiskBudget(accept=accept),

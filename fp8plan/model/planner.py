@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fp8plan.errors import CapacityError, ConfigError
+from fp8plan.errors import CapacityError, ConfigError, Fp8PlanError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.explain import explain
 from fp8plan.model.hardware import Gpu
@@ -24,6 +24,7 @@ from fp8plan.model.profile import Profile, load_profile
 from fp8plan.model.rl_step import Trainer, weight_sync_seconds
 from fp8plan.model.rollout import Rollout, rollout, schedules
 from fp8plan.model.scheduler import Schedule
+from fp8plan.model.shards import check_target, why_not_shardable
 from fp8plan.model.step import StepModel
 from fp8plan.model.workload import Batch, Workload
 
@@ -58,6 +59,7 @@ class Candidate:
     precision: Precision
     limits: EngineLimits
     reason: str | None = None
+    unfit: bool = False  # the reason is that memory is too small
     memory: MemoryPlan | None = None
     rollout: Rollout | None = None
     risk: MismatchRisk | None = None
@@ -91,6 +93,8 @@ def predict(
     *,
     limits: EngineLimits | None = None,
     gpus: int | None = None,
+    gpus_per_node: int | None = None,
+    target: str = "vllm",
     precisions: Sequence[str] | None = None,
     trainer: Trainer | None = None,
     budget: RiskBudget | None = None,
@@ -105,8 +109,10 @@ def predict(
     model:          a ModelShape, a hub id, or a folder with config.json
     gpu:            a Gpu or its name; "auto" asks the driver
     limits:         of each engine; None: vLLM's own defaults for this GPU
-    gpus:           GPUs in all; every tensor-parallel size that divides them and the model is tried, the rest are
-                    replicas. None: the layout in `limits` only
+    gpus:           GPUs in all; every tensor-parallel size that divides them, a node and the model is tried, the rest
+                    are replicas. None: the layout in `limits` only
+    gpus_per_node:  GPUs that reach each other without the network; None: what is usual for this GPU
+    target:         who starts the engines, "vllm", "verl" or "trl": each cuts FP8 weights in its own way
     precisions:     preset names; None: all, and those this GPU cannot run are listed as unavailable
     trainer:        the other parts of an RL step; None: only the rollout is compared
     budget:         the highest mismatch risk that may be chosen
@@ -121,6 +127,8 @@ def predict(
     """
     shape = model if isinstance(model, ModelShape) else ModelShape.from_hf(model)
     card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
+    card = card if gpus_per_node is None else replace(card, gpus_per_node=gpus_per_node)
+    check_target(target)
     batch = workload.batch()
     longest = workload.prompt_lengths.longest + workload.response_lengths.longest
     limits = (limits or EngineLimits.for_gpu(card)).holding(longest)
@@ -128,12 +136,12 @@ def predict(
     budget = budget or RiskBudget()
     used, warnings = (profile, []) if profile else load_profile(card, engine_version, strict)
     candidates = [
-        _place(shape, Candidate(wanted, layout), card, explicit=precisions is not None)
+        _place(shape, Candidate(wanted, layout), card, len(batch.prompts), target, explicit=precisions is not None)
         for layout in _layouts(shape, limits, gpus, card)
         for wanted in _precisions(precisions)
     ]
     if all(c.memory is None for c in candidates):
-        raise CapacityError(next(c.reason for c in candidates if c.reason is not None))
+        raise _nothing_runs(candidates)
     problem = Problem(shape, card, batch, used, trainer, budget, kv_scales_calibrated)
     predicted = _predict_all(candidates, problem, progress)
     choices = tuple(_choice(c, _baseline(c, predicted)) for c in predicted)
@@ -184,7 +192,8 @@ def _layouts(shape: ModelShape, limits: EngineLimits, gpus: int | None, gpu: Gpu
         return [limits.on(gpu)]
     if gpus < 1:
         raise ConfigError(f"gpus is {gpus!r}; allowed: a whole number of at least 1")
-    sizes = [tp for tp in shape.allowed_tensor_parallel(gpus) if gpus % tp == 0]
+    within = min(gpus, gpu.gpus_per_node)
+    sizes = [tp for tp in shape.allowed_tensor_parallel(within) if gpus % tp == 0 and within % tp == 0]
     return [replace(limits, tensor_parallel_size=tp, data_parallel_size=gpus // tp).on(gpu) for tp in sizes]
 
 
@@ -192,16 +201,38 @@ def _precisions(names: Sequence[str] | None) -> list[Precision]:
     return list(PRESETS.values()) if names is None else [find_precision(name) for name in dict.fromkeys(names)]
 
 
-def _place(shape: ModelShape, candidate: Candidate, gpu: Gpu, explicit: bool) -> Candidate:
+def _place(shape: ModelShape, candidate: Candidate, gpu: Gpu, requests: int, target: str, explicit: bool) -> Candidate:
     """With its memory plan, or the reason why it cannot run."""
     if reason := gpu.why_not(candidate.precision):
         if explicit:
             raise ConfigError(f"{candidate.precision.name} was asked for: {reason}; use bf16, or another GPU")
         return replace(candidate, reason=reason)
+    limits = candidate.limits
+    if reason := _idle(limits, requests) or why_not_shardable(
+        shape, candidate.precision, limits.tensor_parallel_size, target
+    ):
+        return replace(candidate, reason=reason)
     try:
-        return replace(candidate, memory=memory_plan(shape, candidate.precision, gpu, candidate.limits))
+        return replace(candidate, memory=memory_plan(shape, candidate.precision, gpu, limits))
     except CapacityError as error:
-        return replace(candidate, reason=str(error))
+        return replace(candidate, reason=str(error), unfit=True)
+
+
+def _idle(limits: EngineLimits, requests: int) -> str | None:
+    """Why so many replicas make no sense."""
+    replicas = limits.data_parallel_size
+    if replicas <= requests:
+        return None
+    return (
+        f"{replicas} replicas for {requests} requests leave {replicas - requests} without any; allowed: at most "
+        f"{requests} replicas (data_parallel_size; of --gpus what tensor parallelism leaves)"
+    )
+
+
+def _nothing_runs(candidates: Sequence[Candidate]) -> Fp8PlanError:
+    """The error for candidates that all have a reason why not."""
+    unfit = [c for c in candidates if c.unfit]
+    return CapacityError(unfit[0].reason) if unfit else ConfigError(candidates[0].reason)
 
 
 def _predict_all(

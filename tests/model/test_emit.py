@@ -270,6 +270,40 @@ def test_the_verl_text_is_the_overrides_as_shell_words() -> None:
     assert [shlex.split(line) for line in lines if not line.startswith("#")] == [[o] for o in plan.verl_overrides()]
 
 
+@pytest.mark.parametrize(
+    ("model", "tensor_parallel", "layer", "size"),
+    [
+        ("Qwen/Qwen2.5-72B-Instruct", 8, "down_proj", 3696),
+        ("Qwen/Qwen3-30B-A3B", 4, "experts_w2", 192),
+        ("Qwen/Qwen3-4B", 8, "down_proj", 1216),
+        ("Qwen/Qwen3-235B-A22B", 8, "experts_w2", 192),
+    ],
+)
+def test_a_layout_that_verl_cannot_start_is_refused(model: str, tensor_parallel: int, layer: str, size: int) -> None:
+    plan = layout(tensor_parallel, 1, model=model, chosen=plans.index("fp8_block"))
+    with pytest.raises(ConfigError) as error:
+        emit(plan, "verl")
+    words = str(error.value)
+    assert f"{layer} has {size} inputs on each GPU at tensor_parallel_size {tensor_parallel}" in words
+    assert "multiples of 128" in words
+    best = plans.index("bf16")
+    assert f"the next best is choice {best}, bf16 at tensor_parallel_size {tensor_parallel}" in words
+    assert emit(plan, "verl", choice=best)
+
+
+def test_the_next_best_for_verl_is_the_fastest_that_is_no_riskier() -> None:
+    rows = [
+        plans.choice("fp8_block", tensor_parallel=8, makespan_s=5.0, risk="moderate"),
+        plans.choice("bf16", tensor_parallel=8, makespan_s=9.0, risk="low"),
+        plans.choice("fp8_block", tensor_parallel=4, makespan_s=7.0, risk="moderate"),
+        plans.choice("fp8_kv", tensor_parallel=4, makespan_s=6.0, risk="high"),
+    ]
+    with pytest.raises(ConfigError, match="the next best is choice 2, fp8_block at tensor_parallel_size 4"):
+        emit(plans.plan(model="Qwen/Qwen3-4B", choices=tuple(rows), chosen=0), "verl")
+    with pytest.raises(ConfigError, match="plan again with --emit verl, which looks for another layout"):
+        emit(plans.plan(model="Qwen/Qwen3-4B", choices=tuple(rows[:1]), chosen=0), "verl")
+
+
 def test_two_importance_weights_are_too_many_for_verl() -> None:
     with pytest.raises(ConfigError, match="token_tis and token_mis"):
         plans.plan(thresholds={"token_tis": 2.0, "token_mis": [0.5, 5.0]}).verl_overrides()
