@@ -35,7 +35,7 @@ class Choice:
     available, reason:    whether this GPU can run it, and why not
     makespan_s:           seconds from the first prompt to the last response, with its 90% interval
     output_tokens_per_s:  response tokens of all replicas / makespan_s
-    speedup:              BF16 makespan / this makespan, same workload, GPU and limits
+    speedup:              BF16 makespan / this makespan, same workload, GPU and limits, with its 90% interval
     rl_step_s:            seconds of a whole RL step; None without trainer figures
     step_speedup:         the same ratio for the RL step; None without trainer figures
     kv_cache_tokens:      tokens the KV pool of one replica holds
@@ -59,6 +59,8 @@ class Choice:
     makespan_high_s: float | None
     output_tokens_per_s: float | None
     speedup: float | None
+    speedup_low: float | None
+    speedup_high: float | None
     rl_step_s: float | None
     step_speedup: float | None
     kv_cache_tokens: int | None

@@ -17,20 +17,17 @@ from fp8plan.model.hardware import gpu as find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import MemoryPlan, memory_plan
 from fp8plan.model.mismatch import MismatchRisk, RiskBudget, mismatch_risk, recommended_thresholds
+from fp8plan.model.mismatch_budget import LEAST_GAIN
 from fp8plan.model.plan import Choice, Plan
 from fp8plan.model.precision import PRESETS, Precision
 from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.profile import Profile, load_profile
 from fp8plan.model.rl_step import Trainer, weight_sync_seconds
-from fp8plan.model.rollout import Rollout, rollout, schedules
+from fp8plan.model.rollout import Rollout, rollout, schedules, speedup_interval
 from fp8plan.model.scheduler import Schedule
 from fp8plan.model.shards import check_target, why_not_shardable
 from fp8plan.model.step import StepModel
 from fp8plan.model.workload import Batch, Workload
-
-# A precision that is not at least this much faster than a less risky one is not worth its mismatch: two cards of one
-# kind differ by more than that (2-6%, from elsewhere).
-LEAST_GAIN = 0.02
 
 T = TypeVar("T")
 
@@ -64,11 +61,21 @@ class Candidate:
     rollout: Rollout | None = None
     risk: MismatchRisk | None = None
     step_s: float | None = None  # of the whole RL step; None without trainer figures
+    measured: bool = True  # a rollout on this tensor_parallel_size is behind the profile
 
     @property
     def seconds(self) -> float:
         """What is minimised."""
         return _timed(self).makespan_s if self.step_s is None else self.step_s
+
+    @property
+    def low(self) -> float:
+        """The lower end of its 90% interval: of an RL step only the rollout is uncertain here."""
+        return self.seconds - _timed(self).makespan_s + _timed(self).makespan_low_s
+
+    @property
+    def high(self) -> float:
+        return self.seconds - _timed(self).makespan_s + _timed(self).makespan_high_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +151,7 @@ def predict(
         raise _nothing_runs(candidates)
     problem = Problem(shape, card, batch, used, trainer, budget, kv_scales_calibrated)
     predicted = _predict_all(candidates, problem, progress)
-    choices = tuple(_choice(c, _baseline(c, predicted)) for c in predicted)
+    choices = tuple(_choice(c, _baseline(c, predicted), used) for c in predicted)
     chosen = choose(predicted, budget)
     best = predicted[chosen]
     advice = recommended_thresholds(_risk(best), batch.responses, budget=budget)
@@ -159,7 +166,15 @@ def predict(
         chosen=chosen,
         thresholds=advice.thresholds,
         reasons=explain(
-            choices, chosen, _timed(best), _risk(best), advice, budget, used, whole_step=trainer is not None
+            choices,
+            chosen,
+            _timed(best),
+            _risk(best),
+            advice,
+            budget,
+            used,
+            whole_step=trainer is not None,
+            gpus_per_node=card.gpus_per_node,
         ),
     )
     return Prediction(
@@ -178,12 +193,26 @@ def _loadable_name(shape: ModelShape) -> str:
 
 def choose(candidates: Sequence[Candidate], budget: RiskBudget) -> int:
     """Index of the fastest candidate whose risk the budget accepts; of those within LEAST_GAIN of it, the one with
-    the lowest KL. If the budget accepts none, the one with the lowest KL."""
+    the lowest KL. If the budget accepts none, the one with the lowest KL.
+
+    Layouts that no measurement has seen stand back, unless the fastest candidate's interval ends before that of any
+    measured layout begins.
+    """
     runnable = [i for i, c in enumerate(candidates) if c.rollout is not None]
     accepted = [i for i in runnable if budget.accepts(_risk(candidates[i]).level)]
+    accepted = _measured_first(candidates, accepted)
     fastest = min((candidates[i].seconds for i in accepted), default=0.0)
     close = [i for i in accepted if candidates[i].seconds <= fastest * (1 + LEAST_GAIN)]
     return min(close or runnable, key=lambda i: (_risk(candidates[i]).kl_k3, candidates[i].seconds))
+
+
+def _measured_first(candidates: Sequence[Candidate], accepted: list[int]) -> list[int]:
+    """Of `accepted`, those on measured layouts, if the best of them may be as fast as the fastest."""
+    measured = [i for i in accepted if candidates[i].measured]
+    if not measured:
+        return accepted
+    fastest = min((candidates[i] for i in accepted), key=lambda c: c.seconds)
+    return measured if min(candidates[i].low for i in measured) <= fastest.high else accepted
 
 
 def _layouts(shape: ModelShape, limits: EngineLimits, gpus: int | None, gpu: Gpu) -> list[EngineLimits]:
@@ -267,7 +296,8 @@ def _predict(candidate: Candidate, plans: Sequence[Schedule], problem: Problem) 
         tokens = int((problem.batch.prompts + problem.batch.responses).sum())
         sync = weight_sync_seconds(model, problem.trainer, problem.kv_scales_calibrated)
         step_s = timed.makespan_s + problem.trainer.seconds(tokens) + sum(sync.values())
-    return replace(candidate, rollout=timed, step_s=step_s)
+    measured = not problem.profile.layout_error(candidate.limits.tensor_parallel_size)
+    return replace(candidate, rollout=timed, step_s=step_s, measured=measured)
 
 
 def _expected_mismatch(precision: Precision, problem: Problem) -> MismatchRisk:
@@ -299,7 +329,7 @@ def _baseline(candidate: Candidate, predicted: Sequence[Candidate]) -> Candidate
     return None
 
 
-def _choice(candidate: Candidate, baseline: Candidate | None) -> Choice:
+def _choice(candidate: Candidate, baseline: Candidate | None, profile: Profile) -> Choice:
     timed, risk, memory = candidate.rollout, candidate.risk, candidate.memory
     where: dict[str, Any] = {
         "precision": candidate.precision.name,
@@ -309,9 +339,10 @@ def _choice(candidate: Candidate, baseline: Candidate | None) -> Choice:
     if timed is None or risk is None or memory is None:
         missing: dict[str, Any] = dict.fromkeys(set(Choice.__slots__) - set(where) - {"available", "reason"})
         return Choice(**where, available=False, reason=candidate.reason, **missing)
-    speedup = step_speedup = None
+    speedup = low = high = step_speedup = None
     if baseline is not None and baseline.rollout is not None:
         speedup = baseline.rollout.makespan_s / timed.makespan_s
+        low, high = speedup_interval(baseline.rollout, timed, profile, candidate.limits.tensor_parallel_size)
         step_speedup = baseline.step_s / candidate.step_s if baseline.step_s and candidate.step_s else None
     return Choice(
         **where,
@@ -322,6 +353,8 @@ def _choice(candidate: Candidate, baseline: Candidate | None) -> Choice:
         makespan_high_s=timed.makespan_high_s,
         output_tokens_per_s=timed.output_tokens_per_s,
         speedup=speedup,
+        speedup_low=low,
+        speedup_high=high,
         rl_step_s=candidate.step_s,
         step_speedup=step_speedup,
         kv_cache_tokens=memory.kv_cache_tokens,
