@@ -123,6 +123,14 @@ def plan_command(
     gpus: Annotated[
         int | None, typer.Option(help="try every TP x DP layout of so many GPUs", rich_help_panel=ENGINE)
     ] = None,
+    gpus_per_node: Annotated[
+        int | None,
+        typer.Option(
+            help="that reach each other without the network",
+            show_default="8, or the NVLink domain",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None,
     tensor_parallel_size: Annotated[int, typer.Option(rich_help_panel=ENGINE)] = 1,
     data_parallel_size: Annotated[int, typer.Option(help="replicas", rich_help_panel=ENGINE)] = 1,
     gpu_memory_utilization: Annotated[float | None, typer.Option(show_default=VLLM_S, rich_help_panel=ENGINE)] = None,
@@ -245,6 +253,8 @@ def plan_command(
         Workload(prompts, samples, prompt_tokens, response_tokens, seed),
         limits=limits,
         gpus=gpus,
+        gpus_per_node=gpus_per_node,
+        target="verl" if "verl" in dict(wanted) else "vllm",  # what verl can start, the others can
         precisions=precision,
         trainer=Trainer(**trainer) if trainer else None,
         budget=RiskBudget(accept=accept),
@@ -554,7 +564,7 @@ def models_command(as_json: Annotated[bool, typer.Option("--json")] = False) -> 
 
 def _emissions(words: list[str]) -> list[tuple[str, str]]:
     """(target, file or STDOUT) of each `--emit TARGET[=FILE]`."""
-    from fp8plan.model.emit import check_target
+    from fp8plan.model.shards import check_target
 
     found = []
     for word in words:

@@ -84,7 +84,7 @@ def refused(done: Done, *parts: str) -> None:
 
 # Bad input of `plan`: what is typed after PLAN, and what the one line must hold: what was given, and the way out.
 BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
-    "unknown GPU": (["--gpu", "h300"], ("'h300'", "nearest: h200_sxm", "a100_sxm", "auto")),
+    "unknown GPU": (["--gpu", "h300"], ("'h300'", "nearest: h800, h200_sxm", "a100_sxm", "auto")),
     "negative length": (["--response-lengths", "fixed:-5"], ("-5", "allowed: ", "1 to ")),
     "negative prompt length": (["--prompt-lengths", "fixed:-5"], ("-5", "allowed: ", "1 to ")),
     "no length": (["--response-lengths", "fixed:0"], ("fixed length is 0", "allowed: ")),
@@ -396,7 +396,7 @@ BAD_RECORDS: dict[str, tuple[str | dict[str, Any], tuple[str, ...]]] = {
     "fewer ids": ({"prompt_ids": [1, 1]}, ("2 prompt_ids", "3 requests", "one per request")),
     "lengths as text": ({"response_lengths": "abc"}, ("response_lengths", "'abc'", "a list")),
     "beyond max_model_len": ({"max_model_len": 40}, ("70 tokens", "max_model_len is 40", "raise")),
-    "unknown GPU": ({"gpu": "h300"}, ("'h300'", "nearest: h200_sxm")),
+    "unknown GPU": ({"gpu": "h300"}, ("'h300'", "nearest: h800, h200_sxm")),
     "GPU as a number": ({"gpu": 200}, ("gpu is '200'", "text")),
     "unknown precision": ({"precision": "int4"}, ("'int4'", "fp8_block")),
     "unknown model": ({"model": "Qwen3-9B"}, ("'Qwen3-9B'", "Qwen/Qwen3-8B")),

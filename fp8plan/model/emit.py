@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Final
 from fp8plan.errors import ConfigError
 from fp8plan.model.hardware import gpu
 from fp8plan.model.memory import CPU_KV_CACHE_GIB
+from fp8plan.model.shards import TARGETS as TARGETS
+from fp8plan.model.shards import check_target
 
 if TYPE_CHECKING:
     from fp8plan.model.plan import Choice, Plan
-
-TARGETS: Final = ("vllm", "verl", "trl")
 
 # vLLM quantises any linear that is given the quantisation config, and Qwen3-MoE gives it to the router
 # (vllm/model_executor/models/qwen3_moe.py, 0.25 to 0.33). A quantised router picks other experts, so it is left out.
@@ -125,12 +125,6 @@ def emit(plan: Plan, target: str, choice: int | str | None = None, kv_scales: st
 
         return emit_trl(plan, picked, kv_scales)
     return _emit_vllm(plan, picked, kv_scales)
-
-
-def check_target(target: str) -> None:
-    """Raises ConfigError unless it is one of TARGETS."""
-    if target not in TARGETS:
-        raise ConfigError(f"cannot emit for {target!r}; allowed: {', '.join(TARGETS)}")
 
 
 def _emit_vllm(plan: Plan, choice: Choice, kv_scales: str) -> str:

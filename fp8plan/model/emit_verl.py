@@ -7,6 +7,7 @@ import shlex
 from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.architecture import ModelShape
 from fp8plan.model.emit import (
     loadable_model,
     max_model_len,
@@ -17,6 +18,8 @@ from fp8plan.model.emit import (
     vllm_env,
     workload_tokens,
 )
+from fp8plan.model.mismatch_budget import LEVELS
+from fp8plan.model.shards import why_not_shardable
 
 if TYPE_CHECKING:
     from fp8plan.model.plan import Choice, Plan
@@ -30,6 +33,7 @@ _RESERVED: Final = {"null", "true", "false", "inf", "nan"}
 def verl_overrides(plan: Plan, choice: Choice) -> list[str]:
     """Overrides in Hydra's own syntax, not quoted for a shell. Raises ConfigError for what verl cannot do."""
     refuse_cpu(plan, "verl")
+    _refuse_parts_of_blocks(plan, choice)
     settings = {**_model_settings(plan), **_rollout_settings(plan, choice), **_correction(plan.thresholds)}
     for name, value in vllm_env(plan, choice).items():
         # Ray starts the engine's processes elsewhere: a variable of the launching shell need not reach them.
@@ -50,6 +54,34 @@ def emit_verl(plan: Plan, choice: Choice, kv_scales: str) -> str:
     ]
     words = " \\\n".join(map(shlex.quote, verl_overrides(plan, choice)))
     return "\n".join([words, *(f"# {' '.join(note.split())}" for note in notes)])
+
+
+def _refuse_parts_of_blocks(plan: Plan, choice: Choice) -> None:
+    """Raises ConfigError for FP8 weights that verl cannot cut as the choice wants, naming the next best choice."""
+    if choice.preset.weights == "bf16":
+        return
+    shape = ModelShape.from_hf(plan.model)
+
+    def why_not(one: Choice) -> str | None:
+        return why_not_shardable(shape, one.preset, one.tensor_parallel, "verl")
+
+    reason = why_not(choice)
+    if reason is None:
+        return
+    known = [(i, c) for i, c in enumerate(plan.choices) if c.available and why_not(c) is None]
+    safe = [x for x in known if _riskiness(x[1]) <= _riskiness(choice)]
+    way_out = "plan again with --emit verl, which looks for another layout"
+    if safe:
+        index, best = min(safe, key=lambda x: x[1].rl_step_s or x[1].makespan_s or 0.0)
+        way_out = (
+            f"the next best is choice {index}, {best.precision} at tensor_parallel_size {best.tensor_parallel} with "
+            f"{best.data_parallel} replica(s): emit(plan, 'verl', choice={index}), or plan again with --emit verl"
+        )
+    raise ConfigError(f"verl cannot start {choice.precision} of {plan.model}: {reason}; {way_out}")
+
+
+def _riskiness(choice: Choice) -> int:
+    return LEVELS.index(choice.risk) if choice.risk in LEVELS else 0
 
 
 def _model_settings(plan: Plan) -> dict[str, Any]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
+from fp8plan.model.collective import NETWORK_BANDWIDTH
 from fp8plan.model.mismatch import Level, MismatchRisk, RiskBudget, ThresholdAdvice
+from fp8plan.model.mismatch_budget import LEAST_GAIN
 from fp8plan.model.plan import Choice
 from fp8plan.model.profile import Profile
 from fp8plan.model.rollout import TAIL_SHARE, Rollout
@@ -35,22 +37,26 @@ def explain(
     budget: RiskBudget,
     profile: Profile,
     whole_step: bool,
+    gpus_per_node: int | None = None,
 ) -> tuple[str, ...]:
     """Sentences: the choice and its gain, what was passed over, where the time goes, the risk, the caveats.
 
-    timed, risk, advice: of the chosen choice; whole_step: RL step times are compared, not rollouts
+    timed, risk, advice: of the chosen choice; whole_step: RL step times are compared, not rollouts;
+    gpus_per_node: beyond it tensor parallelism crosses the network; None: it does not
     """
     picked = choices[chosen]
-    sentences = [_headline(picked, choices, budget, whole_step)]
-    sentences += _passed_over(choices, chosen, budget, whole_step)
+    sentences = [_headline(picked, choices, budget, profile, whole_step)]
+    sentences += _passed_over(choices, chosen, budget, profile, whole_step)
+    sentences += _not_measured(choices, chosen, budget, profile, whole_step)
     sentences += _where_from(picked, choices, timed)
     sentences += [f"Mismatch: {reason}." for reason in risk.reasons]
     sentences += [f"Correction: {note}." for note in advice.notes]
     sentences += _caveats(choices, timed, profile)
+    sentences += _network(picked, gpus_per_node)
     return tuple(sentences)
 
 
-def _headline(picked: Choice, choices: Sequence[Choice], budget: RiskBudget, whole_step: bool) -> str:
+def _headline(picked: Choice, choices: Sequence[Choice], budget: RiskBudget, profile: Profile, whole_step: bool) -> str:
     name = f"{picked.precision}{_layout(picked, choices)}"
     if _refused(picked, budget):
         return (
@@ -58,7 +64,7 @@ def _headline(picked: Choice, choices: Sequence[Choice], budget: RiskBudget, who
             f"risk is {picked.risk}."
         )
     if picked.precision == "bf16":
-        why = _why_not_fp8(picked, choices, budget, whole_step)
+        why = _why_not_fp8(picked, choices, budget, profile, whole_step)
         return f"Stay with {name}: {_seconds(picked)} for the rollout; {why}."
     return f"Choose {name}: {_seconds(picked)} for the rollout; {_gain(picked, choices)}."
 
@@ -83,14 +89,24 @@ def _gain(picked: Choice, choices: Sequence[Choice]) -> str:
     return ", ".join(gains)
 
 
-def _why_not_fp8(picked: Choice, choices: Sequence[Choice], budget: RiskBudget, whole_step: bool) -> str:
+def _why_not_fp8(
+    picked: Choice, choices: Sequence[Choice], budget: RiskBudget, profile: Profile, whole_step: bool
+) -> str:
     others = [c for c in choices if c.precision != "bf16"]
     if not others:
         return "no other precision was asked for"
     if not any(c.available for c in others):
         return "no FP8 precision can run here"
-    refused = [c for c in others if c.available and _refused(c, budget)]
-    if any(_cost(c, whole_step) < _cost(picked, whole_step) for c in refused):
+    others = [c for c in _compared(choices, picked, profile) if c.precision != "bf16"]
+    faster = [c for c in others if _cost(c, whole_step) < _cost(picked, whole_step)]
+    within = [c for c in faster if not _refused(c, budget)]
+    gain = max((_cost(picked, whole_step) / _cost(c, whole_step) - 1 for c in within), default=0.0)
+    if gain > NO_FASTER:
+        return (
+            f"FP8 is not worth it here: within the risk budget ({budget.accept}) it gains {gain:.1%}, and less than "
+            f"{LEAST_GAIN:.0%} does not pay for a mismatch"
+        )
+    if len(faster) > len(within):
         return f"faster precisions are outside the risk budget ({budget.accept})"
     return "FP8 is not worth it here"
 
@@ -100,13 +116,14 @@ def _refused(choice: Choice, budget: RiskBudget) -> bool:
     return not budget.accepts(cast("Level", choice.risk))
 
 
-def _passed_over(choices: Sequence[Choice], chosen: int, budget: RiskBudget, whole_step: bool) -> list[str]:
-    """For each other precision, its fastest layout: why it was not taken."""
+def _passed_over(
+    choices: Sequence[Choice], chosen: int, budget: RiskBudget, profile: Profile, whole_step: bool
+) -> list[str]:
+    """For each other precision, its fastest layout (of measured ones, where one was chosen): why it was not taken."""
     picked, sentences = choices[chosen], []
-    for precision in dict.fromkeys(c.precision for c in choices if c.precision != picked.precision):
-        runnable = [c for c in choices if c.precision == precision and c.makespan_s is not None]
-        if not runnable:
-            continue
+    compared = _compared(choices, picked, profile)
+    for precision in dict.fromkeys(c.precision for c in compared if c.precision != picked.precision):
+        runnable = [c for c in compared if c.precision == precision]
         choice = min(runnable, key=lambda c: _cost(c, whole_step))
         name = f"{choice.precision}{_layout(choice, choices)}"
         gain = _cost(picked, whole_step) / _cost(choice, whole_step)
@@ -117,6 +134,44 @@ def _passed_over(choices: Sequence[Choice], chosen: int, budget: RiskBudget, who
         elif picked.precision == "bf16":
             sentences.append(f"{name} is no faster: {gain:.2f}x the speed of bf16.")
     return sentences
+
+
+def _compared(choices: Sequence[Choice], picked: Choice, profile: Profile) -> list[Choice]:
+    """What can run; where a measured layout was picked, on measured layouts."""
+    any_layout = _unmeasured(picked, profile)
+    return [c for c in choices if c.makespan_s is not None and (any_layout or not _unmeasured(c, profile))]
+
+
+def _not_measured(
+    choices: Sequence[Choice], chosen: int, budget: RiskBudget, profile: Profile, whole_step: bool
+) -> list[str]:
+    """The fastest of the layouts that stood back because nobody measured them, if it is faster."""
+    picked = choices[chosen]
+    if _unmeasured(picked, profile) or _refused(picked, budget):
+        return []
+    stood_back = [c for c in choices if c.makespan_s is not None and _unmeasured(c, profile)]
+    stood_back = [c for c in stood_back if not _refused(c, budget)]
+    if not stood_back:
+        return []
+    best = min(stood_back, key=lambda c: _cost(c, whole_step))
+    gain = _cost(picked, whole_step) / _cost(best, whole_step)
+    if gain <= 1 + NO_FASTER:
+        return []
+    name = f"{best.precision}{_layout(best, choices)}"
+    why = "that layout was not measured and the intervals overlap: what was measured goes first"
+    return [f"{name} is predicted {gain:.2f}x as fast, but {why}."]
+
+
+def _unmeasured(choice: Choice, profile: Profile) -> bool:
+    return profile.layout_error(choice.tensor_parallel) > 0
+
+
+def _network(picked: Choice, gpus_per_node: int | None) -> list[str]:
+    if gpus_per_node is None or picked.tensor_parallel <= gpus_per_node:
+        return []
+    crossing = f"tensor_parallel_size {picked.tensor_parallel} crosses nodes of {gpus_per_node} GPUs"
+    link = f"{NETWORK_BANDWIDTH * 8 / 1e9:.0f} Gb/s a GPU"
+    return [f"The network: {crossing}, so all-reduces are modelled for {link}, not measured."]
 
 
 def _where_from(picked: Choice, choices: Sequence[Choice], timed: Rollout) -> list[str]:
@@ -148,10 +203,18 @@ def _caveats(choices: Sequence[Choice], timed: Rollout, profile: Profile) -> lis
             "Uncalibrated: times come from the GPU's datasheet and generic efficiencies, so trust the order of "
             "magnitude and the direction."
         )
-    elif any(c.extrapolated for c in choices):
+        return sentences
+    if timed.extrapolated or any(c.extrapolated and not _unmeasured(c, profile) for c in choices):
         what = f" ({'; '.join(timed.extrapolated)})" if timed.extrapolated else ""
         sentences.append(
             f"Part of this workload lies outside of what the profile {profile.label} was measured for{what}."
+        )
+    sizes = sorted({c.tensor_parallel for c in choices if c.available and _unmeasured(c, profile)})
+    if sizes:
+        named = ", ".join(map(str, sizes))
+        sentences.append(
+            f"There is no measurement of tensor_parallel_size {named} on {profile.gpu}: times there are extrapolated, "
+            "and their intervals wider."
         )
     return sentences
 

@@ -30,6 +30,8 @@ class Gpu:
     nvlink_bandwidth:   bytes/s per GPU in one direction; None where there is no NVLink
     pcie_bandwidth:     bytes/s in one direction
     sources:            field name -> where the number is from
+    gpus_per_node:      GPUs that reach each other without the network: those of one host (8 in HGX and DGX hosts), or
+                        of one NVLink domain where that is larger. `--gpus-per-node` overrides it
     """
 
     name: str
@@ -44,6 +46,11 @@ class Gpu:
     nvlink_bandwidth: float | None
     pcie_bandwidth: float
     sources: dict[str, str]
+    gpus_per_node: int = 8
+
+    def __post_init__(self) -> None:
+        if self.gpus_per_node < 1:
+            raise ConfigError(f"gpus_per_node is {self.gpus_per_node!r}; allowed: a whole number of at least 1")
 
     @property
     def is_cpu(self) -> bool:
@@ -61,8 +68,9 @@ class Gpu:
     @property
     def e8m0_scales(self) -> bool:
         """Whether block-FP8 GEMMs take power-of-two scales only: DeepGEMM's README says so of SM100 (Blackwell). On
-        Hopper vLLM uses them too unless VLLM_USE_DEEP_GEMM_E8M0=0, which the emitters set."""
-        return self.compute_capability is not None and self.has_fp8 and self.compute_capability >= (10, 0)
+        Hopper vLLM uses them too unless VLLM_USE_DEEP_GEMM_E8M0=0, which the emitters set. SM120, Blackwell without
+        HBM, has no DeepGEMM: CUTLASS takes FP32 scales there."""
+        return self.compute_capability is not None and (10, 0) <= self.compute_capability < (12, 0)
 
     def why_not(self, precision: Precision) -> str | None:
         """Why a rollout in `precision` cannot run here; None where it can."""
@@ -88,13 +96,15 @@ _H200 = "NVIDIA H200 datasheet"
 _H100 = "NVIDIA H100 datasheet"
 _A100 = "NVIDIA A100 80GB datasheet"
 _B200 = "NVIDIA Blackwell datasheet (HGX B200, per GPU)"
+_B300 = "NVIDIA HGX B300 specifications"
+_GB200 = "NVIDIA GB200 NVL72 specifications, per GPU"
 _L40S = "NVIDIA L40S datasheet"
+_RTX = "NVIDIA RTX PRO 6000 Blackwell Server Edition datasheet"
+_RTX_WORKSTATION = "NVIDIA RTX PRO 6000 Blackwell Workstation Edition datasheet"
 _H20 = "NVIDIA H20 product brief as quoted in the press"
 _A100_PAPER = "NVIDIA A100 Tensor Core GPU Architecture whitepaper"
-_A100_MEMORY = (
-    "torch out-of-memory messages in public logs: total capacity 79.25 GiB (79.15 on some drivers); "
-    "nvidia-smi shows 81920 MiB"
-)
+_OOM = "torch out-of-memory messages in public logs: total capacity"
+_A100_MEMORY = f"{_OOM} 79.25 GiB (79.15 on some drivers); nvidia-smi shows 81920 MiB"
 _NO_BRIDGE = "none assumed: the bridge (600 GB/s both ways) is optional and joins two cards only"
 _DENSE = "dense = half of the sparse figure"
 
@@ -118,6 +128,78 @@ _A100_SXM = Gpu(
         "bf16_flops": f"{_A100}: 312 TFLOPS dense",
         "nvlink_bandwidth": f"{_A100}, SXM column: 600 GB/s in both directions together",
         "pcie_bandwidth": _PCIE4,
+    },
+)
+
+_H100_SXM = Gpu(
+    name="h100_sxm",
+    product="NVIDIA H100 80GB HBM3",
+    compute_capability=(9, 0),
+    sm_count=132,
+    memory_bytes=81090 * MIB,
+    memory_bandwidth=3.35 * TERA,
+    l2_bytes=50 * MIB,
+    bf16_flops=989.5 * TERA,
+    fp8_flops=1979 * TERA,
+    nvlink_bandwidth=450 * GIGA,
+    pcie_bandwidth=64 * GIGA,
+    sources={
+        "sm_count": f"{_HOPPER}, table of H100 variants",
+        "memory_bytes": f"{_TORCH}: 81090 MiB = 79.19 GiB; nvidia-smi shows 81559 MiB",
+        "memory_bandwidth": f"{_H100}: 3.35 TB/s",
+        "l2_bytes": f"{_HOPPER}: 50 MB",
+        "bf16_flops": f"{_H100}: 1,979 TFLOPS with sparsity; {_DENSE}",
+        "fp8_flops": f"{_H100}: 3,958 TFLOPS with sparsity; {_DENSE}",
+        "nvlink_bandwidth": f"{_H100}: 900 GB/s in both directions together",
+        "pcie_bandwidth": _PCIE5,
+    },
+)
+
+_B200_SXM = Gpu(
+    name="b200",
+    product="NVIDIA B200",
+    compute_capability=(10, 0),
+    sm_count=148,
+    memory_bytes=182642 * MIB,
+    memory_bandwidth=7.7 * TERA,
+    l2_bytes=126 * MIB,
+    bf16_flops=2250 * TERA,
+    fp8_flops=4500 * TERA,
+    nvlink_bandwidth=900 * GIGA,
+    pcie_bandwidth=64 * GIGA,
+    sources={
+        "sm_count": f"{_TORCH} (multi_processor_count)",
+        "memory_bytes": f"{_TORCH}: 182642 MiB = 178.36 GiB; nvidia-smi shows 183359 MiB",
+        "memory_bandwidth": f"{_B200}: 7.7 TB/s (up to 8 TB/s in the DGX B200 datasheet)",
+        "l2_bytes": "torch.cuda.get_device_properties(0).L2_cache_size: 126 MB",
+        "bf16_flops": f"{_B200}: 4.5 PFLOPS with sparsity; {_DENSE}",
+        "fp8_flops": f"{_B200}: 9 PFLOPS with sparsity; {_DENSE}",
+        "nvlink_bandwidth": f"{_B200}: 1.8 TB/s in both directions together",
+        "pcie_bandwidth": f"{_PCIE5} (the GPU can do PCIe 6.0; HGX and DGX B200 hosts have 5.0)",
+    },
+)
+
+_RTX_PRO_6000 = Gpu(
+    name="rtx_pro_6000",
+    product="NVIDIA RTX PRO 6000 Blackwell Server Edition",
+    compute_capability=(12, 0),
+    sm_count=188,
+    memory_bytes=97249 * MIB,
+    memory_bandwidth=1.597 * TERA,
+    l2_bytes=128 * MIB,
+    bf16_flops=500 * TERA,
+    fp8_flops=1000 * TERA,
+    nvlink_bandwidth=None,
+    pcie_bandwidth=64 * GIGA,
+    sources={
+        "sm_count": f"{_TORCH} (multi_processor_count)",
+        "memory_bytes": f"{_OOM} 94.97 GiB; nvidia-smi shows 97887 MiB",
+        "memory_bandwidth": f"{_RTX}: 1,597 GB/s",
+        "l2_bytes": "NVIDIA RTX Blackwell PRO GPU architecture whitepaper: 128 MB",
+        "bf16_flops": f"{_RTX}: 4 PFLOPS of sparse FP4, of which dense BF16 is an eighth",
+        "fp8_flops": f"{_RTX}: 4 PFLOPS of sparse FP4, of which dense FP8 is a quarter",
+        "nvlink_bandwidth": f"{_RTX}: no NVLink",
+        "pcie_bandwidth": _PCIE5,
     },
 )
 
@@ -145,26 +227,36 @@ _GPUS = (
             "pcie_bandwidth": _PCIE5,
         },
     ),
-    Gpu(
-        name="h100_sxm",
-        product="NVIDIA H100 80GB HBM3",
-        compute_capability=(9, 0),
-        sm_count=132,
-        memory_bytes=81090 * MIB,
-        memory_bandwidth=3.35 * TERA,
-        l2_bytes=50 * MIB,
-        bf16_flops=989.5 * TERA,
-        fp8_flops=1979 * TERA,
-        nvlink_bandwidth=450 * GIGA,
-        pcie_bandwidth=64 * GIGA,
+    _H100_SXM,
+    replace(
+        _H100_SXM,
+        name="h800",
+        product="NVIDIA H800",
+        nvlink_bandwidth=200 * GIGA,
+        sources=_H100_SXM.sources
+        | {
+            "memory_bytes": "as the H100's: nvidia-smi shows 81559 MiB as well",
+            "nvlink_bandwidth": "NVIDIA H800 SXM as quoted in the press: 400 GB/s in both directions together; the "
+            "rest but FP64 is an H100's",
+        },
+    ),
+    replace(
+        _H100_SXM,
+        name="h100_nvl",
+        product="NVIDIA H100 NVL",
+        memory_bytes=95334 * MIB,
+        memory_bandwidth=3.9 * TERA,
+        bf16_flops=835.5 * TERA,
+        fp8_flops=1671 * TERA,
+        nvlink_bandwidth=None,
         sources={
-            "sm_count": f"{_HOPPER}, table of H100 variants",
-            "memory_bytes": f"{_TORCH}: 81090 MiB = 79.19 GiB; nvidia-smi shows 81559 MiB",
-            "memory_bandwidth": f"{_H100}: 3.35 TB/s",
+            "sm_count": "NVIDIA H100 NVL product brief: 132 SMs (16,896 CUDA cores)",
+            "memory_bytes": f"{_OOM} 93.10 GiB; nvidia-smi shows 95830 MiB",
+            "memory_bandwidth": f"{_H100}, NVL column: 3.9 TB/s",
             "l2_bytes": f"{_HOPPER}: 50 MB",
-            "bf16_flops": f"{_H100}: 1,979 TFLOPS with sparsity; {_DENSE}",
-            "fp8_flops": f"{_H100}: 3,958 TFLOPS with sparsity; {_DENSE}",
-            "nvlink_bandwidth": f"{_H100}: 900 GB/s in both directions together",
+            "bf16_flops": f"{_H100}, NVL column: 1,671 TFLOPS with sparsity; {_DENSE}",
+            "fp8_flops": f"{_H100}, NVL column: 3,341 TFLOPS with sparsity; {_DENSE}",
+            "nvlink_bandwidth": _NO_BRIDGE,
             "pcie_bandwidth": _PCIE5,
         },
     ),
@@ -224,27 +316,43 @@ _GPUS = (
         sources=_A100_SXM.sources
         | {"memory_bandwidth": f"{_A100}, PCIe column: 1,935 GB/s", "nvlink_bandwidth": _NO_BRIDGE},
     ),
-    Gpu(
-        name="b200",
-        product="NVIDIA B200",
-        compute_capability=(10, 0),
-        sm_count=148,
-        memory_bytes=182642 * MIB,
-        memory_bandwidth=7.7 * TERA,
-        l2_bytes=126 * MIB,
-        bf16_flops=2250 * TERA,
-        fp8_flops=4500 * TERA,
-        nvlink_bandwidth=900 * GIGA,
-        pcie_bandwidth=64 * GIGA,
-        sources={
+    _B200_SXM,
+    replace(
+        _B200_SXM,
+        name="b300",
+        product="NVIDIA B300 SXM6 AC",
+        compute_capability=(10, 3),
+        memory_bytes=274115 * MIB,
+        sources=_B200_SXM.sources
+        | {
+            "memory_bytes": f"{_OOM} 267.69 GiB; nvidia-smi shows 275040 MiB",
+            "memory_bandwidth": f"{_B300} as quoted in the press: 7.7 TB/s (up to 8 TB/s in NVIDIA's announcements)",
+            "l2_bytes": "assumed: as the B200's",
+            "bf16_flops": f"{_B300}: 36 PFLOPS of 8 GPUs with sparsity; {_DENSE}",
+            "fp8_flops": f"{_B300}: 72 PFLOPS of 8 GPUs with sparsity; {_DENSE}",
+            "nvlink_bandwidth": f"{_B300}: 1.8 TB/s in both directions together",
+        },
+    ),
+    replace(
+        _B200_SXM,
+        name="gb200",
+        product="NVIDIA GB200",
+        sm_count=152,
+        memory_bytes=188733 * MIB,
+        memory_bandwidth=8.0 * TERA,
+        bf16_flops=2500 * TERA,
+        fp8_flops=5000 * TERA,
+        gpus_per_node=72,
+        sources=_B200_SXM.sources
+        | {
             "sm_count": f"{_TORCH} (multi_processor_count)",
-            "memory_bytes": f"{_TORCH}: 182642 MiB = 178.36 GiB; nvidia-smi shows 183359 MiB",
-            "memory_bandwidth": f"{_B200}: 7.7 TB/s (up to 8 TB/s in the DGX B200 datasheet)",
-            "l2_bytes": "torch.cuda.get_device_properties(0).L2_cache_size: 126 MB",
-            "bf16_flops": f"{_B200}: 4.5 PFLOPS with sparsity; {_DENSE}",
-            "fp8_flops": f"{_B200}: 9 PFLOPS with sparsity; {_DENSE}",
-            "nvlink_bandwidth": f"{_B200}: 1.8 TB/s in both directions together",
-            "pcie_bandwidth": f"{_PCIE5} (the GPU can do PCIe 6.0; HGX and DGX B200 hosts have 5.0)",
+            "memory_bytes": f"{_OOM} 184.31 GiB; nvidia-smi shows 189471 MiB",
+            "memory_bandwidth": f"{_GB200}: 8 TB/s (16 TB/s of the superchip's two)",
+            "bf16_flops": f"{_GB200}: 360 PFLOPS of 72 GPUs with sparsity; {_DENSE}",
+            "fp8_flops": f"{_GB200}: 720 PFLOPS of 72 GPUs with sparsity; {_DENSE}",
+            "nvlink_bandwidth": f"{_GB200}: 1.8 TB/s in both directions together",
+            "pcie_bandwidth": f"{_PCIE5} (to the network; the Grace CPU is reached over NVLink-C2C)",
+            "gpus_per_node": f"{_GB200}: 72 GPUs in one NVLink domain, in trays of 4",
         },
     ),
     Gpu(
@@ -271,6 +379,27 @@ _GPUS = (
             "pcie_bandwidth": _PCIE4,
         },
     ),
+    _RTX_PRO_6000,
+    *(
+        replace(
+            _RTX_PRO_6000,
+            name=name,
+            product=f"NVIDIA RTX PRO 6000 Blackwell {edition} Edition",
+            memory_bandwidth=1.792 * TERA,
+            bf16_flops=sparse_fp4 / 8,
+            fp8_flops=sparse_fp4 / 4,
+            sources=_RTX_PRO_6000.sources
+            | {
+                "memory_bandwidth": f"{_RTX_WORKSTATION}: 1,792 GB/s",
+                "bf16_flops": f"{_RTX_WORKSTATION}: sparse FP4 as AI TOPS, of which dense BF16 is an eighth",
+                "fp8_flops": f"{_RTX_WORKSTATION}: sparse FP4 as AI TOPS, of which dense FP8 is a quarter",
+            },
+        )
+        for name, edition, sparse_fp4 in (
+            ("rtx_pro_6000_workstation", "Workstation", 4000 * TERA),
+            ("rtx_pro_6000_max_q", "Max-Q Workstation", 3511 * TERA),
+        )
+    ),
 )
 
 # Any x86 laptop or small server of the 2020s, within a factor of a few: what a profile's efficiencies are fractions of.
@@ -295,11 +424,25 @@ _CPU = Gpu(
         "bf16_flops": "8 cores x 4 GHz x 64 FLOP: one 512-bit VDPBF16PS (32 multiply-adds, Intel SDM) a cycle; without "
         "AVX512-BF16 a CPU reaches a half or less, with AMX several times as much",
         "pcie_bandwidth": "no such link: fp8plan plans a single rank on a CPU; half of the memory's bandwidth",
+        "gpus_per_node": "a single rank",
     },
+    gpus_per_node=1,
 )
 
 _DEVICES = (*_GPUS, _CPU)
-_ALIASES = {"h200": "h200_sxm", "h100": "h100_sxm", "a100": "a100_sxm", "b200_sxm": "b200", "h20_sxm": "h20"}
+_ALIASES = {
+    "h200": "h200_sxm",
+    "h100": "h100_sxm",
+    "a100": "a100_sxm",
+    "b200_sxm": "b200",
+    "b300_sxm": "b300",
+    "nvidia b300": "b300",
+    "gb200_nvl72": "gb200",
+    "h20_sxm": "h20",
+    "h800_sxm": "h800",
+    "rtx_pro_6000_server": "rtx_pro_6000",
+    "rtx pro 6000": "rtx_pro_6000",
+}
 
 
 def gpus() -> tuple[Gpu, ...]:

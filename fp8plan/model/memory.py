@@ -26,6 +26,7 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import BF16_BYTES, FP8_BLOCK, FP8_BYTES, FP32_BYTES, Precision
+from fp8plan.model.shards import why_not_shardable
 
 MOST_UTILIZATION = 0.97  # the driver, the CUDA context and captured graphs need the rest
 
@@ -100,6 +101,11 @@ class MemoryPlan:
         return self.requested_bytes - taken
 
     @property
+    def kv_bytes(self) -> int:
+        """What the KV pool takes."""
+        return self.num_gpu_blocks * self.block_size * self.kv_bytes_per_token
+
+    @property
     def usable_blocks(self) -> int:
         """Blocks the scheduler can hand out."""
         return self.num_gpu_blocks - 1
@@ -117,9 +123,11 @@ def memory_plan(
 
     longest_request: prompt + response in tokens; stands in for limits.max_model_len where that is None.
     Raises ConfigError if tensor_parallel_size does not divide the model, CapacityError if the KV pool holds less than
-    one request of max_model_len (the engine then refuses to start).
+    one request of max_model_len (the engine then refuses to start) or is imposed larger than the GPU's memory.
     """
     plan = _unchecked_plan(shape, precision, gpu, limits)
+    if plan.imposed and plan.weights_bytes + plan.kv_bytes > gpu.memory_bytes and not gpu.is_cpu:
+        raise CapacityError(_larger_than_the_gpu(gpu, limits, plan))
     tokens = limits.max_model_len or longest_request or 1
     if not _holds(plan, tokens):
         raise CapacityError(_does_not_fit(shape, precision, gpu, limits, plan, tokens))
@@ -293,6 +301,15 @@ def cudagraph_reserve_bytes(shape: ModelShape, precision: Precision, limits: Eng
     return CUDAGRAPH_FIRST_BYTES + (len(sizes) - 1) * CUDAGRAPH_PIECEWISE_BYTES + more_full * full
 
 
+def _larger_than_the_gpu(gpu: Gpu, limits: EngineLimits, plan: MemoryPlan) -> str:
+    most = (gpu.memory_bytes - plan.weights_bytes) // (plan.block_size * plan.kv_bytes_per_token) - 1
+    return (
+        f"num_gpu_blocks {limits.num_gpu_blocks} is {plan.kv_bytes / GIB:,.0f} GiB of KV cache on each {gpu.product}, "
+        f"which has {gpu.memory_bytes / GIB:.0f} GiB and holds {plan.weights_bytes / GIB:.0f} GiB of weights; allowed: "
+        f"at most {max(0, most)}, or leave num_gpu_blocks out"
+    )
+
+
 def _does_not_fit(
     shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits, plan: MemoryPlan, tokens: int
 ) -> str:
@@ -328,7 +345,8 @@ def _ways_out(
     ways = [f"tensor_parallel_size {enough}"] if enough else []
     if not gpu.is_cpu and fits(replace(limits, gpu_memory_utilization=MOST_UTILIZATION)):
         ways.append("a higher gpu_memory_utilization")
-    if gpu.has_fp8 and precision.weights == "bf16" and fits(limits, FP8_BLOCK):
+    startable = why_not_shardable(shape, FP8_BLOCK, limits.tensor_parallel_size) is None
+    if gpu.has_fp8 and precision.weights == "bf16" and startable and fits(limits, FP8_BLOCK):
         ways.append("FP8 weights")
     if plan.available_bytes > 0:
         ways.append("a smaller max_model_len")

@@ -10,6 +10,10 @@ from fp8plan.errors import ConfigError
 Level = Literal["low", "moderate", "high"]
 LEVELS: Final[tuple[Level, ...]] = ("low", "moderate", "high")
 
+# A precision that is not at least this much faster than a less risky one is not worth its mismatch: two cards of one
+# kind differ by more than that (2-6%, from elsewhere).
+LEAST_GAIN: Final = 0.02
+
 
 @dataclass(frozen=True, slots=True)
 class RiskBudget:

@@ -42,15 +42,20 @@ def padded_rows(routed: Array, hit: Array) -> Array:
 
 def expert_bytes(shape: ModelShape, experts: Experts, precision: Precision, tensor_parallel: int) -> int:
     """Weight bytes of one expert on one rank: gate and up as one matrix, and down."""
-    inner = experts.intermediate_size // tensor_parallel
-    if precision.weights != "bf16":  # vLLM pads each rank's expert to whole scale blocks
-        inner = -(-inner // precision.weight_block[0]) * precision.weight_block[0]
+    inner = stored_width(experts, precision, tensor_parallel)
     gate_up = precision.linear_bytes(2 * inner, shape.hidden_size, True)
     return gate_up + precision.linear_bytes(shape.hidden_size, inner, True)
 
 
+def stored_width(experts: Experts, precision: Precision, tensor_parallel: int) -> int:
+    """Width of one expert on one rank as the engine holds and computes it: vLLM pads FP8 to whole scale blocks."""
+    inner = experts.intermediate_size // tensor_parallel
+    block = 1 if precision.weights == "bf16" else precision.weight_block[0]
+    return -(-inner // block) * block
+
+
 def expert_flops(shape: ModelShape, experts: Experts, tensor_parallel: int) -> int:
-    """FLOPs of one token through one expert on one rank."""
+    """FLOPs of one token through one expert on one rank, without padding."""
     return 6 * shape.hidden_size * (experts.intermediate_size // tensor_parallel)
 
 
@@ -76,12 +81,13 @@ def moe_cost(
     routed = m * float(experts.experts_per_token)
     inner = experts.intermediate_size // tensor_parallel
     read = hit * expert_bytes(shape, experts, precision, tensor_parallel)
-    flops = padded_rows(routed, hit) * expert_flops(shape, experts, tensor_parallel)
+    width = stored_width(experts, precision, tensor_parallel)
+    flops = padded_rows(routed, hit) * (6 * shape.hidden_size * width)
     grouped = norm2(
         traffic(read, gpu.memory_bandwidth, profile.named(hbm)),
         traffic(flops, peak_flops(gpu, dtype), profile.named(math)),
     )
-    once = routed * (2 * shape.hidden_size + 3 * inner) * BF16_BYTES / gpu.memory_bandwidth
+    once = routed * (2 * shape.hidden_size + 3 * width) * BF16_BYTES / gpu.memory_bandwidth
     around = times(once, *profile.named(passes))
     sizes = experts.num_experts, experts.experts_per_token, shape.hidden_size, inner
     factor = profile.layer_factor(f"moe.{dtype}", sizes, m)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fp8plan.errors import CapacityError, ConfigError
+from fp8plan.errors import CapacityError, ConfigError, Fp8PlanError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.explain import explain
 from fp8plan.model.hardware import Gpu
@@ -18,19 +18,17 @@ from fp8plan.model.hardware import gpu as find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import MemoryPlan, memory_plan
 from fp8plan.model.mismatch import MismatchRisk, RiskBudget, mismatch_risk, recommended_thresholds
+from fp8plan.model.mismatch_budget import LEAST_GAIN
 from fp8plan.model.plan import Choice, Plan
 from fp8plan.model.precision import PRESETS, Precision
 from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.profile import Profile, load_profile
 from fp8plan.model.rl_step import Trainer, weight_sync_seconds
-from fp8plan.model.rollout import Rollout, rollout, schedules
+from fp8plan.model.rollout import Rollout, rollout, schedules, speedup_interval
 from fp8plan.model.scheduler import Schedule
+from fp8plan.model.shards import check_target, why_not_shardable
 from fp8plan.model.step import StepModel
 from fp8plan.model.workload import Batch, Workload
-
-# A precision that is not at least this much faster than a less risky one is not worth its mismatch: two cards of one
-# kind differ by more than that (2-6%, from elsewhere).
-LEAST_GAIN = 0.02
 
 T = TypeVar("T")
 
@@ -59,16 +57,27 @@ class Candidate:
     precision: Precision
     limits: EngineLimits
     reason: str | None = None
+    unfit: bool = False  # the reason is that memory is too small
     memory: MemoryPlan | None = None
     rollout: Rollout | None = None
     risk: MismatchRisk | None = None
     unit_risk: MismatchRisk | None = None  # with K and V scales left at 1.0; None without an FP8 KV cache
     step_s: float | None = None  # of the whole RL step; None without trainer figures
+    measured: bool = True  # a rollout on this tensor_parallel_size is behind the profile
 
     @property
     def seconds(self) -> float:
         """What is minimised."""
         return _timed(self).makespan_s if self.step_s is None else self.step_s
+
+    @property
+    def low(self) -> float:
+        """The lower end of its 90% interval: of an RL step only the rollout is uncertain here."""
+        return self.seconds - _timed(self).makespan_s + _timed(self).makespan_low_s
+
+    @property
+    def high(self) -> float:
+        return self.seconds - _timed(self).makespan_s + _timed(self).makespan_high_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +101,8 @@ def plan(
     *,
     limits: EngineLimits | None = None,
     gpus: int | None = None,
+    gpus_per_node: int | None = None,
+    target: str = "vllm",
     precisions: Sequence[str] | None = None,
     trainer: Trainer | None = None,
     budget: RiskBudget | None = None,
@@ -106,8 +117,10 @@ def plan(
     model:          a ModelShape, a hub id, or a folder with config.json
     gpu:            a Gpu or its name; "auto" asks the driver
     limits:         of each engine; None: vLLM's own defaults for this GPU
-    gpus:           GPUs in all; every tensor-parallel size that divides them and the model is tried, the rest are
-                    replicas. None: the layout in `limits` only
+    gpus:           GPUs in all; every tensor-parallel size that divides them, a node and the model is tried, the rest
+                    are replicas. None: the layout in `limits` only
+    gpus_per_node:  GPUs that reach each other without the network; None: what is usual for this GPU
+    target:         who starts the engines, "vllm", "verl" or "trl": each cuts FP8 weights in its own way
     precisions:     preset names; None: all, and those this GPU cannot run are listed as unavailable
     trainer:        the other parts of an RL step; None: only the rollout is compared
     budget:         the highest mismatch risk that may be chosen
@@ -126,6 +139,8 @@ def plan(
         workload,
         limits=limits,
         gpus=gpus,
+        gpus_per_node=gpus_per_node,
+        target=target,
         precisions=precisions,
         trainer=trainer,
         budget=budget,
@@ -144,6 +159,8 @@ def predict(
     *,
     limits: EngineLimits | None = None,
     gpus: int | None = None,
+    gpus_per_node: int | None = None,
+    target: str = "vllm",
     precisions: Sequence[str] | None = None,
     trainer: Trainer | None = None,
     budget: RiskBudget | None = None,
@@ -157,6 +174,8 @@ def predict(
     _check_kinds(locals())
     shape = model if isinstance(model, ModelShape) else ModelShape.from_hf(model)
     card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
+    card = card if gpus_per_node is None else replace(card, gpus_per_node=gpus_per_node)
+    check_target(target)
     batch = workload.batch()
     longest = workload.prompt_lengths.longest + workload.response_lengths.longest
     limits = (limits or EngineLimits.for_gpu(card)).holding(longest)
@@ -164,15 +183,15 @@ def predict(
     budget = budget or RiskBudget()
     used, warnings = (profile, []) if profile else load_profile(card, engine_version, strict)
     candidates = [
-        _place(shape, Candidate(wanted, layout), card, explicit=precisions is not None)
+        _place(shape, Candidate(wanted, layout), card, len(batch.prompts), target, explicit=precisions is not None)
         for layout in _layouts(shape, limits, gpus, card)
         for wanted in _precisions(precisions)
     ]
     if all(c.memory is None for c in candidates):
-        raise CapacityError(next(c.reason for c in candidates if c.reason is not None))
+        raise _nothing_runs(candidates)
     problem = Problem(shape, card, batch, used, trainer, budget, kv_scales_calibrated)
     predicted = _predict_all(candidates, problem, progress)
-    choices = tuple(_choice(c, _baseline(c, predicted)) for c in predicted)
+    choices = tuple(_choice(c, _baseline(c, predicted), used) for c in predicted)
     chosen = choose(predicted, budget)
     best = predicted[chosen]
     advice = recommended_thresholds(_risk(best), batch.responses, budget=budget)
@@ -187,7 +206,15 @@ def predict(
         chosen=chosen,
         thresholds=advice.thresholds,
         reasons=explain(
-            choices, chosen, _timed(best), _risk(best), advice, budget, used, whole_step=trainer is not None
+            choices,
+            chosen,
+            _timed(best),
+            _risk(best),
+            advice,
+            budget,
+            used,
+            whole_step=trainer is not None,
+            gpus_per_node=card.gpus_per_node,
         ),
         warnings=tuple(warnings),
         budget=budget,
@@ -205,6 +232,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "workload": (Workload,),
     "limits": (EngineLimits, NoneType),
     "gpus": (int, NoneType),
+    "gpus_per_node": (int, NoneType),
     "trainer": (Trainer, NoneType),
     "budget": (RiskBudget, NoneType),
     "kv_scales_calibrated": (bool,),
@@ -231,12 +259,26 @@ def _loadable_name(shape: ModelShape) -> str:
 
 def choose(candidates: Sequence[Candidate], budget: RiskBudget) -> int:
     """Index of the fastest candidate whose risk the budget accepts; of those within LEAST_GAIN of it, the one with
-    the lowest KL. If the budget accepts none, the one with the lowest KL."""
+    the lowest KL. If the budget accepts none, the one with the lowest KL.
+
+    Layouts that no measurement has seen stand back, unless the fastest candidate's interval ends before that of any
+    measured layout begins.
+    """
     runnable = [i for i, c in enumerate(candidates) if c.rollout is not None]
     accepted = [i for i in runnable if budget.accepts(_risk(candidates[i]).level)]
+    accepted = _measured_first(candidates, accepted)
     fastest = min((candidates[i].seconds for i in accepted), default=0.0)
     close = [i for i in accepted if candidates[i].seconds <= fastest * (1 + LEAST_GAIN)]
     return min(close or runnable, key=lambda i: (_risk(candidates[i]).kl_k3, candidates[i].seconds))
+
+
+def _measured_first(candidates: Sequence[Candidate], accepted: list[int]) -> list[int]:
+    """Of `accepted`, those on measured layouts, if the best of them may be as fast as the fastest."""
+    measured = [i for i in accepted if candidates[i].measured]
+    if not measured:
+        return accepted
+    fastest = min((candidates[i] for i in accepted), key=lambda c: c.seconds)
+    return measured if min(candidates[i].low for i in measured) <= fastest.high else accepted
 
 
 def _layouts(shape: ModelShape, limits: EngineLimits, gpus: int | None, gpu: Gpu) -> list[EngineLimits]:
@@ -245,7 +287,8 @@ def _layouts(shape: ModelShape, limits: EngineLimits, gpus: int | None, gpu: Gpu
         return [limits.on(gpu)]
     if gpus < 1:
         raise ConfigError(f"gpus is {gpus!r}; allowed: a whole number of at least 1")
-    sizes = [tp for tp in shape.allowed_tensor_parallel(gpus) if gpus % tp == 0]
+    within = min(gpus, gpu.gpus_per_node)
+    sizes = [tp for tp in shape.allowed_tensor_parallel(within) if gpus % tp == 0 and within % tp == 0]
     return [replace(limits, tensor_parallel_size=tp, data_parallel_size=gpus // tp).on(gpu) for tp in sizes]
 
 
@@ -258,16 +301,38 @@ def _precisions(names: Sequence[str] | None) -> list[Precision]:
     return found
 
 
-def _place(shape: ModelShape, candidate: Candidate, gpu: Gpu, explicit: bool) -> Candidate:
+def _place(shape: ModelShape, candidate: Candidate, gpu: Gpu, requests: int, target: str, explicit: bool) -> Candidate:
     """With its memory plan, or the reason why it cannot run."""
     if reason := gpu.why_not(candidate.precision):
         if explicit:
             raise ConfigError(f"{candidate.precision.name} was asked for: {reason}; use bf16, or another GPU")
         return replace(candidate, reason=reason)
+    limits = candidate.limits
+    if reason := _idle(limits, requests) or why_not_shardable(
+        shape, candidate.precision, limits.tensor_parallel_size, target
+    ):
+        return replace(candidate, reason=reason)
     try:
-        return replace(candidate, memory=memory_plan(shape, candidate.precision, gpu, candidate.limits))
+        return replace(candidate, memory=memory_plan(shape, candidate.precision, gpu, limits))
     except CapacityError as error:
-        return replace(candidate, reason=str(error))
+        return replace(candidate, reason=str(error), unfit=True)
+
+
+def _idle(limits: EngineLimits, requests: int) -> str | None:
+    """Why so many replicas make no sense."""
+    replicas = limits.data_parallel_size
+    if replicas <= requests:
+        return None
+    return (
+        f"{replicas} replicas for {requests} requests leave {replicas - requests} without any; allowed: at most "
+        f"{requests} replicas (data_parallel_size; of --gpus what tensor parallelism leaves)"
+    )
+
+
+def _nothing_runs(candidates: Sequence[Candidate]) -> Fp8PlanError:
+    """The error for candidates that all have a reason why not."""
+    unfit = [c for c in candidates if c.unfit]
+    return CapacityError(unfit[0].reason) if unfit else ConfigError(candidates[0].reason)
 
 
 def _predict_all(
@@ -303,7 +368,8 @@ def _predict(candidate: Candidate, plans: Sequence[Schedule], problem: Problem) 
         tokens = int((problem.batch.prompts + problem.batch.responses).sum())
         sync = weight_sync_seconds(model, problem.trainer, problem.kv_scales_calibrated)
         step_s = timed.makespan_s + problem.trainer.seconds(tokens) + sum(sync.values())
-    return replace(candidate, rollout=timed, step_s=step_s)
+    measured = not problem.profile.layout_error(candidate.limits.tensor_parallel_size)
+    return replace(candidate, rollout=timed, step_s=step_s, measured=measured)
 
 
 def _expected_mismatch(precision: Precision, problem: Problem) -> tuple[MismatchRisk, MismatchRisk | None]:
@@ -343,7 +409,7 @@ def _baseline(candidate: Candidate, predicted: Sequence[Candidate]) -> Candidate
     return None
 
 
-def _choice(candidate: Candidate, baseline: Candidate | None) -> Choice:
+def _choice(candidate: Candidate, baseline: Candidate | None, profile: Profile) -> Choice:
     timed, risk, memory = candidate.rollout, candidate.risk, candidate.memory
     where: dict[str, Any] = {
         "precision": candidate.precision.name,
@@ -353,9 +419,10 @@ def _choice(candidate: Candidate, baseline: Candidate | None) -> Choice:
     if timed is None or risk is None or memory is None:
         missing: dict[str, Any] = dict.fromkeys(set(Choice.__slots__) - set(where) - {"available", "reason"})
         return Choice(**where, available=False, reason=candidate.reason, **missing)
-    speedup = step_speedup = None
+    speedup = low = high = step_speedup = None
     if baseline is not None and baseline.rollout is not None:
         speedup = baseline.rollout.makespan_s / timed.makespan_s
+        low, high = speedup_interval(baseline.rollout, timed, profile, candidate.limits.tensor_parallel_size)
         step_speedup = baseline.step_s / candidate.step_s if baseline.step_s and candidate.step_s else None
     return Choice(
         **where,
@@ -366,8 +433,8 @@ def _choice(candidate: Candidate, baseline: Candidate | None) -> Choice:
         makespan_high_s=timed.makespan_high_s,
         output_tokens_per_s=timed.output_tokens_per_s,
         speedup=speedup,
-        speedup_low=None,
-        speedup_high=None,
+        speedup_low=low,
+        speedup_high=high,
         rl_step_s=candidate.step_s,
         step_speedup=step_speedup,
         kv_cache_tokens=memory.kv_cache_tokens,

@@ -14,7 +14,7 @@ import numpy as np
 from fp8plan.model.architecture import Linear, ModelShape
 from fp8plan.model.attention import attention_cost, cache_cost, flops_per_pair, kv_bytes_per_token
 from fp8plan.model.batch import Array, StepBatch
-from fp8plan.model.collective import all_reduce_cost
+from fp8plan.model.collective import all_reduce_cost, with_network
 from fp8plan.model.cost import Cost, norm8
 from fp8plan.model.gemm import gemm_cost, linear_dtype, peak_flops, quantise_cost
 from fp8plan.model.hardware import Gpu
@@ -62,6 +62,8 @@ class StepModel:
     _sustained: Profile = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if self._between_nodes:
+            object.__setattr__(self, "profile", with_network(self.profile))
         object.__setattr__(self, "_sustained", sustained(self.profile))
 
     def timed(self, batch: StepBatch) -> TimedSteps:
@@ -136,14 +138,13 @@ class StepModel:
         Layers may be larger or smaller than any that was timed. Of requests and tokens only more than that counts: with
         fewer a step goes towards its fixed costs, which are known.
         """
-        hull = self.profile.hull
+        hull, reasons = self.profile.hull, self._outside_layouts()
         if hull is None:
-            return [f"nothing was measured on {self.gpu.name}: {self.profile.kind} profile"]
+            return [f"nothing was measured on {self.gpu.name}: {self.profile.kind} profile", *reasons]
         linears = [x for x in self._layers() if x.quantised] or self._layers()
         asked: dict[str, Array] = {name: getattr(batch, name) for name in StepBatch.__slots__}
         asked |= {"m": self._padded(_tokens(batch)), "n": np.array([x.n for x in linears])}
         asked["k"] = np.array([x.k for x in linears])
-        reasons = []
         for kernel, ranges in hull.items():
             dtype = kernel.partition(".")[2]
             if dtype and dtype != (self.precision.kv if kernel.startswith("attention") else self.precision.gemm_dtype):
@@ -155,6 +156,16 @@ class StepModel:
                     span = f"{used.min():g} to {used.max():g}"
                     reasons.append(f"{kernel}: {quantity} {span}, measured {low:g} to {high:g}")
         return reasons
+
+    @property
+    def _between_nodes(self) -> bool:
+        return self.limits.tensor_parallel_size > self.gpu.gpus_per_node
+
+    def _outside_layouts(self) -> list[str]:
+        """Why no measurement had this layout; empty where one had."""
+        size = self.limits.tensor_parallel_size
+        unmeasured = self.profile.layout_error(size) > 0
+        return [f"no measurement of tensor_parallel_size {size} on {self.gpu.name}"] if unmeasured else []
 
     def _peak(self, dtype: str) -> float:
         return peak_flops(self.gpu, dtype)
@@ -240,17 +251,36 @@ class TimedSteps:
         low, high = (self._joined(np.exp(side * gpu_sigma), np.exp(side * host_sigma)) for side in (-z, z))
         return float(weights @ low), float(weights @ high)
 
+    def gradient(self, weights: Array) -> dict[str, float]:
+        """d sum(weights * seconds) / d log(coefficient), for every coefficient that the steps use.
+
+        weights: how many times each step runs, shape (steps,)
+        """
+        scheduling, launching = Component("", self.scheduling, None), Component("", self.launching, None)
+        groups = {"gpu": self.components, "scheduling": [scheduling], "launching": [launching]}
+        totals = {name: _total(parts) for name, parts in groups.items()}
+        joined = self.model.joined(*(Cost(seconds, {name: seconds}) for name, seconds in totals.items()))
+        gradient: dict[str, float] = {}
+        for name, parts in groups.items():
+            slope = joined.partials[name] / np.where(totals[name] > 0, totals[name], 1.0)  # d step / d its seconds
+            for part in parts:
+                for coefficient, value in part.gradient(weights * slope).items():
+                    gradient[coefficient] = gradient.get(coefficient, 0.0) + value
+        return gradient
+
     def _joined(self, gpu: float, host: float) -> Array:
         """Seconds of each step if the GPU and the host took so many times as long, shape (steps,)."""
         parts = (_total(self.components) * gpu, self.scheduling.seconds * host, self.launching.seconds * host)
         return self.model.joined(*(Cost(seconds, {}) for seconds in parts)).seconds
 
     def _sigma(self, components: list[Component], weights: Array) -> float:
-        """Standard deviation of log(sum(weights * components)): the coefficients' covariance plus the model error."""
+        """Standard deviation of log(sum(weights * components)): the coefficients' covariance, the model error, and
+        what a layout adds that was not measured."""
         gradient, profile = log_gradient(components, weights), self.model.profile
         g = np.array(list(gradient.values()))
         variance = float(g @ profile.covariance(list(gradient)) @ g)
-        return float(np.sqrt(variance + profile.model_error**2))
+        unmeasured = profile.layout_error(self.model.limits.tensor_parallel_size)
+        return float(np.sqrt(variance + profile.model_error**2 + unmeasured**2))
 
 
 def _where_busy(name: str, cost: Cost, counts: Array, inverse: Array) -> Component:

@@ -16,6 +16,7 @@ import plans
 import pytest
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.configs import bundled_configs
 from fp8plan.model.emit import TARGETS, emit
 from fp8plan.model.emit_trl import _COLOCATED
 from fp8plan.model.limits import EngineLimits
@@ -281,8 +282,11 @@ def pasted(settings: str, folder: Path, behind: str) -> list[list[str]]:
 
 
 @pytest.mark.verl
-@pytest.mark.parametrize("model", ["Qwen/Qwen3-8B", '/m/it\'s $HOME `id` \\ "a" #1 [x]{y}', "/m/two\nlines"])
-def test_the_verl_text_pastes_into_a_shell_and_reaches_verl(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["plain", 'it\'s $HOME `id` \\ "a" #1 [x]{y}', "two\nlines"])
+def test_the_verl_text_pastes_into_a_shell_and_reaches_verl(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text(json.dumps(bundled_configs()["Qwen/Qwen3-8B"]))
+    model = str(tmp_path / name)
     plan = layout(2, 4, model=model, chosen=plans.index("fp8_block+fp8_kv"), thresholds={"sequence_mis": [0.5, 4.0]})
     text = emit(plan, "verl")
     (tmp_path / "verl.args").write_text(text + "\n")
@@ -385,6 +389,40 @@ def test_settings_of_a_trainer_refuse_them_too(method: str) -> None:
         translate()
     assert translate(kv_scales="calibrated")
     assert translate("bf16")
+
+
+@pytest.mark.parametrize(
+    ("model", "tensor_parallel", "layer", "size"),
+    [
+        ("Qwen/Qwen2.5-72B-Instruct", 8, "down_proj", 3696),
+        ("Qwen/Qwen3-30B-A3B", 4, "experts_w2", 192),
+        ("Qwen/Qwen3-4B", 8, "down_proj", 1216),
+        ("Qwen/Qwen3-235B-A22B", 8, "experts_w2", 192),
+    ],
+)
+def test_a_layout_that_verl_cannot_start_is_refused(model: str, tensor_parallel: int, layer: str, size: int) -> None:
+    plan = layout(tensor_parallel, 1, model=model, chosen=plans.index("fp8_block"))
+    with pytest.raises(ConfigError) as error:
+        emit(plan, "verl")
+    words = str(error.value)
+    assert f"{layer} has {size} inputs on each GPU at tensor_parallel_size {tensor_parallel}" in words
+    assert "multiples of 128" in words
+    best = plans.index("bf16")
+    assert f"the next best is choice {best}, bf16 at tensor_parallel_size {tensor_parallel}" in words
+    assert emit(plan, "verl", choice=best)
+
+
+def test_the_next_best_for_verl_is_the_fastest_that_is_no_riskier() -> None:
+    rows = [
+        plans.choice("fp8_block", tensor_parallel=8, makespan_s=5.0, risk="moderate"),
+        plans.choice("bf16", tensor_parallel=8, makespan_s=9.0, risk="low"),
+        plans.choice("fp8_block", tensor_parallel=4, makespan_s=7.0, risk="moderate"),
+        plans.choice("fp8_kv", tensor_parallel=4, makespan_s=6.0, risk="high"),
+    ]
+    with pytest.raises(ConfigError, match="the next best is choice 2, fp8_block at tensor_parallel_size 4"):
+        emit(plans.plan(model="Qwen/Qwen3-4B", choices=tuple(rows), chosen=0), "verl")
+    with pytest.raises(ConfigError, match="plan again with --emit verl, which looks for another layout"):
+        emit(plans.plan(model="Qwen/Qwen3-4B", choices=tuple(rows[:1]), chosen=0), "verl")
 
 
 def test_two_importance_weights_are_too_many_for_verl() -> None:

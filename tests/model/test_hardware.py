@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +27,17 @@ GIB = 1 << 30
         ("NVIDIA A100-SXM4-80GB", "a100_sxm"),
         (" b200 ", "b200"),
         ("L40S", "l40s"),
+        ("h800", "h800"),
+        ("NVIDIA H800", "h800"),
+        ("NVIDIA H100 NVL", "h100_nvl"),
+        ("GB200", "gb200"),
+        ("NVIDIA GB200", "gb200"),
+        ("b300", "b300"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("RTX PRO 6000", "rtx_pro_6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx_pro_6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx_pro_6000_workstation"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "rtx_pro_6000_max_q"),
     ],
 )
 def test_every_spelling_finds_its_gpu(spelling: str, name: str) -> None:
@@ -37,6 +48,8 @@ def test_every_spelling_finds_its_gpu(spelling: str, name: str) -> None:
 def test_every_number_has_a_source(g) -> None:
     facts = {f.name for f in fields(g) if getattr(g, f.name) is not None}
     described = facts - {"name", "product", "compute_capability", "sources"}
+    if g.gpus_per_node == gpu("h200").gpus_per_node:  # a host's, as in every HGX and DGX
+        described -= {"gpus_per_node"}
     assert described <= set(g.sources)
     assert all(len(source) > 10 for source in g.sources.values())
 
@@ -46,7 +59,7 @@ def test_peaks_are_dense_and_units_are_si(g) -> None:
     # A dense FP8 tensor core does twice its BF16 rate; a sparse figure in one place would give 1 or 4.
     if g.has_fp8:
         assert 1.95 < g.fp8_flops / g.bf16_flops < 2.05
-    assert 40 * GIB < g.memory_bytes < 200 * GIB
+    assert 40 * GIB < g.memory_bytes < 300 * GIB
     assert 5e11 < g.memory_bandwidth < 1e13
     # No GPU does more than 16,384 dense BF16 FLOP per SM and cycle below 2.2 GHz: a sparse figure would.
     assert g.bf16_flops / g.sm_count < 16384 * 2.2e9 / 2
@@ -59,7 +72,9 @@ def test_hopper_peak_follows_from_its_clock() -> None:
 
 def test_memory_is_what_a_process_sees() -> None:
     # nvidia-smi's totals, which include what the driver keeps for itself.
-    for name, nvidia_smi_mib in (("h200", 143771), ("h100", 81559), ("b200", 183359), ("l40s", 46068), ("a100", 81920)):
+    totals = {"h200": 143771, "h100": 81559, "h100_nvl": 95830, "h800": 81559, "b200": 183359, "b300": 275040}
+    totals |= {"gb200": 189471, "l40s": 46068, "a100": 81920, "rtx_pro_6000": 97887}
+    for name, nvidia_smi_mib in totals.items():
         hidden = nvidia_smi_mib - gpu(name).memory_bytes / (1 << 20)
         assert 300 < hidden < 1000
 
@@ -70,6 +85,18 @@ def test_fp8_needs_fp8_tensor_cores() -> None:
         assert g.why_not(BF16) is None
         assert all((g.why_not(precision) is None) == g.has_fp8 for precision in PRESETS.values() if precision.uses_fp8)
     assert "compute capability 8.0; they start at 8.9" in gpu("a100").why_not(FP8_KV)
+
+
+def test_only_datacenter_blackwell_needs_power_of_two_scales() -> None:
+    """DeepGEMM's are for SM100; SM120 runs CUTLASS, with FP32 scales."""
+    assert {g.name for g in gpus() if g.e8m0_scales} == {"b200", "b300", "gb200"}
+
+
+def test_a_node_is_a_host_or_an_nvlink_domain() -> None:
+    assert {g.gpus_per_node for g in gpus()} == {8, 72}
+    assert gpu("gb200").gpus_per_node == 72
+    with pytest.raises(ConfigError, match="gpus_per_node is 0; allowed: a whole number of at least 1"):
+        replace(gpu("h200"), gpus_per_node=0)
 
 
 def test_unknown_gpu_offers_the_nearest() -> None:

@@ -178,6 +178,17 @@ def test_imposed_pool_is_taken_as_the_schedulers() -> None:
     assert not memory_plan(QWEN3_8B, BF16, H200, EngineLimits()).imposed
 
 
+def test_an_imposed_pool_larger_than_the_gpu_is_refused() -> None:
+    shape, card = ModelShape.from_hf("Qwen/Qwen3-8B"), gpu("h200")
+    with pytest.raises(CapacityError, match=r"num_gpu_blocks 1000000000000 is .* GiB of KV cache .* at most \d+,"):
+        memory_plan(shape, BF16, card, EngineLimits(num_gpu_blocks=10**12), 100)
+    room = card.memory_bytes - memory_plan(shape, BF16, card, EngineLimits(), 100).weights_bytes
+    most = room // (16 * shape.kv_bytes_per_token(BF16)) - 1
+    assert memory_plan(shape, BF16, card, EngineLimits(num_gpu_blocks=most), 100).usable_blocks == most
+    with pytest.raises(CapacityError, match=f"at most {most},"):
+        memory_plan(shape, BF16, card, EngineLimits(num_gpu_blocks=most + 1), 100)
+
+
 def test_imposed_pool_smaller_than_one_request() -> None:
     limits = EngineLimits(num_gpu_blocks=100, max_model_len=1600)
     assert memory_plan(QWEN3_8B, BF16, H200, limits).usable_blocks == 100

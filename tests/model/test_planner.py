@@ -190,9 +190,67 @@ def test_gpus_enumerates_every_layout_that_divides_and_compares_within_it() -> N
 
 @pytest.mark.parametrize(("gpus", "sizes"), [(1, {1}), (3, {1}), (6, {1, 2}), (12, {1, 2, 4})])
 def test_tensor_parallel_sizes_divide_both_the_gpus_and_the_heads(gpus: int, sizes: set[int]) -> None:
-    answer = plan(SMALL, "h200", Workload(1, 2, Fixed(8), Fixed(8)), gpus=gpus)
+    answer = plan(SMALL, "h200", Workload(3, 4, Fixed(8), Fixed(8)), gpus=gpus)
     assert {c.tensor_parallel for c in answer.choices} == sizes
     assert {c.tensor_parallel * c.data_parallel for c in answer.choices} == {gpus}
+
+
+@pytest.mark.parametrize(
+    ("model", "target", "started"),
+    [
+        ("Qwen/Qwen2.5-72B-Instruct", "vllm", {1}),
+        ("Qwen/Qwen3-4B", "vllm", {1, 2, 4}),
+        ("Qwen/Qwen3-4B", "verl", {1, 2, 4}),
+        ("Qwen/Qwen3-30B-A3B", "vllm", {1, 2, 4, 8}),
+        ("Qwen/Qwen3-30B-A3B", "verl", {1, 2}),
+        ("Qwen/Qwen3-235B-A22B", "vllm", {2, 4, 8}),
+        ("Qwen/Qwen3-235B-A22B", "verl", {2, 4}),
+    ],
+)
+def test_fp8_weights_are_planned_only_where_the_engine_starts(model: str, target: str, started: set[int]) -> None:
+    answer = plan(model, "h200", Workload(4, 4, Fixed(16), Fixed(16)), gpus=8, target=target)
+    fp8 = [c for c in answer.choices if c.precision == "fp8_block"]
+    assert {c.tensor_parallel for c in fp8 if c.available} == started
+    for choice in fp8:
+        if choice.tensor_parallel not in started and choice.tensor_parallel > 1:
+            assert f"on each GPU at tensor_parallel_size {choice.tensor_parallel}" in choice.reason  # type: ignore[operator]
+            assert "multiples of 128" in choice.reason  # type: ignore[operator]
+    picked = answer.choices[answer.chosen]
+    assert picked.available
+
+
+def test_fp8_alone_on_a_layout_that_cannot_start_is_an_error() -> None:
+    limits = EngineLimits(tensor_parallel_size=8)
+    with pytest.raises(ConfigError, match=r"down_proj has 1216 inputs .* multiples of 128; allowed: 1, 2, 4$"):
+        plan("Qwen/Qwen3-4B", "h200", WORK, limits=limits, precisions=["fp8_block"])
+    with pytest.raises(ConfigError, match="target is 'sglang'"):
+        plan("Qwen/Qwen3-4B", "h200", WORK, target="sglang")
+
+
+def test_tensor_parallelism_stays_inside_a_node() -> None:
+    small = Workload(64, 16, Fixed(8), Fixed(8))
+
+    def sizes(gpu_name: str = "h100", **options: Any) -> set[int]:
+        return {c.tensor_parallel for c in plan("Qwen/Qwen3-8B", gpu_name, small, **options).choices}
+
+    assert sizes(gpus=16) == {1, 2, 4, 8}
+    assert sizes(gpus=16, gpus_per_node=4) == {1, 2, 4}
+    assert sizes(gpus=16, gpus_per_node=16) == {1, 2, 4, 8, 16}
+    assert sizes("gb200", gpus=32) == {1, 2, 4, 8, 16, 32}
+    assert sizes(gpus=12, gpus_per_node=6) == {1, 2}  # a replica of four would lie on two nodes
+    with pytest.raises(ConfigError, match="gpus_per_node is 0"):
+        sizes(gpus=16, gpus_per_node=0)
+
+
+def test_more_replicas_than_requests_are_refused() -> None:
+    two = Workload(1, 2, Fixed(8), Fixed(8))
+    with pytest.raises(ConfigError, match="100000 replicas for 2 requests leave 99998 without any; allowed: at most 2"):
+        plan(SMALL, "h200", two, limits=EngineLimits(data_parallel_size=100_000))
+    with pytest.raises(ConfigError, match="100000 replicas for 2 requests"):
+        plan(SMALL, "h200", two, gpus=100_000)
+    rows = plan(SMALL, "h200", two, gpus=4).choices
+    assert {c.data_parallel for c in rows if c.available} == {2, 1}
+    assert all("4 replicas for 2 requests" in c.reason for c in rows if c.reason is not None)
 
 
 def test_where_bf16_does_not_fit_there_is_no_speedup_and_a_reason() -> None:

@@ -1,0 +1,86 @@
+"""Which tensor-parallel sizes an engine can cut a block-quantised model into.
+
+A rank's part of a layer has so many inputs and outputs, and FP8 comes in blocks of 128 x 128. What is not a whole
+number of blocks is met in three ways (read in vLLM 0.24 to 0.32, and run against 0.30 by tests/model/test_shards.py):
+
+- vLLM's online quantisation of a linear pads the scales of its outputs, but quantises what goes in by groups of 128
+  and asserts that they divide it, in the first forward pass (per_token_group_quant_fp8).
+- vLLM's online quantisation of experts pads each rank's expert to whole blocks (maybe_roundup_sizes, from 0.26 on).
+- verl has vLLM load what looks like an FP8 checkpoint, and quantises each whole matrix itself. vLLM then refuses any
+  rank that would begin or end inside a block, experts included (validate_fp8_block_shape and its _moe), or finds no
+  place for the scales of a fused layer. By 0.30 it cuts the scales of experts finer instead; verl 0.9.1 installs 0.24,
+  which does not.
+
+None of them leaves such a layer in BF16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.architecture import Linear, ModelShape
+from fp8plan.model.precision import Precision
+
+# Who starts the engine. TRL takes vLLM's own way where it takes FP8 weights at all, which its emitter decides.
+TARGETS: Final = ("vllm", "verl", "trl")
+
+
+class Size(NamedTuple):
+    """Something that must be a whole number of blocks."""
+
+    layer: str
+    what: str
+    size: int
+
+
+def check_target(target: str) -> None:
+    """Raises ConfigError for a target that does not exist."""
+    if target not in TARGETS:
+        raise ConfigError(f"target is {target!r}; allowed: {', '.join(TARGETS)}")
+
+
+def why_not_shardable(
+    shape: ModelShape, precision: Precision, tensor_parallel: int, target: str = "vllm"
+) -> str | None:
+    """Why an engine that `target` starts cannot run `shape` in `precision` on so many ranks; None where it can."""
+    check_target(target)
+    if precision.weights == "bf16":
+        return None
+    block, who = precision.weight_block[0], "verl" if target == "verl" else "vLLM"
+    sizes = _whole_blocks if target == "verl" else _inputs
+
+    def fault(tp: int) -> Size | None:
+        return next((found for found in sizes(shape, tp) if found.size % block), None)
+
+    found = fault(tensor_parallel)
+    if found is None:
+        return None
+    allowed = ", ".join(str(tp) for tp in shape.allowed_tensor_parallel() if fault(tp) is None)
+    return (
+        f"{found.layer} has {found.size} {found.what} on each GPU at tensor_parallel_size {tensor_parallel}, and with "
+        f"FP8 weights {who} takes multiples of {block}; allowed: {allowed or 'none, use bf16 weights'}"
+    )
+
+
+def _inputs(shape: ModelShape, tp: int) -> Iterator[Size]:
+    """What every quantised linear takes in."""
+    yield from (Size(x.name, "inputs", x.k) for x in shape.linears(tp) if x.quantised)
+
+
+def _whole_blocks(shape: ModelShape, tp: int) -> Iterator[Size]:
+    """Those, the outputs that another matrix or another rank follows, and the experts' width."""
+    yield from _inputs(shape, tp)
+    for linear in shape.linears(tp):
+        parts = _fused(shape, linear, tp)
+        yield from (Size(linear.name, "outputs of one part", x) for x in (parts if tp > 1 else parts[:-1]))
+    yield from (Size(x.name, "inputs", x.k) for x in shape.expert_linears(tp))
+
+
+def _fused(shape: ModelShape, linear: Linear, tp: int) -> tuple[int, ...]:
+    """Outputs of each matrix that vLLM fuses into `linear` on one rank; () where it is one matrix."""
+    if linear.name == "qkv_proj":
+        queries = shape.num_attention_heads // tp * shape.head_dim
+        return queries, (linear.n - queries) // 2, (linear.n - queries) // 2
+    return (linear.n // 2, linear.n // 2) if linear.name.endswith("gate_up_proj") else ()

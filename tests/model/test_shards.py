@@ -1,0 +1,191 @@
+"""Which tensor-parallel sizes leave whole FP8 blocks: the four layouts that were emitted and could not start, and every
+bundled model against vLLM's own layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.architecture import ModelShape, bundled_models
+from fp8plan.model.precision import PRESETS
+from fp8plan.model.shards import why_not_shardable
+
+FP8 = PRESETS["fp8_block"]
+BLOCK = 128
+SHAPES = {shape.linears() + shape.expert_linears(): shape for shape in map(ModelShape.from_hf, bundled_models())}
+ODD = {2: 14784, 4: 7392, 8: 3696, 16: 1848}
+LAYOUTS = [(shape, tp) for shape in SHAPES.values() for tp in shape.allowed_tensor_parallel(16)]
+
+
+def refused(model: str, target: str) -> dict[int, str]:
+    shape = ModelShape.from_hf(model)
+    found = {tp: why_not_shardable(shape, FP8, tp, target) for tp in shape.allowed_tensor_parallel(16)}
+    return {tp: reason for tp, reason in found.items() if reason is not None}
+
+
+@pytest.mark.parametrize(
+    ("model", "online", "checkpoint"),
+    [
+        ("Qwen/Qwen2.5-72B-Instruct", ODD, ODD),  # 29568 is 231 blocks
+        ("Qwen/Qwen3-4B", {8: 1216, 16: 608}, {8: 1216, 16: 608}),
+        ("Qwen/Qwen3-30B-A3B", {}, {4: 192, 8: 96, 16: 48}),
+        ("Qwen/Qwen3-235B-A22B", {}, {8: 192, 16: 96}),
+        ("Qwen/Qwen3-8B", {}, {}),
+    ],
+)
+def test_a_part_of_a_block_is_refused_where_the_engine_refuses_it(
+    model: str, online: dict[int, int], checkpoint: dict[int, int]
+) -> None:
+    for target, sizes in (("vllm", online), ("verl", checkpoint)):
+        reasons = refused(model, target)
+        assert list(reasons) == list(sizes)
+        for tp, size in sizes.items():
+            assert f"has {size} inputs on each GPU at tensor_parallel_size {tp}" in reasons[tp]
+            who = {"vllm": "vLLM", "verl": "verl"}[target]
+            assert f"with FP8 weights {who} takes multiples of 128; allowed: 1" in reasons[tp]
+
+
+def test_the_layer_is_named() -> None:
+    assert "down_proj has 3696 inputs" in refused("Qwen/Qwen2.5-72B", "verl")[8]
+    assert "experts_w2 has 192 inputs" in refused("Qwen/Qwen3-30B-A3B", "verl")[4]
+    assert "qkv_proj has 64 outputs of one part" in refused("meta-llama/Llama-3.2-1B", "verl")[8]
+
+
+def test_bf16_weights_are_cut_anywhere_and_an_unknown_target_is_refused() -> None:
+    shape = ModelShape.from_hf("Qwen/Qwen2.5-72B")
+    assert why_not_shardable(shape, PRESETS["bf16"], 8, "verl") is None
+    assert why_not_shardable(shape, PRESETS["fp8_kv"], 8, "verl") is None
+    assert why_not_shardable(shape, PRESETS["fp8_block+fp8_kv"], 8, "verl") is not None
+    with pytest.raises(ConfigError, match="target is 'sglang'; allowed: vllm, verl, trl"):
+        why_not_shardable(shape, FP8, 1, "sglang")
+
+
+# ------------------------------------------------------------------------------------------------ vLLM's own layers
+
+
+class NoKernel:
+    """Stands in for a Triton kernel, which a CPU does not have; what comes before it is what is tested."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **kwargs: None
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Call it with a number of ranks: vLLM's layers are then cut for the last of them."""
+    import torch
+    import vllm.model_executor.layers.quantization.fp8 as fp8
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.layers.quantization.utils import fp8_utils
+
+    settings = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
+    monkeypatch.setattr(fp8, "get_current_vllm_config", lambda: settings)
+    monkeypatch.setattr(fp8, "init_fp8_linear_kernel", lambda **_: None)
+    monkeypatch.setattr(fp8_utils, "triton", SimpleNamespace(next_power_of_2=lambda size: size))
+    monkeypatch.setattr(fp8_utils, "_per_token_group_quant_fp8", NoKernel())
+
+    def of(ranks: int) -> None:
+        monkeypatch.setattr(parallel_state, "_TP", SimpleNamespace(world_size=ranks, rank_in_group=ranks - 1))
+
+    return of
+
+
+def inputs_fit(size: int) -> bool:
+    """Whether vLLM quantises activations of this width."""
+    import torch
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
+
+    try:
+        per_token_group_quant_fp8(torch.zeros(1, size, dtype=torch.bfloat16), BLOCK, use_ue8m0=False)
+    except AssertionError as error:
+        return refusal(error, "must be divisible by `group_size` 128")
+    return True
+
+
+def loads(build: Any, parts: dict[Any, int], width: int) -> bool:
+    """Whether vLLM creates a layer of an FP8 checkpoint and loads its parts (name -> rows), each quantised whole."""
+    import torch
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+    config = Fp8Config(is_checkpoint_fp8_serialized=True, weight_block_size=[BLOCK, BLOCK])
+    try:
+        layer = build(bias=False, quant_config=config, params_dtype=torch.bfloat16)
+        for part, rows in parts.items():
+            weight = torch.zeros(rows, width, dtype=torch.float8_e4m3fn)
+            scale = torch.zeros(-(-rows // BLOCK), -(-width // BLOCK))
+            for parameter, values in ((layer.weight, weight), (layer.weight_scale_inv, scale)):
+                parameter.weight_loader(parameter, values, *(() if part is None else (part,)))
+    except (ValueError, RuntimeError, IndexError) as error:
+        # vLLM lets a fused layer be created, and its scales then have no place there.
+        return refusal(error, "not divisible by weight quantization", "exceeds dimension size", "start out of range")
+    return True
+
+
+def refusal(error: Exception, *expected: str) -> bool:
+    """False, if it is one of the errors that are expected."""
+    if not any(words in str(error) for words in expected):
+        raise error
+    return False
+
+
+class NoExpertParallel:
+    """FusedMoEParallelConfig with every feature off."""
+
+    def __getattr__(self, name: str) -> bool:
+        return False
+
+
+def checkpoint_faults(shape: ModelShape, tp: int) -> set[str]:
+    """Layers that vLLM cannot cut so, of a checkpoint in FP8 blocks. Widths that do not matter are one block."""
+    from functools import partial
+
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import validate_fp8_block_shape_moe
+
+    heads, kv, d = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
+    found = online_faults(shape, tp)
+    if not loads(partial(QKVParallelLinear, BLOCK, d, heads, kv), {"q": heads * d, "k": kv * d, "v": kv * d}, BLOCK):
+        found.add("qkv_proj")
+    if not loads(partial(RowParallelLinear, heads * d, BLOCK), {None: BLOCK}, heads * d):
+        found.add("o_proj")
+    if shape.experts is None:
+        inner = shape.intermediate_size
+        if not loads(partial(MergedColumnParallelLinear, BLOCK, [inner, inner]), {0: inner, 1: inner}, BLOCK):
+            found.add("gate_up_proj")
+        if not loads(partial(RowParallelLinear, inner, BLOCK), {None: BLOCK}, inner):
+            found.add("down_proj")
+        return found
+    try:
+        validate_fp8_block_shape_moe(shape.experts.intermediate_size // tp, [BLOCK, BLOCK])
+    except ValueError:
+        found.add("experts_w2")
+    return found
+
+
+def online_faults(shape: ModelShape, tp: int) -> set[str]:
+    """Layers whose inputs vLLM cannot quantise; experts are padded, so that they are none of them."""
+    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineMoEMethod
+
+    found = {x.name for x in shape.linears(tp) if x.quantised and not inputs_fit(x.k)}
+    if shape.experts is not None:
+        method = Fp8PerBlockOnlineMoEMethod.__new__(Fp8PerBlockOnlineMoEMethod)
+        method.weight_block_size = [BLOCK, BLOCK]
+        inner = shape.experts.intermediate_size // tp
+        padded = method.maybe_roundup_sizes(shape.hidden_size, inner, None, NoExpertParallel())
+        assert padded == (shape.hidden_size, -(-inner // BLOCK) * BLOCK)
+        assert all(inputs_fit(size) for size in padded)
+    return found
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("shape", "tp"), LAYOUTS, ids=[f"{shape.name}-{tp}" for shape, tp in LAYOUTS])
+def test_vllm_itself_refuses_the_same_layouts(shape: ModelShape, tp: int, rank: Any) -> None:
+    rank(tp)
+    for target, faults in (("vllm", online_faults(shape, tp)), ("verl", checkpoint_faults(shape, tp))):
+        reason = why_not_shardable(shape, FP8, tp, target)
+        assert (reason is None) == (not faults), (target, reason, faults)
+        assert reason is None or reason.split()[0] in faults
