@@ -14,6 +14,7 @@ import typer
 from rich.console import Console, RenderableType
 
 from fp8plan.errors import ConfigError, Fp8PlanError
+from fp8plan.streams import standard_streams
 
 T = TypeVar("T")
 
@@ -34,25 +35,34 @@ WORKLOAD, ENGINE, TRAINER, OUTPUT = "Workload", "Engine (vLLM's names)", "RL ste
 LENGTHS = "fixed:TOKENS, lognormal:mean=TOKENS,sigma=S,max=TOKENS (mean before clipping), or a .jsonl/.parquet trace"
 
 
+INTERRUPTED = 130  # exit code: 128 + SIGINT
+
 # typer's errors of usage. Which package they come from depends on its version: click, or a copy inside typer.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 def main() -> None:
     """Entry point. Bad usage and errors raised on purpose are one line on stderr and exit code 2."""
+    with standard_streams():
+        raise SystemExit(_run(sys.argv[1:] or ["--help"]))
+
+
+def _run(words: list[str]) -> Any:
+    """The exit code."""
     try:
-        code = app(sys.argv[1:] or ["--help"], prog_name="fp8plan", standalone_mode=False)
+        code = app(words, prog_name="fp8plan", standalone_mode=False)
+        sys.stdout.flush()  # a full disk shows here at the latest
     except Fp8PlanError as error:
         message = str(error)
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "fp8plan"
         message = f"{error.format_message().rstrip('.')}; for what is allowed, type: {command} --help"
     except typer.Abort:
-        raise SystemExit(1) from None
+        return INTERRUPTED
     else:
-        raise SystemExit(code)
+        return code
     print(f"fp8plan: {' '.join(message.split())}", file=sys.stderr)
-    raise SystemExit(2)
+    return 2
 
 
 @app.command("plan")
@@ -294,7 +304,7 @@ def monitor_command(
     every: Annotated[float, typer.Option(min=0.05, help="seconds between two looks at the file")] = 1.0,
 ) -> None:
     """Watch a run: KL against its limit, thresholds, ESS, clipping, tokens/s against the prediction, the guard."""
-    from fp8plan.run_view import RunView, watch
+    from fp8plan.run_view import RunView, begin, watch
     from fp8plan.runtime.record import RunReader
 
     reader = RunReader(file)
@@ -302,7 +312,7 @@ def monitor_command(
     if console.is_terminal and not once:
         watch(reader, every, steps, console)
     else:
-        reader.read()
+        begin(reader)
         _print(RunView(reader, steps))
 
 
