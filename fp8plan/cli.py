@@ -57,7 +57,8 @@ def _run(words: list[str]) -> Any:
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "fp8plan"
         message = f"{error.format_message().rstrip('.')}; for what is allowed, type: {command} --help"
-    except typer.Abort:
+    except typer.Abort as end:
+        print("; ".join(["fp8plan: interrupted", *getattr(end.__cause__, "__notes__", [])]), file=sys.stderr)
         return INTERRUPTED
     else:
         return code
@@ -260,9 +261,9 @@ def probe_command(
     from fp8plan.runtime.probing.sampling import SampleSettings
     from fp8plan.runtime.probing.table import probe_report
 
-    # vLLM writes its log to stdout unless told otherwise, and reads this when it is imported.
+    # vLLM writes its log to stdout unless told otherwise, and reads this when it is imported. What it writes while an
+    # engine runs is held back; errors at the end of the process are not.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     card = find_gpu(gpu)
     settings = SampleSettings(max_tokens, samples, temperature, seed, kv_scales)
     limits = EngineLimits.for_gpu(card)
@@ -280,10 +281,11 @@ def probe_command(
     found = probe(
         model,
         precision,
-        None if prompts is None else read_prompts(prompts)[:most_prompts],
+        None if prompts is None else read_prompts(prompts),
         gpu=card,
         settings=settings,
         limits=limits,
+        most_prompts=most_prompts,
         progress=lambda text: print(text, file=sys.stderr),
     )
     if observations is not None:

@@ -63,9 +63,7 @@ class Results(io.TextIOWrapper):
         if isinstance(error, BrokenPipeError):
             return SystemExit(READER_GONE)
         why = "it is closed" if error.errno == errno.EBADF else error.strerror
-        return ConfigError(
-            f"stdout cannot be written: {why}; the result is lost or incomplete: send it somewhere else"
-        )
+        return ConfigError(f"stdout cannot be written: {why}; the result is lost or incomplete: send it somewhere else")
 
 
 class Notes(io.TextIOWrapper):

@@ -66,21 +66,22 @@ def _prompt(line: str, where: str) -> Prompt:
     raise ConfigError(f"{where} is {line[:60]!r}; allowed: {FORMS}")
 
 
-def token_ids(prompts: Sequence[Prompt] | None, model_path: str) -> list[list[int]]:
-    """Token ids of each prompt; of TASKS without any. Messages go through the chat template, texts are taken as they
-    are, and TASKS through the template where the model has one: a prompt that its model never sees in training has
-    another mismatch.
+def token_ids(prompts: Sequence[Prompt] | None, model_path: str, most_prompts: int | None = None) -> list[list[int]]:
+    """Token ids of each prompt, or of the first so many; of TASKS without any.
+
+    Messages go through the chat template, texts are taken as they are, and TASKS through the template where the model
+    has one: a prompt that its model never sees in training has another mismatch.
 
     Raises ConfigError for an empty prompt, and for texts where the model has no tokeniser.
     """
-    given: Sequence[Prompt] = TASKS if prompts is None else prompts
+    given: Sequence[Prompt] = (TASKS if prompts is None else prompts)[:most_prompts]
     if not given or any(not prompt for prompt in given):
         raise ConfigError("a prompt is empty, or there is none; allowed: token ids or text for each response")
     if all(not isinstance(prompt, str | Mapping) for prompt in given):
         return [[int(token) for token in prompt] for prompt in given]
     tokeniser = _tokeniser(model_path)
     if prompts is None and tokeniser.chat_template:
-        given = [{"messages": [{"role": "user", "content": task}]} for task in TASKS]
+        given = [{"messages": [{"role": "user", "content": task}]} for task in given]
     return [_encoded(prompt, tokeniser) for prompt in given]
 
 
@@ -88,12 +89,16 @@ def _tokeniser(model_path: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model_path)
+        tokeniser = AutoTokenizer.from_pretrained(model_path)
+        why = "" if len(tokeniser) > 1 else "its vocabulary is empty: tokenizer.json is missing"
     except Exception as error:
+        why = type(error).__name__
+    if why:
         raise ConfigError(
-            f"{model_path} has no tokeniser that loads ({type(error).__name__}); allowed: --prompts FILE with token "
-            'ids, {"prompt_token_ids": [...]}'
-        ) from None
+            f"{model_path} has no tokeniser that loads ({why}); allowed: --prompts FILE with token ids, "
+            '{"prompt_token_ids": [...]} in each line'
+        )
+    return tokeniser
 
 
 def _encoded(prompt: Prompt, tokeniser: Any) -> list[int]:
