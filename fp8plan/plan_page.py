@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from html import escape
 from math import log10
 from pathlib import Path
@@ -108,17 +109,17 @@ def tradeoff(plan: Plan) -> Any:
     for level, limit in plots.risk_limits(plan).items():
         figure.add_vline(x=limit, line={"color": LIMIT_COLOURS[level], "dash": "dot", "width": 2})
         place = {"x": log10(limit), "y": 1, "yref": "paper", "yanchor": "bottom", "showarrow": False}
-        figure.add_annotation(text=f"{level} risk ends", font={"color": LIMIT_COLOURS[level], "size": 11}, **place)
+        figure.add_annotation(text=plots.limit_label(level), font={"color": LIMIT_COLOURS[level], "size": 11}, **place)
     figure.update_xaxes(
         title_text=plots.KL_LABEL, type="log", dtick=1, exponentformat="power", minor={"showgrid": True}
     )
     figure.update_yaxes(title_text=plots.SPEED_LABEL, tickformat=",")
     figure.update_layout(
-        title={"text": plots.tradeoff_title(plan), "font": {"size": 13}},
-        legend_title_text=plots.SPEEDUP_LABEL,
+        title={"text": "<br>".join(textwrap.wrap(plots.tradeoff_title(plan), 120)), "font": {"size": 13}},
+        legend={"orientation": "h", "y": -0.2, "yanchor": "top", "title": {"text": plots.SPEEDUP_LABEL + "  "}},
         template="plotly_white",
-        height=480,
-        margin={"t": 80, "l": 90, "r": 20},
+        height=500,
+        margin={"t": 100, "l": 90, "r": 90},
     )
     return figure
 
@@ -135,7 +136,7 @@ def _add_point(figure: Any, point: Point, several: bool) -> None:
         error_y=along,
         mode="markers+text" if several else "markers",
         text=[point.layout],
-        textposition="middle right",
+        textposition="top right",
         marker={"color": colour, "size": 10 if point.main else 5} | ring,
         opacity=1.0 if point.main else 0.55,
         name=plots.label(point, several),

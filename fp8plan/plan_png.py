@@ -66,7 +66,7 @@ def _tradeoff(axis: Any, plan: Plan) -> None:
     for level, limit in plots.risk_limits(plan).items():
         axis.axvline(limit, color=LIMIT_COLOURS[level], linestyle=":", linewidth=1.6)
         axis.annotate(
-            f"{level} risk ends",
+            plots.limit_label(level),
             (limit, 1),
             xytext=(0, 2),
             xycoords=("data", "axes fraction"),

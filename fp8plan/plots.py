@@ -164,9 +164,13 @@ def front(found: Sequence[Point]) -> list[Point]:
 
 
 def risk_limits(plan: Plan) -> dict[str, float]:
-    """Level of risk -> KL at which it ends. They hold for the upper end of a choice's interval."""
+    """Level of risk -> the highest KL that it allows. It holds for the upper end of a choice's interval."""
     budget: RiskBudget = getattr(plan, "budget", RiskBudget())
     return {"low": budget.low_kl, "moderate": budget.moderate_kl}
+
+
+def limit_label(level: str) -> str:
+    return f"KL limit of {level} risk"
 
 
 def binned(line: Timeline, pool: int, bins: int) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
@@ -205,8 +209,8 @@ def tradeoff_title(plan: Plan) -> str:
     """What is drawn beside the lines over time."""
     layouts = ", marked TPxDP" if has_layouts(plan) else ""
     return (
-        f"speed against mismatch: every choice with its 90% intervals{layouts}; dashed: the Pareto front; a limit of "
-        "risk holds for the right end of an interval"
+        f"speed against mismatch: every choice with its 90% intervals{layouts}; dashed: the Pareto front; a KL limit "
+        "holds for the right end of an interval, and risk has other limits, too"
     )
 
 
