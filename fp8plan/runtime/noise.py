@@ -30,7 +30,7 @@ def held_back(engine_stays: bool = True) -> Iterator[Path]:
     try:
         yield Path(name)
     except BaseException as error:
-        error.add_note(f"what the engine wrote is in {name}")
+        error.add_note(f"its output is in {name}")
         raise
     else:
         if engine_stays:
@@ -46,7 +46,7 @@ def held_back(engine_stays: bool = True) -> Iterator[Path]:
 
 def _forget(name: str) -> None:
     if hasattr(sys, "last_value"):  # what Python ends with
-        print(f"what the engine wrote is in {name}", file=sys.stderr)
+        print(f"the engine's output is in {name}", file=sys.stderr)
     else:
         with suppress(OSError):
             os.unlink(name)

@@ -39,7 +39,7 @@ def test_an_exception_names_the_file_that_has_it_all(tmp_path: Path) -> None:
     done, (left,) = ran(tmp_path, inside="raise RuntimeError('no kernel')")
     assert (done.returncode, done.stdout) == (1, "before\n")
     assert "RuntimeError: no kernel" in done.stderr
-    assert done.stderr.splitlines()[-1] == f"what the engine wrote is in {left}"
+    assert done.stderr.splitlines()[-1] == f"its output is in {left}"
     assert "python" not in done.stderr
     assert sorted(left.read_text().split()) == ["child", "child", "descriptor", "python"]
 
@@ -50,7 +50,7 @@ def test_what_fails_later_names_it_too(tmp_path: Path) -> None:
     assert done.stdout == "before\nafter\n"
     assert done.stderr.splitlines()[-2:] == [
         "RuntimeError: the engine has died",
-        f"what the engine wrote is in {left}",
+        f"the engine's output is in {left}",
     ]
 
 

@@ -33,6 +33,8 @@ from fp8plan.runtime.probing.table import probe_report
 torch = pytest.importorskip("torch")
 vllm = pytest.mark.vllm
 
+KNOWN = ["Qwen/Qwen3-0.6B"]  # a model whose shape is known without a download
+
 LIMITS = EngineLimits(
     max_num_seqs=32, max_num_batched_tokens=2048, block_size=128, num_gpu_blocks=128, enforce_eager=True
 )
@@ -202,7 +204,7 @@ def test_an_engine_that_fails_is_a_row_and_not_the_end(
     )
     failed = found.precisions["fp8_kv"]
     assert failed.error is not None
-    assert re.fullmatch(r"RuntimeError: no such kernel \(what the engine wrote is in \S+\.log\)", failed.error)
+    assert re.fullmatch(r"RuntimeError: no such kernel \(its output is in \S+\.log\)", failed.error)
     assert f"fp8_kv: {failed.error}" in told
     with pytest.raises(ConfigError, match="fp8_kv was not measured: RuntimeError"):
         failed.kl_k3  # noqa: B018  # reading it is the test
@@ -287,12 +289,23 @@ def test_the_command_prints_what_was_found_and_nothing_else(
         (["--gpu", "h300"], "unknown GPU 'h300'"),
         (["--observations", "table.csv"], "model"),
         (["--most-prompts", "0"], "--most-prompts"),
+        (["--prompts", "binary"], "binary: it is no text in UTF-8; allowed: a file of lines like"),
+        ([*KNOWN, "--observations", "binary"], "cannot append to binary: it is no text in UTF-8"),
+        ([*KNOWN, "--observations", "/dev/full"], "cannot append to /dev/full: No space left on device"),
+        ([*KNOWN, "--observations", "/nowhere/x.csv"], "cannot append to /nowhere/x.csv: No such file"),
     ],
 )
 def test_the_command_refuses_in_one_line(
-    words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["fp8plan", "probe", "model", "--gpu", "cpu", *words])
+    monkeypatch.chdir(tmp_path)
+    Path("binary").write_bytes(bytes(range(256)))
+    model = [] if words[: len(KNOWN)] == KNOWN else ["model"]
+    monkeypatch.setattr(sys, "argv", ["fp8plan", "probe", *model, "--gpu", "cpu", *words])
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 2
@@ -342,7 +355,7 @@ def test_the_command_shows_its_own_lines_only_and_names_the_log_of_an_engine_tha
     bad = run(10**12)
     assert bad.returncode == 1
     (log,) = tmp_path.glob("fp8plan-engine-*")
-    assert f"what the engine wrote is in {log}" in bad.stdout
+    assert f"its output is in {log}" in bad.stdout
     assert len(bad.stderr.splitlines()) == 2
     assert "Loading safetensors" in log.read_text()
 

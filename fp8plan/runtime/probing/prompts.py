@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.noise import held_back
 
 FORMS: Final = '{"prompt_token_ids": [...]}, {"messages": [{"role": ..., "content": ...}]} or {"prompt": "..."}'
 
@@ -39,8 +40,9 @@ def read_prompts(path: Path) -> list[Prompt]:
     """One of FORMS a line. Raises ConfigError naming the line that is none."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"--prompts: {path}: {error.strerror}; allowed: a file of lines like {FORMS}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise ConfigError(f"--prompts: {path}: {why}; allowed: a file of lines like {FORMS}") from None
     found: list[Prompt] = []
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -89,10 +91,11 @@ def _tokeniser(model_path: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokeniser = AutoTokenizer.from_pretrained(model_path)
+        with held_back(engine_stays=False):
+            tokeniser = AutoTokenizer.from_pretrained(model_path)
         why = "" if len(tokeniser) > 1 else "its vocabulary is empty: tokenizer.json is missing"
     except Exception as error:
-        why = type(error).__name__
+        why = "; ".join([type(error).__name__, *getattr(error, "__notes__", [])])
     if why:
         raise ConfigError(
             f"{model_path} has no tokeniser that loads ({why}); allowed: --prompts FILE with token ids, "
