@@ -1,22 +1,28 @@
 """A plan applied to the real vLLM, new weights every step: [FOLDER [GPU]]; without, a small random model on the CPU."""
 
+import logging
 import sys
 import tempfile
 
 import torch
 import transformers
-import vllm
 
 import fp8plan
+from fp8plan.runtime.noise import held_back
+
+with held_back():  # what vLLM writes until it runs; an exception names the file
+    import vllm
 
 
 def main(folder: str, gpu: str) -> None:
     workload = fp8plan.Workload(4, 4, prompt_lengths=fp8plan.Fixed(32), response_lengths=fp8plan.Fixed(32))
     plan = fp8plan.plan(folder, gpu, workload, engine_version=vllm.__version__.partition("+")[0])
-    policy = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)  # what you train
-    policy.to("cpu" if gpu == "cpu" else "cuda")
     choice = "fp8_kv" if gpu == "cpu" else "fp8_block+fp8_kv"  # leave it out for the one that the plan chose
-    engine = fp8plan.RolloutEngine.from_plan(plan, folder, choice=choice, skip_tokenizer_init=True)
+    with held_back():
+        policy = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)  # what you train
+        policy.to("cpu" if gpu == "cpu" else "cuda")
+        engine = fp8plan.RolloutEngine.from_plan(plan, folder, choice=choice, skip_tokenizer_init=True)
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # from now on
     prompts = [{"prompt_token_ids": [7 * i + j for j in range(32)]} for i in range(16)]
     for step in range(3):
         outputs = engine.generate(prompts, vllm.SamplingParams(max_tokens=32, logprobs=0, seed=step, detokenize=False))
@@ -34,7 +40,8 @@ def random_model() -> str:
         vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=False,
     )  # fmt: skip
-    transformers.Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder := tempfile.mkdtemp())
+    with held_back():
+        transformers.Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder := tempfile.mkdtemp())
     return folder
 
 

@@ -5,12 +5,12 @@
 The task is made up: a response is worth the share of its tokens that are even. The model starts random.
 """
 
+import logging
 import sys
 
 import torch
 import transformers
-import vllm
-from apply_to_vllm import random_model
+from apply_to_vllm import held_back, random_model, vllm
 
 import fp8plan
 
@@ -22,10 +22,12 @@ def main(run_file: str) -> None:
     lengths = {"prompt_lengths": fp8plan.Fixed(8), "response_lengths": fp8plan.Fixed(LENGTH)}
     version = vllm.__version__.partition("+")[0]
     plan = fp8plan.plan(folder, "cpu", fp8plan.Workload(PROMPTS, SAMPLES, **lengths), engine_version=version)
-    engine = fp8plan.RolloutEngine.from_plan(plan, folder, choice="fp8_kv", skip_tokenizer_init=True)
+    with held_back():
+        engine = fp8plan.RolloutEngine.from_plan(plan, folder, choice="fp8_kv", skip_tokenizer_init=True)
+        policy = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # from now on
     monitor = fp8plan.Monitor(plan=plan, engine=engine, sinks=[fp8plan.JsonLines(run_file)])
 
-    policy = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3)
     chance = torch.Generator().manual_seed(0)
     for step in range(STEPS):

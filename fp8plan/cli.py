@@ -18,6 +18,7 @@ from typer.core import TyperCommand
 from fp8plan import outputs
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.outputs import STDOUT
+from fp8plan.streams import standard_streams
 
 T = TypeVar("T")
 
@@ -40,6 +41,8 @@ WORKLOAD, ENGINE, TRAINER, OUTPUT = "Workload", "Engine (vLLM's names)", "RL ste
 LENGTHS = "fixed:TOKENS, lognormal:mean=TOKENS,sigma=S,max=TOKENS (mean before clipping), or a .jsonl/.parquet trace"
 VLLM_S = "vLLM's for this GPU"  # a default
 
+
+INTERRUPTED = 130  # exit code: 128 + SIGINT
 
 # typer's errors of usage. Which package they come from depends on its version: click, or a copy inside typer.
 UsageError: Any = typer.BadParameter.__mro__[1]
@@ -72,19 +75,27 @@ class PlanCommand(GroupedCommand):
 
 def main() -> None:
     """Entry point. Bad usage and errors raised on purpose are one line on stderr and exit code 2."""
+    with standard_streams():
+        raise SystemExit(_run(sys.argv[1:] or ["--help"]))
+
+
+def _run(words: list[str]) -> Any:
+    """The exit code."""
     try:
-        code = app(sys.argv[1:] or ["--help"], prog_name="fp8plan", standalone_mode=False)
+        code = app(words, prog_name="fp8plan", standalone_mode=False)
+        sys.stdout.flush()  # a full disk shows here at the latest
     except Fp8PlanError as error:
         message = str(error)
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "fp8plan"
         message = f"{error.format_message().rstrip('.')}; for what is allowed, type: {command} --help"
-    except typer.Abort:
-        raise SystemExit(1) from None
+    except typer.Abort as end:
+        print("; ".join(["fp8plan: interrupted", *getattr(end.__cause__, "__notes__", [])]), file=sys.stderr)
+        return INTERRUPTED
     else:
-        raise SystemExit(code)
+        return code
     print(f"fp8plan: {' '.join(message.split())}", file=sys.stderr)
-    raise SystemExit(2)
+    return 2
 
 
 def _version(asked: bool) -> None:
@@ -380,9 +391,9 @@ def probe_command(
     from fp8plan.runtime.probing.sampling import SampleSettings
     from fp8plan.runtime.probing.table import probe_report
 
-    # vLLM writes its log to stdout unless told otherwise, and reads this when it is imported.
+    # vLLM writes its log to stdout unless told otherwise, and reads this when it is imported. What it writes while an
+    # engine runs is held back; errors at the end of the process are not.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     card = find_gpu(gpu)
     settings = SampleSettings(max_tokens, samples, temperature, seed, kv_scales)
     limits = EngineLimits.for_gpu(card)
@@ -400,10 +411,11 @@ def probe_command(
     found = probe(
         model,
         precision,
-        None if prompts is None else read_prompts(prompts)[:most_prompts],
+        None if prompts is None else read_prompts(prompts),
         gpu=card,
         settings=settings,
         limits=limits,
+        most_prompts=most_prompts,
         progress=lambda text: print(text, file=sys.stderr),
     )
     if observations is not None:
@@ -427,7 +439,7 @@ def monitor_command(
 
     KL against its limit, thresholds, ESS, clipping, tokens/s against the prediction, the guard.
     """
-    from fp8plan.run_view import RunView, watch
+    from fp8plan.run_view import RunView, begin, watch
     from fp8plan.runtime.record import RunReader
 
     reader = RunReader(file)
@@ -435,7 +447,7 @@ def monitor_command(
     if console.is_terminal and not once:
         watch(reader, every, steps, console)
     else:
-        reader.read()
+        begin(reader)
         _print(RunView(reader, steps))
 
 

@@ -1,29 +1,41 @@
-"""Pictures of a plan: tokens per second, KV occupancy and requests over time, one line per precision."""
+"""Pictures of a plan: the rollout over time, and speed against mismatch. What they show is here; plan_png and plan_page
+draw it.
+
+Each line over time is one precision. The band around it is the same rollout slowed down and sped up to both ends of its
+90% interval: at every moment it spans what any pace between them gives.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.arrays import FloatArray
 from fp8plan.model.explain import seconds
+from fp8plan.model.mismatch_budget import RiskBudget
 from fp8plan.model.rollout import Timeline
 
 if TYPE_CHECKING:
-    from fp8plan.model.plan import Plan
+    from fp8plan.model.plan import Choice, Plan
     from fp8plan.model.planner import Prediction
 
 # Okabe and Ito's palette, told apart with any colour vision; one colour per precision, always the same.
 COLOURS = {"bf16": "#000000", "fp8_block": "#0072B2", "fp8_kv": "#E69F00", "fp8_block+fp8_kv": "#009E73"}
+LIMIT_COLOURS = {"low": "#56B4E9", "moderate": "#D55E00"}  # of the same palette: where a risk ends
 BINS = 160
+PACES = 25  # between both ends of an interval
+TIME_LABEL = "seconds since the rollout began"
+KL_LABEL = "KL k3, nats per token (lower is safer)"
+SPEED_LABEL = "output tokens/s (higher is faster)"
+SPEEDUP_LABEL = "with the speed-up over bf16 on the same layout"
 
 
 class Curve(NamedTuple):
-    """One precision over time, all arrays of shape (BINS,)."""
+    """One choice over time, all arrays of shape (BINS,)."""
 
     name: str
     precision: str
@@ -32,21 +44,38 @@ class Curve(NamedTuple):
     occupancy: FloatArray  # share of the KV pool in use
     running: FloatArray
     waiting: FloatArray  # not admitted yet, or preempted
+    paces: tuple[float, float] = (1.0, 1.0)  # lower and upper end of the 90% interval / makespan
+
+
+class Point(NamedTuple):
+    """One choice as a compromise, with 90% intervals: (value, low, high)."""
+
+    precision: str
+    layout: str  # TPxDP
+    kl: tuple[float, float, float]  # nats per token
+    speed: tuple[float, float, float]  # output tokens/s of all replicas
+    speedup: float | None  # over bf16 on the same layout
+    chosen: bool
+    main: bool  # of its precision the choice that `curves` draws over time
+    on_front: bool  # no other choice is as safe and faster, or as fast and safer
 
 
 def plot(prediction: Prediction, path: str | Path) -> None:
-    """Write the picture: .png by matplotlib, .html by plotly.
+    """Write the picture: .png by matplotlib, .html by plotly with the plan's tables, reasons and settings.
 
     Raises ConfigError for another suffix, a file that cannot be written, or a plotting package that is not installed.
     """
+    from fp8plan.plan_page import write_page
+    from fp8plan.plan_png import write_png
+
     target = Path(path)
-    writers = {".png": _png, ".html": _html}
+    writers = {".png": write_png, ".html": write_page}
     if target.suffix not in writers:
         raise ConfigError(f"cannot plot to {target}; allowed: a name that ends in .png or .html")
     if not target.parent.is_dir():
         raise ConfigError(f"cannot plot to {target}: there is no folder {target.parent}")
     try:
-        writers[target.suffix](curves(prediction), title(prediction.plan), target)
+        writers[target.suffix](prediction, target)
     except ImportError as error:
         raise ConfigError(f"plotting needs {error.name}; type: pip install 'fp8plan[report]'") from None
     except OSError as error:
@@ -54,17 +83,94 @@ def plot(prediction: Prediction, path: str | Path) -> None:
 
 
 def curves(prediction: Prediction) -> list[Curve]:
-    """The available choices on the chosen layout, each by its slowest replica."""
-    choices = prediction.plan.choices
-    chosen = choices[prediction.plan.chosen]
+    """The chosen choice and the fastest one of each other precision, each by its slowest replica."""
+    choices, chosen = prediction.plan.choices, prediction.plan.select()
+    several = has_layouts(prediction.plan)
     found = []
-    for choice, rollout, pool in zip(choices, prediction.rollouts, prediction.pools, strict=True):
-        same_layout = choice.tensor_parallel == chosen.tensor_parallel
-        if rollout is not None and pool is not None and same_layout:
+    for index in _drawn(prediction.plan):
+        choice, rollout, pool = choices[index], prediction.rollouts[index], prediction.pools[index]
+        if rollout is not None and pool is not None:
             mark = ", chosen" if choice is chosen else ""
-            name = f"{choice.precision} ({seconds(choice.makespan_s)} s){mark}"
-            found.append(Curve(name, choice.precision, *binned(rollout.timeline, pool, BINS)))
+            where = f", TP {choice.tensor_parallel} x DP {choice.data_parallel}" if several else ""
+            name = f"{choice.precision} ({seconds(choice.makespan_s)} s{where}){mark}"
+            paces = rollout.makespan_low_s / rollout.makespan_s, rollout.makespan_high_s / rollout.makespan_s
+            found.append(Curve(name, choice.precision, *binned(rollout.timeline, pool, BINS), paces))
     return found
+
+
+def _drawn(plan: Plan) -> list[int]:
+    best: dict[str, int] = {}
+    for index, choice in enumerate(plan.choices):
+        if choice.available and (choice.precision not in best or _faster(choice, plan.choices[best[choice.precision]])):
+            best[choice.precision] = index
+    return list((best | {plan.select().precision: plan.chosen}).values())
+
+
+def _faster(one: Choice, other: Choice) -> bool:
+    assert one.makespan_s is not None
+    assert other.makespan_s is not None
+    return one.makespan_s < other.makespan_s
+
+
+def has_layouts(plan: Plan) -> bool:
+    """Whether it holds several of them."""
+    return len({(c.tensor_parallel, c.data_parallel) for c in plan.choices}) > 1
+
+
+def closed(curve: Curve, column: str) -> tuple[FloatArray, FloatArray]:
+    """(seconds, values) of a column, from the first moment to the end, where it falls to nothing."""
+    values, width = getattr(curve, column), curve.seconds[1] - curve.seconds[0]
+    end = curve.seconds[-1] + width / 2
+    times = np.concatenate([[0.0], curve.seconds, [end, end]])
+    return times, np.concatenate([values[:1], values, values[-1:], [0.0]])
+
+
+def band(curve: Curve, column: str) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """(seconds, lowest, highest) of a column at every pace within the interval, each of shape (2 BINS,)."""
+    own_times, values = closed(curve, column)
+    paces = np.linspace(*curve.paces, PACES)
+    times = np.linspace(0, own_times[-1] * paces[-1], 2 * BINS)
+    own = times / paces[:, None]  # the same moment of each pace, in the curve's own time
+    at = np.where(own <= own_times[-1] * (1 + 1e-9), np.interp(own, own_times[:-1], values[:-1]), 0.0)
+    if column == "tokens_per_s":
+        at = at / paces[:, None]
+    return times, at.min(axis=0), at.max(axis=0)
+
+
+def points(plan: Plan) -> list[Point]:
+    """Every available choice, on every layout."""
+    drawn, found = _drawn(plan), []
+    for index, choice in enumerate(plan.choices):
+        if not choice.available:
+            continue
+        made, low, high = choice.makespan_s, choice.makespan_low_s, choice.makespan_high_s
+        rate, kl = choice.output_tokens_per_s, (choice.kl_k3, choice.kl_k3_low, choice.kl_k3_high)
+        assert made is not None and low is not None and high is not None and rate is not None  # noqa: PT018
+        speed = rate, rate * made / high, rate * made / low
+        layout = f"{choice.tensor_parallel}x{choice.data_parallel}"
+        chosen, main = index == plan.chosen, index in drawn
+        found.append(Point(choice.precision, layout, kl, speed, choice.speedup, chosen, main, False))  # type: ignore[arg-type]
+    return [point._replace(on_front=not any(_beats(other, point) for other in found)) for point in found]
+
+
+def _beats(one: Point, other: Point) -> bool:
+    safe, fast = one.kl[0] - other.kl[0], other.speed[0] - one.speed[0]
+    return safe <= 0 and fast <= 0 and (safe < 0 or fast < 0)
+
+
+def front(found: Sequence[Point]) -> list[Point]:
+    """The Pareto front, the safest first."""
+    return sorted((x for x in found if x.on_front), key=lambda x: x.kl[0])
+
+
+def risk_limits(plan: Plan) -> dict[str, float]:
+    """Level of risk -> the highest KL that it allows. It holds for the upper end of a choice's interval."""
+    budget: RiskBudget = getattr(plan, "budget", RiskBudget())
+    return {"low": budget.low_kl, "moderate": budget.moderate_kl}
+
+
+def limit_label(level: str) -> str:
+    return f"KL limit of {level} risk"
 
 
 def binned(line: Timeline, pool: int, bins: int) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
@@ -82,18 +188,30 @@ def binned(line: Timeline, pool: int, bins: int) -> tuple[FloatArray, FloatArray
 
 
 def title(plan: Plan) -> list[str]:
-    """Lines: what is rolled out on what, and what kind of numbers these are."""
+    """Lines: what is rolled out on what, and what is drawn of it."""
     work, chosen = plan.workload, plan.select()
     layout = ""
-    if chosen.data_parallel > 1:
+    if has_layouts(plan):
+        count = len({(c.tensor_parallel, c.data_parallel) for c in plan.choices})
+        layout = f"; each precision on its fastest of {count} layouts, the chosen one as chosen; slowest replica"
+    elif chosen.data_parallel > 1:
         layout = f"; slowest of {chosen.data_parallel} replicas, TP {chosen.tensor_parallel}"
     elif chosen.tensor_parallel > 1:
         layout = f"; TP {chosen.tensor_parallel}"
     batch = f"{work['prompts']:,} prompts x {work['samples']:,} samples"
     return [
         f"{plan.model} on {plan.gpu}: {batch}, responses of at most {work['max_response_tokens']:,} tokens",
-        f"predicted, not measured: {plan.profile['kind']} profile{layout}",
+        f"predicted, not measured: {plan.profile['kind']} profile; bands: 90% intervals{layout}",
     ]
+
+
+def tradeoff_title(plan: Plan) -> str:
+    """What is drawn beside the lines over time."""
+    layouts = ", marked TPxDP" if has_layouts(plan) else ""
+    return (
+        f"speed against mismatch: every choice with its 90% intervals{layouts}; dashed: the Pareto front; a KL limit "
+        "holds for the right end of an interval, and risk has other limits, too"
+    )
 
 
 def panels(lines: Sequence[Curve]) -> list[tuple[str, str]]:
@@ -102,57 +220,8 @@ def panels(lines: Sequence[Curve]) -> list[tuple[str, str]]:
     return [*shown, ("waiting", "waiting requests")] if any(line.waiting.any() for line in lines) else shown
 
 
-def _png(lines: Sequence[Curve], heading: Sequence[str], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.ticker import PercentFormatter
-
-    shown = panels(lines)
-    figure, axes = pyplot.subplots(len(shown), 1, sharex=True, figsize=(9, 2.5 * len(shown)), layout="constrained")
-    for axis, (column, label) in zip(axes, shown, strict=True):
-        for line in lines:
-            axis.plot(
-                line.seconds, getattr(line, column), color=COLOURS[line.precision], label=line.name, linewidth=1.6
-            )
-        axis.set_ylabel(label)
-        axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[1].yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes[0].legend(frameon=False, ncols=2)
-    axes[0].set_title("\n".join(heading), loc="left", fontsize=10)
-    axes[-1].set_xlabel("seconds since the rollout began")
-    axes[-1].set_xlim(left=0)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-
-
-def _html(lines: Sequence[Curve], heading: Sequence[str], path: Path) -> None:
-    from plotly.subplots import make_subplots
-
-    shown = panels(lines)
-    figure: Any = make_subplots(rows=len(shown), cols=1, shared_xaxes=True, vertical_spacing=0.05)
-    for number, (column, label) in enumerate(shown, 1):
-        for line in lines:
-            figure.add_scatter(
-                x=line.seconds,
-                y=getattr(line, column),
-                name=line.name,
-                legendgroup=line.precision,
-                showlegend=number == 1,
-                line={"color": COLOURS[line.precision]},
-                row=number,
-                col=1,
-            )
-        figure.update_yaxes(title_text=label, rangemode="tozero", row=number, col=1)
-    figure.update_yaxes(tickformat=".0%", row=2, col=1)
-    figure.update_xaxes(title_text="seconds since the rollout began", row=len(shown), col=1)
-    figure.update_layout(
-        title={"text": "<br>".join(heading), "font": {"size": 15}},
-        template="plotly_white",
-        hovermode="x unified",
-        height=270 * len(shown),
-    )
-    figure.write_html(path, include_plotlyjs=True)
+def label(point: Point, several: bool) -> str:
+    """fp8_block 2x4, 1.31x, chosen"""
+    name = f"{point.precision} {point.layout}" if several else point.precision
+    gain = [] if point.speedup is None or point.precision == "bf16" else [f"{point.speedup:.2f}x"]
+    return ", ".join([name, *gain, *(["chosen"] if point.chosen else [])])

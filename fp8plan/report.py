@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -28,24 +28,51 @@ MISMATCH_LEGEND = (
 )
 
 
-def plan_report(plan: Plan) -> RenderableType:
-    """How fast every choice is, what each precision risks, what cannot run, and the reasons for the chosen one."""
-    runs, picked = [c for c in plan.choices if c.available], plan.select()
+class PlanText(NamedTuple):
+    """All that is said of a plan, for a terminal or a page. The tables have one row for each choice that can run, and
+    one for each precision; `picked` are the rows of the chosen one."""
+
+    title: list[str]
+    speed: list[Column]
+    speed_legend: str
+    mismatch: list[Column]
+    absent: list[str]
+    settings: str
+    picked: tuple[int, int]
+
+
+def plan_text(plan: Plan) -> PlanText:
+    """How fast every choice is, what each precision risks, and what cannot run."""
+    rows, picked = [c for c in plan.choices if c.available], plan.select()
     several = len({(c.tensor_parallel, c.data_parallel) for c in plan.choices}) > 1
-    precisions = list({c.precision: c for c in runs}.values())  # a mismatch is the same on every layout
+    precisions = list({c.precision: c for c in rows}.values())  # a mismatch is the same on every layout
     names = [c.precision for c in precisions]
+    return PlanText(
+        title=_title(plan, several),
+        speed=_speed_columns(rows, picked, several),
+        speed_legend=_speed_legend(rows, several),
+        mismatch=_mismatch_columns(precisions, picked),
+        absent=_absent(plan.choices, several),
+        settings=_settings(plan),
+        picked=(rows.index(picked), names.index(picked.precision)),
+    )
+
+
+def plan_report(plan: Plan) -> RenderableType:
+    """The tables, what cannot run, and the reasons for the chosen one."""
+    text = plan_text(plan)
     return Group(
-        *(Paragraph(line) for line in _title(plan, several)),
+        *(Paragraph(line) for line in text.title),
         "",
-        Fitted(_speed_columns(runs, picked, several), bold=runs.index(picked)),
-        Paragraph(_speed_legend(runs, several), style="dim"),
+        Fitted(text.speed, bold=text.picked[0]),
+        Paragraph(text.speed_legend, style="dim"),
         "",
-        Fitted(_mismatch_columns(precisions, picked), bold=names.index(picked.precision)),
+        Fitted(text.mismatch, bold=text.picked[1]),
         Paragraph(MISMATCH_LEGEND, style="dim"),
         "",
-        *(Paragraph(line) for line in _absent(plan.choices, several)),
+        *(Paragraph(line) for line in text.absent),
         *(Paragraph("- " + reason, indent=2) for reason in plan.reasons),
-        Paragraph(_settings(plan), style="dim"),
+        Paragraph(text.settings, style="dim"),
     )
 
 

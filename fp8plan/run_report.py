@@ -11,7 +11,8 @@ import numpy as np
 
 from fp8plan import runs
 from fp8plan.errors import ConfigError
-from fp8plan.run_plots import BLUE, RED, by_position, figure
+from fp8plan.html_page import document, figures
+from fp8plan.run_plots import by_position, figure
 from fp8plan.runs import Event, Row, column
 from fp8plan.runtime.record import RunReader
 from fp8plan.sparkline import duration, percent
@@ -31,7 +32,7 @@ def write_report(source: Path, target: Path) -> None:
         )
     try:
         text = page(reader)
-        target.write_text(text, encoding="utf-8")
+        target.write_text(text, encoding="utf-8", errors="backslashreplace")  # names of files may be no text
     except ImportError as error:
         package = str(error.name).partition(".")[0]
         raise ConfigError(f"the report needs {package}; type: pip install 'fp8plan[report]'") from None
@@ -42,18 +43,10 @@ def write_report(source: Path, target: Path) -> None:
 def page(reader: RunReader) -> str:
     """The whole page."""
     found = runs.events(reader.rows)
-    figures = [figure(reader.rows, found), *filter(None, [by_position(reader.rows)])]
-    plots = "".join(
-        x.to_html(full_html=False, include_plotlyjs=not number, config={"displaylogo": False})
-        for number, x in enumerate(figures)
-    )
-    name, title = escape(reader.path.name), escape(runs.title(reader.rows))
+    plots = figures([figure(reader.rows, found), *filter(None, [by_position(reader.rows)])])
     tiles = "".join(f"<div><b>{escape(value)}</b>{escape(label)}</div>" for label, value in summary(reader.rows))
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title><style>{STYLE}</style>'
-        f'</head><body><h1>{name}</h1><p>{title}</p><p class="dim">{escape(_span(reader))}</p>'
-        f'<div class="tiles">{tiles}</div>{LEGEND}{plots}{_table(found)}</body></html>\n'
-    )
+    body = f'<p class="dim">{escape(_span(reader))}</p><div class="tiles">{tiles}</div>{LEGEND}{plots}{_table(found)}'
+    return document(reader.path.name, runs.title(reader.rows), body)
 
 
 def summary(rows: Sequence[Row]) -> list[tuple[str, str]]:
@@ -96,25 +89,16 @@ def _table(found: Sequence[Event]) -> str:
     if not found:
         return "<h2>Events</h2><p>None: no threshold moved, nothing was alarming.</p>"
     listed = "".join(
-        f'<tr><td>{x.step:,}</td><td class="{x.kind}">{x.kind}</td><td>{escape(x.what)}</td><td>{escape(x.why)}</td>'
+        f'<tr><td>{x.step:,}</td><td class="l {x.kind}">{x.kind}</td><td class="l">{escape(x.what)}</td>'
+        f'<td class="l">{escape(x.why)}</td></tr>'
         for x in reversed(found[-LISTED:])
     )
     left_out = f"<p class='dim'>the last {LISTED} of {len(found):,}</p>" if len(found) > LISTED else ""
-    head = "<tr><th>step</th><th>kind</th><th>what</th><th>why</th></tr>"
+    head = '<tr><th>step</th><th class="l">kind</th><th class="l">what</th><th class="l">why</th></tr>'
     return f"<h2>Events</h2>{left_out}<table>{head}{listed}</table>"
 
 
 LEGEND: Final = (
     '<p class="dim">Dotted lines: <span class="alarm">an alarm begins</span>, <span class="guard">the guard advises'
     " to step down</span>. Drag to zoom, double-click to go back.</p>"
-)
-STYLE: Final = (
-    "body{font:14px/1.5 system-ui,sans-serif;color:#222;max-width:1200px;margin:24px auto;padding:0 16px}"
-    "h1{font-size:22px;margin:0}h2{font-size:17px;margin:24px 0 8px}p{margin:2px 0}.dim{color:#777}"
-    ".tiles{display:flex;flex-wrap:wrap;gap:10px;margin:16px 0}"
-    ".tiles div{border:1px solid #ddd;border-radius:6px;padding:8px 14px;color:#666;font-size:12px}"
-    ".tiles b{display:block;font-size:19px;color:#222}"
-    "table{border-collapse:collapse;width:100%}th,td{text-align:left;padding:4px 12px 4px 0;vertical-align:top}"
-    "td:first-child,th:first-child{text-align:right}th{border-bottom:1px solid #999}td{border-bottom:1px solid #eee}"
-    f".alarm{{color:{RED}}}.guard{{color:#B77900}}.decision{{color:{BLUE}}}"
 )

@@ -23,8 +23,9 @@ from fp8plan.sparkline import FREE, Scale, duration, percent, sparkline
 from fp8plan.tables import Paragraph
 
 NEWS: Final = 5  # events that are shown
-LABEL, NOW, AGAINST, LEAST = 13, 10, 26, 10  # widths of the columns; the sparkline has the rest, less the gaps
-GAPS: Final = 6
+LEAST: Final = 6  # bars of a sparkline, which has the width that the other columns leave; else `against` goes
+GAP: Final = 1  # on either side of a rule between two columns
+INDENT: Final = 13  # of what the decision, the alarms and the guard say
 GOOD, BAD, WORST = "green", "yellow", "red"
 LOW_ESS: Final = 0.3, 0.5  # verl's documentation: below 0.5 is doubtful, below 0.3 a warning
 
@@ -58,17 +59,28 @@ class RunView:
         if not rows:
             yield Paragraph(self.trouble or f"{self.reader.path}: no step yet")
             return
-        room = max(LEAST, options.max_width - LABEL - NOW - AGAINST - GAPS)
-        shown = rows[-(self.steps or room) :]
         trouble = [Paragraph(self.trouble, style=WORST)] if self.trouble else []
-        yield Group(*_heading(self.reader), *trouble, "", _table(shown, room), "", *_state(rows), *_news(rows))
+        table = _table(rows, options.max_width, self.steps)
+        yield Group(*_heading(self.reader), *trouble, "", table, "", *_state(rows), *_news(rows))
+
+
+def begin(reader: RunReader) -> None:
+    """Read a run for the first time. Raises ConfigError for what cannot be read, or is no run file."""
+    reader.read()
+    if reader.foreign:
+        raise ConfigError(f"{reader.path} has no record of a Monitor; give the run file of one (fp8plan.JsonLines)")
 
 
 def watch(reader: RunReader, every_s: float, steps: int | None, console: Console) -> None:
-    """Show a run and what it gains, until ctrl-c. Raises ConfigError for a file that is not there at the beginning."""
-    reader.read()
-    seen = RunView(reader, steps)
+    """Show a run and what it gains, until ctrl-c; wait for a file that is not there yet. Raises as `begin` does."""
+    seen: RenderableType = ""
     try:
+        if not reader.path.exists():
+            console.print(f"waiting for {reader.path}, which is not there yet; ctrl-c ends this", highlight=False)
+        while not reader.path.exists():
+            time.sleep(every_s)
+        begin(reader)
+        seen = RunView(reader, steps)
         with Live(seen, console=console, screen=True, auto_refresh=False) as live:
             while True:
                 live.update(seen, refresh=True)
@@ -102,15 +114,24 @@ def _heading(reader: RunReader) -> list[RenderableType]:
     return lines
 
 
-def _table(rows: Sequence[Row], room: int) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("", width=LABEL, no_wrap=True)
-    table.add_column("now", width=NOW, justify="right", no_wrap=True)
-    table.add_column("against", width=AGAINST, no_wrap=True)
-    table.add_column(f"last {len(rows):,} steps" if len(rows) > 1 else "last step", width=room, no_wrap=True)
+def _table(rows: Sequence[Row], width: int, steps: int | None) -> Table:
+    """A row for each figure, with a bar for each of the last steps that there is room for, or for `steps` of them."""
+    figures = lines(rows[-(steps or width) :])
+    cells = [[line.label for line in figures], [line.now for line in figures], [line.against for line in figures]]
+    sizes = [max(map(len, [*column, name])) for column, name in zip(cells, ("", "now", "against"), strict=True)]
+    if width - sum(sizes) - 3 * (GAP + 1) < LEAST:
+        sizes.pop()
+    room = max(1, width - sum(sizes) - len(sizes) * (GAP + 1))
+    rows = rows[-(steps or room) :]
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP, 0, 0))
+    for name, size in zip(("", "now", "against"), sizes, strict=False):
+        table.add_column(name, width=size, justify="right" if name == "now" else "left", no_wrap=True)
+    names = (f"last {len(rows):,} steps" if len(rows) > 1 else "last step", f"last {len(rows):,}", "")
+    table.add_column(next(x for x in names if len(x) <= room), width=room, no_wrap=True)
     for line in lines(rows):
         bars = sparkline(line.values, room, line.scale)
-        table.add_row(line.label, Text(line.now, line.style), Text(line.against, "dim"), Text(bars, line.style))
+        against = [Text(line.against, "dim")] if len(sizes) > 2 else []
+        table.add_row(line.label, Text(line.now, line.style), *against, Text(bars, line.style))
     return table
 
 
@@ -175,9 +196,10 @@ def _speed(rows: Sequence[Row]) -> Line:
     low, high = last(rows, runs.PREDICTED_LOW), last(rows, runs.PREDICTED_HIGH)
     style, against = "", ""
     if now is not None and said:
-        judged = ((rows[-1].get("guard") or {}).get("verdict") or {}).get("within")  # it allows for noise
+        verdict = (rows[-1].get("guard") or {}).get("verdict") or {}
+        judged = verdict.get("within")  # it allows for noise
         fine = (low is None or now >= low) if judged is None else judged
-        style = GOOD if fine else BAD
+        style = GOOD if fine else "" if verdict.get("cold") else BAD
         against = f"predicted {said:,.0f} ({_times(now / said)})"
         if style == BAD:
             against = f"predicted {low:,.0f}-{high:,.0f}" if high is not None else against
@@ -200,15 +222,16 @@ def _state(rows: Sequence[Row]) -> list[RenderableType]:
     verdict, state = guard.get("verdict") or {}, (row.get("guard") or {}).get("state") or {}
     if verdict:
         action = verdict.get("action", "none")
-        fine = action == "none" and verdict.get("within", True)
+        cold = bool(verdict.get("cold"))
+        fine = action == "none" and (cold or verdict.get("within", True))
         advice = "" if action == "none" else f"{action}: "
-        told.append(("guard", f"{advice}{verdict.get('reason', '')}", GOOD if fine else BAD))
+        told.append(("guard", f"{advice}{verdict.get('reason', '')}", BAD if not fine else "" if cold else GOOD))
         told += [("  cause", cause.get("sentence", ""), BAD) for cause in verdict.get("causes") or () if not fine]
     if guard.get("off"):
         told.append(("guard", f"off: {guard['off']}", BAD))
     if state.get("rung", "none") != "none":
         told.append(("guard", f"stepped down: {state['rung']}", BAD))
-    return [Paragraph(f"{label:<{LABEL}}{text}", indent=LABEL, style=style) for label, text, style in told]
+    return [Paragraph(f"{label:<{INDENT}}{text}", indent=INDENT, style=style) for label, text, style in told]
 
 
 def _news(rows: Sequence[Row]) -> list[RenderableType]:

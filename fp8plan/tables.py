@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,11 @@ class Column(NamedTuple):
     cells: list[str]
     rank: int = 0  # 0: never left out
     left: bool = False  # aligned left, not right
+
+    @property
+    def name(self) -> str:
+        """The header on one line."""
+        return re.sub(r"-\n(?!up)", "", self.header).replace("-\n", "-").replace("\n", " ")
 
     @property
     def width(self) -> int:
@@ -68,5 +74,5 @@ def fitting(columns: Sequence[Column], width: int) -> tuple[list[Column], list[s
     while sum(c.width + GAP for c in kept) - GAP > width and any(c.rank for c in kept):
         least = max(kept, key=lambda c: c.rank)
         kept.remove(least)
-        left_out.append(least.header.replace("-\n", "").replace("\n", " "))
+        left_out.append(least.name)
     return kept, left_out

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
 import re
 import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -418,28 +421,119 @@ def test_a_file_that_is_gone_is_told_below_its_last_state_until_it_is_back(tmp_p
     assert "run.jsonl is gone" in shown(reader, trouble=look(reader))  # also where there is nothing else to show
 
 
+class Viewer:
+    """`fp8plan monitor` on a terminal of its own."""
+
+    def __init__(self, path: Path, columns: int = 80, **env: str) -> None:
+        self.leader, follower = pty.openpty()
+        fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+        command = [sys.executable, "-m", "fp8plan.cli", "monitor", str(path), "--every", "0.1"]
+        self.process = subprocess.Popen(
+            command,
+            stdout=follower,
+            stderr=follower,
+            stdin=follower,
+            env={**os.environ, "TERM": "xterm", **env},
+            start_new_session=True,
+            # What runs in a shell's background has SIGINT ignored, and its children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        os.close(follower)
+
+    def until(self, text: str) -> str:
+        """What is on the terminal from now on, up to a text."""
+        seen, end = "", time.monotonic() + 60
+        while text not in seen and time.monotonic() < end:
+            if select.select([self.leader], [], [], 0.1)[0]:
+                try:
+                    seen += os.read(self.leader, 65536).decode(errors="replace")
+                except OSError:
+                    break
+        assert text in seen, seen[-2000:]
+        return seen
+
+    def interrupt(self) -> int:
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(timeout=20)
+
+    def __enter__(self) -> Viewer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.leader)
+
+
+def test_monitor_waits_for_a_file_that_is_not_there_yet(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with Viewer(path) as viewer:
+        assert "waiting for" in viewer.until("ctrl-c ends this")
+        written(path, RUN[:3])
+        viewer.until("step 3,")
+        assert viewer.interrupt() == 0
+    with Viewer(tmp_path / "never.jsonl") as viewer:
+        viewer.until("ctrl-c ends this")
+        assert viewer.interrupt() == 0
+
+
+def test_monitor_on_an_ascii_terminal_has_bars_of_ascii(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    written(path, RUN)
+    with Viewer(path, PYTHONIOENCODING="ascii", LC_ALL="C") as viewer:
+        text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", viewer.until("last events"))
+        assert text.isascii()
+        assert re.search(r"KL k3 .*limit [^|]*\|[._=+*%#-]{20,}", text)
+        assert viewer.interrupt() == 0
+
+
+@pytest.mark.parametrize("columns", [60, 45, 30])
+def test_on_a_narrow_terminal_the_newest_steps_stay(tmp_path: Path, columns: int) -> None:
+    rows = [row | {"metrics": row["metrics"] | {"rollout_corr/k3_kl": 10.0 ** (row["step"] - 40)}} for row in RUN[:30]]
+    text = shown(written(tmp_path / "run.jsonl", rows), columns)
+    assert max(map(len, text.splitlines())) <= columns
+    assert "…" not in text
+    (kl,) = (x.rstrip() for x in text.splitlines() if x.startswith("KL k3 "))
+    assert kl.endswith(BARS[-1])  # it has risen up to the last step
+    assert ("limit 4.0e-03" in kl) is (columns == 60)
+    (head,) = (x for x in text.splitlines() if "last " in x and "now" in x)
+    assert int(head.split("last ")[1].split()[0]) == len(kl.split()[-1])
+
+
+def test_what_is_no_run_file_is_one_error(tmp_path: Path, fp8plan: Any) -> None:
+    for name, content in (("binary", bytes(range(256)) * 40), ("zeros", bytes(4096)), ("plan.json", b'{"model": 1}\n')):
+        (tmp_path / name).write_bytes(content)
+        code, out, err = fp8plan("monitor", tmp_path / name, "--once")
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert f"{name} has no record of a Monitor; give the run file" in err
+    os.mkfifo(tmp_path / "pipe")
+    for name in (tmp_path / "pipe", "/dev/zero"):
+        code, out, err = fp8plan("monitor", name, "--once")
+        assert (code, out) == (2, "")
+        assert "no regular file" in err
+    for content in (b"", b'{"step": 1, "metr'):  # of a run that has just begun
+        (tmp_path / "begun.jsonl").write_bytes(content)
+        assert "no step yet" in fp8plan("monitor", tmp_path / "begun.jsonl", "--once")[1]
+
+
+def test_a_cold_start_is_no_warning(tmp_path: Path) -> None:
+    row = json.loads(json.dumps(RUN[0]))
+    row["metrics"]["fp8plan/tokens_per_s"] = 3000.0
+    row["guard"]["verdict"] |= {"within": False, "cold": True, "causes": []}
+    (speed,) = (x for x in lines([row]) if x.label == "tokens/s")
+    assert (speed.style, speed.against) == ("", "predicted 9,200 (0.33x)")
+    console = Console(width=80, force_terminal=True, color_system="standard")
+    with console.capture() as caught:
+        console.print(RunView(written(tmp_path / "run.jsonl", [row])))
+    (guard,) = (x for x in caught.get().splitlines() if "guard" in x)
+    assert "\x1b[33m" not in guard
+
+
 def test_monitor_follows_a_file_that_grows_goes_and_comes_until_ctrl_c(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     written(path, RUN[:3])
-    leader, follower = pty.openpty()
-    command = [sys.executable, "-m", "fp8plan.cli", "monitor", str(path), "--every", "0.1"]
-    # What runs in a shell's background has SIGINT ignored, and its children inherit that.
-    listening = {"start_new_session": True, "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    viewer = subprocess.Popen(command, stdout=follower, stderr=follower, stdin=follower, **listening)
-    try:
-        os.close(follower)
-
-        def until(text: str) -> str:
-            seen, end = "", time.monotonic() + 60
-            while text not in seen and time.monotonic() < end:
-                if select.select([leader], [], [], 0.1)[0]:
-                    try:
-                        seen += os.read(leader, 65536).decode(errors="replace")
-                    except OSError:
-                        break
-            assert text in seen, seen[-2000:]
-            return seen
-
+    with Viewer(path) as viewer:
+        until = viewer.until
         until("step 3,")
         append(path, line(RUN[3]))
         until("step 4,")
@@ -458,13 +552,9 @@ def test_monitor_follows_a_file_that_grows_goes_and_comes_until_ctrl_c(tmp_path:
         until("step 2,")
         append(path, line(RUN[5]))
         until("step 6,")
-        viewer.send_signal(signal.SIGINT)
+        viewer.process.send_signal(signal.SIGINT)
         assert "Traceback" not in until("step 6,")  # the last picture stays on the screen
-        assert viewer.wait(timeout=20) == 0
-    finally:
-        viewer.kill()
-        viewer.wait()
-        os.close(leader)
+        assert viewer.process.wait(timeout=20) == 0
 
 
 def test_plotly_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,10 @@ and two symptoms lead to it, each counted by itself:
   is reported and leads nowhere; batches at which BF16 is predicted ahead lead to BF16 without any gap.
 
 A rung is taken when its symptom lasted `patience` rollouts in a row. A rollout in which a kernel was compiled says
-nothing about speed and is not counted; neither is one between a limit and its release (hysteresis). A clean one starts
-the count again, as a step down does. The guard never steps up: a deeper rung stays taken, also in a saved state, and
-each is asked for once. It only advises: who owns the engine acts, and says so with `engine_changed`.
+nothing about speed and is not counted. Neither is the first of an engine, if it is slow: predictions are for warm
+engines, whose caches are filled and whose buffers are there. Nor is one between a limit and its release (hysteresis).
+A clean one starts the count again, as a step down does. The guard never steps up: a deeper rung stays taken, also in a
+saved state, and each is asked for once. It only advises: who owns the engine acts, and says so with `engine_changed`.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Verdict:
 
     ratio:  achieved / predicted
     within: no slower than predicted, up to GuardSettings.slack
+    cold:   the engine's first rollout, and slower than predicted: this is no sign of anything
     causes: the likely ones, the dearest first
     reason: of the action, or of none
     """
@@ -59,6 +61,7 @@ class Verdict:
     causes: tuple[Found, ...]
     action: Action
     reason: str
+    cold: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a log."""
@@ -86,16 +89,19 @@ class Guard:
         self.engine_changed(facts)
 
     def engine_changed(self, facts: EngineFacts) -> None:
-        """From now on an engine with these facts runs. Raises as the constructor does."""
+        """From now on an engine with these facts runs, which has just been started. Raises as the constructor does."""
         try:
             predict(facts, Observation(seconds=1.0, prompt_lengths=[1], response_lengths=[1]), self.profile)
         except Fp8PlanError as error:
             raise type(error)(f"the guard cannot predict this engine: {error}") from None
-        self.facts = facts
+        self.facts, self._first = facts, True
 
     def after_rollout(self, observation: Observation) -> Verdict:
         """The verdict on a rollout, to be called once for each, in order."""
-        self.state, verdict = update(self.state, observation, self.facts, self.profile, self.settings)
+        self.state, verdict = update(
+            self.state, observation, self.facts, self.profile, self.settings, first=self._first
+        )
+        self._first = False
         return verdict
 
     def precision_for(self, planned: str) -> str:
@@ -115,13 +121,22 @@ class Guard:
 
 
 def update(
-    state: GuardState, observation: Observation, facts: EngineFacts, profile: Profile, settings: GuardSettings
+    state: GuardState,
+    observation: Observation,
+    facts: EngineFacts,
+    profile: Profile,
+    settings: GuardSettings,
+    first: bool = False,
 ) -> tuple[GuardState, Verdict]:
-    """The state and the verdict after one rollout; pure. Raises as the cost model does."""
+    """The state and the verdict after one rollout; pure. Raises as the cost model does.
+
+    first: of a started engine
+    """
     prediction = predict(facts, observation, profile)
     achieved = observation.tokens_per_s
     within = achieved >= prediction.low_tokens_per_s / (1 + settings.slack)
-    found = causes(Case(facts, observation, prediction, profile, settings, within))
+    cold = first and not within
+    found = causes(Case(facts, observation, prediction, profile, settings, within or cold))
     gaps = () if within else tuple(x for x in found if x.gap)
     symptoms = Symptoms(
         precision=facts.precision,
@@ -130,6 +145,7 @@ def update(
         compiled=bool(observation.compiled_files) or any(x.cause == Cause.COMPILING for x in found),
         expected=_expected(facts, prediction, achieved / prediction.tokens_per_s, gaps, settings),
         kl_k3=observation.kl_k3,
+        cold=cold,
     )
     state, action, why = decide(state, symptoms, settings)
     speed = (
@@ -145,7 +161,8 @@ def update(
         within=within,
         causes=found,
         action=action,
-        reason=f"{speed}{'' if within else ': too slow'}; {why}",
+        reason=f"{speed}{'' if within or cold else ': too slow'}; {why}",
+        cold=cold,
     )
 
 

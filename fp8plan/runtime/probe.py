@@ -25,6 +25,8 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.mismatch import mismatch_risk
 from fp8plan.model.precision import PRESETS, Precision
 from fp8plan.model.precision import precision as find_precision
+from fp8plan.runtime.measure.machine import gpu_facts
+from fp8plan.runtime.noise import held_back
 from fp8plan.runtime.probing.intervals import Interval, intervals, tokens_needed
 from fp8plan.runtime.probing.prompts import Prompt, token_ids
 from fp8plan.runtime.probing.results import Probe, Probed
@@ -40,6 +42,7 @@ def probe(
     gpu: str | Gpu = "auto",
     settings: SampleSettings | None = None,
     limits: EngineLimits | None = None,
+    most_prompts: int | None = None,
     progress: Callable[[str], Any] = lambda _: None,
     **vllm_kwargs: Any,
 ) -> Probe:
@@ -50,17 +53,21 @@ def probe(
     prompts:     token ids, texts or {"messages": ...}; None: 16 tasks of reasoning through the model's chat template
     gpu:         where the engines and the reference run; "auto" asks the driver; "cpu": there
     limits:      of each engine; None: vLLM's defaults for this GPU
+    most_prompts: take the first so many; None: all
     progress:    is told what begins
     vllm_kwargs: further arguments of vllm.LLM
 
     Raises ConfigError for what no precision could be measured with. A precision that fails alone is a Probed with its
-    error. The engines are gone before the reference is loaded, so each may have the whole GPU.
+    error, and the file that holds what its engine wrote, which is not shown. The engines are gone before the reference
+    is loaded, so each may have the whole GPU.
     """
     presets = [find_precision(name) for name in (PRESETS if precisions is None else dict.fromkeys(precisions))]
     if not presets:
         raise ConfigError(f"no precision is given; allowed: {', '.join(PRESETS)}")
     settings, card = settings or SampleSettings(), gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
-    limits, version, tokens = limits or EngineLimits.for_gpu(card), check_vllm_version(), token_ids(prompts, model_path)
+    _refuse_absent(card)
+    limits, version = limits or EngineLimits.for_gpu(card), check_vllm_version()
+    tokens = token_ids(prompts, model_path, most_prompts)
     _refuse_too_few(len({tuple(ids) for ids in tokens}))
     found: dict[str, Probed] = {}
     samples: dict[str, list[Sampled]] = {}
@@ -71,7 +78,8 @@ def probe(
             plan = unpredicted_plan(
                 model_path, card, preset, limits, max(len(ids) for ids in tokens), settings.max_tokens
             )
-            samples[preset.name], facts = sample(plan, tokens, settings, **vllm_kwargs)
+            with held_back(engine_stays=False):
+                samples[preset.name], facts = sample(plan, tokens, settings, **vllm_kwargs)
         except Exception as error:  # of one engine: the others may run
             found[preset.name] = Probed(preset.name, error=_told(error))
             progress(f"{preset.name}: {found[preset.name].error}")
@@ -80,7 +88,8 @@ def probe(
             found[preset.name] = Probed(preset.name, facts=facts, seconds=seconds)
     if samples:
         progress("the BF16 reference scores the same tokens")
-        found |= _scored(model_path, card, samples, found, settings)
+        with held_back(engine_stays=False):
+            found |= _scored(model_path, card, samples, found, settings)
     for name in samples:
         found[name] = replace(found[name], predicted=_predicted(model_path, find_precision(name), found[name], samples))
     return Probe(
@@ -163,6 +172,27 @@ def _predicted(
     return None
 
 
+def _refuse_absent(card: Gpu) -> None:
+    """Ask the driver: an engine takes a minute to find out. A product that fp8plan does not know may be any card."""
+    if card.is_cpu:
+        return
+    product = gpu_facts()["gpu_product"]
+    if product is None:
+        raise ConfigError(
+            f"{card.name} was asked for, and NVML finds no NVIDIA GPU on this machine; allowed: a machine with one, or "
+            "--gpu cpu (slow, for a try)"
+        )
+    here = _known(product)
+    if here is not None and here.name != card.name:
+        raise ConfigError(f"{card.name} was asked for, and this machine has {product}; allowed: {here.name}, or auto")
+
+
+def _known(product: str) -> Gpu | None:
+    with suppress(ConfigError):
+        return find_gpu(product)
+    return None
+
+
 def _refuse_too_few(prompts: int) -> None:
     if prompts < 8:
         raise ConfigError(f"{prompts} different prompts are too few for an interval; allowed: at least 8")
@@ -170,7 +200,8 @@ def _refuse_too_few(prompts: int) -> None:
 
 def _told(error: Exception) -> str:
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    return (f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__) + notes
 
 
 def _reference_version() -> str:

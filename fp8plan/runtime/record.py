@@ -166,23 +166,34 @@ class RunReader:
     replaced: int = 0
     skipped: int = 0
     _offset: int = 0
+    _torn: bytes = b""  # the first byte of a last line that is not whole
     _file: tuple[int, int] = (0, 0)  # device and inode: a file that was begun anew is read anew
+
+    @property
+    def foreign(self) -> bool:
+        """Whether what was read shows that this is no run file, not even one that has just been begun."""
+        return not self.rows and (self.skipped > 0 or self._torn not in (b"", b"{"))
 
     def read(self) -> int:
         """Read what has been added since. How many records that were.
 
-        Raises ConfigError without a readable file; `rows` stay then, and what is there next is read from its beginning.
+        Raises ConfigError without a readable regular file; `rows` stay then, and what is there next is read from its
+        beginning.
         """
         found = 0
         try:
-            with open(self.path, "rb") as file:
+            with open(self.path, "rb", opener=_at_once) as file:
                 info = os.fstat(file.fileno())
+                if not stat.S_ISREG(info.st_mode):  # a device may have no end, and a pipe is read once
+                    raise OSError(errno.EINVAL, "it is no regular file")
                 if (info.st_dev, info.st_ino) != self._file or info.st_size < self._offset:
                     self.rows, self.replaced, self.skipped, self._offset = [], 0, 0, 0
                     self._file = info.st_dev, info.st_ino
                 file.seek(self._offset)
+                self._torn = b""
                 for text in file:  # one at a time: a file may be larger than the memory
                     if not text.endswith(b"\n"):
+                        self._torn = text[:1]
                         break
                     self._offset += len(text)
                     found += self._take(text)
@@ -201,6 +212,11 @@ class RunReader:
             self.replaced += 1
         self.rows.append(row)
         return True
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Open without waiting for the writer of a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:

@@ -48,7 +48,7 @@ def fields(needed: dict[str, Check] | None = None, /, **free: Check) -> Check:
     return check
 
 
-VERDICT: Final = fields(action=text, reason=text, within=flag, causes=each(fields(sentence=text)))
+VERDICT: Final = fields(action=text, reason=text, within=flag, cold=flag, causes=each(fields(sentence=text)))
 
 is_record: Final = fields(
     {"step": whole, "metrics": mapped(number)},

@@ -109,6 +109,7 @@ def _guard(row: dict[str, Any], step: int, steps: int) -> dict[str, Any]:
         "causes": [] if within else [cause],
         "action": "kv_to_bf16" if down else "none",
         "reason": f"{said}{'' if within else ': too slow'}; {why}",
+        "cold": False,
     }
     rung = "kv_to_bf16" if step >= int(0.8 * steps) else "none"
     return {"verdict": verdict, "state": {"rung": rung, "slow": 0 if within else 1, "mismatched": 0}, "off": None}

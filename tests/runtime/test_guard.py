@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -142,6 +143,7 @@ def test_a_disturbed_host_leads_nowhere() -> None:
     disturbed = [r for r in records("again") if wanted.items() <= r.fields.items() and r.seconds > 4]
     assert len(disturbed) >= 3
     guard = Guard(facts_of(disturbed[0]), profile=PROFILE)
+    guard.after_rollout(observed(disturbed[0]))  # a cold start says nothing
     for record in disturbed:
         verdict = guard.after_rollout(observed(record))
         assert not verdict.within
@@ -312,8 +314,9 @@ def test_a_gap_without_any_cause_is_unknown_and_causes_are_ordered_by_what_they_
 
 
 def rollouts(record: Record, factor: float, count: int, settings: GuardSettings | None = None, **facts: Any) -> Verdict:
-    """The verdict on the last of `count` rollouts at `factor` times the predicted time."""
+    """The verdict on the last of `count` rollouts at `factor` times the predicted time, after a cold start."""
     guard = Guard(facts_of(record, **facts), settings, PROFILE)
+    guard.after_rollout(slower(record, 9.0))
     verdicts = [guard.after_rollout(slower(record, factor)) for _ in range(count)]
     assert all(v.action == Action.NONE for v in verdicts[:-1])
     return verdicts[-1]
@@ -376,6 +379,50 @@ def test_the_guard_follows_the_engine_down_and_resumes_from_a_checkpoint() -> No
     assert [taken.index(x) for x in (Action.RECALIBRATE_KV, Action.KV_TO_BF16, Action.ALL_BF16)] == [2, 5, 8]
     assert guard.facts.precision == "bf16"
     assert "nothing left to step down to" in verdict.reason
+
+
+def test_the_first_rollout_of_an_engine_is_a_cold_start() -> None:
+    """Three slow ones in a row lead to BF16; the first of an engine, slow too, is none of the three."""
+    record = pick("Qwen3-8B", "fp8_block", "batch 512")
+    marlin = {"kernel_backends": record.fields["kernel_backends"] | {"gemm.fp8_block": "MarlinFP8ScaledMMLinearKernel"}}
+    guard = Guard(facts_of(record, **marlin), profile=PROFILE)
+    for _ in range(2):  # the second time the engine was started again
+        first = guard.after_rollout(slower(record, 2.0))
+        assert (first.cold, first.within, first.action, guard.state.slow) == (True, False, Action.NONE, 0)
+        assert "too slow" not in first.reason
+        assert "cold start, so it is not counted" in first.reason
+        second = guard.after_rollout(slower(record, 2.0))
+        assert (second.cold, guard.state.slow) == (False, 1)
+        assert "too slow" in second.reason
+        guard.after_rollout(slower(record, 1.0))
+        guard.engine_changed(guard.facts)
+    as_predicted = Guard(facts_of(record), profile=PROFILE).after_rollout(slower(record, 1.0))
+    assert (as_predicted.cold, as_predicted.within) == (False, True)
+    other = Guard(facts_of(record), profile=PROFILE).after_rollout(slower(record, 2.0))
+    assert Cause.UNKNOWN not in {x.cause for x in other.causes}
+
+
+def test_a_cold_start_does_not_hide_a_mismatch() -> None:
+    record = pick("Qwen3-8B", "fp8_block", "batch 8")
+    guard = Guard(facts_of(record), GuardSettings(patience=1), PROFILE)
+    verdict = guard.after_rollout(replace(slower(record, 2.0), kl_k3=0.2))
+    assert (verdict.cold, verdict.action) == (True, Action.ALL_BF16)
+
+
+def test_on_a_cpu_no_advice_is_about_a_gpu() -> None:
+    cpu = gpu("cpu")
+    profile = load_profile(cpu, "0.30.0")[0]
+    limits = replace(EngineLimits.for_gpu(cpu), max_model_len=512, num_gpu_blocks=4, block_size=128)
+    facts = EngineFacts("fp8plan/dense-50m", "cpu", "0.30.0", "fp8_kv", limits)
+    work = Observation(1.0, [256] * 8, [200] * 8)
+    slow = replace(work, seconds=9 * predict(facts, work, profile).makespan_s)
+    told = update(GuardState(), slow, facts, profile, GuardSettings())[1].causes
+    assert {Cause.UNKNOWN, Cause.PREEMPTION} <= {x.cause for x in told}
+    for cause in told:
+        assert not re.search(r"nvidia|GPU|gpu_memory|tensor_parallel|--gpu auto", cause.sentence), cause
+    (unknown,) = (x.sentence for x in told if x.cause == Cause.UNKNOWN)
+    assert "the host (top)" in unknown
+    assert "fp8plan calibrate --gpu cpu" in unknown
 
 
 # What goes in and out

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +32,8 @@ from fp8plan.runtime.probing.table import probe_report
 
 torch = pytest.importorskip("torch")
 vllm = pytest.mark.vllm
+
+KNOWN = ["Qwen/Qwen3-0.6B"]  # a model whose shape is known without a download
 
 LIMITS = EngineLimits(
     max_num_seqs=32, max_num_batched_tokens=2048, block_size=128, num_gpu_blocks=128, enforce_eager=True
@@ -198,8 +203,9 @@ def test_an_engine_that_fails_is_a_row_and_not_the_end(
         str(trained.folder), ["fp8_kv", "bf16"], trained.prompts, gpu="cpu", settings=SETTINGS, progress=told.append
     )
     failed = found.precisions["fp8_kv"]
-    assert failed.error == "RuntimeError: no such kernel"
-    assert "fp8_kv: RuntimeError: no such kernel" in told
+    assert failed.error is not None
+    assert re.fullmatch(r"RuntimeError: no such kernel \(its output is in \S+\.log\)", failed.error)
+    assert f"fp8_kv: {failed.error}" in told
     with pytest.raises(ConfigError, match="fp8_kv was not measured: RuntimeError"):
         failed.kl_k3  # noqa: B018  # reading it is the test
     assert found.precisions["bf16"].kl_k3 == kl(measured, "bf16")
@@ -269,7 +275,8 @@ def test_the_command_prints_what_was_found_and_nothing_else(
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(measured.found.to_dict()))
     assert len(read_observations(table)) == len(PRESETS)
     ((positional, options),) = asked
-    assert positional == (str(trained.folder), ["bf16"], trained.prompts[:5])
+    assert positional == (str(trained.folder), ["bf16"], trained.prompts)
+    assert options["most_prompts"] == 5
     assert options["settings"] == SampleSettings(max_tokens=7, samples=3, kv_scales="unit")
     assert options["limits"].num_gpu_blocks == 9
 
@@ -282,17 +289,75 @@ def test_the_command_prints_what_was_found_and_nothing_else(
         (["--gpu", "h300"], "unknown GPU 'h300'"),
         (["--observations", "table.csv"], "model"),
         (["--most-prompts", "0"], "--most-prompts"),
+        (["--prompts", "binary"], "binary: it is no text in UTF-8; allowed: a file of lines like"),
+        ([*KNOWN, "--observations", "binary"], "cannot append to binary: it is no text in UTF-8"),
+        ([*KNOWN, "--observations", "/dev/full"], "cannot append to /dev/full: No space left on device"),
+        ([*KNOWN, "--observations", "/nowhere/x.csv"], "cannot append to /nowhere/x.csv: No such file"),
     ],
 )
 def test_the_command_refuses_in_one_line(
-    words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["fp8plan", "probe", "model", "--gpu", "cpu", *words])
+    monkeypatch.chdir(tmp_path)
+    Path("binary").write_bytes(bytes(range(256)))
+    model = [] if words[: len(KNOWN)] == KNOWN else ["model"]
+    monkeypatch.setattr(sys, "argv", ["fp8plan", "probe", *model, "--gpu", "cpu", *words])
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
+
+
+@pytest.mark.parametrize(
+    ("product", "says"),
+    [
+        (None, "h200_sxm was asked for, and NVML finds no NVIDIA GPU on this machine; allowed: .*--gpu cpu"),
+        ("NVIDIA H20", "h200_sxm was asked for, and this machine has NVIDIA H20; allowed: h20, or auto"),
+        ("NVIDIA H200", None),
+        ("NVIDIA H200 MIG 3g.71gb", None),  # not known: the user may know better
+    ],
+)
+def test_the_driver_is_asked_before_any_engine(
+    product: str | None, says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe_module, "gpu_facts", lambda: {"gpu_product": product})
+    monkeypatch.setattr(probe_module, "sample", lambda *_, **__: pytest.fail("an engine was started"))
+    with pytest.raises(ConfigError, match=says or "1 different prompts are too few"):
+        probe("model", ["bf16"], [[1]], gpu="h200")
+
+
+@vllm
+def test_the_command_shows_its_own_lines_only_and_names_the_log_of_an_engine_that_fails(tmp_path: Path) -> None:
+    """A real engine that starts, and one that cannot: it is told to take more blocks than there is memory for."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt_token_ids": [n, 5, 9]}) + "\n" for n in range(8)))
+    words = ["probe", str(checkpoint("dense", "a")), "--gpu", "cpu", "--prompts", str(prompts), "--precision", "bf16"]
+    words += ["--samples", "1", "--max-tokens", "4", "--num-gpu-blocks"]
+
+    def run(blocks: int) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "fp8plan.cli", *words, str(blocks)]
+        env = os.environ | {"TMPDIR": str(tmp_path)}
+        return subprocess.run(command, capture_output=True, text=True, env=env, timeout=600)
+
+    good = run(64)
+    assert good.returncode == 0, good.stderr
+    assert good.stderr.splitlines() == [
+        "bf16: an engine starts and samples 8 responses",
+        "the BF16 reference scores the same tokens",
+    ]
+    assert good.stdout.startswith(str(checkpoint("dense", "a")))
+    assert list(tmp_path.glob("fp8plan-engine-*")) == []
+    bad = run(10**12)
+    assert bad.returncode == 1
+    (log,) = tmp_path.glob("fp8plan-engine-*")
+    assert f"its output is in {log}" in bad.stdout
+    assert len(bad.stderr.splitlines()) == 2
+    assert "Loading safetensors" in log.read_text()
 
 
 @vllm
@@ -372,6 +437,7 @@ def test_settings_that_mean_nothing_are_refused(options: dict[str, Any], says: s
 @vllm
 def test_a_gpu_that_cannot_run_a_precision_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe_module, "sample", lambda *_, **__: pytest.fail("an engine was started"))
+    monkeypatch.setattr(probe_module, "gpu_facts", lambda: {"gpu_product": "NVIDIA A100-SXM4-80GB"})
     found = probe(str(checkpoint("dense", "a")), ["fp8_kv"], [[1, n] for n in range(8)], gpu="a100_sxm")
     assert "no FP8 tensor cores" in (found.precisions["fp8_kv"].error or "")
 

@@ -105,6 +105,9 @@ def test_texts_need_a_tokeniser_and_token_ids_do_not(tmp_path: Path) -> None:
             token_ids(prompts, str(tmp_path))
     with pytest.raises(ConfigError, match="a prompt is empty"):
         token_ids([[1], []], str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')  # transformers makes an empty one of that
+    with pytest.raises(ConfigError, match=r"no tokeniser that loads \(its vocabulary is empty.*--prompts FILE"):
+        token_ids(None, str(tmp_path))
 
 
 def test_messages_and_the_tasks_go_through_the_chat_template_and_texts_do_not(tmp_path: Path) -> None:
@@ -122,3 +125,5 @@ def test_messages_and_the_tasks_go_through_the_chat_template_and_texts_do_not(tm
     tasks = token_ids(None, str(tmp_path))
     assert len(tasks) == len(TASKS)
     assert {(ids[0], ids[-1]) for ids in tasks} == {(1, 2)}
+    assert token_ids(None, str(tmp_path), 12) == tasks[:12]
+    assert token_ids([[1], [2], [3]], str(tmp_path), 2) == [[1], [2]]

@@ -57,7 +57,8 @@ class Found(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One rollout, and all there is to say about it. within: it was as fast as predicted."""
+    """One rollout, and all there is to say about it. within: it was as fast as predicted, or there is no gap to explain
+    (a cold start)."""
 
     facts: EngineFacts
     observation: Observation
@@ -145,9 +146,11 @@ def _stall(case: Case) -> tuple[float | None, str]:
 
 def _unknown(case: Case) -> Found:
     gap = case.observation.seconds - case.prediction.makespan_s
+    cpu = find_gpu(case.facts.gpu).is_cpu
+    where, machine = ("the host (top)", "cpu") if cpu else ("the GPU and the host (nvidia-smi, top)", "auto")
     text = (
         f"{seconds(gap)} s more than predicted, and nothing that was looked at explains it: look for other processes "
-        "on the GPU and the host (nvidia-smi, top), or measure this machine (fp8plan calibrate --gpu auto)"
+        f"on {where}, or measure this machine (fp8plan calibrate --gpu {machine})"
     )
     return Found(Cause.UNKNOWN, text)
 
@@ -155,7 +158,9 @@ def _unknown(case: Case) -> Found:
 def _in_the_prediction(case: Case) -> Iterator[Found]:
     """What slows the prediction itself, predicted again without it."""
     facts, prediction, makespan = case.facts, case.prediction, case.prediction.makespan_s
-    if facts.eager and not find_gpu(facts.gpu).is_cpu:
+    cpu = find_gpu(facts.gpu).is_cpu
+    larger = "VLLM_CPU_KVCACHE_SPACE" if cpu else "gpu_memory_utilization or tensor_parallel_size"
+    if facts.eager and not cpu:
         graphs = case.again(eager=False).timed.makespan_s
         text = (
             f"CUDA graphs are off: {seconds(makespan)} s predicted without them, {seconds(graphs)} with: leave "
@@ -168,7 +173,7 @@ def _in_the_prediction(case: Case) -> Iterator[Found]:
         text = (
             f"{case.observation.preemptions:,} preemptions ({prediction.rollout.preemptions:,} predicted) in a pool of "
             f"{prediction.kv_cache_tokens:,} tokens: {seconds(makespan)} s predicted, {seconds(roomy.makespan_s)} in a "
-            "pool that holds all: raise gpu_memory_utilization or tensor_parallel_size, or lower max_num_seqs"
+            f"pool that holds all: raise {larger}, or lower max_num_seqs"
         )
         yield Found(Cause.PREEMPTION, text, makespan - roomy.makespan_s, gap=False)
     try:
@@ -176,10 +181,11 @@ def _in_the_prediction(case: Case) -> Iterator[Found]:
     except CapacityError:  # predicted not to fit, and yet it ran
         return
     if prediction.kv_cache_tokens < planned.kv_cache_tokens:
+        rest = "before the engine starts, or plan with the gpu_memory_utilization it gets"
+        fix = f"raise {larger}" if cpu else f"free the GPU of other processes {rest}"
         text = (
             f"the KV pool holds {prediction.kv_cache_tokens:,} tokens instead of {planned.kv_cache_tokens:,}: "
-            f"{seconds(makespan)} s predicted, {seconds(planned.timed.makespan_s)} with those: free the GPU of other "
-            "processes before the engine starts, or plan with the gpu_memory_utilization it gets"
+            f"{seconds(makespan)} s predicted, {seconds(planned.timed.makespan_s)} with those: {fix}"
         )
         yield Found(Cause.KV_POOL, text, makespan - planned.timed.makespan_s, gap=False)
 

@@ -116,7 +116,7 @@ class Symptoms:
     precision:    that runs
     tokens_per_s: achieved
     within:       as fast as predicted
-    compiled:     a kernel was compiled, so the rollout says nothing about speed
+    compiled, cold: a kernel was compiled, or it is an engine's first and slow, so it says nothing about speed
     expected:     rung -> tokens per second expected after it; only rungs that can help speed
     """
 
@@ -126,6 +126,11 @@ class Symptoms:
     compiled: bool
     expected: Mapping[Action, float]
     kl_k3: float | None
+    cold: bool = False
+
+    @property
+    def excused(self) -> bool:
+        return self.compiled or self.cold
 
 
 def decide(state: GuardState, symptoms: Symptoms, settings: GuardSettings) -> tuple[GuardState, Action, str]:
@@ -134,12 +139,12 @@ def decide(state: GuardState, symptoms: Symptoms, settings: GuardSettings) -> tu
     gains = {x: symptoms.expected[x] / symptoms.tokens_per_s for x in rungs if x in symptoms.expected}
     best, least = max(gains.values(), default=0.0), 1 + settings.margin
     kl, limit = symptoms.kl_k3, settings.kl_limit
-    if not symptoms.compiled:
+    if not symptoms.excused:
         state = replace(state, slow=_counted(state.slow, best, least, 1.0))
     if kl is not None and limit is not None:
         state = replace(state, mismatched=_counted(state.mismatched, kl, limit, limit * settings.kl_release))
     wanted, waiting = {}, []
-    if best > least and not symptoms.compiled:
+    if best > least and not symptoms.excused:
         faster = next(x for x, gain in gains.items() if gain > least)
         what = f"{symptoms.expected[faster]:,.0f} tokens/s are expected after {faster}"
         if state.slow >= settings.patience:
@@ -168,6 +173,8 @@ def _counted(count: int, value: float, limit: float, release: float) -> int:
 def _nothing_to_do(symptoms: Symptoms, gains: Mapping[Action, float]) -> str:
     if symptoms.compiled:
         return "a kernel was compiled, so this rollout is not counted"
+    if symptoms.cold:
+        return "the engine's first rollout is a cold start, so it is not counted"
     if symptoms.within:
         return "nothing to do"
     if not gains:

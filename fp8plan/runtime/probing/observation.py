@@ -37,14 +37,24 @@ def observations(found: Probe) -> list[dict[str, str]]:
 
 
 def append_observations(path: Path, rows: Sequence[dict[str, str]]) -> None:
-    """To a table with the committed one's columns, or to a new file. Raises ConfigError for other columns."""
+    """To a table with the committed one's columns, or to a new file. Raises ConfigError for other columns, and for a
+    file that cannot be written."""
+    try:
+        _append(path, rows)
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise ConfigError(f"cannot append to {path}: {why}; allowed: a table of observations, or a new file") from None
+
+
+def _append(path: Path, rows: Sequence[dict[str, str]]) -> None:
     wanted = columns()
     new = not path.exists() or not path.stat().st_size
     if not new:
         with path.open(newline="", encoding="utf-8") as file:
-            header = next(csv.reader(file))
+            header = next(csv.reader(file), [])
         if header != wanted:
-            raise ConfigError(f"{path} has the columns {','.join(header)}; allowed: {','.join(wanted)}, or a new file")
+            found = ",".join(header)[:200]
+            raise ConfigError(f"{path} has the columns {found}; allowed: {','.join(wanted)}, or a new file")
     open_ended = not new and not path.read_bytes().endswith((b"\n", b"\r"))  # as some editors leave the last line
     with path.open("a", newline="", encoding="utf-8") as file:
         file.write("\n" if open_ended else "")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.noise import held_back
 
 FORMS: Final = '{"prompt_token_ids": [...]}, {"messages": [{"role": ..., "content": ...}]} or {"prompt": "..."}'
 
@@ -39,8 +40,9 @@ def read_prompts(path: Path) -> list[Prompt]:
     """One of FORMS a line. Raises ConfigError naming the line that is none."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"--prompts: {path}: {error.strerror}; allowed: a file of lines like {FORMS}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise ConfigError(f"--prompts: {path}: {why}; allowed: a file of lines like {FORMS}") from None
     found: list[Prompt] = []
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -66,21 +68,22 @@ def _prompt(line: str, where: str) -> Prompt:
     raise ConfigError(f"{where} is {line[:60]!r}; allowed: {FORMS}")
 
 
-def token_ids(prompts: Sequence[Prompt] | None, model_path: str) -> list[list[int]]:
-    """Token ids of each prompt; of TASKS without any. Messages go through the chat template, texts are taken as they
-    are, and TASKS through the template where the model has one: a prompt that its model never sees in training has
-    another mismatch.
+def token_ids(prompts: Sequence[Prompt] | None, model_path: str, most_prompts: int | None = None) -> list[list[int]]:
+    """Token ids of each prompt, or of the first so many; of TASKS without any.
+
+    Messages go through the chat template, texts are taken as they are, and TASKS through the template where the model
+    has one: a prompt that its model never sees in training has another mismatch.
 
     Raises ConfigError for an empty prompt, and for texts where the model has no tokeniser.
     """
-    given: Sequence[Prompt] = TASKS if prompts is None else prompts
+    given: Sequence[Prompt] = (TASKS if prompts is None else prompts)[:most_prompts]
     if not given or any(not prompt for prompt in given):
         raise ConfigError("a prompt is empty, or there is none; allowed: token ids or text for each response")
     if all(not isinstance(prompt, str | Mapping) for prompt in given):
         return [[int(token) for token in prompt] for prompt in given]
     tokeniser = _tokeniser(model_path)
     if prompts is None and tokeniser.chat_template:
-        given = [{"messages": [{"role": "user", "content": task}]} for task in TASKS]
+        given = [{"messages": [{"role": "user", "content": task}]} for task in given]
     return [_encoded(prompt, tokeniser) for prompt in given]
 
 
@@ -88,12 +91,17 @@ def _tokeniser(model_path: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model_path)
+        with held_back(engine_stays=False):
+            tokeniser = AutoTokenizer.from_pretrained(model_path)
+        why = "" if len(tokeniser) > 1 else "its vocabulary is empty: tokenizer.json is missing"
     except Exception as error:
+        why = "; ".join([type(error).__name__, *getattr(error, "__notes__", [])])
+    if why:
         raise ConfigError(
-            f"{model_path} has no tokeniser that loads ({type(error).__name__}); allowed: --prompts FILE with token "
-            'ids, {"prompt_token_ids": [...]}'
-        ) from None
+            f"{model_path} has no tokeniser that loads ({why}); allowed: --prompts FILE with token ids, "
+            '{"prompt_token_ids": [...]} in each line'
+        )
+    return tokeniser
 
 
 def _encoded(prompt: Prompt, tokeniser: Any) -> list[int]:
