@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.batch import StepBatch
@@ -43,11 +44,11 @@ class Trainer:
     def __post_init__(self) -> None:
         for name in ("train_s", "logprob_s"):
             value = getattr(self, name)
-            if value is not None and not 0 <= value < np.inf:
+            if value is not None and not (is_number(value) and value >= 0):
                 raise ConfigError(f"{name} is {value!r}; allowed: a number of seconds of at least 0")
         for name in ("train_tokens_per_s", "logprob_tokens_per_s", "sync_bandwidth"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < np.inf:
+            if value is not None and not (is_number(value) and value > 0):
                 raise ConfigError(f"{name} is {value!r}; allowed: a number above 0")
         for name in ("train", "logprob"):
             if getattr(self, f"{name}_s") is not None and getattr(self, f"{name}_tokens_per_s") is not None:

@@ -19,6 +19,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.record import append, line, repair, to_disk, torn_path
 
@@ -54,7 +55,9 @@ class JsonLines:
     """
 
     def __init__(self, path: str | Path, sync_s: float | None = 10.0) -> None:
-        if sync_s is not None and not sync_s >= 0:
+        if not isinstance(path, (str, Path)):
+            raise ConfigError(f"the run file is {path!r}; allowed: its path, such as 'run.jsonl'")
+        if sync_s is not None and not (is_number(sync_s) and sync_s >= 0):
             raise ConfigError(f"sync_s is {sync_s!r}; allowed: seconds, at least 0, or None")
         self.path, self.sync_s = Path(path), sync_s
         self._waiting: deque[bytes] = deque(maxlen=KEPT)
@@ -126,6 +129,9 @@ class Sinks:
     """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
+        listed = isinstance(sinks, Sequence) and not isinstance(sinks, str)
+        if not listed or not all(hasattr(sink, "write") for sink in sinks):
+            raise ConfigError(f"sinks are {sinks!r}; allowed: a list of sinks, such as [JsonLines('run.jsonl')]")
         self.sinks = tuple(sinks)
         self.failures = [0] * len(self.sinks)
 

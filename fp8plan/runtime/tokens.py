@@ -124,9 +124,9 @@ def pack(
 
     Raises ConfigError for shapes that do not agree.
     """
-    train, rollout = to_tensor(train_logprobs), to_tensor(rollout_logprobs)
+    train, rollout = to_tensor(train_logprobs, "train_logprobs"), to_tensor(rollout_logprobs, "rollout_logprobs")
     device = train.device
-    given = None if mask is None else to_tensor(mask).to(device)
+    given = None if mask is None else to_tensor(mask, "mask").to(device)
     ends = _checked(train, rollout, given, lengths)
     rollout = rollout.to(device)
     tokens = _pack(train, rollout, None if given is None else given.bool(), ends)
@@ -196,15 +196,22 @@ def _chunks(flat: torch.Tensor) -> Iterator[slice]:
     return (slice(start, min(start + step, len(flat))) for start in range(0, len(flat), step))
 
 
-def to_tensor(values: Array | Sequence[int]) -> torch.Tensor:
-    """A detached tensor, on the device where it is; of numbers, on the CPU, whatever the default device is."""
+def to_tensor(values: Array | Sequence[int], name: str = "values") -> torch.Tensor:
+    """A detached tensor, on the device where it is; of numbers, on the CPU, whatever the default device is.
+
+    Raises ConfigError for what holds no numbers; `name` is what it is called there.
+    """
     import torch
 
     if isinstance(values, torch.Tensor):
         return values.detach()
     if isinstance(values, np.ndarray):  # torch takes neither read-only memory nor negative strides
         return torch.from_numpy(np.require(values, requirements=["C", "W"]))
-    return torch.as_tensor(values, device="cpu")
+    try:
+        return torch.as_tensor(values, device="cpu")
+    except (RuntimeError, TypeError, ValueError):
+        given = "None" if values is None else f"a {type(values).__name__}"
+        raise ConfigError(f"{name} is {given}; allowed: a tensor, an array or a list of numbers") from None
 
 
 def _checked(
@@ -224,7 +231,7 @@ def _checked(
             f"log-probs have shape {shape} and lengths are {'' if lengths is None else 'not '}None; allowed: padded "
             "[batch, length] with a mask, or packed [tokens] with lengths"
         )
-    given = to_tensor(lengths).cpu()
+    given = to_tensor(lengths, "lengths").cpu()
     if given.dim() != 1:
         raise ConfigError(f"lengths have shape {tuple(given.shape)}; allowed: [sequences]")
     offsets = torch.nn.functional.pad(given.long().cumsum(0), (1, 0))

@@ -129,7 +129,7 @@ def _runs(tokens: Tokens, versions: Any) -> tuple[IntArray, IntArray]:
     """([runs] int64: the first of each run of tokens that one version sampled; [runs] int64: versions)"""
     import torch
 
-    given = to_tensor(versions)
+    given = to_tensor(versions, "versions")
     if tuple(given.shape) == tokens.shape:
         packed = tokens.select(given).long()
         first = torch.ones_like(packed, dtype=torch.bool)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
+from fp8plan.checks import instance, is_number
 from fp8plan.errors import ConfigError
 
 Level = Literal["token", "sequence", "geometric"]
@@ -31,10 +33,15 @@ class Thresholds:
     band: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        if self.tis is not None and not self.tis > 0:
+        if self.tis is not None and not (is_number(self.tis, finite=False) and self.tis > 0):
             raise ConfigError(f"tis is {self.tis!r}; allowed: above 0, or None for weights that are not truncated")
-        if self.band is not None and not 0 < self.band[0] <= self.band[1]:
+        if self.band is not None and not _is_band(self.band):
             raise ConfigError(f"band is {self.band!r}; allowed: (low, high) with 0 < low <= high")
+
+
+def _is_band(band: Any) -> bool:
+    pair = isinstance(band, Sequence) and len(band) == 2 and all(is_number(end, finite=False) for end in band)
+    return pair and 0 < band[0] <= band[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,8 @@ class Rejection:
     def __post_init__(self) -> None:
         if self.over not in OVER or self.estimator not in ESTIMATORS or self.name == "seq_max_k1":
             raise ConfigError(f"no rejection {self.name!r}; allowed: {', '.join(REJECTIONS)}")
-        if not 0 <= self.low <= self.high or not self.high > 0:
+        ends = all(is_number(end, finite=False) for end in (self.low, self.high))
+        if not (ends and 0 <= self.low <= self.high and self.high > 0):
             raise ConfigError(
                 f"{self.name} is bounded by {self.low!r} and {self.high!r}; allowed: 0 <= low <= high > 0"
             )
@@ -95,13 +103,14 @@ class CorrectionSettings:
     batch_normalize: bool = False
 
     def __post_init__(self) -> None:
+        instance("thresholds", self.thresholds, Thresholds, "Thresholds(tis=2.0)")
         if self.level not in LEVELS:
             raise ConfigError(f"level is {self.level!r}; allowed: {', '.join(map(repr, LEVELS))}")
         if self.mode not in MODES:
             raise ConfigError(f"mode is {self.mode!r}; allowed: {', '.join(map(repr, MODES))}")
         if self.level is not None and self.mode != "tis" and self.thresholds.band is None:
             raise ConfigError(f"mode {self.mode!r} needs a band; type Thresholds(band=(0.5, 2.0))")
-        if self.veto is not None and not 0 < self.veto < 1:
+        if self.veto is not None and not (is_number(self.veto) and 0 < self.veto < 1):
             raise ConfigError(f"veto is {self.veto!r}; allowed: between 0 and 1, or None")
         object.__setattr__(self, "reject", tuple(self.reject))
 
