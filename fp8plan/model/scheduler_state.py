@@ -88,7 +88,7 @@ class SchedulerState:
             return True
         if not self.waiting or self.pool.free < self.head_needs or len(self.running) >= self.max_num_seqs:
             return False
-        return self._admissible(self.waiting[0], self.budget) is not None
+        return self._admissible(self.waiting[0], self.budget - self.decoding) is not None
 
     def quiet_steps(self, longest: int) -> tuple[int, int]:
         """(steps up to and including the next finish in which every decoding request finds its block, those blocks)."""
@@ -165,9 +165,11 @@ class SchedulerState:
         if from_queue:
             self.hit_freed_blocks = True
         if spare < 0:
-            # While it is the head it comes to need more, never less, but for one block: the copy of its prompt's end
-            # that it would have hit is evicted, and the next one is held by a sibling.
-            self.head_needs = needed - 1
+            # While it is the head, its whole prompt comes to need more, never less, but for one block: the copy of its
+            # prompt's end that it would have hit is evicted, and the next one is held by a sibling. A first chunk needs
+            # less when the blocks it would have taken from the free queue are evicted, or other requests leave it less
+            # of the budget.
+            self.head_needs = needed - 1 if self.reserve_full_prompt else 0
             return None
         return hit, after
 
