@@ -8,6 +8,7 @@ freed piece with a shrinking end replaces thousands of blocks, exactly.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Protocol
 
 import numpy as np
@@ -83,7 +84,9 @@ class CachingPool:
     def __init__(self, num_blocks: int, block_size: int, prompts: IntArray, prompt_ids: IntArray) -> None:
         self.free = num_blocks
         self._clean = num_blocks  # free blocks without a hash
-        self._queue: dict[Span, None] = {}  # free spans, least recently freed first
+        # Free spans, least recently freed first. (In a plain dict each look at the first entry passes all that were
+        # deleted before it.)
+        self._queue: OrderedDict[Span, None] = OrderedDict()
         self._block_size = block_size
         self._group: list[int] = prompt_ids.tolist()
         self._shared_blocks, self._has_copy = _shared_layout(prompts, prompt_ids, block_size)

@@ -88,11 +88,7 @@ def schedule(
         pool = PlainPool(num_blocks)
     state = SchedulerState(prompts.tolist(), responses.tolist(), pool, limits)
     while state.waiting or state.running:
-        steps, blocks = (0, 0) if state.can_admit() else state.quiet_steps(longest_run)
-        if steps:
-            state.decode(steps, blocks)
-        else:
-            state.step()
+        state.next_row(longest_run)
     table = np.frombuffer(state.rows, dtype=np.int64).reshape(-1, len(COLUMNS)).T
     # Freed blocks that were hit may be gone from a smaller pool, so then nothing can be said about it.
     pool_mattered = state.hit_freed_blocks or bool(table[COLUMNS.index("preemptions")].any())

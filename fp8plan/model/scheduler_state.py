@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from fp8plan.model.kv_pool import Pool, blocks_for
@@ -28,19 +29,6 @@ COLUMNS = (
     "preemptions",  # here, or in the step without tokens before: that costs nothing and has no row
     "finished",
 )
-
-
-NO_PREFILL = (0, 0, 0, 0)
-
-
-def _prefill_work(chunks: list[tuple[int, int, int]]) -> tuple[int, int, int, int]:
-    """(tokens, chunks, KV tokens read, query-key pairs) of chunks (request, tokens computed before, after)."""
-    return (
-        sum(after - before for _, before, after in chunks),
-        len(chunks),
-        sum(after for _, _, after in chunks),
-        sum((after - before) * (after + before + 1) // 2 for _, before, after in chunks),
-    )
 
 
 class SchedulerState:
@@ -68,13 +56,12 @@ class SchedulerState:
         self.partial: tuple[int, int] | None = None  # (request, computed tokens)
         self.offset = [0] * requests
         self.phase = [0] * requests
-        self.in_phase: list[dict[int, None]] = [{} for _ in range(limits.block_size)]  # decoding requests, in order
+        self.in_phase = [0] * limits.block_size  # decoding requests by phase
         self.decoding = 0
         self.context = 0  # tokens computed so far, summed over decoding requests
-        self.admission = [0] * requests  # counts admissions: orders requests that finish in the same step
+        self.admission = [0] * requests  # of those that decode, counted: orders those that finish in the same step
         self.admissions = 0
-        self.finish_at = [-1] * requests
-        self.finishes: list[tuple[int, int, int]] = []  # (step, admission, request); outdated where finish_at differs
+        self.finishes: list[tuple[int, int, int]] = []  # (step, admission, request); outdated where admission differs
         self.leaving: list[int] = []  # finished, but the scheduler does not know yet (asynchronous scheduling)
         self.least_free = pool.free
         self.hit_freed_blocks = False
@@ -82,7 +69,14 @@ class SchedulerState:
         self.lost = 0  # tokens that those requests had computed
         self.rows = array("q")
 
-    def can_admit(self) -> bool:
+    def next_row(self, longest: int) -> None:
+        """Go on by one step, or by a run of at most `longest` alike steps."""
+        if self._may_admit():
+            self._step()
+        else:
+            self._decode(longest)
+
+    def _may_admit(self) -> bool:
         """Whether the next step may do more than decode. Blocks only get scarcer while it does nothing else."""
         if self.partial is not None:
             return True
@@ -90,37 +84,34 @@ class SchedulerState:
             return False
         return self._admissible(self.waiting[0], self.budget - self.decoding) is not None
 
-    def quiet_steps(self, longest: int) -> tuple[int, int]:
-        """(steps up to and including the next finish in which every decoding request finds its block, those blocks)."""
-        if not self.decoding:
-            return 0, 0
-        until_finish = 1 if self.leaving else self._next_finish() - self.now + 1
-        wanted = until_finish if until_finish < longest else longest
-        size, free, in_phase = self.block_size, self.pool.free, self.in_phase
-        cycles = min(free // self.decoding, wanted // size)  # in each, every request fills a block
-        steps, blocks = cycles * size, cycles * self.decoding
-        phase = (self.now + steps) % size
+    def _decode(self, longest: int) -> None:
+        """Steps up to and including the next finish in which every decoding request finds its block; or one step, if
+        already in the first a request finds none."""
+        size, free, in_phase, decoding = self.block_size, self.pool.free, self.in_phase, self.decoding
+        phase = self.now % size
+        if in_phase[phase] > free or not decoding:
+            self._end(1, self._serve_decoding())
+            return
+        wanted = 1 if self.leaving else min(self._next_finish() - self.now + 1, longest)
+        cycles = min(free // decoding, wanted // size)  # in each, every request fills a block
+        steps, blocks = cycles * size, cycles * decoding
         while steps < wanted:
-            more = blocks + len(in_phase[phase])
+            more = blocks + in_phase[phase]
             if more > free:
                 break
             steps, blocks, phase = steps + 1, more, phase + 1
             if phase == size:
                 phase = 0
-        return steps, blocks
+        self.pool.take(blocks)
+        self._end(steps, 0)
 
     def _next_finish(self) -> int:
-        finishes, finish_at = self.finishes, self.finish_at
-        while finish_at[finishes[0][2]] != finishes[0][0]:
+        finishes, admission = self.finishes, self.admission
+        while admission[finishes[0][2]] != finishes[0][1]:
             heappop(finishes)
         return finishes[0][0]
 
-    def decode(self, steps: int, blocks: int) -> None:
-        """Advance every decoding request by `steps` tokens, which takes that many blocks."""
-        self.pool.take(blocks)
-        self._end(steps, [], 0, 0)
-
-    def step(self) -> None:
+    def _step(self) -> None:
         """One step with everything that can happen in it."""
         preemptions = self._serve_decoding()
         budget = self.budget - self.decoding
@@ -144,19 +135,20 @@ class SchedulerState:
             request = self.waiting.popleft()
             self.head_needs = 0
             self.running[request] = None
-            self.admission[request] = self.admissions = self.admissions + 1
             self.pool.admit(request, hit)
             before = hit * self.block_size
             cached += before
             budget -= after - before
             self._compute(request, before, after, blocks_for(after, self.block_size) - hit, chunks)
-        self._end(1, chunks, cached, preemptions)
+        self._end(1, preemptions, chunks, cached)
 
     def _admissible(self, request: int, budget: int) -> tuple[int, int] | None:
         """(blocks hit, tokens computed after this step) if the head of the queue may be admitted now."""
         known, size = self.known[request], self.block_size
         hit, from_queue = self.pool.lookup(request, known)
-        after = min(known, hit * size + budget)
+        after = hit * size + budget
+        if after > known:
+            after = known
         must_fit = known if self.reserve_full_prompt else after
         needed = blocks_for(must_fit, size) - hit + from_queue
         spare = self.pool.free - needed
@@ -165,13 +157,16 @@ class SchedulerState:
         if from_queue:
             self.hit_freed_blocks = True
         if spare < 0:
-            # While it is the head, its whole prompt comes to need more, never less, but for one block: the copy of its
-            # prompt's end that it would have hit is evicted, and the next one is held by a sibling. A first chunk needs
-            # less when the blocks it would have taken from the free queue are evicted, or other requests leave it less
-            # of the budget.
-            self.head_needs = needed - 1 if self.reserve_full_prompt else 0
+            self._head_needs(needed)
             return None
         return hit, after
+
+    def _head_needs(self, blocks: int) -> None:
+        """Note what the head of the queue needs now. While it is the head, its whole prompt comes to need more, never
+        less, but for one block: the copy of its prompt's end that it would have hit is evicted, and the next one is
+        held by a sibling. A first chunk comes to need less when blocks that it would have taken from the free queue
+        are evicted, or other requests leave it less of the budget."""
+        self.head_needs = blocks - 1 if self.reserve_full_prompt else 0
 
     def _compute(self, request: int, before: int, after: int, blocks: int, chunks: list[tuple[int, int, int]]) -> None:
         self.pool.take(blocks)
@@ -181,105 +176,118 @@ class SchedulerState:
 
     def _serve_decoding(self) -> int:
         """Give each decoding request the block it needs in this step; returns the preemptions that took."""
-        members = self.in_phase[self.now % self.block_size]
-        if len(members) <= self.pool.free:
-            self.pool.take(len(members))
-            return 0
-        queue, served, preemptions = list(members), 0, 0
-        while True:
-            granted = min(self.pool.free, len(queue) - served)
+        pool, in_phase, phase = self.pool, self.in_phase, self.now % self.block_size
+        served = preemptions = 0
+        # The last running request, which is preempted, may be one that waits for a block here.
+        while (granted := in_phase[phase] - served) > pool.free:
+            granted = pool.free
             if granted:
-                self.pool.take(granted)
+                pool.take(granted)
                 served += granted
-            if served == len(queue):
-                return preemptions
             self._preempt_last()
             preemptions += 1
-            if queue[-1] not in self.running:  # the last running request may be one that waits for a block here
-                queue.pop()
+        if granted:
+            pool.take(granted)
+        return preemptions
 
     def _preempt_last(self) -> None:
-        request, _ = self.running.popitem()
+        pool, (request, _) = self.pool, self.running.popitem()
         if self.partial is not None and request == self.partial[0]:
             computed = self.partial[1]
             self.partial = None
         elif request in self.leaving:  # its last token is on the way: nothing to resume
             self.leaving.remove(request)
-            self._release(request, self.final[request], in_flight=1)
+            pool.release(request, blocks_for(self.final[request], self.block_size), self.final[request] - 1)
             return
         else:
             computed = self._stop_decoding(request)
         self.lost += computed
         # Under asynchronous scheduling the newest generated token is not known yet, so its block has no hash.
-        self._release(request, computed, in_flight=int(self.lag and computed > self.known[request]))
-        self.known[request] = max(self.known[request], computed + 1)
+        known, free = self.known[request], pool.free
+        pool.release(request, blocks_for(computed, self.block_size), computed - (self.lag and computed > known))
+        if computed >= known:
+            self.known[request] = computed + 1
         self.waiting.appendleft(request)
-        self.head_needs = 0
-
-    def _release(self, request: int, computed: int, in_flight: int = 0) -> None:
-        self.pool.release(request, blocks_for(computed, self.block_size), computed - in_flight)
+        self._head_needs(pool.free - free)  # all that it held but what a sibling still holds
 
     def _start_decoding(self, request: int) -> None:
         """From the next step on (`now` already points there)."""
-        computed = self.known[request]
-        self.offset[request] = computed - self.now
-        self.phase[request] = phase = -self.offset[request] % self.block_size
-        self.in_phase[phase][request] = None
+        computed, now = self.known[request], self.now
+        self.offset[request] = offset = computed - now
+        self.phase[request] = phase = -offset % self.block_size
+        self.in_phase[phase] += 1
         self.decoding += 1
         self.context += computed
-        self.finish_at[request] = finish = self.now + self.final[request] - computed - 1
-        heappush(self.finishes, (finish, self.admission[request], request))
+        self.admission[request] = self.admissions = admission = self.admissions + 1
+        heappush(self.finishes, (now + self.final[request] - computed - 1, admission, request))
 
     def _stop_decoding(self, request: int) -> int:
         """Returns the tokens computed."""
         computed = self.now + self.offset[request]
-        del self.in_phase[self.phase[request]][request]
+        self.in_phase[self.phase[request]] -= 1
         self.decoding -= 1
         self.context -= computed
-        self.finish_at[request] = -1
+        self.admission[request] = 0
         return computed
 
-    def _end(self, steps: int, chunks: list[tuple[int, int, int]], cached: int, preemptions: int) -> None:
+    def _end(self, steps: int, preemptions: int, chunks: Sequence[tuple[int, int, int]] = (), cached: int = 0) -> None:
         """Record a row, move on, start those whose prefill is done, and let finished requests go."""
-        if self.pool.free < self.least_free:
-            self.least_free = self.pool.free
+        free = self.pool.free
+        if free < self.least_free:
+            self.least_free = free
         self.preemptions += preemptions
-        decoding = self.decoding
         started = [request for request, _, after in chunks if after == self.known[request]] if chunks else ()
-        row = (
-            steps,
-            decoding,
-            self.context + decoding,
-            *(_prefill_work(chunks) if chunks else NO_PREFILL),
-            decoding + len(started),
-            cached,
-            self.lost,
-            len(self.running),
-            len(self.waiting),
-            self.num_blocks - self.pool.free,
-            self.preemptions,
-        )
+        decoding, context, running = self.decoding, self.context, len(self.running)
         self.now += steps
         self.context += steps * decoding
         for request in started:
             self._start_decoding(request)
         finished = self._collect_finished() if self.finishes and self.finishes[0][0] < self.now else []
+        if decoding or chunks:
+            self.rows.extend(
+                (
+                    steps,
+                    decoding,
+                    context + decoding,
+                    *(_prefill_work(chunks) if chunks else NO_PREFILL),
+                    decoding + len(started),
+                    cached,
+                    self.lost,
+                    running,
+                    len(self.waiting),
+                    self.num_blocks - free,
+                    self.preemptions,
+                    len(finished),
+                )
+            )
+            self.preemptions = self.lost = 0
+        # Else nobody was served: under asynchronous scheduling a finished request still holds its blocks, and the last
+        # one left decoding preempts itself; or the engine only learns of finishes.
         gone = self.leaving if self.lag else finished
         self.leaving = finished if self.lag else []
         for request in gone:
             del self.running[request]
-            self._release(request, self.final[request])
-        # Under asynchronous scheduling a step may serve nobody: a finished request still holds its blocks, and the
-        # last one left decoding preempts itself; or the engine only learns of finishes.
-        if decoding or chunks:
-            self.rows.extend((*row, len(finished)))
-            self.preemptions = self.lost = 0
+            final = self.final[request]
+            self.pool.release(request, blocks_for(final, self.block_size), final)
 
     def _collect_finished(self) -> list[int]:
         finished: list[int] = []
         while self.finishes and self.finishes[0][0] < self.now:
-            step, _, request = heappop(self.finishes)
-            if self.finish_at[request] == step:
+            _, admission, request = heappop(self.finishes)
+            if self.admission[request] == admission:
                 self._stop_decoding(request)
                 finished.append(request)
         return finished
+
+
+NO_PREFILL = (0, 0, 0, 0)
+
+
+def _prefill_work(chunks: Sequence[tuple[int, int, int]]) -> tuple[int, int, int, int]:
+    """(tokens, chunks, KV tokens read, query-key pairs) of chunks (request, tokens computed before, after)."""
+    tokens = read = pairs = 0
+    for _, before, after in chunks:
+        tokens += after - before
+        read += after
+        pairs += (after - before) * (after + before + 1) // 2
+    return tokens, len(chunks), read, pairs
