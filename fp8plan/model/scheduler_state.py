@@ -5,7 +5,6 @@ in which anything may happen. `scheduler.schedule` alternates them.
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
@@ -34,8 +33,11 @@ COLUMNS = (
 class SchedulerState:
     """State between two steps. `now` is the number of the next step.
 
+    Requests are admitted in order of arrival, a preemption takes the last one admitted, and it becomes the head of the
+    queue: so those that run come before `head` in order of arrival, and those that wait from there on.
+
     A decoding request i has computed `now + self.offset[i]` tokens, so a quiet step changes no per-request
-    state; it needs a new block in the steps that equal `self.phase[i]` modulo the block size.
+    state; it needs a new block in the steps that equal `-self.offset[i]` modulo the block size.
     At most one request is partly prefilled, and it is the last of the running ones: admission stops when a
     chunk uses up the budget, and a preemption takes the last first.
     """
@@ -50,18 +52,20 @@ class SchedulerState:
         self.lag = limits.async_scheduling
         self.now = 0
         self.known = list(prompts)  # prompt + generated tokens of requests that are not decoding
-        self.waiting = deque(range(requests))
-        self.head_needs = 0  # with fewer free blocks, the head of the queue stays where it is
-        self.running: dict[int, None] = {}  # in admission order; includes `leaving`
+        # The unfinished requests as a ring in order of arrival; its last entry, also found at -1, is no request.
+        self.before = list(range(-1, requests))
+        self.after = [*range(1, requests + 1), 0]
+        self.head = 0  # of the queue
+        self.head_needs = 0  # with fewer free blocks, it stays where it is
+        self.waiting = requests
+        self.running = 0  # includes `leaving`
         self.partial: tuple[int, int] | None = None  # (request, computed tokens)
         self.offset = [0] * requests
-        self.phase = [0] * requests
-        self.in_phase = [0] * limits.block_size  # decoding requests by phase
+        self.in_phase = [0] * limits.block_size  # decoding requests that need a block in such steps
         self.decoding = 0
         self.context = 0  # tokens computed so far, summed over decoding requests
-        self.admission = [0] * requests  # of those that decode, counted: orders those that finish in the same step
-        self.admissions = 0
-        self.finishes: list[tuple[int, int, int]] = []  # (step, admission, request); outdated where admission differs
+        self.finishes: list[int] = []  # heap of finish step * requests + request; outdated where finish_of differs
+        self.finish_of = [-1] * requests
         self.leaving: list[int] = []  # finished, but the scheduler does not know yet (asynchronous scheduling)
         self.least_free = pool.free
         self.hit_freed_blocks = False
@@ -80,9 +84,9 @@ class SchedulerState:
         """Whether the next step may do more than decode. Blocks only get scarcer while it does nothing else."""
         if self.partial is not None:
             return True
-        if not self.waiting or self.pool.free < self.head_needs or len(self.running) >= self.max_num_seqs:
+        if not self.waiting or self.pool.free < self.head_needs or self.running >= self.max_num_seqs:
             return False
-        return self._admissible(self.waiting[0], self.budget - self.decoding) is not None
+        return self._admissible(self.head, self.budget - self.decoding) is not None
 
     def _decode(self, longest: int) -> None:
         """Steps up to and including the next finish in which every decoding request finds its block; or one step, if
@@ -92,9 +96,13 @@ class SchedulerState:
         if in_phase[phase] > free or not decoding:
             self._end(1, self._serve_decoding())
             return
-        wanted = 1 if self.leaving else min(self._next_finish() - self.now + 1, longest)
-        cycles = min(free // decoding, wanted // size)  # in each, every request fills a block
-        steps, blocks = cycles * size, cycles * decoding
+        wanted = 1 if self.leaving else self._next_finish() - self.now + 1
+        if wanted > longest:
+            wanted = longest
+        steps = blocks = 0
+        if wanted >= size and free >= decoding:
+            cycles = min(free // decoding, wanted // size)  # in each, every request fills a block
+            steps, blocks = cycles * size, cycles * decoding
         while steps < wanted:
             more = blocks + in_phase[phase]
             if more > free:
@@ -106,10 +114,10 @@ class SchedulerState:
         self._end(steps, 0)
 
     def _next_finish(self) -> int:
-        finishes, admission = self.finishes, self.admission
-        while admission[finishes[0][2]] != finishes[0][1]:
+        finishes, finish_of, requests = self.finishes, self.finish_of, len(self.final)
+        while finish_of[finishes[0] % requests] != finishes[0]:
             heappop(finishes)
-        return finishes[0][0]
+        return finishes[0] // requests
 
     def _step(self) -> None:
         """One step with everything that can happen in it."""
@@ -127,14 +135,15 @@ class SchedulerState:
                 budget -= after - before
                 self._compute(request, before, after, blocks, chunks)
         cached = 0
-        while self.waiting and budget and not preemptions and len(self.running) < self.max_num_seqs:
-            found = self._admissible(self.waiting[0], budget)
+        while self.waiting and budget and not preemptions and self.running < self.max_num_seqs:
+            request = self.head
+            found = self._admissible(request, budget)
             if found is None:
                 break
             hit, after = found
-            request = self.waiting.popleft()
-            self.head_needs = 0
-            self.running[request] = None
+            self.head, self.head_needs = self.after[request], 0
+            self.waiting -= 1
+            self.running += 1
             self.pool.admit(request, hit)
             before = hit * self.block_size
             cached += before
@@ -179,82 +188,93 @@ class SchedulerState:
         pool, in_phase, phase = self.pool, self.in_phase, self.now % self.block_size
         served = preemptions = 0
         # The last running request, which is preempted, may be one that waits for a block here.
-        while (granted := in_phase[phase] - served) > pool.free:
-            granted = pool.free
-            if granted:
-                pool.take(granted)
-                served += granted
+        while (wanting := in_phase[phase] - served) > pool.free:
+            if pool.free:
+                served += pool.free
+                pool.take(pool.free)
             self._preempt_last()
             preemptions += 1
-        if granted:
-            pool.take(granted)
+        if wanting:
+            pool.take(wanting)
         return preemptions
 
     def _preempt_last(self) -> None:
-        pool, (request, _) = self.pool, self.running.popitem()
+        pool, request = self.pool, self.before[self.head]
+        if self.leaving and request in self.leaving:  # its last token is on the way: nothing to resume
+            self.leaving.remove(request)
+            self._remove(request, in_flight=1)
+            return
         if self.partial is not None and request == self.partial[0]:
             computed = self.partial[1]
             self.partial = None
-        elif request in self.leaving:  # its last token is on the way: nothing to resume
-            self.leaving.remove(request)
-            pool.release(request, blocks_for(self.final[request], self.block_size), self.final[request] - 1)
-            return
         else:
             computed = self._stop_decoding(request)
+        self.running -= 1
+        self.waiting += 1
+        self.head = request
         self.lost += computed
-        # Under asynchronous scheduling the newest generated token is not known yet, so its block has no hash.
         known, free = self.known[request], pool.free
-        pool.release(request, blocks_for(computed, self.block_size), computed - (self.lag and computed > known))
+        # Under asynchronous scheduling the newest generated token is not known yet, so its block has no hash.
+        in_flight = self.lag and computed > known
+        pool.release(request, blocks_for(computed, self.block_size), computed - in_flight)
         if computed >= known:
             self.known[request] = computed + 1
-        self.waiting.appendleft(request)
         self._head_needs(pool.free - free)  # all that it held but what a sibling still holds
+
+    def _remove(self, request: int, in_flight: int = 0) -> None:
+        """Let a finished request go."""
+        before, after = self.before[request], self.after[request]
+        self.after[before], self.before[after] = after, before
+        self.running -= 1
+        final = self.final[request]
+        self.pool.release(request, blocks_for(final, self.block_size), final - in_flight)
 
     def _start_decoding(self, request: int) -> None:
         """From the next step on (`now` already points there)."""
-        computed, now = self.known[request], self.now
-        self.offset[request] = offset = computed - now
-        self.phase[request] = phase = -offset % self.block_size
-        self.in_phase[phase] += 1
+        computed = self.known[request]
+        self.offset[request] = offset = computed - self.now
+        self.in_phase[-offset % self.block_size] += 1
         self.decoding += 1
         self.context += computed
-        self.admission[request] = self.admissions = admission = self.admissions + 1
-        heappush(self.finishes, (now + self.final[request] - computed - 1, admission, request))
+        self.finish_of[request] = finish = (self.final[request] - offset - 1) * len(self.final) + request
+        heappush(self.finishes, finish)
 
     def _stop_decoding(self, request: int) -> int:
         """Returns the tokens computed."""
-        computed = self.now + self.offset[request]
-        self.in_phase[self.phase[request]] -= 1
+        offset = self.offset[request]
+        computed = self.now + offset
+        self.in_phase[-offset % self.block_size] -= 1
         self.decoding -= 1
         self.context -= computed
-        self.admission[request] = 0
+        self.finish_of[request] = -1
         return computed
 
     def _end(self, steps: int, preemptions: int, chunks: Sequence[tuple[int, int, int]] = (), cached: int = 0) -> None:
         """Record a row, move on, start those whose prefill is done, and let finished requests go."""
-        free = self.pool.free
+        free, decoding, context = self.pool.free, self.decoding, self.context
         if free < self.least_free:
             self.least_free = free
         self.preemptions += preemptions
-        started = [request for request, _, after in chunks if after == self.known[request]] if chunks else ()
-        decoding, context, running = self.decoding, self.context, len(self.running)
         self.now += steps
         self.context += steps * decoding
-        for request in started:
-            self._start_decoding(request)
-        finished = self._collect_finished() if self.finishes and self.finishes[0][0] < self.now else []
+        prefill, started = NO_PREFILL, 0
+        if chunks:
+            prefill, started = _prefill_work(chunks), len(chunks) - (self.partial is not None)
+            for request, _, _ in chunks[:started]:
+                self._start_decoding(request)
+        finished = self._collect_finished()
         if decoding or chunks:
             self.rows.extend(
                 (
                     steps,
                     decoding,
                     context + decoding,
-                    *(_prefill_work(chunks) if chunks else NO_PREFILL),
-                    decoding + len(started),
+                    *prefill,
+                    decoding + started,
                     cached,
                     self.lost,
-                    running,
-                    len(self.waiting),
+                    self.running,
+                    self.waiting,
                     self.num_blocks - free,
                     self.preemptions,
                     len(finished),
@@ -263,18 +283,20 @@ class SchedulerState:
             self.preemptions = self.lost = 0
         # Else nobody was served: under asynchronous scheduling a finished request still holds its blocks, and the last
         # one left decoding preempts itself; or the engine only learns of finishes.
-        gone = self.leaving if self.lag else finished
-        self.leaving = finished if self.lag else []
+        gone = finished
+        if self.lag:
+            gone, self.leaving = self.leaving, finished
         for request in gone:
-            del self.running[request]
-            final = self.final[request]
-            self.pool.release(request, blocks_for(final, self.block_size), final)
+            self._remove(request)
 
     def _collect_finished(self) -> list[int]:
         finished: list[int] = []
-        while self.finishes and self.finishes[0][0] < self.now:
-            _, admission, request = heappop(self.finishes)
-            if self.admission[request] == admission:
+        finishes, requests = self.finishes, len(self.final)
+        end = self.now * requests
+        while finishes and finishes[0] < end:
+            finish = heappop(finishes)
+            request = finish % requests
+            if self.finish_of[request] == finish:
                 self._stop_decoding(request)
                 finished.append(request)
         return finished
