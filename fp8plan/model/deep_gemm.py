@@ -8,7 +8,7 @@ that were compiled there while profiles/h200_sxm was measured; the rule below na
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -82,7 +82,7 @@ def _choose(m_key: ArrayKey, n_key: ArrayKey, k_key: ArrayKey, sm_count: int) ->
     sizes = [np.frombuffer(values, dtype=np.int64).reshape(shape) for values, shape in (m_key, n_key, k_key)]
     columns = np.broadcast(*sizes).shape[-1]
     parts = [
-        _choose_part(*(x if x.shape[-1] == 1 else x[..., start : start + AT_ONCE] for x in sizes), sm_count)
+        _choose_part([x if x.shape[-1] == 1 else x[..., start : start + AT_ONCE] for x in sizes], sm_count)
         for start in range(0, columns, AT_ONCE)
     ]
     chosen = Chosen(*(np.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True)))
@@ -91,7 +91,8 @@ def _choose(m_key: ArrayKey, n_key: ArrayKey, k_key: ArrayKey, sm_count: int) ->
     return chosen
 
 
-def _choose_part(m: IntArray, n: IntArray, k: IntArray, sm_count: int) -> Chosen:
+def _choose_part(sizes: Sequence[IntArray], sm_count: int) -> Chosen:
+    m, n, k = sizes
     # Arrays below: layouts, and as many axes as the sizes have together. What depends on a few sizes stays small.
     axes = np.broadcast(m, n, k).ndim
     cluster_m, cluster_n, block_m, block_n = np.array(LAYOUTS, dtype=np.int64).T.reshape(4, -1, *[1] * axes)

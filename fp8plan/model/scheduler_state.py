@@ -8,25 +8,31 @@ from array import array
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
+import numpy as np
+
+from fp8plan.model.arrays import IntArray
 from fp8plan.model.kv_pool import Pool, blocks_for
 from fp8plan.model.limits import EngineLimits
 
-COLUMNS = (
+ROW = (
     "steps",  # alike steps in this row
     "decode_requests",  # requests that get one token in each of them
     "decode_kv_tokens",  # KV tokens they read in the first step, summed; grows by decode_requests a step
-    "prefill_tokens",
-    "prefill_requests",
-    "prefill_kv_tokens",  # KV tokens the chunks read: context before them + their own, summed
-    "prefill_pairs",  # query-key pairs of the chunks, summed
-    "sampled_requests",
-    "cached_tokens",  # prefill that the prefix cache saved to requests admitted here
     "recomputed_tokens",  # work thrown away: tokens that the requests of `preemptions` had computed
     "running",
     "waiting",
     "used_blocks",  # while the last step of the row runs
     "preemptions",  # here, or in the step without tokens before: that costs nothing and has no row
     "finished",
+)
+# Of a row with prefill; zero in the others, which are most.
+PREFILL = (
+    "prefill_tokens",
+    "prefill_requests",
+    "prefill_kv_tokens",  # KV tokens the chunks read: context before them + their own, summed
+    "prefill_pairs",  # query-key pairs of the chunks, summed
+    "sampled_requests",  # of those whose prefill ends here; in `columns` the decoding requests are among them
+    "cached_tokens",  # prefill that the prefix cache saved to requests admitted here
 )
 
 
@@ -71,7 +77,19 @@ class SchedulerState:
         self.hit_freed_blocks = False
         self.preemptions = 0  # since the last row
         self.lost = 0  # tokens that those requests had computed
-        self.rows = array("q")
+        self.rows: list[int] = []  # ROW of each row, one after the other: lists of numbers grow fastest
+        self.prefills: list[int] = []  # (row, *PREFILL) of each row with prefill, one after the other
+
+    def columns(self) -> dict[str, IntArray]:
+        """What has happened so far: int64 arrays of shape (rows,), one per name in ROW and PREFILL."""
+        rows = _table(self.rows, len(ROW))
+        columns = dict(zip(ROW, rows, strict=True))
+        at, *prefills = _table(self.prefills, 1 + len(PREFILL))
+        for name, values in zip(PREFILL, prefills, strict=True):
+            columns[name] = np.zeros(rows.shape[1], dtype=np.int64)
+            columns[name][at] = values
+        columns["sampled_requests"] += columns["decode_requests"]
+        return columns
 
     def next_row(self, longest: int) -> None:
         """Go on by one step, or by a run of at most `longest` alike steps."""
@@ -159,7 +177,7 @@ class SchedulerState:
         if after > known:
             after = known
         must_fit = known if self.reserve_full_prompt else after
-        needed = blocks_for(must_fit, size) - hit + from_queue
+        needed = -(-must_fit // size) - hit + from_queue
         spare = self.pool.free - needed
         if spare < self.least_free:
             self.least_free = spare
@@ -257,28 +275,23 @@ class SchedulerState:
         self.preemptions += preemptions
         self.now += steps
         self.context += steps * decoding
-        prefill, started = NO_PREFILL, 0
         if chunks:
-            prefill, started = _prefill_work(chunks), len(chunks) - (self.partial is not None)
+            started = len(chunks) - (self.partial is not None)
+            self.prefills += (len(self.rows) // len(ROW), *_prefill_work(chunks), started, cached)
             for request, _, _ in chunks[:started]:
                 self._start_decoding(request)
         finished = self._collect_finished()
         if decoding or chunks:
-            self.rows.extend(
-                (
-                    steps,
-                    decoding,
-                    context + decoding,
-                    *prefill,
-                    decoding + started,
-                    cached,
-                    self.lost,
-                    self.running,
-                    self.waiting,
-                    self.num_blocks - free,
-                    self.preemptions,
-                    len(finished),
-                )
+            self.rows += (
+                steps,
+                decoding,
+                context + decoding,
+                self.lost,
+                self.running,
+                self.waiting,
+                self.num_blocks - free,
+                self.preemptions,
+                len(finished),
             )
             self.preemptions = self.lost = 0
         # Else nobody was served: under asynchronous scheduling a finished request still holds its blocks, and the last
@@ -302,9 +315,6 @@ class SchedulerState:
         return finished
 
 
-NO_PREFILL = (0, 0, 0, 0)
-
-
 def _prefill_work(chunks: Sequence[tuple[int, int, int]]) -> tuple[int, int, int, int]:
     """(tokens, chunks, KV tokens read, query-key pairs) of chunks (request, tokens computed before, after)."""
     tokens = read = pairs = 0
@@ -313,3 +323,8 @@ def _prefill_work(chunks: Sequence[tuple[int, int, int]]) -> tuple[int, int, int
         read += after
         pairs += (after - before) * (after + before + 1) // 2
     return tokens, len(chunks), read, pairs
+
+
+def _table(values: list[int], columns: int) -> IntArray:
+    """Rows given one after the other, as an int64 array of shape (columns, rows)."""
+    return np.frombuffer(array("q", values), dtype=np.int64).reshape(-1, columns).T
