@@ -169,6 +169,7 @@ def plan_command(
         engine_version=engine_version,
         strict=strict,
         progress=_progress("predicting"),
+        workers=os.cpu_count() or 1,
     )
     settings = None
     if emit is not None:
