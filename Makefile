@@ -27,9 +27,11 @@ plan: $(VENV)/.installed
 test: lint
 	FP8PLAN_REQUIRE_INTEGRATIONS=1 $(TEST_VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
-# Properties with new examples each time, of what needs no engine.
+# Properties with new examples each time, of what needs no engine; and the simulated scheduler against vLLM's, with
+# thousands of small pools.
 fuzz: $(TEST_VENV)/.installed
 	HYPOTHESIS_PROFILE=fuzz $(TEST_VENV)/bin/python -m pytest -n 2 -m "not vllm" $$(grep -rl "from hypothesis" tests)
+	FP8PLAN_TIGHT_SEEDS=2000 $(TEST_VENV)/bin/python -m pytest -n 2 tests/model/test_scheduler.py -k tight_pool
 
 lint: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/ruff check .

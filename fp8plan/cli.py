@@ -273,6 +273,7 @@ def plan_command(
         engine_version=engine_version,
         strict=strict,
         progress=_progress("predicting"),
+        workers=os.cpu_count() or 1,
     )
     plan = prediction.plan
     made = {file: emit_plan(plan, target, kv_scales=scales) for target, file in wanted}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
 from numpy.typing import NDArray
 
 Array: TypeAlias = NDArray[Any]
@@ -21,3 +23,8 @@ class StepBatch:
     prefill_kv_tokens: Array  # KV tokens the chunks read (context before + own), summed over chunks
     prefill_pairs: Array  # query-key pairs the chunks attend to, summed (attention FLOPs)
     sampled_requests: Array  # rows through lm_head and the sampler
+
+
+def joined(batches: Sequence[StepBatch]) -> StepBatch:
+    """The steps of several batches, one after the other."""
+    return StepBatch(*(np.concatenate([getattr(batch, name) for batch in batches]) for name in StepBatch.__slots__))

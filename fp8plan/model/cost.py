@@ -34,6 +34,10 @@ class Cost:
             partials[name] = partials[name] + value if name in partials else value
         return Cost(self.seconds, partials)
 
+    def rows(self, at: slice | Array) -> Cost:
+        """Of these steps only."""
+        return Cost(self.seconds[at], {name: values[at] for name, values in self.partials.items()})
+
     def scaled(self, factor: float | Array) -> Cost:
         return Cost(self.seconds * factor, {name: value * factor for name, value in self.partials.items()})
 

@@ -8,7 +8,7 @@ that were compiled there while profiles/h200_sxm was measured; the rule below na
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -38,6 +38,8 @@ def _fits_registers(layout: Layout) -> bool:
     return scales and not (layout.block_m > 128 and layout.block_n > 128)
 
 
+AT_ONCE = 256  # numbers of rows for which all layouts are compared in one go, in arrays that a CPU's cache holds
+ArrayKey = tuple[bytes, tuple[int, ...]]  # values and shape of an int64 array: as a cache can hold them
 LAYOUTS = tuple(
     layout
     for layout in (
@@ -59,9 +61,9 @@ class Chosen(NamedTuple):
 
 def choose(m: IntArray, n: IntArray, k: IntArray, sm_count: int) -> Chosen:
     """The layouts DeepGEMM takes for blockwise FP8 GEMMs of m rows, n columns and depth k, which broadcast together."""
-    sizes = np.broadcast_arrays(m, n, k)
-    keys = tuple(np.ascontiguousarray(x, dtype=np.int64).tobytes() for x in sizes)
-    return Chosen(*(x.reshape(sizes[0].shape) for x in _choose(*keys, sm_count)))
+    sizes = tuple(np.ascontiguousarray(x, dtype=np.int64) for x in np.atleast_1d(m, n, k))
+    chosen = _choose(*((x.tobytes(), x.shape) for x in sizes), sm_count)
+    return Chosen(*(x.reshape(np.broadcast(m, n, k).shape) for x in chosen))
 
 
 def rows_of_every_kernel(shapes: Iterable[tuple[int, int]], most_rows: int, sm_count: int) -> list[int]:
@@ -76,9 +78,24 @@ def rows_of_every_kernel(shapes: Iterable[tuple[int, int]], most_rows: int, sm_c
 
 
 @lru_cache(maxsize=256)
-def _choose(m_bytes: bytes, n_bytes: bytes, k_bytes: bytes, sm_count: int) -> Chosen:
-    m, n, k = (np.frombuffer(x, dtype=np.int64) for x in (m_bytes, n_bytes, k_bytes))
-    cluster_m, cluster_n, block_m, block_n = np.array(LAYOUTS, dtype=np.int64).T[:, :, None]
+def _choose(m_key: ArrayKey, n_key: ArrayKey, k_key: ArrayKey, sm_count: int) -> Chosen:
+    sizes = [np.frombuffer(values, dtype=np.int64).reshape(shape) for values, shape in (m_key, n_key, k_key)]
+    columns = np.broadcast(*sizes).shape[-1]
+    parts = [
+        _choose_part([x if x.shape[-1] == 1 else x[..., start : start + AT_ONCE] for x in sizes], sm_count)
+        for start in range(0, columns, AT_ONCE)
+    ]
+    chosen = Chosen(*(np.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True)))
+    for array in chosen:
+        array.setflags(write=False)  # it is in the cache
+    return chosen
+
+
+def _choose_part(sizes: Sequence[IntArray], sm_count: int) -> Chosen:
+    m, n, k = sizes
+    # Arrays below: layouts, and as many axes as the sizes have together. What depends on a few sizes stays small.
+    axes = np.broadcast(m, n, k).ndim
+    cluster_m, cluster_n, block_m, block_n = np.array(LAYOUTS, dtype=np.int64).T.reshape(4, -1, *[1] * axes)
     blocks = -(-m // block_m) * -(-n // block_n)
     waves = -(-blocks // sm_count)
     stored = 2 * block_m * block_n
@@ -88,15 +105,13 @@ def _choose(m_bytes: bytes, n_bytes: bytes, k_bytes: bytes, sm_count: int) -> Ch
     l1_cycles = through_l1 * blocks // (L1_BYTES * sm_count)
     full = blocks.astype(np.float32) / (waves * sm_count).astype(np.float32)
     cycles = np.trunc(np.maximum(l1_cycles, l2_cycles).astype(np.float32) / full)
-    forbidden = ~_pipelined(block_m, block_n, k)
-    forbidden |= (cluster_m * cluster_n > 1) & (waves <= 1)
-    forbidden |= (block_m < 64) & (m > block_m)  # tiles of 16 and 32 rows are for that few
-    best = np.argmin(np.where(forbidden, np.inf, cycles), axis=0)
-    cluster = (cluster_m * cluster_n)[best, 0]
-    chosen = Chosen(block_m[best, 0], block_n[best, 0], cluster, waves[best, np.arange(m.size)])
-    for array in chosen:
-        array.setflags(write=False)  # it is in the cache
-    return chosen
+    forbidden = ~_pipelined(block_m, block_n, k) | (
+        (block_m < 64) & (m > block_m)
+    )  # tiles of 16 and 32 are for few rows
+    cycles[forbidden | ((cluster_m * cluster_n > 1) & (waves <= 1))] = np.inf
+    best = np.argmin(cycles, axis=0)
+    waves = np.take_along_axis(waves, best[None], axis=0)[0]
+    return Chosen(block_m.ravel()[best], block_n.ravel()[best], (cluster_m * cluster_n).ravel()[best], waves)
 
 
 def _pipelined(block_m: IntArray, block_n: IntArray, k: IntArray) -> IntArray:

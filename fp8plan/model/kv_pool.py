@@ -8,6 +8,7 @@ freed piece with a shrinking end replaces thousands of blocks, exactly.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Protocol
 
 import numpy as np
@@ -83,86 +84,97 @@ class CachingPool:
     def __init__(self, num_blocks: int, block_size: int, prompts: IntArray, prompt_ids: IntArray) -> None:
         self.free = num_blocks
         self._clean = num_blocks  # free blocks without a hash
-        self._queue: dict[Span, None] = {}  # free spans, least recently freed first
+        # Free spans, least recently freed first. (In a plain dict each look at the first entry passes all that were
+        # deleted before it.)
+        self._queue: OrderedDict[Span, None] = OrderedDict()
         self._block_size = block_size
-        self._group: list[int] = prompt_ids.tolist()
+        group: list[int] = prompt_ids.tolist()
         self._shared_blocks, self._has_copy = _shared_layout(prompts, prompt_ids, block_size)
-        groups = max(self._group, default=-1) + 1
-        self._shared = [Span(0, 0, 0) for _ in range(groups)]
-        self._copies: list[dict[Span, None]] = [{} for _ in range(groups)]
-        self._held_copy: dict[int, Span] = {}
-        self._private: dict[int, Span] = {}  # of requests that are not running
+        groups = max(group, default=-1) + 1
+        shared = [Span(0, 0, 0) for _ in range(groups)]
+        copies: list[dict[Span, None]] = [{} for _ in range(groups)]
+        self._shared = [shared[i] for i in group]  # the same for all siblings
+        self._copies = [copies[i] for i in group]
+        self._held_copy: list[Span | None] = [None] * len(group)
+        self._private: list[Span | None] = [None] * len(group)  # of requests that are not running
 
     def lookup(self, request: int, tokens: int) -> tuple[int, int]:
         most = (tokens - 1) // self._block_size
-        shared = self._shared[self._group[request]]
-        hit = min(shared.end, most)
+        shared = self._shared[request]
+        hit = shared.end
+        if hit > most:
+            hit = most
         in_queue = 0 if shared.holders else hit
         if hit < self._shared_blocks[request]:
             return hit, in_queue
         if self._has_copy[request]:
-            copy = next(iter(self._copies[self._group[request]]), None)
-            if copy is None or most <= hit:
+            copies = self._copies[request]
+            if not copies or most <= hit:
                 return hit, in_queue
             hit += 1
-            in_queue += not copy.holders
-        private = self._private.get(request)
+            if not next(iter(copies)).holders:
+                in_queue += 1
+        private = self._private[request]
         if private is not None:
             size = private.end - private.start
-            hit, in_queue = hit + size, in_queue + size
+            return hit + size, in_queue + size
         return hit, in_queue
 
     def admit(self, request: int, hit_blocks: int) -> None:
-        group, found = self._group[request], self._shared_blocks[request]
-        self._hold(self._shared[group])
+        found = self._shared_blocks[request]
+        self._hold(self._shared[request])
         if self._has_copy[request] and hit_blocks > found:
-            copy = next(iter(self._copies[group]))
+            self._held_copy[request] = copy = next(iter(self._copies[request]))
             self._hold(copy)
-            self._held_copy[request] = copy
             found += 1
         # A surviving private block implies surviving prompt blocks: those were freed later, or are still held.
-        private = self._private.pop(request, None)
-        if private is not None and hit_blocks > found:
-            self._hold(private)
+        private = self._private[request]
+        if private is not None:
+            self._private[request] = None
+            if hit_blocks > found:
+                self._hold(private)
 
     def take(self, blocks: int) -> None:
         self.free -= blocks
-        self._clean -= blocks
-        while self._clean < 0:  # the queue's unhashed front is used up: evict
+        clean = self._clean - blocks
+        while clean < 0:  # the queue's unhashed front is used up: evict
             oldest = next(iter(self._queue))
-            evicted = min(-self._clean, oldest.end - oldest.start)
-            oldest.end -= evicted
-            self._clean += evicted
-            if oldest.end == oldest.start:
+            size = oldest.end - oldest.start
+            if size + clean > 0:
+                oldest.end += clean
+                clean = 0
+            else:
+                clean += size
+                oldest.end = oldest.start
                 del self._queue[oldest]
                 if oldest.siblings is not None:
                     del oldest.siblings[oldest]
+        self._clean = clean
 
     def computed(self, request: int, tokens: int) -> None:
-        if not self._shared_blocks[request] and not self._has_copy[request]:
-            return
-        group = self._group[request]
-        full = tokens // self._block_size
-        shared = self._shared[group]
-        shared.end = max(shared.end, min(full, self._shared_blocks[request]))
-        if self._has_copy[request] and full > self._shared_blocks[request] and request not in self._held_copy:
-            copies = self._copies[group]
-            copy = Span(self._shared_blocks[request], self._shared_blocks[request] + 1, 1, copies)
+        shared_blocks, shared = self._shared_blocks[request], self._shared[request]
+        if shared.end < shared_blocks:
+            shared.end = max(shared.end, min(tokens // self._block_size, shared_blocks))
+        if self._has_copy[request] and self._held_copy[request] is None and tokens // self._block_size > shared_blocks:
+            copies = self._copies[request]
+            self._held_copy[request] = copy = Span(shared_blocks, shared_blocks + 1, 1, copies)
             copies[copy] = None
-            self._held_copy[request] = copy
 
     def release(self, request: int, held_blocks: int, hashed_tokens: int) -> None:
         full = hashed_tokens // self._block_size
-        self._clean += held_blocks - full
-        self.free += held_blocks - full
+        unhashed = held_blocks - full
+        self._clean += unhashed
+        self.free += unhashed
         start = self._shared_blocks[request] + self._has_copy[request]
         if full > start:
-            self._private[request] = private = Span(start, full, holders=1)
-            self._let_go(private)
-        copy = self._held_copy.pop(request, None)
+            self._private[request] = private = Span(start, full, 0)
+            self._queue[private] = None
+            self.free += full - start
+        copy = self._held_copy[request]
         if copy is not None:
+            self._held_copy[request] = None
             self._let_go(copy)
-        self._let_go(self._shared[self._group[request]])
+        self._let_go(self._shared[request])
 
     def _hold(self, span: Span) -> None:
         if not span.holders and span in self._queue:

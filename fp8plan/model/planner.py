@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, groupby
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
@@ -29,6 +32,9 @@ from fp8plan.model.scheduler import Schedule
 from fp8plan.model.shards import check_target, why_not_shardable
 from fp8plan.model.step import StepModel
 from fp8plan.model.workload import Batch, Workload
+
+# Responses, over all candidates, from which on processes of their own pay: half a second of work.
+WORTH_PROCESSES = 40_000
 
 T = TypeVar("T")
 
@@ -111,6 +117,7 @@ def plan(
     strict: bool = False,
     profile: Profile | None = None,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = _silent,
+    workers: int = 1,
 ) -> Plan:
     """Predict every rollout precision for a workload, and choose one: the Plan of `predict`.
 
@@ -129,6 +136,7 @@ def plan(
     strict:         refuse a profile of another engine version
     profile:        use this one instead of the best that is found
     progress:       wraps the candidates while they are predicted, as tqdm does
+    workers:        processes that predict the layouts of a large batch; they are forked, so leave it 1 beside threads
 
     Raises ConfigError for bad or contradictory input, CapacityError if no choice fits the GPU, ProfileError if there
     is no profile that may be used.
@@ -149,6 +157,7 @@ def plan(
         strict=strict,
         profile=profile,
         progress=progress,
+        workers=workers,
     ).plan
 
 
@@ -169,6 +178,7 @@ def predict(
     strict: bool = False,
     profile: Profile | None = None,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = _silent,
+    workers: int = 1,
 ) -> Prediction:
     """What `plan` does, with the rollouts behind the Plan. Takes and raises the same."""
     _check_kinds(locals())
@@ -190,7 +200,7 @@ def predict(
     if all(c.memory is None for c in candidates):
         raise _nothing_runs(candidates)
     problem = Problem(shape, card, batch, used, trainer, budget, kv_scales_calibrated)
-    predicted = _predict_all(candidates, problem, progress)
+    predicted = _predict_all(candidates, problem, progress, workers)
     choices = tuple(_choice(c, _baseline(c, predicted), used) for c in predicted)
     chosen = choose(predicted, budget)
     best = predicted[chosen]
@@ -336,27 +346,53 @@ def _nothing_runs(candidates: Sequence[Candidate]) -> Fp8PlanError:
 
 
 def _predict_all(
-    candidates: Sequence[Candidate], problem: Problem, progress: Callable[[Iterable[Any]], Iterable[Any]]
+    candidates: Sequence[Candidate],
+    problem: Problem,
+    progress: Callable[[Iterable[Any]], Iterable[Any]],
+    workers: int,
 ) -> list[Candidate]:
-    """Candidates with as many replicas share their schedules, from the largest KV pool down."""
+    """Candidates with as many replicas share their schedules; such groups go to `workers` processes if there is so
+    much to do that starting those pays."""
     done = list(candidates)
     order = sorted(
         (c.limits.data_parallel_size, -c.memory.usable_blocks, i) for i, c in enumerate(candidates) if c.memory
     )
-    parts: dict[int, list[Batch]] = {}
-    known: dict[int, list[Schedule]] = {}
-    risks: dict[Precision, tuple[MismatchRisk, MismatchRisk | None]] = {}  # the layout does not matter to them
-    for replicas, minus_pool, i in progress(order):
-        candidate = candidates[i]
-        if replicas not in parts:
-            parts[replicas] = problem.batch.split(replicas)
-        if candidate.precision not in risks:
-            risks[candidate.precision] = _expected_mismatch(candidate.precision, problem)
-        plans = schedules(parts[replicas], -minus_pool, candidate.limits, known.get(replicas))
-        known[replicas] = plans
-        risk, unit_risk = risks[candidate.precision]
-        done[i] = replace(_predict(candidate, plans, problem), risk=risk, unit_risk=unit_risk)
+    groups = [[candidates[i] for *_, i in group] for _, group in groupby(order, key=lambda key: key[0])]
+    if len(order) * len(problem.batch.prompts) < WORTH_PROCESSES:
+        workers = 1
+    wanted = dict.fromkeys(candidates[i].precision for *_, i in order)
+    risks = {precision: _expected_mismatch(precision, problem) for precision in wanted}  # the layout does not matter
+    with _mapper(min(workers, len(groups))) as map_groups:
+        predicted = chain.from_iterable(map_groups(partial(_predict_group, problem=problem), groups))
+        for (*_, i), candidate in zip(progress(order), predicted, strict=True):
+            risk, unit_risk = risks[candidate.precision]
+            done[i] = replace(candidate, risk=risk, unit_risk=unit_risk)
     return done
+
+
+@contextmanager
+def _mapper(workers: int) -> Iterator[Callable[..., Iterable[Any]]]:
+    """`map`, in so many processes. They are forked, so that a caller's script needs no guard against being imported."""
+    if workers > 1:
+        import multiprocessing
+        from concurrent.futures import ProcessPoolExecutor
+    if workers < 2 or "fork" not in multiprocessing.get_all_start_methods():
+        yield map
+        return
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        yield pool.map
+
+
+def _predict_group(candidates: Sequence[Candidate], problem: Problem) -> list[Candidate]:
+    """Candidates with as many replicas, from the largest KV pool down: a schedule is taken over where it holds."""
+    parts = problem.batch.split(candidates[0].limits.data_parallel_size)
+    known: list[Schedule] | None = None
+    predicted = []
+    for candidate in candidates:
+        assert candidate.memory is not None
+        known = schedules(parts, candidate.memory.usable_blocks, candidate.limits, known)
+        predicted.append(_predict(candidate, known, problem))
+    return predicted
 
 
 def _predict(candidate: Candidate, plans: Sequence[Schedule], problem: Problem) -> Candidate:

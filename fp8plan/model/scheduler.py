@@ -18,18 +18,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from fp8plan.errors import CapacityError
 from fp8plan.model.arrays import IntArray
 from fp8plan.model.kv_pool import CachingPool, PlainPool, Pool, blocks_for
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.scheduler_state import COLUMNS, SchedulerState
+from fp8plan.model.scheduler_state import SchedulerState
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What the engine does, in order: int64 arrays of shape (rows,), one per name in COLUMNS."""
+    """What the engine does, in order: int64 arrays of shape (rows,), one per name in
+    scheduler_state.ROW and PREFILL."""
 
     steps: IntArray
     decode_requests: IntArray
@@ -88,15 +87,10 @@ def schedule(
         pool = PlainPool(num_blocks)
     state = SchedulerState(prompts.tolist(), responses.tolist(), pool, limits)
     while state.waiting or state.running:
-        steps, blocks = (0, 0) if state.can_admit() else state.quiet_steps(longest_run)
-        if steps:
-            state.decode(steps, blocks)
-        else:
-            state.step()
-    table = np.frombuffer(state.rows, dtype=np.int64).reshape(-1, len(COLUMNS)).T
+        state.next_row(longest_run)
+    columns = state.columns()
     # Freed blocks that were hit may be gone from a smaller pool, so then nothing can be said about it.
-    pool_mattered = state.hit_freed_blocks or bool(table[COLUMNS.index("preemptions")].any())
-    columns = dict(zip(COLUMNS, table, strict=True))
+    pool_mattered = state.hit_freed_blocks or bool(columns["preemptions"].any())
     wanted = None if pool_mattered else num_blocks - state.least_free
     return Schedule(**columns, prompt_tokens=int(prompts.sum()), num_blocks=num_blocks, blocks_wanted=wanted)
 

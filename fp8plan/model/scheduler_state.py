@@ -5,22 +5,19 @@ in which anything may happen. `scheduler.schedule` alternates them.
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from collections.abc import Sequence
 from heapq import heappop, heappush
 
+import numpy as np
+
+from fp8plan.model.arrays import IntArray
 from fp8plan.model.kv_pool import Pool, blocks_for
 from fp8plan.model.limits import EngineLimits
 
-COLUMNS = (
+ROW = (
     "steps",  # alike steps in this row
     "decode_requests",  # requests that get one token in each of them
     "decode_kv_tokens",  # KV tokens they read in the first step, summed; grows by decode_requests a step
-    "prefill_tokens",
-    "prefill_requests",
-    "prefill_kv_tokens",  # KV tokens the chunks read: context before them + their own, summed
-    "prefill_pairs",  # query-key pairs of the chunks, summed
-    "sampled_requests",
-    "cached_tokens",  # prefill that the prefix cache saved to requests admitted here
     "recomputed_tokens",  # work thrown away: tokens that the requests of `preemptions` had computed
     "running",
     "waiting",
@@ -28,26 +25,25 @@ COLUMNS = (
     "preemptions",  # here, or in the step without tokens before: that costs nothing and has no row
     "finished",
 )
-
-
-NO_PREFILL = (0, 0, 0, 0)
-
-
-def _prefill_work(chunks: list[tuple[int, int, int]]) -> tuple[int, int, int, int]:
-    """(tokens, chunks, KV tokens read, query-key pairs) of chunks (request, tokens computed before, after)."""
-    return (
-        sum(after - before for _, before, after in chunks),
-        len(chunks),
-        sum(after for _, _, after in chunks),
-        sum((after - before) * (after + before + 1) // 2 for _, before, after in chunks),
-    )
+# Of a row with prefill; zero in the others, which are most.
+PREFILL = (
+    "prefill_tokens",
+    "prefill_requests",
+    "prefill_kv_tokens",  # KV tokens the chunks read: context before them + their own, summed
+    "prefill_pairs",  # query-key pairs of the chunks, summed
+    "sampled_requests",  # of those whose prefill ends here; in `columns` the decoding requests are among them
+    "cached_tokens",  # prefill that the prefix cache saved to requests admitted here
+)
 
 
 class SchedulerState:
     """State between two steps. `now` is the number of the next step.
 
+    Requests are admitted in order of arrival, a preemption takes the last one admitted, and it becomes the head of the
+    queue: so those that run come before `head` in order of arrival, and those that wait from there on.
+
     A decoding request i has computed `now + self.offset[i]` tokens, so a quiet step changes no per-request
-    state; it needs a new block in the steps that equal `self.phase[i]` modulo the block size.
+    state; it needs a new block in the steps that equal `-self.offset[i]` modulo the block size.
     At most one request is partly prefilled, and it is the last of the running ones: admission stops when a
     chunk uses up the budget, and a preemption takes the last first.
     """
@@ -62,65 +58,86 @@ class SchedulerState:
         self.lag = limits.async_scheduling
         self.now = 0
         self.known = list(prompts)  # prompt + generated tokens of requests that are not decoding
-        self.waiting = deque(range(requests))
-        self.head_needs = 0  # with fewer free blocks, the head of the queue stays where it is
-        self.running: dict[int, None] = {}  # in admission order; includes `leaving`
+        # The unfinished requests as a ring in order of arrival; its last entry, also found at -1, is no request.
+        self.before = list(range(-1, requests))
+        self.after = [*range(1, requests + 1), 0]
+        self.head = 0  # of the queue
+        self.head_needs = 0  # with fewer free blocks, it stays where it is
+        self.waiting = requests
+        self.running = 0  # includes `leaving`
         self.partial: tuple[int, int] | None = None  # (request, computed tokens)
         self.offset = [0] * requests
-        self.phase = [0] * requests
-        self.in_phase: list[dict[int, None]] = [{} for _ in range(limits.block_size)]  # decoding requests, in order
+        self.in_phase = [0] * limits.block_size  # decoding requests that need a block in such steps
         self.decoding = 0
         self.context = 0  # tokens computed so far, summed over decoding requests
-        self.admission = [0] * requests  # counts admissions: orders requests that finish in the same step
-        self.admissions = 0
-        self.finish_at = [-1] * requests
-        self.finishes: list[tuple[int, int, int]] = []  # (step, admission, request); outdated where finish_at differs
+        self.finishes: list[int] = []  # heap of finish step * requests + request; outdated where finish_of differs
+        self.finish_of = [-1] * requests
         self.leaving: list[int] = []  # finished, but the scheduler does not know yet (asynchronous scheduling)
         self.least_free = pool.free
         self.hit_freed_blocks = False
         self.preemptions = 0  # since the last row
         self.lost = 0  # tokens that those requests had computed
-        self.rows = array("q")
+        self.rows: list[int] = []  # ROW of each row, one after the other: lists of numbers grow fastest
+        self.prefills: list[int] = []  # (row, *PREFILL) of each row with prefill, one after the other
 
-    def can_admit(self) -> bool:
+    def columns(self) -> dict[str, IntArray]:
+        """What has happened so far: int64 arrays of shape (rows,), one per name in ROW and PREFILL."""
+        rows = _table(self.rows, len(ROW))
+        columns = dict(zip(ROW, rows, strict=True))
+        at, *prefills = _table(self.prefills, 1 + len(PREFILL))
+        for name, values in zip(PREFILL, prefills, strict=True):
+            columns[name] = np.zeros(rows.shape[1], dtype=np.int64)
+            columns[name][at] = values
+        columns["sampled_requests"] += columns["decode_requests"]
+        return columns
+
+    def next_row(self, longest: int) -> None:
+        """Go on by one step, or by a run of at most `longest` alike steps."""
+        if self._may_admit():
+            self._step()
+        else:
+            self._decode(longest)
+
+    def _may_admit(self) -> bool:
         """Whether the next step may do more than decode. Blocks only get scarcer while it does nothing else."""
         if self.partial is not None:
             return True
-        if not self.waiting or self.pool.free < self.head_needs or len(self.running) >= self.max_num_seqs:
+        if not self.waiting or self.pool.free < self.head_needs or self.running >= self.max_num_seqs:
             return False
-        return self._admissible(self.waiting[0], self.budget) is not None
+        return self._admissible(self.head, self.budget - self.decoding) is not None
 
-    def quiet_steps(self, longest: int) -> tuple[int, int]:
-        """(steps up to and including the next finish in which every decoding request finds its block, those blocks)."""
-        if not self.decoding:
-            return 0, 0
-        until_finish = 1 if self.leaving else self._next_finish() - self.now + 1
-        wanted = until_finish if until_finish < longest else longest
-        size, free, in_phase = self.block_size, self.pool.free, self.in_phase
-        cycles = min(free // self.decoding, wanted // size)  # in each, every request fills a block
-        steps, blocks = cycles * size, cycles * self.decoding
-        phase = (self.now + steps) % size
+    def _decode(self, longest: int) -> None:
+        """Steps up to and including the next finish in which every decoding request finds its block; or one step, if
+        already in the first a request finds none."""
+        size, free, in_phase, decoding = self.block_size, self.pool.free, self.in_phase, self.decoding
+        phase = self.now % size
+        if in_phase[phase] > free or not decoding:
+            self._end(1, self._serve_decoding())
+            return
+        wanted = 1 if self.leaving else self._next_finish() - self.now + 1
+        if wanted > longest:
+            wanted = longest
+        steps = blocks = 0
+        if wanted >= size and free >= decoding:
+            cycles = min(free // decoding, wanted // size)  # in each, every request fills a block
+            steps, blocks = cycles * size, cycles * decoding
         while steps < wanted:
-            more = blocks + len(in_phase[phase])
+            more = blocks + in_phase[phase]
             if more > free:
                 break
             steps, blocks, phase = steps + 1, more, phase + 1
             if phase == size:
                 phase = 0
-        return steps, blocks
+        self.pool.take(blocks)
+        self._end(steps, 0)
 
     def _next_finish(self) -> int:
-        finishes, finish_at = self.finishes, self.finish_at
-        while finish_at[finishes[0][2]] != finishes[0][0]:
+        finishes, finish_of, requests = self.finishes, self.finish_of, len(self.final)
+        while finish_of[finishes[0] % requests] != finishes[0]:
             heappop(finishes)
-        return finishes[0][0]
+        return finishes[0] // requests
 
-    def decode(self, steps: int, blocks: int) -> None:
-        """Advance every decoding request by `steps` tokens, which takes that many blocks."""
-        self.pool.take(blocks)
-        self._end(steps, [], 0, 0)
-
-    def step(self) -> None:
+    def _step(self) -> None:
         """One step with everything that can happen in it."""
         preemptions = self._serve_decoding()
         budget = self.budget - self.decoding
@@ -136,40 +153,47 @@ class SchedulerState:
                 budget -= after - before
                 self._compute(request, before, after, blocks, chunks)
         cached = 0
-        while self.waiting and budget and not preemptions and len(self.running) < self.max_num_seqs:
-            found = self._admissible(self.waiting[0], budget)
+        while self.waiting and budget and not preemptions and self.running < self.max_num_seqs:
+            request = self.head
+            found = self._admissible(request, budget)
             if found is None:
                 break
             hit, after = found
-            request = self.waiting.popleft()
-            self.head_needs = 0
-            self.running[request] = None
-            self.admission[request] = self.admissions = self.admissions + 1
+            self.head, self.head_needs = self.after[request], 0
+            self.waiting -= 1
+            self.running += 1
             self.pool.admit(request, hit)
             before = hit * self.block_size
             cached += before
             budget -= after - before
             self._compute(request, before, after, blocks_for(after, self.block_size) - hit, chunks)
-        self._end(1, chunks, cached, preemptions)
+        self._end(1, preemptions, chunks, cached)
 
     def _admissible(self, request: int, budget: int) -> tuple[int, int] | None:
         """(blocks hit, tokens computed after this step) if the head of the queue may be admitted now."""
         known, size = self.known[request], self.block_size
         hit, from_queue = self.pool.lookup(request, known)
-        after = min(known, hit * size + budget)
+        after = hit * size + budget
+        if after > known:
+            after = known
         must_fit = known if self.reserve_full_prompt else after
-        needed = blocks_for(must_fit, size) - hit + from_queue
+        needed = -(-must_fit // size) - hit + from_queue
         spare = self.pool.free - needed
         if spare < self.least_free:
             self.least_free = spare
         if from_queue:
             self.hit_freed_blocks = True
         if spare < 0:
-            # While it is the head it comes to need more, never less, but for one block: the copy of its prompt's end
-            # that it would have hit is evicted, and the next one is held by a sibling.
-            self.head_needs = needed - 1
+            self._head_needs(needed)
             return None
         return hit, after
+
+    def _head_needs(self, blocks: int) -> None:
+        """Note what the head of the queue needs now. While it is the head, its whole prompt comes to need more, never
+        less, but for one block: the copy of its prompt's end that it would have hit is evicted, and the next one is
+        held by a sibling. A first chunk comes to need less when blocks that it would have taken from the free queue
+        are evicted, or other requests leave it less of the budget."""
+        self.head_needs = blocks - 1 if self.reserve_full_prompt else 0
 
     def _compute(self, request: int, before: int, after: int, blocks: int, chunks: list[tuple[int, int, int]]) -> None:
         self.pool.take(blocks)
@@ -179,105 +203,128 @@ class SchedulerState:
 
     def _serve_decoding(self) -> int:
         """Give each decoding request the block it needs in this step; returns the preemptions that took."""
-        members = self.in_phase[self.now % self.block_size]
-        if len(members) <= self.pool.free:
-            self.pool.take(len(members))
-            return 0
-        queue, served, preemptions = list(members), 0, 0
-        while True:
-            granted = min(self.pool.free, len(queue) - served)
-            if granted:
-                self.pool.take(granted)
-                served += granted
-            if served == len(queue):
-                return preemptions
+        pool, in_phase, phase = self.pool, self.in_phase, self.now % self.block_size
+        served = preemptions = 0
+        # The last running request, which is preempted, may be one that waits for a block here.
+        while (wanting := in_phase[phase] - served) > pool.free:
+            if pool.free:
+                served += pool.free
+                pool.take(pool.free)
             self._preempt_last()
             preemptions += 1
-            if queue[-1] not in self.running:  # the last running request may be one that waits for a block here
-                queue.pop()
+        if wanting:
+            pool.take(wanting)
+        return preemptions
 
     def _preempt_last(self) -> None:
-        request, _ = self.running.popitem()
+        pool, request = self.pool, self.before[self.head]
+        if self.leaving and request in self.leaving:  # its last token is on the way: nothing to resume
+            self.leaving.remove(request)
+            self._remove(request, in_flight=1)
+            return
         if self.partial is not None and request == self.partial[0]:
             computed = self.partial[1]
             self.partial = None
-        elif request in self.leaving:  # its last token is on the way: nothing to resume
-            self.leaving.remove(request)
-            self._release(request, self.final[request], in_flight=1)
-            return
         else:
             computed = self._stop_decoding(request)
+        self.running -= 1
+        self.waiting += 1
+        self.head = request
         self.lost += computed
+        known, free = self.known[request], pool.free
         # Under asynchronous scheduling the newest generated token is not known yet, so its block has no hash.
-        self._release(request, computed, in_flight=int(self.lag and computed > self.known[request]))
-        self.known[request] = max(self.known[request], computed + 1)
-        self.waiting.appendleft(request)
-        self.head_needs = 0
+        in_flight = self.lag and computed > known
+        pool.release(request, blocks_for(computed, self.block_size), computed - in_flight)
+        if computed >= known:
+            self.known[request] = computed + 1
+        self._head_needs(pool.free - free)  # all that it held but what a sibling still holds
 
-    def _release(self, request: int, computed: int, in_flight: int = 0) -> None:
-        self.pool.release(request, blocks_for(computed, self.block_size), computed - in_flight)
+    def _remove(self, request: int, in_flight: int = 0) -> None:
+        """Let a finished request go."""
+        before, after = self.before[request], self.after[request]
+        self.after[before], self.before[after] = after, before
+        self.running -= 1
+        final = self.final[request]
+        self.pool.release(request, blocks_for(final, self.block_size), final - in_flight)
 
     def _start_decoding(self, request: int) -> None:
         """From the next step on (`now` already points there)."""
         computed = self.known[request]
-        self.offset[request] = computed - self.now
-        self.phase[request] = phase = -self.offset[request] % self.block_size
-        self.in_phase[phase][request] = None
+        self.offset[request] = offset = computed - self.now
+        self.in_phase[-offset % self.block_size] += 1
         self.decoding += 1
         self.context += computed
-        self.finish_at[request] = finish = self.now + self.final[request] - computed - 1
-        heappush(self.finishes, (finish, self.admission[request], request))
+        self.finish_of[request] = finish = (self.final[request] - offset - 1) * len(self.final) + request
+        heappush(self.finishes, finish)
 
     def _stop_decoding(self, request: int) -> int:
         """Returns the tokens computed."""
-        computed = self.now + self.offset[request]
-        del self.in_phase[self.phase[request]][request]
+        offset = self.offset[request]
+        computed = self.now + offset
+        self.in_phase[-offset % self.block_size] -= 1
         self.decoding -= 1
         self.context -= computed
-        self.finish_at[request] = -1
+        self.finish_of[request] = -1
         return computed
 
-    def _end(self, steps: int, chunks: list[tuple[int, int, int]], cached: int, preemptions: int) -> None:
+    def _end(self, steps: int, preemptions: int, chunks: Sequence[tuple[int, int, int]] = (), cached: int = 0) -> None:
         """Record a row, move on, start those whose prefill is done, and let finished requests go."""
-        if self.pool.free < self.least_free:
-            self.least_free = self.pool.free
+        free, decoding, context = self.pool.free, self.decoding, self.context
+        if free < self.least_free:
+            self.least_free = free
         self.preemptions += preemptions
-        decoding = self.decoding
-        started = [request for request, _, after in chunks if after == self.known[request]] if chunks else ()
-        row = (
-            steps,
-            decoding,
-            self.context + decoding,
-            *(_prefill_work(chunks) if chunks else NO_PREFILL),
-            decoding + len(started),
-            cached,
-            self.lost,
-            len(self.running),
-            len(self.waiting),
-            self.num_blocks - self.pool.free,
-            self.preemptions,
-        )
         self.now += steps
         self.context += steps * decoding
-        for request in started:
-            self._start_decoding(request)
-        finished = self._collect_finished() if self.finishes and self.finishes[0][0] < self.now else []
-        gone = self.leaving if self.lag else finished
-        self.leaving = finished if self.lag else []
-        for request in gone:
-            del self.running[request]
-            self._release(request, self.final[request])
-        # Under asynchronous scheduling a step may serve nobody: a finished request still holds its blocks, and the
-        # last one left decoding preempts itself; or the engine only learns of finishes.
+        if chunks:
+            started = len(chunks) - (self.partial is not None)
+            self.prefills += (len(self.rows) // len(ROW), *_prefill_work(chunks), started, cached)
+            for request, _, _ in chunks[:started]:
+                self._start_decoding(request)
+        finished = self._collect_finished()
         if decoding or chunks:
-            self.rows.extend((*row, len(finished)))
+            self.rows += (
+                steps,
+                decoding,
+                context + decoding,
+                self.lost,
+                self.running,
+                self.waiting,
+                self.num_blocks - free,
+                self.preemptions,
+                len(finished),
+            )
             self.preemptions = self.lost = 0
+        # Else nobody was served: under asynchronous scheduling a finished request still holds its blocks, and the last
+        # one left decoding preempts itself; or the engine only learns of finishes.
+        gone = finished
+        if self.lag:
+            gone, self.leaving = self.leaving, finished
+        for request in gone:
+            self._remove(request)
 
     def _collect_finished(self) -> list[int]:
         finished: list[int] = []
-        while self.finishes and self.finishes[0][0] < self.now:
-            step, _, request = heappop(self.finishes)
-            if self.finish_at[request] == step:
+        finishes, requests = self.finishes, len(self.final)
+        end = self.now * requests
+        while finishes and finishes[0] < end:
+            finish = heappop(finishes)
+            request = finish % requests
+            if self.finish_of[request] == finish:
                 self._stop_decoding(request)
                 finished.append(request)
         return finished
+
+
+def _prefill_work(chunks: Sequence[tuple[int, int, int]]) -> tuple[int, int, int, int]:
+    """(tokens, chunks, KV tokens read, query-key pairs) of chunks (request, tokens computed before, after)."""
+    tokens = read = pairs = 0
+    for _, before, after in chunks:
+        tokens += after - before
+        read += after
+        pairs += (after - before) * (after + before + 1) // 2
+    return tokens, len(chunks), read, pairs
+
+
+def _table(values: list[int], columns: int) -> IntArray:
+    """Rows given one after the other, as an int64 array of shape (columns, rows)."""
+    return np.frombuffer(array("q", values), dtype=np.int64).reshape(-1, columns).T

@@ -38,16 +38,20 @@ class Component(NamedTuple):
         return self.cost.seconds if self.inverse is None else self.cost.seconds[self.inverse]
 
     def per_step(self) -> Cost:
+        return self.cost if self.inverse is None else self.cost.rows(self.inverse)
+
+    def rows(self, rows: slice) -> Component:
+        """Of these steps only."""
         if self.inverse is None:
-            return self.cost
-        at = self.inverse
-        return Cost(self.cost.seconds[at], {name: values[at] for name, values in self.cost.partials.items()})
+            return self._replace(cost=self.cost.rows(rows))
+        return self._replace(inverse=self.inverse[rows])
 
     def gradient(self, weights: Array) -> dict[str, float]:
         """Sum over steps of weights x partials, per coefficient."""
         if self.inverse is not None:
             weights = np.bincount(self.inverse, weights=weights, minlength=self.cost.seconds.size)
-        return {name: float(weights @ values) for name, values in self.cost.partials.items()}
+        # Not weights @ values: BLAS wakes its threads for that, and waits for them where others have the cores.
+        return {name: float((weights * values).sum()) for name, values in self.cost.partials.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +239,11 @@ class TimedSteps:
     scheduling: Cost
     launching: Cost
 
+    def rows(self, rows: slice) -> TimedSteps:
+        """These steps only."""
+        components = [component.rows(rows) for component in self.components]
+        return TimedSteps(self.model, components, self.scheduling.rows(rows), self.launching.rows(rows))
+
     def seconds(self) -> Array:
         return self._joined(1.0, 1.0)
 
@@ -249,7 +258,7 @@ class TimedSteps:
         host = Component("host", self.scheduling + self.launching, None)
         gpu_sigma, host_sigma = self._sigma(self.components, weights), self._sigma([host], weights)
         low, high = (self._joined(np.exp(side * gpu_sigma), np.exp(side * host_sigma)) for side in (-z, z))
-        return float(weights @ low), float(weights @ high)
+        return float((weights * low).sum()), float((weights * high).sum())
 
     def gradient(self, weights: Array) -> dict[str, float]:
         """d sum(weights * seconds) / d log(coefficient), for every coefficient that the steps use.
@@ -290,7 +299,7 @@ def _where_busy(name: str, cost: Cost, counts: Array, inverse: Array) -> Compone
 
 def log_gradient(components: list[Component], weights: Array) -> dict[str, float]:
     """d log(sum(weights * seconds)) / d log(coefficient), for every coefficient that `components` use."""
-    total = float(weights @ _total(components))
+    total = float((weights * _total(components)).sum())
     gradient: dict[str, float] = {}
     for component in components:
         for name, value in component.gradient(weights).items():

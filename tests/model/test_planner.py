@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 import fp8plan
 from fp8plan.errors import CapacityError, ConfigError, ProfileError
+from fp8plan.model import planner
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import gpu
 from fp8plan.model.limits import EngineLimits
@@ -25,7 +27,8 @@ from fp8plan.model.planner import LEAST_GAIN, Candidate, choose, plan, predict
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.profile import load_profile
 from fp8plan.model.rl_step import Trainer
-from fp8plan.model.rollout import Rollout, Timeline
+from fp8plan.model.rollout import Rollout, Timeline, schedules
+from fp8plan.model.scheduler import Schedule
 from fp8plan.model.workload import Fixed, LogNormal, Trace, Workload
 
 SMALL = "Qwen/Qwen3-0.6B"
@@ -421,6 +424,22 @@ def test_progress_sees_every_candidate_once() -> None:
 
     predict(SMALL, "h200", WORK, gpus=2, progress=watch)
     assert len(seen) == 2 * len(PRESETS)
+
+
+def test_several_processes_predict_what_one_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    alone = predict(SMALL, "h200", WORK, gpus=4)
+
+    def watched(*arguments: Any) -> list[Schedule]:
+        (tmp_path / str(os.getpid())).touch()
+        return schedules(*arguments)
+
+    monkeypatch.setattr(planner, "schedules", watched)
+    monkeypatch.setattr(planner, "WORTH_PROCESSES", 0)
+    together = predict(SMALL, "h200", WORK, gpus=4, workers=2)
+    assert together.plan == alone.plan
+    processes = {path.name for path in tmp_path.iterdir()}
+    assert processes
+    assert str(os.getpid()) not in processes
 
 
 def test_the_model_half_imports_nothing_from_torch_vllm_or_the_runtime() -> None:
