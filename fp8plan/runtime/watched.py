@@ -36,12 +36,14 @@ def watched(
     def run() -> None:
         stoppable(stop)
         try:
+            let_in()
             found.set_result(act())
         except BaseException as error:
             found.set_exception(error)
 
-    Thread(target=run, daemon=True, name="fp8plan-engine").start()
+    thread = Thread(target=run, daemon=True, name="fp8plan-engine")
     try:
+        thread.start()
         while not wait([found], WATCH_S).done:
             let_in()
             if dead() and not wait([found], LAST_WORDS_S).done:
@@ -50,7 +52,7 @@ def watched(
         raise
     except BaseException:
         stop.set()
-        if not wait([found], patience_s).done:
+        if thread.is_alive() and not wait([found], patience_s).done:
             give_up()
             wait([found], LAST_WORDS_S)
         raise
