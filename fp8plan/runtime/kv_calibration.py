@@ -60,7 +60,7 @@ def refuse_calibration(
 
 def _refuse_amax(state: SyncState, amax: Any) -> None:
     if not isinstance(amax, Mapping):
-        raise ConfigError(f"kv_amax is a {type(amax).__name__}; allowed: a dict, {{layer: (q, k, v)}}")
+        raise ConfigError(f"kv_amax is of type {type(amax).__name__}; allowed: a dict, {{layer: (q, k, v)}}")
     scales_from(amax)
     if wrong := sorted(map(str, amax.keys() ^ (state.kv_scales or amax).keys())):
         raise ConfigError(

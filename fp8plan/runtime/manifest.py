@@ -95,7 +95,7 @@ def _refuse_other(source: Any) -> None:
         hint = "e.g. model.state_dict()"
     else:
         return
-    kind = "None" if source is None else f"a {type(source).__name__}"
+    kind = "None" if source is None else f"of type {type(source).__name__}"
     raise ConfigError(
         f"the tensors are {kind}; allowed: a dict of names to tensors, (name, tensor) pairs in a list or an iterator, "
         f"or vLLM's WeightSource ({hint})"
@@ -110,11 +110,13 @@ def pair_of(item: Any) -> tuple[str, torch.Tensor]:
     try:
         name, tensor = item
     except (TypeError, ValueError):
-        raise ConfigError(f"a {type(item).__name__} came; allowed: pairs of a name and a tensor") from None
+        raise ConfigError(
+            f"the source gave a value of type {type(item).__name__}; allowed: pairs of a name and a tensor"
+        ) from None
     if not isinstance(name, str):
-        raise ConfigError(f"a {type(name).__name__} came as the name of a tensor; allowed: its Hugging Face name")
+        raise ConfigError(f"the source gave a name of type {type(name).__name__}; allowed: Hugging Face names")
     if not isinstance(tensor, torch.Tensor):
-        raise ConfigError(f"{name} is a {type(tensor).__name__}; allowed: a torch.Tensor")
+        raise ConfigError(f"{name} is of type {type(tensor).__name__}; allowed: a torch.Tensor")
     if tensor.is_meta:
         raise ConfigError(f"{name} is on the meta device and has no values; allowed: the tensor that was trained")
     if tensor.layout != torch.strided:

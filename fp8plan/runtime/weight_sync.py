@@ -173,7 +173,7 @@ def _refuse_scored(state: SyncState, scored: Scored | None) -> None:
     if scored is None:
         return
     if not isinstance(scored, Scored):
-        raise ConfigError(f"scored is a {type(scored).__name__}; allowed: Scored(token ids, log-probs)")
+        raise ConfigError(f"scored is of type {type(scored).__name__}; allowed: Scored(token ids, log-probs)")
     refuse_tokens(state, "scored", [scored.tokens])
     if len(scored.logprobs) != len(scored.tokens) - 1 or not scored.logprobs:
         raise ConfigError(

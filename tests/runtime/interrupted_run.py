@@ -1,7 +1,7 @@
 """Ctrl-C at random moments of an engine in another process: python interrupted_run.py INTERRUPTS SEED
 
-After each, the engine says the same as ever, bit for bit, or refuses until a complete sync. Half of the signals go to the
-whole process group, as a terminal sends them; so this must be the leader of a session.
+After each, the engine says the same as ever, bit for bit, or refuses until a complete sync. Half of the signals go to
+the whole process group, as a terminal sends them; so this must be the leader of a session.
 """
 
 from __future__ import annotations

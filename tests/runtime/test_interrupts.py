@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event, Thread
 from types import FrameType
@@ -55,38 +55,56 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
+def broken_off(held: Held, act: Callable[[], None]) -> BaseException:
+    """The KeyboardInterrupt that comes out of a call."""
+    with pytest.raises(KeyboardInterrupt) as caught, held:
+        act()
+    return caught.value
+
+
 def test_an_interrupt_waits_for_the_next_place_that_lets_it_in(held: Held) -> None:
     reached = []
-    with pytest.raises(KeyboardInterrupt), held:
+
+    def steps() -> None:
         let_in()
         press()
         reached.append("a step")
         let_in()
         reached.append("the next step")
+
+    broken_off(held, steps)
     assert reached == ["a step"]
 
 
 def test_it_waits_for_the_end_at_most(held: Held, given_up: list[int]) -> None:
     reached = []
-    with pytest.raises(KeyboardInterrupt), held:
+
+    def step() -> None:
         press()
         reached.append("the last line")
+
+    broken_off(held, step)
     assert reached
     assert not given_up
 
 
 def test_an_error_of_the_call_is_its_context(held: Held) -> None:
-    with pytest.raises(KeyboardInterrupt) as caught, held:
+    def fails() -> None:
         press()
         raise ValueError("bad")
-    assert isinstance(caught.value.__context__, ValueError)
+
+    assert isinstance(broken_off(held, fails).__context__, ValueError)
 
 
 def test_it_comes_at_once_in_the_callers_own_code(held: Held) -> None:
     reached = []
-    with pytest.raises(KeyboardInterrupt), held, released():
-        press()
-        reached.append("more of it")
+
+    def callers() -> None:
+        with released():
+            press()
+            reached.append("more of it")
+
+    broken_off(held, callers)
     assert not reached
 
 
@@ -113,12 +131,12 @@ def test_what_follows_the_callers_code_is_not_interrupted_again(held: Held, cloc
 
 
 def test_one_press_may_come_as_two_signals(held: Held, given_up: list[int], clock: list[float]) -> None:
-    with pytest.raises(KeyboardInterrupt), held:
+    def twice() -> None:
         press()
         clock[0] += SAME_PRESS_S / 2
         press()
-        clock[0] += SAME_PRESS_S / 4
-        press()
+
+    broken_off(held, twice)
     assert not given_up
 
 
@@ -167,10 +185,14 @@ def test_a_handler_of_the_callers_that_only_notes_it_lets_the_call_go_on(
 
 
 def test_calls_inside_of_the_callers_code_hold_it_back_for_themselves(held: Held) -> None:
-    inner, reached = Held(lambda: None), []
-    with pytest.raises(KeyboardInterrupt), held, released(), inner:
-        press()
-        reached.append("the inner call's end")
+    reached = []
+
+    def callers() -> None:
+        with released(), Held(lambda: None):
+            press()
+            reached.append("the inner call's end")
+
+    broken_off(held, callers)
     assert reached
 
 
