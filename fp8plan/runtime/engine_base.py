@@ -196,12 +196,12 @@ class EngineBase:
             before, state.refusal = state.refusal, "the KV scales were being changed, and that has not ended"
             try:
                 used = yield from kv_scales(state, kv_amax, prompts, where)
+                yield Call("reset")  # what is cached was written with other scales
             except BaseException:
                 yield from self._rescale()
                 yield Call("reset")
                 state.refusal = before
                 raise
-            yield Call("reset")  # what is cached was written with other scales
             state.refusal = before
         return used
 
