@@ -17,7 +17,9 @@ MOST_PREPARED = 4
 
 def announced(state: SyncState, source: Any, manifest: Any) -> Manifest:
     """What will be sent. Raises ConfigError for what is wrong with it without asking the engine."""
-    found = manifests.manifest_of(source) if manifest is None else manifests.read_manifest(manifest)
+    found = manifests.manifest_of(source)
+    if manifest is not None:
+        found = manifests.read_manifest(manifest)
     expected = state.expected
     if expected is not None and state.settings.weights_in == "fp8_block":
         expected = manifests.quantised_manifest(expected, state.quantised)

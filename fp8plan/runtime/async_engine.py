@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from operator import index
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 from fp8plan.errors import NotServingError, SyncError
-from fp8plan.runtime.engine import RESET_TRIES, RESET_WAIT_S
+from fp8plan.runtime.engine import RESET_TRIES, RESET_WAIT_S, started_apart
 from fp8plan.runtime.engine_base import EngineBase
-from fp8plan.runtime.gate import alone, falling_asleep, generating
+from fp8plan.runtime.gate import alone, asleep_of, falling_asleep, generating, refuse_shut_down
 from fp8plan.runtime.guarding.ladder import GuardSettings
 from fp8plan.runtime.launch import Launch, launch
 from fp8plan.runtime.sync_state import Call, Procedure, Scored, SyncReport, SyncSettings, rpc
 from fp8plan.runtime.warm_up import freeze_garbage
+from fp8plan.runtime.watched import LAST_WORDS_S, PATIENCE_S
 
 if TYPE_CHECKING:
     from fp8plan.model.plan import Plan
@@ -52,8 +55,8 @@ class AsyncRolloutEngine(EngineBase):
         """As RolloutEngine.from_plan, with arguments of vLLM's AsyncEngineArgs."""
         launched = launch(plan, model_path, choice, keep_bf16, vllm_kwargs)
         engine = cls(launched, sync or SyncSettings.planned(launched.precision, remote), guard)
-        engine._start()
         try:
+            await engine._start()
             await engine._drive(engine._opening())
         except BaseException:
             engine.shutdown()
@@ -77,11 +80,14 @@ class AsyncRolloutEngine(EngineBase):
         await self._drive(self._join(self._busy(), where))
 
     async def generate(self, prompt: Any, sampling_params: Any, request_id: str | None = None) -> AsyncGenerator[Any]:
-        """AsyncLLM's generate, one request. Raises NotServingError while the weights are not to be used."""
+        """AsyncLLM's generate, one request. Raises NotServingError while the weights are not to be used. One that is
+        cancelled, or left before its end, leaves no request behind."""
+        refuse_shut_down(self.state)
         with generating(self.state):
             output = None
-            async for output in self.llm.generate(prompt, sampling_params, request_id or uuid4().hex):
-                yield output
+            async with aclosing(self._request(prompt, sampling_params, request_id)) as outputs:
+                async for output in outputs:
+                    yield output
             if output is not None:
                 self._remember([output])
 
@@ -96,34 +102,47 @@ class AsyncRolloutEngine(EngineBase):
 
     async def kv_scales(self) -> dict[str, dict[str, float]]:
         """layer -> scales of q, k, v that the live engine uses, on the device and on the host."""
+        refuse_shut_down(self.state)
         return (await self._drive(rpc("fp8plan_kv_scales")))[0]
 
     async def sleep(self, level: int = 1) -> None:
         """AsyncLLM's sleep. Level 2 drops the weights: a sync must follow the wake-up."""
-        with alone(self.state, self._busy()), falling_asleep(self.state, level):
-            await self._alive(lambda: self.llm.sleep(level))
+        with alone(self.state, self._busy()), falling_asleep(self.state, level) as needed:
+            if needed:
+                await self._whole(self._alive(lambda: self.llm.sleep(level)))
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """AsyncLLM's wake_up, which sets KV scales to 1.0; they are put back, and the KV cache is zeroed."""
         with alone(self.state, self._busy()):
-            await self._alive(lambda: self.llm.wake_up(tags))
-            await self._drive(self._woken(tags))
+            if sleeping := asleep_of(self.state, tags):
+                await self._whole(self._alive(lambda: self.llm.wake_up(sleeping)))
+            await self._drive(self._woken(sleeping))
 
     def shutdown(self) -> None:
-        """Stop the engine's process."""
-        if self.llm is not None:
-            stopping, self.llm = self.llm, None
-            stopping.shutdown()
+        """Stop the engine's process, for good: every later call raises LostEngineError."""
+        self.state.shut_down = True
+        self._stop()
 
-    def _start(self) -> None:
+    async def _start(self) -> None:
         os.environ.update(self.launch.env)
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self.launch.kwargs))
+        arguments = AsyncEngineArgs(**self.launch.kwargs)
+        self.llm = started_apart(lambda: AsyncLLM.from_engine_args(arguments))
         freeze_garbage()
 
+    def _stop(self) -> None:
+        if self.llm is not None:
+            stopping, self.llm = self.llm, None
+            stopping.shutdown()
+
+    def _model_config(self) -> Any:
+        return self.llm.model_config
+
     def _busy(self) -> int:
+        """Unfinished requests. Raises LostEngineError after shutdown."""
+        refuse_shut_down(self.state)
         return 0 if self.state.dead else self.llm.output_processor.get_num_unfinished_requests()
 
     async def _drive(self, procedure: Procedure) -> Any:
@@ -132,7 +151,7 @@ class AsyncRolloutEngine(EngineBase):
             call = next(procedure)
             while True:
                 try:
-                    answer = await self._answer(call)
+                    answer = await self._whole(self._answer(call))
                 except BaseException as error:
                     call = procedure.throw(error)
                 else:
@@ -142,8 +161,8 @@ class AsyncRolloutEngine(EngineBase):
 
     async def _answer(self, call: Call) -> Any:
         if call.what == "restart":
-            self.shutdown()
-            return self._start()
+            self._stop()
+            return await self._start()
         if call.what == "reset":
             return await self._reset_prefix_cache()
         if call.what == "generate":
@@ -157,6 +176,7 @@ class AsyncRolloutEngine(EngineBase):
             finally:
                 for task in tasks:  # one that failed must not leave the others running
                     task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
         method, arguments = call.arguments
         try:
             return await self._alive(lambda: self.llm.collective_rpc(method, args=arguments))
@@ -164,13 +184,54 @@ class AsyncRolloutEngine(EngineBase):
             raise self.lost(error) from error
 
     async def _one(self, tokens: Sequence[int], params: Any) -> Any:
-        async def last() -> Any:
-            found = None
-            async for output in self.llm.generate({"prompt_token_ids": list(tokens)}, params, uuid4().hex):
+        found = None
+        async with aclosing(self._request({"prompt_token_ids": [index(token) for token in tokens]}, params)) as outputs:
+            async for output in outputs:
                 found = output
-            return found
+        return found
 
-        return await self._alive(last)
+    async def _request(self, prompt: Any, params: Any, request_id: str | None = None) -> AsyncGenerator[Any]:
+        """Outputs of one request, which is gone afterwards: vLLM forgets it if it is cancelled while it is sent."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        name = request_id or uuid4().hex
+        try:
+            async with aclosing(self.llm.generate(prompt, params, name)) as outputs:
+                async for output in outputs:
+                    yield output
+        except EngineDeadError as error:
+            raise self._died() from error
+        except BaseException:
+            if self.llm is not None and not self.state.dead:
+                await self._whole(self.llm.abort(name))
+            raise
+
+    async def _whole(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+        """What `work` gives. A task that is cancelled meanwhile ends when that has ended: what comes next must not meet
+        it. One that is cancelled again, or waits too long, ends at once, and the engine is given up."""
+        task = asyncio.ensure_future(work)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            try:
+                done, _ = await asyncio.wait({task}, timeout=PATIENCE_S)
+            except asyncio.CancelledError:
+                done = set()
+            if not done:
+                self._give_up()
+                await asyncio.wait({task}, timeout=LAST_WORDS_S)
+            raise
+
+    def _give_up(self) -> None:
+        """End an engine that somebody has lost patience with; the next sync starts another."""
+        self.state.dead = True
+        if self.llm is not None:
+            for process in self.llm.engine_core.resources.engine_manager.processes:
+                process.kill()
+
+    def _died(self) -> NotServingError:
+        self.state.dead = True
+        return NotServingError("the engine has died; the next sync_weights starts it again")
 
     async def _reset_prefix_cache(self) -> None:
         if self.llm.model_config.is_multimodal_model:
@@ -185,8 +246,9 @@ class AsyncRolloutEngine(EngineBase):
         """What `act` gives; if the engine dies of it, that is remembered."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        if self.llm is None:
+            raise NotServingError("the engine could not be started; call sync_weights, which tries again")
         try:
             return await act()
         except EngineDeadError as error:
-            self.state.dead = True
-            raise NotServingError("the engine has died; the next sync_weights starts it again") from error
+            raise self._died() from error

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fp8plan.errors import SyncError
+from fp8plan.runtime.interrupts import released
+from fp8plan.runtime.manifest import pair_of
 from fp8plan.runtime.sync_state import Checked
 from fp8plan.runtime.transfer_wire import gathered
 
@@ -13,9 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def chunks(
-    pairs: Iterable[tuple[str, torch.Tensor]], checked: Checked, most: int
-) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
+def chunks(pairs: Iterable[Any], checked: Checked, most: int) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
     """The stream in chunks of about `most` bytes that hold complete groups only, as (numbers, tensors).
 
     A group is held back until its last tensor has come. Raises SyncError for a tensor that was not announced, that came
@@ -27,11 +27,10 @@ def chunks(
     numbers: list[int] = []
     tensors: list[torch.Tensor] = []
     size = 0
-    for name, given in pairs:
+    for name, tensor in _whole(pairs):
         number = checked.numbers.get(name)
         if number is None or number in came:
             raise SyncError(f"{name} {'was not announced' if number is None else 'came twice'}")
-        tensor = gathered(given)
         came[number] = name, _version(tensor)
         group = checked.groups[number]
         waiting.setdefault(group, []).append((number, tensor))
@@ -52,6 +51,20 @@ def chunks(
     if numbers:
         _refuse_reused(numbers, tensors, came)
         yield numbers, tensors
+
+
+def _whole(pairs: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The trainer's pairs, with the shards of each tensor gathered. That is the trainer's code, which Ctrl-C may break
+    off anywhere. Raises ConfigError for what is no pair of a name and a tensor with values."""
+    given = iter(pairs)
+    while True:
+        with released():
+            item = next(given, given)
+            if item is given:
+                return
+            name, tensor = pair_of(item)
+            tensor = gathered(tensor)
+        yield name, tensor
 
 
 def _version(tensor: torch.Tensor) -> int:

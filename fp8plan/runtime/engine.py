@@ -15,14 +15,19 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing import active_children
+from multiprocessing.resource_tracker import ensure_running
+from operator import index
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fp8plan.errors import ConfigError, NotServingError, SyncError
 from fp8plan.runtime.cpu_kernels import register
 from fp8plan.runtime.engine_base import EngineBase
-from fp8plan.runtime.gate import alone, falling_asleep, generating
+from fp8plan.runtime.gate import alone, asleep_of, falling_asleep, generating, refuse_shut_down
 from fp8plan.runtime.guarding.ladder import GuardSettings
+from fp8plan.runtime.interrupts import Held, let_in, released
 from fp8plan.runtime.judge import Judge
 from fp8plan.runtime.launch import Launch, launch
 from fp8plan.runtime.sync_state import Call, Procedure, Scored, SyncReport, SyncSettings, rpc
@@ -63,12 +68,14 @@ class RolloutEngine(EngineBase):
         self.mode = mode
         self._judge = Judge(self)
         self.llm: Any = None
-        self._start()
-        try:
-            self._drive(self._opening())
-        except BaseException:
-            self.shutdown()
-            raise
+        self._half_done = False  # a step or a request, when something other than an Exception came out of it
+        with Held(self._give_up):
+            try:
+                self._start()
+                self._drive(self._opening())
+            except BaseException:
+                self._stop()
+                raise
 
     @classmethod
     def from_plan(
@@ -123,24 +130,23 @@ class RolloutEngine(EngineBase):
 
         Raises SyncError; its message says which weights serve now.
         """
-        return self._drive(self._sync(self._busy(), tensors, manifest, kv_amax, kv_prompts, scored))
+        with self._calling():
+            return self._drive(self._sync(self._busy(), tensors, manifest, kv_amax, kv_prompts, scored))
 
     def join_transfer(self, where: Rendezvous) -> None:
         """Meet a trainer that sends over NCCL; returns once it has come (fp8plan.runtime.transfer)."""
-        self._drive(self._join(self._busy(), where))
+        with self._calling():
+            self._drive(self._join(self._busy(), where))
 
     def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> list[Any]:
         """vLLM's generate; `verdict` is the guard's on it. Raises NotServingError while weights must not be used."""
-        if self.state.generating or (not self.state.running and self._busy()):
-            raise NotServingError("another generate is running, and vllm.LLM would mix up their outputs; wait for it")
-        with generating(self.state):
-            judge = self._judge.begin(self.llm)
-            outputs = self._finished(
-                lambda: self.llm.generate(prompts, sampling_params, **{"use_tqdm": False} | kwargs)
-            )
-            judge(outputs)
-            self._remember(outputs)
-        return outputs
+        with self._calling():
+            if self.state.generating or (not self.state.running and self._busy()):
+                raise NotServingError(
+                    "another generate is running, and vllm.LLM would mix up their outputs; wait for it"
+                )
+            with generating(self.state):
+                return self._rollout_of(prompts, sampling_params, kwargs)
 
     @property
     def verdict(self) -> Verdict | None:
@@ -161,34 +167,52 @@ class RolloutEngine(EngineBase):
         """Do what a verdict advises: nothing, recalibrate the KV cache, or restart in a safer precision, after which
         the engine refuses to generate until a sync."""
         if verdict is not None:
-            self._drive(self._follow(self._busy(), verdict.action))
+            with self._calling():
+                self._drive(self._follow(self._busy(), verdict.action))
 
     def recalibrate_kv(self, *, kv_amax: Any = None, kv_prompts: Any = None) -> str | None:
         """Measure or set the KV scales anew, without new weights; where they come from."""
-        return self._drive(self._recalibrate(self._busy(), kv_amax, kv_prompts))
+        with self._calling():
+            return self._drive(self._recalibrate(self._busy(), kv_amax, kv_prompts))
 
     def kv_scales(self) -> dict[str, dict[str, float]]:
         """layer -> scales of q, k, v that the live engine uses, on the device and on the host."""
-        return self._drive(rpc("fp8plan_kv_scales"))[0]
+        with self._calling():
+            return self._drive(rpc("fp8plan_kv_scales"))[0]
 
     def sleep(self, level: int = 1) -> None:
         """vLLM's sleep (enable_sleep_mode=True). Level 2 drops the weights: a sync must follow the wake-up."""
-        with alone(self.state, self._busy()), falling_asleep(self.state, level):
-            self._alive(lambda: self.llm.sleep(level))
+        with self._calling(), alone(self.state, self._busy()), falling_asleep(self.state, level) as needed:
+            if needed:
+                self._alive(lambda: self.llm.sleep(level))
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """vLLM's wake_up, which sets KV scales to 1.0; they are put back, and the KV cache is zeroed."""
-        with alone(self.state, self._busy()):
-            self._alive(lambda: self.llm.wake_up(tags))
-            self._drive(self._woken(tags))
+        with self._calling(), alone(self.state, self._busy()):
+            if sleeping := asleep_of(self.state, tags):
+                self._alive(lambda: self.llm.wake_up(sleeping))
+            self._drive(self._woken(sleeping))
 
     def shutdown(self) -> None:
-        """Stop the engine and free its memory."""
-        if self.llm is not None:
-            core, self.llm = self.llm.llm_engine.engine_core, None
-            core.shutdown()
-        gc.unfreeze()
-        gc.collect()
+        """Stop the engine and free its memory, for good: every later call raises LostEngineError."""
+        with Held(self._give_up):
+            self.state.shut_down = True
+            self._stop()
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """A call of the caller's: Ctrl-C waits for places where it does no harm. Raises LostEngineError after
+        shutdown."""
+        refuse_shut_down(self.state)
+        with Held(self._give_up):
+            yield
+
+    def _rollout_of(self, prompts: Any, sampling_params: Any, more: dict[str, Any]) -> list[Any]:
+        judge = self._judge.begin(self.llm)
+        outputs = self._finished(lambda: self.llm.generate(prompts, sampling_params, **{"use_tqdm": False} | more))
+        judge(outputs)
+        self._remember(outputs)
+        return outputs
 
     def _start(self) -> None:
         self._judge.wait()  # the guard must not learn of another engine meanwhile
@@ -197,8 +221,47 @@ class RolloutEngine(EngineBase):
         register()  # vLLM loads plugins once: an engine before this one may have needed none
         from vllm import LLM
 
-        self.llm = LLM(**self.launch.kwargs)
+        if self.mode == "multiprocess":
+            self.llm = started_apart(lambda: LLM(**self.launch.kwargs))
+        else:
+            with released():
+                self.llm = LLM(**self.launch.kwargs)
+        core = self.llm.llm_engine
+        core.add_request, core.step = self._whole(core.add_request), self._whole(core.step)
         freeze_garbage()
+
+    def _stop(self) -> None:
+        if self.llm is not None:
+            core, self.llm = self.llm.llm_engine.engine_core, None
+            core.shutdown()
+        gc.unfreeze()
+        gc.collect()
+
+    def _whole(self, act: Callable[..., Answer]) -> Callable[..., Answer]:
+        """`act`, which nothing interrupts but between two of its calls; what does all the same is remembered."""
+
+        def whole(*args: Any, **kwargs: Any) -> Answer:
+            let_in()
+            self._half_done = True
+            try:
+                found = act(*args, **kwargs)
+            except Exception:
+                self._half_done = False
+                raise
+            self._half_done = False
+            return found
+
+        return whole
+
+    def _give_up(self) -> None:
+        """End an engine that somebody has lost patience with; the next sync starts another."""
+        self.state.dead = True
+        if self.mode == "multiprocess" and self.llm is not None:
+            for process in self.llm.llm_engine.engine_core.resources.engine_manager.processes:
+                process.kill()
+
+    def _model_config(self) -> Any:
+        return self.llm.llm_engine.model_config
 
     def _busy(self) -> int:
         return 0 if self.state.dead else self.llm.llm_engine.get_num_unfinished_requests()
@@ -209,6 +272,7 @@ class RolloutEngine(EngineBase):
             call = next(procedure)
             while True:
                 try:
+                    let_in()
                     answer = self._answer(call)
                 except BaseException as error:
                     call = procedure.throw(error)
@@ -219,7 +283,7 @@ class RolloutEngine(EngineBase):
 
     def _answer(self, call: Call) -> Any:
         if call.what == "restart":
-            self.shutdown()
+            self._stop()
             return self._start()
         if call.what == "reset":
             return self._reset_prefix_cache()
@@ -227,7 +291,7 @@ class RolloutEngine(EngineBase):
             from vllm import SamplingParams
 
             prompts, settings = call.arguments
-            inputs = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
+            inputs = [{"prompt_token_ids": [index(token) for token in tokens]} for tokens in prompts]
             params = SamplingParams(**{"detokenize": False} | settings)
             return self._finished(lambda: self.llm.generate(inputs, params, use_tqdm=False))
         method, arguments = call.arguments
@@ -242,6 +306,8 @@ class RolloutEngine(EngineBase):
         for _ in range(RESET_TRIES):
             if self._alive(lambda: self.llm.reset_prefix_cache(reset_connector=True)):
                 return
+            if self.mode == "inprocess":
+                self._alive(self.llm.llm_engine.step)
             time.sleep(RESET_WAIT_S)
         raise SyncError(f"vLLM did not empty its prefix cache within {RESET_TRIES * RESET_WAIT_S:.0f} s")
 
@@ -249,20 +315,51 @@ class RolloutEngine(EngineBase):
         """What `generate` gives; if it does not end by itself, nothing of it is left: the next one would get it."""
         try:
             return self._alive(generate)
-        except BaseException:
-            if not self.state.dead:
-                core = self.llm.llm_engine
-                core.abort_request(list(core.output_processor.request_states), internal=True)
+        except BaseException as error:
+            self._clear(error)
             raise
+
+    def _clear(self, error: BaseException) -> None:
+        """Abort what a generate has left; the prefix cache holds what it got to, on which the next one's bits would
+        depend. Where that fails the engine refuses."""
+        if self.llm is None or self.state.dead:
+            return
+        core = self.llm.llm_engine
+        if self._half_done and self.mode == "inprocess":
+            self._half_done, self.state.dead = False, True
+            return
+        left = [*core.output_processor.parent_requests, *core.output_processor.request_states]
+        try:
+            self._alive(lambda: core.abort_request(left, internal=True))
+            self._reset_prefix_cache()
+        except Exception as second:
+            self.state.refusal = (
+                f"a generate was broken off ({error or type(error).__name__}), and is not over: {second}"
+            )
 
     def _alive(self, act: Callable[[], Answer]) -> Answer:
         """What `act` gives; if the engine dies of it, that is remembered."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         if self.llm is None:
-            raise NotServingError("the engine was shut down, or could not be started; call sync_weights or from_plan")
+            raise NotServingError("the engine could not be started; call sync_weights, which tries again")
         try:
-            return act() if self.mode == "inprocess" else watched(act, self.llm.llm_engine.engine_core)
+            if self.mode == "inprocess":
+                return act()
+            resources = self.llm.llm_engine.engine_core.resources
+            return watched(act, lambda: resources.engine_dead, self._give_up)
         except EngineDeadError as error:
             self.state.dead = True
             raise NotServingError("the engine has died; the next sync_weights starts it again") from error
+
+
+def started_apart(start: Callable[[], Answer]) -> Answer:
+    """What `start` gives, which starts processes. Ctrl-C in a terminal does not reach them; it ends a start at once."""
+    before = set(active_children())
+
+    def give_up() -> None:
+        for process in set(active_children()) - before:
+            process.kill()
+
+    ensure_running()  # or Python starts it now, and lets SIGINT through again
+    return watched(start, lambda: False, give_up, patience_s=0.0)

@@ -12,7 +12,7 @@ from fp8plan.errors import ConfigError, Fp8PlanError, NotServingError
 from fp8plan.model.hardware import gpu
 from fp8plan.model.precision import precision
 from fp8plan.runtime.announcement import plain
-from fp8plan.runtime.gate import TAGS, alone, refuse_asleep
+from fp8plan.runtime.gate import alone, refuse_asleep, refuse_dead
 from fp8plan.runtime.guard import Guard
 from fp8plan.runtime.guarding.facts import EngineFacts
 from fp8plan.runtime.guarding.ladder import Action, GuardSettings, stepped_down
@@ -45,7 +45,7 @@ class EngineBase:
     @property
     def serving(self) -> bool:
         """Whether the weights may be used."""
-        return self.state.refusal is None and not self.state.dead
+        return self.state.refusal is None and not self.state.dead and not self.state.shut_down
 
     def lost(self, error: Exception) -> Exception:
         """What an rpc's error means. Workers answer their own as data: what is raised in another process is its end."""
@@ -60,7 +60,8 @@ class EngineBase:
         self.facts = answers[0]
         self.launch.refuse_other(self.facts)
         self.state.expected = self.launch.checkpoint()
-        self.state.longest_prompt = (self.launch.limits.max_model_len or 0) - 1 or None
+        running = self._model_config()
+        self.state.longest_prompt, self.state.vocabulary = running.max_model_len - 1, running.get_vocab_size()
         self.state.kv_scales = (yield from self._live_scales()) if self.state.fp8_kv else None
         device = gpu(self.launch.gpu)
         if not device.is_cpu:
@@ -70,6 +71,10 @@ class EngineBase:
                 yield Call("generate", ([[token] * length], {"max_tokens": 1, "ignore_eos": True}))
             yield Call("reset")
         self._watch()
+
+    def _model_config(self) -> Any:
+        """vLLM's ModelConfig of the engine that runs."""
+        raise NotImplementedError
 
     def _live_scales(self) -> Generator[Call, Any, Scales]:
         """What a started engine has: 1.0, or what its checkpoint brings."""
@@ -124,7 +129,7 @@ class EngineBase:
                 yield from self._restart()
             if state.settings.weights_in == "fp8_block" and not state.quantised and state.expected is not None:
                 yield from self._learn_quantised()
-            prompts, where = self._calibration(kv_prompts)
+            prompts, where = self._calibration(kv_amax, kv_prompts)
             return (yield from sync(state, source, manifest, kv_amax, prompts, where, scored))
 
     def _join(self, busy: int, where: Rendezvous) -> Procedure:
@@ -153,9 +158,10 @@ class EngineBase:
         self.state.quantised = tuple(answers[0]["quantised"])
         return self.state.quantised
 
-    def _calibration(self, given: Sequence[Sequence[int]] | None) -> tuple[Sequence[Sequence[int]], str]:
-        """Token ids to calibrate KV scales on: those given, the last rollout's, or random ones."""
-        if given is not None:
+    def _calibration(self, amax: Any, given: Sequence[Sequence[int]] | None) -> tuple[Any, str]:
+        """Token ids to calibrate KV scales on: those given, none if there is an amax, the last rollout's, or random
+        ones; where they come from."""
+        if given is not None or amax is not None:
             return given, "calibration prompts"
         if self._rollout:
             return self._rollout, "sequences of the last rollout"
@@ -183,29 +189,30 @@ class EngineBase:
     def _recalibrate(self, busy: int, kv_amax: Mapping[str, Sequence[float]] | None, kv_prompts: Any) -> Procedure:
         state = self.state
         with alone(self.state, busy):
+            refuse_dead(self.state)
             refuse_asleep(self.state, kv_amax, None)
-            prompts, where = self._calibration(kv_prompts)
+            prompts, where = self._calibration(kv_amax, kv_prompts)
             refuse_calibration(state, kv_amax, prompts)
             before, state.refusal = state.refusal, "the KV scales were being changed, and that has not ended"
             try:
                 used = yield from kv_scales(state, kv_amax, prompts, where)
+                yield Call("reset")  # what is cached was written with other scales
             except BaseException:
                 yield from self._rescale()
                 yield Call("reset")
                 state.refusal = before
                 raise
-            yield Call("reset")  # what is cached was written with other scales
             state.refusal = before
         return used
 
-    def _woken(self, tags: Sequence[str] | None) -> Procedure:
+    def _woken(self, tags: Sequence[str]) -> Procedure:
         """After vLLM has woken up: its KV cache is whatever lay in that memory, its scales are 1.0."""
         state = self.state
-        if tags is None or "kv_cache" in tags:
+        if "kv_cache" in tags:
             state.soiled = True
             yield from clean(state)
-            yield from self._rescale()
-        state.asleep -= frozenset(TAGS if tags is None else tags)
+        yield from self._rescale()
+        state.asleep -= frozenset(tags)
 
     def _follow(self, busy: int, action: Action) -> Procedure:
         """Do what the guard advises."""

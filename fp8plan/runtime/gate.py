@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from fp8plan.errors import NotServingError, SyncError
+from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.runtime.sync_state import SyncState
 
 TAGS: Final = ("weights", "kv_cache")  # of vLLM's sleep
+
+
+def refuse_shut_down(state: SyncState) -> None:
+    """Raises LostEngineError after shutdown()."""
+    if state.shut_down:
+        raise LostEngineError("the engine was shut down; make another with from_plan")
+
+
+def refuse_dead(state: SyncState) -> None:
+    """Raises NotServingError if there is no engine to do anything with."""
+    if state.dead:
+        raise NotServingError("the engine has died; call sync_weights with all weights, which starts it again")
 
 
 @contextmanager
 def generating(state: SyncState) -> Iterator[None]:
     """A generate is open. Raises NotServingError while the weights must not be used."""
     with state.lock:
-        if state.dead:
-            raise NotServingError("the engine has died; call sync_weights with all weights, which starts it again")
+        refuse_dead(state)
         if state.asleep:
             raise NotServingError("the engine sleeps; call wake_up")
         if state.running:
@@ -50,17 +61,38 @@ def alone(state: SyncState, busy: int) -> Iterator[None]:
 
 
 @contextmanager
-def falling_asleep(state: SyncState, level: int) -> Iterator[None]:
-    """vLLM is put to sleep. If that fails nobody knows what is left: the engine refuses until a complete sync."""
+def falling_asleep(state: SyncState, level: int) -> Iterator[bool]:
+    """vLLM is put to sleep; whether there is anything to do. If that fails nobody knows what is left: the engine
+    refuses until a complete sync. Raises ConfigError for other levels, SyncError if it sleeps otherwise."""
+    refuse_dead(state)
+    if level not in (1, 2):
+        raise ConfigError(
+            f"level is {level!r}; allowed: 1, which keeps the weights on the host, and 2, which drops them"
+        )
+    if state.asleep:  # vLLM would ignore it
+        if state.asleep != frozenset(TAGS) or level > state.sleep_level:
+            asleep = ", ".join(sorted(state.asleep))
+            raise SyncError(f"the engine sleeps already ({asleep}, level {state.sleep_level}); call wake_up before")
+        yield False
+        return
     before = state.refusal
     state.refusal = "the engine was put to sleep, and that has not ended"
-    state.asleep = frozenset(TAGS)
+    state.asleep, state.sleep_level = frozenset(TAGS), level
     try:
-        yield
+        yield True
     except BaseException:
         state.asleep = frozenset()
         raise
     state.refusal = before if level < 2 else "the engine slept at level 2, which drops its weights"
+
+
+def asleep_of(state: SyncState, tags: Sequence[str] | None) -> list[str]:
+    """Those of vLLM's tags (all, unless given) that sleep. Raises ConfigError for other tags."""
+    refuse_dead(state)
+    if isinstance(tags, str) or (wrong := [tag for tag in tags or () if tag not in TAGS]):
+        given = tags if isinstance(tags, str) else wrong[0]
+        raise ConfigError(f"tags: {given!r}; allowed: a list of {', '.join(TAGS)}, or None for all")
+    return [tag for tag in TAGS if tag in state.asleep and tag in (TAGS if tags is None else tags)]
 
 
 def refuse_asleep(state: SyncState, kv_amax: Any, scored: Any) -> None:

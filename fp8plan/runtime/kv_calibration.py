@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+from operator import index
+from typing import Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.kv_scales import PARTS, Amax, clipped, largest, scales_from
@@ -11,6 +12,10 @@ from fp8plan.runtime.sync_state import Call, SyncState, rpc
 
 # Passes of the calibration prompts until none of its own scales clips: each at least doubles them.
 MOST_CALIBRATIONS = 12
+
+# Of a trainer's amax: with them, and any margin that makes sense, scales are normal numbers of float32.
+LEAST_AMAX: Final = 1e-30
+MOST_AMAX: Final = 1e30
 
 
 def kv_scales(
@@ -36,26 +41,54 @@ def kv_scales(
 def refuse_calibration(
     state: SyncState, amax: Mapping[str, Sequence[float]] | None, prompts: Sequence[Sequence[int]] | None
 ) -> None:
-    """Raises ConfigError for what KV scales cannot be made of: an amax that is not one of each attention layer or not
-    finite, no prompts, and prompts that the engine does not take."""
+    """Raises ConfigError for what KV scales cannot be made of: an amax that is not one of each attention layer, not
+    finite or 0, no prompts, prompts that the engine does not take, and both."""
     if not state.fp8_kv:
         return
     if amax is not None:
-        scales_from(amax)
-        if wrong := sorted(amax.keys() ^ (state.kv_scales or amax).keys()):
-            raise ConfigError(
-                f"kv_amax: {', '.join(wrong[:4])} is missing or unknown; allowed: every attention layer, by vLLM's "
-                f"name, as {next(iter(state.kv_scales or {}))}"
-            )
-    elif prompts is None or not len(prompts):
+        if prompts is not None:
+            raise ConfigError("kv_amax and kv_prompts are both given; allowed: one of them")
+        _refuse_amax(state, amax)
+    elif prompts is None or (isinstance(prompts, Sequence) and not len(prompts)):
         raise ConfigError(
             "the KV cache is FP8 and there is nothing to calibrate it with; allowed: kv_prompts=[[token ids], ...] or "
             "kv_amax={layer: (q, k, v)}"
         )
-    elif wrong := [len(p) for p in prompts if not 1 <= len(p) <= (state.longest_prompt or len(p))]:
+    else:
+        refuse_tokens(state, "kv_prompts", prompts)
+
+
+def _refuse_amax(state: SyncState, amax: Any) -> None:
+    if not isinstance(amax, Mapping):
+        raise ConfigError(f"kv_amax is of type {type(amax).__name__}; allowed: a dict, {{layer: (q, k, v)}}")
+    scales_from(amax)
+    if wrong := sorted(map(str, amax.keys() ^ (state.kv_scales or amax).keys())):
         raise ConfigError(
-            f"kv_prompts: one has {wrong[0]:,} tokens; allowed: 1 to {state.longest_prompt:,}, as max_model_len says"
+            f"kv_amax: {', '.join(wrong[:4])} is missing or unknown; allowed: every attention layer, by vLLM's name, "
+            f"as {next(iter(state.kv_scales or {}))}"
         )
+    for layer, parts in amax.items():
+        if not all(LEAST_AMAX <= value <= MOST_AMAX for value in parts):
+            raise ConfigError(
+                f"kv_amax of {layer} is {list(parts)}; allowed: numbers above 0, within float32: the largest |q|, |k| "
+                "and |v| that the layer has seen"
+            )
+
+
+def refuse_tokens(state: SyncState, what: str, sequences: Any) -> None:
+    """Raises ConfigError for anything but lists of token ids that the engine takes."""
+    try:
+        found = [[index(token) for token in tokens] for tokens in sequences]
+    except TypeError:
+        raise ConfigError(f"{what}: no list of token ids each; allowed: [[token ids], ...], e.g. [[1, 2, 3]]") from None
+    longest, vocabulary = state.longest_prompt, state.vocabulary
+    for tokens in found:
+        if not 1 <= len(tokens) <= (longest or len(tokens)):
+            most = "or more" if longest is None else f"to {longest:,}, as max_model_len says"
+            raise ConfigError(f"{what}: one has {len(tokens):,} tokens; allowed: 1 {most}")
+        if wrong := [token for token in tokens if not 0 <= token < (vocabulary or token + 1)]:
+            most = "0 or more" if vocabulary is None else f"0 to {vocabulary - 1:,}, the model's vocabulary"
+            raise ConfigError(f"{what}: token id {wrong[0]}; allowed: {most}")
 
 
 def _calibrate(state: SyncState, prompts: Sequence[Sequence[int]]) -> Generator[Call, Any, Amax]:

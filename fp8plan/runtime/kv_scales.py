@@ -34,8 +34,13 @@ def scales_from(amax: Mapping[str, Sequence[float]], margin: float = MARGIN) -> 
     """Scales that hold `margin` times the amax; 1.0 for a layer that saw nothing. Raises ConfigError for NaN or Inf."""
     found = {}
     for layer, parts in amax.items():
-        if len(parts) != len(PARTS) or not all(isfinite(value) and value >= 0 for value in parts):
-            raise ConfigError(f"amax of {layer} is {list(parts)}; allowed: three finite numbers, of q, k and v")
+        try:
+            fits = len(parts) == len(PARTS) and all(isfinite(value) and value >= 0 for value in parts)
+        except TypeError:
+            fits = False
+        if not fits:
+            given = list(parts) if isinstance(parts, Sequence) else parts
+            raise ConfigError(f"amax of {layer} is {given!r}; allowed: three finite numbers, of q, k and v")
         found[layer] = [margin * value / E4M3_MAX if value > 0 else 1.0 for value in parts]
     return found
 

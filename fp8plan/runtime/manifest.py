@@ -70,15 +70,60 @@ def manifest_of(source: Any) -> Manifest | None:
 
     source: a mapping of names to tensors, a sequence of (name, tensor) pairs, a vLLM WeightSource (or whatever else has
             metadata() -> items with name, dtype and shape), or an iterator
+
+    Raises ConfigError for anything else, and for what is no tensor or has no values.
     """
     if hasattr(source, "metadata"):
         found = source.metadata()
         return tuple(Entry(x.name, str(x.dtype).removeprefix("torch."), tuple(x.shape)) for x in found)
+    _refuse_other(source)
     if isinstance(source, Mapping):
-        return tuple(entry_of(name, tensor) for name, tensor in source.items())
-    if isinstance(source, Sequence):
-        return tuple(entry_of(name, tensor) for name, tensor in source)
-    return None
+        source = list(source.items())
+    return tuple(entry_of(*pair_of(pair)) for pair in source) if isinstance(source, Sequence) else None
+
+
+def _refuse_other(source: Any) -> None:
+    """Raises ConfigError for what holds no (name, tensor) pairs."""
+    import torch
+
+    single = isinstance(source, (str, bytes, torch.Tensor))
+    if hasattr(source, "state_dict"):
+        hint = "type model.state_dict()"
+    elif callable(source):
+        hint = "type its call"
+    elif single or not isinstance(source, Iterable):
+        hint = "e.g. model.state_dict()"
+    else:
+        return
+    kind = "None" if source is None else f"of type {type(source).__name__}"
+    raise ConfigError(
+        f"the tensors are {kind}; allowed: a dict of names to tensors, (name, tensor) pairs in a list or an iterator, "
+        f"or vLLM's WeightSource ({hint})"
+    )
+
+
+def pair_of(item: Any) -> tuple[str, torch.Tensor]:
+    """(name, tensor) of an item that a source has given. Raises ConfigError for anything else, and for a tensor that
+    has no plain values to be sent: on the meta device, sparse, or quantised by torch."""
+    import torch
+
+    try:
+        name, tensor = item
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"the source gave a value of type {type(item).__name__}; allowed: pairs of a name and a tensor"
+        ) from None
+    if not isinstance(name, str):
+        raise ConfigError(f"the source gave a name of type {type(name).__name__}; allowed: Hugging Face names")
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"{name} is of type {type(tensor).__name__}; allowed: a torch.Tensor")
+    if tensor.is_meta:
+        raise ConfigError(f"{name} is on the meta device and has no values; allowed: the tensor that was trained")
+    if tensor.layout != torch.strided:
+        raise ConfigError(f"{name} is sparse ({tensor.layout}); allowed: dense tensors (type tensor.to_dense())")
+    if tensor.is_quantized:
+        raise ConfigError(f"{name} is quantised ({tensor.dtype}); allowed: plain ones (type tensor.dequantize())")
+    return name, tensor
 
 
 def pairs_of(source: Any) -> Iterable[tuple[str, Any]]:

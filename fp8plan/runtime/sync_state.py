@@ -82,12 +82,13 @@ class SyncState:
 
     refusal:   why it must not generate; None while it serves
     running:   a sync, a calibration or a step down is under way; generating: calls of generate are
-    asleep:    what sleeps, by vLLM's tags: "weights", "kv_cache"
+    shut_down: for good, by its owner
+    asleep:    what sleeps, by vLLM's tags: "weights", "kv_cache"; since a sleep at sleep_level
     soiled:    weights that were not proven have run: the KV cache may hold NaN, which poisons who gets its block next
     expected:  tensors of the checkpoint it was started with, where known
     prepared:  manifests that the workers have checked
     kv_scales: what the live engine has; None with a BF16 KV cache
-    longest_prompt: that the engine takes, where known
+    longest_prompt, vocabulary: that the engine takes, in tokens, where known
     """
 
     settings: SyncSettings
@@ -95,15 +96,18 @@ class SyncState:
     fp8_kv: bool
     refusal: str | None = None
     dead: bool = False
+    shut_down: bool = False
     running: bool = False
     generating: int = 0
     asleep: frozenset[str] = frozenset()
+    sleep_level: int = 0
     soiled: bool = False
     version: int = 0
     expected: Manifest | None = None
     prepared: dict[tuple[Manifest, bool], Checked] = field(default_factory=dict)
     kv_scales: Scales | None = None
     longest_prompt: int | None = None
+    vocabulary: int | None = None
     quantised: tuple[str, ...] = ()
     lock: Lock = field(default_factory=Lock)
 

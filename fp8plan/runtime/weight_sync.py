@@ -18,16 +18,18 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import expm1
+from itertools import chain
+from math import expm1, isfinite
 from typing import Any
 
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.runtime import manifest as manifests
 from fp8plan.runtime.announcement import announced, prepared
 from fp8plan.runtime.chunks import chunks
-from fp8plan.runtime.kv_calibration import kv_scales, refuse_calibration
+from fp8plan.runtime.interrupts import released
+from fp8plan.runtime.kv_calibration import kv_scales, refuse_calibration, refuse_tokens
 from fp8plan.runtime.kv_scales import Scales
-from fp8plan.runtime.manifest import Manifest
+from fp8plan.runtime.manifest import Manifest, pair_of
 from fp8plan.runtime.sync_state import Call, Checked, Procedure, Scored, SyncReport, SyncState, rpc
 from fp8plan.runtime.transfer import RemoteSource
 from fp8plan.runtime.transport import Stage, staged_bytes
@@ -58,7 +60,9 @@ def sync(
             if isinstance(source, RemoteSource):
                 yield from rpc("fp8plan_receive", False)
             refuse_calibration(state, kv_amax, kv_prompts)
+            _refuse_scored(state, scored)
             checked = yield from prepared(state, sent)
+            pairs = source if isinstance(source, RemoteSource) else _begun(manifests.pairs_of(source))
         except ConfigError as error:
             serve = "the old weights serve, untouched" if before is None else "the engine still refuses to generate"
             raise SyncError(f"{error}. Nothing was sent; {serve}") from error
@@ -72,7 +76,7 @@ def sync(
         with _timed(seconds, "begin"):
             yield from rpc("fp8plan_begin", checked.number, settings.samples, state.version, settings.rollback)
         with _timed(seconds, "load"):
-            yield from _load(state, manifests.pairs_of(source), sent, checked, counts)
+            yield from _load(state, pairs, sent, checked, counts)
         with _timed(seconds, "finish"):
             answers = yield from rpc("fp8plan_finish")
             _refuse_difference(answers)
@@ -110,15 +114,38 @@ def sync(
     )
 
 
+def _begun(pairs: Iterable[Any]) -> Iterable[Any]:
+    """The trainer's pairs, the first of them there already: what is wrong with it harms nothing. Raises ConfigError,
+    also for what the trainer itself raises."""
+    given = iter(pairs)
+    try:
+        with released():
+            first = next(given)
+        pair_of(first)
+    except StopIteration:
+        raise ConfigError("the iterator is empty; allowed: every tensor of the model's checkpoint") from None
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"the first tensor could not be had: {error or type(error).__name__}") from error
+    return chain([first], given)
+
+
 def _load(
-    state: SyncState, pairs: Iterable[tuple[str, Any]], manifest: Manifest, checked: Checked, counts: dict[str, int]
+    state: SyncState,
+    pairs: Iterable[Any] | RemoteSource,
+    manifest: Manifest,
+    checked: Checked,
+    counts: dict[str, int],
 ) -> Procedure:
     if isinstance(pairs, RemoteSource):
-        sending = pairs.start()
+        with released():
+            sending = pairs.start()
         answers = yield from rpc("fp8plan_receive", True)
         size = sum(entry.numel * manifests.dtype_named(entry.dtype).itemsize for entry in manifest)
         counts.update(tensors=len(manifest), bytes=size, chunks=answers[0])
-        return sending and sending.result()
+        with released():
+            return sending and sending.result()
     stage: Stage | None = None
     try:
         for numbers, tensors in chunks(pairs, checked, state.settings.chunk_bytes):
@@ -141,13 +168,23 @@ def _load(
             stage.close()
 
 
-def _score(scored: Scored, limit: float) -> Generator[Call, Any, float]:
-    """Mean k3 between the trainer and the engine on a sequence. Raises ConfigError above the limit, and for log-probs
-    that do not fit the tokens."""
+def _refuse_scored(state: SyncState, scored: Scored | None) -> None:
+    """Raises ConfigError for what the engine cannot score, and log-probs that do not fit the tokens."""
+    if scored is None:
+        return
+    if not isinstance(scored, Scored):
+        raise ConfigError(f"scored is of type {type(scored).__name__}; allowed: Scored(token ids, log-probs)")
+    refuse_tokens(state, "scored", [scored.tokens])
     if len(scored.logprobs) != len(scored.tokens) - 1 or not scored.logprobs:
         raise ConfigError(
             f"{len(scored.logprobs)} log-probs for {len(scored.tokens)} tokens; allowed: one for each but the first"
         )
+    if not all(isfinite(logprob) for logprob in scored.logprobs):
+        raise ConfigError("scored: a log-prob is not finite; allowed: the trainer's, in nats")
+
+
+def _score(scored: Scored, limit: float) -> Generator[Call, Any, float]:
+    """Mean k3 between the trainer and the engine on a sequence. Raises ConfigError above the limit."""
     settings = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
     (output,) = yield Call("generate", ([scored.tokens], settings))
     found = [row[token].logprob for row, token in zip(output.prompt_logprobs[1:], scored.tokens[1:], strict=True)]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import pytest
 from tiny_models import CALIBRATION, PROMPTS, Outputs, checkpoint, cpu_plan, started_beside_references, weights
 
-from fp8plan.errors import NotServingError, SyncError
+from fp8plan.errors import LostEngineError, NotServingError, SyncError
 from fp8plan.runtime.async_engine import AsyncRolloutEngine
 
 pytestmark = pytest.mark.vllm
@@ -46,10 +47,49 @@ def test_syncs_alternate_between_two_sets_of_weights(kind: str, precision: str) 
                 assert report.compared > 0
                 assert await generate(engine) == expected[which]
             await faults(engine)
+            await cancelled(engine)
             await engine.sync_weights(weights(kind, "a"), kv_prompts=CALIBRATION)
             assert await generate(engine) == expected["a"]
         finally:
             engine.shutdown()
+        await after_shutdown(engine)
+
+    async def cancelled(engine: AsyncRolloutEngine) -> None:
+        """Tasks that are cancelled at random moments leave no request, and weights that serve or are refused."""
+        chance, serves = random.Random(5), "a"
+        await engine.sync_weights(weights(kind, serves), kv_prompts=CALIBRATION)
+        for number in range(15):
+            other, version = "b" if serves == "a" else "a", engine.state.version
+            work = {
+                0: lambda: one(engine, PROMPTS[0], tokens=200),
+                1: lambda other=other: engine.sync_weights(weights(kind, other), kv_prompts=CALIBRATION),
+                2: lambda: engine.recalibrate_kv(kv_prompts=CALIBRATION),
+            }[number % 3]()
+            task = asyncio.create_task(work)
+            await asyncio.sleep(chance.uniform(0, 0.3 if number % 3 == 0 else 0.1))
+            task.cancel()
+            await asyncio.wait({task})
+            assert engine.llm.output_processor.get_num_unfinished_requests() == 0
+            serves = serves if engine.state.version == version else other
+            if not engine.serving:
+                with pytest.raises(NotServingError, match="CancelledError"):
+                    await one(engine, PROMPTS[0])
+                await engine.sync_weights(weights(kind, serves), kv_prompts=CALIBRATION)
+            assert await generate(engine) == expected[serves], f"other bits after {number}"
+
+    async def after_shutdown(engine: AsyncRolloutEngine) -> None:
+        assert not engine.serving
+        for call in (
+            lambda: one(engine, PROMPTS[0]),
+            lambda: engine.sync_weights(weights(kind, "b")),
+            engine.recalibrate_kv,
+            engine.kv_scales,
+            engine.sleep,
+            engine.wake_up,
+        ):
+            with pytest.raises(LostEngineError, match="the engine was shut down; make another with from_plan"):
+                await call()
+        engine.shutdown()
 
     async def faults(engine: AsyncRolloutEngine) -> None:
         running = asyncio.create_task(one(engine, PROMPTS[0], tokens=200))

@@ -7,9 +7,19 @@ from threading import Event, Thread
 from typing import Any, NamedTuple
 
 import pytest
-from tiny_models import CALIBRATION, PROMPTS, Outputs, generate, started_beside_references, weights
+from tiny_models import (
+    CALIBRATION,
+    LONG_PROMPT,
+    PROMPTS,
+    Outputs,
+    answer,
+    generate,
+    started,
+    started_beside_references,
+    weights,
+)
 
-from fp8plan.errors import NotServingError, SyncError
+from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.runtime.engine import RolloutEngine
 from fp8plan.runtime.gate import TAGS, alone, falling_asleep, generating, refuse_asleep
 from fp8plan.runtime.sync_state import SyncSettings, SyncState
@@ -225,3 +235,118 @@ def test_a_sleeping_engine_neither_generates_nor_syncs(subject: Subject) -> None
     engine.wake_up(["kv_cache"])
     subject.sync("b")
     assert generate(engine) == subject.references["b"]
+
+
+@vllm
+def test_a_sleep_or_a_wake_up_too_many_changes_nothing(subject: Subject) -> None:
+    engine = subject.engine
+    subject.sync("a")
+    cached = [answer(engine, LONG_PROMPT) for _ in range(2)][-1]
+    engine.wake_up()  # nothing sleeps: what is cached must not be zeroed
+    assert answer(engine, LONG_PROMPT) == cached
+    engine.sleep(1)
+    engine.sleep(1)
+    with pytest.raises(SyncError, match=r"sleeps already \(kv_cache, weights, level 1\); call wake_up before"):
+        engine.sleep(2)
+    with pytest.raises(ConfigError, match="tags: 'cache'; allowed: a list of weights, kv_cache"):
+        engine.wake_up(["cache"])
+    engine.wake_up(["weights"])
+    engine.wake_up(["weights"])
+    with pytest.raises(SyncError, match=r"sleeps already \(kv_cache, level 1\)"):
+        engine.sleep(1)
+    with pytest.raises(NotServingError, match="sleeps"):
+        generate(engine)
+    engine.wake_up()
+    with pytest.raises(ConfigError, match="level is 3; allowed: 1"):
+        engine.sleep(3)
+    assert generate(engine, cold=True) == subject.references["a"]
+
+
+@vllm
+def test_prompts_that_are_none_or_bad_leave_the_engine_as_it_was(subject: Subject) -> None:
+    engine = subject.engine
+    subject.sync("a")
+    assert engine.generate([]) == []
+    (request,) = engine.generate([{"prompt_token_ids": PROMPTS[0]}], None)  # vLLM's own settings
+    assert len(request.outputs[0].token_ids) > 0
+    with pytest.raises(Exception, match="prompt"):
+        engine.generate([{"prompt_token_ids": PROMPTS[0]}, {"prompt_token_ids": [1] * 5000}])
+    assert engine.llm.llm_engine.get_num_unfinished_requests() == 0
+    assert generate(engine, cold=True) == subject.references["a"]
+
+
+@vllm
+def test_a_sync_of_another_thread_waits_outside_a_rollout(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject.sync("a")
+    core, found = subject.engine.llm.llm_engine, list[BaseException]()
+    step = core.step
+
+    def sync() -> None:
+        try:
+            subject.sync("b")
+        except BaseException as error:
+            found.append(error)
+
+    def meanwhile() -> Any:
+        if not found:
+            other = Thread(target=sync)
+            other.start()
+            other.join(60)
+        return step()
+
+    monkeypatch.setattr(core, "step", meanwhile)
+    assert generate(subject.engine) == subject.references["a"]
+    monkeypatch.undo()
+    assert [type(error) for error in found] == [SyncError]
+    assert "requests are running" in str(found[0])
+    subject.sync("b")
+    assert generate(subject.engine) == subject.references["b"]
+
+
+@vllm
+def test_an_engine_whose_step_was_broken_off_refuses(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what no handler of signals can hold back; nobody knows what is left of a step."""
+
+    class Late(BaseException):
+        pass
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise Late
+
+    subject.sync("a")
+    engine = subject.engine
+    monkeypatch.setattr(engine.llm.llm_engine.engine_core, "get_output", broken)
+    with pytest.raises(Late):
+        generate(engine)
+    assert not engine.serving
+    with pytest.raises(NotServingError, match="died; call sync_weights with all weights, which starts it again"):
+        generate(engine)
+    subject.sync("b")
+    assert generate(engine) == subject.references["b"]
+
+
+def after_shutdown(engine: Any) -> dict[str, Any]:
+    """Every call that asks something of the engine."""
+    return {
+        "generate": lambda: engine.generate([{"prompt_token_ids": PROMPTS[0]}]),
+        "sync_weights": lambda: engine.sync_weights(weights("dense", "b")),
+        "recalibrate_kv": engine.recalibrate_kv,
+        "kv_scales": engine.kv_scales,
+        "sleep": engine.sleep,
+        "wake_up": engine.wake_up,
+        "join_transfer": lambda: engine.join_transfer(None),
+    }
+
+
+@vllm
+def test_a_shut_down_engine_says_so() -> None:
+    with started("dense", "a", "fp8_kv") as engine:
+        assert engine.serving
+        engine.shutdown()
+        assert not engine.serving
+        for name, call in after_shutdown(engine).items():
+            with pytest.raises(LostEngineError, match="the engine was shut down; make another with from_plan"):
+                call()
+            assert not engine.serving, name
+        assert engine.verdict is None
+        engine.shutdown()

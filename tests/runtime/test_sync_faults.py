@@ -159,6 +159,68 @@ def test_a_bare_iterator_needs_a_manifest_or_a_checkpoint(subject: Subject, monk
         subject.engine.sync_weights(iter(subject.sends().items()), manifest=["lm_head.weight"])
 
 
+def module(tensors: Tensors) -> Any:
+    return torch.nn.Linear(2, 2)
+
+
+def given(value: Any) -> Callable[[Tensors], Any]:
+    return lambda tensors: value
+
+
+# What is no source of tensors at all, or holds something that cannot be sent.
+NO_TENSORS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
+    "None": (given(None), "the tensors are None; allowed: a dict of names to tensors"),
+    "a module": (module, r"the tensors are of type Linear; allowed: .*type model\.state_dict\(\)"),
+    "a string": (given("model.safetensors"), "the tensors are of type str; allowed"),
+    "a number": (given(3), "the tensors are of type int; allowed"),
+    "a tensor": (lambda tensors: tensors[NORM], "the tensors are of type Tensor"),
+    "a generator that was not called": (lambda tensors: lambda: iter(tensors.items()), "type its call"),
+    "tensors without names": (lambda tensors: list(tensors.values()), "gave a name of type Tensor"),
+    "names that are numbers": (lambda tensors: dict(enumerate(tensors.values())), "gave a name of type int"),
+    "names alone": (list, "gave a value of type str"),
+    "a value of None": (changed(NORM, given(None)), f"{NORM} is of type NoneType; allowed: a torch.Tensor"),
+    "an array": (changed(NORM, lambda t: t.float().numpy()), f"{NORM} is of type ndarray; allowed"),
+    "a meta tensor": (changed(NORM, lambda t: t.to("meta")), f"{NORM} is on the meta device and has no values"),
+    "a sparse tensor": (changed(Q, lambda t: t.to_sparse()), rf"{Q} is sparse \(torch.sparse_coo\); .*to_dense\(\)"),
+    "a quantised tensor": (
+        changed(Q, lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8)),
+        rf"{Q} is quantised \(torch.qint8\); .*dequantize\(\)",
+    ),
+    "an empty iterator": (given(iter(())), "the iterator is empty"),
+    "an iterator that fails at once": (lambda tensors: broken(tensors, 0, RuntimeError("a rank is lost")), "a rank is"),
+    "an iterator of meta tensors": (
+        lambda tensors: ((name, tensor.to("meta")) for name, tensor in tensors.items()),
+        "on the meta device",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", NO_TENSORS)
+def test_what_cannot_be_sent_leaves_the_old_weights_serving(subject: Subject, fault: str) -> None:
+    spoil, says = NO_TENSORS[fault]
+    with pytest.raises(SyncError, match=f"({says}).*{OLD_SERVE}"):
+        subject.engine.sync_weights(spoil(subject.sends()))
+    assert subject.serves("a")
+
+
+@pytest.mark.parametrize(
+    ("scored", "says"),
+    [
+        (([1, 2], [-1.0]), r"scored is of type tuple; allowed: Scored\(token ids, log-probs\)"),
+        (Scored([1, 2, 3], [-1.0]), "1 log-probs for 3 tokens; allowed: one for each but the first"),
+        (Scored([1], []), "0 log-probs for 1 tokens"),
+        (Scored([1, 10_000], [-1.0]), "scored: token id 10000; allowed: 0 to 1,023, the model's vocabulary"),
+        (Scored([1] * 1000, [-1.0] * 999), "scored: one has 1,000 tokens; allowed: 1 to 255, as max_model_len says"),
+        (Scored([1, 2], [math.nan]), "scored: a log-prob is not finite"),
+        (Scored("ab", [-1.0]), "scored: no list of token ids"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_cannot_be_scored_leaves_the_old_weights_serving(subject: Subject, scored: Any, says: str) -> None:
+    with pytest.raises(SyncError, match=f"{says}.*{OLD_SERVE}"):
+        subject.engine.sync_weights(subject.sends(), scored=scored)
+    assert subject.serves("a")
+
+
 def in_fp8(tensors: Tensors) -> Tensors:
     return quantised(tensors, [name for name in tensors if "_proj." in name])
 
@@ -285,7 +347,8 @@ IN_STREAM: dict[str, Fault] = {
         streamed(changed(DOWN[kind], lambda t: t.float())),
         f"{DOWN[kind]} is torch.float32 .*; announced: torch.bfloat16",
     ),
-    "no tensor": lambda kind: (streamed(changed(NORM, lambda t: None)), "NoneType"),
+    "no tensor": lambda kind: (streamed(changed(NORM, lambda t: None)), f"{NORM} is of type NoneType; allowed"),
+    "a meta tensor": lambda kind: (streamed(changed(NORM, lambda t: t.to("meta"))), f"{NORM} is on the meta device"),
 }
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -130,6 +133,28 @@ def test_a_process_that_has_died_before_a_sync_is_started_by_it(subject: Subject
     kill(engine, "worker")
     in_time(lambda: engine.sync_weights(weights(kind, "a"), kv_prompts=CALIBRATION), START)
     assert generate(engine) == references["a"]
+
+
+@pytest.mark.parametrize("subject", CASES[:1], indirect=True, ids=["dense-fp8_block"])
+def test_who_presses_ctrl_c_twice_gets_out_of_a_call_that_hangs(subject: Subject) -> None:
+    import psutil
+
+    kind, engine, references = subject
+    in_time(lambda: engine.sync_weights(weights(kind, "a"), kv_prompts=CALIBRATION), START)
+    (core,) = engine.llm.llm_engine.engine_core.resources.engine_manager.processes
+    psutil.Process(core.pid).suspend()  # it hangs
+    presses = [Timer(delay, lambda: os.kill(os.getpid(), signal.SIGINT)) for delay in (0.5, 2.0)]
+    for press in presses:
+        press.start()
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        generate(engine)
+    assert 2.0 <= time.monotonic() - begun < 15.0
+    assert not engine.serving
+    with pytest.raises(NotServingError, match="the engine has died; call sync_weights with all weights"):
+        generate(engine)
+    in_time(lambda: engine.sync_weights(weights(kind, "b"), kv_prompts=CALIBRATION), START)
+    assert generate(engine) == references["b"]
 
 
 def in_time(act: Callable[[], Any], seconds: float = 60.0) -> Any:

@@ -1,0 +1,119 @@
+"""Ctrl-C, held back while a call talks to an engine.
+
+Python raises KeyboardInterrupt between any two instructions: while a message to the engine's process is half sent,
+which libzmq answers by aborting ours, or a step of an engine in this one half done. So SIGINT is remembered, and let in
+where it does no harm: between steps, between calls of workers, and at once in the caller's own code. Who presses Ctrl-C
+again while that takes too long gets out there and then, and the engine is given up.
+
+Signals reach Python's main thread only; calls from other threads have nothing to hold back.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any, Final
+
+# A launcher that passes Ctrl-C on makes two signals of one press; another one after this insists.
+SAME_PRESS_S: Final = 1.0
+
+_open: list[Held] = []  # of the main thread, the innermost last
+_thread = threading.local()
+
+
+class Stopped(BaseException):
+    """A thread that works for a caller who has been interrupted stops here."""
+
+
+class Held:
+    """SIGINT is held back inside of `with`; what Python's handler raises comes at its end at the latest.
+
+    give_up: called for who insists; the engine must count as lost afterwards
+    """
+
+    def __init__(self, give_up: Callable[[], None]) -> None:
+        self._give_up = give_up
+        self._handler: Any = None  # of the caller: Python's, which raises KeyboardInterrupt, or one of its own
+        self._first: float | None = None  # when it arrived that is still being dealt with
+        self._waiting = False
+        self._callers = False  # the caller's own code runs
+
+    def __enter__(self) -> None:
+        found = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread() and callable(found):
+            self._handler = found
+            _open.append(self)
+            signal.signal(signal.SIGINT, self._arrived)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._handler is None:
+            return
+        if signal.getsignal(signal.SIGINT) == self._arrived:  # else the caller's code has set another
+            signal.signal(signal.SIGINT, self._handler)
+        _open.remove(self)
+        self.let_in()
+
+    def let_in(self) -> None:
+        """Let the caller's handler know of a SIGINT that has arrived; Python's own raises KeyboardInterrupt."""
+        if self._waiting:
+            self._waiting = False
+            self._handler(signal.SIGINT, None)
+            self._first = None  # it has not raised: the call goes on
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """SIGINT comes at once."""
+        self.let_in()
+        self._callers = True
+        try:
+            yield
+        finally:
+            self._callers = False
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._callers:
+            self._first, self._callers = now, False  # what follows if it raises is not the caller's code
+            self._handler(number, frame)
+            self._first, self._callers = None, True
+        elif self._first is None:
+            self._first, self._waiting = now, True
+        elif now - self._first > SAME_PRESS_S:
+            self._waiting = False
+            try:
+                self._handler(number, frame)
+            except BaseException:
+                self._give_up()
+                raise
+            self._first = None
+
+
+def let_in() -> None:
+    """A place where an interrupt does no harm: raises KeyboardInterrupt if one waits, or Stopped in a thread whose
+    caller has been interrupted."""
+    stop: threading.Event | None = getattr(_thread, "stop", None)
+    if stop is not None and stop.is_set():
+        raise Stopped
+    if _open and threading.current_thread() is threading.main_thread():
+        _open[-1].let_in()
+
+
+@contextmanager
+def released() -> Iterator[None]:
+    """Around the caller's own code, and what can be broken off anywhere: SIGINT comes at once."""
+    if _open and threading.current_thread() is threading.main_thread():
+        with _open[-1].released():
+            yield
+    else:
+        yield
+
+
+def stoppable(stop: threading.Event) -> None:
+    """Make this thread stop at the next `let_in` once `stop` is set. SIGINT is blocked in it and so in the processes
+    that it starts: a terminal sends Ctrl-C to all of them, and vLLM's would shut down."""
+    _thread.stop = stop
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
