@@ -7,8 +7,8 @@
 
 Three laws share this protocol:
 
-AdaptiveThresholds    the default: tighter as the observed KL rises above its target, at every level (controlling.adaptive)
-LeastErrorThresholds  opt-in: the least squared error of one step's gradient, which loosens instead as the mismatch grows
+AdaptiveThresholds    the default: tighter as the KL rises above its target, at every level (controlling.adaptive)
+LeastErrorThresholds  opt-in: the least squared error of one step's gradient, which loosens as the mismatch grows
                       (controlling.least_error; the laws that were considered, and what was measured, are there)
 ConstantThresholds    what everybody else has (controlling.constant)
 

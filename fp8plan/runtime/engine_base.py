@@ -12,8 +12,8 @@ from fp8plan.errors import ConfigError, Fp8PlanError, NotServingError
 from fp8plan.model.hardware import gpu
 from fp8plan.model.precision import precision
 from fp8plan.runtime.announcement import plain
-from fp8plan.runtime.gate import TAGS, alone, refuse_asleep
 from fp8plan.runtime.controlling.state import Escalation
+from fp8plan.runtime.gate import TAGS, alone, refuse_asleep
 from fp8plan.runtime.guard import Guard, Verdict
 from fp8plan.runtime.guarding.facts import EngineFacts
 from fp8plan.runtime.guarding.ladder import Action, GuardSettings, GuardState, answered, stepped_down

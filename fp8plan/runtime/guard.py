@@ -109,8 +109,8 @@ class Guard:
         return verdict
 
     def answer(self, escalation: Escalation) -> Action:
-        """What to do when the thresholds of the correction can do no more: a rung that was not taken yet, or nothing. It
-        counts as taken."""
+        """What to do when the thresholds of the correction can do no more: a rung that was not taken yet, or nothing.
+        It counts as taken."""
         self.state, action = answered(self.state, self.facts.precision, escalation)
         return action
 

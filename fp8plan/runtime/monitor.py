@@ -32,7 +32,6 @@ from fp8plan.runtime.controller import (
     Controller,
     ControllerState,
     Decided,
-    LeastErrorThresholds,
 )
 from fp8plan.runtime.controlling.constant import Update
 from fp8plan.runtime.controlling.noise import heard
@@ -76,9 +75,9 @@ class Step:
 
 class Monitor:
     """settings:   how gradients are corrected; their thresholds are where the controller begins; None: token TIS, C = 2
-    controller: AdaptiveThresholds, which tighten when the KL rises, at every level; LeastErrorThresholds, for token-level
-                weights alone; or ConstantThresholds. None: the first; the last where there is nothing to tighten (no
-                weights, C = 1, or a band that does not lie around 1)
+    controller: AdaptiveThresholds, which tighten when the KL rises, at every level; LeastErrorThresholds, for
+                token-level weights alone; or ConstantThresholds. None: the first, or the last where there is nothing to
+                tighten (no weights, C = 1, or a band that does not lie around 1)
     sinks:      where records go; opened here, on rank 0 only
     plan:       gives the controller its target, or its thresholds
     engine:     the RolloutEngine that samples: its last rollout, its guard's verdict and what runs go into the record,
@@ -222,8 +221,8 @@ class Monitor:
     def report_gradients(
         self, *, norm2_small: float, tokens_small: float, norm2_large: float, tokens_large: float
     ) -> None:
-        """What a step's gradient norms say of its noise, which LeastErrorThresholds weigh against bias: one call a step.
-        Other controllers do not use it; a warning says so, once.
+        """What a step's gradient norms say of its noise, which LeastErrorThresholds weigh against bias; one call a
+        step. Other controllers do not use it, and a warning says so, once.
 
         norm2_*: squared norm of the gradient of a loss that is a mean over tokens, before clipping: of one micro-batch
                  or rank (small) and of the whole batch (large), with their numbers of tokens. A mean of norm2_small
@@ -330,9 +329,7 @@ def _controller(settings: CorrectionSettings, given: Controller | None) -> Contr
         return ConstantThresholds(**start)
     name = type(given).__name__
     if settings.level is not None and getattr(given, used) is None:
-        raise ConfigError(
-            f"mode={settings.mode!r} with {name}({used}=None); allowed: a controller that gives {used}"
-        )
+        raise ConfigError(f"mode={settings.mode!r} with {name}({used}=None); allowed: a controller that gives {used}")
     if isinstance(given, ConstantThresholds):
         return replace(given, **{other: None})
     if settings.level is None:

@@ -25,7 +25,7 @@ def packed(train: Any, rollout: Any, mask: Any) -> tuple[Any, Any, Any]:
 
 
 def gaussian(sigma: float, tokens: int = 4_000, seed: int = 0) -> Any:
-    """[tokens] log ratios of honest importance weights: their mean ratio is 1 but for sampling, their k3 sigma^2 / 2."""
+    """[tokens] log ratios of honest importance weights: their mean ratio is 1 but for sampling, k3 is sigma^2 / 2."""
     return sigma * np.random.default_rng(seed).normal(size=tokens) - sigma**2 / 2
 
 

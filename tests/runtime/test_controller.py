@@ -207,7 +207,10 @@ def test_one_token_of_any_ratio_moves_nothing(controller, outlier, sigma):
     _, state, _ = after(controller, [mismatch_of(plain)] * 40)
     assert controller.update(state, mismatch_of(spoiled))[0] == controller.update(state, mismatch_of(plain))[0]
     # Nor does one in every step.
-    assert after(controller, [mismatch_of(spoiled)] * 10, state)[0] == after(controller, [mismatch_of(plain)] * 10, state)[0]
+    assert (
+        after(controller, [mismatch_of(spoiled)] * 10, state)[0]
+        == after(controller, [mismatch_of(plain)] * 10, state)[0]
+    )
 
 
 @pytest.mark.parametrize("outlier", [5.0, 20.0, 50.0])
@@ -274,9 +277,10 @@ def test_at_a_bound_it_says_so_and_escalates_one_thing_after_the_other(controlle
     steps = [None, None]
     down = Escalation.STEP_DOWN
     assert said == [*steps, Escalation.RECALIBRATE_KV, *steps, down, *steps, down]
-    assert "6 steps in a row beyond what thresholds can do: step down" in controller.update(
-        replace(state, strained=5), SEEN[kl]
-    )[2].reason
+    assert (
+        "6 steps in a row beyond what thresholds can do: step down"
+        in controller.update(replace(state, strained=5), SEEN[kl])[2].reason
+    )
     # One batch that is well again ends it, though the smoothed KL is not.
     _, state, decided = controller.update(state, SEEN[1e-3])
     assert (decided.escalate, state.strained) == (None, 0)
@@ -369,7 +373,7 @@ def test_settings_that_cannot_be(wrong):
 
 
 def test_a_saved_state_of_something_else_is_refused():
-    with pytest.raises(ConfigError, match="unknown or missing: .*kl.*to_dict"):
+    with pytest.raises(ConfigError, match=r"unknown or missing: .*kl.*to_dict"):
         ControllerState.from_dict({"steps": 3})
 
 

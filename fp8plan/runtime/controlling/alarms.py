@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class AlarmLimits:
     """When to sound.
 
-    broken_kl:  verl's open proposal of a KL sentinel trips above 1.0 (verl#7519); that of this batch and the smoothed one
+    broken_kl:  verl's open proposal of a KL sentinel trips above 1.0 (verl#7519); of this batch, and smoothed
     raw_ess:    verl's documentation warns below 0.3
     chi2:       the mean of ratio^2, less 1: the same level as raw_ess where the ratios' mean is 1
     tail_bound: a ratio above it, or below its inverse, is in the tail

@@ -184,8 +184,10 @@ class LeastErrorThresholds:
             decision, reason = self._said(seen, new, mismatch)
         if over:
             decision, reason = Decision.AT_BOUND, f"{over}, {new.strained} steps in a row; {reason}"
-        return Thresholds(new.tis, new.band), new, Decided(
-            decision, reason, found, escalation(new.strained, self.patience)
+        return (
+            Thresholds(new.tis, new.band),
+            new,
+            Decided(decision, reason, found, escalation(new.strained, self.patience)),
         )
 
     def _tailed(self, state: LeastErrorState, mismatch: Mismatch) -> LeastErrorState:

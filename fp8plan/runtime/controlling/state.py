@@ -63,7 +63,7 @@ def escalation(strained: int, patience: int) -> Escalation | None:
 @dataclass(frozen=True, slots=True)
 class Decided:
     """reason: a sentence for the log
-    escalate: what the mismatch asks for beyond what thresholds can do, in the step in which it is to be done; else None.
+    escalate: what the mismatch asks for beyond what thresholds can do, in the step in which it is to be done, or None;
               `engine.follow(step.verdict, step.decided.escalate)` does it
     """
 

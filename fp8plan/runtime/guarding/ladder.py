@@ -41,8 +41,8 @@ def stepped_down(precision: str, action: Action) -> str:
 
 
 def answered(state: GuardState, precision: str, escalation: Escalation) -> tuple[GuardState, Action]:
-    """The state that has taken the rung that a controller asks for, and that rung: a recalibration, unless there was one,
-    or the next rung that changes the precision; NONE if it is not there. Pure."""
+    """The state that has taken the rung that a controller asks for, and that rung; pure. It is a recalibration, unless
+    there was one, or the next rung that changes the precision; NONE if there is none."""
     rungs = [x for x in ladder(find_precision(precision)) if DEPTH[x] > DEPTH[state.rung]]
     fitting = [x for x in rungs if (x == Action.RECALIBRATE_KV) == (escalation == Escalation.RECALIBRATE_KV)]
     if not fitting:
