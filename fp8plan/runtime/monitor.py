@@ -43,6 +43,7 @@ from fp8plan.runtime.mismatch import Mismatch, measure
 from fp8plan.runtime.ranks import gathered, rank
 from fp8plan.runtime.sinks import Sink, Sinks, warn
 from fp8plan.runtime.tokens import pack
+from fp8plan.runtime.versions import check_torch
 
 if TYPE_CHECKING:
     from fp8plan.model.plan import Plan
@@ -95,7 +96,7 @@ class Monitor:
     "recalibrate_kv", then, if `patience` steps later it has not helped, "step_down" to a precision with less FP8.
 
     `failures` counts, for each sink, the records that it did not take: a sink never stops training.
-    Raises ConfigError for what cannot work, and for a sink that cannot be opened.
+    Raises ConfigError for what cannot work, for a sink that cannot be opened, and without torch.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Monitor:
         facts: EngineFacts | None = None,
         group: Any = None,
     ) -> None:
+        check_torch("a Monitor")
         if engine is not None and (guard is not None or facts is not None):
             raise ConfigError("an engine and a guard or facts are given; allowed: the engine, which has both, alone")
         if engine is not None and not hasattr(engine, "report_kl"):

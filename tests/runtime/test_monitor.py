@@ -397,6 +397,41 @@ def test_an_engine_that_does_not_judge_itself_is_refused() -> None:
         Monitor(engine=AsyncRolloutEngine())  # type: ignore[arg-type]
 
 
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # as where it is not installed
+import numpy as np
+import fp8plan
+from fp8plan.runtime.tokens import pack
+
+for name in fp8plan.__all__:
+    getattr(fp8plan, name)
+settings = fp8plan.from_verl({"rollout_is": "token"})
+assert settings == fp8plan.CorrectionSettings(thresholds=fp8plan.Thresholds(2.0))
+assert fp8plan.AdaptiveThresholds().initial().tis == 2.0
+work = fp8plan.Workload(8, 4, fp8plan.Fixed(128), fp8plan.Fixed(256))
+plan = fp8plan.plan("Qwen/Qwen3-8B", "h200_sxm", work)
+zeros = np.zeros((2, 3))
+for needs in (
+    lambda: fp8plan.Monitor(),
+    lambda: pack(zeros, zeros),
+    lambda: fp8plan.RolloutEngine.from_plan(plan),
+    lambda: fp8plan.AsyncRolloutEngine.from_plan(plan).send(None),
+    lambda: fp8plan.probe("Qwen/Qwen3-8B", gpu="h200_sxm"),
+):
+    try:
+        needs()
+    except fp8plan.Fp8PlanError as error:
+        assert "needs torch" in str(error) and "pip install 'fp8plan[vllm]'" in str(error), error
+    else:
+        raise AssertionError("it worked")
+"""
+
+
+def test_without_torch_what_needs_it_says_so_and_the_rest_works() -> None:
+    subprocess.run([sys.executable, "-W", "error", "-c", WITHOUT_TORCH], check=True)
+
+
 def test_gradient_norms_are_told_and_saved() -> None:
     monitor, restored = (Monitor(controller=LeastErrorThresholds()) for _ in range(2))
     for _ in range(10):  # as clip_grad_norm_ gives them, and numpy
