@@ -93,7 +93,8 @@ def tables(rows: Sequence[Row]) -> str:
         _table(rows, [*LAWS, *laws], "mse"),
         "## Masks instead of truncation\n",
         "Squared error relative to IcePop's [0.5, 5].\n",
-        _table(rows, MASKS, "mse", against="icepop [0.5, 5]"),
+        _table(rows, MASKS, "mse", against=MASKS[0]),
+        costs(rows, "adaptive band", MASKS[0]),
     ]
     return "\n".join(parts)
 
@@ -130,20 +131,20 @@ def _bold(value: float, name: str) -> str:
     return f"**{text}**" if name == "adaptive" else text
 
 
-def costs(rows: Sequence[Row], name: str = "adaptive") -> str:
-    """Sentences: in which of the cells a law's error is above that of C = 2, or below, by more than a percent."""
+def costs(rows: Sequence[Row], name: str = "adaptive", against: str = "C=2") -> str:
+    """Sentences: in which cells a law's error is above that of a constant, and in which below, by more than 1%."""
     found = {
-        (row["scenario"], f"{row['sequences']:,}"): row["methods"][name]["mse"] / row["methods"]["C=2"]["mse"]
+        (row["scenario"], f"{row['sequences']:,}"): row["methods"][name]["mse"] / row["methods"][against]["mse"]
         for row in rows
     }
-    more = sorted(((x, key) for key, x in found.items() if x > 1.01), reverse=True)
-    less = sorted((x, key) for key, x in found.items() if x < 0.99)
-    parts = []
-    for cells, word in ((more, "more"), (less, "less")):
-        listed = ", ".join(f"{scenario} at {size} ({x:.2f})" for x, (scenario, size) in cells)
-        parts.append(f"`{name}` has {word} error than C=2 in {len(cells)} of {len(found)} cells: {listed or 'none'}.")
+    more = sorted(((x, cell) for cell, x in found.items() if x > 1.01), reverse=True)
+    less = sorted((x, cell) for cell, x in found.items() if x < 0.99)
+    lines = []
+    for cells, word in ((more, "More"), (less, "Less")):
+        listed = "; ".join(f"{scenario} {size}: {x:.2f}" for x, (scenario, size) in cells)
+        lines.append(f"- {word} error than {against} in {len(cells)} of {len(found)} cells: {listed or 'none'}.")
     mean = float(np.exp(np.mean(np.log(list(found.values())))))
-    return "\n".join([*parts, f"Geometric mean over all cells: {mean:.3f}.", ""])
+    return "\n".join([f"`{name}`:\n", *lines, f"- Geometric mean over all cells: {mean:.3f}.\n"])
 
 
 def _behaviour(rows: Sequence[Row], name: str) -> str:

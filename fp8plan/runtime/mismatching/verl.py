@@ -105,8 +105,8 @@ def _rollout_correction(config: Any) -> dict[str, Any]:
             name + (f" (did you mean {near[0]}?)" if near else "") for name, near in zip(unknown, nearest, strict=True)
         ]
         raise ConfigError(
-            f"{path or 'the config'} has {', '.join(named[:5])}, which verl's rollout_correction has not; allowed: verl's "
-            f"whole config, its algorithm, or rollout_correction with {', '.join(_FIELDS)}"
+            f"{path or 'the config'} has {', '.join(named[:5])}, which verl's rollout_correction has not; allowed: "
+            f"verl's whole config, its algorithm, or rollout_correction with {', '.join(_FIELDS)}"
         )
     values = {name: inside[name] if name in set(inside) else default for name, (default, _, _) in _FIELDS.items()}
     for name, value in values.items():
