@@ -22,6 +22,7 @@ _HOME = {
     "Fp8PlanError": "fp8plan.errors",
     "Gpu": "fp8plan.model.hardware",
     "JsonLines": "fp8plan.runtime.sinks",
+    "LeastErrorThresholds": "fp8plan.runtime.controller",
     "LogNormal": "fp8plan.model.workload",
     "ModelShape": "fp8plan.model.architecture",
     "Monitor": "fp8plan.runtime.monitor",

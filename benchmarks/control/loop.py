@@ -25,7 +25,7 @@ from benchmarks.control.simulate import weigh
 
 SAVED = Path(__file__).parent / "loop.json"
 SHOWN = ("none", "spikes", "heavy_tails")
-COMPARED = ("C=1.5", "C=2", "C=5", "adaptive", "adaptive, noise unknown")
+COMPARED = ("C=1.5", "C=2", "C=5", "adaptive", "least error", "least error, noise unknown")
 RATES = {"Adam": 0.02, "ascent": 0.01}
 
 

@@ -12,7 +12,7 @@ from benchmarks.control.baselines import CONSTANTS, GRID, by_staleness
 from benchmarks.control.observed import Observed
 from benchmarks.control.scenarios import Scenario
 from benchmarks.control.simulate import Bound, Method, Mixed
-from fp8plan.runtime.controller import AdaptiveThresholds, ControllerState
+from fp8plan.runtime.controller import AdaptiveThresholds, ControllerState, LeastErrorThresholds
 
 Factory = Callable[[], Method]
 Rule = Callable[[Observed], Bound]
@@ -30,8 +30,8 @@ def of_batch(rule: Rule) -> Factory:
     return lambda: lambda scenario, step, seed, seen: rule(seen)
 
 
-def controlled(settings: AdaptiveThresholds) -> Factory:
-    """fp8plan's controller, one state for each seed."""
+def controlled(settings: AdaptiveThresholds | LeastErrorThresholds) -> Factory:
+    """One of fp8plan's controllers, one state for each seed."""
 
     def make() -> Method:
         states: dict[int, ControllerState] = {}
@@ -92,19 +92,22 @@ def schedule(seen: Observed, at: float, power: float, bounds: tuple[float, float
 
 def methods(noise_tokens: float) -> dict[str, Factory]:
     """noise_tokens: the problem's gradient noise scale, as a user would have measured it."""
-    informed = AdaptiveThresholds(noise_tokens=noise_tokens)
-    banded = replace(informed, tis=None, band=BAND)
+    informed = LeastErrorThresholds(noise_tokens=noise_tokens)
     return {
         **{name: constant(bound) for name, bound in CONSTANTS.items()},
         "staleness": lambda: lambda scenario, step, seed, seen: by_staleness(scenario, step),
         "icepop [0.5, 5]": constant(BAND),
-        "adaptive": controlled(informed),
-        "adaptive, noise unknown": controlled(AdaptiveThresholds()),
-        "adaptive, noise x4": controlled(replace(informed, noise_tokens=4 * noise_tokens)),
-        "adaptive, noise /4": controlled(replace(informed, noise_tokens=noise_tokens / 4)),
-        "adaptive band": controlled(banded),
-        "law: slow to relax": controlled(replace(informed, slew=(4.0, 1.15))),
-        "law: slow to tighten": controlled(replace(informed, slew=(1.15, 4.0))),
+        "adaptive": controlled(AdaptiveThresholds()),
+        "adaptive band": controlled(AdaptiveThresholds(tis=None, band=BAND)),
+        "least error": controlled(informed),
+        "least error, noise unknown": controlled(LeastErrorThresholds()),
+        "least error, noise x4": controlled(replace(informed, noise_tokens=4 * noise_tokens)),
+        "least error, noise /4": controlled(replace(informed, noise_tokens=noise_tokens / 4)),
+        "least error band": controlled(replace(informed, tis=None, band=BAND)),
+        "law: least error, slow to relax": controlled(replace(informed, slew=(4.0, 1.15))),
+        "law: least error, slow to tighten": controlled(replace(informed, slew=(1.15, 4.0))),
+        "law: adaptive at half the gain": controlled(AdaptiveThresholds(gain=0.1)),
+        "law: adaptive at twice the gain": controlled(AdaptiveThresholds(gain=0.4)),
         "law: tighten with KL": of_batch(lambda seen: schedule(seen, 2.0, -0.2, (1.2, 2.0))),
         "law: relax with KL": of_batch(lambda seen: schedule(seen, 1.2, 0.4, (1.2, 8.0))),
         "law: 3% clipped": of_batch(lambda seen: falling_root(lambda c: seen.clipped_mass(c) - 0.03)),

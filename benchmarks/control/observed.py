@@ -1,5 +1,5 @@
-"""What the controller sees of a simulated batch: the fields of fp8plan.runtime.mismatch.Mismatch that it reads, from
-all ratios exactly (the real one works from sums and a histogram; tests compare the two)."""
+"""What controllers see of a simulated batch: the fields of fp8plan.runtime.mismatch.Mismatch that they read, from all
+ratios exactly (the real one works from sums and a histogram; tests compare the two). Token level only."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
+
+from fp8plan.runtime.mismatch import LARGEST, Ratios
 
 Floats = NDArray[np.float64]
 WINSORISED = 1e-3  # share of tokens, the farthest, that count in k3_robust as if they lay at its edge
@@ -51,7 +53,16 @@ class Observed:
         first = int(np.searchsorted(self.ratio, c, side="right"))
         return float((self._above[first] - c * (self.tokens - first)) / self._above[0])
 
-    def kept_fraction(self, low: float, high: float) -> float:
+    def cut_share(self, c: float, level: Ratios = "token") -> float:
+        """clipped_mass of ratios up to LARGEST, without the two largest."""
+        counted = np.minimum(self.ratio[: max(self.tokens - 2, 0)], LARGEST)
+        return float(np.maximum(counted - c, 0.0).sum() / counted.sum())
+
+    def unit(self, level: Ratios) -> float:
+        """Tokens that share one ratio."""
+        return 1.0
+
+    def kept_fraction(self, low: float, high: float, level: Ratios = "token") -> float:
         """The share of tokens with low <= ratio <= high."""
         if (low, high) not in self._kept:
             first = np.searchsorted(self.ratio, low, side="left")

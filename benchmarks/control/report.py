@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 FOLDER = Path(__file__).parent
-COLOURS = {"kl": "#000000", "C=2": "#E69F00", "adaptive": "#0072B2"}  # Okabe and Ito's, as in fp8plan.plots
+COLOURS = {"kl": "#000000", "C=2": "#E69F00", "adaptive": "#0072B2", "least error": "#009E73"}  # Okabe and Ito's
 TODAY = ("C=1.5", "C=2", "C=5", "untruncated", "uncorrected", "staleness")
-OURS = ("adaptive", "adaptive, noise unknown", "adaptive, noise x4", "adaptive, noise /4")
-MASKS = ("icepop [0.5, 5]", "adaptive band", "law: second moment 0.04")
+LAWS = ("adaptive", "least error")
+OURS = (*LAWS, "least error, noise unknown")
+NOISES = (*OURS[1:], "least error, noise x4", "least error, noise /4")
+MASKS = ("icepop [0.5, 5]", "adaptive band", "least error band", "law: second moment 0.04")
 Row = Mapping[str, Any]
 LOOP = """
 ## Training closed over its own estimates
@@ -36,7 +38,7 @@ def short_table(folder: Path = FOLDER) -> str:
     """A line for each scenario: squared error relative to C = 2, at all batch sizes."""
     rows = json.loads((folder / "results.json").read_text("utf-8"))["results"]
     sizes = " / ".join(f"{row['sequences']:,}" for row in rows if row["scenario"] == rows[0]["scenario"])
-    columns = {"C = 1.5": "C=1.5", "C = 5": "C=5", "adaptive": "adaptive", "noise unknown": "adaptive, noise unknown"}
+    columns = {"C = 1.5": "C=1.5", "C = 5": "C=5", **{name: name for name in OURS}}
     lines = [
         f"| mismatch | {' | '.join(columns)} | the best C of every single step |",
         "|---" * (len(columns) + 2) + "|",
@@ -51,11 +53,14 @@ def short_table(folder: Path = FOLDER) -> str:
     return "\n".join(lines) + f"\n\nBatches of {sizes} sequences."
 
 
-INTRODUCTION = """# Adaptive thresholds against what is done today
+INTRODUCTION = """# Every law of the thresholds against what is done today
 
 Made by `python -m benchmarks.control.run`. Squared error of the corrected gradient against the exact one (bias^2 +
 variance), **relative to token TIS at C=2**: below 1 is better. KL is k3 per token, mean over the run. The gradient's
 noise scale, measured without mismatch, is {noise:.0f} tokens; a batch has 12 tokens per sequence.
+
+`adaptive` is AdaptiveThresholds, fp8plan's default, whose C tightens as the KL rises above its target (0.01 here).
+`least error` is LeastErrorThresholds, which is made for the figure of this table and told the noise scale, or not.
 """
 BESTS = """`best fixed`: the best constant C in hindsight, for this scenario and batch size. `best each step`: the best
 C of every single step, known from the exact gradient: no rule for C can do much better.
@@ -72,20 +77,24 @@ def tables(rows: Sequence[Row]) -> str:
     laws = [name for name in rows[0]["methods"] if name.startswith("law: ") and name not in MASKS]
     parts = [
         INTRODUCTION.format(noise=rows[0]["noise_tokens"]),
-        _table(rows, [*TODAY, *OURS[:2]], "mse", bounds=True),
+        _table(rows, [*TODAY, *OURS], "mse", bounds=True),
         BESTS,
+        "## Where tightening costs, and where it pays\n",
+        costs(rows),
         "## Direction only\n",
         DIRECTION,
-        _table(rows, [*TODAY, *OURS[:2]], "direction"),
+        _table(rows, [*TODAY, *OURS], "direction"),
         "## What the thresholds did\n",
-        _behaviour(rows),
-        "## A wrong noise scale\n",
-        _table(rows, OURS, "mse"),
+        *(f"### {name}\n\n{_behaviour(rows, name)}" for name in LAWS),
+        BEHAVIOUR,
+        "## Least error with a wrong noise scale\n",
+        _table(rows, NOISES, "mse"),
         "## Laws that were considered\n",
-        _table(rows, ["adaptive", *laws], "mse"),
+        _table(rows, [*LAWS, *laws], "mse"),
         "## Masks instead of truncation\n",
         "Squared error relative to IcePop's [0.5, 5].\n",
-        _table(rows, MASKS, "mse", against="icepop [0.5, 5]"),
+        _table(rows, MASKS, "mse", against=MASKS[0]),
+        costs(rows, "adaptive band", MASKS[0]),
     ]
     return "\n".join(parts)
 
@@ -122,21 +131,37 @@ def _bold(value: float, name: str) -> str:
     return f"**{text}**" if name == "adaptive" else text
 
 
-def _behaviour(rows: Sequence[Row]) -> str:
+def costs(rows: Sequence[Row], name: str = "adaptive", against: str = "C=2") -> str:
+    """Sentences: in which cells a law's error is above that of a constant, and in which below, by more than 1%."""
+    found = {
+        (row["scenario"], f"{row['sequences']:,}"): row["methods"][name]["mse"] / row["methods"][against]["mse"]
+        for row in rows
+    }
+    more = sorted(((x, cell) for cell, x in found.items() if x > 1.01), reverse=True)
+    less = sorted((x, cell) for cell, x in found.items() if x < 0.99)
+    lines = []
+    for cells, word in ((more, "More"), (less, "Less")):
+        listed = "; ".join(f"{scenario} {size}: {x:.2f}" for x, (scenario, size) in cells)
+        lines.append(f"- {word} error than {against} in {len(cells)} of {len(found)} cells: {listed or 'none'}.")
+    mean = float(np.exp(np.mean(np.log(list(found.values())))))
+    return "\n".join([f"`{name}`:\n", *lines, f"- Geometric mean over all cells: {mean:.3f}.\n"])
+
+
+def _behaviour(rows: Sequence[Row], name: str) -> str:
     lines = [
         ["scenario", "sequences", "bias^2", "variance", "bias^2 at C=2", "variance at C=2", "regret", "weight lost",
          "steps that moved C", "churn", "lag, steps"],
     ]  # fmt: skip
     for row in rows:
-        ours, two = row["methods"]["adaptive"], row["methods"]["C=2"]
+        ours, two = row["methods"][name], row["methods"]["C=2"]
         regret = ours["mse"] / row["best_fixed"]["mse"] - 1
-        lag = "" if row["lag"] is None else f"{row['lag']:.1f}"
+        lag = "" if row["lag"] is None else f"{row['lag'][name]:.1f}"
         lines.append(
             [row["scenario"], f"{row['sequences']:,}", f"{ours['bias2']:.3g}", f"{ours['variance']:.3g}",
              f"{two['bias2']:.3g}", f"{two['variance']:.3g}", f"{regret:+.1%}", f"{ours['lost']:.1%}",
              f"{ours['moves']:.0%}", f"{ours['churn']:.3f}", lag]
         )  # fmt: skip
-    return _markdown(lines) + "\n" + BEHAVIOUR
+    return _markdown(lines)
 
 
 def _markdown(lines: Sequence[Sequence[str]]) -> str:
@@ -161,12 +186,14 @@ def picture(rows: Sequence[Row], path: Path) -> None:
         line[0].set_ylabel(name)
         for size, style in zip(sizes, (":", "--", "-"), strict=True):
             steps = by[name, size]["by_step"]
-            line[1].semilogy(steps["adaptive"]["bound"], style, color=COLOURS["adaptive"], label=f"{size:,} sequences")
+            for law in LAWS:
+                label = f"{law}, {size:,} sequences"
+                line[1].semilogy(steps[law]["bound"], style, color=COLOURS[law], label=label)
         line[1].axhline(2.0, color=COLOURS["C=2"], linewidth=1.2)
         line[1].set_ylim(0.9, 8.0)
         line[1].set_yticks([1, 2, 4, 8], labels=["1", "2", "4", "8"])
         line[1].minorticks_off()
-        for method in ("C=2", "adaptive"):
+        for method in ("C=2", *LAWS):
             relative = _relative(large, method)
             line[2].semilogy(relative, color=COLOURS[method], label=method, linewidth=1.2)
     for axis, text in zip(axes[0], ("KL (k3) per token", "upper bound C", f"squared error, {sizes[-1]:,} sequences"),

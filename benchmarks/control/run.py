@@ -24,7 +24,8 @@ from fp8plan.runtime.controller import noise_scale
 
 FOLDER = Path(__file__).parent
 SETTLED = 12
-KEPT_TRACES = ("C=2", "adaptive")
+LAWS = ("adaptive", "least error")
+KEPT_TRACES = ("C=2", "adaptive", "least error")
 
 
 def measured_noise_tokens() -> float:
@@ -53,7 +54,7 @@ def evaluate(number: int, sequences: int, noise_tokens: float) -> dict[str, Any]
         "best_fixed": {"c": best, "mse": fixed[best].mse.sum() / gradient2},
         "best_each_step": {"mse": np.min([trace.mse for trace in fixed.values()], axis=0).sum() / gradient2},
         "methods": {n: summary(t, gradient2) for n, t in found.traces.items() if not n.startswith("fixed")},
-        "lag": lag(found) if scenario.name == "step" else None,
+        "lag": {name: lag(found, name) for name in LAWS} if scenario.name == "step" else None,
         "by_step": {"kl": found.kl.tolist(), "gradient2": found.gradient2.tolist()}
         | {name: {"mse": found.traces[name].mse.tolist(), "bound": found.traces[name].bounds.mean(1).tolist()}
            for name in KEPT_TRACES},
@@ -76,10 +77,10 @@ def summary(trace: Trace, gradient2: float) -> dict[str, float]:
     }
 
 
-def lag(found: Run) -> float:
-    """Steps after the step change until the adaptive bound is within 10% of its mean over SETTLED steps; mean over
+def lag(found: Run, name: str) -> float:
+    """Steps after the step change until a law's bound is within 10% of its mean over SETTLED steps; mean over
     seeds. (Later it moves on, with the policy.)"""
-    bounds = np.log(found.traces["adaptive"].bounds[STEPS // 2 :][:SETTLED])
+    bounds = np.log(found.traces[name].bounds[STEPS // 2 :][:SETTLED])
     near = np.abs(bounds - bounds.mean(0)) <= np.log(1.1)
     return float(np.mean(np.argmax(near, axis=0)))
 

@@ -14,7 +14,7 @@ from fp8plan.errors import NotServingError, SyncError
 from fp8plan.runtime.engine import RESET_TRIES, RESET_WAIT_S, started_apart
 from fp8plan.runtime.engine_base import EngineBase
 from fp8plan.runtime.gate import alone, asleep_of, falling_asleep, generating, refuse_shut_down
-from fp8plan.runtime.guarding.ladder import GuardSettings
+from fp8plan.runtime.guarding.ladder import Action, GuardSettings
 from fp8plan.runtime.launch import Launch, launch
 from fp8plan.runtime.sync_state import Call, Procedure, Scored, SyncReport, SyncSettings, rpc
 from fp8plan.runtime.warm_up import freeze_garbage
@@ -22,6 +22,7 @@ from fp8plan.runtime.watched import LAST_WORDS_S, PATIENCE_S
 
 if TYPE_CHECKING:
     from fp8plan.model.plan import Plan
+    from fp8plan.runtime.controlling.state import Escalation
     from fp8plan.runtime.guard import Verdict
     from fp8plan.runtime.transfer import Rendezvous
 
@@ -91,10 +92,10 @@ class AsyncRolloutEngine(EngineBase):
             if output is not None:
                 self._remember([output])
 
-    async def follow(self, verdict: Verdict | None) -> None:
+    async def follow(self, verdict: Verdict | None, escalate: Escalation | None = None) -> None:
         """As RolloutEngine.follow."""
-        if verdict is not None:
-            await self._drive(self._follow(self._busy(), verdict.action))
+        if (action := self._advised(verdict, escalate)) != Action.NONE:
+            await self._drive(self._follow(self._busy(), action))
 
     async def recalibrate_kv(self, *, kv_amax: Any = None, kv_prompts: Any = None) -> str | None:
         """Measure or set the KV scales anew, without new weights; where they come from."""

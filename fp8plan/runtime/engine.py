@@ -26,7 +26,7 @@ from fp8plan.errors import ConfigError, NotServingError, SyncError
 from fp8plan.runtime.cpu_kernels import register
 from fp8plan.runtime.engine_base import EngineBase
 from fp8plan.runtime.gate import alone, asleep_of, falling_asleep, generating, refuse_shut_down
-from fp8plan.runtime.guarding.ladder import GuardSettings
+from fp8plan.runtime.guarding.ladder import Action, GuardSettings
 from fp8plan.runtime.interrupts import Held, let_in, released
 from fp8plan.runtime.judge import Judge
 from fp8plan.runtime.launch import Launch, launch
@@ -36,6 +36,7 @@ from fp8plan.runtime.watched import watched
 
 if TYPE_CHECKING:
     from fp8plan.model.plan import Plan
+    from fp8plan.runtime.controlling.state import Escalation
     from fp8plan.runtime.guard import Verdict
     from fp8plan.runtime.guarding.facts import Observation
     from fp8plan.runtime.transfer import Rendezvous
@@ -163,12 +164,13 @@ class RolloutEngine(EngineBase):
         rollout counts it. Raises ConfigError if it is not finite."""
         self._judge.report_kl(kl_k3)
 
-    def follow(self, verdict: Verdict | None) -> None:
+    def follow(self, verdict: Verdict | None, escalate: Escalation | None = None) -> None:
         """Do what a verdict advises: nothing, recalibrate the KV cache, or restart in a safer precision, after which
-        the engine refuses to generate until a sync."""
-        if verdict is not None:
+        the engine refuses to generate until a sync. Where it advises nothing, do what `escalate` asks for, that of a
+        Monitor's decision."""
+        if (action := self._advised(verdict, escalate)) != Action.NONE:
             with self._calling():
-                self._drive(self._follow(self._busy(), verdict.action))
+                self._drive(self._follow(self._busy(), action))
 
     def recalibrate_kv(self, *, kv_amax: Any = None, kv_prompts: Any = None) -> str | None:
         """Measure or set the KV scales anew, without new weights; where they come from."""

@@ -12,10 +12,11 @@ from fp8plan.errors import ConfigError, Fp8PlanError, NotServingError
 from fp8plan.model.hardware import gpu
 from fp8plan.model.precision import precision
 from fp8plan.runtime.announcement import plain
+from fp8plan.runtime.controlling.state import Escalation
 from fp8plan.runtime.gate import alone, refuse_asleep, refuse_dead
-from fp8plan.runtime.guard import Guard
+from fp8plan.runtime.guard import Guard, Verdict
 from fp8plan.runtime.guarding.facts import EngineFacts
-from fp8plan.runtime.guarding.ladder import Action, GuardSettings, stepped_down
+from fp8plan.runtime.guarding.ladder import Action, GuardSettings, GuardState, answered, stepped_down
 from fp8plan.runtime.kv_calibration import kv_scales, refuse_calibration
 from fp8plan.runtime.kv_scales import PARTS, Scales
 from fp8plan.runtime.launch import Launch
@@ -213,6 +214,15 @@ class EngineBase:
             yield from clean(state)
         yield from self._rescale()
         state.asleep -= frozenset(tags)
+
+    def _advised(self, verdict: Verdict | None, escalate: Escalation | None) -> Action:
+        """What the guard advises; if that is nothing, its answer to the controller's escalation."""
+        action = Action.NONE if verdict is None else verdict.action
+        if action != Action.NONE or escalate is None:
+            return action
+        if self.guard is not None:
+            return self.guard.answer(escalate)
+        return answered(GuardState(), self.launch.precision, escalate)[1]
 
     def _follow(self, busy: int, action: Action) -> Procedure:
         """Do what the guard advises."""

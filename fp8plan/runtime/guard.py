@@ -35,9 +35,19 @@ from fp8plan.errors import Fp8PlanError
 from fp8plan.model.hardware import gpu as find_gpu
 from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.profile import Profile, load_profile
+from fp8plan.runtime.controlling.state import Escalation
 from fp8plan.runtime.guarding.causes import Case, Cause, Found, causes
 from fp8plan.runtime.guarding.facts import EngineFacts, Observation
-from fp8plan.runtime.guarding.ladder import Action, GuardSettings, GuardState, Symptoms, decide, ladder, stepped_down
+from fp8plan.runtime.guarding.ladder import (
+    Action,
+    GuardSettings,
+    GuardState,
+    Symptoms,
+    answered,
+    decide,
+    ladder,
+    stepped_down,
+)
 from fp8plan.runtime.guarding.prediction import Prediction, predict
 
 
@@ -103,6 +113,12 @@ class Guard:
         )
         self._first = False
         return verdict
+
+    def answer(self, escalation: Escalation) -> Action:
+        """What to do when the thresholds of the correction can do no more: a rung that was not taken yet, or nothing.
+        It counts as taken."""
+        self.state, action = answered(self.state, self.facts.precision, escalation)
+        return action
 
     def precision_for(self, planned: str) -> str:
         """The preset that an engine should be started with, now and after a restart from a saved state.

@@ -69,6 +69,13 @@ def count_below(counts: FloatArray, log_ratio: float) -> float:
     return float(np.interp(np.clip(log_ratio, -LIMIT, LIMIT), EDGES[1:-1], below[1:-1]))
 
 
+def without_largest(counts: FloatArray, ratios: FloatArray, tokens: float) -> tuple[FloatArray, FloatArray]:
+    """[BINS] counts and ratios of all but the `tokens` with the largest ratios; within a bin all are alike."""
+    above = np.maximum(np.cumsum(counts[::-1])[::-1] - tokens, 0.0)
+    left = above - np.append(above[1:], 0.0)
+    return left, ratios * (left / np.where(counts > 0, counts, 1.0))
+
+
 def excess(counts: FloatArray, ratios: FloatArray, c: float) -> float:
     """Sum over tokens of max(ratio - c, 0): exact at the ends of bins, linear (so never too small) between them."""
     ends = np.exp(EDGES[1:-1])

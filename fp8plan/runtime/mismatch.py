@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import expm1, inf, log
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
+from fp8plan.model.arrays import FloatArray
 from fp8plan.runtime import histogram
 from fp8plan.runtime.mismatching.one_pass import measure
 from fp8plan.runtime.mismatching.sums import POSITIONS, MismatchSums, Span, by_position, by_version
@@ -28,6 +29,9 @@ QUANTILES: Final = (0.001, 0.01, 0.5, 0.99, 0.999)
 TAILS: Final = (2.0, 5.0, 10.0, 100.0)
 # k3_robust: of the tokens with the largest |log ratio|, this share counts as the smallest of them, and two at least.
 WINSORISED, WINSORISED_TOKENS = 1e-3, 2
+LARGEST: Final = 20.0  # up to which a ratio counts in cut_share
+
+Ratios = Literal["token", "sequence", "geometric"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,7 @@ class Mismatch:
             log_ppl_diff_min=sums.smallest if sequences else 0.0,
             **mean,
             log_ratio_quantiles={q: histogram.quantile(counts, q * tokens) for q in QUANTILES},
-            tail_fractions={factor: 1 - _between(sums, 1 / factor, factor) for factor in TAILS},
+            tail_fractions={factor: 1 - _between(counts, 1 / factor, factor) for factor in TAILS},
             profile=by_position(sums),
             versions=by_version(sums),
             sums=sums,
@@ -111,16 +115,30 @@ class Mismatch:
         named |= {name: getattr(self, name) for name in (*_SEQUENCE_MEANS, "log_ppl_diff_max", "log_ppl_diff_min")}
         return {f"rollout_corr/{name}": value for name, value in named.items()}
 
-    def clipped_mass(self, c: float) -> float:
-        """Share of the ratios' sum that token TIS at c cuts away: sum of max(ratio - c, 0) over sum of ratio."""
-        total = self.sums["ratio"]
-        if not total:
-            return 0.0
-        return histogram.excess(self.sums["histogram_tokens"], self.sums["histogram_ratio"], c) / total
+    def clipped_mass(self, c: float, level: Ratios = "token") -> float:
+        """Share of the ratios' sum that TIS at c cuts away: sum over tokens of max(ratio - c, 0) over sum of ratio.
 
-    def kept_fraction(self, low: float, high: float) -> float:
-        """Share of the tokens with low <= ratio <= high. 1 without tokens."""
-        return _between(self.sums, low, high)
+        level: whose ratio counts for a token: its own, or that of its sequence's summed or mean log ratio
+        """
+        counts, ratios = _histograms(self.sums, level)
+        total = float(ratios.sum())
+        return histogram.excess(counts, ratios, c) / total if total else 0.0
+
+    def cut_share(self, c: float, level: Ratios = "token") -> float:
+        """clipped_mass less what a few ratios without bound do to it: each counts up to LARGEST, and of the tokens with
+        the largest, two (or those of two sequences of mean length) do not count at all."""
+        counts, ratios = histogram.without_largest(*_histograms(self.sums, level), 2 * self.unit(level))
+        beyond = histogram.excess(counts, ratios, LARGEST)
+        total = float(ratios.sum()) - beyond
+        return max(histogram.excess(counts, ratios, c) - beyond, 0.0) / total if total else 0.0
+
+    def kept_fraction(self, low: float, high: float, level: Ratios = "token") -> float:
+        """Share of the tokens with low <= ratio <= high, at `level` as in clipped_mass. 1 without tokens."""
+        return _between(_histograms(self.sums, level)[0], low, high)
+
+    def unit(self, level: Ratios) -> float:
+        """Tokens that share one ratio at `level`: 1, or those of a sequence of mean length."""
+        return 1.0 if level == "token" else self.tokens / max(self.sequences, 1)
 
 
 _SEQUENCE_MEANS: Final = (
@@ -148,24 +166,30 @@ def robust_k3(sums: MismatchSums) -> float:
     return total / tokens
 
 
-def _between(sums: MismatchSums, low: float, high: float) -> float:
-    tokens = sums["tokens"]
+def _histograms(sums: MismatchSums, level: Ratios) -> tuple[FloatArray, FloatArray]:
+    """[BINS] tokens and sums of ratios, by the log ratio that counts at `level`."""
+    prefix = "histogram" if level == "token" else level
+    return sums[f"{prefix}_tokens"], sums[f"{prefix}_ratio"]
+
+
+def _between(counts: FloatArray, low: float, high: float) -> float:
+    tokens = float(counts.sum())
     if not tokens:
         return 1.0
-    return max(tokens - _above(sums, high) - _below(sums, low), 0.0) / tokens
+    return max(tokens - _above(counts, high) - _below(counts, low), 0.0) / tokens
 
 
-def _above(sums: MismatchSums, high: float) -> float:
+def _above(counts: FloatArray, high: float) -> float:
     """Tokens with a ratio above `high`."""
     end = inf if high == inf else log(high)
     if end >= histogram.LIMIT:
         return 0.0
     # A ratio of exactly 1 is common (tokens that both policies are sure of) and no ratio above 1.
     at_most = histogram.SMALLEST if 0 <= end < histogram.SMALLEST else end
-    return sums["tokens"] - histogram.count_below(sums["histogram_tokens"], at_most)
+    return float(counts.sum()) - histogram.count_below(counts, at_most)
 
 
-def _below(sums: MismatchSums, low: float) -> float:
+def _below(counts: FloatArray, low: float) -> float:
     """Tokens with a ratio below `low`."""
     end = -inf if low <= 0 else log(low)
-    return 0.0 if end <= -histogram.LIMIT else histogram.count_below(sums["histogram_tokens"], end)
+    return 0.0 if end <= -histogram.LIMIT else histogram.count_below(counts, end)

@@ -26,9 +26,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime import run_record
-from fp8plan.runtime.controller import AdaptiveThresholds, ConstantThresholds, ControllerState, Decided
+from fp8plan.runtime.controller import (
+    AdaptiveThresholds,
+    ConstantThresholds,
+    Controller,
+    ControllerState,
+    Decided,
+)
 from fp8plan.runtime.controlling.constant import Update
 from fp8plan.runtime.controlling.noise import heard
+from fp8plan.runtime.controlling.state import LeastErrorState
 from fp8plan.runtime.correction import CorrectionSettings, Thresholds, correct
 from fp8plan.runtime.guarding.facts import EngineFacts, Observation
 from fp8plan.runtime.judge import Judged, judged
@@ -36,6 +43,7 @@ from fp8plan.runtime.mismatch import Mismatch, measure
 from fp8plan.runtime.ranks import gathered, rank
 from fp8plan.runtime.sinks import Sink, Sinks, warn
 from fp8plan.runtime.tokens import pack
+from fp8plan.runtime.versions import check_torch
 
 if TYPE_CHECKING:
     from fp8plan.model.plan import Plan
@@ -68,8 +76,9 @@ class Step:
 
 class Monitor:
     """settings:   how gradients are corrected; their thresholds are where the controller begins; None: token TIS, C = 2
-    controller: AdaptiveThresholds, for token-level weights alone, or ConstantThresholds; None: the first, if the
-                settings begin within its bounds, else the second
+    controller: AdaptiveThresholds, which tighten when the KL rises, at every level; LeastErrorThresholds, for
+                token-level weights alone; or ConstantThresholds. None: the first, or the last where there is nothing to
+                tighten (no weights, C = 1, or a band that does not lie around 1)
     sinks:      where records go; opened here, on rank 0 only
     plan:       gives the controller its target, or its thresholds
     engine:     the RolloutEngine that samples: its last rollout, its guard's verdict and what runs go into the record,
@@ -78,14 +87,22 @@ class Monitor:
     facts:      what runs, for the record; None: the guard's
     group:      process group of the ranks that share the batch; None: all
 
+    Where thresholds can do no more, `step.decided.escalate` says what to do instead: with a RolloutEngine, and before
+    the next sync,
+
+        engine.follow(step.verdict, step.decided.escalate)
+
+    does what the guard advises, and if it advises nothing, that. Another engine's loop acts on the word itself:
+    "recalibrate_kv", then, if `patience` steps later it has not helped, "step_down" to a precision with less FP8.
+
     `failures` counts, for each sink, the records that it did not take: a sink never stops training.
-    Raises ConfigError for what cannot work, and for a sink that cannot be opened.
+    Raises ConfigError for what cannot work, for a sink that cannot be opened, and without torch.
     """
 
     def __init__(
         self,
         settings: CorrectionSettings | None = None,
-        controller: AdaptiveThresholds | ConstantThresholds | None = None,
+        controller: Controller | None = None,
         sinks: Sequence[Sink] = (),
         *,
         plan: Plan | None = None,
@@ -94,6 +111,7 @@ class Monitor:
         facts: EngineFacts | None = None,
         group: Any = None,
     ) -> None:
+        check_torch("a Monitor")
         if engine is not None and (guard is not None or facts is not None):
             raise ConfigError("an engine and a guard or facts are given; allowed: the engine, which has both, alone")
         if engine is not None and not hasattr(engine, "report_kl"):
@@ -103,8 +121,10 @@ class Monitor:
                 "is in fp8plan.runtime.guarding.facts"
             )
         self.settings = settings or CorrectionSettings()
-        self.controller = _controller(self.settings, controller)
-        self.state = self._fresh = self.controller.initial(plan)
+        # Each law has a state of its own, which it alone is given.
+        self.controller: Any = _controller(self.settings, controller)
+        self.state: ControllerState = self.controller.initial(plan)
+        self._fresh = self.state
         self.engine, self.facts, self.group = engine, facts, group
         self._guard = guard
         self.steps = 0
@@ -203,14 +223,19 @@ class Monitor:
     def report_gradients(
         self, *, norm2_small: float, tokens_small: float, norm2_large: float, tokens_large: float
     ) -> None:
-        """What a step's gradient norms say of its noise, which AdaptiveThresholds weigh against bias: one call a step.
+        """What a step's gradient norms say of its noise, which LeastErrorThresholds weigh against bias; one call a
+        step. Other controllers do not use it, and a warning says so, once.
 
         norm2_*: squared norm of the gradient of a loss that is a mean over tokens, before clipping: of one micro-batch
                  or rank (small) and of the whole batch (large), with their numbers of tokens. A mean of norm2_small
                  over micro-batches or ranks is better than one of them. The first rank's count, as it decides for all
         Norms that are not finite are left out. Raises ConfigError if tokens_small >= tokens_large.
         """
-        self.state = heard(self.state, norm2_small, tokens_small, norm2_large, tokens_large)
+        if isinstance(self.state, LeastErrorState):
+            self.state = heard(self.state, norm2_small, tokens_small, norm2_large, tokens_large)
+        else:
+            name = type(self.controller).__name__
+            self._warn_once("gradients", f"{name} do not use gradient norms; only LeastErrorThresholds do")
 
     def _writes(self) -> bool:
         """Whether this rank has the record to write: known for certain only now that the process group is up."""
@@ -295,27 +320,30 @@ class Monitor:
             warn(text)
 
 
-def _controller(
-    settings: CorrectionSettings, given: AdaptiveThresholds | ConstantThresholds | None
-) -> AdaptiveThresholds | ConstantThresholds:
-    """The one given, or the first that can be, of the threshold that the mode uses alone."""
+def _controller(settings: CorrectionSettings, given: Controller | None) -> Controller:
+    """The one given, or the first that can be, of the threshold that the mode uses alone, at the settings' level."""
     used, other = ("tis", "band") if settings.mode == "tis" else ("band", "tis")
-    if given is not None and settings.level is not None and getattr(given, used) is None:
-        raise ConfigError(
-            f"mode={settings.mode!r} with {type(given).__name__}({used}=None); allowed: a controller that gives {used}"
-        )
-    if settings.level != "token" and isinstance(given, AdaptiveThresholds):
-        raise ConfigError(
-            f"AdaptiveThresholds with level={settings.level!r}; allowed: level='token', whose ratios their law is for, "
-            "or ConstantThresholds(...)"
-        )
-    if given is not None:
+    if given is None:
+        start: dict[str, Any] = {used: getattr(settings.thresholds, used), other: None}
+        if settings.level is not None and start[used] is not None:
+            with suppress(ConfigError):  # a start that cannot tighten
+                return AdaptiveThresholds(**start, level=settings.level)
+        return ConstantThresholds(**start)
+    name = type(given).__name__
+    if settings.level is not None and getattr(given, used) is None:
+        raise ConfigError(f"mode={settings.mode!r} with {name}({used}=None); allowed: a controller that gives {used}")
+    if isinstance(given, ConstantThresholds):
         return replace(given, **{other: None})
-    start: dict[str, Any] = {used: getattr(settings.thresholds, used), other: None}
-    if settings.level == "token":
-        with suppress(ConfigError):  # a start that AdaptiveThresholds do not reach
-            return AdaptiveThresholds(**start)
-    return ConstantThresholds(**start)
+    if settings.level is None:
+        raise ConfigError(f"{name} with level=None, which has no weights; allowed: a level, or ConstantThresholds()")
+    if isinstance(given, AdaptiveThresholds):
+        return replace(given, level=settings.level, **{other: None})
+    if settings.level != "token":
+        raise ConfigError(
+            f"{name} with level={settings.level!r}; allowed: level='token', whose ratios their law is for, or "
+            "AdaptiveThresholds()"
+        )
+    return replace(given, **{other: None})
 
 
 def _whole(number: Any) -> int:

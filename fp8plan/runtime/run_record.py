@@ -2,7 +2,8 @@
 
 step, date            number and UTC time of the step
 thresholds            {"tis": C or null, "band": [low, high] or null}: those that were used, on pi_train/pi_rollout
-decision, reason      of the controller, with `alarms` (a list of words) and `escalate` (true or false)
+decision, reason      of the controller, with `alarms` (a list of words)
+escalate              what it asks for beyond thresholds: null, "recalibrate_kv" or "step_down"
 metrics               name -> number or null; verl's name where verl has one ("rollout_corr/..."), else "fp8plan/..."
 profile               KL by position in the response: a list of {"first", "last", "tokens", "k1", "k3"}
 versions              the same by weight version, under the version
@@ -61,7 +62,7 @@ def record_of(
         "decision": decided.decision.value,
         "reason": decided.reason,
         "alarms": [alarm.value for alarm in decided.alarms],
-        "escalate": decided.escalate,
+        "escalate": None if decided.escalate is None else decided.escalate.value,
         "metrics": step.metrics,
         **mismatch_parts(step.mismatch),
         "guard": judged,

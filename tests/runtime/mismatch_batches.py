@@ -24,6 +24,28 @@ def packed(train: Any, rollout: Any, mask: Any) -> tuple[Any, Any, Any]:
     return train[mask], rollout[mask], mask.sum(1)
 
 
+def gaussian(sigma: float, tokens: int = 4_000, seed: int = 0) -> Any:
+    """[tokens] log ratios of honest importance weights: their mean ratio is 1 but for sampling, k3 is sigma^2 / 2."""
+    return sigma * np.random.default_rng(seed).normal(size=tokens) - sigma**2 / 2
+
+
+def mismatch_of(log_ratio: Any) -> Any:
+    """The Mismatch of log ratios [tokens], of one sequence, or [sequences, tokens]."""
+    from fp8plan.runtime.mismatch import measure
+    from fp8plan.runtime.tokens import pack
+
+    log_ratio = np.atleast_2d(np.asarray(log_ratio, np.float32))
+    return measure(pack(log_ratio - 3.0, np.full_like(log_ratio, -3.0), np.ones_like(log_ratio, bool))).metrics()
+
+
+def after(controller: Any, seen: Any, state: Any = None) -> Any:
+    """(thresholds, state, decided) of a controller once it has seen some mismatches."""
+    state = state or controller.initial()
+    for one in seen:
+        thresholds, state, decided = controller.update(state, one)
+    return thresholds, state, decided
+
+
 def one_of_two(rank: int, folder: str) -> None:
     """One of two processes: what ranks measure together is what one process measures of all, and so are the weights."""
     import torch

@@ -41,7 +41,7 @@ def simulated(steps: int = 500, seed: int = 0, begin: datetime = BEGIN) -> list[
                 "decision": "warm_up" if step <= 3 else decision,
                 "reason": reason,
                 "alarms": alarms,
-                "escalate": False,
+                "escalate": None,
                 "metrics": _metrics(kl, smooth, limit, cap, float(sigma)),
                 "profile": [
                     {"first": first, "last": 2 * first - 1 if first else 63, "tokens": 1000, "k1": kl, "k3": kl * grown}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import e, exp, inf, nan
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.runtime import tokens as tokens_module
 from fp8plan.runtime.correction import Correction, CorrectionSettings, Rejection, Thresholds, correct
 from fp8plan.runtime.mismatching.settings import REJECTIONS
-from fp8plan.runtime.mismatching.verl import from_verl
+from fp8plan.runtime.mismatching.verl import _FIELDS, from_verl
 from fp8plan.runtime.tokens import pack
 
 torch = pytest.importorskip("torch")
@@ -276,6 +278,89 @@ def test_settings_of_verl() -> None:
     bypass = {"rollout_is": "token", "bypass_mode": True}
     assert from_verl(bypass).level is None
     assert from_verl(bypass | {"loss_type": "reinforce"}).level == "token"
+
+
+NODE = {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0", "rollout_rs": None, "bypass_mode": False}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        NODE,
+        SimpleNamespace(**NODE),
+        {"rollout_correction": NODE},
+        {"algorithm": {"gamma": 1.0, "rollout_correction": NODE}, "trainer": {"nnodes": 1}},
+        {"algorithm": SimpleNamespace(gamma=1.0, rollout_correction=SimpleNamespace(**NODE)), "data": None},
+        NODE | {"_target_": "verl.trainer.config.RolloutCorrectionConfig"},
+    ],
+)
+def test_settings_of_verl_wherever_they_lie(config: Any) -> None:
+    assert from_verl(config) == CorrectionSettings(mode="icepop", thresholds=Thresholds(None, (0.5, 5.0)))
+
+
+def test_settings_of_verl_that_are_off() -> None:
+    for config in ({"algorithm": {"gamma": 1.0, "rollout_correction": None}}, {"rollout_correction": {}}):
+        assert from_verl(config) == CorrectionSettings(None)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"rollout_is_treshold": 5.0}, r"rollout_is_treshold \(did you mean rollout_is_threshold\?\)"),
+        ({"rollout_iss": "token", "xyz": 1}, r"rollout_iss \(did you mean rollout_is\?\), xyz, which"),
+        ({"algorithm": {"rollout_correction": {"bypas_mode": True}}}, r"algorithm\.rollout_correction has bypas_mode"),
+        ({"algoritm": {"rollout_correction": NODE}}, "did you mean algorithm"),
+        ({"algorithm": {"rollout_corection": NODE, "gamma": 1.0}}, "did you mean rollout_correction"),
+        ({"trainer": {"nnodes": 1}}, "the config has trainer, .*allowed: verl's whole config"),
+        (SimpleNamespace(rollout_is="token", threshold=3.0), "has threshold"),
+        (["rollout_is=token"], "the config is .*allowed: a mapping"),
+        ("token", "the config is 'token'"),
+        (None, "the config is None"),
+        ({"algorithm": {"rollout_correction": "token"}}, "algorithm.rollout_correction is 'token'"),
+        (
+            NODE | {"rollout_is_batch_normalize": "false"},
+            "rollout_is_batch_normalize is 'false'; allowed: true or false",
+        ),
+        (NODE | {"bypass_mode": 1}, "bypass_mode is 1; allowed: true or false"),
+        (NODE | {"loss_type": "ppo"}, "loss_type is 'ppo'; allowed: ppo_clip or reinforce"),
+        (NODE | {"rollout_is": 3}, "rollout_is is 3; allowed: token, sequence or null"),
+        (NODE | {"rollout_is_threshold": [0.5, 5.0]}, "rollout_is_threshold is"),
+        (NODE | {"rollout_rs": ["token_k1"], "rollout_rs_threshold": 2.0}, "rollout_rs is"),
+        (NODE | {"rollout_rs": "token_k1", "rollout_rs_threshold": {}}, "rollout_rs_threshold is"),
+        ({"rollout_is": None, "rollout_is_threshold": True}, "rollout_is_threshold is True"),
+    ],
+)
+def test_what_is_not_verls_is_refused_by_name(config: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        from_verl(config)
+
+
+@pytest.mark.verl
+@pytest.mark.parametrize("trainer", ["ppo_trainer", "ppo_megatron_trainer"])
+def test_verls_whole_config(trainer: str) -> None:
+    """As Hydra makes it: a DictConfig with everything in it; and that config as plain data."""
+    import verl
+    from omegaconf import OmegaConf
+
+    path = Path(verl.__file__).parent / "trainer" / "config" / f"_generated_{trainer}.yaml"
+    config: Any = OmegaConf.load(path)
+    assert from_verl(config) == CorrectionSettings(None)
+    config.algorithm.rollout_correction.rollout_is = "sequence"
+    config.algorithm.rollout_correction.rollout_is_threshold = 3
+    expected = CorrectionSettings("sequence", thresholds=Thresholds(3.0))
+    plain = OmegaConf.to_container(config)
+    for one in (config, config.algorithm, config.algorithm.rollout_correction, plain):
+        assert from_verl(one) == expected
+    config.algorithm.rollout_correction.rollout_i = "token"
+    with pytest.raises(ConfigError, match="did you mean rollout_is"):
+        from_verl(config)
+
+
+@pytest.mark.verl
+def test_the_fields_are_those_of_verl() -> None:
+    from verl.trainer.config.algorithm import RolloutCorrectionConfig
+
+    assert {field.name for field in fields(RolloutCorrectionConfig)} - {"_target_"} == set(_FIELDS)
 
 
 @pytest.mark.verl

@@ -20,6 +20,7 @@ from tiny_models import (
 )
 
 from fp8plan.errors import ConfigError, NotServingError
+from fp8plan.runtime.controlling.state import Escalation
 from fp8plan.runtime.engine import RolloutEngine
 from fp8plan.runtime.guard import Guard, Verdict
 from fp8plan.runtime.guarding.ladder import Action, GuardSettings
@@ -125,6 +126,20 @@ def test_recalibrating_leaves_the_engine_serving_with_the_scales_of_its_last_rol
         assert engine.kv_scales() != first
         engine.follow(verdict(Action.NONE))
         engine.follow(None)
+        assert engine.serving
+
+
+def test_what_a_controller_escalates_is_done_where_the_guard_advises_nothing() -> None:
+    with started("dense", "a", "fp8_kv") as engine:
+        generate(engine)
+        first = engine.kv_scales()
+        engine.follow(None, Escalation.RECALIBRATE_KV)
+        assert engine.kv_scales() != first
+        assert engine.serving
+        engine.follow(verdict(Action.NONE), Escalation.STEP_DOWN)
+        assert engine.launch.precision == "bf16"
+        engine.sync_weights(weights("dense", "b"))
+        engine.follow(None, Escalation.STEP_DOWN)  # nothing is left
         assert engine.serving
 
 

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.precision import PRESETS, precision
+from fp8plan.runtime.controlling.state import Escalation
 from fp8plan.runtime.guarding.ladder import (
     DEPTH,
     Action,
     GuardSettings,
     GuardState,
     Symptoms,
+    answered,
     decide,
     ladder,
     stepped_down,
@@ -182,3 +184,15 @@ def test_a_state_that_nobody_saved_is_refused(data: dict[str, Any]) -> None:
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(wrong))} is .*allowed"):
         GuardSettings(**wrong)
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_what_a_controller_escalates_takes_the_rungs_in_order_each_once(name: str) -> None:
+    state, said = GuardState(), []
+    for escalation in (Escalation.RECALIBRATE_KV, *[Escalation.STEP_DOWN] * 3):
+        state, action = answered(state, name, escalation)
+        said.append(action)
+        assert answered(state, name, Escalation.RECALIBRATE_KV) == (state, Action.NONE)  # not twice
+    assert tuple(x for x in said if x != Action.NONE) == RUNGS[name]
+    assert (said[0] == Action.RECALIBRATE_KV) == (Action.RECALIBRATE_KV in RUNGS[name])
+    assert decide(state, seen(name, HIGH_KL), SETTINGS)[1] == Action.NONE  # the guard knows that they are taken

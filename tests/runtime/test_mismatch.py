@@ -13,6 +13,7 @@ from mismatch_batches import one_of_two, packed, ragged
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime import tokens as tokens_module
+from fp8plan.runtime.correction import CorrectionSettings, Thresholds, correct
 from fp8plan.runtime.mismatch import Mismatch, MismatchSums, measure
 from fp8plan.runtime.mismatching.sums import SLOTS
 from fp8plan.runtime.tokens import pack
@@ -101,6 +102,31 @@ def test_clipped_mass_and_kept_fraction(seed: int, c: float, low: float) -> None
     assert found.kept_fraction(low, c) == pytest.approx(((ratio >= low) & (ratio <= c)).mean(), abs=0.01)
     outside = found.tail_fractions[2.0]
     assert outside == pytest.approx(((ratio > 2) | (ratio < 0.5)).mean(), abs=0.005)
+
+
+@settings(max_examples=15)
+@given(seeds, st.floats(1.01, 10), st.floats(0.05, 0.99), st.sampled_from(["sequence", "geometric"]))
+def test_figures_of_sequences_are_those_that_the_correction_says(seed: int, c: float, low: float, level: Any) -> None:
+    """Of its own weights, at the level of the thresholds; each sequence counts as its tokens do."""
+    tokens = pack(*ragged(seed, rows=40, length=30, sd=0.1))
+    found = measure(tokens).metrics()
+    cut = correct(tokens, CorrectionSettings(level, thresholds=Thresholds(c)))
+    assert found.clipped_mass(c, level) == pytest.approx(cut.clipped_mass, rel=0.05, abs=1e-3)
+    kept = correct(tokens, CorrectionSettings(level, "mis", Thresholds(None, (low, c))))
+    assert found.kept_fraction(low, c, level) == pytest.approx(kept.kept_tokens, abs=0.05)  # a sequence in a bin
+
+
+def test_a_few_ratios_without_bound_are_no_cut_share() -> None:
+    honest = np.random.default_rng(0).normal(-0.02, 0.2, 4000)
+    spoiled = honest.copy()
+    spoiled[:2] = 20.0
+    assert one_sequence(spoiled).clipped_mass(1.5) > 0.9
+    found, plain = one_sequence(spoiled).cut_share(1.5), one_sequence(honest).clipped_mass(1.5)
+    assert found == pytest.approx(plain, abs=1e-3)
+    spoiled[:40] = 20.0  # many tokens count, up to a ratio of 20 each
+    assert one_sequence(spoiled).cut_share(1.5) == pytest.approx(38 * 18.5 / (3960 + 38 * 20), rel=0.05)
+    assert one_sequence(spoiled).cut_share(21.0) == 0.0
+    assert one_sequence([]).cut_share(2.0) == 0.0
 
 
 def test_a_ratio_of_exactly_one_is_at_most_one() -> None:

@@ -27,7 +27,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.records import read_records
 from fp8plan.model.validate import validate
-from fp8plan.runtime.controller import AdaptiveThresholds, Alarm, ConstantThresholds
+from fp8plan.runtime.controller import AdaptiveThresholds, Alarm, ConstantThresholds, Decision, LeastErrorThresholds
 from fp8plan.runtime.correction import CorrectionSettings, Rejection, Thresholds, correct
 from fp8plan.runtime.guard import Guard
 from fp8plan.runtime.guarding.facts import EngineFacts, Observation
@@ -305,22 +305,29 @@ def test_constant_thresholds_are_those_of_the_settings_also_after_a_checkpoint_o
 
 
 def test_a_resumed_monitor_has_its_own_limit_and_bounds() -> None:
-    before = Monitor(controller=AdaptiveThresholds(tis=8.0, warm_up=9, limit_kl=0.01))
-    before.step(*batch())
-    saved = before.state_dict()
-    for controller in (
-        AdaptiveThresholds(bounds=(1.05, 4.0), warm_up=9, limit_kl=0.5),
-        ConstantThresholds(2.0, None, 0.5),
+    for old, expected in (
+        (LeastErrorThresholds(tis=8.0, warm_up=9, limit_kl=0.01), [4.0, 2.0, 3.0]),
+        (AdaptiveThresholds(tis=8.0, limit_kl=0.01), [2.0, 2.0, 3.0]),
     ):
-        after = Monitor(controller=controller)
-        after.load_state_dict(saved)
-        step = after.step(*batch())
-        assert step.thresholds.tis == (4.0 if controller.tis is not None and hasattr(controller, "bounds") else 2.0)
-        assert step.metrics[runs.KL_LIMIT] == 0.5
-        assert after.steps == 2
+        before = Monitor(controller=old)
+        before.step(*batch())
+        saved = json.loads(json.dumps(before.state_dict()))
+        found = []
+        for controller in (
+            LeastErrorThresholds(bounds=(1.05, 4.0), warm_up=9, limit_kl=0.5),
+            ConstantThresholds(2.0, None, 0.5),
+            AdaptiveThresholds(tis=3.0, limit_kl=0.5),
+        ):
+            after = Monitor(controller=controller)
+            after.load_state_dict(saved)
+            step = after.step(*batch())
+            found.append(step.thresholds.tis)
+            assert step.metrics[runs.KL_LIMIT] == 0.5
+            assert after.steps == 2
+        assert found == expected
 
 
-@pytest.mark.parametrize("controller", [AdaptiveThresholds, ConstantThresholds])
+@pytest.mark.parametrize("controller", [AdaptiveThresholds, ConstantThresholds, LeastErrorThresholds])
 def test_a_resumed_band_has_the_lower_end_of_the_settings(controller: Any) -> None:
     def monitor(low: float) -> Monitor:
         settings = CorrectionSettings(mode="mis", thresholds=Thresholds(None, (low, 2.0)))
@@ -337,7 +344,11 @@ def test_a_resumed_band_has_the_lower_end_of_the_settings(controller: Any) -> No
 
 def test_only_the_threshold_that_the_mode_uses_is_controlled() -> None:
     settings = CorrectionSettings(mode="mis", thresholds=Thresholds(10.0, (0.5, 2.0)))
-    for controller in (None, AdaptiveThresholds(band=(0.5, 2.0), noise=2.0, max_clipped=0.2)):
+    for controller in (
+        None,
+        AdaptiveThresholds(band=(0.5, 2.0), max_clipped=0.2),
+        LeastErrorThresholds(band=(0.5, 2.0), noise=2.0, max_clipped=0.2),
+    ):
         monitor = Monitor(settings, controller)
         for seed in range(5):
             step = monitor.step(*batch(seed, sigma=1.2))
@@ -345,8 +356,8 @@ def test_only_the_threshold_that_the_mode_uses_is_controlled() -> None:
             assert "weight" not in step.decided.reason
 
 
-@pytest.mark.parametrize("threshold", [10.0, 1.0, "0.1_10"])
-def test_settings_of_verl_that_adaptive_thresholds_do_not_reach_stay_as_they_are(threshold: Any) -> None:
+@pytest.mark.parametrize("threshold", [1.0, 0.5, "2.0_5.0"])
+def test_settings_of_verl_that_cannot_tighten_stay_as_they_are(threshold: Any) -> None:
     settings = from_verl({"rollout_is": "token", "rollout_is_threshold": threshold})
     monitor = Monitor(settings)
     steps = [monitor.step(*batch(seed, sigma=1.0)) for seed in range(3)]
@@ -371,9 +382,11 @@ def test_a_checkpoint_of_other_thresholds_or_of_another_grid_is_refused() -> Non
     saved = Monitor().state_dict()
     with pytest.raises(ConfigError, match="of the same thresholds"):
         Monitor(band).load_state_dict(saved)
+    least = Monitor(controller=LeastErrorThresholds())
+    saved = least.state_dict()
     saved["controller"]["tail"] = [0.1, 0.0]
     with pytest.raises(ConfigError, match="a tail of 2 bounds"):
-        Monitor().load_state_dict(saved)
+        least.load_state_dict(saved)
 
 
 def test_an_engine_that_does_not_judge_itself_is_refused() -> None:
@@ -384,8 +397,43 @@ def test_an_engine_that_does_not_judge_itself_is_refused() -> None:
         Monitor(engine=AsyncRolloutEngine())  # type: ignore[arg-type]
 
 
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # as where it is not installed
+import numpy as np
+import fp8plan
+from fp8plan.runtime.tokens import pack
+
+for name in fp8plan.__all__:
+    getattr(fp8plan, name)
+settings = fp8plan.from_verl({"rollout_is": "token"})
+assert settings == fp8plan.CorrectionSettings(thresholds=fp8plan.Thresholds(2.0))
+assert fp8plan.AdaptiveThresholds().initial().tis == 2.0
+work = fp8plan.Workload(8, 4, fp8plan.Fixed(128), fp8plan.Fixed(256))
+plan = fp8plan.plan("Qwen/Qwen3-8B", "h200_sxm", work)
+zeros = np.zeros((2, 3))
+for needs in (
+    lambda: fp8plan.Monitor(),
+    lambda: pack(zeros, zeros),
+    lambda: fp8plan.RolloutEngine.from_plan(plan),
+    lambda: fp8plan.AsyncRolloutEngine.from_plan(plan).send(None),
+    lambda: fp8plan.probe("Qwen/Qwen3-8B", gpu="h200_sxm"),
+):
+    try:
+        needs()
+    except fp8plan.Fp8PlanError as error:
+        assert "needs torch" in str(error) and "pip install 'fp8plan[vllm]'" in str(error), error
+    else:
+        raise AssertionError("it worked")
+"""
+
+
+def test_without_torch_what_needs_it_says_so_and_the_rest_works() -> None:
+    subprocess.run([sys.executable, "-W", "error", "-c", WITHOUT_TORCH], check=True)
+
+
 def test_gradient_norms_are_told_and_saved() -> None:
-    monitor, restored = Monitor(), Monitor()
+    monitor, restored = (Monitor(controller=LeastErrorThresholds()) for _ in range(2))
     for _ in range(10):  # as clip_grad_norm_ gives them, and numpy
         monitor.report_gradients(
             norm2_small=torch.tensor(3.0), tokens_small=torch.tensor(100),  # type: ignore[arg-type]
@@ -399,14 +447,69 @@ def test_gradient_norms_are_told_and_saved() -> None:
         monitor.report_gradients(norm2_small=3.0, tokens_small=100, norm2_large=1.2, tokens_large=100)
 
 
+@pytest.mark.parametrize("controller", [None, ConstantThresholds()])
+def test_gradient_norms_that_nobody_uses_are_told_to_be_unused_once(controller: Any) -> None:
+    monitor = Monitor(controller=controller)
+    before = monitor.state
+    with pytest.warns(RuntimeWarning, match="only LeastErrorThresholds"):
+        monitor.report_gradients(norm2_small=3.0, tokens_small=100, norm2_large=1.2, tokens_large=1000)
+    monitor.report_gradients(norm2_small=3.0, tokens_small=100, norm2_large=1.2, tokens_large=1000)
+    assert monitor.state == before
+
+
+LOOSE = CorrectionSettings(mode="icepop", thresholds=Thresholds(None, (0.5, 5.0)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        CorrectionSettings(),
+        LOOSE,
+        replace(LOOSE, mode="mis"),
+        CorrectionSettings(level="sequence", thresholds=Thresholds(5.0)),
+        CorrectionSettings(level="geometric", thresholds=Thresholds(1.5)),
+        replace(LOOSE, level="geometric", thresholds=Thresholds(None, (0.6, 1.7))),
+    ],
+)
+def test_the_default_tightens_when_the_kl_rises_and_never_loosens(settings: CorrectionSettings) -> None:
+    """Default settings, k3 of normal log ratios from 1e-4 to 0.3."""
+    monitor, first = Monitor(settings), settings.thresholds
+    upper, kept = [], []
+    for number, kl in enumerate((1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.1, 0.3, 0.3, 0.3)):
+        step = monitor.step(*batch(number, sigma=(2 * kl) ** 0.5, rows=64))
+        found = step.thresholds
+        upper.append(found.tis if found.band is None else found.band[1])
+        assert upper[-1] <= max(upper[:-1], default=99.0)
+        if upper[-1] > min(upper):
+            assert step.decided.decision is Decision.AT_BOUND
+        if kl <= 0.01:
+            assert found == first
+        kept.append(step.metrics[runs.CLIPPED_MASS if found.band is None else runs.LOST_TOKENS])
+    assert upper[-1] < upper[0]
+    assert max(x for x in kept if x is not None) <= 0.5  # as the correction says of its own weights, at its own level
+
+
 @pytest.mark.parametrize("level", ["sequence", "geometric", None])
-def test_only_token_weights_have_adaptive_thresholds(level: Any) -> None:
+def test_only_token_weights_have_the_least_error(level: Any) -> None:
     settings = CorrectionSettings(level=level, thresholds=Thresholds(tis=3.0))
-    monitor = Monitor(settings)
-    step = [monitor.step(*batch(n, sigma=1.0)) for n in range(3)][-1]
-    assert step.thresholds == Thresholds(tis=3.0)
-    with pytest.raises(ConfigError, match="allowed: level='token'"):
+    with pytest.raises(ConfigError, match=r"LeastErrorThresholds with level=.*allowed: "):
+        Monitor(settings, LeastErrorThresholds())
+    if level is not None:
+        assert Monitor(settings, AdaptiveThresholds()).controller.level == level
+        return
+    assert [Monitor(settings).step(*batch(n, sigma=1.0)).thresholds for n in range(3)] == [Thresholds(tis=3.0)] * 3
+    with pytest.raises(ConfigError, match="which has no weights"):
         Monitor(settings, AdaptiveThresholds())
+
+
+def test_what_thresholds_cannot_do_is_in_the_record() -> None:
+    taken: list[Any] = []
+    monitor = Monitor(controller=AdaptiveThresholds(max_clipped=0.01), sinks=[Callback(taken.append)])
+    for seed in range(9):
+        monitor.step(*batch(seed, sigma=0.8, rows=32))
+    asked = [row["escalate"] for row in taken]
+    assert [x for x in asked if x] == ["recalibrate_kv", "step_down"]
+    assert "recalibrate the scales" in taken[asked.index("recalibrate_kv")]["reason"]
 
 
 @pytest.mark.parametrize("more", [{"guard": Guard(FACTS)}, {"facts": FACTS}])
@@ -496,7 +599,7 @@ def broken_batches() -> Iterator[tuple[str, Batch]]:
 
 
 @pytest.mark.parametrize(("name", "given"), broken_batches())
-@pytest.mark.parametrize("controller", [ConstantThresholds(), AdaptiveThresholds()])
+@pytest.mark.parametrize("controller", [ConstantThresholds(), AdaptiveThresholds(), LeastErrorThresholds()])
 def test_a_broken_batch_gives_finite_weights_and_a_record(name: str, given: Batch, controller: Any) -> None:
     taken: list[Any] = []
     monitor = Monitor(controller=controller, sinks=[Callback(taken.append)])
@@ -550,6 +653,7 @@ from datetime import timedelta
 import torch
 from torch import distributed
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.controller import LeastErrorThresholds
 from fp8plan.runtime.correction import CorrectionSettings
 from fp8plan.runtime.exporters import Prometheus
 from fp8plan.runtime.monitor import Monitor
@@ -585,7 +689,7 @@ for name, value in (("veto", 1e-4), ("batch_normalize", True)):
             raise AssertionError("different settings were taken")
     assert other.steps == 0
 # One rank alone was told of gradient norms, and another has a checkpoint: the first decides for all.
-one = Monitor()
+one = Monitor(controller=LeastErrorThresholds())
 if rank:
     one.load_state_dict(dict(monitor.state_dict(), steps=0))
 for number, (train, rollout, mask) in enumerate(batches * 5):

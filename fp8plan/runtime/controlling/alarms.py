@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class AlarmLimits:
     """When to sound.
 
-    broken_kl:  verl's open proposal of a KL sentinel trips above 1.0 (verl#7519)
+    broken_kl:  verl's open proposal of a KL sentinel trips above 1.0 (verl#7519); of this batch, and smoothed
     raw_ess:    verl's documentation warns below 0.3
     chi2:       the mean of ratio^2, less 1: the same level as raw_ess where the ratios' mean is 1
     tail_bound: a ratio above it, or below its inverse, is in the tail
@@ -38,7 +38,7 @@ def alarms(mismatch: Mismatch, kl: float, limit_kl: float, limits: AlarmLimits) 
     bound = limits.tail_bound
     sounding = {
         Alarm.KL: kl > limit_kl,
-        Alarm.BROKEN: kl > limits.broken_kl,
+        Alarm.BROKEN: min(kl, mismatch.k3_robust) > limits.broken_kl,
         Alarm.RAW_ESS: mismatch.ess_raw < limits.raw_ess,
         Alarm.CHI2: mismatch.chi2_token > limits.chi2,
         Alarm.TAIL: 1.0 - mismatch.kept_fraction(1.0 / bound, bound) > limits.tail,

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from fp8plan.runtime.controlling.alarms import AlarmLimits, alarms
-from fp8plan.runtime.controlling.state import Alarm, ControllerState, Decided, Decision
-from fp8plan.runtime.controlling.watch import limit_kl, observed, usable
+from fp8plan.runtime.controlling.state import Alarm, ControllerState, Decided, Decision, escalation, resumed, strain
+from fp8plan.runtime.controlling.watch import observed, predicted_kl, usable
 from fp8plan.runtime.correction import Thresholds
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Update = tuple[Thresholds, ControllerState, Decided]
 NO_DATA: Final = Decided(Decision.NO_DATA, "no valid token, or a figure that is not a number")
+PATIENCE: Final = 3  # batches that an escalation has to help, before the next one
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +37,20 @@ class ConstantThresholds:
 
     def initial(self, plan: Plan | None = None) -> ControllerState:
         """The state before the first batch. Of a plan it takes the predicted range of KL."""
-        return ControllerState(tis=self.tis, band=self.band, limit_kl=limit_kl(plan, self.limit_kl))
+        limit = max(self.limit_kl, predicted_kl(plan))
+        return ControllerState(tis=self.tis, band=self.band, limit_kl=limit)
 
     def resume(self, saved: ControllerState, fresh: ControllerState) -> ControllerState:
         """A saved state under these settings and this plan's limit (of `fresh`, the state that `initial` gave)."""
-        return replace(saved, tis=self.tis, band=self.band, limit_kl=fresh.limit_kl)
+        return resumed(replace(saved, tis=fresh.tis, band=fresh.band), fresh)
 
     def update(self, state: ControllerState, mismatch: Mismatch) -> Update:
         """(thresholds for this very batch, state, what was decided and why)."""
         thresholds = Thresholds(state.tis, state.band)
         if not usable(mismatch):
             return thresholds, state, NO_DATA
-        seen = observed(state, mismatch, tail_tokens=0.0)
+        seen = observed(state, mismatch)
         found = alarms(mismatch, seen.kl or 0.0, seen.limit_kl, self.limits)
-        return thresholds, seen, Decided(Decision.HOLD, "constant thresholds", found, Alarm.BROKEN in found)
+        seen = replace(seen, strained=strain(seen.strained, False, Alarm.BROKEN in found, PATIENCE))
+        decided = Decided(Decision.HOLD, "constant thresholds", found, escalation(seen.strained, PATIENCE))
+        return thresholds, seen, decided

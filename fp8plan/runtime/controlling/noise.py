@@ -7,7 +7,7 @@ from math import inf, isfinite
 from typing import Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.controlling.state import ControllerState
+from fp8plan.runtime.controlling.state import LeastErrorState
 
 MEMORY: Final = 0.9  # of what earlier steps say: a single step says little, and the scale drifts over a run
 ENOUGH: Final = 10  # steps, before which nothing is said
@@ -17,7 +17,7 @@ SPIKE: Final = 5.0
 
 
 def noise_scale(norm2_small: float, tokens_small: float, norm2_large: float, tokens_large: float) -> float:
-    """Tokens in a batch whose gradient has noise as large as itself: for AdaptiveThresholds(noise_tokens=...).
+    """Tokens in a batch whose gradient has noise as large as itself: for LeastErrorThresholds(noise_tokens=...).
 
     norm2_*:  mean squared norm of the gradient (before clipping) over batches of tokens_* tokens each: a micro-batch
               and a whole batch of the same steps, say, averaged over some ten steps at least
@@ -34,8 +34,8 @@ def noise_scale(norm2_small: float, tokens_small: float, norm2_large: float, tok
 
 
 def heard(
-    state: ControllerState, norm2_small: float, tokens_small: float, norm2_large: float, tokens_large: float
-) -> ControllerState:
+    state: LeastErrorState, norm2_small: float, tokens_small: float, norm2_large: float, tokens_large: float
+) -> LeastErrorState:
     """The state that knows of the norms of one step. Norms that are not finite (gradients overflowed) change nothing.
 
     Raises ConfigError if tokens_small >= tokens_large.
@@ -57,7 +57,7 @@ def heard(
     )
 
 
-def measured(state: ControllerState) -> float | None:
+def measured(state: LeastErrorState) -> float | None:
     """The noise scale, tokens, that the steps of a run have shown; None as long as they do not tell, infinite where no
     gradient can be seen behind the noise."""
     if state.gradients < ENOUGH or state.gradient_noise <= 0:

@@ -6,10 +6,7 @@ from dataclasses import replace
 from math import isfinite, isnan
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
-from fp8plan.runtime.controlling import law
-from fp8plan.runtime.controlling.state import ControllerState
+from fp8plan.runtime.controlling.state import State
 
 if TYPE_CHECKING:
     from fp8plan.model.plan import Plan
@@ -26,22 +23,12 @@ def usable(mismatch: Mismatch) -> bool:
     return isfinite(mismatch.k3_robust) and isfinite(mismatch.kept_fraction(0.0, 1.0))
 
 
-def observed(state: ControllerState, mismatch: Mismatch, tail_tokens: float) -> ControllerState:
-    """The state with this batch in its KL and its tail, thresholds unmoved.
-
-    tail_tokens: earlier batches count as far as this one falls short of so many tokens: a large batch speaks for
-                 itself, and the past never outweighs it
-    """
-    above = law.tail(mismatch)
-    past = min(state.tail_tokens, max(tail_tokens - mismatch.tokens, 0.0))
-    if past:
-        above = (past * np.array(state.tail) + mismatch.tokens * above) / (past + mismatch.tokens)
+def observed(state: State, mismatch: Mismatch) -> State:
+    """The state with this batch in its KL, thresholds unmoved."""
     kl = mismatch.k3_robust if state.kl is None else KL_MEMORY * state.kl + (1 - KL_MEMORY) * mismatch.k3_robust
-    return replace(
-        state, steps=state.steps + 1, kl=kl, tail=tuple(above.tolist()), tail_tokens=float(past + mismatch.tokens)
-    )
+    return replace(state, steps=state.steps + 1, kl=kl)
 
 
-def limit_kl(plan: Plan | None, default: float) -> float:
-    """The upper end of the KL that the plan predicts for its choice, if it is above the default."""
-    return max(default, plan.select().kl_k3_high or 0.0) if plan is not None else default
+def predicted_kl(plan: Plan | None) -> float:
+    """The upper end of the KL that the plan predicts for its choice; 0 if it says nothing."""
+    return (plan.select().kl_k3_high or 0.0) if plan is not None else 0.0

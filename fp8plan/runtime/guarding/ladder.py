@@ -11,6 +11,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.mismatch_budget import RiskBudget
 from fp8plan.model.precision import PRESETS, Precision
 from fp8plan.model.precision import precision as find_precision
+from fp8plan.runtime.controlling.state import Escalation
 
 
 class Action(StrEnum):
@@ -37,6 +38,16 @@ def stepped_down(precision: str, action: Action) -> str:
     kv = "bf16" if DEPTH[action] >= DEPTH[Action.KV_TO_BF16] else preset.kv
     weights = "bf16" if action == Action.ALL_BF16 else preset.weights
     return next(p.name for p in PRESETS.values() if (p.weights, p.kv) == (weights, kv))
+
+
+def answered(state: GuardState, precision: str, escalation: Escalation) -> tuple[GuardState, Action]:
+    """The state that has taken the rung that a controller asks for, and that rung; pure. It is a recalibration, unless
+    there was one, or the next rung that changes the precision; NONE if there is none."""
+    rungs = [x for x in ladder(find_precision(precision)) if DEPTH[x] > DEPTH[state.rung]]
+    fitting = [x for x in rungs if (x == Action.RECALIBRATE_KV) == (escalation == Escalation.RECALIBRATE_KV)]
+    if not fitting:
+        return state, Action.NONE
+    return GuardState(rung=fitting[0]), fitting[0]
 
 
 @dataclass(frozen=True, slots=True)

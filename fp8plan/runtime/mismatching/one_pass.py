@@ -122,7 +122,19 @@ def _with_sequences(sums: MismatchSums, lengths: IntArray, per_piece: FloatArray
     sums["training_log_ppl"], sums["rollout_log_ppl"] = -train_mean.sum(), -rollout_mean.sum()
     sums["log_ppl_diff"], sums["log_ppl_abs_diff"] = difference.sum(), np.abs(difference).sum()
     sums["sequence_ratio_squared"] = np.exp(2 * np.clip(whole, -LIMIT, LIMIT)).sum()
+    for level, of_each in (("sequence", whole), ("geometric", whole / divisor)):
+        _by_ratio(sums, level, of_each, lengths)
     return MismatchSums(sums.values, float(difference.min()), float(difference.max()))
+
+
+def _by_ratio(sums: MismatchSums, level: str, log_ratio: FloatArray, lengths: IntArray) -> None:
+    """Tokens and their ratios at `level`, by the log ratio [sequences] that those of a sequence share there."""
+    import torch
+
+    where = bins(torch.from_numpy(log_ratio.astype(np.float32))).numpy()
+    ratio = np.exp(np.clip(log_ratio, -LIMIT, LIMIT))
+    sums[f"{level}_tokens"] = np.bincount(where, lengths, BINS)
+    sums[f"{level}_ratio"] = np.bincount(where, lengths * ratio, BINS)
 
 
 def _runs(tokens: Tokens, versions: Any) -> tuple[IntArray, IntArray]:

@@ -32,6 +32,8 @@ _SCALARS: Final = (
 _LAYOUT: Final = (
     *((name, 1) for name in _SCALARS),
     *((f"histogram_{name}", BINS) for name in ("tokens", "ratio", "k3")),
+    # Over the tokens of sequences, by their sequence's log ratio: of the sum (sequence) and of the mean (geometric).
+    *((f"{level}_{name}", BINS) for level in ("sequence", "geometric") for name in ("tokens", "ratio")),
     *((f"position_{name}", len(POSITIONS)) for name in ("tokens", "k1", "k3")),
     *((f"version_{name}", SLOTS) for name in VERSION_SUMS),
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from fp8plan.runtime.versions import check_torch
+
 
 @contextmanager
 def one_thread() -> Iterator[None]:
@@ -15,7 +17,9 @@ def one_thread() -> Iterator[None]:
     A thread that starts to use torch meanwhile stays at one, as torch has it.
     Nothing changes in a process in which vLLM runs on the CPU: it binds the threads to cores, and has put a warning in
     the place of torch's function.
+    Raises ConfigError without torch: what is decorated with it is where users come in.
     """
+    check_torch("the correction")
     import torch
 
     if torch.set_num_threads is not torch._C.set_num_threads:

@@ -26,7 +26,9 @@ metrics over ranks         each rank's own, but for the mean of        each rank
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from difflib import get_close_matches
+from types import NoneType
+from typing import Any, Final, cast
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.mismatching.moments import Moments
@@ -42,30 +44,93 @@ from fp8plan.runtime.mismatching.settings import (
 )
 from fp8plan.runtime.mismatching.weights import TINY
 
+# The fields of verl 0.9.1's RolloutCorrectionConfig, their defaults, and what each may be.
+_NUMBERS: Final = (str, int, float)
+_FIELDS: Final[dict[str, tuple[Any, tuple[type, ...], str]]] = {
+    "rollout_is": (None, (str, NoneType), "token, sequence or null"),
+    "rollout_is_threshold": (2.0, (*_NUMBERS, NoneType), 'a number, or lower_upper as in "0.5_2.0"'),
+    "rollout_is_batch_normalize": (False, (bool,), "true or false"),
+    "rollout_rs": (None, (str, NoneType), f"null, or with commas between: {', '.join(REJECTIONS)}"),
+    "rollout_rs_threshold": (None, (*_NUMBERS, NoneType), "null, a number, or text with commas between"),
+    "bypass_mode": (False, (bool,), "true or false"),
+    "loss_type": ("ppo_clip", (str,), "ppo_clip or reinforce"),
+}
+_INTO: Final = "algorithm", "rollout_correction"  # where they are in verl's config
+_HYDRA: Final = "_target_"  # the class that a node is made into
+
 
 def from_verl(config: Mapping[str, Any] | Any) -> CorrectionSettings:
-    """verl's algorithm.rollout_correction (a mapping, or an object with its fields) as CorrectionSettings.
+    """verl's settings of rollout correction as CorrectionSettings.
+
+    config: verl's whole config, its `algorithm`, or `algorithm.rollout_correction`: a mapping, a DictConfig, or an
+            object with such fields. If the last is null, there is no correction
 
     rollout_is, rollout_is_threshold (2.0, "2.0": TIS; "0.5_5.0": IcePop), rollout_is_batch_normalize, rollout_rs,
     rollout_rs_threshold; bypass_mode with loss_type ppo_clip (the default) has no weights: the ratio is in the loss,
-    and verl computes weights only to log them.
+    and verl computes weights only to log them. What is left out has verl's default, and rollout_is none.
 
-    Raises ConfigError for what verl refuses.
+    Raises ConfigError for what verl refuses, for a value of another type, and for a field that rollout_correction has
+    not, with the nearest that it has.
     """
-    get = config.get if isinstance(config, Mapping) else lambda key, default: getattr(config, key, default)
-    level, threshold = get("rollout_is", None), get("rollout_is_threshold", 2.0)
-    if level not in (None, "token", "sequence"):
-        raise ConfigError(f"rollout_is is {level!r}; allowed: token, sequence or null")
-    if threshold is None or (get("bypass_mode", False) and get("loss_type", "ppo_clip") == "ppo_clip"):
+    given = _rollout_correction(config)
+    level, threshold = given["rollout_is"], given["rollout_is_threshold"]
+    for name, allowed in (("rollout_is", (None, "token", "sequence")), ("loss_type", ("ppo_clip", "reinforce"))):
+        if given[name] not in allowed:
+            raise _wrong(name, given[name])
+    if threshold is None or (given["bypass_mode"] and given["loss_type"] == "ppo_clip"):
         level = None
     low, high = (None, 2.0) if level is None else _numbers("rollout_is_threshold", threshold)
     return CorrectionSettings(
         level=cast("Level | None", level),
         mode="tis" if low is None else "icepop",
         thresholds=Thresholds(tis=high) if low is None else Thresholds(None, (low, high)),
-        reject=_rejections(get("rollout_rs", None), get("rollout_rs_threshold", None)),
-        batch_normalize=bool(get("rollout_is_batch_normalize", False)),
+        reject=_rejections(given["rollout_rs"], given["rollout_rs_threshold"]),
+        batch_normalize=given["rollout_is_batch_normalize"],
     )
+
+
+def _rollout_correction(config: Any) -> dict[str, Any]:
+    """Every field of rollout_correction, found in what it lies in, and checked."""
+    path, found = "", config
+    for name in _INTO:
+        inside = _fields(path, found)
+        if name in set(inside):  # verl's own configs are no whole mappings
+            path, found = f"{path}.{name}".lstrip("."), inside[name]
+    inside = _fields(path, found)
+    unknown = [str(name) for name in inside if name not in _FIELDS and name != _HYDRA]
+    if unknown:
+        known = [*_FIELDS, *_INTO]
+        nearest = (get_close_matches(name, known, 1) for name in unknown)
+        named = [
+            name + (f" (did you mean {near[0]}?)" if near else "") for name, near in zip(unknown, nearest, strict=True)
+        ]
+        raise ConfigError(
+            f"{path or 'the config'} has {', '.join(named[:5])}, which verl's rollout_correction has not; allowed: "
+            f"verl's whole config, its algorithm, or rollout_correction with {', '.join(_FIELDS)}"
+        )
+    values = {name: inside[name] if name in set(inside) else default for name, (default, _, _) in _FIELDS.items()}
+    for name, value in values.items():
+        kinds = _FIELDS[name][1]
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise _wrong(name, value)
+    return values
+
+
+def _fields(path: str, found: Any) -> Mapping[str, Any]:
+    """A node of a config as a mapping; null is an empty one, but not at the top."""
+    if found is None and path:
+        return {}
+    if not isinstance(found, Mapping) and hasattr(found, "__dict__") and not isinstance(found, type):
+        found = vars(found)
+    if not isinstance(found, Mapping):
+        raise ConfigError(
+            f"{path or 'the config'} is {found!r}; allowed: a mapping, a DictConfig or an object with its fields"
+        )
+    return found
+
+
+def _wrong(name: str, value: Any) -> ConfigError:
+    return ConfigError(f"{name} is {value!r}; allowed: {_FIELDS[name][2]}")
 
 
 def _rejections(options: str | None, thresholds: str | float | None) -> tuple[Rejection, ...]:
