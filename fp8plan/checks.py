@@ -11,14 +11,17 @@ from fp8plan.errors import ConfigError
 T = TypeVar("T")
 
 
-def whole(name: str, value: Any, least: int = 1) -> int:
-    """`value` as an int. numpy's integers are whole numbers; booleans, floats and text are none."""
+def whole(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
+    """`value` as an int. numpy's integers are whole numbers; booleans, floats and text are none.
+
+    otherwise: ends the error: what else is allowed
+    """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
     if number is None or number < least:
-        raise ConfigError(f"{name} is {value!r}; allowed: a whole number of at least {least}")
+        raise ConfigError(f"{name} is {value!r}; allowed: a whole number of at least {least}{otherwise}")
     return number
 
 

@@ -88,7 +88,8 @@ def _run(words: list[str]) -> Any:
         message = str(error)
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "fp8plan"
-        message = f"{error.format_message().rstrip('.')}; for what is allowed, type: {command} --help"
+        told = f"{error.format_message().rstrip('.')}{_typed(error, words)}"
+        message = f"{told}; for what is allowed, type: {command} --help"
     except typer.Abort as end:
         print("; ".join(["fp8plan: interrupted", *getattr(end.__cause__, "__notes__", [])]), file=sys.stderr)
         return INTERRUPTED
@@ -96,6 +97,14 @@ def _run(words: list[str]) -> Any:
         return code
     print(f"fp8plan: {' '.join(message.split())}", file=sys.stderr)
     return 2
+
+
+def _typed(error: Any, words: list[str]) -> str:
+    """The value that was typed for the option which an error of usage is about; typer does not always say it."""
+    names = getattr(getattr(error, "param", None), "opts", ())
+    pairs = [(*word.partition("="), after) for word, after in pairwise([*words, ""])]
+    values = [value if equals else after for name, equals, value, after in pairs if name in names]
+    return f" (given: {values[-1]!r})" if values else ""
 
 
 def _version(asked: bool) -> None:
@@ -317,7 +326,11 @@ def emit_command(
     from fp8plan.model.plan import Plan
 
     outputs.check([("the settings", output)])
-    saved = Plan.from_json(outputs.read(plan))
+    text = outputs.read(plan)
+    try:
+        saved = Plan.from_json(text)
+    except ConfigError as error:
+        raise ConfigError(f"{plan}: {error}") from None
     if os.path.realpath(output) == os.path.realpath(plan):
         raise ConfigError(f"--output {output} is the plan itself; give the settings a file of their own")
     settings = emit(saved, target, int(choice) if choice and choice.isdecimal() else choice, kv_scales)

@@ -77,8 +77,9 @@ def import_all(
 
     Raises ConfigError without the package, for a GPU it has no tables of, and for TRIED_ON.
     """
+    named = [find_gpu(name) for name in names or []]
     data, version = find_data()
-    cards = [find_gpu(name) for name in names] if names else [x for x in importable(data) if x.name != TRIED_ON]
+    cards = named or [x for x in importable(data) if x.name != TRIED_ON]
     if any(card.name == TRIED_ON for card in cards):
         raise ConfigError(
             f"{TRIED_ON} was measured, so its tables serve as the test of the others; leave it out of --gpu"

@@ -456,6 +456,8 @@ def gpu(name: str) -> Gpu:
 
     Case does not matter. Raises ConfigError, naming the nearest, for another name and when "auto" finds none it knows.
     """
+    if not isinstance(name, str):
+        raise ConfigError(f"gpu is {name!r}; allowed: a name such as 'h200', or 'auto'")
     key = name.strip().lower()
     if key == "auto":
         return gpu(_product_of_this_machine())

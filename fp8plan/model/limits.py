@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.hardware import Gpu
 
@@ -61,17 +62,15 @@ class EngineLimits:
         return cls() if large else cls(max_num_seqs=256, max_num_batched_tokens=8192)
 
     def __post_init__(self) -> None:
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; allowed: above 0, at most 1")
-        for name in (
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "block_size",
-            "tensor_parallel_size",
-            "data_parallel_size",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: a whole number of at least 1")
+        share = self.gpu_memory_utilization
+        if not (is_number(share) and 0 < share <= 1):
+            raise ConfigError(f"gpu_memory_utilization is {share!r}; allowed: above 0, at most 1")
+        sizes = ("max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel_size", "data_parallel_size")
+        for name in sizes:
+            whole(name, getattr(self, name))
+        for name in ("max_model_len", "num_gpu_blocks"):
+            if getattr(self, name) is not None:
+                whole(name, getattr(self, name), otherwise=", or None")
         if self.block_size % 16:
             raise ConfigError(f"block_size is {self.block_size}; allowed: a multiple of 16")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -79,10 +78,6 @@ class EngineLimits:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, max_num_seqs is {self.max_num_seqs}; "
                 "allowed: at least one token of budget per running request, as vLLM demands"
             )
-        for name in ("max_model_len", "num_gpu_blocks"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value!r}; allowed: a whole number of at least 1, or nothing at all")
 
     def holding(self, longest_request: int) -> EngineLimits:
         """These limits with max_model_len filled in if it is None.

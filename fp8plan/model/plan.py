@@ -160,7 +160,7 @@ class Plan:
         index = self.chosen if choice is None else choice
         allowed = f"allowed: 0 to {len(self.choices) - 1}, or a precision"
         if not isinstance(index, int) or isinstance(index, bool):
-            raise ConfigError(f"choice is a {type(index).__name__}; {allowed}")
+            raise ConfigError(f"choice is {index!r}; {allowed}")
         if not 0 <= index < len(self.choices):
             raise ConfigError(f"there is no choice {index}; {allowed}")
         return index

@@ -303,11 +303,13 @@ def _layouts(shape: ModelShape, limits: EngineLimits, gpus: int | None, gpu: Gpu
 
 
 def _precisions(names: Sequence[str] | None) -> list[Precision]:
+    if isinstance(names, str):
+        raise ConfigError(f"precisions is {names!r}; allowed: a list, such as [{names!r}], or None for all")
     if names is None:
         return list(PRESETS.values())
     found = [find_precision(name) for name in dict.fromkeys([names] if isinstance(names, str) else names)]
     if not found:
-        raise ConfigError(f"precisions is empty; allowed: some of {', '.join(PRESETS)}, or None for all")
+        raise ConfigError(f"precisions is []; allowed: some of {', '.join(PRESETS)}, or None for all")
     return found
 
 

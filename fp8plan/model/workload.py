@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.arrays import IntArray
 
@@ -25,6 +26,7 @@ LENGTHS_SYNTAX = "fixed:TOKENS, lognormal:mean=TOKENS,sigma=S,max=TOKENS, or a .
 # Far above any context or rollout, and low enough for int64 sums over a batch.
 MOST_TOKENS = 10**9
 MOST_REQUESTS = 10**7
+MOST_SIGMA = 10.0  # of rollouts about 1; here the middle two thirds would span nine powers of ten
 
 
 class Batch(NamedTuple):
@@ -87,8 +89,8 @@ class LogNormal:
     def __post_init__(self) -> None:
         _check_length("lognormal mean", self.mean)
         _check_length("lognormal max", self.max, whole=True)
-        if not _number(self.sigma) or not (math.isfinite(self.sigma) and self.sigma >= 0):
-            raise ConfigError(f"lognormal sigma is {self.sigma!r}; allowed: a finite number of at least 0")
+        if not (is_number(self.sigma) and 0 <= self.sigma <= MOST_SIGMA):
+            raise ConfigError(f"lognormal sigma is {self.sigma!r}; allowed: at least 0, at most {MOST_SIGMA:g}")
 
     @property
     def longest(self) -> int:
@@ -154,11 +156,11 @@ class Workload:
     ) -> None:
         """Raises ConfigError for anything but whole numbers and lengths, and for more than MOST_REQUESTS responses."""
         fields = {
-            "prompts": _whole("prompts", prompts, 1),
-            "samples_per_prompt": _whole("samples_per_prompt", samples_per_prompt, 1),
+            "prompts": whole("prompts", prompts),
+            "samples_per_prompt": whole("samples_per_prompt", samples_per_prompt),
             "prompt_lengths": _lengths("prompt_lengths", prompt_lengths),
             "response_lengths": _lengths("response_lengths", response_lengths),
-            "seed": _whole("seed", seed, 0),
+            "seed": whole("seed", seed, 0),
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
@@ -179,12 +181,6 @@ class Workload:
         else:
             prompts = self.prompt_lengths.draw(self.prompts, rng)
         return Batch(prompts[prompt_ids], self.response_lengths.draw(len(prompt_ids), rng), prompt_ids)
-
-
-def _whole(name: str, value: Any, least: int) -> int:
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name} is {value!r}; allowed: a whole number of at least {least}")
-    return int(value)
 
 
 def _lengths(name: str, value: Any) -> Lengths:
@@ -233,7 +229,10 @@ def parse_lengths(text: str, column: str) -> Lengths:
         if kind == "fixed":
             return Fixed(int(rest))
         if kind == "lognormal":
-            fields = {name: value for name, _, value in (part.partition("=") for part in rest.split(","))}
+            parts = [part.partition("=") for part in rest.split(",")]
+            fields = {name: value for name, _, value in parts}
+            if len(fields) < len(parts):
+                raise ValueError("a name is given twice")
             return LogNormal(float(fields.pop("mean")), float(fields.pop("sigma")), _last(fields, "max"))
     except (ValueError, KeyError) as error:
         if isinstance(error, ConfigError):
@@ -316,11 +315,7 @@ def _has(names: list[str], column: str) -> str:
     return f"it has {', '.join(map(str, names)) or 'nothing'}: {advice}"
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-
-
 def _check_length(what: str, tokens: Any, whole: bool = False) -> None:
-    if not _number(tokens) or not 1 <= tokens <= MOST_TOKENS or (whole and tokens != int(tokens)):
+    if not is_number(tokens) or not 1 <= tokens <= MOST_TOKENS or (whole and tokens != int(tokens)):
         kind = "whole" if whole else "finite"
         raise ConfigError(f"{what} is {tokens!r}; allowed: a {kind} number of tokens, 1 to {MOST_TOKENS:,}")

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Self
 
+from fp8plan.checks import instance
 from fp8plan.errors import ConfigError
 from fp8plan.runtime import run_record
 from fp8plan.runtime.controller import (
@@ -120,7 +121,8 @@ class Monitor:
                 "RolloutEngine, or guard=engine.guard, and step(..., rollout=observation_of(outputs, seconds)), which "
                 "is in fp8plan.runtime.guarding.facts"
             )
-        self.settings = settings or CorrectionSettings()
+        self.settings = CorrectionSettings() if settings is None else settings
+        instance("settings", self.settings, CorrectionSettings, "CorrectionSettings(level='token')")
         # Each law has a state of its own, which it alone is given.
         self.controller: Any = _controller(self.settings, controller)
         self.state: ControllerState = self.controller.initial(plan)

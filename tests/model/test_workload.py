@@ -176,7 +176,7 @@ def test_senseless_lengths_are_refused(tokens: object) -> None:
 
 @pytest.mark.parametrize("sigma", ["1", None, float("nan"), -1, True])
 def test_a_senseless_sigma_is_refused(sigma: object) -> None:
-    with pytest.raises(ConfigError, match=r"lognormal sigma is .*; allowed: a finite number of at least 0"):
+    with pytest.raises(ConfigError, match=r"lognormal sigma is .*; allowed: at least 0, at most 10"):
         LogNormal(5, sigma, 9)  # type: ignore[arg-type]
 
 

@@ -58,6 +58,8 @@ def find_config(name_or_path: str | Path) -> tuple[dict[str, Any], str, str]:
     Raises ConfigError when nothing is found or the file cannot be read.
     """
     text = str(name_or_path)
+    if not text.strip():
+        raise ConfigError(f"model is {text!r}; give a hub id, such as Qwen/Qwen3-8B, or a folder with a config.json")
     for name, config in bundled_configs().items():
         if text.lower() in (name.lower(), name.rpartition("/")[2].lower()):
             return config, name, f"bundled {name} ({config['_source']})"

@@ -1,0 +1,295 @@
+"""Bad input over all commands and the Python interface: one clear line that says what was given, and no traceback.
+
+`test_cli.py` and the tests of each module hold more of them beside what they belong to; these are the ones that a
+user's hand slips into: missing words, folders in the place of files, files of another kind, numbers as text.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fp8plan
+from fp8plan import cli
+
+MODEL = "Qwen/Qwen3-0.6B"
+SMALL = ["--prompts", "2", "--samples", "2", "--prompt-lengths", "fixed:16", "--response-lengths", "fixed:32"]
+PLAN = ["plan", MODEL, "--gpu", "h200", *SMALL]  # a later option of the same name wins
+RECORD: dict[str, Any] = {
+    "model": MODEL,
+    "gpu": "h200",
+    "engine": "vllm",
+    "engine_version": "0.26.0",
+    "precision": "bf16",
+    "prompt_lengths": [16, 16],
+    "response_lengths": [32, 40],
+    "seconds": 1.0,
+}
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
+
+
+def files(folder: Path) -> None:
+    """What the commands below are pointed at."""
+    (folder / "folder.jsonl").mkdir()
+    (folder / "folder.json").mkdir()
+    (folder / "folder.png").mkdir()
+    (folder / "folder.html").mkdir()
+    (folder / "empty.jsonl").write_text("")
+    (folder / "binary.jsonl").write_bytes(bytes(range(256)) * 8)
+    (folder / "binary.parquet").write_bytes(bytes(range(256)) * 8)
+    (folder / "numbers.jsonl").write_text("1\n2\n")
+    (folder / "lists.jsonl").write_text("[1, 2]\n")
+    (folder / "other.json").write_text('{"hello": "world"}')
+    (folder / "other.jsonl").write_text('{"hello": "world"}\n')
+    (folder / "lengths.csv").write_text("response_length\n5\n")
+    for name, change in RECORDS.items():
+        (folder / f"{name}.jsonl").write_text(json.dumps(RECORD | change) + "\n")
+    for name, change in CONFIGS.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(CONFIG | change))
+    (folder / "nested" / "config.json").mkdir(parents=True)
+    import pandas as pd
+
+    pd.DataFrame({"tokens": [1, 2]}).to_parquet(folder / "other.parquet")
+
+
+RECORDS: dict[str, dict[str, Any]] = {
+    "no_seconds": {"seconds": None},
+    "nan_seconds": {"seconds": float("nan")},
+    "negative_length": {"response_lengths": [32, -4]},
+    "uneven": {"response_lengths": [32]},
+    "text_lengths": {"response_lengths": "32 40"},
+    "other_gpu": {"gpu": "h300"},
+    "other_precision": {"precision": "int4"},
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "text_size": {"hidden_size": "large"},
+    "no_layers": {"num_hidden_layers": 0},
+    "uneven_heads": {"num_key_value_heads": 7},
+    "negative_vocabulary": {"vocab_size": -1},
+    "null_heads": {"num_attention_heads": None},
+    "unknown_type": {"model_type": "wonderformer"},
+}
+
+# Name -> (what is typed, what the line must hold).
+COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    # no or wrong words
+    "no model": (["plan"], ("Missing argument", "fp8plan plan --help")),
+    "no GPU": (["plan", MODEL], ("--gpu", "fp8plan plan --help")),
+    "empty model": (["plan", "", "--gpu", "h200"], ("model", "''")),
+    "empty GPU": (["plan", MODEL, "--gpu", ""], ("''", "h200")),
+    "unknown command": (["plna", MODEL], ("plna", "plan")),
+    "unknown option": ([*PLAN, "--promtps", "3"], ("--promtps", "--prompts")),
+    "option without value": ([*PLAN, "--seed"], ("--seed",)),
+    "one word too many": (["models", "all"], ("all",)),
+    # numbers that are none
+    "prompts in words": ([*PLAN, "--prompts", "many"], ("--prompts", "many")),
+    "half a prompt": ([*PLAN, "--prompts", "1.5"], ("--prompts", "1.5")),
+    "prompts beyond all": ([*PLAN, "--prompts", "1" + "0" * 30], ("1" + "0" * 30, "allowed")),
+    "samples beyond all": ([*PLAN, "--samples", "1000000000"], ("1000000000", "allowed")),
+    "negative max_model_len": ([*PLAN, "--max-model-len", "-5"], ("max_model_len", "-5")),
+    "no slots": ([*PLAN, "--max-num-seqs", "0"], ("max_num_seqs", "0")),
+    "no budget": ([*PLAN, "--max-num-batched-tokens", "0"], ("max_num_batched_tokens", "0")),
+    "odd block": ([*PLAN, "--block-size", "17"], ("block_size", "17")),
+    "no memory": ([*PLAN, "--gpu-memory-utilization", "0"], ("gpu_memory_utilization", "0")),
+    "hardly any memory": ([*PLAN, "--gpu-memory-utilization", "0.001"], ("gpu_memory_utilization",)),
+    "infinite training": ([*PLAN, "--train-s", "inf", "--logprob-s", "1"], ("train_s", "inf")),
+    "negative bandwidth": ([*PLAN, "--sync-gb-per-s", "-3"], ("--sync-gb-per-s", "-3")),
+    "GPUs beyond all": ([*PLAN, "--gpus", "1000000000000"], ("1000000000000",)),
+    "replicas beyond all": ([*PLAN, "--data-parallel-size", "1000000000"], ("1000000000",)),
+    "more replicas than requests": ([*PLAN, "--data-parallel-size", "5"], ("5", "4")),
+    "TP beyond all": ([*PLAN, "--tensor-parallel-size", "1000000"], ("1000000",)),
+    "KV blocks beyond the GPU": ([*PLAN, "--num-gpu-blocks", "1000000000000"], ("1000000000000", "num_gpu_blocks")),
+    "sigma beyond all": ([*PLAN, "--response-lengths", "lognormal:mean=5,sigma=1e308,max=9"], ("sigma", "1e+308")),
+    # versions and precisions
+    "version in words": ([*PLAN, "--engine-version", "newest"], ("newest", "0.26.0")),
+    "empty version": ([*PLAN, "--engine-version", ""], ("version", "0.26.0")),
+    "empty precision": ([*PLAN, "--precision", ""], ("''", "bf16")),
+    # lengths
+    "lognormal of nothing": ([*PLAN, "--response-lengths", "lognormal:"], ("'lognormal:'", "mean=TOKENS")),
+    "mean twice": (
+        [*PLAN, "--response-lengths", "lognormal:mean=5,mean=6,sigma=1,max=9"],
+        ("mean", "lognormal:mean=5,mean=6"),
+    ),
+    "lengths in CSV": ([*PLAN, "--response-lengths", "lengths.csv"], ("lengths.csv", ".jsonl or .parquet")),
+    "lengths in a folder": ([*PLAN, "--response-lengths", "folder.jsonl"], ("folder.jsonl",)),
+    "broken parquet": ([*PLAN, "--response-lengths", "binary.parquet"], ("binary.parquet", "parquet")),
+    "parquet of other columns": ([*PLAN, "--response-lengths", "other.parquet"], ("other.parquet", "tokens")),
+    "lists of lengths": ([*PLAN, "--response-lengths", "lists.jsonl"], ("lists.jsonl", "row 1", "allowed")),
+    # machines
+    "no GPU here": ([*PLAN, "--gpu", "auto"], ("no NVIDIA GPU here", "name one of")),
+    "two CPUs": ([*PLAN, "--gpu", "cpu", "--tensor-parallel-size", "2"], ("CPU", "2")),
+    "a cluster of CPUs": ([*PLAN, "--gpu", "cpu", "--gpus", "4"], ("CPU",)),
+    "verl on a CPU": ([*PLAN, "--gpu", "cpu", "--engine-version", "0.30.0", "--emit", "verl"], ("CPU", "vllm")),
+    # models
+    "a folder as config.json": (["plan", "./nested", "--gpu", "h200"], ("nested/config.json",)),
+    "size in words": (["plan", "./text_size", "--gpu", "h200"], ("text_size/config.json", "hidden_size", "large")),
+    "no layers": (["plan", "./no_layers", "--gpu", "h200"], ("config.json", "num_hidden_layers", "0")),
+    "uneven heads": (["plan", "./uneven_heads", "--gpu", "h200"], ("config.json", "7", "16")),
+    "negative vocabulary": (["plan", "./negative_vocabulary", "--gpu", "h200"], ("vocab_size", "-1")),
+    "heads of null": (["plan", "./null_heads", "--gpu", "h200"], ("num_attention_heads", "whole number")),
+    "unknown architecture": (["plan", "./unknown_type", "--gpu", "h200"], ("wonderformer", "qwen3")),
+    # outputs
+    "JSON to no folder": ([*PLAN, "--json", "absent/plan.json"], ("absent/plan.json",)),
+    "settings to no folder": ([*PLAN, "--emit", "vllm=absent/vllm.json"], ("absent/vllm.json",)),
+    "settings for nobody": ([*PLAN, "--emit", "=vllm.json"], ("vllm, verl, trl",)),
+    "settings to nowhere": ([*PLAN, "--emit", "vllm="], ("--emit vllm", "no file")),
+    "JSON onto a folder": ([*PLAN, "--json", "folder.json"], ("folder.json",)),
+    "picture onto a folder": ([*PLAN, "--plot", "folder.png"], ("folder.png",)),
+    # emit
+    "emit nothing": (["emit"], ("PLAN",)),
+    "emit from no file": (["emit", "absent.json", "verl"], ("absent.json",)),
+    "emit from a folder": (["emit", "folder.json", "verl"], ("folder.json",)),
+    "emit from another file": (["emit", "other.json", "verl"], ("other.json", "fp8plan plan")),
+    "emit from a binary file": (["emit", "binary.jsonl", "verl"], ("binary.jsonl",)),
+    # validate
+    "validate nothing": (["validate"], ("Missing argument", "fp8plan validate --help")),
+    "validate no file": (["validate", "absent.jsonl"], ("absent.jsonl",)),
+    "validate a folder": (["validate", "folder.jsonl"], ("folder.jsonl",)),
+    "validate a binary file": (["validate", "binary.jsonl"], ("binary.jsonl",)),
+    "validate an empty file": (["validate", "empty.jsonl"], ("empty.jsonl",)),
+    "validate numbers": (["validate", "numbers.jsonl"], ("numbers.jsonl", "line 1")),
+    "validate other objects": (["validate", "other.jsonl"], ("other.jsonl",)),
+    "no seconds": (["validate", "no_seconds.jsonl"], ("no_seconds.jsonl", "seconds")),
+    "seconds that are no number": (["validate", "nan_seconds.jsonl"], ("nan_seconds.jsonl", "seconds", "nan")),
+    "negative response": (["validate", "negative_length.jsonl"], ("negative_length.jsonl", "-4")),
+    "uneven lengths": (["validate", "uneven.jsonl"], ("uneven.jsonl", "response_lengths")),
+    "lengths as text": (["validate", "text_lengths.jsonl"], ("text_lengths.jsonl", "response_lengths")),
+    "a record of an unknown GPU": (["validate", "other_gpu.jsonl"], ("other_gpu.jsonl", "h300")),
+    "a record of an unknown precision": (["validate", "other_precision.jsonl"], ("int4",)),
+    # monitor and report
+    "watch a folder": (["monitor", "--once", "folder.jsonl"], ("folder.jsonl",)),
+    "watch no file": (["monitor", "--once", "absent.jsonl"], ("absent.jsonl",)),
+    "watch a binary file": (["monitor", "--once", "binary.jsonl"], ("binary.jsonl",)),
+    "watch other objects": (["monitor", "--once", "other.jsonl"], ("other.jsonl",)),
+    "watch no step": (["monitor", "--steps", "0", "other.jsonl"], ("--steps", "0")),
+    "watch without a pause": (["monitor", "--every", "0", "other.jsonl"], ("--every", "0")),
+    "report no file": (["report", "absent.jsonl"], ("absent.jsonl",)),
+    "report a binary file": (["report", "binary.jsonl"], ("binary.jsonl",)),
+    "report an empty file": (["report", "empty.jsonl"], ("empty.jsonl",)),
+    # calibrate and profiles
+    "fit nothing": (["calibrate", "--gpu", "h200", "--fit-only"], ("--output",)),
+    "fit an absent folder": (["calibrate", "--gpu", "h200", "--fit-only", "--output", "absent"], ("absent",)),
+    "fit a file": (["calibrate", "--gpu", "h200", "--fit-only", "--output", "other.json"], ("other.json",)),
+    "unknown grid": (["calibrate", "--gpu", "h200", "--grid", "huge"], ("huge", "quick", "full")),
+    "import for an unknown GPU": (["profiles", "import-aic", "--gpu", "h300"], ("h300",)),
+    # probe: all of these are found before an engine starts
+    "probe nothing": (["probe"], ("Missing argument", "fp8plan probe --help")),
+    "probe an absent folder": (["probe", "./absent", "--gpu", "cpu"], ("absent",)),
+    "probe without samples": (["probe", MODEL, "--gpu", "cpu", "--samples", "0"], ("samples", "0")),
+    "probe without tokens": (["probe", MODEL, "--gpu", "cpu", "--max-tokens", "0"], ("max_tokens", "0")),
+    "probe below zero": (["probe", MODEL, "--gpu", "cpu", "--temperature", "-1"], ("temperature", "-1")),
+    "probe with no prompts": (["probe", MODEL, "--gpu", "cpu", "--prompts", "absent.jsonl"], ("absent.jsonl",)),
+    "probe with empty prompts": (["probe", MODEL, "--gpu", "cpu", "--prompts", "empty.jsonl"], ("empty.jsonl",)),
+    "probe with other objects": (["probe", MODEL, "--gpu", "cpu", "--prompts", "other.jsonl"], ("other.jsonl",)),
+    "probe with a binary file": (["probe", MODEL, "--gpu", "cpu", "--prompts", "binary.jsonl"], ("binary.jsonl",)),
+    "probe with unknown scales": (["probe", MODEL, "--gpu", "cpu", "--kv-scales", "none"], ("none", "calibrated")),
+    "probe another GPU": (["probe", MODEL, "--gpu", "h200"], ("h200",)),
+    "probe in int4": (["probe", MODEL, "--gpu", "cpu", "--precision", "int4"], ("int4", "bf16")),
+}
+
+
+@pytest.mark.parametrize(("words", "parts"), COMMANDS.values(), ids=COMMANDS)
+def test_a_bad_command_is_one_clear_line(
+    words: list[str],
+    parts: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(sys, "argv", ["fp8plan", *words])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert end.value.code == 2, out + err
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith("fp8plan: ")
+    for part in parts:
+        assert part in line
+    assert sorted(tmp_path.rglob("*")) == before, "nothing is written, nothing lost"
+
+
+WORKLOAD = fp8plan.Workload(2, 2, fp8plan.Fixed(16), fp8plan.Fixed(32))
+HALF = np.zeros((2, 3), np.float32)
+
+
+def planned() -> Any:
+    return fp8plan.plan(MODEL, "h200", WORKLOAD)
+
+
+CALLS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "plan(None)": (lambda: fp8plan.plan(None, "h200", WORKLOAD), ("model", "None")),  # type: ignore[arg-type]
+    "GPU of 5": (lambda: fp8plan.plan(MODEL, 5, WORKLOAD), ("gpu is 5",)),  # type: ignore[arg-type]
+    "a workload of text": (lambda: fp8plan.plan(MODEL, "h200", "32 x 16"), ("workload", "32 x 16")),  # type: ignore[arg-type]
+    "unknown option": (lambda: fp8plan.plan(MODEL, "h200", WORKLOAD, gpu_count=8), ("gpu_count",)),  # type: ignore[call-arg]
+    "precisions as text": (lambda: fp8plan.plan(MODEL, "h200", WORKLOAD, precisions="bf16"), ("bf16", "[")),
+    "no precisions": (lambda: fp8plan.plan(MODEL, "h200", WORKLOAD, precisions=[]), ("precisions", "[]")),
+    "GPUs as text": (lambda: fp8plan.plan(MODEL, "h200", WORKLOAD, gpus="8"), ("gpus", "'8'")),  # type: ignore[arg-type]
+    "half a GPU": (lambda: fp8plan.plan(MODEL, "h200", WORKLOAD, gpus=2.5), ("gpus", "2.5")),  # type: ignore[arg-type]
+    "limits as a dict": (lambda: fp8plan.plan(MODEL, "h200", WORKLOAD, limits={"max_num_seqs": 8}), ("limits",)),  # type: ignore[arg-type]
+    "budget as text": (lambda: fp8plan.plan(MODEL, "h200", WORKLOAD, budget="low"), ("budget", "low")),  # type: ignore[arg-type]
+    "accept all": (lambda: fp8plan.RiskBudget(accept="all"), ("all", "low, moderate, high")),  # type: ignore[arg-type]
+    "prompts as text": (lambda: fp8plan.Workload("32", 16, fp8plan.Fixed(5), fp8plan.Fixed(5)), ("prompts", "'32'")),  # type: ignore[arg-type]
+    "half a prompt": (lambda: fp8plan.Workload(1.5, 16, fp8plan.Fixed(5), fp8plan.Fixed(5)), ("prompts", "1.5")),  # type: ignore[arg-type]
+    "negative length": (lambda: fp8plan.Workload(32, 16, 5, -5), ("-5", "allowed")),  # type: ignore[arg-type]
+    "length as text": (lambda: fp8plan.Workload(32, 16, 5, "many"), ("'many'",)),  # type: ignore[arg-type]
+    "slots as text": (lambda: fp8plan.EngineLimits(max_num_seqs="8"), ("max_num_seqs", "'8'")),  # type: ignore[arg-type]
+    "utilization None": (lambda: fp8plan.EngineLimits(gpu_memory_utilization=None), ("gpu_memory_utilization", "None")),  # type: ignore[arg-type]
+    "half a slot": (lambda: fp8plan.EngineLimits(max_num_seqs=7.5), ("max_num_seqs", "7.5")),  # type: ignore[arg-type]
+    "a plan of nothing": (lambda: fp8plan.Plan.from_json(""), ("plan", "fp8plan plan")),
+    "a plan of None": (lambda: fp8plan.Plan.from_json(None), ("None",)),  # type: ignore[arg-type]
+    "a choice that is not there": (lambda: planned().select(99), ("99",)),
+    "an unknown choice": (lambda: planned().vllm_kwargs("int4"), ("int4", "bf16")),
+    "half a choice": (lambda: planned().vllm_kwargs(1.5), ("1.5",)),
+    "train_s as text": (lambda: fp8plan.Trainer(train_s="120"), ("train_s", "'120'")),  # type: ignore[arg-type]
+    "gpu of nothing": (lambda: fp8plan.gpu(None), ("None",)),  # type: ignore[arg-type]
+    "tis of NaN": (lambda: fp8plan.Thresholds(tis=float("nan")), ("tis", "nan")),
+    "tis as text": (lambda: fp8plan.Thresholds(tis="2"), ("tis", "'2'")),  # type: ignore[arg-type]
+    "a band of one": (lambda: fp8plan.Thresholds(band=(0.5,)), ("band", "0.5")),  # type: ignore[arg-type]
+    "unknown level": (lambda: fp8plan.CorrectionSettings(level="word"), ("word", "token")),  # type: ignore[arg-type]
+    "settings of Monitor": (lambda: fp8plan.Monitor(settings=5), ("settings", "5")),  # type: ignore[arg-type]
+    "a path as sink": (lambda: fp8plan.Monitor(sinks="run.jsonl"), ("sinks", "JsonLines")),  # type: ignore[arg-type]
+    "one sink, not in a list": (lambda: fp8plan.Monitor(sinks=fp8plan.JsonLines("run.jsonl")), ("sinks", "[")),  # type: ignore[arg-type]
+    "log-probs of None": (lambda: fp8plan.Monitor().step(None, None), ("train_logprobs", "None")),  # type: ignore[arg-type]
+    "log-probs of two shapes": (lambda: fp8plan.Monitor().step(HALF, HALF[:, :2], HALF > 0), ("(2, 3)", "(2, 2)")),
+    "a mask of another shape": (lambda: fp8plan.Monitor().step(HALF, HALF, HALF[:1] > 0), ("(1, 3)", "(2, 3)")),
+    "lengths that do not add up": (
+        lambda: fp8plan.Monitor().step(HALF.ravel(), HALF.ravel(), lengths=[2, 2]),
+        ("lengths", "6"),
+    ),
+    "verl's settings of None": (lambda: fp8plan.from_verl(None), ("None",)),  # type: ignore[arg-type]
+    "verl's settings as text": (lambda: fp8plan.from_verl("token"), ("'token'",)),  # type: ignore[arg-type]
+    "slew below 1": (lambda: fp8plan.AdaptiveThresholds(slew=(0.5, 2.0)), ("slew", "0.5")),
+    "a run file of None": (lambda: fp8plan.JsonLines(None), ("None",)),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize(("call", "parts"), CALLS.values(), ids=CALLS)
+def test_a_bad_call_is_one_clear_error(call: Callable[[], Any], parts: tuple[str, ...]) -> None:
+    with pytest.raises((fp8plan.Fp8PlanError, TypeError)) as caught:
+        call()
+    if isinstance(caught.value, TypeError):  # Python's own word on a misspelt argument
+        assert "unexpected keyword argument" in str(caught.value)
+    for part in parts:
+        assert part in str(caught.value)
