@@ -583,6 +583,8 @@ def test_the_prompts_of_a_trace_are_used_and_said(fp8plan: Callable[..., Done]) 
     done = fp8plan(*words)
     assert json.loads(done.out)["workload"]["max_prompt_tokens"] == 9
     assert "note: prompt lengths are those of trace.jsonl, too" in done.err
+    assert "prompt lengths are those of trace.jsonl, too" in json.loads(done.out)["warnings"]
+    assert [f"note: {warning}" for warning in json.loads(done.out)["warnings"]] == done.err.splitlines()
     given = fp8plan(*words, "--prompt-lengths", "fixed:16")
     assert json.loads(given.out)["workload"]["max_prompt_tokens"] == 16
     assert "note: trace.jsonl has prompt_length, too, which is not read" in given.err
