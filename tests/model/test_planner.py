@@ -100,7 +100,7 @@ def test_of_layouts_whose_intervals_overlap_a_measured_one_is_chosen() -> None:
 
 
 def test_a_faster_layout_that_nobody_measured_stands_back_and_is_named() -> None:
-    answer = plan(DENSE, "h200", Workload(64, 16, Fixed(1024), LogNormal(6000, 0.9, 20480)), gpus=2)
+    answer = plan(DENSE, "h200", Workload(16, 16, Fixed(200), LogNormal(3000, 0.9, 9000)), gpus=2)
     picked = answer.choices[answer.chosen]
     fastest = min(answer.choices, key=lambda c: c.makespan_s or 0.0)
     assert picked.tensor_parallel == 1
