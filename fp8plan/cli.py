@@ -307,7 +307,7 @@ def emit_command(
 
     outputs.check([("the settings", output)])
     saved = Plan.from_json(outputs.read(plan))
-    if os.path.realpath(output) == os.path.realpath(plan):
+    if output != STDOUT and os.path.realpath(output) == os.path.realpath(plan):
         raise ConfigError(f"--output {output} is the plan itself; give the settings a file of their own")
     settings = emit(saved, target, int(choice) if choice and choice.isdecimal() else choice, kv_scales)
     if output == STDOUT:

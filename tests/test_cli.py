@@ -805,6 +805,8 @@ def test_a_saved_plan_is_emitted(fp8plan: Callable[..., Done], monkeypatch: pyte
     done = fp8plan("emit", "-", "verl", "-o", "verl.args")
     assert (done.code, done.out, done.err) == (0, "", "written: verl.args\n")
     assert "actor_rollout_ref.rollout.name=vllm" in Path("verl.args").read_text()
+    monkeypatch.setattr(sys, "stdin", io.StringIO(Path("plan.json").read_text()))
+    assert fp8plan("emit", "-", "verl").out == Path("verl.args").read_text()
     Path("torn.json").write_text(Path("plan.json").read_text()[:-50])
     for words, parts in {
         ("absent.json", "verl"): ("cannot read absent.json: No such file", "- for stdin"),
