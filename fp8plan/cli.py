@@ -284,7 +284,10 @@ def plan_command(
         progress=_progress("predicting"),
         workers=os.cpu_count() or 1,
     )
-    plan = prediction.plan
+    if wanted and kv_scales is None and any(choice.unit_kv_scales for choice in prediction.plan.choices):
+        notes.append("K and V scales are 1.0, as --emit's targets leave them; if you calibrate: --kv-scales calibrated")
+    plan = replace(prediction.plan, warnings=(*prediction.plan.warnings, *notes))
+    prediction = replace(prediction, plan=plan)
     made = {file: emit_plan(plan, target, kv_scales=scales) for target, file in wanted}
     if as_json is not None:
         made[as_json] = plan.to_json()
@@ -295,9 +298,7 @@ def plan_command(
 
         writers[str(plot)] = lambda path: draw(prediction, path)
     outputs.write(writers)
-    if wanted and kv_scales is None and any(c.unit_kv_scales for c in plan.choices):
-        notes.append("K and V scales are 1.0, as --emit's targets leave them; if you calibrate: --kv-scales calibrated")
-    _notes([*plan.warnings, *notes])  # after all that may fail, so that an error stands alone
+    _notes(plan.warnings)  # after all that may fail, so that an error stands alone
     _written(writers)
     if printed is not None:
         print(printed)
@@ -331,7 +332,7 @@ def emit_command(
         saved = Plan.from_json(text)
     except ConfigError as error:
         raise ConfigError(f"{plan}: {error}") from None
-    if os.path.realpath(output) == os.path.realpath(plan):
+    if output != STDOUT and os.path.realpath(output) == os.path.realpath(plan):
         raise ConfigError(f"--output {output} is the plan itself; give the settings a file of their own")
     settings = emit(saved, target, int(choice) if choice and choice.isdecimal() else choice, kv_scales)
     if output == STDOUT:

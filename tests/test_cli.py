@@ -102,6 +102,17 @@ BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "longer than max_model_len": (["--max-model-len", "40"], ("48 tokens", "max_model_len is 40", "raise")),
     "beyond the context": (["--max-model-len", "100000"], ("100000", "at most 40960", "config.json")),
     "one request can never fit": (["--num-gpu-blocks", "2"], ("num_gpu_blocks 2", "48 tokens", "3 blocks", "raise")),
+    "KV pool larger than the GPU": (
+        ["--num-gpu-blocks", str(10**12)],
+        ("num_gpu_blocks 1000000000000", "GiB of KV cache", "has 140 GiB", "allowed: at most "),
+    ),
+    "FP8 weights cut inside a block": (
+        ["--tensor-parallel-size", "16", "--precision", "fp8_block"],
+        ("down_proj has 192 inputs", "tensor_parallel_size 16", "multiples of 128", "allowed: 1, 2, 4, 8"),
+    ),
+    "idle replicas": (["--data-parallel-size", "100000"], ("100000 replicas for", "allowed: at most ")),
+    "GPUs without requests": (["--gpus", "100000"], ("100000 replicas for", "allowed: at most ")),
+    "no GPU in a node": (["--gpus-per-node", "0"], ("gpus_per_node is 0", "at least 1")),
     "no KV pool": (["--num-gpu-blocks", "0"], ("num_gpu_blocks is 0", "at least 1")),
     "FP8 on an A100": (["--precision", "fp8_block", "--gpu", "a100"], ("fp8_block", "no FP8 tensor cores", "use bf16")),
     "FP8 KV on an A100": (["--precision", "fp8_kv", "--gpu", "a100"], ("fp8_kv", "no FP8 tensor cores", "use bf16")),
@@ -583,6 +594,8 @@ def test_the_prompts_of_a_trace_are_used_and_said(fp8plan: Callable[..., Done]) 
     done = fp8plan(*words)
     assert json.loads(done.out)["workload"]["max_prompt_tokens"] == 9
     assert "note: prompt lengths are those of trace.jsonl, too" in done.err
+    assert "prompt lengths are those of trace.jsonl, too" in json.loads(done.out)["warnings"]
+    assert [f"note: {warning}" for warning in json.loads(done.out)["warnings"]] == done.err.splitlines()
     given = fp8plan(*words, "--prompt-lengths", "fixed:16")
     assert json.loads(given.out)["workload"]["max_prompt_tokens"] == 16
     assert "note: trace.jsonl has prompt_length, too, which is not read" in given.err
@@ -792,6 +805,8 @@ def test_a_saved_plan_is_emitted(fp8plan: Callable[..., Done], monkeypatch: pyte
     done = fp8plan("emit", "-", "verl", "-o", "verl.args")
     assert (done.code, done.out, done.err) == (0, "", "written: verl.args\n")
     assert "actor_rollout_ref.rollout.name=vllm" in Path("verl.args").read_text()
+    monkeypatch.setattr(sys, "stdin", io.StringIO(Path("plan.json").read_text()))
+    assert fp8plan("emit", "-", "verl").out == Path("verl.args").read_text()
     Path("torn.json").write_text(Path("plan.json").read_text()[:-50])
     for words, parts in {
         ("absent.json", "verl"): ("cannot read absent.json: No such file", "- for stdin"),
@@ -853,6 +868,17 @@ def test_emit_prints_what_its_target_reads(fp8plan: Callable[..., Done]) -> None
     overrides = dict(word.split("=", 1) for word in shlex.split(verl.replace("\\\n", " "), comments=True))
     assert overrides["actor_rollout_ref.rollout.quantization"] == "fp8"
     assert overrides["actor_rollout_ref.rollout.n"] == "2"
+
+
+@pytest.mark.parametrize(("model", "size"), [("Qwen/Qwen3-4B", 8), ("Qwen/Qwen3-30B-A3B", 4)])
+def test_what_is_emitted_for_verl_is_what_verl_can_start(fp8plan: Callable[..., Done], model: str, size: int) -> None:
+    words = ["plan", model, "--gpu", "h200", *SMALL, "--tensor-parallel-size", str(size), "--accept", "high"]
+    done = fp8plan(*words, "--emit", "verl")
+    assert done.code == 0
+    assert "actor_rollout_ref.rollout.quantization=null" in done.out
+    refused = fp8plan(*words, "--emit", "verl", "--precision", "fp8_block")
+    assert refused.code == 2
+    assert "and with FP8 weights verl takes multiples of 128" in refused.err
 
 
 def test_plot_writes_a_picture_beside_the_answer(fp8plan: Callable[..., Done]) -> None:

@@ -85,6 +85,26 @@ def test_it_says_that_the_budget_excludes_a_faster_one() -> None:
     assert "risk is moderate" in found[1]
 
 
+def test_a_gain_below_the_least_is_the_reason_though_riskier_ones_are_faster() -> None:
+    found = reasons(row("bf16", 100), row("fp8_block", 98.5), row("fp8_kv", 60, "high"))
+    assert "within the risk budget (moderate) it gains 1.5%, and less than 2% does not pay for a mismatch" in found[0]
+    assert "outside" not in found[0]
+    assert any("fp8_block is only 1.5% faster" in s for s in found)
+    assert any("fp8_kv would be 1.67x as fast, but its mismatch risk is high" in s for s in found)
+
+
+def test_layouts_that_nobody_measured_are_named() -> None:
+    rows = row("bf16", 100), row("fp8_block", 80), row("fp8_block", 60, tensor_parallel=2, extrapolated=True)
+    found = reasons(*rows, chosen=1)
+    assert any("fp8_block on 1 replica of tensor_parallel_size 2 is predicted 1.33x as fast" in s for s in found)
+    assert "There is no measurement of tensor_parallel_size 2 on h200_sxm" in found[-1]
+    assert not any("Part of this workload" in s for s in found)
+    seen = replace(MEASURED, tensor_parallel=[1, 2])
+    assert not any(
+        "measure" in s for s in reasons(*rows[:2], replace(rows[2], extrapolated=False), chosen=2, profile=seen)
+    )
+
+
 def test_a_riskier_one_that_is_slower_is_not_the_reason() -> None:
     found = reasons(row("bf16", 100), row("fp8_block", 110, "high"))
     assert "FP8 is not worth it" in found[0]

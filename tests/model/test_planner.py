@@ -85,6 +85,53 @@ def test_with_trainer_figures_the_whole_step_decides() -> None:
     assert choose([candidate(9, step_s=20), candidate(5, step_s=30)], RiskBudget()) == 0
 
 
+def spread(seconds: float, half: float, measured: bool, kl: float = 0.0) -> Candidate:
+    """A candidate whose makespan is known within `half` of it."""
+    base = candidate(seconds, kl)
+    assert base.rollout is not None
+    timed = replace(base.rollout, makespan_low_s=seconds * (1 - half), makespan_high_s=seconds * (1 + half))
+    return replace(base, rollout=timed, measured=measured)
+
+
+def test_of_layouts_whose_intervals_overlap_a_measured_one_is_chosen() -> None:
+    known = [spread(100, 0.05, True), spread(97, 0.05, True, kl=0.1)]
+    assert choose([*known, spread(85, 0.2, False)], RiskBudget()) == 1  # 68 to 102 against 92 to 102
+    assert choose([*known, spread(70, 0.2, False)], RiskBudget()) == 2  # ends at 84
+    assert choose([spread(100, 0.05, False), spread(85, 0.2, False)], RiskBudget()) == 1  # neither was measured
+    assert choose([*known, spread(96, 0.2, False)], RiskBudget()) == 1  # close, but not measured
+    step = [replace(x, step_s=x.seconds + 1000) for x in (known[0], spread(70, 0.2, False))]
+    assert choose(step, RiskBudget()) == 1  # what is added to both is not uncertain
+
+
+def test_a_faster_layout_that_nobody_measured_stands_back_and_is_named() -> None:
+    answer = plan(DENSE, "h200", Workload(16, 16, Fixed(200), LogNormal(3000, 0.9, 9000)), gpus=2)
+    picked = answer.choices[answer.chosen]
+    fastest = min(answer.choices, key=lambda c: c.makespan_s or 0.0)
+    assert picked.tensor_parallel == 1
+    assert fastest.tensor_parallel == 2
+    assert picked.makespan_low_s < fastest.makespan_high_s  # type: ignore[operator]
+    assert any("on 1 replica of tensor_parallel_size 2 is predicted" in s for s in answer.reasons)
+    assert any("There is no measurement of tensor_parallel_size 2 on h200_sxm" in s for s in answer.reasons)
+    for choice in answer.choices:
+        half = (choice.makespan_high_s / choice.makespan_low_s) ** 0.5 - 1  # type: ignore[operator]
+        assert (half < 0.09) == (choice.tensor_parallel == 1)
+        assert 0.12 < half < 0.17 or choice.tensor_parallel == 1
+        assert choice.extrapolated or choice.tensor_parallel == 1
+        assert choice.speedup_low <= choice.speedup <= choice.speedup_high  # type: ignore[operator]
+        assert (choice.speedup_low == choice.speedup_high) == (choice.precision == "bf16")
+
+
+def test_a_given_layout_beyond_a_node_is_timed_over_the_network_and_says_so() -> None:
+    def answer(node: int) -> Plan:
+        limits = EngineLimits(tensor_parallel_size=16)
+        return plan(DENSE, "h100", WORK, limits=limits, gpus_per_node=node, precisions=["bf16"])
+
+    across, inside = answer(8), answer(16)
+    assert across.choices[0].makespan_s > 1.2 * inside.choices[0].makespan_s  # type: ignore[operator]
+    assert any("crosses nodes of 8 GPUs, so all-reduces are modelled for 400 Gb/s" in s for s in across.reasons)
+    assert not any("crosses nodes" in s for s in inside.reasons)
+
+
 figures = st.tuples(st.none() | st.floats(0.1, 100), st.floats(0, 1), st.sampled_from(LEVELS))
 
 

@@ -205,3 +205,26 @@ def test_a_layer_that_was_timed_is_interpolated_and_another_is_left_alone() -> N
 def test_layers_that_are_no_table_are_refused(bad: object) -> None:
     with pytest.raises(ProfileError, match=r"layers.*4096x1024.*rising numbers of rows"):
         calibrated(layers={"gemm.bf16": {"4096x1024": bad}})
+
+
+def test_a_layout_nobody_measured_adds_what_an_engine_nobody_measured_does() -> None:
+    own, imported = (load_profile(gpu(name), version)[0] for name, version in (("h200", "0.26.0"), ("h100", "0.24.0")))
+    assert own.kind == "calibrated"
+    assert imported.kind == "imported"
+    excess = np.sqrt(imported.model_error**2 - own.model_error**2)
+    assert own.layout_error(2) == pytest.approx(excess, rel=0.02)
+    assert own.layout_error(1) == 0
+    assert own.layout_error(8) == pytest.approx(np.sqrt(3) * own.layout_error(2))
+    seen = replace(own, tensor_parallel=[1, 4])
+    assert seen.layout_error(4) == 0
+    assert seen.layout_error(2) == seen.layout_error(8) == own.layout_error(2)
+
+
+def test_the_sizes_that_were_measured_are_kept_and_may_be_missing() -> None:
+    profile = calibrated(tensor_parallel=[1, 2])
+    assert Profile.from_json(profile.to_json()).tensor_parallel == [1, 2]
+    raw = json.loads(profile.to_json())
+    del raw["tensor_parallel"]
+    assert Profile.from_json(json.dumps(raw)).tensor_parallel == [1]
+    with pytest.raises(ProfileError, match="tensor_parallel is \\[0\\]; allowed"):
+        calibrated(tensor_parallel=[0])

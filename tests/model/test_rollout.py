@@ -15,10 +15,12 @@ from fp8plan.model.hardware import gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import memory_plan
 from fp8plan.model.precision import PRESETS, precision
-from fp8plan.model.profile import load_profile
-from fp8plan.model.rollout import rollout, schedules, step_batch
+from fp8plan.model.profile import load_profile, profiles_path
+from fp8plan.model.records import Record, read_records
+from fp8plan.model.rollout import SHARED_ERROR, Rollout, rollout, schedules, speedup_interval, step_batch
 from fp8plan.model.scheduler import schedule
 from fp8plan.model.step import StepModel
+from fp8plan.model.validate import prepare
 from fp8plan.model.workload import Batch, Fixed, LogNormal, Workload
 
 H200 = gpu("h200")
@@ -135,6 +137,68 @@ def test_the_interval_holds_the_makespan_and_the_timeline_ends_with_it() -> None
     assert result.timeline.seconds[-1] == pytest.approx(result.makespan_s)
     assert result.timeline.output_tokens.sum() == result.output_tokens == batch.responses.sum()
     assert np.all(np.diff(result.timeline.seconds) > 0)
+
+
+@pytest.mark.parametrize("limits", [LIMITS, EngineLimits(async_scheduling=False)])
+def test_the_gradient_of_the_makespan_is_that_of_finite_differences(limits: EngineLimits) -> None:
+    batch, model = Workload(8, 4, Fixed(200), LogNormal(600, 0.8, 2000)).batch(), step_model(limits=limits)
+    plans, small = [schedule(*batch, AMPLE, limits)], 1e-5
+    found = rollout(plans, model)
+    for name, value in model.profile.coefficients.items():
+        changed = replace(model.profile, coefficients=model.profile.coefficients | {name: value * (1 - small)})
+        moved = rollout(plans, replace(model, profile=changed)).makespan_s
+        slope = np.log(moved / found.makespan_s) / np.log1p(-small)
+        assert found.log_gradient.get(name, 0.0) == pytest.approx(slope, abs=2e-3), name
+    assert sum(abs(x) for x in found.log_gradient.values()) > 0.5
+
+
+def test_what_both_precisions_share_does_not_widen_their_speed_up() -> None:
+    """The coefficients that move bf16 move fp8_kv too: the interval of the ratio is narrower than the makespans'."""
+    batch = Workload(8, 4, Fixed(200), LogNormal(600, 0.8, 2000)).batch()
+    plans = [schedule(*batch, AMPLE, LIMITS)]
+    bf16, fp8 = (rollout(plans, step_model(preset=name)) for name in ("bf16", "fp8_block"))
+    profile = step_model().profile
+    low, high = speedup_interval(bf16, fp8, profile, 1)
+    speedup = bf16.makespan_s / fp8.makespan_s
+    assert low < speedup < high
+    assert speedup**2 == pytest.approx(low * high)
+    naive = np.hypot(*(np.log(x.makespan_high_s / x.makespan_low_s) for x in (bf16, fp8)))
+    assert np.log(high / low) < 0.8 * naive
+    assert speedup_interval(bf16, bf16, profile, 1) == (1, 1)
+    assert speedup_interval(bf16, replace(bf16), replace(profile, model_error=0), 1) == pytest.approx((1, 1))
+    wider = speedup_interval(bf16, fp8, profile, 8)
+    assert wider[0] < low < high < wider[1]
+
+
+@pytest.fixture(scope="module")
+def measured_speedups() -> list[tuple[float, float, float, float]]:
+    """(log error of bf16, log error of the other precision, log of what was measured over predicted, half-width)."""
+    found = []
+    profile = load_profile(H200)[0]
+    groups: dict[str, list[tuple[Record, Rollout]]] = {}
+    for record in read_records(profiles_path() / "h200_sxm/vllm-0.26.0/validation/rollouts.jsonl"):
+        model, _, planned = prepare(record, profile)
+        groups.setdefault(record.group, []).append((record, rollout(planned, model)))
+    for rows in groups.values():
+        bf16 = [row for row in rows if row[0].fields["precision"] == "bf16"]
+        if not bf16:
+            continue
+        seconds, base = np.median([record.seconds for record, _ in bf16]), bf16[0][1]
+        for record, timed in (row for row in rows if row[0].fields["precision"] != "bf16"):
+            low, high = speedup_interval(base, timed, profile, 1)
+            errors = np.log(base.makespan_s / seconds), np.log(timed.makespan_s / record.seconds)
+            found.append((*errors, errors[1] - errors[0], np.log(high / low) / 2))
+    return found
+
+
+def test_nine_of_ten_measured_speed_ups_lie_in_their_interval(
+    measured_speedups: list[tuple[float, float, float, float]],
+) -> None:
+    base, other, apart, halfwidth = np.array(measured_speedups).T
+    assert apart.size == 80
+    assert 0.88 <= np.mean(np.abs(apart) <= halfwidth) <= 0.97
+    assert np.median(halfwidth) < 0.07
+    assert np.corrcoef(base, other)[0, 1] == pytest.approx(SHARED_ERROR, abs=0.05)
 
 
 @settings(max_examples=25, deadline=None)

@@ -14,12 +14,13 @@ from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.attention import FLASH_ATTENTION_3
 from fp8plan.model.batch import StepBatch
+from fp8plan.model.collective import all_reduce_cost, with_network
 from fp8plan.model.cost import Cost, norm8
 from fp8plan.model.hardware import Gpu, gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.overhead import layer_cost
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, PRESETS, Precision
-from fp8plan.model.profile import Profile, datasheet_profile
+from fp8plan.model.profile import Profile, datasheet_profile, load_profile
 from fp8plan.model.step import Component, StepModel, log_gradient
 
 FIELDS = StepBatch.__slots__
@@ -278,6 +279,53 @@ def test_tensor_parallel_is_faster_but_pays_for_its_all_reduces() -> None:
         gradient = log_gradient(step._gpu_components(batch), np.ones(1))
         used = {name for name in gradient if name.startswith("collective")}
         assert used == {f"collective.{link}.latency_seconds", f"collective.{link}.bandwidth_efficiency"}
+
+
+def test_beyond_a_node_all_reduces_cross_the_network() -> None:
+    batch, weights = batch_of([(64, 4000, 0, 0)]), np.ones(1)
+    h100 = gpu("h100")
+    inside, across = (
+        model(card=replace(h100, gpus_per_node=node), tensor_parallel_size=16, name="Qwen/Qwen3-8B") for node in (16, 8)
+    )
+    fast, slow = (step.breakdown(batch)["collective"].item() for step in (inside, across))
+    assert slow > 3 * fast
+    used = {x for x in log_gradient(across._gpu_components(batch), weights) if x.startswith("collective")}
+    assert {x.split(".")[1] for x in used} == {"nvlink", "network"}
+    wide, narrow = (np.log(np.divide(*step.interval(batch, weights, 1.645)[::-1])) for step in (across, inside))
+    assert wide > narrow + 0.1
+    one_each = model(card=replace(h100, gpus_per_node=1), tensor_parallel_size=2)
+    used = {x for x in log_gradient(one_each._gpu_components(batch), weights) if x.startswith("collective")}
+    assert {x.split(".")[1] for x in used} == {"network"}
+
+
+def test_a_profile_that_knows_its_network_keeps_it() -> None:
+    own = {"collective.network.latency_seconds": 1e-3}
+    known = replace(model().profile, coefficients=model().profile.coefficients | own)
+    found = with_network(known)
+    assert found.coefficients["collective.network.latency_seconds"] == 1e-3
+    assert found.coefficients["collective.network.bandwidth_efficiency"] < 1
+    with pytest.raises(ProfileError, match=r"collective\.network"):
+        all_reduce_cost(np.ones(1), 16, gpu("h100"), model().profile)
+
+
+def test_a_layout_that_nobody_measured_is_named_and_wider() -> None:
+    batch, weights = batch_of([(64, 4000, 0, 0)]), np.ones(1)
+    calibrated = load_profile(gpu("h200"))[0]
+    widths = []
+    for size in (1, 2, 4, 8):
+        step = model(card=gpu("h200"), tensor_parallel_size=size, profile=calibrated)
+        low, high = step.interval(batch, weights, 1.645)
+        widths.append(np.log(high / low) / 2)
+        named = f"no measurement of tensor_parallel_size {size} on h200_sxm" in step.outside_hull(batch)
+        assert named == (size > 1)
+        seen = replace(calibrated, tensor_parallel=[1, size])
+        assert not any("tensor_parallel_size" in x for x in replace(step, profile=seen).outside_hull(batch))
+        low, high = replace(step, profile=seen).interval(batch, weights, 1.645)
+        assert np.log(high / low) / 2 <= widths[0] * 1.6  # all-reduces are not measured either
+    assert widths[0] < 0.08
+    assert 0.12 < widths[1] < 0.16
+    assert 0.16 < widths[2] < 0.21
+    assert 0.20 < widths[3] < 0.27
 
 
 def test_hull() -> None:
