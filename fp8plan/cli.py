@@ -42,7 +42,7 @@ LENGTHS = "fixed:TOKENS, lognormal:mean=TOKENS,sigma=S,max=TOKENS (mean before c
 VLLM_S = "vLLM's for this GPU"  # a default
 
 
-INTERRUPTED = 130  # exit code: 128 + SIGINT
+BAD_INPUT, INTERRUPTED = 2, 130  # exit codes; 130 is 128 + SIGINT
 
 # typer's errors of usage. Which package they come from depends on its version: click, or a copy inside typer.
 UsageError: Any = typer.BadParameter.__mro__[1]
@@ -85,18 +85,19 @@ def _run(words: list[str]) -> Any:
         code = app(words, prog_name="fp8plan", standalone_mode=False)
         sys.stdout.flush()  # a full disk shows here at the latest
     except Fp8PlanError as error:
-        message = str(error)
+        return _told(str(error), BAD_INPUT)
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "fp8plan"
         told = f"{error.format_message().rstrip('.')}{_typed(error, words)}"
-        message = f"{told}; for what is allowed, type: {command} --help"
-    except typer.Abort as end:
-        print("; ".join(["fp8plan: interrupted", *getattr(end.__cause__, "__notes__", [])]), file=sys.stderr)
-        return INTERRUPTED
-    else:
-        return code
+        return _told(f"{told}; for what is allowed, type: {command} --help", BAD_INPUT)
+    except typer.Abort:
+        code = INTERRUPTED
+    return _told("interrupted", code) if code == INTERRUPTED else code  # typer gives it for ctrl-c
+
+
+def _told(message: str, code: int) -> int:
     print(f"fp8plan: {' '.join(message.split())}", file=sys.stderr)
-    return 2
+    return code
 
 
 def _typed(error: Any, words: list[str]) -> str:
@@ -423,16 +424,20 @@ def probe_command(
     if observations is not None:  # what cannot be written must not be found out after the measurement
         ModelShape.from_hf(model)
         append_observations(observations, [])
-    found = probe(
-        model,
-        precision,
-        None if prompts is None else read_prompts(prompts),
-        gpu=card,
-        settings=settings,
-        limits=limits,
-        most_prompts=most_prompts,
-        progress=lambda text: print(text, file=sys.stderr),
-    )
+    try:
+        found = probe(
+            model,
+            precision,
+            None if prompts is None else read_prompts(prompts),
+            gpu=card,
+            settings=settings,
+            limits=limits,
+            most_prompts=most_prompts,
+            progress=lambda text: print(text, file=sys.stderr),
+        )
+    except KeyboardInterrupt as end:
+        _notes(getattr(end, "__notes__", []))  # where the log of an engine that did not start is
+        raise
     if observations is not None:
         append_observations(observations, rows_of(found))
     if as_json:

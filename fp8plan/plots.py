@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -143,13 +143,21 @@ def points(plan: Plan) -> list[Point]:
     for index, choice in enumerate(plan.choices):
         if not choice.available:
             continue
-        made, low, high = choice.makespan_s, choice.makespan_low_s, choice.makespan_high_s
-        rate, kl = choice.output_tokens_per_s, (choice.kl_k3, choice.kl_k3_low, choice.kl_k3_high)
-        assert made is not None and low is not None and high is not None and rate is not None  # noqa: PT018
-        speed = rate, rate * made / high, rate * made / low
-        layout = f"{choice.tensor_parallel}x{choice.data_parallel}"
-        chosen, main = index == plan.chosen, index in drawn
-        found.append(Point(choice.precision, layout, kl, speed, choice.speedup, chosen, main, False))  # type: ignore[arg-type]
+        tokens: Any = plan.workload["response_tokens"]
+        times: Any = choice.makespan_s, choice.makespan_high_s, choice.makespan_low_s
+        kl: Any = choice.kl_k3, choice.kl_k3_low, choice.kl_k3_high
+        speed, low, high = (tokens / time for time in times)
+        point = Point(
+            precision=choice.precision,
+            layout=f"{choice.tensor_parallel}x{choice.data_parallel}",
+            kl=kl,
+            speed=(speed, low, high),
+            speedup=choice.speedup,
+            chosen=index == plan.chosen,
+            main=index in drawn,
+            on_front=False,
+        )
+        found.append(point)
     return [point._replace(on_front=not any(_beats(other, point) for other in found)) for point in found]
 
 

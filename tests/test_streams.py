@@ -70,6 +70,17 @@ def test_a_terminal_of_few_characters_is_no_traceback(words: list[str], encoding
     assert "Traceback" not in text
 
 
+def test_ctrl_c_is_told_and_has_its_own_exit_code() -> None:
+    program = (
+        "import os, signal, sys, time\nfrom fp8plan import cli\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "cli.app.command('long')(lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(9)))\n"
+        "sys.argv = ['fp8plan', 'long']\ncli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "fp8plan: interrupted")
+
+
 def test_characters_that_there_are_not_are_replaced_or_escaped() -> None:
     program = "from fp8plan.streams import standard_streams\nwith standard_streams(): print('a × b ≤ c – d ▁█ \\u00e9')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, env={**os.environ, **ASCII}, check=True)
