@@ -62,7 +62,24 @@ def processes() -> list[dict[str, object]]:
         imported,
         within,
         measure("fp8plan plan, whole process", run, 9, command="fp8plan " + " ".join(command[1:])),
+        *layouts(command[0]),
     ]
+
+
+def layouts(fp8plan: str) -> list[dict[str, object]]:
+    """Every layout of 8 GPUs: with the default batch, and with a large one whose KV fits some layouts, or none."""
+    large = ["--prompts", "512"]  # x 16 samples
+    rows = []
+    for what, model, gpu, more in (
+        ("512 responses", "Qwen/Qwen3-32B", "h100", []),
+        ("8,192 responses", "Qwen/Qwen3-8B", "h200", large),
+        ("8,192 responses, KV-starved", "Qwen/Qwen3-32B", "h100", large),
+    ):
+        command = [fp8plan, "plan", model, "--gpu", gpu, "--gpus", "8", *more]
+        run = lambda c=command: subprocess.run(c, check=True, capture_output=True)  # noqa: E731
+        facts = "fp8plan " + " ".join(command[1:])
+        rows.append(measure(f"fp8plan plan, every layout of 8 GPUs, {what}", run, 3, command=facts))
+    return rows
 
 
 def plans() -> list[dict[str, object]]:

@@ -1,5 +1,5 @@
 """The state of vLLM V1's scheduler between two steps, and the two ways to go on: a run of quiet steps, or one step
-in which anything may happen. `scheduler.schedule` alternates them.
+in which anything may happen. `next_row` takes the one that is due.
 """
 
 from __future__ import annotations
