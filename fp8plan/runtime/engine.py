@@ -336,7 +336,7 @@ class RolloutEngine(EngineBase):
             self._reset_prefix_cache()
         except Exception as second:
             self.state.refusal = (
-                f"a generate was broken off ({error or type(error).__name__}), and is not over: {second}"
+                f"a generate was broken off ({str(error) or type(error).__name__}), and is not over: {second}"
             )
 
     def _alive(self, act: Callable[[], Answer]) -> Answer:

@@ -127,7 +127,7 @@ def _begun(pairs: Iterable[Any]) -> Iterable[Any]:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"the first tensor could not be had: {error or type(error).__name__}") from error
+        raise ConfigError(f"the first tensor could not be had: {str(error) or type(error).__name__}") from error
     return chain([first], given)
 
 
@@ -214,7 +214,7 @@ def _refuse_difference(answers: Sequence[dict[str, Any]]) -> None:
 def _fail(state: SyncState, error: BaseException, before: str | None, scales: Scales | None) -> Procedure:
     """End a failed sync in every worker; raises SyncError (or the error itself, if it is no Exception) that says what
     serves now."""
-    state.refusal = f"the sync of weights {state.version + 1} failed: {error or type(error).__name__}"
+    state.refusal = f"the sync of weights {state.version + 1} failed: {str(error) or type(error).__name__}"
     what = "the engine refuses to generate until a complete sync_weights"
     state.dead = state.dead or isinstance(error, LostEngineError)
     try:
@@ -237,7 +237,7 @@ def _fail(state: SyncState, error: BaseException, before: str | None, scales: Sc
             state.refusal += f"; ending it failed too: {second}"
     if not isinstance(error, Exception):
         raise error
-    said = "" if state.dead and isinstance(error, NotServingError) else f"{error or type(error).__name__}; "
+    said = "" if state.dead and isinstance(error, NotServingError) else f"{str(error) or type(error).__name__}; "
     raise SyncError(f"{said}{what}") from error
 
 
