@@ -111,9 +111,9 @@ def test_committed_results_are_reproduced(name, sequences):
 
 def test_committed_results_of_training_and_of_held_out_problems_are_reproduced():
     saved = {(x["scenario"], x["sequences"], x["method"], x["optimiser"]): x["mean"] for x in TRAINED}
-    for law in report.LAWS:
-        returns = loop.train("spikes", 16, law, "Adam", RESULTS[0]["noise_tokens"])
-        assert np.mean(returns) == pytest.approx(saved["spikes", 16, law, "Adam"], abs=0.002)
+    for name in report.LAWS:
+        returns = loop.train("spikes", 16, name, "Adam", RESULTS[0]["noise_tokens"])
+        assert np.mean(returns) == pytest.approx(saved["spikes", 16, name, "Adam"], abs=0.002)
     (row,) = held_out.compare(1, [scenarios.SCENARIOS[0]], [16])
     assert row in held_out.SAVED.read_text().splitlines()
 
