@@ -5,8 +5,8 @@
         step = monitor.step(train_logprobs, rollout_logprobs, mask)
         loss = (step.weights * token_losses * step.mask).sum() / step.mask.sum().clamp(min=1)
 
-One call sees the whole batch of one optimiser step, before it is cut into micro-batches: the thresholds depend on its
-size. Weights and mask are then cut as everything else is. Over ranks, divide by the mask's sum over all of them.
+One call sees the whole batch of one optimiser step, before it is cut into micro-batches: the thresholds follow from all
+of it. Weights and mask are then cut as everything else is. Over ranks, divide by the mask's sum over all of them.
 
 The order is: pack; measure, reduced over the ranks; the controller decides; correct with the thresholds just decided;
 the guard judges the rollout; the sinks get the record. With torch.distributed every rank calls `step`, also one without
