@@ -16,7 +16,6 @@ import numpy as np
 from fp8plan.errors import ConfigError
 from fp8plan.model.arrays import FloatArray
 from fp8plan.model.explain import seconds
-from fp8plan.model.mismatch_budget import RiskBudget
 from fp8plan.model.rollout import Timeline
 
 if TYPE_CHECKING:
@@ -173,8 +172,7 @@ def front(found: Sequence[Point]) -> list[Point]:
 
 def risk_limits(plan: Plan) -> dict[str, float]:
     """Level of risk -> the highest KL that it allows. It holds for the upper end of a choice's interval."""
-    budget: RiskBudget = getattr(plan, "budget", RiskBudget())
-    return {"low": budget.low_kl, "moderate": budget.moderate_kl}
+    return {"low": plan.budget.low_kl, "moderate": plan.budget.moderate_kl}
 
 
 def limit_label(level: str) -> str:

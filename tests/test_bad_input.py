@@ -243,7 +243,7 @@ CALLS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "GPU of 5": (lambda: fp8plan.plan(MODEL, 5, WORKLOAD), ("gpu is 5",)),  # type: ignore[arg-type]
     "a workload of text": (lambda: fp8plan.plan(MODEL, "h200", "32 x 16"), ("workload", "32 x 16")),  # type: ignore[arg-type]
     "unknown option": (lambda: fp8plan.plan(MODEL, "h200", WORKLOAD, gpu_count=8), ("gpu_count",)),  # type: ignore[call-arg]
-    "precisions as text": (lambda: fp8plan.plan(MODEL, "h200", WORKLOAD, precisions="bf16"), ("bf16", "[")),
+    "precision of 8": (lambda: fp8plan.plan(MODEL, "h200", WORKLOAD, precisions=[8]), ("8", "fp8_kv")),  # type: ignore[list-item]
     "no precisions": (lambda: fp8plan.plan(MODEL, "h200", WORKLOAD, precisions=[]), ("precisions", "[]")),
     "GPUs as text": (lambda: fp8plan.plan(MODEL, "h200", WORKLOAD, gpus="8"), ("gpus", "'8'")),  # type: ignore[arg-type]
     "half a GPU": (lambda: fp8plan.plan(MODEL, "h200", WORKLOAD, gpus=2.5), ("gpus", "2.5")),  # type: ignore[arg-type]

@@ -622,7 +622,7 @@ CHOICE_KEYS = (
     "precision tensor_parallel data_parallel available reason makespan_s makespan_low_s makespan_high_s "
     "output_tokens_per_s speedup speedup_low speedup_high rl_step_s step_speedup kv_cache_tokens preemptions "
     "tail_fraction kl_k3 kl_k3_low kl_k3_high ess_raw clip_fraction seq_reject_fraction risk unit_kv_scales "
-    "extrapolated"
+    "extrapolated refused_by"
 ).split()
 
 
@@ -658,7 +658,7 @@ def test_an_a100_lists_fp8_as_unavailable_with_the_reason(fp8plan: Callable[...,
         assert row["available"] is (name == "bf16")
         if name != "bf16":
             assert "no FP8 tensor cores" in row["reason"]
-            given = ("precision", "tensor_parallel", "data_parallel", "available", "reason")
+            given = ("precision", "tensor_parallel", "data_parallel", "available", "reason", "refused_by")
             assert {row[key] for key in CHOICE_KEYS if key not in given} == {None}
     assert not any("not worth it" in reason for reason in answer["reasons"])  # it was never an option
     table = fp8plan(*words).out

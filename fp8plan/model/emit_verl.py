@@ -7,7 +7,6 @@ import shlex
 from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.architecture import ModelShape
 from fp8plan.model.emit import (
     loadable_model,
     max_model_len,
@@ -19,7 +18,6 @@ from fp8plan.model.emit import (
     workload_tokens,
 )
 from fp8plan.model.mismatch_budget import LEVELS
-from fp8plan.model.shards import why_not_shardable
 
 if TYPE_CHECKING:
     from fp8plan.model.plan import Choice, Plan
@@ -58,26 +56,18 @@ def emit_verl(plan: Plan, choice: Choice, kv_scales: str) -> str:
 
 def _refuse_parts_of_blocks(plan: Plan, choice: Choice) -> None:
     """Raises ConfigError for FP8 weights that verl cannot cut as the choice wants, naming the next best choice."""
-    if choice.preset.weights == "bf16":
+    if "verl" not in choice.refused_by:
         return
-    shape = ModelShape.from_hf(plan.model)
-
-    def why_not(one: Choice) -> str | None:
-        return why_not_shardable(shape, one.preset, one.tensor_parallel, "verl")
-
-    reason = why_not(choice)
-    if reason is None:
-        return
-    known = [(i, c) for i, c in enumerate(plan.choices) if c.available and why_not(c) is None]
+    known = [(i, c) for i, c in enumerate(plan.choices) if c.available and "verl" not in c.refused_by]
     safe = [x for x in known if _riskiness(x[1]) <= _riskiness(choice)]
     way_out = "plan again with --emit verl, which looks for another layout"
     if safe:
-        index, best = min(safe, key=lambda x: x[1].rl_step_s or x[1].makespan_s or 0.0)
+        index, best = min(safe, key=lambda x: x[1].seconds)
         way_out = (
             f"the next best is choice {index}, {best.precision} at tensor_parallel_size {best.tensor_parallel} with "
             f"{best.data_parallel} replica(s): emit(plan, 'verl', choice={index}), or plan again with --emit verl"
         )
-    raise ConfigError(f"verl cannot start {choice.precision} of {plan.model}: {reason}; {way_out}")
+    raise ConfigError(f"verl cannot start {choice.precision} of {plan.model}: {choice.refused_by['verl']}; {way_out}")
 
 
 def _riskiness(choice: Choice) -> int:

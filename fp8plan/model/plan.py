@@ -56,6 +56,7 @@ class Choice:
     risk:                 "low", "moderate" or "high" (README states the rules)
     unit_kv_scales:       kl_k3, kl_k3_low, kl_k3_high and risk with K and V scales left at 1.0; None without FP8 KV
     extrapolated:         whether the profile was used outside what was measured
+    refused_by:           target -> why it cannot start this layout, though vLLM can; {} if all of them can
     """
 
     precision: str
@@ -84,6 +85,7 @@ class Choice:
     risk: str | None
     unit_kv_scales: dict[str, Any] | None
     extrapolated: bool | None
+    refused_by: dict[str, str]
 
     def __post_init__(self) -> None:
         _plain_fields(self)

@@ -29,7 +29,7 @@ from fp8plan.model.profile import Profile, load_profile
 from fp8plan.model.rl_step import Trainer, weight_sync_seconds
 from fp8plan.model.rollout import Rollout, rollout, schedules, speedup_interval
 from fp8plan.model.scheduler import Schedule
-from fp8plan.model.shards import check_target, why_not_shardable
+from fp8plan.model.shards import check_target, refusals, why_not_shardable
 from fp8plan.model.step import StepModel
 from fp8plan.model.workload import Batch, Workload
 
@@ -201,7 +201,7 @@ def predict(
         raise _nothing_runs(candidates)
     problem = Problem(shape, card, batch, used, trainer, budget, kv_scales_calibrated)
     predicted = _predict_all(candidates, problem, progress, workers)
-    choices = tuple(_choice(c, _baseline(c, predicted), used) for c in predicted)
+    choices = tuple(_choice(c, _baseline(c, predicted), problem) for c in predicted)
     chosen = choose(predicted, budget)
     best = predicted[chosen]
     advice = recommended_thresholds(_risk(best), batch.responses, budget=budget)
@@ -303,8 +303,6 @@ def _layouts(shape: ModelShape, limits: EngineLimits, gpus: int | None, gpu: Gpu
 
 
 def _precisions(names: Sequence[str] | None) -> list[Precision]:
-    if isinstance(names, str):
-        raise ConfigError(f"precisions is {names!r}; allowed: a list, such as [{names!r}], or None for all")
     if names is None:
         return list(PRESETS.values())
     found = [find_precision(name) for name in dict.fromkeys([names] if isinstance(names, str) else names)]
@@ -447,7 +445,7 @@ def _baseline(candidate: Candidate, predicted: Sequence[Candidate]) -> Candidate
     return None
 
 
-def _choice(candidate: Candidate, baseline: Candidate | None, profile: Profile) -> Choice:
+def _choice(candidate: Candidate, baseline: Candidate | None, problem: Problem) -> Choice:
     timed, risk, memory = candidate.rollout, candidate.risk, candidate.memory
     where: dict[str, Any] = {
         "precision": candidate.precision.name,
@@ -455,12 +453,13 @@ def _choice(candidate: Candidate, baseline: Candidate | None, profile: Profile) 
         "data_parallel": candidate.limits.data_parallel_size,
     }
     if timed is None or risk is None or memory is None:
-        missing: dict[str, Any] = dict.fromkeys(set(Choice.__slots__) - set(where) - {"available", "reason"})
-        return Choice(**where, available=False, reason=candidate.reason, **missing)
+        known = where | {"available": False, "reason": candidate.reason, "refused_by": {}}
+        missing: dict[str, Any] = dict.fromkeys(set(Choice.__slots__) - set(known))
+        return Choice(**known, **missing)
     speedup = low = high = step_speedup = None
     if baseline is not None and baseline.rollout is not None:
         speedup = baseline.rollout.makespan_s / timed.makespan_s
-        low, high = speedup_interval(baseline.rollout, timed, profile, candidate.limits.tensor_parallel_size)
+        low, high = speedup_interval(baseline.rollout, timed, problem.profile, candidate.limits.tensor_parallel_size)
         step_speedup = baseline.step_s / candidate.step_s if baseline.step_s and candidate.step_s else None
     return Choice(
         **where,
@@ -487,6 +486,7 @@ def _choice(candidate: Candidate, baseline: Candidate | None, profile: Profile) 
         risk=risk.level,
         unit_kv_scales=_unit_kv_scales(candidate.unit_risk),
         extrapolated=bool(timed.extrapolated),
+        refused_by=refusals(problem.shape, candidate.precision, candidate.limits.tensor_parallel_size),
     )
 
 

@@ -64,6 +64,12 @@ def why_not_shardable(
     )
 
 
+def refusals(shape: ModelShape, precision: Precision, tensor_parallel: int) -> dict[str, str]:
+    """Target -> why it cannot run `shape` on so many ranks, of those which cannot."""
+    reasons = {target: why_not_shardable(shape, precision, tensor_parallel, target) for target in TARGETS}
+    return {target: reason for target, reason in reasons.items() if reason is not None}
+
+
 def _inputs(shape: ModelShape, tp: int) -> Iterator[Size]:
     """What every quantised linear takes in."""
     yield from (Size(x.name, "inputs", x.k) for x in shape.linears(tp) if x.quantised)

@@ -17,7 +17,7 @@ WORKLOAD = {"prompts": 4, "samples": 8, "max_prompt_tokens": 1024, "max_response
 
 def choice(precision: str, **known: Any) -> Choice:
     numbers = dict.fromkeys(f.name for f in fields(Choice))
-    layout = {"precision": precision, "tensor_parallel": 1, "data_parallel": 1, "available": True}
+    layout = {"precision": precision, "tensor_parallel": 1, "data_parallel": 1, "available": True, "refused_by": {}}
     return Choice(**(numbers | layout | known))
 
 

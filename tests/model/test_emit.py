@@ -16,13 +16,15 @@ import plans
 import pytest
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.architecture import ModelShape
 from fp8plan.model.configs import bundled_configs
-from fp8plan.model.emit import TARGETS, emit
+from fp8plan.model.emit import emit
 from fp8plan.model.emit_trl import _COLOCATED
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.mismatch_budget import RiskBudget
 from fp8plan.model.plan import Plan
 from fp8plan.model.precision import PRESETS
+from fp8plan.model.shards import TARGETS, refusals
 
 # No field at its default, so that one that gets lost shows.
 LIMITS = EngineLimits(
@@ -401,7 +403,7 @@ def test_settings_of_a_trainer_refuse_them_too(method: str) -> None:
     ],
 )
 def test_a_layout_that_verl_cannot_start_is_refused(model: str, tensor_parallel: int, layer: str, size: int) -> None:
-    plan = layout(tensor_parallel, 1, model=model, chosen=plans.index("fp8_block"))
+    plan = with_refusals(layout(tensor_parallel, 1, model=model, chosen=plans.index("fp8_block")))
     with pytest.raises(ConfigError) as error:
         emit(plan, "verl")
     words = str(error.value)
@@ -412,6 +414,13 @@ def test_a_layout_that_verl_cannot_start_is_refused(model: str, tensor_parallel:
     assert emit(plan, "verl", choice=best)
 
 
+def with_refusals(plan: Plan) -> Plan:
+    """The plan with what the planner knows of its layouts."""
+    shape = ModelShape.from_hf(plan.model)
+    known = (replace(c, refused_by=refusals(shape, c.preset, c.tensor_parallel)) for c in plan.choices)
+    return replace(plan, choices=tuple(known))
+
+
 def test_the_next_best_for_verl_is_the_fastest_that_is_no_riskier() -> None:
     rows = [
         plans.choice("fp8_block", tensor_parallel=8, makespan_s=5.0, risk="moderate"),
@@ -420,9 +429,9 @@ def test_the_next_best_for_verl_is_the_fastest_that_is_no_riskier() -> None:
         plans.choice("fp8_kv", tensor_parallel=4, makespan_s=6.0, risk="high"),
     ]
     with pytest.raises(ConfigError, match="the next best is choice 2, fp8_block at tensor_parallel_size 4"):
-        emit(plans.plan(model="Qwen/Qwen3-4B", choices=tuple(rows), chosen=0), "verl")
+        emit(with_refusals(plans.plan(model="Qwen/Qwen3-4B", choices=tuple(rows), chosen=0)), "verl")
     with pytest.raises(ConfigError, match="plan again with --emit verl, which looks for another layout"):
-        emit(plans.plan(model="Qwen/Qwen3-4B", choices=tuple(rows[:1]), chosen=0), "verl")
+        emit(with_refusals(plans.plan(model="Qwen/Qwen3-4B", choices=tuple(rows[:1]), chosen=0)), "verl")
 
 
 def test_two_importance_weights_are_too_many_for_verl() -> None:

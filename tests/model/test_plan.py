@@ -72,7 +72,7 @@ def test_to_dict_holds_the_documented_keys_in_order() -> None:
             "precision tensor_parallel data_parallel available reason makespan_s makespan_low_s makespan_high_s "
             "output_tokens_per_s speedup speedup_low speedup_high rl_step_s step_speedup kv_cache_tokens preemptions "
             "tail_fraction kl_k3 kl_k3_low kl_k3_high ess_raw clip_fraction seq_reject_fraction risk unit_kv_scales "
-            "extrapolated"
+            "extrapolated refused_by"
         ).split()
     )
     assert json.loads(json.dumps(data)) == data
@@ -157,7 +157,7 @@ def test_select_takes_the_chosen_or_the_one_asked_for() -> None:
         with pytest.raises(ConfigError, match=f"no choice {wrong}; allowed: 0 to 3, or a precision"):
             plan.select(wrong)
     for thing in (1.5, True, plan.choices[0], [0]):
-        with pytest.raises(ConfigError, match=f"choice is a {type(thing).__name__}; allowed: 0 to 3, or a precision"):
+        with pytest.raises(ConfigError, match=f"choice is {thing!r}; allowed: 0 to 3, or a precision"):
             plan.select(thing)  # type: ignore[arg-type]
     with pytest.raises(
         ConfigError, match=r"the plan has no 'fp8'; allowed: bf16, fp8_block, fp8_kv, fp8_block\+fp8_kv"

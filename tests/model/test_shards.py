@@ -3,12 +3,16 @@ bundled model against vLLM's own layers."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from benchmarks.block_shapes import SHAPES as SHAPES_RUN
+from benchmarks.block_shapes import config
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape, bundled_models
 from fp8plan.model.precision import PRESETS
@@ -62,6 +66,24 @@ def test_bf16_weights_are_cut_anywhere_and_an_unknown_target_is_refused() -> Non
     assert why_not_shardable(shape, PRESETS["fp8_block+fp8_kv"], 8, "verl") is not None
     with pytest.raises(ConfigError, match="target is 'sglang'; allowed: vllm, verl, trl"):
         why_not_shardable(shape, FP8, 1, "sglang")
+
+
+# ------------------------------------------------------------------------------------------------ measured on an H200
+
+ROWS = Path(__file__).parents[2] / "profiles" / "h200_sxm" / "vllm-0.26.0" / "shapes" / "block_shapes.jsonl"
+MEASURED = [json.loads(line) for line in ROWS.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['case']}, {row['way']}")
+def test_what_a_real_engine_did_with_these_sizes_is_foreseen(row: dict[str, Any]) -> None:
+    """vLLM 0.26 on one H200, so each layer's size is a shard's. With random weights a checkpoint's scales are not
+    loaded: verl's rule refuses what they find no place for, too, so there only what failed is foreseen."""
+    shape = ModelShape.from_config(config(SHAPES_RUN[row["case"]]), row["case"], "a test")
+    foreseen = why_not_shardable(shape, FP8, 1, {"online": "vllm", "checkpoint": "verl"}[row["way"]])
+    if row["way"] == "online":
+        assert row["started"] is (foreseen is None)
+    elif not row["started"]:
+        assert foreseen is not None
 
 
 # ------------------------------------------------------------------------------------------------ vLLM's own layers
