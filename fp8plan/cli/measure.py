@@ -1,0 +1,209 @@
+"""What is measured, and what is known: probe, calibrate, profiles, models."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fp8plan.cli.app import ENGINE, OUTPUT, GroupedCommand, app, given, print_notes, progress, show
+from fp8plan.errors import ConfigError
+
+
+class Grid(StrEnum):
+    quick = "quick"
+    full = "full"
+
+
+@app.command("probe", cls=GroupedCommand)
+def probe_command(
+    model: Annotated[str, typer.Argument(help="hub id or folder of the BF16 checkpoint")],
+    precision: Annotated[
+        list[str] | None,
+        typer.Option(help="bf16, fp8_block, fp8_kv, fp8_block+fp8_kv; repeat", metavar="NAME", show_default="all"),
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="of this machine; auto asks the driver; cpu: slow, for a try")] = "auto",
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON lines with prompt_token_ids, messages or prompt; default: 16 tasks")
+    ] = None,
+    most_prompts: Annotated[int | None, typer.Option(min=1, help="take the first so many")] = None,
+    samples: Annotated[int, typer.Option(help="responses per prompt")] = 4,
+    max_tokens: Annotated[int, typer.Option(help="of a response")] = 512,
+    temperature: Annotated[float, typer.Option(help="of the run's rollouts")] = 1.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    kv_scales: Annotated[str, typer.Option(help="of FP8 KV: calibrated, or unit (1.0)")] = "calibrated",
+    gpu_memory_utilization: Annotated[float | None, typer.Option(rich_help_panel=ENGINE)] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(rich_help_panel=ENGINE)] = 1,
+    max_num_seqs: Annotated[int | None, typer.Option(rich_help_panel=ENGINE)] = None,
+    num_gpu_blocks: Annotated[int | None, typer.Option(help="impose the KV pool", rich_help_panel=ENGINE)] = None,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", rich_help_panel=ENGINE)] = False,
+    as_json: Annotated[bool, typer.Option("--json", rich_help_panel=OUTPUT)] = False,
+    observations: Annotated[
+        Path | None, typer.Option(help="append rows to this CSV of observations", rich_help_panel=OUTPUT)
+    ] = None,
+) -> None:
+    """Measure the mismatch of each precision.
+
+    vLLM samples, the BF16 reference scores the same tokens.
+    """
+    from dataclasses import replace
+
+    from fp8plan.model.architecture import ModelShape
+    from fp8plan.model.hardware import gpu as find_gpu
+    from fp8plan.model.limits import EngineLimits
+    from fp8plan.runtime.probe import probe
+    from fp8plan.runtime.probing.observation import append_observations
+    from fp8plan.runtime.probing.observation import observations as rows_of
+    from fp8plan.runtime.probing.prompts import read_prompts
+    from fp8plan.runtime.probing.sampling import SampleSettings
+    from fp8plan.runtime.probing.table import probe_report
+
+    # vLLM writes its log to stdout unless told otherwise, and reads this when it is imported. What it writes while an
+    # engine runs is held back; errors at the end of the process are not.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    card = find_gpu(gpu)
+    settings = SampleSettings(max_tokens, samples, temperature, seed, kv_scales)
+    limits = EngineLimits.for_gpu(card)
+    limits = replace(
+        limits,
+        tensor_parallel_size=tensor_parallel_size,
+        enforce_eager=enforce_eager or limits.enforce_eager,
+        **given(
+            gpu_memory_utilization=gpu_memory_utilization, max_num_seqs=max_num_seqs, num_gpu_blocks=num_gpu_blocks
+        ),
+    )
+    if observations is not None:  # what cannot be written must not be found out after the measurement
+        ModelShape.from_hf(model)
+        append_observations(observations, [])
+    try:
+        found = probe(
+            model,
+            precision,
+            None if prompts is None else read_prompts(prompts),
+            gpu=card,
+            settings=settings,
+            limits=limits,
+            most_prompts=most_prompts,
+            progress=lambda text: print(text, file=sys.stderr),
+        )
+    except KeyboardInterrupt as end:
+        print_notes(getattr(end, "__notes__", []))  # where the log of an engine that did not start is
+        raise
+    if observations is not None:
+        append_observations(observations, rows_of(found))
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=2, allow_nan=False))
+    else:
+        show(probe_report(found))
+    if all(one.error for one in found.precisions.values()):
+        raise typer.Exit(1)
+
+
+@app.command("calibrate")
+def calibrate_command(
+    gpu: Annotated[str, typer.Option(help="the GPU of this machine; auto asks the driver")] = "auto",
+    output: Annotated[
+        Path | None, typer.Option(help="folder of measurements and profile.json; default: where plans look for it")
+    ] = None,
+    grid: Annotated[Grid, typer.Option(help="quick: about ten minutes; full: about forty")] = Grid.quick,
+    fit_only: Annotated[bool, typer.Option("--fit-only", help="fit what is measured already")] = False,
+) -> None:
+    """Measure this GPU, and fit its profile.
+
+    Through vLLM's own kernels and engine. Type it again to go on.
+    """
+    from fp8plan.model.calibration import calibrate, measured_version
+    from fp8plan.model.hardware import gpu as find_gpu
+    from fp8plan.model.profile import own_profiles_path, profile_path
+    from fp8plan.report import calibration_report
+
+    card = find_gpu(gpu)
+    if fit_only:
+        if output is None:
+            raise ConfigError("--fit-only needs --output, the folder of the measurements")
+        folder, version = output, measured_version(output)
+    else:
+        from fp8plan.runtime.measure.cells import engine_version
+        from fp8plan.runtime.measure.everything import measure
+
+        version = engine_version()
+        folder = output or profile_path(own_profiles_path(), card.name, version).parent
+        measure(folder, card, grid.value)
+    print(f"fitting what {folder} holds, about a minute", file=sys.stderr)
+    found = calibrate(folder, card, version)
+    (folder / "profile.json").write_text(found.profile.to_json(), encoding="utf-8")
+    show(calibration_report(found))
+    print(f"written: {folder / 'profile.json'}", file=sys.stderr)
+
+
+profiles_app = typer.Typer(help="List the profiles, or import some.", invoke_without_command=True)
+app.add_typer(profiles_app, name="profiles")
+
+
+@profiles_app.callback()
+def profiles_command(context: typer.Context, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+    """List the profiles: which GPU and engine version was measured."""
+    if context.invoked_subcommand is not None:
+        return
+    from fp8plan.model.profile import list_profiles, unused_folder
+
+    entries = list_profiles()
+    print_notes(unused_folder())
+    if as_json:
+        print(json.dumps([entry._asdict() | {"path": str(entry.path)} for entry in entries], indent=2))
+    else:
+        from fp8plan.report import profiles_report
+
+        show(profiles_report(entries))
+
+
+@profiles_app.command("import-aic")
+def import_aic_command(
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option(help="h100, b200, ...; repeat", metavar="NAME", show_default="all that the tables have"),
+    ] = None,
+    rollouts: Annotated[
+        list[Path] | None, typer.Option(help="records of an H200, to test its import with; repeat", metavar="FILE")
+    ] = None,
+    kernels: Annotated[
+        list[Path] | None, typer.Option(help="timings of kernels on an H200; repeat", metavar="FILE")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="folder of profiles", metavar="FOLDER", show_default="fp8plan's own")
+    ] = None,
+) -> None:
+    """Import profiles of GPUs that nobody measured here.
+
+    They are fitted to the tables of aiconfigurator-core.
+
+    \b
+    Needs: pip install 'fp8plan[aic]'
+    """
+    from fp8plan.model.aic_import import import_all
+    from fp8plan.model.profile import profiles_path
+
+    written = import_all(gpu, rollouts or [], kernels or [], output or profiles_path(), progress("fitting"))
+    for path, profile in written:
+        print(f"{path}: {profile.label}, {profile.source}")
+
+
+@app.command("models")
+def models_command(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+    """List the bundled models."""
+    from fp8plan.model.architecture import ModelShape, bundled_models
+
+    shapes = [ModelShape.from_hf(name) for name in bundled_models()]
+    if as_json:
+        from dataclasses import asdict
+
+        print(json.dumps([asdict(shape) | {"num_parameters": shape.num_parameters} for shape in shapes], indent=2))
+    else:
+        from fp8plan.report import models_report
+
+        show(models_report(shapes))

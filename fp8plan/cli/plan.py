@@ -1,0 +1,274 @@
+"""Before the run: plan, and the settings of a saved plan."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fp8plan import outputs
+from fp8plan.cli.app import ENGINE, OUTPUT, TRAINER, WORKLOAD, GroupedCommand, app, given, print_notes, progress, show
+from fp8plan.errors import ConfigError
+from fp8plan.outputs import STDOUT
+
+LENGTHS = "fixed:TOKENS, lognormal:mean=TOKENS,sigma=S,max=TOKENS (mean before clipping), or a .jsonl/.parquet trace"
+VLLM_S = "vLLM's for this GPU"  # a default
+
+
+class PlanCommand(GroupedCommand):
+    """A command whose `--json` may stand alone, and then prints: typer wants a value always, or never."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = [
+            f"--json={STDOUT}" if word == "--json" and not (after == STDOUT or after.endswith(".json")) else word
+            for word, after in pairwise([*args, ""])
+        ]
+        return super().parse_args(ctx, words)
+
+
+@app.command("plan", cls=PlanCommand)
+def plan_command(
+    model: Annotated[str, typer.Argument(help="hub id (Qwen/Qwen3-8B) or a folder with config.json")],
+    gpu: Annotated[str, typer.Option(help="h200, h100, b200, ...; auto asks the driver")],
+    prompts: Annotated[int, typer.Option(rich_help_panel=WORKLOAD)] = 32,
+    samples: Annotated[int, typer.Option(help="responses per prompt", rich_help_panel=WORKLOAD)] = 16,
+    prompt_lengths: Annotated[
+        str | None,
+        typer.Option(
+            help=LENGTHS, show_default="those of the responses' trace, else fixed:1024", rich_help_panel=WORKLOAD
+        ),
+    ] = None,
+    response_lengths: Annotated[
+        str, typer.Option(help="the same", rich_help_panel=WORKLOAD)
+    ] = "lognormal:mean=6000,sigma=0.9,max=20480",
+    seed: Annotated[int, typer.Option(rich_help_panel=WORKLOAD)] = 0,
+    gpus: Annotated[
+        int | None, typer.Option(help="try every TP x DP layout of so many GPUs", rich_help_panel=ENGINE)
+    ] = None,
+    gpus_per_node: Annotated[
+        int | None,
+        typer.Option(
+            help="that reach each other without the network",
+            show_default="8, or the NVLink domain",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(rich_help_panel=ENGINE)] = 1,
+    data_parallel_size: Annotated[int, typer.Option(help="replicas", rich_help_panel=ENGINE)] = 1,
+    gpu_memory_utilization: Annotated[float | None, typer.Option(show_default=VLLM_S, rich_help_panel=ENGINE)] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(show_default="the longest prompt + response", rich_help_panel=ENGINE)
+    ] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(show_default=VLLM_S, rich_help_panel=ENGINE)] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(show_default=VLLM_S, rich_help_panel=ENGINE)] = None,
+    block_size: Annotated[int | None, typer.Option(show_default=VLLM_S, rich_help_panel=ENGINE)] = None,
+    num_gpu_blocks: Annotated[
+        int | None,
+        typer.Option(help="impose the KV pool", show_default="what the memory holds", rich_help_panel=ENGINE),
+    ] = None,
+    prefix_caching: Annotated[bool, typer.Option(rich_help_panel=ENGINE)] = True,
+    async_scheduling: Annotated[bool, typer.Option(rich_help_panel=ENGINE)] = True,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", rich_help_panel=ENGINE)] = False,
+    engine_version: Annotated[str, typer.Option(help="of vLLM", rich_help_panel=ENGINE)] = "0.26.0",
+    strict: Annotated[
+        bool, typer.Option("--strict", help="only a profile of this very version", rich_help_panel=ENGINE)
+    ] = False,
+    precision: Annotated[
+        list[str] | None,
+        typer.Option(help="bf16, fp8_block, fp8_kv, fp8_block+fp8_kv; repeat", metavar="NAME", show_default="all"),
+    ] = None,
+    accept: Annotated[str, typer.Option(help="highest risk to choose: low, moderate, high")] = "moderate",
+    kv_scales: Annotated[
+        str | None,
+        typer.Option(
+            help="of FP8 KV: calibrated after each weight sync, as RolloutEngine does, or unit: 1.0, as vLLM, verl and "
+            "TRL leave them",
+            show_default="unit with --emit, else calibrated",
+        ),
+    ] = None,
+    train_s: Annotated[float | None, typer.Option(help="training, seconds a step", rich_help_panel=TRAINER)] = None,
+    logprob_s: Annotated[float | None, typer.Option(help="log-probs, seconds a step", rich_help_panel=TRAINER)] = None,
+    train_tokens_per_s: Annotated[float | None, typer.Option(rich_help_panel=TRAINER)] = None,
+    logprob_tokens_per_s: Annotated[float | None, typer.Option(rich_help_panel=TRAINER)] = None,
+    sync_gb_per_s: Annotated[
+        float | None,
+        typer.Option(
+            help="10^9 bytes/s at which new weights reach an engine GPU", show_default="50", rich_help_panel=TRAINER
+        ),
+    ] = None,
+    as_json: Annotated[
+        str | None,
+        typer.Option(
+            "--json", metavar="[FILE.json]", help="the plan, to a file or, alone, to stdout", rich_help_panel=OUTPUT
+        ),
+    ] = None,
+    emit: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TARGET[=FILE]",
+            help="settings for vllm, verl or trl, to a file or stdout; repeat",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="a picture: FILE.png or FILE.html", rich_help_panel=OUTPUT)
+    ] = None,
+) -> None:
+    """Predict every rollout precision, and choose one.
+
+    Files are written all or none. Stdout has what is asked for without a file, else the table; notes go to stderr.
+    """
+    from dataclasses import replace
+
+    from fp8plan.model.architecture import ModelShape
+    from fp8plan.model.emit import emit as emit_plan
+    from fp8plan.model.hardware import gpu as find_gpu
+    from fp8plan.model.limits import EngineLimits
+    from fp8plan.model.mismatch import RiskBudget
+    from fp8plan.model.mismatch_budget import LEVELS
+    from fp8plan.model.plan import KV_SCALES
+    from fp8plan.model.planner import predict
+    from fp8plan.model.rl_step import Trainer
+    from fp8plan.model.workload import Workload, parse_both_lengths
+
+    card = find_gpu(gpu)
+    wanted = _emissions(emit or [])
+    asked = [("--json", as_json)] if as_json is not None else []
+    outputs.check([*asked, *((f"--emit {target}", file) for target, file in wanted), *_plot_file(plot)])
+    if kv_scales not in (None, *KV_SCALES):
+        raise ConfigError(f"--kv-scales is {kv_scales!r}; allowed: {', '.join(KV_SCALES)}")
+    if accept not in LEVELS:
+        raise ConfigError(f"--accept is {accept!r}; allowed: {', '.join(LEVELS)}")
+    if sync_gb_per_s is not None and not 0 < sync_gb_per_s < float("inf"):
+        raise ConfigError(f"--sync-gb-per-s is {sync_gb_per_s!r}; allowed: a number above 0")
+    if gpus is not None and (tensor_parallel_size, data_parallel_size) != (1, 1):
+        raise ConfigError("both --gpus and a layout are given; give --gpus, or the two parallel sizes")
+    limits = replace(
+        EngineLimits.for_gpu(card),
+        enable_prefix_caching=prefix_caching,
+        async_scheduling=async_scheduling,
+        enforce_eager=enforce_eager,
+        tensor_parallel_size=tensor_parallel_size,
+        data_parallel_size=data_parallel_size,
+        **given(
+            gpu_memory_utilization=gpu_memory_utilization,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            num_gpu_blocks=num_gpu_blocks,
+        ),
+    )
+    trainer = given(
+        train_s=train_s,
+        logprob_s=logprob_s,
+        train_tokens_per_s=train_tokens_per_s,
+        logprob_tokens_per_s=logprob_tokens_per_s,
+        sync_bandwidth=None if sync_gb_per_s is None else sync_gb_per_s * 1e9,
+    )
+    scales = kv_scales or ("unit" if wanted else "calibrated")
+    shape = ModelShape.from_hf(model)
+    prompt_tokens, response_tokens, notes = parse_both_lengths(prompt_lengths, response_lengths)
+    prediction = predict(
+        shape,
+        card,
+        Workload(prompts, samples, prompt_tokens, response_tokens, seed),
+        limits=limits,
+        gpus=gpus,
+        gpus_per_node=gpus_per_node,
+        target="verl" if "verl" in dict(wanted) else "vllm",  # what verl can start, the others can
+        precisions=precision,
+        trainer=Trainer(**trainer) if trainer else None,
+        budget=RiskBudget(accept=accept),
+        kv_scales_calibrated=scales == "calibrated",
+        engine_version=engine_version,
+        strict=strict,
+        progress=progress("predicting"),
+        workers=os.cpu_count() or 1,
+    )
+    if wanted and kv_scales is None and any(choice.unit_kv_scales for choice in prediction.plan.choices):
+        notes.append("K and V scales are 1.0, as --emit's targets leave them; if you calibrate: --kv-scales calibrated")
+    plan = replace(prediction.plan, warnings=(*prediction.plan.warnings, *notes))
+    prediction = replace(prediction, plan=plan)
+    made = {file: emit_plan(plan, target, kv_scales=scales) for target, file in wanted}
+    if as_json is not None:
+        made[as_json] = plan.to_json()
+    printed = made.pop(STDOUT, None)
+    writers = {file: outputs.text(content) for file, content in made.items()}
+    if plot is not None:
+        from fp8plan.plots import plot as draw
+
+        writers[str(plot)] = lambda path: draw(prediction, path)
+    outputs.write(writers)
+    print_notes(plan.warnings)  # after all that may fail, so that an error stands alone
+    _written(writers)
+    if printed is not None:
+        print(printed)
+    else:
+        from fp8plan.report import plan_report
+
+        show(plan_report(plan))
+
+
+@app.command("emit")
+def emit_command(
+    plan: Annotated[str, typer.Argument(metavar="PLAN.json", help="what `plan --json` wrote; - reads stdin")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="vllm, verl or trl")],
+    choice: Annotated[
+        str | None, typer.Option(help="another precision of the plan, or its number", show_default="the chosen one")
+    ] = None,
+    kv_scales: Annotated[
+        str, typer.Option(help="of FP8 KV: unit (1.0, as the targets leave them), or calibrated if you calibrate them")
+    ] = "unit",
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FILE", help="file to write", show_default="stdout")
+    ] = STDOUT,
+) -> None:
+    """Print or write the settings of a saved plan."""
+    from fp8plan.model.emit import emit
+    from fp8plan.model.plan import Plan
+
+    outputs.check([("the settings", output)])
+    text = outputs.read(plan)
+    try:
+        saved = Plan.from_json(text)
+    except ConfigError as error:
+        raise ConfigError(f"{plan}: {error}") from None
+    if output != STDOUT and os.path.realpath(output) == os.path.realpath(plan):
+        raise ConfigError(f"--output {output} is the plan itself; give the settings a file of their own")
+    settings = emit(saved, target, int(choice) if choice and choice.isdecimal() else choice, kv_scales)
+    if output == STDOUT:
+        print(settings)
+    else:
+        outputs.write({output: outputs.text(settings)})
+        _written([output])
+
+
+def _emissions(words: list[str]) -> list[tuple[str, str]]:
+    """(target, file or STDOUT) of each `--emit TARGET[=FILE]`."""
+    from fp8plan.model.shards import check_target
+
+    found = []
+    for word in words:
+        target, equals, file = word.partition("=")
+        check_target(target)
+        found.append((target, file if equals else STDOUT))
+    return found
+
+
+def _plot_file(plot: Path | None) -> list[tuple[str, str]]:
+    if plot is None:
+        return []
+    if plot.suffix not in (".png", ".html"):
+        raise ConfigError(f"cannot plot to {plot}; allowed: a name that ends in .png or .html")
+    return [("--plot", str(plot))]
+
+
+def _written(files: Iterable[str]) -> None:
+    for file in files:
+        print(f"written: {file}", file=sys.stderr)
