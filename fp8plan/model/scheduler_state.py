@@ -220,7 +220,7 @@ class SchedulerState:
         pool, request = self.pool, self.before[self.head]
         if self.leaving and request in self.leaving:  # its last token is on the way: nothing to resume
             self.leaving.remove(request)
-            self._remove(request, in_flight=1)
+            self._remove(request, in_flight=self.final[request] > self.known[request])
             return
         if self.partial is not None and request == self.partial[0]:
             computed = self.partial[1]
@@ -239,7 +239,7 @@ class SchedulerState:
             self.known[request] = computed + 1
         self._head_needs(pool.free - free)  # all that it held but what a sibling still holds
 
-    def _remove(self, request: int, in_flight: int = 0) -> None:
+    def _remove(self, request: int, in_flight: bool = False) -> None:
         """Let a finished request go."""
         before, after = self.before[request], self.after[request]
         self.after[before], self.before[after] = after, before
