@@ -6,7 +6,7 @@ Fp8PlanError                     catch this one
 ├── CapacityError (ValueError)   the model or a request does not fit the GPU
 └── SyncError (RuntimeError)     new weights did not arrive; says which weights serve now
     ├── NotServingError          the engine refuses to generate until a complete sync
-    └── LostEngineError          the engine cannot be used any more; the next sync starts another
+    └── LostEngineError          the engine cannot be used any more; the next sync starts another, or from_plan
 """
 
 
@@ -35,4 +35,4 @@ class NotServingError(SyncError):
 
 
 class LostEngineError(SyncError):
-    """The engine cannot be used any more; the next sync starts another."""
+    """The engine cannot be used any more. The next sync starts another; after shutdown(), from_plan does."""

@@ -131,13 +131,21 @@ PATCHES: Final = (
     ),
     Patch(
         "reads",
-        "resources.engine_dead, EngineDeadError",
+        "resources.engine_dead, engine_manager.processes, EngineDeadError",
         "watched.py, engine.py, async_engine.py",
-        "an LLM waits for ever for outputs of an engine process that was killed",
+        "an LLM waits for ever for outputs of an engine process that was killed; one that hangs is killed",
+    ),
+    Patch(
+        "wraps",
+        "add_request, step",
+        "engine.py",
+        "of one LLM, as long as it lives: an interrupt is let in between two of them, and one that was broken off "
+        "nevertheless is noticed",
     ),
     Patch(
         "reads",
-        "llm_engine, engine_core, output_processor, get_num_unfinished_requests, request_states, abort_request",
+        "llm_engine, engine_core, output_processor, get_num_unfinished_requests, request_states, "
+        "parent_requests, abort_request",
         "engine.py, async_engine.py",
         "nothing is synced while requests run, those of a generate that was broken off are aborted, and engines "
         "stopped",

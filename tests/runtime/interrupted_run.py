@@ -49,7 +49,7 @@ def main(count: int, seed: int) -> None:
     from vllm import SamplingParams
 
     chance = random.Random(seed)
-    how = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    how = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     batch = [{"prompt_token_ids": list(prompt)} for prompt in (*PROMPTS, LONG_PROMPT) * 2]
     sent = {which: weights("dense", which) for which in "ab"}
     settings = {"mode": "multiprocess", "chunk_bytes": 300_000}

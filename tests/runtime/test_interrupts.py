@@ -290,7 +290,7 @@ def test_an_exception_that_another_thread_raises_here_is_treated_alike() -> None
 
 # --- a live engine --------------------------------------------------------------------------------------------------
 
-INTERRUPTS = 24
+INTERRUPTS = 21
 
 
 @vllm
