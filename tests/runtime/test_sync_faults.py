@@ -175,7 +175,7 @@ NO_TENSORS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "a number": (given(3), "the tensors are of type int; allowed"),
     "a tensor": (lambda tensors: tensors[NORM], "the tensors are of type Tensor"),
     "a generator that was not called": (lambda tensors: lambda: iter(tensors.items()), "type its call"),
-    "tensors without names": (lambda tensors: list(tensors.values()), "gave a name of type Tensor"),
+    "tensors without names": (lambda tensors: list(tensors.values()), "gave a value of type Tensor"),
     "names that are numbers": (lambda tensors: dict(enumerate(tensors.values())), "gave a name of type int"),
     "names alone": (list, "gave a value of type str"),
     "a value of None": (changed(NORM, given(None)), f"{NORM} is of type NoneType; allowed: a torch.Tensor"),
