@@ -163,6 +163,10 @@ def _not_measured(
 
 
 def _unmeasured(choice: Choice, profile: Profile) -> bool:
+    return not profile.has_measured(choice.tensor_parallel)
+
+
+def _layout_extrapolated(choice: Choice, profile: Profile) -> bool:
     return profile.layout_error(choice.tensor_parallel) > 0
 
 
@@ -204,12 +208,12 @@ def _caveats(choices: Sequence[Choice], timed: Rollout, profile: Profile) -> lis
             "magnitude and the direction."
         )
         return sentences
-    if timed.extrapolated or any(c.extrapolated and not _unmeasured(c, profile) for c in choices):
+    if timed.extrapolated or any(c.extrapolated and not _layout_extrapolated(c, profile) for c in choices):
         what = f" ({'; '.join(timed.extrapolated)})" if timed.extrapolated else ""
         sentences.append(
             f"Part of this workload lies outside of what the profile {profile.label} was measured for{what}."
         )
-    sizes = sorted({c.tensor_parallel for c in choices if c.available and _unmeasured(c, profile)})
+    sizes = sorted({c.tensor_parallel for c in choices if c.available and _layout_extrapolated(c, profile)})
     if sizes:
         named = ", ".join(map(str, sizes))
         sentences.append(

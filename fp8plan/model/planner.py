@@ -404,7 +404,7 @@ def _predict(candidate: Candidate, plans: Sequence[Schedule], problem: Problem) 
         tokens = int((problem.batch.prompts + problem.batch.responses).sum())
         sync = weight_sync_seconds(model, problem.trainer, problem.kv_scales_calibrated)
         step_s = timed.makespan_s + problem.trainer.seconds(tokens) + sum(sync.values())
-    measured = not problem.profile.layout_error(candidate.limits.tensor_parallel_size)
+    measured = problem.profile.has_measured(candidate.limits.tensor_parallel_size)
     return replace(candidate, rollout=timed, step_s=step_s, measured=measured)
 
 

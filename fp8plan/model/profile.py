@@ -82,6 +82,10 @@ class Profile:
         doublings = min(abs(math.log2(tensor_parallel_size / size)) for size in self.tensor_parallel)
         return UNMEASURED_DOUBLING_SD * math.sqrt(doublings)
 
+    def has_measured(self, tensor_parallel_size: int) -> bool:
+        """Whether a rollout on this layout was measured. Of an imported or a datasheet profile none was."""
+        return self.kind == "calibrated" and not self.layout_error(tensor_parallel_size)
+
     @property
     def label(self) -> str:
         """How a profile is called in tables and messages."""

@@ -396,9 +396,18 @@ def test_an_argument_of_another_kind_is_refused_by_name(name: str, value: Any, a
         plan(**arguments)
 
 
+def test_no_layout_goes_first_where_none_was_measured() -> None:
+    """An imported profile knows no rollout of its GPU, whatever the layout: the fastest is chosen."""
+    found = plan("Qwen/Qwen3-32B", "h100", Workload(32, 16, 1024, LogNormal(6000, 0.9, 20480)), gpus=8)
+    accepted = [c for c in found.choices if c.makespan_s is not None and found.accepts(c.risk)]
+    assert found.select().makespan_s <= 1.02 * min(c.makespan_s for c in accepted)
+    assert found.select().tensor_parallel > 1
+    assert not any("what was measured goes first" in reason for reason in found.reasons)
+
+
 def test_precisions_are_one_name_or_some() -> None:
     assert [c.precision for c in plan(SMALL, "h200", WORK, precisions="fp8_kv").choices] == ["fp8_kv"]
-    with pytest.raises(ConfigError, match=r"precisions is empty; allowed: some of bf16, .*, or None for all"):
+    with pytest.raises(ConfigError, match=r"precisions is \[\]; allowed: some of bf16, .*, or None for all"):
         plan(SMALL, "h200", WORK, precisions=[])
 
 
