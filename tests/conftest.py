@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from importlib.util import find_spec
 
 import pytest
@@ -16,6 +17,9 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; vLLM would take mos
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# A shell without job control starts what runs in its background with SIGINT ignored, and so would be what tests press.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 GPU = os.path.exists("/proc/driver/nvidia/version")
 if not GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # our kernels run in Triton's interpreter

@@ -134,6 +134,7 @@ def plan_command(
     from fp8plan.model.plan import KV_SCALES
     from fp8plan.model.planner import predict
     from fp8plan.model.rl_step import Trainer
+    from fp8plan.model.shards import strictest
     from fp8plan.model.workload import Workload, parse_both_lengths
 
     card = find_gpu(gpu)
@@ -181,7 +182,7 @@ def plan_command(
         limits=limits,
         gpus=gpus,
         gpus_per_node=gpus_per_node,
-        target="verl" if "verl" in dict(wanted) else "vllm",  # what verl can start, the others can
+        target=strictest(target for target, _ in wanted),
         precisions=precision,
         trainer=Trainer(**trainer) if trainer else None,
         budget=RiskBudget(accept=accept),

@@ -18,6 +18,7 @@ from fp8plan.model.emit import (
     vllm_kwargs,
     workload_tokens,
 )
+from fp8plan.model.shards import why_not_trl
 
 if TYPE_CHECKING:
     from fp8plan.model.plan import Choice, Plan
@@ -51,7 +52,8 @@ _SAMPLING_MODES: Final = {
 def trl_config(plan: Plan, choice: Choice, mode: str = "auto") -> dict[str, Any]:
     """Keyword arguments of `trl.GRPOConfig`. Raises ConfigError for what TRL cannot do."""
     refuse_cpu(plan, "TRL")
-    _refuse_fp8_weights(choice)
+    if reason := why_not_trl(choice.preset):
+        raise ConfigError(reason)
     samples = workload_tokens(plan, "samples")
     if samples < 2:
         raise ConfigError("TRL's GRPO needs at least 2 samples per prompt, the workload has 1; use --samples 2 or more")
@@ -86,18 +88,6 @@ def emit_trl(plan: Plan, choice: Choice, kv_scales: str) -> str:
         ]
     notes += risk_notes(plan, choice, "trl", kv_scales)
     return json.dumps({"grpo_config": config, "command": command, "env": env, "notes": notes}, indent=2)
-
-
-def _refuse_fp8_weights(choice: Choice) -> None:
-    # Server mode hands BF16 tensors to vLLM's own weight transfer, which may well requantise them; that has not been
-    # shown under TRL, so it is refused as well.
-    if choice.preset.weights == "bf16":
-        return
-    raise ConfigError(
-        f"TRL cannot sync {choice.precision}: its colocated engine is built without quantisation and takes weights "
-        "through load_weights, which an FP8 engine refuses; plan with --precision bf16 --precision fp8_kv (fp8_kv runs "
-        "in TRL's server mode), or emit for verl or vllm"
-    )
 
 
 def _resolve(plan: Plan, choice: Choice, mode: str) -> str:

@@ -121,18 +121,18 @@ def _passed_over(
 ) -> list[str]:
     """For each other precision, its fastest layout (of measured ones, where one was chosen): why it was not taken."""
     picked, sentences = choices[chosen], []
-    compared = _compared(choices, picked, profile)
+    compared, of = _compared(choices, picked, profile), " for the whole RL step" if whole_step else ""
     for precision in dict.fromkeys(c.precision for c in compared if c.precision != picked.precision):
         runnable = [c for c in compared if c.precision == precision]
         choice = min(runnable, key=lambda c: _cost(c, whole_step))
         name = f"{choice.precision}{_layout(choice, choices)}"
         gain = _cost(picked, whole_step) / _cost(choice, whole_step)
         if gain > 1 + NO_FASTER and _refused(choice, budget):
-            sentences.append(f"{name} would be {gain:.2f}x as fast, but its mismatch risk is {choice.risk}.")
+            sentences.append(f"{name} would be {gain:.2f}x as fast{of}, but its mismatch risk is {choice.risk}.")
         elif gain > 1 + NO_FASTER:
-            sentences.append(f"{name} is only {gain - 1:.1%} faster, which does not pay for its mismatch.")
+            sentences.append(f"{name} is only {gain - 1:.1%} faster{of}, which does not pay for its mismatch.")
         elif picked.precision == "bf16":
-            sentences.append(f"{name} is no faster: {gain:.2f}x the speed of bf16.")
+            sentences.append(f"{name} is no faster{of}: {gain:.2f}x the speed of bf16.")
     return sentences
 
 
@@ -147,10 +147,10 @@ def _not_measured(
 ) -> list[str]:
     """The fastest of the layouts that stood back because nobody measured them, if it is faster."""
     picked = choices[chosen]
-    if _unmeasured(picked, profile) or _refused(picked, budget):
+    if _unmeasured(picked, profile):
         return []
     stood_back = [c for c in choices if c.makespan_s is not None and _unmeasured(c, profile)]
-    stood_back = [c for c in stood_back if not _refused(c, budget)]
+    stood_back = [c for c in stood_back if _refused(picked, budget) or not _refused(c, budget)]
     if not stood_back:
         return []
     best = min(stood_back, key=lambda c: _cost(c, whole_step))

@@ -65,12 +65,16 @@ class EngineLimits:
         share = self.gpu_memory_utilization
         if not (is_number(share) and 0 < share <= 1):
             raise ConfigError(f"gpu_memory_utilization is {share!r}; allowed: above 0, at most 1")
+        object.__setattr__(self, "gpu_memory_utilization", float(share))  # numpy's cannot be written as JSON
         sizes = ("max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel_size", "data_parallel_size")
         for name in sizes:
-            whole(name, getattr(self, name))
+            object.__setattr__(self, name, whole(name, getattr(self, name)))
         for name in ("max_model_len", "num_gpu_blocks"):
             if getattr(self, name) is not None:
-                whole(name, getattr(self, name), otherwise=", or None")
+                object.__setattr__(self, name, whole(name, getattr(self, name), otherwise=", or None"))
+        for name in ("enable_prefix_caching", "async_scheduling", "enforce_eager", "scheduler_reserve_full_isl"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: True or False")
         if self.block_size % 16:
             raise ConfigError(f"block_size is {self.block_size}; allowed: a multiple of 16")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -37,6 +37,9 @@ GIB = 1 << 30
 # does not know. As much as vLLM took up to 0.12 where nobody said; 0.30 would take 92% of the machine.
 CPU_KV_CACHE_GIB = 4
 
+# No host has more memory; how much this one has, a plan made elsewhere cannot know.
+MOST_HOST_BYTES = 32 << 40
+
 # PyTorch's cuBLAS workspace on Hopper (CUDA semantics, "cuBLAS workspaces": 32 MiB there, 8 MiB before).
 CUBLAS_WORKSPACE_BYTES = 32 * MIB
 
@@ -126,8 +129,9 @@ def memory_plan(
     one request of max_model_len (the engine then refuses to start) or is imposed larger than the GPU's memory.
     """
     plan = _unchecked_plan(shape, precision, gpu, limits)
-    if plan.imposed and plan.weights_bytes + plan.kv_bytes > gpu.memory_bytes and not gpu.is_cpu:
-        raise CapacityError(_larger_than_the_gpu(gpu, limits, plan))
+    memory = MOST_HOST_BYTES if gpu.is_cpu else gpu.memory_bytes
+    if plan.imposed and plan.weights_bytes + plan.kv_bytes > memory:
+        raise CapacityError(_larger_than_the_gpu(gpu, memory, limits, plan))
     tokens = limits.max_model_len or longest_request or 1
     if not _holds(plan, tokens):
         raise CapacityError(_does_not_fit(shape, precision, gpu, limits, plan, tokens))
@@ -301,12 +305,13 @@ def cudagraph_reserve_bytes(shape: ModelShape, precision: Precision, limits: Eng
     return CUDAGRAPH_FIRST_BYTES + (len(sizes) - 1) * CUDAGRAPH_PIECEWISE_BYTES + more_full * full
 
 
-def _larger_than_the_gpu(gpu: Gpu, limits: EngineLimits, plan: MemoryPlan) -> str:
-    most = (gpu.memory_bytes - plan.weights_bytes) // (plan.block_size * plan.kv_bytes_per_token) - 1
+def _larger_than_the_gpu(gpu: Gpu, memory_bytes: int, limits: EngineLimits, plan: MemoryPlan) -> str:
+    most = (memory_bytes - plan.weights_bytes) // (plan.block_size * plan.kv_bytes_per_token) - 1
+    has = f"{memory_bytes / GIB:,.0f} GiB{' at most' if gpu.is_cpu else ''}"
     return (
         f"num_gpu_blocks {limits.num_gpu_blocks} is {plan.kv_bytes / GIB:,.0f} GiB of KV cache on each {gpu.product}, "
-        f"which has {gpu.memory_bytes / GIB:.0f} GiB and holds {plan.weights_bytes / GIB:.0f} GiB of weights; allowed: "
-        f"at most {max(0, most)}, or leave num_gpu_blocks out"
+        f"which has {has} and holds {plan.weights_bytes / GIB:.0f} GiB of weights; allowed: at most {max(0, most)}, or "
+        "leave num_gpu_blocks out"
     )
 
 
@@ -341,6 +346,7 @@ def _ways_out(
 
     layouts = () if gpu.is_cpu else shape.allowed_tensor_parallel()
     larger = (tp for tp in layouts if tp > limits.tensor_parallel_size)
+    larger = (tp for tp in larger if why_not_shardable(shape, precision, tp) is None)
     enough = next((tp for tp in larger if fits(replace(limits, tensor_parallel_size=tp))), None)
     ways = [f"tensor_parallel_size {enough}"] if enough else []
     if not gpu.is_cpu and fits(replace(limits, gpu_memory_utilization=MOST_UTILIZATION)):

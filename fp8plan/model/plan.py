@@ -121,7 +121,8 @@ class Plan:
     kv_scales:  one of KV_SCALES: what kl_k3 and risk assume of an FP8 KV cache
     fp8plan_version: which made the plan
 
-    A choice is named by its index, or by its precision: then it is the fastest layout of it that can run.
+    A choice is named by its index, or by its precision: then it is that of the chosen layout, or where this cannot run,
+    the fastest that can.
     `vllm_kwargs`, `env`, `verl_overrides` and `trl_config` translate the chosen choice, or the one that is named, and
     raise ConfigError for what the target cannot do. verl and TRL leave K and V scales at 1.0; where that is riskier
     than the plan accepts, it is a ConfigError too, unless `kv_scales="calibrated"` says that you calibrate them.
@@ -158,14 +159,20 @@ class Plan:
             if not numbers:
                 known = ", ".join(dict.fromkeys(found.precision for found in self.choices))
                 raise ConfigError(f"the plan has no {choice!r}; allowed: {known}")
-            return min(numbers, key=lambda number: self.choices[number].seconds)
+            return min(numbers, key=lambda number: (not self._as_chosen(number), self.choices[number].seconds))
         index = self.chosen if choice is None else choice
         allowed = f"allowed: 0 to {len(self.choices) - 1}, or a precision"
         if not isinstance(index, int) or isinstance(index, bool):
-            raise ConfigError(f"choice is {index!r}; {allowed}")
+            raise ConfigError(f"choice is {index!r:.60}; {allowed}")
         if not 0 <= index < len(self.choices):
             raise ConfigError(f"there is no choice {index}; {allowed}")
         return index
+
+    def _as_chosen(self, number: int) -> bool:
+        """Whether a choice can run on the layout of the chosen one."""
+        one, other = self.choices[number], self.choices[self.chosen]
+        layouts = [(c.tensor_parallel, c.data_parallel) for c in (one, other)]
+        return one.available and layouts[0] == layouts[1]
 
     def select(self, choice: int | str | None = None) -> Choice:
         """The chosen Choice, or the one that is named. Raises ConfigError if there is none or the GPU cannot run it."""

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from fp8plan.checks import whole
 from fp8plan.errors import CapacityError, ConfigError, Fp8PlanError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.explain import explain
@@ -241,8 +242,6 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "gpu": (Gpu, str),
     "workload": (Workload,),
     "limits": (EngineLimits, NoneType),
-    "gpus": (int, NoneType),
-    "gpus_per_node": (int, NoneType),
     "trainer": (Trainer, NoneType),
     "budget": (RiskBudget, NoneType),
     "kv_scales_calibrated": (bool,),
@@ -259,6 +258,12 @@ def _check_kinds(arguments: Mapping[str, Any]) -> None:
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             allowed = " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
             raise ConfigError(f"{name} is {value!r}; allowed: {allowed}")
+    for name in ("gpus", "gpus_per_node"):
+        if arguments[name] is not None:
+            whole(name, arguments[name], otherwise=", or None")
+    names = arguments["precisions"]
+    if not (names is None or (isinstance(names, Sequence) and all(isinstance(name, str) for name in names))):
+        raise ConfigError(f"precisions is {names!r}; allowed: some of {', '.join(PRESETS)}, or None for all")
 
 
 def _loadable_name(shape: ModelShape) -> str:
@@ -276,19 +281,19 @@ def choose(candidates: Sequence[Candidate], budget: RiskBudget) -> int:
     """
     runnable = [i for i, c in enumerate(candidates) if c.rollout is not None]
     accepted = [i for i in runnable if budget.accepts(_risk(candidates[i]).level)]
-    accepted = _measured_first(candidates, accepted)
-    fastest = min((candidates[i].seconds for i in accepted), default=0.0)
-    close = [i for i in accepted if candidates[i].seconds <= fastest * (1 + LEAST_GAIN)]
-    return min(close or runnable, key=lambda i: (_risk(candidates[i]).kl_k3, candidates[i].seconds))
+    compared = _measured_first(candidates, accepted or runnable)
+    fastest = min(candidates[i].seconds for i in compared)
+    close = [i for i in compared if candidates[i].seconds <= fastest * (1 + LEAST_GAIN)]
+    return min(close if accepted else compared, key=lambda i: (_risk(candidates[i]).kl_k3, candidates[i].seconds))
 
 
-def _measured_first(candidates: Sequence[Candidate], accepted: list[int]) -> list[int]:
-    """Of `accepted`, those on measured layouts, if the best of them may be as fast as the fastest."""
-    measured = [i for i in accepted if candidates[i].measured]
+def _measured_first(candidates: Sequence[Candidate], compared: list[int]) -> list[int]:
+    """Of `compared`, those on measured layouts, if the best of them may be as fast as the fastest."""
+    measured = [i for i in compared if candidates[i].measured]
     if not measured:
-        return accepted
-    fastest = min((candidates[i] for i in accepted), key=lambda c: c.seconds)
-    return measured if min(candidates[i].low for i in measured) <= fastest.high else accepted
+        return compared
+    fastest = min((candidates[i] for i in compared), key=lambda c: c.seconds)
+    return measured if min(candidates[i].low for i in measured) <= fastest.high else compared
 
 
 def _layouts(shape: ModelShape, limits: EngineLimits, gpus: int | None, gpu: Gpu) -> list[EngineLimits]:
@@ -485,7 +490,7 @@ def _choice(candidate: Candidate, baseline: Candidate | None, problem: Problem) 
         seq_reject_fraction=risk.seq_reject_fraction,
         risk=risk.level,
         unit_kv_scales=_unit_kv_scales(candidate.unit_risk),
-        extrapolated=bool(timed.extrapolated),
+        extrapolated=bool(timed.extrapolated) or problem.profile.layout_error(where["tensor_parallel"]) > 0,
         refused_by=refusals(problem.shape, candidate.precision, candidate.limits.tensor_parallel_size),
     )
 

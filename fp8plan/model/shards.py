@@ -16,14 +16,14 @@ None of them leaves such a layer in BF16.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Linear, ModelShape
 from fp8plan.model.precision import Precision
 
-# Who starts the engine. TRL takes vLLM's own way where it takes FP8 weights at all, which its emitter decides.
+# Who starts the engine, the least demanding first.
 TARGETS: Final = ("vllm", "verl", "trl")
 
 
@@ -41,6 +41,26 @@ def check_target(target: str) -> None:
         raise ConfigError(f"target is {target!r}; allowed: {', '.join(TARGETS)}")
 
 
+def strictest(targets: Iterable[str]) -> str:
+    """The one of several targets whose layouts all of them can start; vLLM's own way without any."""
+    return max(targets, key=TARGETS.index, default="vllm")
+
+
+def why_not_trl(precision: Precision) -> str | None:
+    """Why TRL cannot run FP8 weights, whatever their sizes; None for BF16 weights.
+
+    Its server mode hands BF16 tensors to vLLM's own weight transfer, which may well requantise them; that has not been
+    shown under TRL, so it is refused as well.
+    """
+    if precision.weights == "bf16":
+        return None
+    return (
+        f"TRL cannot sync {precision.name}: its colocated engine is built without quantisation and takes weights "
+        "through load_weights, which an FP8 engine refuses; plan with --precision bf16 --precision fp8_kv (fp8_kv runs "
+        "in TRL's server mode), or emit for verl or vllm"
+    )
+
+
 def why_not_shardable(
     shape: ModelShape, precision: Precision, tensor_parallel: int, target: str = "vllm"
 ) -> str | None:
@@ -48,6 +68,8 @@ def why_not_shardable(
     check_target(target)
     if precision.weights == "bf16":
         return None
+    if target == "trl":
+        return why_not_trl(precision)
     block, who = precision.weight_block[0], "verl" if target == "verl" else "vLLM"
     sizes = _whole_blocks if target == "verl" else _inputs
 

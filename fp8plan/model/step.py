@@ -137,14 +137,15 @@ class StepModel:
         return tokens * per_token + sampled + pairs * self.shape.num_layers / self._peak(self.precision.kv)
 
     def outside_hull(self, batch: StepBatch) -> list[str]:
-        """Why these steps lie outside of what the profile measured; empty when they do not.
+        """Why these steps lie outside of what the profile measured; empty when they do not. The layout is
+        `Profile.layout_error`'s.
 
         Layers may be larger or smaller than any that was timed. Of requests and tokens only more than that counts: with
         fewer a step goes towards its fixed costs, which are known.
         """
-        hull, reasons = self.profile.hull, self._outside_layouts()
+        hull, reasons = self.profile.hull, []
         if hull is None:
-            return [f"nothing was measured on {self.gpu.name}: {self.profile.kind} profile", *reasons]
+            return [f"nothing was measured on {self.gpu.name}: {self.profile.kind} profile"]
         linears = [x for x in self._layers() if x.quantised] or self._layers()
         asked: dict[str, Array] = {name: getattr(batch, name) for name in StepBatch.__slots__}
         asked |= {"m": self._padded(_tokens(batch)), "n": np.array([x.n for x in linears])}
@@ -164,12 +165,6 @@ class StepModel:
     @property
     def _between_nodes(self) -> bool:
         return self.limits.tensor_parallel_size > self.gpu.gpus_per_node
-
-    def _outside_layouts(self) -> list[str]:
-        """Why no measurement had this layout; empty where one had."""
-        size = self.limits.tensor_parallel_size
-        unmeasured = self.profile.layout_error(size) > 0
-        return [f"no measurement of tensor_parallel_size {size} on {self.gpu.name}"] if unmeasured else []
 
     def _peak(self, dtype: str) -> float:
         return peak_flops(self.gpu, dtype)

@@ -104,7 +104,7 @@ def _compare(record: Record, strict: bool, warnings: dict[str, None]) -> dict[st
         "error": relative_error({"seconds": record.seconds, "predicted_s": timed.makespan_s}),
         "predicted_kv_cache_tokens": memory.kv_cache_tokens,
         "predicted_preemptions": timed.preemptions,
-        "extrapolated": bool(timed.extrapolated),
+        "extrapolated": bool(timed.extrapolated) or model.profile.layout_error(model.limits.tensor_parallel_size) > 0,
     }
 
 

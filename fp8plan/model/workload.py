@@ -61,6 +61,7 @@ class Fixed:
 
     def __post_init__(self) -> None:
         _check_length("fixed length", self.tokens, whole=True)
+        object.__setattr__(self, "tokens", int(self.tokens))
 
     @property
     def longest(self) -> int:
@@ -89,6 +90,7 @@ class LogNormal:
     def __post_init__(self) -> None:
         _check_length("lognormal mean", self.mean)
         _check_length("lognormal max", self.max, whole=True)
+        object.__setattr__(self, "max", int(self.max))
         if not (is_number(self.sigma) and 0 <= self.sigma <= MOST_SIGMA):
             raise ConfigError(f"lognormal sigma is {self.sigma!r}; allowed: at least 0, at most {MOST_SIGMA:g}")
 
@@ -112,10 +114,11 @@ class Trace:
     source: str
 
     def __post_init__(self) -> None:
-        if not self.lengths:
+        if isinstance(self.lengths, str) or not len(self.lengths):
             raise ConfigError(f"the trace {self.source} has no lengths; give at least one row")
         for row, length in enumerate(self.lengths):
             _check_length(f"length in row {row + 1} of {self.source}", length, whole=True)
+        object.__setattr__(self, "lengths", tuple(int(length) for length in self.lengths))
 
     @property
     def longest(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -157,7 +158,8 @@ def test_select_takes_the_chosen_or_the_one_asked_for() -> None:
         with pytest.raises(ConfigError, match=f"no choice {wrong}; allowed: 0 to 3, or a precision"):
             plan.select(wrong)
     for thing in (1.5, True, plan.choices[0], [0]):
-        with pytest.raises(ConfigError, match=f"choice is {thing!r}; allowed: 0 to 3, or a precision"):
+        told = re.escape(f"choice is {thing!r:.60}; allowed: 0 to 3, or a precision")
+        with pytest.raises(ConfigError, match=told):
             plan.select(thing)  # type: ignore[arg-type]
     with pytest.raises(
         ConfigError, match=r"the plan has no 'fp8'; allowed: bf16, fp8_block, fp8_kv, fp8_block\+fp8_kv"
@@ -165,7 +167,7 @@ def test_select_takes_the_chosen_or_the_one_asked_for() -> None:
         plan.select("fp8")
 
 
-def test_a_precision_names_its_fastest_layout_that_can_run() -> None:
+def test_a_precision_names_that_of_the_chosen_layout_or_else_its_fastest() -> None:
     def kv(tensor_parallel: int, **known: Any) -> Choice:
         return plans.choice("fp8_kv", tensor_parallel=tensor_parallel, **known)
 
@@ -175,8 +177,12 @@ def test_a_precision_names_its_fastest_layout_that_can_run() -> None:
     assert plan.index("fp8_kv") == 3
     assert plan.vllm_kwargs("fp8_kv")["tensor_parallel_size"] == 2
     assert "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=fp8" in plan.verl_overrides("fp8_kv")
-    steps = (kv(2, makespan_s=7.0, rl_step_s=50.0), kv(4, makespan_s=9.0, rl_step_s=40.0))
+    chosen = plans.choice("bf16", makespan_s=9.0, rl_step_s=60.0)
+    steps = (chosen, kv(2, makespan_s=7.0, rl_step_s=50.0), kv(4, makespan_s=9.0, rl_step_s=40.0))
     assert plans.plan(choices=steps).select("fp8_kv").tensor_parallel == 4
+    same = (replace(chosen, tensor_parallel=2), *steps[1:])
+    assert plans.plan(choices=same).select("fp8_kv").tensor_parallel == 2
+    assert plans.plan(choices=steps[1:], chosen=0).select("fp8_kv").tensor_parallel == 2  # the chosen one itself
     with pytest.raises(ConfigError, match="too large"):
         plans.plan(choices=(gone,)).select("fp8_kv")
 
