@@ -117,6 +117,10 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "more replicas than requests": ([*PLAN, "--data-parallel-size", "5"], ("5", "4")),
     "TP beyond all": ([*PLAN, "--tensor-parallel-size", "1000000"], ("1000000",)),
     "KV blocks beyond the GPU": ([*PLAN, "--num-gpu-blocks", "1000000000000"], ("1000000000000", "num_gpu_blocks")),
+    "KV blocks beyond any host": (
+        [*PLAN, "--gpu", "cpu", "--engine-version", "0.30.0", "--num-gpu-blocks", "1000000000000"],
+        ("1000000000000", "num_gpu_blocks", "at most"),
+    ),
     "sigma beyond all": ([*PLAN, "--response-lengths", "lognormal:mean=5,sigma=1e308,max=9"], ("sigma", "1e+308")),
     # versions and precisions
     "version in words": ([*PLAN, "--engine-version", "newest"], ("newest", "0.26.0")),

@@ -405,6 +405,43 @@ def test_no_layout_goes_first_where_none_was_measured() -> None:
     assert not any("what was measured goes first" in reason for reason in found.reasons)
 
 
+def test_measured_layouts_go_first_also_where_the_budget_accepts_none() -> None:
+    work = Workload(64, 8, 512, LogNormal(2000, 0.9, 8192))
+    for accept in ("low", "moderate"):
+        found = plan("Qwen/Qwen3-8B", "h200", work, gpus=8, precisions=["fp8_block"], budget=RiskBudget(accept=accept))
+        assert found.select().tensor_parallel == 1
+        assert any("what was measured goes first" in reason for reason in found.reasons)
+
+
+def test_a_plan_for_trl_has_no_fp8_weights() -> None:
+    found = plan(SMALL, "h200", WORK, target="trl")
+    assert [c.precision for c in found.choices if c.available] == ["bf16", "fp8_kv"]
+    assert all("TRL cannot sync" in c.reason for c in found.choices if not c.available)
+    assert {name for c in plan(SMALL, "h200", WORK).choices for name in c.refused_by} == {"trl"}
+
+
+def test_what_is_advised_can_start() -> None:
+    """29568 inputs of down_proj are 231 blocks: no tensor-parallel size cuts them."""
+    with pytest.raises(CapacityError) as error:
+        plan("Qwen/Qwen2.5-72B-Instruct", "h100", WORK, precisions=["fp8_block"])
+    assert "does not fit" in str(error.value)
+    assert "tensor_parallel_size 2" not in str(error.value)
+
+
+def test_numbers_of_numpy_s_types_are_written_as_plain_ones() -> None:
+    limits = EngineLimits(max_num_seqs=np.int64(64), gpu_memory_utilization=np.float32(0.9))  # type: ignore[arg-type]
+    work = Workload(2, 2, Trace(np.array([8, 9]), "here"), LogNormal(20.0, 1.0, np.int64(100)))  # type: ignore[arg-type]
+    found = plan(SMALL, "h200", work, limits=limits, gpus=np.int64(1))  # type: ignore[arg-type]
+    assert Plan.from_json(found.to_json()).limits.max_num_seqs == 64
+    with pytest.raises(ConfigError, match="enable_prefix_caching is 'no'; allowed: True or False"):
+        EngineLimits(enable_prefix_caching="no")  # type: ignore[arg-type]
+
+
+def test_a_ratio_of_rl_steps_is_called_one() -> None:
+    found = plan("Qwen/Qwen3-8B", "h200", Workload(16, 4, 512, 500), trainer=Trainer(train_s=300, logprob_s=60))
+    assert any("fp8_block is no faster for the whole RL step: 1.00x" in reason for reason in found.reasons)
+
+
 def test_precisions_are_one_name_or_some() -> None:
     assert [c.precision for c in plan(SMALL, "h200", WORK, precisions="fp8_kv").choices] == ["fp8_kv"]
     with pytest.raises(ConfigError, match=r"precisions is \[\]; allowed: some of bf16, .*, or None for all"):
