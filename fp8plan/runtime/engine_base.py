@@ -225,13 +225,19 @@ class EngineBase:
         return answered(GuardState(), self.launch.precision, escalate)[1]
 
     def _follow(self, busy: int, action: Action) -> Procedure:
-        """Do what the guard advises."""
+        """Do what the guard advises, and tell it."""
         if action == Action.RECALIBRATE_KV:
             yield from self._recalibrate(busy, None, None)
+            self._took(action)
         elif action != Action.NONE:
             wanted = stepped_down(self.launch.precision, action)
             if wanted == self.launch.precision:
                 raise ConfigError(f"{action.value} changes nothing in {wanted}; allowed: an action of the guard's")
             with alone(self.state, busy):
                 self.launch = self.launch.with_precision(wanted)
+                self._took(action)  # should it not start, the next sync starts it in that precision
                 yield from self._restart()
+
+    def _took(self, action: Action) -> None:
+        if self.guard is not None:
+            self.guard.took(action)

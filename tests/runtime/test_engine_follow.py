@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,14 +21,17 @@ from tiny_models import (
     weights,
 )
 
-from fp8plan.errors import ConfigError, NotServingError
+from fp8plan.errors import ConfigError, NotServingError, SyncError
+from fp8plan.runtime.async_engine import AsyncRolloutEngine
 from fp8plan.runtime.controlling.state import Escalation
 from fp8plan.runtime.engine import RolloutEngine
+from fp8plan.runtime.engine_base import EngineBase
 from fp8plan.runtime.guard import Guard, Verdict
-from fp8plan.runtime.guarding.ladder import Action, GuardSettings
+from fp8plan.runtime.guarding.ladder import Action, GuardSettings, GuardState
 from fp8plan.runtime.launch import Launch
 from fp8plan.runtime.monitor import Monitor
 from fp8plan.runtime.sinks import Callback
+from fp8plan.runtime.sync_state import Call, SyncSettings
 
 pytestmark = pytest.mark.vllm
 
@@ -179,3 +184,72 @@ def test_a_plan_without_the_safer_precision_cannot_step_down() -> None:
         assert engine.serving
     finally:
         engine.shutdown()
+
+
+# --- without an engine ----------------------------------------------------------------------------------------------
+
+
+class Answers:
+    """An engine's answers to Calls. busy: requests that run; does: what it was asked for; broken: it does not start"""
+
+    def __init__(self) -> None:
+        self.busy, self.broken, self.does = 0, False, list[str]()
+
+    def answer(self, call: Call) -> Any:
+        self.does.append(call.what)
+        if call.what == "restart" and self.broken:
+            raise NotServingError("it does not start")
+        amax = {"layer": [1.0, 1.0, 1.0]}
+        return [{"ok": amax}] if call.what == "rpc" else None
+
+    async def answer_later(self, call: Call) -> Any:
+        return self.answer(call)
+
+
+def unstarted(kind: type[EngineBase], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Answers]:
+    """An engine in fp8_block+fp8_kv whose vLLM is Answers."""
+    answers, engine = Answers(), kind.__new__(kind)
+    lower = {"fp8_block": SimpleNamespace(precision="fp8_block", fp8_kv=False)}
+    first = SimpleNamespace(precision="fp8_block+fp8_kv", fp8_kv=True, with_precision=lower.__getitem__)
+    EngineBase.__init__(engine, first, SyncSettings(), None, GuardSettings())  # type: ignore[arg-type]
+    engine.guard = Guard.__new__(Guard)
+    engine.guard.state, engine.guard.facts = GuardState(), SimpleNamespace(precision=first.precision)
+    engine._rollout = [[1, 2, 3]]
+    monkeypatch.setattr(engine, "_busy", lambda: answers.busy)
+    later = kind is AsyncRolloutEngine
+    monkeypatch.setattr(engine, "_answer", answers.answer_later if later else answers.answer)
+    return engine, answers
+
+
+def followed(engine: Any, escalate: Escalation) -> None:
+    done = engine.follow(None, escalate)
+    if done is not None:
+        asyncio.run(done)
+
+
+@pytest.mark.parametrize("kind", [RolloutEngine, AsyncRolloutEngine])
+def test_an_escalation_that_fails_is_done_the_next_time(
+    kind: type[EngineBase], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, answers = unstarted(kind, monkeypatch)
+    answers.busy = 1
+    with pytest.raises(SyncError, match="1 requests are running"):
+        followed(engine, Escalation.RECALIBRATE_KV)
+    assert not answers.does
+    assert engine.guard.state.rung == Action.NONE
+    answers.busy = 0
+    followed(engine, Escalation.RECALIBRATE_KV)
+    assert "generate" in answers.does
+    assert engine.guard.state.rung == Action.RECALIBRATE_KV
+    answers.does.clear()
+    followed(engine, Escalation.RECALIBRATE_KV)  # each is asked for once
+    assert not answers.does
+
+
+def test_a_step_down_that_does_not_start_is_taken_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next sync starts the engine in the precision that it stepped down to."""
+    engine, answers = unstarted(RolloutEngine, monkeypatch)
+    answers.broken = True
+    with pytest.raises(NotServingError, match="does not start"):
+        followed(engine, Escalation.STEP_DOWN)
+    assert (engine.launch.precision, engine.guard.state.rung) == ("fp8_block", Action.KV_TO_BF16)
