@@ -3,7 +3,7 @@ on it. A procedure yields Calls (fp8plan.runtime.weight_sync); RolloutEngine and
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -160,10 +160,10 @@ class EngineBase:
         return self.state.quantised
 
     def _calibration(self, amax: Any, given: Sequence[Sequence[int]] | None) -> tuple[Any, str]:
-        """Token ids to calibrate KV scales on: those given, none if there is an amax, the last rollout's, or random
-        ones; where they come from."""
-        if given is not None or amax is not None:
-            return given, "calibration prompts"
+        """Token ids to calibrate KV scales on: those given, none if there is an amax or no FP8 KV cache, the last
+        rollout's, or random ones; where they come from."""
+        if given is not None or amax is not None or not self.state.fp8_kv:
+            return _as_lists(given), "calibration prompts"
         if self._rollout:
             return self._rollout, "sequences of the last rollout"
         import numpy as np
@@ -241,3 +241,11 @@ class EngineBase:
     def _took(self, action: Action) -> None:
         if self.guard is not None:
             self.guard.took(action)
+
+
+def _as_lists(prompts: Any) -> Any:
+    """Prompts that can be read more than once: to be checked, and in each pass of a calibration. What is no list of
+    lists stays what it is, to be refused."""
+    if not isinstance(prompts, Iterable):
+        return prompts
+    return [list(tokens) if isinstance(tokens, Iterable) else tokens for tokens in prompts]

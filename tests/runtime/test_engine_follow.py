@@ -214,7 +214,7 @@ def unstarted(kind: type[EngineBase], monkeypatch: pytest.MonkeyPatch) -> tuple[
     EngineBase.__init__(engine, first, SyncSettings(), None, GuardSettings())  # type: ignore[arg-type]
     engine.guard = Guard.__new__(Guard)
     engine.guard.state, engine.guard.facts = GuardState(), SimpleNamespace(precision=first.precision)
-    engine._rollout = [[1, 2, 3]]
+    engine._rollout, engine.state.kv_scales = [[1, 2, 3]], {"layer": [1.0] * 3}
     monkeypatch.setattr(engine, "_busy", lambda: answers.busy)
     later = kind is AsyncRolloutEngine
     monkeypatch.setattr(engine, "_answer", answers.answer_later if later else answers.answer)
