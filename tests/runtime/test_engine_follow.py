@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from dataclasses import replace
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +30,7 @@ from fp8plan.runtime.engine import RolloutEngine
 from fp8plan.runtime.engine_base import EngineBase
 from fp8plan.runtime.guard import Guard, Verdict
 from fp8plan.runtime.guarding.ladder import Action, GuardSettings, GuardState
+from fp8plan.runtime.judge import Judge, Judged
 from fp8plan.runtime.launch import Launch
 from fp8plan.runtime.monitor import Monitor
 from fp8plan.runtime.sinks import Callback
@@ -211,6 +214,7 @@ def unstarted(kind: type[EngineBase], monkeypatch: pytest.MonkeyPatch) -> tuple[
     answers, engine = Answers(), kind.__new__(kind)
     lower = {"fp8_block": SimpleNamespace(precision="fp8_block", fp8_kv=False)}
     first = SimpleNamespace(precision="fp8_block+fp8_kv", fp8_kv=True, with_precision=lower.__getitem__)
+    engine.mode, engine._half_done, engine.llm = "multiprocess", False, None
     EngineBase.__init__(engine, first, SyncSettings(), None, GuardSettings())  # type: ignore[arg-type]
     engine.guard = Guard.__new__(Guard)
     engine.guard.state, engine.guard.facts = GuardState(), SimpleNamespace(precision=first.precision)
@@ -253,3 +257,68 @@ def test_a_step_down_that_does_not_start_is_taken_all_the_same(monkeypatch: pyte
     with pytest.raises(NotServingError, match="does not start"):
         followed(engine, Escalation.STEP_DOWN)
     assert (engine.launch.precision, engine.guard.state.rung) == ("fp8_block", Action.KV_TO_BF16)
+
+
+class Process:
+    def __init__(self) -> None:
+        self.killed = False
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+def running(process: Process, shutdown: Any) -> Any:
+    """A vLLM whose engine runs in a process."""
+    manager = SimpleNamespace(processes=[process])
+    core = SimpleNamespace(resources=SimpleNamespace(engine_manager=manager), shutdown=shutdown)
+    return SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core), engine_core=core, shutdown=shutdown)
+
+
+@pytest.mark.parametrize("kind", [RolloutEngine, AsyncRolloutEngine])
+def test_a_shutdown_that_is_interrupted_leaves_no_process_and_can_be_repeated(
+    kind: type[EngineBase], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = unstarted(kind, monkeypatch)
+    engine._judge, process, calls = Judge(engine), Process(), list[int]()
+
+    def shutdown() -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    engine.llm = running(process, shutdown)
+    with pytest.raises(KeyboardInterrupt):
+        engine.shutdown()
+    assert process.killed
+    engine.shutdown()
+    assert (len(calls), engine.llm) == (2, None)
+
+
+def test_a_shut_down_engine_judges_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = unstarted(RolloutEngine, monkeypatch)
+    judge = engine._judge = Judge(engine)
+    go_on, begun = Event(), Event()
+    under_way = judge._thread.submit(lambda: begun.set() or go_on.wait(30))
+    judge._judging = judge._thread.submit(Judged)
+    begun.wait(30)
+    engine.shutdown()
+    assert engine.verdict is None
+    assert judge._judging.cancelled()
+    go_on.set()
+    assert under_way.result(30)
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        judge._thread.submit(Judged)
+
+
+def test_a_new_engine_is_not_taken_for_one_that_was_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+
+    engine, _ = unstarted(RolloutEngine, monkeypatch)
+    engine._judge, engine.mode, engine._half_done = Judge(engine), "inprocess", True
+    engine.launch.env, engine.launch.kwargs = {}, {}
+    core = SimpleNamespace(add_request=None, step=None)
+    monkeypatch.setattr(vllm, "LLM", lambda: SimpleNamespace(llm_engine=core))
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    engine._start()
+    gc.unfreeze()
+    assert not engine._half_done
