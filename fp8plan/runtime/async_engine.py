@@ -135,8 +135,12 @@ class AsyncRolloutEngine(EngineBase):
 
     def _stop(self) -> None:
         if self.llm is not None:
-            stopping, self.llm = self.llm, None
-            stopping.shutdown()
+            try:
+                self.llm.shutdown()
+            except BaseException:
+                self._give_up()  # vLLM shuts processes down only once: a second try would leave them
+                raise
+            self.llm = None
 
     def _model_config(self) -> Any:
         return self.llm.model_config

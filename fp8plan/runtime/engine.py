@@ -199,6 +199,7 @@ class RolloutEngine(EngineBase):
         """Stop the engine and free its memory, for good: every later call raises LostEngineError."""
         with Held(self._give_up):
             self.state.shut_down = True
+            self._judge.close()
             self._stop()
 
     @contextmanager
@@ -218,6 +219,7 @@ class RolloutEngine(EngineBase):
 
     def _start(self) -> None:
         self._judge.wait()  # the guard must not learn of another engine meanwhile
+        self._half_done = False  # of the engine before it
         os.environ.update(self.launch.env)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if self.mode == "multiprocess" else "0"
         register()  # vLLM loads plugins once: an engine before this one may have needed none
@@ -234,8 +236,12 @@ class RolloutEngine(EngineBase):
 
     def _stop(self) -> None:
         if self.llm is not None:
-            core, self.llm = self.llm.llm_engine.engine_core, None
-            core.shutdown()
+            try:
+                self.llm.llm_engine.engine_core.shutdown()
+            except BaseException:
+                self._give_up()  # vLLM shuts processes down only once: a second try would leave them
+                raise
+            self.llm = None
         gc.unfreeze()
         gc.collect()
 

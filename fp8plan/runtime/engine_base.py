@@ -3,7 +3,7 @@ on it. A procedure yields Calls (fp8plan.runtime.weight_sync); RolloutEngine and
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -160,10 +160,10 @@ class EngineBase:
         return self.state.quantised
 
     def _calibration(self, amax: Any, given: Sequence[Sequence[int]] | None) -> tuple[Any, str]:
-        """Token ids to calibrate KV scales on: those given, none if there is an amax, the last rollout's, or random
-        ones; where they come from."""
-        if given is not None or amax is not None:
-            return given, "calibration prompts"
+        """Token ids to calibrate KV scales on: those given, none if there is an amax or no FP8 KV cache, the last
+        rollout's, or random ones; where they come from."""
+        if given is not None or amax is not None or not self.state.fp8_kv:
+            return _as_lists(given), "calibration prompts"
         if self._rollout:
             return self._rollout, "sequences of the last rollout"
         import numpy as np
@@ -225,13 +225,27 @@ class EngineBase:
         return answered(GuardState(), self.launch.precision, escalate)[1]
 
     def _follow(self, busy: int, action: Action) -> Procedure:
-        """Do what the guard advises."""
+        """Do what the guard advises, and tell it."""
         if action == Action.RECALIBRATE_KV:
             yield from self._recalibrate(busy, None, None)
+            self._took(action)
         elif action != Action.NONE:
             wanted = stepped_down(self.launch.precision, action)
             if wanted == self.launch.precision:
                 raise ConfigError(f"{action.value} changes nothing in {wanted}; allowed: an action of the guard's")
             with alone(self.state, busy):
                 self.launch = self.launch.with_precision(wanted)
+                self._took(action)  # should it not start, the next sync starts it in that precision
                 yield from self._restart()
+
+    def _took(self, action: Action) -> None:
+        if self.guard is not None:
+            self.guard.took(action)
+
+
+def _as_lists(prompts: Any) -> Any:
+    """Prompts that can be read more than once: to be checked, and in each pass of a calibration. What is no list of
+    lists stays what it is, to be refused."""
+    if not isinstance(prompts, Iterable):
+        return prompts
+    return [list(tokens) if isinstance(tokens, Iterable) else tokens for tokens in prompts]

@@ -62,8 +62,9 @@ def alone(state: SyncState, busy: int) -> Iterator[None]:
 
 @contextmanager
 def falling_asleep(state: SyncState, level: int) -> Iterator[bool]:
-    """vLLM is put to sleep; whether there is anything to do. If that fails nobody knows what is left: the engine
-    refuses until a complete sync. Raises ConfigError for other levels, SyncError if it sleeps otherwise."""
+    """vLLM is put to sleep; whether there is anything to do. If that fails nobody knows what is left: the engine counts
+    as asleep, and refuses until a wake-up and a complete sync. Raises ConfigError for other levels, SyncError if it
+    sleeps otherwise."""
     refuse_dead(state)
     if level not in (1, 2):
         raise ConfigError(
@@ -72,17 +73,16 @@ def falling_asleep(state: SyncState, level: int) -> Iterator[bool]:
     if state.asleep:  # vLLM would ignore it
         if state.asleep != frozenset(TAGS) or level > state.sleep_level:
             asleep = ", ".join(sorted(state.asleep))
-            raise SyncError(f"the engine sleeps already ({asleep}, level {state.sleep_level}); call wake_up before")
+            level_now = f"level {state.sleep_level}" if state.sleep_level else "perhaps not all of it"
+            raise SyncError(f"the engine sleeps already ({asleep}, {level_now}); call wake_up before")
         yield False
         return
     before = state.refusal
     state.refusal = "the engine was put to sleep, and that has not ended"
-    state.asleep, state.sleep_level = frozenset(TAGS), level
-    try:
-        yield True
-    except BaseException:
-        state.asleep = frozenset()
-        raise
+    # Who is interrupted may have put it to sleep all the same; to wake up what is awake does no harm.
+    state.asleep, state.sleep_level = frozenset(TAGS), 0
+    yield True
+    state.sleep_level = level
     state.refusal = before if level < 2 else "the engine slept at level 2, which drops its weights"
 
 

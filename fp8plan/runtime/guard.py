@@ -39,6 +39,7 @@ from fp8plan.runtime.controlling.state import Escalation
 from fp8plan.runtime.guarding.causes import Case, Cause, Found, causes
 from fp8plan.runtime.guarding.facts import EngineFacts, Observation
 from fp8plan.runtime.guarding.ladder import (
+    DEPTH,
     Action,
     GuardSettings,
     GuardState,
@@ -116,9 +117,13 @@ class Guard:
 
     def answer(self, escalation: Escalation) -> Action:
         """What to do when the thresholds of the correction can do no more: a rung that was not taken yet, or nothing.
-        It counts as taken."""
-        self.state, action = answered(self.state, self.facts.precision, escalation)
-        return action
+        Say so with `took` once it is done: what failed is to be asked for again."""
+        return answered(self.state, self.facts.precision, escalation)[1]
+
+    def took(self, action: Action) -> None:
+        """A rung was taken, and counts as asked for."""
+        if DEPTH[action] > DEPTH[self.state.rung]:
+            self.state = GuardState(rung=action)
 
     def precision_for(self, planned: str) -> str:
         """The preset that an engine should be started with, now and after a restart from a saved state.

@@ -48,12 +48,16 @@ class Judge:
 
     @property
     def last(self) -> Judged:
-        return Judged() if self._judging is None else self._judging.result()
+        return Judged() if self._judging is None or self._judging.cancelled() else self._judging.result()
 
     def wait(self) -> None:
         """Until no rollout is being judged."""
         if self._judging is not None:
             wait([self._judging])
+
+    def close(self) -> None:
+        """No rollout will follow; of those before, only what is under way is still judged."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def report_kl(self, kl_k3: float) -> None:
         """Of the last rollout; the next verdict counts it. Raises ConfigError if it is not finite."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence, Sized
 from operator import index
 from typing import Any, Final
 
@@ -42,14 +42,18 @@ def refuse_calibration(
     state: SyncState, amax: Mapping[str, Sequence[float]] | None, prompts: Sequence[Sequence[int]] | None
 ) -> None:
     """Raises ConfigError for what KV scales cannot be made of: an amax that is not one of each attention layer, not
-    finite or 0, no prompts, prompts that the engine does not take, and both."""
+    finite or 0, no prompts, prompts that the engine does not take, and both. With a BF16 KV cache there are none to be
+    made, and only what could never be an amax or prompts is refused."""
+    if amax is not None and not isinstance(amax, Mapping):
+        raise ConfigError(f"kv_amax is of type {type(amax).__name__}; allowed: a dict, {{layer: (q, k, v)}}")
     if not state.fp8_kv:
+        refuse_tokens(state, "kv_prompts", () if prompts is None else prompts)
         return
     if amax is not None:
         if prompts is not None:
             raise ConfigError("kv_amax and kv_prompts are both given; allowed: one of them")
         _refuse_amax(state, amax)
-    elif prompts is None or (isinstance(prompts, Sequence) and not len(prompts)):
+    elif prompts is None or (isinstance(prompts, Sized) and not len(prompts)):
         raise ConfigError(
             "the KV cache is FP8 and there is nothing to calibrate it with; allowed: kv_prompts=[[token ids], ...] or "
             "kv_amax={layer: (q, k, v)}"
@@ -58,9 +62,7 @@ def refuse_calibration(
         refuse_tokens(state, "kv_prompts", prompts)
 
 
-def _refuse_amax(state: SyncState, amax: Any) -> None:
-    if not isinstance(amax, Mapping):
-        raise ConfigError(f"kv_amax is of type {type(amax).__name__}; allowed: a dict, {{layer: (q, k, v)}}")
+def _refuse_amax(state: SyncState, amax: Mapping[str, Sequence[float]]) -> None:
     scales_from(amax)
     if wrong := sorted(map(str, amax.keys() ^ (state.kv_scales or amax).keys())):
         raise ConfigError(

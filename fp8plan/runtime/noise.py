@@ -21,31 +21,48 @@ def held_back(engine_stays: bool = True) -> Iterator[Path]:
 
     An exception gets a note that names the file, which then stays, as it does if an exception is what ends Python.
     """
-    _flush()
-    kept = {stream: os.dup(stream) for stream in STREAMS if _is_open(stream)}
     number, name = tempfile.mkstemp(prefix="fp8plan-engine-", suffix=".log")
-    for stream in kept:
-        os.dup2(number, stream)
-    os.close(number)
     try:
-        yield Path(name)
+        with _into(number):
+            yield Path(name)
     except BaseException as error:
         error.add_note(f"its output is in {name}")
         raise
+    if engine_stays:
+        atexit.register(_forget, name, _last_error())
     else:
-        if engine_stays:
-            atexit.register(_forget, name)
-        else:
+        with suppress(OSError):
             os.unlink(name)
+
+
+@contextmanager
+def _into(number: int) -> Iterator[None]:
+    """What is written goes into a file, by its descriptor, which is closed."""
+    _flush()
+    kept = {stream: os.dup(stream) for stream in STREAMS if _is_open(stream)}
+    try:
+        for stream in kept:
+            os.dup2(number, stream)
+        os.close(number)
+        yield
     finally:
-        _flush()
-        for stream, before in kept.items():
-            os.dup2(before, stream)
-            os.close(before)
+        try:
+            _flush()
+        finally:
+            for stream, before in kept.items():
+                os.dup2(before, stream)
+                os.close(before)
 
 
-def _forget(name: str) -> None:
-    if hasattr(sys, "last_value"):  # what Python ends with
+def _last_error() -> BaseException | None:
+    """What Python has shown the traceback of: in an interactive session of an earlier line, or what it ends with."""
+    return getattr(sys, "last_value", None)
+
+
+def _forget(name: str, before: BaseException | None) -> None:
+    """Remove the file when Python ends, unless it ends with an exception. before: the last one that had been shown when
+    the engine was there."""
+    if _last_error() is not before:
         print(f"the engine's output is in {name}", file=sys.stderr)
     else:
         with suppress(OSError):
@@ -59,6 +76,8 @@ def _is_open(stream: int) -> bool:
 
 
 def _flush() -> None:
+    """A stream that is closed, or broken as a full disk or a pipe that nobody reads, must not cost the engine."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            stream.flush()
+            with suppress(OSError, ValueError):
+                stream.flush()

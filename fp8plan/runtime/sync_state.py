@@ -83,7 +83,7 @@ class SyncState:
     refusal:   why it must not generate; None while it serves
     running:   a sync, a calibration or a step down is under way; generating: calls of generate are
     shut_down: for good, by its owner
-    asleep:    what sleeps, by vLLM's tags: "weights", "kv_cache"; since a sleep at sleep_level
+    asleep:    what sleeps, by vLLM's tags: "weights", "kv_cache"; since a sleep at sleep_level, 0 if that has not ended
     soiled:    weights that were not proven have run: the KV cache may hold NaN, which poisons who gets its block next
     expected:  tensors of the checkpoint it was started with, where known
     prepared:  manifests that the workers have checked

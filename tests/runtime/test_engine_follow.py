@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from dataclasses import replace
+from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,14 +23,18 @@ from tiny_models import (
     weights,
 )
 
-from fp8plan.errors import ConfigError, NotServingError
+from fp8plan.errors import ConfigError, NotServingError, SyncError
+from fp8plan.runtime.async_engine import AsyncRolloutEngine
 from fp8plan.runtime.controlling.state import Escalation
 from fp8plan.runtime.engine import RolloutEngine
+from fp8plan.runtime.engine_base import EngineBase
 from fp8plan.runtime.guard import Guard, Verdict
-from fp8plan.runtime.guarding.ladder import Action, GuardSettings
+from fp8plan.runtime.guarding.ladder import Action, GuardSettings, GuardState
+from fp8plan.runtime.judge import Judge, Judged
 from fp8plan.runtime.launch import Launch
 from fp8plan.runtime.monitor import Monitor
 from fp8plan.runtime.sinks import Callback
+from fp8plan.runtime.sync_state import Call, SyncSettings
 
 pytestmark = pytest.mark.vllm
 
@@ -179,3 +187,138 @@ def test_a_plan_without_the_safer_precision_cannot_step_down() -> None:
         assert engine.serving
     finally:
         engine.shutdown()
+
+
+# --- without an engine ----------------------------------------------------------------------------------------------
+
+
+class Answers:
+    """An engine's answers to Calls. busy: requests that run; does: what it was asked for; broken: it does not start"""
+
+    def __init__(self) -> None:
+        self.busy, self.broken, self.does = 0, False, list[str]()
+
+    def answer(self, call: Call) -> Any:
+        self.does.append(call.what)
+        if call.what == "restart" and self.broken:
+            raise NotServingError("it does not start")
+        amax = {"layer": [1.0, 1.0, 1.0]}
+        return [{"ok": amax}] if call.what == "rpc" else None
+
+    async def answer_later(self, call: Call) -> Any:
+        return self.answer(call)
+
+
+def unstarted(kind: type[EngineBase], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Answers]:
+    """An engine in fp8_block+fp8_kv whose vLLM is Answers."""
+    answers, engine = Answers(), kind.__new__(kind)
+    lower = {"fp8_block": SimpleNamespace(precision="fp8_block", fp8_kv=False)}
+    first = SimpleNamespace(precision="fp8_block+fp8_kv", fp8_kv=True, with_precision=lower.__getitem__)
+    engine.mode, engine._half_done, engine.llm = "multiprocess", False, None
+    EngineBase.__init__(engine, first, SyncSettings(), None, GuardSettings())  # type: ignore[arg-type]
+    engine.guard = Guard.__new__(Guard)
+    engine.guard.state, engine.guard.facts = GuardState(), SimpleNamespace(precision=first.precision)
+    engine._rollout, engine.state.kv_scales = [[1, 2, 3]], {"layer": [1.0] * 3}
+    monkeypatch.setattr(engine, "_busy", lambda: answers.busy)
+    later = kind is AsyncRolloutEngine
+    monkeypatch.setattr(engine, "_answer", answers.answer_later if later else answers.answer)
+    return engine, answers
+
+
+def followed(engine: Any, escalate: Escalation) -> None:
+    done = engine.follow(None, escalate)
+    if done is not None:
+        asyncio.run(done)
+
+
+@pytest.mark.parametrize("kind", [RolloutEngine, AsyncRolloutEngine])
+def test_an_escalation_that_fails_is_done_the_next_time(
+    kind: type[EngineBase], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, answers = unstarted(kind, monkeypatch)
+    answers.busy = 1
+    with pytest.raises(SyncError, match="1 requests are running"):
+        followed(engine, Escalation.RECALIBRATE_KV)
+    assert not answers.does
+    assert engine.guard.state.rung == Action.NONE
+    answers.busy = 0
+    followed(engine, Escalation.RECALIBRATE_KV)
+    assert "generate" in answers.does
+    assert engine.guard.state.rung == Action.RECALIBRATE_KV
+    answers.does.clear()
+    followed(engine, Escalation.RECALIBRATE_KV)  # each is asked for once
+    assert not answers.does
+
+
+def test_a_step_down_that_does_not_start_is_taken_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next sync starts the engine in the precision that it stepped down to."""
+    engine, answers = unstarted(RolloutEngine, monkeypatch)
+    answers.broken = True
+    with pytest.raises(NotServingError, match="does not start"):
+        followed(engine, Escalation.STEP_DOWN)
+    assert (engine.launch.precision, engine.guard.state.rung) == ("fp8_block", Action.KV_TO_BF16)
+
+
+class Process:
+    def __init__(self) -> None:
+        self.killed = False
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+def running(process: Process, shutdown: Any) -> Any:
+    """A vLLM whose engine runs in a process."""
+    manager = SimpleNamespace(processes=[process])
+    core = SimpleNamespace(resources=SimpleNamespace(engine_manager=manager), shutdown=shutdown)
+    return SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core), engine_core=core, shutdown=shutdown)
+
+
+@pytest.mark.parametrize("kind", [RolloutEngine, AsyncRolloutEngine])
+def test_a_shutdown_that_is_interrupted_leaves_no_process_and_can_be_repeated(
+    kind: type[EngineBase], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = unstarted(kind, monkeypatch)
+    engine._judge, process, calls = Judge(engine), Process(), list[int]()
+
+    def shutdown() -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    engine.llm = running(process, shutdown)
+    with pytest.raises(KeyboardInterrupt):
+        engine.shutdown()
+    assert process.killed
+    engine.shutdown()
+    assert (len(calls), engine.llm) == (2, None)
+
+
+def test_a_shut_down_engine_judges_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = unstarted(RolloutEngine, monkeypatch)
+    judge = engine._judge = Judge(engine)
+    go_on, begun = Event(), Event()
+    under_way = judge._thread.submit(lambda: begun.set() or go_on.wait(30))
+    judge._judging = judge._thread.submit(Judged)
+    begun.wait(30)
+    engine.shutdown()
+    assert engine.verdict is None
+    assert judge._judging.cancelled()
+    go_on.set()
+    assert under_way.result(30)
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        judge._thread.submit(Judged)
+
+
+def test_a_new_engine_is_not_taken_for_one_that_was_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+
+    engine, _ = unstarted(RolloutEngine, monkeypatch)
+    engine._judge, engine.mode, engine._half_done = Judge(engine), "inprocess", True
+    engine.launch.env, engine.launch.kwargs = {}, {}
+    core = SimpleNamespace(add_request=None, step=None)
+    monkeypatch.setattr(vllm, "LLM", lambda: SimpleNamespace(llm_engine=core))
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    engine._start()
+    gc.unfreeze()
+    assert not engine._half_done

@@ -21,7 +21,7 @@ from tiny_models import (
 
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.runtime.engine import RolloutEngine
-from fp8plan.runtime.gate import TAGS, alone, falling_asleep, generating, refuse_asleep
+from fp8plan.runtime.gate import TAGS, alone, asleep_of, falling_asleep, generating, refuse_asleep
 from fp8plan.runtime.sync_state import SyncSettings, SyncState
 
 # --- the gate itself ------------------------------------------------------------------------------------------------
@@ -71,7 +71,21 @@ def test_a_sleep_that_fails_leaves_nothing_that_serves(state: SyncState) -> None
     with pytest.raises(RuntimeError), falling_asleep(state, 1):
         raise RuntimeError
     assert "put to sleep" in str(state.refusal)
-    assert not state.asleep
+
+
+def test_a_sleep_that_was_broken_off_may_have_happened(state: SyncState) -> None:
+    """An engine in another process falls asleep although its caller is interrupted: it must be woken up."""
+    with pytest.raises(KeyboardInterrupt), falling_asleep(state, 1):
+        raise KeyboardInterrupt
+    assert asleep_of(state, None) == list(TAGS)
+    with pytest.raises(SyncError, match=r"sleeps.*call wake_up"):
+        refuse_asleep(state, {}, None)
+    with pytest.raises(SyncError, match=r"perhaps not all of it\); call wake_up"), falling_asleep(state, 1):
+        pass
+    state.asleep = frozenset()  # woken up
+    with falling_asleep(state, 1) as needed:
+        assert needed
+    assert "put to sleep" in str(state.refusal)  # until a complete sync
 
 
 @pytest.mark.parametrize(

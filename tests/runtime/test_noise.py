@@ -6,7 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from contextlib import nullcontext
 from pathlib import Path
+
+import pytest
+
+from fp8plan.runtime.noise import held_back
 
 PROGRAM = """
 import os, subprocess, sys, time
@@ -59,6 +65,48 @@ def test_ctrl_c_is_shown(tmp_path: Path) -> None:
     done, (left,) = ran(tmp_path, inside="os.kill(os.getpid(), 2); time.sleep(9)")
     assert "KeyboardInterrupt" in done.stderr
     assert str(left) in done.stderr
+
+
+@pytest.mark.parametrize("kind", [OSError, ValueError, KeyboardInterrupt])
+def test_what_fails_while_it_is_flushed_costs_no_stream(
+    kind: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk, a closed stream; what only interrupts is not kept back."""
+
+    def flush() -> None:
+        if inside:
+            raise kind
+
+    inside = False
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sys.stdout, "flush", flush)
+    opened = len(os.listdir("/dev/fd"))
+    expected = nullcontext() if issubclass(kind, Exception) else pytest.raises(kind)
+    with expected, held_back(engine_stays=False):
+        os.write(1, b"inside")
+        inside = True
+    inside = False
+    os.write(1, b"after")
+    assert capfd.readouterr().out == "after"
+    assert len(os.listdir("/dev/fd")) == opened
+    assert len(list(tmp_path.iterdir())) == (not issubclass(kind, Exception))
+
+
+def test_no_room_for_the_file_leaves_no_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    opened = len(os.listdir("/dev/fd"))
+    with pytest.raises(FileNotFoundError), held_back():
+        pass
+    assert len(os.listdir("/dev/fd")) == opened
+
+
+def test_an_error_of_before_the_engine_does_not_keep_its_file(tmp_path: Path) -> None:
+    """An interactive session goes on after it."""
+    early = PROGRAM.replace("with held_back", "sys.last_value = ValueError()\nwith held_back")
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    program = early.format(inside="", after="")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, timeout=60)
+    assert (done.stderr, list(tmp_path.iterdir())) == ("", [])
 
 
 def test_closed_streams_stop_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,8 +24,10 @@ from tiny_models import (
 from fp8plan.errors import ConfigError, SyncError
 from fp8plan.model.precision import E4M3_MAX
 from fp8plan.runtime.engine import RolloutEngine
+from fp8plan.runtime.engine_base import EngineBase
+from fp8plan.runtime.guarding.ladder import GuardSettings
 from fp8plan.runtime.kv_scales import MARGIN, PARTS, clipped, largest, scales_from
-from fp8plan.runtime.sync_state import Scored
+from fp8plan.runtime.sync_state import Scored, SyncSettings
 from fp8plan.runtime.trainer_amax import recording_amax
 
 vllm = pytest.mark.vllm
@@ -58,6 +61,66 @@ def test_what_clipped_gets_twice_the_room() -> None:
     wider = clipped({"a": [448.0, 896.0, 3.0], "b": [1.0, 1.0, 1.0]}, ones)
     assert wider == {"a": [2.0, 4.0, 1.0]}
     assert clipped({"a": [448.0, 896.0, 3.0]}, wider) == {}
+
+
+# --- what is checked before anything is sent ------------------------------------------------------------------------
+
+
+class Generated(EngineBase):
+    """An engine without vLLM, and the prompts that it has run."""
+
+    def __init__(self, fp8_kv: bool = True) -> None:
+        launched = SimpleNamespace(fp8_kv=fp8_kv)
+        super().__init__(launched, SyncSettings(), None, GuardSettings())  # type: ignore[arg-type]
+        self.ran: list[Any] = []
+
+    def recalibrate(self, **given: Any) -> str | None:
+        procedure = self._recalibrate(0, given.get("kv_amax"), given.get("kv_prompts"))
+        found, seen = None, None
+        try:
+            while True:
+                call = procedure.send(found)
+                found = [{"ok": {"a": seen or [0.0] * 3}}]
+                if call.what == "generate":
+                    tokens = [list(tokens) for tokens in call.arguments[0]]
+                    self.ran.append(tokens)
+                    seen = [1000.0] * 3 if tokens else None  # clips at a scale of 1.0: a second pass
+        except StopIteration as end:
+            return end.value
+
+
+@pytest.mark.parametrize("prompts", [([1, n] for n in range(2)), iter([[1, 0], [1, 1]]), [iter([1, 0]), (1, 1)]])
+def test_prompts_that_can_be_read_only_once_are_run(prompts: Any) -> None:
+    engine = Generated()
+    engine.state.kv_scales = {"a": [1.0] * 3}
+    assert engine.recalibrate(kv_prompts=prompts) == "calibration prompts"
+    assert len(engine.ran) > 1
+    assert all(ran == [[1, 0], [1, 1]] for ran in engine.ran)
+
+
+@pytest.mark.parametrize("prompts", [[], iter([]), (x for x in ())])
+def test_no_prompts_are_refused_before_anything_is_done(prompts: Any) -> None:
+    engine = Generated()
+    with pytest.raises(ConfigError, match="there is nothing to calibrate it with"):
+        engine.recalibrate(kv_prompts=prompts)
+    assert not engine.ran
+
+
+@pytest.mark.parametrize("fp8_kv", [False, True])
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"kv_amax": "x"}, "kv_amax is of type str"),
+        ({"kv_amax": [1.0]}, "kv_amax is of type list"),
+        ({"kv_prompts": "x"}, "kv_prompts: no list of token ids each"),
+        ({"kv_prompts": 5}, "kv_prompts: no list of token ids each"),
+        ({"kv_prompts": [[1], 5, [2]]}, "kv_prompts: no list of token ids each"),
+    ],
+    ids=str,
+)
+def test_nonsense_is_refused_in_every_precision(given: dict[str, Any], says: str, fp8_kv: bool) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Generated(fp8_kv).recalibrate(**given)
 
 
 # --- the live engine ------------------------------------------------------------------------------------------------
