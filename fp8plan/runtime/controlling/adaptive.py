@@ -10,8 +10,9 @@ The log ratios of tokens spread as sqrt(KL), so a gain of 0.5 would cut where it
 
 Around this map are a dead band, a slew limit that is fast to tighten and slow to relax, and the limits: at most
 `max_clipped` of the weight is cut away and at least `min_kept` of the tokens stay, in this very batch and at the level
-at which the thresholds apply. Tightening stops short of the limits; where a batch passes them all the same, thresholds
-widen at once, never beyond the beginning. Where limits stand in the way of a KL above its target, or the thresholds are
+at which the thresholds apply. Tightening stops short of the limits. Where a batch passes them all the same, a band
+widens at once, just as far as it takes to keep `min_kept`, never beyond the beginning; where even the initial band keeps
+less it stays where it is, and so does C: they would be widest where the mismatch is worst. Where limits stand in the way of a KL above its target, or the thresholds are
 as tight as they get, the decision says AT_BOUND, and after `patience` such steps in a row what to do instead
 (Escalation).
 
@@ -145,8 +146,10 @@ class AdaptiveThresholds:
         now, wanted = seen.reach, self._wanted(seen, seen.kl or 0.0)
         floor, why = self._least_reach(seen, mismatch, self._spared(mismatch))
         free = self._slewed(now, max(wanted, min(floor, now)))
-        new = _at(seen, max(free, self._least_reach(seen, mismatch)[0]))
-        bound = self._bound(new, mismatch, why if new.reach > self._slewed(now, wanted) else "")
+        least, _ = self._least_reach(replace(seen, start_tis=None), mismatch)  # of the band, which loses tokens
+        new = _at(seen, max(free, least) if least <= 1.0 else free)
+        passed = self._lost(new, mismatch, 0.0)
+        bound = self._bound(new, mismatch, passed or (why if new.reach > self._slewed(now, wanted) else ""))
         strained = strain(seen.strained, bool(bound), Alarm.BROKEN in found, self.patience)
         escalate = escalation(strained, self.patience)
         decision, reason = _said(seen, new, bound)
@@ -173,7 +176,7 @@ class AdaptiveThresholds:
         return min(few, (1 - self.min_kept) / 2, self.max_clipped / 2)
 
     def _least_reach(self, state: AdaptiveState, mismatch: Mismatch, spared: float = 0.0) -> tuple[float, str]:
-        """(the smallest reach that keeps the limits in this batch, or 1 if none does; what a step tighter would do).
+        """(the smallest reach that keeps the limits in this batch, infinite if none does; what a step tighter would do).
 
         spared: by how much it stays away from them, a share
         """
@@ -184,7 +187,7 @@ class AdaptiveThresholds:
 
         least = bisect_left(reaches, True, key=kept)
         why = self._lost(_at(state, float(reaches[least - 1])), mismatch, spared) if least else ""
-        return float(reaches[min(least, STEPS - 1)]), why
+        return float(reaches[least]) if least < STEPS else np.inf, why
 
     def _lost(self, state: AdaptiveState, mismatch: Mismatch, spared: float) -> str:
         """Which limit these thresholds pass in this batch; empty: none."""

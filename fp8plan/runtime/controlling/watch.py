@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fp8plan.runtime.mismatch import Mismatch
 
 KL_MEMORY: Final = 0.7  # of the last step's smoothed KL: a half-life of two steps
+KL_LEAP: Final = 100.0  # times the limit, or the KL so far, that a batch may count: no single one rules for long after it
 
 
 def usable(mismatch: Mismatch) -> bool:
@@ -25,7 +26,8 @@ def usable(mismatch: Mismatch) -> bool:
 
 def observed(state: State, mismatch: Mismatch) -> State:
     """The state with this batch in its KL, thresholds unmoved."""
-    kl = mismatch.k3_robust if state.kl is None else KL_MEMORY * state.kl + (1 - KL_MEMORY) * mismatch.k3_robust
+    counts = min(mismatch.k3_robust, KL_LEAP * max(state.limit_kl, state.kl or 0.0))
+    kl = counts if state.kl is None else KL_MEMORY * state.kl + (1 - KL_MEMORY) * counts
     return replace(state, steps=state.steps + 1, kl=kl)
 
 
