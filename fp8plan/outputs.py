@@ -38,12 +38,24 @@ def check(asked: Iterable[tuple[str, str]]) -> None:
 
 
 def _check_file(path: Path) -> None:
-    if not path.parent.is_dir():
-        raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
-    if path.is_dir():
+    target = _target(path)
+    if not target.parent.is_dir():
+        folder = target.parent if path.is_symlink() else path.parent
+        raise ConfigError(f"cannot write {path}: there is no folder {folder}")
+    if os.path.isdir(target):
         raise ConfigError(f"cannot write {path}: it is a folder; give the name of a file")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"cannot write {path}: permission denied; give a file that can be written")
+    try:
+        target.lstat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # a name that is too long
+        raise ConfigError(f"cannot write {path}: {error.strerror}; give a file that can be written") from None
+    touched = [target] if os.path.exists(target) else []
+    if not _is_stream(target):
+        touched.append(target.parent)  # a draft is written there
+    if denied := [place for place in touched if not os.access(place, os.W_OK)]:
+        what = "permission denied" if denied[0] == target else f"permission denied in {denied[0]}"
+        raise ConfigError(f"cannot write {path}: {what}; give a file that can be written")
 
 
 def write(writers: Mapping[str, Callable[[Path], None]]) -> None:
@@ -51,31 +63,51 @@ def write(writers: Mapping[str, Callable[[Path], None]]) -> None:
 
     Raises ConfigError for a file that cannot be written, and what the writers raise.
     """
-    targets = {name: Path(os.path.realpath(name)) for name in writers}  # a link stays one
-    streams = [name for name, target in targets.items() if target.exists() and not target.is_file()]
-    drafts = {name: _draft(target) for name, target in targets.items() if name not in streams}
+    targets = {name: _target(Path(name)) for name in writers}
+    streams = [name for name, target in targets.items() if _is_stream(target)]
+    files = [name for name in targets if name not in streams]
+    drafts = {name: _draft(targets[name], number) for number, name in enumerate(files)}
+    done: list[str] = []
     try:
-        for name in (*drafts, *streams):  # a pipe or a device is written to, not replaced
-            writers[name](drafts.get(name, targets[name]))
+        for name, draft in drafts.items():
+            writers[name](draft)
+        for name in streams:
+            writers[name](targets[name])
+            done.append(name)
         for name, draft in drafts.items():
             if targets[name].exists():
                 draft.chmod(targets[name].stat().st_mode)
             draft.replace(targets[name])
+            done.append(name)
     except OSError as error:
-        raise ConfigError(f"cannot write {name}: {error.strerror}; nothing was written") from None
+        fate = f"already written: {', '.join(done)}" if done else "nothing was written"
+        raise ConfigError(f"cannot write {name}: {error.strerror or error}; {fate}") from None
     finally:
         for draft in drafts.values():
             with suppress(OSError):
                 draft.unlink(missing_ok=True)
 
 
-def _draft(target: Path) -> Path:
-    """Beside the target, so that a rename is one step, and with its suffix, which says what to write."""
-    return target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
+def _target(path: Path) -> Path:
+    """What is written to: of a link the file behind it, so that it stays a link, but a stream by the name it has."""
+    return path if _is_stream(path) else Path(os.path.realpath(path))
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether it is a pipe or a device, which is written to and not replaced."""
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+
+
+def _draft(target: Path, number: int) -> Path:
+    """Beside the target, so that a rename is one step, and with its suffix, which says what to write. Its name is short
+    however long the target's is."""
+    return target.with_name(f".fp8plan.{os.getpid()}.{number}{target.suffix[:8]}")
 
 
 def read(file: str) -> str:
     """The text of a file, or of stdin for "-". Raises ConfigError for what cannot be read."""
+    if file == STDOUT and sys.stdin is None:
+        raise ConfigError("cannot read -: stdin is closed; give a file that can be read")
     try:
         return sys.stdin.read() if file == STDOUT else Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -24,18 +24,19 @@ HEIGHT: Final = 250  # pixels of a panel over time
 SHADE: Final = 0.13  # opacity of a band
 
 
-def write_page(prediction: Prediction, path: Path) -> None:
+def write_page(prediction: Prediction, path: Path, kv_scales: str = "unit") -> None:
     """Raises ImportError without plotly, OSError as writing does."""
-    path.write_text(page(prediction), encoding="utf-8", errors="backslashreplace")  # a model's folder may be no text
+    text = page(prediction, kv_scales)
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")  # a model's folder may be no text
 
 
-def page(prediction: Prediction) -> str:
-    """The whole page."""
+def page(prediction: Prediction, kv_scales: str = "unit") -> str:
+    """The whole page. kv_scales: of its settings, as for `emit`"""
     plan = prediction.plan
     text = plan_text(plan)
     drawn = figures([over_time(prediction), tradeoff(plan)])
     reasons = "".join(f"<li>{escape(reason)}</li>" for reason in plan.reasons)
-    settings = "".join(_settings(plan, target) for target in TARGETS)
+    settings = "".join(_settings(plan, target, kv_scales) for target in TARGETS)
     body = (
         f"{paragraphs(text.title[1:])}{paragraphs(prediction.warnings, 'dim')}"
         f"<h2>Speed</h2>{_table(text.speed, text.picked[0])}{paragraphs([text.speed_legend], 'dim')}"
@@ -54,10 +55,10 @@ def _table(columns: list[Column], bold: int) -> str:
     )
 
 
-def _settings(plan: Plan, target: str) -> str:
+def _settings(plan: Plan, target: str, kv_scales: str) -> str:
     """What `--emit` prints, or why there is nothing."""
     try:
-        text = emit(plan, target)
+        text = emit(plan, target, kv_scales=kv_scales)
     except Fp8PlanError as error:
         return f"<details><summary>{target}: cannot have this plan</summary>{paragraphs([str(error)])}</details>"
     is_open = " open" if target == TARGETS[0] else ""

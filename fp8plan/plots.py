@@ -59,26 +59,39 @@ class Point(NamedTuple):
     on_front: bool  # no other choice is as safe and faster, or as fast and safer
 
 
-def plot(prediction: Prediction, path: str | Path) -> None:
+def plot(prediction: Prediction, path: str | Path, kv_scales: str = "unit") -> None:
     """Write the picture: .png by matplotlib, .html by plotly with the plan's tables, reasons and settings.
+
+    kv_scales: of the page's settings, as for `emit`
 
     Raises ConfigError for another suffix, a file that cannot be written, or a plotting package that is not installed.
     """
-    from fp8plan.plan_page import write_page
-    from fp8plan.plan_png import write_png
-
     target = Path(path)
-    writers = {".png": write_png, ".html": write_page}
-    if target.suffix not in writers:
-        raise ConfigError(f"cannot plot to {target}; allowed: a name that ends in .png or .html")
     if not target.parent.is_dir():
         raise ConfigError(f"cannot plot to {target}: there is no folder {target.parent}")
     try:
-        writers[target.suffix](prediction, target)
+        draw(prediction, target, kv_scales)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"cannot write {target}: {reason}; give a file that can be written") from None
+
+
+def draw(prediction: Prediction, target: Path, kv_scales: str = "unit") -> None:
+    """`plot`, but a file that cannot be written is an OSError: it may be a draft, whose name nobody should read."""
+    from fp8plan.model.plan import check_kv_scales
+    from fp8plan.plan_page import write_page
+    from fp8plan.plan_png import write_png
+
+    if target.suffix not in (".png", ".html"):
+        raise ConfigError(f"cannot plot to {target}; allowed: a name that ends in .png or .html")
+    check_kv_scales(kv_scales)
+    try:
+        if target.suffix == ".png":
+            write_png(prediction, target)
+        else:
+            write_page(prediction, target, kv_scales)
     except ImportError as error:
         raise ConfigError(f"plotting needs {error.name}; type: pip install 'fp8plan[report]'") from None
-    except OSError as error:
-        raise ConfigError(f"cannot write {target}: {error.strerror}; give a file that can be written") from None
 
 
 def curves(prediction: Prediction) -> list[Curve]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import os
@@ -21,7 +22,8 @@ from synthetic import PRIOR, batch_fields, nature, write_folder
 from synthetic import SMALL as TINY
 
 import fp8plan as package
-from fp8plan import cli
+from fp8plan import cli, outputs
+from fp8plan.errors import ConfigError
 from fp8plan.model import profile
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import PRESETS
@@ -787,6 +789,7 @@ def test_what_fails_leaves_every_file_as_it_was(fp8plan: Callable[..., Done], mo
 
         patch.setattr(Path, "write_text", full)
         refused(fp8plan(*PLAN, *both), "cannot write verl.args", "No space left on device", "nothing was written")
+        refused(fp8plan(*PLAN, "--plot", "plan.html"), "cannot write plan.html: No space left on device; nothing was")
     assert [path.name for path in Path.cwd().iterdir()] == ["plan.json"]
     assert Path("plan.json").read_text() == "older"
     assert fp8plan(*PLAN, *both).code == 0
@@ -794,6 +797,54 @@ def test_what_fails_leaves_every_file_as_it_was(fp8plan: Callable[..., Done], mo
     assert Path("plan.json").stat().st_mode & 0o777 == 0o640
     assert fp8plan(*PLAN, "--emit", "verl=/dev/null").code == 0
     assert Path("/dev/null").is_char_device()
+
+
+def test_what_has_been_replaced_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (str(tmp_path / name) for name in ("first", "second"))
+    real = Path.replace
+
+    def replace_one(draft: Path, target: Path) -> Path:
+        if target.name == "second":
+            raise OSError(5, "Input/output error")
+        return real(draft, target)
+
+    monkeypatch.setattr(Path, "replace", replace_one)
+    with pytest.raises(ConfigError, match=f"cannot write {second}: Input/output error; already written: {first}$"):
+        outputs.write({first: outputs.text("1"), second: outputs.text("2")})
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
+    with pytest.raises(ConfigError, match="nothing was written"):
+        outputs.write({second: outputs.text("2")})
+
+
+def test_what_cannot_be_written_is_found_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dangling = tmp_path / "dangling.json"
+    dangling.symlink_to(tmp_path / "absent" / "plan.json")
+    with pytest.raises(ConfigError, match=rf"cannot write {dangling}: there is no folder {tmp_path / 'absent'}$"):
+        outputs.check([("--json", str(dangling))])
+    with pytest.raises(ConfigError, match="File name too long"):
+        outputs.check([("--json", str(tmp_path / ("n" * 256)))])
+    (tmp_path / "old").write_text("")
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)
+    with pytest.raises(ConfigError, match=f"permission denied in {tmp_path}; give a file"):
+        outputs.check([("--json", str(tmp_path / "old"))])
+
+
+@pytest.mark.parametrize("name", ["n" * 250, "n" * 245 + ".json", "a." + "n" * 250, "n" * 250 + ".html"])
+def test_a_long_name_and_a_link_to_come_are_written(tmp_path: Path, name: str) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / name)
+    outputs.check([("--json", str(link))])
+    outputs.write({str(link): outputs.text("content")})
+    assert link.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["link", name])
+    assert (tmp_path / name).read_text() == "content\n"
+
+
+def test_the_page_shows_the_settings_of_the_same_command(fp8plan: Callable[..., Done]) -> None:
+    words = [*LARGE, "--prompts", "2", "--samples", "2", "--emit", "verl=verl.args", "--plot", "plan.html"]
+    for more in (["--kv-scales", "calibrated"], ["--kv-scales", "unit", "--accept", "high"], []):
+        assert fp8plan(*words, *more).code == 0
+        assert Path("verl.args").read_text().strip() in html.unescape(Path("plan.html").read_text())
 
 
 def test_a_saved_plan_is_emitted(fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -815,6 +866,7 @@ def test_a_saved_plan_is_emitted(fp8plan: Callable[..., Done], monkeypatch: pyte
         ("plan.json", "slime"): ("'slime'", "vllm, verl, trl"),
         ("plan.json", "verl", "--choice", "fp8"): ("no 'fp8'", "fp8_block+fp8_kv"),
         ("plan.json", "verl", "--choice", "9"): ("no choice 9", "0 to 3"),
+        ("plan.json", "verl", "--choice", "9" * 5000): ("the plan has no '999", "fp8_block+fp8_kv"),
         ("plan.json", "verl", "--kv-scales", "x"): ("'x'", "calibrated, unit"),
         ("plan.json", "verl", "-o", "absent/x"): ("absent/x", "no folder"),
         ("plan.json", "verl", "-o", "./plan.json"): ("--output ./plan.json is the plan itself",),

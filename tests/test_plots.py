@@ -18,6 +18,8 @@ from fp8plan import plots
 from fp8plan.errors import ConfigError
 from fp8plan.model.emit import emit
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.mismatch_budget import RiskBudget
+from fp8plan.model.plan import KV_SCALES
 from fp8plan.model.planner import Prediction, predict
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.rollout import Timeline
@@ -208,6 +210,21 @@ def test_the_page_of_a_plan_has_tables_reasons_settings_and_both_pictures(
     assert text.count("class=bold") == 2
     for drawn in (plots.TIME_LABEL, plots.KL_LABEL, plots.SPEED_LABEL, "Pareto front", plots.limit_label("low")):
         assert drawn.replace("/", "\\u002f") in text  # as plotly writes it
+
+
+@pytest.mark.parametrize("kv_scales", KV_SCALES)
+def test_the_page_shows_the_settings_for_the_scales_it_is_told(
+    prediction: Prediction, tmp_path: Path, kv_scales: str
+) -> None:
+    number = next(i for i, choice in enumerate(prediction.plan.choices) if choice.precision == "fp8_kv")
+    plan = replace(prediction.plan, chosen=number, budget=RiskBudget(accept="high"))
+    plot(replace(prediction, plan=plan), tmp_path / "plan.html", kv_scales)
+    text = html.unescape((tmp_path / "plan.html").read_text())
+    for target in ("vllm", "verl"):
+        for told in KV_SCALES:
+            assert (emit(plan, target, kv_scales=told) in text) == (told == kv_scales)
+    with pytest.raises(ConfigError, match="kv_scales is 'none'; allowed: calibrated, unit"):
+        plot(prediction, tmp_path / "plan.html", "none")
 
 
 def test_the_figures_hold_the_plans_numbers(prediction: Prediction) -> None:

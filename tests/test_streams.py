@@ -55,6 +55,17 @@ def test_no_stream_at_all_is_no_traceback() -> None:
     assert shell("fp8plan models <&- >&- 2>&-").returncode == 2
 
 
+def test_a_plan_from_a_closed_stdin_is_one_error() -> None:
+    done = shell("fp8plan emit - verl <&-")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "fp8plan: cannot read -: stdin is closed; give a file that can be read\n"
+
+
+def test_a_result_goes_into_a_pipe_that_is_named() -> None:
+    done = shell(f"fp8plan {' '.join(PLAN)} --json=/dev/stderr 2>&1 >/dev/null | cat")
+    assert '"schema_version"' in done.stdout, done
+
+
 def test_a_file_whose_name_is_no_text_can_be_named(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"\xff.jsonl")).write_text("")
     done = shell(f"cd {tmp_path} && fp8plan monitor $'\\xff.jsonl' --once")

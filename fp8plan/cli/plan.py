@@ -202,9 +202,9 @@ def plan_command(
     printed = made.pop(STDOUT, None)
     writers = {file: outputs.text(content) for file, content in made.items()}
     if plot is not None:
-        from fp8plan.plots import plot as draw
+        from fp8plan.plots import draw
 
-        writers[str(plot)] = lambda path: draw(prediction, path)
+        writers[str(plot)] = lambda path: draw(prediction, path, kv_scales or "unit")  # as --emit and `emit` do
     outputs.write(writers)
     print_notes(plan.warnings)  # after all that may fail, so that an error stands alone
     _written(writers)
@@ -242,7 +242,8 @@ def emit_command(
         raise ConfigError(f"{plan}: {error}") from None
     if output != STDOUT and os.path.realpath(output) == os.path.realpath(plan):
         raise ConfigError(f"--output {output} is the plan itself; give the settings a file of their own")
-    settings = emit(saved, target, int(choice) if choice and choice.isdecimal() else choice, kv_scales)
+    is_number = choice is not None and choice.isdecimal() and len(choice) < 10  # int() refuses thousands of digits
+    settings = emit(saved, target, int(choice or 0) if is_number else choice, kv_scales)
     if output == STDOUT:
         print(settings)
     else:

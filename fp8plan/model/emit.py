@@ -166,8 +166,11 @@ def risk_notes(plan: Plan, choice: Choice, target: str, kv_scales: str) -> list[
         return _risk_note("expected mismatch", choice.kl_k3, choice.kl_k3_high, choice.risk)
     stay = f"{_NAMES[target]} leaves K and V scales at 1.0"
     if kv_scales == "calibrated":
-        expected = _risk_note("expected mismatch", choice.kl_k3, choice.kl_k3_high, choice.risk)
-        return [f"{stay}: calibrating them after each weight sync is yours, and the plan counts on it", *expected]
+        counted = plan.kv_scales == "calibrated"
+        role = "and the plan counts on it" if counted else "and the plan, made for scales of 1.0, does not count on it"
+        what = "expected mismatch" if counted else "expected mismatch at 1.0"
+        expected = _risk_note(what, choice.kl_k3, choice.kl_k3_high, choice.risk)
+        return [f"{stay}: calibrating them after each weight sync is yours, {role}", *expected]
     advice = f"{stay}; fp8plan.RolloutEngine measures them after each weight sync"
     at_one = choice.unit_kv_scales
     if at_one is None:

@@ -65,7 +65,8 @@ def _refuse_parts_of_blocks(plan: Plan, choice: Choice) -> None:
         index, best = min(safe, key=lambda x: x[1].seconds)
         way_out = (
             f"the next best is choice {index}, {best.precision} at tensor_parallel_size {best.tensor_parallel} with "
-            f"{best.data_parallel} replica(s): emit(plan, 'verl', choice={index}), or plan again with --emit verl"
+            f"{best.data_parallel} replica(s): --choice {index} (in Python choice={index}), or plan again with --emit "
+            "verl"
         )
     raise ConfigError(f"verl cannot start {choice.precision} of {plan.model}: {choice.refused_by['verl']}; {way_out}")
 

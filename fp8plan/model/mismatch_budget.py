@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Final, Literal
 
+from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
 
 Level = Literal["low", "moderate", "high"]
@@ -41,8 +42,9 @@ class RiskBudget:
             raise ConfigError(f"RiskBudget.accept is {self.accept!r}; allowed: {', '.join(LEVELS)}")
         for limit in (f.name for f in fields(self) if f.name != "accept"):
             value = getattr(self, limit)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not value >= 0:
-                raise ConfigError(f"RiskBudget.{limit} is {value!r}; allowed: a number of at least 0")
+            if not is_number(value) or value < 0:
+                raise ConfigError(f"RiskBudget.{limit} is {value!r}; allowed: a finite number of at least 0")
+            object.__setattr__(self, limit, float(value))  # JSON knows no numpy number
 
     def accepts(self, level: Level) -> bool:
         return LEVELS.index(level) <= LEVELS.index(self.accept)

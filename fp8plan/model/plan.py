@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final, cast
 
 from fp8plan import __version__
+from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.mismatch_budget import Level, RiskBudget
@@ -151,6 +152,11 @@ class Plan:
         unknown = sorted(self.thresholds.keys() - THRESHOLDS.keys())
         if unknown:
             raise ConfigError(f"unknown thresholds: {', '.join(unknown)}; allowed: {', '.join(THRESHOLDS)}")
+        for name, value in self.thresholds.items():
+            _check_threshold(name, value)
+        for number, choice in enumerate(self.choices):
+            for size in ("tensor_parallel", "data_parallel"):
+                whole(f"choices[{number}].{size}", getattr(choice, size))
 
     def index(self, choice: int | str | None = None) -> int:
         """Number of the chosen Choice, or of the one that is named. Raises ConfigError if the plan has none."""
@@ -249,6 +255,17 @@ def check_kv_scales(kv_scales: str) -> None:
     """Raises ConfigError unless it is one of KV_SCALES."""
     if kv_scales not in KV_SCALES:
         raise ConfigError(f"kv_scales is {kv_scales!r}; allowed: {', '.join(KV_SCALES)}")
+
+
+def _check_threshold(name: str, value: Any) -> None:
+    """Raises ConfigError for what is no bound, or no band, of a positive ratio."""
+    if name.endswith("_tis"):
+        good, allowed = is_number(value) and value > 0, "a number above 0"
+    else:
+        good = isinstance(value, list) and len(value) == 2 and all(map(is_number, value)) and 0 < value[0] < value[1]
+        allowed = "[low, high], two numbers with 0 < low < high"
+    if not good:
+        raise ConfigError(f"thresholds[{name!r}] is {value!r}; allowed: {allowed}")
 
 
 def _plain_fields(record: Any) -> None:

@@ -9,12 +9,32 @@ from types import NoneType
 from typing import Any, Final, get_args, get_type_hints
 
 from fp8plan import __version__
+from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.mismatch_budget import RiskBudget
+from fp8plan.model.mismatch_budget import LEVELS, RiskBudget
 from fp8plan.model.plan import SCHEMA_VERSION, Choice, Plan
 
 MAKE_ONE: Final = "`fp8plan plan MODEL --gpu GPU --json plan.json`"
+
+# Figures of a Choice that only one which cannot run lacks. Speed-ups need BF16 to fit, the RL step a trainer.
+PREDICTED: Final = (
+    "makespan_s",
+    "makespan_low_s",
+    "makespan_high_s",
+    "output_tokens_per_s",
+    "kv_cache_tokens",
+    "preemptions",
+    "tail_fraction",
+    "kl_k3",
+    "kl_k3_low",
+    "kl_k3_high",
+    "ess_raw",
+    "clip_fraction",
+    "seq_reject_fraction",
+    "risk",
+    "extrapolated",
+)
 
 
 def read(text: str) -> Plan:
@@ -22,7 +42,7 @@ def read(text: str) -> Plan:
     if not isinstance(text, str | bytes):
         raise ConfigError(f"the plan is a {type(text).__name__}; allowed: text, as Plan.to_json writes it")
     try:
-        data = json.loads(text)
+        data = json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"not a plan: {error}; write one with {MAKE_ONE}") from None
     _check_schema(data)
@@ -34,6 +54,10 @@ def read(text: str) -> Plan:
         "warnings": lambda x: _sentences(x, "warnings"),
     }
     return Plan(**_checked(Plan, data, "plan", **build))
+
+
+def _no_number(word: str) -> None:
+    raise ValueError(f"{word} is no number of JSON")
 
 
 def _check_schema(data: Any) -> None:
@@ -71,7 +95,8 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
     kinds = get_args(hint) if NoneType in get_args(hint) else (hint,)
     allowed = tuple(getattr(kind, "__origin__", kind) for kind in kinds)
     accepted = (*allowed, int) if float in allowed else allowed
-    if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in allowed):
+    fits = isinstance(value, accepted) and (bool in allowed or not isinstance(value, bool))
+    if not fits or (float in allowed and value is not None and not is_number(value)):  # 1e999 is infinite
         raise ConfigError(f"{where} is {value!r}; allowed: {' or '.join(t.__name__ for t in allowed)}")
     return value
 
@@ -85,4 +110,26 @@ def _sentences(data: Any, where: str) -> tuple[str, ...]:
 def _choices(data: Any) -> tuple[Choice, ...]:
     if not isinstance(data, list):
         raise ConfigError(f"choices is a {type(data).__name__}; allowed: a list of objects")
-    return tuple(Choice(**_checked(Choice, row, f"choices[{i}]")) for i, row in enumerate(data))
+    return tuple(_choice(row, f"choices[{number}]") for number, row in enumerate(data))
+
+
+def _choice(data: Any, where: str) -> Choice:
+    choice = Choice(**_checked(Choice, data, where))
+    if choice.available and (absent := [name for name in PREDICTED if getattr(choice, name) is None]):
+        raise ConfigError(f"{where}.{absent[0]} is None, but the choice is available; write a plan with {MAKE_ONE}")
+    _check_risk(choice.risk, f"{where}.risk", (*LEVELS, None))
+    if choice.unit_kv_scales is not None:
+        _check_unit_kv_scales(choice.unit_kv_scales, f"{where}.unit_kv_scales")
+    return choice
+
+
+def _check_unit_kv_scales(data: Mapping[str, Any], where: str) -> None:
+    for name in ("kl_k3", "kl_k3_low", "kl_k3_high"):
+        if not is_number(data.get(name)):
+            raise ConfigError(f"{where}[{name!r}] is {data.get(name)!r}; allowed: a number")
+    _check_risk(data.get("risk"), f"{where}['risk']", LEVELS)
+
+
+def _check_risk(risk: Any, where: str, allowed: tuple[str | None, ...]) -> None:
+    if risk not in allowed:
+        raise ConfigError(f"{where} is {risk!r}; allowed: {', '.join(map(str, allowed))}")

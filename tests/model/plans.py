@@ -7,6 +7,7 @@ from typing import Any
 
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan import Choice, Plan
+from fp8plan.model.plan_json import PREDICTED
 from fp8plan.model.precision import PRESETS
 
 # What TRL's colocated engine always runs with, so that a plan can be kept there.
@@ -16,6 +17,7 @@ WORKLOAD = {"prompts": 4, "samples": 8, "max_prompt_tokens": 1024, "max_response
 
 
 def choice(precision: str, **known: Any) -> Choice:
+    """Without any figure but those that are given."""
     numbers = dict.fromkeys(f.name for f in fields(Choice))
     layout = {"precision": precision, "tensor_parallel": 1, "data_parallel": 1, "available": True, "refused_by": {}}
     return Choice(**(numbers | layout | known))
@@ -35,6 +37,19 @@ def plan(**changes: Any) -> Plan:
         reasons=("one sentence.", "another one."),
     )
     return replace(base, **changes)
+
+
+def predicted(precision: str, **known: Any) -> Choice:
+    """With every figure that a choice which can run must have."""
+    figures: dict[str, Any] = dict.fromkeys(PREDICTED, 1.0)
+    return choice(
+        precision, **figures | {"kv_cache_tokens": 1, "preemptions": 0, "risk": "low", "extrapolated": False} | known
+    )
+
+
+def saved(**changes: Any) -> Plan:
+    """`plan`, as it is after a prediction, so that it can be read back."""
+    return plan(**{"choices": tuple(predicted(name) for name in PRESETS), **changes})
 
 
 def index(precision: str) -> int:

@@ -332,7 +332,11 @@ def test_what_is_emitted_says_that_kv_scales_stay_at_one_and_what_that_costs(tar
     assert "expected mismatch at 1.0: KL k3 0.003, up to 0.045, risk moderate" in text
     assert "the plan's own, for calibrated scales: KL k3 0.002, up to 0.008, risk moderate" in text
     assert "calibrated" not in emit(scaled(kv_scales="unit"), target)
+    theirs = emit(scaled(kv_scales="unit"), target, kv_scales="calibrated")
+    assert "is yours, and the plan, made for scales of 1.0, does not count on it" in theirs
+    assert "expected mismatch at 1.0: KL k3 0.002, up to 0.008, risk moderate" in theirs
     theirs = emit(scaled(), target, kv_scales="calibrated")
+    assert "is yours, and the plan counts on it" in theirs
     assert "calibrating them after each weight sync is yours" in theirs
     assert "expected mismatch: KL k3 0.002, up to 0.008, risk moderate" in theirs
     bf16 = emit(scaled(), target, "bf16")
@@ -428,7 +432,8 @@ def test_the_next_best_for_verl_is_the_fastest_that_is_no_riskier() -> None:
         plans.choice("fp8_block", tensor_parallel=4, makespan_s=7.0, risk="moderate"),
         plans.choice("fp8_kv", tensor_parallel=4, makespan_s=6.0, risk="high"),
     ]
-    with pytest.raises(ConfigError, match="the next best is choice 2, fp8_block at tensor_parallel_size 4"):
+    way_out = r"the next best is choice 2, fp8_block at tensor_parallel_size 4 .*: --choice 2 \(in Python choice=2\)"
+    with pytest.raises(ConfigError, match=way_out):
         emit(with_refusals(plans.plan(model="Qwen/Qwen3-4B", choices=tuple(rows), chosen=0)), "verl")
     with pytest.raises(ConfigError, match="plan again with --emit verl, which looks for another layout"):
         emit(with_refusals(plans.plan(model="Qwen/Qwen3-4B", choices=tuple(rows[:1]), chosen=0)), "verl")

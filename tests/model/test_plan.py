@@ -19,12 +19,11 @@ from fp8plan.model.mismatch_budget import LEVELS, RiskBudget
 from fp8plan.model.plan import KV_SCALES, Choice, Plan
 from fp8plan.model.precision import PRESETS
 
-finite = st.none() | st.floats(allow_nan=False, allow_infinity=False)
-
 
 @given(
-    makespan=finite,
-    tokens=st.none() | st.integers(0, 10**12),
+    makespan=st.floats(allow_nan=False, allow_infinity=False),
+    step=st.none() | st.floats(allow_nan=False, allow_infinity=False),
+    tokens=st.integers(0, 10**12),
     thresholds=st.sampled_from([{}, {"token_tis": 2.0}, {"sequence_mis": (0.5, 2.0), "token_tis": 1.5}]),
     limits=st.builds(EngineLimits, max_model_len=st.none() | st.integers(1, 10**6), enforce_eager=st.booleans()),
     reason=st.text(),
@@ -33,8 +32,9 @@ finite = st.none() | st.floats(allow_nan=False, allow_infinity=False)
     chosen=st.integers(0, 1),
 )
 def test_json_gives_back_an_equal_plan(
-    makespan: float | None,
-    tokens: int | None,
+    makespan: float,
+    step: float | None,
+    tokens: int,
     thresholds: dict[str, Any],
     limits: EngineLimits,
     reason: str,
@@ -44,8 +44,9 @@ def test_json_gives_back_an_equal_plan(
 ) -> None:
     at_one = {"kl_k3": 1e-3, "kl_k3_low": 1e-4, "kl_k3_high": makespan, "risk": "low"}
     choices = (
-        plans.choice("bf16", makespan_s=makespan),
-        plans.choice("fp8_kv", kv_cache_tokens=tokens, unit_kv_scales=at_one),
+        plans.predicted("bf16", makespan_s=makespan, rl_step_s=step),
+        plans.predicted("fp8_kv", kv_cache_tokens=tokens, unit_kv_scales=at_one),
+        plans.choice("fp8_block", available=False, reason=reason),
     )
     told: dict[str, Any] = {"reasons": (reason,), "warnings": (reason, ""), "budget": budget, "kv_scales": kv_scales}
     plan = plans.plan(choices=choices, chosen=chosen, thresholds=thresholds, limits=limits, **told)
@@ -53,7 +54,7 @@ def test_json_gives_back_an_equal_plan(
 
 
 def test_numpy_numbers_become_plain_ones() -> None:
-    odd = plans.choice("bf16", makespan_s=np.float32(1.5), preemptions=np.int64(3), extrapolated=np.bool_(True))
+    odd = plans.predicted("bf16", makespan_s=np.float32(1.5), preemptions=np.int64(3), extrapolated=np.bool_(True))
     plan = plans.plan(choices=(odd,), workload={**plans.WORKLOAD, "mean": np.float64(2.5)})
     back = Plan.from_json(plan.to_json())
     assert back == plan
@@ -62,7 +63,7 @@ def test_numpy_numbers_become_plain_ones() -> None:
 
 
 def test_to_dict_holds_the_documented_keys_in_order() -> None:
-    data = plans.plan().to_dict()
+    data = plans.saved().to_dict()
     assert list(data) == [
         "schema_version", "fp8plan_version", "model", "gpu", "profile", "limits", "workload", "seed", "choices",
         "chosen", "thresholds", "reasons", "warnings", "budget", "kv_scales",
@@ -82,7 +83,7 @@ def test_to_dict_holds_the_documented_keys_in_order() -> None:
 @pytest.mark.parametrize("where", ["", "limits", "choices.0", "budget"])
 def test_a_missing_field_is_named_and_an_unknown_one_is_passed_over(where: str) -> None:
     """A later version of the same schema may say more, anywhere."""
-    plan = plans.plan(warnings=("a note",), budget=RiskBudget(accept="low"), kv_scales="unit", fp8plan_version="7.8.9")
+    plan = plans.saved(warnings=("a note",), budget=RiskBudget(accept="low"), kv_scales="unit", fp8plan_version="7.8.9")
 
     def damaged(damage: Any) -> str:
         data: Any = plan.to_dict() | {"schema_version": "1.42"}
@@ -110,7 +111,7 @@ def test_a_missing_field_is_named_and_an_unknown_one_is_passed_over(where: str) 
     ],
 )
 def test_a_plan_of_another_schema_is_refused_by_version(version: Any, message: str) -> None:
-    changed = plans.plan().to_dict() | {"schema_version": version, "fp8plan_version": "9.1", "choices": "unlike ours"}
+    changed = plans.saved().to_dict() | {"schema_version": version, "fp8plan_version": "9.1", "choices": "unlike ours"}
     with pytest.raises(ConfigError, match=message):
         Plan.from_json(json.dumps(changed))
 
@@ -121,21 +122,71 @@ def test_a_plan_of_another_schema_is_refused_by_version(version: Any, message: s
         ("{", "not a plan"),
         ("[]", "plan is a list"),
         ("[" * 100_000, "not a plan: maximum recursion depth"),
-        (json.dumps({**plans.plan().to_dict(), "seed": "7"}), r"plan\.seed is '7'"),
-        (json.dumps({**plans.plan().to_dict(), "seed": True}), r"plan\.seed is True"),
-        (json.dumps({**plans.plan().to_dict(), "choices": {}}), "choices is a dict"),
-        (json.dumps({**plans.plan().to_dict(), "choices": [3]}), r"choices\[0\] is a int"),
-        (json.dumps({**plans.plan().to_dict(), "reasons": "because"}), "reasons is 'because'"),
-        (json.dumps({**plans.plan().to_dict(), "warnings": [1]}), r"warnings is \[1\]"),
-        (json.dumps({**plans.plan().to_dict(), "kv_scales": "none"}), "kv_scales is 'none'; allowed: calibrated, unit"),
-        (json.dumps({**plans.plan().to_dict(), "budget": "low"}), "budget is a str"),
-        (json.dumps({**plans.plan().to_dict(), "chosen": 9}), "chosen is 9; allowed: 0 to 3"),
-        (json.dumps({**plans.plan().to_dict(), "thresholds": {"tis": 2}}), "unknown thresholds: tis"),
+        (json.dumps({**plans.saved().to_dict(), "seed": "7"}), r"plan\.seed is '7'"),
+        (json.dumps({**plans.saved().to_dict(), "seed": True}), r"plan\.seed is True"),
+        (json.dumps({**plans.saved().to_dict(), "choices": {}}), "choices is a dict"),
+        (json.dumps({**plans.saved().to_dict(), "choices": [3]}), r"choices\[0\] is a int"),
+        (json.dumps({**plans.saved().to_dict(), "reasons": "because"}), "reasons is 'because'"),
+        (json.dumps({**plans.saved().to_dict(), "warnings": [1]}), r"warnings is \[1\]"),
+        (
+            json.dumps({**plans.saved().to_dict(), "kv_scales": "none"}),
+            "kv_scales is 'none'; allowed: calibrated, unit",
+        ),
+        (json.dumps({**plans.saved().to_dict(), "budget": "low"}), "budget is a str"),
+        (json.dumps({**plans.saved().to_dict(), "chosen": 9}), "chosen is 9; allowed: 0 to 3"),
+        (json.dumps({**plans.saved().to_dict(), "thresholds": {"tis": 2}}), "unknown thresholds: tis"),
     ],
 )
 def test_a_damaged_plan_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Plan.from_json(text)
+
+
+AT_ONE = {"kl_k3": 3e-3, "kl_k3_low": 1e-3, "kl_k3_high": 4.5e-2, "risk": "low"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("tensor_parallel", -3, r"choices\[2\]\.tensor_parallel is -3; allowed: a whole number of at least 1"),
+        ("data_parallel", 0, r"choices\[2\]\.data_parallel is 0; allowed: a whole number of at least 1"),
+        ("risk", None, r"choices\[2\]\.risk is None, but the choice is available"),
+        ("risk", "none", r"choices\[2\]\.risk is 'none'; allowed: low, moderate, high"),
+        ("kl_k3_high", None, r"choices\[2\]\.kl_k3_high is None, but the choice is available"),
+        ("makespan_s", float("nan"), "not a plan: NaN is no number of JSON"),
+        ("rl_step_s", float("-inf"), "not a plan: -Infinity is no number of JSON"),
+        ("kl_k3_high", 10**400, r"choices\[2\]\.kl_k3_high is 1000"),
+        ("unit_kv_scales", {}, r"choices\[2\]\.unit_kv_scales\['kl_k3'\] is None; allowed: a number"),
+        ("unit_kv_scales", AT_ONE | {"kl_k3_high": "x"}, r"unit_kv_scales\['kl_k3_high'\] is 'x'; allowed: a number"),
+        ("unit_kv_scales", AT_ONE | {"risk": "none"}, r"unit_kv_scales\['risk'\] is 'none'; allowed: low, moderate, h"),
+        ("unit_kv_scales", AT_ONE | {"risk": None}, r"unit_kv_scales\['risk'\] is None; allowed: low, moderate, high$"),
+    ],
+)
+def test_a_damaged_choice_is_refused_by_field(field: str, value: Any, message: str) -> None:
+    data = plans.saved().to_dict()
+    data["choices"][2][field] = value
+    with pytest.raises(ConfigError, match=message):
+        Plan.from_json(json.dumps(data))
+
+
+def test_a_number_that_overflows_is_refused() -> None:
+    text = plans.saved().to_json().replace('"makespan_s": 1.0', '"makespan_s": 1e999', 1)
+    with pytest.raises(ConfigError, match=r"choices\[0\]\.makespan_s is inf"):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize("value", [-1, 0, "x", None, True, [0.5, 2]])
+@pytest.mark.parametrize("name", ["token_tis", "sequence_tis"])
+def test_a_bound_is_a_number_above_0(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"thresholds\['{name}'\] is .*; allowed: a number above 0"):
+        plans.plan(thresholds={name: value})
+
+
+@pytest.mark.parametrize("value", [[5, 0.5], [0, 2], [1, 1], [0.5], [0.5, 1, 2], None, 2.0, "ab", ["1", "2"], {}])
+@pytest.mark.parametrize("name", ["token_mis", "sequence_mis", "geometric_mis"])
+def test_a_band_is_two_numbers_above_0_in_order(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"thresholds\['{name}'\] is .*; allowed: \[low, high\], two numbers"):
+        plans.plan(thresholds={name: value})
 
 
 @pytest.mark.parametrize("thing", [None, {}, 5])

@@ -448,10 +448,19 @@ def test_precisions_are_one_name_or_some() -> None:
         plan(SMALL, "h200", WORK, precisions=[])
 
 
-@pytest.mark.parametrize(("name", "value"), [("low_kl", float("nan")), ("moderate_ess", -1), ("low_clip", "0.1")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("low_kl", float("nan")), ("moderate_ess", -1), ("low_clip", "0.1"), ("moderate_kl", float("inf"))],
+)
 def test_a_budget_that_is_none_is_refused(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"RiskBudget\.{name} is {re.escape(repr(value))}; allowed: a number"):
+    with pytest.raises(ConfigError, match=rf"RiskBudget\.{name} is {re.escape(repr(value))}; allowed: a finite number"):
         RiskBudget(**{name: value})
+
+
+def test_a_numpy_number_is_a_limit_that_json_can_hold() -> None:
+    budget = RiskBudget(moderate_kl=np.float32(0.5))  # type: ignore[arg-type]
+    assert budget.moderate_kl == 0.5
+    assert type(budget.moderate_kl) is float
 
 
 def test_kv_scales_left_at_one_are_riskier() -> None:
