@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from multiprocessing import active_children
 from multiprocessing.resource_tracker import ensure_running
 from operator import index
+from threading import Event
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fp8plan.errors import ConfigError, NotServingError, SyncError
@@ -362,12 +363,20 @@ class RolloutEngine(EngineBase):
 
 
 def started_apart(start: Callable[[], Answer]) -> Answer:
-    """What `start` gives, which starts processes. Ctrl-C in a terminal does not reach them; it ends a start at once."""
-    before = set(active_children())
+    """What `start` gives, a vLLM, which starts processes. Ctrl-C in a terminal does not reach them; it ends a start at
+    once. Under asyncio.run only the second does: the first cancels the task, which comes when the start has ended."""
+    before, over = set(active_children()), Event()
+
+    def begun() -> Answer:
+        found = start()
+        if over.is_set():  # nobody waits for it any more, and its processes came too late to be killed
+            getattr(found, "llm_engine", found).engine_core.shutdown()
+        return found
 
     def give_up() -> None:
+        over.set()
         for process in set(active_children()) - before:
             process.kill()
 
     ensure_running()  # or Python starts it now, and lets SIGINT through again
-    return watched(start, lambda: False, give_up, patience_s=0.0)
+    return watched(begun, lambda: False, give_up, patience_s=0.0)

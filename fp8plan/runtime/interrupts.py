@@ -3,7 +3,8 @@
 Python raises KeyboardInterrupt between any two instructions: while a message to the engine's process is half sent,
 which libzmq answers by aborting ours, or a step of an engine in this one half done. So SIGINT is remembered, and let in
 where it does no harm: between steps, between calls of workers, and at once in the caller's own code. Who presses Ctrl-C
-again while that takes too long gets out there and then, and the engine is given up.
+again while that takes too long gets out there and then, and the engine is given up. So it is after a single press, if
+what an engine in another process is at does not end within watched.PATIENCE_S.
 
 Signals reach Python's main thread only; calls from other threads have nothing to hold back.
 """
@@ -46,15 +47,15 @@ class Held:
         found = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is threading.main_thread() and callable(found):
             self._handler = found
-            _open.append(self)
             signal.signal(signal.SIGINT, self._arrived)
+            _open.append(self)  # only once nothing can come between, which would leave it there
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._handler is None:
             return
-        if signal.getsignal(signal.SIGINT) == self._arrived:  # else the caller's code has set another
-            signal.signal(signal.SIGINT, self._handler)
         _open.remove(self)
+        if signal.getsignal(signal.SIGINT) == self._arrived:  # else the caller's code has set another
+            signal.signal(signal.SIGINT, self._handler)  # which may raise there and then
         self.let_in()
 
     def let_in(self) -> None:
@@ -80,7 +81,7 @@ class Held:
             self._first, self._callers = now, False  # what follows if it raises is not the caller's code
             self._handler(number, frame)
             self._first, self._callers = None, True
-        elif self._first is None:
+        elif self._first is None or self not in _open:  # a moment before the call begins, or after it has ended
             self._first, self._waiting = now, True
         elif now - self._first > SAME_PRESS_S:
             self._waiting = False

@@ -74,8 +74,13 @@ def manifest_of(source: Any) -> Manifest | None:
     Raises ConfigError for anything else, and for what is no tensor or has no values.
     """
     if hasattr(source, "metadata"):
-        found = source.metadata()
-        return tuple(Entry(x.name, str(x.dtype).removeprefix("torch."), tuple(x.shape)) for x in found)
+        try:
+            found = source.metadata()
+            return tuple(Entry(x.name, str(x.dtype).removeprefix("torch."), tuple(x.shape)) for x in found)
+        except (TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"metadata() of {type(source).__name__}: {error}; allowed: items with name, dtype and shape"
+            ) from error
     _refuse_other(source)
     if isinstance(source, Mapping):
         source = list(source.items())
@@ -117,6 +122,8 @@ def pair_of(item: Any) -> tuple[str, torch.Tensor]:
         raise ConfigError(f"the source gave a name of type {type(name).__name__}; allowed: Hugging Face names")
     if not isinstance(tensor, torch.Tensor):
         raise ConfigError(f"{name} is of type {type(tensor).__name__}; allowed: a torch.Tensor")
+    if torch.nn.parameter.is_lazy(tensor):
+        raise ConfigError(f"{name} has no values yet, nor a shape; allowed: the tensor that was trained")
     if tensor.is_meta:
         raise ConfigError(f"{name} is on the meta device and has no values; allowed: the tensor that was trained")
     if tensor.layout != torch.strided:

@@ -24,7 +24,8 @@ def watched(
     """What `act` gives, or vLLM's EngineDeadError: an LLM waits for ever for the outputs of a process that was killed.
 
     It runs in a thread of its own, so that no exception of the caller's meets it in the middle of a message; nobody but
-    this thread may use the engine until it has ended. What interrupts the caller is raised once that is so.
+    this thread may use the engine until it has ended. What interrupts the caller is raised once that is so, or after
+    patience_s at most: then the engine is given up, although nobody has insisted.
 
     dead: whether the engine's process has ended; give_up: ends it, for a call that does not end by itself
     """

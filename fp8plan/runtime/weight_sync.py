@@ -175,11 +175,13 @@ def _refuse_scored(state: SyncState, scored: Scored | None) -> None:
     if not isinstance(scored, Scored):
         raise ConfigError(f"scored is of type {type(scored).__name__}; allowed: Scored(token ids, log-probs)")
     refuse_tokens(state, "scored", [scored.tokens])
-    if len(scored.logprobs) != len(scored.tokens) - 1 or not scored.logprobs:
-        raise ConfigError(
-            f"{len(scored.logprobs)} log-probs for {len(scored.tokens)} tokens; allowed: one for each but the first"
-        )
-    if not all(isfinite(logprob) for logprob in scored.logprobs):
+    try:
+        tokens, logprobs, finite = len(scored.tokens), len(scored.logprobs), [isfinite(x) for x in scored.logprobs]
+    except TypeError as error:
+        raise ConfigError(f"scored: {error}; allowed: Scored(list of token ids, list of log-probs)") from None
+    if logprobs != tokens - 1 or not logprobs:
+        raise ConfigError(f"{logprobs} log-probs for {tokens} tokens; allowed: one for each but the first")
+    if not all(finite):
         raise ConfigError("scored: a log-prob is not finite; allowed: the trainer's, in nats")
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event, Thread
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,6 +196,50 @@ def test_calls_inside_of_the_callers_code_hold_it_back_for_themselves(held: Held
     assert reached
 
 
+@pytest.mark.parametrize("last", [False, True], ids=["as it begins", "as it ends"])
+def test_an_interrupt_at_either_edge_of_a_call_leaves_nothing_behind(
+    held: Held, given_up: list[int], monkeypatch: pytest.MonkeyPatch, last: bool
+) -> None:
+    """It arrives just before the handler is set, and just after the caller's own is back."""
+    install = signal.signal
+
+    def edge(number: int, new: Any) -> Any:
+        if not last and new == held._arrived:
+            press()
+        before = install(number, new)
+        if last and new is signal.default_int_handler:
+            press()
+        return before
+
+    monkeypatch.setattr(interrupts.signal, "signal", edge)
+    with pytest.raises(KeyboardInterrupt), held:
+        pass
+    monkeypatch.undo()
+    left = list(interrupts._open)
+    interrupts._open.clear()
+    assert not left
+    assert not given_up
+
+
+def test_who_insists_as_a_call_ends_leaves_no_handler_behind(
+    held: Held, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install = signal.signal
+
+    def edge(number: int, new: Any) -> Any:
+        if new is signal.default_int_handler:
+            clock[0] += 2 * SAME_PRESS_S
+            press()
+        return install(number, new)
+
+    monkeypatch.setattr(interrupts.signal, "signal", edge)
+    broken_off(held, press)
+    monkeypatch.undo()
+    left = signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert left is signal.default_int_handler
+    interrupts._open.clear()
+
+
 def test_other_threads_hold_nothing_back(held: Held) -> None:
     found = []
 
@@ -286,6 +330,30 @@ def test_an_exception_that_another_thread_raises_here_is_treated_alike() -> None
     with pytest.raises(Late):
         watched(generate, lambda: False, engine.kill)
     assert engine.go_on.is_set()
+
+
+@vllm
+@pytest.mark.parametrize("kind", ["LLM", "AsyncLLM"])
+def test_an_engine_that_starts_after_its_caller_was_interrupted_is_shut_down(
+    held: Held, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fp8plan.runtime import watched
+    from fp8plan.runtime.engine import started_apart
+
+    go_on, ended = Event(), Event()
+    started = SimpleNamespace(engine_core=SimpleNamespace(shutdown=ended.set))
+
+    def start() -> Any:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        go_on.wait(30)
+        return SimpleNamespace(llm_engine=started) if kind == "LLM" else started
+
+    monkeypatch.setattr(watched, "LAST_WORDS_S", 0.1)
+    with pytest.raises(KeyboardInterrupt), held:
+        started_apart(start)
+    assert not ended.is_set()
+    go_on.set()
+    assert ended.wait(30)
 
 
 # --- a live engine --------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -58,6 +59,20 @@ def test_every_source_but_an_iterator_says_what_it_will_send() -> None:
     assert manifest_of(TENSORS) == manifest_of(list(TENSORS.items())) == manifest_of(Source()) == KNOWN
     assert manifest_of(iter(TENSORS.items())) is None
     assert [entry.name for entry in KNOWN] == list(TENSORS)
+
+
+@pytest.mark.parametrize("items", [None, 3, [("a", "bfloat16", (2,))]])
+def test_a_source_whose_metadata_are_none_is_refused(items: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"metadata\(\) of SimpleNamespace.*allowed: items with name, dtype and shape"
+    ):
+        manifest_of(SimpleNamespace(metadata=lambda: items))
+
+
+def test_a_parameter_without_a_shape_is_refused() -> None:
+    lazy = torch.nn.parameter.UninitializedParameter()
+    with pytest.raises(ConfigError, match="a has no values yet, nor a shape; allowed"):
+        manifest_of({"a": lazy})
 
 
 def test_pairs_of_a_source_are_its_own() -> None:

@@ -27,8 +27,9 @@ from fp8plan.runtime.engine import RolloutEngine
 from fp8plan.runtime.engine_base import EngineBase
 from fp8plan.runtime.guarding.ladder import GuardSettings
 from fp8plan.runtime.kv_scales import MARGIN, PARTS, clipped, largest, scales_from
-from fp8plan.runtime.sync_state import Scored, SyncSettings
+from fp8plan.runtime.sync_state import Scored, SyncSettings, SyncState
 from fp8plan.runtime.trainer_amax import recording_amax
+from fp8plan.runtime.weight_sync import _refuse_scored
 
 vllm = pytest.mark.vllm
 ATTENTION = [f"model.layers.{n}.self_attn.attn" for n in range(LAYERS)]
@@ -121,6 +122,16 @@ def test_no_prompts_are_refused_before_anything_is_done(prompts: Any) -> None:
 def test_nonsense_is_refused_in_every_precision(given: dict[str, Any], says: str, fp8_kv: bool) -> None:
     with pytest.raises(ConfigError, match=says):
         Generated(fp8_kv).recalibrate(**given)
+
+
+@pytest.mark.parametrize(
+    "scored",
+    [Scored([1, 2, 3], ["a", "b"]), Scored([1, 2, 3], None), Scored([1, 2], iter([0.0]))],
+    ids=["text", "none", "iterator"],
+)
+def test_log_probs_that_are_none_are_refused(scored: Any) -> None:
+    with pytest.raises(ConfigError, match=r"scored: .*; allowed: Scored\(list of token ids, list of log-probs\)"):
+        _refuse_scored(SyncState(SyncSettings(), None, fp8_kv=False), scored)
 
 
 # --- the live engine ------------------------------------------------------------------------------------------------
