@@ -36,7 +36,7 @@ from fp8plan.runtime.controller import (
 )
 from fp8plan.runtime.controlling.constant import Update
 from fp8plan.runtime.controlling.noise import heard
-from fp8plan.runtime.controlling.state import LeastErrorState
+from fp8plan.runtime.controlling.state import LeastErrorState, expecting
 from fp8plan.runtime.correction import CorrectionSettings, Thresholds, correct
 from fp8plan.runtime.guarding.facts import EngineFacts, Observation
 from fp8plan.runtime.judge import Judged, judged
@@ -81,7 +81,8 @@ class Monitor:
                 token-level weights alone; or ConstantThresholds. None: the first, or the last where there is nothing to
                 tighten (no weights, C = 1, or a band that does not lie around 1)
     sinks:      where records go; opened here, on rank 0 only
-    plan:       gives the controller its target, or its thresholds
+    plan:       gives the controller its thresholds to begin with, and the KL that it expects of the precision that
+                runs: with an engine its own, also after a step down
     engine:     the RolloutEngine that samples: its last rollout, its guard's verdict and what runs go into the record,
                 and it is told the KL (`report_kl`). Without one,
     guard:      judges the rollouts that `step` is given, in the caller's time (1,536 responses of 20,000 tokens: 2 s)
@@ -125,9 +126,11 @@ class Monitor:
         instance("settings", self.settings, CorrectionSettings, "CorrectionSettings(level='token')")
         # Each law has a state of its own, which it alone is given.
         self.controller: Any = _controller(self.settings, controller)
-        self.state: ControllerState = self.controller.initial(plan)
-        self._fresh = self.state
         self.engine, self.facts, self.group = engine, facts, group
+        self._plan = plan
+        self._planned_for = self._precision()
+        self.state: ControllerState = self.controller.initial(plan, self._planned_for)
+        self._fresh = self.state
         self._guard = guard
         self.steps = 0
         self._rollout: Observation | None = None  # the last one of the engine's that is in a record
@@ -176,6 +179,7 @@ class Monitor:
         rollout = self._checked(rollout, done)
         tokens = pack(train_logprobs, rollout_logprobs, mask, lengths)
         mismatch = measure(tokens, versions).reduced(self.group).metrics()
+        self._follow_precision()
         thresholds, state, decided = self._agreed(self.controller.update(self.state, mismatch))
         correction = correct(tokens, replace(self.settings, thresholds=thresholds), self.group)
         of_correction = run_record.correction_metrics(correction.reduced(self.group))
@@ -194,6 +198,23 @@ class Monitor:
         if self._writes():
             self._sinks.write(self._record(done, step, rollout, found))
         return step
+
+    def _precision(self) -> str | None:
+        """That the engine runs; None, for the plan's own choice, without an engine or a plan."""
+        return None if self.engine is None or self._plan is None else self.engine.launch.precision
+
+    def _follow_precision(self) -> None:
+        """After a step down, expect the KL of the precision that runs now."""
+        running = self._precision()
+        if running == self._planned_for:
+            return
+        self._planned_for = running
+        try:
+            self._fresh = self.controller.initial(self._plan, running)
+        except ConfigError as error:  # another plan than the engine's; a step stops for nothing
+            self._warn_once("plan", f"the KL that was expected before the step down is expected further: {error}")
+        else:
+            self.state = expecting(self.state, self._fresh)
 
     def _agreed(self, own: Update) -> Update:
         """The first rank's update. All work out the same from the same sums, but for how their CPUs round, and for what

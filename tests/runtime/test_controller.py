@@ -347,8 +347,8 @@ class Planned:
     def __init__(self, kl_k3_high: float | None) -> None:
         self.kl_k3_high = kl_k3_high
 
-    def select(self) -> Planned:
-        return self
+    def select(self, choice: int | str | None = None) -> Planned:
+        return self if choice is None else Planned({"bf16": 1e-4, 2: 0.5}[choice])
 
 
 def test_a_plan_gives_the_start_and_the_expected_kl():
@@ -357,6 +357,9 @@ def test_a_plan_gives_the_start_and_the_expected_kl():
     assert (state.tis, state.band, state.target_kl, state.limit_kl) == (1.5, None, 0.2, 0.2)
     assert after(AdaptiveThresholds(), [SEEN[0.1]] * 9, state)[0].tis == 1.5
     assert after(AdaptiveThresholds(), [SEEN[0.1]] * 9)[0].tis < 2.0
+    for law in (AdaptiveThresholds(), LeastErrorThresholds(), ConstantThresholds()):
+        assert [law.initial(plan, one).limit_kl for one in ("bf16", 2)] == [0.03, 0.5]
+    assert AdaptiveThresholds().initial(plan, "bf16").target_kl == 1e-4
     state = AdaptiveThresholds().initial(Planned(1e-3))  # type: ignore[arg-type]
     assert (state.target_kl, state.limit_kl) == (1e-3, 0.03)
     assert after(AdaptiveThresholds(), [SEEN[3e-3]] * 9, state)[0].tis < 1.5

@@ -107,10 +107,12 @@ class AdaptiveThresholds:
         if not (self.warm_up >= 0 and self.patience >= 1):
             raise ConfigError(f"warm_up is {self.warm_up!r}, patience {self.patience!r}; allowed: at least 0 and 1")
 
-    def initial(self, plan: Plan | None = None) -> AdaptiveState:
+    def initial(self, plan: Plan | None = None, choice: int | str | None = None) -> AdaptiveState:
         """The state before the first batch. A plan gives thresholds to start with and the expected KL.
 
-        Raises ConfigError for a plan with thresholds that cannot tighten.
+        choice: of the plan, that runs; None: the chosen one
+
+        Raises ConfigError for a plan with thresholds that cannot tighten, or without such a choice.
         """
         tis, band = self.tis, self.band
         if plan is not None and tis is not None:
@@ -118,7 +120,7 @@ class AdaptiveThresholds:
         if plan is not None and band is not None:
             band = tuple(plan.thresholds.get(f"{self.level}_mis", band))
         _check_start(tis, band)
-        predicted = predicted_kl(plan)
+        predicted = predicted_kl(plan, choice)
         return AdaptiveState(
             tis=tis, band=band, start_tis=tis, start_band=band,
             target_kl=predicted or self.target_kl, limit_kl=max(self.limit_kl, predicted),

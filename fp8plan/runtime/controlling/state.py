@@ -149,6 +149,12 @@ KINDS = (AdaptiveState, LeastErrorState, ControllerState)
 State = TypeVar("State", bound=ControllerState)
 
 
+def expecting(state: State, fresh: ControllerState) -> State:
+    """`state` with the KL that `fresh` expects: its limit and, where the law has one, its target."""
+    expected = {"limit_kl", "target_kl"} & names(type(state))
+    return replace(state, **{name: getattr(fresh, name) for name in expected})
+
+
 def names(kind: type[ControllerState]) -> set[str]:
     return {field.name for field in fields(kind)}
 
