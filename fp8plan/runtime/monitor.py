@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from fp8plan.checks import instance
 from fp8plan.errors import ConfigError
+from fp8plan.model.plan import Plan
 from fp8plan.runtime import run_record
 from fp8plan.runtime.controller import (
     AdaptiveThresholds,
@@ -38,6 +39,7 @@ from fp8plan.runtime.controlling.constant import Update
 from fp8plan.runtime.controlling.noise import heard
 from fp8plan.runtime.controlling.state import LeastErrorState, expecting
 from fp8plan.runtime.correction import CorrectionSettings, Thresholds, correct
+from fp8plan.runtime.guard import Guard
 from fp8plan.runtime.guarding.facts import EngineFacts, Observation
 from fp8plan.runtime.judge import Judged, judged
 from fp8plan.runtime.mismatch import Mismatch, measure
@@ -47,9 +49,8 @@ from fp8plan.runtime.tokens import pack
 from fp8plan.runtime.versions import check_torch
 
 if TYPE_CHECKING:
-    from fp8plan.model.plan import Plan
     from fp8plan.runtime.engine import RolloutEngine
-    from fp8plan.runtime.guard import Guard, Verdict
+    from fp8plan.runtime.guard import Verdict
     from fp8plan.runtime.tokens import Array
 
 
@@ -114,6 +115,10 @@ class Monitor:
         group: Any = None,
     ) -> None:
         check_torch("a Monitor")
+        if plan is not None:
+            instance("plan", plan, Plan, "fp8plan.plan(...), or Plan.from_json(text)")
+        if guard is not None:
+            instance("guard", guard, Guard, "Guard(facts)")
         if engine is not None and (guard is not None or facts is not None):
             raise ConfigError("an engine and a guard or facts are given; allowed: the engine, which has both, alone")
         if engine is not None and not hasattr(engine, "report_kl"):
@@ -279,6 +284,7 @@ class Monitor:
 
     def load_state_dict(self, data: Mapping[str, Any]) -> None:
         """Go on from a saved state. Raises ConfigError for anything that `state_dict` does not give."""
+        instance("the monitor's state", data, Mapping, "what state_dict() returned")
         if set(data) != {"steps", "controller", "guard"} or type(data["steps"]) is not int:
             raise ConfigError(f"the monitor's state has {', '.join(map(str, data))}; give what state_dict() returned")
         state = self.controller.resume(ControllerState.from_dict(data["controller"]), self._fresh)
@@ -352,6 +358,8 @@ def _controller(settings: CorrectionSettings, given: Controller | None) -> Contr
             with suppress(ConfigError):  # a start that cannot tighten
                 return AdaptiveThresholds(**start, level=settings.level)
         return ConstantThresholds(**start)
+    if not isinstance(given, Controller):
+        raise ConfigError(f"controller is {given!r}; allowed: AdaptiveThresholds(), or another controller")
     name = type(given).__name__
     if settings.level is not None and getattr(given, used) is None:
         raise ConfigError(f"mode={settings.mode!r} with {name}({used}=None); allowed: a controller that gives {used}")

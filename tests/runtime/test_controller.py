@@ -391,6 +391,13 @@ def test_a_plan_gives_the_start_and_the_expected_kl():
         {"max_clipped": 0.0},
         {"patience": 0},
         {"warm_up": -1},
+        {"tis": "2"},
+        {"gain": "a"},
+        {"gain": float("inf")},
+        {"slew": 2.0},
+        {"slew": (1.05, float("nan"))},
+        {"band": (0.5,)},
+        {"tis": None},
     ],
 )
 def test_settings_that_cannot_be(wrong):
@@ -401,6 +408,10 @@ def test_settings_that_cannot_be(wrong):
 def test_a_saved_state_of_something_else_is_refused():
     with pytest.raises(ConfigError, match=r"unknown or missing: .*kl.*to_dict"):
         ControllerState.from_dict({"steps": 3})
+    saved = AdaptiveThresholds().initial().to_dict()
+    for wrong in (None, saved | {"reach": "x"}, saved | {"kl": "high"}, saved | {"band": [1]}):
+        with pytest.raises(ConfigError, match="allowed"):
+            ControllerState.from_dict(wrong)
 
 
 @pytest.mark.parametrize("new", [AdaptiveThresholds(), ConstantThresholds(), LeastErrorThresholds()])
