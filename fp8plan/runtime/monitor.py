@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from fp8plan.checks import instance
 from fp8plan.errors import ConfigError
+from fp8plan.model.plan import Plan
 from fp8plan.runtime import run_record
 from fp8plan.runtime.controller import (
     AdaptiveThresholds,
@@ -36,8 +37,9 @@ from fp8plan.runtime.controller import (
 )
 from fp8plan.runtime.controlling.constant import Update
 from fp8plan.runtime.controlling.noise import heard
-from fp8plan.runtime.controlling.state import LeastErrorState
+from fp8plan.runtime.controlling.state import LeastErrorState, expecting
 from fp8plan.runtime.correction import CorrectionSettings, Thresholds, correct
+from fp8plan.runtime.guard import Guard
 from fp8plan.runtime.guarding.facts import EngineFacts, Observation
 from fp8plan.runtime.judge import Judged, judged
 from fp8plan.runtime.mismatch import Mismatch, measure
@@ -47,9 +49,8 @@ from fp8plan.runtime.tokens import pack
 from fp8plan.runtime.versions import check_torch
 
 if TYPE_CHECKING:
-    from fp8plan.model.plan import Plan
     from fp8plan.runtime.engine import RolloutEngine
-    from fp8plan.runtime.guard import Guard, Verdict
+    from fp8plan.runtime.guard import Verdict
     from fp8plan.runtime.tokens import Array
 
 
@@ -81,7 +82,8 @@ class Monitor:
                 token-level weights alone; or ConstantThresholds. None: the first, or the last where there is nothing to
                 tighten (no weights, C = 1, or a band that does not lie around 1)
     sinks:      where records go; opened here, on rank 0 only
-    plan:       gives the controller its target, or its thresholds
+    plan:       gives the controller its thresholds to begin with, and the KL that it expects of the precision that
+                runs: with an engine its own, also after a step down
     engine:     the RolloutEngine that samples: its last rollout, its guard's verdict and what runs go into the record,
                 and it is told the KL (`report_kl`). Without one,
     guard:      judges the rollouts that `step` is given, in the caller's time (1,536 responses of 20,000 tokens: 2 s)
@@ -113,6 +115,10 @@ class Monitor:
         group: Any = None,
     ) -> None:
         check_torch("a Monitor")
+        if plan is not None:
+            instance("plan", plan, Plan, "fp8plan.plan(...), or Plan.from_json(text)")
+        if guard is not None:
+            instance("guard", guard, Guard, "Guard(facts)")
         if engine is not None and (guard is not None or facts is not None):
             raise ConfigError("an engine and a guard or facts are given; allowed: the engine, which has both, alone")
         if engine is not None and not hasattr(engine, "report_kl"):
@@ -125,9 +131,11 @@ class Monitor:
         instance("settings", self.settings, CorrectionSettings, "CorrectionSettings(level='token')")
         # Each law has a state of its own, which it alone is given.
         self.controller: Any = _controller(self.settings, controller)
-        self.state: ControllerState = self.controller.initial(plan)
-        self._fresh = self.state
         self.engine, self.facts, self.group = engine, facts, group
+        self._plan = plan
+        self._planned_for = self._precision()
+        self.state: ControllerState = self.controller.initial(plan, self._planned_for)
+        self._fresh = self.state
         self._guard = guard
         self.steps = 0
         self._rollout: Observation | None = None  # the last one of the engine's that is in a record
@@ -176,6 +184,7 @@ class Monitor:
         rollout = self._checked(rollout, done)
         tokens = pack(train_logprobs, rollout_logprobs, mask, lengths)
         mismatch = measure(tokens, versions).reduced(self.group).metrics()
+        self._follow_precision()
         thresholds, state, decided = self._agreed(self.controller.update(self.state, mismatch))
         correction = correct(tokens, replace(self.settings, thresholds=thresholds), self.group)
         of_correction = run_record.correction_metrics(correction.reduced(self.group))
@@ -194,6 +203,23 @@ class Monitor:
         if self._writes():
             self._sinks.write(self._record(done, step, rollout, found))
         return step
+
+    def _precision(self) -> str | None:
+        """That the engine runs; None, for the plan's own choice, without an engine or a plan."""
+        return None if self.engine is None or self._plan is None else self.engine.launch.precision
+
+    def _follow_precision(self) -> None:
+        """After a step down, expect the KL of the precision that runs now."""
+        running = self._precision()
+        if running == self._planned_for:
+            return
+        self._planned_for = running
+        try:
+            self._fresh = self.controller.initial(self._plan, running)
+        except ConfigError as error:  # another plan than the engine's; a step stops for nothing
+            self._warn_once("plan", f"the KL that was expected before the step down is expected further: {error}")
+        else:
+            self.state = expecting(self.state, self._fresh)
 
     def _agreed(self, own: Update) -> Update:
         """The first rank's update. All work out the same from the same sums, but for how their CPUs round, and for what
@@ -258,6 +284,7 @@ class Monitor:
 
     def load_state_dict(self, data: Mapping[str, Any]) -> None:
         """Go on from a saved state. Raises ConfigError for anything that `state_dict` does not give."""
+        instance("the monitor's state", data, Mapping, "what state_dict() returned")
         if set(data) != {"steps", "controller", "guard"} or type(data["steps"]) is not int:
             raise ConfigError(f"the monitor's state has {', '.join(map(str, data))}; give what state_dict() returned")
         state = self.controller.resume(ControllerState.from_dict(data["controller"]), self._fresh)
@@ -331,6 +358,8 @@ def _controller(settings: CorrectionSettings, given: Controller | None) -> Contr
             with suppress(ConfigError):  # a start that cannot tighten
                 return AdaptiveThresholds(**start, level=settings.level)
         return ConstantThresholds(**start)
+    if not isinstance(given, Controller):
+        raise ConfigError(f"controller is {given!r}; allowed: AdaptiveThresholds(), or another controller")
     name = type(given).__name__
     if settings.level is not None and getattr(given, used) is None:
         raise ConfigError(f"mode={settings.mode!r} with {name}({used}=None); allowed: a controller that gives {used}")

@@ -347,8 +347,8 @@ class Planned:
     def __init__(self, kl_k3_high: float | None) -> None:
         self.kl_k3_high = kl_k3_high
 
-    def select(self) -> Planned:
-        return self
+    def select(self, choice: int | str | None = None) -> Planned:
+        return self if choice is None else Planned({"bf16": 1e-4, 2: 0.5}[choice])
 
 
 def test_a_plan_gives_the_start_and_the_expected_kl():
@@ -357,6 +357,9 @@ def test_a_plan_gives_the_start_and_the_expected_kl():
     assert (state.tis, state.band, state.target_kl, state.limit_kl) == (1.5, None, 0.2, 0.2)
     assert after(AdaptiveThresholds(), [SEEN[0.1]] * 9, state)[0].tis == 1.5
     assert after(AdaptiveThresholds(), [SEEN[0.1]] * 9)[0].tis < 2.0
+    for law in (AdaptiveThresholds(), LeastErrorThresholds(), ConstantThresholds()):
+        assert [law.initial(plan, one).limit_kl for one in ("bf16", 2)] == [0.03, 0.5]
+    assert AdaptiveThresholds().initial(plan, "bf16").target_kl == 1e-4
     state = AdaptiveThresholds().initial(Planned(1e-3))  # type: ignore[arg-type]
     assert (state.target_kl, state.limit_kl) == (1e-3, 0.03)
     assert after(AdaptiveThresholds(), [SEEN[3e-3]] * 9, state)[0].tis < 1.5
@@ -388,6 +391,13 @@ def test_a_plan_gives_the_start_and_the_expected_kl():
         {"max_clipped": 0.0},
         {"patience": 0},
         {"warm_up": -1},
+        {"tis": "2"},
+        {"gain": "a"},
+        {"gain": float("inf")},
+        {"slew": 2.0},
+        {"slew": (1.05, float("nan"))},
+        {"band": (0.5,)},
+        {"tis": None},
     ],
 )
 def test_settings_that_cannot_be(wrong):
@@ -398,6 +408,10 @@ def test_settings_that_cannot_be(wrong):
 def test_a_saved_state_of_something_else_is_refused():
     with pytest.raises(ConfigError, match=r"unknown or missing: .*kl.*to_dict"):
         ControllerState.from_dict({"steps": 3})
+    saved = AdaptiveThresholds().initial().to_dict()
+    for wrong in (None, saved | {"reach": "x"}, saved | {"kl": "high"}, saved | {"band": [1]}):
+        with pytest.raises(ConfigError, match="allowed"):
+            ControllerState.from_dict(wrong)
 
 
 @pytest.mark.parametrize("new", [AdaptiveThresholds(), ConstantThresholds(), LeastErrorThresholds()])

@@ -261,7 +261,6 @@ def test_settings_that_cannot_be(make: Any, says: str) -> None:
 
 def test_settings_of_verl() -> None:
     assert from_verl({"rollout_is": "token"}) == CorrectionSettings()
-    assert from_verl({}) == CorrectionSettings(None)
     found = from_verl(
         {
             "rollout_is": "sequence",
@@ -313,6 +312,11 @@ def test_settings_of_verl_that_are_off() -> None:
         ({"algorithm": {"rollout_corection": NODE, "gamma": 1.0}}, "did you mean rollout_correction"),
         ({"trainer": {"nnodes": 1}}, "the config has trainer, .*allowed: verl's whole config"),
         (SimpleNamespace(rollout_is="token", threshold=3.0), "has threshold"),
+        ({}, "the config is empty"),
+        ({"algorithm": {}}, "algorithm is empty"),
+        ({"rollout_correction": NODE, "rollout_is": "sequence"}, "has rollout_is beside rollout_correction"),
+        ({"algorithm": {"rollout_correction": NODE, "rollout_is_thresold": 3}}, "has rollout_is_thresold beside"),
+        (NODE | {"rollout_is_threshold": "1_2_3"}, "rollout_is_threshold is '1_2_3'"),
         (["rollout_is=token"], "the config is .*allowed: a mapping"),
         ("token", "the config is 'token'"),
         (None, "the config is None"),

@@ -11,11 +11,13 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from plans import choice, plan
 from simulated_run import simulated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -203,6 +205,39 @@ def test_an_engine_gives_rollout_verdict_and_what_runs_once_and_is_told_the_kl()
     restored.load_state_dict(monitor.state_dict())
     assert restored.guard is not None
     assert restored.guard.state == engine.guard.state
+
+
+class Launched(Engine):
+    def __init__(self, precision: str) -> None:
+        super().__init__()
+        self.launch = SimpleNamespace(precision=precision)
+
+
+KLS = {"bf16": 0.001, "fp8_block": 0.02, "fp8_block+fp8_kv": 0.2}
+PLAN = plan(choices=tuple(choice(name, kl_k3_high=kl) for name, kl in KLS.items()), chosen=2)
+
+
+@pytest.mark.parametrize("controller", [AdaptiveThresholds(), LeastErrorThresholds(), ConstantThresholds()])
+def test_the_kl_that_is_expected_is_that_of_the_precision_that_runs(controller: Any) -> None:
+    """Of another choice than the plan's own, and after a step down; and what a checkpoint says changes nothing."""
+    engine: Any = Launched("fp8_block")
+    assert Monitor(controller=controller, plan=PLAN).state.limit_kl == 0.2
+    monitor = Monitor(controller=controller, plan=PLAN, engine=engine)
+    assert monitor.state.limit_kl == 0.03
+    engine.launch.precision = "fp8_block+fp8_kv"
+    assert monitor.step(*batch()).metrics[runs.KL_LIMIT] == 0.2
+    saved = monitor.state_dict()
+    engine.launch.precision = "bf16"  # stepped down
+    assert monitor.step(*batch()).metrics[runs.KL_LIMIT] == 0.03
+    assert getattr(monitor.state, "target_kl", 0.001) == 0.001
+    monitor.load_state_dict(saved)
+    assert monitor.step(*batch()).metrics[runs.KL_LIMIT] == 0.03
+    assert monitor.state.steps == 2
+    with pytest.raises(ConfigError, match="allowed"):
+        Monitor(controller=controller, plan=PLAN, engine=Launched("fp4"))  # type: ignore[arg-type]
+    engine.launch.precision = "fp4"  # of another plan
+    with pytest.warns(RuntimeWarning, match="before the step down"):
+        assert monitor.step(*batch()).metrics[runs.KL_LIMIT] == 0.03
 
 
 def test_an_engine_that_cannot_say_what_runs_costs_no_step() -> None:

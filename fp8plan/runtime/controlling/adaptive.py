@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.mismatch_budget import RiskBudget
 from fp8plan.runtime.controlling.alarms import AlarmLimits, alarms
@@ -91,6 +92,13 @@ class AdaptiveThresholds:
 
     def __post_init__(self) -> None:
         _check_start(self.tis, self.band)
+        if self.tis is None and self.band is None:
+            raise ConfigError("tis and band are None; allowed: one to control, or ConstantThresholds(None)")
+        for name in ("target_kl", "limit_kl", "gain", "narrowest", "max_clipped", "min_kept", "dead_band"):
+            if not is_number(getattr(self, name), finite=name != "limit_kl"):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: a finite number")
+        if not (isinstance(self.slew, (tuple, list)) and len(self.slew) == 2 and all(map(is_number, self.slew))):
+            raise ConfigError(f"slew is {self.slew!r}; allowed: two factors above 1, (tighten, relax)")
         if self.level not in LEVELS:
             raise ConfigError(f"level is {self.level!r}; allowed: {', '.join(LEVELS)}")
         if not (self.target_kl > 0 and self.limit_kl > 0 and self.gain > 0):
@@ -104,13 +112,15 @@ class AdaptiveThresholds:
             )
         if not (min(self.slew) > 1 and self.dead_band >= 1):
             raise ConfigError(f"slew is {self.slew!r}, dead_band {self.dead_band!r}; allowed: slew > 1, dead_band >= 1")
-        if not (self.warm_up >= 0 and self.patience >= 1):
-            raise ConfigError(f"warm_up is {self.warm_up!r}, patience {self.patience!r}; allowed: at least 0 and 1")
+        whole("warm_up", self.warm_up, 0)
+        whole("patience", self.patience)
 
-    def initial(self, plan: Plan | None = None) -> AdaptiveState:
+    def initial(self, plan: Plan | None = None, choice: int | str | None = None) -> AdaptiveState:
         """The state before the first batch. A plan gives thresholds to start with and the expected KL.
 
-        Raises ConfigError for a plan with thresholds that cannot tighten.
+        choice: of the plan, that runs; None: the chosen one
+
+        Raises ConfigError for a plan with thresholds that cannot tighten, or without such a choice.
         """
         tis, band = self.tis, self.band
         if plan is not None and tis is not None:
@@ -118,7 +128,7 @@ class AdaptiveThresholds:
         if plan is not None and band is not None:
             band = tuple(plan.thresholds.get(f"{self.level}_mis", band))
         _check_start(tis, band)
-        predicted = predicted_kl(plan)
+        predicted = predicted_kl(plan, choice)
         return AdaptiveState(
             tis=tis, band=band, start_tis=tis, start_band=band,
             target_kl=predicted or self.target_kl, limit_kl=max(self.limit_kl, predicted),
@@ -215,6 +225,7 @@ class AdaptiveThresholds:
 
 def _check_start(tis: float | None, band: tuple[float, float] | None) -> None:
     """Thresholds tighten towards 1, from outside."""
+    Thresholds(tis, band)  # raises ConfigError for what cannot be a threshold
     if tis is not None and not 1 < tis < np.inf:
         raise ConfigError(f"tis begins at {tis!r}; allowed: above 1, or ConstantThresholds({tis!r})")
     if band is not None and not 0 < band[0] < 1 < band[1] < np.inf:

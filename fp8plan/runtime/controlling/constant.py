@@ -35,9 +35,9 @@ class ConstantThresholds:
     def __post_init__(self) -> None:
         Thresholds(self.tis, self.band)  # raises ConfigError for what cannot be a threshold
 
-    def initial(self, plan: Plan | None = None) -> ControllerState:
-        """The state before the first batch. Of a plan it takes the predicted range of KL."""
-        limit = max(self.limit_kl, predicted_kl(plan))
+    def initial(self, plan: Plan | None = None, choice: int | str | None = None) -> ControllerState:
+        """The state before the first batch. Of a plan it takes the predicted range of KL, of its choice or another."""
+        limit = max(self.limit_kl, predicted_kl(plan, choice))
         return ControllerState(tis=self.tis, band=self.band, limit_kl=limit)
 
     def resume(self, saved: ControllerState, fresh: ControllerState) -> ControllerState:

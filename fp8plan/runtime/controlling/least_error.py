@@ -141,15 +141,16 @@ class LeastErrorThresholds:
                 "at least 0, 0 and 1"
             )
 
-    def initial(self, plan: Plan | None = None) -> LeastErrorState:
-        """The state before the first batch. A plan gives thresholds to start with and the predicted range of KL."""
+    def initial(self, plan: Plan | None = None, choice: int | str | None = None) -> LeastErrorState:
+        """The state before the first batch. A plan gives thresholds to start with and the predicted range of KL, of its
+        choice or another."""
         tis, band = self.tis, self.band
         if plan is not None and tis is not None:
             tis = plan.thresholds.get("token_tis", tis)
         if plan is not None and band is not None:
             band = tuple(plan.thresholds.get("token_mis", band))
         low = None if band is None else band[0]
-        limit = max(self.limit_kl, predicted_kl(plan))
+        limit = max(self.limit_kl, predicted_kl(plan, choice))
         return self._within(LeastErrorState(tis=tis, band=band, low=low, limit_kl=limit))
 
     def resume(self, saved: ControllerState, fresh: LeastErrorState) -> LeastErrorState:

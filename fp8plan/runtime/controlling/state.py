@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
+from fp8plan.checks import instance, is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.controlling.law import GRID
 
@@ -99,12 +100,14 @@ class ControllerState:
     def from_dict(saved: Mapping[str, Any]) -> ControllerState:
         """The state that `to_dict` made, of whichever controller. Raises ConfigError for unknown or missing keys, and a
         tail of another grid."""
+        instance("a saved ControllerState", saved, Mapping, "what to_dict returned")
         wrong, kind = min(((sorted(saved.keys() ^ names(kind)), kind) for kind in KINDS), key=lambda x: len(x[0]))
         if wrong:
             raise ConfigError(
                 f"not a saved ControllerState; unknown or missing: {', '.join(map(str, wrong))}; give what to_dict "
                 "returned"
             )
+        _check_values(saved)
         if len(saved.get("tail", ())) not in (0, GRID.size):
             raise ConfigError(
                 f"a saved ControllerState has a tail of {len(saved['tail'])} bounds, this version of fp8plan "
@@ -145,8 +148,29 @@ class LeastErrorState(ControllerState):
     gradient_noise: float = 0.0
 
 
+def _check_values(saved: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a value that no state has."""
+    for name, value in saved.items():
+        if name in ("steps", "strained", "gradients"):
+            whole(name, value, 0)
+        elif name in ("band", "start_band", "tail"):
+            many = value if isinstance(value, (list, tuple)) else ("",)
+            fine = all(map(is_number, many)) and (name == "tail" or len(many) == 2)
+            if not (fine or (value is None and name != "tail")):
+                raise ConfigError(f"a saved {name} is {value!r}; allowed: numbers, as to_dict gave them")
+        elif not (is_number(value, name not in ("tis", "limit_kl")) or (value is None and name in OPTIONAL)):
+            raise ConfigError(f"a saved {name} is {value!r}; allowed: a number, as to_dict gave it")
+
+
+OPTIONAL = ("tis", "start_tis", "kl", "low")
 KINDS = (AdaptiveState, LeastErrorState, ControllerState)
 State = TypeVar("State", bound=ControllerState)
+
+
+def expecting(state: State, fresh: ControllerState) -> State:
+    """`state` with the KL that `fresh` expects: its limit and, where the law has one, its target."""
+    expected = {"limit_kl", "target_kl"} & names(type(state))
+    return replace(state, **{name: getattr(fresh, name) for name in expected})
 
 
 def names(kind: type[ControllerState]) -> set[str]:

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from fp8plan.runtime.mismatch import Mismatch
 
 KL_MEMORY: Final = 0.7  # of the last step's smoothed KL: a half-life of two steps
-KL_LEAP: Final = 100.0  # times the limit, or the KL so far, that a batch may count: no single one rules for long after it
+KL_LEAP: Final = (
+    100.0  # times the limit, or the KL so far, that a batch may count: no single one rules for long after it
+)
 
 
 def usable(mismatch: Mismatch) -> bool:
@@ -31,6 +33,6 @@ def observed(state: State, mismatch: Mismatch) -> State:
     return replace(state, steps=state.steps + 1, kl=kl)
 
 
-def predicted_kl(plan: Plan | None) -> float:
-    """The upper end of the KL that the plan predicts for its choice; 0 if it says nothing."""
-    return (plan.select().kl_k3_high or 0.0) if plan is not None else 0.0
+def predicted_kl(plan: Plan | None, choice: int | str | None = None) -> float:
+    """The upper end of the KL that the plan predicts for a choice, or its own; 0 if it says nothing."""
+    return (plan.select(choice).kl_k3_high or 0.0) if plan is not None else 0.0

@@ -72,7 +72,12 @@ def from_verl(config: Mapping[str, Any] | Any) -> CorrectionSettings:
     Raises ConfigError for what verl refuses, for a value of another type, and for a field that rollout_correction has
     not, with the nearest that it has.
     """
-    given = _rollout_correction(config)
+    try:
+        given = _rollout_correction(config)
+    except ConfigError:
+        raise
+    except Exception as error:  # OmegaConf's, for ??? and for an interpolation that leads nowhere
+        raise ConfigError(f"the config cannot be read: {error}; allowed: one whose values are all given") from None
     level, threshold = given["rollout_is"], given["rollout_is_threshold"]
     for name, allowed in (("rollout_is", (None, "token", "sequence")), ("loss_type", ("ppo_clip", "reinforce"))):
         if given[name] not in allowed:
@@ -95,8 +100,14 @@ def _rollout_correction(config: Any) -> dict[str, Any]:
     for name in _INTO:
         inside = _fields(path, found)
         if name in set(inside):  # verl's own configs are no whole mappings
+            if stray := [str(x) for x in inside if x != name and _is_ours(str(x))]:
+                raise ConfigError(
+                    f"{path or 'the config'} has {', '.join(stray[:5])} beside {name}; allowed: inside it"
+                )
             path, found = f"{path}.{name}".lstrip("."), inside[name]
     inside = _fields(path, found)
+    if not inside and not path.endswith(_INTO[-1]):
+        raise ConfigError(f"{path or 'the config'} is empty; allowed: one with rollout_correction, or its fields")
     unknown = [str(name) for name in inside if name not in _FIELDS and name != _HYDRA]
     if unknown:
         known = [*_FIELDS, *_INTO]
@@ -114,6 +125,11 @@ def _rollout_correction(config: Any) -> dict[str, Any]:
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             raise _wrong(name, value)
     return values
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a name belongs into rollout_correction, or is meant to."""
+    return name in (*_FIELDS, *_INTO) or name.startswith(("rollout_is", "rollout_rs", "rollout_corr"))
 
 
 def _fields(path: str, found: Any) -> Mapping[str, Any]:
@@ -168,7 +184,9 @@ def _numbers(name: str, text: str | float) -> tuple[float | None, float]:
     try:
         if isinstance(text, bool):
             raise ValueError
-        *rest, high = (float(part) for part in str(text).split("_", 1))
+        *rest, high = (float(part) for part in str(text).split("_"))
+        if len(rest) > 1:
+            raise ValueError
     except ValueError:
         raise ConfigError(f'{name} is {text!r}; allowed: a number, or lower_upper as in "0.5_2.0"') from None
     low = rest[0] if rest else None
