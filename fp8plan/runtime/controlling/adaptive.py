@@ -11,8 +11,10 @@ The log ratios of tokens spread as sqrt(KL), so a gain of 0.5 would cut where it
 Around this map are a dead band, a slew limit that is fast to tighten and slow to relax, and the limits: at most
 `max_clipped` of the weight is cut away and at least `min_kept` of the tokens stay, in this very batch and at the level
 at which the thresholds apply. Tightening stops short of the limits. Where a batch passes them all the same, a band
-widens at once, just as far as it takes to keep `min_kept`, never beyond the beginning; where even the initial band keeps
-less it stays where it is, and so does C: they would be widest where the mismatch is worst. Where limits stand in the way of a KL above its target, or the thresholds are
+widens at once, just as far as it takes to keep `min_kept`, never beyond the beginning; where even the initial band
+keeps
+less it stays where it is, and so does C: they would be widest where the mismatch is worst. Where limits stand in the
+way of a KL above its target, or the thresholds are
 as tight as they get, the decision says AT_BOUND, and after `patience` such steps in a row what to do instead
 (Escalation).
 
@@ -186,7 +188,7 @@ class AdaptiveThresholds:
         return min(few, (1 - self.min_kept) / 2, self.max_clipped / 2)
 
     def _least_reach(self, state: AdaptiveState, mismatch: Mismatch, spared: float = 0.0) -> tuple[float, str]:
-        """(the smallest reach that keeps the limits in this batch, infinite if none does; what a step tighter would do).
+        """(the smallest reach that keeps the limits in this batch, infinite if none does; and of a step tighter).
 
         spared: by how much it stays away from them, a share
         """
