@@ -452,7 +452,7 @@ for needs in (
     lambda: pack(zeros, zeros),
     lambda: fp8plan.RolloutEngine.from_plan(plan),
     lambda: fp8plan.AsyncRolloutEngine.from_plan(plan).send(None),
-    lambda: fp8plan.probe("Qwen/Qwen3-8B", gpu="h200_sxm"),
+    lambda: fp8plan.probe("Qwen/Qwen3-8B", gpu="cpu"),
 ):
     try:
         needs()
