@@ -126,16 +126,30 @@ def memory_plan(
 
     longest_request: prompt + response in tokens; stands in for limits.max_model_len where that is None.
     Raises ConfigError if tensor_parallel_size does not divide the model, CapacityError if the KV pool holds less than
-    one request of max_model_len (the engine then refuses to start) or is imposed larger than the GPU's memory.
+    one request of max_model_len (the engine then refuses to start).
     """
     plan = _unchecked_plan(shape, precision, gpu, limits)
-    memory = MOST_HOST_BYTES if gpu.is_cpu else gpu.memory_bytes
-    if plan.imposed and plan.weights_bytes + plan.kv_bytes > memory:
-        raise CapacityError(_larger_than_the_gpu(gpu, memory, limits, plan))
     tokens = limits.max_model_len or longest_request or 1
     if not _holds(plan, tokens):
         raise CapacityError(_does_not_fit(shape, precision, gpu, limits, plan, tokens))
     return plan
+
+
+def check_pool(plan: MemoryPlan, gpu: Gpu, limits: EngineLimits) -> None:
+    """Raises CapacityError for a KV pool that is imposed larger than the GPU's memory.
+
+    Not a part of `memory_plan`: the guard asks what a pool would save that no GPU has.
+    """
+    memory_bytes = MOST_HOST_BYTES if gpu.is_cpu else gpu.memory_bytes
+    if not plan.imposed or plan.weights_bytes + plan.kv_bytes <= memory_bytes:
+        return
+    most = (memory_bytes - plan.weights_bytes) // (plan.block_size * plan.kv_bytes_per_token) - 1
+    has = f"{memory_bytes / GIB:,.0f} GiB{' at most' if gpu.is_cpu else ''}"
+    raise CapacityError(
+        f"num_gpu_blocks {limits.num_gpu_blocks} is {plan.kv_bytes / GIB:,.0f} GiB of KV cache on each {gpu.product}, "
+        f"which has {has} and holds {plan.weights_bytes / GIB:.0f} GiB of weights; allowed: at most {max(0, most)}, or "
+        "leave num_gpu_blocks out"
+    )
 
 
 def _unchecked_plan(shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits) -> MemoryPlan:
@@ -303,16 +317,6 @@ def cudagraph_reserve_bytes(shape: ModelShape, precision: Precision, limits: Eng
     more_full = sum(size <= limits.max_num_seqs for size in sizes) - 1
     full = CUDAGRAPH_FULL_BYTES + (0 if precision.weights == "bf16" else CUDAGRAPH_FP8_BYTES)
     return CUDAGRAPH_FIRST_BYTES + (len(sizes) - 1) * CUDAGRAPH_PIECEWISE_BYTES + more_full * full
-
-
-def _larger_than_the_gpu(gpu: Gpu, memory_bytes: int, limits: EngineLimits, plan: MemoryPlan) -> str:
-    most = (memory_bytes - plan.weights_bytes) // (plan.block_size * plan.kv_bytes_per_token) - 1
-    has = f"{memory_bytes / GIB:,.0f} GiB{' at most' if gpu.is_cpu else ''}"
-    return (
-        f"num_gpu_blocks {limits.num_gpu_blocks} is {plan.kv_bytes / GIB:,.0f} GiB of KV cache on each {gpu.product}, "
-        f"which has {has} and holds {plan.weights_bytes / GIB:.0f} GiB of weights; allowed: at most {max(0, most)}, or "
-        "leave num_gpu_blocks out"
-    )
 
 
 def _does_not_fit(

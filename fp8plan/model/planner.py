@@ -20,7 +20,7 @@ from fp8plan.model.explain import explain
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.hardware import gpu as find_gpu
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory import MemoryPlan, memory_plan
+from fp8plan.model.memory import MemoryPlan, check_pool, memory_plan
 from fp8plan.model.mismatch import MismatchRisk, RiskBudget, mismatch_risk, recommended_thresholds
 from fp8plan.model.mismatch_budget import LEAST_GAIN
 from fp8plan.model.plan import Choice, Plan
@@ -328,7 +328,9 @@ def _place(shape: ModelShape, candidate: Candidate, gpu: Gpu, requests: int, tar
     ):
         return replace(candidate, reason=reason)
     try:
-        return replace(candidate, memory=memory_plan(shape, candidate.precision, gpu, limits))
+        memory = memory_plan(shape, candidate.precision, gpu, limits)
+        check_pool(memory, gpu, limits)
+        return replace(candidate, memory=memory)
     except CapacityError as error:
         return replace(candidate, reason=str(error), unfit=True)
 

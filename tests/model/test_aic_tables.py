@@ -223,7 +223,7 @@ def test_profiles_are_written_where_they_are_found(package: Path, tmp_path: Path
     assert same == profile
     assert len(said) == 1
     assert "not measured here" in said[0]
-    assert "not tested" in said[0]
+    assert "not tested" in profile.source
     assert "not measured here" in profile.label
     near, said = load_profile(H100, "0.26.0", profiles_dir=output)
     assert near.model_error == 2 * profile.model_error

@@ -16,6 +16,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import (
     MemoryPlan,
     activation_peak_bytes,
+    check_pool,
     cudagraph_capture_sizes,
     cudagraph_reserve_bytes,
     loaded_weight_bytes,
@@ -180,13 +181,18 @@ def test_imposed_pool_is_taken_as_the_schedulers() -> None:
 
 def test_an_imposed_pool_larger_than_the_gpu_is_refused() -> None:
     shape, card = ModelShape.from_hf("Qwen/Qwen3-8B"), gpu("h200")
+
+    def check(blocks: int) -> None:
+        limits = EngineLimits(num_gpu_blocks=blocks)
+        check_pool(memory_plan(shape, BF16, card, limits, 100), card, limits)
+
     with pytest.raises(CapacityError, match=r"num_gpu_blocks 1000000000000 is .* GiB of KV cache .* at most \d+,"):
-        memory_plan(shape, BF16, card, EngineLimits(num_gpu_blocks=10**12), 100)
+        check(10**12)
     room = card.memory_bytes - memory_plan(shape, BF16, card, EngineLimits(), 100).weights_bytes
     most = room // (16 * shape.kv_bytes_per_token(BF16)) - 1
-    assert memory_plan(shape, BF16, card, EngineLimits(num_gpu_blocks=most), 100).usable_blocks == most
+    check(most)
     with pytest.raises(CapacityError, match=f"at most {most},"):
-        memory_plan(shape, BF16, card, EngineLimits(num_gpu_blocks=most + 1), 100)
+        check(most + 1)
 
 
 def test_imposed_pool_smaller_than_one_request() -> None:
