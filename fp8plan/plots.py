@@ -76,14 +76,19 @@ def plot(prediction: Prediction, path: str | Path, kv_scales: str = "unit") -> N
         raise ConfigError(f"cannot write {target}: {reason}; give a file that can be written") from None
 
 
+def check_suffix(target: Path) -> None:
+    """Raises ConfigError for a name that says neither .png nor .html."""
+    if target.suffix not in (".png", ".html"):
+        raise ConfigError(f"cannot plot to {target}; allowed: a name that ends in .png or .html")
+
+
 def draw(prediction: Prediction, target: Path, kv_scales: str = "unit") -> None:
     """`plot`, but a file that cannot be written is an OSError: it may be a draft, whose name nobody should read."""
     from fp8plan.model.plan import check_kv_scales
     from fp8plan.plan_page import write_page
     from fp8plan.plan_png import write_png
 
-    if target.suffix not in (".png", ".html"):
-        raise ConfigError(f"cannot plot to {target}; allowed: a name that ends in .png or .html")
+    check_suffix(target)
     check_kv_scales(kv_scales)
     try:
         if target.suffix == ".png":

@@ -14,13 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typed import MODEL, PLAN
 
 import fp8plan
 from fp8plan import cli
 
-MODEL = "Qwen/Qwen3-0.6B"
-SMALL = ["--prompts", "2", "--samples", "2", "--prompt-lengths", "fixed:16", "--response-lengths", "fixed:32"]
-PLAN = ["plan", MODEL, "--gpu", "h200", *SMALL]  # a later option of the same name wins
 RECORD: dict[str, Any] = {
     "model": MODEL,
     "gpu": "h200",

@@ -20,6 +20,7 @@ import pytest
 import typer
 from synthetic import PRIOR, batch_fields, nature, write_folder
 from synthetic import SMALL as TINY
+from typed import MODEL, PLAN, SMALL
 
 import fp8plan as package
 from fp8plan import cli, outputs
@@ -30,10 +31,6 @@ from fp8plan.model.precision import PRESETS
 from fp8plan.runtime.measure import cells, everything, machine
 
 ROOT = Path(__file__).resolve().parent.parent
-MODEL = "Qwen/Qwen3-0.6B"
-SMALL = ["--prompts", "2", "--samples", "2", "--prompt-lengths", "fixed:16", "--response-lengths", "fixed:32"]
-PLAN = ["plan", MODEL, "--gpu", "h200", *SMALL]  # a later option of the same name wins
-
 RECORD: dict[str, Any] = {
     "model": MODEL,
     "gpu": "h200",

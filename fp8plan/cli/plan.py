@@ -266,8 +266,9 @@ def _emissions(words: list[str]) -> list[tuple[str, str]]:
 def _plot_file(plot: Path | None) -> list[tuple[str, str]]:
     if plot is None:
         return []
-    if plot.suffix not in (".png", ".html"):
-        raise ConfigError(f"cannot plot to {plot}; allowed: a name that ends in .png or .html")
+    from fp8plan.plots import check_suffix
+
+    check_suffix(plot)
     return [("--plot", str(plot))]
 
 

@@ -300,8 +300,6 @@ def _layouts(shape: ModelShape, limits: EngineLimits, gpus: int | None, gpu: Gpu
     if gpus is None:
         shape.check_tensor_parallel(limits.tensor_parallel_size)
         return [limits.on(gpu)]
-    if gpus < 1:
-        raise ConfigError(f"gpus is {gpus!r}; allowed: a whole number of at least 1")
     within = min(gpus, gpu.gpus_per_node)
     sizes = [tp for tp in shape.allowed_tensor_parallel(within) if gpus % tp == 0 and within % tp == 0]
     return [replace(limits, tensor_parallel_size=tp, data_parallel_size=gpus // tp).on(gpu) for tp in sizes]
@@ -454,9 +452,10 @@ def _baseline(candidate: Candidate, predicted: Sequence[Candidate]) -> Candidate
 
 def _choice(candidate: Candidate, baseline: Candidate | None, problem: Problem) -> Choice:
     timed, risk, memory = candidate.rollout, candidate.risk, candidate.memory
+    size = candidate.limits.tensor_parallel_size
     where: dict[str, Any] = {
         "precision": candidate.precision.name,
-        "tensor_parallel": candidate.limits.tensor_parallel_size,
+        "tensor_parallel": size,
         "data_parallel": candidate.limits.data_parallel_size,
     }
     if timed is None or risk is None or memory is None:
@@ -466,7 +465,7 @@ def _choice(candidate: Candidate, baseline: Candidate | None, problem: Problem) 
     speedup = low = high = step_speedup = None
     if baseline is not None and baseline.rollout is not None:
         speedup = baseline.rollout.makespan_s / timed.makespan_s
-        low, high = speedup_interval(baseline.rollout, timed, problem.profile, candidate.limits.tensor_parallel_size)
+        low, high = speedup_interval(baseline.rollout, timed, problem.profile, size)
         step_speedup = baseline.step_s / candidate.step_s if baseline.step_s and candidate.step_s else None
     return Choice(
         **where,
@@ -492,8 +491,8 @@ def _choice(candidate: Candidate, baseline: Candidate | None, problem: Problem) 
         seq_reject_fraction=risk.seq_reject_fraction,
         risk=risk.level,
         unit_kv_scales=_unit_kv_scales(candidate.unit_risk),
-        extrapolated=bool(timed.extrapolated) or problem.profile.layout_error(where["tensor_parallel"]) > 0,
-        refused_by=refusals(problem.shape, candidate.precision, candidate.limits.tensor_parallel_size),
+        extrapolated=bool(timed.extrapolated) or problem.profile.layout_error(size) > 0,
+        refused_by=refusals(problem.shape, candidate.precision, size),
     )
 
 
