@@ -1,10 +1,10 @@
 # Every target does its own set-up on a fresh machine; a stamp in each environment says that it is up to date.
 #   make plan [MODEL=Qwen/Qwen3-8B] [GPU=h200_sxm] [ARGS="--json"]   predict and choose
-#   make test | fuzz | lint | bench | bench-aic | baselines | readme | clean
+#   make test | fuzz | lint | wheel | bench | bench-aic | baselines | readme | clean
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: plan test fuzz lint bench bench-aic baselines readme clean
+.PHONY: plan test fuzz lint wheel bench bench-aic baselines readme clean
 
 PYTHON ?= python3
 PIP_INSTALL := -m pip --disable-pip-version-check -qq install --no-warn-conflicts
@@ -12,6 +12,7 @@ PIP_INSTALL := -m pip --disable-pip-version-check -qq install --no-warn-conflict
 VENV := .venv
 TEST_VENV := .venv-test
 AIC_VENV := .venv-aic
+WHEEL_VENV := .venv-wheel
 
 MODEL ?= Qwen/Qwen3-8B
 GPU ?= h200_sxm
@@ -27,18 +28,29 @@ plan: $(VENV)/.installed
 test: lint
 	FP8PLAN_REQUIRE_INTEGRATIONS=1 $(TEST_VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
-# Properties with new examples each time, of what needs no engine; and the simulated scheduler against vLLM's, with
-# thousands of small pools.
-fuzz: $(TEST_VENV)/.installed
+# Properties with new examples each time, of what needs no engine; and the simulated scheduler, as it stands and compiled,
+# against vLLM's, with thousands of small pools.
+fuzz: $(TEST_VENV)/.installed wheel
 	HYPOTHESIS_PROFILE=fuzz $(TEST_VENV)/bin/python -m pytest -n 2 -m "not vllm" $$(grep -rl "from hypothesis" tests)
 	FP8PLAN_TIGHT_SEEDS=2000 $(TEST_VENV)/bin/python -m pytest -n 2 tests/model/test_scheduler.py -k tight_pool
+	$(TEST_VENV)/bin/python $(PIP_INSTALL) --no-deps --target build/compiled --upgrade dist/*.whl
+	FP8PLAN_TIGHT_SEEDS=2000 PYTHONPATH=build/compiled PYTHONSAFEPATH=1 \
+		$(TEST_VENV)/bin/python -m pytest -n 2 tests/model/test_scheduler.py -k tight_pool
 
 lint: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/ruff check .
 	$(TEST_VENV)/bin/mypy
 
-bench: $(VENV)/.installed
-	$(VENV)/bin/python benchmarks/speed.py
+# By way of the sdist, in a temporary folder: a compiled module beside its source would hide what is edited there.
+wheel:
+	rm -rf dist
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/python $(PIP_INSTALL) build
+	HATCH_BUILD_HOOK_ENABLE_MYPYC=1 $(WHEEL_VENV)/bin/python -m build --outdir dist
+	$(WHEEL_VENV)/bin/python $(PIP_INSTALL) --force-reinstall dist/*.whl
+
+bench: wheel
+	$(WHEEL_VENV)/bin/python benchmarks/speed.py
 
 readme: $(VENV)/.installed
 	$(VENV)/bin/python benchmarks/readme.py
@@ -53,7 +65,7 @@ baselines: $(AIC_VENV)/.installed
 	$(AIC_VENV)/bin/python benchmarks/baselines.py $(RECORDS)
 
 clean:
-	rm -rf $(VENV) $(TEST_VENV) $(AIC_VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(TEST_VENV) $(AIC_VENV) $(WHEEL_VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.installed: pyproject.toml

@@ -1,6 +1,6 @@
 """How long fp8plan takes: import, the command, `plan()`, and the scheduler as the batch grows.
 
-`make bench` runs this and writes benchmarks/results/speed.jsonl, one row per measurement;
+`make bench` runs this on the compiled wheel and writes benchmarks/results/speed.jsonl, one row per measurement;
 `python benchmarks/speed.py --table` prints the rows, with those of aiconfigurator_time.py, as Markdown.
 """
 
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fp8plan.model import scheduler
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.planner import plan
 from fp8plan.model.scheduler import schedule
@@ -145,6 +146,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.table:
         machine = {"python": platform.python_version(), "cpus": os.cpu_count(), "date": time.strftime("%Y-%m-%d")}
+        machine["compiled"] = not scheduler.__file__.endswith(".py")
         rows = [row | machine for row in (*processes(), *plans(), *growth())]
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -9,7 +9,6 @@ freed piece with a shrinking end replaces thousands of blocks, exactly.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Protocol
 
 import numpy as np
 
@@ -20,46 +19,28 @@ def blocks_for(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
 
 
-class Pool(Protocol):
-    """What the scheduler needs of a pool. `free` counts the blocks that can be handed out."""
+class Pool:
+    """Blocks that a scheduler hands out, without prefix caching. `free` counts those that it can."""
 
-    free: int
+    def __init__(self, num_blocks: int) -> None:
+        self.free = num_blocks
 
     def lookup(self, request: int, tokens: int) -> tuple[int, int]:
         """(blocks a request of that many tokens finds in the cache, how many of those are in the free queue)."""
+        return 0, 0
 
     def admit(self, request: int, hit_blocks: int) -> None:
         """Hold the blocks `lookup` found."""
 
     def take(self, blocks: int) -> None:
         """Hand out blocks, least recently freed first."""
+        self.free -= blocks
 
     def computed(self, request: int, tokens: int) -> None:
         """A prefill chunk now reaches this many tokens: its full blocks become findable."""
 
     def release(self, request: int, held_blocks: int, hashed_tokens: int) -> None:
         """Free the `held_blocks` of a request; those that its first `hashed_tokens` tokens fill have a hash."""
-
-
-class PlainPool:
-    """No prefix caching: free blocks are a number."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.free = num_blocks
-
-    def lookup(self, request: int, tokens: int) -> tuple[int, int]:
-        return 0, 0
-
-    def admit(self, request: int, hit_blocks: int) -> None:
-        pass
-
-    def take(self, blocks: int) -> None:
-        self.free -= blocks
-
-    def computed(self, request: int, tokens: int) -> None:
-        pass
-
-    def release(self, request: int, held_blocks: int, hashed_tokens: int) -> None:
         self.free += held_blocks
 
 
@@ -73,7 +54,7 @@ class Span:
         self.siblings = siblings  # the other copies of the same content, oldest first
 
 
-class CachingPool:
+class CachingPool(Pool):
     """Prefix caching. Requests with the same prompt share its full blocks.
 
     A request's blocks are three spans: the shared prompt blocks; if the prompt fills its last block exactly,
@@ -82,7 +63,7 @@ class CachingPool:
     """
 
     def __init__(self, num_blocks: int, block_size: int, prompts: IntArray, prompt_ids: IntArray) -> None:
-        self.free = num_blocks
+        super().__init__(num_blocks)
         self._clean = num_blocks  # free blocks without a hash
         # Free spans, least recently freed first. (In a plain dict each look at the first entry passes all that were
         # deleted before it.)

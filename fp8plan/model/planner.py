@@ -357,10 +357,10 @@ def _predict_all(
     workers: int,
 ) -> list[Candidate]:
     """Candidates with as many replicas share their schedules; such groups go to `workers` processes if there is so
-    much to do that starting those pays."""
+    much to do that starting those pays. Most replicas is most work, so that group starts first."""
     done = list(candidates)
     order = sorted(
-        (c.limits.data_parallel_size, -c.memory.usable_blocks, i) for i, c in enumerate(candidates) if c.memory
+        (-c.limits.data_parallel_size, -c.memory.usable_blocks, i) for i, c in enumerate(candidates) if c.memory
     )
     groups = [[candidates[i] for *_, i in group] for _, group in groupby(order, key=lambda key: key[0])]
     if len(order) * len(problem.batch.prompts) < WORTH_PROCESSES:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from fp8plan.errors import CapacityError
 from fp8plan.model.arrays import IntArray
-from fp8plan.model.kv_pool import CachingPool, PlainPool, Pool, blocks_for
+from fp8plan.model.kv_pool import CachingPool, Pool, blocks_for
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.scheduler_state import SchedulerState
 
@@ -84,7 +84,7 @@ def schedule(
     if limits.enable_prefix_caching:
         pool = CachingPool(num_blocks, limits.block_size, prompts, prompt_ids)
     else:
-        pool = PlainPool(num_blocks)
+        pool = Pool(num_blocks)
     state = SchedulerState(prompts.tolist(), responses.tolist(), pool, limits)
     while state.waiting or state.running:
         state.next_row(longest_run)

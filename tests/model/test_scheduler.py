@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fp8plan.errors import CapacityError
-from fp8plan.model.kv_pool import blocks_for
+from fp8plan.model.arrays import IntArray
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.scheduler import Schedule, schedule
 from fp8plan.model.workload import Batch
@@ -24,6 +24,10 @@ ENDED_PREEMPTED = 20110
 TIGHT_SEEDS = int(os.environ.get("FP8PLAN_TIGHT_SEEDS", "80"))  # `make fuzz` runs 2,000
 
 
+def blocks_for(tokens: IntArray) -> IntArray:
+    return -(-tokens // BLOCK)
+
+
 def random_case(seed: int, async_scheduling: bool) -> tuple[Batch, int, EngineLimits]:
     """A workload that is usually starved of KV: odd and even seeds differ in prefix caching, every third has prompts
     that fill their last block, every fifth ends all responses at once, every seventh admits on the first chunk."""
@@ -33,13 +37,13 @@ def random_case(seed: int, async_scheduling: bool) -> tuple[Batch, int, EngineLi
         prompts, samples = 64, 8  # 512 requests
     prompt_lengths = rng.integers(1, 400, prompts)
     if seed % 3 == 0:
-        prompt_lengths = blocks_for(prompt_lengths, BLOCK) * BLOCK
+        prompt_lengths = blocks_for(prompt_lengths) * BLOCK
     prompt_ids = np.repeat(np.arange(prompts), samples)
     responses = rng.integers(1, 300 if seed % 12 == 0 else 600, len(prompt_ids))
     if seed % 5 == 0:
         responses[:] = rng.integers(1, 300)
     batch = Batch(prompt_lengths[prompt_ids], responses, prompt_ids)
-    needed = blocks_for(batch.prompts + batch.responses - 1, BLOCK)
+    needed = blocks_for(batch.prompts + batch.responses - 1)
     pool = int(max(needed.max(), needed.sum() * rng.uniform(0.05, 0.9)))
     limits = EngineLimits(
         max_num_seqs=int(rng.integers(1, 200)),
@@ -57,13 +61,13 @@ def tight_case(seed: int, async_scheduling: bool) -> tuple[Batch, int, EngineLim
     prompts, samples = int(rng.integers(1, 13)), int(rng.integers(1, 5))
     prompt_lengths = rng.integers(1, rng.choice([40, 150, 320]), prompts)
     if rng.random() < 0.3:
-        prompt_lengths = blocks_for(prompt_lengths, BLOCK) * BLOCK
+        prompt_lengths = blocks_for(prompt_lengths) * BLOCK
     prompt_ids = np.repeat(np.arange(prompts), samples)
     responses = rng.integers(1, rng.choice([30, 100, 220]), len(prompt_ids))
     if rng.random() < 0.15:
         responses[:] = responses[0]
     batch = Batch(prompt_lengths[prompt_ids], responses, prompt_ids)
-    longest = int(blocks_for(batch.prompts + batch.responses - 1, BLOCK).max())
+    longest = int(blocks_for(batch.prompts + batch.responses - 1).max())
     slots = int(rng.integers(1, 17))
     limits = EngineLimits(
         max_num_seqs=slots,
@@ -145,7 +149,7 @@ def test_runs_of_steps_add_up_to_the_single_steps(seed: int, async_scheduling: b
 def cases(draw: st.DrawFn, starved: bool = True) -> tuple[Batch, int, EngineLimits]:
     batch, pool, limits = random_case(draw(st.integers(1000, 10**6)), draw(st.booleans()))
     if not starved:
-        pool = int(blocks_for(batch.prompts + batch.responses - 1, BLOCK).sum())
+        pool = int(blocks_for(batch.prompts + batch.responses - 1).sum())
     return batch, pool, limits
 
 
