@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from fp8plan.model.accuracy import Accuracy, accuracy, by_group, merged, noise_floor, speedups, spreads
 from fp8plan.model.precision import PRESETS
-from fp8plan.model.records import read_records
-from fp8plan.model.validate import Validation, validate
+from fp8plan.model.validate.accuracy import Accuracy, accuracy, by_group, merged, noise_floor, speedups, spreads
+from fp8plan.model.validate.records import read_records
+from fp8plan.model.validate.validate import Validation, validate
 
 Cell = Mapping[str, Any]
 

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from fp8plan.model.batch import Array, StepBatch
 from fp8plan.model.configs import find_config
-from fp8plan.model.records import Record
+from fp8plan.model.cost.batch import Array, StepBatch
 from fp8plan.model.rollout import step_batch
-from fp8plan.model.validate import Prepared
+from fp8plan.model.validate.records import Record
+from fp8plan.model.validate.validate import Prepared
 
 BACKENDS = ("vllm", "sglang")
 LINEAR_MODE = {"bf16": "bfloat16", "fp8_block": "fp8_block"}

@@ -28,12 +28,12 @@ import numpy as np
 from tqdm import tqdm
 
 from fp8plan.errors import Fp8PlanError
-from fp8plan.model.accuracy import CELL, cell_of
 from fp8plan.model.hardware import gpu
-from fp8plan.model.profile import datasheet_profile
-from fp8plan.model.records import Record, read_records
+from fp8plan.model.profile.profile import datasheet_profile
 from fp8plan.model.rollout import rollout, step_batch
-from fp8plan.model.validate import Prepared, prepare
+from fp8plan.model.validate.accuracy import CELL, cell_of
+from fp8plan.model.validate.records import Record, read_records
+from fp8plan.model.validate.validate import Prepared, prepare
 
 RESULTS = Path(__file__).parent / "results" / "baselines.jsonl"
 Answer = tuple[float, str | None]  # seconds, and a warning that came with them

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.accuracy import Accuracy, accuracy, cell_of, merged, noise_floor
 from fp8plan.model.precision import PRESETS
-from fp8plan.model.records import read_records
-from fp8plan.model.validate import validate
+from fp8plan.model.validate.accuracy import Accuracy, accuracy, cell_of, merged, noise_floor
+from fp8plan.model.validate.records import read_records
+from fp8plan.model.validate.validate import validate
 
 BASELINES = Path(__file__).parent / "results" / "baselines.jsonl"
 PRODUCT = "**fp8plan**"

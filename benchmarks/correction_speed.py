@@ -42,7 +42,7 @@ CONFIG = {
 
 def batch(rows: int, length: int) -> tuple[Any, Any, Any]:
     """(train, rollout, mask) [rows, length]: log-normal lengths, a third of the tokens valid, mask int64 as in verl."""
-    from fp8plan.runtime.measure.correction import padded
+    from benchmarks.gpu.correction import padded
 
     train, rollout, mask = padded(rows, length, 0, "cpu")
     return train, rollout, mask.long()
@@ -55,10 +55,10 @@ def verl(config: dict[str, Any]) -> Callable[[Any, Any, Any], Any]:
 
 
 def fp8plan(config: dict[str, Any]) -> Callable[[Any, Any, Any], Any]:
-    from fp8plan.runtime.correction import correct
-    from fp8plan.runtime.mismatch import measure
-    from fp8plan.runtime.mismatching.verl import from_verl
-    from fp8plan.runtime.tokens import pack
+    from fp8plan.runtime.correction.correct import correct
+    from fp8plan.runtime.correction.verl import from_verl
+    from fp8plan.runtime.mismatch.metrics import measure
+    from fp8plan.runtime.mismatch.tokens import pack
 
     settings = from_verl(config)
 
@@ -115,8 +115,8 @@ def monitor_step(tokens: int, sequences: int) -> dict[str, float]:
     import numpy as np
     import torch
 
-    from fp8plan.runtime.monitor import Monitor
-    from fp8plan.runtime.sinks import JsonLines
+    from fp8plan.runtime.monitor.monitor import Monitor
+    from fp8plan.runtime.monitor.sinks import JsonLines
 
     torch.set_num_threads(1)
     shares = np.random.default_rng(0).lognormal(0, 0.9, sequences)

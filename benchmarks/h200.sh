@@ -12,7 +12,7 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" VLLM_USE_FLASHINFER_SAMPLER=
 
 # sync -> weight_sync.jsonl: replaces the rows of Qwen3-30B-A3B in profiles/h200_sxm/vllm-0.26.0/weight_sync
 sync() {
-    timeout 900 python3 -m fp8plan.runtime.measure.weight_sync --model Qwen/Qwen3-30B-A3B --utilization 0.29 \
+    timeout 900 python3 -m benchmarks.gpu.weight_sync --model Qwen/Qwen3-30B-A3B --utilization 0.29 \
         --output "$out/weight_sync.jsonl" --parts steps bare guard scales sleep fp8_in equal > "$out/sync.log" 2>&1
 }
 
@@ -21,7 +21,7 @@ sync() {
 probe() {
     local precision model=/tmp/structured
     mkdir -p "$out/probe"
-    timeout 400 python3 -m fp8plan.runtime.measure.structured_model --size large --output "$model" --device cuda \
+    timeout 400 python3 -m benchmarks.gpu.structured_model --size large --output "$model" --device cuda \
         > "$out/train.log" 2>&1
     cp "$model/training.json" "$out/probe"
     for precision in bf16 fp8_block fp8_kv fp8_block+fp8_kv; do
@@ -33,7 +33,7 @@ probe() {
 
 # correction -> correction.jsonl
 correction() {
-    timeout 200 python3 -m fp8plan.runtime.measure.correction --output "$out/correction.jsonl" > "$out/correction.log" 2>&1
+    timeout 200 python3 -m benchmarks.gpu.correction --output "$out/correction.jsonl" > "$out/correction.log" 2>&1
 }
 
 for part in $parts; do

@@ -22,10 +22,10 @@ import weight_sync_table  # noqa: E402
 from control import report as control_report  # noqa: E402
 from speed import RESULTS, table  # noqa: E402
 
-from fp8plan.model.plan import Plan  # noqa: E402
-from fp8plan.model.planner import plan  # noqa: E402
-from fp8plan.model.records import read_records  # noqa: E402
-from fp8plan.model.validate import validate  # noqa: E402
+from fp8plan.model.plan.plan import Plan  # noqa: E402
+from fp8plan.model.plan.planner import plan  # noqa: E402
+from fp8plan.model.validate.records import read_records  # noqa: E402
+from fp8plan.model.validate.validate import validate  # noqa: E402
 from fp8plan.model.workload import Fixed, LogNormal, Workload  # noqa: E402
 
 VALIDATION = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0" / "validation" / "rollouts.jsonl"

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fp8plan.model import scheduler
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.planner import plan
-from fp8plan.model.scheduler import schedule
+from fp8plan.model.plan.planner import plan
+from fp8plan.model.schedule import scheduler
+from fp8plan.model.schedule.scheduler import schedule
 from fp8plan.model.workload import Fixed, LogNormal, Workload
 
 RESULTS = Path(__file__).parent / "results"

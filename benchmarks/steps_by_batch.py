@@ -15,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-from fp8plan.model.engine_steps import measured_blocks, read_traces, step_model
+from fp8plan.model.calibrate.engine_steps import measured_blocks, read_traces, step_model
 from fp8plan.model.hardware import gpu
-from fp8plan.model.profile import load_profile
-from fp8plan.model.records import read_records
+from fp8plan.model.profile.profile import load_profile
 from fp8plan.model.rollout import step_batch
-from fp8plan.model.scheduler import schedule
+from fp8plan.model.schedule.scheduler import schedule
+from fp8plan.model.validate.records import read_records
 
 PAUSE_S, FEWEST = 0.15, 3
 

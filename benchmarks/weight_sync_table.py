@@ -72,7 +72,7 @@ def one_machine(rows: Sequence[Row], needed: Collection[str]) -> list[Row]:
     lacks = "; ".join(f"{boot[:8]} lacks {', '.join(sorted(missing[boot]))}" for boot in boots)
     raise ConfigError(
         f"no machine has measured all of {', '.join(needed)} ({lacks or 'no rows'}); measure them in one lease: "
-        "python -m fp8plan.runtime.measure.weight_sync --model MODEL --output FILE"
+        "python -m benchmarks.gpu.weight_sync --model MODEL --output FILE"
     )
 
 

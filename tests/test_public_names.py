@@ -23,7 +23,7 @@ def test_every_public_name_is_the_object_of_that_name(name: str) -> None:
 
 
 def test_plan_shows_its_options_and_they_are_those_of_predict() -> None:
-    from fp8plan.model.planner import predict
+    from fp8plan.model.plan.planner import predict
 
     shown = inspect.signature(fp8plan.plan).parameters
     assert {"limits", "gpus", "precisions", "budget", "engine_version"} <= shown.keys()
@@ -43,7 +43,7 @@ def loaded(code: str, names: tuple[str, ...]) -> str:
 
 
 def test_importing_loads_none_of_its_own_modules_and_not_even_numpy() -> None:
-    names = (*HEAVY, "scipy", "numpy", "fp8plan.model", "fp8plan.model.planner")
+    names = (*HEAVY, "scipy", "numpy", "fp8plan.model", "fp8plan.model.plan.planner")
     assert loaded("import fp8plan", names) == "[]"
     assert loaded("import fp8plan; fp8plan.plan", names) != "[]"  # the check sees what is loaded
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import readme  # noqa: E402
 
-from fp8plan.model.records import read_records  # noqa: E402
-from fp8plan.model.validate import validate  # noqa: E402
+from fp8plan.model.validate.records import read_records  # noqa: E402
+from fp8plan.model.validate.validate import validate  # noqa: E402
 
 
 def test_the_tables_are_the_ones_that_make_readme_writes() -> None:

@@ -12,7 +12,7 @@ from benchmarks.control.baselines import CONSTANTS, GRID, by_staleness
 from benchmarks.control.observed import Observed
 from benchmarks.control.scenarios import Scenario
 from benchmarks.control.simulate import Bound, Method, Mixed
-from fp8plan.runtime.controller import AdaptiveThresholds, ControllerState, LeastErrorThresholds
+from fp8plan.runtime.controller.laws import AdaptiveThresholds, ControllerState, LeastErrorThresholds
 
 Factory = Callable[[], Method]
 Rule = Callable[[Observed], Bound]

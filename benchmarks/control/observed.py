@@ -1,4 +1,4 @@
-"""What controllers see of a simulated batch: the fields of fp8plan.runtime.mismatch.Mismatch that they read, from all
+"""What controllers see of a simulated batch: the fields of runtime.mismatch.metrics.Mismatch that they read, from all
 ratios exactly (the real one works from sums and a histogram; tests compare the two). Token level only."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8plan.runtime.mismatch import LARGEST, Ratios
+from fp8plan.runtime.mismatch.metrics import LARGEST, Ratios
 
 Floats = NDArray[np.float64]
 WINSORISED = 1e-3  # share of tokens, the farthest, that count in k3_robust as if they lay at its edge

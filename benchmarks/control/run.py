@@ -20,7 +20,7 @@ from benchmarks.control.methods import constant, methods
 from benchmarks.control.problem import TOKENS
 from benchmarks.control.scenarios import SCENARIOS, SEQUENCES, SPIKES, STEPS
 from benchmarks.control.simulate import Run, Trace, run
-from fp8plan.runtime.controller import noise_scale
+from fp8plan.runtime.controller.laws import noise_scale
 
 FOLDER = Path(__file__).parent
 SETTLED = 12

@@ -10,8 +10,8 @@ import typer
 
 from fp8plan.cli import measure, plan, run  # noqa: F401  (they add their commands to the app)
 from fp8plan.cli.app import app
+from fp8plan.cli.streams import standard_streams
 from fp8plan.errors import Fp8PlanError
-from fp8plan.streams import standard_streams
 
 BAD_INPUT, INTERRUPTED = 2, 130  # exit codes; 130 is 128 + SIGINT
 

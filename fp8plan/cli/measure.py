@@ -56,12 +56,12 @@ def probe_command(
     from fp8plan.model.architecture import ModelShape
     from fp8plan.model.hardware import gpu as find_gpu
     from fp8plan.model.limits import EngineLimits
-    from fp8plan.runtime.probe import probe
-    from fp8plan.runtime.probing.observation import append_observations
-    from fp8plan.runtime.probing.observation import observations as rows_of
-    from fp8plan.runtime.probing.prompts import read_prompts
-    from fp8plan.runtime.probing.sampling import SampleSettings
-    from fp8plan.runtime.probing.table import probe_report
+    from fp8plan.runtime.probe.observation import append_observations
+    from fp8plan.runtime.probe.observation import observations as rows_of
+    from fp8plan.runtime.probe.probe import probe
+    from fp8plan.runtime.probe.prompts import read_prompts
+    from fp8plan.runtime.probe.sampling import SampleSettings
+    from fp8plan.runtime.probe.table import probe_report
 
     # vLLM writes its log to stdout unless told otherwise, and reads this when it is imported. What it writes while an
     # engine runs is held back; errors at the end of the process are not.
@@ -117,10 +117,10 @@ def calibrate_command(
 
     Through vLLM's own kernels and engine. Type it again to go on.
     """
-    from fp8plan.model.calibration import calibrate, measured_version
+    from fp8plan.model.calibrate.profile_of import calibrate, measured_version
     from fp8plan.model.hardware import gpu as find_gpu
-    from fp8plan.model.profile import own_profiles_path, profile_path
-    from fp8plan.report import calibration_report
+    from fp8plan.model.profile.profile import own_profiles_path, profile_path
+    from fp8plan.views.report import calibration_report
 
     card = find_gpu(gpu)
     if fit_only:
@@ -128,8 +128,8 @@ def calibrate_command(
             raise ConfigError("--fit-only needs --output, the folder of the measurements")
         folder, version = output, measured_version(output)
     else:
-        from fp8plan.runtime.measure.cells import engine_version
-        from fp8plan.runtime.measure.everything import measure
+        from fp8plan.runtime.measure.calibrate import measure
+        from fp8plan.runtime.measure.cells.jobs import engine_version
 
         version = engine_version()
         folder = output or profile_path(own_profiles_path(), card.name, version).parent
@@ -150,14 +150,14 @@ def profiles_command(context: typer.Context, as_json: Annotated[bool, typer.Opti
     """List the profiles: which GPU and engine version was measured."""
     if context.invoked_subcommand is not None:
         return
-    from fp8plan.model.profile import list_profiles, unused_folder
+    from fp8plan.model.profile.profile import list_profiles, unused_folder
 
     entries = list_profiles()
     print_notes(unused_folder())
     if as_json:
         print(json.dumps([entry._asdict() | {"path": str(entry.path)} for entry in entries], indent=2))
     else:
-        from fp8plan.report import profiles_report
+        from fp8plan.views.report import profiles_report
 
         show(profiles_report(entries))
 
@@ -185,8 +185,8 @@ def import_aic_command(
     \b
     Needs: pip install 'fp8plan[aic]'
     """
-    from fp8plan.model.aic_import import import_all
-    from fp8plan.model.profile import profiles_path
+    from fp8plan.model.calibrate.aic_import import import_all
+    from fp8plan.model.profile.profile import profiles_path
 
     written = import_all(gpu, rollouts or [], kernels or [], output or profiles_path(), progress("fitting"))
     for path, profile in written:
@@ -204,6 +204,6 @@ def models_command(as_json: Annotated[bool, typer.Option("--json")] = False) -> 
 
         print(json.dumps([asdict(shape) | {"num_parameters": shape.num_parameters} for shape in shapes], indent=2))
     else:
-        from fp8plan.report import models_report
+        from fp8plan.views.report import models_report
 
         show(models_report(shapes))

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from fp8plan import outputs
+from fp8plan.cli import outputs
 from fp8plan.cli.app import ENGINE, OUTPUT, TRAINER, WORKLOAD, GroupedCommand, app, given, print_notes, progress, show
+from fp8plan.cli.outputs import STDOUT
 from fp8plan.errors import ConfigError
-from fp8plan.outputs import STDOUT
 
 LENGTHS = "fixed:TOKENS, lognormal:mean=TOKENS,sigma=S,max=TOKENS (mean before clipping), or a .jsonl/.parquet trace"
 VLLM_S = "vLLM's for this GPU"  # a default
@@ -126,13 +126,13 @@ def plan_command(
     from dataclasses import replace
 
     from fp8plan.model.architecture import ModelShape
-    from fp8plan.model.emit import emit as emit_plan
+    from fp8plan.model.emit.settings import emit as emit_plan
     from fp8plan.model.hardware import gpu as find_gpu
     from fp8plan.model.limits import EngineLimits
-    from fp8plan.model.mismatch import RiskBudget
-    from fp8plan.model.mismatch_budget import LEVELS
-    from fp8plan.model.plan import KV_SCALES
-    from fp8plan.model.planner import predict
+    from fp8plan.model.plan.plan import KV_SCALES
+    from fp8plan.model.plan.planner import predict
+    from fp8plan.model.risk.budget import LEVELS
+    from fp8plan.model.risk.expected import RiskBudget
     from fp8plan.model.rl_step import Trainer
     from fp8plan.model.shards import strictest
     from fp8plan.model.workload import Workload, parse_both_lengths
@@ -202,7 +202,7 @@ def plan_command(
     printed = made.pop(STDOUT, None)
     writers = {file: outputs.text(content) for file, content in made.items()}
     if plot is not None:
-        from fp8plan.plots import draw
+        from fp8plan.views.plan.figure import draw
 
         writers[str(plot)] = lambda path: draw(prediction, path, kv_scales or "unit")  # as --emit and `emit` do
     outputs.write(writers)
@@ -211,7 +211,7 @@ def plan_command(
     if printed is not None:
         print(printed)
     else:
-        from fp8plan.report import plan_report
+        from fp8plan.views.report import plan_report
 
         show(plan_report(plan))
 
@@ -231,8 +231,8 @@ def emit_command(
     ] = STDOUT,
 ) -> None:
     """Print or write the settings of a saved plan."""
-    from fp8plan.model.emit import emit
-    from fp8plan.model.plan import Plan
+    from fp8plan.model.emit.settings import emit
+    from fp8plan.model.plan.plan import Plan
 
     outputs.check([("the settings", output)])
     text = outputs.read(plan)
@@ -266,7 +266,7 @@ def _emissions(words: list[str]) -> list[tuple[str, str]]:
 def _plot_file(plot: Path | None) -> list[tuple[str, str]]:
     if plot is None:
         return []
-    from fp8plan.plots import check_suffix
+    from fp8plan.views.plan.figure import check_suffix
 
     check_suffix(plot)
     return [("--plot", str(plot))]

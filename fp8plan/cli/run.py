@@ -24,8 +24,8 @@ def monitor_command(
 
     KL against its limit, thresholds, ESS, clipping, tokens/s against the prediction, the guard.
     """
-    from fp8plan.run_view import RunView, begin, watch
-    from fp8plan.runtime.record import RunReader
+    from fp8plan.runtime.monitor.run_file import RunReader
+    from fp8plan.views.run.terminal import RunView, begin, watch
 
     reader = RunReader(file)
     console = Console()
@@ -47,7 +47,7 @@ def report_command(
 
     It is what `monitor` shows, as interactive plots. A plan's page: plan --plot FILE.html.
     """
-    from fp8plan.run_report import write_report
+    from fp8plan.views.run.page import write_report
 
     target = output or file.with_suffix(".html")
     write_report(file, target)
@@ -61,8 +61,8 @@ def validate_command(
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Compare predictions with measured rollouts."""
-    from fp8plan.model.records import read_run
-    from fp8plan.model.validate import validate
+    from fp8plan.model.validate.records import read_run
+    from fp8plan.model.validate.validate import validate
 
     run = read_run(file)
     result = validate(run.records, strict, progress=progress("predicting"))
@@ -70,6 +70,6 @@ def validate_command(
     if as_json:
         print(json.dumps(result.to_dict(), indent=2, allow_nan=False))
     else:
-        from fp8plan.report import validation_report
+        from fp8plan.views.report import validation_report
 
         show(validation_report(result))

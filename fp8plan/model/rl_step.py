@@ -13,10 +13,10 @@ import numpy as np
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.batch import StepBatch
+from fp8plan.model.cost.batch import StepBatch
+from fp8plan.model.cost.step import StepModel
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import BF16_BYTES, Precision
-from fp8plan.model.step import StepModel
 
 # Quantisation reads a BF16 matrix twice (amax, then scale and round) and writes FP8 once: modelled.
 QUANTISE_READS = 2

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fp8plan.model.arrays import FloatArray, IntArray
-from fp8plan.model.batch import StepBatch, joined
+from fp8plan.model.cost.batch import StepBatch, joined
+from fp8plan.model.cost.host import start_cost
+from fp8plan.model.cost.step import StepModel
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.overhead import start_cost
-from fp8plan.model.profile import Profile
-from fp8plan.model.scheduler import Schedule, schedule
-from fp8plan.model.step import StepModel
+from fp8plan.model.profile.profile import Profile
+from fp8plan.model.schedule.scheduler import Schedule, schedule
 from fp8plan.model.workload import Batch
 
 Z90 = 1.6449  # a normal variable stays within +-Z90 standard deviations 90% of the time

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fp8plan.model.engine_steps import measured_blocks, step_model
+from fp8plan.model.calibrate.engine_steps import measured_blocks, step_model
+from fp8plan.model.calibrate.kernel_rows import observe
+from fp8plan.model.cost.host import start_cost
 from fp8plan.model.hardware import gpu
-from fp8plan.model.kernel_rows import observe
-from fp8plan.model.overhead import start_cost
-from fp8plan.model.profile import Profile, datasheet_profile
-from fp8plan.model.records import Record, read_records
+from fp8plan.model.profile.profile import Profile, datasheet_profile
 from fp8plan.model.rollout import step_batch
-from fp8plan.model.scheduler import schedule
+from fp8plan.model.schedule.scheduler import schedule
+from fp8plan.model.validate.records import Record, read_records
 
 H200 = gpu("h200")
 PRIOR = datasheet_profile(H200)

@@ -12,15 +12,15 @@ from fp8plan import Fixed, LogNormal, Plan, Workload
 from fp8plan import plan as make_plan
 from fp8plan.errors import CapacityError, ConfigError, ProfileError
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.emit import emit
+from fp8plan.model.emit.settings import emit
 from fp8plan.model.hardware import gpu, gpus
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import memory_plan
-from fp8plan.model.planner import predict
+from fp8plan.model.plan.planner import predict
 from fp8plan.model.precision import BF16, precision
-from fp8plan.model.profile import datasheet_profile, load_profile, profiles_path
-from fp8plan.model.records import Record, read_records
-from fp8plan.model.validate import validate
+from fp8plan.model.profile.profile import datasheet_profile, load_profile, profiles_path
+from fp8plan.model.validate.records import Record, read_records
+from fp8plan.model.validate.validate import validate
 
 CPU = gpu("cpu")
 VERSION = "0.30.0"

@@ -8,12 +8,12 @@ import pytest
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import PRESETS
-from fp8plan.model.profile import load_profile
+from fp8plan.model.profile.profile import load_profile
 from fp8plan.model.rl_step import Trainer, weight_sync_seconds
-from fp8plan.model.step import StepModel
 
 H200 = gpu("h200")
 PROFILE, _ = load_profile(H200)

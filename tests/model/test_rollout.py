@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.batch import StepBatch
+from fp8plan.model.cost.batch import StepBatch
+from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import memory_plan
 from fp8plan.model.precision import PRESETS, precision
-from fp8plan.model.profile import load_profile, profiles_path
-from fp8plan.model.records import Record, read_records
+from fp8plan.model.profile.profile import load_profile, profiles_path
 from fp8plan.model.rollout import SHARED_ERROR, Rollout, rollout, schedules, speedup_interval, step_batch
-from fp8plan.model.scheduler import schedule
-from fp8plan.model.step import StepModel
-from fp8plan.model.validate import prepare
+from fp8plan.model.schedule.scheduler import schedule
+from fp8plan.model.validate.records import Record, read_records
+from fp8plan.model.validate.validate import prepare
 from fp8plan.model.workload import Batch, Fixed, LogNormal, Workload
 
 H200 = gpu("h200")

@@ -13,9 +13,9 @@ from typing import Any
 from plans import index, plan
 
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.plan import Plan
-from fp8plan.runtime.engine import RolloutEngine
-from fp8plan.runtime.sync_state import SyncSettings
+from fp8plan.model.plan.plan import Plan
+from fp8plan.runtime.engine.engine import RolloutEngine
+from fp8plan.runtime.weight_sync.state import SyncSettings
 
 # One thread, bound to no core: threads of two test processes that share cores wait for each other, 20 times over.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -89,7 +89,7 @@ def weights(kind: str, which: str) -> dict[str, Any]:
 
 def quantised(tensors: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """The same as E4M3 and scales, for the tensors named."""
-    from fp8plan.runtime.quantize import quantize
+    from fp8plan.runtime.quantize.block_fp8 import quantize
 
     found: dict[str, Any] = {}
     for name, tensor in tensors.items():

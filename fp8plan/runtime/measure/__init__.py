@@ -1,1 +1,1 @@
-"""Measurements on a real GPU: what profiles are fitted to and predictions are checked against."""
+"""The measurements that `fp8plan calibrate` runs."""

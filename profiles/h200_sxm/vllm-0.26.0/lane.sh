@@ -1,8 +1,8 @@
 #!/bin/bash
 # What one card of a machine measured, in order; several cards of one machine run a lane each, at the same time.
 #   lane.sh CARD CORES STEP...      CORES: as taskset takes them, so that lanes do not disturb each other's host
-#   STEP: kernels:SCRIPT            a sweep of fp8plan.runtime.measure, its full grid, into kernels/
-#         CELLS:MODEL[:WORKLOAD[;WORKLOAD...]]  rollouts of fp8plan/runtime/measure/cells_CELLS.json, into CELLS.gCARD.jsonl
+#   STEP: kernels:SCRIPT            a sweep of fp8plan.runtime.measure.kernels, its full grid, into kernels/
+#         CELLS:MODEL[:WORKLOAD[;WORKLOAD...]]  rollouts of fp8plan/runtime/measure/cells/CELLS.json, into CELLS.gCARD.jsonl
 # Caches are per card, so that a record can count what was compiled inside its run.
 set -u
 card=$1 cores=$2; shift 2
@@ -17,10 +17,10 @@ for step in "$@"; do
   echo "== $(date +%T) $step"
   if [ "$what" = kernels ]; then
     case $which in gemm) jobs=12 ;; moe) jobs=4 ;; *) jobs=0 ;; esac # each process takes GPU memory of its own
-    $measure.$which --output "$here/kernels" --compile-in $jobs ||
-      $measure.$which --output "$here/kernels" # a broken CUDA context ends it; what is left goes on
+    $measure.kernels.$which --output "$here/kernels" --compile-in $jobs ||
+      $measure.kernels.$which --output "$here/kernels" # a broken CUDA context ends it; what is left goes on
   else
-    $measure.rollouts --cells fp8plan/runtime/measure/cells_$what.json --model "$which" "${only[@]}" \
+    $measure.rollouts.run --cells fp8plan/runtime/measure/cells/$what.json --model "$which" "${only[@]}" \
       --output "$here/$what.g$card.jsonl" --trace --timeout 600
   fi
 done

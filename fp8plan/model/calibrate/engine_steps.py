@@ -1,0 +1,139 @@
+"""Measured engine steps: a rollout record and its trace -> windows of time, each with the steps that ran in it.
+
+Times are the engine's own clock (core_s). The front end sees the same steps with pauses of 0.3 to 1.2 s now and then,
+made up for in the next steps; where a trace has its clock only (t_s), windows must be long. A window is matched to the
+schedule by the number of tokens given so far, which both the trace and the schedule count.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.architecture import ModelShape
+from fp8plan.model.arrays import FloatArray
+from fp8plan.model.cost.base import Cost
+from fp8plan.model.cost.batch import Array, StepBatch
+from fp8plan.model.cost.host import start_cost
+from fp8plan.model.cost.step import StepModel
+from fp8plan.model.hardware import gpu as find_gpu
+from fp8plan.model.precision import precision
+from fp8plan.model.profile.profile import Profile
+from fp8plan.model.rollout import step_batch
+from fp8plan.model.schedule.scheduler import Schedule, schedule
+from fp8plan.model.validate.records import Record
+
+WINDOW_S, FRONT_END_WINDOW_S = 0.5, 12.0
+FEWEST_STEPS = 8  # of a window
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Consecutive windows of one rollout.
+
+    seconds: measured, shape (windows,)
+    weights: how often each row of `batch` ran in each window, shape (windows, rows)
+    batch:   the rows of the rollout's schedule
+    engine:  model and precision; windows of one engine share what the model gets wrong about it
+    """
+
+    record: Record
+    engine: str
+    batch: StepBatch
+    weights: FloatArray
+    seconds: FloatArray
+
+    def cost(self, profile: Profile) -> Cost:
+        """Predicted seconds of each window with their partials, shape (windows,)."""
+        steps = step_model(self.record, profile).cost(self.batch)
+        partials = {name: self.weights @ partial for name, partial in steps.partials.items()}
+        prompts, first = self.record.batch.prompts, np.eye(1, self.seconds.size)[0]
+        start = start_cost(prompts.size, int(prompts.sum()), profile).scaled(first)
+        return Cost(self.weights @ steps.seconds, partials) + start
+
+
+def step_model(record: Record, profile: Profile) -> StepModel:
+    fields = record.fields
+    return StepModel(
+        ModelShape.from_hf(fields["model"]),
+        find_gpu(fields["gpu"]),
+        precision(fields["precision"]),
+        record.limits,
+        profile,
+    )
+
+
+def read_traces(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Record key -> its trace, as fp8plan.runtime.measure.rollouts.run wrote it; columns per step."""
+    traces = {}
+    for path in paths:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            for line in file:
+                row = json.loads(line)
+                traces[row["key"]] = row
+    return traces
+
+
+def windows(record: Record, trace: dict[str, Any]) -> Windows:
+    """Cut one rollout. Its KV pool is the measured one, so that preemptions are the engine's and not the model's.
+
+    Raises ConfigError if the record does not say how large its pool was.
+    """
+    planned = schedule(*record.batch, measured_blocks(record), record.limits)
+    tokens = np.cumsum(trace["generation_tokens"])
+    own = trace.get("core_s")
+    times = np.asarray(own or trace["t_s"])
+    cuts = _cuts(times, WINDOW_S if own else FRONT_END_WINDOW_S)
+    edges_s, edges_tokens = np.append(0.0, times[cuts]), np.append(0, tokens[cuts])
+    return Windows(
+        record=record,
+        engine=f"{record.fields['model']} {record.fields['precision']}",
+        batch=step_batch(planned),
+        weights=overlap(planned, edges_tokens),
+        seconds=np.diff(edges_s),
+    )
+
+
+def measured_blocks(record: Record) -> int:
+    """KV blocks of the pool that a rollout ran in, less vLLM's null block. Raises ConfigError if it does not say."""
+    pool = record.fields.get("measured_kv_cache_tokens")
+    if pool is None:
+        raise ConfigError(f"line {record.line}: measured_kv_cache_tokens is missing; steps need the pool they ran in")
+    return int(pool // record.limits.block_size) - 1
+
+
+def _cuts(times: FloatArray, window_s: float) -> list[int]:
+    """Indices of the steps that end a window; the last step ends the last one."""
+    cuts, begun, last = [], 0.0, -1
+    for i, time in enumerate(times):
+        if time - begun >= window_s and i - last >= FEWEST_STEPS:
+            cuts.append(i)
+            begun, last = float(time), i
+    end = len(times) - 1
+    if cuts and cuts[-1] != end and times[end] - begun < window_s / 2:
+        cuts[-1] = end
+    elif not cuts or cuts[-1] != end:
+        cuts.append(end)
+    return cuts
+
+
+def overlap(planned: Schedule, edges: Array) -> FloatArray:
+    """Steps of each row between token counts `edges`, shape (len(edges) - 1, rows).
+
+    A row gives its tokens evenly; one that gives none belongs to the window in which the next token comes.
+    """
+    given = planned.steps * planned.sampled_requests
+    end = np.cumsum(given)
+    begin, total = end - given, end[-1]
+    edges = edges * (total / edges[-1])  # equal unless the trace lost its last line
+    low, high = edges[:-1, None], edges[1:, None]
+    share = (np.minimum(high, end) - np.maximum(low, begin)).clip(min=0) / np.maximum(given, 1)
+    silent = (given == 0) & (low <= begin) & (begin < high)
+    return np.asarray((share + silent) * planned.steps, dtype=np.float64)

@@ -1,0 +1,222 @@
+"""Measurements -> coefficients: penalised least squares on log time.
+
+    minimise  sum over kernels and their rows    rho(log(predicted / measured) / sigma_kernel)
+            + sum over coefficients              rho((log c - log prior) / sd)
+
+The prior is the datasheet profile, so a coefficient that no measurement moves keeps its value and its wide uncertainty.
+sigma_kernel is what the fit leaves of that kernel (iterated to a fixed point), so a kernel the model describes badly
+does not drag down one that it describes well. rho is Huber's: a stalled measurement must not move a coefficient.
+Rows of one group (one engine, one weight shape) are wrong together: the held-out error leaves out whole groups, and
+the covariance says how far the fit moves when a group is left out (a jackknife), not how rows scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.cost.base import Cost
+from fp8plan.model.cost.batch import Array
+from fp8plan.model.profile.profile import Profile
+
+HUBER = 1.5  # in units of sigma: beyond, a residual counts linearly
+LEAST_SIGMA = 0.01  # below, the timer's own spread
+ROUNDS = 6  # of sigma; the change after them is below a percent
+FOLDS = 5
+
+Rows: TypeAlias = tuple[Array, Array]  # log errors of a kernel's rows and their slopes: (rows,) and (rows, names)
+
+
+@dataclass(frozen=True, slots=True)
+class Observations:
+    """Measured seconds of one kernel, or of whole engine steps, and how a profile predicts them.
+
+    kernel:  what was measured; the name of its residual in the profile
+    seconds: shape (rows,)
+    groups:  shape (rows,); rows of one group are left out together
+    predict: profile -> seconds with partials, shape (rows,)
+    """
+
+    kernel: str
+    seconds: Array
+    groups: Array
+    predict: Callable[[Profile], Cost]
+
+    def errors(self, profile: Profile) -> Array:
+        """log(predicted / measured), shape (rows,)."""
+        return np.asarray(np.log(self.predict(profile).seconds / self.seconds))
+
+    def subset(self, keep: Array) -> Observations:
+        """The rows where `keep` (bool, shape (rows,)) is true."""
+
+        def predict(profile: Profile) -> Cost:
+            cost = self.predict(profile)
+            return Cost(cost.seconds[keep], {name: partial[keep] for name, partial in cost.partials.items()})
+
+        return replace(self, seconds=self.seconds[keep], groups=self.groups[keep], predict=predict)
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What `fit` found.
+
+    profile:   the prior with the fitted coefficients and their covariance
+    residuals: kernel -> robust sd of log error, of the fitted rows
+    names:     the coefficients that were fitted
+    """
+
+    profile: Profile
+    residuals: dict[str, float]
+    names: tuple[str, ...]
+
+
+def fit(observations: Sequence[Observations], prior: Profile, free: Sequence[str] | None = None) -> Fit:
+    """The profile whose predictions lie nearest to the observations.
+
+    prior: its coefficients are the start and the prior, with the variances of its log_covariance
+    free:  coefficients to fit; None: all that have a variance
+
+    Raises ConfigError if there is nothing to fit.
+    """
+    observations = [x for x in observations if x.seconds.size]
+    if not observations:
+        raise ConfigError("there are no measurements to fit; run `fp8plan calibrate` on the GPU first")
+    names = [x for x in (free or prior.coefficients) if prior.log_covariance.get(x, {}).get(x, 0) > 0]
+    theta, sigmas = _prior(prior, names)[0], np.full(len(observations), 0.2)
+
+    def rows(at: Array) -> list[Rows]:
+        return _residuals(observations, with_values(prior, names, at), names)
+
+    for _ in range(ROUNDS):
+        theta = _minimise(rows, prior, names, theta, sigmas)
+        sigmas = np.array([max(robust_sd(errors), LEAST_SIGMA) for errors, _ in rows(theta)])
+    covariance = _covariance([x.groups for x in observations], rows(theta), prior, names, sigmas)
+    table = {a: {b: float(covariance[i, j]) for j, b in enumerate(names)} for i, a in enumerate(names)}
+    kept = {
+        a: {b: v for b, v in row.items() if b not in table} for a, row in prior.log_covariance.items() if a not in table
+    }
+    fitted = replace(with_values(prior, names, theta), log_covariance=kept | table)
+    return Fit(fitted, {x.kernel: float(s) for x, s in zip(observations, sigmas, strict=True)}, tuple(names))
+
+
+def with_values(profile: Profile, names: Sequence[str], logs: Array) -> Profile:
+    values = dict(zip(names, np.exp(logs).tolist(), strict=True))
+    return replace(profile, coefficients=profile.coefficients | values)
+
+
+def robust_sd(errors: Array) -> float:
+    """Standard deviation around zero that a few outliers do not move: of the errors, clipped at Huber's bend."""
+    scale = 1.4826 * float(np.median(np.abs(errors)))
+    clipped = np.clip(errors, -2 * scale, 2 * scale) if scale > 0 else errors
+    return float(np.sqrt(np.mean(clipped**2)))
+
+
+class LeavingOut:
+    """What the fit would be without some rows, from the predictions of the fit of all: to first order in the
+    coefficients, with the same sigmas. Predicting all rows anew for each of some fifty fits would take minutes.
+    """
+
+    def __init__(self, observations: Sequence[Observations], prior: Profile, full: Fit) -> None:
+        self.observations, self.prior, self.full = observations, prior, full
+        self.theta = np.log([full.profile.coefficients[name] for name in full.names])
+        self.rows = _residuals(observations, full.profile, full.names)
+        self.sigmas = np.array([full.residuals[x.kernel] for x in observations])
+
+    def without(self, kernel: str, left_out: Array) -> Array:
+        """Logs of the fitted coefficients without the rows of `kernel` where `left_out` is true, shape (names,)."""
+        kept = [np.full(x.seconds.size, True) if x.kernel != kernel else ~left_out for x in self.observations]
+
+        def rows(at: Array) -> list[Rows]:
+            away = at - self.theta
+            return [(e[keep] + j[keep] @ away, j[keep]) for keep, (e, j) in zip(kept, self.rows, strict=True)]
+
+        return _minimise(rows, self.prior, self.full.names, self.theta, self.sigmas)
+
+    def profile_without(self, kernel: str, left_out: Array) -> Profile:
+        """The profile with those coefficients, and the covariance of the fit of all."""
+        return with_values(self.full.profile, self.full.names, self.without(kernel, left_out))
+
+    def errors(self, folds: int = FOLDS) -> dict[str, Array]:
+        """Kernel -> log errors of its rows, each by a fit that has not seen the row's group, shape (rows,)."""
+        found = {}
+        for target, (errors, slopes) in zip(self.observations, self.rows, strict=True):
+            fold, moved = _folds(target.groups, folds), errors.copy()
+            for number in np.unique(fold):
+                out = fold == number
+                moved[out] += slopes[out] @ (self.without(target.kernel, out) - self.theta)
+            found[target.kernel] = moved
+        return found
+
+
+def _folds(groups: Array, folds: int) -> Array:
+    """A number below `folds` for each row, the same within a group, shape (rows,)."""
+    labels, group = np.unique(groups, return_inverse=True)
+    return np.asarray((np.random.default_rng(0).permutation(labels.size) % folds)[group])
+
+
+def _residuals(observations: Sequence[Observations], profile: Profile, names: Sequence[str]) -> list[Rows]:
+    """Per kernel (log errors, their derivatives by log coefficient): shapes (rows,) and (rows, names)."""
+    found = []
+    for x in observations:
+        cost = x.predict(profile)
+        zero = np.zeros_like(cost.seconds)
+        slopes = np.stack([cost.partials.get(name, zero) / cost.seconds for name in names], axis=1)
+        found.append((np.asarray(np.log(cost.seconds / x.seconds)), slopes))
+    return found
+
+
+def _minimise(
+    rows: Callable[[Array], list[Rows]], prior: Profile, names: Sequence[str], theta: Array, sigmas: Array
+) -> Array:
+    """Logs of the coefficients that minimise the loss, from `theta` on. rows: those logs -> errors and slopes."""
+    from scipy.optimize import least_squares
+
+    start, spread = _prior(prior, names)
+    # An efficiency is a fraction of a peak, at most 1. (The solver wants its start inside of the bounds.)
+    upper = np.array([0.0 if x.endswith("_efficiency") else np.inf for x in names])
+
+    def values(at: Array) -> Array:
+        found = [e / sigma for (e, _), sigma in zip(rows(at), sigmas, strict=True)]
+        return np.concatenate([*found, (at - start) / spread])
+
+    def slopes(at: Array) -> Array:
+        found = [j / sigma for (_, j), sigma in zip(rows(at), sigmas, strict=True)]
+        return np.concatenate([*found, np.diag(1 / spread)])
+
+    bounds = (np.full(len(names), -np.inf), upper)
+    return np.asarray(
+        least_squares(values, np.minimum(theta, upper - 1e-6), slopes, bounds, loss="huber", f_scale=HUBER).x
+    )
+
+
+def _prior(prior: Profile, names: Sequence[str]) -> tuple[Array, Array]:
+    """(logs of the values, their standard deviations), each of shape (names,)."""
+    values = np.log([prior.coefficients[x] for x in names])
+    return values, np.sqrt([prior.log_covariance[x][x] for x in names])
+
+
+def _covariance(
+    groups: Sequence[Array], rows: Sequence[Rows], prior: Profile, names: Sequence[str], sigmas: Array
+) -> Array:
+    """Of log coefficients, shape (names, names): the prior's share, and a jackknife over groups.
+
+    To first order, leaving out a group moves the fit by (curvature of all the rest)^-1 (the group's pull). The usual
+    sandwich divides by the curvature of all instead, and its sds are two to three times too small for few groups.
+    """
+    pulls, curvatures = [], []
+    for labels, sigma, (errors, slopes) in zip(groups, sigmas, rows, strict=True):
+        scores = slopes * (np.clip(errors / sigma, -HUBER, HUBER) / sigma)[:, None]
+        curved = slopes * (np.abs(errors) < HUBER * sigma)[:, None] / sigma  # beyond the bend the loss is straight
+        for inside in (labels == label for label in np.unique(labels)):
+            pulls.append(scores[inside].sum(axis=0))
+            curvatures.append(curved[inside].T @ curved[inside])
+    precision = np.diag(1 / _prior(prior, names)[1] ** 2)
+    every = precision + sum(curvatures)
+    inverse = np.linalg.inv(every)
+    moves = np.array([np.linalg.solve(every - own, pull) for own, pull in zip(curvatures, pulls, strict=True)])
+    covariance = inverse @ precision @ inverse + moves.T @ moves
+    return np.asarray((covariance + covariance.T) / 2)

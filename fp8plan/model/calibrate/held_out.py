@@ -1,0 +1,42 @@
+"""Shapes whose kernels are measured but never fitted: on them a profile shows how far off it is elsewhere.
+
+The shapes were named before the first measurement. Other models' layers of the same size are the same shape and are
+left out as well. So are, since they were seen, decode batches of unequal contexts, whose imbalance is not modelled.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from fp8plan.model.architecture import ModelShape
+from fp8plan.model.cost.batch import Array
+
+LINEARS = {"Qwen/Qwen3-14B": ("qkv_proj", "gate_up_proj", "down_proj"), "meta-llama/Llama-3.2-1B": ("down_proj",)}
+ATTENTION = ("Qwen/Qwen3-14B", "Qwen/Qwen2.5-7B", "meta-llama/Llama-3.2-1B")
+UNEQUAL = "lognormal"
+MOE = ("Qwen/Qwen3-235B-A22B",)
+
+
+def is_held_out(rows: pd.DataFrame) -> Array:
+    """Whether each timing of a kernel is of such a shape, bool of shape (rows,)."""
+    found = np.zeros(len(rows), dtype=bool)
+    for columns, shapes in _shapes().items():
+        if set(columns) <= set(rows.columns):
+            found |= pd.MultiIndex.from_frame(rows[list(columns)]).isin(shapes)
+    if {"kernel", "skew"} <= set(rows.columns):
+        found |= rows.kernel.str.startswith("attention_decode").to_numpy() & (rows["skew"] == UNEQUAL).to_numpy()
+    return found
+
+
+def _shapes() -> dict[tuple[str, ...], list[tuple[int, ...]]]:
+    linears = {model: {x.name: (x.n, x.k) for x in ModelShape.from_hf(model).linears()} for model in LINEARS}
+    heads = [ModelShape.from_hf(model) for model in ATTENTION]
+    experts = [(shape, shape.experts) for shape in map(ModelShape.from_hf, MOE)]
+    return {
+        ("n", "k"): [linears[model][name] for model, names in LINEARS.items() for name in names],
+        ("heads", "kv_heads", "head_dim"): [(x.num_attention_heads, x.num_key_value_heads, x.head_dim) for x in heads],
+        ("experts", "top_k", "hidden", "inner"): [
+            (e.num_experts, e.experts_per_token, shape.hidden_size, e.intermediate_size) for shape, e in experts if e
+        ],
+    }

@@ -1,0 +1,272 @@
+"""Timings of single kernels -> observations that `calibrate.fit` takes: the cost functions at the measured shapes.
+
+A row is a timing of one kernel in one layer; `QUANTITIES` says which columns a kernel has. Rows of one weight shape (or
+head layout, or group of GPUs) are one group: what a cost function misses of a shape it misses at every batch size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.architecture import Experts, Linear, ModelShape
+from fp8plan.model.calibrate.fit import Observations
+from fp8plan.model.cost.attention import attention_cost, kv_write_cost, quantise_query_cost
+from fp8plan.model.cost.base import Cost
+from fp8plan.model.cost.batch import Array, StepBatch
+from fp8plan.model.cost.collective import all_reduce_cost
+from fp8plan.model.cost.gemm import gemm_cost, quantise_cost
+from fp8plan.model.cost.host import activation_cost, norm_cost, rotary_cost, sampler_cost
+from fp8plan.model.cost.moe import moe_cost
+from fp8plan.model.cost.sustained import CLOCK, sustained, with_sustained
+from fp8plan.model.hardware import Gpu
+from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_KV
+from fp8plan.model.profile.profile import Profile, layer_name
+
+# Kernel, without its dtype -> (columns that name a group, columns that vary within it).
+QUANTITIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "gemm": (("n", "k"), ("m",)),
+    "linear": (("n", "k"), ("m",)),  # the GEMM and the quantisation of its input
+    "quantise": (("k",), ("m",)),
+    "attention_decode": (("heads", "kv_heads", "head_dim"), ("batch", "context")),
+    "attention_prefill": (("heads", "kv_heads", "head_dim"), ("chunks", "chunk", "context")),
+    "moe": (("experts", "top_k", "hidden", "inner"), ("tokens",)),
+    "kv_write": (("heads", "kv_heads", "head_dim"), ("tokens",)),  # of BF16 or FP8 KV
+    "quantise_query": (("heads", "kv_heads", "head_dim"), ("tokens",)),
+    "norm": (("hidden",), ("m",)),
+    "rotary": (("heads", "kv_heads", "head_dim"), ("m",)),
+    "activation": (("inner",), ("m",)),
+    "sampling": (("vocabulary",), ("m",)),  # of vLLM's model runner v1 or v2
+    "all_reduce": (("gpus",), ("bytes",)),
+}
+PRECISIONS = {"bf16": BF16, "fp8_block": FP8_BLOCK, "fp8": FP8_KV}
+# Rows of kernels bound by math whose timing lasts long enough for the power cap to lower the clock.
+MATH, LONG_S = ("gemm", "linear", "moe", "attention_prefill"), 4e-3
+# Kernel of a layer -> the rows that time it; a layer timed with fewer numbers of rows is left to the coefficients.
+LAYERS = {f"gemm.{x}": f"{kind}.{x}" for x, kind in (("bf16", "gemm"), ("fp8_block", "linear"))}
+LAYERS |= {f"moe.{x}": f"moe.{x}" for x in ("bf16", "fp8_block")}
+FEWEST_ROWS = 8
+RUNNERS = ("v1", "v2")  # vLLM's model runners, each with a sampler of its own
+
+
+def read_all(paths: Iterable[Path]) -> pd.DataFrame:
+    """The timings in several files; empty, with its columns, without any."""
+    return pd.concat([pd.DataFrame({"kernel": [], "seconds": []}), *map(read_rows, paths)], ignore_index=True)
+
+
+def read_rows(path: Path) -> pd.DataFrame:
+    """The timings in a file, one JSON object a line, of the kernels that have a cost function.
+
+    Rows whose mode is "eager" are left out: samplers were timed in a CUDA graph and launched one by one, and as the
+    engine launches them while the GPU is still busy with the layers, the first is what a step takes.
+    """
+    rows = pd.read_json(path, lines=True)
+    missing = {"kernel", "seconds"} - set(rows.columns)
+    if missing:
+        raise ConfigError(f"{path}: no field {min(missing)!r}; allowed: rows of kernel, seconds and its quantities")
+    known = rows.kernel.str.partition(".")[0].isin(list(QUANTITIES)) & rows.seconds.notna()
+    return rows[known & (rows["mode"] != "eager")] if "mode" in rows else rows[known]
+
+
+def observe(rows: pd.DataFrame, card: Gpu) -> list[Observations]:
+    """One `Observations` per kernel of `rows` (columns kernel, seconds and the kernel's quantities).
+
+    Raises ConfigError for a kernel that has no cost function.
+    """
+    return [_observe(str(kernel), group, card) for kernel, group in rows.groupby("kernel")]
+
+
+def layer_residuals(rows: pd.DataFrame, card: Gpu, profile: Profile) -> dict[str, dict[str, list[list[float]]]]:
+    """What the coefficients of `profile` miss of each layer in `rows`, as the profile's field `layers` holds it.
+
+    A linear layer's quantisation is not part of its GEMM, and experts were timed for even routing.
+    """
+    found: dict[str, dict[str, list[list[float]]]] = {}
+    for kernel, name in LAYERS.items():
+        timed = rows[rows.kernel == name]
+        if kernel.startswith("moe") and "skew" in timed:
+            timed = timed[timed["skew"] == "even"]
+        if timed.empty:
+            continue
+        (observation,) = observe(timed, card)
+        predicted, rest = observation.predict(profile).seconds, np.zeros(len(timed))
+        if name.startswith("linear"):
+            rest = observe(timed.assign(kernel="quantise"), card)[0].predict(profile).seconds
+        missed = np.log(np.maximum(timed.seconds - rest, 0.1 * timed.seconds) / (predicted - rest))
+        groups, quantity = QUANTITIES[name.partition(".")[0]]
+        table = timed.assign(missed=missed).groupby([*groups, *quantity], sort=True).missed.mean().reset_index()
+        shapes = {layer_name(shape): part for shape, part in table.groupby(list(groups)) if len(part) >= FEWEST_ROWS}
+        found[kernel] = {
+            shape: [part[quantity[0]].tolist(), part.missed.round(4).tolist()] for shape, part in shapes.items()
+        }
+    return found
+
+
+def hull(rows: pd.DataFrame) -> dict[str, dict[str, tuple[float, float]]]:
+    """Kernel -> quantity -> (lowest, highest) in `rows`; quantities are named as a step's are, in StepModel.
+
+    A GEMM timed alone and one timed with the quantisation of its input are one kernel here, and so are both samplers.
+    """
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    names = rows.kernel.astype(str).str.replace(r"^linear\.", "gemm.", regex=True)
+    names = names.str.replace(r"^sampling\..*", "sampling", regex=True)
+    for kernel, group in rows.groupby(names):
+        asked = _asked(str(kernel), group)
+        found[str(kernel)] = {name: (float(v.min()), float(v.max())) for name, v in asked.items()}
+    return {kernel: ranges for kernel, ranges in found.items() if ranges}
+
+
+def _asked(kernel: str, rows: pd.DataFrame) -> dict[str, pd.Series]:
+    if kernel.startswith("gemm"):
+        return {name: rows[name] for name in ("m", "n", "k")}
+    if kernel.startswith("attention_decode"):
+        return {"decode_requests": rows.batch, "decode_kv_tokens": rows.batch * rows.context}
+    if kernel.startswith("attention_prefill"):
+        tokens, last = rows.chunks * rows.chunk, rows.context + rows.chunk
+        pairs = tokens * (rows.context + (rows.chunk + 1) / 2)
+        counted = {"prefill_tokens": tokens, "prefill_requests": rows.chunks, "prefill_kv_tokens": rows.chunks * last}
+        return counted | {"prefill_pairs": pairs}
+    if kernel == "sampling":
+        return {"sampled_requests": rows.m}
+    return {}
+
+
+def _observe(kernel: str, rows: pd.DataFrame, card: Gpu) -> Observations:
+    name, _, dtype = kernel.partition(".")
+    if name not in QUANTITIES or dtype not in (RUNNERS if name == "sampling" else ("", *PRECISIONS)):
+        raise ConfigError(f"kernel {kernel!r} has no cost function; allowed: {', '.join(QUANTITIES)}, with .DTYPE")
+    rows = rows.reset_index(drop=True)
+    shapes = rows.groupby(list(QUANTITIES[name][0]), sort=False)
+    long = (rows.seconds > LONG_S) & (name in MATH)
+    parts = [(part.index.to_numpy(), bool(slow), part) for _, shape in shapes for slow, part in shape.groupby(long)]
+    cost = _COSTS[name]
+
+    def predict(profile: Profile) -> Cost:
+        profile = replace(profile, layers={}, log_covariance={})  # rows show what the coefficients alone say
+        slowed, found = sustained(profile, CLOCK), []
+        for index, slow, part in parts:
+            one = cost(part, dtype, card, slowed if slow else profile)
+            found.append((index, with_sustained(one, profile, CLOCK) if slow else one))
+        return _scattered(found, len(rows))
+
+    return Observations(kernel, rows.seconds.to_numpy(), shapes.ngroup().to_numpy(), predict)
+
+
+def _scattered(parts: list[tuple[Array, Cost]], size: int) -> Cost:
+    """The costs of disjoint rows as one, shape (size,)."""
+    seconds = np.zeros(size)
+    partials: dict[str, Array] = {}
+    for index, cost in parts:
+        seconds[index] = cost.seconds
+        for name, values in cost.partials.items():
+            partials.setdefault(name, np.zeros(size))[index] = values
+    return Cost(seconds, partials)
+
+
+def _linear(rows: pd.DataFrame) -> list[Linear]:
+    return [Linear("measured", int(rows.n.iloc[0]), int(rows.k.iloc[0]), 1, True, False)]
+
+
+def _gemm(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
+    return gemm_cost(rows.m.to_numpy(), _linear(rows), PRECISIONS[dtype], card, profile)
+
+
+def _quantised_linear(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
+    quantise = quantise_cost(rows.m.to_numpy(), _linear(rows), PRECISIONS[dtype], card, profile)
+    return _gemm(rows, dtype, card, profile) + quantise
+
+
+def _quantise(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
+    one = Linear("measured", 1, int(rows.k.iloc[0]), 1, True, False)
+    return quantise_cost(rows.m.to_numpy(), [one], FP8_BLOCK, card, profile)
+
+
+def _decode(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
+    batch, context = rows.batch.to_numpy(), rows.context.to_numpy()
+    none = np.zeros(len(rows))
+    steps = StepBatch(batch, batch * context, none, none, none, none, batch)
+    return attention_cost(steps, _one_layer(rows), PRECISIONS[dtype], 1, card, profile)
+
+
+def _prefill(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
+    chunks, chunk, context = (rows[name].to_numpy() for name in ("chunks", "chunk", "context"))
+    tokens, none = chunks * chunk, np.zeros(len(rows))
+    pairs = tokens * context + chunks * chunk * (chunk + 1) / 2
+    steps = StepBatch(none, none, tokens, chunks, tokens + chunks * context, pairs, chunks)
+    return attention_cost(steps, _one_layer(rows), PRECISIONS[dtype], 1, card, profile)
+
+
+def _moe(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
+    experts, top_k, hidden, inner = (int(rows[name].iloc[0]) for name in ("experts", "top_k", "hidden", "inner"))
+    routed = Experts(experts, top_k, inner, 1)
+    shape, hit = _shape(hidden_size=hidden, experts=routed), None
+    if "hit" in rows and rows.hit.notna().all():  # what the routing of the timed tokens really hit
+        hit = rows.hit.to_numpy()
+    return moe_cost(rows.tokens.to_numpy(), shape, routed, PRECISIONS[dtype], 1, card, profile, hit)
+
+
+def _kv_write(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
+    width = int(rows.kv_heads.iloc[0]) * int(rows.head_dim.iloc[0])
+    return kv_write_cost(rows.tokens.to_numpy(), width, PRECISIONS[dtype], card, profile)
+
+
+def _quantise_query(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
+    width = int(rows.heads.iloc[0]) * int(rows.head_dim.iloc[0])
+    return quantise_query_cost(rows.tokens.to_numpy(), width, card, profile)
+
+
+def _norm(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
+    return norm_cost(rows.m.to_numpy(), int(rows.hidden.iloc[0]), card, profile)
+
+
+def _rotary(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
+    return rotary_cost(rows.m.to_numpy(), _one_layer(rows), 1, card, profile)
+
+
+def _activation(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
+    return activation_cost(rows.m.to_numpy(), int(rows.inner.iloc[0]), card, profile)
+
+
+def _sampling(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
+    return sampler_cost(rows.m.to_numpy(), int(rows.vocabulary.iloc[0]), dtype, card, profile)
+
+
+def _all_reduce(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
+    return all_reduce_cost(rows.bytes.to_numpy(), int(rows.gpus.iloc[0]), card, profile)
+
+
+def _one_layer(rows: pd.DataFrame) -> ModelShape:
+    heads, kv_heads, head_dim = (int(rows[name].iloc[0]) for name in ("heads", "kv_heads", "head_dim"))
+    return _shape(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
+
+
+def _shape(**sizes: Any) -> ModelShape:
+    """A model of one layer that has the given sizes, and 1 where a kernel's cost does not depend on it."""
+    one = dict.fromkeys("num_layers hidden_size num_attention_heads num_key_value_heads head_dim".split(), 1)
+    one |= dict.fromkeys("intermediate_size vocab_size max_position_embeddings".split(), 1)
+    flags = dict.fromkeys("tie_word_embeddings qk_norm attention_bias".split(), False)
+    texts = dict.fromkeys("name model_type source".split(), "one layer")
+    return ModelShape(**{**one, **flags, **texts, "experts": None, **sizes})
+
+
+_COSTS: dict[str, Callable[[pd.DataFrame, str, Gpu, Profile], Cost]] = {
+    "gemm": _gemm,
+    "linear": _quantised_linear,
+    "quantise": _quantise,
+    "attention_decode": _decode,
+    "attention_prefill": _prefill,
+    "moe": _moe,
+    "kv_write": _kv_write,
+    "quantise_query": _quantise_query,
+    "norm": _norm,
+    "rotary": _rotary,
+    "activation": _activation,
+    "sampling": _sampling,
+    "all_reduce": _all_reduce,
+}

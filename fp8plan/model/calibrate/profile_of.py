@@ -1,0 +1,196 @@
+"""A folder of measurements -> the profile that fits them, and how wrong it was before and is now.
+
+    FOLDER/kernels/*.jsonl              timings of single kernels (runtime.measure.kernels.gemm, attention, moe, ...)
+    FOLDER/steps/rollouts.jsonl         rollouts whose steps are fitted (fp8plan.runtime.measure.rollouts.run --trace)
+    FOLDER/steps/rollouts.trace.jsonl.gz
+    FOLDER/profile.json                 what `fp8plan calibrate` writes
+
+Kernels say how each GEMM and attention scales with its shape; engine steps say what is between them: launches, small
+kernels, sampling, the host. Both are fitted at once, so neither has to be subtracted from the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.calibrate.engine_steps import Windows, read_traces, windows
+from fp8plan.model.calibrate.fit import LeavingOut, Observations, fit, robust_sd
+from fp8plan.model.calibrate.held_out import is_held_out
+from fp8plan.model.calibrate.kernel_rows import hull, layer_residuals, observe, read_all
+from fp8plan.model.cost.base import Cost, together
+from fp8plan.model.cost.batch import Array, StepBatch
+from fp8plan.model.hardware import Gpu
+from fp8plan.model.hardware import gpu as find_gpu
+from fp8plan.model.profile.profile import Profile, datasheet_profile
+from fp8plan.model.validate.records import read_records
+
+STEPS = "engine steps"
+# sd of one cell between cards of one GPU model: Qwen3-8B, 8 requests, on four H200s: 2.96, 2.97, 3.06 and 3.05 s
+# (validation/anchor.jsonl and first_look of the H200's profile). No calibration of one card can know better.
+BETWEEN_CARDS = 0.017
+
+
+@dataclass(frozen=True, slots=True)
+class KernelError:
+    """Relative errors of one kernel's rows: medians of |predicted / measured - 1|.
+
+    rows, unseen: those that the fit has seen, and those that no fit sees (fp8plan.model.calibrate.held_out)
+    before:   by the prior (the datasheet profile)
+    fitted:   by the fit, of the rows it has seen
+    held_out: of the unseen rows; without any, by fits that have not seen the row's weight shape, head layout or engine
+    worst:    the largest held-out error
+    """
+
+    kernel: str
+    rows: int
+    unseen: int
+    before: float
+    fitted: float
+    held_out: float
+    worst: float
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    profile: Profile
+    errors: tuple[KernelError, ...]
+
+
+def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
+    """Fit everything measured in `folder`. Raises ConfigError without engine steps, the least it needs."""
+    rows, steps = kernel_rows(folder / "kernels"), step_windows(folder / "steps")
+    if not steps:
+        raise _no_rollouts(folder)
+    _check_same(steps, card, engine_version)
+    prior, kept = datasheet_profile(card, engine_version), ~is_held_out(rows)
+    observations = [*observe(rows[kept], card), observe_steps(steps)]
+    found = fit(observations, prior)
+    with_layers = replace(prior, layers=layer_residuals(rows[kept], card, found.profile))
+    if any(with_layers.layers.values()):
+        found = fit(observations, with_layers)  # again: engine steps run the layers that were timed
+    leaving_out = LeavingOut(observations, with_layers, found)
+    unseen = leaving_out.errors()
+    never = {x.kernel: x.errors(found.profile) for x in observe(rows[~kept], card)}
+    errors = []
+    for x in observations:
+        elsewhere = never.get(x.kernel, unseen[x.kernel])
+        before, fitted = _median(x.errors(prior)), _median(x.errors(found.profile))
+        number, worst = never.get(x.kernel, np.zeros(0)).size, float(np.max(np.abs(np.expm1(elsewhere))))
+        errors.append(KernelError(x.kernel, x.seconds.size, number, before, fitted, _median(elsewhere), worst))
+    profile = replace(
+        found.profile,
+        kind="calibrated",
+        source=_source(rows, steps),
+        residuals={kernel: robust_sd(values) for kernel, values in unseen.items()},
+        model_error=model_error(steps, leaving_out),
+        hull=_hull(rows, steps),
+        date=max(str(w.record.fields.get("date", ""))[:10] for w in steps) or datetime.now(UTC).date().isoformat(),
+        notes={},
+        layers=layer_residuals(rows[kept], card, found.profile),
+        tensor_parallel=sorted({w.record.limits.tensor_parallel_size for w in steps}),
+    )
+    return Calibration(profile, tuple(errors))
+
+
+def measured_version(folder: Path) -> str:
+    """The engine version of the rollouts in `folder`. Raises ConfigError where there are none, or of several."""
+    file = folder / "steps" / "rollouts.jsonl"
+    if not file.is_file():
+        raise _no_rollouts(folder)
+    found = sorted({str(x.fields["engine_version"]) for x in read_records(file)})
+    if len(found) > 1:
+        raise ConfigError(f"{file} holds rollouts of vLLM {' and '.join(found)}; a profile is of one: move the others")
+    return found[0]
+
+
+def _no_rollouts(folder: Path) -> ConfigError:
+    return ConfigError(f"{folder / 'steps'} has no measured rollouts; type: fp8plan calibrate --output {folder}")
+
+
+def kernel_rows(folder: Path) -> pd.DataFrame:
+    """All timings of single kernels; empty where none was measured."""
+    files = [x for x in sorted(folder.glob("*.jsonl")) if not x.name.endswith((".failed.jsonl", "machines.jsonl"))]
+    return read_all(files)
+
+
+def _check_same(steps: Sequence[Windows], card: Gpu, engine_version: str) -> None:
+    """Raises ConfigError for rollouts of another GPU or engine version than the profile's."""
+    for record in (x.record for x in steps):
+        found = find_gpu(record.fields["gpu"]).name, record.fields["engine_version"]
+        if found != (card.name, engine_version):
+            raise ConfigError(
+                f"line {record.line} of the rollouts is of {found[0]} with vLLM {found[1]}, the profile of {card.name} "
+                f"with vLLM {engine_version}; a profile is of one GPU and one version: name that GPU with --gpu, or "
+                "move the others away"
+            )
+
+
+def step_windows(folder: Path) -> list[Windows]:
+    """The windows of every rollout in `folder` that has a trace."""
+    if not (folder / "rollouts.jsonl").is_file():
+        return []
+    traces = read_traces(sorted(folder.glob("*.trace.jsonl.gz")))
+    records = read_records(folder / "rollouts.jsonl")
+    return [windows(x, traces[x.fields["key"]]) for x in records if x.fields.get("key") in traces]
+
+
+def observe_steps(steps: Sequence[Windows]) -> Observations:
+    """Windows of several rollouts as one kernel; a group is an engine: a model at a precision."""
+
+    def predict(profile: Profile) -> Cost:
+        return together([x.cost(profile) for x in steps])
+
+    groups = np.concatenate([np.repeat(x.engine, x.seconds.size) for x in steps])
+    return Observations(STEPS, np.concatenate([x.seconds for x in steps]), groups, predict)
+
+
+def model_error(steps: Sequence[Windows], leaving_out: LeavingOut) -> float:
+    """sd of log(predicted / measured) of whole rollouts that the coefficients' covariance does not explain.
+
+    Each rollout is predicted by a fit that has not seen its engine, and counts by its seconds: one of a tenth of a
+    second is start-up. What the fit's covariance says of the error is taken off: the interval adds it again.
+    """
+    engines = np.concatenate([np.repeat(x.engine, x.seconds.size) for x in steps])
+    without = {engine: leaving_out.profile_without(STEPS, engines == engine) for engine in dict.fromkeys(engines)}
+    unexplained = []
+    for x in steps:
+        profile = without[x.engine]
+        cost = x.cost(profile)
+        total = cost.seconds.sum()
+        slopes = np.array([partial.sum() / total for partial in cost.partials.values()])
+        explained = slopes @ profile.covariance(list(cost.partials)) @ slopes
+        unexplained.append(np.log(total / x.seconds.sum()) ** 2 - explained)
+    weights = [x.seconds.sum() for x in steps]
+    return float(np.sqrt(max(np.average(unexplained, weights=weights), BETWEEN_CARDS**2)))
+
+
+def _median(errors: Array) -> float:
+    return float(np.median(np.abs(np.expm1(errors))))
+
+
+def _hull(rows: pd.DataFrame, steps: Sequence[Windows]) -> dict[str, dict[str, tuple[float, float]]]:
+    """What kernels were timed for is theirs to say; of the rest, what steps were seen to hold."""
+    ranges: dict[str, tuple[float, float]] = {}
+    of_kernels = hull(rows)
+    covered = {quantity for found in of_kernels.values() for quantity in found}
+    for name in set(StepBatch.__slots__) - covered:
+        values = np.concatenate([getattr(x.batch, name) for x in steps])
+        used = values[values > 0]
+        if used.size:
+            ranges[name] = (float(used.min()), float(used.max()))
+    return of_kernels | {STEPS: ranges}
+
+
+def _source(rows: pd.DataFrame, steps: Sequence[Windows]) -> str:
+    fields = [x.record.fields for x in steps]
+    cards = sorted({str(x.get("gpu_uuid") or f"{x.get('cpu_count')} cores of {x.get('cpu_model')}") for x in fields})
+    engines = len({x.engine for x in steps})
+    kernels = f"{len(rows)} timings of {rows.kernel.nunique()} kernels and " if len(rows) else ""
+    return f"{kernels}{len(steps)} rollouts of {engines} engines, measured on {', '.join(cards)}"

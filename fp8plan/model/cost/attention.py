@@ -1,0 +1,147 @@
+"""Attention of one step: paged decode, chunked prefill, and what is written to the KV cache before.
+
+    part    = KV bytes of a part / sm_bandwidth + its tokens * token_seconds + tile_seconds
+    decode  = |KV bytes of all / (bandwidth * eff), rounds of parts * part|_8 + join, where requests were cut
+    prefill = (tiles / SMs * mean tile + TAIL * longest tile) + ceil(tiles / SMs) * tile_seconds
+              tile = its pairs * (FLOPs of a pair / (peak / SMs * eff) + pair_seconds)
+    seconds per layer = launch + decode + prefill
+
+Decode: an SM takes one KV head of one request, or a part of it, at a time (`_parts`). Without rounds the model missed
+that a step of Qwen3-1.7B on an H200 takes 2.72, 2.58, 3.03, 2.91 and 3.35 ms with 6, 8, 10, 15 and 17 requests
+(benchmarks/steps_by_batch.py). How other backends cut is not known; their parts fill the SMs evenly.
+Why limits of an SM: FP8 KV does not halve the time, on no Hopper GPU. Converting E4M3 in the inner loop costs an SM its
+time, per byte and per token: heads of 64 are slower per byte. `tile` is the fixed work of a part, which decides short
+contexts. A backend without such limits has no `decode_sm_bandwidth` and no `decode_token_seconds`.
+Prefill: a tile is TILE_ROWS query rows of one KV head, all query heads of its group packed together. The softmax of a
+pair takes time that does not depend on the head's size (`pair_seconds`).
+Not modelled: imbalance between long and short requests within a batch. With lognormal contexts (sigma 0.8) decode
+attention takes 6% longer with BF16 KV and 12% with FP8 than with equal ones (medians of profiles/h200_sxm's rows; 15
+and 29% with 32 to 128 requests).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fp8plan.model.architecture import ModelShape
+from fp8plan.model.cost.base import Cost, norm8, times, traffic
+from fp8plan.model.cost.batch import Array, StepBatch
+from fp8plan.model.cost.streaming import streaming_cost
+from fp8plan.model.hardware import Gpu
+from fp8plan.model.precision import BF16_BYTES, FP8_BYTES, Precision
+from fp8plan.model.profile.profile import Profile
+
+FLASH_ATTENTION_3 = "flash_attn_3"
+SHARE, KV_BLOCK = 1.1, 128  # of an SM's share, and tokens: how FlashAttention 3 cuts the KV of a request
+MOST_CUTS = 32  # flash_attn_max_num_splits_for_cuda_graph of vLLM 0.26
+TILE_ROWS = 128
+TAIL = 0.12  # of the longest tile, for which the other SMs wait at the end: fitted to profiles/h200_sxm
+UNEVEN_GROUP = 1.06  # a group that does not divide a tile is loaded row by row: 4% (BF16) and 7% (FP8) there too
+
+
+def heads_per_rank(shape: ModelShape, tensor_parallel: int) -> tuple[int, int]:
+    """Query and KV heads of one rank; KV heads are replicated when there are fewer of them than ranks."""
+    return shape.num_attention_heads // tensor_parallel, max(1, shape.num_key_value_heads // tensor_parallel)
+
+
+def kv_bytes_per_token(shape: ModelShape, precision: Precision, tensor_parallel: int) -> int:
+    """K and V bytes of one token in one layer on one rank."""
+    return 2 * heads_per_rank(shape, tensor_parallel)[1] * shape.head_dim * precision.kv_element_bytes
+
+
+def flops_per_pair(shape: ModelShape, tensor_parallel: int) -> int:
+    """FLOPs of one query-key pair in one layer on one rank: Q K^T and P V."""
+    return 4 * heads_per_rank(shape, tensor_parallel)[0] * shape.head_dim
+
+
+def attention_cost(
+    batch: StepBatch, shape: ModelShape, precision: Precision, tensor_parallel: int, gpu: Gpu, profile: Profile
+) -> Cost:
+    """Seconds of attention in all layers of each step, shape (steps,)."""
+    name = f"attention.{precision.kv}.launch_seconds"
+    working = (batch.decode_requests + batch.prefill_tokens) > 0
+    launch = np.where(working, profile.coefficient(name) * shape.num_layers, 0.0)
+    total = Cost(launch, {name: launch}) + _decode(batch, shape, precision, tensor_parallel, gpu, profile)
+    if not batch.prefill_tokens.any():
+        return total
+    return total + _prefill(batch, shape, precision, tensor_parallel, gpu, profile)
+
+
+def cache_cost(tokens: Array, shape: ModelShape, precision: Precision, tp: int, gpu: Gpu, profile: Profile) -> Cost:
+    """Seconds of writing K and V of `tokens` to the cache and, for FP8 KV, quantising their Q; all layers, (steps,)."""
+    query, key_value = (heads * shape.head_dim for heads in heads_per_rank(shape, tp))
+    cost = kv_write_cost(tokens, key_value, precision, gpu, profile)
+    if precision.kv == "fp8":
+        cost = cost + quantise_query_cost(tokens, query, gpu, profile)
+    return cost.scaled(shape.num_layers)
+
+
+def kv_write_cost(tokens: Array, width: int, precision: Precision, gpu: Gpu, profile: Profile) -> Cost:
+    """Seconds of writing K and V of `width` elements each, in one layer; they come in BF16."""
+    bytes_per_token = 2 * width * (BF16_BYTES + precision.kv_element_bytes)
+    return _streaming(f"kv_write.{precision.kv}", tokens, bytes_per_token, gpu, profile)
+
+
+def quantise_query_cost(tokens: Array, width: int, gpu: Gpu, profile: Profile) -> Cost:
+    """Seconds of quantising Q of `width` elements to E4M3, in one layer."""
+    return _streaming("quantise_query", tokens, width * (BF16_BYTES + FP8_BYTES), gpu, profile)
+
+
+def _streaming(name: str, tokens: Array, bytes_per_token: float, gpu: Gpu, profile: Profile) -> Cost:
+    names = f"{name}.launch_seconds", f"{name}.bandwidth_efficiency"
+    return streaming_cost(tokens, bytes_per_token, names, gpu, profile)
+
+
+def _decode(b: StepBatch, shape: ModelShape, precision: Precision, tp: int, gpu: Gpu, profile: Profile) -> Cost:
+    prefix, kv_heads = f"attention.{precision.kv}", heads_per_rank(shape, tp)[1]
+
+    def coefficient(part: str) -> tuple[str, float]:
+        return profile.named(f"{prefix}.decode_{part}")
+
+    heads = b.decode_requests * float(kv_heads)
+    cuts = profile.backend(prefix) == FLASH_ATTENTION_3
+    parts = _parts(b, heads, gpu.sm_count) if cuts else heads
+    rounds = np.ceil(parts / gpu.sm_count) if cuts else parts / gpu.sm_count
+    bytes_ = b.decode_kv_tokens * float(kv_bytes_per_token(shape, precision, tp))
+    share = 1 / np.maximum(parts, 1)
+    part = times(np.ones_like(share), *coefficient("tile_seconds"))
+    if f"{prefix}.decode_sm_bandwidth" in profile.coefficients:
+        part = part + traffic(bytes_ * share, 1.0, coefficient("sm_bandwidth"))
+    if f"{prefix}.decode_token_seconds" in profile.coefficients:
+        part = part + times(b.decode_kv_tokens * kv_heads * share, *coefficient("token_seconds"))
+    read = norm8(traffic(bytes_, gpu.memory_bandwidth, coefficient("bandwidth_efficiency")), part.scaled(rounds))
+    if cuts:
+        read = read + times(np.where(parts > heads, 1.0, 0.0), *coefficient("join_seconds"))
+    return read.scaled(shape.num_layers)
+
+
+def _parts(b: StepBatch, heads: Array, sm_count: int) -> Array:
+    """Parts that the KV is cut into, shape (steps,).
+
+    A part is one KV head of one request. While they are few, FlashAttention 3 cuts each so that none has more than
+    1.1 times an SM's share of the whole (prepare_varlen_num_blocks, hopper/flash_prepare_scheduler.cu), in whole
+    blocks. Hence 6 requests take longer than 8, and 17 much longer than 16, on a model of 8 KV heads.
+    """
+    context = b.decode_kv_tokens / np.maximum(b.decode_requests, 1)
+    cuts = np.minimum(np.ceil(sm_count / np.maximum(SHARE * heads, 1)), np.ceil(context / KV_BLOCK))
+    return np.asarray(heads * np.clip(cuts, 1, MOST_CUTS))
+
+
+def _prefill(b: StepBatch, shape: ModelShape, precision: Precision, tp: int, gpu: Gpu, profile: Profile) -> Cost:
+    """Chunks of one step count as equally long."""
+    prefix, (heads, kv_heads) = f"attention.{precision.kv}", heads_per_rank(shape, tp)
+    efficiency, pair, tile = (
+        f"{prefix}.{x}" for x in ("compute_efficiency", "prefill_pair_seconds", "prefill_tile_seconds")
+    )
+    group, chunks = heads / kv_heads, np.maximum(b.prefill_requests, 1)
+    tokens = np.maximum(b.prefill_tokens, 1)
+    tiles = b.prefill_requests * kv_heads * np.ceil(tokens / chunks * group / TILE_ROWS)
+    depth = b.prefill_pairs / tokens + (KV_BLOCK + TILE_ROWS / group) / 2  # the causal edge is computed in whole tiles
+    longest = b.prefill_kv_tokens / chunks + KV_BLOCK / 2
+    pairs = TILE_ROWS * (tiles / gpu.sm_count * depth + np.where(tiles > 0, TAIL * longest, 0.0))
+    pairs = pairs * (1.0 if TILE_ROWS % group == 0 else UNEVEN_GROUP)
+    # The efficiency is of the BF16 peak for FP8 KV too: FA3's FP8 prefill is measured no faster than its BF16 one.
+    peak = gpu.bf16_flops / gpu.sm_count
+    cost = traffic(pairs * 4 * shape.head_dim, peak, profile.named(efficiency))
+    cost = cost + times(pairs, *profile.named(pair)) + times(np.ceil(tiles / gpu.sm_count), *profile.named(tile))
+    return cost.scaled(shape.num_layers)

@@ -1,0 +1,109 @@
+"""The value every cost function returns: seconds, and how they move with each coefficient of the profile.
+
+The partial derivatives come with the value because they cost almost nothing there (each term is a product of
+powers of coefficients), while finite differences would evaluate the whole model once per coefficient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fp8plan.model.cost.batch import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of one component for many steps.
+
+    seconds:  shape (steps,)
+    partials: coefficient name -> d seconds / d log(coefficient), shape (steps,)
+    """
+
+    seconds: Array
+    partials: dict[str, Array]
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.seconds + other.seconds, self.partials).plus_partials(other.partials)
+
+    def plus_partials(self, others: dict[str, Array]) -> Cost:
+        partials = dict(self.partials)
+        for name, value in others.items():
+            partials[name] = partials[name] + value if name in partials else value
+        return Cost(self.seconds, partials)
+
+    def rows(self, at: slice | Array) -> Cost:
+        """Of these steps only."""
+        return Cost(self.seconds[at], {name: values[at] for name, values in self.partials.items()})
+
+    def scaled(self, factor: float | Array) -> Cost:
+        return Cost(self.seconds * factor, {name: value * factor for name, value in self.partials.items()})
+
+
+def zero(like: Array) -> Cost:
+    return Cost(np.zeros(like.shape), {})
+
+
+def constant(name: str, value: float, like: Array) -> Cost:
+    """`value` seconds in every step, from the coefficient `name` (seconds)."""
+    return times(np.ones(like.shape), name, value)
+
+
+def times(count: Array, name: str, value: float) -> Cost:
+    """`count` times the coefficient `name` (seconds)."""
+    seconds = count * value
+    return Cost(seconds, {name: seconds})
+
+
+def traffic(bytes_: Array, bandwidth: float, efficiency: tuple[str, float]) -> Cost:
+    """Seconds to move `bytes_` at `efficiency` (name, value) of `bandwidth` bytes/s."""
+    seconds = bytes_ / (bandwidth * efficiency[1])
+    return Cost(seconds, {efficiency[0]: -seconds})
+
+
+def norm2(*terms: Cost) -> Cost:
+    """Root of the sum of squares: at least the largest term, at most the sum; the overlap of concurrent limits."""
+    return _norm(2, terms)
+
+
+def norm4(*terms: Cost) -> Cost:
+    """Fourth root of the sum of fourth powers: limits that overlap almost fully."""
+    return _norm(4, terms)
+
+
+def norm8(*terms: Cost) -> Cost:
+    """Eighth root of the sum of eighth powers: the largest, and up to 9% more where another is as large."""
+    return _norm(8, terms)
+
+
+def _norm(power: int, terms: Sequence[Cost]) -> Cost:
+    largest = np.maximum.reduce([term.seconds for term in terms])
+    scale = np.where(largest > 0, largest, 1.0)  # while a fit searches, an eighth power would overflow
+    total = np.sum([_power(term.seconds / scale, power) for term in terms], axis=0)
+    for _ in range(power.bit_length() - 1):  # powers of two
+        total = np.sqrt(total)
+    total = largest * total
+    inverse = 1 / np.where(total > 0, total, 1.0)
+    combined = Cost(total, {})
+    for term in terms:
+        combined = combined.plus_partials(term.scaled(_power(term.seconds * inverse, power - 1)).partials)
+    return combined
+
+
+def _power(x: Array, exponent: int) -> Array:
+    """x^exponent by multiplications: numpy's power is twenty times slower."""
+    found = x
+    for _ in range(exponent - 1):
+        found = found * x
+    return found
+
+
+def together(costs: Sequence[Cost]) -> Cost:
+    """The rows of several costs, one after the other: shape (all rows,)."""
+    names = dict.fromkeys(name for cost in costs for name in cost.partials)
+    partials = {
+        name: np.concatenate([cost.partials.get(name, np.zeros_like(cost.seconds)) for cost in costs]) for name in names
+    }
+    return Cost(np.concatenate([cost.seconds for cost in costs]), partials)

@@ -1,0 +1,324 @@
+"""Seconds of engine steps: kernels of every layer, lm_head, sampling, and the host.
+
+A step's linear layers depend on its padded token count only, so they are evaluated once per distinct count and
+gathered; attention and sampling are evaluated per step. No loop runs over steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8plan.model.architecture import Linear, ModelShape
+from fp8plan.model.cost.attention import attention_cost, cache_cost, flops_per_pair, kv_bytes_per_token
+from fp8plan.model.cost.base import Cost, norm8
+from fp8plan.model.cost.batch import Array, StepBatch
+from fp8plan.model.cost.collective import all_reduce_cost, with_network
+from fp8plan.model.cost.gemm import gemm_cost, linear_dtype, peak_flops, quantise_cost
+from fp8plan.model.cost.host import host_cost, launch_cost, launches, layer_cost, sampling_cost
+from fp8plan.model.cost.moe import distinct_experts, expert_bytes, expert_flops, moe_cost
+from fp8plan.model.cost.sustained import sustained, with_sustained
+from fp8plan.model.hardware import Gpu
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.memory import cudagraph_capture_sizes
+from fp8plan.model.precision import BF16_BYTES, Precision
+from fp8plan.model.profile.profile import Profile
+
+
+class Component(NamedTuple):
+    """One line of the breakdown: `cost` at distinct token counts, and which of them each step takes."""
+
+    name: str
+    cost: Cost
+    inverse: Array | None  # None: `cost` is per step already
+
+    def seconds(self) -> Array:
+        return self.cost.seconds if self.inverse is None else self.cost.seconds[self.inverse]
+
+    def per_step(self) -> Cost:
+        return self.cost if self.inverse is None else self.cost.rows(self.inverse)
+
+    def rows(self, rows: slice) -> Component:
+        """Of these steps only."""
+        if self.inverse is None:
+            return self._replace(cost=self.cost.rows(rows))
+        return self._replace(inverse=self.inverse[rows])
+
+    def gradient(self, weights: Array) -> dict[str, float]:
+        """Sum over steps of weights x partials, per coefficient."""
+        if self.inverse is not None:
+            weights = np.bincount(self.inverse, weights=weights, minlength=self.cost.seconds.size)
+        # Not weights @ values: BLAS wakes its threads for that, and waits for them where others have the cores.
+        return {name: float((weights * values).sum()) for name, values in self.cost.partials.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel:
+    """One engine replica: a model at a precision on a GPU (times tensor_parallel_size), with its profile."""
+
+    shape: ModelShape
+    gpu: Gpu
+    precision: Precision
+    limits: EngineLimits
+    profile: Profile
+    _sustained: Profile = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self._between_nodes:
+            object.__setattr__(self, "profile", with_network(self.profile))
+        object.__setattr__(self, "_sustained", sustained(self.profile))
+
+    def timed(self, batch: StepBatch) -> TimedSteps:
+        """The steps with what each is made of, for whoever asks more than one question about them."""
+        return TimedSteps(self, self._gpu_components(batch), *self._host(batch))
+
+    def seconds(self, batch: StepBatch) -> Array:
+        """Seconds of each step, shape (steps,)."""
+        return self.timed(batch).seconds()
+
+    def cost(self, batch: StepBatch) -> Cost:
+        """`seconds` with their partial derivatives by the log of every coefficient, each of shape (steps,)."""
+        components = self._gpu_components(batch)
+        gpu = components[0].per_step()
+        for component in components[1:]:
+            gpu = gpu + component.per_step()
+        return self.joined(gpu, *self._host(batch))
+
+    def joined(self, gpu: Cost, scheduling: Cost, launching: Cost) -> Cost:
+        """Steps of GPU and host. Overlapped, one lasts as long as the slower; near equal, now one is late, now the
+        other: Qwen3-1.7B on an H200 takes 10% longer than either at 350 requests, where both need as long. Without
+        async scheduling the GPU waits for the schedule, but not for the launches of its next kernels; a CPU computes
+        where it is called."""
+        if self.limits.async_scheduling:
+            return norm8(gpu, scheduling + launching)
+        return scheduling + (gpu + launching if self.gpu.is_cpu else norm8(gpu, launching))
+
+    def breakdown(self, batch: StepBatch) -> dict[str, Array]:
+        """Component -> seconds of each step, shape (steps,); they add up to `seconds`. "host" is what the GPU waits."""
+        return self.timed(batch).breakdown()
+
+    def interval(self, batch: StepBatch, weights: Array, z: float) -> tuple[float, float]:
+        """(low, high) of sum(weights * seconds), z standard deviations of its log away on either side.
+
+        weights: how many times each step runs, shape (steps,).
+        """
+        return self.timed(batch).interval(weights, z)
+
+    def bytes_bound(self, batch: StepBatch) -> Array:
+        """Seconds below which no step can be: weights and KV read once at the datasheet's bandwidth, (steps,)."""
+        tp = self.limits.tensor_parallel_size
+        tokens = _tokens(batch)
+        weights = sum(self.precision.linear_bytes(x.n, x.k, x.quantised) * x.layers for x in self._layers())
+        head = self._head()
+        read = np.where(tokens > 0, float(weights), 0.0)
+        read = read + np.where(batch.sampled_requests > 0, head.n * head.k * float(BF16_BYTES), 0.0)
+        per_kv_token = kv_bytes_per_token(self.shape, self.precision, tp) * self.shape.num_layers
+        read = read + (batch.decode_kv_tokens + batch.prefill_kv_tokens) * float(per_kv_token)
+        experts = self.shape.experts
+        if experts is not None:
+            one = expert_bytes(self.shape, experts, self.precision, tp) * experts.layers
+            read = read + distinct_experts(tokens, experts) * one
+        return np.asarray(read / self.gpu.memory_bandwidth)
+
+    def flops_bound(self, batch: StepBatch) -> Array:
+        """Seconds below which no step can be: its FLOPs at the datasheet's peak of each dtype, shape (steps,)."""
+        tp = self.limits.tensor_parallel_size
+        tokens = _tokens(batch)
+        per_token = sum(2 * x.n * x.k * x.layers / self._peak(linear_dtype(x, self.precision)) for x in self._layers())
+        experts = self.shape.experts
+        if experts is not None:
+            routed = experts.experts_per_token * experts.layers * expert_flops(self.shape, experts, tp)
+            per_token += routed / self._peak(self.precision.gemm_dtype)
+        head = self._head()
+        sampled = batch.sampled_requests * (2 * head.n * head.k / self.gpu.bf16_flops)
+        pairs = (batch.decode_kv_tokens + batch.prefill_pairs) * float(flops_per_pair(self.shape, tp))
+        return tokens * per_token + sampled + pairs * self.shape.num_layers / self._peak(self.precision.kv)
+
+    def outside_hull(self, batch: StepBatch) -> list[str]:
+        """Why these steps lie outside of what the profile measured; empty when they do not. The layout is
+        `Profile.layout_error`'s.
+
+        Layers may be larger or smaller than any that was timed. Of requests and tokens only more than that counts: with
+        fewer a step goes towards its fixed costs, which are known.
+        """
+        hull, reasons = self.profile.hull, []
+        if hull is None:
+            return [f"nothing was measured on {self.gpu.name}: {self.profile.kind} profile"]
+        linears = [x for x in self._layers() if x.quantised] or self._layers()
+        asked: dict[str, Array] = {name: getattr(batch, name) for name in StepBatch.__slots__}
+        asked |= {"m": self._padded(_tokens(batch)), "n": np.array([x.n for x in linears])}
+        asked["k"] = np.array([x.k for x in linears])
+        for kernel, ranges in hull.items():
+            dtype = kernel.partition(".")[2]
+            if dtype and dtype != (self.precision.kv if kernel.startswith("attention") else self.precision.gemm_dtype):
+                continue  # another precision's
+            for quantity, (low, high) in ranges.items():
+                values = asked.get(quantity, np.zeros(0))
+                used = values[values > 0]  # zero is "nothing of it in this step", not a small amount
+                if used.size and (used.max() > high or (quantity in ("n", "k") and used.min() < low)):
+                    span = f"{used.min():g} to {used.max():g}"
+                    reasons.append(f"{kernel}: {quantity} {span}, measured {low:g} to {high:g}")
+        return reasons
+
+    @property
+    def _between_nodes(self) -> bool:
+        return self.limits.tensor_parallel_size > self.gpu.gpus_per_node
+
+    def _peak(self, dtype: str) -> float:
+        return peak_flops(self.gpu, dtype)
+
+    def _layers(self) -> list[Linear]:
+        return [x for x in self.shape.linears(self.limits.tensor_parallel_size) if x.name != "lm_head"]
+
+    def _head(self) -> Linear:
+        return next(x for x in self.shape.linears(self.limits.tensor_parallel_size) if x.name == "lm_head")
+
+    def _padded(self, tokens: Array) -> Array:
+        """Tokens as the engine runs them: rounded up to a captured CUDA graph where there is one."""
+        sizes = np.array((0, *cudagraph_capture_sizes(self.limits)), dtype=np.int64)
+        largest = sizes[-1]
+        rounded = sizes[np.searchsorted(sizes, np.arange(largest + 1))]  # for every count that has a graph
+        return np.where(tokens <= largest, rounded[np.minimum(tokens, largest)], tokens)
+
+    def _host(self, batch: StepBatch) -> tuple[Cost, Cost]:
+        """Scheduling and launching."""
+        graphed = _tokens(batch) <= max(cudagraph_capture_sizes(self.limits), default=0)
+        launched = launches(graphed, batch.prefill_tokens > 0, self.shape, self._layers(), self.precision)
+        return host_cost(batch, self.profile), launch_cost(launched, self.profile)
+
+    def _gpu_components(self, batch: StepBatch) -> list[Component]:
+        tp, tokens, profile = self.limits.tensor_parallel_size, _tokens(batch), self._sustained
+        attention = attention_cost(batch, self.shape, self.precision, tp, self.gpu, profile)
+        parts = [Component("attention", attention, None)]
+        counts, inverse = _distinct(self._padded(tokens))
+        for name, cost in self._token_costs(counts, profile).items():
+            parts.append(_where_busy(name, cost, counts, inverse))
+        experts = self.shape.experts
+        if experts is not None:
+            # The padded count: the rows of padding hold tokens of earlier steps and are routed like any (fp8plan/moe-7b
+            # on an H200: 4.51, 4.57, 4.68 and 4.66 ms a step with 10, 12, 14 and 15 requests, all in the graph of 16).
+            cost = moe_cost(counts, self.shape, experts, self.precision, tp, self.gpu, profile)
+            parts.append(_where_busy("moe", cost, counts, inverse))
+        rows, inverse = _distinct(_whole(batch.sampled_requests))
+        head = gemm_cost(rows, [self._head()], self.precision, self.gpu, profile)
+        parts.append(_where_busy("lm_head", head, rows, inverse))
+        parts.append(Component("sampling", sampling_cost(batch, self.shape, self.gpu, profile), None))
+        return [part._replace(cost=with_sustained(part.cost, profile)) for part in parts]
+
+    def _token_costs(self, m: Array, profile: Profile) -> dict[str, Cost]:
+        """Components that depend on the padded token count `m` alone."""
+        tp, layers = self.limits.tensor_parallel_size, self._layers()
+        costs = {
+            "gemm": gemm_cost(m, layers, self.precision, self.gpu, profile),
+            "overhead": layer_cost(m, self.shape, tp, self.gpu, profile),
+            "kv_write": cache_cost(m, self.shape, self.precision, tp, self.gpu, profile),
+        }
+        if self.precision.weights == "fp8_block":
+            costs["quantise"] = quantise_cost(m, layers, self.precision, self.gpu, profile)
+        if tp > 1:
+            reduced = 1 + sum(x.layers for x in layers if x.all_reduce)  # 1: the vocabulary-parallel embedding
+            reduced += self.shape.experts.layers if self.shape.experts else 0
+            message = m * float(self.shape.hidden_size * BF16_BYTES)
+            costs["collective"] = all_reduce_cost(message, tp, self.gpu, profile).scaled(reduced)
+        return costs
+
+
+@dataclass(frozen=True, slots=True)
+class TimedSteps:
+    """Steps of one batch, evaluated once."""
+
+    model: StepModel
+    components: list[Component]  # of the GPU
+    scheduling: Cost
+    launching: Cost
+
+    def rows(self, rows: slice) -> TimedSteps:
+        """These steps only."""
+        components = [component.rows(rows) for component in self.components]
+        return TimedSteps(self.model, components, self.scheduling.rows(rows), self.launching.rows(rows))
+
+    def seconds(self) -> Array:
+        return self._joined(1.0, 1.0)
+
+    def breakdown(self) -> dict[str, Array]:
+        parts = {component.name: component.seconds() for component in self.components}
+        parts["host"] = self.seconds() - _total(self.components)
+        return parts
+
+    def interval(self, weights: Array, z: float) -> tuple[float, float]:
+        """GPU and host have errors of their own, and a step lasts about as long as the slower of them, so each moves to
+        its own end before they meet: a fast GPU cannot hide an uncertain host."""
+        host = Component("host", self.scheduling + self.launching, None)
+        gpu_sigma, host_sigma = self._sigma(self.components, weights), self._sigma([host], weights)
+        low, high = (self._joined(np.exp(side * gpu_sigma), np.exp(side * host_sigma)) for side in (-z, z))
+        return float((weights * low).sum()), float((weights * high).sum())
+
+    def gradient(self, weights: Array) -> dict[str, float]:
+        """d sum(weights * seconds) / d log(coefficient), for every coefficient that the steps use.
+
+        weights: how many times each step runs, shape (steps,)
+        """
+        scheduling, launching = Component("", self.scheduling, None), Component("", self.launching, None)
+        groups = {"gpu": self.components, "scheduling": [scheduling], "launching": [launching]}
+        totals = {name: _total(parts) for name, parts in groups.items()}
+        joined = self.model.joined(*(Cost(seconds, {name: seconds}) for name, seconds in totals.items()))
+        gradient: dict[str, float] = {}
+        for name, parts in groups.items():
+            slope = joined.partials[name] / np.where(totals[name] > 0, totals[name], 1.0)  # d step / d its seconds
+            for part in parts:
+                for coefficient, value in part.gradient(weights * slope).items():
+                    gradient[coefficient] = gradient.get(coefficient, 0.0) + value
+        return gradient
+
+    def _joined(self, gpu: float, host: float) -> Array:
+        """Seconds of each step if the GPU and the host took so many times as long, shape (steps,)."""
+        parts = (_total(self.components) * gpu, self.scheduling.seconds * host, self.launching.seconds * host)
+        return self.model.joined(*(Cost(seconds, {}) for seconds in parts)).seconds
+
+    def _sigma(self, components: list[Component], weights: Array) -> float:
+        """Standard deviation of log(sum(weights * components)): the coefficients' covariance, the model error, and
+        what a layout adds that was not measured."""
+        gradient, profile = log_gradient(components, weights), self.model.profile
+        g = np.array(list(gradient.values()))
+        variance = float(g @ profile.covariance(list(gradient)) @ g)
+        unmeasured = profile.layout_error(self.model.limits.tensor_parallel_size)
+        return float(np.sqrt(variance + profile.model_error**2 + unmeasured**2))
+
+
+def _where_busy(name: str, cost: Cost, counts: Array, inverse: Array) -> Component:
+    """`cost` at `counts`, but nothing where the count is 0."""
+    return Component(name, cost.scaled(np.where(counts > 0, 1.0, 0.0)), inverse)
+
+
+def log_gradient(components: list[Component], weights: Array) -> dict[str, float]:
+    """d log(sum(weights * seconds)) / d log(coefficient), for every coefficient that `components` use."""
+    total = float((weights * _total(components)).sum())
+    gradient: dict[str, float] = {}
+    for component in components:
+        for name, value in component.gradient(weights).items():
+            gradient[name] = gradient.get(name, 0.0) + value / total
+    return gradient
+
+
+def _total(components: list[Component]) -> Array:
+    total = components[0].seconds()
+    for component in components[1:]:
+        total = total + component.seconds()
+    return total
+
+
+def _whole(values: Array) -> Array:
+    return np.asarray(np.rint(values), dtype=np.int64)
+
+
+def _tokens(batch: StepBatch) -> Array:
+    return _whole(batch.decode_requests + batch.prefill_tokens)
+
+
+def _distinct(values: Array) -> tuple[Array, Array]:
+    """np.unique with the inverse for small non-negative integers, without the sort."""
+    seen = np.zeros(int(values.max(initial=0)) + 1, dtype=bool)
+    seen[values] = True
+    return np.flatnonzero(seen), (np.cumsum(seen) - 1)[values]

@@ -1,0 +1,1 @@
+"""Settings for others' programs: vLLM, verl, TRL."""

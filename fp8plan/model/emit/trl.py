@@ -1,0 +1,142 @@
+"""A Plan as arguments of TRL 1.16's GRPOConfig, and as the vLLM server beside it where one is needed."""
+
+from __future__ import annotations
+
+import json
+from math import ceil
+from typing import TYPE_CHECKING, Any, Final
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.emit.settings import (
+    max_model_len,
+    refuse_cpu,
+    replicas_note,
+    risk_notes,
+    serve_command,
+    shared_gpu_note,
+    vllm_env,
+    vllm_kwargs,
+    workload_tokens,
+)
+from fp8plan.model.shards import why_not_trl
+
+if TYPE_CHECKING:
+    from fp8plan.model.plan.plan import Choice, Plan
+
+MODES: Final = ("auto", "colocate", "server")
+
+# Fixed in TRL's colocated engine (trl/generation/vllm_generation.py, VLLMGeneration._init_vllm, 1.16): GRPOConfig has
+# no word for these, so a plan made with other values would be a plan for another engine.
+_COLOCATED: Final = {
+    "max_num_batched_tokens": 4096,
+    "block_size": 16,
+    "enable_prefix_caching": True,
+    "enforce_eager": False,
+    "async_scheduling": True,
+    "scheduler_reserve_full_isl": True,
+    "num_gpu_blocks": None,
+}
+
+# What TRL needs of a vLLM server (trl/scripts/vllm_serve.py, build_command and main).
+_SERVER_ENV: Final = {"VLLM_SERVER_DEV_MODE": "1"}
+_SERVER_FLAGS: Final = ("--weight-transfer-config", '{"backend": "nccl"}', "--max-logprobs", "-1")
+
+_SAMPLING_MODES: Final = {
+    "token_tis": "token_truncate",
+    "sequence_tis": "sequence_truncate",
+    "token_mis": "token_mask",
+    "sequence_mis": "sequence_mask",
+}
+
+
+def trl_config(plan: Plan, choice: Choice, mode: str = "auto") -> dict[str, Any]:
+    """Keyword arguments of `trl.GRPOConfig`. Raises ConfigError for what TRL cannot do."""
+    refuse_cpu(plan, "TRL")
+    if reason := why_not_trl(choice.preset):
+        raise ConfigError(reason)
+    samples = workload_tokens(plan, "samples")
+    if samples < 2:
+        raise ConfigError("TRL's GRPO needs at least 2 samples per prompt, the workload has 1; use --samples 2 or more")
+    config = {
+        "use_vllm": True,
+        "vllm_mode": _resolve(plan, choice, mode),
+        "num_generations": samples,
+        "generation_batch_size": workload_tokens(plan, "prompts") * samples,
+        "max_completion_length": workload_tokens(plan, "max_response_tokens"),
+        **_correction(plan.thresholds),
+    }
+    if config["vllm_mode"] == "colocate":
+        config |= {
+            "vllm_gpu_memory_utilization": plan.limits.gpu_memory_utilization,
+            "vllm_max_model_length": max_model_len(plan),
+            "vllm_tensor_parallel_size": choice.tensor_parallel,
+        }
+    return config
+
+
+def emit_trl(plan: Plan, choice: Choice, kv_scales: str) -> str:
+    config = trl_config(plan, choice)
+    env = vllm_env(plan, choice)
+    command: str | None = None
+    notes = [replicas_note(choice, "the number of training processes decides it"), shared_gpu_note(plan)]
+    if config["vllm_mode"] == "server":
+        env |= _SERVER_ENV
+        command = serve_command(vllm_kwargs(plan, choice), env, _SERVER_FLAGS)
+        notes = [
+            f"TRL's colocated engine cannot keep this plan: {'; '.join(_colocate_problems(plan, choice))}",
+            f"start the command first, on {choice.tensor_parallel} GPU(s) that do not train",
+        ]
+    notes += risk_notes(plan, choice, "trl", kv_scales)
+    return json.dumps({"grpo_config": config, "command": command, "env": env, "notes": notes}, indent=2)
+
+
+def _resolve(plan: Plan, choice: Choice, mode: str) -> str:
+    """The vllm_mode that keeps the plan."""
+    if mode not in MODES:
+        raise ConfigError(f"unknown TRL mode {mode!r}; allowed: {', '.join(MODES)}")
+    problems = {"colocate": _colocate_problems(plan, choice), "server": _server_problems(choice)}
+    for candidate in MODES[1:] if mode == "auto" else (mode,):
+        if not problems[candidate]:
+            return candidate
+    tried = [f"{m}: {'; '.join(p)}" for m, p in problems.items() if mode in ("auto", m)]
+    raise ConfigError(f"TRL cannot run this plan ({' | '.join(tried)}); plan again with limits that it can keep")
+
+
+def _colocate_problems(plan: Plan, choice: Choice) -> list[str]:
+    problems = [
+        f"{name} is {value!r} there, the plan has {getattr(plan.limits, name)!r}"
+        for name, value in _COLOCATED.items()
+        if getattr(plan.limits, name) != value
+    ]
+    if choice.preset.kv == "fp8":
+        problems.append("it has no kv_cache_dtype")
+    # TRL sets max_num_seqs to the responses of one replica (GRPOTrainer: batch size x TP x steps per generation).
+    responses = ceil(workload_tokens(plan, "prompts") * workload_tokens(plan, "samples") / choice.data_parallel)
+    most = plan.limits.max_num_seqs
+    if most < responses:
+        problems.append(f"it runs all {responses} responses of a replica at once, the plan at most {most}")
+    return problems
+
+
+def _server_problems(choice: Choice) -> list[str]:
+    # A dense model with --data-parallel-size above 1 is refused by vLLM (trl/scripts/vllm_serve.py says so too).
+    return [] if choice.data_parallel == 1 else [f"it is one replica, the plan has {choice.data_parallel}"]
+
+
+def _correction(thresholds: dict[str, Any]) -> dict[str, Any]:
+    """TRL's vllm_importance_sampling_* arguments; its ratio is pi_train / pi_rollout, as ours."""
+    if not thresholds:
+        return {"vllm_importance_sampling_correction": False}
+    name, *others = thresholds
+    if others or name not in _SAMPLING_MODES:
+        raise ConfigError(
+            f"TRL applies one correction of {', '.join(_SAMPLING_MODES)}; the plan asks for "
+            f"{' and '.join(thresholds)}: keep one of them, or emit for verl"
+        )
+    low, high = (None, thresholds[name]) if name.endswith("tis") else thresholds[name]
+    return {
+        "vllm_importance_sampling_correction": True,
+        "vllm_importance_sampling_mode": _SAMPLING_MODES[name],
+        "vllm_importance_sampling_clip_min": low,
+        "vllm_importance_sampling_clip_max": high,
+    }

@@ -1,0 +1,1 @@
+"""Every candidate predicted, one chosen, and why."""

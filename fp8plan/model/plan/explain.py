@@ -1,0 +1,251 @@
+"""Why a choice was made, in plain sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from fp8plan.model.cost.collective import NETWORK_BANDWIDTH
+from fp8plan.model.plan.plan import Choice
+from fp8plan.model.profile.profile import Profile
+from fp8plan.model.risk.budget import LEAST_GAIN
+from fp8plan.model.risk.expected import Level, MismatchRisk, RiskBudget, ThresholdAdvice
+from fp8plan.model.rollout import TAIL_SHARE, Rollout
+
+NO_FASTER = 0.005  # gains below half a percent are not worth a sentence of their own
+
+COMPONENTS = {
+    "attention": "attention over the KV cache",
+    "kv_write": "writing the KV cache",
+    "gemm": "linear layers",
+    "moe": "experts",
+    "lm_head": "lm_head",
+    "quantise": "quantising activations",
+    "overhead": "small kernels",
+    "sampling": "sampling",
+    "collective": "all-reduce",
+    "host": "waiting for the host",
+}
+
+
+def explain(
+    choices: Sequence[Choice],
+    chosen: int,
+    timed: Rollout,
+    risk: MismatchRisk,
+    advice: ThresholdAdvice,
+    budget: RiskBudget,
+    profile: Profile,
+    whole_step: bool,
+    gpus_per_node: int | None = None,
+) -> tuple[str, ...]:
+    """Sentences: the choice and its gain, what was passed over, where the time goes, the risk, the caveats.
+
+    timed, risk, advice: of the chosen choice; whole_step: RL step times are compared, not rollouts;
+    gpus_per_node: beyond it tensor parallelism crosses the network; None: it does not
+    """
+    picked = choices[chosen]
+    sentences = [_headline(picked, choices, budget, profile, whole_step)]
+    sentences += _passed_over(choices, chosen, budget, profile, whole_step)
+    sentences += _not_measured(choices, chosen, budget, profile, whole_step)
+    sentences += _where_from(picked, choices, timed)
+    sentences += [f"Mismatch: {reason}." for reason in risk.reasons]
+    sentences += [f"Correction: {note}." for note in advice.notes]
+    sentences += _caveats(choices, timed, profile)
+    sentences += _network(picked, gpus_per_node)
+    return tuple(sentences)
+
+
+def _headline(picked: Choice, choices: Sequence[Choice], budget: RiskBudget, profile: Profile, whole_step: bool) -> str:
+    name = f"{picked.precision}{_layout(picked, choices)}"
+    if _refused(picked, budget):
+        return (
+            f"No precision stays within the risk budget ({budget.accept}): {name} has the lowest expected KL, and its "
+            f"risk is {picked.risk}."
+        )
+    if picked.precision == "bf16":
+        why = _why_not_fp8(picked, choices, budget, profile, whole_step)
+        return f"Stay with {name}: {_seconds(picked)} for the rollout; {why}."
+    return f"Choose {name}: {_seconds(picked)} for the rollout; {_gain(picked, choices)}."
+
+
+def _gain(picked: Choice, choices: Sequence[Choice]) -> str:
+    """Speed-up over bf16 on the same layout, and over the best bf16 where that is another one."""
+    bf16 = [c for c in choices if c.precision == "bf16"]
+    runnable = [c for c in bf16 if c.makespan_s is not None]
+    if not bf16:
+        return "bf16 was not asked for, so there is no speed-up to name"
+    if not runnable:
+        return "bf16 does not fit"
+    gains = []
+    if picked.speedup is not None:
+        gains.append(f"{picked.speedup:.2f}x as fast as bf16")
+        if picked.step_speedup is not None:
+            gains.append(f"{picked.step_speedup:.2f}x for the whole RL step")
+    best = min(runnable, key=lambda c: c.makespan_s or 0.0)
+    if not _same_layout(best, picked):
+        ratio = (best.makespan_s or 0.0) / (picked.makespan_s or 1.0)
+        gains.append(f"{ratio:.2f}x as fast as the best bf16,{_layout(best, choices)}")
+    return ", ".join(gains)
+
+
+def _why_not_fp8(
+    picked: Choice, choices: Sequence[Choice], budget: RiskBudget, profile: Profile, whole_step: bool
+) -> str:
+    others = [c for c in choices if c.precision != "bf16"]
+    if not others:
+        return "no other precision was asked for"
+    if not any(c.available for c in others):
+        return "no FP8 precision can run here"
+    others = [c for c in _compared(choices, picked, profile) if c.precision != "bf16"]
+    faster = [c for c in others if _cost(c, whole_step) < _cost(picked, whole_step)]
+    within = [c for c in faster if not _refused(c, budget)]
+    gain = max((_cost(picked, whole_step) / _cost(c, whole_step) - 1 for c in within), default=0.0)
+    if gain > NO_FASTER:
+        return (
+            f"FP8 is not worth it here: within the risk budget ({budget.accept}) it gains {gain:.1%}, and less than "
+            f"{LEAST_GAIN:.0%} does not pay for a mismatch"
+        )
+    if len(faster) > len(within):
+        return f"faster precisions are outside the risk budget ({budget.accept})"
+    return "FP8 is not worth it here"
+
+
+def _refused(choice: Choice, budget: RiskBudget) -> bool:
+    """Whether the budget rules out a choice that can run."""
+    return not budget.accepts(cast("Level", choice.risk))
+
+
+def _passed_over(
+    choices: Sequence[Choice], chosen: int, budget: RiskBudget, profile: Profile, whole_step: bool
+) -> list[str]:
+    """For each other precision, its fastest layout (of measured ones, where one was chosen): why it was not taken."""
+    picked, sentences = choices[chosen], []
+    compared, of = _compared(choices, picked, profile), " for the whole RL step" if whole_step else ""
+    for precision in dict.fromkeys(c.precision for c in compared if c.precision != picked.precision):
+        runnable = [c for c in compared if c.precision == precision]
+        choice = min(runnable, key=lambda c: _cost(c, whole_step))
+        name = f"{choice.precision}{_layout(choice, choices)}"
+        gain = _cost(picked, whole_step) / _cost(choice, whole_step)
+        if gain > 1 + NO_FASTER and _refused(choice, budget):
+            sentences.append(f"{name} would be {gain:.2f}x as fast{of}, but its mismatch risk is {choice.risk}.")
+        elif gain > 1 + NO_FASTER:
+            sentences.append(f"{name} is only {gain - 1:.1%} faster{of}, which does not pay for its mismatch.")
+        elif picked.precision == "bf16":
+            sentences.append(f"{name} is no faster{of}: {gain:.2f}x the speed of bf16.")
+    return sentences
+
+
+def _compared(choices: Sequence[Choice], picked: Choice, profile: Profile) -> list[Choice]:
+    """What can run; where a measured layout was picked, on measured layouts."""
+    any_layout = _unmeasured(picked, profile)
+    return [c for c in choices if c.makespan_s is not None and (any_layout or not _unmeasured(c, profile))]
+
+
+def _not_measured(
+    choices: Sequence[Choice], chosen: int, budget: RiskBudget, profile: Profile, whole_step: bool
+) -> list[str]:
+    """The fastest of the layouts that stood back because nobody measured them, if it is faster."""
+    picked = choices[chosen]
+    if _unmeasured(picked, profile):
+        return []
+    stood_back = [c for c in choices if c.makespan_s is not None and _unmeasured(c, profile)]
+    stood_back = [c for c in stood_back if _refused(picked, budget) or not _refused(c, budget)]
+    if not stood_back:
+        return []
+    best = min(stood_back, key=lambda c: _cost(c, whole_step))
+    gain = _cost(picked, whole_step) / _cost(best, whole_step)
+    if gain <= 1 + NO_FASTER:
+        return []
+    name = f"{best.precision}{_layout(best, choices)}"
+    why = "that layout was not measured and the intervals overlap: what was measured goes first"
+    return [f"{name} is predicted {gain:.2f}x as fast, but {why}."]
+
+
+def _unmeasured(choice: Choice, profile: Profile) -> bool:
+    return not profile.has_measured(choice.tensor_parallel)
+
+
+def _layout_extrapolated(choice: Choice, profile: Profile) -> bool:
+    return profile.layout_error(choice.tensor_parallel) > 0
+
+
+def _network(picked: Choice, gpus_per_node: int | None) -> list[str]:
+    if gpus_per_node is None or picked.tensor_parallel <= gpus_per_node:
+        return []
+    crossing = f"tensor_parallel_size {picked.tensor_parallel} crosses nodes of {gpus_per_node} GPUs"
+    link = f"{NETWORK_BANDWIDTH * 8 / 1e9:.0f} Gb/s a GPU"
+    return [f"The network: {crossing}, so all-reduces are modelled for {link}, not measured."]
+
+
+def _where_from(picked: Choice, choices: Sequence[Choice], timed: Rollout) -> list[str]:
+    sentences = []
+    baseline = next((c for c in choices if c.precision == "bf16" and _same_layout(c, picked) and c.available), None)
+    if baseline is not None and baseline.preemptions and (picked.preemptions or 0) < baseline.preemptions:
+        sentences.append(
+            f"The KV cache holds {picked.kv_cache_tokens:,} tokens instead of {baseline.kv_cache_tokens:,}, so "
+            f"preemptions fall from {baseline.preemptions:,} to {picked.preemptions:,}."
+        )
+    sentences.append(f"The time goes to {_largest(timed.parts)}.")
+    if timed.tail_fraction > TAIL_SHARE:
+        sentences.append(
+            f"{timed.tail_fraction:.0%} of the rollout is tail: nothing waits, and fewer than a quarter of the "
+            f"requests still run. There the time goes to {_largest(timed.tail_parts)}."
+        )
+    return sentences
+
+
+def _largest(parts: dict[str, float], least: float = 0.1) -> str:
+    named = [f"{COMPONENTS[name]} ({share:.0%})" for name, share in parts.items() if share >= least]
+    return " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
+
+
+def _caveats(choices: Sequence[Choice], timed: Rollout, profile: Profile) -> list[str]:
+    sentences = []
+    if profile.kind == "datasheet":
+        sentences.append(
+            "Uncalibrated: times come from the GPU's datasheet and generic efficiencies, so trust the order of "
+            "magnitude and the direction."
+        )
+        return sentences
+    if timed.extrapolated or any(c.extrapolated and not _layout_extrapolated(c, profile) for c in choices):
+        what = f" ({'; '.join(timed.extrapolated)})" if timed.extrapolated else ""
+        sentences.append(
+            f"Part of this workload lies outside of what the profile {profile.label} was measured for{what}."
+        )
+    sizes = sorted({c.tensor_parallel for c in choices if c.available and _layout_extrapolated(c, profile)})
+    if sizes:
+        named = ", ".join(map(str, sizes))
+        sentences.append(
+            f"There is no measurement of tensor_parallel_size {named} on {profile.gpu}: times there are extrapolated, "
+            "and their intervals wider."
+        )
+    return sentences
+
+
+def _cost(choice: Choice, whole_step: bool) -> float:
+    seconds = choice.rl_step_s if whole_step else choice.makespan_s
+    assert seconds is not None
+    return seconds
+
+
+def _same_layout(one: Choice, other: Choice) -> bool:
+    return (one.tensor_parallel, one.data_parallel) == (other.tensor_parallel, other.data_parallel)
+
+
+def _layout(choice: Choice, choices: Sequence[Choice]) -> str:
+    """Named only where there is more than one."""
+    if all(_same_layout(choice, other) for other in choices):
+        return ""
+    replicas = f"{choice.data_parallel} replicas" if choice.data_parallel > 1 else "1 replica"
+    return f" on {replicas} of tensor_parallel_size {choice.tensor_parallel}"
+
+
+def _seconds(choice: Choice) -> str:
+    return f"{seconds(choice.makespan_s)} s ({seconds(choice.makespan_low_s)} to {seconds(choice.makespan_high_s)})"
+
+
+def seconds(value: float | None) -> str:
+    """At least three digits: 1,234 or 98.7 or 0.0123."""
+    assert value is not None
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"

@@ -1,0 +1,1 @@
+"""The coefficients of one GPU with one engine version."""

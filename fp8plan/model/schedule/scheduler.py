@@ -1,0 +1,108 @@
+"""vLLM V1's scheduler on a finite batch of requests, all waiting at the start: what every step does.
+
+The policy (vllm/v1/core/sched/scheduler.py, first come first served, checked against the real class in
+tests/model/test_scheduler.py): a step serves the running requests in admission order, one token each, or a
+chunk of what is still to be prefilled; a request that finds no free block preempts the last running request,
+possibly itself. If nothing was preempted, waiting requests are admitted while slots, token budget and blocks
+last. A preempted request goes to the head of the queue and recomputes what the prefix cache has lost of it.
+
+No decision depends on how long a step takes, so the schedule is found first, in steps, and timed afterwards.
+Between two events (a finish, an admission, a full pool) every running request gains one token a step, so a
+run of steps is one row. Counts are exact, not approximated.
+
+Not modelled: a response that ends with an end-of-sequence token is served one step more under asynchronous
+scheduling, because its end is seen a step late (one token per response); priorities, LoRA, speculation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fp8plan.errors import CapacityError
+from fp8plan.model.arrays import IntArray
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.schedule.kv_pool import CachingPool, Pool, blocks_for
+from fp8plan.model.schedule.state import SchedulerState
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What the engine does, in order: int64 arrays of shape (rows,), one per name in
+    scheduler_state.ROW and PREFILL."""
+
+    steps: IntArray
+    decode_requests: IntArray
+    decode_kv_tokens: IntArray
+    prefill_tokens: IntArray
+    prefill_requests: IntArray
+    prefill_kv_tokens: IntArray
+    prefill_pairs: IntArray
+    sampled_requests: IntArray
+    cached_tokens: IntArray
+    recomputed_tokens: IntArray
+    running: IntArray
+    waiting: IntArray
+    used_blocks: IntArray
+    preemptions: IntArray
+    finished: IntArray
+    prompt_tokens: int  # of all requests
+    num_blocks: int  # the pool it was made for
+    blocks_wanted: int | None  # any pool with at least this many blocks gives this very schedule; None: not known
+
+    def holds_for(self, num_blocks: int) -> bool:
+        """Whether a pool of that size is known to give this very schedule."""
+        return num_blocks == self.num_blocks or (self.blocks_wanted is not None and num_blocks >= self.blocks_wanted)
+
+    @property
+    def num_steps(self) -> int:
+        return int(self.steps.sum())
+
+    @property
+    def num_preemptions(self) -> int:
+        return int(self.preemptions.sum())
+
+
+def schedule(
+    prompts: IntArray,
+    responses: IntArray,
+    prompt_ids: IntArray,
+    num_blocks: int,
+    limits: EngineLimits,
+    longest_run: int = 2**62,
+) -> Schedule:
+    """Schedule a batch on one engine.
+
+    prompts, responses: tokens per request, shape (requests,), all at least 1, in order of arrival
+    prompt_ids:         shape (requests,), equal where two requests have the same prompt; 0 .. prompts-1
+    num_blocks:         KV blocks the scheduler can hand out (vLLM's num_gpu_blocks less its null block)
+    longest_run:        most steps in one row; 1 gives a row per step
+
+    Raises CapacityError if a request can never fit the pool: vLLM would preempt it for ever.
+    """
+    _check_fits(prompts, responses, num_blocks, limits.block_size)
+    pool: Pool
+    if limits.enable_prefix_caching:
+        pool = CachingPool(num_blocks, limits.block_size, prompts, prompt_ids)
+    else:
+        pool = Pool(num_blocks)
+    state = SchedulerState(prompts.tolist(), responses.tolist(), pool, limits)
+    while state.waiting or state.running:
+        state.next_row(longest_run)
+    columns = state.columns()
+    # Freed blocks that were hit may be gone from a smaller pool, so then nothing can be said about it.
+    pool_mattered = state.hit_freed_blocks or bool(columns["preemptions"].any())
+    wanted = None if pool_mattered else num_blocks - state.least_free
+    return Schedule(**columns, prompt_tokens=int(prompts.sum()), num_blocks=num_blocks, blocks_wanted=wanted)
+
+
+def _check_fits(prompts: IntArray, responses: IntArray, num_blocks: int, block_size: int) -> None:
+    if not len(prompts):
+        return
+    longest = int((prompts + responses).max()) - 1  # the last token is never read back
+    needed = blocks_for(longest, block_size)
+    if needed > num_blocks:
+        raise CapacityError(
+            f"a request of {longest + 1} tokens (prompt + response) needs {needed} KV blocks of {block_size} tokens, "
+            f"but the pool has {num_blocks} ({num_blocks * block_size} tokens); shorten the response, raise "
+            "gpu_memory_utilization or tensor_parallel_size, or use an FP8 precision"
+        )

@@ -1,0 +1,119 @@
+"""Predictions against rollout records: how wrong, per record and per speed-up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp8plan.errors import ConfigError, Fp8PlanError
+from fp8plan.model.calibrate.engine_steps import step_model
+from fp8plan.model.cost.step import StepModel
+from fp8plan.model.hardware import gpu as find_gpu
+from fp8plan.model.memory import MemoryPlan, memory_plan
+from fp8plan.model.profile.profile import Profile, load_profile
+from fp8plan.model.rollout import rollout, schedules
+from fp8plan.model.schedule.scheduler import Schedule
+from fp8plan.model.validate.accuracy import Row, accuracy, by_group, relative_error, speedups
+from fp8plan.model.validate.records import Record
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """Predictions of all records, and what they add up to. MAPE and errors are fractions, points are x 100."""
+
+    records: list[dict[str, Any]]
+    groups: list[dict[str, Any]]
+    makespan_mape: float
+    makespan_worst: float
+    speedup_mae_points: float | None  # None: no group has a bf16 record and another
+    speedup_worst_points: float | None
+    coverage: float  # share of records whose measured time lies in the predicted 90% interval
+    interval_median_halfwidth: float  # (high - low) / 2 / predicted
+    warnings: tuple[str, ...]  # about the profiles that were used
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as `fp8plan validate --json` prints it; the warnings go elsewhere."""
+        plain = asdict(self)
+        del plain["warnings"]
+        return plain
+
+
+def validate(
+    records: Sequence[Record],
+    strict: bool = False,
+    progress: Callable[[Iterable[Record]], Iterable[Record]] = lambda items: items,
+) -> Validation:
+    """Predict every record and compare. Raises the errors of the parts, with the record's line."""
+    warnings: dict[str, None] = {}
+    rows = [_compare(record, strict, warnings) for record in progress(records)]
+    found = accuracy(rows)
+    half = [(row["predicted_high_s"] - row["predicted_low_s"]) / 2 / row["predicted_s"] for row in rows]
+    inside = [row["predicted_low_s"] <= row["seconds"] <= row["predicted_high_s"] for row in rows]
+    return Validation(
+        records=rows,
+        groups=[_group_result(name, group) for name, group in by_group(rows).items()],
+        makespan_mape=found.makespan_mape,
+        makespan_worst=found.makespan_worst,
+        speedup_mae_points=found.speedup_mae_points,
+        speedup_worst_points=found.speedup_worst_points,
+        coverage=float(np.mean(inside)),
+        interval_median_halfwidth=float(np.median(half)),
+        warnings=tuple(warnings),
+    )
+
+
+class Prepared(NamedTuple):
+    """A record's rollout, ready to be timed."""
+
+    model: StepModel
+    memory: MemoryPlan
+    schedules: list[Schedule]  # of each replica
+
+
+def prepare(record: Record, profile: Profile) -> Prepared:
+    """What the engine of `record` does, and a model of what its steps cost by `profile`. Raises as the parts do."""
+    model = step_model(record, profile)
+    if reason := model.gpu.why_not(model.precision):
+        raise ConfigError(f"{model.precision.name} was recorded: {reason}; correct the record's gpu or precision")
+    memory = memory_plan(model.shape, model.precision, model.gpu, model.limits, record.batch.longest)
+    parts = record.batch.split(model.limits.data_parallel_size)
+    return Prepared(model, memory, schedules(parts, memory.usable_blocks, model.limits))
+
+
+def _compare(record: Record, strict: bool, warnings: dict[str, None]) -> dict[str, Any]:
+    """The record's row of the result; what there is to say of its profile is added to `warnings`."""
+    fields = record.fields
+    try:
+        profile, said = load_profile(find_gpu(fields["gpu"]), fields["engine_version"], strict)
+        warnings.update(dict.fromkeys(said))
+        model, memory, planned = prepare(record, profile)
+        timed = rollout(planned, model)
+    except Fp8PlanError as error:
+        raise type(error)(f"line {record.line}: {error}") from None
+    lists = ("prompt_lengths", "response_lengths", "prompt_ids")
+    return {name: value for name, value in fields.items() if name not in lists} | {
+        "line": record.line,
+        "group": record.group,
+        "seconds": record.seconds,
+        "predicted_s": timed.makespan_s,
+        "predicted_low_s": timed.makespan_low_s,
+        "predicted_high_s": timed.makespan_high_s,
+        "error": relative_error({"seconds": record.seconds, "predicted_s": timed.makespan_s}),
+        "predicted_kv_cache_tokens": memory.kv_cache_tokens,
+        "predicted_preemptions": timed.preemptions,
+        "extrapolated": bool(timed.extrapolated) or model.profile.layout_error(model.limits.tensor_parallel_size) > 0,
+    }
+
+
+def _group_result(name: str, rows: Sequence[Row]) -> dict[str, Any]:
+    """Speed-ups against the median bf16 record, and which precision is predicted and measured fastest."""
+    return {
+        "group": name,
+        "records": len(rows),
+        "fastest_measured": min(rows, key=lambda row: row["seconds"])["precision"],
+        "fastest_predicted": min(rows, key=lambda row: row["predicted_s"])["precision"],
+        "speedups": speedups(rows),
+    }

@@ -1,0 +1,1 @@
+"""The laws that adapt the thresholds of the correction."""

@@ -1,0 +1,263 @@
+"""The default: thresholds that tighten when the KL rises, and relax when it falls.
+
+`reach` is how far the thresholds are from 1, as a share of where they begin: log C = reach x log C0, and both ends of a
+band likewise. So one law serves C = 2, a band of [0.5, 5] and a geometric band of [0.999, 1.001]. With KL for the
+smoothed robust k3 per token,
+
+    reach = (target_kl / KL) ^ gain     within [narrowest, 1]; 1 up to the target
+
+The log ratios of tokens spread as sqrt(KL), so a gain of 0.5 would cut where it always did, in standard deviations.
+
+Around this map are a dead band, a slew limit that is fast to tighten and slow to relax, and the limits: at most
+`max_clipped` of the weight is cut away and at least `min_kept` of the tokens stay, in this very batch and at the level
+at which the thresholds apply. Tightening stops short of the limits. Where a batch passes them all the same, a band
+widens at once, just as far as it takes to keep `min_kept`, never beyond the beginning; where even the initial band
+keeps
+less it stays where it is, and so does C: they would be widest where the mismatch is worst. Where limits stand in the
+way of a KL above its target, or the thresholds are
+as tight as they get, the decision says AT_BOUND, and after `patience` such steps in a row what to do instead
+(Escalation).
+
+What it is not: the least error of one step's gradient. A tighter C trades variance for bias, which large batches do not
+average out; benchmarks/control/table.md shows where that costs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from fp8plan.checks import is_number, whole
+from fp8plan.errors import ConfigError
+from fp8plan.model.risk.budget import RiskBudget
+from fp8plan.runtime.controller.alarms import AlarmLimits, alarms
+from fp8plan.runtime.controller.constant import NO_DATA, Update
+from fp8plan.runtime.controller.state import (
+    WORDS,
+    AdaptiveState,
+    Alarm,
+    ControllerState,
+    Decided,
+    Decision,
+    escalation,
+    resumed,
+    strain,
+)
+from fp8plan.runtime.controller.watch import observed, predicted_kl, usable
+from fp8plan.runtime.correction.correct import Thresholds
+
+if TYPE_CHECKING:
+    from fp8plan.model.plan.plan import Plan
+    from fp8plan.runtime.mismatch.metrics import Mismatch, Ratios
+
+LEVELS: Final = ("token", "sequence", "geometric")
+STEPS: Final = 33  # of reach, from the narrowest to 1, among which the limits choose: what one token does is less
+OUTLIERS: Final = 2  # tokens, or sequences, by which tightening stays away from the limits: one of them moves nothing
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveThresholds:
+    """Thresholds that tighten as the observed KL rises above its target; `controlling.adaptive` has the law.
+
+    tis, band:   to start with, and which of the two are controlled (None: not that one); a plan's come first
+    level:       whose ratios they bound; Monitor gives that of its settings
+    target_kl:   k3 per token up to which the thresholds stay where they begin; the upper end of what the plan predicts
+                 comes first
+    gain:        log thresholds go with KL ^ -gain: at 30 times the target, 0.2 halves them
+    narrowest:   the smallest share of their initial log distance from 1
+    max_clipped: tightening stops where it would cut away more of the weight (TIS)
+    min_kept:    tightening stops where the band would keep less of the tokens
+    slew:        (tighten, relax): largest factors by which the log distance changes in one step
+    dead_band:   a smaller factor than this is no change; back to where they begin they always go
+    warm_up:     batches with the initial thresholds
+    patience:    steps at a bound before each escalation
+    limit_kl:    k3 per token above which the KL alarm sounds, unless a plan predicts more
+    """
+
+    tis: float | None = 2.0
+    band: tuple[float, float] | None = None
+    level: Ratios = "token"
+    target_kl: float = RiskBudget().low_kl
+    gain: float = 0.2
+    narrowest: float = 0.4
+    max_clipped: float = 0.5
+    min_kept: float = 0.5
+    slew: tuple[float, float] = (2.0, 1.05)
+    dead_band: float = 1.05
+    warm_up: int = 1
+    patience: int = 3
+    limit_kl: float = 0.03
+    limits: AlarmLimits = field(default_factory=AlarmLimits)
+
+    def __post_init__(self) -> None:
+        _check_start(self.tis, self.band)
+        if self.tis is None and self.band is None:
+            raise ConfigError("tis and band are None; allowed: one to control, or ConstantThresholds(None)")
+        for name in ("target_kl", "limit_kl", "gain", "narrowest", "max_clipped", "min_kept", "dead_band"):
+            if not is_number(getattr(self, name), finite=name != "limit_kl"):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: a finite number")
+        if not (isinstance(self.slew, (tuple, list)) and len(self.slew) == 2 and all(map(is_number, self.slew))):
+            raise ConfigError(f"slew is {self.slew!r}; allowed: two factors above 1, (tighten, relax)")
+        if self.level not in LEVELS:
+            raise ConfigError(f"level is {self.level!r}; allowed: {', '.join(LEVELS)}")
+        if not (self.target_kl > 0 and self.limit_kl > 0 and self.gain > 0):
+            raise ConfigError(
+                f"target_kl is {self.target_kl!r}, limit_kl {self.limit_kl!r}, gain {self.gain!r}; allowed: above 0"
+            )
+        if not (0 < self.narrowest <= 1 and 0 < self.max_clipped <= 1 and 0 < self.min_kept < 1):
+            raise ConfigError(
+                f"narrowest is {self.narrowest!r}, max_clipped {self.max_clipped!r}, min_kept {self.min_kept!r}; "
+                "allowed: shares above 0, min_kept below 1"
+            )
+        if not (min(self.slew) > 1 and self.dead_band >= 1):
+            raise ConfigError(f"slew is {self.slew!r}, dead_band {self.dead_band!r}; allowed: slew > 1, dead_band >= 1")
+        whole("warm_up", self.warm_up, 0)
+        whole("patience", self.patience)
+
+    def initial(self, plan: Plan | None = None, choice: int | str | None = None) -> AdaptiveState:
+        """The state before the first batch. A plan gives thresholds to start with and the expected KL.
+
+        choice: of the plan, that runs; None: the chosen one
+
+        Raises ConfigError for a plan with thresholds that cannot tighten, or without such a choice.
+        """
+        tis, band = self.tis, self.band
+        if plan is not None and tis is not None:
+            tis = plan.thresholds.get(f"{self.level}_tis", tis)
+        if plan is not None and band is not None:
+            band = tuple(plan.thresholds.get(f"{self.level}_mis", band))
+        _check_start(tis, band)
+        predicted = predicted_kl(plan, choice)
+        return AdaptiveState(
+            tis=tis, band=band, start_tis=tis, start_band=band,
+            target_kl=predicted or self.target_kl, limit_kl=max(self.limit_kl, predicted),
+        )  # fmt: skip
+
+    def resume(self, saved: ControllerState, fresh: AdaptiveState) -> AdaptiveState:
+        """A saved state with the beginning, the target and the bounds of now (of `fresh`, the state that `initial`
+        gave). Of another law's state it takes the KL, and begins with the initial thresholds.
+
+        Raises ConfigError if it has not the same thresholds as these settings.
+        """
+        state = resumed(saved, fresh)
+        reach = saved.reach if isinstance(saved, AdaptiveState) else 1.0
+        return _at(state, min(max(reach, self.narrowest), 1.0))
+
+    def update(self, state: AdaptiveState, mismatch: Mismatch) -> Update:
+        """(thresholds for this very batch, state, what was decided and why)."""
+        if not usable(mismatch):
+            return Thresholds(state.tis, state.band), state, NO_DATA
+        seen = observed(state, mismatch)
+        found = alarms(mismatch, seen.kl or 0.0, seen.limit_kl, self.limits)
+        if seen.steps <= self.warm_up:
+            reason = f"step {seen.steps} of {self.warm_up} with the initial thresholds"
+            return Thresholds(seen.tis, seen.band), seen, Decided(Decision.WARM_UP, reason, found)
+        now, wanted = seen.reach, self._wanted(seen, seen.kl or 0.0)
+        floor, why = self._least_reach(seen, mismatch, self._spared(mismatch))
+        free = self._slewed(now, max(wanted, min(floor, now)))
+        least, _ = self._least_reach(replace(seen, start_tis=None), mismatch)  # of the band, which loses tokens
+        new = _at(seen, max(free, least) if least <= 1.0 else free)
+        passed = self._lost(new, mismatch, 0.0)
+        bound = self._bound(new, mismatch, passed or (why if new.reach > self._slewed(now, wanted) else ""))
+        strained = strain(seen.strained, bool(bound), Alarm.BROKEN in found, self.patience)
+        escalate = escalation(strained, self.patience)
+        decision, reason = _said(seen, new, bound)
+        if escalate is not None:
+            reason += f"; {strained} steps in a row beyond what thresholds can do: {WORDS[escalate]}"
+        decided = Decided(decision, reason, found, escalate)
+        return Thresholds(new.tis, new.band), replace(new, strained=strained), decided
+
+    def _wanted(self, state: AdaptiveState, kl: float) -> float:
+        """The map: reach for a KL."""
+        if kl <= state.target_kl:
+            return 1.0
+        return max((state.target_kl / kl) ** self.gain, self.narrowest)
+
+    def _slewed(self, now: float, wanted: float) -> float:
+        """Where one step leads from `now`: it rises with `wanted`, whatever `now` is."""
+        if wanted < 1.0 and now / self.dead_band <= wanted <= now * self.dead_band:
+            return now
+        return min(max(wanted, now / self.slew[0]), now * self.slew[1])
+
+    def _spared(self, mismatch: Mismatch) -> float:
+        """The share by which tightening stays away from the limits: of OUTLIERS, and in a small batch half the way."""
+        few = OUTLIERS * mismatch.unit(self.level) / mismatch.tokens
+        return min(few, (1 - self.min_kept) / 2, self.max_clipped / 2)
+
+    def _least_reach(self, state: AdaptiveState, mismatch: Mismatch, spared: float = 0.0) -> tuple[float, str]:
+        """(the smallest reach that keeps the limits in this batch, infinite if none does; and of a step tighter).
+
+        spared: by how much it stays away from them, a share
+        """
+        reaches = np.geomspace(self.narrowest, 1.0, STEPS)
+
+        def kept(reach: float) -> bool:
+            return not self._lost(_at(state, reach), mismatch, spared)
+
+        least = bisect_left(reaches, True, key=kept)
+        why = self._lost(_at(state, float(reaches[least - 1])), mismatch, spared) if least else ""
+        return float(reaches[least]) if least < STEPS else np.inf, why
+
+    def _lost(self, state: AdaptiveState, mismatch: Mismatch, spared: float) -> str:
+        """Which limit these thresholds pass in this batch; empty: none."""
+        most, least = self.max_clipped - spared, self.min_kept + spared
+        if state.tis is not None and (cut := mismatch.cut_share(state.tis, self.level)) > most:
+            return f"{cut:.1%} of the weight would be cut away, above {most:.1%}"
+        if state.band is not None and (kept := mismatch.kept_fraction(*state.band, self.level)) < least:
+            return f"{kept:.1%} of the tokens would be kept, below {least:.1%}"
+        return ""
+
+    def _bound(self, new: AdaptiveState, mismatch: Mismatch, limit: str) -> str:
+        """Why the thresholds do less than the KL asks for, that of this batch and the smoothed one; empty: they do not.
+
+        limit: what was in the way of the map
+        """
+        kl = min(mismatch.k3_robust, new.kl or 0.0)
+        if kl <= new.target_kl:
+            return ""
+        if limit:
+            return limit
+        tightest = new.reach <= self.narrowest * self.dead_band
+        more = (new.target_kl / kl) ** self.gain < self.narrowest
+        return "it is as tight as it gets" if tightest and more else ""
+
+
+def _check_start(tis: float | None, band: tuple[float, float] | None) -> None:
+    """Thresholds tighten towards 1, from outside."""
+    Thresholds(tis, band)  # raises ConfigError for what cannot be a threshold
+    if tis is not None and not 1 < tis < np.inf:
+        raise ConfigError(f"tis begins at {tis!r}; allowed: above 1, or ConstantThresholds({tis!r})")
+    if band is not None and not 0 < band[0] < 1 < band[1] < np.inf:
+        raise ConfigError(f"band begins at {band!r}; allowed: around 1, or ConstantThresholds(None, {band!r})")
+
+
+def _at(state: AdaptiveState, reach: float) -> AdaptiveState:
+    """The state with its thresholds at a reach; at 1 they are the initial ones to the last bit."""
+    tis, band = state.start_tis, state.start_band
+    if reach < 1.0:
+        tis = None if tis is None else float(tis**reach)
+        band = None if band is None else (float(band[0] ** reach), float(band[1] ** reach))
+    return replace(state, reach=reach, tis=tis, band=band)
+
+
+def _said(old: AdaptiveState, new: AdaptiveState, bound: str) -> tuple[Decision, str]:
+    """The decision and a sentence with the figures behind it."""
+    kl, target = new.kl or 0.0, new.target_kl
+    relation = f"{kl / target:,.1f} times" if kl > target else "within"
+    fact = f"KL {kl:.2g} is {relation} its target of {target:.2g}"
+    before, after = shown(old), shown(new)
+    what = f"{before} -> {after}" if before != after else f"{after} kept"
+    if bound:
+        return Decision.AT_BOUND, f"{fact}: {what}, and no tighter: {bound}"
+    if old.reach == new.reach:
+        return Decision.HOLD, f"{fact}: {what}"
+    return Decision.TIGHTEN if new.reach < old.reach else Decision.RELAX, f"{fact}: {what}"
+
+
+def shown(state: ControllerState) -> str:
+    """The controlled thresholds, for a sentence."""
+    tis = [] if state.tis is None else [f"C {state.tis:.4g}"]
+    return " and ".join(tis + ([] if state.band is None else [f"[{state.band[0]:.4g}, {state.band[1]:.4g}]"])) or "none"

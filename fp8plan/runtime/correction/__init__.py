@@ -1,0 +1,1 @@
+"""Weights and masks that correct the gradient for the mismatch."""

@@ -1,0 +1,136 @@
+"""Weights and masks that correct the gradient for the mismatch, for given thresholds: TIS, MIS, IcePop, rejection.
+
+    settings = CorrectionSettings(level="token", thresholds=Thresholds(tis=2.0))
+    correction = correct(pack(train_logprobs, rollout_logprobs, mask), settings)
+    loss = (correction.weights * token_losses * correction.mask).sum() / correction.mask.sum().clamp(min=1)
+
+Weights are detached: they change the measure, not the objective. Two uses, as in verl:
+
+decoupled  the trainer recomputes the log-probs before it updates: train_logprobs are these, the weights multiply a loss
+           that clips the ratio of the current policy to the recomputed one
+bypass     it does not: train_logprobs are the current policy's, in each micro-batch. A PPO loss has the ratio to the
+           rollout policy in it already (level=None: only masks); REINFORCE needs the weights
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fp8plan.runtime.correction.rejection import rejected
+from fp8plan.runtime.correction.settings import CorrectionSettings, Rejection, Thresholds
+from fp8plan.runtime.correction.verl import effective, is_metrics, rs_metrics
+from fp8plan.runtime.correction.weights import normalised, weighted
+from fp8plan.runtime.mismatch.moments import Moments, Sums, reduced
+from fp8plan.runtime.mismatch.segments import lost
+from fp8plan.runtime.mismatch.threads import one_thread
+
+if TYPE_CHECKING:
+    import torch
+
+    from fp8plan.runtime.mismatch.tokens import Array, Tokens
+
+__all__ = ["Correction", "CorrectionSettings", "Rejection", "Thresholds", "correct"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Correction:
+    """What the loss needs, in the form that came in, and what it cost.
+
+    weights: float32, 0 where a token is masked, invalid or outside of the band; None for level None
+    mask:    the mask that came in (bool, if none did), without what MIS, a rejection or the veto takes out and without
+             invalid tokens
+    settings: with which both were made
+    sums:    what the figures below are made of
+    factor:  that weights were divided by, with batch_normalize
+    """
+
+    weights: Array | None
+    mask: Array
+    settings: CorrectionSettings
+    sums: Sums
+    factor: float | None = None
+
+    @property
+    def clip_fraction(self) -> float:
+        """Share of the tokens whose ratio (at the settings' level) lies outside of the bounds; 0 without tokens."""
+        return self.sums["clipped"].mean if "clipped" in self.sums else 0.0
+
+    @property
+    def clipped_mass(self) -> float:
+        """Share of the sum of ratios that was cut away; 0 without tokens."""
+        raw = self.sums["raw"].total if "raw" in self.sums else 0.0
+        return max(1 - self.sums["weight"].total / raw, 0.0) if raw else 0.0
+
+    @property
+    def kept_tokens(self) -> float:
+        """Share of the tokens with a weight above 0 that the mask keeps; 1 without tokens."""
+        return self.sums["kept"].mean if self.sums["kept"].count else 1.0
+
+    @property
+    def kept_sequences(self) -> float:
+        """Share of the sequences that are not empty, of which any such token is left; 1 without tokens."""
+        return self.sums["kept_sequences"].mean if self.sums["kept_sequences"].count else 1.0
+
+    @property
+    def ess(self) -> float:
+        """(mean weight)^2 / mean weight^2, a fraction; 0 if all weights are 0; 1 without tokens, or weights."""
+        weight = self.sums.get("weight")
+        return effective(weight) if weight is not None and weight.count else 1.0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Under verl's names, "rollout_corr/rollout_is_mean" and so on; none without tokens."""
+        if not self.sums["kept"].count:
+            return {}
+        found = rs_metrics(self.sums, self.settings)
+        if self.settings.level is not None:
+            found |= is_metrics(self.sums, self.settings)
+        if self.factor is not None:
+            found["rollout_is_batch_norm_factor"] = self.factor
+        return {f"rollout_corr/{name}": value for name, value in found.items()}
+
+    def reduced(self, group: Any = None) -> Correction:
+        """The same weights and mask, with the figures of all ranks of `group` (None: all), each of which must call it.
+
+        Raises ConfigError, on all ranks, if they corrected with different settings.
+        """
+        return replace(self, sums=reduced(self.sums, asdict(self.settings), group))
+
+
+@one_thread()
+def correct(tokens: Tokens, settings: CorrectionSettings | None = None, group: Any = None) -> Correction:
+    """The Correction of a batch (settings None: token TIS at 2).
+
+    group: ranks whose weights `batch_normalize` takes the mean over; None: all, if torch.distributed is up
+    """
+    settings = settings or CorrectionSettings()
+    keep, sums = rejected(tokens, settings)
+    weights, inside, factor = None, None, None
+    if settings.level is not None:
+        found = weighted(tokens, settings)
+        sums, inside = sums | found.sums, found.inside
+        if settings.batch_normalize:
+            factor = normalised(tokens, settings, found, group)
+        weights = tokens.unpack(found.weights)
+    live = _both(keep, inside)
+    mask = tokens.mask(live if settings.mode == "mis" else keep)
+    return Correction(weights, mask, settings, sums | _kept(tokens, live), factor)
+
+
+def _both(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one & other
+
+
+def _kept(tokens: Tokens, live: torch.Tensor | None) -> Sums:
+    """Tokens that are alive (None: all), and sequences that have any."""
+    lengths = tokens.lengths.numpy()
+    dead = np.zeros(len(lengths)) if live is None else lost(tokens, live)
+    return {
+        "kept": Moments.share(len(tokens) - dead.sum(), len(tokens)),
+        "kept_sequences": Moments.share((dead < lengths).sum(), (lengths > 0).sum()),
+    }

@@ -1,0 +1,1 @@
+"""A live vLLM engine that runs the precision of a plan."""

@@ -1,0 +1,251 @@
+"""What every engine of a plan has, in this process or under asyncio: its start, its state, and the procedures that act
+on it. A procedure yields Calls (runtime.weight_sync.procedure); RolloutEngine and AsyncRolloutEngine answer them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from fp8plan.errors import ConfigError, Fp8PlanError, NotServingError
+from fp8plan.model.hardware import gpu
+from fp8plan.model.precision import precision
+from fp8plan.runtime.controller.state import Escalation
+from fp8plan.runtime.engine.access import alone, refuse_asleep, refuse_dead
+from fp8plan.runtime.engine.launch import Launch
+from fp8plan.runtime.engine.warm_up import deep_gemm_rows, ladder
+from fp8plan.runtime.guard.fallback import Action, GuardSettings, GuardState, answered, stepped_down
+from fp8plan.runtime.guard.guard import Guard, Verdict
+from fp8plan.runtime.guard.observation import EngineFacts
+from fp8plan.runtime.weight_sync.announce import plain
+from fp8plan.runtime.weight_sync.kv_calibration import kv_scales, refuse_calibration
+from fp8plan.runtime.weight_sync.kv_scales import PARTS, Scales
+from fp8plan.runtime.weight_sync.nccl import Rendezvous
+from fp8plan.runtime.weight_sync.procedure import clean, sync
+from fp8plan.runtime.weight_sync.state import Call, Procedure, Scored, SyncReport, SyncSettings, SyncState, rpc
+
+# Sequences of the last rollout that KV scales are calibrated on, and tokens of each.
+CALIBRATION_SEQUENCES, CALIBRATION_TOKENS = 16, 1024
+
+
+class EngineBase:
+    """launch:  how it was started; state: of its weights; facts: what really runs
+    guard:   compares rollouts with what the plan's profile predicts; None where it cannot be predicted (`guard_off`)
+    """
+
+    def __init__(self, launched: Launch, settings: SyncSettings, staged_on: str | None, guard: GuardSettings) -> None:
+        self.launch = launched
+        self.state = SyncState(settings, staged_on, launched.fp8_kv)
+        self.facts: dict[str, Any] = {}
+        self.guard: Guard | None = None
+        self.guard_off: str | None = None
+        self._guard_settings = guard
+        self._rollout: list[list[int]] = []
+
+    @property
+    def serving(self) -> bool:
+        """Whether the weights may be used."""
+        return self.state.refusal is None and not self.state.dead and not self.state.shut_down
+
+    def lost(self, error: Exception) -> Exception:
+        """What an rpc's error means. Workers answer their own as data: what is raised in another process is its end."""
+        if self.state.staged_on is None or isinstance(error, NotServingError):
+            return error
+        self.state.dead = True
+        return NotServingError("the engine has died; the next sync_weights starts it again")
+
+    def _opening(self) -> Procedure:
+        """What follows every start: read what runs, refuse what was not planned, compile what rollouts need."""
+        answers = yield from rpc("fp8plan_facts")
+        self.facts = answers[0]
+        self.launch.refuse_other(self.facts)
+        self.state.expected = self.launch.checkpoint()
+        running = self._model_config()
+        self.state.longest_prompt, self.state.vocabulary = running.max_model_len - 1, running.get_vocab_size()
+        self.state.kv_scales = (yield from self._live_scales()) if self.state.fp8_kv else None
+        device = gpu(self.launch.gpu)
+        if not device.is_cpu:
+            longest, preset = self.launch.limits.max_model_len or 1, precision(self.launch.precision)
+            lengths = ladder(longest - 1, deep_gemm_rows(self.launch.model, preset, device, longest))
+            for token, length in enumerate(lengths):  # a token of its own, or the prefix cache has all but the end
+                yield Call("generate", ([[token] * length], {"max_tokens": 1, "ignore_eos": True}))
+            yield Call("reset")
+        self._watch()
+
+    def _model_config(self) -> Any:
+        """vLLM's ModelConfig of the engine that runs."""
+        raise NotImplementedError
+
+    def _live_scales(self) -> Generator[Call, Any, Scales]:
+        """What a started engine has: 1.0, or what its checkpoint brings."""
+        answers = yield from rpc("fp8plan_kv_scales")
+        return {layer: [parts[part] for part in PARTS] for layer, parts in answers[0].items()}
+
+    def _watch(self) -> None:
+        """Let the guard look at the engine that runs now, if it can be predicted."""
+        self.guard_off = None
+        try:
+            if any(self.launch.keep_bf16):
+                raise ConfigError("the cost model knows no layers kept in BF16 (keep_bf16)")
+            if self.guard is None:
+                self.guard = Guard(self.engine_facts(), self._guard_settings)
+            else:
+                self.guard.engine_changed(self.engine_facts())
+        except Fp8PlanError as error:  # a GPU without a profile: everything works but this comparison
+            self.guard, self.guard_off = None, str(error)
+
+    def engine_facts(self) -> EngineFacts:
+        """What the guard needs to know of what runs."""
+        preset, attention = precision(self.launch.precision), self.facts["attention"]
+        backends = {f"attention.{preset.kv}": attention} if attention else {}
+        backends |= {f"{part}.{preset.gemm_dtype}": name for part, name in self.facts["kernels"].items()}
+        return EngineFacts(
+            model=self.launch.model,
+            gpu=self.launch.gpu,
+            engine_version=self.facts["vllm_version"].partition("+")[0],
+            precision=self.launch.precision,
+            limits=self.launch.limits,
+            kernel_backends=backends,
+            e8m0=self.facts["e8m0"],
+            cudagraph_mode=self.facts["cudagraph_mode"],
+        )
+
+    def _sync(
+        self,
+        busy: int,
+        source: Any,
+        manifest: Any,
+        kv_amax: Mapping[str, Sequence[float]] | None,
+        kv_prompts: Sequence[Sequence[int]] | None,
+        scored: Scored | None,
+    ) -> Generator[Call, Any, SyncReport]:
+        state = self.state
+        with alone(self.state, busy):
+            refuse_asleep(self.state, kv_amax, scored)
+            if not state.dead and state.staged_on is not None:
+                with suppress(NotServingError):
+                    yield from rpc("fp8plan_attention_layers")  # a process that died while idle is noticed here
+            if state.dead:
+                yield from self._restart()
+            if state.settings.weights_in == "fp8_block" and not state.quantised and state.expected is not None:
+                yield from self._learn_quantised()
+            prompts, where = self._calibration(kv_amax, kv_prompts)
+            return (yield from sync(state, source, manifest, kv_amax, prompts, where, scored))
+
+    def _join(self, busy: int, where: Rendezvous) -> Procedure:
+        """Meet a trainer; a dead engine is started again first."""
+        with alone(self.state, busy):
+            if self.state.dead:
+                yield from self._restart()
+            yield from rpc("fp8plan_join", asdict(where))
+
+    def _restart(self) -> Procedure:
+        """Start the engine anew, as `launch` says now. Until all of it has gone well the engine counts as dead."""
+        state = self.state
+        state.dead = True
+        state.refusal = "the engine was started again, with the weights of its checkpoint"
+        state.prepared.clear()
+        state.quantised, state.fp8_kv = (), self.launch.fp8_kv
+        state.asleep, state.soiled = frozenset(), False
+        yield Call("restart")
+        yield from self._opening()
+        state.dead = False
+
+    def _learn_quantised(self) -> Procedure:
+        """Which of the checkpoint's tensors the engine holds in FP8."""
+        expected = plain(self.state.expected or ())
+        answers = yield from rpc("fp8plan_prepare", expected, self.state.settings.in_place)
+        self.state.quantised = tuple(answers[0]["quantised"])
+        return self.state.quantised
+
+    def _calibration(self, amax: Any, given: Sequence[Sequence[int]] | None) -> tuple[Any, str]:
+        """Token ids to calibrate KV scales on: those given, none if there is an amax or no FP8 KV cache, the last
+        rollout's, or random ones; where they come from."""
+        if given is not None or amax is not None or not self.state.fp8_kv:
+            return _as_lists(given), "calibration prompts"
+        if self._rollout:
+            return self._rollout, "sequences of the last rollout"
+        import numpy as np
+
+        chance, length = np.random.default_rng(0), min(256, (self.launch.limits.max_model_len or 2) - 1)
+        tokens = chance.integers(0, self.launch.vocabulary, (CALIBRATION_SEQUENCES, length))
+        return tokens.tolist(), "random tokens, as no rollout has run yet"
+
+    def _remember(self, outputs: Sequence[Any]) -> None:
+        if self.state.fp8_kv:
+            most = min(CALIBRATION_TOKENS, (self.launch.limits.max_model_len or 2) - 1)
+            chosen = outputs[:: max(1, len(outputs) // CALIBRATION_SEQUENCES)][:CALIBRATION_SEQUENCES]
+            both = [[*(output.prompt_token_ids or ()), *output.outputs[0].token_ids][:most] for output in chosen]
+            self._rollout = both or self._rollout
+        sums = [one.cumulative_logprob for output in outputs for one in output.outputs]
+        if any(x is not None and x != x for x in sums):  # NaN
+            self.state.soiled = True
+
+    def _rescale(self) -> Procedure:
+        """Put the KV scales back, after what sets them to 1.0."""
+        if self.state.kv_scales is not None:
+            yield from rpc("fp8plan_set_kv_scales", self.state.kv_scales)
+
+    def _recalibrate(self, busy: int, kv_amax: Mapping[str, Sequence[float]] | None, kv_prompts: Any) -> Procedure:
+        state = self.state
+        with alone(self.state, busy):
+            refuse_dead(self.state)
+            refuse_asleep(self.state, kv_amax, None)
+            prompts, where = self._calibration(kv_amax, kv_prompts)
+            refuse_calibration(state, kv_amax, prompts)
+            before, state.refusal = state.refusal, "the KV scales were being changed, and that has not ended"
+            try:
+                used = yield from kv_scales(state, kv_amax, prompts, where)
+                yield Call("reset")  # what is cached was written with other scales
+            except BaseException:
+                yield from self._rescale()
+                yield Call("reset")
+                state.refusal = before
+                raise
+            state.refusal = before
+        return used
+
+    def _woken(self, tags: Sequence[str]) -> Procedure:
+        """After vLLM has woken up: its KV cache is whatever lay in that memory, its scales are 1.0."""
+        state = self.state
+        if "kv_cache" in tags:
+            state.soiled = True
+            yield from clean(state)
+        yield from self._rescale()
+        state.asleep -= frozenset(tags)
+
+    def _advised(self, verdict: Verdict | None, escalate: Escalation | None) -> Action:
+        """What the guard advises; if that is nothing, its answer to the controller's escalation."""
+        action = Action.NONE if verdict is None else verdict.action
+        if action != Action.NONE or escalate is None:
+            return action
+        if self.guard is not None:
+            return self.guard.answer(escalate)
+        return answered(GuardState(), self.launch.precision, escalate)[1]
+
+    def _follow(self, busy: int, action: Action) -> Procedure:
+        """Do what the guard advises, and tell it."""
+        if action == Action.RECALIBRATE_KV:
+            yield from self._recalibrate(busy, None, None)
+            self._took(action)
+        elif action != Action.NONE:
+            wanted = stepped_down(self.launch.precision, action)
+            if wanted == self.launch.precision:
+                raise ConfigError(f"{action.value} changes nothing in {wanted}; allowed: an action of the guard's")
+            with alone(self.state, busy):
+                self.launch = self.launch.with_precision(wanted)
+                self._took(action)  # should it not start, the next sync starts it in that precision
+                yield from self._restart()
+
+    def _took(self, action: Action) -> None:
+        if self.guard is not None:
+            self.guard.took(action)
+
+
+def _as_lists(prompts: Any) -> Any:
+    """Prompts that can be read more than once: to be checked, and in each pass of a calibration. What is no list of
+    lists stays what it is, to be refused."""
+    if not isinstance(prompts, Iterable):
+        return prompts
+    return [list(tokens) if isinstance(tokens, Iterable) else tokens for tokens in prompts]

@@ -1,0 +1,102 @@
+"""Every rollout of an engine, timed and given to its guard, which works beside the trainer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from math import isfinite
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.engine.warm_up import compiled_files
+from fp8plan.runtime.guard.observation import Observation, observation_of
+
+if TYPE_CHECKING:
+    from fp8plan.runtime.engine.base import EngineBase
+    from fp8plan.runtime.guard.guard import Guard, Verdict
+
+PREEMPTIONS: Final = "vllm:num_preemptions_total"  # vLLM's counter, in Prometheus's default registry
+
+
+class Judged(NamedTuple):
+    """What a rollout showed, and the verdict on it. off: why one of the two is missing."""
+
+    observation: Observation | None = None
+    verdict: Verdict | None = None
+    off: str | None = None
+
+
+def judged(guard: Guard | None, observe: Callable[[], Observation | None]) -> Judged:
+    """The guard's verdict on what `observe` gives. One that cannot be given must not cost the rollout."""
+    seen = None
+    try:
+        seen = observe()
+        return Judged(seen, None if guard is None or seen is None else guard.after_rollout(seen))
+    except Exception as error:
+        return Judged(seen, None, f"the last rollout cannot be compared: {error}")
+
+
+class Judge:
+    """engine: whose guard is asked, if it has one; `last`: of the last rollout, once that is worked out"""
+
+    def __init__(self, engine: EngineBase) -> None:
+        self._engine = engine
+        self._thread = ThreadPoolExecutor(1, "fp8plan-guard")  # one thread keeps the order
+        self._judging: Future[Judged] | None = None
+        self._kl_k3: float | None = None
+
+    @property
+    def last(self) -> Judged:
+        return Judged() if self._judging is None or self._judging.cancelled() else self._judging.result()
+
+    def wait(self) -> None:
+        """Until no rollout is being judged."""
+        if self._judging is not None:
+            wait([self._judging])
+
+    def close(self) -> None:
+        """No rollout will follow; of those before, only what is under way is still judged."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def report_kl(self, kl_k3: float) -> None:
+        """Of the last rollout; the next verdict counts it. Raises ConfigError if it is not finite."""
+        if not isfinite(kl_k3):
+            raise ConfigError(f"kl_k3 is {kl_k3!r}; allowed: a finite number (nan comes from log-probs that hold it)")
+        self._kl_k3 = kl_k3
+
+    def begin(self, llm: Any) -> Callable[[Sequence[Any]], None]:
+        """A rollout begins; the function that this gives is to be called with its outputs once they are there."""
+        before, begun = counts(), time.perf_counter()
+
+        def ended(outputs: Sequence[Any]) -> None:
+            seconds = time.perf_counter() - begun
+            preemptions, compiled = (max(0, now - then) for now, then in zip(counts(), before, strict=True))
+            cache = llm.llm_engine.vllm_config.cache_config
+            more = {
+                "preemptions": preemptions,
+                "compiled_files": compiled,
+                "kv_cache_tokens": cache.num_gpu_blocks * cache.block_size,
+                "kl_k3": self._kl_k3,
+            }
+            self._kl_k3 = None
+            self._judging = self._thread.submit(self._judged, outputs, seconds, more)
+
+        return ended
+
+    def _judged(self, outputs: Sequence[Any], seconds: float, more: dict[str, Any]) -> Judged:
+        if not any(len(one.token_ids) for output in outputs for one in output.outputs):
+            return Judged()
+        found = judged(self._engine.guard, lambda: observation_of(outputs, seconds, **more))
+        if self._engine.guard is not None:
+            self._engine.guard_off = found.off
+        return found
+
+
+def counts() -> tuple[int, int]:
+    """Preemptions so far, and compiled kernels that there are."""
+    from prometheus_client import REGISTRY
+
+    # Of vLLM's hundred metrics only this one: LLM.get_metrics collects them all, in milliseconds.
+    found = REGISTRY.restricted_registry([PREEMPTIONS]).collect()
+    return int(sum(x.value for metric in found for x in metric.samples if x.name == PREEMPTIONS)), compiled_files()

@@ -1,0 +1,204 @@
+"""Why a rollout was slower than predicted, or why its FP8 gains little: likely causes, found from facts.
+
+Two kinds. What the prediction for what ran cannot contain explains a gap: a compile, a slow host, a kernel or scales
+that the profile was not measured with, more preemptions than the lengths call for. What the prediction does contain
+explains why even a rollout as fast as predicted gains less than it could: no CUDA graphs, preemptions, a small pool,
+batches at which FP8 is not ahead. The latter are predicted again without the cause; the difference is what it costs.
+Costs overlap (a larger pool also ends preemptions), so they do not add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Any, Final, NamedTuple
+
+from fp8plan.errors import CapacityError
+from fp8plan.model.hardware import gpu as find_gpu
+from fp8plan.model.plan.explain import seconds
+from fp8plan.model.plan.planner import LEAST_GAIN
+from fp8plan.model.profile.profile import Profile
+from fp8plan.model.schedule.kv_pool import blocks_for
+from fp8plan.runtime.guard.fallback import GuardSettings
+from fp8plan.runtime.guard.kernels import fallback
+from fp8plan.runtime.guard.observation import EngineFacts, Observation
+from fp8plan.runtime.guard.prediction import Prediction, Simulated, simulate
+
+# Preemptions per response that no error of the predicted schedule explains.
+MANY_PREEMPTIONS: Final = 0.05
+
+
+class Cause(StrEnum):
+    COMPILING = "compiling"
+    CUDA_GRAPHS_OFF = "cuda_graphs_off"
+    PREEMPTION = "preemption"
+    SMALL_BATCH = "small_batch"
+    KERNEL_FALLBACK = "kernel_fallback"
+    E8M0 = "e8m0"
+    KV_POOL = "kv_pool"
+    HOST = "host"
+    UNKNOWN = "unknown"
+
+
+class Found(NamedTuple):
+    """One likely cause.
+
+    sentence: the numbers, and what to do about it
+    lost_s:   seconds of the rollout it explains; None where that cannot be said
+    gap:      it is not in the prediction, so it may explain a gap to it
+    of_fp8:   a gap that BF16 does not have, in place of these: "weights", "kv"; empty: any precision has it
+    """
+
+    cause: Cause
+    sentence: str
+    lost_s: float | None = None
+    gap: bool = True
+    of_fp8: tuple[str, ...] = ()
+
+
+class Case(NamedTuple):
+    """One rollout, and all there is to say about it. within: it was as fast as predicted, or there is no gap to explain
+    (a cold start)."""
+
+    facts: EngineFacts
+    observation: Observation
+    prediction: Prediction
+    profile: Profile
+    settings: GuardSettings
+    within: bool
+
+    def again(self, **changes: Any) -> Simulated:
+        """The same work predicted with changes, as `simulate` takes them."""
+        return simulate(self.facts, self.observation, self.profile, known=self.prediction.schedules, **changes)
+
+
+def causes(case: Case) -> tuple[Found, ...]:
+    """The likely causes: those of a gap first, of either kind the dearest first; `unknown` for a gap without any."""
+    found = [*_of_the_engine(case)]
+    if not case.within:
+        found += _disturbances(case)
+        if not any(x.gap for x in found):
+            found.append(_unknown(case))
+    least = case.settings.least_loss * case.prediction.makespan_s
+    found += [x for x in _in_the_prediction(case) if (x.lost_s or 0.0) >= least]
+    found += _no_gain(case)
+    return tuple(sorted(found, key=lambda x: (not x.gap, -(x.lost_s or 0.0))))
+
+
+def _of_the_engine(case: Case) -> Iterator[Found]:
+    """What is true of every rollout of this engine, and not of those the profile was measured with."""
+    facts, profile = case.facts, case.profile
+    for kernel, runs in facts.kernel_backends.items():
+        if text := fallback(kernel, profile.kernel_backends.get(kernel), runs):
+            part = {"fp8": ("kv",), "fp8_block": ("weights",)}.get(kernel.partition(".")[2], ())
+            yield Found(Cause.KERNEL_FALLBACK, text, of_fp8=part)
+    if facts.cudagraph_mode == "PIECEWISE" and not facts.eager:
+        text = "CUDA graphs are PIECEWISE, the profile was measured with FULL_AND_PIECEWISE: leave cudagraph_mode unset"
+        yield Found(Cause.CUDA_GRAPHS_OFF, text)
+    if facts.e8m0 and facts.preset.weights != "bf16" and not find_gpu(facts.gpu).e8m0_scales:
+        text = (
+            "DeepGEMM runs with power-of-two scales (E8M0): weights are quantised a second time, to 3.7% RMS error "
+            "instead of 2.6%. The profile was measured with FP32 scales, and what E8M0 costs in speed was not: set "
+            "VLLM_USE_DEEP_GEMM_E8M0=0 before vLLM is imported"
+        )
+        yield Found(Cause.E8M0, text, gap=False)
+
+
+def _disturbances(case: Case) -> Iterator[Found]:
+    """What happened in this rollout and is in no prediction."""
+    observation, prediction = case.observation, case.prediction
+    stalled, longest = _stall(case)
+    step = f"its longest step took {longest}" if longest else "how long its steps took is not known"
+    files, slow = observation.compiled_files, observation.host_slowdown
+    if files or (files is None and stalled):
+        what = f"{files} files of kernels were compiled" if files else "as if a kernel was compiled"
+        text = (
+            f"{what} during the rollout, {step}: VLLM_DEEP_GEMM_WARMUP=full compiles at start, and kernels stay where "
+            "VLLM_CACHE_ROOT, TRITON_CACHE_DIR and TRTLLM_DG_CACHE_DIR outlive the job"
+        )
+        yield Found(Cause.COMPILING, text, stalled)
+    elif stalled:
+        text = f"{step} and nothing was compiled: the host paused, perhaps to collect garbage (gc.freeze() avoids that)"
+        yield Found(Cause.HOST, text, stalled)
+    if slow is not None and slow >= case.settings.slow_host:
+        text = f"a loop on the host took {slow:.2f} times the fastest seen: give the engine quiet cores (taskset)"
+        yield Found(Cause.HOST, text)
+    expected = prediction.rollout.preemptions
+    if observation.preemptions > 2 * expected + MANY_PREEMPTIONS * len(observation.response_lengths):
+        text = (
+            f"{observation.preemptions:,} preemptions, {expected:,} predicted in a pool of "
+            f"{prediction.kv_cache_tokens:,} tokens: other requests shared the engine, or the pool is smaller"
+        )
+        yield Found(Cause.PREEMPTION, text)
+
+
+def _stall(case: Case) -> tuple[float | None, str]:
+    """Seconds the longest step lost, None where it was no stall; and the step in words, empty where it is not known."""
+    longest = case.observation.longest_step_s
+    if longest is None:
+        return None, ""
+    if longest <= case.settings.stall_s:
+        return None, f"{seconds(longest)} s"
+    usual = case.again().longest_step_s()
+    words = f"{seconds(longest)} s where {seconds(usual)} is the longest predicted"
+    return (longest - usual if longest > 2 * usual else None), words
+
+
+def _unknown(case: Case) -> Found:
+    gap = case.observation.seconds - case.prediction.makespan_s
+    cpu = find_gpu(case.facts.gpu).is_cpu
+    where, machine = ("the host (top)", "cpu") if cpu else ("the GPU and the host (nvidia-smi, top)", "auto")
+    text = (
+        f"{seconds(gap)} s more than predicted, and nothing that was looked at explains it: look for other processes "
+        f"on {where}, or measure this machine (fp8plan calibrate --gpu {machine})"
+    )
+    return Found(Cause.UNKNOWN, text)
+
+
+def _in_the_prediction(case: Case) -> Iterator[Found]:
+    """What slows the prediction itself, predicted again without it."""
+    facts, prediction, makespan = case.facts, case.prediction, case.prediction.makespan_s
+    cpu = find_gpu(facts.gpu).is_cpu
+    larger = "VLLM_CPU_KVCACHE_SPACE" if cpu else "gpu_memory_utilization or tensor_parallel_size"
+    if facts.eager and not cpu:
+        graphs = case.again(eager=False).timed.makespan_s
+        text = (
+            f"CUDA graphs are off: {seconds(makespan)} s predicted without them, {seconds(graphs)} with: leave "
+            "enforce_eager and cudagraph_mode unset"
+        )
+        yield Found(Cause.CUDA_GRAPHS_OFF, text, makespan - graphs, gap=False)
+    if prediction.rollout.preemptions:
+        pairs = zip(case.observation.prompt_lengths, case.observation.response_lengths, strict=True)
+        roomy = case.again(blocks=sum(blocks_for(sum(pair), facts.limits.block_size) for pair in pairs)).timed
+        text = (
+            f"{case.observation.preemptions:,} preemptions ({prediction.rollout.preemptions:,} predicted) in a pool of "
+            f"{prediction.kv_cache_tokens:,} tokens: {seconds(makespan)} s predicted, {seconds(roomy.makespan_s)} in a "
+            f"pool that holds all: raise {larger}, or lower max_num_seqs"
+        )
+        yield Found(Cause.PREEMPTION, text, makespan - roomy.makespan_s, gap=False)
+    try:
+        planned = case.again(blocks=None)
+    except CapacityError:  # predicted not to fit, and yet it ran
+        return
+    if prediction.kv_cache_tokens < planned.kv_cache_tokens:
+        rest = "before the engine starts, or plan with the gpu_memory_utilization it gets"
+        fix = f"raise {larger}" if cpu else f"free the GPU of other processes {rest}"
+        text = (
+            f"the KV pool holds {prediction.kv_cache_tokens:,} tokens instead of {planned.kv_cache_tokens:,}: "
+            f"{seconds(makespan)} s predicted, {seconds(planned.timed.makespan_s)} with those: {fix}"
+        )
+        yield Found(Cause.KV_POOL, text, makespan - planned.timed.makespan_s, gap=False)
+
+
+def _no_gain(case: Case) -> Iterator[Found]:
+    """A batch below break-even, by the prediction itself."""
+    prediction, bf16 = case.prediction, case.prediction.instead.get("bf16")
+    if bf16 is None or prediction.tokens_per_s >= bf16 * (1 + LEAST_GAIN):
+        return
+    other = prediction.rollout.output_tokens / bf16
+    text = (
+        f"{case.facts.precision} is predicted at {prediction.tokens_per_s / bf16:.2f}x the speed of bf16 on these "
+        f"batches, {prediction.mean_batch:.0f} responses at a time on average: {seconds(prediction.makespan_s)} s "
+        f"against {seconds(other)}; run bf16, or more responses per engine"
+    )
+    yield Found(Cause.SMALL_BATCH, text, prediction.makespan_s - other, gap=False)

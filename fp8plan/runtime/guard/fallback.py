@@ -1,0 +1,194 @@
+"""The guard's decision: which rung of the ladder a run of bad rollouts leads to. Why so is in runtime.guard.guard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from typing import Any, Final
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.precision import PRESETS, Precision
+from fp8plan.model.precision import precision as find_precision
+from fp8plan.model.risk.budget import RiskBudget
+from fp8plan.runtime.controller.state import Escalation
+
+
+class Action(StrEnum):
+    """What to do, from nothing to the deepest rung."""
+
+    NONE = "none"
+    RECALIBRATE_KV = "recalibrate_kv"
+    KV_TO_BF16 = "kv_to_bf16"
+    ALL_BF16 = "all_bf16"
+
+
+DEPTH: Final = {action: depth for depth, action in enumerate(Action)}
+
+
+def ladder(preset: Precision) -> tuple[Action, ...]:
+    """The rungs that a precision has."""
+    kv = (Action.RECALIBRATE_KV, Action.KV_TO_BF16) if preset.kv == "fp8" else ()
+    return kv + ((Action.ALL_BF16,) if preset.weights != "bf16" else ())
+
+
+def stepped_down(precision: str, action: Action) -> str:
+    """The preset that is left of `precision` once `action` and all rungs above it are taken."""
+    preset = find_precision(precision)
+    kv = "bf16" if DEPTH[action] >= DEPTH[Action.KV_TO_BF16] else preset.kv
+    weights = "bf16" if action == Action.ALL_BF16 else preset.weights
+    return next(p.name for p in PRESETS.values() if (p.weights, p.kv) == (weights, kv))
+
+
+def answered(state: GuardState, precision: str, escalation: Escalation) -> tuple[GuardState, Action]:
+    """The state that has taken the rung that a controller asks for, and that rung; pure. It is a recalibration, unless
+    there was one, or the next rung that changes the precision; NONE if there is none."""
+    rungs = [x for x in ladder(find_precision(precision)) if DEPTH[x] > DEPTH[state.rung]]
+    fitting = [x for x in rungs if (x == Action.RECALIBRATE_KV) == (escalation == Escalation.RECALIBRATE_KV)]
+    if not fitting:
+        return state, Action.NONE
+    return GuardState(rung=fitting[0]), fitting[0]
+
+
+@dataclass(frozen=True, slots=True)
+class GuardSettings:
+    """When a rollout is slow, what counts as a cause, and when to step down.
+
+    slack:      a rollout is as fast as predicted down to the lower end of the 90% interval / (1 + slack): cards of one
+                kind differ by 2 to 6%, which the interval does not know
+    patience:   rollouts in a row that show a symptom before a step down
+    margin:     what a step down must gain in speed, a fraction
+    kl_limit:   mean k3 per token above which there is a mismatch, where a plan calls the risk high; None: ignore it
+    kl_release: the mismatch is over at this share of the limit
+    unknown_is_fp8: take a gap without any known cause for one that BF16 would not have
+    least_loss: share of the predicted makespan that a cause within the prediction must cost to be named
+    stall_s:    a step is a stall when it takes longer than this and than twice what the longest is predicted to take:
+                on an H200 steps without a compile took up to 0.8 s, those with one 2.5 s and more (its profile)
+    slow_host:  the host_slowdown from which on the host is named: 1.25 is quiet (runtime.measure.rollouts.host), a core
+                whose other half is busy has 1.7 to 2
+    """
+
+    slack: float = 0.05
+    patience: int = 3
+    margin: float = 0.05
+    kl_limit: float | None = RiskBudget().moderate_kl
+    kl_release: float = 0.8
+    unknown_is_fp8: bool = False
+    least_loss: float = 0.05
+    stall_s: float = 1.0
+    slow_host: float = 1.5
+
+    def __post_init__(self) -> None:
+        for name in ("slack", "margin", "least_loss", "stall_s", "slow_host"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: a number of at least 0")
+        if not (isinstance(self.patience, int) and self.patience >= 1):
+            raise ConfigError(f"patience is {self.patience!r}; allowed: a whole number of at least 1")
+        if not (self.kl_limit is None or self.kl_limit > 0):
+            raise ConfigError(f"kl_limit is {self.kl_limit!r}; allowed: a number above 0, or None")
+        if not 0 < self.kl_release <= 1:
+            raise ConfigError(f"kl_release is {self.kl_release!r}; allowed: above 0, at most 1")
+
+
+@dataclass(frozen=True, slots=True)
+class GuardState:
+    """What is saved with a checkpoint.
+
+    rung:             the deepest action so far
+    slow, mismatched: rollouts in a row that showed the symptom
+    """
+
+    rung: Action = Action.NONE
+    slow: int = 0
+    mismatched: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Text and whole numbers."""
+        return {"rung": self.rung.value, "slow": self.slow, "mismatched": self.mismatched}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> GuardState:
+        """What `to_dict` gave. Raises ConfigError for anything else."""
+        names = [f.name for f in fields(cls)]
+        counts: list[Any] = [data.get(name) for name in names[1:]]
+        fine = set(data) == set(names) and all(type(x) is int and x >= 0 for x in counts)
+        if not fine or data["rung"] not in list(Action):
+            raise ConfigError(
+                f"the guard's state is {dict(data)!r}; allowed: rung ({', '.join(Action)}) and the counts slow and "
+                "mismatched, as state_dict() gave them"
+            )
+        return cls(Action(data["rung"]), *counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Symptoms:
+    """All that decides about an action.
+
+    precision:    that runs
+    tokens_per_s: achieved
+    within:       as fast as predicted
+    compiled, cold: a kernel was compiled, or it is an engine's first and slow, so it says nothing about speed
+    expected:     rung -> tokens per second expected after it; only rungs that can help speed
+    """
+
+    precision: str
+    tokens_per_s: float
+    within: bool
+    compiled: bool
+    expected: Mapping[Action, float]
+    kl_k3: float | None
+    cold: bool = False
+
+    @property
+    def excused(self) -> bool:
+        return self.compiled or self.cold
+
+
+def decide(state: GuardState, symptoms: Symptoms, settings: GuardSettings) -> tuple[GuardState, Action, str]:
+    """The next state, what to do, and why; pure."""
+    rungs = [x for x in ladder(find_precision(symptoms.precision)) if DEPTH[x] > DEPTH[state.rung]]
+    gains = {x: symptoms.expected[x] / symptoms.tokens_per_s for x in rungs if x in symptoms.expected}
+    best, least = max(gains.values(), default=0.0), 1 + settings.margin
+    kl, limit = symptoms.kl_k3, settings.kl_limit
+    if not symptoms.excused:
+        state = replace(state, slow=_counted(state.slow, best, least, 1.0))
+    if kl is not None and limit is not None:
+        state = replace(state, mismatched=_counted(state.mismatched, kl, limit, limit * settings.kl_release))
+    wanted, waiting = {}, []
+    if best > least and not symptoms.excused:
+        faster = next(x for x, gain in gains.items() if gain > least)
+        what = f"{symptoms.expected[faster]:,.0f} tokens/s are expected after {faster}"
+        if state.slow >= settings.patience:
+            wanted[faster] = f"{what}, {state.slow} rollouts in a row"
+        else:
+            waiting.append(f"{what}: rollout {state.slow} of {settings.patience} in a row before it is taken")
+    if kl is not None and limit is not None and kl > limit:
+        what = f"KL {kl:.3g} is over its limit {limit:g}"
+        if not rungs:
+            waiting.append(f"{what}, and there is nothing left to step down to from {symptoms.precision}")
+        elif state.mismatched >= settings.patience:
+            wanted[rungs[0]] = f"{what}, {state.mismatched} rollouts in a row"
+        else:
+            waiting.append(f"{what}: rollout {state.mismatched} of {settings.patience} in a row before {rungs[0]}")
+    if wanted:
+        action = max(wanted, key=lambda x: DEPTH[x])
+        return GuardState(rung=action), action, f"{action}, because {' and '.join(wanted.values())}"
+    return state, Action.NONE, "; ".join(waiting) or _nothing_to_do(symptoms, gains)
+
+
+def _counted(count: int, value: float, limit: float, release: float) -> int:
+    """One more above the limit, none from the release down, as many as before in between."""
+    return count + 1 if value > limit else 0 if value <= release else count
+
+
+def _nothing_to_do(symptoms: Symptoms, gains: Mapping[Action, float]) -> str:
+    if symptoms.compiled:
+        return "a kernel was compiled, so this rollout is not counted"
+    if symptoms.cold:
+        return "the engine's first rollout is a cold start, so it is not counted"
+    if symptoms.within:
+        return "nothing to do"
+    if not gains:
+        return f"there is nothing faster to step down to from {symptoms.precision}"
+    listed = ", ".join(f"{symptoms.expected[x]:,.0f} tokens/s after {x}" for x in gains)
+    return f"no step down, because none is expected to be much faster ({listed})"

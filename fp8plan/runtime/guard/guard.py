@@ -1,0 +1,206 @@
+"""Is the predicted speed arriving? If not, why, and should the engine step down?
+
+After every rollout its tokens per second are compared with the prediction for what actually ran: its lengths, pool,
+limits and precision (guard_prediction). Likely causes are named from facts (guard_causes). Stepping down follows a
+ladder (guard_ladder),
+
+    recalibrate KV -> KV to BF16 -> all BF16        less the rungs that the running precision does not have,
+
+and two symptoms lead to it, each counted by itself:
+
+- Mismatch: KL over its limit. All rungs apply, in order: stale or clipped K and V scales are the cheapest thing that
+  can be wrong, then FP8 KV, then FP8 weights. In BF16 nothing is left to step down to: the precision is not the cause.
+- Speed: scales cost no time, so recalibration is never an answer. The other two are, but only if less FP8 is faster
+  than what was achieved, and that cannot be read off the prediction for BF16 alone: whatever halves the speed of FP8, a
+  slow host say, may halve BF16's too. (Qwen3-1.7B, 512 responses, three times in a row on a disturbed H200 host: FP8
+  weights were predicted 2.75 s and took 4.0 to 4.6; BF16 was predicted 2.82 and took 3.2 to 4.5.) So BF16 is expected
+  to miss its prediction by the factor by which this rollout missed its own, unless every cause found for the gap goes
+  with the FP8 that would go (a fallback kernel): then it is expected at its predicted speed. A gap without such a cause
+  is reported and leads nowhere; batches at which BF16 is predicted ahead lead to BF16 without any gap.
+
+A rung is taken when its symptom lasted `patience` rollouts in a row. A rollout in which a kernel was compiled says
+nothing about speed and is not counted. Neither is the first of an engine, if it is slow: predictions are for warm
+engines, whose caches are filled and whose buffers are there. Nor is one between a limit and its release (hysteresis).
+A clean one starts the count again, as a step down does. The guard never steps up: a deeper rung stays taken, also in a
+saved state, and each is asked for once. It only advises: who owns the engine acts, and says so with `engine_changed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fp8plan.errors import Fp8PlanError
+from fp8plan.model.hardware import gpu as find_gpu
+from fp8plan.model.precision import precision as find_precision
+from fp8plan.model.profile.profile import Profile, load_profile
+from fp8plan.runtime.controller.state import Escalation
+from fp8plan.runtime.guard.causes import Case, Cause, Found, causes
+from fp8plan.runtime.guard.fallback import (
+    DEPTH,
+    Action,
+    GuardSettings,
+    GuardState,
+    Symptoms,
+    answered,
+    decide,
+    ladder,
+    stepped_down,
+)
+from fp8plan.runtime.guard.observation import EngineFacts, Observation
+from fp8plan.runtime.guard.prediction import Prediction, predict
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the guard says of one rollout. Speeds in response tokens per second, low and high: 90% interval.
+
+    ratio:  achieved / predicted
+    within: no slower than predicted, up to GuardSettings.slack
+    cold:   the engine's first rollout, and slower than predicted: this is no sign of anything
+    causes: the likely ones, the dearest first
+    reason: of the action, or of none
+    """
+
+    tokens_per_s: float
+    predicted_tokens_per_s: float
+    low_tokens_per_s: float
+    high_tokens_per_s: float
+    ratio: float
+    within: bool
+    causes: tuple[Found, ...]
+    action: Action
+    reason: str
+    cold: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a log."""
+        named = [{"cause": x.cause.value, "sentence": x.sentence, "lost_s": x.lost_s} for x in self.causes]
+        return asdict(self) | {"causes": named, "action": self.action.value}
+
+
+class Guard:
+    """The settings, facts and profile of one engine, and the state.
+
+    facts:    what runs
+    settings: None: the defaults
+    profile:  None: the best for the engine's GPU and version
+    warnings: what there is to say of the profile
+
+    Raises ProfileError, ConfigError or CapacityError at once if the cost model cannot predict this engine.
+    """
+
+    def __init__(
+        self, facts: EngineFacts, settings: GuardSettings | None = None, profile: Profile | None = None
+    ) -> None:
+        found = (profile, profile.remarks) if profile else load_profile(find_gpu(facts.gpu), facts.engine_version)
+        self.profile, self.warnings = found
+        self.settings, self.state = settings or GuardSettings(), GuardState()
+        self.engine_changed(facts)
+
+    def engine_changed(self, facts: EngineFacts) -> None:
+        """From now on an engine with these facts runs, which has just been started. Raises as the constructor does."""
+        try:
+            predict(facts, Observation(seconds=1.0, prompt_lengths=[1], response_lengths=[1]), self.profile)
+        except Fp8PlanError as error:
+            raise type(error)(f"the guard cannot predict this engine: {error}") from None
+        self.facts, self._first = facts, True
+
+    def after_rollout(self, observation: Observation) -> Verdict:
+        """The verdict on a rollout, to be called once for each, in order."""
+        self.state, verdict = update(
+            self.state, observation, self.facts, self.profile, self.settings, first=self._first
+        )
+        self._first = False
+        return verdict
+
+    def answer(self, escalation: Escalation) -> Action:
+        """What to do when the thresholds of the correction can do no more: a rung that was not taken yet, or nothing.
+        Say so with `took` once it is done: what failed is to be asked for again."""
+        return answered(self.state, self.facts.precision, escalation)[1]
+
+    def took(self, action: Action) -> None:
+        """A rung was taken, and counts as asked for."""
+        if DEPTH[action] > DEPTH[self.state.rung]:
+            self.state = GuardState(rung=action)
+
+    def precision_for(self, planned: str) -> str:
+        """The preset that an engine should be started with, now and after a restart from a saved state.
+
+        planned: preset name of the plan
+        """
+        return stepped_down(planned, self.state.rung)
+
+    def state_dict(self) -> dict[str, Any]:
+        """To be saved with the checkpoint, as JSON."""
+        return self.state.to_dict()
+
+    def load_state_dict(self, data: Mapping[str, Any]) -> None:
+        """Go on from a saved state. Raises ConfigError for anything that `state_dict` does not give."""
+        self.state = GuardState.from_dict(data)
+
+
+def update(
+    state: GuardState,
+    observation: Observation,
+    facts: EngineFacts,
+    profile: Profile,
+    settings: GuardSettings,
+    first: bool = False,
+) -> tuple[GuardState, Verdict]:
+    """The state and the verdict after one rollout; pure. Raises as the cost model does.
+
+    first: of a started engine
+    """
+    prediction = predict(facts, observation, profile)
+    achieved = observation.tokens_per_s
+    within = achieved >= prediction.low_tokens_per_s / (1 + settings.slack)
+    cold = first and not within
+    found = causes(Case(facts, observation, prediction, profile, settings, within or cold))
+    gaps = () if within else tuple(x for x in found if x.gap)
+    symptoms = Symptoms(
+        precision=facts.precision,
+        tokens_per_s=achieved,
+        within=within,
+        compiled=bool(observation.compiled_files) or any(x.cause == Cause.COMPILING for x in found),
+        expected=_expected(facts, prediction, achieved / prediction.tokens_per_s, gaps, settings),
+        kl_k3=observation.kl_k3,
+        cold=cold,
+    )
+    state, action, why = decide(state, symptoms, settings)
+    speed = (
+        f"{achieved:,.0f} tokens/s, predicted for what ran are {prediction.tokens_per_s:,.0f} "
+        f"({prediction.low_tokens_per_s:,.0f} to {prediction.high_tokens_per_s:,.0f})"
+    )
+    return state, Verdict(
+        tokens_per_s=achieved,
+        predicted_tokens_per_s=prediction.tokens_per_s,
+        low_tokens_per_s=prediction.low_tokens_per_s,
+        high_tokens_per_s=prediction.high_tokens_per_s,
+        ratio=achieved / prediction.tokens_per_s,
+        within=within,
+        causes=found,
+        action=action,
+        reason=f"{speed}{'' if within or cold else ': too slow'}; {why}",
+        cold=cold,
+    )
+
+
+def _expected(
+    facts: EngineFacts, prediction: Prediction, ratio: float, gaps: tuple[Found, ...], settings: GuardSettings
+) -> dict[Action, float]:
+    """Rung -> tokens per second after it, as the module's docstring says; rungs that do not fit the GPU are left out.
+
+    ratio: achieved / predicted; gaps: the causes that were found for it
+    """
+    expected: dict[Action, float] = {}
+    for action in ladder(facts.preset):
+        preset = find_precision(stepped_down(facts.precision, action))
+        if action == Action.RECALIBRATE_KV or preset.name not in prediction.instead:
+            continue
+        gone = {"kv", "weights"} if preset.weights == "bf16" else {"kv"}
+        blamed = [gone if x.cause == Cause.UNKNOWN and settings.unknown_is_fp8 else set(x.of_fp8) for x in gaps]
+        cured = bool(gaps) and all(parts & gone for parts in blamed)
+        expected[action] = prediction.instead[preset.name] * (1.0 if cured else ratio)
+    return expected

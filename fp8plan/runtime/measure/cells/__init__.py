@@ -1,0 +1,1 @@
+"""Lists of rollouts to measure."""

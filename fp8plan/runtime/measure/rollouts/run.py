@@ -1,0 +1,165 @@
+"""Measure real rollouts through `vllm.LLM` and write rollout records, as `fp8plan validate` reads them.
+
+    python -m fp8plan.runtime.measure.rollouts.run --cells CELLS.json --output RECORDS.jsonl [--precision bf16 ...]
+
+CELLS.json is a list of engine settings:
+
+    [{"model": "Qwen/Qwen3-8B", "gpu": "h200_sxm", "precisions": ["bf16", "fp8_block"], "repeats": 2,
+      "gpu_memory_utilization": 0.5, "max_model_len": 8192,          any field of EngineLimits; left out: vLLM's default
+      "workloads": [{"name": "small", "prompts": 8, "samples": 4, "prompt_lengths": "fixed:512",
+                     "response_lengths": "lognormal:mean=1000,sigma=0.8,max=6000", "seed": 0, "repeats": 3,
+                     "warmup": "short"}]}]
+
+Each precision of a setting is one engine in a process of its own, with random weights of the model's shape and the
+arguments and environment that a Plan emits. A record is written as soon as it is measured; runs whose record is in the
+output already are skipped. A run in which a kernel was compiled or the host was slow (runtime.measure.rollouts.host) is
+repeated a few times; the least disturbed attempt is the record, the others go to <stem>.set_aside.jsonl. Beside the
+output lie each engine's log, <stem>.<model>.<precision>.log, the config folders the engines were given, <stem>.configs,
+and with --trace every engine step, <stem>.trace.jsonl.gz.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import fp8plan
+from fp8plan.errors import ConfigError, Fp8PlanError
+from fp8plan.model.hardware import gpu as find_gpu
+from fp8plan.model.precision import PRESETS
+from fp8plan.runtime.measure.cells.jobs import CHILD, WARMUPS, Options, jobs
+from fp8plan.runtime.measure.machine import gpu_facts
+from fp8plan.runtime.measure.notes import note
+
+FREED_BYTES, FREE_WAIT_S = 2 << 30, 30  # a killed engine's memory comes back a little later
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point. 0: everything is measured; 1: some engine failed; 2: bad input."""
+    parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name}", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cells", type=Path, required=True, help="JSON list of engine settings with their workloads")
+    parser.add_argument("--output", type=Path, required=True, help="records, one JSON object per line; appended to")
+    parser.add_argument("--precision", action="append", choices=list(PRESETS), default=[], help="only these; repeat")
+    parser.add_argument("--model", action="append", default=[], help="only this model of the cells; repeat")
+    parser.add_argument("--workload", action="append", default=[], help="only the workload of this name; repeat")
+    parser.add_argument(
+        "--warmup",
+        choices=WARMUPS,
+        default="full",
+        help="of workloads that name none; short: responses clipped",
+    )
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds one engine may take in all")
+    parser.add_argument("--trace", action="store_true", help="write every engine step")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for the engines; repeat")
+    parser.add_argument("--dry-run", action="store_true", help="print what would run, with its prediction")
+    given = parser.parse_args(arguments)
+    try:
+        only = map(tuple, (given.precision, given.model, given.workload))
+        options = Options(given.output, given.warmup, given.trace, _environment(given.env), *only)
+        work = jobs(given.cells, options)
+        failures = [] if given.dry_run else run_jobs(work, options, given.timeout)
+    except Fp8PlanError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    for failure in failures:
+        note(f"FAILED {failure}")
+    return 1 if failures else 0
+
+
+def _environment(words: Sequence[str]) -> dict[str, str]:
+    wrong = [word for word in words if "=" not in word]
+    if wrong:
+        raise ConfigError(f"--env is {wrong[0]!r}; allowed: NAME=VALUE")
+    return dict(word.split("=", 1) for word in words)
+
+
+def run_jobs(work: Sequence[dict[str, Any]], options: Options, timeout_s: float) -> list[str]:
+    """Run every job in a process of its own; what failed, a sentence each."""
+    _check_gpu(work)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    failures = []
+    for job in work:
+        note(f"{job['label']}: starting, log {job['log']}")
+        failed = _run(job, timeout_s)
+        if failed:
+            failures.append(f"{job['label']}: {failed}")
+            note(failures[-1])
+        _wait_for_memory()
+    return failures
+
+
+def _check_gpu(work: Sequence[dict[str, Any]]) -> None:
+    product = gpu_facts()["gpu_product"]
+    for name in {job["fields"]["gpu"] for job in work}:
+        if product is None and not find_gpu(name).is_cpu:
+            note(f"no NVIDIA driver here: the records will say {name}, which vouches for nothing but this script")
+        elif product is not None and find_gpu(name).product != product:
+            raise ConfigError(f"the cells are for {name} ({find_gpu(name).product}), this machine has {product}")
+
+
+def _run(job: dict[str, Any], timeout_s: float) -> str | None:
+    """None, or why it failed. The child's whole process group ends with this call, the engine's processes included."""
+    with open(job["log"], "ab") as log, tempfile.TemporaryDirectory() as folder:
+        notes, start = os.dup(2), log.tell()
+        file = Path(folder) / "job.json"
+        file.write_text(json.dumps(job | {"notes_fd": notes, "log_start": start}), encoding="utf-8")
+        root = str(Path(fp8plan.__file__).resolve().parents[1])
+        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        child = subprocess.Popen(
+            [sys.executable, "-m", CHILD, str(file)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | job["env"] | {"PYTHONPATH": path},
+            pass_fds=(notes,),
+            start_new_session=True,
+        )
+        os.close(notes)
+        try:
+            status = child.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return f"killed after {timeout_s:.0f} s; last line of the log: {_last_line(job['log'])}"
+        finally:
+            _kill(child)
+    return f"exit status {status}; {_cause(job['log'], start)}" if status else None
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """The child is its group's leader, so its id names the group even after it has gone."""
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def _last_line(log: str) -> str:
+    lines = Path(log).read_text(encoding="utf-8", errors="replace").split("\n")
+    return next((line for line in reversed(lines) if line.strip()), "(empty)")[:300]
+
+
+def _cause(log: str, start: int) -> str:
+    """The first error after byte `start`: vLLM passes it up through its processes, so that the last says nothing."""
+    text = Path(log).read_bytes()[start:].decode(errors="replace")
+    first = re.search(r"^.*?(\w*Error: .*)$", text, re.MULTILINE)
+    return f"first error in the log: {first[1][:300]}" if first else f"last line of the log: {_last_line(log)}"
+
+
+def _wait_for_memory() -> None:
+    """vLLM's memory profiling goes wrong if another process frees memory meanwhile."""
+    until = time.monotonic() + FREE_WAIT_S
+    while (gpu_facts()["gpu_memory_used_bytes"] or 0) > FREED_BYTES and time.monotonic() < until:
+        time.sleep(0.5)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running engine is ended too
+    raise SystemExit(main())

@@ -1,0 +1,243 @@
+"""Log-probs of a batch, packed: only the valid response tokens, one sequence after another.
+
+    tokens = pack(train_logprobs, rollout_logprobs, mask)              # padded: [batch, length]
+    tokens = pack(train_logprobs, rollout_logprobs, lengths=lengths)   # packed: [tokens]
+    weights = tokens.unpack(token_weights)                             # in the form that came in
+
+Padding is two thirds of a long-tailed batch; whatever is computed per token is computed after packing. Tokens whose
+log-prob is NaN or infinite on either side are left out here, once, and so of every figure and weight: `unpack` gives
+them the fill value. `invalid` counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.mismatch import backend as dispatch
+from fp8plan.runtime.mismatch.threads import one_thread
+
+if TYPE_CHECKING:
+    import torch
+
+    Array = torch.Tensor | np.ndarray
+
+# Tokens that are worked on at a time. CPU: some temporaries of this size stay in the cache. GPU: they fit the memory.
+CPU_CHUNK, GPU_CHUNK = 1 << 18, 1 << 26
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokens:
+    """Valid tokens of a batch.
+
+    train, rollout, log_ratio: [tokens] float32, detached; log_ratio = train - rollout, in nats
+    offsets:                   [sequences + 1] int64 on the CPU; sequence i is [offsets[i], offsets[i + 1])
+    invalid:                   tokens left out because a log-prob was NaN or infinite
+    shape, kept, mask_dtype:   of what came in; kept is None if all of it is here
+    numpy:                     whether numpy arrays came in
+    """
+
+    train: torch.Tensor
+    rollout: torch.Tensor
+    log_ratio: torch.Tensor
+    offsets: torch.Tensor
+    invalid: int
+    shape: tuple[int, ...]
+    kept: torch.Tensor | None
+    mask_dtype: torch.dtype
+    numpy: bool
+
+    def __len__(self) -> int:
+        return len(self.log_ratio)
+
+    @property
+    def sequences(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """[sequences] int64 on the CPU: valid tokens of each."""
+        return self.offsets.diff()
+
+    def chunks(self) -> Iterator[slice]:
+        """The tokens in slices that fit the cache."""
+        return _chunks(self.log_ratio)
+
+    def select(self, values: Array) -> torch.Tensor:
+        """`values`, which have the form that came in, packed: [tokens], their own dtype."""
+        import torch
+
+        tensor = to_tensor(values)
+        if tuple(tensor.shape) != self.shape:
+            raise ConfigError(f"values have shape {tuple(tensor.shape)}; allowed: that of the log-probs, {self.shape}")
+        flat = tensor.to(self.log_ratio.device).reshape(-1)
+        if self.kept is None:
+            return flat
+        return torch.cat([flat[part].index_select(0, where) for part, where in _valid(self.kept)])
+
+    def unpack(self, values: torch.Tensor, fill: float = 0.0, dtype: torch.dtype | None = None) -> Array:
+        """`values` [tokens] in the form that came in; `fill` where a token is masked, padding or invalid."""
+        if len(values) != len(self):
+            raise ConfigError(f"{len(values):,} values for {len(self):,} tokens; allowed: one for each")
+        if self.kept is None:
+            out = values.reshape(self.shape).to(dtype or values.dtype)
+        else:
+            out = values.new_full(self.shape, fill, dtype=dtype or values.dtype)
+            if dispatch.by_triton(out):
+                from fp8plan.runtime.mismatch import fused
+
+                fused.unpack(values.to(out.dtype), self.kept, out)
+            else:
+                _unpack(values, self.kept, out)
+        return out.numpy() if self.numpy else out
+
+    def mask(self, keep: torch.Tensor | None = None) -> Array:
+        """The mask that came in (all ones, bool, if none did) without what `keep` [tokens] bool lacks; a new tensor."""
+        import torch
+
+        if keep is not None:
+            return self.unpack(keep, dtype=self.mask_dtype)
+        if self.kept is None:
+            out = torch.ones(self.shape, dtype=self.mask_dtype, device=self.log_ratio.device)
+        else:
+            out = self.kept.to(self.mask_dtype, copy=True)
+        return out.numpy() if self.numpy else out
+
+
+@one_thread()
+def pack(
+    train_logprobs: Array,
+    rollout_logprobs: Array,
+    mask: Array | None = None,
+    lengths: Sequence[int] | Array | None = None,
+) -> Tokens:
+    """The valid tokens of a batch: log-probs that the trainer and the engine give the sampled tokens, in nats.
+
+    train_logprobs, rollout_logprobs: padded [batch, length] or packed [tokens]; torch (any device, any float dtype) or
+                                      numpy; computed with in float32
+    mask:    their shape, not zero where a token is valid, with any holes (multi-turn); None: all are
+    lengths: [sequences], only with packed log-probs, and needed there: how many of the tokens each sequence has
+
+    Raises ConfigError for shapes that do not agree.
+    """
+    train, rollout = to_tensor(train_logprobs, "train_logprobs"), to_tensor(rollout_logprobs, "rollout_logprobs")
+    device = train.device
+    given = None if mask is None else to_tensor(mask, "mask").to(device)
+    ends = _checked(train, rollout, given, lengths)
+    rollout = rollout.to(device)
+    tokens = _pack(train, rollout, None if given is None else given.bool(), ends)
+    # Log-probs are finite exactly if their difference is; and a sum is finite only if all its terms are.
+    if not bool(tokens.log_ratio.sum().isfinite()) and not bool((finite := tokens.log_ratio.isfinite()).all()):
+        some = _pack(train, rollout, tokens.unpack(finite, False), ends)
+        tokens = replace(some, invalid=len(tokens) - len(some))
+    dtype = tokens.mask_dtype if given is None else given.dtype
+    return replace(tokens, mask_dtype=dtype, numpy=isinstance(train_logprobs, np.ndarray))
+
+
+def _pack(train: torch.Tensor, rollout: torch.Tensor, kept: torch.Tensor | None, ends: torch.Tensor) -> Tokens:
+    import torch
+
+    one, other = train.reshape(-1), rollout.reshape(-1)
+    if kept is None:
+        packed = one.float(), other.float(), one.float() - other.float(), ends
+    elif dispatch.by_triton(one):
+        from fp8plan.runtime.mismatch import fused
+
+        packed = fused.packed(one, other, kept, ends)
+    else:
+        packed = by_torch(one, other, kept, ends)
+    return Tokens(*packed, 0, tuple(train.shape), kept, torch.bool, False)
+
+
+def by_torch(
+    train: torch.Tensor, rollout: torch.Tensor, kept: torch.Tensor, ends: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(train, rollout and log ratio [tokens] float32, offsets) of what is kept of flat log-probs.
+
+    ends: [sequences + 1] int64 on the CPU, where sequences end in what came in
+    """
+    import torch
+
+    number = int(kept.count_nonzero())
+    packed = [torch.empty(number, dtype=torch.float32, device=train.device) for _ in range(2)]
+    before, ends, done = ends, torch.zeros_like(ends), 0
+    for part, where in _valid(kept):
+        stop = done + len(where)
+        for side, out in zip((train, rollout), packed, strict=True):
+            out[done:stop] = side[part].index_select(0, where)
+        # Valid tokens of this part that come before each end: all or none but for the few ends that lie in it.
+        ends += torch.searchsorted(where, (before - part.start).to(where.device)).cpu()
+        done = stop
+    return packed[0], packed[1], packed[0] - packed[1], ends
+
+
+def _unpack(values: torch.Tensor, kept: torch.Tensor, out: torch.Tensor) -> None:
+    """Write values, one after the other, to where `kept` is true in `out`, which is contiguous."""
+    flat, done = out.view(-1), 0
+    for part, where in _valid(kept):
+        some = values[done : done + len(where)]
+        flat[part].scatter_(0, where, some.to(out.dtype))
+        done += len(where)
+
+
+def _valid(kept: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """The flat mask in slices, each with the places of its valid tokens."""
+    flat = kept.reshape(-1)
+    for part in _chunks(flat):
+        yield part, flat[part].nonzero().squeeze(1)
+
+
+def _chunks(flat: torch.Tensor) -> Iterator[slice]:
+    step = CPU_CHUNK if flat.device.type == "cpu" else GPU_CHUNK
+    return (slice(start, min(start + step, len(flat))) for start in range(0, len(flat), step))
+
+
+def to_tensor(values: Array | Sequence[int], name: str = "values") -> torch.Tensor:
+    """A detached tensor, on the device where it is; of numbers, on the CPU, whatever the default device is.
+
+    Raises ConfigError for what holds no numbers; `name` is what it is called there.
+    """
+    import torch
+
+    if isinstance(values, torch.Tensor):
+        return values.detach()
+    if isinstance(values, np.ndarray):  # torch takes neither read-only memory nor negative strides
+        return torch.from_numpy(np.require(values, requirements=["C", "W"]))
+    try:
+        return torch.as_tensor(values, device="cpu")
+    except (RuntimeError, TypeError, ValueError):
+        given = "None" if values is None else f"a {type(values).__name__}"
+        raise ConfigError(f"{name} is {given}; allowed: a tensor, an array or a list of numbers") from None
+
+
+def _checked(
+    train: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor | None, lengths: Sequence[int] | Array | None
+) -> torch.Tensor:
+    """[sequences + 1] where sequences end in what came in, flat."""
+    import torch
+
+    shape = tuple(train.shape)
+    for name, tensor in (("rollout_logprobs", rollout), ("mask", mask)):
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ConfigError(f"{name} has shape {tuple(tensor.shape)}; allowed: that of train_logprobs, {shape}")
+    if len(shape) == 2 and lengths is None:
+        return torch.arange(shape[0] + 1, device="cpu") * shape[1]
+    if len(shape) != 1 or lengths is None:
+        raise ConfigError(
+            f"log-probs have shape {shape} and lengths are {'' if lengths is None else 'not '}None; allowed: padded "
+            "[batch, length] with a mask, or packed [tokens] with lengths"
+        )
+    given = to_tensor(lengths, "lengths").cpu()
+    if given.dim() != 1:
+        raise ConfigError(f"lengths have shape {tuple(given.shape)}; allowed: [sequences]")
+    offsets = torch.nn.functional.pad(given.long().cumsum(0), (1, 0))
+    if int(offsets[-1]) != shape[0] or bool((offsets.diff() < 0).any()):
+        raise ConfigError(
+            f"lengths sum up to {int(offsets[-1]):,} and the log-probs are {shape[0]:,}; allowed: lengths of 0 or more "
+            "that sum up to the number of log-probs"
+        )
+    return offsets

@@ -1,1 +1,0 @@
-"""Parts of mismatch.py and correction.py."""

@@ -1,0 +1,1 @@
+"""One call per training step: mismatch, thresholds, correction, record."""

@@ -1,0 +1,384 @@
+"""One call per training step: mismatch, thresholds, correction, guard, record.
+
+    monitor = Monitor(sinks=[JsonLines("run.jsonl")], plan=plan, engine=engine)
+    for ...:
+        step = monitor.step(train_logprobs, rollout_logprobs, mask)
+        loss = (step.weights * token_losses * step.mask).sum() / step.mask.sum().clamp(min=1)
+
+One call sees the whole batch of one optimiser step, before it is cut into micro-batches: the thresholds follow from all
+of it. Weights and mask are then cut as everything else is. Over ranks, divide by the mask's sum over all of them.
+
+The order is: pack; measure, reduced over the ranks; the controller decides; correct with the thresholds just decided;
+the guard judges the rollout; the sinks get the record. With torch.distributed every rank calls `step`, also one without
+tokens. The first rank of the group decides for all, and alone writes; what goes wrong there while it writes stops none
+of them. Make the monitor after the process group, or let the launcher say RANK: files are opened when it is made.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from math import isfinite
+from typing import TYPE_CHECKING, Any, Self
+
+from fp8plan.checks import instance
+from fp8plan.errors import ConfigError
+from fp8plan.model.plan.plan import Plan
+from fp8plan.runtime.controller.constant import Update
+from fp8plan.runtime.controller.laws import (
+    AdaptiveThresholds,
+    ConstantThresholds,
+    Controller,
+    ControllerState,
+    Decided,
+)
+from fp8plan.runtime.controller.noise import heard
+from fp8plan.runtime.controller.state import LeastErrorState, expecting
+from fp8plan.runtime.correction.correct import CorrectionSettings, Thresholds, correct
+from fp8plan.runtime.engine.rollout_timer import Judged, judged
+from fp8plan.runtime.guard.guard import Guard
+from fp8plan.runtime.guard.observation import EngineFacts, Observation
+from fp8plan.runtime.mismatch.metrics import Mismatch, measure
+from fp8plan.runtime.mismatch.ranks import gathered, rank
+from fp8plan.runtime.mismatch.tokens import pack
+from fp8plan.runtime.monitor import record as run_record
+from fp8plan.runtime.monitor.sinks import Sink, Sinks, warn
+from fp8plan.runtime.vllm_versions import check_torch
+
+if TYPE_CHECKING:
+    from fp8plan.runtime.engine.engine import RolloutEngine
+    from fp8plan.runtime.guard.guard import Verdict
+    from fp8plan.runtime.mismatch.tokens import Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """What one step of training needs, and all that was found.
+
+    weights:    float32 in the form that came in, detached; None if the settings ask for none
+    mask:       the mask that came in, less what is rejected and less tokens without a finite log-prob
+    thresholds: with which both were made
+    mismatch:   of all ranks
+    decided:    the controller's decision, its reason and alarms
+    verdict:    the guard's, if there was one
+    metrics:    as they stand in the record, under verl's names where verl has one; of all ranks
+    """
+
+    weights: Array | None
+    mask: Array
+    thresholds: Thresholds
+    mismatch: Mismatch
+    decided: Decided
+    verdict: Verdict | None
+    metrics: Mapping[str, float | None]
+
+
+class Monitor:
+    """settings:   how gradients are corrected; their thresholds are where the controller begins; None: token TIS, C = 2
+    controller: AdaptiveThresholds, which tighten when the KL rises, at every level; LeastErrorThresholds, for
+                token-level weights alone; or ConstantThresholds. None: the first, or the last where there is nothing to
+                tighten (no weights, C = 1, or a band that does not lie around 1)
+    sinks:      where records go; opened here, on rank 0 only
+    plan:       gives the controller its thresholds to begin with, and the KL that it expects of the precision that
+                runs: with an engine its own, also after a step down
+    engine:     the RolloutEngine that samples: its last rollout, its guard's verdict and what runs go into the record,
+                and it is told the KL (`report_kl`). Without one,
+    guard:      judges the rollouts that `step` is given, in the caller's time (1,536 responses of 20,000 tokens: 2 s)
+    facts:      what runs, for the record; None: the guard's
+    group:      process group of the ranks that share the batch; None: all
+
+    Where thresholds can do no more, `step.decided.escalate` says what to do instead: with a RolloutEngine, and before
+    the next sync,
+
+        engine.follow(step.verdict, step.decided.escalate)
+
+    does what the guard advises, and if it advises nothing, that. Another engine's loop acts on the word itself:
+    "recalibrate_kv", then, if `patience` steps later it has not helped, "step_down" to a precision with less FP8.
+
+    `failures` counts, for each sink, the records that it did not take: a sink never stops training.
+    Raises ConfigError for what cannot work, for a sink that cannot be opened, and without torch.
+    """
+
+    def __init__(
+        self,
+        settings: CorrectionSettings | None = None,
+        controller: Controller | None = None,
+        sinks: Sequence[Sink] = (),
+        *,
+        plan: Plan | None = None,
+        engine: RolloutEngine | None = None,
+        guard: Guard | None = None,
+        facts: EngineFacts | None = None,
+        group: Any = None,
+    ) -> None:
+        check_torch("a Monitor")
+        if plan is not None:
+            instance("plan", plan, Plan, "fp8plan.plan(...), or Plan.from_json(text)")
+        if guard is not None:
+            instance("guard", guard, Guard, "Guard(facts)")
+        if engine is not None and (guard is not None or facts is not None):
+            raise ConfigError("an engine and a guard or facts are given; allowed: the engine, which has both, alone")
+        if engine is not None and not hasattr(engine, "report_kl"):
+            raise ConfigError(
+                f"the engine is {type(engine).__name__}, which does not judge its rollouts itself; allowed: "
+                "RolloutEngine, or guard=engine.guard, and step(..., rollout=observation_of(outputs, seconds)), which "
+                "is in fp8plan.runtime.guard.observation"
+            )
+        self.settings = CorrectionSettings() if settings is None else settings
+        instance("settings", self.settings, CorrectionSettings, "CorrectionSettings(level='token')")
+        # Each law has a state of its own, which it alone is given.
+        self.controller: Any = _controller(self.settings, controller)
+        self.engine, self.facts, self.group = engine, facts, group
+        self._plan = plan
+        self._planned_for = self._precision()
+        self.state: ControllerState = self.controller.initial(plan, self._planned_for)
+        self._fresh = self.state
+        self._guard = guard
+        self.steps = 0
+        self._rollout: Observation | None = None  # the last one of the engine's that is in a record
+        self._sinks = Sinks(sinks)
+        self._warned: set[str] = set()
+        self._open = rank(group) == 0
+        if self._open:
+            self._sinks.open()
+
+    @property
+    def guard(self) -> Guard | None:
+        """That judges the rollouts: the engine's, or the one given."""
+        return self._guard if self.engine is None else self.engine.guard
+
+    @property
+    def failures(self) -> list[int]:
+        return self._sinks.failures
+
+    def step(
+        self,
+        train_logprobs: Array,
+        rollout_logprobs: Array,
+        mask: Array | None = None,
+        *,
+        lengths: Sequence[int] | Array | None = None,
+        versions: Any = None,
+        rollout: Observation | Mapping[str, Any] | None = None,
+        number: int | None = None,
+    ) -> Step:
+        """Measure, decide, correct, judge, record.
+
+        train_logprobs, rollout_logprobs, mask, lengths: as `pack` takes them: padded [batch, length] with a mask, or
+                  packed [tokens] with lengths; in nats
+        versions: as `measure` takes them: which weights sampled
+        rollout:  how long the rollout of this batch took, with its lengths; or the fields of a rollout record; None:
+                  the engine's last, if there is an engine, and no step has had it
+        number:   of the step, in the record; None: one more than before
+
+        Weights made inside torch.inference_mode cannot be used in a loss: use torch.no_grad there.
+        Raises ConfigError for log-probs that do not fit together, for a number that is none, and for settings that are
+        not the same on all ranks; nothing is changed then. A rollout that is not what it should be is left out of the
+        record, with a warning.
+        """
+        begun = time.perf_counter()
+        done = self.steps + 1 if number is None else _whole(number)
+        rollout = self._checked(rollout, done)
+        tokens = pack(train_logprobs, rollout_logprobs, mask, lengths)
+        mismatch = measure(tokens, versions).reduced(self.group).metrics()
+        self._follow_precision()
+        thresholds, state, decided = self._agreed(self.controller.update(self.state, mismatch))
+        correction = correct(tokens, replace(self.settings, thresholds=thresholds), self.group)
+        of_correction = run_record.correction_metrics(correction.reduced(self.group))
+        # What follows raises nothing: the other ranks have gone on.
+        self.state, self.steps = state, done
+        found = self._judged(rollout, mismatch)
+        metrics = {
+            **run_record.mismatch_metrics(mismatch),
+            **of_correction,
+            **run_record.control_metrics(thresholds, state, len(decided.alarms)),
+            **run_record.speed_metrics(found.observation, found.verdict),
+            "fp8plan/sink_failures": float(sum(self.failures)),
+            "fp8plan/monitor_s": time.perf_counter() - begun,
+        }
+        step = Step(correction.weights, correction.mask, thresholds, mismatch, decided, found.verdict, metrics)
+        if self._writes():
+            self._sinks.write(self._record(done, step, rollout, found))
+        return step
+
+    def _precision(self) -> str | None:
+        """That the engine runs; None, for the plan's own choice, without an engine or a plan."""
+        return None if self.engine is None or self._plan is None else self.engine.launch.precision
+
+    def _follow_precision(self) -> None:
+        """After a step down, expect the KL of the precision that runs now."""
+        running = self._precision()
+        if running == self._planned_for:
+            return
+        self._planned_for = running
+        try:
+            self._fresh = self.controller.initial(self._plan, running)
+        except ConfigError as error:  # another plan than the engine's; a step stops for nothing
+            self._warn_once("plan", f"the KL that was expected before the step down is expected further: {error}")
+        else:
+            self.state = expecting(self.state, self._fresh)
+
+    def _agreed(self, own: Update) -> Update:
+        """The first rank's update. All work out the same from the same sums, but for how their CPUs round, and for what
+        one of them alone was told: gradient norms, or a checkpoint.
+
+        Raises ConfigError, on all ranks, if they correct in different ways.
+        """
+        ways = {name: value for name, value in asdict(self.settings).items() if name != "thresholds"}
+        update: Update = gathered(own, ways, self.group)[0]
+        return update
+
+    def _checked(
+        self, rollout: Observation | Mapping[str, Any] | None, number: int
+    ) -> Observation | Mapping[str, Any] | None:
+        """The rollout of a step, or None, with a warning, in the place of one that cannot be."""
+        try:
+            return run_record.checked(rollout)
+        except Exception as error:
+            self._warn_once("rollout", f"the rollout of step {number} is left out of the record: {error}")
+            return None
+
+    def _record(
+        self, number: int, step: Step, rollout: Observation | Mapping[str, Any] | None, found: Judged
+    ) -> dict[str, Any]:
+        shown = rollout if isinstance(rollout, Mapping) else found.observation
+        off = None if self.guard is None and self.engine is None else found.off
+        return run_record.record_of(number, step, self._running(), self.guard, off, shown)
+
+    def report_gradients(
+        self, *, norm2_small: float, tokens_small: float, norm2_large: float, tokens_large: float
+    ) -> None:
+        """What a step's gradient norms say of its noise, which LeastErrorThresholds weigh against bias; one call a
+        step. Other controllers do not use it, and a warning says so, once.
+
+        norm2_*: squared norm of the gradient of a loss that is a mean over tokens, before clipping: of one micro-batch
+                 or rank (small) and of the whole batch (large), with their numbers of tokens. A mean of norm2_small
+                 over micro-batches or ranks is better than one of them. The first rank's count, as it decides for all
+        Norms that are not finite are left out. Raises ConfigError if tokens_small >= tokens_large.
+        """
+        if isinstance(self.state, LeastErrorState):
+            self.state = heard(self.state, norm2_small, tokens_small, norm2_large, tokens_large)
+        else:
+            name = type(self.controller).__name__
+            self._warn_once("gradients", f"{name} do not use gradient norms; only LeastErrorThresholds do")
+
+    def _writes(self) -> bool:
+        """Whether this rank has the record to write: known for certain only now that the process group is up."""
+        if rank(self.group) or not self._sinks.sinks:
+            return False
+        if not self._open:
+            self._open = True
+            try:
+                self._sinks.open()
+            except Exception as error:  # it is too late to refuse the run
+                warn(f"a sink cannot be opened: {error}")
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """To be saved with the checkpoint, as JSON."""
+        guard = None if self.guard is None else self.guard.state_dict()
+        return {"steps": self.steps, "controller": self.state.to_dict(), "guard": guard}
+
+    def load_state_dict(self, data: Mapping[str, Any]) -> None:
+        """Go on from a saved state. Raises ConfigError for anything that `state_dict` does not give."""
+        instance("the monitor's state", data, Mapping, "what state_dict() returned")
+        if set(data) != {"steps", "controller", "guard"} or type(data["steps"]) is not int:
+            raise ConfigError(f"the monitor's state has {', '.join(map(str, data))}; give what state_dict() returned")
+        state = self.controller.resume(ControllerState.from_dict(data["controller"]), self._fresh)
+        if self.guard is not None and data["guard"] is not None:
+            self.guard.load_state_dict(data["guard"])
+        self.steps, self.state = data["steps"], state
+
+    def close(self) -> None:
+        """Close the sinks."""
+        if self._open:
+            self._sinks.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _judged(self, rollout: Observation | Mapping[str, Any] | None, mismatch: Mismatch) -> Judged:
+        """What a rollout showed, and the verdict of the engine, or of the guard, on it."""
+        if self.engine is not None:
+            found = self._by_engine(self.engine, mismatch)
+            return found._replace(observation=rollout) if isinstance(rollout, Observation) else found
+        if rollout is None or (isinstance(rollout, Mapping) and rollout.get("seconds") is None):
+            return Judged()
+
+        def observe() -> Observation:
+            seen = rollout if isinstance(rollout, Observation) else run_record.observation(rollout)
+            return replace(seen, kl_k3=mismatch.k3_robust) if seen.kl_k3 is None and mismatch.tokens else seen
+
+        found = judged(self.guard, observe)
+        if found.off is not None and self.guard is not None:
+            self._warn_once("guard", found.off)
+        return found
+
+    def _by_engine(self, engine: RolloutEngine, mismatch: Mismatch) -> Judged:
+        """The engine's verdict on its last rollout: once, however many steps train on it."""
+        if mismatch.tokens and isfinite(mismatch.k3_robust):
+            engine.report_kl(mismatch.k3_robust)
+        found = Judged(engine.observation, engine.verdict, engine.guard_off)
+        if found.observation is not None and found.observation is self._rollout:
+            return Judged()
+        self._rollout = found.observation
+        if found.off is not None:
+            self._warn_once("guard", found.off)
+        return found
+
+    def _running(self) -> EngineFacts | None:
+        """What runs now. An engine that cannot say so, one that has died perhaps, must not cost the step."""
+        if self.engine is None:
+            return self.facts if self.facts is not None or self.guard is None else self.guard.facts
+        try:
+            return self.engine.engine_facts()
+        except Exception as error:
+            text = f"the engine does not say what runs: {error}. Training goes on without it in the records"
+            self._warn_once("engine", text)
+            return None
+
+    def _warn_once(self, of: str, text: str) -> None:
+        if of not in self._warned:
+            self._warned.add(of)
+            warn(text)
+
+
+def _controller(settings: CorrectionSettings, given: Controller | None) -> Controller:
+    """The one given, or the first that can be, of the threshold that the mode uses alone, at the settings' level."""
+    used, other = ("tis", "band") if settings.mode == "tis" else ("band", "tis")
+    if given is None:
+        start: dict[str, Any] = {used: getattr(settings.thresholds, used), other: None}
+        if settings.level is not None and start[used] is not None:
+            with suppress(ConfigError):  # a start that cannot tighten
+                return AdaptiveThresholds(**start, level=settings.level)
+        return ConstantThresholds(**start)
+    if not isinstance(given, Controller):
+        raise ConfigError(f"controller is {given!r}; allowed: AdaptiveThresholds(), or another controller")
+    name = type(given).__name__
+    if settings.level is not None and getattr(given, used) is None:
+        raise ConfigError(f"mode={settings.mode!r} with {name}({used}=None); allowed: a controller that gives {used}")
+    if isinstance(given, ConstantThresholds):
+        return replace(given, **{other: None})
+    if settings.level is None:
+        raise ConfigError(f"{name} with level=None, which has no weights; allowed: a level, or ConstantThresholds()")
+    if isinstance(given, AdaptiveThresholds):
+        return replace(given, level=settings.level, **{other: None})
+    if settings.level != "token":
+        raise ConfigError(
+            f"{name} with level={settings.level!r}; allowed: level='token', whose ratios their law is for, or "
+            "AdaptiveThresholds()"
+        )
+    return replace(given, **{other: None})
+
+
+def _whole(number: Any) -> int:
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise ConfigError(f"number is {number!r}; allowed: a whole number, the step's") from None

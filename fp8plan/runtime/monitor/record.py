@@ -1,0 +1,182 @@
+"""What a Monitor writes of a step: one flat JSON object, which `fp8plan validate` can read as a rollout record, too.
+
+step, date            number and UTC time of the step
+thresholds            {"tis": C or null, "band": [low, high] or null}: those that were used, on pi_train/pi_rollout
+decision, reason      of the controller, with `alarms` (a list of words)
+escalate              what it asks for beyond thresholds: null, "recalibrate_kv" or "step_down"
+metrics               name -> number or null; verl's name where verl has one ("rollout_corr/..."), else "fp8plan/..."
+profile               KL by position in the response: a list of {"first", "last", "tokens", "k1", "k3"}
+versions              the same by weight version, under the version
+guard                 null, or {"verdict": Verdict.to_dict() or null, "state": GuardState.to_dict() or null,
+                      "off": why there is no verdict, or null}
+model, gpu, engine, engine_version, precision, tensor_parallel, ..., prompt_lengths, response_lengths, seconds, ...
+                      the rollout record of fp8plan.model.validate.records, as far as it is known
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.profile.profile import ENGINE
+from fp8plan.model.validate.records import LIMITS, check_kinds
+from fp8plan.runtime.monitor.run_file import now, plain
+from fp8plan.views.run import columns as runs
+
+if TYPE_CHECKING:
+    from fp8plan.runtime.controller.laws import ControllerState
+    from fp8plan.runtime.correction.correct import Correction, Thresholds
+    from fp8plan.runtime.guard.guard import Guard, Verdict
+    from fp8plan.runtime.guard.observation import EngineFacts, Observation
+    from fp8plan.runtime.mismatch.metrics import Mismatch
+    from fp8plan.runtime.monitor.monitor import Step
+
+Metrics = dict[str, float | None]
+
+
+def record_of(
+    number: int,
+    step: Step,
+    facts: EngineFacts | None,
+    guard: Guard | None,
+    guard_off: str | None,
+    rollout: Observation | Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The record of a step. guard_off: why there is no verdict; rollout: what was seen, or fields as `checked` gives"""
+    thresholds, decided, judged = step.thresholds, step.decided, None
+    if guard is not None or step.verdict is not None or guard_off is not None:
+        judged = {
+            "verdict": None if step.verdict is None else step.verdict.to_dict(),
+            "state": None if guard is None else guard.state_dict(),
+            "off": guard_off,
+        }
+    return {
+        **rollout_fields(rollout, facts),  # what follows is the Monitor's, whatever a rollout says
+        "step": number,
+        "date": now(),
+        "thresholds": {"tis": thresholds.tis, "band": thresholds.band},
+        "decision": decided.decision.value,
+        "reason": decided.reason,
+        "alarms": [alarm.value for alarm in decided.alarms],
+        "escalate": None if decided.escalate is None else decided.escalate.value,
+        "metrics": step.metrics,
+        **mismatch_parts(step.mismatch),
+        "guard": judged,
+    }
+
+
+def checked(rollout: Any) -> Observation | dict[str, Any] | None:
+    """An Observation, None, or the fields of a rollout record as JSON has them.
+
+    Raises ConfigError for what no reader of the run file would take.
+    """
+    from fp8plan.runtime.guard.observation import Observation
+
+    if rollout is None or isinstance(rollout, Observation):
+        return rollout
+    if not isinstance(rollout, Mapping):
+        raise ConfigError(
+            f"it is a {type(rollout).__name__}; allowed: the fields of a rollout record, or an Observation, as "
+            "fp8plan.runtime.guard.observation.observation_of(outputs, seconds) gives it"
+        )
+    found: dict[str, Any] = plain(rollout)
+    check_kinds(found)
+    if found.get("seconds") is not None:
+        observation(found)
+    return found
+
+
+def mismatch_metrics(mismatch: Mismatch) -> Metrics:
+    """How far the policies are apart, before any correction."""
+    found: Metrics = dict(mismatch.verl_metrics())
+    found |= {f"fp8plan/{name}": getattr(mismatch, name) for name in ("k3_robust", "ess_raw")}
+    found |= {f"fp8plan/{name}": getattr(mismatch, name) for name in ("tokens", "sequences", "invalid")}
+    found |= {f"fp8plan/log_ratio_p{100 * q:g}": x for q, x in mismatch.log_ratio_quantiles.items()}
+    return found | {f"fp8plan/beyond_{factor:g}x": x for factor, x in mismatch.tail_fractions.items()}
+
+
+def correction_metrics(correction: Correction) -> Metrics:
+    """What the correction did to the batch."""
+    return {
+        **correction.metrics,
+        runs.ESS: correction.ess,
+        runs.CLIP_FRACTION: correction.clip_fraction,
+        runs.CLIPPED_MASS: correction.clipped_mass,
+        runs.LOST_TOKENS: 1.0 - correction.kept_tokens,
+        runs.LOST_SEQUENCES: 1.0 - correction.kept_sequences,
+    }
+
+
+def control_metrics(thresholds: Thresholds, state: ControllerState, alarms: int) -> Metrics:
+    """What the controller saw and chose."""
+    low, high = thresholds.band or (None, None)
+    found: Metrics = {runs.TIS: thresholds.tis, runs.BAND_LOW: low, runs.BAND_HIGH: high}
+    found |= {runs.SMOOTHED: getattr(state, "kl", None), runs.KL_LIMIT: getattr(state, "limit_kl", None)}
+    return found | {"fp8plan/alarms": float(alarms)}
+
+
+def speed_metrics(rollout: Observation | None, verdict: Verdict | None) -> Metrics:
+    """Response tokens per second, and what was predicted for the work that ran."""
+    if verdict is not None:
+        return {
+            runs.TOKENS_PER_S: verdict.tokens_per_s,
+            runs.PREDICTED: verdict.predicted_tokens_per_s,
+            runs.PREDICTED_LOW: verdict.low_tokens_per_s,
+            runs.PREDICTED_HIGH: verdict.high_tokens_per_s,
+        }
+    return {} if rollout is None else {runs.TOKENS_PER_S: rollout.tokens_per_s}
+
+
+def mismatch_parts(mismatch: Mismatch) -> dict[str, Any]:
+    """By position and by weight version."""
+    profile = [{name: x if math.isfinite(x) else None for name, x in asdict(span).items()} for span in mismatch.profile]
+    versions = {str(v): {"tokens": x.tokens, "k1": x.k1, "k3": x.k3} for v, x in mismatch.versions.items()}
+    return {"profile": profile, "versions": versions}
+
+
+def rollout_fields(rollout: Observation | Mapping[str, Any] | None, facts: EngineFacts | None) -> dict[str, Any]:
+    """The rollout record: what is known of the engine and of the rollout; empty if neither is."""
+    found: dict[str, Any] = {} if facts is None else engine_fields(facts)
+    if rollout is None or isinstance(rollout, Mapping):
+        return {**found, **(rollout or {})}
+    found |= {name: getattr(rollout, name) for name in ("seconds", "preemptions", "compiled_files", "host_slowdown")}
+    found |= {name: list(getattr(rollout, name)) for name in ("prompt_lengths", "response_lengths")}
+    if rollout.prompt_ids is not None:
+        found["prompt_ids"] = list(rollout.prompt_ids)
+    return found | {"measured_kv_cache_tokens": rollout.kv_cache_tokens}
+
+
+def observation(record: Mapping[str, Any]) -> Observation:
+    """What the guard needs, from the fields of a rollout record as JSON has them. Raises ConfigError as Observation
+    does, and for a record that lacks its seconds or lengths."""
+    from fp8plan.runtime.guard.observation import Observation
+
+    missing = [name for name in ("seconds", "prompt_lengths", "response_lengths") if record.get(name) is None]
+    if missing:
+        raise ConfigError(f"a rollout with its seconds lacks {', '.join(missing)}; give the tokens of each response")
+    known = {field.name for field in fields(Observation)} - {"kv_cache_tokens"}
+    given = {name: value for name, value in record.items() if name in known and value is not None}
+    return Observation(**given, kv_cache_tokens=record.get("measured_kv_cache_tokens"))
+
+
+def engine_fields(facts: EngineFacts) -> dict[str, Any]:
+    """What runs, in the words of a rollout record."""
+    limits: EngineLimits = facts.limits
+    imposed = None if limits.num_gpu_blocks is None else (limits.num_gpu_blocks + 1) * limits.block_size
+    return {
+        "model": facts.model,
+        "gpu": facts.gpu,
+        "engine": ENGINE,
+        "engine_version": facts.engine_version,
+        "precision": facts.precision,
+        "tensor_parallel": limits.tensor_parallel_size,
+        "data_parallel": limits.data_parallel_size,
+        **{name: getattr(limits, name) for name in LIMITS},
+        "kv_cache_tokens": imposed,
+        "kernel_backends": dict(facts.kernel_backends),
+        "e8m0": facts.e8m0,
+    }

@@ -1,0 +1,1 @@
+"""The mismatch of each precision, measured on this GPU with this model."""

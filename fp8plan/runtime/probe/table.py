@@ -1,0 +1,76 @@
+"""What a probe found, for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+
+from fp8plan.runtime.probe.intervals import Interval
+from fp8plan.views.tables import Column, Fitted, Paragraph
+
+if TYPE_CHECKING:
+    from fp8plan.runtime.probe.results import Probe, Probed
+
+LEGEND = (
+    "KL k3, k1: nats per token, with 90% intervals (sequences resampled). floor: times the KL of bf16, which is what "
+    "kernels that add in another order leave. above 2: tokens that token TIS at C = 2 cuts. enough: tokens for +-10% "
+    "of KL k3. expected: by fp8plan's model of mismatch, with its 90% band."
+)
+
+
+def probe_report(found: Probe) -> RenderableType:
+    """A row for each precision that was measured, and why the others were not."""
+    rows = [one for one in found.precisions.values() if one.figures is not None]
+    failed = [one for one in found.precisions.values() if one.error is not None]
+    scales = {str((one.facts or {}).get("kv_scales")) for one in rows} - {"None"}
+    about = (
+        f"{found.prompts} prompts x {found.settings.samples} samples of at most {found.settings.max_tokens} tokens, "
+        f"temperature {found.settings.temperature:g}, seed {found.settings.seed}"
+    )
+    return Group(
+        Paragraph(f"{found.model} on {found.gpu}: vLLM {found.engine_version} against {found.reference}"),
+        Paragraph(about + (f"; KV scales: {', '.join(sorted(scales))}" if scales else "")),
+        "",
+        *([Fitted(_columns(rows)), Paragraph(LEGEND, style="dim")] if rows else []),
+        *(Paragraph(f"Not measured: {one.precision}: {one.error}", indent=2) for one in failed),
+        *(
+            Paragraph(f"{one.precision}: {one.invalid:,} log-probs are not finite", style="red")
+            for one in rows
+            if one.invalid
+        ),
+    )
+
+
+def _columns(rows: list[Probed]) -> list[Column]:
+    figures = [one.figures or {} for one in rows]
+    floor = next((one.kl_k3.value for one in rows if one.precision == "bf16"), None)
+    return [
+        Column("precision", [one.precision for one in rows], left=True),
+        Column("KL k3 (90%)", [_spread(one["kl_k3"]) for one in figures]),
+        Column("floor", [f"{one['kl_k3'].value / floor:.1f}x" if floor else "-" for one in figures], rank=4),
+        Column("k1", [_number(one["k1"].value) for one in figures], rank=6),
+        Column(
+            "raw ESS (90%)",
+            [f"{e.value:.4f} ({e.low:.4f}-{e.high:.4f})" for e in (f["ess_raw"] for f in figures)],
+            rank=2,
+        ),
+        Column("above 2", [_share(one["ratio_above_2"]) for one in figures], rank=3),
+        Column("tokens", [f"{one.tokens:,}" for one in rows], rank=1),
+        Column("enough", [f"{one.tokens_needed:,}" if one.tokens_needed else "-" for one in rows], rank=5),
+        Column("expected (90%)", ["-" if one.predicted is None else _spread(one.predicted) for one in rows], rank=7),
+    ]
+
+
+def _spread(found: Interval) -> str:
+    return f"{_number(found.value)} ({_number(found.low)} to {_number(found.high)})"
+
+
+def _number(value: float) -> str:
+    """7.4e-4"""
+    mantissa, _, power = f"{value:.1e}".partition("e")
+    return f"{mantissa}e{int(power)}"
+
+
+def _share(found: Interval) -> str:
+    return f"{found.value:.2%}" if found.value else f"< {found.high:.2%}"

@@ -1,0 +1,1 @@
+"""Blockwise FP8 quantisation, equal bit for bit to what vLLM loads."""

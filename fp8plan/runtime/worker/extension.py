@@ -1,0 +1,166 @@
+"""What runs inside vLLM's worker: mixed into its class by `worker_extension_cls`, called through `collective_rpc`.
+
+Every method answers with plain data that vLLM can send between processes. An error is an answer too, {"error": text}:
+an exception would cross a process as text without a type, and vLLM takes some for the engine's death.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fp8plan.errors import ConfigError, Fp8PlanError, LostEngineError
+
+if TYPE_CHECKING:
+    import torch
+
+    from fp8plan.runtime.weight_sync.kv_scales import AmaxRecorder
+    from fp8plan.runtime.worker.live_weights import LiveWeights
+
+EXTENSION = "fp8plan.runtime.worker.extension.Fp8PlanWorker"
+
+
+def answering(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    """The method's result as {"ok": result}, its errors as {"error": text}."""
+
+    @functools.wraps(method)
+    def answer(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        try:
+            return {"ok": method(*args, **kwargs)}
+        except Fp8PlanError as error:
+            return {"error": str(error), "lost": isinstance(error, LostEngineError)}
+        except Exception as error:  # of vLLM or torch: the sync fails, the engine lives
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    return answer
+
+
+class Fp8PlanWorker:
+    """Names start with fp8plan_, so that they meet none of vLLM's."""
+
+    @answering
+    def fp8plan_facts(self) -> dict[str, Any]:
+        """What really runs: versions, kernels, E8M0, dtypes, CUDA graphs, memory."""
+        from fp8plan.runtime.worker.facts import worker_facts
+
+        return worker_facts(self)
+
+    @answering
+    def fp8plan_prepare(
+        self, manifest: Sequence[Sequence[Any]], in_place: bool, number: int | None = None
+    ) -> dict[str, Any]:
+        from fp8plan.runtime.weight_sync.manifest import read_manifest
+
+        number, prepared = self._fp8plan_weights().prepare(read_manifest(manifest), in_place, number)
+        quantised = [name for name, moves in prepared.binding.moves.items() if any(m.scale is not None for m in moves)]
+        return {
+            "number": number,
+            "groups": list(prepared.groups),
+            "quantised": quantised,
+            "taken": list(prepared.taken),
+        }
+
+    @answering
+    def fp8plan_begin(self, number: int, samples: int, seed: int, keep: str | None) -> None:
+        self._fp8plan_weights().begin(number, samples, seed, keep)
+
+    @answering
+    def fp8plan_load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        """Tensors of this very process."""
+        self._fp8plan_weights().load(numbers, tensors)
+
+    @answering
+    def fp8plan_load_staged(self, stage: Sequence[Any], layout: Sequence[Sequence[Any]]) -> None:
+        """Tensors that another process has put into shared memory (fp8plan.runtime.weight_sync.shared_memory)."""
+        from fp8plan.runtime.weight_sync.shared_memory import opened, unpack
+
+        numbers, tensors = unpack(opened(self, stage), layout)
+        self._fp8plan_weights().load(numbers, tensors)
+        self._fp8plan_wait()
+
+    @answering
+    def fp8plan_join(self, where: dict[str, Any]) -> None:
+        """Meet a trainer that will send tensors by itself (fp8plan.runtime.weight_sync.nccl)."""
+        from fp8plan.runtime.weight_sync.nccl import Rendezvous
+        from fp8plan.runtime.worker.nccl_receive import Receiver
+
+        self._fp8plan_receiver = Receiver(self, self._fp8plan_weights(), Rendezvous(**where))
+
+    @answering
+    def fp8plan_receive(self, now: bool) -> int:
+        """Take what the trainer sends, in how many broadcasts; or only see whether that is possible."""
+        receiver = getattr(self, "_fp8plan_receiver", None)
+        if receiver is None:
+            raise ConfigError(
+                "no trainer is connected; type: engine.join_transfer(where) (fp8plan.runtime.weight_sync.nccl)"
+            )
+        return receiver.receive() if now else receiver.expect()
+
+    @answering
+    def fp8plan_finish(self) -> dict[str, Any]:
+        return self._fp8plan_weights().finish()
+
+    @answering
+    def fp8plan_commit(self) -> None:
+        self._fp8plan_weights().commit()
+
+    @answering
+    def fp8plan_abort(self) -> bool:
+        return self._fp8plan_weights().abort()
+
+    @answering
+    def fp8plan_zero_kv(self) -> int:
+        """Zero the KV cache, while no request runs; its bytes."""
+        from fp8plan.runtime.worker.kv_cache import zero_kv
+
+        return zero_kv(self)
+
+    @answering
+    def fp8plan_record_amax(self, on: bool) -> dict[str, list[float]] | None:
+        """Start recording, or stop and give {layer: [q, k, v]}, the largest magnitudes since."""
+        from fp8plan.runtime.weight_sync.kv_scales import AmaxRecorder
+
+        if on:
+            self._fp8plan_recorder: AmaxRecorder | None = AmaxRecorder(self.model_runner.get_model())
+            return None
+        recorder, self._fp8plan_recorder = self._fp8plan_recorder, None
+        return None if recorder is None else recorder.stop()
+
+    @answering
+    def fp8plan_set_kv_scales(self, scales: dict[str, Sequence[float]]) -> None:
+        from fp8plan.runtime.weight_sync.kv_scales import set_scales
+
+        set_scales(self.model_runner.get_model(), scales)
+
+    @answering
+    def fp8plan_attention_layers(self) -> list[str]:
+        from fp8plan.runtime.weight_sync.kv_scales import attention_layers
+
+        return [name for name, _ in attention_layers(self.model_runner.get_model())]
+
+    @answering
+    def fp8plan_kv_scales(self) -> dict[str, dict[str, float]]:
+        from fp8plan.runtime.weight_sync.kv_scales import live_scales
+
+        return live_scales(self.model_runner.get_model())
+
+    @answering
+    def fp8plan_digests(self) -> dict[str, int]:
+        """parameter -> a number that depends on every bit of it and where it is: equal weights, equal digests."""
+        from fp8plan.runtime.worker.facts import digest
+
+        return {name: digest(tensor.data) for name, tensor in self.model_runner.get_model().named_parameters()}
+
+    def _fp8plan_weights(self) -> LiveWeights:
+        from fp8plan.runtime.worker.live_weights import LiveWeights
+
+        if not hasattr(self, "_fp8plan_live"):
+            self._fp8plan_live = LiveWeights(self)
+        return self._fp8plan_live
+
+    def _fp8plan_wait(self) -> None:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()

@@ -1,0 +1,66 @@
+"""What a vLLM worker really runs, read from its live objects."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from fp8plan.runtime.worker.layout_trial import kind
+
+if TYPE_CHECKING:
+    import torch
+
+
+def worker_facts(worker: Any) -> dict[str, Any]:
+    """vllm_version; layers: kinds of modules with weights -> how many; weight_bytes; kernels: of "gemm" and "moe";
+    e8m0: whether DeepGEMM's scales are powers of two (None without blockwise FP8); attention: its implementation;
+    kv_cache_dtype; cudagraph_mode; enforce_eager"""
+    import vllm
+
+    model, config = worker.model_runner.get_model(), worker.vllm_config
+    kinds = Counter(kind(layer) for layer in model.modules() if any(p is not None for p in layer._parameters.values()))
+    attention = [layer for layer in model.modules() if hasattr(layer, "_k_scale") and hasattr(layer, "impl")]
+    tensors = {tensor.data_ptr(): tensor.nbytes for tensor in model.parameters()}
+    return {
+        "vllm_version": vllm.__version__,
+        "layers": dict(kinds),
+        "weight_bytes": sum(tensors.values()),
+        "kernels": _kernels(model),
+        "e8m0": _uses_e8m0(model),
+        "attention": type(attention[0].impl).__name__ if attention else None,
+        "kv_cache_dtype": getattr(attention[0], "kv_cache_dtype", None) if attention else None,
+        "cudagraph_mode": getattr(config.compilation_config.cudagraph_mode, "name", None),
+        "enforce_eager": bool(config.model_config.enforce_eager),
+    }
+
+
+def _kernels(model: Any) -> dict[str, str]:
+    """Quantised linears' kernel class and experts' backend, as vLLM's log names them."""
+    methods = [method for layer in model.modules() if (method := getattr(layer, "quant_method", None)) is not None]
+    linear = [type(method.fp8_linear).__name__ for method in methods if hasattr(method, "fp8_linear")]
+    backends = [getattr(m, "fp8_backend", None) or getattr(m, "unquantized_backend", None) for m in methods]
+    experts = [getattr(backend, "value", str(backend)) for backend in backends if backend is not None]
+    return {part: names[0] for part, names in (("gemm", linear), ("moe", experts)) if names}
+
+
+def _uses_e8m0(model: Any) -> bool | None:
+    """DeepGEMM's kernels carry the setting that they were made with; without one, no scale is rounded."""
+    kernels = [getattr(getattr(layer, "quant_method", None), "fp8_linear", None) for layer in model.modules()]
+    kernels = [kernel for kernel in kernels if kernel is not None]
+    if not kernels:
+        return None
+    parts = [part for kernel in kernels for part in (kernel, getattr(kernel, "fallback", None))]
+    return any(bool(getattr(part, "use_deep_gemm_e8m0", False)) for part in parts)
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """A checksum of a contiguous tensor's bits: the sum of its 32-bit words, each times its place (modulo 2^64)."""
+    import torch
+
+    data = torch.nn.functional.pad(tensor.contiguous().view(-1).view(torch.uint8), (0, -tensor.nbytes % 4))
+    words, total = data.view(torch.int32), 0
+    for start in range(0, words.numel(), 1 << 26):  # a part at a time: a word takes 16 bytes meanwhile
+        part = words[start : start + (1 << 26)].long()
+        places = torch.arange(start + 1, start + 1 + part.numel(), device=part.device)
+        total += int((part * places).sum())
+    return total % 2**64

@@ -1,0 +1,134 @@
+"""Which modules may be written in place: those where that gives, bit for bit, what vLLM's own reload gives.
+
+The layout of live tensors cannot be told from their shapes (some kernels swap halves of a matrix, some keep packed
+copies beside it), so it is tried: one module of each kind is reloaded by vLLM with random weights, compared with what
+writing in place would have left there, and put back as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from fp8plan.errors import LostEngineError
+from fp8plan.runtime.quantize.targets import quantized
+from fp8plan.runtime.weight_sync.manifest import Entry, dtype_named
+from fp8plan.runtime.worker.binding import Binding, Move
+from fp8plan.runtime.worker.load_map import LoadMap
+from fp8plan.runtime.worker.places import Places
+from fp8plan.runtime.worker.vllm_reload import NativeReload
+
+if TYPE_CHECKING:
+    import torch
+
+# What a reload makes anew on a layer or its quantisation method, and may: flags, and a kernel's settings, whose scales
+# are refreshed after every sync (native_reload.refresh_expert_scales).
+HARMLESS = ("_already_called_process_weights_after_loading", "moe_kernel", "moe_quant_config")
+
+
+def refused(worker: Any, manifest: Sequence[Entry], found: LoadMap, binding: Binding) -> dict[str, str]:
+    """Kinds of modules that must not be written in place, with why; modules of the same kind stand or fall together.
+
+    manifest: of BF16 tensors, as vLLM's loaders take no others; what it shows holds for E4M3 and scales, which are
+              written to the same places
+
+    Raises LostEngineError if a trial failed and the live weights could not be put back.
+    """
+    layers = dict(worker.model_runner.get_model().named_modules())
+    if any("MLA" in type(layer).__name__ for layer in layers.values()):  # its absorbed matrices are made from weights
+        return {kind(layers[module]): "latent attention keeps derived weights" for module in binding.direct}
+    samples = {(kind(layers[m]), _shapes(layers[m])): m for m in sorted(binding.direct, reverse=True)}
+    reasons: dict[str, str] = {}
+    for (what, _), module in samples.items():
+        entries = [entry for entry in manifest if module in found.modules.get(entry.name, ())]
+        if what not in reasons and (reason := _why_not(worker, layers, module, entries, found, binding)):
+            reasons[what] = reason
+    return reasons
+
+
+def kind(layer: torch.nn.Module) -> str:
+    """Class, quantisation method and kernel: what decides how a layer's live tensors are laid out."""
+    method = getattr(layer, "quant_method", None)
+    kernel = getattr(method, "fp8_linear", None)
+    backend = getattr(method, "fp8_backend", None) or getattr(method, "unquantized_backend", None)
+    parts = [type(layer).__name__]
+    parts += [] if method is None else [type(method).__name__]
+    parts += [] if kernel is None else [type(kernel).__name__]
+    return " / ".join([*parts, *([] if backend is None else [str(backend)])])
+
+
+def _shapes(layer: torch.nn.Module) -> tuple[Any, ...]:
+    """A kernel may lay matrices of other shapes out in another way."""
+    return tuple((name, tuple(t.shape), t.dtype) for name, t in layer._parameters.items() if t is not None)
+
+
+def _why_not(
+    worker: Any,
+    layers: dict[str, torch.nn.Module],
+    module: str,
+    entries: Sequence[Entry],
+    found: LoadMap,
+    binding: Binding,
+) -> str | None:
+    import torch
+
+    layer = layers[module]
+    if odd := [entry for entry in entries if not dtype_named(entry.dtype).is_floating_point]:
+        return f"no trial can be made with {odd[0].dtype}"
+    sources = {entry.name: _random(entry, worker.device, seed) for seed, entry in enumerate(entries)}
+    fed = [layers[name] for name in sorted({name for entry in entries for name in found.modules[entry.name]})]
+    with torch.no_grad(), _put_back(worker.model_runner.get_model(), fed) as places:
+        reload = NativeReload(worker)
+        reload.open()
+        reload.load(sources.items())
+        reload.close()
+        hidden = places.changed(layer, getattr(layer, "quant_method", None))
+        if hidden := [name for name in hidden if name not in HARMLESS]:
+            return f"a reload also sets {', '.join(hidden)}"
+        for name, source in sources.items():
+            if not all(_equal(move, source) for move in binding.moves[name]):
+                return f"vLLM's kernel lays {name} out in its own way"
+    return None
+
+
+def _random(entry: Entry, device: torch.device, seed: int) -> torch.Tensor:
+    """Gaussian weights in which every block has another size."""
+    import torch
+
+    generator, dtype = torch.Generator(device=device).manual_seed(seed), dtype_named(entry.dtype)
+    tensor = torch.empty(entry.shape, dtype=dtype, device=device).normal_(0.0, 0.02, generator=generator)
+    return tensor * torch.linspace(0.5, 2.0, entry.shape[-1], device=device, dtype=dtype)
+
+
+def _equal(move: Move, source: torch.Tensor) -> bool:
+    """Whether vLLM has left there what the move would leave; what cannot be compared is not equal."""
+    import torch
+
+    part = source[tuple(slice(*extent) for extent in move.source)].reshape(move.target.shape)
+    if move.scale is None:
+        return part.dtype == move.target.dtype and torch.equal(part, move.target)
+    ((q, scale),) = quantized([part])
+    return torch.equal(q.view(torch.uint8), move.target.view(torch.uint8)) and torch.equal(scale, move.scale)
+
+
+@contextmanager
+def _put_back(model: torch.nn.Module, fed: Sequence[torch.nn.Module]) -> Iterator[Places]:
+    """Afterwards all modules' tensors and attributes are what they were, and the values of those that are fed. Raises
+    LostEngineError if that fails."""
+    import torch
+
+    places = Places(model)
+    tensors = [t for layer in fed for t in (*layer._parameters.values(), *layer._buffers.values()) if t is not None]
+    values = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    try:
+        yield places
+    finally:
+        try:
+            places.put_back()
+            for tensor, value in values:
+                tensor.data.copy_(value)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # an error of a kernel shows here, not in a rollout
+        except Exception as error:
+            raise LostEngineError(f"the weights could not be put back after a trial: {error}") from error

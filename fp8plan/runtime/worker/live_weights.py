@@ -1,0 +1,153 @@
+"""The weights of one worker's live model, overwritten by a stream of tensors that a manifest has announced.
+
+Runs inside vLLM's worker (runtime.worker.extension). What is written in place and what goes through vLLM's layerwise
+reload is decided once for each manifest (fp8plan.runtime.worker.prepare).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.weight_sync.kv_scales import keeping_scales
+from fp8plan.runtime.weight_sync.manifest import Manifest
+from fp8plan.runtime.worker.prepare import Prepared, prepare
+from fp8plan.runtime.worker.self_check import Samples
+from fp8plan.runtime.worker.snapshot import Snapshot
+from fp8plan.runtime.worker.vllm_reload import NativeReload, refresh
+
+if TYPE_CHECKING:
+    import torch
+
+
+class LiveWeights:
+    """worker: vLLM's Worker, with its model loaded. Raises ConfigError from prepare, load and finish."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._model = worker.model_runner.get_model()
+        self._device = next(self._model.parameters()).device
+        self._prepared: dict[int, tuple[Prepared, bool]] = {}
+        self._running: _Running | None = None
+
+    def prepare(self, manifest: Manifest, in_place: bool = True, number: int | None = None) -> tuple[int, Prepared]:
+        """As `preparation.prepare`; `begin` takes the number. number: the same for all ranks, of which some may have
+        failed to prepare others; unless given, the next of this rank."""
+        number = max(self._prepared, default=-1) + 1 if number is None else number
+        with keeping_scales(self._model):  # a trial of the shortcut reloads layers
+            self._prepared[number] = prepare(self._worker, manifest, in_place), in_place
+        return number, self._prepared[number][0]
+
+    def begin(self, number: int, samples: int, seed: int, keep: str | None) -> None:
+        """Open a sync of a prepared manifest. samples: tensors to compare afterwards; keep: device of a copy of the
+        weights to return to, or None."""
+        prepared, in_place = self._prepared[number]
+        if prepared.moved:
+            _, prepared = self.prepare(prepared.manifest, in_place, number)
+        snapshot = None if keep is None else Snapshot(self._model, keep)
+        reload = NativeReload(self._worker) if prepared.binding.native else None
+        if reload is not None:
+            reload.open()
+        chosen = Samples(prepared.manifest, prepared.binding, samples, seed)
+        self._running = _Running(prepared, reload, chosen, snapshot)
+
+    def load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        """Write tensors, by their numbers in the manifest. Raises ConfigError for one that is not as announced."""
+        import torch
+
+        running = self._open()
+        program = running.prepared.program(numbers)
+        specs = running.prepared.specs
+        for number, tensor in zip(numbers, tensors, strict=True):
+            shape, dtype = specs[number]
+            if tensor.shape != shape or tensor.dtype != dtype:
+                name, sent = running.prepared.manifest[number].name, f"{tensor.dtype} {list(tensor.shape)}"
+                raise ConfigError(f"{name} is {sent}; announced: {dtype} {list(shape)}")
+        moved = [t if t.device == self._device else t.to(self._device, non_blocking=True) for t in tensors]
+        with torch.no_grad():
+            running.flags.append((program.run(moved, self._device), program.names))
+            running.samples.take(program.positions, moved)
+            if program.native and running.reload is not None:
+                native = [(name, moved[at]) for at, name in program.native]
+                bad = torch.stack([(~torch.isfinite(tensor).all()).int() for _, tensor in native])
+                running.flags.append((bad, [name for name, _ in native]))
+                running.reload.load(native)
+        running.done.update(numbers)
+
+    def finish(self) -> dict[str, Any]:
+        """All has been sent: what was written, what the self-check found. Raises ConfigError for what is not finite."""
+        import torch
+
+        running = self._open()
+        prepared = running.prepared
+        if len(running.done) < len(prepared.manifest):
+            missing = [entry.name for number, entry in enumerate(prepared.manifest) if number not in running.done]
+            raise ConfigError(f"announced and not sent: {', '.join(missing[:4])} ({len(missing)} in all)")
+        self._close(running)
+        flags = torch.cat([flag for flag, _ in running.flags])
+        if found := flags.nonzero().flatten().tolist():
+            names = [name for _, some in running.flags for name in some]
+            bad = list(dict.fromkeys(names[at] for at in found))
+            raise ConfigError(f"not finite: {', '.join(bad[:4])} ({len(bad)} in all); allowed: no NaN, no Inf")
+        checked = running.samples.compare()
+        return {
+            "in_place": len(prepared.binding.direct),
+            "reloaded": len(prepared.binding.native),
+            "why_reloaded": prepared.why,
+            "ignored": list(prepared.ignored),
+            "layers": prepared.layers,
+            "check": checked | {"seconds": running.samples.seconds},
+        }
+
+    @property
+    def announced(self) -> Manifest:
+        """What the open sync is to bring."""
+        return self._open().prepared.manifest
+
+    def commit(self) -> None:
+        """The new weights stay; the copy of the old ones is let go."""
+        self._running = None
+
+    def _open(self) -> _Running:
+        if self._running is None:
+            raise ConfigError("no sync is open; allowed: begin, load, finish")
+        return self._running
+
+    def _close(self, running: _Running) -> None:
+        if running.reload is not None:
+            running.reload.close()
+        else:
+            refresh(self._model)
+        running.reload = None
+        self._wait()
+
+    def abort(self) -> bool:
+        """End a sync that failed. Whether the weights of before it are back (a copy was kept)."""
+        running, self._running = self._running, None
+        if running is None:
+            return False
+        if running.reload is not None:
+            running.reload.abandon()
+        if running.snapshot is not None:
+            running.snapshot.restore()
+            refresh(self._model)
+        self._wait()
+        return running.snapshot is not None
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+
+
+@dataclass(slots=True)
+class _Running:
+    prepared: Prepared
+    reload: NativeReload | None
+    samples: Samples
+    snapshot: Snapshot | None
+    flags: list[tuple[torch.Tensor, list[str]]] = field(default_factory=list)
+    done: set[int] = field(default_factory=set)

@@ -1,0 +1,194 @@
+"""Where each of a trainer's tensors goes in a live vLLM model, found by asking vLLM's own loaders.
+
+vLLM renames, shards and fuses while it loads: q, k and v become rows of one matrix, 384 expert matrices two tensors.
+`trace` puts the model's parameters back into checkpoint format on the meta device, hands `model.load_weights` meta
+tensors with the trainer's names and shapes, and writes down every copy that it makes. No byte is moved and the live
+tensors are not touched, so this is also the dry run that shows what is wrong with a manifest before anything is sent.
+
+The parameters in checkpoint format are what vLLM itself records for its layerwise reload
+(vllm/model_executor/model_loader/reload: the same functions from 0.26 to 0.30).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.weight_sync.manifest import Entry, dtype_named
+
+if TYPE_CHECKING:
+    import torch
+
+Box = tuple[tuple[int, int], ...]  # (start, stop) in every dimension of a tensor
+
+
+class Copy(NamedTuple):
+    """One copy that a loader makes: `source` box of the trainer's tensor -> `target` box of module.param."""
+
+    module: str
+    param: str
+    target: Box
+    source: Box
+
+
+@dataclass(frozen=True, slots=True)
+class LoadMap:
+    """copies:   manifest name -> the copies made of it; none for a tensor that vLLM leaves out
+    modules:  manifest name -> modules that it is loaded into
+    sent:     manifest name -> shape
+    opaque:   modules with a loader that does more than copy boxes
+    shapes:   (module, param) -> shape in checkpoint format, of every parameter of the model
+    dtypes:   (module, param) -> dtype in checkpoint format
+    covered:  (module, param) -> elements that the manifest fills
+    taken:    manifest name -> elements of it that are copied somewhere
+    """
+
+    copies: Mapping[str, tuple[Copy, ...]]
+    modules: Mapping[str, tuple[str, ...]]
+    sent: Mapping[str, tuple[int, ...]]
+    opaque: frozenset[str]
+    shapes: Mapping[tuple[str, str], tuple[int, ...]]
+    dtypes: Mapping[tuple[str, str], torch.dtype]
+    covered: Mapping[tuple[str, str], int]
+    taken: Mapping[str, int]
+
+
+def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
+    """The LoadMap of `manifest`. Raises ConfigError naming the tensor that a loader does not take."""
+    import torch
+
+    sources: dict[int, str] = {}
+    sent: dict[str, torch.Tensor] = {}  # kept: a storage that is freed gives its number to the next one
+    seen: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+    now = ""
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal now
+        for entry in manifest:
+            tensor = torch.empty(entry.shape, dtype=dtype_named(entry.dtype), device="meta")
+            sent[entry.name] = tensor
+            sources[_storage(tensor)] = now = entry.name
+            yield entry.name, tensor
+
+    with checkpoint_format(model) as parameters, _recording(lambda to, of: seen.append((now, to, of))), torch.no_grad():
+        homes = {_storage(tensor): home for home, tensor in parameters.items()}
+        try:
+            model.load_weights(stream())
+        except Exception as error:
+            raise ConfigError(_refused(now, manifest, error)) from error
+        shapes = {home: tuple(tensor.shape) for home, tensor in parameters.items()}
+        dtypes = {home: tensor.dtype for home, tensor in parameters.items()}
+
+    copies: dict[str, list[Copy]] = {entry.name: [] for entry in manifest}
+    modules: dict[str, dict[str, None]] = {entry.name: {} for entry in manifest}
+    covered = dict.fromkeys(shapes, 0)
+    taken = {entry.name: 0 for entry in manifest}
+    opaque = set()
+    for name, to, of in seen:
+        home = homes.get(_storage(to))
+        if home is None:
+            continue  # a loader's own temporary
+        modules[name][home[0]] = None
+        covered[home] += to.numel()
+        taken[name] += to.numel()
+        target = box(to, shapes[home])
+        whose = sources.get(_storage(of))
+        source = None if whose is None else box(of, sent[whose].shape)
+        if target is None or source is None or whose != name or _extent(target) != _extent(source):
+            opaque.add(home[0])
+        else:
+            copies[name].append(Copy(*home, target, source))
+    return LoadMap(
+        {name: tuple(found) for name, found in copies.items()},
+        {name: tuple(found) for name, found in modules.items()},
+        {entry.name: entry.shape for entry in manifest},
+        frozenset(opaque),
+        shapes,
+        dtypes,
+        covered,
+        taken,
+    )
+
+
+def box(view: torch.Tensor, shape: Sequence[int]) -> Box | None:
+    """Which box of a contiguous tensor of `shape` a view of it is; None if it is none (transposed, strided)."""
+    offset, left = view.storage_offset(), [(s, n) for s, n in zip(view.stride(), view.shape, strict=True) if n != 1]
+    found = []
+    for dimension, size in enumerate(shape):
+        stride = prod(shape[dimension + 1 :])
+        start, offset = divmod(offset, stride) if stride else (0, 0)
+        extent = left.pop(0)[1] if left and left[0][0] == stride and size != 1 else 1
+        if start + extent > size:
+            return None
+        found.append((start, start + extent))
+    return None if left or offset else tuple(found)
+
+
+@contextmanager
+def checkpoint_format(model: torch.nn.Module) -> Iterator[dict[tuple[str, str], torch.Tensor]]:
+    """The model with meta parameters in checkpoint format, as {(module, param): tensor}; as it was, afterwards."""
+    parameters: dict[tuple[str, str], torch.Tensor] = {}
+    saved = [(layer, layer._parameters, layer._buffers) for layer in model.modules()]
+    try:
+        for module, layer in model.named_modules():
+            wanted, buffers = _metadata(layer)
+            layer.__dict__["_parameters"], layer.__dict__["_buffers"] = wanted, buffers
+            parameters |= {(module, name): tensor for name, tensor in wanted.items() if tensor is not None}
+        yield parameters
+    finally:
+        for layer, params, buffers in saved:
+            layer.__dict__["_parameters"], layer.__dict__["_buffers"] = params, buffers
+
+
+def _metadata(layer: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parameters and buffers of one layer in checkpoint format, with vLLM's loaders of before it wrapped them."""
+    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, to_meta_tensor
+    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+    params, buffers = get_layerwise_info(layer).restore_metadata
+    # Those that vLLM never moves keep their place: a bias as a twin to copy to, expert tables as they are, to be read.
+    kept = {name: tensor for name, tensor in layer._parameters.items() if name in SKIP_TENSORS and tensor is not None}
+    found = {}
+    for name, tensor in {**params, **kept}.items():
+        found[name] = twin = restore_layer_refs(to_meta_tensor(tensor), layer)
+        if hasattr(twin, "weight_loader"):
+            twin.weight_loader = _get_original_loader(twin)
+    return found, {**buffers, **{name: tensor for name, tensor in layer._buffers.items() if name in SKIP_TENSORS}}
+
+
+@contextmanager
+def _recording(note: Any) -> Iterator[None]:
+    """Calls note(target, source) for every copy that torch makes."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.copy_.default:
+                note(args[0], args[1])
+            return func(*args, **(kwargs or {}))
+
+    with Recorder():
+        yield
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _extent(found: Box) -> list[int]:
+    return [stop - start for start, stop in found if stop - start != 1]
+
+
+def _refused(name: str, manifest: Sequence[Entry], error: Exception) -> str:
+    shape = next((entry.shape for entry in manifest if entry.name == name), ())
+    reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return (
+        f"vLLM's loader does not take {name} of shape {list(shape)} ({reason}); allowed: the names and shapes of the "
+        "Hugging Face checkpoint that this engine was started with"
+    )

@@ -1,0 +1,115 @@
+"""A worker's end of a transfer: vLLM's own NCCL engine, whose tensors go to the live weights instead of into a reload.
+
+vLLM's engine is made when a trainer calls, not by its registry at start: registering would import vLLM wherever this
+package is imported, and vLLM's own RPCs could then write weights past the manifest and the self-check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+from fp8plan.errors import Fp8PlanError
+from fp8plan.runtime.weight_sync.manifest import Manifest
+from fp8plan.runtime.weight_sync.nccl import Rendezvous
+from fp8plan.runtime.weight_sync.nccl_protocol import agree, digest, limited, wait, working
+
+if TYPE_CHECKING:
+    from fp8plan.runtime.worker.live_weights import LiveWeights
+
+
+class Receiver(NCCLWeightTransferEngine):
+    """worker: vLLM's; live: its weights. Blocks until the trainer has come. Raises ConfigError without NCCL."""
+
+    def __init__(self, worker: Any, live: LiveWeights, where: Rendezvous) -> None:
+        model = worker.model_runner.get_model()
+        super().__init__(WeightTransferConfig(backend="nccl"), worker.vllm_config, worker.device, model)
+        self._live, self._where = live, where
+        # How tensors are packed is said when the group is made from 0.30 on, and with the tensors before.
+        self._packing = {
+            "packed": True,
+            "packed_buffer_size_bytes": where.buffer_bytes,
+            "packed_num_buffers": where.buffers,
+        }
+        meeting = {
+            "master_address": where.address,
+            "master_port": where.port,
+            "rank_offset": 1,
+            "world_size": where.world_size,
+        }
+        self.init_transfer_engine(_made(self.init_info_cls, meeting | self._packing))
+        self.expect()
+
+    def expect(self) -> None:
+        """Raises ConfigError if nothing could arrive any more."""
+        working(self.model_update_group)
+
+    def receive(self) -> int:
+        """Take all tensors of the open sync; in how many broadcasts. Raises SyncError if either end failed."""
+        manifest = self._live.announced
+        agree(self.model_update_group, digest(manifest))
+        wait(self.device)
+        arriving = Arriving(self._live, manifest)
+        self.set_weight_update_target(arriving, self.model_config)  # type: ignore[arg-type]
+        contents = {
+            "names": [entry.name for entry in manifest],
+            "dtype_names": [entry.dtype for entry in manifest],
+            "shapes": [list(entry.shape) for entry in manifest],
+        }
+        try:
+            with limited(self.model_update_group, self._where.limit_s):
+                self.receive_weights(_made(self.update_info_cls, contents | self._packing))
+                wait(self.device)
+        finally:
+            self.reset_weight_update_target()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # 0.26 uses other streams every time, and their buffers would never be used again
+        agree(self.model_update_group, digest(manifest), arriving.failure)
+        return arriving.count
+
+
+class Arriving:
+    """Stands where vLLM loads a model. After a failure, which is kept, it takes the rest and does nothing with it."""
+
+    def __init__(self, live: LiveWeights, manifest: Manifest) -> None:
+        self.failure: str | None = None
+        self.count = 0
+        self._live = live
+        self._numbers = {entry.name: number for number, entry in enumerate(manifest)}
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
+
+    def load_weights(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self.count += 1
+        if self.failure is not None:
+            return
+        try:
+            self._write([self._numbers[name] for name, _ in pairs], [tensor for _, tensor in pairs])
+        except Exception as error:
+            self.failure = str(error) if isinstance(error, Fp8PlanError) else f"{type(error).__name__}: {error}"
+
+    def _write(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        """On one stream, as vLLM's reload may keep tensors of one broadcast until the next, which is on another.
+
+        The broadcast's stream waits for the writes, and vLLM for it before it lets go of the buffer. All tensors are
+        views of that: recorded once, it is not used again while a kept one is read.
+        """
+        if self._stream is None:
+            return self._live.load(numbers, tensors)
+        arrived = torch.cuda.current_stream()
+        self._stream.wait_stream(arrived)
+        tensors[0].record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            self._live.load(numbers, tensors)
+        arrived.wait_stream(self._stream)
+        return None
+
+
+def _made(kind: Any, values: Mapping[str, Any]) -> Any:
+    """vLLM's dataclass from those of the values that this version has."""
+    known = {field.name for field in fields(kind)}
+    return kind(**{name: value for name, value in values.items() if name in known})

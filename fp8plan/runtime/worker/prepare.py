@@ -1,0 +1,180 @@
+"""A manifest against a live model: is it complete, and how is each of its tensors written? Nothing live changes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.weight_sync.manifest import LEFT_OUT, SCALE_SUFFIX, Manifest, dtype_named
+from fp8plan.runtime.worker.binding import Binding, bind
+from fp8plan.runtime.worker.layout_trial import kind, refused
+from fp8plan.runtime.worker.load_map import LoadMap, trace
+from fp8plan.runtime.worker.program import Program
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A manifest that this model takes.
+
+    specs:   shape and dtype of each tensor, as torch compares them fastest
+    homes:   (module, parameter, address) of what is written in place
+    why:     kinds of modules that vLLM loads, with why
+    ignored: tensors that vLLM leaves out: a tied lm_head
+    groups:  which tensors must come together, by number
+    layers:  dtype of their weights -> modules
+    taken:   elements of each tensor that this rank loads
+    """
+
+    manifest: Manifest
+    binding: Binding
+    specs: tuple[tuple[torch.Size, torch.dtype], ...]
+    homes: tuple[tuple[torch.nn.Module, str, int], ...]
+    why: dict[str, str]
+    ignored: tuple[str, ...]
+    groups: tuple[int, ...]
+    layers: dict[str, int]
+    taken: tuple[int, ...]
+    programs: dict[tuple[int, ...], Program] = field(default_factory=dict)
+
+    def program(self, numbers: Sequence[int]) -> Program:
+        """The writes of a chunk; trainers send the same chunks every step."""
+        key = tuple(numbers)
+        if key not in self.programs:
+            self.programs[key] = Program([self.manifest[number] for number in key], key, self.binding.moves)
+        return self.programs[key]
+
+    @property
+    def moved(self) -> bool:
+        """Whether a live tensor is not where it was any more: writes would go to memory of something else."""
+        live = ((layer._parameters.get(name), address) for layer, name, address in self.homes)
+        return any(tensor is None or tensor.data_ptr() != address for tensor, address in live)
+
+
+def prepare(worker: Any, manifest: Manifest, in_place: bool) -> Prepared:
+    """The Prepared manifest. in_place: False leaves every module to vLLM's reload. Raises ConfigError naming what is
+    wrong: a tensor that the model does not take, a parameter not filled, FP8 that cannot be written in place."""
+    import torch
+
+    model = worker.model_runner.get_model()
+    layers = dict(model.named_modules())
+    plain = _in_bf16(manifest)
+    traced = trace(model, plain)
+    found = _with_scales(traced, manifest)
+    ignored = tuple(entry.name for entry in manifest if not found.modules[entry.name])
+    _refuse_unknown(ignored, worker.model_runner.model_config.hf_config)
+    _refuse_missing(found, layers)
+    every = {module for modules in found.modules.values() for module in modules}
+    if in_place:  # tried in BF16: with E4M3 and scales vLLM's loaders would have nothing to quantise
+        reasons = refused(worker, plain, traced, bind(model, traced, plain, {}))
+        left = {module: reasons[kind(layers[module])] for module in every if kind(layers[module]) in reasons}
+    else:
+        left = dict.fromkeys(every, "in_place=False")
+    binding = bind(model, found, manifest, left)
+    in_fp8 = {module for e in manifest if e.dtype == "float8_e4m3fn" for module in found.modules[e.name]}
+    if stuck := sorted({kind(layers[module]) for module in in_fp8.intersection(binding.native)}):
+        raise ConfigError(
+            f"FP8 tensors can only be written in place, and vLLM lays out {', '.join(stuck)} in another way; allowed: "
+            "weights_in='bf16'"
+        )
+    written = [(layers[m], *item) for m in sorted(binding.direct) for item in layers[m]._parameters.items()]
+    return Prepared(
+        manifest=manifest,
+        binding=binding,
+        specs=tuple((torch.Size(entry.shape), dtype_named(entry.dtype)) for entry in manifest),
+        homes=tuple((layer, name, tensor.data_ptr()) for layer, name, tensor in written if tensor is not None),
+        why={kind(layers[module]): why for module, why in sorted(binding.native.items(), reverse=True)},
+        ignored=ignored,
+        groups=_groups(manifest, found),
+        layers=_precisions(binding, layers),
+        taken=tuple(entry.numel if entry.name in ignored else found.taken[entry.name] for entry in manifest),
+    )
+
+
+def _refuse_unknown(ignored: Sequence[str], config: Any) -> None:
+    """Raises ConfigError for tensors that go nowhere, but for those that vLLM is known to leave out."""
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    unknown = [name for name in ignored if not LEFT_OUT.match(name) or (name.startswith("lm_head.") and not tied)]
+    if unknown:
+        raise ConfigError(f"unknown: {', '.join(unknown[:4])}; allowed: the names of the model's checkpoint")
+
+
+def _refuse_missing(found: LoadMap, layers: Mapping[str, torch.nn.Module]) -> None:
+    """Raises ConfigError for a parameter that is not filled, unless it is another name of one that is."""
+
+    def address(module: str, param: str) -> int | None:
+        live = layers[module]._parameters.get(param)
+        return live.data_ptr() if live is not None and live.numel() else None
+
+    filled = {address(*home) for home, count in found.covered.items() if count} - {None}
+    for (module, param), shape in found.shapes.items():
+        count, whole = found.covered[module, param], _wanted(layers[module], shape)
+        if count >= whole or (count == 0 and address(module, param) in filled):
+            continue
+        got = [name for name, copies in found.copies.items() if any(c[:2] == (module, param) for c in copies)]
+        raise ConfigError(
+            f"missing: {whole - count} of {whole} elements of {module}.{param}, which got "
+            f"{', '.join(got) or 'nothing'}; send every tensor of the model, a fused layer needs all its parts"
+        )
+
+
+def _wanted(layer: torch.nn.Module, shape: Sequence[int]) -> int:
+    """Elements that a checkpoint fills: padding of vocabularies and experts is vLLM's own."""
+    whole = prod(shape)
+    padded, real = getattr(layer, "num_embeddings_per_partition", None), getattr(layer, "shard_indices", None)
+    if padded and real and shape[0] == padded:
+        return whole // padded * int(real.num_org_elements)
+    moe = getattr(layer, "moe_config", None)
+    if moe is None or len(shape) != 3:
+        return whole
+    hidden = getattr(moe, "hidden_dim_unpadded", moe.hidden_dim) / moe.hidden_dim
+    inner = moe.intermediate_size_per_partition
+    return round(whole * hidden * getattr(moe, "intermediate_size_per_partition_unpadded", inner) / inner)
+
+
+def _precisions(binding: Binding, layers: Mapping[str, torch.nn.Module]) -> dict[str, int]:
+    """dtype of their weights -> modules."""
+    counts: Counter[str] = Counter()
+    for module in binding.direct.union(binding.native):
+        weights = {n: t for n, t in layers[module]._parameters.items() if t is not None and SCALE_SUFFIX not in n}
+        counts.update({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})
+    return dict(counts)
+
+
+def _in_bf16(manifest: Manifest) -> Manifest:
+    """What vLLM's loaders are asked about: the tensors before they were quantised."""
+    weights = [entry for entry in manifest if not entry.name.endswith(SCALE_SUFFIX)]
+    return tuple(e._replace(dtype="bfloat16") if e.dtype == "float8_e4m3fn" else e for e in weights)
+
+
+def _with_scales(found: LoadMap, manifest: Manifest) -> LoadMap:
+    """Scales go where their weights go."""
+    scales = {e.name: e.name.removesuffix(SCALE_SUFFIX) for e in manifest if e.name.endswith(SCALE_SUFFIX)}
+    if lost := [name for name, weight in scales.items() if weight not in found.copies]:
+        raise ConfigError(
+            f"scales without their weight: {', '.join(lost[:4])}; send {lost[0].removesuffix(SCALE_SUFFIX)}"
+        )
+    quantised = [entry.name for entry in manifest if entry.dtype == "float8_e4m3fn"]
+    if plain := [weight for weight in scales.values() if weight not in quantised]:
+        raise ConfigError(f"scales for weights that are not float8_e4m3fn: {', '.join(plain[:4])}; quantise them")
+    if bare := [name for name in quantised if name not in scales.values()]:
+        raise ConfigError(f"FP8 weights without scales: {', '.join(bare[:4])}; send {bare[0]}{SCALE_SUFFIX}")
+    return replace(
+        found,
+        copies={**found.copies, **{name: found.copies[weight] for name, weight in scales.items()}},
+        modules={**found.modules, **{name: found.modules[weight] for name, weight in scales.items()}},
+        sent={**found.sent, **{name: found.sent[weight] for name, weight in scales.items()}},
+        taken={**found.taken, **{name: found.taken[weight] for name, weight in scales.items()}},
+    )
+
+
+def _groups(manifest: Manifest, found: LoadMap) -> tuple[int, ...]:
+    """Number of each tensor's group: tensors of one module belong together."""
+    numbers: dict[str, int] = {}
+    return tuple(numbers.setdefault((found.modules[e.name] or (e.name,))[0], len(numbers)) for e in manifest)

@@ -1,0 +1,117 @@
+"""vLLM's own layerwise reload, and the few things that it needs from outside: see runtime.vllm_versions.PATCHES."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.worker.places import Places
+
+if TYPE_CHECKING:
+    import torch
+
+
+class NativeReload:
+    """One reload of some modules of a worker's model: open, load chunks, close. Only complete modules make sense.
+
+    An exception in any of them ends the reload: modules have the tensors of before again, those that CUDA graphs have
+    captured, with new values where vLLM had finished, and another reload may be opened.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._model = worker.model_runner.get_model()
+        self._before: Places | None = None
+
+    def open(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self._before = Places(self._model)
+        with self._guarded():
+            _before_cpu_reload(self._model)
+            initialize_layerwise_reload(self._model)
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Raises ConfigError after the end: vLLM's loaders would write to the live tensors."""
+        with self._guarded():
+            self._model.load_weights(tensors)
+
+    def close(self) -> None:
+        """Ends the reload. Modules that got nothing keep what they had; incomplete ones hold garbage until the next."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with self._guarded():
+            finalize_layerwise_reload(self._model, self._worker.model_runner.model_config)
+        self._before = None
+        refresh(self._model)
+
+    def abandon(self) -> None:
+        """Ends the reload as an exception does. Nothing happens after the end."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        if self._before is None:
+            return
+        self._before.put_back()
+        self._before = None
+        for layer in self._model.modules():
+            get_layerwise_info(layer).reset()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        from vllm.config import set_current_vllm_config
+
+        if self._before is None:
+            raise ConfigError("vLLM's reload has ended; allowed: another sync")
+        # vLLM warns of every module that gets nothing, and of parameters that it does not know under their own names.
+        log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+        level = log.level
+        log.setLevel(logging.ERROR)
+        try:
+            with set_current_vllm_config(self._worker.vllm_config):
+                yield
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            log.setLevel(level)
+
+
+def refresh_expert_scales(model: torch.nn.Module) -> None:
+    """A reload gives experts' kernels scales of their own, copies of the live ones that CUDA graphs have captured."""
+    for layer in model.modules():
+        config = getattr(getattr(layer, "quant_method", None), "moe_quant_config", None)
+        for part, name in (("w1_scale", "w13_weight_scale_inv"), ("w2_scale", "w2_weight_scale_inv")):
+            own, live = getattr(config, part, None), getattr(layer, name, None)
+            if own is not None and live is not None and own.data_ptr() != live.data_ptr():
+                own.copy_(live)
+
+
+def _before_cpu_reload(model: torch.nn.Module) -> None:
+    """BF16 experts on a CPU are packed only while they have no kernel."""
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if type(method).__name__ == "UnquantizedFusedMoEMethod" and _on_cpu(layer):
+            method.moe_kernel = None
+
+
+def refresh(model: torch.nn.Module) -> None:
+    """What holds copies of live tensors gets the new ones."""
+    refresh_expert_scales(model)
+    repack_tied_head(model)
+
+
+def repack_tied_head(model: torch.nn.Module) -> None:
+    """A CPU keeps a packed copy of lm_head's weight, which no loader refreshes where it is the embedding's."""
+    head = getattr(model, "lm_head", None)
+    embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
+    if head is None or embedding is None or not hasattr(head, "quant_method") or not _on_cpu(head):
+        return
+    if head.weight.data_ptr() == embedding.weight.data_ptr():
+        head.quant_method.process_weights_after_loading(head)
+
+
+def _on_cpu(layer: torch.nn.Module) -> bool:
+    return all(parameter.device.type == "cpu" for parameter in layer.parameters())

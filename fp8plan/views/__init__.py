@@ -1,0 +1,1 @@
+"""Everything that draws: tables, pages, figures, the terminal."""

@@ -1,0 +1,157 @@
+"""The page of a plan: `fp8plan plan ... --plot FILE.html`. Pictures by plotly, tables, reasons and settings."""
+
+from __future__ import annotations
+
+import textwrap
+from html import escape
+from math import log10
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from fp8plan.errors import Fp8PlanError
+from fp8plan.model.emit.settings import TARGETS, emit
+from fp8plan.views.html_page import document, figures, paragraphs, table
+from fp8plan.views.plan import figure as plots
+from fp8plan.views.plan.figure import COLOURS, LIMIT_COLOURS, Point
+from fp8plan.views.report import MISMATCH_LEGEND, plan_text
+from fp8plan.views.tables import Column
+
+if TYPE_CHECKING:
+    from fp8plan.model.plan.plan import Plan
+    from fp8plan.model.plan.planner import Prediction
+
+HEIGHT: Final = 250  # pixels of a panel over time
+SHADE: Final = 0.13  # opacity of a band
+
+
+def write_page(prediction: Prediction, path: Path, kv_scales: str = "unit") -> None:
+    """Raises ImportError without plotly, OSError as writing does."""
+    text = page(prediction, kv_scales)
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")  # a model's folder may be no text
+
+
+def page(prediction: Prediction, kv_scales: str = "unit") -> str:
+    """The whole page. kv_scales: of its settings, as for `emit`"""
+    plan = prediction.plan
+    text = plan_text(plan)
+    drawn = figures([over_time(prediction), tradeoff(plan)])
+    reasons = "".join(f"<li>{escape(reason)}</li>" for reason in plan.reasons)
+    settings = "".join(_settings(plan, target, kv_scales) for target in TARGETS)
+    body = (
+        f"{paragraphs(text.title[1:])}{paragraphs(prediction.warnings, 'dim')}"
+        f"<h2>Speed</h2>{_table(text.speed, text.picked[0])}{paragraphs([text.speed_legend], 'dim')}"
+        f"<h2>Mismatch</h2>{_table(text.mismatch, text.picked[1])}{paragraphs([MISMATCH_LEGEND], 'dim')}"
+        f"{paragraphs(text.absent)}<h2>Why {escape(plan.select().precision)}</h2><ul>{reasons}</ul>"
+        f"{paragraphs([text.settings], 'dim')}<h2>Pictures</h2>{paragraphs(plots.title(plan)[1:], 'dim')}{drawn}"
+        f"<h2>Settings</h2>{settings}"
+    )
+    return document(text.title[0], "", body)
+
+
+def _table(columns: list[Column], bold: int) -> str:
+    rows = list(zip(*(column.cells for column in columns), strict=True))
+    return table(
+        [column.name for column in columns], rows, bold, "".join("l" if column.left else "r" for column in columns)
+    )
+
+
+def _settings(plan: Plan, target: str, kv_scales: str) -> str:
+    """What `--emit` prints, or why there is nothing."""
+    try:
+        text = emit(plan, target, kv_scales=kv_scales)
+    except Fp8PlanError as error:
+        return f"<details><summary>{target}: cannot have this plan</summary>{paragraphs([str(error)])}</details>"
+    is_open = " open" if target == TARGETS[0] else ""
+    return f"<details{is_open}><summary>{target}</summary><pre>{escape(text)}</pre></details>"
+
+
+def over_time(prediction: Prediction) -> Any:
+    """Panels over time, one below the other, as a plotly figure."""
+    from plotly.subplots import make_subplots
+
+    lines = plots.curves(prediction)
+    shown = plots.panels(lines)
+    figure: Any = make_subplots(rows=len(shown), cols=1, shared_xaxes=True, vertical_spacing=0.05)
+    for number, (column, label) in enumerate(shown, 1):
+        where = {"row": number, "col": 1}
+        for line in lines:
+            colour, edge = COLOURS[line.precision], {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
+            group = {"legendgroup": line.name}
+            times, low, high = plots.band(line, column)
+            figure.add_scatter(x=_short(times), y=_short(low), showlegend=False, **group, **edge, **where)
+            fill = {"fill": "tonexty", "fillcolor": _shade(colour)}
+            figure.add_scatter(x=_short(times), y=_short(high), showlegend=False, **fill, **group, **edge, **where)
+            x, y = (_short(values) for values in plots.closed(line, column))
+            style = {"mode": "lines", "line": {"color": colour}, "name": line.name, "showlegend": number == 1}
+            figure.add_scatter(x=x, y=y, **style, **group, **where)
+        figure.update_yaxes(title_text=label, rangemode="tozero", **where)
+    figure.update_yaxes(tickformat=".0%", row=2, col=1)
+    figure.update_xaxes(title_text=plots.TIME_LABEL, row=len(shown), col=1)
+    figure.update_layout(
+        template="plotly_white",
+        hovermode="x unified",
+        height=HEIGHT * len(shown) + 60,
+        legend={"orientation": "h", "y": 1.0, "yanchor": "bottom"},
+        margin={"t": 60, "l": 90, "r": 20},
+    )
+    return figure
+
+
+def tradeoff(plan: Plan) -> Any:
+    """Speed against KL, as a plotly figure."""
+    from plotly.graph_objects import Figure
+
+    figure, found, several = Figure(), plots.points(plan), plots.has_layouts(plan)
+    best = plots.front(found)
+    style = {"mode": "lines", "line": {"color": "#999", "dash": "dash", "width": 1.5}, "hoverinfo": "skip"}
+    figure.add_scatter(x=[p.kl[0] for p in best], y=[p.speed[0] for p in best], name="Pareto front", **style)
+    for point in found:
+        _add_point(figure, point, several)
+    for level, limit in plots.risk_limits(plan).items():
+        figure.add_vline(x=limit, line={"color": LIMIT_COLOURS[level], "dash": "dot", "width": 2})
+        place = {"x": log10(limit), "y": 1, "yref": "paper", "yanchor": "bottom", "showarrow": False}
+        figure.add_annotation(text=plots.limit_label(level), font={"color": LIMIT_COLOURS[level], "size": 11}, **place)
+    figure.update_xaxes(
+        title_text=plots.KL_LABEL, type="log", dtick=1, exponentformat="power", minor={"showgrid": True}
+    )
+    figure.update_yaxes(title_text=plots.SPEED_LABEL, tickformat=",")
+    figure.update_layout(
+        title={"text": "<br>".join(textwrap.wrap(plots.tradeoff_title(plan), 120)), "font": {"size": 13}},
+        legend={"orientation": "h", "y": -0.2, "yanchor": "top", "title": {"text": plots.SPEEDUP_LABEL + "  "}},
+        template="plotly_white",
+        height=500,
+        margin={"t": 100, "l": 90, "r": 90},
+    )
+    return figure
+
+
+def _add_point(figure: Any, point: Point, several: bool) -> None:
+    (kl, kl_low, kl_high), (speed, low, high), colour = point.kl, point.speed, COLOURS[point.precision]
+    across = {"type": "data", "symmetric": False, "array": [kl_high - kl], "arrayminus": [kl - kl_low]}
+    along = {"type": "data", "symmetric": False, "array": [high - speed], "arrayminus": [speed - low]}
+    ring = {"line": {"color": colour, "width": 2}, "symbol": "circle-open-dot", "size": 16} if point.chosen else {}
+    figure.add_scatter(
+        x=[kl],
+        y=[speed],
+        error_x=across if point.main else None,  # the others have the same KL
+        error_y=along,
+        mode="markers+text" if several else "markers",
+        text=[point.layout],
+        textposition="top right",
+        marker={"color": colour, "size": 10 if point.main else 5} | ring,
+        opacity=1.0 if point.main else 0.55,
+        name=plots.label(point, several),
+        legendgroup=point.precision,
+        showlegend=point.main,
+        hovertemplate=f"{plots.label(point, True)}<br>KL %{{x:.2e}}<br>%{{y:,.0f}} tokens/s<extra></extra>",
+    )
+
+
+def _shade(colour: str) -> str:
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{SHADE})"
+
+
+def _short(values: Any) -> list[float]:
+    """Five digits are enough for a picture, and keep the page small."""
+    return [float(f"{x:.5g}") for x in values.tolist()]

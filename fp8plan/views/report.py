@@ -1,0 +1,315 @@
+"""Results for people: what stands in the tables, and the lines around them."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from fp8plan.model.plan.explain import seconds
+from fp8plan.model.rollout import TAIL_SHARE
+from fp8plan.views.tables import Column, Fitted, Paragraph
+
+if TYPE_CHECKING:
+    from fp8plan.model.architecture import ModelShape
+    from fp8plan.model.calibrate.profile_of import Calibration
+    from fp8plan.model.plan.plan import Choice, Plan
+    from fp8plan.model.profile.profile import ProfileEntry
+    from fp8plan.model.validate.validate import Validation
+
+# The bounds are the defaults of fp8plan.model.risk.expected.mismatch_risk, which the planner leaves as they are.
+MISMATCH_LEGEND = (
+    "KL k3: mean per token, with its 90% band. clipped: tokens that token TIS at C = 2 cuts. rejected: sequences that "
+    "sequence MIS [0.5, 2] drops."
+)
+
+
+class PlanText(NamedTuple):
+    """All that is said of a plan, for a terminal or a page. The tables have one row for each choice that can run, and
+    one for each precision; `picked` are the rows of the chosen one."""
+
+    title: list[str]
+    speed: list[Column]
+    speed_legend: str
+    mismatch: list[Column]
+    absent: list[str]
+    settings: str
+    picked: tuple[int, int]
+
+
+def plan_text(plan: Plan) -> PlanText:
+    """How fast every choice is, what each precision risks, and what cannot run."""
+    rows, picked = [c for c in plan.choices if c.available], plan.select()
+    several = len({(c.tensor_parallel, c.data_parallel) for c in plan.choices}) > 1
+    precisions = list({c.precision: c for c in rows}.values())  # a mismatch is the same on every layout
+    names = [c.precision for c in precisions]
+    return PlanText(
+        title=_title(plan, several),
+        speed=_speed_columns(rows, picked, several),
+        speed_legend=_speed_legend(rows, several),
+        mismatch=_mismatch_columns(precisions, picked),
+        absent=_absent(plan.choices, several),
+        settings=_settings(plan),
+        picked=(rows.index(picked), names.index(picked.precision)),
+    )
+
+
+def plan_report(plan: Plan) -> RenderableType:
+    """The tables, what cannot run, and the reasons for the chosen one."""
+    text = plan_text(plan)
+    return Group(
+        *(Paragraph(line) for line in text.title),
+        "",
+        Fitted(text.speed, bold=text.picked[0]),
+        Paragraph(text.speed_legend, style="dim"),
+        "",
+        Fitted(text.mismatch, bold=text.picked[1]),
+        Paragraph(MISMATCH_LEGEND, style="dim"),
+        "",
+        *(Paragraph(line) for line in text.absent),
+        *(Paragraph("- " + reason, indent=2) for reason in plan.reasons),
+        Paragraph(text.settings, style="dim"),
+    )
+
+
+def _title(plan: Plan, several: bool) -> list[str]:
+    work, picked = plan.workload, plan.select()
+    gpus = picked.tensor_parallel * picked.data_parallel
+    layout = "every TP x DP layout" if several else _replicas(picked)
+    where = f"{gpus} x {plan.gpu} ({layout})" if gpus > 1 else plan.gpu
+    limit, longest = work["max_response_tokens"], work.get("longest_response_tokens")
+    spread = f"longest {longest:,} of at most {limit:,}" if longest is not None else f"at most {limit:,}"
+    upto = "" if work.get("prompt_lengths", {}).get("kind") == "fixed" else "up to "
+    responses = f"{work['response_tokens']:,} response tokens: mean {work['mean_response_tokens']:,.0f}, {spread}"
+    batch = f"{work['prompts']:,} prompts x {work['samples']:,} samples"
+    return [
+        f"{plan.model} on {where}",
+        f"{batch}; prompts of {upto}{work['max_prompt_tokens']:,} tokens; {responses}",
+    ]
+
+
+def _replicas(choice: Choice) -> str:
+    count, size = choice.data_parallel, choice.tensor_parallel
+    return f"1 replica, TP {size}" if count == 1 else f"{count} replicas, TP {size}"
+
+
+def _settings(plan: Plan) -> str:
+    limits = plan.limits
+    return (
+        f"profile: {plan.profile['kind']}, vLLM {plan.profile['engine_version']}; gpu_memory_utilization "
+        f"{limits.gpu_memory_utilization:g}, max_num_seqs {limits.max_num_seqs}, max_num_batched_tokens "
+        f"{limits.max_num_batched_tokens}; seed {plan.seed}"
+    )
+
+
+def _marked(rows: Sequence[Choice], picked: Choice) -> Column:
+    return Column("precision", [("> " if c is picked else "  ") + c.precision for c in rows], left=True)
+
+
+def _speed_columns(rows: Sequence[Choice], picked: Choice, several: bool) -> list[Column]:
+    columns = [_marked(rows, picked)]
+    if several:
+        columns.append(Column("TPxDP", [f"{c.tensor_parallel}x{c.data_parallel}" for c in rows]))
+    spread = [f"({seconds(c.makespan_low_s)}-{seconds(c.makespan_high_s)})" for c in rows]
+    columns += [
+        Column("rollout s (90%)", [f"{seconds(c.makespan_s)} {band}" for c, band in zip(rows, spread, strict=True)]),
+        Column("speed-\nup", [_ratio(c.speedup) for c in rows]),
+    ]
+    if any(c.rl_step_s is not None for c in rows):
+        columns += [
+            Column("step s", [seconds(c.rl_step_s) for c in rows]),
+            Column("step\nspeed-\nup", [_ratio(c.step_speedup) for c in rows]),
+        ]
+    replicas = any(c.data_parallel > 1 for c in rows)
+    return [
+        *columns,
+        Column("tokens/s", [f"{c.output_tokens_per_s:,.0f}" for c in rows], rank=4),
+        Column("KV tok./\nreplica" if replicas else "KV\ntokens", [_short(c.kv_cache_tokens) for c in rows], rank=1),
+        Column("preemp-\ntions", [f"{c.preemptions:,}" for c in rows], rank=2),
+        Column("tail", [f"{c.tail_fraction:.0%}" for c in rows], rank=3),
+    ]
+
+
+def _mismatch_columns(rows: Sequence[Choice], picked: Choice) -> list[Column]:
+    chosen = next(c for c in rows if c.precision == picked.precision)
+    bands = [f"({_power(c.kl_k3_low)} to {_power(c.kl_k3_high)})" for c in rows]
+    return [
+        _marked(rows, chosen),
+        Column("KL k3 (90%)", [f"{_power(c.kl_k3, 1)} {band}" for c, band in zip(rows, bands, strict=True)]),
+        Column("clipped", [_percent(c.clip_fraction) for c in rows], rank=2),
+        Column("raw\nESS", [f"{c.ess_raw:.2f}" for c in rows], rank=3),
+        Column("rejected", [_percent(c.seq_reject_fraction) for c in rows], rank=1),
+        Column("risk", [c.risk or "" for c in rows], left=True),
+    ]
+
+
+def _speed_legend(rows: Sequence[Choice], several: bool) -> str:
+    bf16 = "bf16 on the same layout" if several else "bf16"
+    replicas = " preemptions: in all replicas." if any(c.data_parallel > 1 for c in rows) else ""
+    tail = f"tail: time in which nothing waits and under {TAIL_SHARE:.0%} of the requests run."
+    return f"speed-up: over {bf16}.{replicas} {tail}"
+
+
+def _absent(choices: Sequence[Choice], several: bool) -> list[str]:
+    """What cannot run, each reason once. Reasons that differ in their numbers only are one, told for the largest
+    tensor_parallel_size, which is nearest to fitting."""
+    groups: dict[str, list[Choice]] = {}
+    for choice in choices:
+        if choice.reason is not None:
+            kind = choice.reason.replace(choice.precision, "").partition(":")[0]
+            groups.setdefault(re.sub(r"\d[\d.,]*", "#", kind), []).append(choice)
+    told = []
+    for members in groups.values():
+        nearest = max(members, key=lambda c: c.tensor_parallel)
+        example = "for instance, " if len({c.reason for c in members}) > 1 else ""
+        told.append(f"Not available: {_named(members, several)}: {example}{nearest.reason}")
+    return told
+
+
+def _named(members: Sequence[Choice], several: bool) -> str:
+    """bf16, fp8_kv (TP 1, 2); fp8_block (TP 1)"""
+    sizes: dict[str, list[str]] = {}
+    for choice in members:
+        sizes.setdefault(choice.precision, []).append(str(choice.tensor_parallel))
+    if not several:
+        return ", ".join(sizes)
+    alike: dict[str, list[str]] = {}
+    for precision, at in sizes.items():
+        alike.setdefault(", ".join(at), []).append(precision)
+    return "; ".join(f"{', '.join(names)} (TP {at})" for at, names in alike.items())
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _short(count: float | None) -> str:
+    """Three digits: 1.72M, 815k."""
+    assert count is not None
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= 0.9995 * size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:,}"
+
+
+def _power(value: float | None, digits: int = 0) -> str:
+    """7.4e-4"""
+    return re.sub(r"e([+-])0+(?=\d)", r"e\1", f"{value:.{digits}e}")
+
+
+def _percent(share: float | None) -> str:
+    assert share is not None
+    if 0 < share < 1e-4:
+        return "<0.01%"
+    if 0.995 <= share < 1:
+        return ">99%"
+    return f"{share:.2%}" if share < 0.01 else f"{share:.0%}"
+
+
+def validation_report(result: Validation) -> RenderableType:
+    """One row per record, one per speed-up, and the totals."""
+    rows = result.records
+    bands = [f"({row['predicted_low_s']:,.2f}-{row['predicted_high_s']:,.2f})" for row in rows]
+    predicted = [f"{row['predicted_s']:,.2f} {band}" for row, band in zip(rows, bands, strict=True)]
+    pairs = {
+        "preemptions": ("preemptions", "predicted_preemptions"),
+        "KV tokens": ("measured_kv_cache_tokens", "predicted_kv_cache_tokens"),
+    }
+    records = [
+        Column("line", [str(row["line"]) for row in rows]),
+        Column("model", [row["model"] for row in rows], rank=3, left=True),
+        Column("precision", [row["precision"] for row in rows], left=True),
+        Column("measured\ns", [f"{row['seconds']:,.2f}" for row in rows]),
+        Column("predicted s\n(90%)", predicted),
+        Column("error", [f"{row['error']:+.1%}" for row in rows]),
+        *(
+            Column(
+                f"{name}:\nmeasured /\npredicted",
+                [f"{_count(row.get(measured))} / {_count(row[modelled])}" for row in rows],
+                rank,
+            )
+            for rank, (name, (measured, modelled)) in enumerate(pairs.items(), 1)
+        ),
+    ]
+    gains = [(group["group"], entry) for group in result.groups for entry in group["speedups"]]
+    speedups = [
+        Column("group", [str(group) for group, _ in gains], left=True),
+        Column("precision", [entry["precision"] for _, entry in gains], left=True),
+        Column("measured", [_ratio(entry["measured_speedup"]) for _, entry in gains]),
+        Column("predicted", [_ratio(entry["predicted_speedup"]) for _, entry in gains]),
+        Column("error,\npoints", [f"{entry['error_points']:+.1f}" for _, entry in gains]),
+    ]
+    total = f"makespan: MAPE {result.makespan_mape:.1%}, worst {result.makespan_worst:.1%}; "
+    if result.speedup_mae_points is not None:
+        total += f"speed-up: mean {result.speedup_mae_points:.1f}, worst {result.speedup_worst_points:.1f} points; "
+    total += f"90% interval: holds {result.coverage:.0%}, median half-width {result.interval_median_halfwidth:.1%}"
+    compared: list[RenderableType] = ["speed-up over bf16", Fitted(speedups), ""] if gains else []
+    return Group("records", Fitted(records), "", *compared, Paragraph(total))
+
+
+def _count(value: Any) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def models_report(shapes: Sequence[ModelShape]) -> RenderableType:
+    """One row per shape; the other hub ids of the same shape stand under the first."""
+    from fp8plan.model.precision import BF16
+
+    alike: dict[Any, list[ModelShape]] = {}
+    for shape in shapes:
+        experts = shape.experts.num_experts if shape.experts else None
+        size = (shape.num_layers, shape.num_attention_heads, shape.num_key_value_heads, experts)
+        alike.setdefault((shape.num_parameters, *size, shape.kv_bytes_per_token(BF16)), []).append(shape)
+    columns = [
+        Column("model", [_ids([shape.name for shape in group]) for group in alike.values()], left=True),
+        Column("para-\nmeters", [_short(key[0]) for key in alike]),
+        *(
+            Column(name, ["-" if key[at] is None else f"{key[at]:,}" for key in alike])
+            for at, name in enumerate(("layers", "heads", "KV\nheads", "experts", "KV bytes\n/ token"), 1)
+        ),
+    ]
+    return Group("bundled models (KV in bf16); a local folder or another hub id works too", "", Fitted(columns))
+
+
+def _ids(names: Sequence[str]) -> str:
+    """The shortest id, then the others below it, without their owner and as its endings where they are."""
+    first = min(names, key=len)
+    others = [name for name in names if name != first]
+    endings = [name.removeprefix(first) if name.startswith(first) else name.rpartition("/")[2] for name in others]
+    also = textwrap.wrap(", ".join(endings), 30, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    return "\n".join([first, *also])
+
+
+def calibration_report(found: Calibration) -> RenderableType:
+    """Errors of every kernel before and after the fit, and what the profile says of itself."""
+    rows = [
+        Column("kernel", [x.kernel for x in found.errors], left=True),
+        Column("rows", [f"{x.rows:,}" for x in found.errors]),
+        Column("unseen", [f"{x.unseen:,}" for x in found.errors]),
+        Column("before", [f"{x.before:.1%}" for x in found.errors]),
+        Column("after", [f"{x.fitted:.1%}" for x in found.errors]),
+        Column("held out", [f"{x.held_out:.1%}" for x in found.errors]),
+        Column("worst", [f"{x.worst:.1%}" for x in found.errors]),
+    ]
+    text = (
+        f"{found.profile.label}: {found.profile.source}. Median errors by the datasheet profile (before) and by the "
+        "fit (after), of rows that no fit sees or, without any, by fits that have not seen the weight shape, head "
+        "layout or engine (held out; worst). Model error, beyond what the coefficients' covariance says: "
+        f"{found.profile.model_error:.1%}."
+    )
+    return Group(Fitted(rows), "", Paragraph(text))
+
+
+def profiles_report(entries: Sequence[ProfileEntry]) -> RenderableType:
+    table = Table(title="profiles", title_justify="left")
+    for name in ("gpu", "engine", "kind", "source", "file"):
+        table.add_column(name, overflow="fold")
+    for entry in entries:
+        gpu = "any GPU" if entry.gpu == "*" else entry.gpu
+        version = "any version" if entry.engine_version == "*" else entry.engine_version
+        table.add_row(gpu, f"{entry.engine} {version}", entry.kind, entry.source, entry.path.name)
+    return table

@@ -1,0 +1,1 @@
+"""A run as its Monitor recorded it: terminal, figures, page."""

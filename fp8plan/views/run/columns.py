@@ -1,0 +1,160 @@
+"""A run as its Monitor recorded it, in columns: what the terminal view and the report show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp8plan.model.arrays import FloatArray
+
+Row = dict[str, Any]
+
+# Names of metrics in a record (fp8plan.runtime.monitor.monitor). verl's where verl has one.
+K3: Final = "rollout_corr/k3_kl"
+K3_ROBUST: Final = "fp8plan/k3_robust"
+SMOOTHED: Final = "fp8plan/kl_smoothed"
+KL_LIMIT: Final = "fp8plan/kl_limit"
+ESS: Final = "rollout_corr/rollout_is_eff_sample_size"
+ESS_RAW: Final = "fp8plan/ess_raw"
+TIS: Final = "fp8plan/threshold_tis"
+BAND_LOW: Final = "fp8plan/threshold_low"
+BAND_HIGH: Final = "fp8plan/threshold_high"
+CLIP_FRACTION: Final = "fp8plan/clip_fraction"
+CLIPPED_MASS: Final = "fp8plan/clipped_mass"
+LOST_TOKENS: Final = "fp8plan/lost_tokens"
+LOST_SEQUENCES: Final = "fp8plan/lost_sequences"
+TOKENS_PER_S: Final = "fp8plan/tokens_per_s"
+PREDICTED: Final = "fp8plan/predicted_tokens_per_s"
+PREDICTED_LOW: Final = "fp8plan/predicted_tokens_per_s_low"
+PREDICTED_HIGH: Final = "fp8plan/predicted_tokens_per_s_high"
+
+SPEED, SPEED_LOW, SPEED_HIGH = "achieved/predicted", "low/predicted", "high/predicted"  # in no record
+OF_PREDICTED: Final = {SPEED: TOKENS_PER_S, SPEED_LOW: PREDICTED_LOW, SPEED_HIGH: PREDICTED_HIGH}
+
+# What the words of fp8plan.runtime.controller.state.Alarm mean to who reads the report.
+ALARMS: Final = {
+    "kl": "smoothed KL above its limit",
+    "broken": "KL beyond what any correction repairs",
+    "raw_ess": "effective sample size of the untruncated weights too low",
+    "chi2": "variance of the ratios too high",
+    "tail": "too many tokens with extreme ratios",
+    "unit_mean": "the ratios' mean is not 1: the log-probs are not those of the policy that sampled",
+}
+QUIET: Final = ("hold", "warm_up", None)  # decisions that are no news
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something to know of: a decision that changed a threshold, an alarm that began, an action of the guard."""
+
+    step: int
+    kind: str  # "decision", "alarm", "guard"
+    what: str
+    why: str
+
+
+def column(rows: Sequence[Row], metric: str) -> FloatArray:
+    """One metric over the steps, nan where a record has none; shape (rows,)."""
+    values = (row["metrics"].get(metric) for row in rows)
+    return np.array([np.nan if x is None else x for x in values], dtype=np.float64)
+
+
+def columns(rows: Sequence[Row], metrics: Iterable[str]) -> dict[str, FloatArray]:
+    """Several of them, and speeds as shares of the predicted one (OF_PREDICTED)."""
+    found = {metric: column(rows, metric) for metric in metrics}
+    predicted = column(rows, PREDICTED)
+    return found | {share: column(rows, metric) / predicted for share, metric in OF_PREDICTED.items()}
+
+
+def infinite_kl(rows: Sequence[Row]) -> NDArray[np.bool_]:
+    """In which steps k3 was infinite: JSON has no number for it, so the record has null. Shape (rows,).
+
+    One token does that whose log-prob an engine gave as -9999, vLLM's word for minus infinity.
+    """
+    return np.array([row["metrics"].get(K3, 0.0) is None for row in rows], dtype=np.bool_)
+
+
+def shown_kl(rows: Sequence[Row]) -> FloatArray:
+    """k3 over the steps; where there is none the robust one, which is finite unless many tokens are to blame."""
+    k3, robust = column(rows, K3), column(rows, K3_ROBUST)
+    robust = np.where(np.isnan(robust) & infinite_kl(rows), np.inf, robust)
+    return np.where(np.isnan(k3), robust, k3)
+
+
+def over_limit(rows: Sequence[Row]) -> NDArray[np.bool_]:
+    """In which of the steps that know both KL and its limit it was over; an infinite one is over any."""
+    limit, infinite = column(rows, KL_LIMIT), infinite_kl(rows)
+    k3 = np.where(infinite, np.inf, column(rows, K3))
+    known = np.isfinite(limit) & ~np.isnan(k3)
+    over: NDArray[np.bool_] = k3[known] > limit[known]
+    return over
+
+
+def last(rows: Sequence[Row], metric: str) -> float | None:
+    """The newest value of a metric in the last row; None if it has none."""
+    value = rows[-1]["metrics"].get(metric) if rows else None
+    return None if value is None else float(value)
+
+
+def events(rows: Sequence[Row]) -> list[Event]:
+    """All of them, in the order of the steps."""
+    found, known = list[Event](), set[str]()
+    for row in rows:
+        step, alarms = row["step"], [str(x) for x in row.get("alarms") or ()]
+        if row.get("decision") not in QUIET:
+            found.append(Event(step, "decision", row["decision"], row.get("reason") or ""))
+        if begun := [x for x in alarms if x not in known]:
+            why = "; ".join(filter(None, (ALARMS.get(x) for x in begun)))
+            found.append(Event(step, "alarm", ", ".join(begun), why))
+        known = set(alarms)
+        verdict = (row.get("guard") or {}).get("verdict") or {}
+        if verdict.get("action", "none") != "none":
+            found.append(Event(step, "guard", verdict["action"], verdict.get("reason") or ""))
+    return found
+
+
+def title(rows: Sequence[Row]) -> str:
+    """What runs on what, as far as a record says so."""
+    row: Row = next((x for x in reversed(rows) if x.get("model")), {})
+    precision, gpu = row.get("precision"), row.get("gpu")
+    return " ".join([*filter(None, (row.get("model"), precision)), *(["on", gpu] if gpu else [])])
+
+
+def pace(rows: Sequence[Row]) -> float | None:
+    """Seconds between two records, the median of the last 20; None before there are two.
+
+    Where the clock was set back the time between two is not known.
+    """
+    passed = np.diff([when(row).timestamp() for row in rows[-21:]])
+    passed = passed[passed > 0]
+    return float(np.median(passed)) if passed.size else None
+
+
+def age(rows: Sequence[Row]) -> float:
+    """Seconds since the last record."""
+    return max(0.0, (datetime.now(UTC) - when(rows[-1])).total_seconds())
+
+
+def when(row: Row) -> datetime:
+    """A record's date; one that has none was long ago."""
+    try:
+        return datetime.fromisoformat(row["date"]).astimezone(UTC)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return datetime.fromtimestamp(0, UTC)
+
+
+def left_out(replaced: int) -> str:
+    """What a RunReader says of records whose step number comes again."""
+    are, their = ("record is", "its") if replaced == 1 else ("records are", "their")
+    why = f"{their} step number, or a lower one, comes again later"
+    return f"{replaced:,} {are} not shown: {why}; the last record of a step is shown"
+
+
+def unread(skipped: int) -> str:
+    """What a RunReader says of lines that it cannot use."""
+    return f"{skipped:,} line is no record" if skipped == 1 else f"{skipped:,} lines are no records"

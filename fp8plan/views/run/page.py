@@ -1,0 +1,104 @@
+"""The page of a run: `fp8plan report run.jsonl -o report.html`. It stands alone and needs no network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.monitor.run_file import RunReader
+from fp8plan.views.html_page import document, figures
+from fp8plan.views.run import columns as runs
+from fp8plan.views.run.columns import Event, Row, column
+from fp8plan.views.run.plots import by_position, figure
+from fp8plan.views.sparkline import duration, percent
+
+LISTED: Final = 200  # events in the table
+
+
+def write_report(source: Path, target: Path) -> None:
+    """Write the page of a run file. Raises ConfigError for files that cannot be read or written, or without plotly."""
+    if target.suffix != ".html":
+        raise ConfigError(f"cannot write the report to {target}; allowed: a name that ends in .html")
+    reader = RunReader(source)
+    reader.read()
+    if not reader.rows:
+        raise ConfigError(
+            f"{source} has no record of a Monitor; for a page of a plan type: fp8plan plan ... --plot FILE.html"
+        )
+    try:
+        text = page(reader)
+        target.write_text(text, encoding="utf-8", errors="backslashreplace")  # names of files may be no text
+    except ImportError as error:
+        package = str(error.name).partition(".")[0]
+        raise ConfigError(f"the report needs {package}; type: pip install 'fp8plan[report]'") from None
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error.strerror}; give a file that can be written") from None
+
+
+def page(reader: RunReader) -> str:
+    """The whole page."""
+    found = runs.events(reader.rows)
+    plots = figures([figure(reader.rows, found), *filter(None, [by_position(reader.rows)])])
+    tiles = "".join(f"<div><b>{escape(value)}</b>{escape(label)}</div>" for label, value in summary(reader.rows))
+    body = f'<p class="dim">{escape(_span(reader))}</p><div class="tiles">{tiles}</div>{LEGEND}{plots}{_table(found)}'
+    return document(reader.path.name, runs.title(reader.rows), body)
+
+
+def summary(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """(label, figure) of the whole run."""
+    k3, over, infinite = runs.shown_kl(rows), runs.over_limit(rows), runs.infinite_kl(rows)
+    tiles = [("steps", f"{len(rows):,}")]
+    if not np.isnan(k3).all():
+        tiles.append(("KL k3, median", f"{np.nanmedian(k3):.2e}"))
+    if infinite.any():
+        tiles.append(("steps with infinite k3, counted as the robust one", f"{infinite.sum():,}"))
+    if over.size:
+        tiles.append(("steps over the KL limit", percent(float(over.mean()))))
+    for label, metric, least in (
+        ("raw ESS, least", runs.ESS_RAW, True),
+        ("tokens lost, mean", runs.LOST_TOKENS, False),
+    ):
+        values = column(rows, metric)
+        if np.isfinite(values).any():
+            tiles.append((label, percent(float(np.nanmin(values) if least else np.nanmean(values)))))
+    achieved, share = column(rows, runs.TOKENS_PER_S), runs.columns(rows, [])[runs.SPEED]
+    if np.isfinite(achieved).any():
+        tiles.append(("tokens/s, median", f"{np.nanmedian(achieved):,.0f}"))
+    if np.isfinite(share).any():
+        tiles.append(("of the predicted speed, median", f"{np.nanmedian(share):.2f}x"))
+    return tiles
+
+
+def _span(reader: RunReader) -> str:
+    rows = reader.rows
+    first, final = (f"{runs.when(rows[at]):%Y-%m-%d %H:%M:%S}" for at in (0, -1))
+    told = f"steps {rows[0]['step']:,} to {rows[-1]['step']:,}, {first} to {final} UTC"
+    if pace := runs.pace(rows):
+        told += f", one every {duration(pace)}"
+    if reader.replaced:
+        told += f". {runs.left_out(reader.replaced)}"
+    return told + (f". {runs.unread(reader.skipped)}" if reader.skipped else "")
+
+
+def _table(found: Sequence[Event]) -> str:
+    if not found:
+        return "<h2>Events</h2><p>None: no threshold moved, nothing was alarming.</p>"
+    listed = "".join(
+        f'<tr><td>{x.step:,}</td><td class="l {x.kind}">{x.kind}</td><td class="l">{escape(x.what)}</td>'
+        f'<td class="l">{escape(x.why)}</td></tr>'
+        for x in reversed(found[-LISTED:])
+    )
+    left_out = f"<p class='dim'>the last {LISTED} of {len(found):,}</p>" if len(found) > LISTED else ""
+    head = '<tr><th>step</th><th class="l">kind</th><th class="l">what</th><th class="l">why</th></tr>'
+    return f"<h2>Events</h2>{left_out}<table>{head}{listed}</table>"
+
+
+LEGEND: Final = (
+    '<p class="dim">Dotted lines: <span class="alarm">an alarm begins</span>, <span class="guard">the guard advises'
+    " to step down</span>. Drag to zoom, double-click to go back.</p>"
+)

@@ -1,0 +1,248 @@
+"""The terminal view of a run: `fp8plan monitor run.jsonl`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.arrays import FloatArray
+from fp8plan.runtime.monitor.run_file import RunReader
+from fp8plan.views.run import columns as runs
+from fp8plan.views.run.columns import Row, column, last
+from fp8plan.views.sparkline import FREE, Scale, duration, percent, sparkline
+from fp8plan.views.tables import Paragraph
+
+NEWS: Final = 5  # events that are shown
+LEAST: Final = 6  # bars of a sparkline, which has the width that the other columns leave; else `against` goes
+GAP: Final = 1  # on either side of a rule between two columns
+INDENT: Final = 13  # of what the decision, the alarms and the guard say
+GOOD, BAD, WORST = "green", "yellow", "red"
+LOW_ESS: Final = 0.3, 0.5  # verl's documentation: below 0.5 is doubtful, below 0.3 a warning
+
+
+KL_SCALE: Final = Scale(span=10.0, log=True)
+SHARE: Final = Scale(low=0.0, high=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the view: a figure now, what it is held against, and its last steps."""
+
+    label: str
+    now: str
+    against: str
+    values: FloatArray
+    style: str = ""
+    scale: Scale = FREE
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """Everything there is to see of a run, as wide as the console."""
+
+    reader: RunReader
+    steps: int | None = None
+    trouble: str = ""  # why the file cannot be read now
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        rows = self.reader.rows
+        if not rows:
+            yield Paragraph(self.trouble or f"{self.reader.path}: no step yet")
+            return
+        trouble = [Paragraph(self.trouble, style=WORST)] if self.trouble else []
+        table = _table(rows, options.max_width, self.steps)
+        yield Group(*_heading(self.reader), *trouble, "", table, "", *_state(rows), *_news(rows))
+
+
+def begin(reader: RunReader) -> None:
+    """Read a run for the first time. Raises ConfigError for what cannot be read, or is no run file."""
+    reader.read()
+    if reader.foreign:
+        raise ConfigError(f"{reader.path} has no record of a Monitor; give the run file of one (fp8plan.JsonLines)")
+
+
+def watch(reader: RunReader, every_s: float, steps: int | None, console: Console) -> None:
+    """Show a run and what it gains, until ctrl-c; wait for a file that is not there yet. Raises as `begin` does."""
+    seen: RenderableType = ""
+    try:
+        if not reader.path.exists():
+            console.print(f"waiting for {reader.path}, which is not there yet; ctrl-c ends this", highlight=False)
+        while not reader.path.exists():
+            time.sleep(every_s)
+        begin(reader)
+        seen = RunView(reader, steps)
+        with Live(seen, console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                live.update(seen, refresh=True)
+                time.sleep(every_s)
+                seen = RunView(reader, steps, look(reader))
+    except KeyboardInterrupt:
+        console.print(seen)  # the last picture stays
+
+
+def look(reader: RunReader) -> str:
+    """Read what is new. What stands in the way, if anything does: a file that was moved away may come back."""
+    try:
+        reader.read()
+    except ConfigError as error:
+        what = str(error).partition(";")[0] if reader.path.exists() else f"{reader.path.name} is gone"
+        return f"{what}: this was its last state; it is read again as soon as it is there"
+    return ""
+
+
+def _heading(reader: RunReader) -> list[RenderableType]:
+    rows, pace, age = reader.rows, runs.pace(reader.rows), runs.age(reader.rows)
+    late = pace is not None and age > 3 * pace + 10
+    told = f"step {rows[-1]['step']:,}, {duration(age)} ago" + (f"; one every {duration(pace)}" if pace else "")
+    lines: list[RenderableType] = [Text.assemble((f"{reader.path.name}  ", "bold"), (told, BAD if late else ""))]
+    if title := runs.title(rows):
+        lines.append(Paragraph(title))
+    if reader.replaced:
+        lines.append(Paragraph(runs.left_out(reader.replaced), style="dim"))
+    if reader.skipped:
+        lines.append(Paragraph(f"{runs.unread(reader.skipped)} of a Monitor", style=BAD))
+    return lines
+
+
+def _table(rows: Sequence[Row], width: int, steps: int | None) -> Table:
+    """A row for each figure, with a bar for each of the last steps that there is room for, or for `steps` of them."""
+    figures = lines(rows[-(steps or width) :])
+    cells = [[line.label for line in figures], [line.now for line in figures], [line.against for line in figures]]
+    sizes = [max(map(len, [*column, name])) for column, name in zip(cells, ("", "now", "against"), strict=True)]
+    if width - sum(sizes) - 3 * (GAP + 1) < LEAST:
+        sizes.pop()
+    room = max(1, width - sum(sizes) - len(sizes) * (GAP + 1))
+    rows = rows[-(steps or room) :]
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP, 0, 0))
+    for name, size in zip(("", "now", "against"), sizes, strict=False):
+        table.add_column(name, width=size, justify="right" if name == "now" else "left", no_wrap=True)
+    names = (f"last {len(rows):,} steps" if len(rows) > 1 else "last step", f"last {len(rows):,}", "")
+    table.add_column(next(x for x in names if len(x) <= room), width=room, no_wrap=True)
+    for line in lines(rows):
+        bars = sparkline(line.values, room, line.scale)
+        against = [Text(line.against, "dim")] if len(sizes) > 2 else []
+        table.add_row(line.label, Text(line.now, line.style), *against, Text(bars, line.style))
+    return table
+
+
+def lines(rows: Sequence[Row]) -> list[Line]:
+    """The figures that these records have."""
+    found = [_kl(rows), _ess(rows, "ESS", runs.ESS), _ess(rows, "raw ESS", runs.ESS_RAW)]
+    found += [_plain(rows, "TIS C", runs.TIS), _band(rows)]
+    found += [_share(rows, "clipped", runs.CLIP_FRACTION, "of tokens, ratio above C")]
+    found += [_share(rows, "clipped mass", runs.CLIPPED_MASS, "of the weight")]
+    found += [_share(rows, "lost", runs.LOST_TOKENS, "of tokens, weight 0"), _speed(rows)]
+    return [line for line in found if not np.isnan(line.values).all()]
+
+
+def _kl(rows: Sequence[Row]) -> Line:
+    """k3 against its limit; the robust one where k3 is infinite, or not recorded."""
+    values, limit, infinite = runs.shown_kl(rows), last(rows, runs.KL_LIMIT), bool(runs.infinite_kl(rows)[-1])
+    now = None if np.isnan(values[-1]) else float(values[-1])
+    robust = last(rows, runs.K3) is None and last(rows, runs.K3_ROBUST) is not None
+    style, against = "", ""
+    if now is not None and limit:
+        style = GOOD if now <= limit else BAD if now <= 3 * limit else WORST
+        against = f"limit {limit:.1e} ({_times(now / limit)})"
+    if infinite:
+        style, against = WORST, f"k3 infinite; limit {limit:.1e}" if limit else "k3 infinite"
+    return Line("KL k3 robust" if robust else "KL k3", _number(now, ".2e"), against, values, style, KL_SCALE)
+
+
+def _share(rows: Sequence[Row], label: str, metric: str, against: str = "") -> Line:
+    return Line(label, percent(last(rows, metric)), against, column(rows, metric), scale=Scale(low=0.0, span=1e-3))
+
+
+def _ess(rows: Sequence[Row], label: str, metric: str) -> Line:
+    now = last(rows, metric)
+    style = "" if now is None else WORST if now < LOW_ESS[0] else BAD if now < LOW_ESS[1] else GOOD
+    return Line(label, percent(now), f"least {percent(_least(rows, metric))}", column(rows, metric), style, SHARE)
+
+
+def _least(rows: Sequence[Row], metric: str) -> float | None:
+    values = column(rows, metric)
+    return float(np.nanmin(values)) if np.isfinite(values).any() else None
+
+
+def _plain(rows: Sequence[Row], label: str, metric: str) -> Line:
+    values = column(rows, metric)
+    known = values[np.isfinite(values)]
+    against = f"{known.min():.2f} to {known.max():.2f}" if known.size else ""
+    return Line(label, _number(last(rows, metric), ".2f"), against, values, scale=Scale(span=0.5))
+
+
+def _band(rows: Sequence[Row]) -> Line:
+    low, high = last(rows, runs.BAND_LOW), last(rows, runs.BAND_HIGH)
+    now = "-" if low is None or high is None else f"{low:.3g} to {high:.3g}"
+    return Line("MIS band", now, "bars: its upper end", column(rows, runs.BAND_HIGH))
+
+
+def _speed(rows: Sequence[Row]) -> Line:
+    """Of the last rollout: several steps may train on one."""
+    bars = _speed_bars(rows)
+    timed = np.flatnonzero(np.isfinite(column(rows, runs.TOKENS_PER_S)))
+    rows = rows[: timed[-1] + 1] if timed.size else []
+    now, said = last(rows, runs.TOKENS_PER_S), last(rows, runs.PREDICTED)
+    low, high = last(rows, runs.PREDICTED_LOW), last(rows, runs.PREDICTED_HIGH)
+    style, against = "", ""
+    if now is not None and said:
+        verdict = (rows[-1].get("guard") or {}).get("verdict") or {}
+        judged = verdict.get("within")  # it allows for noise
+        fine = (low is None or now >= low) if judged is None else judged
+        style = GOOD if fine else "" if verdict.get("cold") else BAD
+        against = f"predicted {said:,.0f} ({_times(now / said)})"
+        if style == BAD:
+            against = f"predicted {low:,.0f}-{high:,.0f}" if high is not None else against
+    return Line("tokens/s", _number(now, ",.0f"), against, bars, style, Scale(low=0.0, high=1.0))
+
+
+def _speed_bars(rows: Sequence[Row]) -> FloatArray:
+    """Shares of the prediction, if there is one: batches differ, so a speed alone is neither good nor bad."""
+    of_predicted = runs.columns(rows, [])[runs.SPEED]
+    return of_predicted if np.isfinite(of_predicted).any() else column(rows, runs.TOKENS_PER_S)
+
+
+def _state(rows: Sequence[Row]) -> list[RenderableType]:
+    """The decision and the alarms of the last step, and what the guard said last: not every step has a rollout."""
+    row = rows[-1]
+    told = [("decision", f"{row.get('decision') or 'none'}: {row.get('reason') or ''}".rstrip(": "), "")]
+    told += [("alarm", f"{x}: {runs.ALARMS.get(x, '')}".rstrip(": "), WORST) for x in row.get("alarms") or ()]
+    guards: list[dict[str, Any]] = [x["guard"] for x in rows if x.get("guard")]
+    guard = next((x for x in reversed(guards) if x.get("verdict") or x.get("off")), {})
+    verdict, state = guard.get("verdict") or {}, (row.get("guard") or {}).get("state") or {}
+    if verdict:
+        action = verdict.get("action", "none")
+        cold = bool(verdict.get("cold"))
+        fine = action == "none" and (cold or verdict.get("within", True))
+        advice = "" if action == "none" else f"{action}: "
+        told.append(("guard", f"{advice}{verdict.get('reason', '')}", BAD if not fine else "" if cold else GOOD))
+        told += [("  cause", cause.get("sentence", ""), BAD) for cause in verdict.get("causes") or () if not fine]
+    if guard.get("off"):
+        told.append(("guard", f"off: {guard['off']}", BAD))
+    if state.get("rung", "none") != "none":
+        told.append(("guard", f"stepped down: {state['rung']}", BAD))
+    return [Paragraph(f"{label:<{INDENT}}{text}", indent=INDENT, style=style) for label, text, style in told]
+
+
+def _news(rows: Sequence[Row]) -> list[RenderableType]:
+    news = runs.events(rows)[-NEWS:]
+    told = [Paragraph(f"{x.step:>7,}  {x.kind} {x.what}: {x.why}".rstrip(": "), 9, "dim") for x in reversed(news)]
+    return ["", Text("last events", "bold"), *told] if told else []
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}x" if ratio >= 0.01 or ratio == 0 else "<0.01x"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,175 @@
+"""The baselines: what is asked of others, and the table that is made of their answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import aic
+import baselines
+import baselines_table
+import numpy as np
+import pytest
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.cost.batch import StepBatch
+from fp8plan.model.hardware import gpu
+from fp8plan.model.profile.profile import datasheet_profile
+from fp8plan.model.rollout import step_batch
+from fp8plan.model.validate.records import Record, read_records
+from fp8plan.model.validate.validate import prepare, validate
+
+RECORD: dict[str, Any] = {
+    "model": "Qwen/Qwen3-0.6B",
+    "gpu": "h200_sxm",
+    "engine_version": "0.26.0",
+    "precision": "bf16",
+    "prompt_lengths": [100, 100, 100, 40],
+    "prompt_ids": [0, 0, 1, 0],
+    "response_lengths": [30, 90, 60, 8],
+    "seconds": 1.0,
+}
+
+
+def record(tmp_path: Path, **changes: Any) -> Record:
+    path = tmp_path / "records.jsonl"
+    path.write_text(json.dumps(RECORD | changes))
+    return read_records(path)[0]
+
+
+class LinearEngine:
+    """AIConfigurator's EngineHandle with step times that can be added up by hand: each sort of work has its price."""
+
+    TOKEN, PREFILL_PAIR, KV = 3.0, 0.01, 0.5  # milliseconds
+
+    def predict_decode_latency(self, batch: int, context: int, _: int) -> float:
+        return self.TOKEN * batch + self.KV * batch * context
+
+    def predict_prefill_latency(self, batch: int, length: int, prefix: int) -> float:
+        return self.TOKEN * batch * (length - prefix) + self._pairs(batch, length, prefix)
+
+    def mixed_step_breakdown(self, new: int, decode: int, context: int, _: int) -> tuple[float, float, float, float]:
+        attention = self.KV * decode * context
+        return np.nan, self.TOKEN * (new + decode), np.nan, attention
+
+    def run_static_per_op(
+        self, *, batch_size: int, isl: int, osl: int, prefix: int, mode: str
+    ) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+        assert (osl, mode) == (1, "static_ctx")
+        pairs = self._pairs(batch_size, isl, prefix)
+        return [("context_qkv_gemm", 1e9, 0.0, "silicon"), ("context_attention", pairs, 0.0, "silicon")], []
+
+    def _pairs(self, batch: int, length: int, prefix: int) -> float:
+        return self.PREFILL_PAIR * batch * (length - prefix) * (length + prefix) / 2
+
+
+def test_a_step_is_priced_by_its_decodes_and_its_chunks() -> None:
+    #                  decodes only, prefill only, both, nothing
+    batch = StepBatch(
+        decode_requests=np.array([4, 0, 2, 0]),
+        decode_kv_tokens=np.array([400.0, 0, 100, 0]),
+        prefill_tokens=np.array([0, 60, 30, 0]),
+        prefill_requests=np.array([0, 2, 1, 0]),
+        prefill_kv_tokens=np.array([0, 100, 30, 0]),
+        prefill_pairs=np.array([0, 0, 0, 0]),
+        sampled_requests=np.array([4, 2, 3, 0]),
+    )
+    two_chunks = 0.01 * 2 * (50**2 - 20**2) / 2  # 30 new tokens each, after 20
+    expected = [3 * 4 + 0.5 * 400, 3 * 60 + two_chunks, 3 * 32 + 0.5 * 100 + 0.01 * 30**2 / 2, 0]
+    assert aic.step_seconds(LinearEngine(), batch) * 1e3 == pytest.approx(expected)
+
+
+def test_a_simulated_rollout_pays_for_every_token_once(tmp_path: Path) -> None:
+    """With a price per token, what is left of the schedule is prompts less what is cached, and responses."""
+    run = record(tmp_path)
+    plan = prepare(run, datasheet_profile(gpu("h200"))).schedules[0]
+    engine = LinearEngine()
+    engine.KV = engine.PREFILL_PAIR = 0.0
+    milliseconds = float(plan.steps @ aic.step_seconds(engine, step_batch(plan))) * 1e3
+    prefilled = int((plan.steps * plan.prefill_tokens).sum())
+    decoded = int((plan.steps * plan.decode_requests).sum())
+    assert decoded == run.batch.responses.sum() - 4  # the first token of each comes with its prefill
+    assert prefilled == run.batch.prompts.sum() - plan.cached_tokens.sum()
+    assert milliseconds == pytest.approx(3 * (prefilled + decoded))
+
+
+def test_cached_prompt_tokens_are_whole_blocks_of_prompts_seen_before(tmp_path: Path) -> None:
+    assert aic.cached_prompt_tokens(record(tmp_path)).tolist() == [0, 96, 0, 32]
+    assert aic.cached_prompt_tokens(record(tmp_path, enable_prefix_caching=False)).tolist() == [0, 0, 0, 0]
+    assert aic.cached_prompt_tokens(record(tmp_path, prompt_ids=None)).tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_block+fp8_kv"])
+def test_the_roofline_is_below_and_the_datasheet_profile_is_fp8plan_without_measurements(
+    tmp_path: Path, precision: str
+) -> None:
+    run = record(tmp_path, precision=precision)
+    prepared = prepare(run, datasheet_profile(gpu("h200")))
+    bound, uncalibrated = (method(run, prepared)[0] for method in (baselines.roofline, baselines.datasheet))
+    weights = 0.4e9 * (2 if precision == "bf16" else 1)  # at least: 0.44B parameters outside the embedding
+    steps = run.batch.responses.max()
+    assert steps * weights / 4.8e12 < bound < uncalibrated
+
+
+def test_no_path_of_this_machine_gets_into_a_message() -> None:
+    message = "OOM: the model '/tmp/xyz-1/Qwen/Qwen3-8B'\n has no /opt/a.b/data.parquet for bf16/fp8 (tp=1)"
+    assert baselines.without_paths(message) == "OOM: the model 'Qwen3-8B' has no data.parquet for bf16/fp8 (tp=1)"
+
+
+def cell(precision: str, seconds: float, predicted: float, **more: Any) -> dict[str, Any]:
+    return {"group": "g", "precision": precision, "seconds": seconds, "predicted_s": predicted, **more}
+
+
+def line(method: str, precision: str, seconds: float | None, **more: Any) -> dict[str, Any]:
+    known = {"group": "g", "precision": precision, "kv_cache_tokens": None, "by": "tool 1.0", "date": "2026-01-01"}
+    return {**known, "method": method, "predicted_s": seconds, **more}
+
+
+ROWS = [cell("bf16", 10, 10), cell("fp8_kv", 5, 4), cell("bf16", 10.2, 10), cell("bf16", 9.9, 10)]
+
+
+def answers() -> list[dict[str, Any]]:
+    """Every method says 12 and 6 s, but one refuses bf16 and warns at fp8_kv, where its simulation says 20 and 5."""
+    names = [name for name in baselines_table.LABELS if not name.endswith("-either")]
+    kept = [line(name, p, s) for name in names for p, s in (("bf16", 12), ("fp8_kv", 6)) if "vllm" not in name]
+    refused = line("aic-vllm-estimate", "bf16", None, refusal="RuntimeError: OOM")
+    warned = line("aic-vllm-estimate", "fp8_kv", 50, warning="too large")
+    simulated = [line("aic-vllm-simulated", p, s) for p, s in (("bf16", 20), ("fp8_kv", 5))]
+    return [*kept, refused, warned, *simulated]
+
+
+def columns(text: str) -> dict[str, list[str]]:
+    found = [[part.strip() for part in row.strip("|").split("|")] for row in text.splitlines() if row.startswith("| ")]
+    labels = [*baselines_table.LABELS, "head", "rule"]
+    order = ["head", "rule", "fp8plan", *[name for name in labels if name not in ("head", "rule")]]
+    return dict(zip(order, found, strict=True))
+
+
+def test_the_table_by_hand() -> None:
+    text = baselines_table.table(ROWS, answers())
+    found = columns(text)
+    assert found["fp8plan"][1:] == ["2 of 2", "10.0%", "20.0%", "-10.0%", "0.0%", "20.0%", "50.0", "50.0", "1 of 1"]
+    assert found["roofline"][1:] == ["2 of 2", "20.0%", "20.0%", "+20.0%", "20.0%", "20.0%", "0.0", "0.0", "1 of 1"]
+    assert found["aic-vllm-estimate"][1:] == [
+        "1 of 2, 1 warned", "900.0%", "900.0%", "+900.0%", "-", "900.0%", "-", "-", "-",
+    ]  # fmt: skip
+    either = ["2 of 2", "50.0%", "100.0%", "+50.0%", "100.0%", "0.0%", "200.0", "200.0", "1 of 1"]
+    assert found["aic-vllm-either"][1:] == found["aic-vllm-simulated"][1:] == either
+    assert found["aic-sglang-either"][1:] == found["aic-sglang-estimate"][1:] == found["roofline"][1:]
+    assert "2 cells in 1 groups" in text
+    assert "within 3.0%" in text  # 9.9 to 10.2 s around 10 s
+    assert {len(row) for row in found.values()} == {10}
+
+
+def test_a_cell_that_nobody_was_asked_about_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"lacks 1 of 3 cells, first g, fp8_block; type: make baselines"):
+        baselines_table.table([*ROWS, cell("fp8_block", 5, 5)], answers())
+
+
+def test_lines_join_the_records_they_were_made_from(tmp_path: Path) -> None:
+    """The cell of a line, written from a record, is the cell of that record's row in a validation."""
+    run = record(tmp_path, kv_cache_tokens=4096)
+    (row,) = validate([run]).records
+    written = json.loads(json.dumps(baselines.cell(run)))
+    assert baselines_table.cell_of(written) == baselines_table.cell_of(row) == (run.group, "bf16", 4096)

@@ -1,0 +1,208 @@
+"""The reasons of a plan: the sentences say what the numbers say, and nothing that they do not."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import plans
+import pytest
+
+from fp8plan.model.hardware import gpu
+from fp8plan.model.plan.explain import explain
+from fp8plan.model.plan.plan import Choice
+from fp8plan.model.profile.profile import Profile, datasheet_profile
+from fp8plan.model.risk.expected import MismatchRisk, RiskBudget, ThresholdAdvice
+from fp8plan.model.rollout import Rollout, Timeline
+
+NOTHING = np.zeros(0, dtype=np.int64)
+TIMED = Rollout(
+    1.0, 0.9, 1.1, 1, 1, 0, 0, 0, 0.0, {"attention": 0.7, "gemm": 0.25, "host": 0.05}, {"host": 1.0}, (),
+    Timeline(np.ones(1), NOTHING, NOTHING, NOTHING, NOTHING),
+)  # fmt: skip
+DATASHEET = datasheet_profile(gpu("h200"))
+MEASURED = replace(DATASHEET, kind="calibrated", source="a test")
+SENTENCES = {"reasons": ("KL up to something", "a second thing")}
+RISK = MismatchRisk(**dict.fromkeys(f.name for f in fields(MismatchRisk)) | SENTENCES)  # type: ignore[arg-type]
+ADVICE = ThresholdAdvice({"token_tis": 2.0}, (0.5, 5.0), True, 100, ("token TIS at 2", "sequence MIS"))
+
+
+def row(precision: str, seconds: float, risk: str = "low", **known: Any) -> Choice:
+    facts = {
+        "makespan_s": seconds, "makespan_low_s": seconds / 2, "makespan_high_s": seconds * 2, "risk": risk,
+        "speedup": 100 / seconds, "kv_cache_tokens": 1000, "preemptions": 0, "tail_fraction": 0.0,
+        "extrapolated": False,
+    }  # fmt: skip
+    return plans.choice(precision, **(facts | known))
+
+
+def missing(precision: str, reason: str = "a test") -> Choice:
+    return plans.choice(precision, available=False, reason=reason)
+
+
+def reasons(
+    *choices: Choice,
+    chosen: int = 0,
+    accept: Any = "moderate",
+    profile: Profile = MEASURED,
+    step: bool = False,
+    tail: float = 0.0,
+) -> list[str]:
+    timed = replace(TIMED, tail_fraction=tail)
+    found = explain(choices, chosen, timed, RISK, ADVICE, RiskBudget(accept=accept), profile, step)
+    return [sentence for sentence in found if not sentence.startswith(("Mismatch: ", "Correction: ", "The time goes"))]
+
+
+def test_a_gain_is_named_with_its_interval() -> None:
+    (headline,) = reasons(row("bf16", 100), row("fp8_block", 80), chosen=1)
+    for part in ("Choose fp8_block", "80 s", "40 to 160", "1.25x as fast as bf16"):
+        assert part in headline
+    assert "RL step" not in headline
+
+
+def test_the_gain_of_the_whole_step_is_named_where_it_is_known() -> None:
+    rows = row("bf16", 100, rl_step_s=200.0), row("fp8_block", 80, rl_step_s=180.0, step_speedup=200 / 180)
+    assert "1.11x for the whole RL step" in reasons(*rows, chosen=1, step=True)[0]
+
+
+def test_it_says_that_fp8_is_not_worth_it_and_why_for_each() -> None:
+    found = reasons(row("bf16", 100), row("fp8_block", 99), row("fp8_kv", 125))
+    assert "Stay with bf16" in found[0]
+    assert "FP8 is not worth it" in found[0]
+    assert "fp8_block is only 1.0% faster" in found[1]
+    assert "mismatch" in found[1]
+    assert "fp8_kv is no faster: 0.80x" in found[2]
+    assert len(found) == 3
+
+
+def test_it_says_that_the_budget_excludes_a_faster_one() -> None:
+    found = reasons(row("bf16", 100), row("fp8_block", 50, "moderate"), accept="low")
+    assert "Stay with bf16" in found[0]
+    assert "risk budget (low)" in found[0]
+    assert "not worth it" not in found[0]
+    assert "fp8_block would be 2.00x as fast" in found[1]
+    assert "risk is moderate" in found[1]
+
+
+def test_a_gain_below_the_least_is_the_reason_though_riskier_ones_are_faster() -> None:
+    found = reasons(row("bf16", 100), row("fp8_block", 98.5), row("fp8_kv", 60, "high"))
+    assert "within the risk budget (moderate) it gains 1.5%, and less than 2% does not pay for a mismatch" in found[0]
+    assert "outside" not in found[0]
+    assert any("fp8_block is only 1.5% faster" in s for s in found)
+    assert any("fp8_kv would be 1.67x as fast, but its mismatch risk is high" in s for s in found)
+
+
+def test_layouts_that_nobody_measured_are_named() -> None:
+    rows = row("bf16", 100), row("fp8_block", 80), row("fp8_block", 60, tensor_parallel=2, extrapolated=True)
+    found = reasons(*rows, chosen=1)
+    assert any("fp8_block on 1 replica of tensor_parallel_size 2 is predicted 1.33x as fast" in s for s in found)
+    assert "There is no measurement of tensor_parallel_size 2 on h200_sxm" in found[-1]
+    assert not any("Part of this workload" in s for s in found)
+    seen = replace(MEASURED, tensor_parallel=[1, 2])
+    assert not any(
+        "measure" in s for s in reasons(*rows[:2], replace(rows[2], extrapolated=False), chosen=2, profile=seen)
+    )
+
+
+def test_a_riskier_one_that_is_slower_is_not_the_reason() -> None:
+    found = reasons(row("bf16", 100), row("fp8_block", 110, "high"))
+    assert "FP8 is not worth it" in found[0]
+    assert not any("risk" in sentence for sentence in found)
+
+
+def test_a_gain_too_small_to_tell_is_no_gain() -> None:
+    assert "fp8_block is no faster: 1.00x" in reasons(row("bf16", 100), row("fp8_block", 99.8, "high"))[1]
+
+
+def test_between_two_fp8_choices_the_one_not_taken_is_explained() -> None:
+    found = reasons(row("bf16", 100), row("fp8_block", 80.0), row("fp8_block+fp8_kv", 79.2), chosen=1)
+    assert any("fp8_block+fp8_kv is only 1.0% faster" in sentence for sentence in found)
+    assert not any(sentence.startswith("bf16") for sentence in found)
+
+
+def test_it_says_that_nothing_is_within_the_budget() -> None:
+    found = reasons(row("bf16", 100, "moderate"), row("fp8_block", 50, "high"), accept="low")
+    for part in ("No precision stays within the risk budget (low)", "bf16 has the lowest", "its risk is moderate"):
+        assert part in found[0]
+
+
+def test_fp8_that_cannot_run_is_not_called_not_worth_it() -> None:
+    (headline,) = reasons(row("bf16", 100), missing("fp8_block"), missing("fp8_kv"))
+    assert "no FP8 precision can run here" in headline
+    (headline,) = reasons(row("bf16", 100))
+    assert "no other precision was asked for" in headline
+
+
+def test_without_a_baseline_it_says_which_of_two_reasons_it_is() -> None:
+    (unfit,) = reasons(missing("bf16", "does not fit"), row("fp8_block", 80, speedup=None), chosen=1)
+    assert "bf16 does not fit" in unfit
+    (alone,) = reasons(row("fp8_block", 80, speedup=None))
+    assert "bf16 was not asked for" in alone
+    elsewhere = row("bf16", 100, tensor_parallel=2)
+    unfit_here = reasons(missing("bf16"), row("fp8_block", 80, speedup=None), elsewhere, chosen=1)
+    assert "1.25x as fast as the best bf16, on 1 replica of tensor_parallel_size 2" in unfit_here[0]
+
+
+def test_the_best_bf16_is_named_where_it_has_another_layout() -> None:
+    rows = row("bf16", 100), row("fp8_block", 50, speedup=2.0), row("bf16", 80, tensor_parallel=2)
+    headline = reasons(*rows, chosen=1)[0]
+    assert "2.00x as fast as bf16" in headline
+    assert "1.60x as fast as the best bf16, on 1 replica of tensor_parallel_size 2" in headline
+
+
+def test_preemptions_are_named_when_they_fall_and_only_then() -> None:
+    starved = row("bf16", 100, preemptions=1234)
+    better = row("fp8_kv", 60, preemptions=12, kv_cache_tokens=2000)
+    found = reasons(starved, better, chosen=1)
+    assert any("2,000 tokens instead of 1,000" in s and "from 1,234 to 12" in s for s in found)
+    for same in (starved, row("bf16", 100)):
+        other = replace(better, preemptions=same.preemptions)
+        assert not any("preemption" in s for s in reasons(same, other, chosen=1))
+    # Compared on the same layout only.
+    assert not any("preemption" in s for s in reasons(replace(starved, tensor_parallel=2), better, chosen=1))
+
+
+def test_a_long_tail_is_named_with_what_binds_it() -> None:
+    rows = row("bf16", 100), row("fp8_kv", 60)
+    (sentence,) = reasons(*rows, chosen=1, tail=0.4)[1:]
+    assert "40% of the rollout is tail" in sentence
+    assert "There the time goes to waiting for the host (100%)" in sentence
+    assert not any("tail" in s for s in reasons(*rows, chosen=1, tail=0.2))
+
+
+def test_it_says_where_the_time_goes() -> None:
+    found = explain((row("bf16", 100),), 0, TIMED, RISK, ADVICE, RiskBudget(), MEASURED, whole_step=False)
+    assert "The time goes to attention over the KV cache (70%) and linear layers (25%)." in found
+
+
+def test_layouts_are_named_only_where_there_are_several() -> None:
+    wide: dict[str, Any] = {"tensor_parallel": 4, "data_parallel": 2}
+    assert "tensor_parallel_size" not in reasons(row("bf16", 100, **wide), row("fp8_kv", 60, **wide), chosen=1)[0]
+    assert (
+        "on 2 replicas of tensor_parallel_size 4" in reasons(row("bf16", 100), row("fp8_kv", 60, **wide), chosen=1)[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("profile", "extrapolated", "part"),
+    [(DATASHEET, True, "Uncalibrated"), (MEASURED, True, "outside"), (MEASURED, False, None)],
+)
+def test_the_profile_s_limits_are_said(profile: Profile, extrapolated: bool, part: str | None) -> None:
+    found = reasons(row("bf16", 100, extrapolated=extrapolated), profile=profile)
+    assert len(found) == (1 if part is None else 2)
+    assert part is None or part in found[1]
+
+
+def test_what_was_not_measured_is_named() -> None:
+    timed = replace(TIMED, extrapolated=("gemm.bf16: m 20000, measured 1 to 16384",))
+    choices = (row("bf16", 100, extrapolated=True),)
+    found = explain(choices, 0, timed, RISK, ADVICE, RiskBudget(), MEASURED, whole_step=False)
+    assert found[-1].endswith("was measured for (gemm.bf16: m 20000, measured 1 to 16384).")
+
+
+def test_risk_and_correction_are_passed_on_as_sentences() -> None:
+    found = explain((row("bf16", 100),), 0, TIMED, RISK, ADVICE, RiskBudget(), MEASURED, whole_step=False)
+    for text in (*RISK.reasons, *ADVICE.notes):
+        assert any(text in sentence for sentence in found)
+    assert all(sentence.endswith(".") and sentence[0].isupper() for sentence in found)

@@ -1,0 +1,230 @@
+"""Profiles: round trip, what is refused, and which file is chosen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8plan.errors import ConfigError, ProfileError
+from fp8plan.model.hardware import gpu, gpus
+from fp8plan.model.profile.profile import Profile, datasheet_profile, list_profiles, load_profile
+
+NAMES = ("gemm.bf16.launch_seconds", "gemm.bf16.bandwidth_efficiency", "overhead.step_seconds")
+
+
+def calibrated(**changes: object) -> Profile:
+    """A small measured profile, with what `changes` says."""
+    facts = {
+        "gpu": "h200_sxm",
+        "engine": "vllm",
+        "engine_version": "0.26.0",
+        "kind": "calibrated",
+        "source": "test",
+        "kernel_backends": {"gemm.bf16": "cublas"},
+        "coefficients": dict(zip(NAMES, (3e-6, 0.8, 2e-4), strict=True)),
+        "log_covariance": {NAMES[0]: {NAMES[0]: 0.04, NAMES[1]: 0.01}, NAMES[1]: {NAMES[0]: 0.01, NAMES[1]: 0.01}},
+        "residuals": {"gemm.bf16": 0.04},
+        "model_error": 0.03,
+        "hull": {"gemm": {"m": (1, 16384)}},
+        "date": "2026-11-21",
+    }
+    return Profile(**{**facts, **changes})  # type: ignore[arg-type]
+
+
+def write(folder: Path, profile: Profile) -> Path:
+    path = folder / profile.gpu / f"{profile.engine}-{profile.engine_version}" / "profile.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(profile.to_json())
+    return path
+
+
+@given(
+    st.lists(st.floats(1e-9, 1.0), min_size=3, max_size=3),
+    st.floats(0, 2),
+    st.one_of(st.none(), st.tuples(st.floats(0, 10), st.floats(10, 1e6))),
+)
+def test_json_round_trip(values: list[float], model_error: float, span: tuple[float, float] | None) -> None:
+    profile = calibrated(
+        coefficients=dict(zip(NAMES, values, strict=True)),
+        model_error=model_error,
+        hull=None if span is None else {"attention": {"decode_kv_tokens": span}},
+    )
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+@pytest.mark.parametrize("card", gpus(), ids=lambda card: card.name)
+def test_datasheet_profile_is_complete_and_wide(card: object) -> None:
+    profile = datasheet_profile(card)  # type: ignore[arg-type]
+    assert (profile.kind, profile.gpu, profile.hull) == ("datasheet", card.name, None)  # type: ignore[attr-defined]
+    assert "uncalibrated" in profile.label
+    covariance = profile.covariance(list(profile.coefficients))
+    assert np.linalg.eigvalsh(covariance).min() > 0  # every coefficient of a datasheet is uncertain
+    assert set(profile.notes) == set(profile.coefficients)  # each says where it is from
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_covariance_follows_the_order_of_names_and_is_zero_elsewhere() -> None:
+    matrix = calibrated().covariance([NAMES[2], NAMES[1], NAMES[0]])
+    assert matrix.tolist() == [[0, 0, 0], [0, 0.01, 0.01], [0, 0.01, 0.04]]
+
+
+def test_exact_profile_is_used_without_a_word(tmp_path: Path) -> None:
+    write(tmp_path, calibrated())
+    assert load_profile(gpu("h200"), profiles_dir=tmp_path, strict=True) == (calibrated(), [])
+
+
+def test_nearest_version_is_used_with_a_warning_and_a_doubled_interval(tmp_path: Path) -> None:
+    write(tmp_path, calibrated(engine_version="0.25.1", model_error=0.1))
+    write(tmp_path, calibrated(engine_version="0.9.0"))
+    profile, warnings = load_profile(gpu("h200"), "0.26.0", profiles_dir=tmp_path)
+    assert profile.engine_version == "0.25.1"
+    assert profile.model_error == pytest.approx(0.2)
+    np.testing.assert_allclose(profile.covariance(NAMES), 4 * calibrated().covariance(NAMES))
+    assert "0.26.0" in warnings[0]
+    assert "0.25.1" in warnings[0]
+    with pytest.raises(ProfileError, match=r"0\.26\.0.*0\.25\.1.*--strict"):
+        load_profile(gpu("h200"), "0.26.0", strict=True, profiles_dir=tmp_path)
+
+
+def test_strict_refuses_the_datasheet(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match=r"only the datasheet.*fp8plan profiles"):
+        load_profile(gpu("h200"), strict=True, profiles_dir=tmp_path)
+
+
+def test_missing_kernel_names_the_measurement_and_the_command() -> None:
+    with pytest.raises(ProfileError, match=r"gemm\.fp8_block.*not measured.*fp8plan calibrate --gpu auto"):
+        calibrated().coefficient("gemm.fp8_block.launch_seconds")
+    with pytest.raises(ProfileError, match=r"gemm\.fp8_block.*not measured.*fp8plan calibrate --gpu auto"):
+        calibrated().backend("gemm.fp8_block")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("kind", "guessed"),
+        ("model_error", -0.1),
+        ("model_error", "small"),
+        ("coefficients", {NAMES[0]: float("nan")}),
+        ("coefficients", {NAMES[0]: -1.0}),
+        ("coefficients", {NAMES[0]: 3e-6, NAMES[1]: 1.2, NAMES[2]: 2e-4}),
+        ("coefficients", [1.0]),
+        ("log_covariance", {NAMES[0]: {NAMES[0]: 0.01, NAMES[1]: 0.2}, NAMES[1]: {NAMES[0]: 0.2, NAMES[1]: 0.01}}),
+        ("log_covariance", {NAMES[0]: {NAMES[1]: 0.2}}),
+        ("log_covariance", {NAMES[0]: 0.2}),
+        ("log_covariance", {"gemm.none": {"gemm.none": 0.1}}),
+        ("hull", {"gemm": {"m": [5, 1]}}),
+        ("hull", {"gemm": 3}),
+        ("surprise", 1),
+    ],
+)
+def test_corrupt_file_names_file_and_field(tmp_path: Path, field: str, value: object) -> None:
+    path = write(tmp_path, calibrated())
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    with pytest.raises(ProfileError) as error:
+        load_profile(gpu("h200"), profiles_dir=tmp_path)
+    assert str(path) in str(error.value)
+    assert field in str(error.value)
+
+
+def test_file_without_a_field_or_not_json(tmp_path: Path) -> None:
+    path = write(tmp_path, calibrated())
+    raw = json.loads(path.read_text())
+    del raw["model_error"]
+    path.write_text(json.dumps(raw))
+    with pytest.raises(ProfileError, match=r"profile\.json: field 'model_error' is missing"):
+        load_profile(gpu("h200"), profiles_dir=tmp_path)
+    path.write_text("{")
+    with pytest.raises(ProfileError, match=r"profile\.json is not JSON"):
+        load_profile(gpu("h200"), profiles_dir=tmp_path)
+
+
+def test_an_own_folder_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP8PLAN_PROFILES", str(tmp_path / "typo"))
+    for use in (lambda: load_profile(gpu("h200")), list_profiles):
+        with pytest.raises(ConfigError, match=r"FP8PLAN_PROFILES is .*typo, and there is no such folder; .*unset"):
+            use()
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.99.0"])
+def test_an_own_folder_without_a_profile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setenv("FP8PLAN_PROFILES", str(tmp_path))
+    warning = load_profile(gpu("h200"), version)[1][0]
+    assert warning.startswith(f"FP8PLAN_PROFILES is {tmp_path}, which holds no profile")
+    write(tmp_path, calibrated(gpu="b200"))  # of another GPU, so nothing was mistyped
+    assert not any("FP8PLAN_PROFILES" in warning for warning in load_profile(gpu("h200"), version)[1])
+
+
+def test_the_usual_folder_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FP8PLAN_PROFILES", raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    assert load_profile(gpu("h200"))[1] == []
+    own = write(tmp_path / "data" / "fp8plan" / "profiles", calibrated(gpu="h200_sxm", source="my own"))
+    assert load_profile(gpu("h200"), "0.26.0")[0].source == "my own"
+    assert list_profiles()[0].path == own
+
+
+def test_the_note_of_an_imported_profile_is_one_short_line() -> None:
+    found, warnings = load_profile(gpu("h100"), "0.24.0")
+    assert found.kind == "imported"
+    (note,) = warnings
+    assert len(note) < 120
+    assert "imported, not measured here" in note
+    assert "fp8plan profiles" in note
+
+
+def test_list_profiles(tmp_path: Path) -> None:
+    assert [entry.kind for entry in list_profiles()][-1] == "datasheet"
+    write(tmp_path, calibrated())
+    write(tmp_path, replace(calibrated(), gpu="b200_sxm", engine_version="0.25.1"))
+    found = {(entry.gpu, entry.engine_version, entry.kind) for entry in list_profiles(tmp_path)}
+    assert found == {("h200_sxm", "0.26.0", "calibrated"), ("b200_sxm", "0.25.1", "calibrated")}
+
+
+LAYERS = {"gemm.bf16": {"4096x1024": [[1, 64], [0.1, -0.2]]}}
+
+
+def test_a_layer_that_was_timed_is_interpolated_and_another_is_left_alone() -> None:
+    profile = calibrated(layers=LAYERS)
+    assert Profile.from_json(profile.to_json()) == profile
+    rows = np.array([1, 8, 64, 4096])
+    factor = profile.layer_factor("gemm.bf16", (4096, 1024), rows)
+    np.testing.assert_allclose(np.log(factor), [0.1, -0.05, -0.2, -0.2])  # 8 is half way between 1 and 64
+    for kernel, shape in (("gemm.bf16", (1024, 4096)), ("gemm.fp8_block", (4096, 1024))):
+        assert profile.layer_factor(kernel, shape, rows).tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "bad", [[[1], [0.1], [2]], [[1, 2], [0.1]], [[2, 1], [0.1, 0.1]], [[0], [0.1]], [[1], ["x"]], 3]
+)
+def test_layers_that_are_no_table_are_refused(bad: object) -> None:
+    with pytest.raises(ProfileError, match=r"layers.*4096x1024.*rising numbers of rows"):
+        calibrated(layers={"gemm.bf16": {"4096x1024": bad}})
+
+
+def test_a_layout_nobody_measured_adds_what_an_engine_nobody_measured_does() -> None:
+    own, imported = (load_profile(gpu(name), version)[0] for name, version in (("h200", "0.26.0"), ("h100", "0.24.0")))
+    assert own.kind == "calibrated"
+    assert imported.kind == "imported"
+    excess = np.sqrt(imported.model_error**2 - own.model_error**2)
+    assert own.layout_error(2) == pytest.approx(excess, rel=0.02)
+    assert own.layout_error(1) == 0
+    assert own.layout_error(8) == pytest.approx(np.sqrt(3) * own.layout_error(2))
+    seen = replace(own, tensor_parallel=[1, 4])
+    assert seen.layout_error(4) == 0
+    assert seen.layout_error(2) == seen.layout_error(8) == own.layout_error(2)
+
+
+def test_the_sizes_that_were_measured_are_kept_and_may_be_missing() -> None:
+    profile = calibrated(tensor_parallel=[1, 2])
+    assert Profile.from_json(profile.to_json()).tensor_parallel == [1, 2]
+    raw = json.loads(profile.to_json())
+    del raw["tensor_parallel"]
+    assert Profile.from_json(json.dumps(raw)).tensor_parallel == [1]
+    with pytest.raises(ProfileError, match="tensor_parallel is \\[0\\]; allowed"):
+        calibrated(tensor_parallel=[0])

@@ -1,0 +1,438 @@
+"""AdaptiveThresholds: tighter as the KL rises, within bounds, slowly back; and what all controllers share."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from math import log
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mismatch_batches import after, gaussian, mismatch_of
+
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.controller.laws import (
+    AdaptiveThresholds,
+    Alarm,
+    ConstantThresholds,
+    ControllerState,
+    Decision,
+    Escalation,
+    LeastErrorThresholds,
+)
+from fp8plan.runtime.controller.state import AdaptiveState
+from fp8plan.runtime.mismatch.metrics import Mismatch
+
+SETTINGS = (
+    AdaptiveThresholds(),
+    AdaptiveThresholds(tis=None, band=(0.5, 5.0)),
+    AdaptiveThresholds(tis=3.0, band=(0.2, 4.0), max_clipped=0.1, min_kept=0.9),
+    AdaptiveThresholds(level="sequence"),
+    AdaptiveThresholds(level="sequence", tis=None, band=(0.1, 10.0)),
+    AdaptiveThresholds(level="geometric", tis=1.1),
+    AdaptiveThresholds(level="geometric", tis=None, band=(0.9, 1.2)),
+)
+CONTROLLERS = (*SETTINGS, ConstantThresholds(), LeastErrorThresholds(noise_tokens=100.0))
+KLS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # of Gaussian log ratios; the target is 0.01
+adaptive = st.sampled_from(SETTINGS)
+reaches = st.floats(0.4, 1.0)
+kls = st.floats(0.0, 5.0)
+
+
+def batch(kl: float, sequences: int = 64, length: int = 64, seed: int = 0) -> Mismatch:
+    """Sequences of tokens whose log ratios are normal, with k3 = kl."""
+    found: Mismatch = mismatch_of(gaussian((2 * kl) ** 0.5, sequences * length, seed).reshape(sequences, length))
+    return found
+
+
+BATCHES = {kl: [batch(kl, seed=seed) for seed in range(5)] for kl in KLS}
+SEEN = {kl: found[0] for kl, found in BATCHES.items()}
+
+
+def width(thresholds: Any) -> tuple[float, ...]:
+    """How far each threshold is from 1; wider: none of them smaller."""
+    band = () if thresholds.band is None else (-log(thresholds.band[0]), log(thresholds.band[1]))
+    return (*(() if thresholds.tis is None else (log(thresholds.tis),)), *band)
+
+
+def no_wider(one: Any, other: Any) -> bool:
+    return all(x <= y * (1 + 1e-12) for x, y in zip(width(one), width(other), strict=True))
+
+
+def state_of(controller: AdaptiveThresholds, reach: float, kl: float | None) -> AdaptiveState:
+    """As after some steps that led to this reach and smoothed KL."""
+    fresh = controller.initial()
+    return controller.resume(replace(fresh, reach=reach, kl=kl, steps=9), fresh)
+
+
+def with_kl(kl: float) -> Mismatch:
+    """A batch whose limits are those of KL 0.03, with another KL."""
+    return replace(SEEN[0.03], k3_robust=kl)
+
+
+@settings(deadline=None, max_examples=200)
+@given(adaptive, reaches, kls, kls, kls, st.sampled_from(KLS))
+def test_all_else_equal_a_higher_kl_never_gives_a_wider_threshold(controller, reach, before, one, other, ratios):
+    """From any state, for ratios whose limits are the same: only the KL is another."""
+    state, seen = state_of(controller, reach, before), SEEN[ratios]
+    low, high = (controller.update(state, replace(seen, k3_robust=kl))[0] for kl in sorted((one, other)))
+    assert no_wider(high, low)
+
+
+@settings(deadline=None, max_examples=60)
+@given(adaptive, st.lists(st.sampled_from(sorted(SEEN)), min_size=1, max_size=12))
+def test_thresholds_stay_between_the_initial_ones_and_the_narrowest(controller, sequence):
+    state = controller.initial()
+    first = width(state)
+    for kl in sequence:
+        thresholds, state, decided = controller.update(state, SEEN[kl])
+        found = width(thresholds)
+        assert all(controller.narrowest * x <= y * (1 + 1e-9) for x, y in zip(first, found, strict=True))
+        assert no_wider(thresholds, controller.initial())
+        assert decided.reason
+
+
+@settings(deadline=None, max_examples=60)
+@given(adaptive, reaches, kls, st.sampled_from(sorted(SEEN)))
+def test_no_tightening_past_the_cap_or_the_floor_in_this_very_batch(controller, reach, before, kl):
+    """At the level of the thresholds. A band widens for the floor, if the initial one keeps it."""
+    seen, old = SEEN[kl], state_of(controller, reach, before)
+    thresholds, state, decided = controller.update(old, seen)
+    cut = 0.0 if thresholds.tis is None else seen.cut_share(thresholds.tis, controller.level)
+    if cut > controller.max_clipped:
+        assert state.reach >= old.reach
+    if thresholds.band is not None and seen.kept_fraction(*thresholds.band, controller.level) < controller.min_kept:
+        assert seen.kept_fraction(*old.start_band, controller.level) < controller.min_kept
+        assert state.reach >= old.reach
+    if state.reach > old.reach and state.kl > state.target_kl and decided.decision is Decision.AT_BOUND:
+        assert thresholds.band is not None
+
+
+@pytest.mark.parametrize("hold", [1, 15])
+@pytest.mark.parametrize("controller", SETTINGS)
+def test_ratios_that_spread_are_never_met_by_a_wider_threshold(controller, hold):
+    """Whether the mismatch grows in steps or stays: but where a limit stands in the way, which is said."""
+    stream = {(kl, seed): BATCHES[kl][seed % 5] for kl in KLS for seed in range(hold)}
+    state, before, last = controller.initial(), controller.initial(), None
+    for kl in KLS:
+        for seed in range(hold):
+            thresholds, state, decided = controller.update(state, stream[kl, seed])
+            if not no_wider(thresholds, before):  # a band, as far as it takes to keep the floor
+                assert decided.decision is Decision.AT_BOUND
+                tighter = tuple(x**0.97 for x in thresholds.band)  # a step of the search and a little
+                kept = [stream[kl, seed].kept_fraction(*x, controller.level) for x in (tighter, thresholds.band)]
+                assert kept[0] < controller.min_kept <= kept[1]
+            assert no_wider(thresholds, controller.initial())
+            before, last = thresholds, decided
+        if kl <= 0.01:
+            assert width(thresholds) == width(controller.initial())
+    assert last is not None
+    tighter = width(thresholds) != width(controller.initial())
+    assert tighter or last.decision is Decision.AT_BOUND
+
+
+def test_the_default_of_token_tis_over_growing_kl():
+    state, chosen = AdaptiveThresholds().initial(), []
+    for kl in KLS:
+        for seed in range(15):
+            thresholds, state, _ = AdaptiveThresholds().update(state, BATCHES[kl][seed % 5])
+        chosen.append(round(thresholds.tis, 1))
+    assert chosen == [2.0, 2.0, 2.0, 2.0, 2.0, 1.7, 1.6, 1.4, 1.3, 1.3, 1.3]
+
+
+@settings(deadline=None, max_examples=100)
+@given(adaptive, reaches, kls, st.sampled_from(sorted(SEEN)))
+def test_it_tightens_fast_and_relaxes_slowly(controller, reach, before, kl):
+    """No faster than the slew; only a limit widens at once."""
+    state = state_of(controller, reach, before)
+    _, new, _ = controller.update(state, SEEN[kl])
+    assert new.reach >= state.reach / controller.slew[0] * (1 - 1e-12)
+    calm = replace(controller, max_clipped=1.0, min_kept=1e-9, level="token")
+    assert calm.update(state, SEEN[kl])[1].reach <= state.reach * controller.slew[1] * (1 + 1e-12)
+
+
+def test_steps_up_and_down():
+    controller = AdaptiveThresholds()
+    _, state, _ = after(controller, [SEEN[1e-3]] * 10)
+    up, down = [], []
+    for _ in range(15):
+        thresholds, state, _ = controller.update(state, SEEN[0.1])
+        up.append(thresholds.tis)
+    for _ in range(40):
+        thresholds, state, _ = controller.update(state, SEEN[1e-3])
+        down.append(thresholds.tis)
+    assert up[0] < 1.8
+    assert abs(up[4] / up[-1] - 1) < 0.05  # there after five steps
+    assert down.index(2.0) >= 9  # and back, exactly, in no less than ten
+    assert set(down[down.index(2.0) :]) == {2.0}
+    assert all(y >= x for x, y in pairwise(down))
+
+
+def test_hysteresis():
+    """What moves within the dead band moves nothing, on the way up and down."""
+    controller = AdaptiveThresholds()
+    _, state, _ = after(controller, [SEEN[0.1]] * 40)
+    for factor in (0.9, 1.0, 1.1):
+        seen = replace(SEEN[0.1], k3_robust=factor * SEEN[0.1].k3_robust)
+        thresholds, _, decided = after(controller, [seen] * 10, state)
+        assert thresholds.tis == state.tis
+        assert decided.decision is Decision.HOLD
+    # Around the target nothing flutters.
+    _, state, _ = after(controller, [SEEN[1e-3]] * 3)
+    for kl in (0.009, 0.011, 0.009, 0.011):
+        thresholds, state, _ = controller.update(state, with_kl(kl))
+        assert thresholds.tis == 2.0
+
+
+@pytest.mark.parametrize("controller", SETTINGS)
+def test_a_state_restored_mid_run_decides_the_same(controller):
+    sequence = [batch(kl, seed=number) for number, kl in enumerate((1e-3, 0.1, 1.0, 0.3, 0.03, 1e-3, 1e-3))]
+    whole = after(controller, sequence)
+    for cut in range(1, len(sequence)):
+        _, state, _ = after(controller, sequence[:cut])
+        restored = ControllerState.from_dict(json.loads(json.dumps(state.to_dict())))
+        assert restored == state
+        assert controller.resume(restored, controller.initial()) == state
+        assert after(controller, sequence[cut:], restored) == whole
+
+
+@pytest.mark.parametrize("controller", SETTINGS)
+@pytest.mark.parametrize("outlier", [-20.0, 5.0, 20.0, 50.0])
+@pytest.mark.parametrize("sigma", [0.0, 0.1, 0.4])
+def test_one_token_of_any_ratio_moves_nothing(controller, outlier, sigma):
+    plain = gaussian(sigma).reshape(50, 80)
+    spoiled = plain.copy()
+    spoiled[17, 5] = outlier
+    _, state, _ = after(controller, [mismatch_of(plain)] * 40)
+    assert controller.update(state, mismatch_of(spoiled))[0] == controller.update(state, mismatch_of(plain))[0]
+    # Nor does one in every step.
+    assert (
+        after(controller, [mismatch_of(spoiled)] * 10, state)[0]
+        == after(controller, [mismatch_of(plain)] * 10, state)[0]
+    )
+
+
+@pytest.mark.parametrize("outlier", [5.0, 20.0, 50.0])
+@pytest.mark.parametrize("controller", [*SETTINGS, *CONTROLLERS[-1:]])
+def test_how_far_out_an_outlier_lies_says_nothing_even_in_a_tiny_batch(controller, outlier):
+    plain = gaussian(0.3, 160).reshape(16, 10)
+    _, state, _ = after(controller, [mismatch_of(plain)] * 6)
+    chosen = []
+    for x in (4.0, outlier):
+        spoiled = plain.copy()
+        spoiled[3, 7] = x
+        chosen.append(controller.update(state, mismatch_of(spoiled))[0])
+    assert chosen[0] == chosen[1]
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_one_bad_batch_does_not_rule_for_long_after_it(controller):
+    """1% of its tokens at e^18, among batches of KL 0.001. Where it stays that bad, it is known at once."""
+    spoiled = gaussian(0.05).reshape(50, 80)
+    spoiled[:, 0] = 18.0
+    bad = mismatch_of(spoiled)
+    assert bad.k3_robust > 1e5
+    _, state, found = after(controller, [*[SEEN[1e-3]] * 5, bad])
+    assert Alarm.KL in found.alarms
+    sounding = 0
+    while Alarm.KL in found.alarms:
+        _, state, found = controller.update(state, SEEN[1e-3])
+        sounding += 1
+    assert sounding <= 12
+    assert Alarm.BROKEN in after(controller, [*[SEEN[1e-3]] * 5, bad, bad])[2].alarms
+
+
+def test_a_thousand_calm_steps_wind_nothing_up():
+    controller = AdaptiveThresholds()
+    _, once, _ = after(controller, [SEEN[1e-4]] * 4)
+    _, long, _ = after(controller, [SEEN[1e-4]] * 1_000)
+    assert (once.reach, once.strained, once.kl) == (long.reach, long.strained, pytest.approx(long.kl))
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_what_is_not_a_number_moves_nothing(controller):
+    _, state, _ = after(controller, [SEEN[0.1]] * 3)
+    empty = mismatch_of(np.zeros((2, 0)))
+    broken = [empty] + [replace(SEEN[0.1], **{name: bad}) for name in ("k3", "k3_robust", "chi2_token", "k1")
+                        for bad in (float("nan"), None)]  # fmt: skip
+    for one in broken:
+        thresholds, same, decided = controller.update(state, one)
+        assert same == state
+        assert (thresholds.tis, thresholds.band) == (state.tis, state.band)
+        assert decided.decision is Decision.NO_DATA
+
+
+def test_warm_up_keeps_the_initial_thresholds():
+    controller = AdaptiveThresholds(tis=2.5, warm_up=3)
+    state, said = controller.initial(), []
+    for _ in range(4):
+        thresholds, state, decided = controller.update(state, SEEN[0.3])
+        said.append((thresholds.tis, decided.decision))
+    assert said[:3] == [(2.5, Decision.WARM_UP)] * 3
+    assert said[3][0] < 2.5
+    assert said[3][1] is Decision.TIGHTEN
+
+
+@pytest.mark.parametrize(
+    ("controller", "kl", "why"),
+    [
+        (AdaptiveThresholds(max_clipped=0.05), 0.3, "of the weight would be cut away, above 5.0%"),
+        (AdaptiveThresholds(tis=None, band=(0.5, 5.0), min_kept=0.9), 0.3, "of the tokens would be kept, below 90.0%"),
+        (AdaptiveThresholds(level="sequence", tis=None, band=(0.5, 2.0)), 0.1, "of the tokens would be kept"),
+        (AdaptiveThresholds(narrowest=0.9), 0.3, "as tight as it gets"),
+    ],
+)
+def test_at_a_bound_it_says_so_and_escalates_one_thing_after_the_other(controller, kl, why):
+    state, said = after(controller, [SEEN[kl]] * 30)[1], []
+    state = replace(state, strained=0)
+    for _ in range(9):
+        _, state, decided = controller.update(state, SEEN[kl])
+        assert decided.decision is Decision.AT_BOUND
+        assert why in decided.reason
+        said.append(decided.escalate)
+    steps = [None, None]
+    down = Escalation.STEP_DOWN
+    assert said == [*steps, Escalation.RECALIBRATE_KV, *steps, down, *steps, down]
+    assert (
+        "6 steps in a row beyond what thresholds can do: step down"
+        in controller.update(replace(state, strained=5), SEEN[kl])[2].reason
+    )
+    # One batch that is well again ends it, though the smoothed KL is not.
+    _, state, decided = controller.update(state, SEEN[1e-3])
+    assert (decided.escalate, state.strained) == (None, 0)
+
+
+def test_limits_that_the_initial_thresholds_pass_are_no_alarm_while_the_kl_is_as_expected():
+    """A band over long sequences drops most of them, whatever the precision: nothing to step down for."""
+    controller = AdaptiveThresholds(level="sequence", tis=None, band=(0.9, 1.1))
+    thresholds, _, decided = after(controller, [SEEN[3e-3]] * 9)
+    assert SEEN[3e-3].kept_fraction(0.9, 1.1, "sequence") < 0.3
+    assert (thresholds.band, decided.decision, decided.escalate) == ((0.9, 1.1), Decision.HOLD, None)
+
+
+@pytest.mark.parametrize("controller", [AdaptiveThresholds(), LeastErrorThresholds(), ConstantThresholds()])
+def test_a_kl_beyond_repair_escalates_at_once(controller):
+    state, said = after(controller, [SEEN[0.1]] * 2)[1], []
+    for _ in range(8):
+        _, state, decided = controller.update(state, mismatch_of(gaussian(1.0) - 3.0))
+        said.append((Alarm.BROKEN in decided.alarms, decided.escalate))
+    first = [broken for broken, _ in said].index(True)
+    steps = (True, None), (True, None)
+    assert said[first : first + 4] == [(True, Escalation.RECALIBRATE_KV), *steps, (True, Escalation.STEP_DOWN)]
+
+
+def test_alarms_tell_what_kl_does_not():
+    few = gaussian(0.05)
+    few[:60] = np.log(30.0)
+    found = ConstantThresholds().update(ConstantThresholds().initial(), mismatch_of(few))[2]
+    assert {Alarm.RAW_ESS, Alarm.CHI2, Alarm.TAIL} <= set(found.alarms)
+    broken = after(AdaptiveThresholds(), [mismatch_of(gaussian(0.5) - 2.0)] * 2)[2]
+    assert {Alarm.KL, Alarm.BROKEN} <= set(broken.alarms)
+    assert after(AdaptiveThresholds(), [SEEN[3e-3]] * 2)[2].alarms == ()
+    assert Alarm.UNIT_MEAN in after(AdaptiveThresholds(), [mismatch_of(gaussian(1.0) + 0.5)])[2].alarms
+
+
+class Planned:
+    """What controllers read of a plan."""
+
+    thresholds = {"token_tis": 1.5, "token_mis": [0.4, 3.0], "geometric_mis": [0.99, 1.01]}  # noqa: RUF012
+
+    def __init__(self, kl_k3_high: float | None) -> None:
+        self.kl_k3_high = kl_k3_high
+
+    def select(self, choice: int | str | None = None) -> Planned:
+        return self if choice is None else Planned({"bf16": 1e-4, 2: 0.5}[choice])
+
+
+def test_a_plan_gives_the_start_and_the_expected_kl():
+    plan: Any = Planned(0.2)
+    state = AdaptiveThresholds().initial(plan)
+    assert (state.tis, state.band, state.target_kl, state.limit_kl) == (1.5, None, 0.2, 0.2)
+    assert after(AdaptiveThresholds(), [SEEN[0.1]] * 9, state)[0].tis == 1.5
+    assert after(AdaptiveThresholds(), [SEEN[0.1]] * 9)[0].tis < 2.0
+    for law in (AdaptiveThresholds(), LeastErrorThresholds(), ConstantThresholds()):
+        assert [law.initial(plan, one).limit_kl for one in ("bf16", 2)] == [0.03, 0.5]
+    assert AdaptiveThresholds().initial(plan, "bf16").target_kl == 1e-4
+    state = AdaptiveThresholds().initial(Planned(1e-3))  # type: ignore[arg-type]
+    assert (state.target_kl, state.limit_kl) == (1e-3, 0.03)
+    assert after(AdaptiveThresholds(), [SEEN[3e-3]] * 9, state)[0].tis < 1.5
+    assert AdaptiveThresholds(target_kl=0.02).initial(Planned(None)).target_kl == 0.02  # type: ignore[arg-type]
+    state = AdaptiveThresholds(tis=None, band=(0.5, 5.0)).initial(plan)
+    assert (state.tis, state.band) == (None, (0.4, 3.0))
+    assert AdaptiveThresholds(tis=None, band=(0.5, 5.0), level="geometric").initial(plan).band == (0.99, 1.01)
+    assert AdaptiveThresholds(tis=3.0, level="sequence").initial(plan).tis == 3.0
+    assert ConstantThresholds(tis=2.0).initial(plan).tis == 2.0
+    state = LeastErrorThresholds(tis=None, band=(0.5, 5.0)).initial(plan)
+    assert (state.tis, state.band, state.limit_kl) == (None, (0.4, 3.0), 0.2)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tis": 1.0},
+        {"tis": float("inf")},
+        {"tis": None, "band": (2.0, 5.0)},
+        {"tis": None, "band": (0.0, 5.0)},
+        {"level": "word"},
+        {"target_kl": 0.0},
+        {"target_kl": float("nan")},
+        {"gain": -1.0},
+        {"narrowest": 0.0},
+        {"slew": (1.0, 1.05)},
+        {"dead_band": 0.9},
+        {"min_kept": 1.0},
+        {"max_clipped": 0.0},
+        {"patience": 0},
+        {"warm_up": -1},
+        {"tis": "2"},
+        {"gain": "a"},
+        {"gain": float("inf")},
+        {"slew": 2.0},
+        {"slew": (1.05, float("nan"))},
+        {"band": (0.5,)},
+        {"tis": None},
+    ],
+)
+def test_settings_that_cannot_be(wrong):
+    with pytest.raises(ConfigError, match="allowed"):
+        AdaptiveThresholds(**wrong)
+
+
+def test_a_saved_state_of_something_else_is_refused():
+    with pytest.raises(ConfigError, match=r"unknown or missing: .*kl.*to_dict"):
+        ControllerState.from_dict({"steps": 3})
+    saved = AdaptiveThresholds().initial().to_dict()
+    for wrong in (None, saved | {"reach": "x"}, saved | {"kl": "high"}, saved | {"band": [1]}):
+        with pytest.raises(ConfigError, match="allowed"):
+            ControllerState.from_dict(wrong)
+
+
+@pytest.mark.parametrize("new", [AdaptiveThresholds(), ConstantThresholds(), LeastErrorThresholds()])
+@pytest.mark.parametrize("old", [AdaptiveThresholds(), ConstantThresholds(), LeastErrorThresholds()])
+def test_a_state_of_another_law_goes_on_with_its_kl(old, new):
+    """So does one that the default saved before it tightened: those are LeastErrorThresholds' keys."""
+    _, state, _ = after(old, [SEEN[0.1]] * 5)
+    fresh = new.initial()
+    saved = ControllerState.from_dict(json.loads(json.dumps(state.to_dict())))
+    found = new.resume(saved, fresh)
+    assert type(found) is type(fresh)
+    assert (found.steps, found.kl) == (5, state.kl)
+    assert new.update(found, SEEN[0.1])[2].decision is not Decision.WARM_UP
+    if type(old) is not type(new):
+        assert found.tis == fresh.tis
+    if not isinstance(new, ConstantThresholds):
+        band = replace(new, tis=None, band=(0.5, 5.0))
+        with pytest.raises(ConfigError, match="of the same thresholds"):
+            band.resume(saved, band.initial())
+
+
+def test_the_controller_loads_no_torch():
+    code = "import sys, fp8plan.runtime.controller.laws; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=False).returncode == 0

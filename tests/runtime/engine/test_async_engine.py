@@ -1,0 +1,116 @@
+"""The same syncs under asyncio, with vLLM's AsyncLLM in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import pytest
+from tiny_models import CALIBRATION, PROMPTS, Outputs, checkpoint, cpu_plan, started_beside_references, weights
+
+from fp8plan.errors import LostEngineError, NotServingError, SyncError
+from fp8plan.runtime.engine.async_engine import AsyncRolloutEngine
+
+pytestmark = pytest.mark.vllm
+Answer = TypeVar("Answer")
+
+
+async def generate(engine: AsyncRolloutEngine) -> Outputs:
+    return [await one(engine, prompt) for prompt in PROMPTS]
+
+
+async def one(engine: AsyncRolloutEngine, prompt: list[int], tokens: int = 12) -> tuple[list[int], list[float]]:
+    from vllm import SamplingParams
+
+    how = SamplingParams(temperature=1.0, seed=1, max_tokens=tokens, ignore_eos=True, logprobs=0)
+    request = None
+    async for request in engine.generate({"prompt_token_ids": prompt}, how):  # noqa: B007 -- the last is whole
+        pass
+    (found,) = request.outputs
+    ids = list(found.token_ids)
+    return ids, [entry[token].logprob for token, entry in zip(ids, found.logprobs, strict=True)]
+
+
+@pytest.mark.parametrize(("kind", "precision"), [("dense", "fp8_block"), ("moe", "fp8_block+fp8_kv")])
+def test_syncs_alternate_between_two_sets_of_weights(kind: str, precision: str) -> None:
+    with started_beside_references(kind, precision) as (_, found):
+        expected = {which: outputs[: len(PROMPTS)] for which, outputs in found.items()}
+
+    async def steps() -> None:
+        folder = str(checkpoint(kind, "a"))
+        engine = await AsyncRolloutEngine.from_plan(cpu_plan(precision), folder, skip_tokenizer_init=True)
+        try:
+            for which in "babab":
+                report = await engine.sync_weights(weights(kind, which), kv_prompts=CALIBRATION)
+                assert report.compared > 0
+                assert await generate(engine) == expected[which]
+            await faults(engine)
+            await cancelled(engine)
+            await engine.sync_weights(weights(kind, "a"), kv_prompts=CALIBRATION)
+            assert await generate(engine) == expected["a"]
+        finally:
+            engine.shutdown()
+        await after_shutdown(engine)
+
+    async def cancelled(engine: AsyncRolloutEngine) -> None:
+        """Tasks that are cancelled at random moments leave no request, and weights that serve or are refused."""
+        chance, serves = random.Random(5), "a"
+        await engine.sync_weights(weights(kind, serves), kv_prompts=CALIBRATION)
+        for number in range(15):
+            other, version = "b" if serves == "a" else "a", engine.state.version
+            work = {
+                0: lambda: one(engine, PROMPTS[0], tokens=200),
+                1: lambda other=other: engine.sync_weights(weights(kind, other), kv_prompts=CALIBRATION),
+                2: lambda: engine.recalibrate_kv(kv_prompts=CALIBRATION),
+            }[number % 3]()
+            task = asyncio.create_task(work)
+            await asyncio.sleep(chance.uniform(0, 0.3 if number % 3 == 0 else 0.1))
+            task.cancel()
+            await asyncio.wait({task})
+            assert engine.llm.output_processor.get_num_unfinished_requests() == 0
+            serves = serves if engine.state.version == version else other
+            if not engine.serving:
+                with pytest.raises(NotServingError, match="CancelledError"):
+                    await one(engine, PROMPTS[0])
+                await engine.sync_weights(weights(kind, serves), kv_prompts=CALIBRATION)
+            assert await generate(engine) == expected[serves], f"other bits after {number}"
+
+    async def after_shutdown(engine: AsyncRolloutEngine) -> None:
+        assert not engine.serving
+        for call in (
+            lambda: one(engine, PROMPTS[0]),
+            lambda: engine.sync_weights(weights(kind, "b")),
+            engine.recalibrate_kv,
+            engine.kv_scales,
+            engine.sleep,
+            engine.wake_up,
+        ):
+            with pytest.raises(LostEngineError, match="the engine was shut down; make another with from_plan"):
+                await call()
+        engine.shutdown()
+
+    async def faults(engine: AsyncRolloutEngine) -> None:
+        running = asyncio.create_task(one(engine, PROMPTS[0], tokens=200))
+        await asyncio.sleep(0.2)
+        with pytest.raises(SyncError, match="1 requests are running"):
+            await engine.sync_weights(weights(kind, "a"), kv_prompts=CALIBRATION)
+        await running
+        measuring = asyncio.create_task(engine.recalibrate_kv(kv_prompts=CALIBRATION))
+        await asyncio.sleep(0)
+        with pytest.raises(NotServingError, match="a sync is running"):
+            await one(engine, PROMPTS[0])
+        await measuring
+        spoilt = weights(kind, "a")
+        spoilt["model.norm.weight"][0] = float("nan")
+        with pytest.raises(SyncError, match=r"not finite: model\.norm\.weight.*refuses to generate"):
+            await engine.sync_weights(spoilt, kv_prompts=CALIBRATION)
+        with pytest.raises(NotServingError, match=r"model\.norm\.weight"):
+            await one(engine, PROMPTS[0])
+
+    finished(steps())
+
+
+def finished(work: Coroutine[Any, Any, Answer]) -> Answer:
+    return asyncio.run(asyncio.wait_for(work, timeout=600))

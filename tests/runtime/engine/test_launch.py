@@ -1,0 +1,78 @@
+"""What an engine is started with, and what is refused of one that runs. No engine is started here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from plans import index
+from tiny_models import checkpoint, cpu_plan
+
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.engine.launch import Launch, launch, local_folder
+
+pytestmark = pytest.mark.vllm  # its version is checked first
+
+
+def launched(precision: str, folder: str | None = None, **more: Any) -> Launch:
+    return launch(cpu_plan(precision), folder or str(checkpoint("dense", "a")), None, (0, 0), more)
+
+
+AS_PLANNED = {
+    "e8m0": False,
+    "kv_cache_dtype": "fp8_e4m3",
+    "attention": "FlashAttentionImpl",
+    "cudagraph_mode": "FULL_AND_PIECEWISE",
+    "layers": {"QKVParallelLinear / Fp8OnlineLinearMethod": 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        ({"e8m0": True}, r"power-of-two scales although VLLM_USE_DEEP_GEMM_E8M0=0 was planned"),
+        ({"kv_cache_dtype": "bfloat16"}, "the KV cache runs as bfloat16, and fp8_block\\+fp8_kv was planned"),
+        ({"attention": "FlashInferImpl"}, "attention runs as FlashInferImpl.*allowed.*TritonAttentionImpl"),
+        ({"cudagraph_mode": "FULL"}, "cudagraph_mode is FULL, which hides prompts from KV calibration"),
+        ({"layers": {"QKVParallelLinear / UnquantizedLinearMethod": 3}}, "the layers run as QKVParallelLinear"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_an_engine_that_is_not_as_planned_is_refused(facts: dict[str, Any], says: str) -> None:
+    subject = replace(launched("fp8_block+fp8_kv"), env={"VLLM_USE_DEEP_GEMM_E8M0": "0"})  # as a GPU's plan has it
+    subject.refuse_other(AS_PLANNED)
+    with pytest.raises(ConfigError, match=says):
+        subject.refuse_other(AS_PLANNED | facts)
+
+
+def test_only_an_fp8_kv_cache_cares_how_attention_reads_scales() -> None:
+    bf16 = AS_PLANNED | {"kv_cache_dtype": "bfloat16", "cudagraph_mode": "FULL", "attention": "FlashInferImpl"}
+    launched("fp8_block").refuse_other(bf16)
+
+
+def test_a_choice_is_a_number_or_a_precision() -> None:
+    plan, folder = cpu_plan("bf16"), str(checkpoint("dense", "a"))
+    by_name, by_number = (launch(plan, folder, choice, (0, 0), {}) for choice in ("fp8_kv", index("fp8_kv")))
+    assert by_name.precision == by_number.precision == "fp8_kv"
+    assert launch(plan, folder, None, (0, 0), {}).precision == "bf16"
+
+
+def test_a_hub_id_has_its_config_and_once_it_is_here_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import errors
+
+    def missing(*args: Any, **kwargs: Any) -> str:
+        raise errors.LocalEntryNotFoundError("offline")
+
+    found = launch(cpu_plan("fp8_block"), "Qwen/Qwen3-0.6B", None, (1, 1), {})
+    assert r"re:.*\.layers\.(0|27)\..*" in found.kwargs["quantization_config"]["ignore"]  # it has 28
+    assert found.vocabulary == 151_936
+    monkeypatch.setattr("huggingface_hub.snapshot_download", missing)
+    assert found.checkpoint() is None
+    folder = checkpoint("dense", "a")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **kwargs: str(folder))
+    assert found.checkpoint() == launched("fp8_block").checkpoint()
+
+
+def test_what_is_no_name_has_no_folder() -> None:
+    assert local_folder("no such: name") is None

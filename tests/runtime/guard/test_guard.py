@@ -1,0 +1,490 @@
+"""The guard on rollouts that were measured on an H200, healthy, stalled and disturbed, and on changed ones."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fp8plan.errors import ConfigError, ProfileError
+from fp8plan.model.hardware import gpu
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.plan.explain import seconds
+from fp8plan.model.profile.profile import Profile, load_profile, profiles_path
+from fp8plan.model.validate.records import Record, read_records
+from fp8plan.model.validate.validate import validate
+from fp8plan.runtime.guard.guard import Action, Cause, Found, Guard, GuardSettings, GuardState, Verdict, update
+from fp8plan.runtime.guard.kernels import fallback
+from fp8plan.runtime.guard.observation import EngineFacts, Observation, observation_of
+from fp8plan.runtime.guard.prediction import predict
+
+VALIDATION = profiles_path() / "h200_sxm" / "vllm-0.26.0" / "validation"
+PROFILE: Profile = load_profile(gpu("h200_sxm"), "0.26.0")[0]
+LENGTHS = ("prompt_lengths", "response_lengths", "prompt_ids")
+TIMES = ("longest_step_s", "host_slowdown")
+
+
+def records(name: str) -> list[Record]:
+    return read_records(VALIDATION / f"{name}.jsonl")
+
+
+def facts_of(record: Record, **changes: Any) -> EngineFacts:
+    fields = record.fields
+    same = ("model", "gpu", "engine_version", "precision", "kernel_backends", "e8m0", "cudagraph_mode")
+    return EngineFacts(**({name: fields[name] for name in same} | {"limits": record.limits} | changes))
+
+
+def observed(record: Record, **changes: Any) -> Observation:
+    fields = record.fields
+    shown = {name: fields.get(name) for name in ("preemptions", "compiled_files", *LENGTHS, *TIMES)}
+    pool = {"kv_cache_tokens": fields["measured_kv_cache_tokens"]}
+    return Observation(**({"seconds": record.seconds} | shown | pool | changes))
+
+
+def judged(record: Record, settings: GuardSettings | None = None, **facts: Any) -> Verdict:
+    return update(GuardState(), observed(record), facts_of(record, **facts), PROFILE, settings or GuardSettings())[1]
+
+
+def pick(model: str, precision: str, workload: str, name: str = "rollouts") -> Record:
+    wanted = {"model": f"Qwen/{model}", "precision": precision, "workload": workload}
+    return next(r for r in records(name) if wanted.items() <= r.fields.items())
+
+
+def found(record: Record, cause: Cause, observation: Observation | None = None, **facts: Any) -> list[Found]:
+    case = observation or observed(record)
+    _, verdict = update(GuardState(), case, facts_of(record, **facts), PROFILE, GuardSettings())
+    return [x for x in verdict.causes if x.cause == cause]
+
+
+def slower(record: Record, factor: float) -> Observation:
+    """A rollout that takes `factor` times its predicted time."""
+    predicted = predict(facts_of(record), observed(record), PROFILE).makespan_s
+    return observed(record, seconds=factor * predicted)
+
+
+# Real rollouts
+
+
+def test_healthy_rollouts_are_as_predicted_and_cost_the_guard_next_to_nothing() -> None:
+    healthy = records("rollouts")
+    begun = time.perf_counter()
+    verdicts = [judged(record) for record in healthy]
+    spent = time.perf_counter() - begun
+    share = sum(v.within for v in verdicts) / len(verdicts)
+    print(f"{share:.1%} of {len(healthy)} healthy rollouts are within; {1e3 * spent / len(healthy):.0f} ms each")
+    assert share >= 0.95
+    assert {v.action for v in verdicts} == {Action.NONE}
+    assert all(not any(x.gap for x in v.causes) for v in verdicts if v.within)
+    assert spent < 0.01 * sum(record.seconds for record in healthy)
+
+
+def test_no_healthy_engine_is_stepped_down() -> None:
+    """Whatever came before: one more bad rollout would be enough."""
+    edge = GuardState(slow=GuardSettings().patience - 1)
+    for record in records("rollouts"):
+        _, verdict = update(edge, observed(record), facts_of(record), PROFILE, GuardSettings())
+        assert verdict.action == Action.NONE, verdict.reason
+
+
+def test_the_prediction_is_the_one_that_validate_makes_in_the_measured_pool(tmp_path: Path) -> None:
+    record = pick("Qwen3-14B", "bf16", "KV-starved")
+    pool = record.fields["measured_kv_cache_tokens"]
+    (tmp_path / "one.jsonl").write_text(json.dumps(record.fields | {"kv_cache_tokens": pool}))
+    (row,) = validate(read_records(tmp_path / "one.jsonl")).records
+    made = predict(facts_of(record), observed(record), PROFILE)
+    assert made.makespan_s == pytest.approx(row["predicted_s"], rel=1e-12)
+    assert made.rollout.preemptions == row["predicted_preemptions"] > 0
+    assert made.kv_cache_tokens == pool
+    tokens = sum(record.fields["response_lengths"])
+    assert made.tokens_per_s == pytest.approx(tokens / row["predicted_s"])
+    assert made.low_tokens_per_s == pytest.approx(tokens / row["predicted_high_s"])
+    assert made.high_tokens_per_s == pytest.approx(tokens / row["predicted_low_s"])
+
+
+def test_stalled_rollouts_are_blamed_on_the_compile_and_excused() -> None:
+    stalled = [record for record in records("stalled") if record.fields["compiled_files"]]
+    assert len(stalled) >= 12
+    for record in stalled:
+        guard = Guard(facts_of(record), profile=PROFILE)
+        for _ in range(5):
+            verdict = guard.after_rollout(observed(record))
+            assert verdict.action == Action.NONE
+        assert guard.state.slow == 0
+        assert not verdict.within
+        first = verdict.causes[0]
+        assert first.cause == Cause.COMPILING
+        assert f"{record.fields['compiled_files']} files" in first.sentence
+        assert seconds(record.fields["longest_step_s"]) in first.sentence
+        assert "VLLM_DEEP_GEMM_WARMUP=full" in first.sentence
+        # The stall is what is missing: without it the rollout is about as predicted.
+        assert first.lost_s is not None
+        assert record.seconds - first.lost_s < 1.25 * record.seconds * verdict.ratio
+        assert Cause.UNKNOWN not in {x.cause for x in verdict.causes}
+
+
+def test_a_long_first_step_alone_is_no_stall() -> None:
+    """Set aside by a rule of that day; nothing was compiled, and they are as fast as predicted."""
+    for record in records("stalled"):
+        if not record.fields["compiled_files"]:
+            verdict = judged(record)
+            assert verdict.within
+            assert not verdict.causes
+
+
+def test_a_disturbed_host_leads_nowhere() -> None:
+    """Three rollouts in a row at 1.5 to 1.7 times the predicted time, nothing compiled, the host not watched."""
+    wanted = {"model": "Qwen/Qwen3-1.7B", "precision": "fp8_block", "workload": "batch 512"}
+    disturbed = [r for r in records("again") if wanted.items() <= r.fields.items() and r.seconds > 4]
+    assert len(disturbed) >= 3
+    guard = Guard(facts_of(disturbed[0]), profile=PROFILE)
+    guard.after_rollout(observed(disturbed[0]))  # a cold start says nothing
+    for record in disturbed:
+        verdict = guard.after_rollout(observed(record))
+        assert not verdict.within
+        assert [x.cause for x in verdict.causes if x.gap] == [Cause.UNKNOWN]
+        assert verdict.action == Action.NONE
+        assert "no step down" in verdict.reason
+    watched = guard.after_rollout(observed(disturbed[0], host_slowdown=2.0))
+    assert [x.cause for x in watched.causes if x.gap] == [Cause.HOST]
+
+
+def test_in_no_run_of_another_card_is_a_compile_seen() -> None:
+    for record in records("again"):
+        assert not found(record, Cause.COMPILING)
+
+
+# Causes
+
+
+def test_without_graphs_the_loss_is_what_the_model_says_they_save() -> None:
+    record = pick("Qwen3-8B", "fp8_block", "batch 8")
+    limits = replace(record.limits, enforce_eager=True)
+    with_graphs = predict(facts_of(record), observed(record), PROFILE).makespan_s
+    without = predict(facts_of(record, limits=limits), observed(record), PROFILE).makespan_s
+    for facts in ({"limits": limits}, {"cudagraph_mode": "NONE"}):
+        (named,) = found(record, Cause.CUDA_GRAPHS_OFF, **facts)
+        assert named.lost_s == pytest.approx(without - with_graphs)
+        assert named.lost_s > with_graphs  # a step of 4 ms against one launched kernel by kernel
+        assert f"{seconds(without)} s predicted without them, {seconds(with_graphs)} with" in named.sentence
+        assert "enforce_eager" in named.sentence
+        assert not named.gap  # it is in the prediction for what ran
+    (piecewise,) = found(record, Cause.CUDA_GRAPHS_OFF, cudagraph_mode="PIECEWISE")
+    assert piecewise.gap
+    assert not found(record, Cause.CUDA_GRAPHS_OFF)
+
+
+def test_preemptions_cost_what_a_larger_pool_would_save() -> None:
+    record = pick("Qwen3-14B", "bf16", "KV-starved")
+    (named,) = found(record, Cause.PREEMPTION)
+    large = observed(record, kv_cache_tokens=10 * record.fields["measured_kv_cache_tokens"])
+    roomy = predict(facts_of(record), large, PROFILE)
+    ran = predict(facts_of(record), observed(record), PROFILE)
+    assert roomy.rollout.preemptions == 0
+    assert named.lost_s == pytest.approx(ran.makespan_s - roomy.makespan_s)
+    assert f"{record.fields['preemptions']:,} preemptions" in named.sentence
+    assert f"{ran.kv_cache_tokens:,} tokens" in named.sentence
+    assert f"{seconds(ran.makespan_s)} s predicted, {seconds(roomy.makespan_s)} in a pool" in named.sentence
+    assert not found(record, Cause.PREEMPTION, large)
+
+
+def test_preemptions_that_the_lengths_do_not_call_for_explain_a_gap() -> None:
+    record = pick("Qwen3-8B", "fp8_block+fp8_kv", "KV-starved")
+    case = replace(slower(record, 1.5), preemptions=400)
+    (named,) = found(record, Cause.PREEMPTION, case)
+    assert named.gap
+    assert "400 preemptions, 0 predicted" in named.sentence
+
+
+def test_a_pool_smaller_than_planned_is_named_where_it_costs() -> None:
+    record = pick("Qwen3-8B", "fp8_block+fp8_kv", "KV-starved")
+    whole = record.fields["measured_kv_cache_tokens"]
+    third = observed(record, kv_cache_tokens=whole // 3 // 16 * 16)
+    (named,) = found(record, Cause.KV_POOL, third)
+    assert f"{third.kv_cache_tokens:,} tokens" in named.sentence
+    assert named.lost_s is not None
+    assert named.lost_s > 0.05 * record.seconds
+    assert not found(record, Cause.KV_POOL)
+    small = pick("Qwen3-8B", "fp8_block+fp8_kv", "batch 8")  # needs next to nothing of it
+    assert not found(small, Cause.KV_POOL, observed(small, kv_cache_tokens=whole // 3 // 16 * 16))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "runs", "says"),
+    [
+        ("gemm.fp8_block", "MarlinFP8ScaledMMLinearKernel", "multiplies in BF16"),
+        ("gemm.fp8_block", "TritonFp8BlockScaledMMKernel", "seldom tuned"),
+        ("gemm.fp8_block", "CutlassFp8BlockScaledMMKernel", "VLLM_USE_DEEP_GEMM"),
+        ("gemm.fp8_block", "DeepGemmFp8BlockScaledMMKernel", "flashinfer"),
+        ("attention.fp8", "TRITON_ATTN", "attention_backend"),
+        ("moe.fp8_block", "MARLIN", "moe_backend"),
+    ],
+)
+def test_another_kernel_is_named_with_the_way_back(kernel: str, runs: str, says: str) -> None:
+    record = pick("Qwen3-30B-A3B", "fp8_block+fp8_kv", "batch 512")
+    backends = record.fields["kernel_backends"]
+    (named,) = found(record, Cause.KERNEL_FALLBACK, kernel_backends=backends | {kernel: runs})
+    assert f"{kernel} runs on {runs}" in named.sentence
+    assert PROFILE.kernel_backends[kernel] in named.sentence
+    assert says in named.sentence
+    assert not found(record, Cause.KERNEL_FALLBACK)
+    assert not found(record, Cause.KERNEL_FALLBACK, kernel_backends={})
+
+
+@pytest.mark.parametrize(
+    ("measured", "names"),
+    [
+        ("flash_attn_3", ("FLASH_ATTN", "FlashAttentionImpl")),
+        ("flashinfer", ("FLASHINFER", "FlashInferImpl")),
+        ("cpu_attn", ("CPU_ATTN", "CPUAttentionBackendImpl")),
+        ("triton", ("TRITON", "TritonExperts", "TRITON_ATTN", "TritonAttentionImpl")),
+        ("deep_gemm", ("DEEPGEMM", "DeepGemmFp8BlockScaledMMKernel")),
+        ("flashinfer_deep_gemm", ("FlashInferFp8DeepGEMMDynamicBlockScaledKernel",)),
+    ],
+)
+def test_a_kernel_has_one_name_in_the_log_and_another_in_the_code(measured: str, names: tuple[str, ...]) -> None:
+    for name in names:
+        assert fallback("attention.fp8", measured, name) is None
+    others = {"FLASH_ATTN", "FLASHINFER", "CPU_ATTN", "MARLIN"} - set(names)
+    assert all(fallback("attention.fp8", measured, name) for name in others)
+    assert fallback("gemm.bf16", "cublas", "anything") is None  # vLLM does not name it
+    assert fallback("gemm.bf16", None, "anything") is None
+
+
+def test_power_of_two_scales_are_named_where_they_need_not_be() -> None:
+    record = pick("Qwen3-8B", "fp8_block", "batch 8")
+    (named,) = found(record, Cause.E8M0, e8m0=True)
+    assert "VLLM_USE_DEEP_GEMM_E8M0=0" in named.sentence
+    assert not found(record, Cause.E8M0)
+    assert not found(record, Cause.E8M0, e8m0=None)
+    card, imported = "b200", load_profile(gpu("b200"), "0.26.0")[0]
+    _, verdict = update(
+        GuardState(), observed(record), facts_of(record, gpu=card, e8m0=True), imported, GuardSettings()
+    )
+    assert Cause.E8M0 not in {x.cause for x in verdict.causes}  # Blackwell's kernels take no others
+
+
+def test_batches_below_break_even_are_named_with_both_predictions() -> None:
+    record = pick("Qwen3-1.7B", "fp8_kv", "batch 8")
+    (named,) = found(record, Cause.SMALL_BATCH)
+    ran = predict(facts_of(record), observed(record), PROFILE)
+    bf16 = predict(facts_of(record, precision="bf16"), observed(record, kv_cache_tokens=None), PROFILE)
+    assert ran.instead["bf16"] == pytest.approx(bf16.tokens_per_s)
+    assert f"{seconds(ran.makespan_s)} s against {seconds(bf16.makespan_s)}" in named.sentence
+    assert "8 responses at a time" in named.sentence
+    assert not found(pick("Qwen3-8B", "fp8_block", "batch 8"), Cause.SMALL_BATCH)
+    assert not found(pick("Qwen3-8B", "bf16", "batch 8"), Cause.SMALL_BATCH)
+
+
+def test_a_pause_without_a_compile_is_the_hosts() -> None:
+    record = pick("Qwen3-8B", "fp8_block", "batch 8")
+    paused = replace(slower(record, 2), longest_step_s=3.0)
+    (named,) = found(record, Cause.HOST, replace(paused, compiled_files=0))
+    assert named.lost_s == pytest.approx(3.0, abs=0.1)
+    assert "took 3 s" in named.sentence
+    (named,) = found(record, Cause.COMPILING, replace(paused, compiled_files=None))  # nobody looked: likelier
+    assert "as if a kernel was compiled" in named.sentence
+    prefill = pick("Qwen3-14B", "fp8_block", "batch 512")  # steps of 0.4 s are its own
+    settings = GuardSettings(stall_s=0.1)
+    own, beyond = (replace(slower(prefill, 1.2), longest_step_s=s, compiled_files=0) for s in (0.6, 1.2))
+    for case, cause in ((own, Cause.UNKNOWN), (beyond, Cause.HOST)):
+        _, verdict = update(GuardState(), case, facts_of(prefill), PROFILE, settings)
+        assert verdict.causes[0].cause == cause
+    (named,) = found(record, Cause.HOST, replace(slower(record, 2), host_slowdown=1.8))
+    assert "1.80 times" in named.sentence
+
+
+def test_a_gap_without_any_cause_is_unknown_and_causes_are_ordered_by_what_they_cost() -> None:
+    record = pick("Qwen3-14B", "bf16", "KV-starved")
+    case = slower(record, 1.5)
+    _, verdict = update(GuardState(), case, facts_of(record), PROFILE, GuardSettings())
+    assert [x.cause for x in verdict.causes] == [Cause.UNKNOWN, Cause.PREEMPTION]
+    assert seconds(case.seconds / 3) in verdict.causes[0].sentence
+    limits = replace(record.limits, enforce_eager=True)
+    both = judged(record, GuardSettings(least_loss=0.01), limits=limits).causes
+    assert [x.cause for x in both] == [Cause.CUDA_GRAPHS_OFF, Cause.PREEMPTION]
+
+
+# Stepping down
+
+
+def rollouts(record: Record, factor: float, count: int, settings: GuardSettings | None = None, **facts: Any) -> Verdict:
+    """The verdict on the last of `count` rollouts at `factor` times the predicted time, after a cold start."""
+    guard = Guard(facts_of(record, **facts), settings, PROFILE)
+    guard.after_rollout(slower(record, 9.0))
+    verdicts = [guard.after_rollout(slower(record, factor)) for _ in range(count)]
+    assert all(v.action == Action.NONE for v in verdicts[:-1])
+    return verdicts[-1]
+
+
+def test_a_fallback_kernel_that_is_slower_than_bf16_ends_in_bf16() -> None:
+    record = pick("Qwen3-8B", "fp8_block", "batch 512")
+    marlin = {"kernel_backends": record.fields["kernel_backends"] | {"gemm.fp8_block": "MarlinFP8ScaledMMLinearKernel"}}
+    bf16 = predict(facts_of(record), observed(record), PROFILE).instead["bf16"]
+    verdict = rollouts(record, 2.0, 3, **marlin)
+    assert verdict.action == Action.ALL_BF16
+    assert f"{bf16:,.0f} tokens/s are expected after all_bf16" in verdict.reason
+    assert rollouts(record, 2.0, 2, **marlin).action == Action.NONE
+    assert rollouts(record, 1.15, 9, **marlin).action == Action.NONE  # slow, and still faster than bf16
+    assert rollouts(record, 2.0, 9).action == Action.NONE  # the same gap without a cause
+    assert rollouts(record, 2.0, 3, GuardSettings(unknown_is_fp8=True)).action == Action.ALL_BF16
+
+
+def test_only_what_goes_with_the_rung_is_cured_by_it() -> None:
+    record = pick("Qwen3-8B", "fp8_block+fp8_kv", "batch 512")
+    backends = record.fields["kernel_backends"]
+    attention = {"kernel_backends": backends | {"attention.fp8": "TRITON_ATTN"}}
+    assert rollouts(record, 2.0, 3, **attention).action == Action.KV_TO_BF16
+    gemm = {"kernel_backends": backends | {"gemm.fp8_block": "TritonFp8BlockScaledMMKernel"}}
+    assert rollouts(record, 2.0, 3, **gemm).action == Action.ALL_BF16
+
+
+def test_a_precision_that_was_a_mistake_is_left_without_any_gap() -> None:
+    """The prediction itself has BF16 ahead, here by less than the margin of the defaults."""
+    record = pick("Qwen3-1.7B", "fp8_kv", "batch 8")
+    assert rollouts(record, 1.0, 9).action == Action.NONE
+    verdict = rollouts(record, 1.0, 3, GuardSettings(margin=0.01))
+    assert verdict.within
+    assert verdict.action == Action.KV_TO_BF16
+
+
+def test_bf16_that_does_not_fit_is_no_way_out() -> None:
+    record = pick("Qwen3-14B", "fp8_block", "batch 8")
+    limits = replace(record.limits, gpu_memory_utilization=0.2)
+    facts = facts_of(record, limits=limits, kernel_backends={"gemm.fp8_block": "MarlinFP8ScaledMMLinearKernel"})
+    assert predict(facts, observed(record), PROFILE).instead == {}
+    guard = Guard(facts, profile=PROFILE)
+    verdicts = [guard.after_rollout(slower(record, 3)) for _ in range(4)]
+    assert {v.action for v in verdicts} == {Action.NONE}
+    assert "nothing faster to step down to" in verdicts[-1].reason
+
+
+def test_the_guard_follows_the_engine_down_and_resumes_from_a_checkpoint() -> None:
+    record = pick("Qwen3-8B", "fp8_block+fp8_kv", "batch 8")
+    planned = "fp8_block+fp8_kv"
+    guard, taken = Guard(facts_of(record), profile=PROFILE), []
+    for _ in range(12):
+        verdict = guard.after_rollout(observed(record, kl_k3=0.2, kv_cache_tokens=None))
+        saved = json.loads(json.dumps(guard.state_dict()))
+        facts = facts_of(record, precision=guard.precision_for(planned), kernel_backends={})
+        guard = Guard(facts, profile=PROFILE)
+        guard.load_state_dict(saved)
+        taken.append(verdict.action)
+    assert [x for x in taken if x != Action.NONE] == [Action.RECALIBRATE_KV, Action.KV_TO_BF16, Action.ALL_BF16]
+    assert [taken.index(x) for x in (Action.RECALIBRATE_KV, Action.KV_TO_BF16, Action.ALL_BF16)] == [2, 5, 8]
+    assert guard.facts.precision == "bf16"
+    assert "nothing left to step down to" in verdict.reason
+
+
+def test_the_first_rollout_of_an_engine_is_a_cold_start() -> None:
+    """Three slow ones in a row lead to BF16; the first of an engine, slow too, is none of the three."""
+    record = pick("Qwen3-8B", "fp8_block", "batch 512")
+    marlin = {"kernel_backends": record.fields["kernel_backends"] | {"gemm.fp8_block": "MarlinFP8ScaledMMLinearKernel"}}
+    guard = Guard(facts_of(record, **marlin), profile=PROFILE)
+    for _ in range(2):  # the second time the engine was started again
+        first = guard.after_rollout(slower(record, 2.0))
+        assert (first.cold, first.within, first.action, guard.state.slow) == (True, False, Action.NONE, 0)
+        assert "too slow" not in first.reason
+        assert "cold start, so it is not counted" in first.reason
+        second = guard.after_rollout(slower(record, 2.0))
+        assert (second.cold, guard.state.slow) == (False, 1)
+        assert "too slow" in second.reason
+        guard.after_rollout(slower(record, 1.0))
+        guard.engine_changed(guard.facts)
+    as_predicted = Guard(facts_of(record), profile=PROFILE).after_rollout(slower(record, 1.0))
+    assert (as_predicted.cold, as_predicted.within) == (False, True)
+    other = Guard(facts_of(record), profile=PROFILE).after_rollout(slower(record, 2.0))
+    assert Cause.UNKNOWN not in {x.cause for x in other.causes}
+
+
+def test_a_cold_start_does_not_hide_a_mismatch() -> None:
+    record = pick("Qwen3-8B", "fp8_block", "batch 8")
+    guard = Guard(facts_of(record), GuardSettings(patience=1), PROFILE)
+    verdict = guard.after_rollout(replace(slower(record, 2.0), kl_k3=0.2))
+    assert (verdict.cold, verdict.action) == (True, Action.ALL_BF16)
+
+
+def test_on_a_cpu_no_advice_is_about_a_gpu() -> None:
+    cpu = gpu("cpu")
+    profile = load_profile(cpu, "0.30.0")[0]
+    limits = replace(EngineLimits.for_gpu(cpu), max_model_len=512, num_gpu_blocks=4, block_size=128)
+    facts = EngineFacts("fp8plan/dense-50m", "cpu", "0.30.0", "fp8_kv", limits)
+    work = Observation(1.0, [256] * 8, [200] * 8)
+    slow = replace(work, seconds=9 * predict(facts, work, profile).makespan_s)
+    told = update(GuardState(), slow, facts, profile, GuardSettings())[1].causes
+    assert {Cause.UNKNOWN, Cause.PREEMPTION} <= {x.cause for x in told}
+    for cause in told:
+        assert not re.search(r"nvidia|GPU|gpu_memory|tensor_parallel|--gpu auto", cause.sentence), cause
+    (unknown,) = (x.sentence for x in told if x.cause == Cause.UNKNOWN)
+    assert "the host (top)" in unknown
+    assert "fp8plan calibrate --gpu cpu" in unknown
+
+
+# What goes in and out
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"seconds": 0.0}, "seconds is 0.0"),
+        ({"seconds": float("nan")}, "seconds is nan"),
+        ({"response_lengths": []}, "response_lengths is empty"),
+        ({"response_lengths": [4, 0]}, "response_lengths is"),
+        ({"response_lengths": [4.5, 1.0]}, "response_lengths is"),
+        ({"response_lengths": [4]}, "as many of each"),
+        ({"prompt_ids": [1]}, "as many of each"),
+        ({"kl_k3": float("nan")}, "log-probs"),
+        ({"longest_step_s": float("inf")}, "longest_step_s is inf"),
+        ({"preemptions": -1}, "preemptions is -1"),
+    ],
+)
+def test_what_no_rollout_shows_is_refused(changes: dict[str, Any], says: str) -> None:
+    fine = {"seconds": 1.0, "prompt_lengths": [3, 3], "response_lengths": [4, 5]}
+    assert Observation(**fine).tokens_per_s == 9.0
+    with pytest.raises(ConfigError, match=says):
+        Observation(**(fine | changes))
+
+
+def test_an_engine_that_cannot_be_predicted_is_refused_at_once() -> None:
+    limits = EngineLimits.for_gpu(gpu("cpu"))
+    with pytest.raises(ConfigError, match="the guard cannot predict this engine"):
+        Guard(EngineFacts("Qwen/Qwen3-0.6B", "cpu", "0.30.0", "fp8_block", limits))
+    known = {name: value for name, value in PROFILE.coefficients.items() if not name.startswith("gemm.fp8_block")}
+    without = replace(PROFILE, coefficients=known, log_covariance={})
+    with pytest.raises(ProfileError, match="the guard cannot predict this engine"):
+        Guard(facts_of(pick("Qwen3-8B", "fp8_block", "batch 8")), profile=without)
+
+
+def test_a_near_engine_version_is_used_with_a_warning() -> None:
+    record = pick("Qwen3-8B", "fp8_block", "batch 8")
+    assert Guard(facts_of(record)).warnings == []
+    guard = Guard(facts_of(record, engine_version="0.27.0"))
+    assert "no profile of h200_sxm for vllm 0.27.0" in guard.warnings[0]
+    near, exact = guard.after_rollout(observed(record)), judged(record)
+    assert near.low_tokens_per_s < exact.low_tokens_per_s
+
+
+def test_a_verdict_can_be_logged() -> None:
+    verdict = judged(pick("Qwen3-14B", "bf16", "KV-starved"))
+    plain = json.loads(json.dumps(verdict.to_dict()))
+    assert plain["action"] == "none"
+    assert plain["causes"][0]["cause"] == "preemption"
+    assert plain["ratio"] == pytest.approx(plain["tokens_per_s"] / plain["predicted_tokens_per_s"])
+
+
+def test_outputs_become_an_observation() -> None:
+    def output(prompt: list[int], *responses: int) -> Any:
+        return SimpleNamespace(
+            prompt_token_ids=prompt, outputs=[SimpleNamespace(token_ids=[7] * tokens) for tokens in responses]
+        )
+
+    outputs = [output([1, 2], 3, 4), output([5, 6, 7], 2, 0), output([1, 2], 6)]
+    got = observation_of(outputs, 2.0, preemptions=1)
+    assert got == Observation(2.0, (2, 2, 3, 2), (3, 4, 2, 6), (0, 0, 1, 0), preemptions=1)
+    with pytest.raises(ConfigError, match="empty"):
+        observation_of([output([1], 0)], 2.0)

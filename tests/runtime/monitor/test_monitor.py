@@ -1,0 +1,789 @@
+"""Monitor.step: one call that measures, decides, corrects, judges and records, on one rank or several."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import correction_speed
+import numpy as np
+import pytest
+import torch
+from plans import choice, plan
+from simulated_run import simulated
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.validate.records import read_records
+from fp8plan.model.validate.validate import validate
+from fp8plan.runtime.controller.laws import (
+    AdaptiveThresholds,
+    Alarm,
+    ConstantThresholds,
+    Decision,
+    LeastErrorThresholds,
+)
+from fp8plan.runtime.correction.correct import CorrectionSettings, Rejection, Thresholds, correct
+from fp8plan.runtime.correction.verl import from_verl
+from fp8plan.runtime.guard.guard import Guard
+from fp8plan.runtime.guard.observation import EngineFacts, Observation
+from fp8plan.runtime.mismatch.metrics import measure
+from fp8plan.runtime.mismatch.tokens import pack
+from fp8plan.runtime.monitor.monitor import Monitor, Step
+from fp8plan.runtime.monitor.record_shape import is_record
+from fp8plan.runtime.monitor.run_file import RunReader, plain
+from fp8plan.runtime.monitor.sinks import Callback, JsonLines
+from fp8plan.views.run import columns as runs
+
+FACTS = EngineFacts("Qwen/Qwen3-0.6B", "h200_sxm", "0.26.0", "fp8_block+fp8_kv", EngineLimits(max_num_seqs=64))
+SEEN = Observation(seconds=0.9, prompt_lengths=[16] * 6, response_lengths=[64] * 6, prompt_ids=[0, 0, 0, 1, 1, 1])
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+MASKING = CorrectionSettings(
+    mode="mis",
+    thresholds=Thresholds(None, (0.5, 2.0)),
+    reject=(Rejection("seq_mean", "k3", 0.3), Rejection("token", "k1", 3.0, 0.2)),
+    veto=1e-2,
+)
+BY_SEQUENCE = CorrectionSettings(level="sequence", thresholds=Thresholds(1.5), batch_normalize=True)
+
+
+def batch(seed: int = 0, sigma: float = 0.05, rows: int = 6, length: int = 64) -> Batch:
+    """(train, rollout, mask): log-probs whose difference is normal with -sigma^2/2, sigma^2; a third is padding."""
+    chance = torch.Generator().manual_seed(seed)
+    rollout = -2 * torch.rand(rows, length, generator=chance)
+    train = rollout + sigma * torch.randn(rows, length, generator=chance) - sigma**2 / 2
+    return train, rollout, torch.rand(rows, length, generator=chance) > 0.33
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    reader = RunReader(path)
+    reader.read()
+    assert (reader.skipped, reader.replaced) == (0, 0)
+    return reader.rows
+
+
+def same(one: Step, other: Step) -> None:
+    assert one.weights is not None
+    assert torch.equal(torch.as_tensor(one.weights), torch.as_tensor(other.weights))
+    assert torch.equal(torch.as_tensor(one.mask), torch.as_tensor(other.mask))
+    assert (one.thresholds, one.decided) == (other.thresholds, other.decided)
+
+
+def test_a_step_is_its_parts_in_order() -> None:
+    settings = CorrectionSettings(thresholds=Thresholds(tis=1.5))
+    monitor, controller = Monitor(settings), AdaptiveThresholds(tis=1.5)
+    state = controller.initial(None)
+    for seed in range(8):
+        given = batch(seed, sigma=0.2 + 0.1 * seed)
+        step = monitor.step(*given)
+        tokens = pack(*given)
+        mismatch = measure(tokens).metrics()
+        thresholds, state, decided = controller.update(state, mismatch)
+        expected = correct(tokens, replace(settings, thresholds=thresholds))
+        assert step.weights is not None
+        assert torch.equal(step.weights, expected.weights)
+        assert torch.equal(step.mask, expected.mask)
+        assert (step.thresholds, step.decided, step.mismatch) == (thresholds, decided, mismatch)
+        assert not step.weights.requires_grad
+        for name, value in expected.metrics.items():
+            assert step.metrics[name] == value
+        assert step.metrics["rollout_corr/kl"] == mismatch.k1
+        assert step.metrics["rollout_corr/k3_kl"] == mismatch.k3
+        assert step.metrics[runs.TIS] == thresholds.tis
+
+
+def test_padded_packed_and_numpy_batches_are_one_batch() -> None:
+    train, rollout, mask = batch(sigma=0.4)
+    lengths = mask.sum(1)
+    padded = Monitor().step(train, rollout, mask)
+    packed = Monitor().step(train[mask], rollout[mask], lengths=lengths)
+    array = Monitor().step(train.numpy(), rollout.numpy(), mask.numpy())
+    assert padded.weights is not None
+    assert torch.equal(padded.weights[mask], torch.as_tensor(packed.weights))
+    assert isinstance(array.weights, np.ndarray)
+    same(padded, array)
+    timeless = {name for name in padded.metrics if name != "fp8plan/monitor_s"}
+    assert {x: packed.metrics[x] for x in timeless} == {x: padded.metrics[x] for x in timeless}
+
+
+def test_a_record_has_what_the_views_read_and_validate_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with Monitor(sinks=[JsonLines(path)], guard=Guard(FACTS)) as monitor:
+        for seed in range(3):
+            step = monitor.step(*batch(seed), versions=[seed] * 6, rollout=SEEN)
+    assert monitor.failures == [0]
+    row = json.loads(path.read_text().splitlines()[-1])  # as it stands there: RunReader drops the lengths
+    model = simulated(1)[0]  # what the tests of the views show
+    assert set(model) <= set(row)
+    assert set(model["metrics"]) <= set(row["metrics"])
+    assert set(model["profile"][0]) == set(row["profile"][0])
+    assert set(model["guard"]) == set(row["guard"])
+    assert set(model["guard"]["verdict"]) == set(row["guard"]["verdict"])
+    assert (row["step"], row["decision"], row["reason"]) == (3, step.decided.decision, step.decided.reason)
+    assert row["thresholds"] == {"tis": step.thresholds.tis, "band": None}
+    assert row["metrics"] == json.loads(json.dumps(dict(step.metrics)))
+    assert list(row["versions"]) == ["2"]
+    assert set(runs.ALARMS) == {x.value for x in Alarm}
+    for record in read_records(path):
+        assert record.fields["precision"] == "fp8_block+fp8_kv"
+        assert record.limits.max_num_seqs == 64
+        assert record.batch.responses.tolist() == [64] * 6
+    found = validate(read_records(path)).records
+    assert step.verdict is not None
+    predicted = 6 * 64 / found[-1]["predicted_s"]
+    assert step.verdict.predicted_tokens_per_s == pytest.approx(predicted)  # the same prediction, of the same record
+
+
+def test_the_fields_of_a_rollout_record_do_as_well_as_an_observation() -> None:
+    taken: list[Any] = []
+    fields = {
+        "seconds": 0.9, "prompt_lengths": [16] * 6, "response_lengths": [64] * 6, "prompt_ids": [0, 0, 0, 1, 1, 1],
+        "preemptions": np.int64(0), "boot": "a1",
+    }  # fmt: skip
+    fields |= {"prompt_lengths": np.full(6, 16), "response_lengths": torch.full((6,), 64)}
+    for rollout in (SEEN, fields):
+        with Monitor(sinks=[Callback(taken.append)], guard=Guard(FACTS)) as monitor:
+            step = monitor.step(*batch(), rollout=rollout)
+            assert step.verdict is not None
+    one, other = taken
+    assert one["guard"] == other["guard"]
+    assert one["metrics"][runs.TOKENS_PER_S] == pytest.approx(6 * 64 / 0.9)
+    assert (other["boot"], other["response_lengths"]) == ("a1", one["response_lengths"])
+
+
+def test_without_a_guard_the_speed_is_told_and_what_runs() -> None:
+    taken: list[Any] = []
+    with Monitor(sinks=[Callback(taken.append)], facts=FACTS) as monitor:
+        monitor.step(*batch(), rollout=SEEN)
+        monitor.step(*batch(), rollout=SEEN, number=17)
+    assert [(x["step"], x["precision"], x["guard"]) for x in taken] == [(n, FACTS.precision, None) for n in (1, 17)]
+    assert taken[0]["metrics"][runs.TOKENS_PER_S] == pytest.approx(6 * 64 / 0.9)
+    assert runs.PREDICTED not in taken[0]["metrics"]
+
+
+class Engine:
+    """What a Monitor takes from a RolloutEngine; test_engine_follow.py has a real one."""
+
+    def __init__(self) -> None:
+        self.guard, self.guard_off = Guard(FACTS), None
+        self.verdict: Any = None
+        self.observation: Observation | None = None
+        self.told: list[float] = []
+
+    def rollout(self, kl_k3: float) -> None:
+        self.observation = replace(SEEN, kl_k3=kl_k3)
+        self.verdict = self.guard.after_rollout(self.observation)
+
+    def report_kl(self, kl_k3: float) -> None:
+        self.told.append(kl_k3)
+
+    def engine_facts(self) -> EngineFacts:
+        return self.guard.facts
+
+
+def test_an_engine_gives_rollout_verdict_and_what_runs_once_and_is_told_the_kl() -> None:
+    taken: list[Any] = []
+    engine = Engine()
+    monitor = Monitor(sinks=[Callback(taken.append)], engine=engine)  # type: ignore[arg-type]
+    engine.rollout(kl_k3=1.0)
+    first, second = (monitor.step(*batch()) for _ in range(2))  # two steps on one rollout
+    assert (first.verdict, second.verdict) == (engine.verdict, None)
+    assert engine.told == [x.mismatch.k3_robust for x in (first, second)]
+    assert taken[0]["guard"] == {"verdict": engine.verdict.to_dict(), "state": engine.guard.state_dict(), "off": None}
+    assert [x.get("seconds") for x in taken] == [0.9, None]
+    assert [x["precision"] for x in taken] == [FACTS.precision] * 2
+    assert engine.guard.state.mismatched == 1  # it was asked by the engine alone
+    restored = Monitor(engine=Engine())  # type: ignore[arg-type]
+    restored.load_state_dict(monitor.state_dict())
+    assert restored.guard is not None
+    assert restored.guard.state == engine.guard.state
+
+
+class Launched(Engine):
+    def __init__(self, precision: str) -> None:
+        super().__init__()
+        self.launch = SimpleNamespace(precision=precision)
+
+
+KLS = {"bf16": 0.001, "fp8_block": 0.02, "fp8_block+fp8_kv": 0.2}
+PLAN = plan(choices=tuple(choice(name, kl_k3_high=kl) for name, kl in KLS.items()), chosen=2)
+
+
+@pytest.mark.parametrize("controller", [AdaptiveThresholds(), LeastErrorThresholds(), ConstantThresholds()])
+def test_the_kl_that_is_expected_is_that_of_the_precision_that_runs(controller: Any) -> None:
+    """Of another choice than the plan's own, and after a step down; and what a checkpoint says changes nothing."""
+    engine: Any = Launched("fp8_block")
+    assert Monitor(controller=controller, plan=PLAN).state.limit_kl == 0.2
+    monitor = Monitor(controller=controller, plan=PLAN, engine=engine)
+    assert monitor.state.limit_kl == 0.03
+    engine.launch.precision = "fp8_block+fp8_kv"
+    assert monitor.step(*batch()).metrics[runs.KL_LIMIT] == 0.2
+    saved = monitor.state_dict()
+    engine.launch.precision = "bf16"  # stepped down
+    assert monitor.step(*batch()).metrics[runs.KL_LIMIT] == 0.03
+    assert getattr(monitor.state, "target_kl", 0.001) == 0.001
+    monitor.load_state_dict(saved)
+    assert monitor.step(*batch()).metrics[runs.KL_LIMIT] == 0.03
+    assert monitor.state.steps == 2
+    with pytest.raises(ConfigError, match="allowed"):
+        Monitor(controller=controller, plan=PLAN, engine=Launched("fp4"))  # type: ignore[arg-type]
+    engine.launch.precision = "fp4"  # of another plan
+    with pytest.warns(RuntimeWarning, match="before the step down"):
+        assert monitor.step(*batch()).metrics[runs.KL_LIMIT] == 0.03
+
+
+def test_an_engine_that_cannot_say_what_runs_costs_no_step() -> None:
+    class Dead(Engine):
+        def engine_facts(self) -> EngineFacts:
+            raise RuntimeError("it has died")
+
+    taken: list[Any] = []
+    monitor = Monitor(sinks=[Callback(taken.append)], engine=Dead())  # type: ignore[arg-type]
+    with pytest.warns(RuntimeWarning, match="it has died"):
+        monitor.step(*batch(), rollout=SEEN)
+    monitor.step(*batch(), rollout=SEEN)  # a second warning would be an error
+    assert [x["seconds"] for x in taken] == [0.9, 0.9]
+    assert "model" not in taken[0]
+
+
+@pytest.mark.parametrize(
+    "rollout",
+    [
+        {"seconds": 1.0, "started": object()},
+        {"seconds": 1.0, "prompt_lengths": [1, 2], "response_lengths": [3, None]},
+        {"seconds": "1 s", "prompt_lengths": [1], "response_lengths": [[3]]},
+        {"seconds": 1.0},
+        {"seconds": 1.0, "prompt_lengths": [1], "response_lengths": [2], "preemptions": 1.5},
+        {"max_num_seqs": "64"},
+        {3: b"4"},
+        {"model": 0},
+        [{"seconds": 1.0}],
+    ],
+)
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_rollout_that_is_not_what_it_should_be_costs_no_step(rollout: Any, guarded: bool) -> None:
+    taken: list[Any] = []
+    monitor = Monitor(sinks=[Callback(taken.append)], guard=Guard(FACTS) if guarded else None)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        step = monitor.step(*batch(), rollout=rollout)
+    assert len(told) == 1
+    assert "left out of the record" in str(told[0].message)
+    assert (monitor.steps, [x["step"] for x in taken]) == (1, [1])
+    monitor.step(*batch())  # as if none had been given
+    assert set(taken[0]) == set(taken[1])
+    assert taken[0].get("model") == taken[1].get("model")
+    assert is_record(plain(taken[0]))
+    assert step.verdict is None
+    assert (taken[0]["guard"] is not None) == guarded
+    assert runs.TOKENS_PER_S not in step.metrics
+
+
+def test_fields_of_a_rollout_that_are_the_monitors_own_are_not_the_callers() -> None:
+    given = {"seconds": 1.0, "prompt_lengths": [3], "response_lengths": [5], "boot": "a1"}
+    theirs = {"date": time.time(), "step": "seven", "metrics": {"mine": {}}, "profile": "fast", "alarms": 0}
+    for guard in (None, Guard(FACTS)):
+        taken: list[Any] = []
+        Monitor(sinks=[Callback(taken.append)], guard=guard).step(*batch(), rollout=given | theirs)
+        assert {name: taken[0][name] for name in given} == given
+        assert is_record(plain(taken[0]))
+        assert taken[0]["step"] == 1
+
+
+@pytest.mark.parametrize("guard", [None, Guard(FACTS)])
+def test_a_rollout_that_was_not_timed_is_none(guard: Any) -> None:
+    step = Monitor(guard=guard).step(*batch(), rollout={"seconds": None, "boot": "a1"})  # a warning would be an error
+    assert step.verdict is None
+    assert runs.TOKENS_PER_S not in step.metrics
+
+
+@pytest.mark.parametrize("number", [7, np.int64(7), torch.tensor(7)])
+def test_a_number_of_a_step_is_whole_whatever_its_type(number: Any) -> None:
+    monitor = Monitor()
+    monitor.step(*batch(), number=number)
+    restored = Monitor()
+    restored.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
+    assert restored.steps == 7
+    with pytest.raises(ConfigError, match="allowed: a whole number"):
+        monitor.step(*batch(), number=7.0)  # type: ignore[arg-type]
+    assert monitor.steps == 7
+
+
+@pytest.mark.parametrize(
+    ("mode", "controller", "says"),
+    [
+        ("tis", AdaptiveThresholds(tis=None, band=(0.5, 5.0)), "AdaptiveThresholds.tis=None"),
+        ("tis", ConstantThresholds(None, (0.5, 5.0)), "ConstantThresholds.tis=None"),
+        ("icepop", ConstantThresholds(), "ConstantThresholds.band=None"),
+        ("mis", AdaptiveThresholds(), "AdaptiveThresholds.band=None"),
+    ],
+)
+def test_a_controller_gives_what_the_settings_use(mode: Any, controller: Any, says: str) -> None:
+    band = None if mode == "tis" else (0.5, 5.0)
+    with pytest.raises(ConfigError, match=says):
+        Monitor(CorrectionSettings(mode=mode, thresholds=Thresholds(2.0, band)), controller)
+
+
+def test_constant_thresholds_are_those_of_the_settings_also_after_a_checkpoint_of_others() -> None:
+    before, after = Monitor(controller=ConstantThresholds(2.0)), Monitor(controller=ConstantThresholds(5.0))
+    before.step(*batch())
+    after.load_state_dict(before.state_dict())
+    assert after.step(*batch()).thresholds.tis == 5.0
+
+
+def test_a_resumed_monitor_has_its_own_limit_and_bounds() -> None:
+    for old, expected in (
+        (LeastErrorThresholds(tis=8.0, warm_up=9, limit_kl=0.01), [4.0, 2.0, 3.0]),
+        (AdaptiveThresholds(tis=8.0, limit_kl=0.01), [2.0, 2.0, 3.0]),
+    ):
+        before = Monitor(controller=old)
+        before.step(*batch())
+        saved = json.loads(json.dumps(before.state_dict()))
+        found = []
+        for controller in (
+            LeastErrorThresholds(bounds=(1.05, 4.0), warm_up=9, limit_kl=0.5),
+            ConstantThresholds(2.0, None, 0.5),
+            AdaptiveThresholds(tis=3.0, limit_kl=0.5),
+        ):
+            after = Monitor(controller=controller)
+            after.load_state_dict(saved)
+            step = after.step(*batch())
+            found.append(step.thresholds.tis)
+            assert step.metrics[runs.KL_LIMIT] == 0.5
+            assert after.steps == 2
+        assert found == expected
+
+
+@pytest.mark.parametrize("controller", [AdaptiveThresholds, ConstantThresholds, LeastErrorThresholds])
+def test_a_resumed_band_has_the_lower_end_of_the_settings(controller: Any) -> None:
+    def monitor(low: float) -> Monitor:
+        settings = CorrectionSettings(mode="mis", thresholds=Thresholds(None, (low, 2.0)))
+        return Monitor(settings, controller(None, (low, 2.0)))
+
+    for before, now in ((0.5, 0.1), (0.1, 0.5)):
+        old, new, fresh = monitor(before), monitor(now), monitor(now)
+        for seed in range(5):
+            old.step(*batch(seed))
+        new.load_state_dict(old.state_dict())
+        bands = [[one.step(*batch(seed)).thresholds.band for seed in range(5, 11)][-1] for one in (new, fresh)]
+        assert bands[0][0] == bands[1][0] == now
+
+
+def test_only_the_threshold_that_the_mode_uses_is_controlled() -> None:
+    settings = CorrectionSettings(mode="mis", thresholds=Thresholds(10.0, (0.5, 2.0)))
+    for controller in (
+        None,
+        AdaptiveThresholds(band=(0.5, 2.0), max_clipped=0.2),
+        LeastErrorThresholds(band=(0.5, 2.0), noise=2.0, max_clipped=0.2),
+    ):
+        monitor = Monitor(settings, controller)
+        for seed in range(5):
+            step = monitor.step(*batch(seed, sigma=1.2))
+            assert step.thresholds.tis is None
+            assert "weight" not in step.decided.reason
+
+
+@pytest.mark.parametrize("threshold", [1.0, 0.5, "2.0_5.0"])
+def test_settings_of_verl_that_cannot_tighten_stay_as_they_are(threshold: Any) -> None:
+    settings = from_verl({"rollout_is": "token", "rollout_is_threshold": threshold})
+    monitor = Monitor(settings)
+    steps = [monitor.step(*batch(seed, sigma=1.0)) for seed in range(3)]
+    used, other = ("tis", "band") if settings.mode == "tis" else ("band", "tis")
+    assert {getattr(step.thresholds, used) for step in steps} == {getattr(settings.thresholds, used)}
+    assert {getattr(step.thresholds, other) for step in steps} == {None}
+
+
+def test_an_engine_whose_rollout_cannot_be_seen_says_why() -> None:
+    taken: list[Any] = []
+    engine = Engine()
+    engine.guard_off = "boom"  # type: ignore[assignment]
+    monitor = Monitor(sinks=[Callback(taken.append)], engine=engine)  # type: ignore[arg-type]
+    with pytest.warns(RuntimeWarning, match="boom"):
+        monitor.step(*batch())
+    monitor.step(*batch())  # told already
+    assert [x["guard"]["off"] for x in taken] == ["boom", "boom"]
+
+
+def test_a_checkpoint_of_other_thresholds_or_of_another_grid_is_refused() -> None:
+    band = CorrectionSettings(mode="icepop", thresholds=Thresholds(None, (0.5, 5.0)))
+    saved = Monitor().state_dict()
+    with pytest.raises(ConfigError, match="of the same thresholds"):
+        Monitor(band).load_state_dict(saved)
+    least = Monitor(controller=LeastErrorThresholds())
+    saved = least.state_dict()
+    saved["controller"]["tail"] = [0.1, 0.0]
+    with pytest.raises(ConfigError, match="a tail of 2 bounds"):
+        least.load_state_dict(saved)
+
+
+def test_an_engine_that_does_not_judge_itself_is_refused() -> None:
+    class AsyncRolloutEngine:
+        guard = None
+
+    with pytest.raises(ConfigError, match=r"AsyncRolloutEngine.*guard=engine\.guard"):
+        Monitor(engine=AsyncRolloutEngine())  # type: ignore[arg-type]
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # as where it is not installed
+import numpy as np
+import fp8plan
+from fp8plan.runtime.mismatch.tokens import pack
+
+for name in fp8plan.__all__:
+    getattr(fp8plan, name)
+settings = fp8plan.from_verl({"rollout_is": "token"})
+assert settings == fp8plan.CorrectionSettings(thresholds=fp8plan.Thresholds(2.0))
+assert fp8plan.AdaptiveThresholds().initial().tis == 2.0
+work = fp8plan.Workload(8, 4, fp8plan.Fixed(128), fp8plan.Fixed(256))
+plan = fp8plan.plan("Qwen/Qwen3-8B", "h200_sxm", work)
+zeros = np.zeros((2, 3))
+for needs in (
+    lambda: fp8plan.Monitor(),
+    lambda: pack(zeros, zeros),
+    lambda: fp8plan.RolloutEngine.from_plan(plan),
+    lambda: fp8plan.AsyncRolloutEngine.from_plan(plan).send(None),
+    lambda: fp8plan.probe("Qwen/Qwen3-8B", gpu="cpu"),
+):
+    try:
+        needs()
+    except fp8plan.Fp8PlanError as error:
+        assert "needs torch" in str(error) and "pip install 'fp8plan[vllm]'" in str(error), error
+    else:
+        raise AssertionError("it worked")
+"""
+
+
+def test_without_torch_what_needs_it_says_so_and_the_rest_works() -> None:
+    subprocess.run([sys.executable, "-W", "error", "-c", WITHOUT_TORCH], check=True)
+
+
+def test_gradient_norms_are_told_and_saved() -> None:
+    monitor, restored = (Monitor(controller=LeastErrorThresholds()) for _ in range(2))
+    for _ in range(10):  # as clip_grad_norm_ gives them, and numpy
+        monitor.report_gradients(
+            norm2_small=torch.tensor(3.0), tokens_small=torch.tensor(100),  # type: ignore[arg-type]
+            norm2_large=np.float32(1.2), tokens_large=1000,  # type: ignore[arg-type]
+        )  # fmt: skip
+    restored.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
+    for one in (monitor, restored):
+        reasons = [one.step(*batch()).decided.reason for _ in range(2)]
+        assert f"noise {200 / int(batch()[2].sum()):.2g} of the gradient" in reasons[-1]  # V = 200, |G|^2 = 1
+    with pytest.raises(ConfigError, match="small < large"):
+        monitor.report_gradients(norm2_small=3.0, tokens_small=100, norm2_large=1.2, tokens_large=100)
+
+
+@pytest.mark.parametrize("controller", [None, ConstantThresholds()])
+def test_gradient_norms_that_nobody_uses_are_told_to_be_unused_once(controller: Any) -> None:
+    monitor = Monitor(controller=controller)
+    before = monitor.state
+    with pytest.warns(RuntimeWarning, match="only LeastErrorThresholds"):
+        monitor.report_gradients(norm2_small=3.0, tokens_small=100, norm2_large=1.2, tokens_large=1000)
+    monitor.report_gradients(norm2_small=3.0, tokens_small=100, norm2_large=1.2, tokens_large=1000)
+    assert monitor.state == before
+
+
+LOOSE = CorrectionSettings(mode="icepop", thresholds=Thresholds(None, (0.5, 5.0)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        CorrectionSettings(),
+        LOOSE,
+        replace(LOOSE, mode="mis"),
+        CorrectionSettings(level="sequence", thresholds=Thresholds(5.0)),
+        CorrectionSettings(level="geometric", thresholds=Thresholds(1.5)),
+        replace(LOOSE, level="geometric", thresholds=Thresholds(None, (0.6, 1.7))),
+    ],
+)
+def test_the_default_tightens_when_the_kl_rises_and_never_loosens(settings: CorrectionSettings) -> None:
+    """Default settings, k3 of normal log ratios from 1e-4 to 0.3."""
+    monitor, first = Monitor(settings), settings.thresholds
+    upper, kept = [], []
+    for number, kl in enumerate((1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.1, 0.3, 0.3, 0.3)):
+        step = monitor.step(*batch(number, sigma=(2 * kl) ** 0.5, rows=64))
+        found = step.thresholds
+        upper.append(found.tis if found.band is None else found.band[1])
+        assert upper[-1] <= max(upper[:-1], default=99.0)
+        if upper[-1] > min(upper):
+            assert step.decided.decision is Decision.AT_BOUND
+        if kl <= 0.01:
+            assert found == first
+        kept.append(step.metrics[runs.CLIPPED_MASS if found.band is None else runs.LOST_TOKENS])
+    assert upper[-1] < upper[0]
+    assert max(x for x in kept if x is not None) <= 0.5  # as the correction says of its own weights, at its own level
+
+
+@pytest.mark.parametrize("level", ["sequence", "geometric", None])
+def test_only_token_weights_have_the_least_error(level: Any) -> None:
+    settings = CorrectionSettings(level=level, thresholds=Thresholds(tis=3.0))
+    with pytest.raises(ConfigError, match=r"LeastErrorThresholds with level=.*allowed: "):
+        Monitor(settings, LeastErrorThresholds())
+    if level is not None:
+        assert Monitor(settings, AdaptiveThresholds()).controller.level == level
+        return
+    assert [Monitor(settings).step(*batch(n, sigma=1.0)).thresholds for n in range(3)] == [Thresholds(tis=3.0)] * 3
+    with pytest.raises(ConfigError, match="which has no weights"):
+        Monitor(settings, AdaptiveThresholds())
+
+
+def test_what_thresholds_cannot_do_is_in_the_record() -> None:
+    taken: list[Any] = []
+    monitor = Monitor(controller=AdaptiveThresholds(max_clipped=0.01), sinks=[Callback(taken.append)])
+    for seed in range(9):
+        monitor.step(*batch(seed, sigma=0.8, rows=32))
+    asked = [row["escalate"] for row in taken]
+    assert [x for x in asked if x] == ["recalibrate_kv", "step_down"]
+    assert "recalibrate the scales" in taken[asked.index("recalibrate_kv")]["reason"]
+
+
+@pytest.mark.parametrize("more", [{"guard": Guard(FACTS)}, {"facts": FACTS}])
+def test_an_engine_has_its_own_guard_and_facts(more: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="alone"):
+        Monitor(engine=Engine(), **more)  # type: ignore[arg-type]
+
+
+def test_the_guard_hears_of_the_mismatch_and_steps_down() -> None:
+    monitor = Monitor(guard=Guard(FACTS))
+    actions = [monitor.step(*batch(n, sigma=0.9), rollout=SEEN).verdict.action for n in range(3)]  # type: ignore[union-attr]
+    assert actions == ["none", "none", "recalibrate_kv"]
+
+
+def test_a_rollout_that_cannot_be_judged_costs_no_step() -> None:
+    taken: list[Any] = []
+    monitor = Monitor(sinks=[Callback(taken.append)], guard=Guard(FACTS))
+    with pytest.warns(RuntimeWarning, match="cannot be compared.*KV cache"):
+        step = monitor.step(*batch(), rollout={"seconds": 1.0, "prompt_lengths": [16], "response_lengths": [10**7]})
+    assert step.verdict is None
+    assert taken[-1]["guard"]["off"]
+    monitor.step(*batch(), rollout={"seconds": 1.0})  # told already: a second warning would be an error here
+    assert monitor.step(*batch(), rollout=SEEN).verdict is not None
+    assert taken[-1]["guard"]["off"] is None
+
+
+def test_a_sink_that_always_fails_changes_no_step() -> None:
+    def broken(_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    told: list[Any] = []
+    silent, noisy = Monitor(), Monitor(sinks=[Callback(broken), Callback(told.append)])
+    with pytest.warns(RuntimeWarning, match="No space"):
+        same(silent.step(*batch(0)), noisy.step(*batch(0)))
+    for seed in range(1, 5):
+        same(silent.step(*batch(seed)), noisy.step(*batch(seed)))  # a second warning would be an error
+    assert noisy.failures == [5, 0]
+    assert [x["metrics"]["fp8plan/sink_failures"] for x in told] == [0, 1, 2, 3, 4]
+
+
+def test_a_monitor_that_is_restored_goes_on_as_if_nothing_had_happened() -> None:
+    whole, first = (Monitor(guard=Guard(FACTS)) for _ in range(2))
+    batches = [batch(n, sigma=0.1 + 0.15 * (n % 7)) for n in range(14)]
+    expected = [whole.step(*given, rollout=SEEN) for given in batches]
+    for given in batches[:6]:
+        first.step(*given, rollout=SEEN)
+    saved = json.loads(json.dumps(first.state_dict()))  # as a checkpoint would hold it
+    second = Monitor(guard=Guard(FACTS))
+    second.load_state_dict(saved)
+    for given, wanted in zip(batches[6:], expected[6:], strict=True):
+        same(second.step(*given, rollout=SEEN), wanted)
+    assert second.state_dict() == whole.state_dict()
+    assert second.steps == 14
+
+
+@pytest.mark.parametrize("wrong", [{}, {"steps": 3}, {"steps": "3", "controller": {}, "guard": None}])
+def test_a_state_that_is_none_is_refused_and_changes_nothing(wrong: dict[str, Any]) -> None:
+    monitor = Monitor()
+    before = monitor.state_dict()
+    with pytest.raises(ConfigError):
+        monitor.load_state_dict(wrong)
+    assert monitor.state_dict() == before
+
+
+def test_log_probs_that_do_not_fit_change_nothing() -> None:
+    taken: list[Any] = []
+    monitor = Monitor(sinks=[Callback(taken.append)])
+    monitor.step(*batch())
+    before = monitor.state_dict()
+    train, rollout, _ = batch()
+    with pytest.raises(ConfigError, match="shape"):
+        monitor.step(train, rollout[:-1])
+    assert (monitor.state_dict(), len(taken)) == (before, 1)
+
+
+def broken_batches() -> Iterator[tuple[str, Batch]]:
+    train, rollout, mask = batch()
+    yield "empty mask", (train, rollout, torch.zeros_like(mask))
+    yield "no rows", (train[:0], rollout[:0], mask[:0])
+    yield "all NaN", (train * torch.nan, rollout, mask)
+    outlier = train.clone()
+    outlier[0, 0], mask[0, 0] = rollout[0, 0] + 20, True
+    yield "an outlier", (outlier, rollout, mask)
+    holes = train.clone()
+    holes[1], holes[2] = -torch.inf, torch.nan
+    yield "NaN and -inf", (holes, rollout, mask)
+
+
+@pytest.mark.parametrize(("name", "given"), broken_batches())
+@pytest.mark.parametrize("controller", [ConstantThresholds(), AdaptiveThresholds(), LeastErrorThresholds()])
+def test_a_broken_batch_gives_finite_weights_and_a_record(name: str, given: Batch, controller: Any) -> None:
+    taken: list[Any] = []
+    monitor = Monitor(controller=controller, sinks=[Callback(taken.append)])
+    for _ in range(3):
+        step = monitor.step(*given)
+        assert step.weights is not None
+        assert step.weights.shape == given[0].shape
+        assert bool(torch.as_tensor(step.weights).isfinite().all())
+        assert not bool((torch.as_tensor(step.mask).bool() & ~given[2]).any())
+    assert [x["step"] for x in taken] == [1, 2, 3]
+    assert monitor.failures == [0]
+    assert taken[-1]["metrics"]["fp8plan/tokens"] == len(pack(*given))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("settings", [CorrectionSettings(), MASKING, BY_SEQUENCE])
+def test_torchs_defaults_are_not_asked(dtype: torch.dtype, settings: CorrectionSettings) -> None:
+    """Trainers set them: a dtype to compute with, a device (meta stands for a GPU, and fails where it is asked)."""
+    train, rollout, mask = batch(sigma=0.5)
+    packed, lengths = (train[mask], rollout[mask]), mask.sum(1).tolist()
+    expected = Monitor(settings).step(train, rollout, mask)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            padded = Monitor(settings).step(train, rollout, mask)
+            step = Monitor(settings).step(*packed, lengths=lengths, versions=list(range(6)))
+    finally:
+        torch.set_default_dtype(before)
+    same(padded, expected)
+    assert step.weights is not None
+    assert step.weights.dtype == torch.float32
+    assert torch.equal(torch.as_tensor(expected.weights)[mask], torch.as_tensor(step.weights))
+
+
+@pytest.mark.slow
+def test_a_step_of_eight_million_tokens_takes_at_most_a_second() -> None:
+    """On one core, the best of five: threads that wait for each other would tell what else the machine does."""
+    tokens, threads = 8_000_000, torch.get_num_threads()
+    try:
+        seconds = correction_speed.monitor_step(tokens, sequences=1536)["seconds"]
+    finally:
+        torch.set_num_threads(threads)
+    print(f"Monitor.step of {tokens:,} tokens: {seconds:.2f} s")
+    assert seconds <= 1.0
+
+
+RANK = """
+import json, os, sys, warnings
+from datetime import timedelta
+import torch
+from torch import distributed
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.controller.laws import LeastErrorThresholds
+from fp8plan.runtime.correction.correct import CorrectionSettings
+from fp8plan.runtime.monitor.exporters import Prometheus
+from fp8plan.runtime.monitor.monitor import Monitor
+from fp8plan.runtime.monitor.sinks import JsonLines
+rank, ranks, folder, port, metrics = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5])
+os.environ["RANK"] = str(rank)  # as a launcher does: monitors may be made before the group is
+monitor = Monitor(sinks=[JsonLines(folder + "/run.jsonl"), Prometheus(metrics)])  # only one can have the port
+distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks,
+                               timeout=timedelta(seconds=60))
+batches, settings = torch.load(folder + "/batches.pt", weights_only=False)
+others = [Monitor(one) for one in settings]
+for number, (train, rollout, mask) in enumerate(batches):
+    mine = slice(rank, None, ranks)
+    if number == 2 and rank == 1:
+        mask = torch.zeros_like(mask)  # this rank has no tokens in this step
+    steps = [one.step(train[mine], rollout[mine], mask[mine]) for one in (monitor, *others)]
+    print(json.dumps([step.metrics for step in steps]))
+monitor.close()
+late = distributed.new_group([1])  # without the first rank of all
+if rank == 1:
+    with Monitor(sinks=[JsonLines(folder + "/group.jsonl")], group=late) as actor:
+        actor.step(train, rollout, mask)
+with warnings.catch_warnings(record=True):  # a rollout that is no data is left out, and no rank waits for ever
+    Monitor().step(train, rollout, mask, rollout={"seconds": 1.0, "date": object()} if rank == 0 else None)
+for name, value in (("veto", 1e-4), ("batch_normalize", True)):
+    other = Monitor(CorrectionSettings(**({name: value} if rank else {})))
+    for _ in range(2):
+        try:
+            other.step(train, rollout, mask)
+        except ConfigError as error:
+            assert f"ranks correct with different settings: rank 0 has {name}=" in str(error), error
+        else:
+            raise AssertionError("different settings were taken")
+    assert other.steps == 0
+# One rank alone was told of gradient norms, and another has a checkpoint: the first decides for all.
+one = Monitor(controller=LeastErrorThresholds())
+if rank:
+    one.load_state_dict(dict(monitor.state_dict(), steps=0))
+for number, (train, rollout, mask) in enumerate(batches * 5):
+    if rank == 0:
+        one.report_gradients(norm2_small=3.0, tokens_small=100, norm2_large=1.2, tokens_large=1000)
+    step = one.step(train, rollout, mask)
+    print(json.dumps([{"tis": step.thresholds.tis, "gradients": one.state.gradients}]))
+    assert one.state.gradients == number + 1
+distributed.destroy_process_group()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as some:
+        some.bind(("127.0.0.1", 0))
+        return int(some.getsockname()[1])
+
+
+def test_figures_of_ranks_are_those_of_one_process_and_one_rank_writes(tmp_path: Path) -> None:
+    """Ranks that differ: in the mismatch of their rows, in their lengths, and one that has no token."""
+    pytest.importorskip("prometheus_client")
+    batches = []
+    for seed in range(4):
+        train, rollout, mask = batch(seed, sigma=0.2 + 0.2 * seed, rows=10)
+        train[1::2] += 0.3 * torch.randn(5, 64, generator=torch.Generator().manual_seed(seed))
+        mask[::2, 40:], mask[3] = False, False  # and a sequence without tokens
+        if seed == 2:
+            mask[1::2] = False
+        batches.append((train, rollout, mask))
+    settings = (MASKING, BY_SEQUENCE)
+    torch.save((batches, settings), tmp_path / "batches.pt")
+    ports = str(free_port()), str(free_port())
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(n), "2", str(tmp_path), *ports], stdout=subprocess.PIPE, text=True
+        )
+        for n in range(2)
+    ]
+    said = [process.communicate(timeout=120)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    one, other = ([json.loads(x) for x in text.splitlines() if x.startswith("[")] for text in said)
+    assert one[4:] == other[4:]
+    assert len({step["tis"] for (step,) in one[4:]}) > 3
+    one, other = one[:4], other[:4]
+    alone = [Monitor(), *(Monitor(x) for x in settings)]
+    rows = rows_of(tmp_path / "run.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]  # by one rank alone
+    assert len(rows_of(tmp_path / "group.jsonl")) == 1
+    for given, told, heard, row in zip(batches, one, other, rows, strict=True):
+        for monitor, mine, theirs in zip(alone, told, heard, strict=True):
+            expected = dict(monitor.step(*given).metrics)
+            assert all(found.pop("fp8plan/monitor_s") > 0 for found in (expected, mine, theirs))
+            assert mine == theirs
+            absent = {name for name, x in expected.items() if x is None}
+            assert absent == {name for name, x in mine.items() if x is None}
+            assert set(mine) == set(expected)
+            for name in set(expected) - absent:
+                assert mine[name] == pytest.approx(expected[name], rel=1e-9, abs=1e-12), name
+        assert row["thresholds"]["tis"] == told[0][runs.TIS]

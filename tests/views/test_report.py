@@ -1,0 +1,144 @@
+"""The report of a plan: readable at any width, each fact once, no cell cut."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.plan.plan import Plan
+from fp8plan.model.plan.planner import plan
+from fp8plan.model.precision import PRESETS
+from fp8plan.model.rl_step import Trainer
+from fp8plan.model.workload import Fixed, LogNormal, Workload
+from fp8plan.views.report import plan_report
+from fp8plan.views.tables import Column, fitting
+
+WORK = Workload(32, 16, Fixed(1024), LogNormal(1500, 0.9, 8192))
+STEP = Trainer(train_s=120, logprob_s=40)
+CASES: dict[str, dict[str, Any]] = {
+    "one layout": {},
+    "one layout, whole step": {"trainer": STEP},
+    "several layouts": {"gpus": 8},
+    "several layouts, whole step": {"gpus": 8, "trainer": STEP},
+}
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, Plan]:
+    return {name: plan("Qwen/Qwen3-32B", "h200", WORK, **options) for name, options in CASES.items()}
+
+
+def shown(answer: Plan, width: int) -> str:
+    console = Console(width=width, color_system=None)
+    with console.capture() as caught:
+        console.print(plan_report(answer))
+    return caught.get()
+
+
+def table_rows(text: str) -> list[str]:
+    """Lines of both tables: those that start with a precision, marked or not."""
+    return [line for line in text.splitlines() if line[2:].split(" ")[0] in PRESETS and line[:2] in ("  ", "> ")]
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+@pytest.mark.parametrize("case", CASES)
+def test_no_line_is_too_wide_and_no_cell_is_cut(made: dict[str, Plan], case: str, width: int) -> None:
+    answer, text = made[case], shown(made[case], width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    speed, mismatch = table_rows(text)[: len(answer.choices)], table_rows(text)[len(answer.choices) :]
+    assert [line[2:].split()[0] for line in speed] == [c.precision for c in answer.choices]
+    assert [line[2:].split()[0] for line in mismatch] == list(PRESETS)  # once each, whatever the layouts
+    for line, choice in zip(speed, answer.choices, strict=True):
+        assert f"{choice.speedup:.2f}x" in line.split()
+        assert ("TPxDP" in text) == (f"{choice.tensor_parallel}x{choice.data_parallel}" in line.split())
+        assert (choice.step_speedup is None) or f"{choice.step_speedup:.2f}x" in line.split()
+    for line, choice in zip(mismatch, answer.choices[: len(PRESETS)], strict=True):
+        assert line.split()[-1] == choice.risk
+    assert all(" ".join(reason.split()) in " ".join(text.split()) for reason in answer.reasons)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_chosen_row_is_marked_in_both_tables(made: dict[str, Plan], case: str) -> None:
+    answer = made[case]
+    chosen = answer.choices[answer.chosen]
+    speed, mismatch = [line.split()[1:] for line in table_rows(shown(answer, 100)) if line.startswith("> ")]
+    assert speed[0] == mismatch[0] == chosen.precision
+    if "several" in case:
+        assert speed[1] == f"{chosen.tensor_parallel}x{chosen.data_parallel}"
+
+
+def test_everything_fits_where_there_is_room_and_the_rest_is_named_where_there_is_none(made: dict[str, Plan]) -> None:
+    answer = made["several layouts, whole step"]
+    wide, narrow = shown(answer, 200), shown(answer, 80)
+    header = wide.split("─")[0]
+    for word in ("tokens/s", "tail", "KV", "step"):
+        assert word in header
+    assert "too narrow for" not in wide
+    (note,) = [line for line in narrow.splitlines() if line.startswith("too narrow for: ")]
+    assert "tokens/s" in note
+    assert "tokens/s" not in narrow.split("─")[0]
+    assert "too narrow for" not in shown(made["one layout"], 80)
+
+
+def test_replicas_are_said_where_a_figure_is_of_one_or_of_all(made: dict[str, Plan]) -> None:
+    several, one = shown(made["several layouts"], 200), shown(made["one layout"], 200)
+    assert "KV tok./" in several
+    assert "preemptions: in all replicas" in several
+    assert "replica" not in one.split("\n- ")[0]
+    answer = plan("Qwen/Qwen3-8B", "h200", WORK, limits=EngineLimits(tensor_parallel_size=2, data_parallel_size=4))
+    assert "8 x h200_sxm (4 replicas, TP 2)" in shown(answer, 100)
+    assert "8 x h200_sxm (every TP x DP layout)" in several
+
+
+def test_the_title_tells_the_longest_response_from_the_limit(made: dict[str, Plan]) -> None:
+    answer = made["one layout"]
+    work = {key: value for key, value in answer.workload.items() if key != "longest_response_tokens"}
+    title = shown(replace(answer, workload={**work, "longest_response_tokens": 7001}), 200).split("precision")[0]
+    for part in ("32 prompts x 16 samples", "prompts of 1,024 tokens", "longest 7,001 of at most 8,192"):
+        assert part in title
+    before = shown(replace(answer, workload=work), 200).split("precision")[0]  # a plan of an older version
+    assert "longest" not in before
+    assert "at most 8,192" in before
+    varied = plan("Qwen/Qwen3-0.6B", "h200", replace(WORK, prompt_lengths=LogNormal(300, 1, 900)))
+    assert "prompts of up to 900 tokens" in shown(varied, 200)
+
+
+def test_legends_define_the_words_of_the_headers(made: dict[str, Plan]) -> None:
+    text = shown(made["several layouts"], 200)
+    for word in ("speed-up: over bf16 on the same layout", "tail:", "clipped:", "rejected:", "90% band"):
+        assert word in text
+
+
+def test_one_reason_is_told_once_for_all_precisions() -> None:
+    text = shown(plan("Qwen/Qwen3-0.6B", "a100", WORK), 200)
+    (line,) = [line for line in text.splitlines() if line.startswith("Not available")]
+    assert line.startswith("Not available: fp8_block, fp8_kv, fp8_block+fp8_kv: ")
+    assert "no FP8 tensor cores" in line
+    assert "TP" not in line
+    assert len(table_rows(text)) == 2  # bf16, in both tables
+
+
+def test_capacity_is_told_once_for_all_layouts() -> None:
+    answer = plan("meta-llama/Llama-3.1-70B", "l40s", WORK, gpus=8)
+    absent = {(c.precision, c.tensor_parallel) for c in answer.choices if not c.available}
+    assert len({tp for _, tp in absent}) > 1
+    text = " ".join(shown(answer, 80).split())
+    (told,) = re.findall(r"Not available: (.*?): for instance", text)
+    groups = re.findall(r"([\w+, ]+) \(TP ([\d, ]+)\)", told)
+    named = {(p.strip(), int(tp)) for names, sizes in groups for p in names.split(", ") for tp in sizes.split(", ")}
+    assert named == absent
+    assert text.count("does not fit") == 1
+    assert f"tensor_parallel_size {max(tp for _, tp in absent)}: " in text  # the one nearest to fitting
+
+
+def test_columns_give_way_by_rank_and_essential_ones_stay() -> None:
+    columns = [Column("name", ["x" * 10]), Column("pre-\nempt", ["1"], rank=2), Column("two\nlines", ["2"], rank=1)]
+    assert fitting(columns, 10 + 2 + 4 + 2 + 5) == (columns, [])
+    assert fitting(columns, 10 + 2 + 4 + 2 + 5 - 1) == ([columns[0], columns[2]], ["preempt"])
+    assert fitting(columns, 3) == ([columns[0]], ["preempt", "two lines"])
