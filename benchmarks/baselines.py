@@ -70,7 +70,7 @@ def cell(record: Record) -> dict[str, object]:
 
 def lines(record: Record) -> Iterator[dict[str, object]]:
     """One per method. A method that raises has refused this cell: that is a result too."""
-    prepared = prepare(record, datasheet_profile(gpu(record.fields["gpu"]), record.fields["engine_version"]))
+    prepared = simulated(record, datasheet_profile(gpu(record.fields["gpu"]), record.fields["engine_version"]))
     for name, method in methods().items():
         row: dict[str, object] = {**cell(record), "method": name, "predicted_s": None}
         start = time.perf_counter()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fp8plan.model.calibrate.engine_steps import measured_blocks, read_traces, step_model
+from fp8plan.model.calibrate.engine_steps import measured_blocks, read_traces
 from fp8plan.model.hardware import gpu
 from fp8plan.model.profile.profile import load_profile
 from fp8plan.model.rollout import step_batch
@@ -39,7 +39,7 @@ def main() -> None:
         trace, profile = traces[fields["key"]], load_profile(gpu(fields["gpu"]), fields["engine_version"])[0]
         planned = schedule(*record.batch, measured_blocks(record), record.limits, longest_run=1)
         giving = planned.sampled_requests > 0
-        predicted = step_model(record, profile).seconds(step_batch(planned))[giving]
+        predicted = record.setup.step_model(profile).seconds(step_batch(planned))[giving]
         measured = np.diff(trace["core_s"], prepend=0.0)
         steps = min(predicted.size, measured.size)
         requests = np.where(planned.prefill_tokens > 0, 0, planned.decode_requests)[giving][:steps]

@@ -126,10 +126,9 @@ def plan_command(
     from dataclasses import replace
 
     from fp8plan.model.architecture import ModelShape
-    from fp8plan.model.emit.settings import emit as emit_plan
     from fp8plan.model.hardware import gpu as find_gpu
     from fp8plan.model.limits import EngineLimits
-    from fp8plan.model.plan.plan import KV_SCALES
+    from fp8plan.model.emit.settings import KV_SCALES
     from fp8plan.model.plan.planner import predict
     from fp8plan.model.risk.budget import LEVELS
     from fp8plan.model.risk.expected import RiskBudget
@@ -196,7 +195,7 @@ def plan_command(
         notes.append("K and V scales are 1.0, as --emit's targets leave them; if you calibrate: --kv-scales calibrated")
     plan = replace(prediction.plan, warnings=(*prediction.plan.warnings, *notes))
     prediction = replace(prediction, plan=plan)
-    made = {file: emit_plan(plan, target, kv_scales=scales) for target, file in wanted}
+    made = {file: plan.emit(target, kv_scales=scales) for target, file in wanted}
     if as_json is not None:
         made[as_json] = plan.to_json()
     printed = made.pop(STDOUT, None)
@@ -231,7 +230,6 @@ def emit_command(
     ] = STDOUT,
 ) -> None:
     """Print or write the settings of a saved plan."""
-    from fp8plan.model.emit.settings import emit
     from fp8plan.model.plan.plan import Plan
 
     outputs.check([("the settings", output)])
@@ -243,7 +241,7 @@ def emit_command(
     if output != STDOUT and os.path.realpath(output) == os.path.realpath(plan):
         raise ConfigError(f"--output {output} is the plan itself; give the settings a file of their own")
     is_number = choice is not None and choice.isdecimal() and len(choice) < 10  # int() refuses thousands of digits
-    settings = emit(saved, target, int(choice or 0) if is_number else choice, kv_scales)
+    settings = saved.emit(target, int(choice or 0) if is_number else choice, kv_scales)
     if output == STDOUT:
         print(settings)
     else:

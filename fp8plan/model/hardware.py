@@ -450,7 +450,7 @@ def gpus() -> tuple[Gpu, ...]:
     return _GPUS
 
 
-def gpu(name: str) -> Gpu:
+def find_gpu(name: str) -> Gpu:
     """The GPU called `name`: a key ("h200_sxm", "h200"), a product name ("NVIDIA H200"), "auto" for this machine's, or
     "cpu", which "auto" never means.
 
@@ -460,7 +460,7 @@ def gpu(name: str) -> Gpu:
         raise ConfigError(f"gpu is {name!r}; allowed: a name such as 'h200', or 'auto'")
     key = name.strip().lower()
     if key == "auto":
-        return gpu(_product_of_this_machine())
+        return find_gpu(_product_of_this_machine())
     known = {g.name: g for g in _DEVICES} | {g.product.lower(): g for g in _DEVICES}
     known |= {alias: known[target] for alias, target in _ALIASES.items()}
     if key in known:
@@ -470,6 +470,9 @@ def gpu(name: str) -> Gpu:
     raise ConfigError(
         f"unknown GPU {name!r}; {hint}known: {', '.join(g.name for g in _DEVICES)}, or auto to ask the driver"
     )
+
+
+gpu = find_gpu  # the name that users know as fp8plan.gpu
 
 
 def _product_of_this_machine() -> str:

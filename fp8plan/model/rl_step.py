@@ -23,7 +23,7 @@ QUANTISE_READS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Trainer:
+class StepTimes:
     """The other parts of a synchronous step, as the user measured them: seconds, or tokens per second over the whole
     batch. Rollout, log-probs, training and weight sync run one after the other.
 
@@ -77,16 +77,19 @@ class Trainer:
         )
 
 
+Trainer = StepTimes  # its name until 0.1
+
+
 def _seconds(seconds: float | None, tokens_per_s: float | None, tokens: int) -> float:
     if tokens_per_s is not None:
         return tokens / tokens_per_s
     return seconds or 0.0
 
 
-def weight_sync_seconds(model: StepModel, trainer: Trainer, recalibrate_kv: bool = True) -> dict[str, float]:
+def weight_sync_seconds(model: StepModel, times: StepTimes, recalibrate_kv: bool = True) -> dict[str, float]:
     """Cost of new weights on one engine GPU: {"transfer", "quantise", "kv_scales"} in seconds. Modelled, not measured.
 
-    transfer:  the rank's BF16 weights at `trainer.sync_bandwidth` (the engine quantises what it receives)
+    transfer:  the rank's BF16 weights at `times.sync_bandwidth` (the engine quantises what it receives)
     quantise:  FP8 weights only: the quantised matrices read in BF16 and written in FP8, at the datasheet's HBM
                bandwidth; the embedding, lm_head, norms and router stay as they came
     kv_scales: FP8 KV only, if `recalibrate_kv`: one full step of prefill to observe K and V, in requests of the
@@ -95,7 +98,7 @@ def weight_sync_seconds(model: StepModel, trainer: Trainer, recalibrate_kv: bool
     shape, gpu, precision = model.shape, model.gpu, model.precision
     tp = model.limits.tensor_parallel_size
     bf16_bytes = shape.num_parameters * BF16_BYTES / tp
-    parts = {"transfer": bf16_bytes / trainer.sync_bandwidth, "quantise": 0.0, "kv_scales": 0.0}
+    parts = {"transfer": bf16_bytes / times.sync_bandwidth, "quantise": 0.0, "kv_scales": 0.0}
     if precision.weights == "fp8_block":
         parts["quantise"] = _quantise_bytes(shape, precision, tp) / gpu.memory_bandwidth
     if precision.kv == "fp8" and recalibrate_kv:

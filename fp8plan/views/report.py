@@ -44,7 +44,7 @@ class PlanText(NamedTuple):
 def plan_text(plan: Plan) -> PlanText:
     """How fast every choice is, what each precision risks, and what cannot run."""
     rows, picked = [c for c in plan.choices if c.available], plan.select()
-    several = len({(c.tensor_parallel, c.data_parallel) for c in plan.choices}) > 1
+    several = plan.several_layouts
     precisions = list({c.precision: c for c in rows}.values())  # a mismatch is the same on every layout
     names = [c.precision for c in precisions]
     return PlanText(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fp8plan.model.calibrate.engine_steps import measured_blocks, step_model
+from fp8plan.model.calibrate.engine_steps import measured_blocks
 from fp8plan.model.calibrate.kernel_rows import observe
 from fp8plan.model.cost.host import start_cost
 from fp8plan.model.hardware import gpu
@@ -88,7 +88,7 @@ def record(folder: Path, fields: Mapping[str, Any]) -> Record:
 def trace_of(run: Record, by: Profile, noise: float = 0.0) -> dict[str, Any]:
     """What the engine reports: per step that gives tokens, when it ended and how many."""
     planned = schedule(*run.batch, measured_blocks(run), run.limits, longest_run=1)
-    seconds = step_model(run, by).seconds(step_batch(planned))
+    seconds = run.setup.step_model(by).seconds(step_batch(planned))
     seconds = seconds * np.exp(noise * np.random.default_rng(len(seconds)).standard_normal(len(seconds)))
     prompts = run.batch.prompts
     ends = start_cost(prompts.size, int(prompts.sum()), by).seconds + np.cumsum(seconds)

@@ -12,7 +12,6 @@ from fp8plan import Fixed, LogNormal, Plan, Workload
 from fp8plan import plan as make_plan
 from fp8plan.errors import CapacityError, ConfigError, ProfileError
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.emit.settings import emit
 from fp8plan.model.hardware import gpu, gpus
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import memory_plan
@@ -109,13 +108,13 @@ def test_a_request_longer_than_the_pool_offers_no_way_out_that_a_cpu_has_not() -
 
 
 def test_vllm_is_told_the_pool_and_no_share_of_a_gpu(made: Plan) -> None:
-    told = json.loads(emit(made, "vllm"))
+    told = json.loads(made.emit("vllm"))
     assert told["env"] == {"VLLM_CPU_KVCACHE_SPACE": "4"}
     assert "gpu_memory_utilization" not in told["engine_args"]
     assert (told["engine_args"]["enforce_eager"], told["engine_args"]["block_size"]) == (True, 128)
     for trainer in ("verl", "trl"):
         with pytest.raises(ConfigError, match="runs vLLM on GPUs"):
-            emit(made, trainer)
+            made.emit(trainer)
 
 
 def test_the_profile_is_within_20_percent_of_rollouts_no_fit_has_seen() -> None:

@@ -20,7 +20,7 @@ from fp8plan.model.profile.profile import load_profile, profiles_path
 from fp8plan.model.rollout import SHARED_ERROR, Rollout, rollout, schedules, speedup_interval, step_batch
 from fp8plan.model.schedule.scheduler import schedule
 from fp8plan.model.validate.records import Record, read_records
-from fp8plan.model.validate.validate import prepare
+from fp8plan.model.validate.validate import simulated
 from fp8plan.model.workload import Batch, Fixed, LogNormal, Workload
 
 H200 = gpu("h200")
@@ -177,8 +177,7 @@ def measured_speedups() -> list[tuple[float, float, float, float]]:
     profile = load_profile(H200)[0]
     groups: dict[str, list[tuple[Record, Rollout]]] = {}
     for record in read_records(profiles_path() / "h200_sxm/vllm-0.26.0/validation/rollouts.jsonl"):
-        model, _, planned = prepare(record, profile)
-        groups.setdefault(record.group, []).append((record, rollout(planned, model)))
+        groups.setdefault(record.group, []).append((record, simulated(record, profile).rollout))
     for rows in groups.values():
         bf16 = [row for row in rows if row[0].fields["precision"] == "bf16"]
         if not bf16:

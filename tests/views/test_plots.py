@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.emit.settings import emit
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.plan.plan import KV_SCALES
+from fp8plan.model.emit.settings import KV_SCALES
 from fp8plan.model.plan.planner import Prediction, predict
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.risk.budget import RiskBudget
@@ -205,8 +204,8 @@ def test_the_page_of_a_plan_has_tables_reasons_settings_and_both_pictures(
     assert "speed-up</th>" in text
     assert "preemptions</th>" in text
     for target in ("vllm", "verl"):
-        assert emit(plan, target) in text
-    assert "trl: cannot have this plan" in text or emit(plan, "trl") in text
+        assert plan.emit(target) in text
+    assert "trl: cannot have this plan" in text or plan.emit("trl") in text
     assert text.count("class=bold") == 2
     for drawn in (plots.TIME_LABEL, plots.KL_LABEL, plots.SPEED_LABEL, "Pareto front", plots.limit_label("low")):
         assert drawn.replace("/", "\\u002f") in text  # as plotly writes it
@@ -222,7 +221,7 @@ def test_the_page_shows_the_settings_for_the_scales_it_is_told(
     text = html.unescape((tmp_path / "plan.html").read_text())
     for target in ("vllm", "verl"):
         for told in KV_SCALES:
-            assert (emit(plan, target, kv_scales=told) in text) == (told == kv_scales)
+            assert (plan.emit(target, kv_scales=told) in text) == (told == kv_scales)
     with pytest.raises(ConfigError, match="kv_scales is 'none'; allowed: calibrated, unit"):
         plot(prediction, tmp_path / "plan.html", "none")
 

@@ -25,9 +25,8 @@ from fp8plan.model.calibrate.kernel_rows import hull, observe, read_all
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.hardware import gpu as find_gpu
 from fp8plan.model.profile.profile import Profile, datasheet_profile, profile_path
-from fp8plan.model.rollout import rollout
 from fp8plan.model.validate.records import Record, read_records
-from fp8plan.model.validate.validate import prepare
+from fp8plan.model.validate.validate import simulated
 
 TRIED_ON = "h200_sxm"  # the GPU that we measured; its import is for the trial only
 SAMPLE = 1000  # rows of each kernel: more do not move the coefficients
@@ -138,8 +137,7 @@ def try_out(card: Gpu, tables: Tables, rows: pd.DataFrame, records: Sequence[Rec
 
 
 def _log_error(record: Record, profile: Profile) -> float:
-    ready = prepare(record, profile)
-    return float(np.log(rollout(ready.schedules, ready.model).makespan_s / record.seconds))
+    return float(np.log(simulated(record, profile).rollout.makespan_s / record.seconds))
 
 
 def _split(observation: Observations) -> tuple[Observations, Observations]:

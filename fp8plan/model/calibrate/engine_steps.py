@@ -17,14 +17,10 @@ from typing import Any
 import numpy as np
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.architecture import ModelShape
 from fp8plan.model.arrays import FloatArray
 from fp8plan.model.cost.base import Cost
 from fp8plan.model.cost.batch import Array, StepBatch
 from fp8plan.model.cost.host import start_cost
-from fp8plan.model.cost.step import StepModel
-from fp8plan.model.hardware import gpu as find_gpu
-from fp8plan.model.precision import precision
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.rollout import step_batch
 from fp8plan.model.schedule.scheduler import Schedule, schedule
@@ -52,22 +48,11 @@ class Windows:
 
     def cost(self, profile: Profile) -> Cost:
         """Predicted seconds of each window with their partials, shape (windows,)."""
-        steps = step_model(self.record, profile).cost(self.batch)
+        steps = self.record.setup.step_model(profile).cost(self.batch)
         partials = {name: self.weights @ partial for name, partial in steps.partials.items()}
         prompts, first = self.record.batch.prompts, np.eye(1, self.seconds.size)[0]
         start = start_cost(prompts.size, int(prompts.sum()), profile).scaled(first)
         return Cost(self.weights @ steps.seconds, partials) + start
-
-
-def step_model(record: Record, profile: Profile) -> StepModel:
-    fields = record.fields
-    return StepModel(
-        ModelShape.from_hf(fields["model"]),
-        find_gpu(fields["gpu"]),
-        precision(fields["precision"]),
-        record.limits,
-        profile,
-    )
 
 
 def read_traces(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:

@@ -1,14 +1,15 @@
-"""A Plan as arguments of TRL 1.16's GRPOConfig, and as the vLLM server beside it where one is needed."""
+"""A planned engine as arguments of TRL 1.16's GRPOConfig, and as the vLLM server beside it where one is needed."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from math import ceil
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.emit.settings import (
-    max_model_len,
+    Job,
     refuse_cpu,
     replicas_note,
     risk_notes,
@@ -16,12 +17,9 @@ from fp8plan.model.emit.settings import (
     shared_gpu_note,
     vllm_env,
     vllm_kwargs,
-    workload_tokens,
 )
+from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import why_not_trl
-
-if TYPE_CHECKING:
-    from fp8plan.model.plan.plan import Choice, Plan
 
 MODES: Final = ("auto", "colocate", "server")
 
@@ -49,52 +47,53 @@ _SAMPLING_MODES: Final = {
 }
 
 
-def trl_config(plan: Plan, choice: Choice, mode: str = "auto") -> dict[str, Any]:
+def trl_config(job: Job, mode: str = "auto") -> dict[str, Any]:
     """Keyword arguments of `trl.GRPOConfig`. Raises ConfigError for what TRL cannot do."""
-    refuse_cpu(plan, "TRL")
-    if reason := why_not_trl(choice.preset):
+    refuse_cpu(job.setup, "TRL")
+    limits = job.setup.limits
+    if reason := why_not_trl(job.setup.precision):
         raise ConfigError(reason)
-    samples = workload_tokens(plan, "samples")
+    samples = job.tokens("samples")
     if samples < 2:
         raise ConfigError("TRL's GRPO needs at least 2 samples per prompt, the workload has 1; use --samples 2 or more")
     config = {
         "use_vllm": True,
-        "vllm_mode": _resolve(plan, choice, mode),
+        "vllm_mode": _resolve(job, mode),
         "num_generations": samples,
-        "generation_batch_size": workload_tokens(plan, "prompts") * samples,
-        "max_completion_length": workload_tokens(plan, "max_response_tokens"),
-        **_correction(plan.thresholds),
+        "generation_batch_size": job.tokens("prompts") * samples,
+        "max_completion_length": job.tokens("max_response_tokens"),
+        **_correction(job.thresholds),
     }
     if config["vllm_mode"] == "colocate":
         config |= {
-            "vllm_gpu_memory_utilization": plan.limits.gpu_memory_utilization,
-            "vllm_max_model_length": max_model_len(plan),
-            "vllm_tensor_parallel_size": choice.tensor_parallel,
+            "vllm_gpu_memory_utilization": limits.gpu_memory_utilization,
+            "vllm_max_model_length": limits.max_model_len,
+            "vllm_tensor_parallel_size": limits.tensor_parallel_size,
         }
     return config
 
 
-def emit_trl(plan: Plan, choice: Choice, kv_scales: str) -> str:
-    config = trl_config(plan, choice)
-    env = vllm_env(plan, choice)
+def emit_trl(job: Job, kv_scales: str) -> str:
+    """JSON {"grpo_config", "command", "env", "notes"}; command is null when vLLM runs inside the trainer."""
+    config, env = trl_config(job), vllm_env(job.setup)
     command: str | None = None
-    notes = [replicas_note(choice, "the number of training processes decides it"), shared_gpu_note(plan)]
+    notes = [replicas_note(job.setup, "the number of training processes decides it"), shared_gpu_note(job.setup)]
     if config["vllm_mode"] == "server":
         env |= _SERVER_ENV
-        command = serve_command(vllm_kwargs(plan, choice), env, _SERVER_FLAGS)
+        command = serve_command(vllm_kwargs(job.setup), env, _SERVER_FLAGS)
         notes = [
-            f"TRL's colocated engine cannot keep this plan: {'; '.join(_colocate_problems(plan, choice))}",
-            f"start the command first, on {choice.tensor_parallel} GPU(s) that do not train",
+            f"TRL's colocated engine cannot keep this plan: {'; '.join(_colocate_problems(job))}",
+            f"start the command first, on {job.setup.limits.tensor_parallel_size} GPU(s) that do not train",
         ]
-    notes += risk_notes(plan, choice, "trl", kv_scales)
+    notes += risk_notes(job, "trl", kv_scales)
     return json.dumps({"grpo_config": config, "command": command, "env": env, "notes": notes}, indent=2)
 
 
-def _resolve(plan: Plan, choice: Choice, mode: str) -> str:
+def _resolve(job: Job, mode: str) -> str:
     """The vllm_mode that keeps the plan."""
     if mode not in MODES:
         raise ConfigError(f"unknown TRL mode {mode!r}; allowed: {', '.join(MODES)}")
-    problems = {"colocate": _colocate_problems(plan, choice), "server": _server_problems(choice)}
+    problems = {"colocate": _colocate_problems(job), "server": _server_problems(job.setup)}
     for candidate in MODES[1:] if mode == "auto" else (mode,):
         if not problems[candidate]:
             return candidate
@@ -102,28 +101,29 @@ def _resolve(plan: Plan, choice: Choice, mode: str) -> str:
     raise ConfigError(f"TRL cannot run this plan ({' | '.join(tried)}); plan again with limits that it can keep")
 
 
-def _colocate_problems(plan: Plan, choice: Choice) -> list[str]:
+def _colocate_problems(job: Job) -> list[str]:
+    limits = job.setup.limits
     problems = [
-        f"{name} is {value!r} there, the plan has {getattr(plan.limits, name)!r}"
+        f"{name} is {value!r} there, the plan has {getattr(limits, name)!r}"
         for name, value in _COLOCATED.items()
-        if getattr(plan.limits, name) != value
+        if getattr(limits, name) != value
     ]
-    if choice.preset.kv == "fp8":
+    if job.setup.precision.kv == "fp8":
         problems.append("it has no kv_cache_dtype")
     # TRL sets max_num_seqs to the responses of one replica (GRPOTrainer: batch size x TP x steps per generation).
-    responses = ceil(workload_tokens(plan, "prompts") * workload_tokens(plan, "samples") / choice.data_parallel)
-    most = plan.limits.max_num_seqs
-    if most < responses:
-        problems.append(f"it runs all {responses} responses of a replica at once, the plan at most {most}")
+    responses = ceil(job.tokens("prompts") * job.tokens("samples") / limits.data_parallel_size)
+    if limits.max_num_seqs < responses:
+        problems.append(f"it runs all {responses} responses of a replica at once, the plan at most {limits.max_num_seqs}")
     return problems
 
 
-def _server_problems(choice: Choice) -> list[str]:
+def _server_problems(setup: EngineSetup) -> list[str]:
     # A dense model with --data-parallel-size above 1 is refused by vLLM (trl/scripts/vllm_serve.py says so too).
-    return [] if choice.data_parallel == 1 else [f"it is one replica, the plan has {choice.data_parallel}"]
+    replicas = setup.limits.data_parallel_size
+    return [] if replicas == 1 else [f"it is one replica, the plan has {replicas}"]
 
 
-def _correction(thresholds: dict[str, Any]) -> dict[str, Any]:
+def _correction(thresholds: Mapping[str, Any]) -> dict[str, Any]:
     """TRL's vllm_importance_sampling_* arguments; its ratio is pi_train / pi_rollout, as ours."""
     if not thresholds:
         return {"vllm_importance_sampling_correction": False}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from fp8plan.model.cost.collective import NETWORK_BANDWIDTH
-from fp8plan.model.plan.plan import Choice
+from fp8plan.model.plan.plan import Choice, several_layouts
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.budget import LEAST_GAIN
 from fp8plan.model.risk.expected import Level, MismatchRisk, RiskBudget, ThresholdAdvice
@@ -83,7 +83,7 @@ def _gain(picked: Choice, choices: Sequence[Choice]) -> str:
         if picked.step_speedup is not None:
             gains.append(f"{picked.step_speedup:.2f}x for the whole RL step")
     best = min(runnable, key=lambda c: c.makespan_s or 0.0)
-    if not _same_layout(best, picked):
+    if best.layout != picked.layout:
         ratio = (best.makespan_s or 0.0) / (picked.makespan_s or 1.0)
         gains.append(f"{ratio:.2f}x as fast as the best bf16,{_layout(best, choices)}")
     return ", ".join(gains)
@@ -180,7 +180,7 @@ def _network(picked: Choice, gpus_per_node: int | None) -> list[str]:
 
 def _where_from(picked: Choice, choices: Sequence[Choice], timed: Rollout) -> list[str]:
     sentences = []
-    baseline = next((c for c in choices if c.precision == "bf16" and _same_layout(c, picked) and c.available), None)
+    baseline = next((c for c in choices if c.precision == "bf16" and c.layout == picked.layout and c.available), None)
     if baseline is not None and baseline.preemptions and (picked.preemptions or 0) < baseline.preemptions:
         sentences.append(
             f"The KV cache holds {picked.kv_cache_tokens:,} tokens instead of {baseline.kv_cache_tokens:,}, so "
@@ -229,13 +229,9 @@ def _cost(choice: Choice, whole_step: bool) -> float:
     return seconds
 
 
-def _same_layout(one: Choice, other: Choice) -> bool:
-    return (one.tensor_parallel, one.data_parallel) == (other.tensor_parallel, other.data_parallel)
-
-
 def _layout(choice: Choice, choices: Sequence[Choice]) -> str:
     """Named only where there is more than one."""
-    if all(_same_layout(choice, other) for other in choices):
+    if not several_layouts(choices):
         return ""
     replicas = f"{choice.data_parallel} replicas" if choice.data_parallel > 1 else "1 replica"
     return f" on {replicas} of tensor_parallel_size {choice.tensor_parallel}"

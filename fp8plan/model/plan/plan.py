@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Final, cast
 
 from fp8plan import __version__
 from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
+from fp8plan.model.emit.settings import (
+    Expected,
+    Job,
+    check_kv_scales,
+    check_risk,
+    emit_vllm,
+    vllm_env,
+    vllm_kwargs,
+    workload_tokens,
+)
+from fp8plan.model.emit.trl import emit_trl, trl_config
+from fp8plan.model.emit.verl import emit_verl, verl_overrides
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import Precision, precision
-from fp8plan.model.risk.budget import Level, RiskBudget
+from fp8plan.model.risk.budget import LEVELS, Level, RiskBudget
+from fp8plan.model.setup import EngineSetup
+from fp8plan.model.shards import check_target
 
 # Of the JSON, MAJOR.MINOR. A new field is a new minor version, which older readers pass over; a field that goes or
 # changes its meaning is a new major one, which they refuse.
 SCHEMA_VERSION: Final = "1.0"
-
-# Where the scales of an FP8 KV cache come from: measured after each weight sync, as RolloutEngine does, or left at 1.0,
-# as vLLM, verl and TRL leave them.
-KV_SCALES: Final = ("calibrated", "unit")
 
 # What a plan may say under "thresholds". Bounds are on pi_train / pi_rollout, as everywhere in fp8plan.
 THRESHOLDS: Final[dict[str, str]] = {
@@ -97,10 +108,20 @@ class Choice:
         return precision(self.precision)
 
     @property
+    def layout(self) -> tuple[int, int]:
+        """(tensor_parallel, data_parallel)"""
+        return self.tensor_parallel, self.data_parallel
+
+    @property
     def seconds(self) -> float:
         """What choices are compared by: the RL step if the trainer's figures are known, else the rollout."""
         known = self.makespan_s if self.rl_step_s is None else self.rl_step_s
         return float("inf") if known is None else known
+
+
+def several_layouts(choices: Sequence[Choice]) -> bool:
+    """Whether there is more than one layout among them, so that it must be named."""
+    return len({choice.layout for choice in choices}) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +197,7 @@ class Plan:
 
     def _as_chosen(self, number: int) -> bool:
         """Whether a choice can run on the layout of the chosen one."""
-        one, other = self.choices[number], self.choices[self.chosen]
-        layouts = [(c.tensor_parallel, c.data_parallel) for c in (one, other)]
-        return one.available and layouts[0] == layouts[1]
+        return self.choices[number].available and self.choices[number].layout == self.choices[self.chosen].layout
 
     def select(self, choice: int | str | None = None) -> Choice:
         """The chosen Choice, or the one that is named. Raises ConfigError if there is none or the GPU cannot run it."""
@@ -186,6 +205,10 @@ class Plan:
         if not picked.available:
             raise ConfigError(f"{picked.precision} cannot run on {self.gpu}: {picked.reason}; take another choice")
         return picked
+
+    @property
+    def several_layouts(self) -> bool:
+        return several_layouts(self.choices)
 
     def accepts(self, risk: str | None) -> bool:
         """Whether the budget accepts a level of risk."""
@@ -207,32 +230,35 @@ class Plan:
 
         return read(text)
 
+    def setup(self, choice: int | str | None = None) -> EngineSetup:
+        """The engines of the chosen choice, or of the one that is named: data_parallel_size of them."""
+        picked = self.select(choice)
+        longest = sum(workload_tokens(self.workload, f"max_{part}_tokens") for part in ("prompt", "response"))
+        limits = replace(
+            self.limits,
+            max_model_len=self.limits.max_model_len or longest,
+            tensor_parallel_size=picked.tensor_parallel,
+            data_parallel_size=picked.data_parallel,
+        )
+        return EngineSetup(self.model, self.gpu, picked.preset, limits)
+
     def vllm_kwargs(self, choice: int | str | None = None) -> dict[str, Any]:
         """Arguments of `vllm.LLM` or `vllm.EngineArgs` for one replica (vLLM 0.26 and later).
 
         An engine made from these alone keeps K and V scales at 1.0; `RolloutEngine.from_plan` measures them.
         """
-        from fp8plan.model.emit.settings import vllm_kwargs
-
-        return vllm_kwargs(self, self.select(choice))
+        return vllm_kwargs(self.setup(choice))
 
     def env(self, choice: int | str | None = None) -> dict[str, str]:
         """Environment variables to set before vLLM is imported."""
-        from fp8plan.model.emit.settings import vllm_env
-
-        return vllm_env(self, self.select(choice))
+        return vllm_env(self.setup(choice))
 
     def verl_overrides(self, choice: int | str | None = None, kv_scales: str = "unit") -> list[str]:
         """Hydra overrides for `python -m verl.trainer.main_ppo` (verl 0.9.1).
 
         kv_scales: "unit", as verl leaves them, or "calibrated" if you calibrate them after each weight sync
         """
-        from fp8plan.model.emit.settings import check_risk
-        from fp8plan.model.emit.verl import verl_overrides
-
-        picked = self.select(choice)
-        check_risk(self, picked, "verl", kv_scales)
-        return verl_overrides(self, picked)
+        return verl_overrides(self._job("verl", choice, kv_scales))
 
     def trl_config(
         self, choice: int | str | None = None, mode: str = "auto", kv_scales: str = "unit"
@@ -240,21 +266,62 @@ class Plan:
         """Arguments of `trl.GRPOConfig` (TRL 1.16).
 
         mode: "colocate" (vLLM inside the trainer's processes), "server" (a `vllm serve` beside it; its command is in
-              `emit(plan, "trl")`), or "auto": colocate where TRL's colocated engine can keep the plan, else server
+              `emit("trl")`), or "auto": colocate where TRL's colocated engine can keep the plan, else server
         kv_scales: "unit", as TRL leaves them, or "calibrated" if you calibrate them after each weight sync
         """
-        from fp8plan.model.emit.settings import check_risk
-        from fp8plan.model.emit.trl import trl_config
+        return trl_config(self._job("trl", choice, kv_scales), mode)
 
+    def emit(self, target: str, choice: int | str | None = None, kv_scales: str = "unit") -> str:
+        """Text for `fp8plan emit` and `fp8plan plan --emit`.
+
+        vllm: JSON {"engine_args", "env", "command", "notes"}
+        verl: Hydra overrides to paste after `python -m verl.trainer.main_ppo \\`, comments behind them
+        trl:  JSON {"grpo_config", "command", "env", "notes"}; command is null when vLLM runs inside the trainer
+
+        kv_scales: "unit", as every target leaves the K and V scales of an FP8 cache, or "calibrated" if you calibrate
+        them
+
+        Raises ConfigError for an unknown target, for what the target cannot do, and where K and V scales of 1.0 are
+        riskier than the plan accepts.
+        """
+        check_target(target)
+        return _EMITTERS[target](self._job(target, choice, kv_scales), kv_scales)
+
+    def _job(self, target: str, choice: int | str | None, kv_scales: str) -> Job:
+        """A choice as `target`'s settings are made of it. Raises ConfigError where its K and V scales are too risky."""
         picked = self.select(choice)
-        check_risk(self, picked, "trl", kv_scales)
-        return trl_config(self, picked, mode)
+        expected = Expected(
+            picked.kl_k3,
+            picked.kl_k3_high,
+            cast("Level | None", picked.risk),
+            picked.unit_kv_scales,
+            self.kv_scales,
+            self.budget,
+        )
+        refused = {name: f"{why}; {self._way_out(picked, name)}" for name, why in picked.refused_by.items()}
+        job = Job(self.setup(choice), self.workload, self.thresholds, expected, refused)
+        check_risk(job, target, kv_scales)
+        return job
+
+    def _way_out(self, choice: Choice, target: str) -> str:
+        """What to do instead of a choice that `target` cannot start: the next best choice, or another plan."""
+        again = f"plan again with --emit {target}"
+        known = [(i, c) for i, c in enumerate(self.choices) if c.available and target not in c.refused_by]
+        safe = [x for x in known if _riskiness(x[1]) <= _riskiness(choice)]
+        if not safe:
+            return f"{again}, which looks for another layout"
+        index, best = min(safe, key=lambda x: x[1].seconds)
+        return (
+            f"the next best is choice {index}, {best.precision} at tensor_parallel_size {best.tensor_parallel} with "
+            f"{best.data_parallel} replica(s): --choice {index} (in Python choice={index}), or {again}"
+        )
 
 
-def check_kv_scales(kv_scales: str) -> None:
-    """Raises ConfigError unless it is one of KV_SCALES."""
-    if kv_scales not in KV_SCALES:
-        raise ConfigError(f"kv_scales is {kv_scales!r}; allowed: {', '.join(KV_SCALES)}")
+_EMITTERS: Final = {"vllm": emit_vllm, "verl": emit_verl, "trl": emit_trl}
+
+
+def _riskiness(choice: Choice) -> int:
+    return LEVELS.index(choice.risk) if choice.risk in LEVELS else 0
 
 
 def _check_threshold(name: str, value: Any) -> None:

@@ -20,6 +20,7 @@ from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.model.hardware import gpu as find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.profile.profile import ENGINE
+from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import MOST_TOKENS, Batch
 
 REQUIRED = ("model", "gpu", "engine_version", "precision", "prompt_lengths", "response_lengths", "seconds")
@@ -57,6 +58,11 @@ class Record:
     seconds: float
     group: str
     fields: dict[str, Any]
+
+    @property
+    def setup(self) -> EngineSetup:
+        """The engine that ran. Raises ConfigError for a model, GPU or precision that fp8plan does not know."""
+        return EngineSetup(self.fields["model"], self.fields["gpu"], self.fields["precision"], self.limits)
 
 
 def read_records(path: str | Path) -> list[Record]:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from fp8plan.errors import ConfigError, Fp8PlanError
-from fp8plan.model.calibrate.engine_steps import step_model
-from fp8plan.model.cost.step import StepModel
-from fp8plan.model.hardware import gpu as find_gpu
-from fp8plan.model.memory import MemoryPlan, memory_plan
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.profile.profile import Profile, load_profile
-from fp8plan.model.rollout import rollout, schedules
-from fp8plan.model.schedule.scheduler import Schedule
+from fp8plan.model.simulate import Simulated, simulate
 from fp8plan.model.validate.accuracy import Row, accuracy, by_group, relative_error, speedups
 from fp8plan.model.validate.records import Record
 
@@ -65,22 +61,13 @@ def validate(
     )
 
 
-class Prepared(NamedTuple):
-    """A record's rollout, ready to be timed."""
-
-    model: StepModel
-    memory: MemoryPlan
-    schedules: list[Schedule]  # of each replica
-
-
-def prepare(record: Record, profile: Profile) -> Prepared:
-    """What the engine of `record` does, and a model of what its steps cost by `profile`. Raises as the parts do."""
-    model = step_model(record, profile)
-    if reason := model.gpu.why_not(model.precision):
-        raise ConfigError(f"{model.precision.name} was recorded: {reason}; correct the record's gpu or precision")
-    memory = memory_plan(model.shape, model.precision, model.gpu, model.limits, record.batch.longest)
-    parts = record.batch.split(model.limits.data_parallel_size)
-    return Prepared(model, memory, schedules(parts, memory.usable_blocks, model.limits))
+def simulated(record: Record, profile: Profile) -> Simulated:
+    """The record's rollout by `profile`. Raises as `simulate` does, and ConfigError for a precision that its GPU does
+    not have."""
+    setup = record.setup
+    if reason := setup.gpu.why_not(setup.precision):
+        raise ConfigError(f"{setup.precision.name} was recorded: {reason}; correct the record's gpu or precision")
+    return simulate(setup, record.batch, profile)
 
 
 def _compare(record: Record, strict: bool, warnings: dict[str, None]) -> dict[str, Any]:
@@ -89,10 +76,10 @@ def _compare(record: Record, strict: bool, warnings: dict[str, None]) -> dict[st
     try:
         profile, said = load_profile(find_gpu(fields["gpu"]), fields["engine_version"], strict)
         warnings.update(dict.fromkeys(said))
-        model, memory, planned = prepare(record, profile)
-        timed = rollout(planned, model)
+        found = simulated(record, profile)
     except Fp8PlanError as error:
         raise type(error)(f"line {record.line}: {error}") from None
+    timed = found.rollout
     lists = ("prompt_lengths", "response_lengths", "prompt_ids")
     return {name: value for name, value in fields.items() if name not in lists} | {
         "line": record.line,
@@ -102,9 +89,9 @@ def _compare(record: Record, strict: bool, warnings: dict[str, None]) -> dict[st
         "predicted_low_s": timed.makespan_low_s,
         "predicted_high_s": timed.makespan_high_s,
         "error": relative_error({"seconds": record.seconds, "predicted_s": timed.makespan_s}),
-        "predicted_kv_cache_tokens": memory.kv_cache_tokens,
+        "predicted_kv_cache_tokens": found.memory.kv_cache_tokens,
         "predicted_preemptions": timed.preemptions,
-        "extrapolated": bool(timed.extrapolated) or model.profile.layout_error(model.limits.tensor_parallel_size) > 0,
+        "extrapolated": found.extrapolated,
     }
 
 

@@ -84,7 +84,7 @@ def check_suffix(target: Path) -> None:
 
 def draw(prediction: Prediction, target: Path, kv_scales: str = "unit") -> None:
     """`plot`, but a file that cannot be written is an OSError: it may be a draft, whose name nobody should read."""
-    from fp8plan.model.plan.plan import check_kv_scales
+    from fp8plan.model.emit.settings import check_kv_scales
     from fp8plan.views.plan.page import write_page
     from fp8plan.views.plan.png import write_png
 
@@ -102,7 +102,7 @@ def draw(prediction: Prediction, target: Path, kv_scales: str = "unit") -> None:
 def curves(prediction: Prediction) -> list[Curve]:
     """The chosen choice and the fastest one of each other precision, each by its slowest replica."""
     choices, chosen = prediction.plan.choices, prediction.plan.select()
-    several = has_layouts(prediction.plan)
+    several = prediction.plan.several_layouts
     found = []
     for index in _drawn(prediction.plan):
         choice, rollout, pool = choices[index], prediction.rollouts[index], prediction.pools[index]
@@ -127,11 +127,6 @@ def _faster(one: Choice, other: Choice) -> bool:
     assert one.makespan_s is not None
     assert other.makespan_s is not None
     return one.makespan_s < other.makespan_s
-
-
-def has_layouts(plan: Plan) -> bool:
-    """Whether it holds several of them."""
-    return len({(c.tensor_parallel, c.data_parallel) for c in plan.choices}) > 1
 
 
 def closed(curve: Curve, column: str) -> tuple[FloatArray, FloatArray]:
@@ -215,7 +210,7 @@ def title(plan: Plan) -> list[str]:
     """Lines: what is rolled out on what, and what is drawn of it."""
     work, chosen = plan.workload, plan.select()
     layout = ""
-    if has_layouts(plan):
+    if plan.several_layouts:
         count = len({(c.tensor_parallel, c.data_parallel) for c in plan.choices})
         layout = f"; each precision on its fastest of {count} layouts, the chosen one as chosen; slowest replica"
     elif chosen.data_parallel > 1:
@@ -231,7 +226,7 @@ def title(plan: Plan) -> list[str]:
 
 def tradeoff_title(plan: Plan) -> str:
     """What is drawn beside the lines over time."""
-    layouts = ", marked TPxDP" if has_layouts(plan) else ""
+    layouts = ", marked TPxDP" if plan.several_layouts else ""
     return (
         f"speed against mismatch: every choice with its 90% intervals{layouts}; dashed: the Pareto front; a KL limit "
         "holds for the right end of an interval, and risk has other limits, too"

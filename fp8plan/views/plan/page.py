@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import Fp8PlanError
-from fp8plan.model.emit.settings import TARGETS, emit
+from fp8plan.model.shards import TARGETS
 from fp8plan.views.html_page import document, figures, paragraphs, table
 from fp8plan.views.plan import figure as plots
 from fp8plan.views.plan.figure import COLOURS, LIMIT_COLOURS, Point
@@ -58,7 +58,7 @@ def _table(columns: list[Column], bold: int) -> str:
 def _settings(plan: Plan, target: str, kv_scales: str) -> str:
     """What `--emit` prints, or why there is nothing."""
     try:
-        text = emit(plan, target, kv_scales=kv_scales)
+        text = plan.emit(target, kv_scales=kv_scales)
     except Fp8PlanError as error:
         return f"<details><summary>{target}: cannot have this plan</summary>{paragraphs([str(error)])}</details>"
     is_open = " open" if target == TARGETS[0] else ""
@@ -101,7 +101,7 @@ def tradeoff(plan: Plan) -> Any:
     """Speed against KL, as a plotly figure."""
     from plotly.graph_objects import Figure
 
-    figure, found, several = Figure(), plots.points(plan), plots.has_layouts(plan)
+    figure, found, several = Figure(), plots.points(plan), plan.several_layouts
     best = plots.front(found)
     style = {"mode": "lines", "line": {"color": "#999", "dash": "dash", "width": 1.5}, "hoverinfo": "skip"}
     figure.add_scatter(x=[p.kl[0] for p in best], y=[p.speed[0] for p in best], name="Pareto front", **style)

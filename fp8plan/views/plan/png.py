@@ -58,7 +58,7 @@ def _over_time(axes: Sequence[Any], lines: Sequence[Curve], shown: Sequence[tupl
 def _tradeoff(axis: Any, plan: Plan) -> None:
     from matplotlib.ticker import StrMethodFormatter
 
-    found, several = plots.points(plan), plots.has_layouts(plan)
+    found, several = plots.points(plan), plan.several_layouts
     best = plots.front(found)
     axis.plot([x.kl[0] for x in best], [x.speed[0] for x in best], "--", color="0.55", linewidth=1.2, zorder=1)
     for point in found:

@@ -22,7 +22,6 @@ from fp8plan.model.calibrate.engine_steps import (
     WINDOW_S,
     overlap,
     read_traces,
-    step_model,
     windows,
 )
 from fp8plan.model.cost.base import Cost
@@ -171,7 +170,7 @@ def test_windows_cost_what_the_gpu_takes_and_the_start_counts_once(tmp_path: Pat
     found = windows(run, trace_of(run, gpu))
     assert found.seconds.size > 1
     np.testing.assert_allclose(found.cost(gpu).seconds, found.seconds, rtol=2e-3)
-    no_start = found.weights @ step_model(run, gpu).cost(found.batch).seconds
+    no_start = found.weights @ run.setup.step_model(gpu).cost(found.batch).seconds
     first = np.eye(1, found.seconds.size)[0]
     start = start_cost(24, int(run.batch.prompts.sum()), gpu).seconds[0]
     np.testing.assert_allclose(found.cost(gpu).seconds - no_start, start * first, atol=1e-9)
@@ -180,7 +179,7 @@ def test_windows_cost_what_the_gpu_takes_and_the_start_counts_once(tmp_path: Pat
 def test_windows_add_up_to_the_makespan_of_the_rollout(tmp_path: Path) -> None:
     run = record(tmp_path, batch_fields(2))
     found = windows(run, trace_of(run, nature(3)))
-    makespan = rollout([planned_of(run)], step_model(run, PRIOR)).makespan_s
+    makespan = rollout([planned_of(run)], run.setup.step_model(PRIOR)).makespan_s
     assert found.cost(PRIOR).seconds.sum() == pytest.approx(makespan)
 
 

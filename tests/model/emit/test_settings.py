@@ -18,7 +18,6 @@ import pytest
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.configs import bundled_configs
-from fp8plan.model.emit.settings import emit
 from fp8plan.model.emit.trl import _COLOCATED
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
@@ -130,7 +129,7 @@ def test_the_serve_command_says_the_same_as_the_kwargs(tiny_moe: str) -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     plan = layout(2, 1, model=tiny_moe, limits=LIMITS, chosen=plans.index("fp8_block+fp8_kv"))
-    told = json.loads(emit(plan, "vllm"))
+    told = json.loads(plan.emit("vllm"))
     words = shlex.split(told["command"])
     assert words[:4] == ["VLLM_USE_DEEP_GEMM_E8M0=0", "vllm", "serve", tiny_moe]
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
@@ -154,7 +153,7 @@ def test_max_model_len_is_just_enough_where_it_is_not_set() -> None:
 
 
 def test_replicas_are_told_in_words_not_as_vllm_data_parallelism() -> None:
-    told = json.loads(emit(layout(2, 4), "vllm"))
+    told = json.loads(layout(2, 4).emit("vllm"))
     assert "data_parallel_size" not in told["engine_args"]
     assert "4 replica(s) of 2 GPU(s), 8 in all" in told["notes"][0]
 
@@ -290,7 +289,7 @@ def test_the_verl_text_pastes_into_a_shell_and_reaches_verl(name: str, tmp_path:
     (tmp_path / name / "config.json").write_text(json.dumps(bundled_configs()["Qwen/Qwen3-8B"]))
     model = str(tmp_path / name)
     plan = layout(2, 4, model=model, chosen=plans.index("fp8_block+fp8_kv"), thresholds={"sequence_mis": [0.5, 4.0]})
-    text = emit(plan, "verl")
+    text = plan.emit("verl")
     (tmp_path / "verl.args").write_text(text + "\n")
     (words,) = pasted(f'eval "python $(cat {tmp_path}/verl.args)"', tmp_path, "")
     assert words == plan.verl_overrides()
@@ -307,7 +306,7 @@ def test_the_verl_text_pastes_into_a_shell_and_reaches_verl(name: str, tmp_path:
 
 def test_the_vllm_command_pastes_into_a_shell(tmp_path: Path) -> None:
     plan = plans.plan(model="/m/it's #1", chosen=plans.index("fp8_block"))
-    command = json.loads(emit(plan, "vllm"))["command"].replace(" vllm serve ", " python serve ")
+    command = json.loads(plan.emit("vllm"))["command"].replace(" vllm serve ", " python serve ")
     (words,) = pasted(command, tmp_path, "")
     assert words[:2] == ["serve", "/m/it's #1"]
     assert json.loads(words[-1]) == plan.vllm_kwargs()["quantization_config"]
@@ -327,19 +326,19 @@ def scaled(risk: str = "moderate", at_one: str = "moderate", **changes: Any) -> 
 
 @pytest.mark.parametrize(("target", "name"), [("vllm", "vLLM"), ("verl", "verl 0.9.1"), ("trl", "TRL 1.16")])
 def test_what_is_emitted_says_that_kv_scales_stay_at_one_and_what_that_costs(target: str, name: str) -> None:
-    text = emit(scaled(), target)
+    text = scaled().emit(target)
     assert f"{name} leaves K and V scales at 1.0; fp8plan.RolloutEngine measures them" in text
     assert "expected mismatch at 1.0: KL k3 0.003, up to 0.045, risk moderate" in text
     assert "the plan's own, for calibrated scales: KL k3 0.002, up to 0.008, risk moderate" in text
-    assert "calibrated" not in emit(scaled(kv_scales="unit"), target)
-    theirs = emit(scaled(kv_scales="unit"), target, kv_scales="calibrated")
+    assert "calibrated" not in scaled(kv_scales="unit").emit(target)
+    theirs = scaled(kv_scales="unit").emit(target, kv_scales="calibrated")
     assert "is yours, and the plan, made for scales of 1.0, does not count on it" in theirs
     assert "expected mismatch at 1.0: KL k3 0.002, up to 0.008, risk moderate" in theirs
-    theirs = emit(scaled(), target, kv_scales="calibrated")
+    theirs = scaled().emit(target, kv_scales="calibrated")
     assert "is yours, and the plan counts on it" in theirs
     assert "calibrating them after each weight sync is yours" in theirs
     assert "expected mismatch: KL k3 0.002, up to 0.008, risk moderate" in theirs
-    bf16 = emit(scaled(), target, "bf16")
+    bf16 = scaled().emit(target, "bf16")
     assert "scales" not in bf16
     assert "expected mismatch: KL k3 0.002, up to 0.008, risk low" in bf16
 
@@ -351,13 +350,13 @@ def test_scales_of_one_that_the_plan_does_not_accept_are_refused(target: str) ->
         r"risk is high \(KL k3 up to 0\.045\).* accepts moderate.*--kv-scales unit or --accept high.*calibrated if"
     )
     with pytest.raises(ConfigError, match=f"leaves the K and V scales of fp8_kv at 1.0.*{ways_out}"):
-        emit(plan, target)
-    emit(plan, target, "bf16")
-    emit(plan, target, kv_scales="calibrated")
-    emit(replace(plan, budget=RiskBudget(accept="high")), target)
-    emit(scaled(risk="high", at_one="high"), target)  # nothing within the budget, or asked for by name: no news
+        plan.emit(target)
+    plan.emit(target, "bf16")
+    plan.emit(target, kv_scales="calibrated")
+    replace(plan, budget=RiskBudget(accept="high")).emit(target)
+    scaled(risk="high", at_one="high").emit(target)  # nothing within the budget, or asked for by name: no news
     with pytest.raises(ConfigError, match="kv_scales is 'none'; allowed: calibrated, unit"):
-        emit(plan, target, kv_scales="none")
+        plan.emit(target, kv_scales="none")
 
 
 @pytest.mark.vllm
@@ -409,13 +408,13 @@ def test_settings_of_a_trainer_refuse_them_too(method: str) -> None:
 def test_a_layout_that_verl_cannot_start_is_refused(model: str, tensor_parallel: int, layer: str, size: int) -> None:
     plan = with_refusals(layout(tensor_parallel, 1, model=model, chosen=plans.index("fp8_block")))
     with pytest.raises(ConfigError) as error:
-        emit(plan, "verl")
+        plan.emit("verl")
     words = str(error.value)
     assert f"{layer} has {size} inputs on each GPU at tensor_parallel_size {tensor_parallel}" in words
     assert "multiples of 128" in words
     best = plans.index("bf16")
     assert f"the next best is choice {best}, bf16 at tensor_parallel_size {tensor_parallel}" in words
-    assert emit(plan, "verl", choice=best)
+    assert plan.emit("verl", choice=best)
 
 
 def with_refusals(plan: Plan) -> Plan:
@@ -534,7 +533,7 @@ def test_fp8_kv_goes_through_a_server_that_vllm_can_start(tmp_path: Path, tiny_m
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     plan = plans.plan(model=tiny_moe, limits=LIMITS, chosen=plans.index("fp8_kv"), thresholds={"token_tis": 2.0})
-    told = json.loads(emit(plan, "trl"))
+    told = json.loads(plan.emit("trl"))
     config = grpo(told["grpo_config"], tmp_path)
     assert config.vllm_mode == "server"
     words = shlex.split(told["command"])
@@ -554,10 +553,10 @@ def test_fp8_kv_goes_through_a_server_that_vllm_can_start(tmp_path: Path, tiny_m
 def test_trl_cannot_sync_fp8_weights_and_the_error_says_what_to_type(precision: str) -> None:
     plan = plans.plan(limits=plans.TRL_LIMITS, chosen=plans.index(precision))
     with pytest.raises(ConfigError, match=r"TRL cannot sync .*plan with --precision bf16 --precision fp8_kv") as caught:
-        emit(plan, "trl")
+        plan.emit("trl")
     assert "verl" in str(caught.value)
     for name in ("bf16", "fp8_kv"):
-        emit(plans.plan(limits=plans.TRL_LIMITS, chosen=plans.index(name)), "trl")
+        plans.plan(limits=plans.TRL_LIMITS, chosen=plans.index(name)).emit("trl")
 
 
 @pytest.mark.parametrize(
@@ -604,7 +603,7 @@ def test_trl_needs_two_samples_per_prompt() -> None:
 
 def test_an_engine_inside_the_trainer_is_told_that_it_shares_the_gpu() -> None:
     def told(target: str, **changes: Any) -> str:
-        return emit(plans.plan(**{"limits": replace(plans.TRL_LIMITS, gpu_memory_utilization=0.83), **changes}), target)
+        return plans.plan(**{"limits": replace(plans.TRL_LIMITS, gpu_memory_utilization=0.83), **changes}).emit(target)
 
     for text in (told("verl"), told("trl")):
         (line,) = [line for line in text.splitlines() if "shares these GPUs" in line]
@@ -622,18 +621,18 @@ def test_a_relative_folder_is_emitted_in_full(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     plan, full = plans.plan(model="my-model"), str(tmp_path.resolve() / "my-model")
     assert plan.vllm_kwargs()["model"] == full
-    assert shlex.split(json.loads(emit(plan, "vllm"))["command"])[2] == full
+    assert shlex.split(json.loads(plan.emit("vllm"))["command"])[2] == full
     assert f"actor_rollout_ref.model.path={full}" in plan.verl_overrides()
     assert plans.plan(model="no-such-folder").vllm_kwargs()["model"] == "no-such-folder"
 
 
 def test_an_unknown_target_is_refused() -> None:
     with pytest.raises(ConfigError, match="'sglang'; allowed: vllm, verl, trl"):
-        emit(plans.plan(), "sglang")
+        plans.plan().emit("sglang")
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_workload_without_lengths_is_refused(target: str) -> None:
     plan = plans.plan(limits=plans.TRL_LIMITS, workload={"prompts": 4, "samples": 8})
     with pytest.raises(ConfigError, match=r"max_prompt_tokens|max_response_tokens"):
-        emit(plan, target)
+        plan.emit(target)

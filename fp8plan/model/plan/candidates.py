@@ -1,0 +1,138 @@
+"""Every precision on every layout that a plan compares, and why some of them cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fp8plan.errors import CapacityError, ConfigError, Fp8PlanError
+from fp8plan.model.architecture import ModelShape
+from fp8plan.model.hardware import Gpu
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.memory import MemoryPlan, check_pool
+from fp8plan.model.precision import PRESETS, Precision
+from fp8plan.model.precision import precision as find_precision
+from fp8plan.model.risk.expected import MismatchRisk
+from fp8plan.model.rollout import Rollout
+from fp8plan.model.setup import EngineSetup
+from fp8plan.model.shards import why_not_shardable
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One precision on one layout: what is predicted of it, or why it cannot run."""
+
+    setup: EngineSetup
+    reason: str | None = None
+    unfit: bool = False  # the reason is that memory is too small
+    memory: MemoryPlan | None = None
+    rollout: Rollout | None = None
+    extrapolated: bool = False
+    risk: MismatchRisk | None = None
+    unit_risk: MismatchRisk | None = None  # with K and V scales left at 1.0; None without an FP8 KV cache
+    step_s: float | None = None  # of the whole RL step; None without trainer figures
+    measured: bool = True  # a rollout on this tensor_parallel_size is behind the profile
+
+    @property
+    def timed(self) -> Rollout:
+        """The rollout of one that can run."""
+        assert self.rollout is not None
+        return self.rollout
+
+    @property
+    def expected(self) -> MismatchRisk:
+        """The risk of one that can run."""
+        assert self.risk is not None
+        return self.risk
+
+    @property
+    def seconds(self) -> float:
+        """The time that is minimised."""
+        return self.timed.makespan_s if self.step_s is None else self.step_s
+
+    @property
+    def low(self) -> float:
+        """The lower end of its 90% interval: of an RL step only the rollout is uncertain here."""
+        return self.seconds - self.timed.makespan_s + self.timed.makespan_low_s
+
+    @property
+    def high(self) -> float:
+        """The upper end."""
+        return self.seconds - self.timed.makespan_s + self.timed.makespan_high_s
+
+
+def candidates(
+    shape: ModelShape,
+    gpu: Gpu,
+    limits: EngineLimits,
+    *,
+    gpus: int | None,
+    precisions: Sequence[str] | None,
+    requests: int,
+    target: str,
+) -> list[Candidate]:
+    """Every layout of `gpus` in every precision, each with its memory or the reason why it cannot run.
+
+    Raises ConfigError for a precision that was asked for by name and that this GPU does not have, and the first reason
+    if none of them can run.
+    """
+    found = [
+        _placed(EngineSetup(shape, gpu, wanted, layout), requests, target, explicit=precisions is not None)
+        for layout in _layouts(shape, limits, gpus, gpu)
+        for wanted in _precisions(precisions)
+    ]
+    if all(c.memory is None for c in found):
+        raise _nothing_runs(found)
+    return found
+
+
+def _layouts(shape: ModelShape, limits: EngineLimits, gpus: int | None, gpu: Gpu) -> list[EngineLimits]:
+    if gpus is None:
+        shape.check_tensor_parallel(limits.tensor_parallel_size)
+        return [limits.on(gpu)]
+    within = min(gpus, gpu.gpus_per_node)
+    sizes = [tp for tp in shape.allowed_tensor_parallel(within) if gpus % tp == 0 and within % tp == 0]
+    return [replace(limits, tensor_parallel_size=tp, data_parallel_size=gpus // tp).on(gpu) for tp in sizes]
+
+
+def _precisions(names: Sequence[str] | None) -> list[Precision]:
+    if names is None:
+        return list(PRESETS.values())
+    found = [find_precision(name) for name in dict.fromkeys([names] if isinstance(names, str) else names)]
+    if not found:
+        raise ConfigError(f"precisions is []; allowed: some of {', '.join(PRESETS)}, or None for all")
+    return found
+
+
+def _placed(setup: EngineSetup, requests: int, target: str, explicit: bool) -> Candidate:
+    """The candidate with its memory, or with the reason why it cannot run."""
+    if reason := setup.gpu.why_not(setup.precision):
+        if explicit:
+            raise ConfigError(f"{setup.precision.name} was asked for: {reason}; use bf16, or another GPU")
+        return Candidate(setup, reason)
+    size = setup.limits.tensor_parallel_size
+    if reason := _idle(setup.limits, requests) or why_not_shardable(setup.shape, setup.precision, size, target):
+        return Candidate(setup, reason)
+    try:
+        memory = setup.memory()
+        check_pool(memory, setup.gpu, setup.limits)
+        return Candidate(setup, memory=memory)
+    except CapacityError as error:
+        return Candidate(setup, str(error), unfit=True)
+
+
+def _idle(limits: EngineLimits, requests: int) -> str | None:
+    """Why so many replicas make no sense; None where they do."""
+    replicas = limits.data_parallel_size
+    if replicas <= requests:
+        return None
+    return (
+        f"{replicas} replicas for {requests} requests leave {replicas - requests} without any; allowed: at most "
+        f"{requests} replicas (data_parallel_size; of --gpus what tensor parallelism leaves)"
+    )
+
+
+def _nothing_runs(found: Sequence[Candidate]) -> Fp8PlanError:
+    """The error for candidates that all have a reason why not."""
+    unfit = [c for c in found if c.unfit]
+    return CapacityError(unfit[0].reason) if unfit else ConfigError(found[0].reason)

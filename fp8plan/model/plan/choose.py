@@ -1,0 +1,73 @@
+"""The candidate that a plan chooses, and what the plan says of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from fp8plan.model.plan.candidates import Candidate
+from fp8plan.model.plan.plan import Choice
+from fp8plan.model.profile.profile import Profile
+from fp8plan.model.risk.budget import LEAST_GAIN, RiskBudget
+from fp8plan.model.risk.expected import MismatchRisk
+from fp8plan.model.rollout import speedup_interval
+from fp8plan.model.shards import refusals
+
+
+def choose(candidates: Sequence[Candidate], budget: RiskBudget) -> int:
+    """Index of the fastest candidate whose risk the budget accepts; of those within LEAST_GAIN of it, the one with
+    the lowest KL. If the budget accepts none, the one with the lowest KL.
+
+    Layouts that no measurement has seen stand back, unless the fastest candidate's interval ends before that of any
+    measured layout begins.
+    """
+    runnable = [i for i, c in enumerate(candidates) if c.rollout is not None]
+    accepted = [i for i in runnable if budget.accepts(candidates[i].expected.level)]
+    compared = _measured_first(candidates, accepted or runnable)
+    fastest = min(candidates[i].seconds for i in compared)
+    close = [i for i in compared if candidates[i].seconds <= fastest * (1 + LEAST_GAIN)]
+    return min(close if accepted else compared, key=lambda i: (candidates[i].expected.kl_k3, candidates[i].seconds))
+
+
+def _measured_first(candidates: Sequence[Candidate], compared: list[int]) -> list[int]:
+    """Of `compared`, those on measured layouts, if the best of them may be as fast as the fastest."""
+    measured = [i for i in compared if candidates[i].measured]
+    if not measured:
+        return compared
+    fastest = min((candidates[i] for i in compared), key=lambda c: c.seconds)
+    return measured if min(candidates[i].low for i in measured) <= fastest.high else compared
+
+
+def as_choices(candidates: Sequence[Candidate], profile: Profile) -> tuple[Choice, ...]:
+    """Each candidate as the plan tells of it, beside BF16 on the same layout."""
+    bf16 = {c.setup.limits: c for c in candidates if c.setup.precision.name == "bf16" and c.rollout is not None}
+    return tuple(_choice(c, bf16.get(c.setup.limits), profile) for c in candidates)
+
+
+def _choice(candidate: Candidate, bf16: Candidate | None, profile: Profile) -> Choice:
+    timed, risk, memory, setup = candidate.rollout, candidate.risk, candidate.memory, candidate.setup
+    size = setup.limits.tensor_parallel_size
+    figures: dict[str, Any] = dict.fromkeys(field.name for field in fields(Choice))
+    figures |= {"precision": setup.precision.name, "reason": candidate.reason, "refused_by": {}}
+    figures |= {"tensor_parallel": size, "data_parallel": setup.limits.data_parallel_size}
+    if timed is None or risk is None or memory is None:
+        return Choice(**figures | {"available": False})
+    for name in ("makespan_s", "makespan_low_s", "makespan_high_s", "output_tokens_per_s", "preemptions"):
+        figures[name] = getattr(timed, name)
+    for name in ("kl_k3", "kl_k3_low", "kl_k3_high", "ess_raw", "clip_fraction", "seq_reject_fraction"):
+        figures[name] = getattr(risk, name)
+    figures |= {"risk": risk.level, "unit_kv_scales": _unit_kv_scales(candidate.unit_risk)}
+    figures |= {"rl_step_s": candidate.step_s, "kv_cache_tokens": memory.kv_cache_tokens}
+    figures |= {"tail_fraction": timed.tail_fraction, "extrapolated": candidate.extrapolated}
+    if bf16 is not None:
+        figures["speedup"] = bf16.timed.makespan_s / timed.makespan_s
+        figures["speedup_low"], figures["speedup_high"] = speedup_interval(bf16.timed, timed, profile, size)
+        figures["step_speedup"] = bf16.step_s / candidate.step_s if bf16.step_s and candidate.step_s else None
+    return Choice(**figures | {"available": True, "refused_by": refusals(setup.shape, setup.precision, size)})
+
+
+def _unit_kv_scales(risk: MismatchRisk | None) -> dict[str, Any] | None:
+    if risk is None:
+        return None
+    return {"kl_k3": risk.kl_k3, "kl_k3_low": risk.kl_k3_low, "kl_k3_high": risk.kl_k3_high, "risk": risk.level}

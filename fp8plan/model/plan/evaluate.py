@@ -1,0 +1,109 @@
+"""Time and risk of every candidate, in as many processes as pay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, groupby
+from typing import Any
+
+from fp8plan.model.plan.candidates import Candidate
+from fp8plan.model.profile.profile import Profile
+from fp8plan.model.risk.budget import RiskBudget
+from fp8plan.model.risk.expected import MismatchRisk, mismatch_risk
+from fp8plan.model.rl_step import StepTimes, weight_sync_seconds
+from fp8plan.model.schedule.scheduler import Schedule
+from fp8plan.model.setup import EngineSetup
+from fp8plan.model.simulate import simulate
+from fp8plan.model.workload import Batch
+
+Progress = Callable[[Iterable[Any]], Iterable[Any]]
+
+# Responses, over all candidates, from which on processes of their own pay: half a second of work.
+WORTH_PROCESSES = 40_000
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The part of the question that is the same for every candidate."""
+
+    batch: Batch
+    profile: Profile
+    times: StepTimes | None
+    budget: RiskBudget
+    kv_scales_calibrated: bool
+
+
+def evaluated(candidates: Sequence[Candidate], problem: Problem, progress: Progress, workers: int) -> list[Candidate]:
+    """The candidates, those that can run with their rollout, RL step and risk.
+
+    Candidates with as many replicas share their schedules; such groups go to `workers` processes if there is so much to
+    do that starting those pays. Most replicas is most work, so that group starts first.
+    """
+    done = list(candidates)
+    order = sorted(
+        (-c.setup.limits.data_parallel_size, -c.memory.usable_blocks, i) for i, c in enumerate(candidates) if c.memory
+    )
+    groups = [[candidates[i] for *_, i in group] for _, group in groupby(order, key=lambda key: key[0])]
+    if len(order) * len(problem.batch.prompts) < WORTH_PROCESSES:
+        workers = 1
+    setups = {candidates[i].setup.precision: candidates[i].setup for *_, i in order}
+    risks = {wanted: _risks(setup, problem) for wanted, setup in setups.items()}  # the layout does not matter
+    with _mapper(min(workers, len(groups))) as map_groups:
+        timed = chain.from_iterable(map_groups(partial(_timed_group, problem=problem), groups))
+        for (*_, i), candidate in zip(progress(order), timed, strict=True):
+            risk, unit_risk = risks[candidate.setup.precision]
+            done[i] = replace(candidate, risk=risk, unit_risk=unit_risk)
+    return done
+
+
+@contextmanager
+def _mapper(workers: int) -> Iterator[Callable[..., Iterable[Any]]]:
+    """`map`, in so many processes. They are forked, so that a caller's script needs no guard against being imported."""
+    if workers > 1:
+        import multiprocessing
+        from concurrent.futures import ProcessPoolExecutor
+    if workers < 2 or "fork" not in multiprocessing.get_all_start_methods():
+        yield map
+        return
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        yield pool.map
+
+
+def _timed_group(candidates: Sequence[Candidate], problem: Problem) -> list[Candidate]:
+    """Candidates with as many replicas, from the largest KV pool down: a schedule is taken over where it holds."""
+    known: Sequence[Schedule] | None = None
+    timed = []
+    for candidate in candidates:
+        found = simulate(candidate.setup, problem.batch, problem.profile, memory=candidate.memory, known=known)
+        known = found.schedules
+        step_s = None
+        if problem.times is not None:
+            tokens = int((problem.batch.prompts + problem.batch.responses).sum())
+            sync = weight_sync_seconds(found.model, problem.times, problem.kv_scales_calibrated)
+            step_s = found.rollout.makespan_s + problem.times.seconds(tokens) + sum(sync.values())
+        measured = problem.profile.has_measured(candidate.setup.limits.tensor_parallel_size)
+        more = {"extrapolated": found.extrapolated, "step_s": step_s, "measured": measured}
+        timed.append(replace(candidate, rollout=found.rollout, **more))
+    return timed
+
+
+def _risks(setup: EngineSetup, problem: Problem) -> tuple[MismatchRisk, MismatchRisk | None]:
+    """A Candidate's `risk`, and its `unit_risk` with an FP8 KV cache."""
+
+    def at(calibrated: bool) -> MismatchRisk:
+        return mismatch_risk(
+            setup.shape,
+            setup.precision,
+            problem.batch.responses,
+            e8m0=setup.gpu.e8m0_scales,
+            kv_scales_calibrated=calibrated,
+            budget=problem.budget,
+        )
+
+    risk = at(problem.kv_scales_calibrated)
+    if setup.precision.kv != "fp8":
+        return risk, None
+    return risk, at(False) if problem.kv_scales_calibrated else risk

@@ -1,0 +1,78 @@
+"""One engine: the model, the GPU, the precision and the limits that planner, validate, guard, probe and launch share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from fp8plan.model.architecture import ModelShape
+from fp8plan.model.cost.step import StepModel
+from fp8plan.model.hardware import Gpu, find_gpu
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.memory import MemoryPlan, memory_plan
+from fp8plan.model.precision import Precision
+from fp8plan.model.precision import precision as find_precision
+from fp8plan.model.profile.profile import Profile
+
+
+@dataclass(frozen=True, init=False)
+class EngineSetup:
+    """The engine of `limits.data_parallel_size` replicas.
+
+    model:     a hub id, a folder with config.json, or a ModelShape. A model that the cost model does not know can still
+               be started: only `shape`, and what needs it, raises ConfigError
+    gpu:       a Gpu or its name; "auto" asks the driver
+    precision: a Precision or the name of a preset
+    limits:    None: vLLM's own defaults for this GPU
+    """
+
+    model: str | ModelShape
+    gpu: Gpu
+    precision: Precision
+    limits: EngineLimits
+
+    def __init__(
+        self,
+        model: str | Path | ModelShape,
+        gpu: Gpu | str,
+        precision: Precision | str = "bf16",
+        limits: EngineLimits | None = None,
+    ) -> None:
+        card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
+        found = {
+            "model": model if isinstance(model, ModelShape) else str(model),
+            "gpu": card,
+            "precision": precision if isinstance(precision, Precision) else find_precision(precision),
+            "limits": limits or EngineLimits.for_gpu(card),
+        }
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """The model's shape. Raises ConfigError for a model that is not found, or that the cost model does not know."""
+        return self.model if isinstance(self.model, ModelShape) else ModelShape.from_hf(self.model)
+
+    @property
+    def path(self) -> str:
+        """The name that an engine loads the model by: its hub id, or its folder in full, because the engine may be
+        started somewhere else."""
+        if isinstance(self.model, ModelShape):
+            config = Path(self.model.source)
+            return str(config.parent.resolve()) if config.is_file() else self.model.name
+        folder = Path(self.model)
+        return str(folder.resolve()) if (folder / "config.json").is_file() else self.model
+
+    def holding(self, longest_request: int) -> EngineSetup:
+        """This engine as vLLM runs it, for requests of up to so many tokens (prompt + response). Raises ConfigError for
+        limits that do not allow them, or that make no sense on this GPU."""
+        return replace(self, limits=self.limits.holding(longest_request).on(self.gpu))
+
+    def memory(self, longest_request: int | None = None) -> MemoryPlan:
+        """The memory of one rank, and its KV pool; raises as `memory_plan` does."""
+        return memory_plan(self.shape, self.precision, self.gpu, self.limits, longest_request)
+
+    def step_model(self, profile: Profile) -> StepModel:
+        """The cost model of one replica's steps."""
+        return StepModel(self.shape, self.gpu, self.precision, self.limits, profile)

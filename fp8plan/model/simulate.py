@@ -1,0 +1,50 @@
+"""The one pipeline from an engine and a batch to seconds: memory -> schedule -> time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fp8plan.model.cost.step import StepModel
+from fp8plan.model.memory import MemoryPlan
+from fp8plan.model.profile.profile import Profile
+from fp8plan.model.rollout import Rollout, rollout, schedules
+from fp8plan.model.schedule.scheduler import Schedule
+from fp8plan.model.setup import EngineSetup
+from fp8plan.model.workload import Batch
+
+
+class Simulated(NamedTuple):
+    """The rollout of one batch, and what it was found with. schedules: of each replica"""
+
+    model: StepModel
+    memory: MemoryPlan
+    schedules: list[Schedule]
+    rollout: Rollout
+
+    @property
+    def extrapolated(self) -> bool:
+        """Whether the profile was used outside what was measured."""
+        size = self.model.limits.tensor_parallel_size
+        return bool(self.rollout.extrapolated) or self.model.profile.layout_error(size) > 0
+
+
+def simulate(
+    setup: EngineSetup,
+    batch: Batch,
+    profile: Profile,
+    *,
+    memory: MemoryPlan | None = None,
+    known: Sequence[Schedule] | None = None,
+) -> Simulated:
+    """Roll out `batch` on the engine.
+
+    memory: of the engine, where it has been found already
+    known:  schedules of the same batch in another pool, taken over where they hold for this one
+    Raises ConfigError for a model that is not modelled, CapacityError for one that does not fit, and ProfileError for a
+    kernel that was never measured.
+    """
+    found = memory or setup.memory(batch.longest)
+    model = setup.step_model(profile)
+    planned = schedules(batch.split(setup.limits.data_parallel_size), found.usable_blocks, setup.limits, known)
+    return Simulated(model, found, planned, rollout(planned, model))
