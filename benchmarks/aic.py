@@ -23,15 +23,15 @@ import numpy as np
 from fp8plan.model.configs import find_config
 from fp8plan.model.cost.batch import Array, StepBatch
 from fp8plan.model.rollout import step_batch
+from fp8plan.model.simulate import Simulated
 from fp8plan.model.validate.records import Record
-from fp8plan.model.validate.validate import Prepared
 
 BACKENDS = ("vllm", "sglang")
 LINEAR_MODE = {"bf16": "bfloat16", "fp8_block": "fp8_block"}
 KV_MODE = {"bf16": "bfloat16", "fp8": "fp8"}
 
 
-def estimate(record: Record, prepared: Prepared, backend: str) -> tuple[float, str | None]:
+def estimate(record: Record, prepared: Simulated, backend: str) -> tuple[float, str | None]:
     """(makespan in seconds, AIConfigurator's warning) by its own `cli estimate`. Raises what it raises.
 
     It knows one batch of equal requests in a steady state, so it gets the requests that run together on one replica,
@@ -62,7 +62,7 @@ def cached_prompt_tokens(record: Record) -> Array:
     return np.where(again & record.limits.enable_prefix_caching, (prompts - 1) // block * block, 0)
 
 
-def simulated(record: Record, prepared: Prepared, backend: str) -> tuple[float, None]:
+def simulated(record: Record, prepared: Simulated, backend: str) -> tuple[float, None]:
     """(makespan in seconds, no warning): fp8plan's schedule with AIConfigurator's step times. Raises what it raises."""
     from aiconfigurator_core.sdk.engine import EngineHandle
 
@@ -105,7 +105,7 @@ def database_version(gpu: str, backend: str) -> str:
     return str(get_latest_database_version(system=gpu, backend=backend))
 
 
-def _setting(record: Record, prepared: Prepared, backend: str) -> dict[str, Any]:
+def _setting(record: Record, prepared: Simulated, backend: str) -> dict[str, Any]:
     model = prepared.model
     linear, kv = LINEAR_MODE[model.precision.weights], KV_MODE[model.precision.kv]
     setting: dict[str, Any] = {

@@ -31,16 +31,17 @@ from fp8plan.errors import Fp8PlanError
 from fp8plan.model.hardware import gpu
 from fp8plan.model.profile.profile import datasheet_profile
 from fp8plan.model.rollout import rollout, step_batch
+from fp8plan.model.simulate import Simulated
 from fp8plan.model.validate.accuracy import CELL, cell_of
 from fp8plan.model.validate.records import Record, read_records
-from fp8plan.model.validate.validate import Prepared, prepare
+from fp8plan.model.validate.validate import simulated
 
 RESULTS = Path(__file__).parent / "results" / "baselines.jsonl"
 Answer = tuple[float, str | None]  # seconds, and a warning that came with them
-Method = Callable[[Record, Prepared], Answer]  # raises where it refuses
+Method = Callable[[Record, Simulated], Answer]  # raises where it refuses
 
 
-def roofline(_: Record, prepared: Prepared) -> Answer:
+def roofline(_: Record, prepared: Simulated) -> Answer:
     """No launch, no host, no inefficiency, no overlap between steps: what a datasheet promises."""
     model, seconds = prepared.model, []
     for plan in prepared.schedules:
@@ -50,7 +51,7 @@ def roofline(_: Record, prepared: Prepared) -> Answer:
     return max(seconds), None
 
 
-def datasheet(_: Record, prepared: Prepared) -> Answer:
+def datasheet(_: Record, prepared: Simulated) -> Answer:
     return rollout(prepared.schedules, prepared.model).makespan_s, None
 
 

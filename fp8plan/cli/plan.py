@@ -126,9 +126,9 @@ def plan_command(
     from dataclasses import replace
 
     from fp8plan.model.architecture import ModelShape
+    from fp8plan.model.emit.settings import KV_SCALES
     from fp8plan.model.hardware import gpu as find_gpu
     from fp8plan.model.limits import EngineLimits
-    from fp8plan.model.emit.settings import KV_SCALES
     from fp8plan.model.plan.planner import predict
     from fp8plan.model.risk.budget import LEVELS
     from fp8plan.model.risk.expected import RiskBudget

@@ -1,4 +1,4 @@
-"""One engine: the model, the GPU, the precision and the limits that planner, validate, guard, probe and launch share."""
+"""One engine, the object that planner, validate, guard, probe and launch share: model, GPU, precision and limits."""
 
 from __future__ import annotations
 

@@ -113,7 +113,9 @@ def _colocate_problems(job: Job) -> list[str]:
     # TRL sets max_num_seqs to the responses of one replica (GRPOTrainer: batch size x TP x steps per generation).
     responses = ceil(job.tokens("prompts") * job.tokens("samples") / limits.data_parallel_size)
     if limits.max_num_seqs < responses:
-        problems.append(f"it runs all {responses} responses of a replica at once, the plan at most {limits.max_num_seqs}")
+        problems.append(
+            f"it runs all {responses} responses of a replica at once, the plan at most {limits.max_num_seqs}"
+        )
     return problems
 
 

@@ -35,10 +35,10 @@ def emit_verl(job: Job, kv_scales: str) -> str:
     `python -m verl.trainer.main_ppo \\`. The comments come last: bash would drop what follows them on such a line."""
     setup = job.setup
     what = f"{_named(setup)} on {setup.gpu.name}, {setup.precision.name}"
+    work = f"{job.tokens('prompts')} prompts x {job.tokens('samples')} samples"
     notes = [
         f"fp8plan: {what}; the end of: python -m verl.trainer.main_ppo ...",
-        f"planned for {job.tokens('prompts')} prompts x {job.tokens('samples')} samples per rollout: "
-        "data.train_batch_size is yours to set",
+        f"planned for {work} per rollout: data.train_batch_size is yours to set",
         replicas_note(setup, "trainer.nnodes * trainer.n_gpus_per_node decides it"),
         shared_gpu_note(setup),
         *risk_notes(job, "verl", kv_scales),

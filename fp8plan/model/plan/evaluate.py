@@ -85,8 +85,9 @@ def _timed_group(candidates: Sequence[Candidate], problem: Problem) -> list[Cand
             sync = weight_sync_seconds(found.model, problem.times, problem.kv_scales_calibrated)
             step_s = found.rollout.makespan_s + problem.times.seconds(tokens) + sum(sync.values())
         measured = problem.profile.has_measured(candidate.setup.limits.tensor_parallel_size)
-        more = {"extrapolated": found.extrapolated, "step_s": step_s, "measured": measured}
-        timed.append(replace(candidate, rollout=found.rollout, **more))
+        timed.append(
+            replace(candidate, rollout=found.rollout, extrapolated=found.extrapolated, step_s=step_s, measured=measured)
+        )
     return timed
 
 

@@ -242,6 +242,11 @@ class Plan:
         )
         return EngineSetup(self.model, self.gpu, picked.preset, limits)
 
+    def precisions_beside(self, choice: int | str | None = None) -> tuple[str, ...]:
+        """The precisions that can run on as many GPUs per replica as a choice."""
+        size = self.select(choice).tensor_parallel
+        return tuple(c.precision for c in self.choices if c.available and c.tensor_parallel == size)
+
     def vllm_kwargs(self, choice: int | str | None = None) -> dict[str, Any]:
         """Arguments of `vllm.LLM` or `vllm.EngineArgs` for one replica (vLLM 0.26 and later).
 

@@ -1,4 +1,4 @@
-"""AsyncRolloutEngine: the same plan and procedures with vLLM's AsyncLLM, for trainers with an event loop."""
+"""AsyncRolloutEngine: the same setup and procedures with vLLM's AsyncLLM, for trainers with an event loop."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from fp8plan.runtime.weight_sync.state import Call, Procedure, Scored, SyncRepor
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
+    from fp8plan.model.setup import EngineSetup
     from fp8plan.runtime.controller.state import Escalation
     from fp8plan.runtime.guard.guard import Verdict
     from fp8plan.runtime.weight_sync.nccl import Rendezvous
@@ -30,7 +31,7 @@ Answer = TypeVar("Answer")
 
 
 class AsyncRolloutEngine(EngineBase):
-    """A vllm AsyncLLM with a plan's precision; `from_plan` makes one. Its engine runs in a process of its own.
+    """A vllm AsyncLLM in one of fp8plan's precisions; `from_plan` or `from_setup` makes one. Its engine runs in a process of its own.
 
     `engine.llm` is vLLM's AsyncLLM. Generate through the engine: only it knows when the weights must not be used. The
     guard is fed by the caller, who knows which requests make a rollout: guard.after_rollout(observation_of(...)).
@@ -41,20 +42,20 @@ class AsyncRolloutEngine(EngineBase):
         self.llm: Any = None
 
     @classmethod
-    async def from_plan(
+    async def from_setup(
         cls,
-        plan: Plan,
+        setup: EngineSetup,
         model_path: str | None = None,
         *,
-        choice: int | str | None = None,
         sync: SyncSettings | None = None,
         remote: bool = False,
         guard: GuardSettings | None = None,
         keep_bf16: tuple[int, int] = (0, 0),
+        precisions: Sequence[str] | None = None,
         **vllm_kwargs: Any,
     ) -> AsyncRolloutEngine:
-        """As RolloutEngine.from_plan, with arguments of vLLM's AsyncEngineArgs."""
-        launched = launch(plan, model_path, choice, keep_bf16, vllm_kwargs)
+        """As RolloutEngine.from_setup, with arguments of vLLM's AsyncEngineArgs."""
+        launched = launch(setup, model_path, keep_bf16, vllm_kwargs, precisions)
         engine = cls(launched, sync or SyncSettings.planned(launched.precision, remote), guard)
         try:
             await engine._start()
@@ -63,6 +64,14 @@ class AsyncRolloutEngine(EngineBase):
             engine.shutdown()
             raise
         return engine
+
+    @classmethod
+    async def from_plan(
+        cls, plan: Plan, model_path: str | None = None, *, choice: int | str | None = None, **settings: Any
+    ) -> AsyncRolloutEngine:
+        """As RolloutEngine.from_plan, with the settings of `from_setup`."""
+        precisions = plan.precisions_beside(choice)
+        return await cls.from_setup(plan.setup(choice), model_path, precisions=precisions, **settings)
 
     async def sync_weights(
         self,
@@ -92,10 +101,12 @@ class AsyncRolloutEngine(EngineBase):
             if output is not None:
                 self._remember([output])
 
-    async def follow(self, verdict: Verdict | None, escalate: Escalation | None = None) -> None:
-        """As RolloutEngine.follow."""
+    async def apply(self, verdict: Verdict | None, escalate: Escalation | None = None) -> None:
+        """As RolloutEngine.apply."""
         if (action := self._advised(verdict, escalate)) != Action.NONE:
-            await self._drive(self._follow(self._busy(), action))
+            await self._drive(self._apply(self._busy(), action))
+
+    follow = apply  # its name until 0.1
 
     async def recalibrate_kv(self, *, kv_amax: Any = None, kv_prompts: Any = None) -> str | None:
         """Measure or set the KV scales anew, without new weights; where they come from."""

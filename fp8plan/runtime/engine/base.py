@@ -1,4 +1,4 @@
-"""What every engine of a plan has, in this process or under asyncio: its start, its state, and the procedures that act
+"""What every engine has, in this process or under asyncio: its start, its state, and the procedures that act
 on it. A procedure yields Calls (runtime.weight_sync.procedure); RolloutEngine and AsyncRolloutEngine answer them."""
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from dataclasses import asdict
 from typing import Any
 
 from fp8plan.errors import ConfigError, Fp8PlanError, NotServingError
-from fp8plan.model.hardware import gpu
-from fp8plan.model.precision import precision
 from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.engine.access import alone, refuse_asleep, refuse_dead
 from fp8plan.runtime.engine.launch import Launch
@@ -31,7 +29,7 @@ CALIBRATION_SEQUENCES, CALIBRATION_TOKENS = 16, 1024
 
 class EngineBase:
     """launch:  how it was started; state: of its weights; facts: what really runs
-    guard:   compares rollouts with what the plan's profile predicts; None where it cannot be predicted (`guard_off`)
+    guard:   compares rollouts with what the best profile predicts; None where none can (`guard_off` says why)
     """
 
     def __init__(self, launched: Launch, settings: SyncSettings, staged_on: str | None, guard: GuardSettings) -> None:
@@ -63,15 +61,20 @@ class EngineBase:
         self.state.expected = self.launch.checkpoint()
         running = self._model_config()
         self.state.longest_prompt, self.state.vocabulary = running.max_model_len - 1, running.get_vocab_size()
+        self.launch = self.launch.holding(running.max_model_len)
         self.state.kv_scales = (yield from self._live_scales()) if self.state.fp8_kv else None
-        device = gpu(self.launch.gpu)
-        if not device.is_cpu:
-            longest, preset = self.launch.limits.max_model_len or 1, precision(self.launch.precision)
-            lengths = ladder(longest - 1, deep_gemm_rows(self.launch.model, preset, device, longest))
+        if not self.launch.setup.gpu.is_cpu:
+            longest = self._longest
+            lengths = ladder(longest - 1, deep_gemm_rows(self.launch.setup, longest))
             for token, length in enumerate(lengths):  # a token of its own, or the prefix cache has all but the end
                 yield Call("generate", ([[token] * length], {"max_tokens": 1, "ignore_eos": True}))
             yield Call("reset")
         self._watch()
+
+    @property
+    def _longest(self) -> int:
+        """Tokens of the longest request."""
+        return self.launch.limits.max_model_len or 2
 
     def _model_config(self) -> Any:
         """vLLM's ModelConfig of the engine that runs."""
@@ -97,15 +100,16 @@ class EngineBase:
 
     def engine_facts(self) -> EngineFacts:
         """What the guard needs to know of what runs."""
-        preset, attention = precision(self.launch.precision), self.facts["attention"]
+        setup, attention = self.launch.setup, self.facts["attention"]
+        preset = setup.precision
         backends = {f"attention.{preset.kv}": attention} if attention else {}
         backends |= {f"{part}.{preset.gemm_dtype}": name for part, name in self.facts["kernels"].items()}
         return EngineFacts(
-            model=self.launch.model,
-            gpu=self.launch.gpu,
+            model=setup.model if isinstance(setup.model, str) else setup.path,
+            gpu=setup.gpu.name,
             engine_version=self.facts["vllm_version"].partition("+")[0],
-            precision=self.launch.precision,
-            limits=self.launch.limits,
+            precision=preset.name,
+            limits=setup.limits,
             kernel_backends=backends,
             e8m0=self.facts["e8m0"],
             cudagraph_mode=self.facts["cudagraph_mode"],
@@ -168,13 +172,13 @@ class EngineBase:
             return self._rollout, "sequences of the last rollout"
         import numpy as np
 
-        chance, length = np.random.default_rng(0), min(256, (self.launch.limits.max_model_len or 2) - 1)
-        tokens = chance.integers(0, self.launch.vocabulary, (CALIBRATION_SEQUENCES, length))
+        chance, length = np.random.default_rng(0), min(256, self._longest - 1)
+        tokens = chance.integers(0, self.state.vocabulary or 1000, (CALIBRATION_SEQUENCES, length))
         return tokens.tolist(), "random tokens, as no rollout has run yet"
 
     def _remember(self, outputs: Sequence[Any]) -> None:
         if self.state.fp8_kv:
-            most = min(CALIBRATION_TOKENS, (self.launch.limits.max_model_len or 2) - 1)
+            most = min(CALIBRATION_TOKENS, self._longest - 1)
             chosen = outputs[:: max(1, len(outputs) // CALIBRATION_SEQUENCES)][:CALIBRATION_SEQUENCES]
             both = [[*(output.prompt_token_ids or ()), *output.outputs[0].token_ids][:most] for output in chosen]
             self._rollout = both or self._rollout
@@ -224,7 +228,7 @@ class EngineBase:
             return self.guard.answer(escalate)
         return answered(GuardState(), self.launch.precision, escalate)[1]
 
-    def _follow(self, busy: int, action: Action) -> Procedure:
+    def _apply(self, busy: int, action: Action) -> Procedure:
         """Do what the guard advises, and tell it."""
         if action == Action.RECALIBRATE_KV:
             yield from self._recalibrate(busy, None, None)

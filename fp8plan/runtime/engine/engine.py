@@ -1,10 +1,10 @@
-"""RolloutEngine: a Plan applied to the real vLLM, and new policy weights every RL step.
+"""RolloutEngine: a Plan or an EngineSetup applied to the real vLLM, and new policy weights every RL step.
 
     engine = RolloutEngine.from_plan(plan, "Qwen/Qwen3-8B")
     for step in range(steps):
         outputs = engine.generate(prompts, sampling_params)
         ...                                                   # train on them
-        engine.follow(engine.verdict)                         # after a step down it wants a sync
+        engine.apply(engine.verdict)                          # after a step down it wants a sync
         engine.sync_weights(trainer.named_bf16_tensors())
 
 `engine.llm` is vLLM's own LLM. Generate through the engine: only it knows when the weights must not be used.
@@ -37,6 +37,7 @@ from fp8plan.runtime.weight_sync.state import Call, Procedure, Scored, SyncRepor
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
+    from fp8plan.model.setup import EngineSetup
     from fp8plan.runtime.controller.state import Escalation
     from fp8plan.runtime.guard.guard import Verdict
     from fp8plan.runtime.guard.observation import Observation
@@ -50,7 +51,7 @@ RESET_TRIES, RESET_WAIT_S = 50, 0.1
 
 
 class RolloutEngine(EngineBase):
-    """A vllm.LLM with a plan's precision; `from_plan` makes one.
+    """A vllm.LLM in one of fp8plan's precisions; `from_plan` or `from_setup` makes one.
 
     `verdict` is what the guard says of the last `generate`; it is worked out while the trainer goes on.
     """
@@ -80,36 +81,51 @@ class RolloutEngine(EngineBase):
                 raise
 
     @classmethod
-    def from_plan(
+    def from_setup(
         cls,
-        plan: Plan,
+        setup: EngineSetup,
         model_path: str | None = None,
         *,
-        choice: int | str | None = None,
         mode: Literal["inprocess", "multiprocess"] = "inprocess",
         sync: SyncSettings | None = None,
         remote: bool = False,
         guard: GuardSettings | None = None,
         keep_bf16: tuple[int, int] = (0, 0),
+        precisions: Sequence[str] | None = None,
         **vllm_kwargs: Any,
     ) -> RolloutEngine:
-        """Start vLLM as the plan says.
+        """Start vLLM, one replica, with any model that it runs: where fp8plan cannot predict its speed, `guard_off`
+        says so, and all the rest works.
 
-        model_path:  folder or Hugging Face id of the BF16 checkpoint; the plan's model unless given
-        choice:      index into plan.choices, or a precision of the plan; the chosen one unless given
+        model_path:  folder or Hugging Face id of the BF16 checkpoint; the setup's model unless given
         mode:        the engine in this process, or in one of its own
         sync, guard: how weights are synced, and when the guard advises to step down; None: as planned
         remote:      whether the trainer's tensors come over a link (fp8plan.runtime.weight_sync.nccl)
         keep_bf16:   first and last layers of the model whose linears stay BF16
-        vllm_kwargs: further arguments of vllm.LLM, which win over the plan's limits, but not over its precision
+        precisions:  that the engine may step down to; None: any
+        vllm_kwargs: further arguments of vllm.LLM, which win over the setup's limits, but not over its precision
 
         Until the first sync the checkpoint's weights serve, an FP8 KV cache with vLLM's scales of 1.0; `recalibrate_kv`
         measures better ones.
 
-        Raises ConfigError if vLLM's version is not supported, or for a plan, model or argument that cannot be applied.
+        Raises ConfigError if vLLM's version is not supported, or for a model or argument that cannot be applied.
         """
-        launched = launch(plan, model_path, choice, keep_bf16, vllm_kwargs)
+        launched = launch(setup, model_path, keep_bf16, vllm_kwargs, precisions)
         return cls(launched, sync or SyncSettings.planned(launched.precision, remote), mode, guard)
+
+    @classmethod
+    def from_plan(
+        cls, plan: Plan, model_path: str | None = None, *, choice: int | str | None = None, **settings: Any
+    ) -> RolloutEngine:
+        """Start vLLM as the plan says. The engine may step down to the plan's precisions on the same layout.
+
+        choice:   index into plan.choices, or a precision of the plan; the chosen one unless given
+        settings: as `from_setup` takes them
+
+        Raises ConfigError for a choice that the plan has not, and as `from_setup` does.
+        """
+        precisions = plan.precisions_beside(choice)
+        return cls.from_setup(plan.setup(choice), model_path, precisions=precisions, **settings)
 
     def sync_weights(
         self,
@@ -165,13 +181,15 @@ class RolloutEngine(EngineBase):
         rollout counts it. Raises ConfigError if it is not finite."""
         self._judge.report_kl(kl_k3)
 
-    def follow(self, verdict: Verdict | None, escalate: Escalation | None = None) -> None:
+    def apply(self, verdict: Verdict | None, escalate: Escalation | None = None) -> None:
         """Do what a verdict advises: nothing, recalibrate the KV cache, or restart in a safer precision, after which
         the engine refuses to generate until a sync. Where it advises nothing, do what `escalate` asks for, that of a
         Monitor's decision."""
         if (action := self._advised(verdict, escalate)) != Action.NONE:
             with self._calling():
-                self._drive(self._follow(self._busy(), action))
+                self._drive(self._apply(self._busy(), action))
+
+    follow = apply  # its name until 0.1
 
     def recalibrate_kv(self, *, kv_amax: Any = None, kv_prompts: Any = None) -> str | None:
         """Measure or set the KV scales anew, without new weights; where they come from."""

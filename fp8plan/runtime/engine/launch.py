@@ -1,27 +1,25 @@
-"""How a Plan's choice is started: vLLM's arguments and environment, and what must be true once it runs."""
+"""How an EngineSetup is started: vLLM's arguments and environment, and what must be true once it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.configs import find_config
-from fp8plan.model.hardware import gpu
+from fp8plan.model.emit.settings import vllm_env, vllm_kwargs
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.precision import precision
+from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.cpu_kernels import ENABLE
 from fp8plan.runtime.vllm_versions import check_vllm_version
 from fp8plan.runtime.weight_sync.manifest import Manifest, checkpoint_manifest
 from fp8plan.runtime.worker.extension import EXTENSION
 
-if TYPE_CHECKING:
-    from fp8plan.model.plan.plan import Plan
-
-# What decides the precision is the plan's to say.
-THE_PLANS = ("model", "dtype", "quantization", "quantization_config", "kv_cache_dtype", "worker_extension_cls")
-
+# What decides the precision is the setup's to say.
+THE_SETUPS = ("model", "dtype", "quantization", "quantization_config", "kv_cache_dtype", "worker_extension_cls")
 
 # What cannot be synced: the only value that it may have, and why.
 NOT_SUPPORTED = {
@@ -36,50 +34,57 @@ LIVE_SCALES = ("FlashAttentionImpl", "TritonAttentionImpl", "CPUAttentionBackend
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One engine of a plan.
+    """One engine.
 
-    plan, choice: what it applies; gpu: name in fp8plan.model.hardware
-    model:        whose shape the cost model is asked about: the folder that is loaded, or the plan's
-    kwargs, env:  of vllm.LLM and its processes
-    limits:       that it really runs with
-    device:       of the engine's tensors, as torch names it
+    setup:       what runs: its limits are the engine's own, its model is the one whose shape the cost model is asked
+                 about
+    kwargs, env: of vllm.LLM and its processes
+    keep_bf16:   first and last layers whose linears stay BF16
+    more:        the caller's own arguments of vllm.LLM
+    precisions:  that the engine may be started again in; None: any
     """
 
-    plan: Plan
-    choice: int
-    keep_bf16: tuple[int, int]
-    more: Mapping[str, Any]
+    setup: EngineSetup
     kwargs: Mapping[str, Any]
     env: Mapping[str, str]
-    limits: EngineLimits
-    model: str
-    device: str
-    vocabulary: int
+    keep_bf16: tuple[int, int]
+    more: Mapping[str, Any]
+    precisions: Sequence[str] | None
 
     @property
     def precision(self) -> str:
-        return self.plan.choices[self.choice].precision
+        return self.setup.precision.name
 
     @property
-    def gpu(self) -> str:
-        return self.plan.gpu
+    def limits(self) -> EngineLimits:
+        return self.setup.limits
+
+    @property
+    def device(self) -> str:
+        """The device of the engine's tensors, as torch names it."""
+        return "cpu" if self.setup.gpu.is_cpu else "cuda"
 
     @property
     def fp8_weights(self) -> bool:
-        return self.plan.choices[self.choice].preset.weights == "fp8_block"
+        return self.setup.precision.weights == "fp8_block"
 
     @property
     def fp8_kv(self) -> bool:
-        return self.plan.choices[self.choice].preset.kv == "fp8"
+        return self.setup.precision.kv == "fp8"
 
     def with_precision(self, name: str) -> Launch:
-        """The same engine in another precision of the plan. Raises ConfigError if the plan has none on this layout."""
-        layout = self.plan.choices[self.choice].tensor_parallel
-        found = [i for i, c in enumerate(self.plan.choices) if (c.precision, c.tensor_parallel) == (name, layout)]
-        if not found:
-            raise ConfigError(f"the plan has no {name} on {layout} GPU(s); allowed: a plan with all precisions")
-        keep = self.keep_bf16 if self.plan.choices[found[0]].preset.weights == "fp8_block" else (0, 0)
-        return launch(self.plan, str(self.kwargs["model"]), found[0], keep, self.more)
+        """The same engine in another precision. Raises ConfigError if its plan has none on this layout."""
+        if self.precisions is not None and name not in self.precisions:
+            size = self.limits.tensor_parallel_size
+            raise ConfigError(f"the plan has no {name} on {size} GPU(s); allowed: a plan with all precisions")
+        setup = replace(self.setup, precision=precision(name))
+        keep = self.keep_bf16 if setup.precision.weights == "fp8_block" else (0, 0)
+        return launch(setup, str(self.kwargs["model"]), keep, self.more, self.precisions)
+
+    def holding(self, longest: int) -> Launch:
+        """The same with max_model_len filled in, where the setup left it to vLLM."""
+        limits = replace(self.limits, max_model_len=self.limits.max_model_len or longest)
+        return replace(self, setup=replace(self.setup, limits=limits))
 
     def checkpoint(self) -> Manifest | None:
         """The tensors of the model's safetensors files, where they lie on this machine."""
@@ -114,33 +119,38 @@ class Launch:
 
 
 def launch(
-    plan: Plan,
-    model_path: str | None,
-    choice: int | str | None,
-    keep_bf16: tuple[int, int],
-    more: Mapping[str, Any],
+    setup: EngineSetup,
+    model_path: str | None = None,
+    keep_bf16: tuple[int, int] = (0, 0),
+    more: Mapping[str, Any] | None = None,
+    precisions: Sequence[str] | None = None,
 ) -> Launch:
-    """The Launch of a choice. Raises ConfigError for what vLLM, the plan or the arguments do not allow."""
+    """The Launch of one replica; model_path: the checkpoint, if it is not the setup's model; the rest as in Launch.
+    Raises ConfigError for what vLLM, the GPU or the arguments do not allow."""
     check_vllm_version()
-    index = plan.index(choice)
-    preset = plan.select(index).preset
-    if taken := sorted(set(more).intersection(THE_PLANS)):
-        raise ConfigError(f"{', '.join(taken)} come from the plan; allowed: another choice of the plan (choice=...)")
+    more, preset, on_cpu = more or {}, setup.precision, setup.gpu.is_cpu
+    if taken := sorted(set(more).intersection(THE_SETUPS)):
+        whose = (
+            "plan; allowed: another choice of the plan (choice=...)" if precisions else "setup; allowed: another one"
+        )
+        raise ConfigError(f"{', '.join(taken)} come from the {whose}")
     for name, (allowed, why) in NOT_SUPPORTED.items():
         if more.get(name, allowed) != allowed:
             raise ConfigError(f"{name} is {more[name]!r}; allowed: {allowed!r}: {why}")
-    kwargs = plan.vllm_kwargs(index) | {"disable_log_stats": False} | dict(more) | {"worker_extension_cls": EXTENSION}
+    if not on_cpu and (reason := setup.gpu.why_not(preset)):  # a CPU runs blockwise FP8 in reference arithmetic
+        raise ConfigError(f"{preset.name}: {reason}; allowed: bf16, or another GPU")
+    kwargs = vllm_kwargs(setup) | {"disable_log_stats": False} | dict(more) | {"worker_extension_cls": EXTENSION}
     if model_path is not None:
         kwargs["model"] = str(model_path)
     model = str(kwargs["model"])
     local = (Path(model) / "config.json").is_file()
-    config = _config(Path(model).resolve() if local else model, plan.model)
+    config = _config(Path(model).resolve() if local else model, setup.path)
     if "quantization_config" in config:
         raise ConfigError(
             f"{model} is quantised already ({config['quantization_config'].get('quant_method')}); allowed: the BF16 "
             "checkpoint that the trainer started from, which vLLM quantises while it loads"
         )
-    env, on_cpu = plan.env(index), gpu(plan.gpu).is_cpu
+    env = vllm_env(setup)
     if preset.weights == "fp8_block":
         _keep_bf16(kwargs, keep_bf16, config)
         if on_cpu:
@@ -148,18 +158,9 @@ def launch(
     elif any(keep_bf16):
         raise ConfigError(f"keep_bf16 is {keep_bf16}, and {preset.name} has no FP8 weights; leave it out")
     known = {field.name for field in fields(EngineLimits)}
-    return Launch(
-        plan=plan,
-        choice=index,
-        keep_bf16=keep_bf16,
-        more=more,
-        kwargs=kwargs,
-        env=env,
-        limits=replace(plan.limits, **{name: value for name, value in kwargs.items() if name in known}),
-        model=model if local else plan.model,
-        device="cpu" if on_cpu else "cuda",
-        vocabulary=int(config.get("vocab_size", 1000)),
-    )
+    limits = replace(setup.limits, **{name: value for name, value in kwargs.items() if name in known})
+    runs = replace(setup, model=model if local else setup.model, limits=replace(limits, data_parallel_size=1))
+    return Launch(runs, kwargs, env, keep_bf16, more, precisions)
 
 
 def local_folder(model: str, revision: str | None = None, cache: str | None = None) -> Path | None:
@@ -176,7 +177,7 @@ def local_folder(model: str, revision: str | None = None, cache: str | None = No
 
 
 def _config(model: str | Path, planned: str) -> dict[str, Any]:
-    """config.json of what is loaded; of the planned model where that cannot be had (a new hub id, offline)."""
+    """The config.json of what is loaded; of the planned model where that cannot be had (a new hub id, offline)."""
     try:
         return find_config(model)[0]
     except ConfigError:

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from fp8plan.model.architecture import ModelShape
+from fp8plan.errors import ConfigError
 from fp8plan.model.cost.deep_gemm import rows_of_every_kernel
-from fp8plan.model.hardware import Gpu
-from fp8plan.model.precision import Precision
+from fp8plan.model.setup import EngineSetup
 
 # Token counts by the nearest of which vLLM picks the tiles of its MoE kernel (vllm/model_executor/layers/fused_moe).
 MOE_TILES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
@@ -28,12 +27,16 @@ def freeze_garbage() -> None:
     gc.freeze()
 
 
-def deep_gemm_rows(model: str, precision: Precision, gpu: Gpu, most: int) -> list[int]:
-    """Numbers of tokens that together need every DeepGEMM kernel of a model; none without blockwise FP8 weights."""
-    if precision.weights != "fp8_block":
+def deep_gemm_rows(setup: EngineSetup, most: int) -> list[int]:
+    """Numbers of tokens that together need every DeepGEMM kernel of a model; none without blockwise FP8 weights, and
+    none of a model whose matrices fp8plan does not know: its kernels compile when they are met."""
+    if setup.precision.weights != "fp8_block":
         return []
-    shapes = [(x.n, x.k) for x in ModelShape.from_hf(model).linears() if x.quantised]
-    return rows_of_every_kernel(shapes, most, gpu.sm_count)
+    try:
+        linears = setup.shape.linears()
+    except ConfigError:
+        return []
+    return rows_of_every_kernel([(x.n, x.k) for x in linears if x.quantised], most, setup.gpu.sm_count)
 
 
 def ladder(longest: int, more: Sequence[int]) -> list[int]:

@@ -10,19 +10,22 @@ Costs overlap (a larger pool also ends preemptions), so they do not add up.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from enum import StrEnum
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from fp8plan.errors import CapacityError
-from fp8plan.model.hardware import gpu as find_gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.plan.explain import seconds
-from fp8plan.model.plan.planner import LEAST_GAIN
 from fp8plan.model.profile.profile import Profile
+from fp8plan.model.risk.budget import LEAST_GAIN
 from fp8plan.model.schedule.kv_pool import blocks_for
+from fp8plan.model.setup import EngineSetup
+from fp8plan.model.simulate import Simulated
 from fp8plan.runtime.guard.fallback import GuardSettings
 from fp8plan.runtime.guard.kernels import fallback
 from fp8plan.runtime.guard.observation import EngineFacts, Observation
-from fp8plan.runtime.guard.prediction import Prediction, Simulated, simulate
+from fp8plan.runtime.guard.prediction import Prediction, again, with_blocks
 
 # Preemptions per response that no error of the predicted schedule explains.
 MANY_PREEMPTIONS: Final = 0.05
@@ -67,9 +70,9 @@ class Case(NamedTuple):
     settings: GuardSettings
     within: bool
 
-    def again(self, **changes: Any) -> Simulated:
-        """The same work predicted with changes, as `simulate` takes them."""
-        return simulate(self.facts, self.observation, self.profile, known=self.prediction.schedules, **changes)
+    def again(self, setup: EngineSetup) -> Simulated:
+        """The same work predicted on another engine."""
+        return again(setup, self.observation, self.profile, self.prediction.ran.schedules)
 
 
 def causes(case: Case) -> tuple[Found, ...]:
@@ -139,7 +142,7 @@ def _stall(case: Case) -> tuple[float | None, str]:
         return None, ""
     if longest <= case.settings.stall_s:
         return None, f"{seconds(longest)} s"
-    usual = case.again().longest_step_s()
+    usual = case.prediction.longest_step_s()
     words = f"{seconds(longest)} s where {seconds(usual)} is the longest predicted"
     return (longest - usual if longest > 2 * usual else None), words
 
@@ -161,7 +164,8 @@ def _in_the_prediction(case: Case) -> Iterator[Found]:
     cpu = find_gpu(facts.gpu).is_cpu
     larger = "VLLM_CPU_KVCACHE_SPACE" if cpu else "gpu_memory_utilization or tensor_parallel_size"
     if facts.eager and not cpu:
-        graphs = case.again(eager=False).timed.makespan_s
+        ran = prediction.setup
+        graphs = case.again(replace(ran, limits=replace(ran.limits, enforce_eager=False))).rollout.makespan_s
         text = (
             f"CUDA graphs are off: {seconds(makespan)} s predicted without them, {seconds(graphs)} with: leave "
             "enforce_eager and cudagraph_mode unset"
@@ -169,7 +173,8 @@ def _in_the_prediction(case: Case) -> Iterator[Found]:
         yield Found(Cause.CUDA_GRAPHS_OFF, text, makespan - graphs, gap=False)
     if prediction.rollout.preemptions:
         pairs = zip(case.observation.prompt_lengths, case.observation.response_lengths, strict=True)
-        roomy = case.again(blocks=sum(blocks_for(sum(pair), facts.limits.block_size) for pair in pairs)).timed
+        blocks = sum(blocks_for(sum(pair), facts.limits.block_size) for pair in pairs)
+        roomy = case.again(with_blocks(prediction.setup, blocks)).rollout
         text = (
             f"{case.observation.preemptions:,} preemptions ({prediction.rollout.preemptions:,} predicted) in a pool of "
             f"{prediction.kv_cache_tokens:,} tokens: {seconds(makespan)} s predicted, {seconds(roomy.makespan_s)} in a "
@@ -177,17 +182,17 @@ def _in_the_prediction(case: Case) -> Iterator[Found]:
         )
         yield Found(Cause.PREEMPTION, text, makespan - roomy.makespan_s, gap=False)
     try:
-        planned = case.again(blocks=None)
+        planned = case.again(facts.setup)
     except CapacityError:  # predicted not to fit, and yet it ran
         return
-    if prediction.kv_cache_tokens < planned.kv_cache_tokens:
+    if prediction.kv_cache_tokens < planned.memory.kv_cache_tokens:
         rest = "before the engine starts, or plan with the gpu_memory_utilization it gets"
         fix = f"raise {larger}" if cpu else f"free the GPU of other processes {rest}"
         text = (
-            f"the KV pool holds {prediction.kv_cache_tokens:,} tokens instead of {planned.kv_cache_tokens:,}: "
-            f"{seconds(makespan)} s predicted, {seconds(planned.timed.makespan_s)} with those: {fix}"
+            f"the KV pool holds {prediction.kv_cache_tokens:,} tokens instead of {planned.memory.kv_cache_tokens:,}: "
+            f"{seconds(makespan)} s predicted, {seconds(planned.rollout.makespan_s)} with those: {fix}"
         )
-        yield Found(Cause.KV_POOL, text, makespan - planned.timed.makespan_s, gap=False)
+        yield Found(Cause.KV_POOL, text, makespan - planned.rollout.makespan_s, gap=False)
 
 
 def _no_gain(case: Case) -> Iterator[Found]:

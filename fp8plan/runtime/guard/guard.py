@@ -1,8 +1,8 @@
 """Is the predicted speed arriving? If not, why, and should the engine step down?
 
 After every rollout its tokens per second are compared with the prediction for what actually ran: its lengths, pool,
-limits and precision (guard_prediction). Likely causes are named from facts (guard_causes). Stepping down follows a
-ladder (guard_ladder),
+limits and precision (prediction.py). Likely causes are named from facts (causes.py). Stepping down follows a
+ladder (fallback.py),
 
     recalibrate KV -> KV to BF16 -> all BF16        less the rungs that the running precision does not have,
 
@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fp8plan.errors import Fp8PlanError
-from fp8plan.model.hardware import gpu as find_gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.profile.profile import Profile, load_profile
 from fp8plan.runtime.controller.state import Escalation

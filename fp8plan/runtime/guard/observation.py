@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import Precision
 from fp8plan.model.precision import precision as find_precision
+from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import MOST_TOKENS, Batch
 
 if TYPE_CHECKING:
@@ -46,6 +47,11 @@ class EngineFacts:
     @property
     def preset(self) -> Precision:
         return find_precision(self.precision)
+
+    @property
+    def setup(self) -> EngineSetup:
+        """The engine as the cost model knows it."""
+        return EngineSetup(self.model, self.gpu, self.precision, replace(self.limits, enforce_eager=self.eager))
 
     @property
     def eager(self) -> bool:

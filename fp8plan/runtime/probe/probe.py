@@ -19,18 +19,18 @@ from typing import Any
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.hardware import Gpu
-from fp8plan.model.hardware import gpu as find_gpu
+from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import PRESETS, Precision
 from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.risk.expected import mismatch_risk
+from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.engine.noise import held_back
 from fp8plan.runtime.measure.machine import gpu_facts
 from fp8plan.runtime.probe.intervals import Interval, intervals, tokens_needed
 from fp8plan.runtime.probe.prompts import Prompt, token_ids
 from fp8plan.runtime.probe.results import Probe, Probed
-from fp8plan.runtime.probe.sampling import Sampled, SampleSettings, sample, unpredicted_plan
+from fp8plan.runtime.probe.sampling import Sampled, SampleSettings, sample
 from fp8plan.runtime.vllm_versions import check_vllm_version
 
 
@@ -69,17 +69,16 @@ def probe(
     limits, version = limits or EngineLimits.for_gpu(card), check_vllm_version()
     tokens = token_ids(prompts, model_path, most_prompts)
     _refuse_too_few(len({tuple(ids) for ids in tokens}))
+    longest = max(len(ids) for ids in tokens) + settings.max_tokens
     found: dict[str, Probed] = {}
     samples: dict[str, list[Sampled]] = {}
     for preset in presets:
         progress(f"{preset.name}: an engine starts and samples {len(tokens) * settings.samples} responses")
         begun = time.perf_counter()
         try:
-            plan = unpredicted_plan(
-                model_path, card, preset, limits, max(len(ids) for ids in tokens), settings.max_tokens
-            )
+            setup = EngineSetup(model_path, card, preset, limits).holding(longest)
             with held_back(engine_stays=False):
-                samples[preset.name], facts = sample(plan, tokens, settings, **vllm_kwargs)
+                samples[preset.name], facts = sample(setup, tokens, settings, **vllm_kwargs)
         except Exception as error:  # of one engine: the others may run
             found[preset.name] = Probed(preset.name, error=_told(error))
             progress(f"{preset.name}: {found[preset.name].error}")

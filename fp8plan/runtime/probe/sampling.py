@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.hardware import Gpu
-from fp8plan.model.hardware import gpu as find_gpu
-from fp8plan.model.limits import EngineLimits
-from fp8plan.model.plan.plan import Choice, Plan
-from fp8plan.model.precision import Precision
+from fp8plan.model.setup import EngineSetup
 
 # Prompts that KV scales are first calibrated on, before there is a rollout to calibrate them on.
 FIRST_CALIBRATION = 16
@@ -49,40 +45,16 @@ class Sampled(NamedTuple):
     logprobs: list[float]
 
 
-def unpredicted_plan(
-    model_path: str, gpu: Gpu, preset: Precision, limits: EngineLimits, longest_prompt: int, max_tokens: int
-) -> Plan:
-    """A plan of one choice without any prediction: enough to start its engine, on a CPU in any precision (blockwise
-    FP8 runs there in reference arithmetic, fp8plan.runtime.cpu_kernels)."""
-    if not gpu.is_cpu and (reason := gpu.why_not(preset)):
-        raise ConfigError(f"{preset.name}: {reason}; allowed: bf16, or another GPU")
-    numbers: dict[str, Any] = dict.fromkeys(f.name for f in fields(Choice))
-    layout = {"tensor_parallel": limits.tensor_parallel_size, "data_parallel": 1}
-    choice = Choice(**numbers | layout | {"precision": preset.name, "available": True})
-    return Plan(
-        model=model_path,
-        gpu=gpu.name,
-        profile={"kind": "none", "engine_version": "", "source": "nothing was predicted"},
-        limits=limits.holding(longest_prompt + max_tokens).on(gpu),
-        workload={"prompts": 1, "samples": 1, "max_prompt_tokens": longest_prompt, "max_response_tokens": max_tokens},
-        seed=0,
-        choices=(choice,),
-        chosen=0,
-        thresholds={},
-        reasons=("made to be measured",),
-    )
-
-
 def sample(
-    plan: Plan, prompts: Sequence[Sequence[int]], settings: SampleSettings, **vllm_kwargs: Any
+    setup: EngineSetup, prompts: Sequence[Sequence[int]], settings: SampleSettings, **vllm_kwargs: Any
 ) -> tuple[list[Sampled], dict[str, Any]]:
-    """The responses of the plan's engine to each prompt, `settings.samples` of them, and what really ran: the engine's
+    """The responses of the engine to each prompt, `settings.samples` of them, and what really ran: the engine's
     facts and `kv_scales`, where its scales came from. The engine is gone when this returns."""
     from fp8plan.runtime.engine.engine import RolloutEngine
 
-    mode = settings.mode or ("inprocess" if find_gpu(plan.gpu).is_cpu else "multiprocess")
+    mode = settings.mode or ("inprocess" if setup.gpu.is_cpu else "multiprocess")
     options = {"skip_tokenizer_init": True, "seed": settings.seed} | vllm_kwargs
-    engine = RolloutEngine.from_plan(plan, mode=mode, **options)
+    engine = RolloutEngine.from_setup(setup, mode=mode, **options)
     try:
         scales = _calibrated(engine, prompts, settings) if engine.state.fp8_kv else None
         every = [tokens for tokens in prompts for _ in range(settings.samples)]

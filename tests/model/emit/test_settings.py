@@ -433,9 +433,9 @@ def test_the_next_best_for_verl_is_the_fastest_that_is_no_riskier() -> None:
     ]
     way_out = r"the next best is choice 2, fp8_block at tensor_parallel_size 4 .*: --choice 2 \(in Python choice=2\)"
     with pytest.raises(ConfigError, match=way_out):
-        emit(with_refusals(plans.plan(model="Qwen/Qwen3-4B", choices=tuple(rows), chosen=0)), "verl")
+        with_refusals(plans.plan(model="Qwen/Qwen3-4B", choices=tuple(rows), chosen=0)).emit("verl")
     with pytest.raises(ConfigError, match="plan again with --emit verl, which looks for another layout"):
-        emit(with_refusals(plans.plan(model="Qwen/Qwen3-4B", choices=tuple(rows[:1]), chosen=0)), "verl")
+        with_refusals(plans.plan(model="Qwen/Qwen3-4B", choices=tuple(rows[:1]), chosen=0)).emit("verl")
 
 
 def test_two_importance_weights_are_too_many_for_verl() -> None:

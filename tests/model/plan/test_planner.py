@@ -20,15 +20,19 @@ from fp8plan.errors import CapacityError, ConfigError, ProfileError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import gpu
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.plan import planner
+from fp8plan.model.plan import evaluate
+from fp8plan.model.plan.candidates import Candidate
+from fp8plan.model.plan.choose import choose
 from fp8plan.model.plan.plan import Choice, Plan
-from fp8plan.model.plan.planner import LEAST_GAIN, Candidate, choose, plan, predict
+from fp8plan.model.plan.planner import plan, predict
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.profile.profile import load_profile
+from fp8plan.model.risk.budget import LEAST_GAIN
 from fp8plan.model.risk.expected import LEVELS, MismatchRisk, RiskBudget
 from fp8plan.model.rl_step import Trainer
-from fp8plan.model.rollout import Rollout, Timeline, schedules
-from fp8plan.model.schedule.scheduler import Schedule
+from fp8plan.model.rollout import Rollout, Timeline
+from fp8plan.model.setup import EngineSetup
+from fp8plan.model.simulate import Simulated, simulate
 from fp8plan.model.workload import Fixed, LogNormal, Trace, Workload
 
 SMALL = "Qwen/Qwen3-0.6B"
@@ -52,7 +56,7 @@ ROLLOUT = Rollout(1.0, 0.9, 1.1, 1, 1, 0, 0, 0, 0.0, {}, {}, (), Timeline(np.one
 
 def candidate(seconds: float | None, kl: float = 0.0, level: Any = "low", step_s: float | None = None) -> Candidate:
     """A candidate with these figures; None: not available."""
-    base = Candidate(PRESETS["bf16"], EngineLimits(), step_s=step_s)
+    base = Candidate(EngineSetup("Qwen/Qwen3-8B", "h200", "bf16", EngineLimits()), step_s=step_s)
     if seconds is None:
         return replace(base, reason="a test")
     return replace(base, rollout=replace(ROLLOUT, makespan_s=seconds), risk=replace(RISK, kl_k3=kl, level=level))
@@ -382,7 +386,7 @@ def test_what_cannot_be_is_refused_by_its_own_error() -> None:
         ("limits", {"max_num_seqs": 4}, "EngineLimits or None"),
         ("gpus", "8", "a whole number of at least 1, or None"),
         ("gpus", True, "a whole number of at least 1, or None"),
-        ("trainer", {"train_s": 4}, "Trainer or None"),
+        ("trainer", {"train_s": 4}, "StepTimes or None"),
         ("budget", "low", "RiskBudget or None"),
         ("kv_scales_calibrated", "unit", "bool"),
         ("engine_version", 0.26, "str"),
@@ -531,12 +535,12 @@ def test_progress_sees_every_candidate_once() -> None:
 def test_several_processes_predict_what_one_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     alone = predict(SMALL, "h200", WORK, gpus=4)
 
-    def watched(*arguments: Any) -> list[Schedule]:
+    def watched(*arguments: Any, **known: Any) -> Simulated:
         (tmp_path / str(os.getpid())).touch()
-        return schedules(*arguments)
+        return simulate(*arguments, **known)
 
-    monkeypatch.setattr(planner, "schedules", watched)
-    monkeypatch.setattr(planner, "WORTH_PROCESSES", 0)
+    monkeypatch.setattr(evaluate, "simulate", watched)
+    monkeypatch.setattr(evaluate, "WORTH_PROCESSES", 0)
     together = predict(SMALL, "h200", WORK, gpus=4, workers=2)
     assert together.plan == alone.plan
     processes = {path.name for path in tmp_path.iterdir()}

@@ -67,9 +67,9 @@ def measured(trained: Trained) -> Measured:
     """All four precisions on it, and what their engines sampled."""
     samples: dict[str, list[Sampled]] = {}
 
-    def remembered(plan: Any, *words: Any, **options: Any) -> Any:
-        found, facts = sample(plan, *words, **options)
-        samples[plan.choices[0].precision] = found
+    def remembered(setup: Any, *words: Any, **options: Any) -> Any:
+        found, facts = sample(setup, *words, **options)
+        samples[setup.precision.name] = found
         return found, facts
 
     with pytest.MonkeyPatch.context() as patch:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fp8plan.model.hardware import gpu
-from fp8plan.model.precision import precision
+from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.engine.warm_up import deep_gemm_rows, ladder
 from fp8plan.runtime.measure.rollouts.timed_rollout import timed
 
@@ -33,7 +32,7 @@ def prefill_ladder(llm: Any, fields: Mapping[str, Any]) -> list[int]:
     from vllm import SamplingParams
 
     longest = llm.llm_engine.model_config.max_model_len
-    rows = deep_gemm_rows(fields["model"], precision(fields["precision"]), gpu(fields["gpu"]), longest)
+    rows = deep_gemm_rows(EngineSetup(fields["model"], fields["gpu"], fields["precision"]), longest)
     lengths = ladder(longest - 1, rows)
     for token, length in enumerate(lengths):  # a token of its own, so that no prompt finds a shorter one in the cache
         params = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False, logprobs=0)
