@@ -31,7 +31,8 @@ Answer = TypeVar("Answer")
 
 
 class AsyncRolloutEngine(EngineBase):
-    """A vllm AsyncLLM in one of fp8plan's precisions; `from_plan` or `from_setup` makes one. Its engine runs in a process of its own.
+    """A vllm AsyncLLM in one of fp8plan's precisions; `from_plan` or `from_setup` makes one. Its engine runs in a
+    process of its own.
 
     `engine.llm` is vLLM's AsyncLLM. Generate through the engine: only it knows when the weights must not be used. The
     guard is fed by the caller, who knows which requests make a rollout: guard.after_rollout(observation_of(...)).

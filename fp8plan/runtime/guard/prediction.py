@@ -1,5 +1,5 @@
-"""What the cost model expects of the very work that ran: of its lengths, in the pool that was measured, under the limits
-the engine really has."""
+"""The prediction for the very work that ran: its lengths, in the pool that was measured, under the limits the engine
+really has."""
 
 from __future__ import annotations
 

@@ -1,0 +1,108 @@
+"""Engines without a plan: of a model that the cost model does not know, all works but the prediction of its speed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import BLOCK_SIZE, CALIBRATION, KV_BLOCKS, answer
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.setup import EngineSetup
+from fp8plan.runtime.engine.engine import RolloutEngine
+from fp8plan.runtime.engine.launch import launch
+from fp8plan.runtime.guard.fallback import Action
+from fp8plan.runtime.guard.guard import Verdict
+from fp8plan.runtime.monitor.monitor import Monitor
+from fp8plan.runtime.monitor.sinks import Callback
+
+pytestmark = pytest.mark.vllm
+
+LIMITS = EngineLimits(
+    max_num_seqs=8, max_num_batched_tokens=512, block_size=BLOCK_SIZE, num_gpu_blocks=KV_BLOCKS, enforce_eager=True
+)
+PROMPT = [5, 9, 33, 17, 200, 401]
+
+
+@pytest.fixture(scope="module")
+def opt(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """A checkpoint of an architecture that nothing is known of, and other weights for it."""
+    from safetensors.torch import load_file
+    from transformers import OPTConfig, OPTForCausalLM
+
+    folders = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        config = OPTConfig(
+            vocab_size=1024, hidden_size=256, ffn_dim=512, num_hidden_layers=2, num_attention_heads=4,
+            max_position_embeddings=256, word_embed_proj_dim=256, init_std=0.08,
+        )  # fmt: skip
+        folders.append(tmp_path_factory.mktemp(f"opt_{seed}"))
+        OPTForCausalLM(config).to(torch.bfloat16).save_pretrained(folders[-1])
+    return str(folders[0]), load_file(folders[1] / "model.safetensors")
+
+
+def follow(action: Action) -> Verdict:
+    return Verdict(1.0, 2.0, 1.9, 2.1, 0.5, within=False, causes=(), action=action, reason="a test")
+
+
+def test_a_model_that_cannot_be_predicted_is_started_synced_stepped_down_and_monitored(
+    opt: tuple[str, dict[str, Any]],
+) -> None:
+    folder, other = opt
+    engine = RolloutEngine.from_setup(EngineSetup(folder, "cpu", "fp8_kv", LIMITS), skip_tokenizer_init=True)
+    try:
+        assert engine.launch.limits.max_model_len == 256  # the model's own
+        engine.recalibrate_kv()  # on random tokens, as no rollout has run
+        before = answer(engine, PROMPT)
+        assert engine.guard is None
+        assert "model_type 'opt' is not modelled" in str(engine.guard_off)
+        assert engine.sync_weights(other, kv_prompts=CALIBRATION).tensors == len(other)
+        after = answer(engine, PROMPT)
+        assert after != before
+        records = list[Any]()
+        monitor = Monitor(engine=engine, sinks=[Callback(records.append)])
+        rollout = torch.tensor([after[1]])
+        step = monitor.step(rollout + 0.01, rollout)
+        assert step.verdict is None
+        assert records[0]["precision"] == "fp8_kv"
+        assert records[0]["response_lengths"] == [len(after[0])]
+        assert "not modelled" in records[0]["guard"]["off"]
+        engine.apply(follow(Action.KV_TO_BF16))  # without a plan, any precision may follow
+        assert engine.launch.precision == "bf16"
+        engine.sync_weights(other)
+        assert len(answer(engine, PROMPT)[0]) == len(after[0])
+    finally:
+        engine.shutdown()
+
+
+def test_a_precision_that_the_gpu_lacks_is_refused_before_anything_starts(opt: tuple[str, dict[str, Any]]) -> None:
+    with pytest.raises(ConfigError, match=r"fp8_block: .*has no FP8 tensor cores.*allowed: bf16, or another GPU"):
+        launch(EngineSetup(opt[0], "a100", "fp8_block", EngineLimits()))
+
+
+def test_the_kernels_of_an_unknown_model_are_not_warmed_up(opt: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
+    from fp8plan.runtime.engine.warm_up import deep_gemm_rows
+
+    assert deep_gemm_rows(EngineSetup(opt[0], "h200", "fp8_block"), 1024) == []
+    assert deep_gemm_rows(EngineSetup("Qwen/Qwen3-0.6B", "h200", "fp8_block"), 1024)
+
+
+def test_one_engine_is_one_replica(opt: tuple[str, dict[str, Any]]) -> None:
+    """The guard compares the rollouts of this engine alone."""
+    setup = EngineSetup(opt[0], "h200", "bf16", EngineLimits(data_parallel_size=4))
+    assert launch(setup).limits.data_parallel_size == 1
+
+
+def test_an_engine_of_a_setup_may_become_any_precision_and_one_of_a_plan_its_own(
+    opt: tuple[str, dict[str, Any]],
+) -> None:
+    setup = EngineSetup(opt[0], "h200", "fp8_block+fp8_kv")
+    assert launch(setup, keep_bf16=(1, 0)).with_precision("bf16").precision == "bf16"
+    planned = launch(setup, precisions=("fp8_block+fp8_kv", "fp8_block"))
+    assert planned.with_precision("fp8_block").precisions == planned.precisions
+    with pytest.raises(ConfigError, match="the plan has no bf16 on 1 GPU"):
+        planned.with_precision("bf16")
