@@ -17,7 +17,8 @@ from fp8plan.views.tables import Column, Fitted, Paragraph
 if TYPE_CHECKING:
     from fp8plan.model.architecture import ModelShape
     from fp8plan.model.calibrate.profile_of import Calibration
-    from fp8plan.model.plan.plan import Choice, Plan
+    from fp8plan.model.plan.choice import Choice
+    from fp8plan.model.plan.plan import Plan
     from fp8plan.model.profile.profile import ProfileEntry
     from fp8plan.model.validate.validate import Validation
 

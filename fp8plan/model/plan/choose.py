@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from fp8plan.model.plan.candidates import Candidate
-from fp8plan.model.plan.plan import Choice
+from fp8plan.model.plan.choice import Choice
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.budget import LEAST_GAIN, RiskBudget
 from fp8plan.model.risk.expected import MismatchRisk

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from fp8plan.model.cost.collective import NETWORK_BANDWIDTH
-from fp8plan.model.plan.plan import Choice, several_layouts
+from fp8plan.model.plan.choice import Choice, several_layouts
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.budget import LEAST_GAIN
 from fp8plan.model.risk.expected import Level, MismatchRisk, RiskBudget, ThresholdAdvice

@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from types import NoneType
-from typing import Any, Final, get_args, get_type_hints
+from typing import Any, Final, TypeVar, get_args, get_type_hints
 
 from fp8plan import __version__
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.plan.plan import SCHEMA_VERSION, Choice, Plan
+from fp8plan.model.plan.choice import Choice
 from fp8plan.model.risk.budget import LEVELS, RiskBudget
 
 MAKE_ONE: Final = "`fp8plan plan MODEL --gpu GPU --json plan.json`"
@@ -37,15 +37,21 @@ PREDICTED: Final = (
 )
 
 
-def read(text: str) -> Plan:
-    """The Plan behind `Plan.to_json`'s text. Raises ConfigError naming the version, or what is missing or malformed."""
+Plan = TypeVar("Plan")
+
+
+def read(text: str, plan: type[Plan], schema_version: str) -> Plan:
+    """The Plan behind `Plan.to_json`'s text. plan: the class itself, which imports this module.
+
+    Raises ConfigError naming the version, or what is missing or malformed.
+    """
     if not isinstance(text, str | bytes):
         raise ConfigError(f"the plan is a {type(text).__name__}; allowed: text, as Plan.to_json writes it")
     try:
         data = json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"not a plan: {error}; write one with {MAKE_ONE}") from None
-    _check_schema(data)
+    _check_schema(data, schema_version)
     build: dict[str, Callable[[Any], Any]] = {
         "limits": lambda x: EngineLimits(**_checked(EngineLimits, x, "limits")),
         "budget": lambda x: RiskBudget(**_checked(RiskBudget, x, "budget", accept=str)),
@@ -53,14 +59,14 @@ def read(text: str) -> Plan:
         "reasons": lambda x: _sentences(x, "reasons"),
         "warnings": lambda x: _sentences(x, "warnings"),
     }
-    return Plan(**_checked(Plan, data, "plan", **build))
+    return plan(**_checked(plan, data, "plan", **build))
 
 
 def _no_number(word: str) -> None:
     raise ValueError(f"{word} is no number of JSON")
 
 
-def _check_schema(data: Any) -> None:
+def _check_schema(data: Any, ours: str) -> None:
     if not isinstance(data, Mapping):
         raise ConfigError(f"plan is a {type(data).__name__}; allowed: an object with named fields")
     version = data.get("schema_version")
@@ -69,9 +75,10 @@ def _check_schema(data: Any) -> None:
             "not a plan, or one that was written before plans had a schema_version, and without its risk budget and KV "
             f"scales; make it again with {MAKE_ONE}"
         )
-    ours, (major, dot, minor) = SCHEMA_VERSION.partition(".")[0], str(version).partition(".")
+    major, dot, minor = str(version).partition(".")
     if not (dot and major.isdigit() and minor.isdigit()):
-        raise ConfigError(f"plan.schema_version is {version!r}; allowed: text such as {SCHEMA_VERSION!r}")
+        raise ConfigError(f"plan.schema_version is {version!r}; allowed: text such as {ours!r}")
+    ours = ours.partition(".")[0]
     if major != ours:
         raise ConfigError(
             f"the plan has schema {version}, written by fp8plan {data.get('fp8plan_version')}; this is fp8plan "

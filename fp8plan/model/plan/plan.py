@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, cast
 
 from fp8plan import __version__
@@ -23,8 +22,9 @@ from fp8plan.model.emit.settings import (
 from fp8plan.model.emit.trl import emit_trl, trl_config
 from fp8plan.model.emit.verl import emit_verl, verl_overrides
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.precision import Precision, precision
-from fp8plan.model.risk.budget import LEVELS, Level, RiskBudget
+from fp8plan.model.plan.choice import Choice, plain_fields, several_layouts
+from fp8plan.model.plan.json import read
+from fp8plan.model.risk.budget import Level, RiskBudget
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import check_target
 
@@ -43,85 +43,6 @@ THRESHOLDS: Final[dict[str, str]] = {
 
 # Workload entries that emitters read; the workload may carry more.
 WORKLOAD_KEYS: Final = ("prompts", "samples", "max_prompt_tokens", "max_response_tokens")
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One precision on one parallel layout, predicted. Numbers are None where `available` is false.
-
-    precision:            preset name (fp8plan.model.precision)
-    tensor_parallel:      GPUs per replica
-    data_parallel:        replicas of the trainer, with the batch split between them before it starts
-    available, reason:    whether this GPU can run it, and why not
-    makespan_s:           seconds from the first prompt to the last response, with its 90% interval
-    output_tokens_per_s:  response tokens of all replicas / makespan_s
-    speedup:              BF16 makespan / this makespan, same workload, GPU and limits, with its 90% interval
-    rl_step_s:            seconds of a whole RL step; None without trainer figures
-    step_speedup:         the same ratio for the RL step; None without trainer figures
-    kv_cache_tokens:      tokens the KV pool of one replica holds
-    preemptions:          in all replicas
-    tail_fraction:        part of the makespan spent at small batch, in [0, 1]
-    kl_k3:                mean k3 per token between trainer and rollout, with its range
-    ess_raw:              effective sample size of the untruncated token ratios, a fraction
-    clip_fraction:        part of the tokens that token TIS clips
-    seq_reject_fraction:  part of the sequences that a sequence-level MIS would drop
-    risk:                 "low", "moderate" or "high" (README states the rules)
-    unit_kv_scales:       kl_k3, kl_k3_low, kl_k3_high and risk with K and V scales left at 1.0; None without FP8 KV
-    extrapolated:         whether the profile was used outside what was measured
-    refused_by:           target -> why it cannot start this layout, though vLLM can; {} if all of them can
-    """
-
-    precision: str
-    tensor_parallel: int
-    data_parallel: int
-    available: bool
-    reason: str | None
-    makespan_s: float | None
-    makespan_low_s: float | None
-    makespan_high_s: float | None
-    output_tokens_per_s: float | None
-    speedup: float | None
-    speedup_low: float | None
-    speedup_high: float | None
-    rl_step_s: float | None
-    step_speedup: float | None
-    kv_cache_tokens: int | None
-    preemptions: int | None
-    tail_fraction: float | None
-    kl_k3: float | None
-    kl_k3_low: float | None
-    kl_k3_high: float | None
-    ess_raw: float | None
-    clip_fraction: float | None
-    seq_reject_fraction: float | None
-    risk: str | None
-    unit_kv_scales: dict[str, Any] | None
-    extrapolated: bool | None
-    refused_by: dict[str, str]
-
-    def __post_init__(self) -> None:
-        _plain_fields(self)
-        precision(self.precision)
-
-    @property
-    def preset(self) -> Precision:
-        return precision(self.precision)
-
-    @property
-    def layout(self) -> tuple[int, int]:
-        """(tensor_parallel, data_parallel)"""
-        return self.tensor_parallel, self.data_parallel
-
-    @property
-    def seconds(self) -> float:
-        """What choices are compared by: the RL step if the trainer's figures are known, else the rollout."""
-        known = self.makespan_s if self.rl_step_s is None else self.rl_step_s
-        return float("inf") if known is None else known
-
-
-def several_layouts(choices: Sequence[Choice]) -> bool:
-    """Whether there is more than one layout among them, so that it must be named."""
-    return len({choice.layout for choice in choices}) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +87,7 @@ class Plan:
     fp8plan_version: str = __version__
 
     def __post_init__(self) -> None:
-        _plain_fields(self)
+        plain_fields(self)
         check_kv_scales(self.kv_scales)
         if not 0 <= self.chosen < len(self.choices):
             raise ConfigError(f"chosen is {self.chosen}; allowed: 0 to {len(self.choices) - 1}, an index into choices")
@@ -208,6 +129,7 @@ class Plan:
 
     @property
     def several_layouts(self) -> bool:
+        """Whether there is more than one layout among its choices."""
         return several_layouts(self.choices)
 
     def accepts(self, risk: str | None) -> bool:
@@ -226,9 +148,7 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """The Plan that `to_json` wrote, here or in another fp8plan of the same major SCHEMA_VERSION, whose further
         fields are passed over. Raises ConfigError naming the version, or what is missing or malformed."""
-        from fp8plan.model.plan.json import read
-
-        return read(text)
+        return read(text, cls, SCHEMA_VERSION)
 
     def setup(self, choice: int | str | None = None) -> EngineSetup:
         """The engines of the chosen choice, or of the one that is named: data_parallel_size of them."""
@@ -312,7 +232,7 @@ class Plan:
         """What to do instead of a choice that `target` cannot start: the next best choice, or another plan."""
         again = f"plan again with --emit {target}"
         known = [(i, c) for i, c in enumerate(self.choices) if c.available and target not in c.refused_by]
-        safe = [x for x in known if _riskiness(x[1]) <= _riskiness(choice)]
+        safe = [x for x in known if x[1].riskiness <= choice.riskiness]
         if not safe:
             return f"{again}, which looks for another layout"
         index, best = min(safe, key=lambda x: x[1].seconds)
@@ -325,10 +245,6 @@ class Plan:
 _EMITTERS: Final = {"vllm": emit_vllm, "verl": emit_verl, "trl": emit_trl}
 
 
-def _riskiness(choice: Choice) -> int:
-    return LEVELS.index(choice.risk) if choice.risk in LEVELS else 0
-
-
 def _check_threshold(name: str, value: Any) -> None:
     """Raises ConfigError for what is no bound, or no band, of a positive ratio."""
     if name.endswith("_tis"):
@@ -338,24 +254,3 @@ def _check_threshold(name: str, value: Any) -> None:
         allowed = "[low, high], two numbers with 0 < low < high"
     if not good:
         raise ConfigError(f"thresholds[{name!r}] is {value!r}; allowed: {allowed}")
-
-
-def _plain_fields(record: Any) -> None:
-    """Turn numpy scalars and tuples inside dicts into what JSON gives back, so that a round trip is equal."""
-    for f in fields(record):
-        value = getattr(record, f.name)
-        if isinstance(value, dict):
-            plain: Any = _plain_dict(value, f.name)
-        elif hasattr(value, "item"):
-            plain = value.item()
-        else:
-            continue
-        object.__setattr__(record, f.name, plain)
-
-
-def _plain_dict(value: dict[str, Any], name: str) -> Any:
-    try:
-        return json.loads(json.dumps(value, allow_nan=False, default=lambda x: x.item()))
-    except (ValueError, AttributeError, TypeError) as error:
-        allowed = "finite numbers, text, lists, dicts"
-        raise ConfigError(f"{name} cannot be written as JSON ({error}); allowed: {allowed}") from None

@@ -19,7 +19,8 @@ from fp8plan.model.plan.explain import seconds
 from fp8plan.model.rollout import Timeline
 
 if TYPE_CHECKING:
-    from fp8plan.model.plan.plan import Choice, Plan
+    from fp8plan.model.plan.choice import Choice
+    from fp8plan.model.plan.plan import Plan
     from fp8plan.model.plan.planner import Prediction
 
 # Okabe and Ito's palette, told apart with any colour vision; one colour per precision, always the same.

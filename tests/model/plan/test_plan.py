@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from fp8plan.errors import ConfigError
 from fp8plan.model.emit.settings import KV_SCALES
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.plan.plan import Choice, Plan
+from fp8plan.model.plan.choice import Choice
+from fp8plan.model.plan.plan import Plan
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.risk.budget import LEVELS, RiskBudget
 

@@ -22,8 +22,9 @@ from fp8plan.model.hardware import gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan import evaluate
 from fp8plan.model.plan.candidates import Candidate
+from fp8plan.model.plan.choice import Choice
 from fp8plan.model.plan.choose import choose
-from fp8plan.model.plan.plan import Choice, Plan
+from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan, predict
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.profile.profile import load_profile

@@ -1,0 +1,117 @@
+"""One choice of a plan: a precision on a layout, and all that is predicted of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.precision import Precision, precision
+from fp8plan.model.risk.budget import LEVELS
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One precision on one parallel layout, predicted. Numbers are None where `available` is false.
+
+    precision:            preset name (fp8plan.model.precision)
+    tensor_parallel:      GPUs per replica
+    data_parallel:        replicas of the trainer, with the batch split between them before it starts
+    available, reason:    whether this GPU can run it, and why not
+    makespan_s:           seconds from the first prompt to the last response, with its 90% interval
+    output_tokens_per_s:  response tokens of all replicas / makespan_s
+    speedup:              BF16 makespan / this makespan, same workload, GPU and limits, with its 90% interval
+    rl_step_s:            seconds of a whole RL step; None without trainer figures
+    step_speedup:         the same ratio for the RL step; None without trainer figures
+    kv_cache_tokens:      tokens the KV pool of one replica holds
+    preemptions:          in all replicas
+    tail_fraction:        part of the makespan spent at small batch, in [0, 1]
+    kl_k3:                mean k3 per token between trainer and rollout, with its range
+    ess_raw:              effective sample size of the untruncated token ratios, a fraction
+    clip_fraction:        part of the tokens that token TIS clips
+    seq_reject_fraction:  part of the sequences that a sequence-level MIS would drop
+    risk:                 "low", "moderate" or "high" (README states the rules)
+    unit_kv_scales:       kl_k3, kl_k3_low, kl_k3_high and risk with K and V scales left at 1.0; None without FP8 KV
+    extrapolated:         whether the profile was used outside what was measured
+    refused_by:           target -> why it cannot start this layout, though vLLM can; {} if all of them can
+    """
+
+    precision: str
+    tensor_parallel: int
+    data_parallel: int
+    available: bool
+    reason: str | None
+    makespan_s: float | None
+    makespan_low_s: float | None
+    makespan_high_s: float | None
+    output_tokens_per_s: float | None
+    speedup: float | None
+    speedup_low: float | None
+    speedup_high: float | None
+    rl_step_s: float | None
+    step_speedup: float | None
+    kv_cache_tokens: int | None
+    preemptions: int | None
+    tail_fraction: float | None
+    kl_k3: float | None
+    kl_k3_low: float | None
+    kl_k3_high: float | None
+    ess_raw: float | None
+    clip_fraction: float | None
+    seq_reject_fraction: float | None
+    risk: str | None
+    unit_kv_scales: dict[str, Any] | None
+    extrapolated: bool | None
+    refused_by: dict[str, str]
+
+    def __post_init__(self) -> None:
+        plain_fields(self)
+        precision(self.precision)
+
+    @property
+    def preset(self) -> Precision:
+        return precision(self.precision)
+
+    @property
+    def layout(self) -> tuple[int, int]:
+        """(tensor_parallel, data_parallel)"""
+        return self.tensor_parallel, self.data_parallel
+
+    @property
+    def seconds(self) -> float:
+        """What choices are compared by: the RL step if the trainer's figures are known, else the rollout."""
+        known = self.makespan_s if self.rl_step_s is None else self.rl_step_s
+        return float("inf") if known is None else known
+
+    @property
+    def riskiness(self) -> int:
+        """The place of its risk among the levels, the lowest where nothing is known."""
+        return LEVELS.index(self.risk) if self.risk in LEVELS else 0
+
+
+def several_layouts(choices: Sequence[Choice]) -> bool:
+    """Whether there is more than one layout among them, so that it must be named."""
+    return len({choice.layout for choice in choices}) > 1
+
+
+def plain_fields(record: Any) -> None:
+    """Turn numpy scalars and tuples inside dicts into what JSON gives back, so that a round trip is equal."""
+    for f in fields(record):
+        value = getattr(record, f.name)
+        if isinstance(value, dict):
+            plain: Any = _plain_dict(value, f.name)
+        elif hasattr(value, "item"):
+            plain = value.item()
+        else:
+            continue
+        object.__setattr__(record, f.name, plain)
+
+
+def _plain_dict(value: dict[str, Any], name: str) -> Any:
+    try:
+        return json.loads(json.dumps(value, allow_nan=False, default=lambda x: x.item()))
+    except (ValueError, AttributeError, TypeError) as error:
+        allowed = "finite numbers, text, lists, dicts"
+        raise ConfigError(f"{name} cannot be written as JSON ({error}); allowed: {allowed}") from None
