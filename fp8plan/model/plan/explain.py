@@ -36,18 +36,17 @@ def explain(
     advice: ThresholdAdvice,
     budget: RiskBudget,
     profile: Profile,
-    whole_step: bool,
     gpus_per_node: int | None = None,
 ) -> tuple[str, ...]:
     """Sentences: the choice and its gain, what was passed over, where the time goes, the risk, the caveats.
 
-    timed, risk, advice: of the chosen choice; whole_step: RL step times are compared, not rollouts;
+    timed, risk, advice: of the chosen choice
     gpus_per_node: beyond it tensor parallelism crosses the network; None: it does not
     """
     picked = choices[chosen]
-    sentences = [_headline(picked, choices, budget, profile, whole_step)]
-    sentences += _passed_over(choices, chosen, budget, profile, whole_step)
-    sentences += _not_measured(choices, chosen, budget, profile, whole_step)
+    sentences = [_headline(picked, choices, budget, profile)]
+    sentences += _passed_over(choices, chosen, budget, profile)
+    sentences += _not_measured(choices, chosen, budget, profile)
     sentences += _where_from(picked, choices, timed)
     sentences += [f"Mismatch: {reason}." for reason in risk.reasons]
     sentences += [f"Correction: {note}." for note in advice.notes]
@@ -56,7 +55,7 @@ def explain(
     return tuple(sentences)
 
 
-def _headline(picked: Choice, choices: Sequence[Choice], budget: RiskBudget, profile: Profile, whole_step: bool) -> str:
+def _headline(picked: Choice, choices: Sequence[Choice], budget: RiskBudget, profile: Profile) -> str:
     name = f"{picked.precision}{_layout(picked, choices)}"
     if _refused(picked, budget):
         return (
@@ -64,7 +63,7 @@ def _headline(picked: Choice, choices: Sequence[Choice], budget: RiskBudget, pro
             f"risk is {picked.risk}."
         )
     if picked.precision == "bf16":
-        why = _why_not_fp8(picked, choices, budget, profile, whole_step)
+        why = _why_not_fp8(picked, choices, budget, profile)
         return f"Stay with {name}: {_seconds(picked)} for the rollout; {why}."
     return f"Choose {name}: {_seconds(picked)} for the rollout; {_gain(picked, choices)}."
 
@@ -89,18 +88,16 @@ def _gain(picked: Choice, choices: Sequence[Choice]) -> str:
     return ", ".join(gains)
 
 
-def _why_not_fp8(
-    picked: Choice, choices: Sequence[Choice], budget: RiskBudget, profile: Profile, whole_step: bool
-) -> str:
+def _why_not_fp8(picked: Choice, choices: Sequence[Choice], budget: RiskBudget, profile: Profile) -> str:
     others = [c for c in choices if c.precision != "bf16"]
     if not others:
         return "no other precision was asked for"
     if not any(c.available for c in others):
         return "no FP8 precision can run here"
     others = [c for c in _compared(choices, picked, profile) if c.precision != "bf16"]
-    faster = [c for c in others if _cost(c, whole_step) < _cost(picked, whole_step)]
+    faster = [c for c in others if c.seconds < picked.seconds]
     within = [c for c in faster if not _refused(c, budget)]
-    gain = max((_cost(picked, whole_step) / _cost(c, whole_step) - 1 for c in within), default=0.0)
+    gain = max((picked.seconds / c.seconds - 1 for c in within), default=0.0)
     if gain > NO_FASTER:
         return (
             f"FP8 is not worth it here: within the risk budget ({budget.accept}) it gains {gain:.1%}, and less than "
@@ -116,17 +113,15 @@ def _refused(choice: Choice, budget: RiskBudget) -> bool:
     return not budget.accepts(cast("Level", choice.risk))
 
 
-def _passed_over(
-    choices: Sequence[Choice], chosen: int, budget: RiskBudget, profile: Profile, whole_step: bool
-) -> list[str]:
+def _passed_over(choices: Sequence[Choice], chosen: int, budget: RiskBudget, profile: Profile) -> list[str]:
     """For each other precision, its fastest layout (of measured ones, where one was chosen): why it was not taken."""
     picked, sentences = choices[chosen], []
-    compared, of = _compared(choices, picked, profile), " for the whole RL step" if whole_step else ""
+    compared, of = _compared(choices, picked, profile), " for the whole RL step" if picked.rl_step_s is not None else ""
     for precision in dict.fromkeys(c.precision for c in compared if c.precision != picked.precision):
         runnable = [c for c in compared if c.precision == precision]
-        choice = min(runnable, key=lambda c: _cost(c, whole_step))
+        choice = min(runnable, key=lambda c: c.seconds)
         name = f"{choice.precision}{_layout(choice, choices)}"
-        gain = _cost(picked, whole_step) / _cost(choice, whole_step)
+        gain = picked.seconds / choice.seconds
         if gain > 1 + NO_FASTER and _refused(choice, budget):
             sentences.append(f"{name} would be {gain:.2f}x as fast{of}, but its mismatch risk is {choice.risk}.")
         elif gain > 1 + NO_FASTER:
@@ -142,9 +137,7 @@ def _compared(choices: Sequence[Choice], picked: Choice, profile: Profile) -> li
     return [c for c in choices if c.makespan_s is not None and (any_layout or not _unmeasured(c, profile))]
 
 
-def _not_measured(
-    choices: Sequence[Choice], chosen: int, budget: RiskBudget, profile: Profile, whole_step: bool
-) -> list[str]:
+def _not_measured(choices: Sequence[Choice], chosen: int, budget: RiskBudget, profile: Profile) -> list[str]:
     """The fastest of the layouts that stood back because nobody measured them, if it is faster."""
     picked = choices[chosen]
     if _unmeasured(picked, profile):
@@ -153,8 +146,8 @@ def _not_measured(
     stood_back = [c for c in stood_back if _refused(picked, budget) or not _refused(c, budget)]
     if not stood_back:
         return []
-    best = min(stood_back, key=lambda c: _cost(c, whole_step))
-    gain = _cost(picked, whole_step) / _cost(best, whole_step)
+    best = min(stood_back, key=lambda c: c.seconds)
+    gain = picked.seconds / best.seconds
     if gain <= 1 + NO_FASTER:
         return []
     name = f"{best.precision}{_layout(best, choices)}"
@@ -221,12 +214,6 @@ def _caveats(choices: Sequence[Choice], timed: Rollout, profile: Profile) -> lis
             "and their intervals wider."
         )
     return sentences
-
-
-def _cost(choice: Choice, whole_step: bool) -> float:
-    seconds = choice.rl_step_s if whole_step else choice.makespan_s
-    assert seconds is not None
-    return seconds
 
 
 def _layout(choice: Choice, choices: Sequence[Choice]) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -26,12 +26,6 @@ from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.rollout import Rollout
 from fp8plan.model.shards import check_target
 from fp8plan.model.workload import Batch, Workload
-
-T = TypeVar("T")
-
-
-def _silent(items: Iterable[T]) -> Iterable[T]:
-    return items
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +58,7 @@ def plan(
     engine_version: str = "0.26.0",
     strict: bool = False,
     profile: Profile | None = None,
-    progress: Progress = _silent,
+    progress: Progress = iter,
     workers: int = 1,
 ) -> Plan:
     """Predict every rollout precision for a workload, and choose one: the Plan of `predict`.
@@ -108,7 +102,7 @@ def predict(
     engine_version: str = "0.26.0",
     strict: bool = False,
     profile: Profile | None = None,
-    progress: Progress = _silent,
+    progress: Progress = iter,
     workers: int = 1,
 ) -> Prediction:
     """`plan`, with the rollouts behind the Plan. Takes and raises the same."""
@@ -142,15 +136,7 @@ def predict(
         chosen=chosen,
         thresholds=advice.thresholds,
         reasons=explain(
-            choices,
-            chosen,
-            best.timed,
-            best.expected,
-            advice,
-            budget,
-            used,
-            whole_step=trainer is not None,
-            gpus_per_node=card.gpus_per_node,
+            choices, chosen, best.timed, best.expected, advice, budget, used, gpus_per_node=card.gpus_per_node
         ),
         warnings=tuple(warnings),
         budget=budget,

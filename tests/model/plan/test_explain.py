@@ -46,11 +46,10 @@ def reasons(
     chosen: int = 0,
     accept: Any = "moderate",
     profile: Profile = MEASURED,
-    step: bool = False,
     tail: float = 0.0,
 ) -> list[str]:
     timed = replace(TIMED, tail_fraction=tail)
-    found = explain(choices, chosen, timed, RISK, ADVICE, RiskBudget(accept=accept), profile, step)
+    found = explain(choices, chosen, timed, RISK, ADVICE, RiskBudget(accept=accept), profile)
     return [sentence for sentence in found if not sentence.startswith(("Mismatch: ", "Correction: ", "The time goes"))]
 
 
@@ -63,7 +62,7 @@ def test_a_gain_is_named_with_its_interval() -> None:
 
 def test_the_gain_of_the_whole_step_is_named_where_it_is_known() -> None:
     rows = row("bf16", 100, rl_step_s=200.0), row("fp8_block", 80, rl_step_s=180.0, step_speedup=200 / 180)
-    assert "1.11x for the whole RL step" in reasons(*rows, chosen=1, step=True)[0]
+    assert "1.11x for the whole RL step" in reasons(*rows, chosen=1)[0]
 
 
 def test_it_says_that_fp8_is_not_worth_it_and_why_for_each() -> None:
@@ -172,7 +171,7 @@ def test_a_long_tail_is_named_with_what_binds_it() -> None:
 
 
 def test_it_says_where_the_time_goes() -> None:
-    found = explain((row("bf16", 100),), 0, TIMED, RISK, ADVICE, RiskBudget(), MEASURED, whole_step=False)
+    found = explain((row("bf16", 100),), 0, TIMED, RISK, ADVICE, RiskBudget(), MEASURED)
     assert "The time goes to attention over the KV cache (70%) and linear layers (25%)." in found
 
 
@@ -197,12 +196,12 @@ def test_the_profile_s_limits_are_said(profile: Profile, extrapolated: bool, par
 def test_what_was_not_measured_is_named() -> None:
     timed = replace(TIMED, extrapolated=("gemm.bf16: m 20000, measured 1 to 16384",))
     choices = (row("bf16", 100, extrapolated=True),)
-    found = explain(choices, 0, timed, RISK, ADVICE, RiskBudget(), MEASURED, whole_step=False)
+    found = explain(choices, 0, timed, RISK, ADVICE, RiskBudget(), MEASURED)
     assert found[-1].endswith("was measured for (gemm.bf16: m 20000, measured 1 to 16384).")
 
 
 def test_risk_and_correction_are_passed_on_as_sentences() -> None:
-    found = explain((row("bf16", 100),), 0, TIMED, RISK, ADVICE, RiskBudget(), MEASURED, whole_step=False)
+    found = explain((row("bf16", 100),), 0, TIMED, RISK, ADVICE, RiskBudget(), MEASURED)
     for text in (*RISK.reasons, *ADVICE.notes):
         assert any(text in sentence for sentence in found)
     assert all(sentence.endswith(".") and sentence[0].isupper() for sentence in found)
