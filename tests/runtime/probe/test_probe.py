@@ -192,8 +192,8 @@ def truncate_kv(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_engine_that_fails_is_a_row_and_not_the_end(
     measured: Measured, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(plan: Any, *_: Any, **__: Any) -> Any:
-        if plan.choices[0].precision == "fp8_kv":
+    def broken(setup: Any, *_: Any, **__: Any) -> Any:
+        if setup.precision.name == "fp8_kv":
             raise RuntimeError("no such\nkernel")
         return measured.samples["bf16"], {}
 
