@@ -1,10 +1,10 @@
 # Every target does its own set-up on a fresh machine; a stamp in each environment says that it is up to date.
 #   make plan [MODEL=Qwen/Qwen3-8B] [GPU=h200_sxm] [ARGS="--json"]   predict and choose
-#   make test | fuzz | lint | wheel | bench | bench-aic | baselines | readme | clean
+#   make test | fuzz | lint | docs | tables | wheel | bench | bench-aic | baselines | clean
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: plan test fuzz lint wheel bench bench-aic baselines readme clean
+.PHONY: plan test fuzz lint docs tables wheel bench bench-aic baselines clean
 
 PYTHON ?= python3
 PIP_INSTALL := -m pip --disable-pip-version-check -qq install --no-warn-conflicts
@@ -12,6 +12,7 @@ PIP_INSTALL := -m pip --disable-pip-version-check -qq install --no-warn-conflict
 VENV := .venv
 TEST_VENV := .venv-test
 AIC_VENV := .venv-aic
+DOCS_VENV := .venv-docs
 WHEEL_VENV := .venv-wheel
 
 MODEL ?= Qwen/Qwen3-8B
@@ -25,7 +26,7 @@ PYTEST_ARGS ?= -n 2 --dist loadfile
 plan: $(VENV)/.installed
 	@$(VENV)/bin/fp8plan plan $(MODEL) --gpu $(GPU) $(WORKLOAD) $(ARGS)
 
-test: lint
+test: lint docs
 	FP8PLAN_REQUIRE_INTEGRATIONS=1 $(TEST_VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
 # Properties with new examples each time, of what needs no engine; and the simulated scheduler, as it stands and compiled,
@@ -52,7 +53,11 @@ wheel:
 bench: wheel
 	$(WHEEL_VENV)/bin/python benchmarks/speed.py
 
-readme: $(VENV)/.installed
+# Reads the package without importing it, so that it needs neither torch nor vLLM.
+docs: $(DOCS_VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs --quiet build --strict --clean
+
+tables: $(VENV)/.installed
 	$(VENV)/bin/python benchmarks/readme.py
 
 bench-aic: $(AIC_VENV)/.installed
@@ -65,7 +70,7 @@ baselines: $(AIC_VENV)/.installed
 	$(AIC_VENV)/bin/python benchmarks/baselines.py $(RECORDS)
 
 clean:
-	rm -rf $(VENV) $(TEST_VENV) $(AIC_VENV) $(WHEEL_VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(TEST_VENV) $(AIC_VENV) $(DOCS_VENV) $(WHEEL_VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.installed: pyproject.toml
@@ -82,6 +87,12 @@ $(TEST_VENV)/.installed: pyproject.toml tests/requirements.txt
 	@$(TEST_VENV)/bin/python $(PIP_INSTALL) torch==2.13.0
 	@$(TEST_VENV)/bin/python $(PIP_INSTALL) --no-deps -r tests/requirements.txt
 	@$(TEST_VENV)/bin/python $(PIP_INSTALL) --no-deps -e .
+	@touch $@
+
+$(DOCS_VENV)/.installed: docs/requirements.txt
+	@echo "installing MkDocs into $(DOCS_VENV) (once, about a minute)" >&2
+	@$(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python $(PIP_INSTALL) -r docs/requirements.txt
 	@touch $@
 
 $(AIC_VENV)/.installed: pyproject.toml

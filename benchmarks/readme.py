@@ -1,6 +1,6 @@
-"""The tables in README.md, made from committed files and from the model itself.
+"""The generated blocks of README.md and docs/, made from committed files and from the package itself.
 
-`make readme` writes them; tests/test_readme.py fails when README no longer says what this makes.
+`make tables` writes them. tests/test_readme.py fails when a page no longer says what this makes.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,12 +24,18 @@ import weight_sync_table  # noqa: E402
 from control import report as control_report  # noqa: E402
 from speed import RESULTS, table  # noqa: E402
 
+import fp8plan  # noqa: E402
+from fp8plan.cli import app  # noqa: E402
 from fp8plan.model.plan.plan import Plan  # noqa: E402
 from fp8plan.model.plan.planner import plan  # noqa: E402
 from fp8plan.model.validate.records import read_records  # noqa: E402
 from fp8plan.model.validate.validate import validate  # noqa: E402
 from fp8plan.model.workload import Fixed, LogNormal, Workload  # noqa: E402
 
+COMMANDS = (
+    *("plan", "emit", "validate", "models", "profiles", "profiles import-aic"),
+    *("calibrate", "probe", "monitor", "report"),
+)
 VALIDATION = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0" / "validation" / "rollouts.jsonl"
 
 
@@ -47,35 +55,59 @@ def plan_table(answer: Plan) -> str:
     return "\n".join(lines)
 
 
+def pages() -> list[Path]:
+    """README.md and the pages of docs/ that stand there as files."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def help_text(command: str) -> str:
+    """`fp8plan COMMAND --help`, as a block of code."""
+    printed = StringIO()
+    with redirect_stdout(printed):
+        app([*command.split(), "--help"], prog_name="fp8plan", standalone_mode=False)
+    return f"```text\n{printed.getvalue().strip()}\n```"
+
+
+def public_names() -> str:
+    """A directive of mkdocstrings for each public name, at the place where it is defined. Aliases come once."""
+    found = {name: getattr(fp8plan, name) for name in fp8plan.__all__}
+    homes = {f"{thing.__module__}.{thing.__qualname__}": None for thing in found.values()}
+    return "\n\n".join(f"::: {home}" for home in sorted(homes, key=lambda home: home.rsplit(".", 1)[1].lower()))
+
+
 def blocks() -> dict[str, str]:
-    """Name of a marked block in README -> its text."""
+    """Name of a marked block -> its text."""
     work = Workload(32, 16, Fixed(1024), LogNormal(6000, 0.9, 20480))
     made = {"plan": plan_table(plan("Qwen/Qwen3-8B", "h200_sxm", work))}
     made["speed"] = table([RESULTS / "speed.jsonl", RESULTS / "aiconfigurator_time.jsonl"])
     measured = validate(read_records(VALIDATION))
     made["accuracy"] = accuracy_tables.tables(measured)
+    made["accuracy line"] = accuracy_tables.line(measured)
     made["baselines"] = baselines_table.table(measured.records, baselines_table.read_lines(baselines_table.BASELINES))
     made["corrections"] = correction_speed.table()
     made["corrections on a GPU"] = correction_gpu_table.table()
     made["probe"] = probe_table.table()
     made["control"] = control_report.short_table()
+    made["public names"] = public_names()
+    made |= {f"help {command}": help_text(command) for command in COMMANDS}
     return made | weight_sync_table.tables()
 
 
-def filled(readme: str, made: dict[str, str]) -> str:
-    """README with each `<!-- begin NAME -->` block replaced. Raises KeyError for a block that nothing makes."""
+def filled(page: str, made: dict[str, str]) -> str:
+    """The page with each `<!-- begin NAME -->` block replaced. Raises KeyError for a block that nothing makes."""
     return re.sub(
-        r"(<!-- begin ([\w ]+) -->\n).*?(<!-- end \2 -->)",
+        r"(<!-- begin ([\w -]+) -->\n).*?(<!-- end \2 -->)",
         lambda found: found[1] + made[found[2]] + "\n" + found[3],
-        readme,
+        page,
         flags=re.S,
     )
 
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
-    path = ROOT / "README.md"
-    path.write_text(filled(path.read_text(), blocks()))
+    made = blocks()
+    for path in pages():
+        path.write_text(filled(path.read_text(), made))
 
 
 if __name__ == "__main__":

@@ -1,53 +1,173 @@
-"""README says what the code and the committed measurements say."""
+"""README.md and docs/ say what the code and the committed measurements say."""
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
+from mismatch_batches import gaussian, mismatch_of
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import readme  # noqa: E402
 
+import fp8plan  # noqa: E402
+from fp8plan.cli import app  # noqa: E402
 from fp8plan.model.validate.records import read_records  # noqa: E402
 from fp8plan.model.validate.validate import validate  # noqa: E402
+from fp8plan.runtime.controller.laws import AdaptiveThresholds, Decision  # noqa: E402
+
+PAGES = readme.pages()
+# Read as files, not as pages of the site: `make docs` checks the links of the site.
+LINKED = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(ROOT / "profiles").rglob("*.md"),
+]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
 
 
-def test_the_tables_are_the_ones_that_make_readme_writes() -> None:
-    text = (ROOT / "README.md").read_text()
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def test_the_tables_are_the_ones_that_make_tables_writes() -> None:
     made = readme.blocks()
-    assert set(re.findall(r"<!-- begin ([\w ]+) -->", text)) == set(made)
-    assert readme.filled(text, made) == text, "README is out of date; type: make readme"
+    texts = {page: page.read_text() for page in PAGES}
+    assert {block for text in texts.values() for block in re.findall(r"<!-- begin ([\w -]+) -->", text)} == set(made)
+    stale = [name(page) for page, text in texts.items() if readme.filled(text, made) != text]
+    assert not stale, "out of date; type: make tables"
 
 
-def test_every_file_that_readme_links_to_is_there() -> None:
-    text = (ROOT / "README.md").read_text()
-    linked = [path for path in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in path]
-    assert linked
-    assert [path for path in linked if not (ROOT / path).exists()] == []
+def test_readme_is_short() -> None:
+    assert (ROOT / "README.md").stat().st_size <= 9_000
 
 
-# What a command of README needs beside a checkout: a machine, an extra or a run of the user's own.
-NEEDS = ("--gpu auto", "fp8plan calibrate", "fp8plan probe", "import-aic", "run.jsonl", "MODEL")
+def test_every_command_and_public_name_is_in_the_reference() -> None:
+    tree = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    below = {f"{name} {inner}" for name, group in tree.items() for inner in getattr(group, "commands", {})}
+    assert {*tree, *below} == set(readme.COMMANDS)
+    reference = (ROOT / "docs" / "reference" / "api.md").read_text()
+    assert all(f".{getattr(fp8plan, name).__qualname__}\n" in reference for name in fp8plan.__all__)
 
 
-def readme_commands() -> list[str]:
-    """Every fp8plan command that README shows with its arguments, in a block or in a sentence."""
-    text = (ROOT / "README.md").read_text()
-    block = re.compile(r"^```\w*\n(.*?)^```$", re.S | re.M)
-    lines = "".join(block.findall(text)).replace("\\\n", " ").splitlines()
-    inline = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", block.sub("", text))]
-    return [line for line in lines if line.startswith("fp8plan ")] + [
-        code for code in inline if re.match(r"fp8plan \w+ \S", code)
-    ]
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as they are made on the usual hosts."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", LINKED, ids=name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()) if "://" not in link]
+    for path, _, anchor in (link.partition("#") for link in links):
+        target = page.parent / path if path else page
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
+
+
+# Files of the pipeline that the restructure is about to bring.
+SOON = {*(f"model/{file}.py" for file in ("setup", "simulate", "plan/candidates", "plan/evaluate", "plan/choose"))}
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name)
+def test_every_file_that_is_named_is_there(page: Path) -> None:
+    folders = "fp8plan|profiles|benchmarks|examples|tests|docs"
+    inside = "model|runtime|views|cli" if page.name == "architecture.md" else folders  # there, relative to the package
+    named = re.findall(rf"`((?:{folders}|{inside})/[\w./-]+)`", page.read_text())
+    made = "profiles/GPU/"  # an example of a path to be made
+    missing = [path for path in named if not ((ROOT / path).exists() or (ROOT / "fp8plan" / path).exists())]
+    assert [path for path in missing if not path.startswith(made) and path not in SOON] == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name)
+def test_every_make_target_that_is_named_is_one(page: Path) -> None:
+    text = page.read_text()
+    code = [*re.findall(r"`([^`\n]+)`", text), *"".join(body for _, body in BLOCK.findall(text)).splitlines()]
+    targets = {word for line in code for word in re.findall(r"^make ([\w-]+)", line)}
+    known = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert targets <= known
+
+
+# Names that the restructure is about to make public.
+SOON_NAMES = {"EngineSetup", "from_setup", "apply", "pack", "measure", "correct"}
+
+
+def snippets() -> Iterator[str]:
+    for page in PAGES:
+        yield from (body for language, body in BLOCK.findall(page.read_text()) if language == "python")
+
+
+@pytest.mark.parametrize("code", list(snippets()), ids=lambda code: code.splitlines()[0])
+def test_the_snippets_of_python_name_what_there_is(code: str) -> None:
+    tree = ast.parse(textwrap.dedent(code))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "fp8plan":
+            assert node.attr in SOON_NAMES or getattr(fp8plan, node.attr)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fp8plan"):
+            module = importlib.import_module(node.module or "")
+            assert all(hasattr(module, alias.name) for alias in node.names)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.keywords:
+            owner = node.func.value
+            if isinstance(owner, ast.Name) and owner.id == "fp8plan":
+                found = getattr(fp8plan, node.func.attr)
+                shown = set(inspect.signature(found).parameters)
+                assert {word.arg for word in node.keywords} <= shown, node.func.attr
+    methods = {"engine": fp8plan.RolloutEngine, "monitor": fp8plan.Monitor, "plan": fp8plan.Plan}
+    for owner, attribute in re.findall(r"\b(engine|monitor|plan)\.(\w+)\(", code):
+        if not re.search(rf"fp8plan\.{owner}\.{attribute}", code):
+            assert attribute in SOON_NAMES or hasattr(methods[owner], attribute), f"{owner}.{attribute}"
+
+
+@pytest.mark.parametrize("law", [AdaptiveThresholds(), AdaptiveThresholds(tis=None, band=(0.5, 5.0))])
+def test_the_thresholds_at_each_kl_are_those_that_the_page_shows(law: AdaptiveThresholds) -> None:
+    """As the KL grows: 20 batches at each of its values."""
+    state, cells = law.initial(), []
+    for kl in (0.0001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0):
+        batch = mismatch_of(gaussian((2 * kl) ** 0.5, 256 * 256).reshape(256, 256))
+        for _ in range(20):
+            now, state, decided = law.update(state, batch)
+        shown = f"{now.tis:.3g}" if now.band is None else f"[{now.band[0]:.2g}, {now.band[1]:.2g}]"
+        cells.append(f"{shown}, `at_bound`" if decided.decision == Decision.AT_BOUND else shown)
+    assert cells[0] == cells[1]
+    page = (ROOT / "docs" / "evidence" / "thresholds.md").read_text()
+    assert f" | {' | '.join(cells[1:])} |\n" in page
+
+
+def test_the_snippets_that_plan_run() -> None:
+    whole = [code for code in snippets() if code.startswith("import fp8plan")]
+    assert len(whole) >= 2
+    for code in whole:
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("fp8_block+fp8_kv\n")
+
+
+# What a command needs beside a checkout: a machine, an extra or a run of the user's own.
+NEEDS = ("--gpu auto", "fp8plan calibrate", "fp8plan probe", "import-aic", "run.jsonl", "MODEL", "./my-model")
+
+
+def commands(page: Path) -> list[str]:
+    """Every fp8plan command that a page shows with its arguments, in a block or in a sentence, in order."""
+    text = page.read_text()
+    text = re.sub(r"^<!-- begin help .*?^<!-- end help", "", text, flags=re.S | re.M)  # usage, not commands
+    lines = "".join(body for _, body in BLOCK.findall(text)).replace("\\\n", " ").splitlines()
+    lines = [line.removeprefix(".venv/bin/") for line in lines]
+    inline = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", BLOCK.sub("", text))]
+    found = [line for line in lines if line.startswith("fp8plan ")]
+    return found + [code for code in inline if re.match(r"fp8plan (?!--)\w+ \S", code)]
 
 
 @pytest.mark.slow
@@ -56,9 +176,10 @@ def test_the_commands_run_as_they_are_pasted(tmp_path: Path) -> None:
     (tmp_path / "fp8plan").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m fp8plan "$@"\n')
     (tmp_path / "fp8plan").chmod(0o755)
     path = os.environ | {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
-    commands = [command for command in readme_commands() if not any(need in command for need in NEEDS)]
-    assert len(commands) >= 9
-    for command in commands:
+    shown = dict.fromkeys(command.split("  #")[0].strip() for page in PAGES for command in commands(page))
+    run_here = [command for command in shown if not any(need in command for need in NEEDS)]
+    assert len(run_here) >= 12
+    for command in run_here:
         done = subprocess.run(
             ["bash", "-c", command], cwd=tmp_path, env=path, capture_output=True, text=True, timeout=600
         )

@@ -550,7 +550,7 @@ def test_help_at_80_columns_breaks_no_option_name_and_no_default(
 def test_every_way_to_install_an_extra_is_whole(fp8plan: Callable[..., Done]) -> None:
     assert "pip install 'fp8plan[aic]'" in fp8plan("profiles", "import-aic", "--help").out
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for path in [ROOT / "README.md", *(ROOT / "fp8plan").rglob("*.py")]:
+    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "fp8plan").rglob("*.py")]:
         text = path.read_text()
         for found in re.finditer(r"fp8plan\[(\w+)\]", text):
             assert found[1] in extras, path
