@@ -40,7 +40,7 @@ _HOME = {
     "Workload": "fp8plan.model.workload",
     "from_verl": "fp8plan.runtime.correction.verl",
     "gpu": "fp8plan.model.hardware",
-    "load_profile": "fp8plan.model.profile.profile",
+    "load_profile": "fp8plan.model.profile.library",
     "plan": "fp8plan.model.plan.planner",
     "probe": "fp8plan.runtime.probe.probe",
 }

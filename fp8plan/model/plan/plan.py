@@ -12,10 +12,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import Precision, precision
 from fp8plan.model.risk.budget import Level, RiskBudget
-
-# Of the JSON, MAJOR.MINOR. A new field is a new minor version, which older readers pass over; a field that goes or
-# changes its meaning is a new major one, which they refuse.
-SCHEMA_VERSION: Final = "1.0"
+from fp8plan.schemas import VERSIONS
 
 # Where the scales of an FP8 KV cache come from: measured after each weight sync, as RolloutEngine does, or left at 1.0,
 # as vLLM, verl and TRL leave them.
@@ -196,12 +193,12 @@ class Plan:
         return cast("dict[str, Any]", json.loads(self.to_json()))
 
     def to_json(self) -> str:
-        head = {"schema_version": SCHEMA_VERSION, "fp8plan_version": self.fp8plan_version}
+        head = {"schema_version": VERSIONS["plan"], "fp8plan_version": self.fp8plan_version}
         return json.dumps(head | asdict(self), indent=2, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The Plan that `to_json` wrote, here or in another fp8plan of the same major SCHEMA_VERSION, whose further
+        """The Plan that `to_json` wrote, here or in another fp8plan of the same major schema version, whose further
         fields are passed over. Raises ConfigError naming the version, or what is missing or malformed."""
         from fp8plan.model.plan.json import read
 

@@ -25,7 +25,8 @@ from fp8plan.model.plan.explain import explain
 from fp8plan.model.plan.plan import Choice, Plan
 from fp8plan.model.precision import PRESETS, Precision
 from fp8plan.model.precision import precision as find_precision
-from fp8plan.model.profile.profile import Profile, load_profile
+from fp8plan.model.profile.library import load_profile
+from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.budget import LEAST_GAIN
 from fp8plan.model.risk.expected import MismatchRisk, RiskBudget, mismatch_risk, recommended_thresholds
 from fp8plan.model.rl_step import Trainer, weight_sync_seconds

@@ -13,7 +13,8 @@ from fp8plan.model.calibrate.engine_steps import step_model
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import gpu as find_gpu
 from fp8plan.model.memory import MemoryPlan, memory_plan
-from fp8plan.model.profile.profile import Profile, load_profile
+from fp8plan.model.profile.library import load_profile
+from fp8plan.model.profile.profile import Profile
 from fp8plan.model.rollout import rollout, schedules
 from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.validate.accuracy import Row, accuracy, by_group, relative_error, speedups

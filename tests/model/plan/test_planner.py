@@ -24,7 +24,7 @@ from fp8plan.model.plan import planner
 from fp8plan.model.plan.plan import Choice, Plan
 from fp8plan.model.plan.planner import LEAST_GAIN, Candidate, choose, plan, predict
 from fp8plan.model.precision import PRESETS
-from fp8plan.model.profile.profile import load_profile
+from fp8plan.model.profile.library import load_profile
 from fp8plan.model.risk.expected import LEVELS, MismatchRisk, RiskBudget
 from fp8plan.model.rl_step import Trainer
 from fp8plan.model.rollout import Rollout, Timeline, schedules
