@@ -137,6 +137,26 @@ class RunRecord(RolloutRecord, kw_only=True):
     guard: Judged | None = None
 
 
+# Names of metrics in a run record: verl's where verl has one.
+K3: Final = "rollout_corr/k3_kl"
+K3_ROBUST: Final = "fp8plan/k3_robust"
+SMOOTHED: Final = "fp8plan/kl_smoothed"
+KL_LIMIT: Final = "fp8plan/kl_limit"
+ESS: Final = "rollout_corr/rollout_is_eff_sample_size"
+ESS_RAW: Final = "fp8plan/ess_raw"
+TIS: Final = "fp8plan/threshold_tis"
+BAND_LOW: Final = "fp8plan/threshold_low"
+BAND_HIGH: Final = "fp8plan/threshold_high"
+CLIP_FRACTION: Final = "fp8plan/clip_fraction"
+CLIPPED_MASS: Final = "fp8plan/clipped_mass"
+LOST_TOKENS: Final = "fp8plan/lost_tokens"
+LOST_SEQUENCES: Final = "fp8plan/lost_sequences"
+TOKENS_PER_S: Final = "fp8plan/tokens_per_s"
+PREDICTED: Final = "fp8plan/predicted_tokens_per_s"
+PREDICTED_LOW: Final = "fp8plan/predicted_tokens_per_s_low"
+PREDICTED_HIGH: Final = "fp8plan/predicted_tokens_per_s_high"
+
+
 def check_version(data: Any, what: str, where: str, error: type[Fp8PlanError] = ConfigError) -> None:
     """Raises `error` unless `data` is an object of a version of `what` that this fp8plan can read."""
     if not isinstance(data, Mapping):

@@ -29,6 +29,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.profile import library
+from fp8plan.model.profile.profile import Profile
 from fp8plan.runtime.measure import calibrate as everything
 from fp8plan.runtime.measure import machine
 from fp8plan.runtime.measure.cells import jobs as cells
@@ -351,7 +352,7 @@ def test_a_calibration_goes_where_plans_look_for_it(
     assert fp8plan(*CALIBRATE, "--grid", "full").code == 0
     assert asked == [("h200_sxm", "full")]
     written = library.profile_path(tmp_path / "own", "h200_sxm", "0.26.0")
-    assert profile.Profile.from_json(written.read_text()).kind == "calibrated"
+    assert Profile.from_json(written.read_text()).kind == "calibrated"
     assert fp8plan(*PLAN, "--strict").code == 0
 
 

@@ -11,27 +11,59 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8plan.model.arrays import FloatArray
+from fp8plan.schemas import (  # names of metrics
+    BAND_HIGH as BAND_HIGH,
+)
+from fp8plan.schemas import (
+    BAND_LOW as BAND_LOW,
+)
+from fp8plan.schemas import (
+    CLIP_FRACTION as CLIP_FRACTION,
+)
+from fp8plan.schemas import (
+    CLIPPED_MASS as CLIPPED_MASS,
+)
+from fp8plan.schemas import (
+    ESS as ESS,
+)
+from fp8plan.schemas import (
+    ESS_RAW as ESS_RAW,
+)
+from fp8plan.schemas import (
+    K3 as K3,
+)
+from fp8plan.schemas import (
+    K3_ROBUST as K3_ROBUST,
+)
+from fp8plan.schemas import (
+    KL_LIMIT as KL_LIMIT,
+)
+from fp8plan.schemas import (
+    LOST_SEQUENCES as LOST_SEQUENCES,
+)
+from fp8plan.schemas import (
+    LOST_TOKENS as LOST_TOKENS,
+)
+from fp8plan.schemas import (
+    PREDICTED as PREDICTED,
+)
+from fp8plan.schemas import (
+    PREDICTED_HIGH as PREDICTED_HIGH,
+)
+from fp8plan.schemas import (
+    PREDICTED_LOW as PREDICTED_LOW,
+)
+from fp8plan.schemas import (
+    SMOOTHED as SMOOTHED,
+)
+from fp8plan.schemas import (
+    TIS as TIS,
+)
+from fp8plan.schemas import (
+    TOKENS_PER_S as TOKENS_PER_S,
+)
 
 Row = dict[str, Any]
-
-# Names of metrics in a record (fp8plan.runtime.monitor.monitor). verl's where verl has one.
-K3: Final = "rollout_corr/k3_kl"
-K3_ROBUST: Final = "fp8plan/k3_robust"
-SMOOTHED: Final = "fp8plan/kl_smoothed"
-KL_LIMIT: Final = "fp8plan/kl_limit"
-ESS: Final = "rollout_corr/rollout_is_eff_sample_size"
-ESS_RAW: Final = "fp8plan/ess_raw"
-TIS: Final = "fp8plan/threshold_tis"
-BAND_LOW: Final = "fp8plan/threshold_low"
-BAND_HIGH: Final = "fp8plan/threshold_high"
-CLIP_FRACTION: Final = "fp8plan/clip_fraction"
-CLIPPED_MASS: Final = "fp8plan/clipped_mass"
-LOST_TOKENS: Final = "fp8plan/lost_tokens"
-LOST_SEQUENCES: Final = "fp8plan/lost_sequences"
-TOKENS_PER_S: Final = "fp8plan/tokens_per_s"
-PREDICTED: Final = "fp8plan/predicted_tokens_per_s"
-PREDICTED_LOW: Final = "fp8plan/predicted_tokens_per_s_low"
-PREDICTED_HIGH: Final = "fp8plan/predicted_tokens_per_s_high"
 
 SPEED, SPEED_LOW, SPEED_HIGH = "achieved/predicted", "low/predicted", "high/predicted"  # in no record
 OF_PREDICTED: Final = {SPEED: TOKENS_PER_S, SPEED_LOW: PREDICTED_LOW, SPEED_HIGH: PREDICTED_HIGH}

@@ -22,6 +22,7 @@ from plans import choice, plan
 from simulated_run import simulated
 
 from fp8plan.errors import ConfigError
+from fp8plan.jsonl import plain
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import validate
@@ -38,10 +39,11 @@ from fp8plan.runtime.guard.guard import Guard
 from fp8plan.runtime.guard.observation import EngineFacts, Observation
 from fp8plan.runtime.mismatch.metrics import measure
 from fp8plan.runtime.mismatch.tokens import pack
-from fp8plan.runtime.monitor.monitor import Monitor, Step
-from fp8plan.runtime.monitor.record_shape import is_record
-from fp8plan.runtime.monitor.run_file import RunReader, plain
+from fp8plan.runtime.monitor.monitor import Monitor
+from fp8plan.runtime.monitor.record import Step
+from fp8plan.runtime.monitor.run_file import RunReader
 from fp8plan.runtime.monitor.sinks import Callback, JsonLines
+from fp8plan.schemas import RunRecord, checked
 from fp8plan.views.run import columns as runs
 
 FACTS = EngineFacts("Qwen/Qwen3-0.6B", "h200_sxm", "0.26.0", "fp8_block+fp8_kv", EngineLimits(max_num_seqs=64))
@@ -284,7 +286,7 @@ def test_a_rollout_that_is_not_what_it_should_be_costs_no_step(rollout: Any, gua
     monitor.step(*batch())  # as if none had been given
     assert set(taken[0]) == set(taken[1])
     assert taken[0].get("model") == taken[1].get("model")
-    assert is_record(plain(taken[0]))
+    checked(plain(taken[0]), RunRecord, "the record")
     assert step.verdict is None
     assert (taken[0]["guard"] is not None) == guarded
     assert runs.TOKENS_PER_S not in step.metrics
@@ -297,7 +299,7 @@ def test_fields_of_a_rollout_that_are_the_monitors_own_are_not_the_callers() -> 
         taken: list[Any] = []
         Monitor(sinks=[Callback(taken.append)], guard=guard).step(*batch(), rollout=given | theirs)
         assert {name: taken[0][name] for name in given} == given
-        assert is_record(plain(taken[0]))
+        checked(plain(taken[0]), RunRecord, "the record")
         assert taken[0]["step"] == 1
 
 
