@@ -49,10 +49,14 @@ class Lines(NamedTuple):
     torn: int | None
 
 
-def read(path: Path, what: str = "file", hint: str = "mend or delete that line") -> Lines:
+def read(path: Path, what: str = "file", hint: str = "mend or delete that line", whole: bool = True) -> Lines:
     """The lines of a file, which may be compressed (.gz).
 
-    Raises ConfigError for a file that cannot be read, and for a line that is not JSON: it names the line. hint: ends it
+    what:  the file is called in errors
+    hint:  ends the error of a line that is not JSON
+    whole: a last line that breaks off is an error, too; else it is left out, unless it is the only one
+
+    Raises ConfigError for a file that cannot be read, and for a line that is not JSON: it names the line.
     """
     if not path.exists():
         raise ConfigError(f"there is no {what} {path}")
@@ -62,7 +66,7 @@ def read(path: Path, what: str = "file", hint: str = "mend or delete that line")
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the {what} {path}: {error}") from None
     torn = None
-    if last and lines and not _is_json(last):
+    if not whole and last and lines and not _is_json(last):
         torn, last = len(lines) + 1, ""
     rows = []
     for number, text in enumerate([*lines, last], 1):
@@ -75,8 +79,11 @@ def read(path: Path, what: str = "file", hint: str = "mend or delete that line")
 
 
 def rows(path: Path) -> list[Any]:
-    """What the whole lines of a file hold; nothing if there is no file. Raises ConfigError as `read` does."""
-    return [row for _, row in read(path).rows] if path.exists() else []
+    """What the lines of a file hold, but for a last one that breaks off; nothing if there is no file.
+
+    Raises ConfigError as `read` does.
+    """
+    return [row for _, row in read(path, whole=False).rows] if path.exists() else []
 
 
 def _is_json(text: str) -> bool:

@@ -4,6 +4,7 @@ plan            fp8plan.model.plan.plan.Plan, with what it holds: one JSON objec
 profile         fp8plan.model.profile.profile.Profile: one JSON object
 rollout record  RolloutRecord: one JSON object a line
 run record      RunRecord, which is a rollout record, too: one JSON object a line, for every step of a Monitor
+probe           what Probe.to_dict gives: one JSON object, which nothing of fp8plan reads back
 
 A class is a schema: msgspec checks what a file holds against the fields of the class, dataclass or Struct, and their
 types. Fields that a class does not have are passed over.
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 # MAJOR.MINOR, the field "schema_version" of what is written. A new field is a new minor version, which older readers
 # pass over; a field that goes or changes its meaning is a new major one, which they refuse.
-VERSIONS: Final = {"plan": "1.0", "profile": "1.0", "record": "1.0"}
+VERSIONS: Final = {"plan": "1.0", "profile": "1.0", "record": "1.0", "probe": "1.0"}
 FIRST: Final = "1.0"  # of what was written before files had a version
 
 # The fields of a rollout record that are limits of its engine, under vLLM's names.

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import parse
-from fp8plan.model.plan.plan import Choice, Plan
 from fp8plan.model.risk.budget import LEVELS
 from fp8plan.schemas import check_version, checked
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+P = TypeVar("P", bound="DataclassInstance")
 
 MAKE_ONE: Final = "`fp8plan plan MODEL --gpu GPU --json plan.json`"
 
@@ -46,23 +50,26 @@ class UnitScales(msgspec.Struct):
     risk: str | None
 
 
-def read(text: str) -> Plan:
-    """The Plan behind `Plan.to_json`'s text. Raises ConfigError naming the version, or what is missing or malformed."""
+def read(text: str, kind: type[P]) -> P:
+    """The Plan, which `kind` is, behind `Plan.to_json`'s text.
+
+    Raises ConfigError naming the version, or what is missing or malformed.
+    """
     if not isinstance(text, str | bytes):
         raise ConfigError(f"the plan is a {type(text).__name__}; allowed: text, as Plan.to_json writes it")
     try:
-        return _read(parse(text, "the plan"))
+        return _read(parse(text, "the plan"), kind)
     except ConfigError as error:
         raise ConfigError(f"{error}; or make the plan again with {MAKE_ONE}") from None
 
 
-def _read(data: Any) -> Plan:
+def _read(data: Any, kind: type[P]) -> P:
     if isinstance(data, dict) and data.get("schema_version") is None:
         raise ConfigError("not a plan, or one written before plans had a schema_version, a risk budget and KV scales")
     check_version(data, "plan", "the plan")
-    plan = checked(data, Plan, "the plan")
-    _check_complete(asdict(plan), data, "")
-    for number, choice in enumerate(plan.choices):
+    plan = checked(data, kind, "the plan")
+    _check_complete(fields := asdict(plan), data, "")
+    for number, choice in enumerate(fields["choices"]):
         _check_choice(choice, f"the plan: choices[{number}]")
     return plan
 
@@ -76,15 +83,15 @@ def _check_complete(written: Mapping[str, Any], data: Mapping[str, Any], where: 
             _check_complete(value, data[name], f"{where}{name}.")
 
 
-def _check_choice(choice: Choice, where: str) -> None:
-    for name, value in asdict(choice).items():
+def _check_choice(choice: Mapping[str, Any], where: str) -> None:
+    for name, value in choice.items():
         if isinstance(value, float) and not is_number(value):  # 1e999
             raise ConfigError(f"{where}.{name} is {value}; allowed: a finite number")
-    if choice.available and (absent := [name for name in PREDICTED if getattr(choice, name) is None]):
-        raise ConfigError(f"{where}.{absent[0]} is None, but the choice is available")
-    _check_risk(choice.risk, f"{where}.risk", (*LEVELS, None))
-    if choice.unit_kv_scales is not None:
-        at_one = checked(choice.unit_kv_scales, UnitScales, f"{where}.unit_kv_scales")
+        if value is None and choice["available"] and name in PREDICTED:
+            raise ConfigError(f"{where}.{name} is None, but the choice is available")
+    _check_risk(choice["risk"], f"{where}.risk", (*LEVELS, None))
+    if choice["unit_kv_scales"] is not None:
+        at_one = checked(choice["unit_kv_scales"], UnitScales, f"{where}.unit_kv_scales")
         _check_risk(at_one.risk, f"{where}.unit_kv_scales: risk", LEVELS)
 
 

@@ -10,6 +10,7 @@ from fp8plan import __version__
 from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.plan.json import read
 from fp8plan.model.precision import Precision, precision
 from fp8plan.model.risk.budget import Level, RiskBudget
 from fp8plan.schemas import VERSIONS
@@ -200,9 +201,7 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """The Plan that `to_json` wrote, here or in another fp8plan of the same major schema version, whose further
         fields are passed over. Raises ConfigError naming the version, or what is missing or malformed."""
-        from fp8plan.model.plan.json import read
-
-        return read(text)
+        return read(text, cls)
 
     def vllm_kwargs(self, choice: int | str | None = None) -> dict[str, Any]:
         """Arguments of `vllm.LLM` or `vllm.EngineArgs` for one replica (vLLM 0.26 and later).

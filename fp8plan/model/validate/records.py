@@ -69,7 +69,7 @@ class Run(NamedTuple):
 def read_run(path: str | Path) -> Run:
     """The same, with what was left out."""
     file = Path(path)
-    lines, torn = read(file, "record file")
+    lines, torn = read(file, "record file", whole=False)
     records, left_out = [], 0
     for number, fields in lines:
         where = f"line {number} of {file}"

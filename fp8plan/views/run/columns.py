@@ -11,56 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8plan.model.arrays import FloatArray
-from fp8plan.schemas import (  # names of metrics
-    BAND_HIGH as BAND_HIGH,
-)
 from fp8plan.schemas import (
-    BAND_LOW as BAND_LOW,
-)
-from fp8plan.schemas import (
-    CLIP_FRACTION as CLIP_FRACTION,
-)
-from fp8plan.schemas import (
-    CLIPPED_MASS as CLIPPED_MASS,
-)
-from fp8plan.schemas import (
-    ESS as ESS,
-)
-from fp8plan.schemas import (
-    ESS_RAW as ESS_RAW,
-)
-from fp8plan.schemas import (
-    K3 as K3,
-)
-from fp8plan.schemas import (
-    K3_ROBUST as K3_ROBUST,
-)
-from fp8plan.schemas import (
-    KL_LIMIT as KL_LIMIT,
-)
-from fp8plan.schemas import (
-    LOST_SEQUENCES as LOST_SEQUENCES,
-)
-from fp8plan.schemas import (
-    LOST_TOKENS as LOST_TOKENS,
-)
-from fp8plan.schemas import (
-    PREDICTED as PREDICTED,
-)
-from fp8plan.schemas import (
-    PREDICTED_HIGH as PREDICTED_HIGH,
-)
-from fp8plan.schemas import (
-    PREDICTED_LOW as PREDICTED_LOW,
-)
-from fp8plan.schemas import (
-    SMOOTHED as SMOOTHED,
-)
-from fp8plan.schemas import (
-    TIS as TIS,
-)
-from fp8plan.schemas import (
-    TOKENS_PER_S as TOKENS_PER_S,
+    K3,
+    K3_ROBUST,
+    KL_LIMIT,
+    PREDICTED,
+    PREDICTED_HIGH,
+    PREDICTED_LOW,
+    TOKENS_PER_S,
 )
 
 Row = dict[str, Any]

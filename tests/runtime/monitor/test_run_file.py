@@ -204,6 +204,18 @@ def test_a_line_whose_fields_are_not_what_they_should_be_is_skipped_and_counted(
     assert (reader.rows, reader.skipped) == ([fine], 1)
 
 
+def test_a_record_of_a_newer_schema_is_an_error_each_time_and_what_came_before_stays(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    append(path, line(row(1)) + line(row(2, schema_version="1.9", more=1)) + line(row(3, schema_version="2.0")))
+    reader = RunReader(path)
+    for _ in range(2):
+        with pytest.raises(
+            ConfigError, match=r"run\.jsonl has schema 2\.0; this is .* reads schema 1\.x: type: pip install"
+        ):
+            reader.read()
+        assert [x["step"] for x in reader.rows] == [1, 2]
+
+
 def test_junk_of_any_kind_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_bytes(b"[" * 200_000 + b"\n\xff\xfe\n" + line(row(1)))
