@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from fp8plan.errors import Fp8PlanError
 from fp8plan.model.hardware import gpu
-from fp8plan.model.profile.profile import datasheet_profile
+from fp8plan.model.profile.library import datasheet_profile
 from fp8plan.model.rollout import rollout, step_batch
 from fp8plan.model.simulate import Simulated
 from fp8plan.model.validate.accuracy import CELL, cell_of

@@ -17,7 +17,7 @@ import numpy as np
 
 from fp8plan.model.calibrate.engine_steps import measured_blocks, read_traces
 from fp8plan.model.hardware import gpu
-from fp8plan.model.profile.profile import load_profile
+from fp8plan.model.profile.library import load_profile
 from fp8plan.model.rollout import step_batch
 from fp8plan.model.schedule.scheduler import schedule
 from fp8plan.model.validate.records import read_records

@@ -43,7 +43,7 @@ _HOME = {
     "find_gpu": "fp8plan.model.hardware",
     "from_verl": "fp8plan.runtime.correction.verl",
     "gpu": "fp8plan.model.hardware",
-    "load_profile": "fp8plan.model.profile.profile",
+    "load_profile": "fp8plan.model.profile.library",
     "plan": "fp8plan.model.plan.planner",
     "probe": "fp8plan.runtime.probe.probe",
 }

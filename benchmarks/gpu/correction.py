@@ -33,8 +33,8 @@ from uuid import uuid4
 import numpy as np
 
 from benchmarks.gpu.source import source_hash
+from fp8plan import jsonl
 from fp8plan.runtime.correction.correct import correct
-from fp8plan.runtime.measure import jsonl
 from fp8plan.runtime.measure.kernels import timing
 from fp8plan.runtime.measure.machine import engine_facts, machine_facts
 from fp8plan.runtime.mismatch import backend as dispatch
@@ -367,7 +367,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
     def note(row: Row) -> None:
         row = {"run": run, "at_s": round(time.monotonic() - begun, 2)} | row
-        jsonl.append(given.output, row)
+        jsonl.write(given.output, row)
         print(row, flush=True)
 
     note({"what": "machine", "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "device": given.device}

@@ -31,11 +31,11 @@ from benchmarks.gpu.random_weights import checkpoint_entries, random_weights
 from benchmarks.gpu.source import source_hash
 from benchmarks.gpu.weight_sync import decode, model_folder
 from fp8plan.errors import SyncError
+from fp8plan.jsonl import write
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.workload import Fixed, Workload
 from fp8plan.runtime.engine.engine import RolloutEngine
-from fp8plan.runtime.measure.jsonl import append
 from fp8plan.runtime.measure.machine import engine_facts, machine_facts
 from fp8plan.runtime.quantize.block_fp8 import scale_shape
 from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, quantised_manifest
@@ -106,7 +106,7 @@ class Measurement:
             free, total = torch.cuda.mem_get_info(device)
             used[f"{name}_gpu_used_bytes"] = total - free
         date = {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-        append(self.args.output, {"what": what} | self.facts | used | date | found)
+        write(self.args.output, {"what": what} | self.facts | used | date | found)
         print(f"[{time.strftime('%H:%M:%S')}] {what} {json.dumps(found)[:600]}", flush=True)
 
     @contextmanager

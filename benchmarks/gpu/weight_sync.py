@@ -32,12 +32,12 @@ from typing import Any
 from benchmarks.gpu.random_weights import checkpoint_entries, random_weights
 from benchmarks.gpu.source import source_hash
 from fp8plan.errors import SyncError
+from fp8plan.jsonl import write
 from fp8plan.model.configs import find_config
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.workload import Fixed, Workload
 from fp8plan.runtime.engine.engine import RolloutEngine
-from fp8plan.runtime.measure.jsonl import append
 from fp8plan.runtime.measure.machine import engine_facts, machine_facts
 from fp8plan.runtime.weight_sync.manifest import quantised_manifest
 from fp8plan.runtime.weight_sync.state import Call, rpc
@@ -79,7 +79,7 @@ def measure(args: argparse.Namespace) -> None:
             | facts
             | {"used_bytes": total - free, "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
         )
-        append(args.output, row | found)
+        write(args.output, row | found)
         print(f"[{time.strftime('%H:%M:%S')}] {what} {json.dumps(found)[:600]}", flush=True)
 
     begun = time.perf_counter()

@@ -119,7 +119,7 @@ def calibrate_command(
     """
     from fp8plan.model.calibrate.profile_of import calibrate, measured_version
     from fp8plan.model.hardware import gpu as find_gpu
-    from fp8plan.model.profile.profile import own_profiles_path, profile_path
+    from fp8plan.model.profile.library import own_profiles_path, profile_path
     from fp8plan.views.report import calibration_report
 
     card = find_gpu(gpu)
@@ -150,7 +150,7 @@ def profiles_command(context: typer.Context, as_json: Annotated[bool, typer.Opti
     """List the profiles: which GPU and engine version was measured."""
     if context.invoked_subcommand is not None:
         return
-    from fp8plan.model.profile.profile import list_profiles, unused_folder
+    from fp8plan.model.profile.library import list_profiles, unused_folder
 
     entries = list_profiles()
     print_notes(unused_folder())
@@ -186,7 +186,7 @@ def import_aic_command(
     Needs: pip install 'fp8plan[aic]'
     """
     from fp8plan.model.calibrate.aic_import import import_all
-    from fp8plan.model.profile.profile import profiles_path
+    from fp8plan.model.profile.library import profiles_path
 
     written = import_all(gpu, rollouts or [], kernels or [], output or profiles_path(), progress("fitting"))
     for path, profile in written:

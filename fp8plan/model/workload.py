@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 
 from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
+from fp8plan.jsonl import read
 from fp8plan.model.arrays import IntArray
 
 PROMPT, RESPONSE = "prompt_length", "response_length"  # columns of a trace
@@ -282,7 +282,8 @@ def _parquet(path: Path, read: Callable[[Any], list[Any]]) -> list[Any]:
     """What `read` makes of the pyarrow.parquet.ParquetFile at `path`."""
     import pyarrow.parquet as pq
 
-    _must_exist(path)
+    if not path.exists():
+        raise ConfigError(f"there is no trace file {path}")
     try:
         with pq.ParquetFile(path) as file:
             return read(file)
@@ -290,25 +291,9 @@ def _parquet(path: Path, read: Callable[[Any], list[Any]]) -> list[Any]:
         raise ConfigError(f"cannot read the trace {path} as parquet: {error}") from None
 
 
-def _rows(path: Path, column: str) -> Iterator[tuple[int, Any]]:
+def _rows(path: Path, column: str) -> list[tuple[int, Any]]:
     """(number of the line, what it holds) of a file of JSON lines; blank ones are passed over."""
-    _must_exist(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the trace {path}: {error}") from None
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            try:
-                yield number, json.loads(line)
-            except json.JSONDecodeError as error:
-                wanted = f'a number, or an object with "{column}"'
-                raise ConfigError(f"line {number} of the trace {path} is not {wanted}: {error}") from None
-
-
-def _must_exist(path: Path) -> None:
-    if not path.exists():
-        raise ConfigError(f"there is no trace file {path}")
+    return read(path, "trace file", hint=f'allowed: a number, or an object with "{column}"').rows
 
 
 def _has(names: list[str], column: str) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fp8plan.model.calibrate.profile_of import Calibration
     from fp8plan.model.plan.choice import Choice
     from fp8plan.model.plan.plan import Plan
-    from fp8plan.model.profile.profile import ProfileEntry
+    from fp8plan.model.profile.library import ProfileEntry
     from fp8plan.model.validate.validate import Validation
 
 # The bounds are the defaults of fp8plan.model.risk.expected.mismatch_risk, which the planner leaves as they are.

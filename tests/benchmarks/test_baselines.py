@@ -15,7 +15,7 @@ import pytest
 from fp8plan.errors import ConfigError
 from fp8plan.model.cost.batch import StepBatch
 from fp8plan.model.hardware import gpu
-from fp8plan.model.profile.profile import datasheet_profile
+from fp8plan.model.profile.library import datasheet_profile
 from fp8plan.model.rollout import step_batch
 from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.validate.validate import simulated, validate

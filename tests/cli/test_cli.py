@@ -28,7 +28,8 @@ from fp8plan.cli import outputs
 from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import PRESETS
-from fp8plan.model.profile import profile
+from fp8plan.model.profile import library
+from fp8plan.model.profile.profile import Profile
 from fp8plan.runtime.measure import calibrate as everything
 from fp8plan.runtime.measure import machine
 from fp8plan.runtime.measure.cells import jobs as cells
@@ -55,12 +56,12 @@ class Done(NamedTuple):
 @pytest.fixture
 def fp8plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Done]:
     """Run the command line in this process, in an empty folder, with the shipped datasheet profile only."""
-    sheet = profile.profiles_path() / "datasheet.json"
+    sheet = library.profiles_path() / "datasheet.json"
     (tmp_path / "profiles").mkdir()
     (tmp_path / "profiles" / "datasheet.json").write_text(sheet.read_text())
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    monkeypatch.setattr(profile, "profiles_path", lambda: tmp_path / "profiles")
+    monkeypatch.setattr(library, "profiles_path", lambda: tmp_path / "profiles")
 
     def run(*words: object) -> Done:
         monkeypatch.setattr(sys, "argv", ["fp8plan", *map(str, words)])
@@ -222,7 +223,7 @@ def test_a_profile_of_another_version_is_used_with_a_note_and_refused_under_stri
 ) -> None:
     from fp8plan.model.hardware import gpu
 
-    measured = replace(profile.load_profile(gpu("h200"))[0], kind="calibrated", engine_version="0.26.0")
+    measured = replace(library.load_profile(gpu("h200"))[0], kind="calibrated", engine_version="0.26.0")
     path = tmp_path / "profiles" / "h200_sxm" / "vllm-0.26.0" / "profile.json"
     path.parent.mkdir(parents=True)
     path.write_text(measured.to_json())
@@ -243,7 +244,7 @@ def test_a_profile_of_another_version_is_used_with_a_note_and_refused_under_stri
 def own_profile(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> Path:
     """The profile of an H200 and vLLM 0.26.0 that `fp8plan calibrate` left in the user's folder."""
     monkeypatch.setenv("FP8PLAN_PROFILES", str(folder))
-    path = profile.profile_path(folder, "h200_sxm", "0.26.0")
+    path = library.profile_path(folder, "h200_sxm", "0.26.0")
     path.parent.mkdir(parents=True)
     path.write_text(text)
     return path
@@ -312,7 +313,7 @@ def test_a_calibration_prints_its_errors_and_plans_use_it(
     fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     own, shipped = tmp_path / "own", tmp_path / "profiles"
-    folder = calibrated_by_hand(profile.profile_path(own, "h200_sxm", "0.26.0").parent)
+    folder = calibrated_by_hand(library.profile_path(own, "h200_sxm", "0.26.0").parent)
     (shipped / "h200_sxm" / "vllm-0.26.0").mkdir(parents=True)
     (shipped / "h200_sxm" / "vllm-0.26.0" / "profile.json").write_text(replace(MEASURED, source="shipped").to_json())
 
@@ -350,8 +351,8 @@ def test_a_calibration_goes_where_plans_look_for_it(
     monkeypatch.setattr(everything, "measure", measure)
     assert fp8plan(*CALIBRATE, "--grid", "full").code == 0
     assert asked == [("h200_sxm", "full")]
-    written = profile.profile_path(tmp_path / "own", "h200_sxm", "0.26.0")
-    assert profile.Profile.from_json(written.read_text()).kind == "calibrated"
+    written = library.profile_path(tmp_path / "own", "h200_sxm", "0.26.0")
+    assert Profile.from_json(written.read_text()).kind == "calibrated"
     assert fp8plan(*PLAN, "--strict").code == 0
 
 
@@ -410,13 +411,13 @@ BAD_RECORDS: dict[str, tuple[str | dict[str, Any], tuple[str, ...]]] = {
     "lengths as text": ({"response_lengths": "abc"}, ("response_lengths", "'abc'", "a list")),
     "beyond max_model_len": ({"max_model_len": 40}, ("70 tokens", "max_model_len is 40", "raise")),
     "unknown GPU": ({"gpu": "h300"}, ("'h300'", "nearest: h800, h200_sxm")),
-    "GPU as a number": ({"gpu": 200}, ("gpu is '200'", "text")),
+    "GPU as a number": ({"gpu": 200}, ("gpu is 200", "text")),
     "unknown precision": ({"precision": "int4"}, ("'int4'", "fp8_block")),
     "unknown model": ({"model": "Qwen3-9B"}, ("'Qwen3-9B'", "Qwen/Qwen3-8B")),
     "another engine": ({"engine": "sglang"}, ("'sglang'", "vllm")),
     "FP8 KV on an A100": ({"gpu": "a100", "precision": "fp8_kv"}, ("fp8_kv", "no FP8 tensor cores")),
     "TP does not divide": ({"tensor_parallel": 3}, ("16 attention heads", "1, 2, 4, 8, 16")),
-    "half a replica": ({"data_parallel": 1.5}, ("data_parallel is '1.5'", "whole number")),
+    "half a replica": ({"data_parallel": 1.5}, ("data_parallel is 1.5", "whole number")),
     "no replica": ({"data_parallel": 0}, ("data_parallel_size is 0", "at least 1")),
     "pool in words": ({"kv_cache_tokens": "all"}, ("kv_cache_tokens is 'all'", "whole number")),
     "pool of one block": ({"kv_cache_tokens": 16}, ("kv_cache_tokens is 16", "two blocks")),
@@ -862,7 +863,7 @@ def test_a_saved_plan_is_emitted(fp8plan: Callable[..., Done], monkeypatch: pyte
     for words, parts in {
         ("absent.json", "verl"): ("cannot read absent.json: No such file", "- for stdin"),
         (".", "verl"): ("cannot read .: Is a directory",),
-        ("torn.json", "verl"): ("not a plan", "fp8plan plan MODEL --gpu GPU --json plan.json"),
+        ("torn.json", "verl"): ("the plan is not JSON", "fp8plan plan MODEL --gpu GPU --json plan.json"),
         ("plan.json", "slime"): ("'slime'", "vllm, verl, trl"),
         ("plan.json", "verl", "--choice", "fp8"): ("no 'fp8'", "fp8_block+fp8_kv"),
         ("plan.json", "verl", "--choice", "9"): ("no choice 9", "0 to 3"),

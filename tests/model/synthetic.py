@@ -19,7 +19,8 @@ from fp8plan.model.calibrate.engine_steps import measured_blocks
 from fp8plan.model.calibrate.kernel_rows import observe
 from fp8plan.model.cost.host import start_cost
 from fp8plan.model.hardware import gpu
-from fp8plan.model.profile.profile import Profile, datasheet_profile
+from fp8plan.model.profile.library import datasheet_profile
+from fp8plan.model.profile.profile import Profile
 from fp8plan.model.rollout import step_batch
 from fp8plan.model.schedule.scheduler import schedule
 from fp8plan.model.validate.records import Record, read_records

@@ -17,7 +17,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import memory_plan
 from fp8plan.model.plan.planner import predict
 from fp8plan.model.precision import BF16, precision
-from fp8plan.model.profile.profile import datasheet_profile, load_profile, profiles_path
+from fp8plan.model.profile.library import datasheet_profile, load_profile, profiles_path
 from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.validate.validate import validate
 

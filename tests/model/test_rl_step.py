@@ -12,7 +12,7 @@ from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import PRESETS
-from fp8plan.model.profile.profile import load_profile
+from fp8plan.model.profile.library import load_profile
 from fp8plan.model.rl_step import Trainer, weight_sync_seconds
 
 H200 = gpu("h200")

@@ -16,7 +16,7 @@ from fp8plan.model.hardware import gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import memory_plan
 from fp8plan.model.precision import PRESETS, precision
-from fp8plan.model.profile.profile import load_profile, profiles_path
+from fp8plan.model.profile.library import load_profile, profiles_path
 from fp8plan.model.rollout import SHARED_ERROR, Rollout, rollout, schedules, speedup_interval, step_batch
 from fp8plan.model.schedule.scheduler import schedule
 from fp8plan.model.validate.records import Record, read_records

@@ -28,7 +28,8 @@ from simulated_run import STEP_S, simulated
 
 from fp8plan import cli
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.monitor.run_file import RunReader, append, line
+from fp8plan.jsonl import append, line
+from fp8plan.runtime.monitor.run_file import RunReader
 from fp8plan.views.run import columns as runs
 from fp8plan.views.run.page import page, summary, write_report
 from fp8plan.views.run.plots import PANELS, by_position, figure

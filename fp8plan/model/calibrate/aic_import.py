@@ -24,7 +24,8 @@ from fp8plan.model.calibrate.fit import Observations, fit, robust_sd
 from fp8plan.model.calibrate.kernel_rows import hull, observe, read_all
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.hardware import gpu as find_gpu
-from fp8plan.model.profile.profile import Profile, datasheet_profile, profile_path
+from fp8plan.model.profile.library import datasheet_profile, profile_path
+from fp8plan.model.profile.profile import Profile
 from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.validate.validate import simulated
 

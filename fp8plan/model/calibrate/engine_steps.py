@@ -7,8 +7,6 @@ schedule by the number of tokens given so far, which both the trace and the sche
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from fp8plan.errors import ConfigError
+from fp8plan.jsonl import rows
 from fp8plan.model.arrays import FloatArray
 from fp8plan.model.cost.base import Cost
 from fp8plan.model.cost.batch import Array, StepBatch
@@ -57,13 +56,7 @@ class Windows:
 
 def read_traces(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
     """Record key -> its trace, as fp8plan.runtime.measure.rollouts.run wrote it; columns per step."""
-    traces = {}
-    for path in paths:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            for line in file:
-                row = json.loads(line)
-                traces[row["key"]] = row
-    return traces
+    return {row["key"]: row for path in paths for row in rows(path)}
 
 
 def windows(record: Record, trace: dict[str, Any]) -> Windows:

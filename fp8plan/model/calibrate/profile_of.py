@@ -28,7 +28,8 @@ from fp8plan.model.cost.base import Cost, together
 from fp8plan.model.cost.batch import Array, StepBatch
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.hardware import gpu as find_gpu
-from fp8plan.model.profile.profile import Profile, datasheet_profile
+from fp8plan.model.profile.library import datasheet_profile
+from fp8plan.model.profile.profile import Profile
 from fp8plan.model.validate.records import read_records
 
 STEPS = "engine steps"

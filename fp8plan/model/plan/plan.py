@@ -27,10 +27,7 @@ from fp8plan.model.plan.json import read
 from fp8plan.model.risk.budget import Level, RiskBudget
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import check_target
-
-# Of the JSON, MAJOR.MINOR. A new field is a new minor version, which older readers pass over; a field that goes or
-# changes its meaning is a new major one, which they refuse.
-SCHEMA_VERSION: Final = "1.0"
+from fp8plan.schemas import VERSIONS
 
 # What a plan may say under "thresholds". Bounds are on pi_train / pi_rollout, as everywhere in fp8plan.
 THRESHOLDS: Final[dict[str, str]] = {
@@ -141,14 +138,14 @@ class Plan:
         return cast("dict[str, Any]", json.loads(self.to_json()))
 
     def to_json(self) -> str:
-        head = {"schema_version": SCHEMA_VERSION, "fp8plan_version": self.fp8plan_version}
+        head = {"schema_version": VERSIONS["plan"], "fp8plan_version": self.fp8plan_version}
         return json.dumps(head | asdict(self), indent=2, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The Plan that `to_json` wrote, here or in another fp8plan of the same major SCHEMA_VERSION, whose further
+        """The Plan that `to_json` wrote, here or in another fp8plan of the same major schema version, whose further
         fields are passed over. Raises ConfigError naming the version, or what is missing or malformed."""
-        return read(text, cls, SCHEMA_VERSION)
+        return read(text, cls)
 
     def setup(self, choice: int | str | None = None) -> EngineSetup:
         """The engines of the chosen choice, or of the one that is named: data_parallel_size of them."""

@@ -20,7 +20,8 @@ from fp8plan.model.plan.evaluate import Problem, Progress, evaluated
 from fp8plan.model.plan.explain import explain
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.precision import PRESETS
-from fp8plan.model.profile.profile import Profile, load_profile
+from fp8plan.model.profile.library import load_profile
+from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.expected import RiskBudget, recommended_thresholds
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.rollout import Rollout

@@ -1,31 +1,30 @@
-"""Profiles: the coefficients that turn shapes into seconds on one GPU with one engine version.
+"""A profile: the coefficients that turn shapes into seconds on one GPU with one engine version.
 
-A profile is data: `profiles/<gpu>/<engine>-<version>/profile.json`, or `profiles/datasheet.json` for any GPU. Nothing
-falls back in silence: a near engine version comes with a warning and a doubled interval, the datasheet profile with
-the label "uncalibrated", and a kernel that was never measured is an error that names the command that measures it.
+Nothing falls back in silence: a kernel that was never measured is an error that names the command that measures it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 
-from fp8plan.errors import ConfigError, ProfileError
+from fp8plan.checks import is_number
+from fp8plan.errors import ProfileError
+from fp8plan.jsonl import parse
 from fp8plan.model.cost.batch import Array
-from fp8plan.model.hardware import Gpu
-from fp8plan.model.profile.checks import check_facts, check_fields, covariance_matrix, hull_ranges, parse, problem
+from fp8plan.schemas import VERSIONS, check_version, checked
+
+T = TypeVar("T")
 
 ENGINE = "vllm"
-OWN_PROFILES = "FP8PLAN_PROFILES"  # environment variable
 CALIBRATE_COMMAND = "fp8plan calibrate --gpu auto"
+KINDS = ("datasheet", "calibrated", "imported")
 
 # sd of log step time for each doubling of tensor_parallel_size away from what was measured; the doublings are taken as
 # independent. As much as makespans by the H200's import are wrong (0.083: nobody measured its engine) beyond those by
@@ -71,10 +70,7 @@ class Profile:
     tensor_parallel: list[int] = field(default_factory=lambda: [1])
 
     def __post_init__(self) -> None:
-        found = problem(self.kind, self.model_error, self.coefficients, self.log_covariance, self.layers)
-        if not self.tensor_parallel or any(not isinstance(x, int) or x < 1 for x in self.tensor_parallel):
-            found = f"tensor_parallel is {self.tensor_parallel!r}; allowed: whole numbers of at least 1"
-        if found:
+        if found := _problem(self):
             raise ProfileError(f"profile {self.label}: {found}")
 
     def layout_error(self, tensor_parallel_size: int) -> float:
@@ -139,7 +135,7 @@ class Profile:
 
     def covariance(self, names: Sequence[str]) -> Array:
         """Covariance of the logs of the coefficients `names`, shape (names, names); zero where nothing is known."""
-        return covariance_matrix(self.log_covariance, names)
+        return _covariance_matrix(self.log_covariance, names)
 
     def widened(self, factor: float) -> Profile:
         """The same profile with every standard deviation `factor` times as large."""
@@ -147,196 +143,69 @@ class Profile:
         return replace(self, log_covariance=table, model_error=self.model_error * factor)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+        return json.dumps({"schema_version": VERSIONS["profile"]} | asdict(self), indent=1, sort_keys=True) + "\n"
 
     @classmethod
     def from_json(cls, text: str, path: str = "profile.json") -> Profile:
         """Parse `to_json`'s text. Raises ProfileError naming `path` and the field that cannot be used."""
-        raw = parse(text, path)
-        check_fields(raw, path, _FIELD_TYPES, optional=("notes", "layers", "tensor_parallel"))
-        try:
-            return cls(**{**raw, "hull": hull_ranges(raw["hull"], path)})
-        except ProfileError as error:
-            raise ProfileError(f"{path}: {error}") from None
-
-
-_FIELD_TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("gpu", "engine", "engine_version", "kind", "source", "date"), (str,)),
-    **dict.fromkeys(("kernel_backends", "coefficients", "log_covariance", "residuals", "notes", "layers"), (dict,)),
-    "model_error": (int, float),
-    "hull": (dict, type(None)),
-    "tensor_parallel": (list,),
-}
+        return parsed(text, path, cls)
 
 
 def layer_name(shape: Sequence[int]) -> str:
     return "x".join(str(int(size)) for size in shape)
 
 
-class ProfileEntry(NamedTuple):
-    """One line of `fp8plan profiles`."""
-
-    gpu: str
-    engine: str
-    engine_version: str
-    kind: str
-    source: str
-    path: Path
+def parsed(text: str, path: str, kind: type[T]) -> T:
+    """A file of coefficients. Raises ProfileError naming `path` and the field that cannot be used."""
+    data = parse(text, path, ProfileError)
+    check_version(data, "profile", path, ProfileError)
+    return checked(data, kind, path, ProfileError)
 
 
-def profiles_path() -> Path:
-    """The folder of shipped profiles: inside the installed package, else beside it in a checkout."""
-    package = Path(__file__).resolve().parents[2]
-    inside = package / "profiles"
-    return inside if inside.is_dir() else package.parent / "profiles"
+def _problem(profile: Profile) -> str | None:
+    """What makes a profile unusable, naming the field; None when nothing does."""
+    if profile.kind not in KINDS:
+        return f"kind is {profile.kind!r}; allowed: {', '.join(KINDS)}"
+    if not is_number(profile.model_error) or profile.model_error < 0:
+        return f"model_error is {profile.model_error!r}; allowed: a number of at least 0"
+    for name, value in profile.coefficients.items():
+        if not is_number(value) or value <= 0:
+            return f"coefficients[{name!r}] is {value!r}; allowed: a number above 0"
+        if name.endswith("_efficiency") and value > 1:
+            return f"coefficients[{name!r}] is {value!r}; allowed: at most 1, it is a fraction of the datasheet's peak"
+    for kernel, ranges in (profile.hull or {}).items():
+        for quantity, (low, high) in ranges.items():
+            if not low <= high:
+                return f"hull[{kernel!r}][{quantity!r}] is {[low, high]}; allowed: [lowest, highest]"
+    if not profile.tensor_parallel or any(not isinstance(x, int) or x < 1 for x in profile.tensor_parallel):
+        return f"tensor_parallel is {profile.tensor_parallel!r}; allowed: whole numbers of at least 1"
+    return _covariance_problem(profile.coefficients, profile.log_covariance) or _layers_problem(profile.layers)
 
 
-def own_profiles_path() -> Path:
-    """The folder of profiles that `fp8plan calibrate` measured on the user's GPUs; $FP8PLAN_PROFILES names another."""
-    if named := os.environ.get(OWN_PROFILES):
-        return Path(named)
-    data = os.environ.get("XDG_DATA_HOME")
-    return (Path(data) if data else Path.home() / ".local" / "share") / "fp8plan" / "profiles"
+def _layers_problem(layers: Mapping[str, Any]) -> str | None:
+    for kernel, shapes in layers.items():
+        for shape, timed in shapes.items() if isinstance(shapes, Mapping) else [("", shapes)]:
+            good = isinstance(timed, list) and len(timed) == 2 and all(isinstance(x, list) for x in timed)
+            good = good and 0 < len(timed[0]) == len(timed[1]) and all(is_number(x) for row in timed for x in row)
+            if not good or timed[0][0] < 1 or any(b <= a for a, b in pairwise(timed[0])):
+                return f"layers[{kernel!r}][{shape!r}] is not [rising numbers of rows, as many log ratios]"
+    return None
 
 
-def _folders(profiles_dir: Path | None) -> list[Path]:
-    """Where profiles are looked for: the user's own go first. Raises ConfigError where these are said to lie in a
-    folder that is not there."""
-    if profiles_dir:
-        return [profiles_dir]
-    named, own = os.environ.get(OWN_PROFILES), own_profiles_path()
-    if named and not own.is_dir():
-        raise ConfigError(
-            f"{OWN_PROFILES} is {named}, and there is no such folder; name the one that `fp8plan calibrate` wrote, or "
-            f"type: unset {OWN_PROFILES}"
-        )
-    return [own, profiles_path()]
+def _covariance_problem(coefficients: Mapping[str, float], table: Mapping[str, Mapping[str, float]]) -> str | None:
+    for a, row in table.items():
+        for b, value in row.items():
+            if not is_number(value) or a not in coefficients or b not in coefficients:
+                return f"log_covariance[{a!r}][{b!r}] is {value!r}; allowed: a number, between two coefficients"
+            if table.get(b, {}).get(a) != value:
+                return f"log_covariance[{a!r}][{b!r}] is {value!r}, but not so for {b!r} and {a!r}"
+    matrix = _covariance_matrix(table, sorted(table))
+    if matrix.size and float(np.linalg.eigvalsh(matrix)[0]) < -1e-9 * float(np.max(np.abs(matrix))):
+        return "log_covariance is not positive semidefinite"
+    return None
 
 
-def unused_folder() -> list[str]:
-    """The warning that the folder which $FP8PLAN_PROFILES names holds no profile; else nothing."""
-    named = os.environ.get(OWN_PROFILES)
-    if not named or any(Path(named).glob("*/*/profile.json")):
-        return []
-    return [
-        f"{OWN_PROFILES} is {named}, which holds no profile (GPU/{ENGINE}-VERSION/profile.json): it changes nothing"
-    ]
-
-
-def profile_path(folder: Path, gpu: str, engine_version: str) -> Path:
-    """Where the profile of a GPU and an engine version stands in a folder of profiles."""
-    return folder / gpu / f"{ENGINE}-{engine_version}" / "profile.json"
-
-
-def list_profiles(profiles_dir: Path | None = None) -> tuple[ProfileEntry, ...]:
-    """Every profile there is, the user's own first, the datasheet profile (gpu "*") last."""
-    entries = []
-    for path in (path for folder in _folders(profiles_dir) for path in sorted(folder.glob("*/*/profile.json"))):
-        p = _read(path)
-        entries.append(ProfileEntry(p.gpu, p.engine, p.engine_version, p.kind, p.source, path))
-    sheet = _folders(profiles_dir)[-1] / "datasheet.json"
-    if sheet.is_file():
-        raw = parse(sheet.read_text(), str(sheet))
-        entries.append(ProfileEntry("*", ENGINE, "*", "datasheet", str(raw.get("source")), sheet))
-    return tuple(entries)
-
-
-def load_profile(
-    gpu: Gpu, engine_version: str = "0.26.0", strict: bool = False, profiles_dir: Path | None = None
-) -> tuple[Profile, list[str]]:
-    """The best profile for `gpu` and an engine version, and the warnings that go with it.
-
-    The exact one, the user's own (`own_profiles_path`) before a shipped one; else the nearest engine version of the
-    same GPU, its standard deviations doubled; else the datasheet profile. `strict` allows the exact one only. Raises
-    ProfileError when there is none, or when its file is corrupt, ConfigError when $FP8PLAN_PROFILES names no folder.
-    """
-    if not re.match(r"\d+(\.\d+)*", engine_version):
-        raise ConfigError(f"engine_version is {engine_version!r}; allowed: a version of {ENGINE} such as 0.26.0")
-    folders = _folders(profiles_dir)
-    unused = [] if profiles_dir else unused_folder()
-    for exact in (profile_path(folder, gpu.name, engine_version) for folder in folders):
-        if exact.is_file():
-            found = _read(exact)
-            return found, [*unused, *found.remarks]
-    near = _nearest([folder / gpu.name for folder in folders], engine_version)
-    if strict:
-        raise ProfileError(_strict_message(gpu, engine_version, near))
-    if near is not None:
-        found = _read(near)
-        warning = (
-            f"no profile of {gpu.name} for {ENGINE} {engine_version}: using the one of {found.engine} "
-            f"{found.engine_version} with its interval doubled"
-        )
-        return found.widened(2), [*unused, warning, *found.remarks]
-    warning = (
-        f"no measured profile of {gpu.name}: datasheet peaks with generic efficiencies (uncalibrated, wide interval)"
-    )
-    return datasheet_profile(gpu, engine_version, profiles_dir), [*unused, warning]
-
-
-def _strict_message(gpu: Gpu, engine_version: str, near: Path | None) -> str:
-    have = f"the nearest is {near.parent.name}" if near is not None else "there is only the datasheet profile"
-    return (
-        f"no profile of {gpu.name} for {ENGINE} {engine_version}, and {have}, which --strict does not allow; "
-        "type `fp8plan profiles` to see what was measured, or leave --strict out"
-    )
-
-
-def _nearest(folders: Sequence[Path], engine_version: str) -> Path | None:
-    def distance(path: Path) -> tuple[int, ...]:  # what was measured here goes before what was imported
-        other = _version(path.parent.name.removeprefix(f"{ENGINE}-"))
-        apart = (abs(a - b) for a, b in zip(other, _version(engine_version), strict=True))
-        return (_read(path).kind == "imported", *apart)
-
-    found = [path for folder in folders for path in sorted(folder.glob(f"{ENGINE}-*/profile.json"))]
-    return min(found, key=distance, default=None)
-
-
-def _version(text: str) -> tuple[int, int, int]:
-    numbers = [int(x) for x in re.findall(r"\d+", text)[:3]] + [0, 0, 0]
-    return numbers[0], numbers[1], numbers[2]
-
-
-def datasheet_profile(gpu: Gpu, engine_version: str = "0.26.0", profiles_dir: Path | None = None) -> Profile:
-    """datasheet.json resolved for one GPU, measured or not: common coefficients, then those of its architecture's.
-
-    A kernel of another architecture is another kernel (FlashAttention 3 exists on sm90 only), so backends and the few
-    coefficients that belong to a backend are listed per architecture. A CPU has nothing in common with GPUs.
-    """
-    path = (profiles_dir or profiles_path()) / "datasheet.json"
-    if not path.is_file():
-        raise ProfileError(f"{path} is missing: reinstall fp8plan")
-    raw = parse(path.read_text(), str(path))
-    check_fields(raw, str(path), _DATASHEET_TYPES)
-    nothing: dict[str, dict[str, Any]] = {"kernel_backends": {}, "coefficients": {}}
-    common = nothing if gpu.is_cpu else raw["common"]
-    own = raw["by_architecture"].get(gpu.architecture, nothing)
-    backends = {**common["kernel_backends"], **own["kernel_backends"]}
-    facts = {**common["coefficients"], **own["coefficients"]}
-    check_facts(facts, str(path))
-    return Profile(
-        gpu=gpu.name,
-        engine=ENGINE,
-        engine_version=engine_version,
-        kind="datasheet",
-        source=raw["source"],
-        kernel_backends=backends,
-        coefficients={name: fact["value"] for name, fact in facts.items()},
-        log_covariance={name: {name: fact["log_sd"] ** 2} for name, fact in facts.items()},
-        residuals=raw["residuals"],
-        model_error=raw["model_error"],
-        hull=None,
-        date=raw["date"],
-        notes={name: fact["source"] for name, fact in facts.items()},
-    )
-
-
-_DATASHEET_TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("source", "date"), (str,)),
-    **dict.fromkeys(("common", "by_architecture", "residuals"), (dict,)),
-    "model_error": (int, float),
-}
-
-
-def _read(path: Path) -> Profile:
-    return Profile.from_json(path.read_text(), str(path))
+def _covariance_matrix(table: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> Array:
+    """The sparse symmetric `table` for `names`, shape (names, names); zero where it has no entry."""
+    rows = [[table.get(a, {}).get(b, 0.0) for b in names] for a in names]
+    return np.array(rows, dtype=float).reshape(len(names), len(names))

@@ -1,45 +1,27 @@
 """Rollout records: what was run and how long it took, one JSON object a line.
 
-The keys are those of DESIGN's rollout record; the monitor and the measurement scripts write them. Unknown keys are
-kept, missing ones take vLLM's default.
+The keys are those of fp8plan.schemas.RolloutRecord; the monitor and the measurement scripts write them. Unknown keys
+are kept, missing ones take vLLM's default.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
-from numbers import Real
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fp8plan.errors import ConfigError, Fp8PlanError
+from fp8plan.jsonl import read
 from fp8plan.model.hardware import gpu as find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.profile.profile import ENGINE
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import MOST_TOKENS, Batch
-
-REQUIRED = ("model", "gpu", "engine_version", "precision", "prompt_lengths", "response_lengths", "seconds")
-LIMITS = (
-    "gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
-    "enable_prefix_caching", "async_scheduling", "enforce_eager",
-)  # fmt: skip
-
-# What a field must be where it is there and not null. Whether its value makes sense is checked where it is used.
-KINDS: dict[str, type] = {
-    **dict.fromkeys(("model", "gpu", "engine", "engine_version", "precision"), str),
-    **dict.fromkeys(("prompt_lengths", "response_lengths", "prompt_ids"), list),
-    **dict.fromkeys(("seconds", "gpu_memory_utilization"), Real),
-    **dict.fromkeys(("enable_prefix_caching", "async_scheduling", "enforce_eager"), bool),
-    **dict.fromkeys(("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size"), int),
-    **dict.fromkeys(("tensor_parallel", "data_parallel", "kv_cache_tokens"), int),
-    **dict.fromkeys(("preemptions", "measured_kv_cache_tokens"), int),
-}
-KIND_NAMES = {str: "text", list: "a list", Real: "a number", bool: "true or false", int: "a whole number"}
+from fp8plan.schemas import LIMITS, REQUIRED, RolloutRecord, check_version, checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,24 +75,15 @@ class Run(NamedTuple):
 def read_run(path: str | Path) -> Run:
     """The same, with what was left out."""
     file = Path(path)
-    if not file.is_file():
-        raise ConfigError(f"there is no record file {file}")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {file}: {error}") from None
-    records, left_out, torn = [], 0, None
-    lines = text.splitlines()
-    if len(lines) > 1 and not text.endswith("\n") and _is_torn(lines[-1]):
-        torn = len(lines)
-        lines.pop()
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            fields = _parsed(line, number, file)
-            if _without_rollout(fields):
-                left_out += 1
-            else:
-                records.append(_read(fields, number, file))
+    lines, torn = read(file, "record file", whole=False)
+    records, left_out = [], 0
+    for number, fields in lines:
+        where = f"line {number} of {file}"
+        check_version(fields, "record", where)
+        if _without_rollout(fields):
+            left_out += 1
+        else:
+            records.append(_record(fields, number, where))
     if left_out and not records:
         hint = "a Monitor knows rollouts from its engine, or from step(..., rollout=...)"
         raise ConfigError(f"{file} has no records, only {left_out} steps of a Monitor without a rollout; {hint}")
@@ -119,37 +92,17 @@ def read_run(path: str | Path) -> Run:
     return Run(records, left_out, torn)
 
 
-def _is_torn(line: str) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return True
-    return False
-
-
-def _parsed(line: str, number: int, file: Path) -> dict[str, Any]:
-    where = f"line {number} of {file}"
-    try:
-        fields = json.loads(line, parse_constant=_refuse_constant)
-    except ValueError as error:
-        raise ConfigError(f"{where} is not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{where} is a {type(fields).__name__}; allowed: a JSON object")
-    return fields
-
-
 def _without_rollout(fields: dict[str, Any]) -> bool:
     """A Monitor's record of a step that trained on what was sampled before: there was no rollout to time."""
     return isinstance(fields.get("metrics"), dict) and fields.get("seconds") is None
 
 
-def _read(fields: dict[str, Any], number: int, file: Path) -> Record:
-    where = f"line {number} of {file}"
+def _record(fields: dict[str, Any], number: int, where: str) -> Record:
     missing = [name for name in REQUIRED if fields.get(name) is None]
     if missing:
         raise ConfigError(f"{where} lacks {', '.join(missing)}; a record needs {', '.join(REQUIRED)}")
+    check_fields(fields, where)
     try:
-        check_kinds(fields)
         batch, seconds = _batch(fields), _seconds(fields)
         limits = _limits(fields).holding(batch.longest)
     except Fp8PlanError as error:
@@ -157,18 +110,11 @@ def _read(fields: dict[str, Any], number: int, file: Path) -> Record:
     return Record(number, batch, limits, seconds, _group(fields, batch, limits), fields)
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"it holds {name}; allowed: finite numbers, or null")
-
-
-def check_kinds(fields: Mapping[str, Any]) -> None:
+def check_fields(fields: dict[str, Any], where: str) -> None:
     """Raises ConfigError that names a field of a rollout record of the wrong kind, or an engine that is not ours."""
-    for name, kind in KINDS.items():
-        value = fields.get(name)
-        if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
-            raise ConfigError(f"{name} is {str(value)[:60]!r}; allowed: {KIND_NAMES[kind]}")
-    if (fields.get("engine") or ENGINE) != ENGINE:
-        raise ConfigError(f"engine is {fields['engine']!r}; allowed: {ENGINE}, the one that is modelled")
+    engine = checked(fields, RolloutRecord, where).engine or ENGINE
+    if engine != ENGINE:
+        raise ConfigError(f"{where}: engine is {engine!r}; allowed: {ENGINE}, the one that is modelled")
 
 
 def _batch(fields: dict[str, Any]) -> Batch:
@@ -185,7 +131,7 @@ def _batch(fields: dict[str, Any]) -> Batch:
 
 def _tokens(fields: dict[str, Any], name: str) -> Any:
     lengths = fields[name]
-    wrong = [x for x in lengths if type(x) is not int or not 1 <= x <= MOST_TOKENS]
+    wrong = [x for x in lengths if not 1 <= x <= MOST_TOKENS]
     if wrong or not lengths:
         found = f"it has {str(wrong[0])[:60]}" if wrong else "it is empty"
         raise ConfigError(f"{name} must be a list of whole numbers of tokens, 1 to {MOST_TOKENS:,}; {found}")

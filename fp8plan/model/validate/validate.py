@@ -10,7 +10,8 @@ import numpy as np
 
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.profile.profile import Profile, load_profile
+from fp8plan.model.profile.library import load_profile
+from fp8plan.model.profile.profile import Profile
 from fp8plan.model.simulate import Simulated, simulate
 from fp8plan.model.validate.accuracy import Row, accuracy, by_group, relative_error, speedups
 from fp8plan.model.validate.records import Record

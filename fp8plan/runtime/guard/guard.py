@@ -34,7 +34,8 @@ from typing import Any
 from fp8plan.errors import Fp8PlanError
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import precision as find_precision
-from fp8plan.model.profile.profile import Profile, load_profile
+from fp8plan.model.profile.library import load_profile
+from fp8plan.model.profile.profile import Profile
 from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.guard.causes import Case, Cause, Found, causes
 from fp8plan.runtime.guard.fallback import (

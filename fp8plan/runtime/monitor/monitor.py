@@ -20,7 +20,7 @@ import operator
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Self
 
@@ -33,11 +33,10 @@ from fp8plan.runtime.controller.laws import (
     ConstantThresholds,
     Controller,
     ControllerState,
-    Decided,
 )
 from fp8plan.runtime.controller.noise import heard
 from fp8plan.runtime.controller.state import LeastErrorState, expecting
-from fp8plan.runtime.correction.correct import CorrectionSettings, Thresholds, correct
+from fp8plan.runtime.correction.correct import CorrectionSettings, correct
 from fp8plan.runtime.engine.rollout_timer import Judged, judged
 from fp8plan.runtime.guard.guard import Guard
 from fp8plan.runtime.guard.observation import EngineFacts, Observation
@@ -45,35 +44,13 @@ from fp8plan.runtime.mismatch.metrics import Mismatch, measure
 from fp8plan.runtime.mismatch.ranks import gathered, rank
 from fp8plan.runtime.mismatch.tokens import pack
 from fp8plan.runtime.monitor import record as run_record
+from fp8plan.runtime.monitor.record import Step
 from fp8plan.runtime.monitor.sinks import Sink, Sinks, warn
 from fp8plan.runtime.vllm_versions import check_torch
 
 if TYPE_CHECKING:
     from fp8plan.runtime.engine.engine import RolloutEngine
-    from fp8plan.runtime.guard.guard import Verdict
     from fp8plan.runtime.mismatch.tokens import Array
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """What one step of training needs, and all that was found.
-
-    weights:    float32 in the form that came in, detached; None if the settings ask for none
-    mask:       the mask that came in, less what is rejected and less tokens without a finite log-prob
-    thresholds: with which both were made
-    mismatch:   of all ranks
-    decided:    the controller's decision, its reason and alarms
-    verdict:    the guard's, if there was one
-    metrics:    as they stand in the record, under verl's names where verl has one; of all ranks
-    """
-
-    weights: Array | None
-    mask: Array
-    thresholds: Thresholds
-    mismatch: Mismatch
-    decided: Decided
-    verdict: Verdict | None
-    metrics: Mapping[str, float | None]
 
 
 class Monitor:

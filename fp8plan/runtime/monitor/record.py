@@ -1,41 +1,50 @@
-"""What a Monitor writes of a step: one flat JSON object, which `fp8plan validate` can read as a rollout record, too.
-
-step, date            number and UTC time of the step
-thresholds            {"tis": C or null, "band": [low, high] or null}: those that were used, on pi_train/pi_rollout
-decision, reason      of the controller, with `alarms` (a list of words)
-escalate              what it asks for beyond thresholds: null, "recalibrate_kv" or "step_down"
-metrics               name -> number or null; verl's name where verl has one ("rollout_corr/..."), else "fp8plan/..."
-profile               KL by position in the response: a list of {"first", "last", "tokens", "k1", "k3"}
-versions              the same by weight version, under the version
-guard                 null, or {"verdict": Verdict.to_dict() or null, "state": GuardState.to_dict() or null,
-                      "off": why there is no verdict, or null}
-model, gpu, engine, engine_version, precision, tensor_parallel, ..., prompt_lengths, response_lengths, seconds, ...
-                      the rollout record of fp8plan.model.validate.records, as far as it is known
-"""
+"""What a Monitor finds in a step, and the record that it writes of it (fp8plan.schemas.RunRecord)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from fp8plan import schemas
 from fp8plan.errors import ConfigError
+from fp8plan.jsonl import now, plain
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.profile.profile import ENGINE
-from fp8plan.model.validate.records import LIMITS, check_kinds
-from fp8plan.runtime.monitor.run_file import now, plain
-from fp8plan.views.run import columns as runs
+from fp8plan.model.validate.records import check_fields
 
 if TYPE_CHECKING:
-    from fp8plan.runtime.controller.laws import ControllerState
+    from fp8plan.runtime.controller.laws import ControllerState, Decided
     from fp8plan.runtime.correction.correct import Correction, Thresholds
     from fp8plan.runtime.guard.guard import Guard, Verdict
     from fp8plan.runtime.guard.observation import EngineFacts, Observation
     from fp8plan.runtime.mismatch.metrics import Mismatch
-    from fp8plan.runtime.monitor.monitor import Step
+    from fp8plan.runtime.mismatch.tokens import Array
 
 Metrics = dict[str, float | None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """What one step of training needs, and all that was found.
+
+    weights:    float32 in the form that came in, detached; None if the settings ask for none
+    mask:       the mask that came in, less what is rejected and less tokens without a finite log-prob
+    thresholds: with which both were made
+    mismatch:   of all ranks
+    decided:    the controller's decision, its reason and alarms
+    verdict:    the guard's, if there was one
+    metrics:    as they stand in the record, under verl's names where verl has one; of all ranks
+    """
+
+    weights: Array | None
+    mask: Array
+    thresholds: Thresholds
+    mismatch: Mismatch
+    decided: Decided
+    verdict: Verdict | None
+    metrics: Mapping[str, float | None]
 
 
 def record_of(
@@ -56,6 +65,7 @@ def record_of(
         }
     return {
         **rollout_fields(rollout, facts),  # what follows is the Monitor's, whatever a rollout says
+        "schema_version": schemas.VERSIONS["record"],
         "step": number,
         "date": now(),
         "thresholds": {"tis": thresholds.tis, "band": thresholds.band},
@@ -84,7 +94,7 @@ def checked(rollout: Any) -> Observation | dict[str, Any] | None:
             "fp8plan.runtime.guard.observation.observation_of(outputs, seconds) gives it"
         )
     found: dict[str, Any] = plain(rollout)
-    check_kinds(found)
+    check_fields(found, "it")
     if found.get("seconds") is not None:
         observation(found)
     return found
@@ -103,19 +113,19 @@ def correction_metrics(correction: Correction) -> Metrics:
     """What the correction did to the batch."""
     return {
         **correction.metrics,
-        runs.ESS: correction.ess,
-        runs.CLIP_FRACTION: correction.clip_fraction,
-        runs.CLIPPED_MASS: correction.clipped_mass,
-        runs.LOST_TOKENS: 1.0 - correction.kept_tokens,
-        runs.LOST_SEQUENCES: 1.0 - correction.kept_sequences,
+        schemas.ESS: correction.ess,
+        schemas.CLIP_FRACTION: correction.clip_fraction,
+        schemas.CLIPPED_MASS: correction.clipped_mass,
+        schemas.LOST_TOKENS: 1.0 - correction.kept_tokens,
+        schemas.LOST_SEQUENCES: 1.0 - correction.kept_sequences,
     }
 
 
 def control_metrics(thresholds: Thresholds, state: ControllerState, alarms: int) -> Metrics:
     """What the controller saw and chose."""
     low, high = thresholds.band or (None, None)
-    found: Metrics = {runs.TIS: thresholds.tis, runs.BAND_LOW: low, runs.BAND_HIGH: high}
-    found |= {runs.SMOOTHED: getattr(state, "kl", None), runs.KL_LIMIT: getattr(state, "limit_kl", None)}
+    found: Metrics = {schemas.TIS: thresholds.tis, schemas.BAND_LOW: low, schemas.BAND_HIGH: high}
+    found |= {schemas.SMOOTHED: getattr(state, "kl", None), schemas.KL_LIMIT: getattr(state, "limit_kl", None)}
     return found | {"fp8plan/alarms": float(alarms)}
 
 
@@ -123,12 +133,12 @@ def speed_metrics(rollout: Observation | None, verdict: Verdict | None) -> Metri
     """Response tokens per second, and what was predicted for the work that ran."""
     if verdict is not None:
         return {
-            runs.TOKENS_PER_S: verdict.tokens_per_s,
-            runs.PREDICTED: verdict.predicted_tokens_per_s,
-            runs.PREDICTED_LOW: verdict.low_tokens_per_s,
-            runs.PREDICTED_HIGH: verdict.high_tokens_per_s,
+            schemas.TOKENS_PER_S: verdict.tokens_per_s,
+            schemas.PREDICTED: verdict.predicted_tokens_per_s,
+            schemas.PREDICTED_LOW: verdict.low_tokens_per_s,
+            schemas.PREDICTED_HIGH: verdict.high_tokens_per_s,
         }
-    return {} if rollout is None else {runs.TOKENS_PER_S: rollout.tokens_per_s}
+    return {} if rollout is None else {schemas.TOKENS_PER_S: rollout.tokens_per_s}
 
 
 def mismatch_parts(mismatch: Mismatch) -> dict[str, Any]:
@@ -175,7 +185,7 @@ def engine_fields(facts: EngineFacts) -> dict[str, Any]:
         "precision": facts.precision,
         "tensor_parallel": limits.tensor_parallel_size,
         "data_parallel": limits.data_parallel_size,
-        **{name: getattr(limits, name) for name in LIMITS},
+        **{name: getattr(limits, name) for name in schemas.LIMITS},
         "kv_cache_tokens": imposed,
         "kernel_backends": dict(facts.kernel_backends),
         "e8m0": facts.e8m0,

@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol
 
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.monitor.run_file import append, line, repair, to_disk, torn_path
+from fp8plan.jsonl import append, line, repair, to_disk, torn_path
 
 Record = Mapping[str, Any]  # one step: what fp8plan.runtime.monitor.monitor puts into a line of the run file
 PASSING: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EAGAIN)  # what may be over later

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
+from fp8plan.jsonl import read
 from fp8plan.runtime.engine.noise import held_back
 
 FORMS: Final = '{"prompt_token_ids": [...]}, {"messages": [{"role": ..., "content": ...}]} or {"prompt": "..."}'
@@ -38,25 +38,14 @@ Prompt = Sequence[int] | str | Mapping[str, Any]
 
 def read_prompts(path: Path) -> list[Prompt]:
     """One of FORMS a line. Raises ConfigError naming the line that is none."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
-        raise ConfigError(f"--prompts: {path}: {why}; allowed: a file of lines like {FORMS}") from None
-    found: list[Prompt] = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            found.append(_prompt(line, f"{path}, line {number}"))
+    lines = read(path, "file of prompts", hint=f"allowed: {FORMS}").rows
+    found = [_prompt(row, f"line {number} of {path}") for number, row in lines]
     if not found:
         raise ConfigError(f"{path} holds no prompts; allowed: lines like {FORMS}")
     return found
 
 
-def _prompt(line: str, where: str) -> Prompt:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        row = None
+def _prompt(row: Any, where: str) -> Prompt:
     if isinstance(row, dict):
         tokens, text = row.get("prompt_token_ids"), row.get("prompt")
         if isinstance(tokens, list) and tokens and all(type(token) is int for token in tokens):
@@ -65,7 +54,7 @@ def _prompt(line: str, where: str) -> Prompt:
             return {"messages": row["messages"]}
         if isinstance(text, str) and text:
             return text
-    raise ConfigError(f"{where} is {line[:60]!r}; allowed: {FORMS}")
+    raise ConfigError(f"{where} is {row!r:.60}; allowed: {FORMS}")
 
 
 def token_ids(prompts: Sequence[Prompt] | None, model_path: str, most_prompts: int | None = None) -> list[list[int]]:

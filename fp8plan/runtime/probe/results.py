@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.probe.intervals import Interval
 from fp8plan.runtime.probe.sampling import SampleSettings
+from fp8plan.schemas import VERSIONS
 
 if TYPE_CHECKING:
     from fp8plan.runtime.mismatch.metrics import Mismatch
@@ -72,7 +73,9 @@ class Probe:
     precisions: Mapping[str, Probed]
 
     def to_dict(self) -> dict[str, Any]:
-        named = {name: getattr(self, name) for name in ("model", "gpu", "date", "engine_version", "reference")}
+        """Only dicts, lists, strings, numbers, booleans and None."""
+        named = {"schema_version": VERSIONS["probe"]}
+        named |= {name: getattr(self, name) for name in ("model", "gpu", "date", "engine_version", "reference")}
         settings = {name: getattr(self.settings, name) for name in self.settings.__dataclass_fields__}
         rows = [one.to_dict() for one in self.precisions.values()]
         return named | settings | {"prompts": self.prompts, "precisions": rows}

@@ -11,27 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8plan.model.arrays import FloatArray
+from fp8plan.schemas import (
+    K3,
+    K3_ROBUST,
+    KL_LIMIT,
+    PREDICTED,
+    PREDICTED_HIGH,
+    PREDICTED_LOW,
+    TOKENS_PER_S,
+)
 
 Row = dict[str, Any]
-
-# Names of metrics in a record (fp8plan.runtime.monitor.monitor). verl's where verl has one.
-K3: Final = "rollout_corr/k3_kl"
-K3_ROBUST: Final = "fp8plan/k3_robust"
-SMOOTHED: Final = "fp8plan/kl_smoothed"
-KL_LIMIT: Final = "fp8plan/kl_limit"
-ESS: Final = "rollout_corr/rollout_is_eff_sample_size"
-ESS_RAW: Final = "fp8plan/ess_raw"
-TIS: Final = "fp8plan/threshold_tis"
-BAND_LOW: Final = "fp8plan/threshold_low"
-BAND_HIGH: Final = "fp8plan/threshold_high"
-CLIP_FRACTION: Final = "fp8plan/clip_fraction"
-CLIPPED_MASS: Final = "fp8plan/clipped_mass"
-LOST_TOKENS: Final = "fp8plan/lost_tokens"
-LOST_SEQUENCES: Final = "fp8plan/lost_sequences"
-TOKENS_PER_S: Final = "fp8plan/tokens_per_s"
-PREDICTED: Final = "fp8plan/predicted_tokens_per_s"
-PREDICTED_LOW: Final = "fp8plan/predicted_tokens_per_s_low"
-PREDICTED_HIGH: Final = "fp8plan/predicted_tokens_per_s_high"
 
 SPEED, SPEED_LOW, SPEED_HIGH = "achieved/predicted", "low/predicted", "high/predicted"  # in no record
 OF_PREDICTED: Final = {SPEED: TOKENS_PER_S, SPEED_LOW: PREDICTED_LOW, SPEED_HIGH: PREDICTED_HIGH}

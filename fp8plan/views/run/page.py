@@ -9,6 +9,7 @@ from typing import Final
 
 import numpy as np
 
+from fp8plan import schemas
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.monitor.run_file import RunReader
 from fp8plan.views.html_page import document, figures
@@ -60,13 +61,13 @@ def summary(rows: Sequence[Row]) -> list[tuple[str, str]]:
     if over.size:
         tiles.append(("steps over the KL limit", percent(float(over.mean()))))
     for label, metric, least in (
-        ("raw ESS, least", runs.ESS_RAW, True),
-        ("tokens lost, mean", runs.LOST_TOKENS, False),
+        ("raw ESS, least", schemas.ESS_RAW, True),
+        ("tokens lost, mean", schemas.LOST_TOKENS, False),
     ):
         values = column(rows, metric)
         if np.isfinite(values).any():
             tiles.append((label, percent(float(np.nanmin(values) if least else np.nanmean(values)))))
-    achieved, share = column(rows, runs.TOKENS_PER_S), runs.columns(rows, [])[runs.SPEED]
+    achieved, share = column(rows, schemas.TOKENS_PER_S), runs.columns(rows, [])[runs.SPEED]
     if np.isfinite(achieved).any():
         tiles.append(("tokens/s, median", f"{np.nanmedian(achieved):,.0f}"))
     if np.isfinite(share).any():

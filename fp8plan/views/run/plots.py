@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from fp8plan import schemas
 from fp8plan.views.run import columns as runs
 from fp8plan.views.run.columns import Event, Row
 
@@ -49,37 +50,37 @@ PANELS: Final = (
     Panel(
         "KL k3 per token",
         (
-            Trace("k3", runs.K3, BLUE),
-            Trace("k3, robust", runs.K3_ROBUST, SKY),
-            Trace("limit", runs.KL_LIMIT, RED, "dash", step=True),
+            Trace("k3", schemas.K3, BLUE),
+            Trace("k3, robust", schemas.K3_ROBUST, SKY),
+            Trace("limit", schemas.KL_LIMIT, RED, "dash", step=True),
         ),
         log=True,
     ),
-    Panel("TIS threshold C", (Trace("C", runs.TIS, GREEN, step=True),)),
+    Panel("TIS threshold C", (Trace("C", schemas.TIS, GREEN, step=True),)),
     Panel(
         "MIS band",
         (
-            Trace("upper end", runs.BAND_HIGH, GREEN, step=True),
-            Trace("lower end", runs.BAND_LOW, ORANGE, step=True),
+            Trace("upper end", schemas.BAND_HIGH, GREEN, step=True),
+            Trace("lower end", schemas.BAND_LOW, ORANGE, step=True),
         ),
     ),
     Panel(
         "effective sample size",
-        (Trace("ESS of the weights", runs.ESS, BLUE), Trace("raw ESS", runs.ESS_RAW, ORANGE)),
+        (Trace("ESS of the weights", schemas.ESS, BLUE), Trace("raw ESS", schemas.ESS_RAW, ORANGE)),
         form=PERCENT,
     ),
     Panel(
         "clipped and lost",
         (
-            Trace("tokens with a ratio above C", runs.CLIP_FRACTION, BLUE),
-            Trace("weight cut away", runs.CLIPPED_MASS, RED),
-            Trace("tokens lost", runs.LOST_TOKENS, ORANGE),
+            Trace("tokens with a ratio above C", schemas.CLIP_FRACTION, BLUE),
+            Trace("weight cut away", schemas.CLIPPED_MASS, RED),
+            Trace("tokens lost", schemas.LOST_TOKENS, ORANGE),
         ),
         form=PERCENT,
     ),
     Panel(
         "response tokens/s",
-        (Trace("achieved", runs.TOKENS_PER_S, BLUE), Trace("predicted", runs.PREDICTED, ORANGE, "dash")),
+        (Trace("achieved", schemas.TOKENS_PER_S, BLUE), Trace("predicted", schemas.PREDICTED, ORANGE, "dash")),
     ),
     Panel(
         "achieved / predicted",

@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from fp8plan import schemas
 from fp8plan.errors import ConfigError
 from fp8plan.model.arrays import FloatArray
 from fp8plan.runtime.monitor.run_file import RunReader
@@ -137,19 +138,19 @@ def _table(rows: Sequence[Row], width: int, steps: int | None) -> Table:
 
 def lines(rows: Sequence[Row]) -> list[Line]:
     """The figures that these records have."""
-    found = [_kl(rows), _ess(rows, "ESS", runs.ESS), _ess(rows, "raw ESS", runs.ESS_RAW)]
-    found += [_plain(rows, "TIS C", runs.TIS), _band(rows)]
-    found += [_share(rows, "clipped", runs.CLIP_FRACTION, "of tokens, ratio above C")]
-    found += [_share(rows, "clipped mass", runs.CLIPPED_MASS, "of the weight")]
-    found += [_share(rows, "lost", runs.LOST_TOKENS, "of tokens, weight 0"), _speed(rows)]
+    found = [_kl(rows), _ess(rows, "ESS", schemas.ESS), _ess(rows, "raw ESS", schemas.ESS_RAW)]
+    found += [_plain(rows, "TIS C", schemas.TIS), _band(rows)]
+    found += [_share(rows, "clipped", schemas.CLIP_FRACTION, "of tokens, ratio above C")]
+    found += [_share(rows, "clipped mass", schemas.CLIPPED_MASS, "of the weight")]
+    found += [_share(rows, "lost", schemas.LOST_TOKENS, "of tokens, weight 0"), _speed(rows)]
     return [line for line in found if not np.isnan(line.values).all()]
 
 
 def _kl(rows: Sequence[Row]) -> Line:
     """k3 against its limit; the robust one where k3 is infinite, or not recorded."""
-    values, limit, infinite = runs.shown_kl(rows), last(rows, runs.KL_LIMIT), bool(runs.infinite_kl(rows)[-1])
+    values, limit, infinite = runs.shown_kl(rows), last(rows, schemas.KL_LIMIT), bool(runs.infinite_kl(rows)[-1])
     now = None if np.isnan(values[-1]) else float(values[-1])
-    robust = last(rows, runs.K3) is None and last(rows, runs.K3_ROBUST) is not None
+    robust = last(rows, schemas.K3) is None and last(rows, schemas.K3_ROBUST) is not None
     style, against = "", ""
     if now is not None and limit:
         style = GOOD if now <= limit else BAD if now <= 3 * limit else WORST
@@ -182,18 +183,18 @@ def _plain(rows: Sequence[Row], label: str, metric: str) -> Line:
 
 
 def _band(rows: Sequence[Row]) -> Line:
-    low, high = last(rows, runs.BAND_LOW), last(rows, runs.BAND_HIGH)
+    low, high = last(rows, schemas.BAND_LOW), last(rows, schemas.BAND_HIGH)
     now = "-" if low is None or high is None else f"{low:.3g} to {high:.3g}"
-    return Line("MIS band", now, "bars: its upper end", column(rows, runs.BAND_HIGH))
+    return Line("MIS band", now, "bars: its upper end", column(rows, schemas.BAND_HIGH))
 
 
 def _speed(rows: Sequence[Row]) -> Line:
     """Of the last rollout: several steps may train on one."""
     bars = _speed_bars(rows)
-    timed = np.flatnonzero(np.isfinite(column(rows, runs.TOKENS_PER_S)))
+    timed = np.flatnonzero(np.isfinite(column(rows, schemas.TOKENS_PER_S)))
     rows = rows[: timed[-1] + 1] if timed.size else []
-    now, said = last(rows, runs.TOKENS_PER_S), last(rows, runs.PREDICTED)
-    low, high = last(rows, runs.PREDICTED_LOW), last(rows, runs.PREDICTED_HIGH)
+    now, said = last(rows, schemas.TOKENS_PER_S), last(rows, schemas.PREDICTED)
+    low, high = last(rows, schemas.PREDICTED_LOW), last(rows, schemas.PREDICTED_HIGH)
     style, against = "", ""
     if now is not None and said:
         verdict = (rows[-1].get("guard") or {}).get("verdict") or {}
@@ -209,7 +210,7 @@ def _speed(rows: Sequence[Row]) -> Line:
 def _speed_bars(rows: Sequence[Row]) -> FloatArray:
     """Shares of the prediction, if there is one: batches differ, so a speed alone is neither good nor bad."""
     of_predicted = runs.columns(rows, [])[runs.SPEED]
-    return of_predicted if np.isfinite(of_predicted).any() else column(rows, runs.TOKENS_PER_S)
+    return of_predicted if np.isfinite(of_predicted).any() else column(rows, schemas.TOKENS_PER_S)
 
 
 def _state(rows: Sequence[Row]) -> list[RenderableType]:

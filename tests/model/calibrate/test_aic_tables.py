@@ -17,7 +17,8 @@ from fp8plan.model.calibrate.aic_import import Trial, import_all, import_profile
 from fp8plan.model.calibrate.aic_tables import Tables, find_data, importable, read_tables
 from fp8plan.model.calibrate.kernel_rows import observe, read_rows
 from fp8plan.model.hardware import gpu
-from fp8plan.model.profile.profile import Profile, datasheet_profile, load_profile, profile_path, profiles_path
+from fp8plan.model.profile.library import datasheet_profile, load_profile, profile_path, profiles_path
+from fp8plan.model.profile.profile import Profile
 
 H100 = gpu("h100")
 LAUNCH = 0.06  # ms: what vLLM's fp8_block rows cannot be shorter than

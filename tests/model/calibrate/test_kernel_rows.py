@@ -21,7 +21,7 @@ from fp8plan.model.cost.sustained import CLOCK, MEMORY
 from fp8plan.model.hardware import gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import precision
-from fp8plan.model.profile.profile import datasheet_profile
+from fp8plan.model.profile.library import datasheet_profile
 
 H200 = gpu("h200")
 _DATASHEET = datasheet_profile(H200)

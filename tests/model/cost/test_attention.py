@@ -26,7 +26,7 @@ from fp8plan.model.cost.base import Cost
 from fp8plan.model.cost.batch import StepBatch
 from fp8plan.model.hardware import Gpu, gpu
 from fp8plan.model.precision import BF16, FP8_KV, Precision
-from fp8plan.model.profile.profile import load_profile, profiles_path
+from fp8plan.model.profile.library import load_profile, profiles_path
 
 SHAPE = ModelShape.from_hf("Qwen/Qwen3-8B")
 precisions = st.sampled_from([BF16, FP8_KV])

@@ -18,7 +18,7 @@ from fp8plan.model.cost.gemm import gemm_cost, quantise_cost
 from fp8plan.model.cost.tiles import SWAPPED_ROWS
 from fp8plan.model.hardware import gpu
 from fp8plan.model.precision import BF16, FP8_BLOCK, Precision
-from fp8plan.model.profile.profile import load_profile, profiles_path
+from fp8plan.model.profile.library import load_profile, profiles_path
 
 H200 = gpu("h200")
 PROFILE = replace(load_profile(H200)[0], layers={})  # laws of the coefficients; what was timed follows none

@@ -13,7 +13,7 @@ from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.cost.moe import distinct_experts, expert_bytes, moe_cost, padded_rows
 from fp8plan.model.hardware import gpu
 from fp8plan.model.precision import BF16, FP8_BLOCK
-from fp8plan.model.profile.profile import load_profile
+from fp8plan.model.profile.library import load_profile
 
 SHAPE = ModelShape.from_hf("Qwen/Qwen3-30B-A3B")
 H200 = gpu("h200")

@@ -21,7 +21,8 @@ from fp8plan.model.cost.step import Component, StepModel, log_gradient
 from fp8plan.model.hardware import Gpu, gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, PRESETS, Precision
-from fp8plan.model.profile.profile import Profile, datasheet_profile, load_profile
+from fp8plan.model.profile.library import datasheet_profile, load_profile
+from fp8plan.model.profile.profile import Profile
 
 FIELDS = StepBatch.__slots__
 QWEN = "Qwen/Qwen3-8B"

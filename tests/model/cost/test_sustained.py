@@ -14,7 +14,8 @@ from fp8plan.model.cost.sustained import CLOCK, MEMORY, sustained
 from fp8plan.model.hardware import gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import BF16
-from fp8plan.model.profile.profile import Profile, datasheet_profile
+from fp8plan.model.profile.library import datasheet_profile
+from fp8plan.model.profile.profile import Profile
 
 H200 = gpu("h200")
 PROFILE = datasheet_profile(H200)

@@ -12,7 +12,8 @@ import pytest
 from fp8plan.model.hardware import gpu
 from fp8plan.model.plan.choice import Choice
 from fp8plan.model.plan.explain import explain
-from fp8plan.model.profile.profile import Profile, datasheet_profile
+from fp8plan.model.profile.library import datasheet_profile
+from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.expected import MismatchRisk, RiskBudget, ThresholdAdvice
 from fp8plan.model.rollout import Rollout, Timeline
 

@@ -27,7 +27,7 @@ from fp8plan.model.plan.choose import choose
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan, predict
 from fp8plan.model.precision import PRESETS
-from fp8plan.model.profile.profile import load_profile
+from fp8plan.model.profile.library import load_profile
 from fp8plan.model.risk.budget import LEAST_GAIN
 from fp8plan.model.risk.expected import LEVELS, MismatchRisk, RiskBudget
 from fp8plan.model.rl_step import Trainer

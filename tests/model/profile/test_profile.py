@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.hardware import gpu, gpus
-from fp8plan.model.profile.profile import Profile, datasheet_profile, list_profiles, load_profile
+from fp8plan.model.profile.library import datasheet_profile, list_profiles, load_profile
+from fp8plan.model.profile.profile import Profile
 
 NAMES = ("gemm.bf16.launch_seconds", "gemm.bf16.bandwidth_efficiency", "overhead.step_seconds")
 
@@ -110,7 +111,7 @@ def test_missing_kernel_names_the_measurement_and_the_command() -> None:
         ("kind", "guessed"),
         ("model_error", -0.1),
         ("model_error", "small"),
-        ("coefficients", {NAMES[0]: float("nan")}),
+        ("coefficients", {NAMES[0]: "3e-6"}),
         ("coefficients", {NAMES[0]: -1.0}),
         ("coefficients", {NAMES[0]: 3e-6, NAMES[1]: 1.2, NAMES[2]: 2e-4}),
         ("coefficients", [1.0]),
@@ -120,7 +121,8 @@ def test_missing_kernel_names_the_measurement_and_the_command() -> None:
         ("log_covariance", {"gemm.none": {"gemm.none": 0.1}}),
         ("hull", {"gemm": {"m": [5, 1]}}),
         ("hull", {"gemm": 3}),
-        ("surprise", 1),
+        ("hull", {"gemm": {"m": [1, 2, 3]}}),
+        ("schema_version", 1),
     ],
 )
 def test_corrupt_file_names_file_and_field(tmp_path: Path, field: str, value: object) -> None:
@@ -142,6 +144,33 @@ def test_file_without_a_field_or_not_json(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(ProfileError, match=r"profile\.json is not JSON"):
         load_profile(gpu("h200"), profiles_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("coefficients", {NAMES[0]: 3e-6, NAMES[1]: "0.8"}, rf"coefficients\['{NAMES[1]}'\] is '0.8'; allowed: a num"),
+        ("coefficients", {NAMES[0]: 3e-6, NAMES[1]: 10**400}, rf"\['{NAMES[1]}'\] is 1000.*; allowed: a finite number"),
+        ("hull", {"gemm": {"m": [1, 2], "n": [1, 2, 3]}}, r"hull\['gemm'\]\['n'\] is \[1, 2, 3\]; allowed: a list"),
+        ("hull", {"gemm": {"m": [5, 1]}}, r"hull\['gemm'\]\['m'\] is \[5.0, 1.0\]; allowed: \[lowest, highest\]"),
+        ("tensor_parallel", [1, 2.5], r"tensor_parallel\[1\] is 2.5; allowed: a whole number"),
+        ("date", None, "date is None; allowed: text"),
+        ("model_error", float("nan"), "is not JSON: it holds NaN; allowed: finite numbers, or null"),
+        ("schema_version", "2.0", r"has schema 2.0; this is fp8plan .*, which reads schema 1.x: type: pip inst"),
+        ("schema_version", "newest", "schema_version is 'newest'; allowed: text such as '1.0'"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named_to_the_entry(field: str, value: object, message: str) -> None:
+    text = json.dumps(json.loads(calibrated().to_json()) | {field: value})
+    with pytest.raises(ProfileError, match=rf"^own/profile\.json.*{message}"):
+        Profile.from_json(text, "own/profile.json")
+
+
+def test_a_later_version_of_the_same_schema_may_say_more_and_the_first_had_no_version() -> None:
+    raw = json.loads(calibrated().to_json())
+    assert raw.pop("schema_version") == "1.0"
+    for text in (json.dumps(raw), json.dumps(raw | {"schema_version": "1.7", "colour": {"r": [1]}})):
+        assert Profile.from_json(text) == calibrated()
 
 
 def test_an_own_folder_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,8 @@ from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.hardware import gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.explain import seconds
-from fp8plan.model.profile.profile import Profile, load_profile, profiles_path
+from fp8plan.model.profile.library import load_profile, profiles_path
+from fp8plan.model.profile.profile import Profile
 from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.validate.validate import validate
 from fp8plan.runtime.guard.guard import Action, Cause, Found, Guard, GuardSettings, GuardState, Verdict, update

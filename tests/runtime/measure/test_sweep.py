@@ -18,9 +18,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from fp8plan import jsonl
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.model.calibrate.held_out import LINEARS, is_held_out
-from fp8plan.runtime.measure import jsonl, machine
+from fp8plan.runtime.measure import machine
 from fp8plan.runtime.measure.command_line import arguments, check_gpu, compile_first, select, shares
 from fp8plan.runtime.measure.grids import elementwise as elementwise_grid
 from fp8plan.runtime.measure.grids import gemm as gemm_grid
@@ -109,7 +110,7 @@ def test_a_torn_last_line_costs_its_own_point_alone(output: Path, cut: int) -> N
 def test_a_broken_line_elsewhere_is_an_error_that_shows_it(output: Path) -> None:
     sweep.sweep(POINTS[:1], Bench().work, output)
     output.write_text("{broken\n" + output.read_text())
-    with pytest.raises(ConfigError, match=r"gemm.jsonl has a line that is not JSON: '\{broken'; delete it"):
+    with pytest.raises(ConfigError, match=r"^line 1 of .*gemm.jsonl is not JSON: .*; mend or delete that line$"):
         sweep.sweep(POINTS, Bench().work, output)
 
 
@@ -361,8 +362,8 @@ def test_copies_fill_the_cache_four_times_within_limits(size: int) -> None:
 
 
 def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
-    code = "import sys; from fp8plan.runtime.measure.jsonl import append\n"
-    code += "for i in range(50): append(sys.argv[1], {'who': sys.argv[2], 'i': i, 'long': 'x' * 5000})"
+    code = "import sys; from fp8plan.jsonl import write\n"
+    code += "for i in range(50): write(sys.argv[1], {'who': sys.argv[2], 'i': i, 'long': 'x' * 5000})"
     file = tmp_path / "rows.jsonl"
     writers = [subprocess.Popen([sys.executable, "-c", code, str(file), who]) for who in "ab"]
     assert [writer.wait() for writer in writers] == [0, 0]

@@ -21,7 +21,9 @@ import torch
 from plans import choice, plan
 from simulated_run import simulated
 
+from fp8plan import schemas
 from fp8plan.errors import ConfigError
+from fp8plan.jsonl import plain
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import validate
@@ -38,10 +40,11 @@ from fp8plan.runtime.guard.guard import Guard
 from fp8plan.runtime.guard.observation import EngineFacts, Observation
 from fp8plan.runtime.mismatch.metrics import measure
 from fp8plan.runtime.mismatch.tokens import pack
-from fp8plan.runtime.monitor.monitor import Monitor, Step
-from fp8plan.runtime.monitor.record_shape import is_record
-from fp8plan.runtime.monitor.run_file import RunReader, plain
+from fp8plan.runtime.monitor.monitor import Monitor
+from fp8plan.runtime.monitor.record import Step
+from fp8plan.runtime.monitor.run_file import RunReader
 from fp8plan.runtime.monitor.sinks import Callback, JsonLines
+from fp8plan.schemas import RunRecord, checked
 from fp8plan.views.run import columns as runs
 
 FACTS = EngineFacts("Qwen/Qwen3-0.6B", "h200_sxm", "0.26.0", "fp8_block+fp8_kv", EngineLimits(max_num_seqs=64))
@@ -100,7 +103,7 @@ def test_a_step_is_its_parts_in_order() -> None:
             assert step.metrics[name] == value
         assert step.metrics["rollout_corr/kl"] == mismatch.k1
         assert step.metrics["rollout_corr/k3_kl"] == mismatch.k3
-        assert step.metrics[runs.TIS] == thresholds.tis
+        assert step.metrics[schemas.TIS] == thresholds.tis
 
 
 def test_padded_packed_and_numpy_batches_are_one_batch() -> None:
@@ -158,7 +161,7 @@ def test_the_fields_of_a_rollout_record_do_as_well_as_an_observation() -> None:
             assert step.verdict is not None
     one, other = taken
     assert one["guard"] == other["guard"]
-    assert one["metrics"][runs.TOKENS_PER_S] == pytest.approx(6 * 64 / 0.9)
+    assert one["metrics"][schemas.TOKENS_PER_S] == pytest.approx(6 * 64 / 0.9)
     assert (other["boot"], other["response_lengths"]) == ("a1", one["response_lengths"])
 
 
@@ -168,8 +171,8 @@ def test_without_a_guard_the_speed_is_told_and_what_runs() -> None:
         monitor.step(*batch(), rollout=SEEN)
         monitor.step(*batch(), rollout=SEEN, number=17)
     assert [(x["step"], x["precision"], x["guard"]) for x in taken] == [(n, FACTS.precision, None) for n in (1, 17)]
-    assert taken[0]["metrics"][runs.TOKENS_PER_S] == pytest.approx(6 * 64 / 0.9)
-    assert runs.PREDICTED not in taken[0]["metrics"]
+    assert taken[0]["metrics"][schemas.TOKENS_PER_S] == pytest.approx(6 * 64 / 0.9)
+    assert schemas.PREDICTED not in taken[0]["metrics"]
 
 
 class Engine:
@@ -228,19 +231,19 @@ def test_the_kl_that_is_expected_is_that_of_the_precision_that_runs(controller: 
     monitor = Monitor(controller=controller, plan=PLAN, engine=engine)
     assert monitor.state.limit_kl == 0.03
     engine.launch.precision = "fp8_block+fp8_kv"
-    assert monitor.step(*batch()).metrics[runs.KL_LIMIT] == 0.2
+    assert monitor.step(*batch()).metrics[schemas.KL_LIMIT] == 0.2
     saved = monitor.state_dict()
     engine.launch.precision = "bf16"  # stepped down
-    assert monitor.step(*batch()).metrics[runs.KL_LIMIT] == 0.03
+    assert monitor.step(*batch()).metrics[schemas.KL_LIMIT] == 0.03
     assert getattr(monitor.state, "target_kl", 0.001) == 0.001
     monitor.load_state_dict(saved)
-    assert monitor.step(*batch()).metrics[runs.KL_LIMIT] == 0.03
+    assert monitor.step(*batch()).metrics[schemas.KL_LIMIT] == 0.03
     assert monitor.state.steps == 2
     with pytest.raises(ConfigError, match="allowed"):
         Monitor(controller=controller, plan=PLAN, engine=Launched("fp4"))  # type: ignore[arg-type]
     engine.launch.precision = "fp4"  # of another plan
     with pytest.warns(RuntimeWarning, match="before the step down"):
-        assert monitor.step(*batch()).metrics[runs.KL_LIMIT] == 0.03
+        assert monitor.step(*batch()).metrics[schemas.KL_LIMIT] == 0.03
 
 
 def test_an_engine_that_cannot_say_what_runs_costs_no_step() -> None:
@@ -284,10 +287,10 @@ def test_a_rollout_that_is_not_what_it_should_be_costs_no_step(rollout: Any, gua
     monitor.step(*batch())  # as if none had been given
     assert set(taken[0]) == set(taken[1])
     assert taken[0].get("model") == taken[1].get("model")
-    assert is_record(plain(taken[0]))
+    checked(plain(taken[0]), RunRecord, "the record")
     assert step.verdict is None
     assert (taken[0]["guard"] is not None) == guarded
-    assert runs.TOKENS_PER_S not in step.metrics
+    assert schemas.TOKENS_PER_S not in step.metrics
 
 
 def test_fields_of_a_rollout_that_are_the_monitors_own_are_not_the_callers() -> None:
@@ -297,7 +300,7 @@ def test_fields_of_a_rollout_that_are_the_monitors_own_are_not_the_callers() -> 
         taken: list[Any] = []
         Monitor(sinks=[Callback(taken.append)], guard=guard).step(*batch(), rollout=given | theirs)
         assert {name: taken[0][name] for name in given} == given
-        assert is_record(plain(taken[0]))
+        checked(plain(taken[0]), RunRecord, "the record")
         assert taken[0]["step"] == 1
 
 
@@ -305,7 +308,7 @@ def test_fields_of_a_rollout_that_are_the_monitors_own_are_not_the_callers() -> 
 def test_a_rollout_that_was_not_timed_is_none(guard: Any) -> None:
     step = Monitor(guard=guard).step(*batch(), rollout={"seconds": None, "boot": "a1"})  # a warning would be an error
     assert step.verdict is None
-    assert runs.TOKENS_PER_S not in step.metrics
+    assert schemas.TOKENS_PER_S not in step.metrics
 
 
 @pytest.mark.parametrize("number", [7, np.int64(7), torch.tensor(7)])
@@ -360,7 +363,7 @@ def test_a_resumed_monitor_has_its_own_limit_and_bounds() -> None:
             after.load_state_dict(saved)
             step = after.step(*batch())
             found.append(step.thresholds.tis)
-            assert step.metrics[runs.KL_LIMIT] == 0.5
+            assert step.metrics[schemas.KL_LIMIT] == 0.5
             assert after.steps == 2
         assert found == expected
 
@@ -522,7 +525,7 @@ def test_the_default_tightens_when_the_kl_rises_and_never_loosens(settings: Corr
             assert step.decided.decision is Decision.AT_BOUND
         if kl <= 0.01:
             assert found == first
-        kept.append(step.metrics[runs.CLIPPED_MASS if found.band is None else runs.LOST_TOKENS])
+        kept.append(step.metrics[schemas.CLIPPED_MASS if found.band is None else schemas.LOST_TOKENS])
     assert upper[-1] < upper[0]
     assert max(x for x in kept if x is not None) <= 0.5  # as the correction says of its own weights, at its own level
 
@@ -786,4 +789,4 @@ def test_figures_of_ranks_are_those_of_one_process_and_one_rank_writes(tmp_path:
             assert set(mine) == set(expected)
             for name in set(expected) - absent:
                 assert mine[name] == pytest.approx(expected[name], rel=1e-9, abs=1e-12), name
-        assert row["thresholds"]["tis"] == told[0][runs.TIS]
+        assert row["thresholds"]["tis"] == told[0][schemas.TIS]

@@ -23,15 +23,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp8plan import jsonl as record
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.monitor import run_file as record
-from fp8plan.runtime.monitor.run_file import RunReader, append, line, repair, torn_path
+from fp8plan.jsonl import append, line, repair, torn_path
+from fp8plan.runtime.monitor.run_file import RunReader
 
 # Appends records without end and says after each that it is written. Sizes differ, so that kills fall into long writes.
 WRITER = """
 import sys
 from pathlib import Path
-from fp8plan.runtime.monitor.run_file import append, line
+from fp8plan.jsonl import append, line
 path, step = Path(sys.argv[1]), int(sys.argv[2])
 while True:
     size = (10, 1000, 200_000)[step % 3]
@@ -94,10 +95,10 @@ def test_a_line_cut_anywhere_is_repaired_to_the_last_whole_one_and_kept_beside(
         assert not torn_path(path).exists()
 
 
-def test_a_torn_line_longer_than_what_is_read_at_once_is_cut_at_its_beginning(tmp_path: Path) -> None:
+def test_a_long_torn_line_is_cut_at_its_beginning(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    path.write_bytes(line(row(0)) + b"x" * (3 * record.BLOCK + 17))
-    assert repair(path) == 3 * record.BLOCK + 17
+    path.write_bytes(line(row(0)) + b"x" * 200_000)
+    assert repair(path) == 200_000
     assert path.read_bytes() == line(row(0))
     assert repair(path) == 0
 
@@ -201,6 +202,18 @@ def test_a_line_whose_fields_are_not_what_they_should_be_is_skipped_and_counted(
     reader = RunReader(path)
     assert reader.read() == 1
     assert (reader.rows, reader.skipped) == ([fine], 1)
+
+
+def test_a_record_of_a_newer_schema_is_an_error_each_time_and_what_came_before_stays(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    append(path, line(row(1)) + line(row(2, schema_version="1.9", more=1)) + line(row(3, schema_version="2.0")))
+    reader = RunReader(path)
+    for _ in range(2):
+        with pytest.raises(
+            ConfigError, match=r"run\.jsonl has schema 2\.0; this is .* reads schema 1\.x: type: pip install"
+        ):
+            reader.read()
+        assert [x["step"] for x in reader.rows] == [1, 2]
 
 
 def test_junk_of_any_kind_is_skipped(tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 from simulated_run import simulated
 
+from fp8plan import jsonl as record
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.monitor import run_file as record
+from fp8plan.jsonl import line
 from fp8plan.runtime.monitor import sinks
 from fp8plan.runtime.monitor.exporters import Prometheus, TensorBoard
-from fp8plan.runtime.monitor.run_file import RunReader, line
+from fp8plan.runtime.monitor.run_file import RunReader
 from fp8plan.runtime.monitor.sinks import Callback, JsonLines, Sinks
 
 RECORDS = simulated(12)

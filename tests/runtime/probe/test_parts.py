@@ -94,7 +94,7 @@ def test_prompts_are_read_line_by_line(tmp_path: Path) -> None:
 def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "good"}\n' + line)
-    with pytest.raises(ConfigError, match=r"line 2 is .*; allowed: \{\"prompt_token_ids\""):
+    with pytest.raises(ConfigError, match=r"^line 2 of .*prompts\.jsonl is .*; allowed: \{\"prompt_token_ids\""):
         read_prompts(file)
 
 

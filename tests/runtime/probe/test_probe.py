@@ -285,11 +285,11 @@ def test_the_command_prints_what_was_found_and_nothing_else(
     ("words", "says"),
     [
         (["--kv-scales", "none"], "kv_scales is 'none'"),
-        (["--prompts", "/nowhere.jsonl"], "/nowhere.jsonl: No such file"),
+        (["--prompts", "/nowhere.jsonl"], "there is no file of prompts /nowhere.jsonl"),
         (["--gpu", "h300"], "unknown GPU 'h300'"),
         (["--observations", "table.csv"], "model"),
         (["--most-prompts", "0"], "--most-prompts"),
-        (["--prompts", "binary"], "binary: it is no text in UTF-8; allowed: a file of lines like"),
+        (["--prompts", "binary"], "cannot read the file of prompts binary: 'utf-8' codec can't decode"),
         ([*KNOWN, "--observations", "binary"], "cannot append to binary: it is no text in UTF-8"),
         ([*KNOWN, "--observations", "/dev/full"], "cannot append to /dev/full: No space left on device"),
         ([*KNOWN, "--observations", "/nowhere/x.csv"], "cannot append to /nowhere/x.csv: No such file"),

@@ -9,6 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from fp8plan import jsonl
 from fp8plan.errors import ConfigError
 from fp8plan.model.configs import find_config
 from fp8plan.model.hardware import gpu as find_gpu
@@ -18,7 +19,6 @@ from fp8plan.model.plan.planner import plan
 from fp8plan.model.precision import precision
 from fp8plan.model.profile.profile import ENGINE
 from fp8plan.model.workload import Workload, parse_lengths
-from fp8plan.runtime.measure import jsonl
 from fp8plan.runtime.measure.machine import installed
 from fp8plan.runtime.measure.notes import note
 
@@ -88,7 +88,7 @@ def engine_version() -> str:
 
 
 def keys_in(output: Path) -> set[str]:
-    """Keys of the runs that are measured already. ConfigError for a torn line, as a lost machine leaves it."""
+    """Keys of the runs that are measured already."""
     return {row.get("key") for row in jsonl.rows(output)}
 
 

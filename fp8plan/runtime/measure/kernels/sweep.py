@@ -21,8 +21,8 @@ from uuid import uuid4
 
 from tqdm import tqdm
 
+from fp8plan import jsonl
 from fp8plan.errors import Fp8PlanError
-from fp8plan.runtime.measure import jsonl
 from fp8plan.runtime.measure.command_line import arguments, check_gpu, compile_first, select
 from fp8plan.runtime.measure.kernels.timing import Call, Timing, graph_seconds
 from fp8plan.runtime.measure.machine import engine_facts, machine_facts
@@ -68,14 +68,14 @@ def sweep(points: Sequence[Point], prepare: Prepare, output: Path, *, seconds: f
     output.parent.mkdir(parents=True, exist_ok=True)
     todo = remaining(points, output)
     if todo:
-        jsonl.append(output.with_name("machines.jsonl"), {"run": run} | now() | machine_facts() | engine_facts())
+        jsonl.write(output.with_name("machines.jsonl"), {"run": run} | now() | machine_facts() | engine_facts())
     failures = []
     for number, point in enumerate(tqdm(todo, desc=output.stem, unit="point", file=sys.stderr)):
         if seconds is not None and time.monotonic() - begun > seconds:
             note(f"{output.stem}: time is up, {len(todo) - number} points are left for another time")
             break
         row = point.row | _attempt(point, prepare) | {"key": point.key, "run": run}
-        jsonl.append(failed_file(output) if "error" in row else output, row)
+        jsonl.write(failed_file(output) if "error" in row else output, row)
         if "error" in row:
             failures.append(f"{point.kernel} {point.shape}: {row['error']}")
             alike = point.kernel, row["error"].partition(":")[0]
@@ -89,8 +89,8 @@ def sweep(points: Sequence[Point], prepare: Prepare, output: Path, *, seconds: f
 def remaining(points: Sequence[Point], output: Path) -> list[Point]:
     """The points that `output` does not have, those last that failed before. A torn last line is cut off."""
     for file in (output, failed_file(output)):
-        if lost := jsonl.repair(file):
-            note(f"{file}: the last line was torn ({lost} bytes) and is dropped")
+        if lost := file.exists() and jsonl.repair(file):
+            note(f"{file}: the last line was torn ({lost} bytes) and is cut off")
     done, failed = ({row["key"] for row in jsonl.rows(file)} for file in (output, failed_file(output)))
     return sorted((point for point in points if point.key not in done), key=lambda point: point.key in failed)
 

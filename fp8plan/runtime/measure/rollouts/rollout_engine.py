@@ -15,17 +15,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fp8plan.jsonl import write
 from fp8plan.model.hardware import gpu
 from fp8plan.model.precision import precision
 from fp8plan.runtime.engine.warm_up import freeze_garbage
-from fp8plan.runtime.measure.jsonl import append
 from fp8plan.runtime.measure.machine import machine_facts
 from fp8plan.runtime.measure.rollouts.attempts import attempts, disturbance, listed
 from fp8plan.runtime.measure.rollouts.engine_log import engine_numbers, kernel_backends, model_runner, uses_e8m0
 from fp8plan.runtime.measure.rollouts.host import Host
 from fp8plan.runtime.measure.rollouts.timed_rollout import token_prompts
-from fp8plan.runtime.measure.rollouts.trace import Trace, write
+from fp8plan.runtime.measure.rollouts.trace import Trace, write_trace
 from fp8plan.runtime.measure.rollouts.warm_up import prefill_ladder, warm_up
+from fp8plan.schemas import VERSIONS
 
 # Longer ones are taken for stalls, in which a kernel was compiled, and noted. Seen on an H200 (first look of its
 # profile): first steps of 0.9 to 11.5 s with and at most 0.15 s without; later ones of 3.5 s and more, against pauses
@@ -68,7 +69,8 @@ def measure(job: Mapping[str, Any], note: Callable[[str], None]) -> None:
     llm = LLM(**job["kwargs"])
     start_s = time.perf_counter() - begun
     freeze_garbage()
-    facts = job["fields"] | engine_facts(llm, job) | machine_facts() | {"engine_start_s": start_s}
+    facts = {"schema_version": VERSIONS["record"]} | job["fields"] | engine_facts(llm, job) | machine_facts()
+    facts["engine_start_s"] = start_s
     memory = facts["measured_kv_cache_tokens"]
     note(f"engine ready in {start_s:.0f} s, KV cache {memory} tokens, kernels {facts['kernel_backends']}")
     trace, host = Trace(llm), None if gpu(job["fields"]["gpu"]).is_cpu else Host()
@@ -83,15 +85,22 @@ def measure(job: Mapping[str, Any], note: Callable[[str], None]) -> None:
             tries = attempts(llm, prompts, work["response_lengths"], trace, host)
             best = min(tries, key=disturbance)
             for number, attempt in enumerate(tries):
-                record = cell | run | {"attempt": number} | attempt.facts | {"date": attempt.date}
-                append(job["output"] if attempt is best else job["set_aside"], record)
+                record = (
+                    {"schema_version": VERSIONS["record"]}
+                    | cell
+                    | run
+                    | {"attempt": number}
+                    | attempt.facts
+                    | {"date": attempt.date}
+                )
+                write(job["output"] if attempt is best else job["set_aside"], record)
             what = f"{work['workload']} run {run['repeat']}"
             found = best.facts
             note(f"{what}: {found['seconds']:.2f} s, {found['preemptions']} preemptions{listed(tries)}")
             if found["first_step_s"] > FIRST_STALL_S or found["longest_step_s"] > STALL_S:
                 note(f"{what}: a step took {found['longest_step_s']:.1f} s, as if a kernel was compiled in it")
             if job["trace"]:
-                write(job["trace"], run["key"], best.steps)
+                write_trace(job["trace"], run["key"], best.steps)
 
 
 def engine_facts(llm: Any, job: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class Trace:
         return {"first_step_s": round(steps[0], 6), "longest_step_s": round(max(steps), 6)}
 
 
-def write(path: str, key: str, rows: Sequence[Row]) -> None:
+def write_trace(path: str, key: str, rows: Sequence[Row]) -> None:
     """One JSON line: the record's key, and a column per COLUMNS."""
     columns = dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=False))
     with gzip.open(path, "at", encoding="utf-8") as file:

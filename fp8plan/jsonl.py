@@ -1,0 +1,200 @@
+"""JSON, and files of one JSON object a line that survive a killed process and several writers: read and written here.
+
+A line is appended by one write, to a file that is opened for it and closed after it. So nothing is held between two
+lines that a fork could inherit, a deleted or moved file is begun again, and a process that is killed (kill -9) leaves
+whole lines and at most one torn one, the last. A torn line is cut off before the next is written; what was cut is kept
+beside the file, in NAME.torn. Readers take whole lines only.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gzip
+import json
+import math
+import os
+import stat
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, NamedTuple, NoReturn
+
+from fp8plan.errors import ConfigError, Fp8PlanError
+
+LOCK_S: Final = 1.0  # how long another writer of the same file is waited for
+NO_LOCKS: Final = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)  # of file systems and devices without them
+
+
+def parse(text: str | bytes, where: str, error: type[Fp8PlanError] = ConfigError) -> Any:
+    """What JSON text holds. Raises `error`, which begins with `where`, for other text and for NaN and Infinity."""
+    try:
+        return json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError) as found:
+        raise error(f"{where} is not JSON: {found}") from None
+
+
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"it holds {word}; allowed: finite numbers, or null")
+
+
+class Lines(NamedTuple):
+    """rows: (number of the line, what it holds), blank lines left out; torn: the number of a last line that breaks off,
+    as in a file that is being written, or whose writer was killed: it is in no row."""
+
+    rows: list[tuple[int, Any]]
+    torn: int | None
+
+
+def read(path: Path, what: str = "file", hint: str = "mend or delete that line", whole: bool = True) -> Lines:
+    """The lines of a file, which may be compressed (.gz).
+
+    what:  the file is called in errors
+    hint:  ends the error of a line that is not JSON
+    whole: a last line that breaks off is an error, too; else it is left out, unless it is the only one
+
+    Raises ConfigError for a file that cannot be read, and for a line that is not JSON: it names the line.
+    """
+    if not path.exists():
+        raise ConfigError(f"there is no {what} {path}")
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+            *lines, last = file.read().split("\n")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the {what} {path}: {error}") from None
+    torn = None
+    if not whole and last and lines and not _is_json(last):
+        torn, last = len(lines) + 1, ""
+    rows = []
+    for number, text in enumerate([*lines, last], 1):
+        if text.strip():
+            try:
+                rows.append((number, parse(text, f"line {number} of {path}")))
+            except ConfigError as error:
+                raise ConfigError(f"{error}; {hint}") from None
+    return Lines(rows, torn)
+
+
+def rows(path: Path) -> list[Any]:
+    """What the lines of a file hold, but for a last one that breaks off; nothing if there is no file.
+
+    Raises ConfigError as `read` does.
+    """
+    return [row for _, row in read(path, whole=False).rows] if path.exists() else []
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def line(row: Mapping[str, Any]) -> bytes:
+    """A row as it stands in a file. What JSON has no number for (nan, inf) becomes null."""
+    return json.dumps(plain(row), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: arrays become lists, nan and inf None. Raises TypeError for what is no data."""
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(x) for x in value]
+    if isinstance(value, str | int | None):
+        return value
+    if callable(getattr(value, "tolist", None)):  # numpy's and torch's arrays and numbers
+        return plain(value.tolist())
+    raise TypeError(f"a record holds {value!r}; allowed: text, numbers, true, false, null, lists and mappings of them")
+
+
+def write(path: str | Path, row: Mapping[str, Any]) -> None:
+    """Append one row, on the disk itself before this returns. Raises OSError as `append` does."""
+    append(Path(path), line(row))
+    to_disk(Path(path))
+
+
+def append(path: Path, text: bytes) -> int:
+    """Append whole lines by one write. Returns the bytes of a torn line that were cut off before it (mostly 0).
+
+    Raises OSError if they could not be written; then nothing of them stands in the file.
+    """
+    with _opened(path) as file:
+        cut = _repair(path, file)
+        size = os.fstat(file).st_size
+        written = os.write(file, text)
+        if written < len(text):  # the disk is full: take back the beginning of a line
+            os.ftruncate(file, size)
+            told = f"No space left: only {written} of {len(text)} bytes could be written"
+            raise OSError(errno.ENOSPC, told, str(path))
+    return cut
+
+
+def repair(path: Path) -> int:
+    """Cut off a torn last line; the file is made if there is none. Returns the bytes that were cut.
+
+    Raises OSError as the operating system does.
+    """
+    with _opened(path) as file:
+        return _repair(path, file)
+
+
+def to_disk(path: Path) -> None:
+    """Wait until what was appended would survive a lost machine, not only a lost process."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """A locked file: one writer at a time. A writer that hangs must not hang this one, too."""
+    file, until = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644), time.monotonic() + LOCK_S
+    try:
+        while not _locked(file):
+            if time.monotonic() > until:
+                raise OSError(errno.EAGAIN, "another process has locked it", str(path))
+            time.sleep(0.01)
+        yield file
+    finally:
+        os.close(file)
+
+
+def _locked(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    return True
+
+
+def _repair(path: Path, file: int) -> int:
+    info = os.fstat(file)
+    if not stat.S_ISREG(info.st_mode) or not info.st_size or os.pread(file, 1, info.st_size - 1) == b"\n":
+        return 0
+    with open(path, "rb") as whole:
+        torn = deque(whole, maxlen=1)[0]
+    offset = info.st_size - len(torn)
+    note = {"date": now(), "offset": offset, "bytes": len(torn), "text": torn.decode(errors="backslashreplace")}
+    with suppress(OSError), open(torn_path(path), "ab") as kept:  # on a full disk the file itself comes first
+        kept.write(line(note))
+    os.ftruncate(file, offset)
+    return len(torn)
+
+
+def torn_path(path: Path) -> Path:
+    """Where the torn lines of a file are kept."""
+    return path.with_name(path.name + ".torn")
+
+
+def now() -> str:
+    """Date and time in UTC, to the millisecond."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

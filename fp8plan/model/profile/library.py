@@ -1,0 +1,206 @@
+"""Where profiles are, and which one is taken.
+
+A profile is data: `profiles/<gpu>/<engine>-<version>/profile.json`, or `profiles/datasheet.json` for any GPU. Nothing
+falls back in silence: a near engine version comes with a warning and a doubled interval, the datasheet profile with
+the label "uncalibrated".
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from fp8plan.errors import ConfigError, ProfileError
+from fp8plan.model.hardware import Gpu
+from fp8plan.model.profile.profile import ENGINE, Profile, parsed
+
+OWN_PROFILES = "FP8PLAN_PROFILES"  # environment variable
+
+
+class ProfileEntry(NamedTuple):
+    """One line of `fp8plan profiles`."""
+
+    gpu: str
+    engine: str
+    engine_version: str
+    kind: str
+    source: str
+    path: Path
+
+
+def profiles_path() -> Path:
+    """The folder of shipped profiles: inside the installed package, else beside it in a checkout."""
+    package = Path(__file__).resolve().parents[2]
+    inside = package / "profiles"
+    return inside if inside.is_dir() else package.parent / "profiles"
+
+
+def own_profiles_path() -> Path:
+    """The folder of profiles that `fp8plan calibrate` measured on the user's GPUs; $FP8PLAN_PROFILES names another."""
+    if named := os.environ.get(OWN_PROFILES):
+        return Path(named)
+    data = os.environ.get("XDG_DATA_HOME")
+    return (Path(data) if data else Path.home() / ".local" / "share") / "fp8plan" / "profiles"
+
+
+def _folders(profiles_dir: Path | None) -> list[Path]:
+    """Where profiles are looked for: the user's own go first. Raises ConfigError where these are said to lie in a
+    folder that is not there."""
+    if profiles_dir:
+        return [profiles_dir]
+    named, own = os.environ.get(OWN_PROFILES), own_profiles_path()
+    if named and not own.is_dir():
+        raise ConfigError(
+            f"{OWN_PROFILES} is {named}, and there is no such folder; name the one that `fp8plan calibrate` wrote, or "
+            f"type: unset {OWN_PROFILES}"
+        )
+    return [own, profiles_path()]
+
+
+def unused_folder() -> list[str]:
+    """The warning that the folder which $FP8PLAN_PROFILES names holds no profile; else nothing."""
+    named = os.environ.get(OWN_PROFILES)
+    if not named or any(Path(named).glob("*/*/profile.json")):
+        return []
+    return [
+        f"{OWN_PROFILES} is {named}, which holds no profile (GPU/{ENGINE}-VERSION/profile.json): it changes nothing"
+    ]
+
+
+def profile_path(folder: Path, gpu: str, engine_version: str) -> Path:
+    """Where the profile of a GPU and an engine version stands in a folder of profiles."""
+    return folder / gpu / f"{ENGINE}-{engine_version}" / "profile.json"
+
+
+def list_profiles(profiles_dir: Path | None = None) -> tuple[ProfileEntry, ...]:
+    """Every profile there is, the user's own first, the datasheet profile (gpu "*") last."""
+    entries = []
+    for path in (path for folder in _folders(profiles_dir) for path in sorted(folder.glob("*/*/profile.json"))):
+        p = _read(path)
+        entries.append(ProfileEntry(p.gpu, p.engine, p.engine_version, p.kind, p.source, path))
+    sheet = _folders(profiles_dir)[-1] / "datasheet.json"
+    if sheet.is_file():
+        source = parsed(sheet.read_text(), str(sheet), Datasheet).source
+        entries.append(ProfileEntry("*", ENGINE, "*", "datasheet", source, sheet))
+    return tuple(entries)
+
+
+def load_profile(
+    gpu: Gpu, engine_version: str = "0.26.0", strict: bool = False, profiles_dir: Path | None = None
+) -> tuple[Profile, list[str]]:
+    """The best profile for `gpu` and an engine version, and the warnings that go with it.
+
+    The exact one, the user's own (`own_profiles_path`) before a shipped one; else the nearest engine version of the
+    same GPU, its standard deviations doubled; else the datasheet profile. `strict` allows the exact one only. Raises
+    ProfileError when there is none, or when its file is corrupt, ConfigError when $FP8PLAN_PROFILES names no folder.
+    """
+    if not re.match(r"\d+(\.\d+)*", engine_version):
+        raise ConfigError(f"engine_version is {engine_version!r}; allowed: a version of {ENGINE} such as 0.26.0")
+    folders = _folders(profiles_dir)
+    unused = [] if profiles_dir else unused_folder()
+    for exact in (profile_path(folder, gpu.name, engine_version) for folder in folders):
+        if exact.is_file():
+            found = _read(exact)
+            return found, [*unused, *found.remarks]
+    near = _nearest([folder / gpu.name for folder in folders], engine_version)
+    if strict:
+        raise ProfileError(_strict_message(gpu, engine_version, near))
+    if near is not None:
+        found = _read(near)
+        warning = (
+            f"no profile of {gpu.name} for {ENGINE} {engine_version}: using the one of {found.engine} "
+            f"{found.engine_version} with its interval doubled"
+        )
+        return found.widened(2), [*unused, warning, *found.remarks]
+    warning = (
+        f"no measured profile of {gpu.name}: datasheet peaks with generic efficiencies (uncalibrated, wide interval)"
+    )
+    return datasheet_profile(gpu, engine_version, profiles_dir), [*unused, warning]
+
+
+def _strict_message(gpu: Gpu, engine_version: str, near: Path | None) -> str:
+    have = f"the nearest is {near.parent.name}" if near is not None else "there is only the datasheet profile"
+    return (
+        f"no profile of {gpu.name} for {ENGINE} {engine_version}, and {have}, which --strict does not allow; "
+        "type `fp8plan profiles` to see what was measured, or leave --strict out"
+    )
+
+
+def _nearest(folders: Sequence[Path], engine_version: str) -> Path | None:
+    def distance(path: Path) -> tuple[int, ...]:  # what was measured here goes before what was imported
+        other = _version(path.parent.name.removeprefix(f"{ENGINE}-"))
+        apart = (abs(a - b) for a, b in zip(other, _version(engine_version), strict=True))
+        return (_read(path).kind == "imported", *apart)
+
+    found = [path for folder in folders for path in sorted(folder.glob(f"{ENGINE}-*/profile.json"))]
+    return min(found, key=distance, default=None)
+
+
+def _version(text: str) -> tuple[int, int, int]:
+    numbers = [int(x) for x in re.findall(r"\d+", text)[:3]] + [0, 0, 0]
+    return numbers[0], numbers[1], numbers[2]
+
+
+def datasheet_profile(gpu: Gpu, engine_version: str = "0.26.0", profiles_dir: Path | None = None) -> Profile:
+    """datasheet.json resolved for one GPU, measured or not: common coefficients, then those of its architecture's.
+
+    A kernel of another architecture is another kernel (FlashAttention 3 exists on sm90 only), so backends and the few
+    coefficients that belong to a backend are listed per architecture. A CPU has nothing in common with GPUs.
+    """
+    path = (profiles_dir or profiles_path()) / "datasheet.json"
+    if not path.is_file():
+        raise ProfileError(f"{path} is missing: reinstall fp8plan")
+    sheet = parsed(path.read_text(), str(path), Datasheet)
+    common = Coefficients() if gpu.is_cpu else sheet.common
+    own = sheet.by_architecture.get(gpu.architecture, Coefficients())
+    facts = common.coefficients | own.coefficients
+    return Profile(
+        gpu=gpu.name,
+        engine=ENGINE,
+        engine_version=engine_version,
+        kind="datasheet",
+        source=sheet.source,
+        kernel_backends=common.kernel_backends | own.kernel_backends,
+        coefficients={name: fact.value for name, fact in facts.items()},
+        log_covariance={name: {name: fact.log_sd**2} for name, fact in facts.items()},
+        residuals=sheet.residuals,
+        model_error=sheet.model_error,
+        hull=None,
+        date=sheet.date,
+        notes={name: fact.source for name, fact in facts.items()},
+    )
+
+
+class Fact(msgspec.Struct):
+    """A coefficient, the sd of its log over GPUs, and where it is from."""
+
+    value: float
+    log_sd: float
+    source: str
+
+
+class Coefficients(msgspec.Struct):
+    """What the datasheet profile says of one architecture, or of all."""
+
+    kernel_backends: dict[str, str] = {}
+    coefficients: dict[str, Fact] = {}
+
+
+class Datasheet(msgspec.Struct):
+    """profiles/datasheet.json."""
+
+    source: str
+    date: str
+    common: Coefficients
+    by_architecture: dict[str, Coefficients]
+    residuals: dict[str, float]
+    model_error: float
+
+
+def _read(path: Path) -> Profile:
+    return Profile.from_json(path.read_text(), str(path))

@@ -1,0 +1,244 @@
+"""What fp8plan writes to disk, declared once; its version, and how what was read is checked.
+
+plan            fp8plan.model.plan.plan.Plan, with what it holds: one JSON object
+profile         fp8plan.model.profile.profile.Profile: one JSON object
+rollout record  RolloutRecord: one JSON object a line
+run record      RunRecord, which is a rollout record, too: one JSON object a line, for every step of a Monitor
+probe           what Probe.to_dict gives: one JSON object, which nothing of fp8plan reads back
+
+A class is a schema: msgspec checks what a file holds against the fields of the class, dataclass or Struct, and their
+types. Fields that a class does not have are passed over.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import NoneType
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from fp8plan import __version__
+from fp8plan.checks import is_number
+from fp8plan.errors import ConfigError, Fp8PlanError
+
+T = TypeVar("T")
+
+# MAJOR.MINOR, the field "schema_version" of what is written. A new field is a new minor version, which older readers
+# pass over; a field that goes or changes its meaning is a new major one, which they refuse.
+VERSIONS: Final = {"plan": "1.0", "profile": "1.0", "record": "1.0", "probe": "1.0"}
+FIRST: Final = "1.0"  # of what was written before files had a version
+
+# The fields of a rollout record that are limits of its engine, under vLLM's names.
+LIMITS: Final = (
+    "gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
+    "enable_prefix_caching", "async_scheduling", "enforce_eager",
+)  # fmt: skip
+# What a rollout record cannot do without; of what is absent or null beside these, vLLM's default is taken.
+REQUIRED: Final = ("model", "gpu", "engine_version", "precision", "prompt_lengths", "response_lengths", "seconds")
+
+
+class RolloutRecord(msgspec.Struct, kw_only=True):
+    """One warm `generate()` of a whole batch: what ran, and how long it took. Whether a value makes sense is checked
+    where it is used.
+
+    kv_cache_tokens: null: vLLM's own pool; a number: imposed
+    prompt_lengths, response_lengths: tokens of each response
+    prompt_ids:      which responses share a prompt; null: none do
+    seconds:         wall time; null in the record of a training step that had no rollout
+    """
+
+    model: str | None = None
+    gpu: str | None = None
+    engine: str | None = None
+    engine_version: str | None = None
+    precision: str | None = None
+    tensor_parallel: int | None = None
+    data_parallel: int | None = None
+    gpu_memory_utilization: float | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int | None = None
+    enable_prefix_caching: bool | None = None
+    async_scheduling: bool | None = None
+    enforce_eager: bool | None = None
+    kv_cache_tokens: int | None = None
+    prompt_lengths: list[int] | None = None
+    response_lengths: list[int] | None = None
+    prompt_ids: list[Any] | None = None
+    seconds: float | None = None
+    preemptions: int | None = None
+    measured_kv_cache_tokens: int | None = None
+
+
+class Span(msgspec.Struct):
+    """KL of the tokens from position `first` in their response on."""
+
+    first: int
+    tokens: float
+    k3: float | None = None
+
+
+class Cause(msgspec.Struct):
+    """Of a rollout's slowness."""
+
+    sentence: str | None = None
+
+
+class Verdict(msgspec.Struct):
+    """The guard's, on one rollout."""
+
+    action: str | None = None
+    reason: str | None = None
+    within: bool | None = None
+    cold: bool | None = None
+    causes: list[Cause] | None = None
+
+
+class GuardState(msgspec.Struct):
+    """Where on its ladder of precisions the guard stands."""
+
+    rung: str | None = None
+
+
+class Judged(msgspec.Struct):
+    """off: why there is no verdict."""
+
+    verdict: Verdict | None = None
+    state: GuardState | None = None
+    off: str | None = None
+
+
+class RunRecord(RolloutRecord, kw_only=True):
+    """What a Monitor writes of a step, one flat JSON object.
+
+    step, date:       number and UTC time of the step
+    metrics:          name -> number or null; verl's name where verl has one ("rollout_corr/..."), else "fp8plan/..."
+    thresholds:       {"tis": C or null, "band": [low, high] or null}: those used, on pi_train/pi_rollout
+    decision, reason: of the controller, with `alarms` (words)
+    escalate:         what it asks for beyond thresholds: null, "recalibrate_kv" or "step_down"
+    profile:          KL by position in the response
+    versions:         the same by weight version, under the version
+    guard:            null without one
+    """
+
+    step: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+    metrics: dict[str, float | None]
+    date: str | None = None
+    thresholds: dict[str, Any] | None = None
+    decision: str | None = None
+    reason: str | None = None
+    alarms: list[str] | None = None
+    escalate: str | None = None
+    profile: list[Span] | None = None
+    versions: dict[str, Any] | None = None
+    guard: Judged | None = None
+
+
+# Names of metrics in a run record: verl's where verl has one.
+K3: Final = "rollout_corr/k3_kl"
+K3_ROBUST: Final = "fp8plan/k3_robust"
+SMOOTHED: Final = "fp8plan/kl_smoothed"
+KL_LIMIT: Final = "fp8plan/kl_limit"
+ESS: Final = "rollout_corr/rollout_is_eff_sample_size"
+ESS_RAW: Final = "fp8plan/ess_raw"
+TIS: Final = "fp8plan/threshold_tis"
+BAND_LOW: Final = "fp8plan/threshold_low"
+BAND_HIGH: Final = "fp8plan/threshold_high"
+CLIP_FRACTION: Final = "fp8plan/clip_fraction"
+CLIPPED_MASS: Final = "fp8plan/clipped_mass"
+LOST_TOKENS: Final = "fp8plan/lost_tokens"
+LOST_SEQUENCES: Final = "fp8plan/lost_sequences"
+TOKENS_PER_S: Final = "fp8plan/tokens_per_s"
+PREDICTED: Final = "fp8plan/predicted_tokens_per_s"
+PREDICTED_LOW: Final = "fp8plan/predicted_tokens_per_s_low"
+PREDICTED_HIGH: Final = "fp8plan/predicted_tokens_per_s_high"
+
+
+def check_version(data: Any, what: str, where: str, error: type[Fp8PlanError] = ConfigError) -> None:
+    """Raises `error` unless `data` is an object of a version of `what` that this fp8plan can read."""
+    if not isinstance(data, Mapping):
+        raise error(f"{where} is a {type(data).__name__}; allowed: a JSON object")
+    version, ours = data.get("schema_version", FIRST), VERSIONS[what].partition(".")[0]
+    if not isinstance(version, str) or not re.fullmatch(r"\d+\.\d+", version):
+        raise error(f"{where}: schema_version is {version!r}; allowed: text such as {VERSIONS[what]!r}")
+    major = version.partition(".")[0]
+    if major != ours:
+        writer = f", written by fp8plan {data['fp8plan_version']}" if "fp8plan_version" in data else ""
+        todo = "type: pip install --upgrade fp8plan" if int(major) > int(ours) else "install the version that wrote it"
+        raise error(
+            f"{where} has schema {version}{writer}; this is fp8plan {__version__}, which reads schema {ours}.x: {todo}"
+        )
+
+
+def checked(data: Any, kind: type[T], where: str, error: type[Fp8PlanError] = ConfigError) -> T:
+    """`data` of a file, as JSON has it, as a `kind`.
+
+    Raises `error`, which begins with `where` and names the field, what it is and what is allowed.
+    """
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as found:
+        raise error(f"{where}: {_told(found, data)}") from None
+    except Fp8PlanError as found:
+        raise error(f"{where}: {found}") from None
+
+
+WORDS: Final = {
+    "int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "null": "null",
+    "array": "a list", "object": "an object with named fields",
+}  # fmt: skip
+KINDS: Final = {int: "int", float: "float", str: "str", bool: "bool", NoneType: "null", list: "array", dict: "object"}
+
+
+def _told(error: msgspec.ValidationError, data: Any) -> str:
+    """What msgspec says, in our words, and with the value that it does not say."""
+    message, _, path = str(error).partition(" - at `$")
+    expected = re.match(r"Expected `([^`]*)`([^,]*)(?:, got `?(\w+))?", message)
+    place, value = _found(path, data, expected[3] if expected else None)
+    if isinstance(error.__cause__, Fp8PlanError):  # a check of the class's own
+        return f"{place}: {error.__cause__}" if place else str(error.__cause__)
+    if missing := re.match("Object missing required field `(.*)`", message):
+        return f"field {f'{place}.{missing[1]}'.lstrip('.')!r} is missing"
+    allowed = "a finite number"
+    if expected:
+        allowed = " or ".join(WORDS.get(x, x) for x in expected[1].split(" | ")) + expected[2]
+    elif message != "Number out of range":
+        return f"{place} is {value!r:.60}: {message}"
+    return f"{place or 'it'} is {_short(value)}; allowed: {allowed}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _found(path: str, data: Any, got: str | None) -> tuple[str, Any]:
+    """Where msgspec's `path` leads, and what is there.
+
+    Which entry of a mapping it means it does not say ("[...]"): it is the first of the kind that it got.
+    """
+    ends: list[tuple[str, Any]] = [("", data)]
+    for name, number, any_key in re.findall(r"\.(\w+)|\[(\d+)\]|\[(\.\.\.)\]", path):
+        steps = []
+        for place, value in ends:
+            if any_key and isinstance(value, dict):
+                steps += [(f"{place}[{key!r}]", x) for key, x in value.items()]
+            elif name and isinstance(value, dict) and name in value:
+                steps.append((f"{place}.{name}", value[name]))
+            elif number and isinstance(value, list) and int(number) < len(value):
+                steps.append((f"{place}[{number}]", value[int(number)]))
+        ends = steps
+    wrong = [end for end in ends if _is_meant(end[1], got)]
+    place, value = (wrong or ends or [("", data)])[0]
+    return place.lstrip("."), value
+
+
+def _is_meant(value: Any, got: str | None) -> bool:
+    """Whether msgspec can mean `value` when it got `got`, a kind or the length of a list; None: a number too large."""
+    if got is None:
+        return isinstance(value, int) and not is_number(value)
+    return got in (KINDS.get(type(value)), str(len(value)) if isinstance(value, list) else None)
