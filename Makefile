@@ -1,10 +1,10 @@
 # Every target does its own set-up on a fresh machine; a stamp in each environment says that it is up to date.
 #   make plan [MODEL=Qwen/Qwen3-8B] [GPU=h200_sxm] [ARGS="--json"]   predict and choose
-#   make test | fuzz | lint | wheel | bench | bench-aic | baselines | readme | clean
+#   make test | test-fast | fuzz | lint | wheel | bench | bench-aic | baselines | readme | clean
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: plan test fuzz lint wheel bench bench-aic baselines readme clean
+.PHONY: plan test test-fast fuzz lint wheel bench bench-aic baselines readme clean
 
 PYTHON ?= python3
 PIP_INSTALL := -m pip --disable-pip-version-check -qq install --no-warn-conflicts
@@ -20,13 +20,17 @@ GPU ?= h200_sxm
 WORKLOAD ?= --prompts 32 --samples 16 --prompt-lengths fixed:1024 --response-lengths lognormal:mean=6000,sigma=0.9,max=20480
 ARGS ?=
 
-PYTEST_ARGS ?= -n 2 --dist loadfile
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 plan: $(VENV)/.installed
 	@$(VENV)/bin/fp8plan plan $(MODEL) --gpu $(GPU) $(WORKLOAD) $(ARGS)
 
 test: lint
 	FP8PLAN_REQUIRE_INTEGRATIONS=1 $(TEST_VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+# Without engines, trainers' libraries and what takes seconds: while one edits.
+test-fast: $(TEST_VENV)/.installed
+	$(TEST_VENV)/bin/python -m pytest $(PYTEST_ARGS) -q -m "not vllm and not verl and not trl and not slow"
 
 # Properties with new examples each time, of what needs no engine; and the simulated scheduler, as it stands and compiled,
 # against vLLM's, with thousands of small pools.
