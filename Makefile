@@ -52,6 +52,7 @@ wheel:
 	$(WHEEL_VENV)/bin/python $(PIP_INSTALL) build
 	HATCH_BUILD_HOOK_ENABLE_MYPYC=1 $(WHEEL_VENV)/bin/python -m build --outdir dist
 	$(WHEEL_VENV)/bin/python $(PIP_INSTALL) --force-reinstall dist/*.whl
+	$(WHEEL_VENV)/bin/python tests/check_wheel.py --compiled
 
 bench: wheel
 	$(WHEEL_VENV)/bin/python benchmarks/speed.py
