@@ -19,6 +19,8 @@ from fp8plan.model.cost.base import Cost, together
 from fp8plan.model.cost.batch import Array
 from fp8plan.model.profile.profile import Profile
 
+pytestmark = pytest.mark.slow
+
 ATTENTION = [x for x in PRIOR.coefficients if x.startswith("attention.bf16.")]
 DECODE = [f"attention.bf16.{x}" for x in ("launch_seconds", "decode_bandwidth_efficiency", "decode_tile_seconds")]
 MANY_HEADS = [(heads, kv, size) for heads in (8, 16, 32, 64) for kv in (2, 4, 8) for size in (64, 128)]
@@ -111,7 +113,6 @@ def own_sds_off(groups: int, rows: int, noise: float, shared: float) -> Array:
     return np.array(errors)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shared", [0.0, 0.05])
 def test_errors_are_as_large_as_the_covariance_says(shared: float) -> None:
     errors = own_sds_off(groups=20, rows=10, noise=0.05, shared=shared)
@@ -120,7 +121,6 @@ def test_errors_are_as_large_as_the_covariance_says(shared: float) -> None:
     assert (np.abs(errors.mean(axis=0)) < 0.5).all()
 
 
-@pytest.mark.slow
 def test_few_groups_are_known_to_be_few() -> None:
     """Four engines, each 10% off in its own way: a hundred rows do not make up for that."""
     errors = own_sds_off(groups=4, rows=25, noise=0.01, shared=0.1)
@@ -188,7 +188,6 @@ def test_a_kernel_that_is_described_badly_does_not_drag_down_one_that_is_not() -
 # Fits of almost the same
 
 
-@pytest.mark.slow
 def test_leaving_out_is_what_a_fit_without_those_rows_gives() -> None:
     """To first order, and with the sigmas of the fit of all."""
     rows = [seen(timed(x, nature(6), 0.02)) for x in (gemms(), decodes())]

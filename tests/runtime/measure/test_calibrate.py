@@ -6,7 +6,8 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -176,11 +177,12 @@ def test_the_commands_that_are_started_know_their_arguments(tmp_path: Path) -> N
 # The cells that are shipped
 
 
-@pytest.fixture
-def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], list[dict[str, Any]]]:
-    monkeypatch.setattr(cells, "engine_version", lambda: "0.26.0")
-    options = cells.Options(tmp_path / "out.jsonl", "full", True, {}, ())
-    return lambda file: cells.jobs(file, options)
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], list[dict[str, Any]]]]:
+    options = cells.Options(tmp_path_factory.mktemp("jobs") / "out.jsonl", "full", True, {}, ())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cells, "engine_version", lambda: "0.26.0")
+        yield cache(lambda file: cells.jobs(file, options))
 
 
 def keys(found: list[dict[str, Any]]) -> list[str]:
