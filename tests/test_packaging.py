@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 import tomllib
@@ -42,6 +43,25 @@ def test_the_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:
     assert "License-Expression: Apache-2.0\n" in metadata
     assert wheel.read(info + "licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
     assert "fp8plan = fp8plan.cli:main" in wheel.read(info + "entry_points.txt").decode()
+
+
+def test_the_wheel_has_no_benchmark_and_no_test(wheel: zipfile.ZipFile) -> None:
+    info = {name.partition("/")[0] for name in wheel.namelist()} - {"fp8plan"}
+    assert info == {f"fp8plan-{PROJECT['version']}.dist-info"}
+    assert not [name for name in wheel.namelist() if "benchmark" in name or "test_" in name or "cpu_kernels" in name]
+
+
+@pytest.mark.slow
+def test_the_wheel_plans_offline_is_imported_in_no_time_and_gives_vllm_no_plugin(
+    wheel: zipfile.ZipFile, tmp_path: Path
+) -> None:
+    """`make wheel` asks the same of the compiled one, in an environment of its own."""
+    wheel.extractall(tmp_path)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, str(ROOT / "tests" / "check_wheel.py")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"the wheel at {tmp_path / 'fp8plan'} is sound" in done.stdout
 
 
 def test_the_core_depends_on_neither_torch_nor_vllm() -> None:

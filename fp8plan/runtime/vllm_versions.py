@@ -16,10 +16,10 @@ class Patch(NamedTuple):
     """What is done to what, where (files of fp8plan.runtime), why, with which versions, on which platform.
 
     does: reads, calls, extends: nothing changes. sets: writes attributes that vLLM itself writes. wraps, swaps: taken
-          back after use. replaces: for as long as the process lives
+          back after use
     """
 
-    does: Literal["reads", "calls", "extends", "sets", "wraps", "swaps", "replaces"]
+    does: Literal["reads", "calls", "extends", "sets", "wraps", "swaps"]
     names: str
     where: str
     reason: str
@@ -157,20 +157,12 @@ PATCHES: Final = (
         "one counter of vLLM's in prometheus_client's registry: LLM.get_metrics takes milliseconds",
     ),
     Patch(
-        "sets",
-        "_POSSIBLE_FP8_BLOCK_KERNELS, Fp8BlockScaledMMLinearKernel",
-        "cpu_kernels.py",
-        "a kernel more in the list: blockwise FP8 on a CPU without AMX, in reference arithmetic",
+        "reads",
+        "_POSSIBLE_FP8_BLOCK_KERNELS, load_general_plugins",
+        "engine/launch.py",
+        "whether this CPU runs blockwise FP8 at all, before vLLM fails halfway into a start",
         versions="0.27 to 0.30",
-        platform="CPU, tests only",
-    ),
-    Patch(
-        "replaces",
-        "select_fp8_moe_backend, CPUUnquantizedExperts, FusedMoEExpertsModular",
-        "cpu_kernels.py",
-        "in the three modules that hold it, by one that chooses reference experts in blockwise FP8",
-        versions="0.30",
-        platform="CPU, tests only",
+        platform="CPU",
     ),
 )
 

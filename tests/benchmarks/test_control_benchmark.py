@@ -93,6 +93,7 @@ def test_every_scenario_runs_and_its_mismatch_is_finite():
             assert np.isfinite(batch.log_ratio).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "sequences"), [("none", 16), ("spikes", 128)])
 def test_committed_results_are_reproduced(name, sequences):
     saved = BY[name, sequences]
@@ -105,6 +106,7 @@ def test_committed_results_are_reproduced(name, sequences):
         assert error == pytest.approx(saved["methods"][method]["mse"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_committed_results_of_training_and_of_held_out_problems_are_reproduced():
     saved = {(x["scenario"], x["sequences"], x["method"], x["optimiser"]): x["mean"] for x in TRAINED}
     for name in report.LAWS:

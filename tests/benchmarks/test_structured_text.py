@@ -55,7 +55,21 @@ def test_seeds_decide_and_prompts_are_cut_in_their_last_line() -> None:
 
 
 def test_some_tokens_are_sure_and_others_are_not() -> None:
-    """Entropy of the next word: of Zipf's law in a copy's first half, none in its second."""
-    entropy = -(LANGUAGE.frequency * np.log(LANGUAGE.frequency)).sum()
-    assert entropy > 3
-    assert -(np.array(text.FOLLOWERS) * np.log(text.FOLLOWERS)).sum() == pytest.approx(1.03, abs=0.01)
+    """Nats of the next word, of the lines as they are: Zipf's law in a copy's first half, one of a few in a chain."""
+    many = LANGUAGE.documents(400, 20, np.random.default_rng(1)).reshape(-1, LINE)
+    copies, chains = (many[many[:, 0] == kind] for kind in (text.COPY, text.CHAIN))
+    seen = (
+        np.bincount(copies[:, 1:8].ravel() - text.FIRST_WORD, minlength=LANGUAGE.frequency.size) / copies[:, 1:8].size
+    )
+    np.testing.assert_allclose(seen, LANGUAGE.frequency, atol=0.01)
+    assert entropy(seen) > 3
+    before, after = (chains[:, part].ravel() for part in (slice(1, -1), slice(2, None)))
+    ranks = (LANGUAGE.followers[before - text.FIRST_WORD] == after[:, None]).argmax(1)
+    chosen = np.bincount(ranks, minlength=len(text.FOLLOWERS)) / ranks.size
+    np.testing.assert_allclose(chosen, text.FOLLOWERS, atol=0.03)
+    assert entropy(chosen) == pytest.approx(1.03, abs=0.05)
+
+
+def entropy(shares: np.ndarray) -> float:
+    """Nats."""
+    return -float((shares * np.log(np.maximum(shares, 1e-12))).sum())

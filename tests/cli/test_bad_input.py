@@ -91,15 +91,35 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     # no or wrong words
     "no model": (["plan"], ("Missing argument", "fp8plan plan --help")),
     "no GPU": (["plan", MODEL], ("--gpu", "fp8plan plan --help")),
-    "empty model": (["plan", "", "--gpu", "h200"], ("model", "''")),
-    "empty GPU": (["plan", MODEL, "--gpu", ""], ("''", "h200")),
-    "unknown command": (["plna", MODEL], ("plna", "plan")),
-    "unknown option": ([*PLAN, "--promtps", "3"], ("--promtps", "--prompts")),
-    "option without value": ([*PLAN, "--seed"], ("--seed",)),
-    "one word too many": (["models", "all"], ("all",)),
+    "empty model": (["plan", "", "--gpu", "h200"], ("model is ''", "give a hub id, such")),
+    "empty GPU": (["plan", MODEL, "--gpu", ""], ("unknown GPU ''", "known: h200_sxm, h100_sxm, h800, h100_nvl")),
+    "unknown command": (["plna", MODEL], ("No such command 'plna'. Did you mean 'plan'?", "type: fp8plan --help")),
+    "unknown option": (
+        [*PLAN, "--promtps", "3"],
+        (
+            "No such option: --promtps (Possible options: --plot, --prompt-lengths, --prompts)",
+            "type: fp8plan plan --help",
+        ),
+    ),
+    "option without value": ([*PLAN, "--seed"], ("Option '--seed' requires an argument", "type: fp8plan --help")),
+    "one word too many": (["models", "all"], ("Got unexpected extra argument(s) (all)", "type: fp8plan models --help")),
     # numbers that are none
-    "prompts in words": ([*PLAN, "--prompts", "many"], ("--prompts", "many")),
-    "half a prompt": ([*PLAN, "--prompts", "1.5"], ("--prompts", "1.5")),
+    "prompts in words": (
+        [*PLAN, "--prompts", "many"],
+        (
+            "Invalid value for '--prompts': Input should be a valid integer",
+            "(given: 'many')",
+            "type: fp8plan plan --help",
+        ),
+    ),
+    "half a prompt": (
+        [*PLAN, "--prompts", "1.5"],
+        (
+            "Invalid value for '--prompts': Input should be a valid integer",
+            "(given: '1.5')",
+            "type: fp8plan plan --help",
+        ),
+    ),
     "prompts beyond all": ([*PLAN, "--prompts", "1" + "0" * 30], ("1" + "0" * 30, "allowed")),
     "samples beyond all": ([*PLAN, "--samples", "1000000000"], ("1000000000", "allowed")),
     "negative max_model_len": ([*PLAN, "--max-model-len", "-5"], ("max_model_len", "-5")),
@@ -107,23 +127,59 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "no budget": ([*PLAN, "--max-num-batched-tokens", "0"], ("max_num_batched_tokens", "0")),
     "odd block": ([*PLAN, "--block-size", "17"], ("block_size", "17")),
     "no memory": ([*PLAN, "--gpu-memory-utilization", "0"], ("gpu_memory_utilization", "0")),
-    "hardly any memory": ([*PLAN, "--gpu-memory-utilization", "0.001"], ("gpu_memory_utilization",)),
-    "infinite training": ([*PLAN, "--train-s", "inf", "--logprob-s", "1"], ("train_s", "inf")),
+    "hardly any memory": (
+        [*PLAN, "--gpu-memory-utilization", "0.001"],
+        (
+            "Qwen/Qwen3-0.6B in bf16 does not fit NVIDIA H200 with tensor_parallel_size 1",
+            "try a higher gpu_memory_utilization",
+        ),
+    ),
+    "infinite training": (
+        [*PLAN, "--train-s", "inf", "--logprob-s", "1"],
+        ("train_s is inf", "allowed: a number of seconds"),
+    ),
     "negative bandwidth": ([*PLAN, "--sync-gb-per-s", "-3"], ("--sync-gb-per-s", "-3")),
-    "GPUs beyond all": ([*PLAN, "--gpus", "1000000000000"], ("1000000000000",)),
-    "replicas beyond all": ([*PLAN, "--data-parallel-size", "1000000000"], ("1000000000",)),
-    "more replicas than requests": ([*PLAN, "--data-parallel-size", "5"], ("5", "4")),
-    "TP beyond all": ([*PLAN, "--tensor-parallel-size", "1000000"], ("1000000",)),
+    "GPUs beyond all": (
+        [*PLAN, "--gpus", "1000000000000"],
+        ("1000000000000 replicas for 4 requests leave 999999999996 without any", "allowed: at most 4 replicas"),
+    ),
+    "replicas beyond all": (
+        [*PLAN, "--data-parallel-size", "1000000000"],
+        ("1000000000 replicas for 4 requests leave 999999996 without any", "allowed: at most 4 replicas"),
+    ),
+    "more replicas than requests": (
+        [*PLAN, "--data-parallel-size", "5"],
+        ("5 replicas for 4 requests leave 1 without any", "allowed: at most 4 replicas"),
+    ),
+    "TP beyond all": (
+        [*PLAN, "--tensor-parallel-size", "1000000"],
+        (
+            "tensor_parallel_size 1000000 does not divide Qwen/Qwen3-0.6B: it has 16 attention heads",
+            "allowed: 1, 2, 4, 8",
+        ),
+    ),
     "KV blocks beyond the GPU": ([*PLAN, "--num-gpu-blocks", "1000000000000"], ("1000000000000", "num_gpu_blocks")),
     "KV blocks beyond any host": (
         [*PLAN, "--gpu", "cpu", "--engine-version", "0.30.0", "--num-gpu-blocks", "1000000000000"],
         ("1000000000000", "num_gpu_blocks", "at most"),
     ),
-    "sigma beyond all": ([*PLAN, "--response-lengths", "lognormal:mean=5,sigma=1e308,max=9"], ("sigma", "1e+308")),
+    "sigma beyond all": (
+        [*PLAN, "--response-lengths", "lognormal:mean=5,sigma=1e308,max=9"],
+        ("lognormal sigma is 1e+308", "allowed: at least 0, at"),
+    ),
     # versions and precisions
-    "version in words": ([*PLAN, "--engine-version", "newest"], ("newest", "0.26.0")),
-    "empty version": ([*PLAN, "--engine-version", ""], ("version", "0.26.0")),
-    "empty precision": ([*PLAN, "--precision", ""], ("''", "bf16")),
+    "version in words": (
+        [*PLAN, "--engine-version", "newest"],
+        ("engine_version is 'newest'", "allowed: a version of vllm", "0.26.0"),
+    ),
+    "empty version": (
+        [*PLAN, "--engine-version", ""],
+        ("engine_version is ''", "allowed: a version of vllm", "0.26.0"),
+    ),
+    "empty precision": (
+        [*PLAN, "--precision", ""],
+        ("unknown precision ''", "allowed: bf16, fp8_block, fp8_kv, fp8_block+fp8_kv"),
+    ),
     # lengths
     "lognormal of nothing": ([*PLAN, "--response-lengths", "lognormal:"], ("'lognormal:'", "mean=TOKENS")),
     "mean twice": (
@@ -131,17 +187,32 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ("mean", "lognormal:mean=5,mean=6"),
     ),
     "lengths in CSV": ([*PLAN, "--response-lengths", "lengths.csv"], ("lengths.csv", ".jsonl or .parquet")),
-    "lengths in a folder": ([*PLAN, "--response-lengths", "folder.jsonl"], ("folder.jsonl",)),
+    "lengths in a folder": (
+        [*PLAN, "--response-lengths", "folder.jsonl"],
+        ("cannot read the trace folder.jsonl: [Errno 21] Is a directory: 'folder.jsonl'",),
+    ),
     "broken parquet": ([*PLAN, "--response-lengths", "binary.parquet"], ("binary.parquet", "parquet")),
     "parquet of other columns": ([*PLAN, "--response-lengths", "other.parquet"], ("other.parquet", "tokens")),
     "lists of lengths": ([*PLAN, "--response-lengths", "lists.jsonl"], ("lists.jsonl", "row 1", "allowed")),
     # machines
     "no GPU here": ([*PLAN, "--gpu", "auto"], ("no NVIDIA GPU here", "name one of")),
-    "two CPUs": ([*PLAN, "--gpu", "cpu", "--tensor-parallel-size", "2"], ("CPU", "2")),
-    "a cluster of CPUs": ([*PLAN, "--gpu", "cpu", "--gpus", "4"], ("CPU",)),
-    "verl on a CPU": ([*PLAN, "--gpu", "cpu", "--engine-version", "0.30.0", "--emit", "verl"], ("CPU", "vllm")),
+    "two CPUs": (
+        [*PLAN, "--gpu", "cpu", "--tensor-parallel-size", "2"],
+        ("tensor_parallel_size is 2, data_parallel_size 1", "allowed on a CPU: 1"),
+    ),
+    "a cluster of CPUs": (
+        [*PLAN, "--gpu", "cpu", "--gpus", "4"],
+        ("tensor_parallel_size is 1, data_parallel_size 4", "allowed on a CPU: 1"),
+    ),
+    "verl on a CPU": (
+        [*PLAN, "--gpu", "cpu", "--engine-version", "0.30.0", "--emit", "verl"],
+        ("verl runs vLLM on GPUs, and this plan is for a CPU", "allowed: --emit vllm"),
+    ),
     # models
-    "a folder as config.json": (["plan", "./nested", "--gpu", "h200"], ("nested/config.json",)),
+    "a folder as config.json": (
+        ["plan", "./nested", "--gpu", "h200"],
+        ("nested/config.json: cannot be read (Is a directory)", "give a folder with a"),
+    ),
     "size in words": (["plan", "./text_size", "--gpu", "h200"], ("text_size/config.json", "hidden_size", "large")),
     "no layers": (["plan", "./no_layers", "--gpu", "h200"], ("config.json", "num_hidden_layers", "0")),
     "uneven heads": (["plan", "./uneven_heads", "--gpu", "h200"], ("config.json", "7", "16")),
@@ -149,62 +220,170 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "heads of null": (["plan", "./null_heads", "--gpu", "h200"], ("num_attention_heads", "whole number")),
     "unknown architecture": (["plan", "./unknown_type", "--gpu", "h200"], ("wonderformer", "qwen3")),
     # outputs
-    "JSON to no folder": ([*PLAN, "--json", "absent/plan.json"], ("absent/plan.json",)),
-    "settings to no folder": ([*PLAN, "--emit", "vllm=absent/vllm.json"], ("absent/vllm.json",)),
-    "settings for nobody": ([*PLAN, "--emit", "=vllm.json"], ("vllm, verl, trl",)),
+    "JSON to no folder": (
+        [*PLAN, "--json", "absent/plan.json"],
+        ("cannot write absent/plan.json: there is no folder absent",),
+    ),
+    "settings to no folder": (
+        [*PLAN, "--emit", "vllm=absent/vllm.json"],
+        ("cannot write absent/vllm.json: there is no folder absent",),
+    ),
+    "settings for nobody": ([*PLAN, "--emit", "=vllm.json"], ("target is ''", "allowed: vllm, verl, trl")),
     "settings to nowhere": ([*PLAN, "--emit", "vllm="], ("--emit vllm", "no file")),
-    "JSON onto a folder": ([*PLAN, "--json", "folder.json"], ("folder.json",)),
-    "picture onto a folder": ([*PLAN, "--plot", "folder.png"], ("folder.png",)),
+    "JSON onto a folder": (
+        [*PLAN, "--json", "folder.json"],
+        ("cannot write folder.json: it is a folder", "give the name of a"),
+    ),
+    "picture onto a folder": (
+        [*PLAN, "--plot", "folder.png"],
+        ("cannot write folder.png: it is a folder", "give the name of a"),
+    ),
     # emit
-    "emit nothing": (["emit"], ("PLAN",)),
-    "emit from no file": (["emit", "absent.json", "verl"], ("absent.json",)),
-    "emit from a folder": (["emit", "folder.json", "verl"], ("folder.json",)),
+    "emit nothing": (["emit"], ("Missing argument 'PLAN.json'", "type: fp8plan emit --help")),
+    "emit from no file": (
+        ["emit", "absent.json", "verl"],
+        ("cannot read absent.json: No such file or directory", "give a file that can"),
+    ),
+    "emit from a folder": (
+        ["emit", "folder.json", "verl"],
+        ("cannot read folder.json: Is a directory", "give a file that can"),
+    ),
     "emit from another file": (["emit", "other.json", "verl"], ("other.json", "fp8plan plan")),
-    "emit from a binary file": (["emit", "binary.jsonl", "verl"], ("binary.jsonl",)),
+    "emit from a binary file": (
+        ["emit", "binary.jsonl", "verl"],
+        (
+            "cannot read binary.jsonl: 'utf-8' codec can't decode byte 0x80 in position 128: invalid start byte",
+            "give a file that can",
+        ),
+    ),
     # validate
     "validate nothing": (["validate"], ("Missing argument", "fp8plan validate --help")),
-    "validate no file": (["validate", "absent.jsonl"], ("absent.jsonl",)),
-    "validate a folder": (["validate", "folder.jsonl"], ("folder.jsonl",)),
-    "validate a binary file": (["validate", "binary.jsonl"], ("binary.jsonl",)),
-    "validate an empty file": (["validate", "empty.jsonl"], ("empty.jsonl",)),
+    "validate no file": (["validate", "absent.jsonl"], ("there is no record file absent.jsonl",)),
+    "validate a folder": (["validate", "folder.jsonl"], ("there is no record file folder.jsonl",)),
+    "validate a binary file": (
+        ["validate", "binary.jsonl"],
+        ("cannot read binary.jsonl: 'utf-8' codec can't decode byte 0x80 in position 128: invalid start byte",),
+    ),
+    "validate an empty file": (["validate", "empty.jsonl"], ("empty.jsonl has no records", "it needs one JSON object")),
     "validate numbers": (["validate", "numbers.jsonl"], ("numbers.jsonl", "line 1")),
-    "validate other objects": (["validate", "other.jsonl"], ("other.jsonl",)),
+    "validate other objects": (
+        ["validate", "other.jsonl"],
+        (
+            "line 1 of other.jsonl lacks model, gpu, engine_version",
+            "a record needs model, gpu",
+        ),
+    ),
     "no seconds": (["validate", "no_seconds.jsonl"], ("no_seconds.jsonl", "seconds")),
     "seconds that are no number": (["validate", "nan_seconds.jsonl"], ("nan_seconds.jsonl", "seconds", "nan")),
     "negative response": (["validate", "negative_length.jsonl"], ("negative_length.jsonl", "-4")),
     "uneven lengths": (["validate", "uneven.jsonl"], ("uneven.jsonl", "response_lengths")),
     "lengths as text": (["validate", "text_lengths.jsonl"], ("text_lengths.jsonl", "response_lengths")),
     "a record of an unknown GPU": (["validate", "other_gpu.jsonl"], ("other_gpu.jsonl", "h300")),
-    "a record of an unknown precision": (["validate", "other_precision.jsonl"], ("int4",)),
+    "a record of an unknown precision": (
+        ["validate", "other_precision.jsonl"],
+        ("line 1: unknown precision 'int4'", "allowed: bf16, fp8_block, fp8_kv, fp8_block+fp8_kv"),
+    ),
     # monitor and report
-    "watch a folder": (["monitor", "--once", "folder.jsonl"], ("folder.jsonl",)),
-    "watch no file": (["monitor", "--once", "absent.jsonl"], ("absent.jsonl",)),
-    "watch a binary file": (["monitor", "--once", "binary.jsonl"], ("binary.jsonl",)),
-    "watch other objects": (["monitor", "--once", "other.jsonl"], ("other.jsonl",)),
-    "watch no step": (["monitor", "--steps", "0", "other.jsonl"], ("--steps", "0")),
-    "watch without a pause": (["monitor", "--every", "0", "other.jsonl"], ("--every", "0")),
-    "report no file": (["report", "absent.jsonl"], ("absent.jsonl",)),
-    "report a binary file": (["report", "binary.jsonl"], ("binary.jsonl",)),
-    "report an empty file": (["report", "empty.jsonl"], ("empty.jsonl",)),
+    "watch a folder": (
+        ["monitor", "--once", "folder.jsonl"],
+        ("cannot read folder.jsonl: Is a directory", "give the file of a"),
+    ),
+    "watch no file": (
+        ["monitor", "--once", "absent.jsonl"],
+        ("cannot read absent.jsonl: No such file or directory", "give the file of a"),
+    ),
+    "watch a binary file": (
+        ["monitor", "--once", "binary.jsonl"],
+        ("binary.jsonl has no record of a Monitor", "give the run file of"),
+    ),
+    "watch other objects": (
+        ["monitor", "--once", "other.jsonl"],
+        ("other.jsonl has no record of a Monitor", "give the run file of"),
+    ),
+    "watch no step": (
+        ["monitor", "--steps", "0", "other.jsonl"],
+        (
+            "Invalid value for '--steps': Input should be greater than or equal to 1 (given: '0')",
+            "type: fp8plan monitor --help",
+        ),
+    ),
+    "watch without a pause": (
+        ["monitor", "--every", "0", "other.jsonl"],
+        (
+            "Invalid value for '--every': Input should be greater than or equal to 0.05 (given: '0')",
+            "type: fp8plan monitor --help",
+        ),
+    ),
+    "report no file": (
+        ["report", "absent.jsonl"],
+        ("cannot read absent.jsonl: No such file or directory", "give the file of a"),
+    ),
+    "report a binary file": (
+        ["report", "binary.jsonl"],
+        ("binary.jsonl has no record of a Monitor", "for a page of a"),
+    ),
+    "report an empty file": (["report", "empty.jsonl"], ("empty.jsonl has no record of a Monitor", "for a page of a")),
     # calibrate and profiles
-    "fit nothing": (["calibrate", "--gpu", "h200", "--fit-only"], ("--output",)),
-    "fit an absent folder": (["calibrate", "--gpu", "h200", "--fit-only", "--output", "absent"], ("absent",)),
-    "fit a file": (["calibrate", "--gpu", "h200", "--fit-only", "--output", "other.json"], ("other.json",)),
-    "unknown grid": (["calibrate", "--gpu", "h200", "--grid", "huge"], ("huge", "quick", "full")),
-    "import for an unknown GPU": (["profiles", "import-aic", "--gpu", "h300"], ("h300",)),
+    "fit nothing": (
+        ["calibrate", "--gpu", "h200", "--fit-only"],
+        ("--fit-only needs --output, the folder of the measurements",),
+    ),
+    "fit an absent folder": (
+        ["calibrate", "--gpu", "h200", "--fit-only", "--output", "absent"],
+        ("absent/steps has no measured rollouts", "type: fp8plan calibrate --output absent"),
+    ),
+    "fit a file": (
+        ["calibrate", "--gpu", "h200", "--fit-only", "--output", "other.json"],
+        ("other.json/steps has no measured rollouts", "type: fp8plan calibrate --output other.json"),
+    ),
+    "unknown grid": (
+        ["calibrate", "--gpu", "h200", "--grid", "huge"],
+        (
+            "Invalid value for '--grid': Value error, 'huge' is not one of 'quick', 'full' (given: 'huge')",
+            "type: fp8plan calibrate --help",
+        ),
+    ),
+    "import for an unknown GPU": (
+        ["profiles", "import-aic", "--gpu", "h300"],
+        ("unknown GPU 'h300'", "nearest: h800, h200_sxm, h100_sxm; known:"),
+    ),
     # probe: all of these are found before an engine starts
     "probe nothing": (["probe"], ("Missing argument", "fp8plan probe --help")),
     "probe an absent folder": (["probe", "./absent", "--gpu", "cpu"], ("absent",)),
-    "probe without samples": (["probe", MODEL, "--gpu", "cpu", "--samples", "0"], ("samples", "0")),
+    "probe without samples": (
+        ["probe", MODEL, "--gpu", "cpu", "--samples", "0"],
+        ("samples is 0", "allowed: a whole number of"),
+    ),
     "probe without tokens": (["probe", MODEL, "--gpu", "cpu", "--max-tokens", "0"], ("max_tokens", "0")),
     "probe below zero": (["probe", MODEL, "--gpu", "cpu", "--temperature", "-1"], ("temperature", "-1")),
-    "probe with no prompts": (["probe", MODEL, "--gpu", "cpu", "--prompts", "absent.jsonl"], ("absent.jsonl",)),
-    "probe with empty prompts": (["probe", MODEL, "--gpu", "cpu", "--prompts", "empty.jsonl"], ("empty.jsonl",)),
-    "probe with other objects": (["probe", MODEL, "--gpu", "cpu", "--prompts", "other.jsonl"], ("other.jsonl",)),
-    "probe with a binary file": (["probe", MODEL, "--gpu", "cpu", "--prompts", "binary.jsonl"], ("binary.jsonl",)),
+    "probe with no prompts": (
+        ["probe", MODEL, "--gpu", "cpu", "--prompts", "absent.jsonl"],
+        ("--prompts: absent.jsonl: No such file or directory", "allowed: a file of lines"),
+    ),
+    "probe with empty prompts": (
+        ["probe", MODEL, "--gpu", "cpu", "--prompts", "empty.jsonl"],
+        ("empty.jsonl holds no prompts", 'allowed: lines like {"prompt_token_ids": [...]}'),
+    ),
+    "probe with other objects": (
+        ["probe", MODEL, "--gpu", "cpu", "--prompts", "other.jsonl"],
+        (
+            'other.jsonl, line 1 is \'{"hello": "world"}\'',
+            'allowed: {"prompt_token_ids": [...]}, {"messages": [{"role":',
+        ),
+    ),
+    "probe with a binary file": (
+        ["probe", MODEL, "--gpu", "cpu", "--prompts", "binary.jsonl"],
+        ("--prompts: binary.jsonl: it is no text in UTF-8", "allowed: a file of lines"),
+    ),
     "probe with unknown scales": (["probe", MODEL, "--gpu", "cpu", "--kv-scales", "none"], ("none", "calibrated")),
-    "probe another GPU": (["probe", MODEL, "--gpu", "h200"], ("h200",)),
-    "probe in int4": (["probe", MODEL, "--gpu", "cpu", "--precision", "int4"], ("int4", "bf16")),
+    "probe another GPU": (
+        ["probe", MODEL, "--gpu", "h200"],
+        ("h200_sxm was asked for, and NVML finds no NVIDIA GPU on this machine", "allowed: a machine with one"),
+    ),
+    "probe in int4": (
+        ["probe", MODEL, "--gpu", "cpu", "--precision", "int4"],
+        ("unknown precision 'int4'", "allowed: bf16, fp8_block, fp8_kv, fp8_block+fp8_kv"),
+    ),
 }
 
 
@@ -241,54 +420,129 @@ def planned() -> Any:
 
 
 CALLS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
-    "plan(None)": (lambda: fp8plan.plan(None, "h200", WORKLOAD), ("model", "None")),  # type: ignore[arg-type]
-    "GPU of 5": (lambda: fp8plan.plan(MODEL, 5, WORKLOAD), ("gpu is 5",)),  # type: ignore[arg-type]
-    "a workload of text": (lambda: fp8plan.plan(MODEL, "h200", "32 x 16"), ("workload", "32 x 16")),  # type: ignore[arg-type]
-    "unknown option": (lambda: fp8plan.plan(MODEL, "h200", WORKLOAD, gpu_count=8), ("gpu_count",)),  # type: ignore[call-arg]
-    "precision of 8": (lambda: fp8plan.plan(MODEL, "h200", WORKLOAD, precisions=[8]), ("8", "fp8_kv")),  # type: ignore[list-item]
+    "plan(None)": (
+        lambda: fp8plan.plan(None, "h200", WORKLOAD),
+        ("unknown model 'None'", "all bundled: fp8plan models; otherwise"),
+    ),  # type: ignore[arg-type]
+    "GPU of 5": (lambda: fp8plan.plan(MODEL, 5, WORKLOAD), ("gpu is 5", "allowed: Gpu or str")),  # type: ignore[arg-type]
+    "a workload of text": (
+        lambda: fp8plan.plan(MODEL, "h200", "32 x 16"),
+        ("workload is '32 x 16'", "allowed: Workload"),
+    ),  # type: ignore[arg-type]
+    "unknown option": (
+        lambda: fp8plan.plan(MODEL, "h200", WORKLOAD, gpu_count=8),
+        ("plan() got an unexpected keyword argument 'gpu_count'",),
+    ),  # type: ignore[call-arg]
+    "precision of 8": (
+        lambda: fp8plan.plan(MODEL, "h200", WORKLOAD, precisions=[8]),
+        ("precisions is [8]", "allowed: some of bf16, fp8_block", "fp8_kv"),
+    ),  # type: ignore[list-item]
     "no precisions": (lambda: fp8plan.plan(MODEL, "h200", WORKLOAD, precisions=[]), ("precisions", "[]")),
-    "GPUs as text": (lambda: fp8plan.plan(MODEL, "h200", WORKLOAD, gpus="8"), ("gpus", "'8'")),  # type: ignore[arg-type]
-    "half a GPU": (lambda: fp8plan.plan(MODEL, "h200", WORKLOAD, gpus=2.5), ("gpus", "2.5")),  # type: ignore[arg-type]
-    "limits as a dict": (lambda: fp8plan.plan(MODEL, "h200", WORKLOAD, limits={"max_num_seqs": 8}), ("limits",)),  # type: ignore[arg-type]
-    "budget as text": (lambda: fp8plan.plan(MODEL, "h200", WORKLOAD, budget="low"), ("budget", "low")),  # type: ignore[arg-type]
+    "GPUs as text": (
+        lambda: fp8plan.plan(MODEL, "h200", WORKLOAD, gpus="8"),
+        ("gpus is '8'", "allowed: a whole number of"),
+    ),  # type: ignore[arg-type]
+    "half a GPU": (
+        lambda: fp8plan.plan(MODEL, "h200", WORKLOAD, gpus=2.5),
+        ("gpus is 2.5", "allowed: a whole number of"),
+    ),  # type: ignore[arg-type]
+    "limits as a dict": (
+        lambda: fp8plan.plan(MODEL, "h200", WORKLOAD, limits={"max_num_seqs": 8}),
+        ("limits is {'max_num_seqs': 8}", "allowed: EngineLimits or None"),
+    ),  # type: ignore[arg-type]
+    "budget as text": (
+        lambda: fp8plan.plan(MODEL, "h200", WORKLOAD, budget="low"),
+        ("budget is 'low'", "allowed: RiskBudget or None"),
+    ),  # type: ignore[arg-type]
     "accept all": (lambda: fp8plan.RiskBudget(accept="all"), ("all", "low, moderate, high")),  # type: ignore[arg-type]
-    "prompts as text": (lambda: fp8plan.Workload("32", 16, fp8plan.Fixed(5), fp8plan.Fixed(5)), ("prompts", "'32'")),  # type: ignore[arg-type]
-    "half a prompt": (lambda: fp8plan.Workload(1.5, 16, fp8plan.Fixed(5), fp8plan.Fixed(5)), ("prompts", "1.5")),  # type: ignore[arg-type]
-    "negative length": (lambda: fp8plan.Workload(32, 16, 5, -5), ("-5", "allowed")),  # type: ignore[arg-type]
-    "length as text": (lambda: fp8plan.Workload(32, 16, 5, "many"), ("'many'",)),  # type: ignore[arg-type]
+    "prompts as text": (
+        lambda: fp8plan.Workload("32", 16, fp8plan.Fixed(5), fp8plan.Fixed(5)),
+        ("prompts is '32'", "allowed: a whole number of"),
+    ),  # type: ignore[arg-type]
+    "half a prompt": (
+        lambda: fp8plan.Workload(1.5, 16, fp8plan.Fixed(5), fp8plan.Fixed(5)),
+        ("prompts is 1.5", "allowed: a whole number of"),
+    ),  # type: ignore[arg-type]
+    "negative length": (lambda: fp8plan.Workload(32, 16, 5, -5), ("fixed length is -5", "allowed: a whole number of")),  # type: ignore[arg-type]
+    "length as text": (
+        lambda: fp8plan.Workload(32, 16, 5, "many"),
+        ("response_lengths is 'many'", "allowed: a whole number of"),
+    ),  # type: ignore[arg-type]
     "slots as text": (lambda: fp8plan.EngineLimits(max_num_seqs="8"), ("max_num_seqs", "'8'")),  # type: ignore[arg-type]
     "utilization None": (lambda: fp8plan.EngineLimits(gpu_memory_utilization=None), ("gpu_memory_utilization", "None")),  # type: ignore[arg-type]
     "half a slot": (lambda: fp8plan.EngineLimits(max_num_seqs=7.5), ("max_num_seqs", "7.5")),  # type: ignore[arg-type]
     "a plan of nothing": (lambda: fp8plan.Plan.from_json(""), ("plan", "fp8plan plan")),
-    "a plan of None": (lambda: fp8plan.Plan.from_json(None), ("None",)),  # type: ignore[arg-type]
-    "a choice that is not there": (lambda: planned().select(99), ("99",)),
-    "an unknown choice": (lambda: planned().vllm_kwargs("int4"), ("int4", "bf16")),
-    "half a choice": (lambda: planned().vllm_kwargs(1.5), ("1.5",)),
-    "train_s as text": (lambda: fp8plan.Trainer(train_s="120"), ("train_s", "'120'")),  # type: ignore[arg-type]
-    "gpu of nothing": (lambda: fp8plan.gpu(None), ("None",)),  # type: ignore[arg-type]
-    "tis of NaN": (lambda: fp8plan.Thresholds(tis=float("nan")), ("tis", "nan")),
-    "tis as text": (lambda: fp8plan.Thresholds(tis="2"), ("tis", "'2'")),  # type: ignore[arg-type]
-    "a band of one": (lambda: fp8plan.Thresholds(band=(0.5,)), ("band", "0.5")),  # type: ignore[arg-type]
-    "unknown level": (lambda: fp8plan.CorrectionSettings(level="word"), ("word", "token")),  # type: ignore[arg-type]
-    "settings of Monitor": (lambda: fp8plan.Monitor(settings=5), ("settings", "5")),  # type: ignore[arg-type]
+    "a plan of None": (
+        lambda: fp8plan.Plan.from_json(None),
+        ("the plan is a NoneType", "allowed: text, as Plan.to_json writes"),
+    ),  # type: ignore[arg-type]
+    "a choice that is not there": (lambda: planned().select(99), ("there is no choice 99", "allowed: 0 to 3, or")),
+    "an unknown choice": (
+        lambda: planned().vllm_kwargs("int4"),
+        ("the plan has no 'int4'", "allowed: bf16, fp8_block, fp8_kv, fp8_block+fp8_kv"),
+    ),
+    "half a choice": (lambda: planned().vllm_kwargs(1.5), ("choice is 1.5", "allowed: 0 to 3, or")),
+    "train_s as text": (lambda: fp8plan.Trainer(train_s="120"), ("train_s is '120'", "allowed: a number of seconds")),  # type: ignore[arg-type]
+    "gpu of nothing": (lambda: fp8plan.gpu(None), ("gpu is None", "allowed: a name such as")),  # type: ignore[arg-type]
+    "tis of NaN": (lambda: fp8plan.Thresholds(tis=float("nan")), ("tis is nan", "allowed: above 0, or None")),
+    "tis as text": (lambda: fp8plan.Thresholds(tis="2"), ("tis is '2'", "allowed: above 0, or None")),  # type: ignore[arg-type]
+    "a band of one": (lambda: fp8plan.Thresholds(band=(0.5,)), ("band is (0.5,)", "allowed: (low, high) with 0")),  # type: ignore[arg-type]
+    "unknown level": (
+        lambda: fp8plan.CorrectionSettings(level="word"),
+        ("level is 'word'", "allowed: 'token', 'sequence', 'geometric', None"),
+    ),  # type: ignore[arg-type]
+    "settings of Monitor": (
+        lambda: fp8plan.Monitor(settings=5),
+        ("settings is 5", "allowed: a CorrectionSettings, such as"),
+    ),  # type: ignore[arg-type]
     "a controller by name": (lambda: fp8plan.Monitor(controller="adaptive"), ("controller", "'adaptive'")),  # type: ignore[arg-type]
-    "a controller's class": (lambda: fp8plan.Monitor(controller=fp8plan.AdaptiveThresholds), ("controller",)),  # type: ignore[arg-type]
+    "a controller's class": (
+        lambda: fp8plan.Monitor(controller=fp8plan.AdaptiveThresholds),
+        (
+            "controller is <class 'fp8plan.runtime.controller.adaptive.AdaptiveThresholds'>",
+            "allowed: AdaptiveThresholds(), or another controller",
+        ),
+    ),  # type: ignore[arg-type]
     "a plan's file": (lambda: fp8plan.Monitor(plan="plan.json"), ("plan", "'plan.json'")),  # type: ignore[arg-type]
-    "a guard of 3": (lambda: fp8plan.Monitor(guard=3), ("guard", "3")),  # type: ignore[arg-type]
-    "a state of None": (lambda: fp8plan.Monitor().load_state_dict(None), ("state_dict()",)),  # type: ignore[arg-type]
-    "a path as sink": (lambda: fp8plan.Monitor(sinks="run.jsonl"), ("sinks", "JsonLines")),  # type: ignore[arg-type]
-    "one sink, not in a list": (lambda: fp8plan.Monitor(sinks=fp8plan.JsonLines("run.jsonl")), ("sinks", "[")),  # type: ignore[arg-type]
+    "a guard of 3": (lambda: fp8plan.Monitor(guard=3), ("guard is 3", "allowed: a Guard, such as")),  # type: ignore[arg-type]
+    "a state of None": (
+        lambda: fp8plan.Monitor().load_state_dict(None),
+        ("the monitor's state is None", "allowed: a Mapping, such as", "state_dict()"),
+    ),  # type: ignore[arg-type]
+    "a path as sink": (
+        lambda: fp8plan.Monitor(sinks="run.jsonl"),
+        ("sinks are 'run.jsonl'", "allowed: a list of sinks", "JsonLines"),
+    ),  # type: ignore[arg-type]
+    "one sink, not in a list": (
+        lambda: fp8plan.Monitor(sinks=fp8plan.JsonLines("run.jsonl")),
+        ("sinks are run file run.jsonl", "allowed: a list of sinks", "["),
+    ),  # type: ignore[arg-type]
     "log-probs of None": (lambda: fp8plan.Monitor().step(None, None), ("train_logprobs", "None")),  # type: ignore[arg-type]
-    "log-probs of two shapes": (lambda: fp8plan.Monitor().step(HALF, HALF[:, :2], HALF > 0), ("(2, 3)", "(2, 2)")),
-    "a mask of another shape": (lambda: fp8plan.Monitor().step(HALF, HALF, HALF[:1] > 0), ("(1, 3)", "(2, 3)")),
+    "log-probs of two shapes": (
+        lambda: fp8plan.Monitor().step(HALF, HALF[:, :2], HALF > 0),
+        ("rollout_logprobs has shape (2, 2)", "allowed: that of train_logprobs, (2", "(2, 3)"),
+    ),
+    "a mask of another shape": (
+        lambda: fp8plan.Monitor().step(HALF, HALF, HALF[:1] > 0),
+        ("mask has shape (1, 3)", "allowed: that of train_logprobs, (2", "(2, 3)"),
+    ),
     "lengths that do not add up": (
         lambda: fp8plan.Monitor().step(HALF.ravel(), HALF.ravel(), lengths=[2, 2]),
-        ("lengths", "6"),
+        ("lengths sum up to 4 and the log-probs are 6", "allowed: lengths of 0 or"),
     ),
-    "verl's settings of None": (lambda: fp8plan.from_verl(None), ("None",)),  # type: ignore[arg-type]
-    "verl's settings as text": (lambda: fp8plan.from_verl("token"), ("'token'",)),  # type: ignore[arg-type]
-    "slew below 1": (lambda: fp8plan.AdaptiveThresholds(slew=(0.5, 2.0)), ("slew", "0.5")),
-    "a run file of None": (lambda: fp8plan.JsonLines(None), ("None",)),  # type: ignore[arg-type]
+    "verl's settings of None": (
+        lambda: fp8plan.from_verl(None),
+        ("the config is None", "allowed: a mapping, a DictConfig"),
+    ),  # type: ignore[arg-type]
+    "verl's settings as text": (
+        lambda: fp8plan.from_verl("token"),
+        ("the config is 'token'", "allowed: a mapping, a DictConfig"),
+    ),  # type: ignore[arg-type]
+    "slew below 1": (
+        lambda: fp8plan.AdaptiveThresholds(slew=(0.5, 2.0)),
+        ("slew is (0.5, 2.0), dead_band 1.05", "allowed: slew > 1, dead_band"),
+    ),
+    "a run file of None": (lambda: fp8plan.JsonLines(None), ("the run file is None", "allowed: its path, such as")),  # type: ignore[arg-type]
 }
 
 

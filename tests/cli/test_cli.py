@@ -30,8 +30,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.profile import library
 from fp8plan.model.profile.profile import Profile
-from fp8plan.runtime.measure import calibrate as everything
-from fp8plan.runtime.measure import machine
+from fp8plan.runtime.measure import calibrate, machine
 from fp8plan.runtime.measure.cells import jobs as cells
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -348,7 +347,7 @@ def test_a_calibration_goes_where_plans_look_for_it(
         asked.append((card.name, grid))
         calibrated_by_hand(folder)
 
-    monkeypatch.setattr(everything, "measure", measure)
+    monkeypatch.setattr(calibrate, "measure", measure)
     assert fp8plan(*CALIBRATE, "--grid", "full").code == 0
     assert asked == [("h200_sxm", "full")]
     written = library.profile_path(tmp_path / "own", "h200_sxm", "0.26.0")
@@ -362,7 +361,7 @@ def test_a_calibration_without_a_gpu_says_so(
     monkeypatch.setitem(sys.modules, "pynvml", None)
     refused(fp8plan("calibrate"), "gpu 'auto' needs nvidia-ml-py", "h200_sxm")
     monkeypatch.setattr(cells, "engine_version", lambda: "0.26.0")
-    monkeypatch.setattr(everything.subprocess, "run", lambda command: subprocess.CompletedProcess(command, 2))
+    monkeypatch.setattr(calibrate.subprocess, "run", lambda command: subprocess.CompletedProcess(command, 2))
     done = fp8plan(*CALIBRATE, "--output", tmp_path / "new")
     assert (done.code, done.out) == (2, "")
     assert done.err.splitlines()[-1].startswith("fp8plan: gemm could not be measured (exit status 2); the notes above")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from operator import index
@@ -137,7 +136,7 @@ class AsyncRolloutEngine(EngineBase):
         self._stop()
 
     async def _start(self) -> None:
-        os.environ.update(self.launch.env)
+        self.launch.prepare()
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -24,7 +24,6 @@ from threading import Event
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fp8plan.errors import ConfigError, NotServingError, SyncError
-from fp8plan.runtime.cpu_kernels import register
 from fp8plan.runtime.engine.access import alone, asleep_of, falling_asleep, generating, refuse_shut_down
 from fp8plan.runtime.engine.base import EngineBase
 from fp8plan.runtime.engine.interrupts import Held, let_in, released
@@ -239,9 +238,8 @@ class RolloutEngine(EngineBase):
     def _start(self) -> None:
         self._judge.wait()  # the guard must not learn of another engine meanwhile
         self._half_done = False  # of the engine before it
-        os.environ.update(self.launch.env)
+        self.launch.prepare()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if self.mode == "multiprocess" else "0"
-        register()  # vLLM loads plugins once: an engine before this one may have needed none
         from vllm import LLM
 
         if self.mode == "multiprocess":

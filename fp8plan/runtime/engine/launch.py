@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -13,7 +14,6 @@ from fp8plan.model.emit.settings import vllm_env, vllm_kwargs
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import precision
 from fp8plan.model.setup import EngineSetup
-from fp8plan.runtime.cpu_kernels import ENABLE
 from fp8plan.runtime.vllm_versions import check_vllm_version
 from fp8plan.runtime.weight_sync.manifest import Manifest, checkpoint_manifest
 from fp8plan.runtime.worker.extension import EXTENSION
@@ -86,6 +86,15 @@ class Launch:
         limits = replace(self.limits, max_model_len=self.limits.max_model_len or longest)
         return replace(self, setup=replace(self.setup, limits=limits))
 
+    def prepare(self) -> None:
+        """Set the environment of the vLLM to come. Raises ConfigError for blockwise FP8 on a CPU that cannot run it."""
+        os.environ.update(self.env)
+        if self.fp8_weights and self.device == "cpu" and not _cpu_has_blockwise_fp8():
+            raise ConfigError(
+                f"{self.precision} was planned, and vLLM has no blockwise FP8 for this CPU (its own kernel wants AMX); "
+                "allowed here: bf16, fp8_kv (choice=...), or a GPU with FP8"
+            )
+
     def checkpoint(self) -> Manifest | None:
         """The tensors of the model's safetensors files, where they lie on this machine."""
         folder = local_folder(str(self.kwargs["model"]), self.kwargs.get("revision"), self.kwargs.get("download_dir"))
@@ -150,17 +159,14 @@ def launch(
             f"{model} is quantised already ({config['quantization_config'].get('quant_method')}); allowed: the BF16 "
             "checkpoint that the trainer started from, which vLLM quantises while it loads"
         )
-    env = vllm_env(setup)
     if preset.weights == "fp8_block":
         _keep_bf16(kwargs, keep_bf16, config)
-        if on_cpu:
-            env[ENABLE] = "1"
     elif any(keep_bf16):
         raise ConfigError(f"keep_bf16 is {keep_bf16}, and {preset.name} has no FP8 weights; leave it out")
     known = {field.name for field in fields(EngineLimits)}
     limits = replace(setup.limits, **{name: value for name, value in kwargs.items() if name in known})
     runs = replace(setup, model=model if local else setup.model, limits=replace(limits, data_parallel_size=1))
-    return Launch(runs, kwargs, env, keep_bf16, more, precisions)
+    return Launch(runs, kwargs, vllm_env(setup), keep_bf16, more, precisions)
 
 
 def local_folder(model: str, revision: str | None = None, cache: str | None = None) -> Path | None:
@@ -182,6 +188,16 @@ def _config(model: str | Path, planned: str) -> dict[str, Any]:
         return find_config(model)[0]
     except ConfigError:
         return find_config(planned)[0]
+
+
+def _cpu_has_blockwise_fp8() -> bool:
+    """Return whether one of vLLM's kernels, or of a plugin's, runs here."""
+    from vllm.model_executor.kernels import linear
+    from vllm.platforms.interface import PlatformEnum
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    return any(kernel.is_supported()[0] for kernel in linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU])
 
 
 def _keep_bf16(kwargs: dict[str, Any], ends: tuple[int, int], config: Mapping[str, Any]) -> None:

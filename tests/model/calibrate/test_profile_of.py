@@ -28,6 +28,8 @@ from fp8plan.model.calibrate.profile_of import (
 from fp8plan.model.cost.batch import StepBatch
 from fp8plan.model.profile.profile import Profile
 
+pytestmark = pytest.mark.slow
+
 GPU = nature(17)  # one that is far enough from the datasheet for what is tested to show
 UNSEEN_LAYER, UNSEEN_HEADS = (7168, 5120), (40, 8, 128)  # of Qwen3-14B
 KERNELS = [gemms(layers=[*LAYERS[:4], UNSEEN_LAYER]), decodes(heads=[*HEADS[:2], UNSEEN_HEADS])]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8plan.model.architecture import ModelShape
@@ -29,6 +29,7 @@ from fp8plan.model.precision import BF16, FP8_KV, Precision
 from fp8plan.model.profile.library import load_profile, profiles_path
 
 SHAPE = ModelShape.from_hf("Qwen/Qwen3-8B")
+PROFILE, _ = load_profile(gpu("h200"))
 precisions = st.sampled_from([BF16, FP8_KV])
 
 
@@ -45,7 +46,7 @@ def prefill(tokens: float, context: float) -> StepBatch:
 
 def cost(batch: StepBatch, precision: Precision, card: Gpu | None = None, tp: int = 1) -> Cost:
     card = card or gpu("h200")
-    return attention_cost(batch, SHAPE, precision, tp, card, load_profile(card)[0])
+    return attention_cost(batch, SHAPE, precision, tp, card, PROFILE)
 
 
 @given(st.integers(1, 1024), st.integers(1, 40000), st.integers(1, 5000), precisions)
@@ -90,7 +91,7 @@ def test_near_published_h200_decode() -> None:
     one_layer = replace(SHAPE, num_layers=1)
     card = gpu("h200")
     for requests, context, measured in ((64, 8192, 490.8), (8, 32768, 272.6), (256, 1024, 272.5)):
-        got = attention_cost(decode(requests, context), one_layer, BF16, 1, card, load_profile(card)[0]).seconds
+        got = attention_cost(decode(requests, context), one_layer, BF16, 1, card, PROFILE).seconds
         assert got.item() * 1e6 == pytest.approx(measured, rel=0.15)
 
 
@@ -108,7 +109,7 @@ def test_every_layer_costs_the_same(requests: int, context: int, tokens: int, pr
     mixed = StepBatch(*(getattr(a, name) + getattr(b, name) for name in StepBatch.__slots__))
     card = gpu("h200")
     one, six = (
-        attention_cost(mixed, replace(SHAPE, num_layers=layers), precision, 1, card, load_profile(card)[0]).seconds
+        attention_cost(mixed, replace(SHAPE, num_layers=layers), precision, 1, card, PROFILE).seconds
         for layers in (1, 6)
     )
     np.testing.assert_allclose(six, 6 * one, rtol=1e-12)
@@ -118,12 +119,13 @@ def test_idle_step_costs_nothing() -> None:
     assert cost(decode(0, 0), BF16).seconds.item() == 0
 
 
+@settings(max_examples=15)
 @given(st.integers(1, 1024), st.integers(1, 40000), st.integers(0, 4000), precisions)
 def test_partials_are_the_derivatives(requests: int, context: int, tokens: int, precision: Precision) -> None:
     a, b = decode(requests, context), prefill(tokens, context if tokens else 0)
     mixed = StepBatch(*(getattr(a, name) + getattr(b, name) for name in StepBatch.__slots__))
     card, step = gpu("h200"), -1e-6  # down: an efficiency is at most 1
-    profile, _ = load_profile(card)
+    profile = PROFILE
     base = attention_cost(mixed, SHAPE, precision, 1, card, profile)
     for name, partial in base.partials.items():
         moved = replace(profile, coefficients={**profile.coefficients, name: profile.coefficients[name] * (1 + step)})
@@ -134,7 +136,7 @@ def test_partials_are_the_derivatives(requests: int, context: int, tokens: int, 
 def test_few_wide_chunks_fill_no_more_than_whole_rounds_of_tiles() -> None:
     """5 query heads to a KV head, chunks of 128: 5 tiles a KV head, so 160 for four chunks, two rounds for 132 SMs."""
     shape, card = replace(SHAPE, num_layers=1, num_attention_heads=40), gpu("h200")
-    profile, _ = load_profile(card)
+    profile = PROFILE
 
     def seconds(chunks: int) -> float:
         tokens = 128.0 * chunks
@@ -153,14 +155,14 @@ def test_few_wide_chunks_fill_no_more_than_whole_rounds_of_tiles() -> None:
 def test_near_measured_h200_prefill(heads: int, chunk: int, context: int, microseconds: float) -> None:
     """One chunk, BF16, 8 KV heads of 128 (attention_prefill.bf16 of profiles/h200_sxm). 40 heads: groups of 5."""
     card, shape = gpu("h200"), replace(SHAPE, num_layers=1, num_attention_heads=heads)
-    got = attention_cost(prefill(chunk, context), shape, BF16, 1, card, load_profile(card)[0]).seconds
+    got = attention_cost(prefill(chunk, context), shape, BF16, 1, card, PROFILE).seconds
     assert got.item() * 1e6 == pytest.approx(microseconds, rel=0.1)
 
 
 def test_groups_that_do_not_divide_a_tile_and_the_longest_tile_cost_more() -> None:
     def per_pair(heads: int, kv_heads: int, chunk: int) -> float:
         shape, card = replace(SHAPE, num_layers=1, num_attention_heads=heads, num_key_value_heads=kv_heads), gpu("h200")
-        seconds = attention_cost(prefill(chunk, 0), shape, BF16, 1, card, load_profile(card)[0]).seconds.item()
+        seconds = attention_cost(prefill(chunk, 0), shape, BF16, 1, card, PROFILE).seconds.item()
         return seconds / (heads * chunk * (chunk + 1) / 2)
 
     assert per_pair(40, 8, 32768) / per_pair(32, 8, 32768) == pytest.approx(UNEVEN_GROUP, abs=0.01)
@@ -172,7 +174,7 @@ def test_groups_that_do_not_divide_a_tile_and_the_longest_tile_cost_more() -> No
 def test_a_rank_of_two_costs_what_a_model_of_half_the_heads_does(precision: Precision) -> None:
     half = replace(SHAPE, num_attention_heads=SHAPE.num_attention_heads // 2, num_key_value_heads=4)
     card = gpu("h200")
-    profile, _ = load_profile(card)
+    profile = PROFILE
     for batch in (decode(64, 3000), prefill(5000, 100)):
         whole, split = (attention_cost(batch, x, precision, tp, card, profile) for x, tp in ((SHAPE, 2), (half, 1)))
         np.testing.assert_allclose(whole.seconds, split.seconds)
@@ -184,7 +186,7 @@ def test_a_rank_of_two_costs_what_a_model_of_half_the_heads_does(precision: Prec
 def test_writing_the_cache_costs_what_was_measured_and_fp8_more() -> None:
     """8 KV heads of 128, 16384 tokens (kv_write, quantise_query of profiles/h200_sxm): 84 us; FP8 165 + 48 us."""
     card = gpu("h200")
-    profile, _ = load_profile(card)
+    profile = PROFILE
     tokens = np.array([16384])
     bf16, fp8 = (
         cache_cost(tokens, replace(SHAPE, num_layers=1), x, 1, card, profile).seconds.item() * 1e6

@@ -143,7 +143,8 @@ def test_two_steps_cost_no_less_than_one_with_both(name: str, precision: Precisi
     assert step.seconds(both).item() <= 1.01 * step.seconds(halves).sum()
 
 
-@settings(max_examples=25)
+@pytest.mark.slow
+@settings(max_examples=12)
 @given(models(), batches, st.integers(0, 99))
 def test_gradient_by_finite_differences(step: StepModel, batch: StepBatch, seed: int) -> None:
     weights = np.random.default_rng(seed).uniform(0.1, 100, len(batch.decode_requests))

@@ -35,6 +35,8 @@ async def one(engine: AsyncRolloutEngine, prompt: list[int], tokens: int = 12) -
 
 @pytest.mark.parametrize(("kind", "precision"), [("dense", "fp8_block"), ("moe", "fp8_block+fp8_kv")])
 def test_syncs_alternate_between_two_sets_of_weights(kind: str, precision: str) -> None:
+    import warm_processes  # noqa: F401 -- it imports vLLM
+
     with started_beside_references(kind, precision) as (_, found):
         expected = {which: outputs[: len(PROMPTS)] for which, outputs in found.items()}
 

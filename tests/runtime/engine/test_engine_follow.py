@@ -315,7 +315,7 @@ def test_a_new_engine_is_not_taken_for_one_that_was_broken_off(monkeypatch: pyte
 
     engine, _ = unstarted(RolloutEngine, monkeypatch)
     engine._judge, engine.mode, engine._half_done = Judge(engine), "inprocess", True
-    engine.launch.env, engine.launch.kwargs = {}, {}
+    engine.launch.prepare, engine.launch.kwargs = lambda: None, {}
     core = SimpleNamespace(add_request=None, step=None)
     monkeypatch.setattr(vllm, "LLM", lambda: SimpleNamespace(llm_engine=core))
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +50,22 @@ def test_an_engine_that_is_not_as_planned_is_refused(facts: dict[str, Any], says
 def test_only_an_fp8_kv_cache_cares_how_attention_reads_scales() -> None:
     bf16 = AS_PLANNED | {"kv_cache_dtype": "bfloat16", "cudagraph_mode": "FULL", "attention": "FlashInferImpl"}
     launched("fp8_block").refuse_other(bf16)
+
+
+def test_blockwise_fp8_on_a_cpu_wants_a_kernel_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.kernels import linear
+    from vllm.platforms.interface import PlatformEnum
+
+    launched("fp8_block").prepare()  # the tests' plugin has one
+    (*_, own) = linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
+    monkeypatch.setitem(linear._POSSIBLE_FP8_BLOCK_KERNELS, PlatformEnum.CPU, [own])
+    monkeypatch.setattr(own, "is_supported", lambda: (False, "requires AMX"))
+    for precision in ("fp8_block", "fp8_block+fp8_kv"):
+        with pytest.raises(
+            ConfigError, match=rf"{re.escape(precision)} was planned, .* this CPU .*; allowed here: bf16"
+        ):
+            launched(precision).prepare()
+    launched("fp8_kv").prepare()
 
 
 def test_a_choice_is_a_number_or_a_precision() -> None:

@@ -74,15 +74,17 @@ def slower(record: Record, factor: float) -> Observation:
 
 def test_healthy_rollouts_are_as_predicted_and_cost_the_guard_next_to_nothing() -> None:
     healthy = records("rollouts")
-    begun = time.perf_counter()
+    begun = time.process_time()
     verdicts = [judged(record) for record in healthy]
-    spent = time.perf_counter() - begun
+    spent = time.process_time() - begun
     share = sum(v.within for v in verdicts) / len(verdicts)
     print(f"{share:.1%} of {len(healthy)} healthy rollouts are within; {1e3 * spent / len(healthy):.0f} ms each")
     assert share >= 0.95
     assert {v.action for v in verdicts} == {Action.NONE}
     assert all(not any(x.gap for x in v.causes) for v in verdicts if v.within)
-    assert spent < 0.01 * sum(record.seconds for record in healthy)
+    # Of each rollout's own time, not of their sum, which a few long ones make; and little of anybody's.
+    assert spent / len(healthy) < 0.01 * min(record.seconds for record in healthy)
+    assert spent / len(healthy) < 0.05
 
 
 def test_no_healthy_engine_is_stepped_down() -> None:

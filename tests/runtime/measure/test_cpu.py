@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fp8plan.model.hardware import gpu
-from fp8plan.runtime.measure import calibrate as everything
-from fp8plan.runtime.measure.rollouts import run as rollouts
+from fp8plan.runtime.measure import calibrate
+from fp8plan.runtime.measure.rollouts import run as run_rollouts
 
 
 def test_a_cpu_is_calibrated_with_engine_steps_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,8 +20,8 @@ def test_a_cpu_is_calibrated_with_engine_steps_alone(tmp_path: Path, monkeypatch
         started.append(command)
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(everything.subprocess, "run", run)
-    everything.measure(tmp_path, gpu("cpu"), "quick")
+    monkeypatch.setattr(calibrate.subprocess, "run", run)
+    calibrate.measure(tmp_path, gpu("cpu"), "quick")
     (command,) = started
     assert command[2].endswith(".rollouts.run")
     settings = json.loads((tmp_path / "steps" / "cells.json").read_text())
@@ -31,7 +31,7 @@ def test_a_cpu_is_calibrated_with_engine_steps_alone(tmp_path: Path, monkeypatch
 
 def test_blockwise_fp8_is_left_out_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     setting = {"model": "fp8plan/dense-50m", "gpu": "h200", "precisions": ["fp8_block", "fp8_kv"], "max_model_len": 64}
-    (kept,) = everything.cells_for(gpu("cpu"), [setting])
+    (kept,) = calibrate.cells_for(gpu("cpu"), [setting])
     assert (kept["gpu"], kept["precisions"]) == ("cpu", ["fp8_kv"])
     assert "fp8_block cannot run on cpu" in capsys.readouterr().err
 
@@ -39,8 +39,8 @@ def test_blockwise_fp8_is_left_out_on_a_cpu(capsys: pytest.CaptureFixture[str]) 
 def test_a_machine_without_a_gpu_may_measure_its_cpu_and_is_asked_no_questions(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(rollouts, "gpu_facts", lambda: {"gpu_product": None})
-    rollouts._check_gpu([{"fields": {"gpu": "cpu"}}])
+    monkeypatch.setattr(run_rollouts, "gpu_facts", lambda: {"gpu_product": None})
+    run_rollouts._check_gpu([{"fields": {"gpu": "cpu"}}])
     assert capsys.readouterr().err == ""
-    rollouts._check_gpu([{"fields": {"gpu": "h200_sxm"}}])
+    run_rollouts._check_gpu([{"fields": {"gpu": "h200_sxm"}}])
     assert "vouches for nothing" in capsys.readouterr().err

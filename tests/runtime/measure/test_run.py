@@ -14,7 +14,7 @@ from fp8plan.model.precision import precision
 from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import validate
 from fp8plan.runtime.measure.cells import jobs as cell_files
-from fp8plan.runtime.measure.rollouts import run as rollouts
+from fp8plan.runtime.measure.rollouts import run as run_rollouts
 from fp8plan.runtime.measure.rollouts.attempts import TRIES
 from fp8plan.runtime.measure.rollouts.engine_log import engine_numbers, kernel_backends, model_runner, uses_e8m0
 from fp8plan.runtime.measure.rollouts.timed_rollout import token_prompts
@@ -63,7 +63,7 @@ def cells(folder: Path, *settings: Any) -> Path:
 
 
 def measure(folder: Path, *more: str) -> int:
-    return rollouts.main(["--cells", str(folder / "cells.json"), "--output", str(folder / "out.jsonl"), *more])
+    return run_rollouts.main(["--cells", str(folder / "cells.json"), "--output", str(folder / "out.jsonl"), *more])
 
 
 @pytest.fixture(scope="module")
@@ -128,12 +128,12 @@ def test_the_trace_adds_up(measured: Path) -> None:
 @pytest.mark.vllm
 def test_what_is_measured_is_not_measured_again(measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, Any]] = []
-    monkeypatch.setattr(rollouts, "_run", lambda job, timeout: started.append(job))
+    monkeypatch.setattr(run_rollouts, "_run", lambda job, timeout: started.append(job))
     assert measure(measured, "--warmup", "short") == 0
     assert started == []
     kept = (measured / "out.jsonl").read_text().splitlines()
     (measured / "less.jsonl").write_text(kept[0] + "\n" + kept[2] + "\n")
-    rollouts.main(["--cells", str(measured / "cells.json"), "--output", str(measured / "less.jsonl")])
+    run_rollouts.main(["--cells", str(measured / "cells.json"), "--output", str(measured / "less.jsonl")])
     assert [run["repeat"] for job in started for cell in job["work"] for run in cell["runs"]] == [1]
 
 
@@ -148,7 +148,7 @@ def test_a_timeout_ends_the_engine_and_all_it_started(
         "print(grandchild.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
-    monkeypatch.setattr(rollouts, "CHILD", "hang")
+    monkeypatch.setattr(run_rollouts, "CHILD", "hang")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     cells(tmp_path, setting(tmp_path))
     begun = time.monotonic()
@@ -177,7 +177,7 @@ def test_a_broken_engine_is_reported_with_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "broken.py").write_text("raise SystemExit('out of luck')")
-    monkeypatch.setattr(rollouts, "CHILD", "broken")
+    monkeypatch.setattr(run_rollouts, "CHILD", "broken")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     cells(tmp_path, setting(tmp_path))
     assert measure(tmp_path) == 1
@@ -189,7 +189,7 @@ def test_an_engine_that_cannot_start_is_reported_with_the_first_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "broken.py").write_text("print('(pid=1) ValueError: no room')\nraise RuntimeError('see above')")
-    monkeypatch.setattr(rollouts, "CHILD", "broken")
+    monkeypatch.setattr(run_rollouts, "CHILD", "broken")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     cells(tmp_path, setting(tmp_path))
     assert measure(tmp_path) == 1
@@ -237,7 +237,7 @@ def test_the_cells_for_the_first_look_starve_bf16_and_not_fp8_kv(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cell_files, "engine_version", lambda: "0.26.0")
-    file = Path(rollouts.__file__).parents[1] / "cells" / "first_look.json"
+    file = Path(run_rollouts.__file__).parents[1] / "cells" / "first_look.json"
     options = cell_files.Options(tmp_path / "out.jsonl", "full", False, {}, ())
     assert len(cell_files.jobs(file, options)) == 4
     starved = [line for line in capfd.readouterr().err.splitlines() if "starved" in line]

@@ -53,6 +53,7 @@ def steps(path: Path) -> list[int]:
     return [one["step"] for one in reader.rows]
 
 
+@pytest.mark.slow
 def test_fifty_writers_killed_at_any_time_lose_no_record_but_the_one_in_flight(tmp_path: Path) -> None:
     path, chance = tmp_path / "run.jsonl", random.Random(5)
     reader, torn = RunReader(path), 0

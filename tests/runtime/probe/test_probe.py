@@ -159,14 +159,15 @@ def test_rounding_explains_the_mismatch(
 
 def round_linears(body: Any) -> None:
     """Weights of its decoder layers to E4M3 by block, and activations by groups of 128, as vLLM's fp8_per_block."""
-    from fp8plan.runtime.cpu_kernels import _quantised_activations
+    from fp8plan_cpu_kernels import quantised_activations
+
     from fp8plan.runtime.quantize.block_fp8 import dequantize, quantize
 
     for module in body.layers.modules():
         if isinstance(module, torch.nn.Linear):
             weight = dequantize(*quantize(module.weight.detach()), torch.float32)
             module.forward = lambda x, w=weight: (
-                (_quantised_activations(x.flatten(0, -2)) @ w.t()).to(x.dtype).unflatten(0, x.shape[:-1])
+                (quantised_activations(x.flatten(0, -2)) @ w.t()).to(x.dtype).unflatten(0, x.shape[:-1])
             )
 
 

@@ -272,9 +272,13 @@ def test_each_rounding_equals_vllm_where_it_divides_so(case: str, ours: str, mod
     assert (getattr(found, f"q_from_{mode}"), getattr(found, f"scales_from_{mode}")) == (0, 0)
 
 
-def test_groups_of_none() -> None:
-    QuantizeTargets([], []).run([], flags(0, "cpu"))
-    CopyTargets([]).run([], flags(0, "cpu"))
+@pytest.mark.parametrize("targets", [QuantizeTargets([], []), CopyTargets([])], ids=["quantize", "copy"])
+def test_a_group_of_none_takes_nothing(targets: QuantizeTargets | CopyTargets) -> None:
+    targets.run([], flags(0, "cpu"))
+    with pytest.raises(ConfigError, match="1 sources for 0 targets"):
+        targets.run([ONES], flags(0, "cpu"))
+    with pytest.raises(ConfigError, match=r"bad is torch.int32 \[1\] on cpu; it must be torch.int32 \[0\]"):
+        targets.run([], flags(1, "cpu"))
 
 
 BAD_WEIGHTS = [torch.ones(4), torch.ones(4, 4, dtype=torch.float64), torch.ones(4, 4).to(E4M3), torch.ones(4, 4).int()]

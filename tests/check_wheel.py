@@ -1,0 +1,64 @@
+"""What must hold of an installed wheel: python check_wheel.py [--compiled], with the Python that it is installed for.
+
+`make wheel` runs it where nothing but the wheel and its dependencies is installed, tests/test_packaging.py beside all
+that tests need. The network is not used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.metadata import distribution
+from importlib.util import find_spec
+from pathlib import Path
+
+IMPORT_S = 0.030
+COMPILED = "fp8plan.model.schedule"
+IMPORT = "import time; begun = time.perf_counter(); import fp8plan; print(time.perf_counter() - begun)"
+OFFLINE = """
+import socket
+def refuse(*arguments, **more):
+    raise AssertionError("the network was asked")
+socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
+from fp8plan.cli import main
+main()
+"""
+
+
+def python(folder: str, code: str, *words: str) -> str:
+    """What it prints, run outside of the repository."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "FP8PLAN_"))}
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def main(compiled: bool) -> None:
+    repository = Path(__file__).parents[1]
+    package = find_spec("fp8plan")
+    assert package is not None
+    assert package.origin is not None
+    assert not Path(package.origin).is_relative_to(repository / "fp8plan"), "the wheel is tested, not the checkout"
+    groups = {point.group for point in distribution("fp8plan").entry_points}
+    assert groups == {"console_scripts"}, f"no user's vLLM loads anything of ours, and it finds {groups}"
+    if compiled:
+        for name in ("kv_pool", "scheduler", "state"):
+            origin = str(getattr(find_spec(f"{COMPILED}.{name}"), "origin", None))
+            assert origin.endswith(tuple(EXTENSION_SUFFIXES)), f"{name} is not compiled: {origin}"
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = min(float(python(folder, IMPORT)) for _ in range(7))
+        assert seconds < IMPORT_S, f"import fp8plan takes {1e3 * seconds:.0f} ms"
+        found = json.loads(python(folder, OFFLINE, "plan", "Qwen/Qwen3-8B", "--gpu", "h200", "--json"))
+        assert found["model"] == "Qwen/Qwen3-8B"
+        assert len(found["choices"]) == 4
+    print(f"the wheel at {Path(package.origin).parent} is sound; import fp8plan: {1e3 * seconds:.1f} ms")
+
+
+if __name__ == "__main__":
+    sys.path.remove(str(Path(__file__).parent))
+    main("--compiled" in sys.argv)
