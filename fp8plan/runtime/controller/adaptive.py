@@ -174,7 +174,7 @@ class AdaptiveThresholds:
         """The map: reach for a KL."""
         if kl <= state.target_kl:
             return 1.0
-        return max((state.target_kl / kl) ** self.gain, self.narrowest)
+        return max(float((state.target_kl / kl) ** self.gain), self.narrowest)
 
     def _slewed(self, now: float, wanted: float) -> float:
         """Where one step leads from `now`: it rises with `wanted`, whatever `now` is."""

@@ -113,7 +113,8 @@ class ControllerState:
                 f"a saved ControllerState has a tail of {len(saved['tail'])} bounds, this version of fp8plan "
                 f"{GRID.size}; begin with a new state"
             )
-        return kind(**{name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()})
+        values: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
+        return kind(**values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,10 +108,10 @@ def by_torch(
 def _by_sequence(tokens: Tokens, settings: CorrectionSettings) -> Weighted:
     low, high = bounds(settings)
     lengths = tokens.lengths.numpy()
-    sums = Segments(tokens.offsets.numpy(), tokens.log_ratio.device)
+    per_sequence = Segments(tokens.offsets.numpy(), tokens.log_ratio.device)
     for part in tokens.chunks():
-        sums.add(part, tokens.log_ratio[part])
-    log_ratio = sums.numpy()
+        per_sequence.add(part, tokens.log_ratio[part])
+    log_ratio = per_sequence.numpy()
     if settings.level == "geometric":
         log_ratio = log_ratio / np.maximum(lengths, 1)
     raw = np.exp(np.clip(log_ratio, -LIMIT, LIMIT))

@@ -71,7 +71,8 @@ class Tiles:
 
     def per_segment(self, per_tile: FloatArray) -> FloatArray:
         """[segments] sums of [tiles] sums."""
-        return np.bincount(self._segment, per_tile, self._segments)
+        sums: FloatArray = np.bincount(self._segment, per_tile, self._segments).astype(np.float64, copy=False)
+        return sums
 
 
 def measured(tokens: Tokens, pieces: IntArray) -> tuple[FloatArray, float, FloatArray]:
@@ -111,10 +112,10 @@ def packed(train: Tensor, rollout: Tensor, kept: Tensor, ends: Tensor) -> tuple[
     tiles, flags, counted = _counted(kept, ends.numpy())
     before = np.append(0, counted.cpu().numpy())
     number = int(before[-1])
-    sides = [torch.empty(number, dtype=torch.float32, device=train.device) for _ in range(3)]
-    tiles.run(kernels.gather, train.contiguous(), rollout.contiguous(), flags, tiles.cuts, counted, *sides)
+    one, other, log_ratio = (torch.empty(number, dtype=torch.float32, device=train.device) for _ in range(3))
+    tiles.run(kernels.gather, train.contiguous(), rollout.contiguous(), flags, tiles.cuts, counted, one, other, log_ratio)
     lengths = tiles.per_segment(np.diff(before)).astype(np.int64)
-    return *sides, torch.from_numpy(np.append(0, np.cumsum(lengths)))
+    return one, other, log_ratio, torch.from_numpy(np.append(0, np.cumsum(lengths)))
 
 
 def unpack(values: Tensor, kept: Tensor, out: Tensor) -> None:

@@ -163,7 +163,7 @@ def robust_k3(sums: MismatchSums) -> float:
     for side, at_q in ((positive, expm1(q) - q), (negative, expm1(-q) + q)):
         inside = below * np.where(below > 0, k3[side], 0.0)
         total += float(np.minimum(inside + at_q * (1 - below) * counts[side], k3[side]).sum())
-    return total / tokens
+    return total / float(tokens)
 
 
 def _histograms(sums: MismatchSums, level: Ratios) -> tuple[FloatArray, FloatArray]:

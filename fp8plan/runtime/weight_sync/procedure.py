@@ -190,7 +190,7 @@ def _score(scored: Scored, limit: float) -> Generator[Call, Any, float]:
     settings = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
     (output,) = yield Call("generate", ([scored.tokens], settings))
     found = [row[token].logprob for row, token in zip(output.prompt_logprobs[1:], scored.tokens[1:], strict=True)]
-    ratios = [trainer - engine for trainer, engine in zip(scored.logprobs, found, strict=True)]
+    ratios: list[float] = [trainer - engine for trainer, engine in zip(scored.logprobs, found, strict=True)]
     k3 = sum(expm1(min(ratio, 20.0)) - ratio for ratio in ratios) / len(ratios)
     if not k3 <= limit:  # NaN is not
         raise ConfigError(
@@ -236,7 +236,7 @@ def _fail(state: SyncState, error: BaseException, before: str | None, scales: Sc
         if state.dead:
             what = "the engine has died; the next sync_weights starts it again"
         else:
-            state.refusal += f"; ending it failed too: {second}"
+            state.refusal = f"{state.refusal}; ending it failed too: {second}"
     if not isinstance(error, Exception):
         raise error
     said = "" if state.dead and isinstance(error, NotServingError) else f"{str(error) or type(error).__name__}; "

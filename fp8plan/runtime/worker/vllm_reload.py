@@ -92,7 +92,7 @@ def refresh_expert_scales(model: torch.nn.Module) -> None:
 def _before_cpu_reload(model: torch.nn.Module) -> None:
     """BF16 experts on a CPU are packed only while they have no kernel."""
     for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
+        method: Any = getattr(layer, "quant_method", None)
         if type(method).__name__ == "UnquantizedFusedMoEMethod" and _on_cpu(layer):
             method.moe_kernel = None
 

@@ -218,7 +218,7 @@ def _state(rows: Sequence[Row]) -> list[RenderableType]:
     told = [("decision", f"{row.get('decision') or 'none'}: {row.get('reason') or ''}".rstrip(": "), "")]
     told += [("alarm", f"{x}: {runs.ALARMS.get(x, '')}".rstrip(": "), WORST) for x in row.get("alarms") or ()]
     guards: list[dict[str, Any]] = [x["guard"] for x in rows if x.get("guard")]
-    guard = next((x for x in reversed(guards) if x.get("verdict") or x.get("off")), {})
+    guard: dict[str, Any] = next((x for x in reversed(guards) if x.get("verdict") or x.get("off")), {})
     verdict, state = guard.get("verdict") or {}, (row.get("guard") or {}).get("state") or {}
     if verdict:
         action = verdict.get("action", "none")
