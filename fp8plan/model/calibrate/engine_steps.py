@@ -18,9 +18,7 @@ import numpy as np
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.arrays import FloatArray
-from fp8plan.model.cost.base import Cost
-from fp8plan.model.cost.batch import Array, StepBatch
+from fp8plan.model.cost.base import Array, Cost, FloatArray, StepBatch
 from fp8plan.model.cost.host import start_cost
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import gpu as find_gpu

@@ -9,9 +9,9 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fp8plan.errors import ProfileError
-from fp8plan.model.cost.batch import Array
 
 KINDS = ("datasheet", "calibrated", "imported")
 
@@ -115,7 +115,7 @@ def _covariance_problem(coefficients: Mapping[str, float], table: Mapping[str, M
     return None
 
 
-def covariance_matrix(table: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> Array:
+def covariance_matrix(table: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> NDArray[Any]:
     """The sparse symmetric `table` for `names`, shape (names, names); zero where it has no entry."""
     rows = [[table.get(a, {}).get(b, 0.0) for b in names] for a in names]
     return np.array(rows, dtype=float).reshape(len(names), len(names))

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fp8plan.errors import ConfigError, ProfileError
-from fp8plan.model.cost.batch import Array
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.profile.checks import check_facts, check_fields, covariance_matrix, hull_ranges, parse, problem
 
@@ -115,7 +115,7 @@ class Profile:
         """The name and the value of a coefficient, as the cost functions take them. Raises as `coefficient` does."""
         return name, self.coefficient(name)
 
-    def layer_factor(self, kernel: str, shape: Sequence[int], rows: Array) -> Array:
+    def layer_factor(self, kernel: str, shape: Sequence[int], rows: NDArray[Any]) -> NDArray[Any]:
         """What `rows` rows of a layer take, relative to what the coefficients say, shape of `rows`: 1 where no layer of
         this shape was timed, between the timed numbers of rows interpolated in the logs of both."""
         timed = self.layers.get(kernel, {}).get(layer_name(shape))
@@ -137,7 +137,7 @@ class Profile:
         """Of a missing kernel. What is calibrated on a CPU is every kernel of dense models, and no other."""
         return "on a CPU only dense models are" if self.gpu == "cpu" else f"run `{CALIBRATE_COMMAND}`"
 
-    def covariance(self, names: Sequence[str]) -> Array:
+    def covariance(self, names: Sequence[str]) -> NDArray[Any]:
         """Covariance of the logs of the coefficients `names`, shape (names, names); zero where nothing is known."""
         return covariance_matrix(self.log_covariance, names)
 

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.mismatch import backend as dispatch
-from fp8plan.runtime.mismatch.threads import one_thread
+from fp8plan.runtime.mismatch import backend
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +86,7 @@ class Tokens:
             out = values.reshape(self.shape).to(dtype or values.dtype)
         else:
             out = values.new_full(self.shape, fill, dtype=dtype or values.dtype)
-            if dispatch.by_triton(out):
+            if backend.by_triton(out):
                 from fp8plan.runtime.mismatch import fused
 
                 fused.unpack(values.to(out.dtype), self.kept, out)
@@ -108,7 +107,7 @@ class Tokens:
         return out.numpy() if self.numpy else out
 
 
-@one_thread()
+@backend.one_thread()
 def pack(
     train_logprobs: Array,
     rollout_logprobs: Array,
@@ -144,7 +143,7 @@ def _pack(train: torch.Tensor, rollout: torch.Tensor, kept: torch.Tensor | None,
     one, other = train.reshape(-1), rollout.reshape(-1)
     if kept is None:
         packed = one.float(), other.float(), one.float() - other.float(), ends
-    elif dispatch.by_triton(one):
+    elif backend.by_triton(one):
         from fp8plan.runtime.mismatch import fused
 
         packed = fused.packed(one, other, kept, ends)

@@ -41,7 +41,8 @@ from fp8plan.runtime.correction.correct import CorrectionSettings, Thresholds, c
 from fp8plan.runtime.engine.rollout_timer import Judged, judged
 from fp8plan.runtime.guard.guard import Guard
 from fp8plan.runtime.guard.observation import EngineFacts, Observation
-from fp8plan.runtime.mismatch.metrics import Mismatch, measure
+from fp8plan.runtime.mismatch.measure import measure
+from fp8plan.runtime.mismatch.metrics import Mismatch
 from fp8plan.runtime.mismatch.ranks import gathered, rank
 from fp8plan.runtime.mismatch.tokens import pack
 from fp8plan.runtime.monitor import record as run_record

@@ -113,7 +113,7 @@ def compared(
     """
     import torch
 
-    from fp8plan.runtime.mismatch.metrics import measure
+    from fp8plan.runtime.mismatch.measure import measure
     from fp8plan.runtime.mismatch.tokens import pack
 
     sides = [torch.cat([torch.as_tensor(row, dtype=torch.float32) for row in side]) for side in (train, rollout)]

@@ -117,7 +117,10 @@ def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
 
 def box(view: torch.Tensor, shape: Sequence[int]) -> Box | None:
     """Which box of a contiguous tensor of `shape` a view of it is; None if it is none (transposed, strided)."""
-    offset, left = int(view.storage_offset()), [(s, n) for s, n in zip(view.stride(), view.shape, strict=True) if n != 1]
+    offset, left = (
+        int(view.storage_offset()),
+        [(s, n) for s, n in zip(view.stride(), view.shape, strict=True) if n != 1],
+    )
     found = []
     for dimension, size in enumerate(shape):
         stride = prod(shape[dimension + 1 :])

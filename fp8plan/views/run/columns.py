@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8plan.model.arrays import FloatArray
+from fp8plan.model.cost.base import FloatArray
 
 Row = dict[str, Any]
 

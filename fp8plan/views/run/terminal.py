@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.arrays import FloatArray
+from fp8plan.model.cost.base import FloatArray
 from fp8plan.runtime.monitor.run_file import RunReader
 from fp8plan.views.run import columns as runs
 from fp8plan.views.run.columns import Row, column, last
