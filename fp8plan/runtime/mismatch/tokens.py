@@ -80,6 +80,10 @@ class Tokens:
 
     def unpack(self, values: torch.Tensor, fill: float = 0.0, dtype: torch.dtype | None = None) -> Array:
         """`values` [tokens] in the form that came in; `fill` where a token is masked, padding or invalid."""
+        out = self._unpacked(values, fill, dtype)
+        return out.numpy() if self.numpy else out
+
+    def _unpacked(self, values: torch.Tensor, fill: float, dtype: torch.dtype | None = None) -> torch.Tensor:
         if len(values) != len(self):
             raise ConfigError(f"{len(values):,} values for {len(self):,} tokens; allowed: one for each")
         if self.kept is None:
@@ -92,7 +96,7 @@ class Tokens:
                 fused.unpack(values.to(out.dtype), self.kept, out)
             else:
                 _unpack(values, self.kept, out)
-        return out.numpy() if self.numpy else out
+        return out
 
     def mask(self, keep: torch.Tensor | None = None) -> Array:
         """The mask that came in (all ones, bool, if none did) without what `keep` [tokens] bool lacks; a new tensor."""
@@ -131,7 +135,7 @@ def pack(
     tokens = _pack(train, rollout, None if given is None else given.bool(), ends)
     # Log-probs are finite exactly if their difference is; and a sum is finite only if all its terms are.
     if not bool(tokens.log_ratio.sum().isfinite()) and not bool((finite := tokens.log_ratio.isfinite()).all()):
-        some = _pack(train, rollout, tokens.unpack(finite, False), ends)
+        some = _pack(train, rollout, tokens._unpacked(finite, False), ends)
         tokens = replace(some, invalid=len(tokens) - len(some))
     dtype = tokens.mask_dtype if given is None else given.dtype
     return replace(tokens, mask_dtype=dtype, numpy=isinstance(train_logprobs, np.ndarray))
