@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple
 from fp8plan.errors import CapacityError
 from fp8plan.model.hardware import gpu as find_gpu
 from fp8plan.model.plan.explain import seconds
-from fp8plan.model.plan.planner import LEAST_GAIN
 from fp8plan.model.profile.profile import Profile
+from fp8plan.model.risk.budget import LEAST_GAIN
 from fp8plan.model.schedule.kv_pool import blocks_for
 from fp8plan.runtime.guard.fallback import GuardSettings
 from fp8plan.runtime.guard.kernels import fallback

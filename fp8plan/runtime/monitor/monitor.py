@@ -364,18 +364,19 @@ def _controller(settings: CorrectionSettings, given: Controller | None) -> Contr
     name = type(given).__name__
     if settings.level is not None and getattr(given, used) is None:
         raise ConfigError(f"mode={settings.mode!r} with {name}({used}=None); allowed: a controller that gives {used}")
+    alone: dict[str, Any] = {other: None}
     if isinstance(given, ConstantThresholds):
-        return replace(given, **{other: None})
+        return replace(given, **alone)
     if settings.level is None:
         raise ConfigError(f"{name} with level=None, which has no weights; allowed: a level, or ConstantThresholds()")
     if isinstance(given, AdaptiveThresholds):
-        return replace(given, level=settings.level, **{other: None})
+        return replace(given, level=settings.level, **alone)
     if settings.level != "token":
         raise ConfigError(
             f"{name} with level={settings.level!r}; allowed: level='token', whose ratios their law is for, or "
             "AdaptiveThresholds()"
         )
-    return replace(given, **{other: None})
+    return replace(given, **alone)
 
 
 def _whole(number: Any) -> int:
