@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, Self
 from fp8plan.checks import instance
 from fp8plan.errors import ConfigError
 from fp8plan.model.plan.plan import Plan
-from fp8plan.runtime.controller.constant import Update
 from fp8plan.runtime.controller.laws import (
     AdaptiveThresholds,
     ConstantThresholds,
@@ -36,7 +35,7 @@ from fp8plan.runtime.controller.laws import (
     Decided,
 )
 from fp8plan.runtime.controller.noise import heard
-from fp8plan.runtime.controller.state import LeastErrorState, expecting
+from fp8plan.runtime.controller.state import LeastErrorState, Update, expecting
 from fp8plan.runtime.correction.correct import CorrectionSettings, Thresholds, correct
 from fp8plan.runtime.engine.rollout_timer import Judged, judged
 from fp8plan.runtime.guard.guard import Guard
