@@ -33,7 +33,7 @@ import numpy as np
 from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.risk.budget import RiskBudget
-from fp8plan.runtime.controller.alarms import AlarmLimits, alarms, observed, predicted_kl, usable
+from fp8plan.runtime.controller.alarms import AlarmLimits, alarms, beginning, observed, predicted_kl, usable
 from fp8plan.runtime.controller.state import (
     NO_DATA,
     WORDS,
@@ -124,11 +124,7 @@ class AdaptiveThresholds:
 
         Raises ConfigError for a plan with thresholds that cannot tighten, or without such a choice.
         """
-        tis, band = self.tis, self.band
-        if plan is not None and tis is not None:
-            tis = plan.thresholds.get(f"{self.level}_tis", tis)
-        if plan is not None and band is not None:
-            band = tuple(plan.thresholds.get(f"{self.level}_mis", band))
+        tis, band = beginning(plan, self.level, self.tis, self.band)
         _check_start(tis, band)
         predicted = predicted_kl(plan, choice)
         return AdaptiveState(

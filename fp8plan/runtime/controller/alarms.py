@@ -81,3 +81,12 @@ def observed(state: State, mismatch: Mismatch) -> State:
 def predicted_kl(plan: Plan | None, choice: int | str | None = None) -> float:
     """The upper end of the KL that the plan predicts for a choice, or its own; 0 if it says nothing."""
     return (plan.select(choice).kl_k3_high or 0.0) if plan is not None else 0.0
+
+
+def beginning(
+    plan: Plan | None, level: str, tis: float | None, band: tuple[float, float] | None
+) -> tuple[float | None, tuple[float, float] | None]:
+    """(tis, band) to start with: of a plan, where it has them, if they are controlled at all."""
+    planned = {} if plan is None else plan.thresholds
+    tis = None if tis is None else planned.get(f"{level}_tis", tis)
+    return tis, None if band is None else tuple(planned.get(f"{level}_mis", band))

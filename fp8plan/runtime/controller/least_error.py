@@ -64,7 +64,7 @@ import numpy as np
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.controller import law
-from fp8plan.runtime.controller.alarms import AlarmLimits, alarms, honest, observed, predicted_kl, usable
+from fp8plan.runtime.controller.alarms import AlarmLimits, alarms, beginning, honest, observed, predicted_kl, usable
 from fp8plan.runtime.controller.noise import measured
 from fp8plan.runtime.controller.state import (
     NO_DATA,
@@ -144,11 +144,7 @@ class LeastErrorThresholds:
     def initial(self, plan: Plan | None = None, choice: int | str | None = None) -> LeastErrorState:
         """The state before the first batch. A plan gives thresholds to start with and the predicted range of KL, of its
         choice or another."""
-        tis, band = self.tis, self.band
-        if plan is not None and tis is not None:
-            tis = plan.thresholds.get("token_tis", tis)
-        if plan is not None and band is not None:
-            band = tuple(plan.thresholds.get("token_mis", band))
+        tis, band = beginning(plan, "token", self.tis, self.band)
         low = None if band is None else band[0]
         limit = max(self.limit_kl, predicted_kl(plan, choice))
         return self._within(LeastErrorState(tis=tis, band=band, low=low, limit_kl=limit))

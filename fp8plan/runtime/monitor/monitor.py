@@ -16,7 +16,6 @@ of them. Make the monitor after the process group, or let the launcher say RANK:
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Self
 
-from fp8plan.checks import instance
+from fp8plan.checks import instance, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.controller.laws import (
@@ -180,7 +179,7 @@ class Monitor:
         record, with a warning.
         """
         begun = time.perf_counter()
-        done = self.steps + 1 if number is None else _whole(number)
+        done = self.steps + 1 if number is None else whole("number", number, 0, ", the step's")
         rollout = self._checked(rollout, done)
         tokens = pack(train_logprobs, rollout_logprobs, mask, lengths)
         mismatch = measure(tokens, versions).reduced(self.group).metrics()
@@ -376,10 +375,3 @@ def _controller(settings: CorrectionSettings, given: Controller | None) -> Contr
             "AdaptiveThresholds()"
         )
     return replace(given, **alone)
-
-
-def _whole(number: Any) -> int:
-    try:
-        return operator.index(number)
-    except TypeError:
-        raise ConfigError(f"number is {number!r}; allowed: a whole number, the step's") from None
