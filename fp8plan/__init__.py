@@ -1,60 +1,110 @@
 """Predict, apply, watch and check the rollout precision of LLM RL training.
 
-Names are loaded on first use, so that `import fp8plan` costs next to nothing.
+Names are loaded on first use, so that `import fp8plan` costs next to nothing; to a type checker they are imports.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from fp8plan.version import __version__ as __version__
 
+if TYPE_CHECKING:
+    from fp8plan.errors import Fp8PlanError as Fp8PlanError
+    from fp8plan.model.architecture import ModelShape as ModelShape
+    from fp8plan.model.hardware import Gpu as Gpu
+    from fp8plan.model.hardware import find_gpu as find_gpu
+    from fp8plan.model.hardware import gpu as gpu
+    from fp8plan.model.limits import EngineLimits as EngineLimits
+    from fp8plan.model.plan.plan import Plan as Plan
+    from fp8plan.model.plan.planner import plan as plan
+    from fp8plan.model.precision import Precision as Precision
+    from fp8plan.model.profile.library import load_profile as load_profile
+    from fp8plan.model.risk.budget import RiskBudget as RiskBudget
+    from fp8plan.model.rl_step import StepTimes as StepTimes
+    from fp8plan.model.rl_step import Trainer as Trainer
+    from fp8plan.model.setup import EngineSetup as EngineSetup
+    from fp8plan.model.workload import Batch as Batch
+    from fp8plan.model.workload import Fixed as Fixed
+    from fp8plan.model.workload import LogNormal as LogNormal
+    from fp8plan.model.workload import Trace as Trace
+    from fp8plan.model.workload import Workload as Workload
+    from fp8plan.runtime.controller.adaptive import AdaptiveThresholds as AdaptiveThresholds
+    from fp8plan.runtime.controller.alarms import AlarmLimits as AlarmLimits
+    from fp8plan.runtime.controller.laws import ConstantThresholds as ConstantThresholds
+    from fp8plan.runtime.controller.least_error import LeastErrorThresholds as LeastErrorThresholds
+    from fp8plan.runtime.correction.correct import Correction as Correction
+    from fp8plan.runtime.correction.correct import correct as correct
+    from fp8plan.runtime.correction.settings import CorrectionSettings as CorrectionSettings
+    from fp8plan.runtime.correction.settings import Rejection as Rejection
+    from fp8plan.runtime.correction.settings import Thresholds as Thresholds
+    from fp8plan.runtime.correction.verl import from_verl as from_verl
+    from fp8plan.runtime.engine.async_engine import AsyncRolloutEngine as AsyncRolloutEngine
+    from fp8plan.runtime.engine.engine import RolloutEngine as RolloutEngine
+    from fp8plan.runtime.guard.fallback import GuardSettings as GuardSettings
+    from fp8plan.runtime.guard.observation import Observation as Observation
+    from fp8plan.runtime.guard.observation import observation_of as observation_of
+    from fp8plan.runtime.mismatch.measure import measure as measure
+    from fp8plan.runtime.mismatch.metrics import Mismatch as Mismatch
+    from fp8plan.runtime.mismatch.tokens import pack as pack
+    from fp8plan.runtime.monitor.exporters import Prometheus as Prometheus
+    from fp8plan.runtime.monitor.exporters import TensorBoard as TensorBoard
+    from fp8plan.runtime.monitor.monitor import Monitor as Monitor
+    from fp8plan.runtime.monitor.sinks import Callback as Callback
+    from fp8plan.runtime.monitor.sinks import JsonLines as JsonLines
+    from fp8plan.runtime.probe.probe import probe as probe
+    from fp8plan.runtime.weight_sync.state import Scored as Scored
+    from fp8plan.runtime.weight_sync.state import SyncSettings as SyncSettings
+
+# The module of each public name, as above.
 _HOME = {
-    "AdaptiveThresholds": "fp8plan.runtime.controller.laws",
-    "AsyncRolloutEngine": "fp8plan.runtime.engine.async_engine",
-    "Batch": "fp8plan.model.workload",
-    "Callback": "fp8plan.runtime.monitor.sinks",
-    "ConstantThresholds": "fp8plan.runtime.controller.laws",
-    "CorrectionSettings": "fp8plan.runtime.correction.correct",
-    "EngineLimits": "fp8plan.model.limits",
-    "EngineSetup": "fp8plan.model.setup",
-    "Fixed": "fp8plan.model.workload",
-    "Fp8PlanError": "fp8plan.errors",
-    "Gpu": "fp8plan.model.hardware",
-    "JsonLines": "fp8plan.runtime.monitor.sinks",
-    "LeastErrorThresholds": "fp8plan.runtime.controller.laws",
-    "LogNormal": "fp8plan.model.workload",
-    "ModelShape": "fp8plan.model.architecture",
-    "Monitor": "fp8plan.runtime.monitor.monitor",
-    "Plan": "fp8plan.model.plan.plan",
-    "Precision": "fp8plan.model.precision",
-    "Prometheus": "fp8plan.runtime.monitor.exporters",
-    "Rejection": "fp8plan.runtime.correction.correct",
-    "RiskBudget": "fp8plan.model.risk.expected",
-    "RolloutEngine": "fp8plan.runtime.engine.engine",
-    "StepTimes": "fp8plan.model.rl_step",
-    "SyncSettings": "fp8plan.runtime.weight_sync.state",
-    "TensorBoard": "fp8plan.runtime.monitor.exporters",
-    "Thresholds": "fp8plan.runtime.correction.correct",
-    "Trace": "fp8plan.model.workload",
-    "Trainer": "fp8plan.model.rl_step",
-    "Workload": "fp8plan.model.workload",
-    "find_gpu": "fp8plan.model.hardware",
-    "from_verl": "fp8plan.runtime.correction.verl",
-    "gpu": "fp8plan.model.hardware",
-    "load_profile": "fp8plan.model.profile.library",
-    "plan": "fp8plan.model.plan.planner",
-    "probe": "fp8plan.runtime.probe.probe",
+    name: f"fp8plan.{module}"
+    for module, names in {
+        "errors": "Fp8PlanError",
+        "model.architecture": "ModelShape",
+        "model.hardware": "Gpu find_gpu gpu",
+        "model.limits": "EngineLimits",
+        "model.plan.plan": "Plan",
+        "model.plan.planner": "plan",
+        "model.precision": "Precision",
+        "model.profile.library": "load_profile",
+        "model.risk.budget": "RiskBudget",
+        "model.rl_step": "StepTimes Trainer",
+        "model.setup": "EngineSetup",
+        "model.workload": "Batch Fixed LogNormal Trace Workload",
+        "runtime.controller.adaptive": "AdaptiveThresholds",
+        "runtime.controller.alarms": "AlarmLimits",
+        "runtime.controller.laws": "ConstantThresholds",
+        "runtime.controller.least_error": "LeastErrorThresholds",
+        "runtime.correction.correct": "Correction correct",
+        "runtime.correction.settings": "CorrectionSettings Rejection Thresholds",
+        "runtime.correction.verl": "from_verl",
+        "runtime.engine.async_engine": "AsyncRolloutEngine",
+        "runtime.engine.engine": "RolloutEngine",
+        "runtime.guard.fallback": "GuardSettings",
+        "runtime.guard.observation": "Observation observation_of",
+        "runtime.mismatch.measure": "measure",
+        "runtime.mismatch.metrics": "Mismatch",
+        "runtime.mismatch.tokens": "pack",
+        "runtime.monitor.exporters": "Prometheus TensorBoard",
+        "runtime.monitor.monitor": "Monitor",
+        "runtime.monitor.sinks": "Callback JsonLines",
+        "runtime.probe.probe": "probe",
+        "runtime.weight_sync.state": "Scored SyncSettings",
+    }.items()
+    for name in names.split()
 }
 
 __all__ = sorted(_HOME)  # noqa: PLE0605
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'fp8plan' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+if not TYPE_CHECKING:  # a type checker is to find what is misspelt
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'fp8plan' has no attribute {name!r}")
+        return getattr(import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any, TypeVar
+from typing import Any
 
 from fp8plan.errors import ConfigError
-
-T = TypeVar("T")
 
 
 def whole(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
@@ -34,8 +32,7 @@ def is_number(value: Any, finite: bool = True) -> bool:
     return number is not None and not math.isnan(number) and not (finite and math.isinf(number))
 
 
-def instance(name: str, value: Any, kind: type[T], example: str) -> T:
-    """`value`, which must be a `kind`. example: what to type instead"""
+def instance(name: str, value: Any, kind: type[Any], example: str) -> None:
+    """Refuse a value that is not a `kind`. example: what to type instead"""
     if not isinstance(value, kind):
         raise ConfigError(f"{name} is {value!r}; allowed: a {kind.__name__}, such as {example}")
-    return value

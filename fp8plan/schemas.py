@@ -20,9 +20,9 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 from msgspec import Meta
 
-from fp8plan import __version__
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError, Fp8PlanError
+from fp8plan.version import __version__
 
 T = TypeVar("T")
 

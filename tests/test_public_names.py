@@ -1,10 +1,13 @@
-"""`import fp8plan`: every public name is there, and neither it nor a whole plan loads what it does not need."""
+"""`import fp8plan`: every public name is there, typed, and neither it nor a whole plan loads what it does not need."""
 
 from __future__ import annotations
 
+import ast
 import inspect
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +23,74 @@ def test_every_public_name_is_the_object_of_that_name(name: str) -> None:
     assert found.__module__.startswith("fp8plan.")
     if hasattr(found, "__name__"):
         assert found.__name__ == {"Trainer": "StepTimes", "gpu": "find_gpu"}.get(name, name)  # names that were
+
+
+def test_a_type_checker_sees_each_name_in_the_module_that_it_is_loaded_from() -> None:
+    tree = ast.parse(Path(fp8plan.__file__).read_text())
+    imports = [node for branch in tree.body if isinstance(branch, ast.If) for node in branch.body]
+    seen = {x.asname: node.module for node in imports if isinstance(node, ast.ImportFrom) for x in node.names}
+    assert seen == fp8plan._HOME
+
+
+USER = """
+import numpy as np
+
+import fp8plan
+from fp8plan import Fixed, GuardSettings, LogNormal, Monitor, Observation, Plan, RolloutEngine, Scored, SyncSettings
+from fp8plan import Workload, correct, measure, pack, plan
+
+
+def choose() -> Plan:
+    work = Workload(8, 4, Fixed(64), LogNormal(200, 0.8, 1000))
+    return plan("Qwen/Qwen3-8B", "h200", work, limits=fp8plan.EngineLimits(max_num_seqs=8), gpus=2)
+
+
+def own_loop(weight: fp8plan.CorrectionSettings) -> float:
+    train = np.zeros(2, np.float32)
+    tokens = pack(train, train, lengths=[2])
+    correction = correct(tokens, weight)
+    reveal_type(correction)
+    return measure(tokens).metrics().k3
+
+
+def train(engine: RolloutEngine, rollout: Observation) -> None:
+    monitor = Monitor(engine=engine, sinks=[fp8plan.JsonLines("run.jsonl")])
+    engine.sync_weights({}, scored=Scored([1, 2], [-1.0]))
+    step = monitor.step(np.zeros((1, 2)), np.zeros((1, 2)), rollout=rollout)
+    reveal_type(step.thresholds.tis)
+
+
+found = choose()
+train(RolloutEngine.from_plan(found, sync=SyncSettings(), guard=GuardSettings()), Observation(1.0, [1], [2]))
+reveal_type(found.select().speedup)
+plan("Qwen/Qwen3-8B", "h200", Workload(8, 4, Fixed(64), Fixed(64)), gpus="two")
+fp8plan.plam
+"""
+
+
+@pytest.mark.slow
+def test_a_users_script_type_checks_and_its_slips_are_found(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    script = tmp_path / "user.py"
+    script.write_text(USER)
+    settings = tmp_path / "mypy.ini"  # what else is installed takes minutes to read
+    settings.write_text("[mypy]\nstrict = true\n[mypy-torch.*,vllm.*,transformers.*]\nfollow_imports = skip\n")
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", "--ignore-missing-imports", f"--cache-dir={tmp_path}", script.name],
+        cwd=tmp_path,
+        env=os.environ | {"MYPYPATH": str(Path(fp8plan.__file__).parents[1])},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    said = [line.partition(": ")[2] for line in checked.stdout.splitlines()[:-1]]
+    assert said == [
+        'note: Revealed type is "fp8plan.runtime.correction.correct.Correction"',
+        'note: Revealed type is "float | None"',
+        'note: Revealed type is "float | None"',
+        'error: Argument "gpus" to "plan" has incompatible type "str"; expected "int | None"  [arg-type]',
+        'error: Module has no attribute "plam"  [attr-defined]',
+    ], checked.stdout  # and the summary
 
 
 def test_plan_shows_its_options_and_they_are_those_of_predict() -> None:

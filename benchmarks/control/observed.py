@@ -69,3 +69,7 @@ class Observed:
             last = np.searchsorted(self.ratio, high, side="right")
             self._kept[low, high] = float((last - first) / self.tokens)
         return self._kept[low, high]
+
+    def tail(self, bounds: Floats) -> Floats:
+        """The share of tokens with a ratio above each of `bounds`."""
+        return np.array([1.0 - self.kept_fraction(0.0, float(c)) for c in bounds])

@@ -38,7 +38,7 @@ from fp8plan.runtime.correction.correct import correct
 from fp8plan.runtime.measure.kernels import timing
 from fp8plan.runtime.measure.machine import engine_facts, machine_facts
 from fp8plan.runtime.mismatch import backend as dispatch
-from fp8plan.runtime.mismatch.metrics import measure
+from fp8plan.runtime.mismatch.measure import measure
 from fp8plan.runtime.mismatch.tokens import pack
 from fp8plan.runtime.monitor.monitor import Monitor
 

@@ -56,7 +56,7 @@ def _typed(error: Any, words: list[str]) -> str:
 
 def _version(asked: bool) -> None:
     if asked:
-        from fp8plan import __version__
+        from fp8plan.version import __version__
 
         print(f"fp8plan {__version__}")
         raise typer.Exit

@@ -55,7 +55,8 @@ def progress(what: str) -> Callable[[Iterable[T]], Iterable[T]]:
             return items
         from tqdm import tqdm
 
-        return tqdm(items, desc=what, leave=False, delay=0.5, file=sys.stderr)
+        shown: Iterable[T] = tqdm(items, desc=what, leave=False, delay=0.5, file=sys.stderr)
+        return shown
 
     return bar
 

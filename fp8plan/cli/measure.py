@@ -7,7 +7,7 @@ import os
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -61,13 +61,13 @@ def probe_command(
     from fp8plan.runtime.probe.probe import probe
     from fp8plan.runtime.probe.prompts import read_prompts
     from fp8plan.runtime.probe.sampling import SampleSettings
-    from fp8plan.runtime.probe.table import probe_report
+    from fp8plan.views.probe import probe_report
 
     # vLLM writes its log to stdout unless told otherwise, and reads this when it is imported. What it writes while an
     # engine runs is held back; errors at the end of the process are not.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     card = find_gpu(gpu)
-    settings = SampleSettings(max_tokens, samples, temperature, seed, kv_scales)
+    settings = SampleSettings(max_tokens, samples, temperature, seed, cast("Any", kv_scales))  # checked there
     limits = EngineLimits.for_gpu(card)
     limits = replace(
         limits,

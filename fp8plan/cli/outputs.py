@@ -30,9 +30,9 @@ def check(asked: Iterable[tuple[str, str]]) -> None:
     if unnamed := [option for option, file in asked if not file]:
         raise ConfigError(f"{unnamed[0]} names no file; give one, or leave = out")
     files = [Path(file) for _, file in asked if file != STDOUT]
-    for path, times in Counter(os.path.realpath(file) for file in files).items():
+    for real, times in Counter(os.path.realpath(file) for file in files).items():
         if times > 1:
-            raise ConfigError(f"{path} is asked for {times} times; give each output a file of its own")
+            raise ConfigError(f"{real} is asked for {times} times; give each output a file of its own")
     for path in files:
         _check_file(path)
 

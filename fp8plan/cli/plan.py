@@ -201,7 +201,7 @@ def plan_command(
     printed = made.pop(STDOUT, None)
     writers = {file: outputs.text(content) for file, content in made.items()}
     if plot is not None:
-        from fp8plan.views.plan.figure import draw
+        from fp8plan.views.plan.plot import draw
 
         writers[str(plot)] = lambda path: draw(prediction, path, kv_scales or "unit")  # as --emit and `emit` do
     outputs.write(writers)
@@ -264,7 +264,7 @@ def _emissions(words: list[str]) -> list[tuple[str, str]]:
 def _plot_file(plot: Path | None) -> list[tuple[str, str]]:
     if plot is None:
         return []
-    from fp8plan.views.plan.figure import check_suffix
+    from fp8plan.views.plan.plot import check_suffix
 
     check_suffix(plot)
     return [("--plot", str(plot))]

@@ -13,7 +13,7 @@ import numpy as np
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.cost.batch import StepBatch
+from fp8plan.model.cost.base import StepBatch
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import BF16_BYTES, Precision

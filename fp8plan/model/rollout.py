@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fp8plan.model.arrays import FloatArray, IntArray
-from fp8plan.model.cost.batch import StepBatch, joined
+from fp8plan.model.cost.base import FloatArray, IntArray, StepBatch, joined
 from fp8plan.model.cost.host import start_cost
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.limits import EngineLimits

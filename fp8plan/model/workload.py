@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import read
-from fp8plan.model.arrays import IntArray
 
 PROMPT, RESPONSE = "prompt_length", "response_length"  # columns of a trace
 LIKE = 0.85  # how near the name of another column comes to one of these before it is taken for a slip
@@ -32,9 +32,9 @@ MOST_SIGMA = 10.0  # of rollouts about 1; here the middle two thirds would span 
 class Batch(NamedTuple):
     """Requests in order of arrival: int64 arrays of shape (requests,)."""
 
-    prompts: IntArray  # prompt tokens, at least 1
-    responses: IntArray  # response tokens, at least 1
-    prompt_ids: IntArray  # equal where two requests have the same prompt; 0 .. prompts-1
+    prompts: NDArray[np.int64]  # prompt tokens, at least 1
+    responses: NDArray[np.int64]  # response tokens, at least 1
+    prompt_ids: NDArray[np.int64]  # equal where two requests have the same prompt; 0 .. prompts-1
 
     @property
     def longest(self) -> int:
@@ -70,7 +70,7 @@ class Fixed:
     def describe(self) -> dict[str, Any]:
         return {"kind": "fixed", "tokens": self.tokens}
 
-    def draw(self, count: int, rng: np.random.Generator) -> IntArray:
+    def draw(self, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
         return np.full(count, self.tokens, dtype=np.int64)
 
 
@@ -101,7 +101,7 @@ class LogNormal:
     def describe(self) -> dict[str, Any]:
         return {"kind": "lognormal", "mean": self.mean, "sigma": self.sigma, "max": self.max}
 
-    def draw(self, count: int, rng: np.random.Generator) -> IntArray:
+    def draw(self, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
         median = math.log(self.mean) - self.sigma**2 / 2  # mean of a lognormal = exp(mu + sigma^2 / 2)
         return np.clip(np.rint(rng.lognormal(median, self.sigma, count)), 1, self.max).astype(np.int64)
 
@@ -127,7 +127,7 @@ class Trace:
     def describe(self) -> dict[str, Any]:
         return {"kind": "trace", "source": self.source, "rows": len(self.lengths)}
 
-    def draw(self, count: int, rng: np.random.Generator) -> IntArray:
+    def draw(self, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
         seen = np.array(self.lengths, dtype=np.int64)
         return seen if count == len(seen) else rng.choice(seen, count)
 

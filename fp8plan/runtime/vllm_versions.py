@@ -51,7 +51,7 @@ PATCHES: Final = (
     Patch(
         "sets",
         "_parameters, _buffers, _non_persistent_buffers_set, vars",
-        "worker/places.py",
+        "worker/vllm_reload.py",
         "after a trial, a failed reload or a return to the old weights, modules and their quantisation methods get "
         "back the objects that they had: vLLM forgets them, and CUDA graphs have captured them",
     ),

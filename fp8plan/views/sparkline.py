@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from fp8plan.model.arrays import FloatArray
+from fp8plan.model.cost.base import FloatArray
 
 BARS: Final = "▁▂▃▄▅▆▇█"
 

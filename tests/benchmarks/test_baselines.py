@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.cost.batch import StepBatch
+from fp8plan.model.cost.base import StepBatch
 from fp8plan.model.hardware import gpu
 from fp8plan.model.profile.library import datasheet_profile
 from fp8plan.model.rollout import step_batch

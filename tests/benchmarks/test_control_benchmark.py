@@ -22,7 +22,7 @@ from benchmarks.control.problem import (
 )
 from benchmarks.control.simulate import run
 from fp8plan.runtime.controller import law
-from fp8plan.runtime.mismatch.metrics import measure
+from fp8plan.runtime.mismatch.measure import measure
 from fp8plan.runtime.mismatch.tokens import pack
 
 RESULTS = json.loads((report.FOLDER / "results.json").read_text())["results"]

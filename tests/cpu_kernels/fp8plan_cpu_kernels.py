@@ -43,7 +43,8 @@ def _register_linear() -> None:
         ) -> torch.Tensor:
             columns = self.weight_group_shape[1]
             activations = A.float() * As.repeat_interleave(columns, 1)[:, : A.shape[1]]
-            return (activations @ _dequantised(B, Bs).t()).to(self.config.out_dtype)
+            product: torch.Tensor = activations @ _dequantised(B, Bs).t()
+            return product.to(self.config.out_dtype)
 
     kernels = linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
     if not any(kernel.__name__ == ReferenceFp8BlockKernel.__name__ for kernel in kernels):
@@ -60,7 +61,7 @@ def _register_experts() -> None:
     from vllm.model_executor.layers.quantization.online import fp8 as online
 
     # Before 0.30 a CPU's experts also choose the experts, which these leave to vLLM.
-    plain = getattr(cpu_moe, "CPUUnquantizedExperts", None)
+    plain: Any = getattr(cpu_moe, "CPUUnquantizedExperts", None)
     if plain is None or not issubclass(plain, modular_kernel.FusedMoEExpertsModular):
         return
 

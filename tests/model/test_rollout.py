@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.cost.batch import StepBatch
+from fp8plan.model.cost.base import StepBatch
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import gpu
 from fp8plan.model.limits import EngineLimits

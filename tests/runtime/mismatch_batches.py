@@ -31,7 +31,7 @@ def gaussian(sigma: float, tokens: int = 4_000, seed: int = 0) -> Any:
 
 def mismatch_of(log_ratio: Any) -> Any:
     """The Mismatch of log ratios [tokens], of one sequence, or [sequences, tokens]."""
-    from fp8plan.runtime.mismatch.metrics import measure
+    from fp8plan.runtime.mismatch.measure import measure
     from fp8plan.runtime.mismatch.tokens import pack
 
     log_ratio = np.atleast_2d(np.asarray(log_ratio, np.float32))
@@ -52,7 +52,7 @@ def one_of_two(rank: int, folder: str) -> None:
     from torch.distributed import destroy_process_group, init_process_group
 
     from fp8plan.runtime.correction.correct import CorrectionSettings, correct
-    from fp8plan.runtime.mismatch.metrics import measure
+    from fp8plan.runtime.mismatch.measure import measure
     from fp8plan.runtime.mismatch.tokens import pack
 
     whole = ragged(0)

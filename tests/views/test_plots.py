@@ -33,12 +33,12 @@ from fp8plan.views.plan.figure import (
     front,
     label,
     panels,
-    plot,
     points,
     risk_limits,
     title,
 )
 from fp8plan.views.plan.page import over_time, tradeoff
+from fp8plan.views.plan.plot import plot
 from fp8plan.views.report import plan_text
 
 SMALL = Workload(8, 4, Fixed(64), LogNormal(200, 0.8, 1000))

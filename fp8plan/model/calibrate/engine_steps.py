@@ -16,9 +16,7 @@ import numpy as np
 
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import rows
-from fp8plan.model.arrays import FloatArray
-from fp8plan.model.cost.base import Cost
-from fp8plan.model.cost.batch import Array, StepBatch
+from fp8plan.model.cost.base import Array, Cost, FloatArray, StepBatch
 from fp8plan.model.cost.host import start_cost
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.rollout import step_batch

@@ -19,8 +19,7 @@ from typing import TypeAlias
 import numpy as np
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.cost.base import Cost
-from fp8plan.model.cost.batch import Array
+from fp8plan.model.cost.base import Array, Cost
 from fp8plan.model.profile.profile import Profile
 
 HUBER = 1.5  # in units of sigma: beyond, a residual counts linearly

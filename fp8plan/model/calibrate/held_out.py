@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.cost.batch import Array
+from fp8plan.model.cost.base import Array
 
 LINEARS = {"Qwen/Qwen3-14B": ("qkv_proj", "gate_up_proj", "down_proj"), "meta-llama/Llama-3.2-1B": ("down_proj",)}
 ATTENTION = ("Qwen/Qwen3-14B", "Qwen/Qwen2.5-7B", "meta-llama/Llama-3.2-1B")

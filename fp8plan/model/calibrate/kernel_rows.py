@@ -18,8 +18,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, Linear, ModelShape
 from fp8plan.model.calibrate.fit import Observations
 from fp8plan.model.cost.attention import attention_cost, kv_write_cost, quantise_query_cost
-from fp8plan.model.cost.base import Cost
-from fp8plan.model.cost.batch import Array, StepBatch
+from fp8plan.model.cost.base import Array, Cost, StepBatch
 from fp8plan.model.cost.collective import all_reduce_cost
 from fp8plan.model.cost.gemm import gemm_cost, quantise_cost
 from fp8plan.model.cost.host import activation_cost, norm_cost, rotary_cost, sampler_cost

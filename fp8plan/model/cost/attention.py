@@ -24,8 +24,7 @@ from __future__ import annotations
 import numpy as np
 
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.cost.base import Cost, norm8, times, traffic
-from fp8plan.model.cost.batch import Array, StepBatch
+from fp8plan.model.cost.base import Array, Cost, StepBatch, norm8, times, traffic
 from fp8plan.model.cost.streaming import streaming_cost
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import BF16_BYTES, FP8_BYTES, Precision

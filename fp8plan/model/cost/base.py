@@ -1,4 +1,5 @@
-"""The value every cost function returns: seconds, and how they move with each coefficient of the profile.
+"""What every cost function takes and returns: engine steps; seconds, and how these move with each coefficient of the
+profile.
 
 The partial derivatives come with the value because they cost almost nothing there (each term is a product of
 powers of coefficients), while finite differences would evaluate the whole model once per coefficient.
@@ -8,10 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from fp8plan.model.cost.batch import Array
+IntArray: TypeAlias = NDArray[np.int64]
+FloatArray: TypeAlias = NDArray[np.float64]
+Array: TypeAlias = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """What engine steps are asked to do; every field is a float64 or int64 array of shape (steps,)."""
+
+    decode_requests: Array  # requests that get one token each
+    decode_kv_tokens: Array  # KV tokens those requests read, summed over them
+    prefill_tokens: Array  # prompt tokens, or recomputed ones, in this step
+    prefill_requests: Array  # chunks they are cut into
+    prefill_kv_tokens: Array  # KV tokens the chunks read (context before + own), summed over chunks
+    prefill_pairs: Array  # query-key pairs the chunks attend to, summed (attention FLOPs)
+    sampled_requests: Array  # rows through lm_head and the sampler
+
+
+def joined(batches: Sequence[StepBatch]) -> StepBatch:
+    """The steps of several batches, one after the other."""
+    return StepBatch(*(np.concatenate([getattr(batch, name) for batch in batches]) for name in StepBatch.__slots__))
 
 
 @dataclass(frozen=True, slots=True)

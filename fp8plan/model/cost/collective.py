@@ -15,8 +15,7 @@ from dataclasses import replace
 from math import ceil
 from typing import Final
 
-from fp8plan.model.cost.base import Cost, constant, traffic, zero
-from fp8plan.model.cost.batch import Array
+from fp8plan.model.cost.base import Array, Cost, constant, traffic, zero
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.profile.profile import Profile
 

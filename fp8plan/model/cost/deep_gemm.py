@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp8plan.model.arrays import IntArray
+from fp8plan.model.cost.base import IntArray
 
 SHARED_MEMORY = 232448  # bytes of an SM that a kernel may use
 BLOCK_K = 128

@@ -24,8 +24,7 @@ import numpy as np
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Linear
-from fp8plan.model.cost.base import Cost, constant, norm4, times, traffic, zero
-from fp8plan.model.cost.batch import Array
+from fp8plan.model.cost.base import Array, Cost, constant, norm4, times, traffic, zero
 from fp8plan.model.cost.tiles import gemm_backend, tiling
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import BF16_BYTES, FP8_BYTES, FP32_BYTES, Precision

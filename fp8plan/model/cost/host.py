@@ -15,8 +15,7 @@ import numpy as np
 
 from fp8plan.model.architecture import Linear, ModelShape
 from fp8plan.model.cost.attention import heads_per_rank
-from fp8plan.model.cost.base import Cost, constant, norm4, times, traffic, zero
-from fp8plan.model.cost.batch import Array, StepBatch
+from fp8plan.model.cost.base import Array, Cost, StepBatch, constant, norm4, times, traffic, zero
 from fp8plan.model.cost.streaming import streaming_cost
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import BF16_BYTES, FP32_BYTES, Precision

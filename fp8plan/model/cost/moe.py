@@ -14,8 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from fp8plan.model.architecture import Experts, ModelShape
-from fp8plan.model.cost.base import Cost, constant, norm2, times, traffic
-from fp8plan.model.cost.batch import Array
+from fp8plan.model.cost.base import Array, Cost, constant, norm2, times, traffic
 from fp8plan.model.cost.gemm import peak_flops
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import BF16_BYTES, Precision

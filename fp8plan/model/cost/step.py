@@ -13,8 +13,7 @@ import numpy as np
 
 from fp8plan.model.architecture import Linear, ModelShape
 from fp8plan.model.cost.attention import attention_cost, cache_cost, flops_per_pair, kv_bytes_per_token
-from fp8plan.model.cost.base import Cost, norm8
-from fp8plan.model.cost.batch import Array, StepBatch
+from fp8plan.model.cost.base import Array, Cost, StepBatch, norm8
 from fp8plan.model.cost.collective import all_reduce_cost, with_network
 from fp8plan.model.cost.gemm import gemm_cost, linear_dtype, peak_flops, quantise_cost
 from fp8plan.model.cost.host import host_cost, launch_cost, launches, layer_cost, sampling_cost

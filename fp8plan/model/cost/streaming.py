@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fp8plan.model.cost.base import Cost, times, traffic
-from fp8plan.model.cost.batch import Array
+from fp8plan.model.cost.base import Array, Cost, times, traffic
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.profile.profile import Profile
 

@@ -6,7 +6,6 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, cast
 
-from fp8plan import __version__
 from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.emit.settings import (
@@ -28,6 +27,7 @@ from fp8plan.model.risk.budget import Level, RiskBudget
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import check_target
 from fp8plan.schemas import VERSIONS
+from fp8plan.version import __version__
 
 # What a plan may say under "thresholds". Bounds are on pi_train / pi_rollout, as everywhere in fp8plan.
 THRESHOLDS: Final[dict[str, str]] = {

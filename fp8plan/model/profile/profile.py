@@ -13,11 +13,11 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fp8plan.checks import is_number
 from fp8plan.errors import ProfileError
 from fp8plan.jsonl import parse
-from fp8plan.model.cost.batch import Array
 from fp8plan.schemas import VERSIONS, check_version, checked
 
 T = TypeVar("T")
@@ -111,7 +111,7 @@ class Profile:
         """The name and the value of a coefficient, as the cost functions take them. Raises as `coefficient` does."""
         return name, self.coefficient(name)
 
-    def layer_factor(self, kernel: str, shape: Sequence[int], rows: Array) -> Array:
+    def layer_factor(self, kernel: str, shape: Sequence[int], rows: NDArray[Any]) -> NDArray[Any]:
         """What `rows` rows of a layer take, relative to what the coefficients say, shape of `rows`: 1 where no layer of
         this shape was timed, between the timed numbers of rows interpolated in the logs of both."""
         timed = self.layers.get(kernel, {}).get(layer_name(shape))
@@ -133,7 +133,7 @@ class Profile:
         """Of a missing kernel. What is calibrated on a CPU is every kernel of dense models, and no other."""
         return "on a CPU only dense models are" if self.gpu == "cpu" else f"run `{CALIBRATE_COMMAND}`"
 
-    def covariance(self, names: Sequence[str]) -> Array:
+    def covariance(self, names: Sequence[str]) -> NDArray[Any]:
         """Covariance of the logs of the coefficients `names`, shape (names, names); zero where nothing is known."""
         return _covariance_matrix(self.log_covariance, names)
 
@@ -205,7 +205,7 @@ def _covariance_problem(coefficients: Mapping[str, float], table: Mapping[str, M
     return None
 
 
-def _covariance_matrix(table: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> Array:
+def _covariance_matrix(table: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> NDArray[Any]:
     """The sparse symmetric `table` for `names`, shape (names, names); zero where it has no entry."""
     rows = [[table.get(a, {}).get(b, 0.0) for b in names] for a in names]
     return np.array(rows, dtype=float).reshape(len(names), len(names))

@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.arrays import FloatArray
+from fp8plan.model.cost.base import FloatArray
 from fp8plan.model.precision import Precision
 from fp8plan.model.risk.budget import LEVELS, Level, RiskBudget
 from fp8plan.model.risk.fit import (

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from fp8plan.model.arrays import FloatArray
+from fp8plan.model.cost.base import FloatArray
 from fp8plan.model.risk.theory import REFERENCE_LAYERS, RoundingErrors, Setting, kl_terms
 
 DATA: Final = Path(__file__).parent / "data"

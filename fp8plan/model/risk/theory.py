@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fp8plan.model.arrays import FloatArray
+from fp8plan.model.cost.base import FloatArray
 from fp8plan.model.precision import E4M3_MANTISSA_BITS, E4M3_MAX
 
 GROUP: Final = 128  # weights in GROUP x GROUP blocks, activations in 1 x GROUP groups (vLLM's FP8_BLOCK)

@@ -12,7 +12,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-from fp8plan.model.arrays import IntArray
+from fp8plan.model.cost.base import IntArray
 
 
 def blocks_for(tokens: int, block_size: int) -> int:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fp8plan.errors import CapacityError
-from fp8plan.model.arrays import IntArray
+from fp8plan.model.cost.base import IntArray
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.schedule.kv_pool import CachingPool, Pool, blocks_for
 from fp8plan.model.schedule.state import SchedulerState

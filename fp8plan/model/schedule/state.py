@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from fp8plan.model.arrays import IntArray
+from fp8plan.model.cost.base import IntArray
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.schedule.kv_pool import Pool, blocks_for
 

@@ -33,21 +33,21 @@ import numpy as np
 from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.risk.budget import RiskBudget
-from fp8plan.runtime.controller.alarms import AlarmLimits, alarms
-from fp8plan.runtime.controller.constant import NO_DATA, Update
+from fp8plan.runtime.controller.alarms import AlarmLimits, alarms, beginning, observed, predicted_kl, usable
 from fp8plan.runtime.controller.state import (
+    NO_DATA,
     WORDS,
     AdaptiveState,
     Alarm,
     ControllerState,
     Decided,
     Decision,
+    Update,
     escalation,
     resumed,
     strain,
 )
-from fp8plan.runtime.controller.watch import observed, predicted_kl, usable
-from fp8plan.runtime.correction.correct import Thresholds
+from fp8plan.runtime.correction.settings import Thresholds
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
@@ -60,7 +60,7 @@ OUTLIERS: Final = 2  # tokens, or sequences, by which tightening stays away from
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveThresholds:
-    """Thresholds that tighten as the observed KL rises above its target; `controlling.adaptive` has the law.
+    """Thresholds that tighten as the observed KL rises above its target; `controller.adaptive` has the law.
 
     tis, band:   to start with, and which of the two are controlled (None: not that one); a plan's come first
     level:       whose ratios they bound; Monitor gives that of its settings
@@ -124,11 +124,7 @@ class AdaptiveThresholds:
 
         Raises ConfigError for a plan with thresholds that cannot tighten, or without such a choice.
         """
-        tis, band = self.tis, self.band
-        if plan is not None and tis is not None:
-            tis = plan.thresholds.get(f"{self.level}_tis", tis)
-        if plan is not None and band is not None:
-            band = tuple(plan.thresholds.get(f"{self.level}_mis", band))
+        tis, band = beginning(plan, self.level, self.tis, self.band)
         _check_start(tis, band)
         predicted = predicted_kl(plan, choice)
         return AdaptiveState(
@@ -174,7 +170,7 @@ class AdaptiveThresholds:
         """The map: reach for a KL."""
         if kl <= state.target_kl:
             return 1.0
-        return max((state.target_kl / kl) ** self.gain, self.narrowest)
+        return max(float((state.target_kl / kl) ** self.gain), self.narrowest)
 
     def _slewed(self, now: float, wanted: float) -> float:
         """Where one step leads from `now`: it rises with `wanted`, whatever `now` is."""

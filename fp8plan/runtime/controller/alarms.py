@@ -1,15 +1,20 @@
-"""Alarms: figures of a batch that no threshold repairs, or that stay hidden where only KL is watched."""
+"""The KL that every law remembers of a batch before it decides, and its alarms: figures that no threshold repairs, or
+that stay hidden where only KL is watched."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import sqrt
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from math import isfinite, isnan, sqrt
+from typing import TYPE_CHECKING, Final
 
-from fp8plan.runtime.controller.state import Alarm
+from fp8plan.runtime.controller.state import Alarm, State
 
 if TYPE_CHECKING:
+    from fp8plan.model.plan.plan import Plan
     from fp8plan.runtime.mismatch.metrics import Mismatch
+
+KL_MEMORY: Final = 0.7  # of the last step's smoothed KL: a half-life of two steps
+KL_LEAP: Final = 100.0  # times the limit, or the KL so far, that a batch may count: no single one rules for long after
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +61,32 @@ def honest(mismatch: Mismatch, limits: AlarmLimits) -> bool:
     mean = sqrt(mismatch.ess_raw * (mismatch.chi2_token + 1.0))
     error = sqrt(max(mismatch.chi2_token, 0.0) / mismatch.tokens)
     return abs(mean - 1.0) <= limits.mean + 5 * error
+
+
+def usable(mismatch: Mismatch) -> bool:
+    """Whether there is a valid token and the figures that decide are numbers. An infinite k3 is: of one token."""
+    figures = (mismatch.k1, mismatch.k3, mismatch.k3_robust, mismatch.ess_raw, mismatch.chi2_token)
+    if not mismatch.tokens or any(value is None or isnan(value) for value in figures):
+        return False
+    return isfinite(mismatch.k3_robust) and isfinite(mismatch.kept_fraction(0.0, 1.0))
+
+
+def observed(state: State, mismatch: Mismatch) -> State:
+    """The state with this batch in its KL, thresholds unmoved."""
+    counts = min(mismatch.k3_robust, KL_LEAP * max(state.limit_kl, state.kl or 0.0))
+    kl = counts if state.kl is None else KL_MEMORY * state.kl + (1 - KL_MEMORY) * counts
+    return replace(state, steps=state.steps + 1, kl=kl)
+
+
+def predicted_kl(plan: Plan | None, choice: int | str | None = None) -> float:
+    """The upper end of the KL that the plan predicts for a choice, or its own; 0 if it says nothing."""
+    return (plan.select(choice).kl_k3_high or 0.0) if plan is not None else 0.0
+
+
+def beginning(
+    plan: Plan | None, level: str, tis: float | None, band: tuple[float, float] | None
+) -> tuple[float | None, tuple[float, float] | None]:
+    """(tis, band) to start with: of a plan, where it has them, if they are controlled at all."""
+    planned = {} if plan is None else plan.thresholds
+    tis = None if tis is None else planned.get(f"{level}_tis", tis)
+    return tis, None if band is None else tuple(planned.get(f"{level}_mis", band))

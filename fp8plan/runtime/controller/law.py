@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from fp8plan.model.arrays import FloatArray
+from fp8plan.runtime.mismatch.histogram import FloatArray
 
 if TYPE_CHECKING:
     from fp8plan.runtime.mismatch.metrics import Mismatch
@@ -43,8 +43,7 @@ LOWEST: Final = 1e-3  # of the band's lower end
 
 def tail(mismatch: Mismatch) -> FloatArray:
     """Share of tokens with a ratio above each bound of GRID, less one token's worth; of at least one token."""
-    above = np.array([1.0 - mismatch.kept_fraction(0.0, float(c)) for c in GRID])
-    return np.maximum(above - OUTLIER / mismatch.tokens, 0.0)
+    return np.maximum(mismatch.tail(GRID) - OUTLIER / mismatch.tokens, 0.0)
 
 
 def cut_away(above: FloatArray, upper: float) -> FloatArray:

@@ -25,7 +25,7 @@ C = 2 in the scenario of spikes, at 16, 128 and 1,024 sequences per batch (bench
     ESS is low it gives up the correction when the bias is largest. Masking to a second moment of 0.04 (M2PO,
     arXiv 2510.01161), relative to a mask of [0.5, 5]: 0.91, 1.17, 1.80; the law's mask: 0.81, 0.97, 0.82.
  7. Least squared error, estimated from the batch's own ratios and its noise: 0.83, 0.94, 0.83. Chosen. Its closed form
-    is in `controlling.law`: cut until the weight lost is C times the noise of the batch. The best C of every single
+    is in `controller.law`: cut until the weight lost is C times the noise of the batch. The best C of every single
     step, known from the exact gradient, gives 0.80, 0.93, 0.78.
 
 So C follows two things: the tail of the ratios (monotone: more mismatch, never a smaller C; bounded by what published
@@ -64,21 +64,21 @@ import numpy as np
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.controller import law
-from fp8plan.runtime.controller.alarms import AlarmLimits, alarms, honest
-from fp8plan.runtime.controller.constant import NO_DATA, Update
+from fp8plan.runtime.controller.alarms import AlarmLimits, alarms, beginning, honest, observed, predicted_kl, usable
 from fp8plan.runtime.controller.noise import measured
 from fp8plan.runtime.controller.state import (
+    NO_DATA,
     Alarm,
     ControllerState,
     Decided,
     Decision,
     LeastErrorState,
+    Update,
     escalation,
     resumed,
     strain,
 )
-from fp8plan.runtime.controller.watch import observed, predicted_kl, usable
-from fp8plan.runtime.correction.correct import Thresholds
+from fp8plan.runtime.correction.settings import Thresholds
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
@@ -87,7 +87,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LeastErrorThresholds:
-    """Thresholds that follow the mismatch and the size of the batch, by `controlling.law`.
+    """Thresholds that follow the mismatch and the size of the batch, by `controller.law`.
 
     tis, band:    to start with, and which of the two are controlled (None: not that one); a plan's come first
     bounds:       of C and of the band's upper end
@@ -144,11 +144,7 @@ class LeastErrorThresholds:
     def initial(self, plan: Plan | None = None, choice: int | str | None = None) -> LeastErrorState:
         """The state before the first batch. A plan gives thresholds to start with and the predicted range of KL, of its
         choice or another."""
-        tis, band = self.tis, self.band
-        if plan is not None and tis is not None:
-            tis = plan.thresholds.get("token_tis", tis)
-        if plan is not None and band is not None:
-            band = tuple(plan.thresholds.get("token_mis", band))
+        tis, band = beginning(plan, "token", self.tis, self.band)
         low = None if band is None else band[0]
         limit = max(self.limit_kl, predicted_kl(plan, choice))
         return self._within(LeastErrorState(tis=tis, band=band, low=low, limit_kl=limit))

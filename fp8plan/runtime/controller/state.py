@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from fp8plan.checks import instance, is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.controller.law import GRID
+from fp8plan.runtime.correction.settings import Thresholds
 
 
 class Decision(StrEnum):
@@ -74,6 +75,9 @@ class Decided:
     escalate: Escalation | None = None
 
 
+NO_DATA: Final = Decided(Decision.NO_DATA, "no valid token, or a figure that is not a number")
+
+
 @dataclass(frozen=True, slots=True)
 class ControllerState:
     """Saved with the checkpoint; plain numbers only. What every controller remembers:
@@ -113,7 +117,11 @@ class ControllerState:
                 f"a saved ControllerState has a tail of {len(saved['tail'])} bounds, this version of fp8plan "
                 f"{GRID.size}; begin with a new state"
             )
-        return kind(**{name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()})
+        values: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
+        return kind(**values)
+
+
+Update = tuple[Thresholds, ControllerState, Decided]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from fp8plan.runtime.correction.settings import CorrectionSettings, Rejection
 from fp8plan.runtime.correction.weights import TINY
-from fp8plan.runtime.mismatch.histogram import LIMIT
+from fp8plan.runtime.mismatch.histogram import LIMIT, k3
 from fp8plan.runtime.mismatch.moments import Moments, Sums, of_sequences
 from fp8plan.runtime.mismatch.segments import Segments, lost, spread
 
@@ -57,7 +57,7 @@ def divergence(log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:
         return clamped.neg_()
     if estimator == "k2":
         return clamped.square_().mul_(0.5)
-    return clamped.expm1().sub_(clamped)
+    return k3(clamped)
 
 
 def limits(rule: Rejection) -> tuple[float, float]:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fp8plan.model.arrays import FloatArray
 from fp8plan.runtime.correction.settings import CorrectionSettings
-from fp8plan.runtime.mismatch import backend as dispatch
-from fp8plan.runtime.mismatch.histogram import LIMIT
+from fp8plan.runtime.mismatch import backend
+from fp8plan.runtime.mismatch.histogram import LIMIT, FloatArray
 from fp8plan.runtime.mismatch.moments import Moments, Sums, of_sequences
-from fp8plan.runtime.mismatch.segments import Segments, all_reduced, spread
+from fp8plan.runtime.mismatch.ranks import all_reduced
+from fp8plan.runtime.mismatch.segments import Segments, spread
 
 if TYPE_CHECKING:
     import torch
@@ -51,10 +51,10 @@ def weighted(tokens: Tokens, settings: CorrectionSettings) -> Weighted:
 def _by_token(tokens: Tokens, settings: CorrectionSettings) -> Weighted:
     low, high = bounds(settings)
     band = settings.mode != "tis"
-    if len(tokens) and dispatch.by_triton(tokens.log_ratio):
+    if len(tokens) and backend.by_triton(tokens.log_ratio):
         from fp8plan.runtime.mismatch import fused
 
-        weights, inside, (found, raw), totals = fused.weighed(tokens, low, high, band)
+        weights, inside, (found, raw), totals = fused.weighed(tokens.log_ratio, tokens.offsets.numpy(), low, high, band)
     else:
         weights, inside, (found, raw), totals = by_torch(tokens, low, high, band)
     square, above, below, smallest, largest = totals.tolist()
@@ -108,10 +108,10 @@ def by_torch(
 def _by_sequence(tokens: Tokens, settings: CorrectionSettings) -> Weighted:
     low, high = bounds(settings)
     lengths = tokens.lengths.numpy()
-    sums = Segments(tokens.offsets.numpy(), tokens.log_ratio.device)
+    per_sequence = Segments(tokens.offsets.numpy(), tokens.log_ratio.device)
     for part in tokens.chunks():
-        sums.add(part, tokens.log_ratio[part])
-    log_ratio = sums.numpy()
+        per_sequence.add(part, tokens.log_ratio[part])
+    log_ratio = per_sequence.numpy()
     if settings.level == "geometric":
         log_ratio = log_ratio / np.maximum(lengths, 1)
     raw = np.exp(np.clip(log_ratio, -LIMIT, LIMIT))

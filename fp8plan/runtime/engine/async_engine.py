@@ -83,7 +83,8 @@ class AsyncRolloutEngine(EngineBase):
         scored: Scored | None = None,
     ) -> SyncReport:
         """As RolloutEngine.sync_weights. Requests must have ended, or been aborted, before."""
-        return await self._drive(self._sync(self._busy(), tensors, manifest, kv_amax, kv_prompts, scored))
+        report: SyncReport = await self._drive(self._sync(self._busy(), tensors, manifest, kv_amax, kv_prompts, scored))
+        return report
 
     async def join_transfer(self, where: Rendezvous) -> None:
         """As RolloutEngine.join_transfer."""
@@ -110,12 +111,14 @@ class AsyncRolloutEngine(EngineBase):
 
     async def recalibrate_kv(self, *, kv_amax: Any = None, kv_prompts: Any = None) -> str | None:
         """Measure or set the KV scales anew, without new weights; where they come from."""
-        return await self._drive(self._recalibrate(self._busy(), kv_amax, kv_prompts))
+        source: str | None = await self._drive(self._recalibrate(self._busy(), kv_amax, kv_prompts))
+        return source
 
     async def kv_scales(self) -> dict[str, dict[str, float]]:
         """layer -> scales of q, k, v that the live engine uses, on the device and on the host."""
         refuse_shut_down(self.state)
-        return (await self._drive(rpc("fp8plan_kv_scales")))[0]
+        scales: dict[str, dict[str, float]] = (await self._drive(rpc("fp8plan_kv_scales")))[0]
+        return scales
 
     async def sleep(self, level: int = 1) -> None:
         """AsyncLLM's sleep. Level 2 drops the weights: a sync must follow the wake-up."""

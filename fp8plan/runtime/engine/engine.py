@@ -148,7 +148,8 @@ class RolloutEngine(EngineBase):
         Raises SyncError; its message says which weights serve now.
         """
         with self._calling():
-            return self._drive(self._sync(self._busy(), tensors, manifest, kv_amax, kv_prompts, scored))
+            report: SyncReport = self._drive(self._sync(self._busy(), tensors, manifest, kv_amax, kv_prompts, scored))
+            return report
 
     def join_transfer(self, where: Rendezvous) -> None:
         """Meet a trainer that sends over NCCL; returns once it has come (fp8plan.runtime.weight_sync.nccl)."""
@@ -193,12 +194,14 @@ class RolloutEngine(EngineBase):
     def recalibrate_kv(self, *, kv_amax: Any = None, kv_prompts: Any = None) -> str | None:
         """Measure or set the KV scales anew, without new weights; where they come from."""
         with self._calling():
-            return self._drive(self._recalibrate(self._busy(), kv_amax, kv_prompts))
+            source: str | None = self._drive(self._recalibrate(self._busy(), kv_amax, kv_prompts))
+            return source
 
     def kv_scales(self) -> dict[str, dict[str, float]]:
         """layer -> scales of q, k, v that the live engine uses, on the device and on the host."""
         with self._calling():
-            return self._drive(rpc("fp8plan_kv_scales"))[0]
+            scales: dict[str, dict[str, float]] = self._drive(rpc("fp8plan_kv_scales"))[0]
+            return scales
 
     def sleep(self, level: int = 1) -> None:
         """vLLM's sleep (enable_sleep_mode=True). Level 2 drops the weights: a sync must follow the wake-up."""
@@ -230,7 +233,9 @@ class RolloutEngine(EngineBase):
 
     def _rollout_of(self, prompts: Any, sampling_params: Any, more: dict[str, Any]) -> list[Any]:
         judge = self._judge.begin(self.llm)
-        outputs = self._finished(lambda: self.llm.generate(prompts, sampling_params, **{"use_tqdm": False} | more))
+        outputs: list[Any] = self._finished(
+            lambda: self.llm.generate(prompts, sampling_params, **{"use_tqdm": False} | more)
+        )
         judge(outputs)
         self._remember(outputs)
         return outputs
@@ -386,7 +391,8 @@ def started_apart(start: Callable[[], Answer]) -> Answer:
     def begun() -> Answer:
         found = start()
         if over.is_set():  # nobody waits for it any more, and its processes came too late to be killed
-            getattr(found, "llm_engine", found).engine_core.shutdown()
+            engine: Any = getattr(found, "llm_engine", found)
+            engine.engine_core.shutdown()
         return found
 
     def give_up() -> None:

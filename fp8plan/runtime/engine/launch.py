@@ -137,7 +137,7 @@ def launch(
     """The Launch of one replica; model_path: the checkpoint, if it is not the setup's model; the rest as in Launch.
     Raises ConfigError for what vLLM, the GPU or the arguments do not allow."""
     check_vllm_version()
-    more, preset, on_cpu = more or {}, setup.precision, setup.gpu.is_cpu
+    more, preset = more or {}, setup.precision
     if taken := sorted(set(more).intersection(THE_SETUPS)):
         whose = (
             "plan; allowed: another choice of the plan (choice=...)" if precisions else "setup; allowed: another one"
@@ -146,7 +146,7 @@ def launch(
     for name, (allowed, why) in NOT_SUPPORTED.items():
         if more.get(name, allowed) != allowed:
             raise ConfigError(f"{name} is {more[name]!r}; allowed: {allowed!r}: {why}")
-    if not on_cpu and (reason := setup.gpu.why_not(preset)):  # a CPU runs blockwise FP8 in reference arithmetic
+    if not setup.gpu.is_cpu and (reason := setup.gpu.why_not(preset)):  # of a CPU, Launch.prepare asks vLLM itself
         raise ConfigError(f"{preset.name}: {reason}; allowed: bf16, or another GPU")
     kwargs = vllm_kwargs(setup) | {"disable_log_stats": False} | dict(more) | {"worker_extension_cls": EXTENSION}
     if model_path is not None:

@@ -1,4 +1,4 @@
-"""The passes over a batch on a GPU, each as one Triton kernel; torch's operations in tokens.py, one_pass.py and
+"""The passes over a batch on a GPU, each as one Triton kernel; torch's operations in tokens.py, measure.py and
 weights.py are the reference, and the only way on a CPU.
 
 Sequences are cut into tiles, one for each program. Sums over a tile are float64 and are added up in one order: a
@@ -18,18 +18,14 @@ measured  8 bytes a token, 211 us (10%). Most of it brings three numbers of each
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fp8plan.model.arrays import FloatArray, IntArray
 from fp8plan.runtime.mismatch import fused_kernels as kernels
-from fp8plan.runtime.mismatch.histogram import BINS, SIDE
-
-if TYPE_CHECKING:
-    from fp8plan.runtime.mismatch.tokens import Tokens
+from fp8plan.runtime.mismatch.histogram import BINS, SIDE, FloatArray, IntArray
 
 
 class Launch(NamedTuple):
@@ -71,17 +67,19 @@ class Tiles:
 
     def per_segment(self, per_tile: FloatArray) -> FloatArray:
         """[segments] sums of [tiles] sums."""
-        return np.bincount(self._segment, per_tile, self._segments)
+        sums: FloatArray = np.bincount(self._segment, per_tile, self._segments).astype(np.float64, copy=False)
+        return sums
 
 
-def measured(tokens: Tokens, pieces: IntArray) -> tuple[FloatArray, float, FloatArray]:
-    """As one_pass.by_torch."""
-    device = tokens.log_ratio.device
+def measured(log_ratio: Tensor, train: Tensor, pieces: IntArray) -> tuple[FloatArray, float, FloatArray]:
+    """As measure.by_torch."""
+    device = log_ratio.device
     tiles = Tiles(pieces, MEASURE, device)
     copies = torch.zeros(COPIES, BINS, kernels.ROW, dtype=torch.float64, device=device)
     sums = torch.empty(10, len(tiles), dtype=torch.float64, device=device)
-    sides = tokens.log_ratio.contiguous(), tokens.train.contiguous()
-    tiles.run(kernels.measure, *sides, tiles.cuts, len(tiles), copies, sums, COPIES=COPIES)
+    tiles.run(
+        kernels.measure, log_ratio.contiguous(), train.contiguous(), tiles.cuts, len(tiles), copies, sums, COPIES=COPIES
+    )
     per_tile = sums[:3].cpu().numpy()
     squares, *near = sums[3:].sum(1).tolist()
     histogram = copies.sum(0)[:, :3].T.cpu().numpy().copy()
@@ -90,13 +88,13 @@ def measured(tokens: Tokens, pieces: IntArray) -> tuple[FloatArray, float, Float
 
 
 def weighed(
-    tokens: Tokens, low: float, high: float, band: bool
+    log_ratio: Tensor, offsets: IntArray, low: float, high: float, band: bool
 ) -> tuple[Tensor, Tensor | None, FloatArray, FloatArray]:
     """As weights.by_torch."""
-    log_ratio = tokens.log_ratio.contiguous()
-    tiles = Tiles(tokens.offsets.numpy(), WEIGH, log_ratio.device)
+    log_ratio = log_ratio.contiguous()
+    tiles = Tiles(offsets, WEIGH, log_ratio.device)
     weights = torch.empty_like(log_ratio)
-    inside = torch.empty(len(tokens), dtype=torch.bool, device=log_ratio.device) if band else None
+    inside = torch.empty(len(log_ratio), dtype=torch.bool, device=log_ratio.device) if band else None
     sums = torch.empty(7, len(tiles), dtype=torch.float64, device=log_ratio.device)
     flags = weights if inside is None else inside.view(torch.uint8)
     ends = float(low), float(high)  # an integer would be another kernel
@@ -111,10 +109,10 @@ def packed(train: Tensor, rollout: Tensor, kept: Tensor, ends: Tensor) -> tuple[
     tiles, flags, counted = _counted(kept, ends.numpy())
     before = np.append(0, counted.cpu().numpy())
     number = int(before[-1])
-    sides = [torch.empty(number, dtype=torch.float32, device=train.device) for _ in range(3)]
-    tiles.run(kernels.gather, train.contiguous(), rollout.contiguous(), flags, tiles.cuts, counted, *sides)
+    a, b, log_ratio = (torch.empty(number, dtype=torch.float32, device=train.device) for _ in range(3))
+    tiles.run(kernels.gather, train.contiguous(), rollout.contiguous(), flags, tiles.cuts, counted, a, b, log_ratio)
     lengths = tiles.per_segment(np.diff(before)).astype(np.int64)
-    return *sides, torch.from_numpy(np.append(0, np.cumsum(lengths)))
+    return a, b, log_ratio, torch.from_numpy(np.append(0, np.cumsum(lengths)))
 
 
 def unpack(values: Tensor, kept: Tensor, out: Tensor) -> None:

@@ -8,14 +8,19 @@ on every device.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from math import expm1, inf, log
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
-
-from fp8plan.model.arrays import FloatArray
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     import torch
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+Numbers = TypeVar("Numbers", float, FloatArray, "torch.Tensor")
 
 LIMIT: Final = 20.0  # as verl's SAFETY_BOUND; the last bin of each sign is all beyond it
 SMALLEST: Final = 2.0**-16  # the first bin of each sign is [0, 2^-16)
@@ -23,6 +28,9 @@ SHIFT: Final = 23 - 5  # of float32's 23 bits of mantissa, 5 count
 FIRST: Final = int(np.float32(SMALLEST).view(np.int32)) >> SHIFT
 SIDE: Final = (int(np.float32(LIMIT).view(np.int32)) >> SHIFT) - FIRST + 2  # bins of one sign
 BINS: Final = 2 * SIDE
+
+# k3_robust: of the tokens with the largest |log ratio|, this share counts as the smallest of them, and two at least.
+WINSORISED, WINSORISED_TOKENS = 1e-3, 2
 
 # Lower ends of the bins of one sign, in |log ratio|, and infinity.
 MAGNITUDES: Final[FloatArray] = np.concatenate(
@@ -34,6 +42,13 @@ MAGNITUDES: Final[FloatArray] = np.concatenate(
 )
 # Ends of all bins, in log ratio, from -infinity to infinity.
 EDGES: Final[FloatArray] = np.concatenate([-MAGNITUDES[:0:-1], MAGNITUDES])
+
+
+def k3(log_ratio: Numbers) -> Numbers:
+    """exp(x) - 1 - x, which is never negative: its mean over tokens estimates the KL. Not clamped."""
+    if isinstance(log_ratio, float):
+        return expm1(log_ratio) - log_ratio
+    return (np.expm1(log_ratio) if isinstance(log_ratio, np.ndarray) else log_ratio.expm1()) - log_ratio
 
 
 def bins(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -63,10 +78,24 @@ def quantile(counts: FloatArray, rank: float) -> float:
     return float(low + (high - low) * min(max(inside, 0.0), 1.0))
 
 
-def count_below(counts: FloatArray, log_ratio: float) -> float:
-    """Tokens whose log ratio is below `log_ratio`, which is clipped to +-20; linear within a bin."""
+def count_below(counts: FloatArray, log_ratio: FloatArray | float) -> FloatArray:
+    """Tokens whose log ratio is below each of `log_ratio`, which are clipped to +-20; linear within a bin."""
     below = np.concatenate([[0.0], np.cumsum(counts)])
-    return float(np.interp(np.clip(log_ratio, -LIMIT, LIMIT), EDGES[1:-1], below[1:-1]))
+    return np.asarray(np.interp(np.clip(log_ratio, -LIMIT, LIMIT), EDGES[1:-1], below[1:-1]))
+
+
+def kept(counts: FloatArray, low: float, highs: Sequence[float] | FloatArray) -> FloatArray:
+    """Share of the tokens with low <= ratio <= high, for each of `highs`. 1 without tokens."""
+    tokens = float(counts.sum())
+    if not tokens:
+        return np.ones(len(highs))
+    ends = np.array([log(high) for high in highs])
+    # A ratio of exactly 1 is common (tokens that both policies are sure of) and no ratio above 1.
+    at_most = np.where((ends >= 0) & (ends < SMALLEST), SMALLEST, ends)
+    above = np.where(ends >= LIMIT, 0.0, tokens - count_below(counts, at_most))
+    end = log(low) if low > 0 else -inf
+    below = count_below(counts, end) if end > -LIMIT else 0.0
+    return np.maximum(tokens - above - below, 0.0) / tokens
 
 
 def without_largest(counts: FloatArray, ratios: FloatArray, tokens: float) -> tuple[FloatArray, FloatArray]:
@@ -84,3 +113,25 @@ def excess(counts: FloatArray, ratios: FloatArray, c: float) -> float:
     if c <= ends[0]:
         return max(total, 0.0)
     return max(float(np.interp(c, ends, above)), total, 0.0)
+
+
+def robust_k3(counts: FloatArray, sums: FloatArray) -> float:
+    """Mean of k3 in which the tokens beyond a quantile q of |log ratio| count as if they lay at +-q.
+
+    sums: [BINS] of k3
+    """
+    tokens = float(counts.sum())
+    if not tokens:
+        return 0.0
+    beyond = max(WINSORISED * tokens, min(WINSORISED_TOKENS, tokens / 2))
+    q = quantile(counts, tokens - beyond)
+    ends = np.minimum(MAGNITUDES, LIMIT)
+    # Of each bin, the share of its tokens that lies below q.
+    width = np.diff(ends)  # 0 of the last one, all beyond the limit
+    below = np.clip((q - ends[:-1]) / np.where(width > 0, width, 1.0), 0.0, 1.0)
+    positive, negative = slice(SIDE, None), slice(SIDE - 1, None, -1)
+    total = 0.0
+    for side, at_q in ((positive, k3(q)), (negative, k3(-q))):
+        inside = below * np.where(below > 0, sums[side], 0.0)
+        total += float(np.minimum(inside + at_q * (1 - below) * counts[side], sums[side]).sum())
+    return total / tokens

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.arrays import FloatArray, IntArray
-from fp8plan.runtime.mismatch import backend as dispatch
-from fp8plan.runtime.mismatch.histogram import BINS, LIMIT, bins
+from fp8plan.runtime.mismatch import backend
+from fp8plan.runtime.mismatch.histogram import BINS, LIMIT, FloatArray, IntArray, bins, k3
+from fp8plan.runtime.mismatch.metrics import POSITIONS, SIZE, SLOTS, VERSION_SUMS, MismatchSums
 from fp8plan.runtime.mismatch.segments import Segments, by_bin
-from fp8plan.runtime.mismatch.sums import POSITIONS, SIZE, SLOTS, VERSION_SUMS, MismatchSums
-from fp8plan.runtime.mismatch.threads import one_thread
 from fp8plan.runtime.mismatch.tokens import to_tensor
 
 if TYPE_CHECKING:
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
     from fp8plan.runtime.mismatch.tokens import Array, Tokens
 
 
-@one_thread()
+@backend.one_thread()
 def measure(tokens: Tokens, versions: Array | Sequence[int] | None = None) -> MismatchSums:
     """The sums of one batch.
 
@@ -34,10 +32,10 @@ def measure(tokens: Tokens, versions: Array | Sequence[int] | None = None) -> Mi
     pieces = _pieces(tokens.offsets.numpy())
     runs = None if versions is None else _runs(tokens, versions)
     cuts = pieces if runs is None else np.union1d(pieces, runs[0])
-    if dispatch.by_triton(tokens.log_ratio):
+    if backend.by_triton(tokens.log_ratio):
         from fp8plan.runtime.mismatch import fused
 
-        histogram, squares, per_part = fused.measured(tokens, cuts)
+        histogram, squares, per_part = fused.measured(tokens.log_ratio, tokens.train, cuts)
     else:
         histogram, squares, per_part = by_torch(tokens, cuts)
     sums = MismatchSums(np.zeros(SIZE))
@@ -70,13 +68,13 @@ def by_torch(tokens: Tokens, pieces: IntArray) -> tuple[FloatArray, float, Float
     table = torch.zeros(3, BINS, dtype=torch.float64, device=device)
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for part in tokens.chunks():
-        log_ratio, ratio, k3 = _terms(tokens.log_ratio[part])
+        log_ratio, ratio, divergence = _terms(tokens.log_ratio[part])
         where = bins(tokens.log_ratio[part])
         table[0] += torch.bincount(where, minlength=BINS)
         table[1] += by_bin(where, ratio, BINS)
-        table[2] += by_bin(where, k3, BINS)
+        table[2] += by_bin(where, divergence, BINS)
         squares += torch.dot(ratio, ratio)
-        for segments, values in zip(per_piece, (log_ratio, k3, tokens.train[part]), strict=True):
+        for segments, values in zip(per_piece, (log_ratio, divergence, tokens.train[part]), strict=True):
             segments.add(part, values)
     return table.cpu().numpy(), float(squares), np.array([of.numpy() for of in per_piece])
 
@@ -85,11 +83,11 @@ def _terms(log_ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
     """log ratio, ratio (clamped to e^+-20) and k3 (not clamped) in float64, where ratio - 1 cancels harmlessly."""
     exact = log_ratio.double()
     ratio = exact.clamp(-LIMIT, LIMIT).exp_()
-    k3 = (ratio - 1).sub_(exact).clamp_(min=0)
+    divergence = (ratio - 1).sub_(exact).clamp_(min=0)
     beyond = log_ratio > LIMIT
     if bool(beyond.any()):
-        k3[beyond] = exact[beyond].expm1() - exact[beyond]
-    return exact, ratio, k3
+        divergence[beyond] = k3(exact[beyond])
+    return exact, ratio, divergence
 
 
 def _pieces(offsets: IntArray) -> IntArray:
@@ -105,10 +103,10 @@ def _pieces(offsets: IntArray) -> IntArray:
 def _with_sequences(sums: MismatchSums, lengths: IntArray, per_piece: FloatArray, pieces: IntArray) -> MismatchSums:
     """Adds what is summed over sequences and over bins of position. An empty sequence counts with log p = 0."""
     count = len(lengths)
-    log_ratio, k3, train = per_piece.reshape(3, count, -1) if count else np.zeros((3, 0, 1))
+    log_ratio, divergence, train = per_piece.reshape(3, count, -1) if count else np.zeros((3, 0, 1))
     used = log_ratio.shape[1]
     tokens = np.diff(pieces).reshape(count, used) if count else np.zeros((0, 1))
-    for name, values in (("tokens", tokens), ("k1", -log_ratio), ("k3", k3)):
+    for name, values in (("tokens", tokens), ("k1", -log_ratio), ("k3", divergence)):
         sums[f"position_{name}"][:used] = values.sum(0)
     sums["sequences"], sums["k1"] = count, -log_ratio.sum()
     if not count:

@@ -11,27 +11,129 @@ one; tests/runtime/test_verl_parity.py compares them, and fp8plan.runtime.correc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import expm1, inf, log
-from typing import Final, Literal
+from math import inf
+from typing import Any, Final, Literal
 
 import numpy as np
 
-from fp8plan.model.arrays import FloatArray
+from fp8plan.errors import ConfigError
 from fp8plan.runtime.mismatch import histogram
-from fp8plan.runtime.mismatch.measure import measure
-from fp8plan.runtime.mismatch.sums import POSITIONS, MismatchSums, Span, by_position, by_version
-
-__all__ = ["POSITIONS", "Mismatch", "MismatchSums", "Span", "measure"]
+from fp8plan.runtime.mismatch.histogram import BINS, FloatArray
+from fp8plan.runtime.mismatch.ranks import all_reduced, several
 
 QUANTILES: Final = (0.001, 0.01, 0.5, 0.99, 0.999)
 TAILS: Final = (2.0, 5.0, 10.0, 100.0)
-# k3_robust: of the tokens with the largest |log ratio|, this share counts as the smallest of them, and two at least.
-WINSORISED, WINSORISED_TOKENS = 1e-3, 2
 LARGEST: Final = 20.0  # up to which a ratio counts in cut_share
 
 Ratios = Literal["token", "sequence", "geometric"]
+
+# Where in a response tokens are: [0, 64), [64, 128), [128, 256), ..., [2^20, infinity).
+POSITIONS: Final = (0, *(64 << i for i in range(15)))
+# Weight versions of one batch: at most this many in a row; version v has slot v mod SLOTS.
+SLOTS: Final = 64
+VERSION_SUMS: Final = ("tokens", "turns", "turns_squared", "k1", "k3")
+
+# log p is the mean log-prob of a sequence; ratio is clamped to e^+-20, k3 is not. An empty sequence has log p = 0.
+_SCALARS: Final = (
+    "tokens", "sequences", "invalid",
+    "k1", "k3", "ratio", "ratio_squared",  # over tokens
+    "training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl",  # over sequences, from here on
+    "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio", "sequence_ratio_squared",
+)  # fmt: skip
+_LAYOUT: Final = (
+    *((name, 1) for name in _SCALARS),
+    *((f"histogram_{name}", BINS) for name in ("tokens", "ratio", "k3")),
+    # Over the tokens of sequences, by their sequence's log ratio: of the sum (sequence) and of the mean (geometric).
+    *((f"{level}_{name}", BINS) for level in ("sequence", "geometric") for name in ("tokens", "ratio")),
+    *((f"position_{name}", len(POSITIONS)) for name in ("tokens", "k1", "k3")),
+    *((f"version_{name}", SLOTS) for name in VERSION_SUMS),
+)
+_ENDS: Final = np.cumsum([size for _, size in _LAYOUT]).tolist()
+_PLACES: Final = {name: slice(end - size, end) for (name, size), end in zip(_LAYOUT, _ENDS, strict=True)}
+SIZE: Final[int] = _ENDS[-1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MismatchSums:
+    """Sums of one or more batches. a + b are those of both together.
+
+    values:   [SIZE] float64; `sums["k3"]` is one of them, `sums["histogram_k3"]` an array
+    smallest, largest: mean log ratio of a sequence, negated: the extremes of log_ppl_diff
+    """
+
+    values: FloatArray
+    smallest: float = inf
+    largest: float = -inf
+
+    def __getitem__(self, name: str) -> Any:
+        part = self.values[_PLACES[name]]
+        return float(part[0]) if name in _SCALARS else part
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.values[_PLACES[name]] = value
+
+    def __add__(self, other: MismatchSums) -> MismatchSums:
+        return MismatchSums(
+            self.values + other.values, min(self.smallest, other.smallest), max(self.largest, other.largest)
+        )
+
+    def reduced(self, group: Any = None) -> MismatchSums:
+        """Summed over the ranks of `group` (None: all), by one all_reduce; unchanged without torch.distributed.
+
+        Every rank of the group must call it, also one that has no tokens.
+        """
+        from torch import distributed
+
+        if not several():
+            return self
+        ranks, rank = distributed.get_world_size(group), distributed.get_rank(group)
+        # Each rank has two places of its own for the extremes, and adds zero to those of the others.
+        vector = np.zeros(SIZE + 2 * ranks)
+        vector[:SIZE] = self.values
+        vector[SIZE + 2 * rank :][:2] = self.smallest, self.largest
+        vector = all_reduced(vector, group)
+        return MismatchSums(vector[:SIZE], float(vector[SIZE::2].min()), float(vector[SIZE + 1 :: 2].max()))
+
+    def metrics(self) -> Mismatch:
+        """Every figure that follows from the sums."""
+        return Mismatch.from_sums(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Mismatch of some tokens: those of a bin of position, [first, last + 1), or of one weight version."""
+
+    tokens: int
+    k1: float
+    k3: float
+    first: int = 0
+    last: float = inf
+
+
+def by_position(sums: MismatchSums) -> tuple[Span, ...]:
+    """Bins of position that have tokens, in order; `first` and `last` are tokens from the response's beginning."""
+    ends = (*POSITIONS[1:], inf)
+    rows = zip(POSITIONS, ends, *(sums[f"position_{name}"] for name in ("tokens", "k1", "k3")), strict=True)
+    return tuple(Span(int(n), float(k1 / n), float(k3 / n), first, end - 1) for first, end, n, k1, k3 in rows if n)
+
+
+def by_version(sums: MismatchSums) -> dict[int, Span]:
+    """By weight version, in order. Raises ConfigError if versions that were added are SLOTS or more apart."""
+    found = {}
+    for slot in np.flatnonzero(sums["version_tokens"]):
+        tokens, turns, squared, k1, k3 = (float(sums[f"version_{name}"][slot]) for name in VERSION_SUMS)
+        if turns**2 != squared * tokens:  # not all of one version
+            raise _apart()
+        found[int(turns / tokens) * SLOTS + int(slot)] = Span(int(tokens), k1 / tokens, k3 / tokens)
+    if found and max(found) - min(found) >= SLOTS:
+        raise _apart()
+    return {version: found[version] for version in sorted(found)}
+
+
+def _apart() -> ConfigError:
+    return ConfigError(f"weight versions of one step are {SLOTS} or more apart; allowed: less than {SLOTS}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +197,7 @@ class Mismatch:
             invalid=int(sums["invalid"]),
             k1=sums["k1"] * per_token,
             k3=sums["k3"] * per_token,
-            k3_robust=robust_k3(sums),
+            k3_robust=histogram.robust_k3(counts, sums["histogram_k3"]),
             ess_raw=1.0 if empty else sums["ratio"] ** 2 * per_token / sums["ratio_squared"],
             chi2_token=0.0 if empty else sums["ratio_squared"] * per_token - 1,
             chi2_seq=sums["sequence_ratio_squared"] * per_sequence - 1 if sequences else 0.0,
@@ -103,7 +205,7 @@ class Mismatch:
             log_ppl_diff_min=sums.smallest if sequences else 0.0,
             **mean,
             log_ratio_quantiles={q: histogram.quantile(counts, q * tokens) for q in QUANTILES},
-            tail_fractions={factor: 1 - _between(counts, 1 / factor, factor) for factor in TAILS},
+            tail_fractions={factor: float(1 - histogram.kept(counts, 1 / factor, [factor])[0]) for factor in TAILS},
             profile=by_position(sums),
             versions=by_version(sums),
             sums=sums,
@@ -134,7 +236,11 @@ class Mismatch:
 
     def kept_fraction(self, low: float, high: float, level: Ratios = "token") -> float:
         """Share of the tokens with low <= ratio <= high, at `level` as in clipped_mass. 1 without tokens."""
-        return _between(_histograms(self.sums, level)[0], low, high)
+        return float(histogram.kept(_histograms(self.sums, level)[0], low, [high])[0])
+
+    def tail(self, bounds: Sequence[float] | FloatArray) -> FloatArray:
+        """Share of the tokens with a ratio above each of `bounds`. 0 without tokens."""
+        return 1.0 - histogram.kept(self.sums["histogram_tokens"], 0.0, bounds)
 
     def unit(self, level: Ratios) -> float:
         """Tokens that share one ratio at `level`: 1, or those of a sequence of mean length."""
@@ -147,49 +253,7 @@ _SEQUENCE_MEANS: Final = (
 )  # fmt: skip
 
 
-def robust_k3(sums: MismatchSums) -> float:
-    """Mean of k3 in which the tokens beyond a quantile q of |log ratio| count as if they lay at +-q."""
-    counts, k3, tokens = sums["histogram_tokens"], sums["histogram_k3"], sums["tokens"]
-    if not tokens:
-        return 0.0
-    beyond = max(WINSORISED * tokens, min(WINSORISED_TOKENS, tokens / 2))
-    q = histogram.quantile(counts, tokens - beyond)
-    ends = np.minimum(histogram.MAGNITUDES, histogram.LIMIT)
-    # Of each bin, the share of its tokens that lies below q.
-    width = np.diff(ends)  # 0 of the last one, all beyond the limit
-    below = np.clip((q - ends[:-1]) / np.where(width > 0, width, 1.0), 0.0, 1.0)
-    positive, negative = slice(histogram.SIDE, None), slice(histogram.SIDE - 1, None, -1)
-    total = 0.0
-    for side, at_q in ((positive, expm1(q) - q), (negative, expm1(-q) + q)):
-        inside = below * np.where(below > 0, k3[side], 0.0)
-        total += float(np.minimum(inside + at_q * (1 - below) * counts[side], k3[side]).sum())
-    return total / tokens
-
-
 def _histograms(sums: MismatchSums, level: Ratios) -> tuple[FloatArray, FloatArray]:
     """[BINS] tokens and sums of ratios, by the log ratio that counts at `level`."""
     prefix = "histogram" if level == "token" else level
     return sums[f"{prefix}_tokens"], sums[f"{prefix}_ratio"]
-
-
-def _between(counts: FloatArray, low: float, high: float) -> float:
-    tokens = float(counts.sum())
-    if not tokens:
-        return 1.0
-    return max(tokens - _above(counts, high) - _below(counts, low), 0.0) / tokens
-
-
-def _above(counts: FloatArray, high: float) -> float:
-    """Tokens with a ratio above `high`."""
-    end = inf if high == inf else log(high)
-    if end >= histogram.LIMIT:
-        return 0.0
-    # A ratio of exactly 1 is common (tokens that both policies are sure of) and no ratio above 1.
-    at_most = histogram.SMALLEST if 0 <= end < histogram.SMALLEST else end
-    return float(counts.sum()) - histogram.count_below(counts, at_most)
-
-
-def _below(counts: FloatArray, low: float) -> float:
-    """Tokens with a ratio below `low`."""
-    end = -inf if low <= 0 else log(low)
-    return 0.0 if end <= -histogram.LIMIT else histogram.count_below(counts, end)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8plan.model.arrays import FloatArray
+from fp8plan.runtime.mismatch.histogram import FloatArray
 from fp8plan.runtime.mismatch.ranks import gathered
 
 

@@ -1,4 +1,4 @@
-"""The few things a Monitor must know of the other processes that train with it."""
+"""What processes that train together, the ranks, tell one another. `group` is theirs; None: all."""
 
 from __future__ import annotations
 
@@ -7,25 +7,45 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.mismatch.histogram import FloatArray
+
+
+def several() -> bool:
+    """Whether torch.distributed is up."""
+    from torch import distributed
+
+    return bool(distributed.is_available() and distributed.is_initialized())
 
 
 def rank(group: Any = None) -> int:
-    """Of this process in `group` (None: all); before torch.distributed is up, what its launcher says. 0 alone."""
+    """The number of this process; before torch.distributed is up, what its launcher says. 0 alone."""
     from torch import distributed
 
-    if distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank(group))
-    return int(os.environ.get("RANK") or 0)
+    return int(distributed.get_rank(group) if several() else os.environ.get("RANK") or 0)
+
+
+def all_reduced(vector: FloatArray, group: Any = None) -> FloatArray:
+    """The sum over the ranks of a float64 vector; itself without torch.distributed."""
+    import torch
+    from torch import distributed
+
+    if not several():
+        return vector
+    device = "cuda" if distributed.get_backend(group) == "nccl" else "cpu"
+    tensor = torch.from_numpy(vector).to(device)
+    distributed.all_reduce(tensor, group=group)
+    found: FloatArray = tensor.cpu().numpy()
+    return found
 
 
 def gathered(own: Any, settings: Mapping[str, Any], group: Any = None) -> list[Any]:
-    """What each rank of `group` (None: all) has, in order; every one of them must call it. Alone: [own].
+    """What each rank has, in order; every one of them must call it. Alone: [own].
 
     Raises ConfigError, on all of them, that names the first rank whose settings are not the first one's, and which.
     """
     from torch import distributed
 
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if not several():
         return [own]
     found: list[Any] = [None] * distributed.get_world_size(group)
     distributed.all_gather_object(found, (settings, own), group=group)

@@ -1,4 +1,4 @@
-"""Sums (or the largest) over segments of packed tokens, chunk by chunk, and over ranks."""
+"""Sums (or the largest) over segments of packed tokens, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8plan.model.arrays import FloatArray, IntArray
+from fp8plan.runtime.mismatch.histogram import FloatArray, IntArray
 
 if TYPE_CHECKING:
     import torch
@@ -75,16 +75,3 @@ def spread(values: NDArray[Any], tokens: Tokens) -> torch.Tensor:
     if device.type == "cpu":  # torch makes an index first, which takes 50 times as long
         return torch.from_numpy(np.repeat(values, tokens.lengths.numpy()))
     return torch.from_numpy(values).to(device).repeat_interleave(tokens.lengths.to(device), output_size=len(tokens))
-
-
-def all_reduced(vector: FloatArray, group: Any = None) -> FloatArray:
-    """The sum over the ranks of `group` (None: all) of a float64 vector; itself without torch.distributed."""
-    import torch
-    from torch import distributed
-
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return vector
-    device = "cuda" if distributed.get_backend(group) == "nccl" else "cpu"
-    tensor = torch.from_numpy(vector).to(device)
-    distributed.all_reduce(tensor, group=group)
-    return tensor.cpu().numpy()

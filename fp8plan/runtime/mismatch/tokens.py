@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.mismatch import backend as dispatch
-from fp8plan.runtime.mismatch.threads import one_thread
+from fp8plan.runtime.mismatch import backend
 
 if TYPE_CHECKING:
     import torch
@@ -81,19 +80,23 @@ class Tokens:
 
     def unpack(self, values: torch.Tensor, fill: float = 0.0, dtype: torch.dtype | None = None) -> Array:
         """`values` [tokens] in the form that came in; `fill` where a token is masked, padding or invalid."""
+        out = self._unpacked(values, fill, dtype)
+        return out.numpy() if self.numpy else out
+
+    def _unpacked(self, values: torch.Tensor, fill: float, dtype: torch.dtype | None = None) -> torch.Tensor:
         if len(values) != len(self):
             raise ConfigError(f"{len(values):,} values for {len(self):,} tokens; allowed: one for each")
         if self.kept is None:
             out = values.reshape(self.shape).to(dtype or values.dtype)
         else:
             out = values.new_full(self.shape, fill, dtype=dtype or values.dtype)
-            if dispatch.by_triton(out):
+            if backend.by_triton(out):
                 from fp8plan.runtime.mismatch import fused
 
                 fused.unpack(values.to(out.dtype), self.kept, out)
             else:
                 _unpack(values, self.kept, out)
-        return out.numpy() if self.numpy else out
+        return out
 
     def mask(self, keep: torch.Tensor | None = None) -> Array:
         """The mask that came in (all ones, bool, if none did) without what `keep` [tokens] bool lacks; a new tensor."""
@@ -108,7 +111,7 @@ class Tokens:
         return out.numpy() if self.numpy else out
 
 
-@one_thread()
+@backend.one_thread()
 def pack(
     train_logprobs: Array,
     rollout_logprobs: Array,
@@ -132,7 +135,7 @@ def pack(
     tokens = _pack(train, rollout, None if given is None else given.bool(), ends)
     # Log-probs are finite exactly if their difference is; and a sum is finite only if all its terms are.
     if not bool(tokens.log_ratio.sum().isfinite()) and not bool((finite := tokens.log_ratio.isfinite()).all()):
-        some = _pack(train, rollout, tokens.unpack(finite, False), ends)
+        some = _pack(train, rollout, tokens._unpacked(finite, False), ends)
         tokens = replace(some, invalid=len(tokens) - len(some))
     dtype = tokens.mask_dtype if given is None else given.dtype
     return replace(tokens, mask_dtype=dtype, numpy=isinstance(train_logprobs, np.ndarray))
@@ -144,7 +147,7 @@ def _pack(train: torch.Tensor, rollout: torch.Tensor, kept: torch.Tensor | None,
     one, other = train.reshape(-1), rollout.reshape(-1)
     if kept is None:
         packed = one.float(), other.float(), one.float() - other.float(), ends
-    elif dispatch.by_triton(one):
+    elif backend.by_triton(one):
         from fp8plan.runtime.mismatch import fused
 
         packed = fused.packed(one, other, kept, ends)

@@ -16,7 +16,6 @@ of them. Make the monitor after the process group, or let the launcher say RANK:
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,10 +23,9 @@ from dataclasses import asdict, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Self
 
-from fp8plan.checks import instance
+from fp8plan.checks import instance, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.plan.plan import Plan
-from fp8plan.runtime.controller.constant import Update
 from fp8plan.runtime.controller.laws import (
     AdaptiveThresholds,
     ConstantThresholds,
@@ -35,12 +33,13 @@ from fp8plan.runtime.controller.laws import (
     ControllerState,
 )
 from fp8plan.runtime.controller.noise import heard
-from fp8plan.runtime.controller.state import LeastErrorState, expecting
+from fp8plan.runtime.controller.state import LeastErrorState, Update, expecting
 from fp8plan.runtime.correction.correct import CorrectionSettings, correct
 from fp8plan.runtime.engine.rollout_timer import Judged, judged
 from fp8plan.runtime.guard.guard import Guard
 from fp8plan.runtime.guard.observation import EngineFacts, Observation
-from fp8plan.runtime.mismatch.metrics import Mismatch, measure
+from fp8plan.runtime.mismatch.measure import measure
+from fp8plan.runtime.mismatch.metrics import Mismatch
 from fp8plan.runtime.mismatch.ranks import gathered, rank
 from fp8plan.runtime.mismatch.tokens import pack
 from fp8plan.runtime.monitor import record as run_record
@@ -157,7 +156,7 @@ class Monitor:
         record, with a warning.
         """
         begun = time.perf_counter()
-        done = self.steps + 1 if number is None else _whole(number)
+        done = self.steps + 1 if number is None else whole("number", number, 0, ", the step's")
         rollout = self._checked(rollout, done)
         tokens = pack(train_logprobs, rollout_logprobs, mask, lengths)
         mismatch = measure(tokens, versions).reduced(self.group).metrics()
@@ -340,22 +339,16 @@ def _controller(settings: CorrectionSettings, given: Controller | None) -> Contr
     name = type(given).__name__
     if settings.level is not None and getattr(given, used) is None:
         raise ConfigError(f"mode={settings.mode!r} with {name}({used}=None); allowed: a controller that gives {used}")
+    alone: dict[str, Any] = {other: None}
     if isinstance(given, ConstantThresholds):
-        return replace(given, **{other: None})
+        return replace(given, **alone)
     if settings.level is None:
         raise ConfigError(f"{name} with level=None, which has no weights; allowed: a level, or ConstantThresholds()")
     if isinstance(given, AdaptiveThresholds):
-        return replace(given, level=settings.level, **{other: None})
+        return replace(given, level=settings.level, **alone)
     if settings.level != "token":
         raise ConfigError(
             f"{name} with level={settings.level!r}; allowed: level='token', whose ratios their law is for, or "
             "AdaptiveThresholds()"
         )
-    return replace(given, **{other: None})
-
-
-def _whole(number: Any) -> int:
-    try:
-        return operator.index(number)
-    except TypeError:
-        raise ConfigError(f"number is {number!r}; allowed: a whole number, the step's") from None
+    return replace(given, **alone)

@@ -15,6 +15,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fp8plan.runtime.mismatch.histogram import k3
+
 Array = NDArray[np.float64]
 
 RESAMPLES: Final = 4000
@@ -46,7 +48,7 @@ def sequence_sums(log_ratios: Sequence[ArrayLike]) -> Array:
         x = x[np.isfinite(x)]
         weight = np.exp(np.clip(x, -MAX_EXPONENT, MAX_EXPONENT))
         tails = [((x > low) & (x < high)).sum() for low, high in TAILS.values()]
-        rows.append([len(x), x.sum(), (np.expm1(x) - x).sum(), weight.sum(), (weight**2).sum(), *tails])
+        rows.append([len(x), x.sum(), k3(x).sum(), weight.sum(), (weight**2).sum(), *tails])
     return np.array(rows, np.float64).reshape(-1, 5 + len(TAILS))
 
 

@@ -65,9 +65,9 @@ def _append(path: Path, rows: Sequence[dict[str, str]]) -> None:
 
 
 def _row(found: Probe, one: Probed, shape: ModelShape) -> dict[str, str]:
-    from fp8plan import __version__
+    from fp8plan.version import __version__
 
-    preset, kl, facts = precision(one.precision), one.kl_k3, one.facts or {}
+    preset, kl, facts, figures = precision(one.precision), one.kl_k3, one.facts or {}, one.figures or {}
     fitted = not gpu(found.gpu).is_cpu and not one.invalid and kl.low > 0
     values: dict[str, Any] = {
         "source": SOURCE,
@@ -91,7 +91,7 @@ def _row(found: Probe, one: Probed, shape: ModelShape) -> dict[str, str]:
         "kl_high": f"{kl.high:.4g}",
         "weight": int(fitted),
         "primary": "P",
-        "note": f"k3 {kl.value:.4g}; raw ESS {one.figures['ess_raw'].value:.4f}; {one.sequences} responses; "
+        "note": f"k3 {kl.value:.4g}; raw ESS {figures['ess_raw'].value:.4f}; {one.sequences} responses; "
         f"{one.tokens} tokens; temperature {found.settings.temperature:g}",
     }
     return {name: str(values[name]) for name in columns()}

@@ -112,11 +112,11 @@ def compared(
     """
     import torch
 
-    from fp8plan.runtime.mismatch.metrics import measure
+    from fp8plan.runtime.mismatch.measure import measure
     from fp8plan.runtime.mismatch.tokens import pack
 
-    sides = [torch.cat([torch.as_tensor(row, dtype=torch.float32) for row in side]) for side in (train, rollout)]
-    tokens = pack(*sides, lengths=[len(row) for row in rollout])
+    one, other = (torch.cat([torch.as_tensor(row, dtype=torch.float32) for row in side]) for side in (train, rollout))
+    tokens = pack(one, other, lengths=[len(row) for row in rollout])
     ratios = [row.numpy() for row in tokens.log_ratio.split(tokens.lengths.tolist())]
     figures = intervals(ratios, seed, prompts=prompts)
     return Probed(

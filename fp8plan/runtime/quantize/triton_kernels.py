@@ -17,7 +17,7 @@ saturates and torch's does not. NaNs that a GPU computes are 0x7fffffff and beco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from math import ceil
@@ -40,6 +40,7 @@ FLAT, TILED = (1, 8192), (16, 512)  # rows and columns that one program copies: 
 COLUMNS = 8  # of the table
 
 Call = Callable[[], object]
+Key = tuple[torch.dtype, int, int]  # of a launch: dtype, rows and columns
 
 # The bits of a float: how wide, all but the sign, the first that is not finite.
 BITS = {
@@ -72,7 +73,7 @@ def quantize_calls(
     product, nearest = ROUNDINGS[rounding]
     table = _table(addresses(sources), outs)
     calls: list[Call] = []
-    for (dtype, (rows, columns)), members, on_device in _grouped([(s.dtype, s.shape) for s in sources], table, bad):
+    for (dtype, rows, columns), members, on_device in _grouped([_key(s) for s in sources], table, bad):
         blocks = scale_shape(rows, columns)
         launch = _quantize[(len(members) * blocks[0] * blocks[1],)]
         settings = _bits(dtype) | {
@@ -120,11 +121,16 @@ def _address(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.stride(0)
 
 
-def _as_copied(source: Tensor, out: Tensor) -> tuple[torch.dtype, int, int]:
+def _as_copied(source: Tensor, out: Tensor) -> Key:
     """What the kernel sees: one row where there are no gaps on either side and columns can be counted in int32."""
     if source.dim() == 1 or (source.is_contiguous() and out.is_contiguous() and source.numel() < 2**31):
         return source.dtype, 1, source.numel()
-    return source.dtype, *source.shape
+    return _key(source)
+
+
+def _key(tensor: Tensor) -> Key:
+    rows, columns = tensor.shape
+    return tensor.dtype, rows, columns
 
 
 def _table(*parts: np.ndarray) -> np.ndarray:
@@ -137,9 +143,9 @@ def _aligned(members: np.ndarray, columns: int) -> bool:
     return columns % ALIGNMENT == 0 and not (members[:, :4] % ALIGNMENT).any()
 
 
-def _grouped(keys: Sequence[Hashable], table: np.ndarray, bad: Tensor) -> Iterator[tuple[Hashable, np.ndarray, Tensor]]:
+def _grouped(keys: Sequence[Key], table: np.ndarray, bad: Tensor) -> Iterator[tuple[Key, np.ndarray, Tensor]]:
     """For each key: its rows of the table, on the host and on the device of `bad`."""
-    places: dict[Hashable, list[int]] = {}
+    places: dict[Key, list[int]] = {}
     for place, key in enumerate(keys):
         places.setdefault(key, []).append(place)
     table = table[[place for group in places.values() for place in group]]

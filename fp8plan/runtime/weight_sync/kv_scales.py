@@ -65,6 +65,7 @@ def clipped(amax: Amax, scales: Scales) -> Scales:
 
 def attention_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """(name, layer) of every attention layer of a vLLM model."""
+    layer: Any
     for layer in model.modules():
         if hasattr(layer, "_k_scale") and hasattr(layer, "impl"):
             yield layer.layer_name, layer

@@ -19,11 +19,12 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from math import expm1, isfinite
+from math import isfinite
 from typing import Any
 
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.runtime.engine.interrupts import released
+from fp8plan.runtime.mismatch.histogram import LIMIT, k3
 from fp8plan.runtime.weight_sync import manifest as manifests
 from fp8plan.runtime.weight_sync.announce import announced, prepared
 from fp8plan.runtime.weight_sync.chunks import chunks
@@ -190,13 +191,13 @@ def _score(scored: Scored, limit: float) -> Generator[Call, Any, float]:
     settings = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
     (output,) = yield Call("generate", ([scored.tokens], settings))
     found = [row[token].logprob for row, token in zip(output.prompt_logprobs[1:], scored.tokens[1:], strict=True)]
-    ratios = [trainer - engine for trainer, engine in zip(scored.logprobs, found, strict=True)]
-    k3 = sum(expm1(min(ratio, 20.0)) - ratio for ratio in ratios) / len(ratios)
-    if not k3 <= limit:  # NaN is not
+    ratios = [float(trainer - engine) for trainer, engine in zip(scored.logprobs, found, strict=True)]
+    mean = sum(k3(min(ratio, LIMIT)) for ratio in ratios) / len(ratios)
+    if not mean <= limit:  # NaN is not
         raise ConfigError(
-            f"the engine's log-probs differ from the trainer's: k3 {k3:.3g} per token; allowed: {limit:g}"
+            f"the engine's log-probs differ from the trainer's: k3 {mean:.3g} per token; allowed: {limit:g}"
         )
-    return k3
+    return mean
 
 
 def clean(state: SyncState) -> Procedure:
@@ -236,7 +237,7 @@ def _fail(state: SyncState, error: BaseException, before: str | None, scales: Sc
         if state.dead:
             what = "the engine has died; the next sync_weights starts it again"
         else:
-            state.refusal += f"; ending it failed too: {second}"
+            state.refusal = f"{state.refusal}; ending it failed too: {second}"
     if not isinstance(error, Exception):
         raise error
     said = "" if state.dead and isinstance(error, NotServingError) else f"{str(error) or type(error).__name__}; "

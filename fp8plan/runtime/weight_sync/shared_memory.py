@@ -82,7 +82,7 @@ def opened(worker: Any, address: Sequence[Any]) -> torch.Tensor:
     import torch
 
     kind, where, nbytes = address
-    known = getattr(worker, "_fp8plan_stage", (None, None))
+    known: tuple[Any, Any] = getattr(worker, "_fp8plan_stage", (None, None))
     if known[0] != where:
         if kind == "file":
             buffer = torch.from_file(where, shared=True, size=nbytes, dtype=torch.uint8)
@@ -93,7 +93,8 @@ def opened(worker: Any, address: Sequence[Any]) -> torch.Tensor:
             parts[6] = worker.device.index or 0  # the device's number differs between processes, the memory does not
             buffer = rebuild_cuda_tensor(*parts)
         known = worker._fp8plan_stage = (where, buffer)
-    return known[1]
+    staged: torch.Tensor = known[1]
+    return staged
 
 
 def unpack(buffer: torch.Tensor, layout: Sequence[Sequence[Any]]) -> tuple[list[int], list[torch.Tensor]]:

@@ -29,7 +29,8 @@ def recording_amax(model: torch.nn.Module) -> Iterator[Callable[[], Amax]]:
     import torch
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    name = model.config._attn_implementation
+    config: Any = model.config
+    name = config._attn_implementation
     if name not in ALL_ATTENTION_FUNCTIONS.valid_keys() or name == "eager":
         raise ConfigError(f"attention is {name!r}; allowed: one that transformers looks up: attn_implementation='sdpa'")
     attend = ALL_ATTENTION_FUNCTIONS[name]

@@ -80,7 +80,7 @@ def _moves(layer: torch.nn.Module, copy: Copy, entry: Entry, found: LoadMap) -> 
         for source, target in _matrices(copy.source, copy.target):
             yield Move(source, _view(live.data, target), None)
         return
-    if live.dtype != torch.float8_e4m3fn or not _fits(scale, shape):
+    if live.dtype != torch.float8_e4m3fn or scale is None or not _fits(scale, shape):
         raise NotInPlaceError(f"vLLM keeps {copy.param} as {live.dtype}, with other scales than blocks of {BLOCK}")
     if not _stands_alone(copy.target, shape) or (entry.dtype != "bfloat16" and not _stands_alone(copy.source, whole)):
         raise NotInPlaceError(f"parts of {copy.param} share blocks of {BLOCK} x {BLOCK}")
@@ -92,11 +92,11 @@ def _moves(layer: torch.nn.Module, copy: Copy, entry: Entry, found: LoadMap) -> 
             yield Move(source, q, None if entry.dtype == "float8_e4m3fn" else s)
 
 
-def _fits(scale: torch.Tensor | None, shape: Sequence[int]) -> bool:
+def _fits(scale: torch.Tensor, shape: Sequence[int]) -> bool:
     import torch
 
     wanted = (*shape[:-2], *scale_shape(*shape[-2:])) if len(shape) > 1 else None
-    return scale is not None and scale.dtype == torch.float32 and tuple(scale.shape) == wanted
+    return scale.dtype == torch.float32 and tuple(scale.shape) == wanted
 
 
 def _stands_alone(box: Box, shape: Sequence[int]) -> bool:
@@ -107,7 +107,7 @@ def _stands_alone(box: Box, shape: Sequence[int]) -> bool:
 def _matrices(source: Box, target: Box) -> Iterator[tuple[Box, Box]]:
     """A copy as copies of vectors and matrices: leading dimensions are taken apart, in step."""
     for chosen in zip(product(*map(_points, source[:-2])), product(*map(_points, target[:-2])), strict=True):
-        yield tuple(tuple(head) + box[-2:] for head, box in zip(chosen, (source, target), strict=True))
+        yield (*chosen[0], *source[-2:]), (*chosen[1], *target[-2:])
 
 
 def _points(extent: tuple[int, int]) -> list[tuple[int, int]]:

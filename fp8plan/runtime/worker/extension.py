@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from fp8plan.runtime.weight_sync.kv_scales import AmaxRecorder
     from fp8plan.runtime.worker.live_weights import LiveWeights
+    from fp8plan.runtime.worker.nccl_receive import Receiver
 
 EXTENSION = "fp8plan.runtime.worker.extension.Fp8PlanWorker"
 
@@ -38,6 +39,8 @@ def answering(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 
 class Fp8PlanWorker:
     """Names start with fp8plan_, so that they meet none of vLLM's."""
+
+    model_runner: Any  # of vLLM's worker
 
     @answering
     def fp8plan_facts(self) -> dict[str, Any]:
@@ -88,14 +91,17 @@ class Fp8PlanWorker:
         self._fp8plan_receiver = Receiver(self, self._fp8plan_weights(), Rendezvous(**where))
 
     @answering
-    def fp8plan_receive(self, now: bool) -> int:
+    def fp8plan_receive(self, now: bool) -> int | None:
         """Take what the trainer sends, in how many broadcasts; or only see whether that is possible."""
-        receiver = getattr(self, "_fp8plan_receiver", None)
+        receiver: Receiver | None = getattr(self, "_fp8plan_receiver", None)
         if receiver is None:
             raise ConfigError(
                 "no trainer is connected; type: engine.join_transfer(where) (fp8plan.runtime.weight_sync.nccl)"
             )
-        return receiver.receive() if now else receiver.expect()
+        if now:
+            return receiver.receive()
+        receiver.expect()
+        return None
 
     @answering
     def fp8plan_finish(self) -> dict[str, Any]:

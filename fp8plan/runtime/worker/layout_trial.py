@@ -16,8 +16,7 @@ from fp8plan.runtime.quantize.targets import quantized
 from fp8plan.runtime.weight_sync.manifest import Entry, dtype_named
 from fp8plan.runtime.worker.binding import Binding, Move
 from fp8plan.runtime.worker.load_map import LoadMap
-from fp8plan.runtime.worker.places import Places
-from fp8plan.runtime.worker.vllm_reload import NativeReload
+from fp8plan.runtime.worker.vllm_reload import NativeReload, Places
 
 if TYPE_CHECKING:
     import torch

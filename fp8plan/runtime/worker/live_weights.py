@@ -15,8 +15,7 @@ from fp8plan.runtime.weight_sync.kv_scales import keeping_scales
 from fp8plan.runtime.weight_sync.manifest import Manifest
 from fp8plan.runtime.worker.prepare import Prepared, prepare
 from fp8plan.runtime.worker.self_check import Samples
-from fp8plan.runtime.worker.snapshot import Snapshot
-from fp8plan.runtime.worker.vllm_reload import NativeReload, refresh
+from fp8plan.runtime.worker.vllm_reload import NativeReload, Snapshot, refresh
 
 if TYPE_CHECKING:
     import torch

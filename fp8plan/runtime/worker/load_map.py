@@ -62,6 +62,7 @@ def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
     import torch
 
     sources: dict[int, str] = {}
+    load: Any = model.load_weights  # vLLM's
     sent: dict[str, torch.Tensor] = {}  # kept: a storage that is freed gives its number to the next one
     seen: list[tuple[str, torch.Tensor, torch.Tensor]] = []
     now = ""
@@ -77,7 +78,7 @@ def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
     with checkpoint_format(model) as parameters, _recording(lambda to, of: seen.append((now, to, of))), torch.no_grad():
         homes = {_storage(tensor): home for home, tensor in parameters.items()}
         try:
-            model.load_weights(stream())
+            load(stream())
         except Exception as error:
             raise ConfigError(_refused(now, manifest, error)) from error
         shapes = {home: tuple(tensor.shape) for home, tensor in parameters.items()}
@@ -116,7 +117,10 @@ def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
 
 def box(view: torch.Tensor, shape: Sequence[int]) -> Box | None:
     """Which box of a contiguous tensor of `shape` a view of it is; None if it is none (transposed, strided)."""
-    offset, left = view.storage_offset(), [(s, n) for s, n in zip(view.stride(), view.shape, strict=True) if n != 1]
+    offset, left = (
+        int(view.storage_offset()),
+        [(s, n) for s, n in zip(view.stride(), view.shape, strict=True) if n != 1],
+    )
     found = []
     for dimension, size in enumerate(shape):
         stride = prod(shape[dimension + 1 :])
@@ -173,12 +177,13 @@ def _recording(note: Any) -> Iterator[None]:
                 note(args[0], args[1])
             return func(*args, **(kwargs or {}))
 
-    with Recorder():
+    mode: Any = Recorder  # torch's own __init__ has no annotations
+    with mode():
         yield
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _extent(found: Box) -> list[int]:

@@ -55,7 +55,7 @@ class Receiver(NCCLWeightTransferEngine):
         agree(self.model_update_group, digest(manifest))
         wait(self.device)
         arriving = Arriving(self._live, manifest)
-        self.set_weight_update_target(arriving, self.model_config)  # type: ignore[arg-type]
+        self.set_weight_update_target(arriving, self.model_config)
         contents = {
             "names": [entry.name for entry in manifest],
             "dtype_names": [entry.dtype for entry in manifest],

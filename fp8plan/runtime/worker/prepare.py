@@ -126,16 +126,16 @@ def _refuse_missing(found: LoadMap, layers: Mapping[str, torch.nn.Module]) -> No
 
 def _wanted(layer: torch.nn.Module, shape: Sequence[int]) -> int:
     """Elements that a checkpoint fills: padding of vocabularies and experts is vLLM's own."""
-    whole = prod(shape)
+    whole: int = prod(shape)
     padded, real = getattr(layer, "num_embeddings_per_partition", None), getattr(layer, "shard_indices", None)
     if padded and real and shape[0] == padded:
-        return whole // padded * int(real.num_org_elements)
-    moe = getattr(layer, "moe_config", None)
+        return whole // int(padded) * int(real.num_org_elements)
+    moe: Any = getattr(layer, "moe_config", None)
     if moe is None or len(shape) != 3:
         return whole
-    hidden = getattr(moe, "hidden_dim_unpadded", moe.hidden_dim) / moe.hidden_dim
+    hidden = float(getattr(moe, "hidden_dim_unpadded", moe.hidden_dim) / moe.hidden_dim)
     inner = moe.intermediate_size_per_partition
-    return round(whole * hidden * getattr(moe, "intermediate_size_per_partition_unpadded", inner) / inner)
+    return round(float(whole * hidden * getattr(moe, "intermediate_size_per_partition_unpadded", inner) / inner))
 
 
 def _precisions(binding: Binding, layers: Mapping[str, torch.nn.Module]) -> dict[str, int]:

@@ -8,10 +8,71 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.worker.places import Places
 
 if TYPE_CHECKING:
     import torch
+
+
+class Places:
+    """The tensors and attributes of all modules of a live model and of their quantisation methods: the objects
+    themselves, to be put back later. Values are not copied.
+
+    A reload that fails in the middle leaves modules with tensors that no CUDA graph has captured, and vLLM forgets the
+    ones before them (`_layerwise_process` raises before it puts them back, and the reload's end then drops them).
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        layers = list(model.modules())
+        methods = [method for layer in layers if (method := getattr(layer, "quant_method", None)) is not None]
+        self._owners: list[tuple[Any, dict[str, Any]]] = [(owner, dict(vars(owner))) for owner in (*layers, *methods)]
+        # vars hold the containers of a module's tensors, and a reload changes what is in them.
+        self._containers: list[tuple[Any, Any]] = [
+            (container, container.copy())
+            for layer in layers
+            for container in (layer._parameters, layer._buffers, layer._non_persistent_buffers_set)
+        ]
+
+    def put_back(self) -> None:
+        """Every module has the very objects again that it had."""
+        for owner, attributes in self._owners:
+            vars(owner).clear()
+            vars(owner).update(attributes)
+        for container, content in self._containers:
+            container.clear()
+            container.update(content)
+
+    def changed(self, *owners: Any) -> list[str]:
+        """Attributes of modules or methods that are something else by now."""
+        return [
+            name
+            for owner, before in self._owners
+            if any(owner is one for one in owners)
+            for name, value in vars(owner).items()
+            if value is not before.get(name) and not _same(value, before.get(name))
+        ]
+
+
+def _same(value: Any, before: Any) -> bool:
+    """Equal plain settings; objects and tensors count as other."""
+    return type(value) is type(before) and isinstance(value, (bool, int, float, str, list, tuple)) and value == before
+
+
+class Snapshot:
+    """A copy of a live model to return to, on `device`: "cpu" costs a copy over the bus, "cuda" the model's memory once
+    more."""
+
+    def __init__(self, model: torch.nn.Module, device: str) -> None:
+        tensors = [*model.parameters(), *model.buffers()]
+        once = {tensor.data_ptr(): tensor for tensor in tensors if tensor.numel()}
+        self._tensors = [(tensor, tensor.detach().to(device, copy=True)) for tensor in once.values()]
+        self._places = Places(model)  # on a CPU a layer's packed weights hang on its attributes
+
+    def restore(self) -> None:
+        """The model has its tensors of before again, those that CUDA graphs have captured, with the values of before.
+        What holds copies of them must be refreshed (`refresh`)."""
+        self._places.put_back()
+        for tensor, value in self._tensors:
+            tensor.data.copy_(value)
 
 
 class NativeReload:
@@ -92,7 +153,7 @@ def refresh_expert_scales(model: torch.nn.Module) -> None:
 def _before_cpu_reload(model: torch.nn.Module) -> None:
     """BF16 experts on a CPU are packed only while they have no kernel."""
     for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
+        method: Any = getattr(layer, "quant_method", None)
         if type(method).__name__ == "UnquantizedFusedMoEMethod" and _on_cpu(layer):
             method.moe_kernel = None
 

@@ -1,5 +1,4 @@
-"""Pictures of a plan: the rollout over time, and speed against mismatch. What they show is here; plan_png and plan_page
-draw it.
+"""Pictures of a plan: the rollout over time, and speed against mismatch. What they show is here; png and page draw it.
 
 Each line over time is one precision. The band around it is the same rollout slowed down and sped up to both ends of its
 90% interval: at every moment it spans what any pace between them gives.
@@ -8,13 +7,11 @@ Each line over time is one precision. The band around it is the same rollout slo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fp8plan.errors import ConfigError
-from fp8plan.model.arrays import FloatArray
+from fp8plan.model.cost.base import FloatArray
 from fp8plan.model.plan.explain import seconds
 from fp8plan.model.rollout import Timeline
 
@@ -58,46 +55,6 @@ class Point(NamedTuple):
     chosen: bool
     main: bool  # of its precision the choice that `curves` draws over time
     on_front: bool  # no other choice is as safe and faster, or as fast and safer
-
-
-def plot(prediction: Prediction, path: str | Path, kv_scales: str = "unit") -> None:
-    """Write the picture: .png by matplotlib, .html by plotly with the plan's tables, reasons and settings.
-
-    kv_scales: of the page's settings, as for `emit`
-
-    Raises ConfigError for another suffix, a file that cannot be written, or a plotting package that is not installed.
-    """
-    target = Path(path)
-    if not target.parent.is_dir():
-        raise ConfigError(f"cannot plot to {target}: there is no folder {target.parent}")
-    try:
-        draw(prediction, target, kv_scales)
-    except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"cannot write {target}: {reason}; give a file that can be written") from None
-
-
-def check_suffix(target: Path) -> None:
-    """Raises ConfigError for a name that says neither .png nor .html."""
-    if target.suffix not in (".png", ".html"):
-        raise ConfigError(f"cannot plot to {target}; allowed: a name that ends in .png or .html")
-
-
-def draw(prediction: Prediction, target: Path, kv_scales: str = "unit") -> None:
-    """`plot`, but a file that cannot be written is an OSError: it may be a draft, whose name nobody should read."""
-    from fp8plan.model.emit.settings import check_kv_scales
-    from fp8plan.views.plan.page import write_page
-    from fp8plan.views.plan.png import write_png
-
-    check_suffix(target)
-    check_kv_scales(kv_scales)
-    try:
-        if target.suffix == ".png":
-            write_png(prediction, target)
-        else:
-            write_page(prediction, target, kv_scales)
-    except ImportError as error:
-        raise ConfigError(f"plotting needs {error.name}; type: pip install 'fp8plan[report]'") from None
 
 
 def curves(prediction: Prediction) -> list[Curve]:

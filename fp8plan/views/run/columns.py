@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8plan.model.arrays import FloatArray
+from fp8plan.model.cost.base import FloatArray
 from fp8plan.schemas import (
     K3,
     K3_ROBUST,

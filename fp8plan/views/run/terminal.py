@@ -16,7 +16,7 @@ from rich.text import Text
 
 from fp8plan import schemas
 from fp8plan.errors import ConfigError
-from fp8plan.model.arrays import FloatArray
+from fp8plan.model.cost.base import FloatArray
 from fp8plan.runtime.monitor.run_file import RunReader
 from fp8plan.views.run import columns as runs
 from fp8plan.views.run.columns import Row, column, last
@@ -219,7 +219,7 @@ def _state(rows: Sequence[Row]) -> list[RenderableType]:
     told = [("decision", f"{row.get('decision') or 'none'}: {row.get('reason') or ''}".rstrip(": "), "")]
     told += [("alarm", f"{x}: {runs.ALARMS.get(x, '')}".rstrip(": "), WORST) for x in row.get("alarms") or ()]
     guards: list[dict[str, Any]] = [x["guard"] for x in rows if x.get("guard")]
-    guard = next((x for x in reversed(guards) if x.get("verdict") or x.get("off")), {})
+    guard: dict[str, Any] = next((x for x in reversed(guards) if x.get("verdict") or x.get("off")), {})
     verdict, state = guard.get("verdict") or {}, (row.get("guard") or {}).get("state") or {}
     if verdict:
         action = verdict.get("action", "none")

@@ -24,8 +24,7 @@ from fp8plan.model.calibrate.engine_steps import (
     read_traces,
     windows,
 )
-from fp8plan.model.cost.base import Cost
-from fp8plan.model.cost.batch import Array, StepBatch
+from fp8plan.model.cost.base import Array, Cost, StepBatch
 from fp8plan.model.cost.host import start_cost
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.limits import EngineLimits

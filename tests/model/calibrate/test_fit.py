@@ -15,8 +15,7 @@ from synthetic import H200, PRIOR, decodes, gemms, nature, timed
 from fp8plan.errors import ConfigError
 from fp8plan.model.calibrate.fit import LEAST_SIGMA, LeavingOut, Observations, fit, robust_sd
 from fp8plan.model.calibrate.kernel_rows import observe
-from fp8plan.model.cost.base import Cost, together
-from fp8plan.model.cost.batch import Array
+from fp8plan.model.cost.base import Array, Cost, together
 from fp8plan.model.profile.profile import Profile
 
 pytestmark = pytest.mark.slow

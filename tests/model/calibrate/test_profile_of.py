@@ -25,7 +25,7 @@ from fp8plan.model.calibrate.profile_of import (
     measured_version,
     step_windows,
 )
-from fp8plan.model.cost.batch import StepBatch
+from fp8plan.model.cost.base import StepBatch
 from fp8plan.model.profile.profile import Profile
 
 pytestmark = pytest.mark.slow

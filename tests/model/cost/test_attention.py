@@ -22,8 +22,7 @@ from fp8plan.model.cost.attention import (
     heads_per_rank,
     kv_bytes_per_token,
 )
-from fp8plan.model.cost.base import Cost
-from fp8plan.model.cost.batch import StepBatch
+from fp8plan.model.cost.base import Cost, StepBatch
 from fp8plan.model.hardware import Gpu, gpu
 from fp8plan.model.precision import BF16, FP8_KV, Precision
 from fp8plan.model.profile.library import load_profile, profiles_path

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.attention import FLASH_ATTENTION_3
-from fp8plan.model.cost.base import Cost, norm8
-from fp8plan.model.cost.batch import StepBatch
+from fp8plan.model.cost.base import Cost, StepBatch, norm8
 from fp8plan.model.cost.collective import all_reduce_cost, with_network
 from fp8plan.model.cost.host import layer_cost
 from fp8plan.model.cost.step import Component, StepModel, log_gradient

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.cost.batch import StepBatch
+from fp8plan.model.cost.base import StepBatch
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.cost.sustained import CLOCK, MEMORY, sustained
 from fp8plan.model.hardware import gpu

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fp8plan.errors import CapacityError
-from fp8plan.model.arrays import IntArray
+from fp8plan.model.cost.base import IntArray
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.schedule.scheduler import Schedule, schedule
 from fp8plan.model.workload import Batch

@@ -11,7 +11,7 @@ from fp8plan.runtime.correction.correct import correct
 from fp8plan.runtime.correction.settings import REJECTIONS
 from fp8plan.runtime.correction.verl import from_verl
 from fp8plan.runtime.mismatch import tokens as tokens_module
-from fp8plan.runtime.mismatch.metrics import measure
+from fp8plan.runtime.mismatch.measure import measure
 from fp8plan.runtime.mismatch.tokens import pack
 
 torch = pytest.importorskip("torch")

@@ -9,11 +9,10 @@ from math import inf, log, nan
 import numpy as np
 import pytest
 
-from fp8plan.model.arrays import FloatArray
 from fp8plan.runtime.correction.correct import Correction, CorrectionSettings, Rejection, Thresholds, correct
 from fp8plan.runtime.mismatch import backend as dispatch
-from fp8plan.runtime.mismatch.histogram import BINS, SIDE
-from fp8plan.runtime.mismatch.metrics import measure
+from fp8plan.runtime.mismatch.histogram import BINS, SIDE, FloatArray
+from fp8plan.runtime.mismatch.measure import measure
 from fp8plan.runtime.mismatch.tokens import Tokens, pack
 from fp8plan.runtime.monitor.monitor import Monitor
 

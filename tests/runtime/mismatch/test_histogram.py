@@ -9,8 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8plan.model.arrays import FloatArray
-from fp8plan.runtime.mismatch.histogram import BINS, EDGES, LIMIT, MAGNITUDES, SIDE, bins, count_below, excess, quantile
+from fp8plan.runtime.mismatch.histogram import (
+    BINS,
+    EDGES,
+    LIMIT,
+    MAGNITUDES,
+    SIDE,
+    FloatArray,
+    bins,
+    count_below,
+    excess,
+    quantile,
+)
 
 torch = pytest.importorskip("torch")
 

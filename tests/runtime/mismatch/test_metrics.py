@@ -14,8 +14,8 @@ from mismatch_batches import one_of_two, packed, ragged
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.correction.correct import CorrectionSettings, Thresholds, correct
 from fp8plan.runtime.mismatch import tokens as tokens_module
-from fp8plan.runtime.mismatch.metrics import Mismatch, MismatchSums, measure
-from fp8plan.runtime.mismatch.sums import SLOTS
+from fp8plan.runtime.mismatch.measure import measure
+from fp8plan.runtime.mismatch.metrics import SLOTS, Mismatch, MismatchSums
 from fp8plan.runtime.mismatch.tokens import pack
 
 torch = pytest.importorskip("torch")

@@ -38,7 +38,7 @@ from fp8plan.runtime.correction.correct import CorrectionSettings, Rejection, Th
 from fp8plan.runtime.correction.verl import from_verl
 from fp8plan.runtime.guard.guard import Guard
 from fp8plan.runtime.guard.observation import EngineFacts, Observation
-from fp8plan.runtime.mismatch.metrics import measure
+from fp8plan.runtime.mismatch.measure import measure
 from fp8plan.runtime.mismatch.tokens import pack
 from fp8plan.runtime.monitor.monitor import Monitor
 from fp8plan.runtime.monitor.record import Step

@@ -28,7 +28,7 @@ from fp8plan.runtime.probe.probe import Probe, compared, probe
 from fp8plan.runtime.probe.prompts import read_prompts
 from fp8plan.runtime.probe.reference import Reference
 from fp8plan.runtime.probe.sampling import Sampled, SampleSettings
-from fp8plan.runtime.probe.table import probe_report
+from fp8plan.views.probe import probe_report
 
 torch = pytest.importorskip("torch")
 vllm = pytest.mark.vllm

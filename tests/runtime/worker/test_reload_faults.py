@@ -13,7 +13,7 @@ from tiny_models import PROMPTS, Outputs, answer, generate, quantised, started, 
 
 from fp8plan.errors import LostEngineError, SyncError
 from fp8plan.runtime.engine.engine import RolloutEngine
-from fp8plan.runtime.worker.places import Places
+from fp8plan.runtime.worker.vllm_reload import Places
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.vllm
@@ -317,7 +317,7 @@ def test_caches_of_any_dtype_layout_and_nesting_are_zeroed() -> None:
 def test_experts_own_scales_come_back_with_the_weights() -> None:
     """After a reload their kernel holds copies of the live scales."""
     from fp8plan.runtime.worker.live_weights import LiveWeights, _Running
-    from fp8plan.runtime.worker.snapshot import Snapshot
+    from fp8plan.runtime.worker.vllm_reload import Snapshot
 
     layer = torch.nn.Module()
     layer.w13_weight_scale_inv = torch.nn.Parameter(torch.ones(2, 2), requires_grad=False)

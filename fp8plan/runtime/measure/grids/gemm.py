@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import product
 
@@ -80,7 +80,7 @@ def _quantise(rows: Iterable[int], weights: Iterable[Weight]) -> Iterator[Key]:
     yield from (("quantise", m, 0, k) for m, k in product(rows, sorted({k for _, k in weights})))
 
 
-def weights_of(layers: dict[str, tuple[str, ...]]) -> list[Weight]:
+def weights_of(layers: Mapping[str, tuple[str, ...]]) -> list[Weight]:
     """(n, k) of the named linear layers of models. Raises KeyError for one that a model has not."""
     found = []
     for model, names in layers.items():

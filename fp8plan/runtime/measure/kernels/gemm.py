@@ -44,12 +44,13 @@ class Bench:
         self.l2_bytes = l2_bytes()
 
     def work(self, point: Point) -> Work:
-        return {
+        timed: dict[str, Callable[..., Work]] = {
             "gemm.bf16": self._bf16,
             "linear.fp8_block": self._fp8_linear,
             "gemm.fp8_block": self._fp8_gemm,
             "quantise": self._quantise,
-        }[point.kernel](**point.shape)
+        }
+        return timed[point.kernel](**point.shape)
 
     def _bf16(self, m: int, n: int, k: int) -> Work:
         from torch.nn.functional import linear
@@ -87,16 +88,16 @@ class Bench:
             raise ConfigError(f"two weights of {n} x {k} do not fit in the pool of {len(pool):,}")
         return pool[: number * n * k].view(number, n, k).unbind()
 
-    def _layers(self, kernel: Any, n: int, k: int) -> list[torch.nn.Module]:
+    def _layers(self, kernel: Any, n: int, k: int) -> list[Any]:
         """Layers with weights and scales in the layout that the kernel wants, as after loading a model."""
         return [self._layer(kernel, weight) for weight in self._weights("fp8", n, k)]
 
-    def _layer(self, kernel: Any, weight: torch.Tensor) -> torch.nn.Module:
+    def _layer(self, kernel: Any, weight: torch.Tensor) -> Any:
         import torch
 
         n, k = weight.shape
         scales = torch.rand(-(-n // BLOCK), -(-k // BLOCK), device="cuda").add_(0.5).mul_(2e-4)
-        layer = torch.nn.Module()
+        layer: Any = torch.nn.Module()
         layer.weight = torch.nn.Parameter(weight, requires_grad=False)
         layer.weight_scale_inv = torch.nn.Parameter(scales, requires_grad=False)
         layer.input_scale, layer.weight_block_size = None, [BLOCK, BLOCK]
@@ -129,7 +130,8 @@ def quantiser(kernel: Any) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch
         return partial(per_token_group_quant_fp8, group_size=BLOCK, column_major_scales=True, use_ue8m0=e8m0)
     if not kernel.apply_input_quant:
         raise ConfigError(f"{type(kernel).__name__} quantises inside its GEMM; only linear.fp8_block can be measured")
-    return kernel.quant_fp8.forward_cuda
+    quantise: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = kernel.quant_fp8.forward_cuda
+    return quantise
 
 
 @contextmanager

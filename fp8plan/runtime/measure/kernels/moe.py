@@ -147,7 +147,7 @@ def _run(
     from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_topk
 
     weights, experts, _ = fused_topk(tokens, logits, layer[1], renormalize=True)
-    return kernel.apply(
+    out: torch.Tensor = kernel.apply(
         hidden_states=tokens,
         w1=w13,
         w2=w2,
@@ -158,6 +158,7 @@ def _run(
         expert_map=None,
         apply_router_weight_on_input=False,
     )
+    return out
 
 
 if __name__ == "__main__":

@@ -38,4 +38,7 @@ def rotary(
     if weights:
         q = rms_norm(q.unflatten(-1, (queries, head_dim)), weights[0]).flatten(-2)
         k = rms_norm(k.unflatten(-1, (keys, head_dim)), weights[1]).flatten(-2)
-    return RotaryEmbedding.forward_static(positions, q, k, head_dim, head_dim, cos_sin, True)
+    rotated: tuple[torch.Tensor, torch.Tensor] = RotaryEmbedding.forward_static(
+        positions, q, k, head_dim, head_dim, cos_sin, True
+    )
+    return rotated

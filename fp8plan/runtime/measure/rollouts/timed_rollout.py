@@ -27,9 +27,7 @@ def token_prompts(work: Mapping[str, Any], vocabulary: int) -> list[dict[str, li
     """Random tokens: one prompt per prompt id, equal between its samples."""
     rng = np.random.default_rng(work["seed"])
     lengths = dict(zip(work["prompt_ids"], work["prompt_lengths"], strict=True))
-    tokens: dict[int, list[int]] = {}
-    for name, length in lengths.items():
-        tokens[name] = rng.integers(0, vocabulary, length).tolist()
+    tokens = {name: rng.integers(0, vocabulary, (length,)).tolist() for name, length in lengths.items()}
     return [{"prompt_token_ids": tokens[name]} for name in work["prompt_ids"]]
 
 

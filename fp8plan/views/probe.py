@@ -28,11 +28,12 @@ def probe_report(found: Probe) -> RenderableType:
         f"{found.prompts} prompts x {found.settings.samples} samples of at most {found.settings.max_tokens} tokens, "
         f"temperature {found.settings.temperature:g}, seed {found.settings.seed}"
     )
+    table: list[RenderableType] = [Fitted(_columns(rows)), Paragraph(LEGEND, style="dim")] if rows else []
     return Group(
         Paragraph(f"{found.model} on {found.gpu}: vLLM {found.engine_version} against {found.reference}"),
         Paragraph(about + (f"; KV scales: {', '.join(sorted(scales))}" if scales else "")),
         "",
-        *([Fitted(_columns(rows)), Paragraph(LEGEND, style="dim")] if rows else []),
+        *table,
         *(Paragraph(f"Not measured: {one.precision}: {one.error}", indent=2) for one in failed),
         *(
             Paragraph(f"{one.precision}: {one.invalid:,} log-probs are not finite", style="red")

@@ -1,0 +1,96 @@
+"""The package's own imports, lazy and type-only ones included: they form no circle and no arrow runs back up."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import fp8plan
+
+ROOT = Path(fp8plan.__file__).parent
+MOST_MODULES = 12  # of a folder
+
+# What may import what: a part imports its own and what stands above it.
+PARTS = ("fp8plan.errors", "fp8plan.checks", "fp8plan.model", "fp8plan.runtime", "fp8plan.views", "fp8plan.cli")
+MODEL = (
+    ("architecture", "configs", "hardware", "precision", "limits", "workload"),
+    ("profile",),
+    ("cost",),
+    ("schedule",),
+    ("rollout",),
+    ("risk", "plan", "validate", "calibrate"),
+)
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {name_of(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Modules of the package that this one imports anywhere in its text."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names if name.name in MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
+            assert node.level == 0, f"{path}: a relative import"
+            inside = (f"{node.module}.{name.name}" for name in node.names)
+            yield from (name if name in MODULES else node.module for name in inside)
+
+
+GRAPH = {name: set(imported(path)) - {name} for name, path in MODULES.items()}
+
+
+def below(name: str, part: str) -> bool:
+    return name == part or name.startswith(f"{part}.")
+
+
+def level(name: str) -> int | None:
+    """The number of a model's module in MODEL."""
+    return next((i for i, names in enumerate(MODEL) for x in names if below(name, f"fp8plan.model.{x}")), None)
+
+
+def test_there_is_something_to_look_at() -> None:
+    assert len(GRAPH) > 100
+    assert "fp8plan.model.cost.step" in GRAPH["fp8plan.model.rl_step"]  # lazy, or for types only, or neither
+
+
+def test_imports_form_no_circle() -> None:
+    try:
+        TopologicalSorter(GRAPH).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_no_part_imports_a_later_one() -> None:
+    wrong = [
+        f"{name} imports {other}"
+        for name, others in GRAPH.items()
+        for i, part in enumerate(PARTS)
+        for other in others
+        if below(name, part) and any(below(other, later) for later in PARTS[i + 1 :])
+    ]
+    assert not wrong
+
+
+def test_nothing_in_the_model_runs_back_up() -> None:
+    known = {name: level(name) for name in GRAPH}
+    wrong = [
+        f"{name} imports {other}"
+        for name, others in GRAPH.items()
+        for other in others
+        if known[name] is not None and known[other] is not None and known[name] < known[other]
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES.values()}), ids=lambda x: x.name)
+def test_a_folder_is_read_in_one_sitting(folder: Path) -> None:
+    modules = [path.name for path in folder.glob("*.py") if path.name not in ("__init__.py", "__main__.py")]
+    assert len(modules) <= MOST_MODULES
