@@ -71,8 +71,8 @@ class EngineSetup:
         return replace(self, limits=self.limits.holding(longest_request).on(self.gpu))
 
     def check_precision(self) -> None:
-        """Raises ConfigError for a precision that this GPU does not have. On a CPU all can be started: blockwise FP8
-        runs there in reference arithmetic."""
+        """Raises ConfigError for a precision that this GPU does not have. On a CPU it depends on vLLM's kernels, which
+        say so when they start."""
         if not self.gpu.is_cpu and (reason := self.gpu.why_not(self.precision)):
             raise ConfigError(f"{self.precision.name}: {reason}; allowed: bf16, or another GPU")
 
