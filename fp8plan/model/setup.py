@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import Gpu, find_gpu
@@ -68,6 +69,12 @@ class EngineSetup:
         """This engine as vLLM runs it, for requests of up to so many tokens (prompt + response). Raises ConfigError for
         limits that do not allow them, or that make no sense on this GPU."""
         return replace(self, limits=self.limits.holding(longest_request).on(self.gpu))
+
+    def check_precision(self) -> None:
+        """Raises ConfigError for a precision that this GPU does not have. On a CPU it depends on vLLM's kernels, which
+        say so when they start."""
+        if not self.gpu.is_cpu and (reason := self.gpu.why_not(self.precision)):
+            raise ConfigError(f"{self.precision.name}: {reason}; allowed: bf16, or another GPU")
 
     def memory(self, longest_request: int | None = None) -> MemoryPlan:
         """The memory of one rank, and its KV pool; raises as `memory_plan` does."""

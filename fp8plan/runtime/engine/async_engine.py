@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import aclosing
 from operator import index
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from uuid import uuid4
 
 from fp8plan.errors import NotServingError, SyncError
@@ -17,7 +17,7 @@ from fp8plan.runtime.engine.launch import Launch, launch
 from fp8plan.runtime.engine.warm_up import freeze_garbage
 from fp8plan.runtime.engine.watched import LAST_WORDS_S, PATIENCE_S
 from fp8plan.runtime.guard.fallback import Action, GuardSettings
-from fp8plan.runtime.weight_sync.state import Call, Procedure, Scored, SyncReport, SyncSettings, rpc
+from fp8plan.runtime.weight_sync.state import Call, Scored, SyncReport, SyncSettings, rpc
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
@@ -117,8 +117,8 @@ class AsyncRolloutEngine(EngineBase):
     async def kv_scales(self) -> dict[str, dict[str, float]]:
         """layer -> scales of q, k, v that the live engine uses, on the device and on the host."""
         refuse_shut_down(self.state)
-        scales: dict[str, dict[str, float]] = (await self._drive(rpc("fp8plan_kv_scales")))[0]
-        return scales
+        found: dict[str, dict[str, float]] = (await self._drive(rpc("fp8plan_kv_scales")))[0]
+        return found
 
     async def sleep(self, level: int = 1) -> None:
         """AsyncLLM's sleep. Level 2 drops the weights: a sync must follow the wake-up."""
@@ -164,7 +164,7 @@ class AsyncRolloutEngine(EngineBase):
         refuse_shut_down(self.state)
         return 0 if self.state.dead else self.llm.output_processor.get_num_unfinished_requests()
 
-    async def _drive(self, procedure: Procedure) -> Any:
+    async def _drive(self, procedure: Generator[Call, Any, Answer]) -> Answer:
         """Run a procedure to its end, answering its calls."""
         try:
             call = next(procedure)
@@ -176,7 +176,7 @@ class AsyncRolloutEngine(EngineBase):
                 else:
                     call = procedure.send(answer)
         except StopIteration as end:
-            return end.value
+            return cast("Answer", end.value)
 
     async def _answer(self, call: Call) -> Any:
         if call.what == "restart":

@@ -191,7 +191,9 @@ class EngineBase:
         if self.state.kv_scales is not None:
             yield from rpc("fp8plan_set_kv_scales", self.state.kv_scales)
 
-    def _recalibrate(self, busy: int, kv_amax: Mapping[str, Sequence[float]] | None, kv_prompts: Any) -> Procedure:
+    def _recalibrate(
+        self, busy: int, kv_amax: Mapping[str, Sequence[float]] | None, kv_prompts: Any
+    ) -> Generator[Call, Any, str | None]:
         state = self.state
         with alone(self.state, busy):
             refuse_dead(self.state)

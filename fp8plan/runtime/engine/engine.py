@@ -15,13 +15,13 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import active_children
 from multiprocessing.resource_tracker import ensure_running
 from operator import index
 from threading import Event
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from fp8plan.errors import ConfigError, NotServingError, SyncError
 from fp8plan.runtime.engine.access import alone, asleep_of, falling_asleep, generating, refuse_shut_down
@@ -32,7 +32,7 @@ from fp8plan.runtime.engine.rollout_timer import Judge
 from fp8plan.runtime.engine.warm_up import freeze_garbage
 from fp8plan.runtime.engine.watched import watched
 from fp8plan.runtime.guard.fallback import Action, GuardSettings
-from fp8plan.runtime.weight_sync.state import Call, Procedure, Scored, SyncReport, SyncSettings, rpc
+from fp8plan.runtime.weight_sync.state import Call, Scored, SyncReport, SyncSettings, rpc
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
@@ -200,8 +200,8 @@ class RolloutEngine(EngineBase):
     def kv_scales(self) -> dict[str, dict[str, float]]:
         """layer -> scales of q, k, v that the live engine uses, on the device and on the host."""
         with self._calling():
-            scales: dict[str, dict[str, float]] = self._drive(rpc("fp8plan_kv_scales"))[0]
-            return scales
+            found: dict[str, dict[str, float]] = self._drive(rpc("fp8plan_kv_scales"))[0]
+        return found
 
     def sleep(self, level: int = 1) -> None:
         """vLLM's sleep (enable_sleep_mode=True). Level 2 drops the weights: a sync must follow the wake-up."""
@@ -296,7 +296,7 @@ class RolloutEngine(EngineBase):
     def _busy(self) -> int:
         return 0 if self.state.dead else self.llm.llm_engine.get_num_unfinished_requests()
 
-    def _drive(self, procedure: Procedure) -> Any:
+    def _drive(self, procedure: Generator[Call, Any, Answer]) -> Answer:
         """Run a procedure to its end, answering its calls."""
         try:
             call = next(procedure)
@@ -309,7 +309,7 @@ class RolloutEngine(EngineBase):
                 else:
                     call = procedure.send(answer)
         except StopIteration as end:
-            return end.value
+            return cast("Answer", end.value)
 
     def _answer(self, call: Call) -> Any:
         if call.what == "restart":
@@ -391,8 +391,8 @@ def started_apart(start: Callable[[], Answer]) -> Answer:
     def begun() -> Answer:
         found = start()
         if over.is_set():  # nobody waits for it any more, and its processes came too late to be killed
-            engine: Any = getattr(found, "llm_engine", found)
-            engine.engine_core.shutdown()
+            vllm: Any = found
+            getattr(vllm, "llm_engine", vllm).engine_core.shutdown()
         return found
 
     def give_up() -> None:

@@ -146,8 +146,7 @@ def launch(
     for name, (allowed, why) in NOT_SUPPORTED.items():
         if more.get(name, allowed) != allowed:
             raise ConfigError(f"{name} is {more[name]!r}; allowed: {allowed!r}: {why}")
-    if not setup.gpu.is_cpu and (reason := setup.gpu.why_not(preset)):  # of a CPU, Launch.prepare asks vLLM itself
-        raise ConfigError(f"{preset.name}: {reason}; allowed: bf16, or another GPU")
+    setup.check_precision()
     kwargs = vllm_kwargs(setup) | {"disable_log_stats": False} | dict(more) | {"worker_extension_cls": EXTENSION}
     if model_path is not None:
         kwargs["model"] = str(model_path)

@@ -77,6 +77,7 @@ def probe(
         begun = time.perf_counter()
         try:
             setup = EngineSetup(model_path, card, preset, limits).holding(longest)
+            setup.check_precision()
             with held_back(engine_stays=False):
                 samples[preset.name], facts = sample(setup, tokens, settings, **vllm_kwargs)
         except Exception as error:  # of one engine: the others may run
