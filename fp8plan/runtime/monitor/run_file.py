@@ -69,7 +69,7 @@ class RunReader:
         return found
 
     def _take(self, text: bytes) -> bool:
-        row = None
+        row: Any = None
         with suppress(ConfigError):
             row = parse(text, "it")
         if isinstance(row, dict):

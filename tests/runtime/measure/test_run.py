@@ -228,7 +228,7 @@ def test_a_torn_record_is_measured_again_and_a_broken_one_refused(tmp_path: Path
     write(output, {"key": "b"})  # cuts the torn one off
     assert cell_files.keys_in(output) == {"a", "b"}
     output.write_text('{"ke\n{"key": "a"}\n')
-    with pytest.raises(ConfigError, match="line 1 of .*not JSON"):
+    with pytest.raises(ConfigError, match=r"line 1 of .*not JSON"):
         cell_files.keys_in(output)
 
 
