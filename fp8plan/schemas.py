@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from types import NoneType
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -182,7 +182,7 @@ def checked(data: Any, kind: type[T], where: str, error: type[Fp8PlanError] = Co
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as found:
-        raise error(f"{where}: {_told(found, data)}") from None
+        raise error(f"{where}: {_told(found, data, kind)}") from None
     except Fp8PlanError as found:
         raise error(f"{where}: {found}") from None
 
@@ -194,33 +194,38 @@ WORDS: Final = {
 KINDS: Final = {int: "int", float: "float", str: "str", bool: "bool", NoneType: "null", list: "array", dict: "object"}
 
 
-def _told(error: msgspec.ValidationError, data: Any) -> str:
+def _told(error: msgspec.ValidationError, data: Any, kind: Any) -> str:
     """What msgspec says, in our words, and with the value that it does not say."""
     message, _, path = str(error).partition(" - at `$")
     expected = re.match(r"Expected `([^`]*)`([^,]*)(?:, got `?(\w+))?", message)
-    place, value = _found(path, data, expected[3] if expected else None)
+    missing = re.match("Object missing required field `(.*)`", message)
+
+    def meant(value: Any) -> bool:
+        if missing:
+            return isinstance(value, dict) and missing[1] not in value
+        if expected:
+            return expected[3] in (KINDS.get(type(value)), str(len(value)) if isinstance(value, list) else "")
+        return isinstance(value, int) and not is_number(value)  # too large
+
+    ends = _ends(path, data)
+    place, value = next((end for end in ends if meant(end[1])), ends[0])
     if isinstance(error.__cause__, Fp8PlanError):  # a check of the class's own
         return f"{place}: {error.__cause__}" if place else str(error.__cause__)
-    if missing := re.match("Object missing required field `(.*)`", message):
+    if missing:
         return f"field {f'{place}.{missing[1]}'.lstrip('.')!r} is missing"
     allowed = "a finite number"
     if expected:
         allowed = " or ".join(WORDS.get(x, x) for x in expected[1].split(" | ")) + expected[2]
-    elif message != "Number out of range":
-        return f"{place} is {value!r:.60}: {message}"
-    return f"{place or 'it'} is {_short(value)}; allowed: {allowed}"
+    elif message.startswith("Invalid enum value"):
+        for name in re.findall(r"\.(\w+)", path):
+            kind = get_type_hints(kind)[name]
+        allowed = ", ".join(map(str, get_args(kind)))
+    given = repr(value)
+    return f"{place or 'it'} is {given if len(given) <= 60 else f'{given[:57]}...'}; allowed: {allowed}"
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _found(path: str, data: Any, got: str | None) -> tuple[str, Any]:
-    """Where msgspec's `path` leads, and what is there.
-
-    Which entry of a mapping it means it does not say ("[...]"): it is the first of the kind that it got.
-    """
+def _ends(path: str, data: Any) -> list[tuple[str, Any]]:
+    """Where msgspec's `path` can lead in `data`, and what is there: "[...]" is any entry of a mapping."""
     ends: list[tuple[str, Any]] = [("", data)]
     for name, number, any_key in re.findall(r"\.(\w+)|\[(\d+)\]|\[(\.\.\.)\]", path):
         steps = []
@@ -232,13 +237,4 @@ def _found(path: str, data: Any, got: str | None) -> tuple[str, Any]:
             elif number and isinstance(value, list) and int(number) < len(value):
                 steps.append((f"{place}[{number}]", value[int(number)]))
         ends = steps
-    wrong = [end for end in ends if _is_meant(end[1], got)]
-    place, value = (wrong or ends or [("", data)])[0]
-    return place.lstrip("."), value
-
-
-def _is_meant(value: Any, got: str | None) -> bool:
-    """Whether msgspec can mean `value` when it got `got`, a kind or the length of a list; None: a number too large."""
-    if got is None:
-        return isinstance(value, int) and not is_number(value)
-    return got in (KINDS.get(type(value)), str(len(value)) if isinstance(value, list) else None)
+    return [(place.lstrip("."), value) for place, value in ends]

@@ -23,22 +23,9 @@ MAKE_ONE: Final = "`fp8plan plan MODEL --gpu GPU --json plan.json`"
 
 # Figures of a Choice that only one which cannot run lacks. Speed-ups need BF16 to fit, the RL step a trainer.
 PREDICTED: Final = (
-    "makespan_s",
-    "makespan_low_s",
-    "makespan_high_s",
-    "output_tokens_per_s",
-    "kv_cache_tokens",
-    "preemptions",
-    "tail_fraction",
-    "kl_k3",
-    "kl_k3_low",
-    "kl_k3_high",
-    "ess_raw",
-    "clip_fraction",
-    "seq_reject_fraction",
-    "risk",
-    "extrapolated",
-)
+    "makespan_s makespan_low_s makespan_high_s output_tokens_per_s kv_cache_tokens preemptions tail_fraction kl_k3 "
+    "kl_k3_low kl_k3_high ess_raw clip_fraction seq_reject_fraction risk extrapolated"
+).split()
 
 
 class UnitScales(msgspec.Struct):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import numpy as np
@@ -141,6 +141,14 @@ def test_a_plan_of_another_schema_is_refused_by_version(version: Any, message: s
             "kv_scales is 'none'; allowed: calibrated, unit",
         ),
         (json.dumps({**plans.saved().to_dict(), "budget": "low"}), "budget is 'low'; allowed: an object"),
+        (
+            json.dumps({**plans.saved().to_dict(), "budget": asdict(RiskBudget()) | {"accept": "all"}}),
+            "the plan: budget.accept is 'all'; allowed: low, moderate, high; or make the plan again",
+        ),
+        (
+            json.dumps({**plans.saved().to_dict(), "limits": asdict(EngineLimits()) | {"block_size": 17}}),
+            "the plan: limits: block_size is 17; allowed: a multiple of 16",
+        ),
         (json.dumps({**plans.saved().to_dict(), "chosen": 9}), "chosen is 9; allowed: 0 to 3"),
         (json.dumps({**plans.saved().to_dict(), "thresholds": {"tis": 2}}), "unknown thresholds: tis"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.hardware import gpu, gpus
-from fp8plan.model.profile.library import datasheet_profile, list_profiles, load_profile
+from fp8plan.model.profile.library import datasheet_profile, list_profiles, load_profile, profiles_path
 from fp8plan.model.profile.profile import Profile
 
 NAMES = ("gemm.bf16.launch_seconds", "gemm.bf16.bandwidth_efficiency", "overhead.step_seconds")
@@ -164,6 +165,15 @@ def test_what_is_wrong_is_named_to_the_entry(field: str, value: object, message:
     text = json.dumps(json.loads(calibrated().to_json()) | {field: value})
     with pytest.raises(ProfileError, match=rf"^own/profile\.json.*{message}"):
         Profile.from_json(text, "own/profile.json")
+
+
+def test_an_entry_of_the_datasheet_that_lacks_a_field_is_named(tmp_path: Path) -> None:
+    raw = json.loads((profiles_path() / "datasheet.json").read_text())
+    *_, last = raw["common"]["coefficients"]
+    del raw["common"]["coefficients"][last]["log_sd"]
+    (tmp_path / "datasheet.json").write_text(json.dumps(raw))
+    with pytest.raises(ProfileError, match=re.escape(f"field \"common.coefficients['{last}'].log_sd\" is missing")):
+        datasheet_profile(gpu("h200"), profiles_dir=tmp_path)
 
 
 def test_a_later_version_of_the_same_schema_may_say_more_and_the_first_had_no_version() -> None:

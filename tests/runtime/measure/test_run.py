@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fp8plan.errors import ConfigError
+from fp8plan.jsonl import write
 from fp8plan.model.precision import precision
 from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import validate
@@ -219,10 +220,16 @@ def test_bad_cells_are_one_clear_error(
     assert words in capfd.readouterr().err
 
 
-def test_a_torn_record_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "out.jsonl").write_text('{"key": "a"}\n{"ke')
-    with pytest.raises(ConfigError, match="not JSON"):
-        cell_files.keys_in(tmp_path / "out.jsonl")
+def test_a_torn_record_is_measured_again_and_a_broken_one_refused(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    assert cell_files.keys_in(output) == set()
+    output.write_text('{"key": "a"}\n{"ke')
+    assert cell_files.keys_in(output) == {"a"}
+    write(output, {"key": "b"})  # cuts the torn one off
+    assert cell_files.keys_in(output) == {"a", "b"}
+    output.write_text('{"ke\n{"key": "a"}\n')
+    with pytest.raises(ConfigError, match=r"line 1 of .*not JSON"):
+        cell_files.keys_in(output)
 
 
 def test_samples_of_a_prompt_share_its_tokens_and_prompts_do_not() -> None:
