@@ -72,7 +72,11 @@ def public_names() -> str:
     """A directive of mkdocstrings for each public name, at the place where it is defined. Aliases come once."""
     found = {name: getattr(fp8plan, name) for name in fp8plan.__all__}
     homes = {f"{thing.__module__}.{thing.__qualname__}": None for thing in found.values()}
-    return "\n\n".join(f"::: {home}" for home in sorted(homes, key=lambda home: home.rsplit(".", 1)[1].lower()))
+    names = {home: home.rsplit(".", 1)[1] for home in homes}
+    return "\n\n".join(
+        f"::: {home}\n    options:\n      heading: fp8plan.{names[home]}\n      toc_label: {names[home]}"
+        for home in sorted(homes, key=lambda home: names[home].lower())
+    )
 
 
 def blocks() -> dict[str, str]:
