@@ -1,0 +1,391 @@
+"""Good input of `fp8plan plan` and `emit`: results alone on stdout, files whole or as they were, notes on stderr."""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from command import RECORD, Done, first_choice, refused
+from typed import MODEL, PLAN, SMALL
+
+from fp8plan.cli import outputs
+from fp8plan.errors import ConfigError
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.precision import PRESETS
+
+
+def test_own_profiles_that_are_not_there_are_told(
+    fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FP8PLAN_PROFILES", str(tmp_path / "typo"))
+    Path("records.jsonl").write_text(json.dumps(RECORD))
+    for words in (PLAN, ["profiles"], ["validate", "records.jsonl"]):
+        refused(fp8plan(*words), f"FP8PLAN_PROFILES is {tmp_path / 'typo'}", "no such folder", "unset FP8PLAN_PROFILES")
+    (tmp_path / "typo").mkdir()
+    for words in (PLAN, ["profiles"], ["validate", "records.jsonl"]):
+        (line,) = [line for line in fp8plan(*words).err.splitlines() if "FP8PLAN_PROFILES" in line]
+        assert line.startswith(f"note: FP8PLAN_PROFILES is {tmp_path / 'typo'}, which holds no profile")
+
+
+def test_the_prompts_of_a_trace_are_used_and_said(fp8plan: Callable[..., Done]) -> None:
+    Path("trace.jsonl").write_text("\n".join(f'{{"prompt_length": {n}, "response_length": 30}}' for n in (5, 5, 9, 9)))
+    words = ["plan", MODEL, "--gpu", "h200", *SMALL[:4], "--response-lengths", "trace.jsonl", "--json"]
+    done = fp8plan(*words)
+    assert json.loads(done.out)["workload"]["max_prompt_tokens"] == 9
+    assert "note: prompt lengths are those of trace.jsonl, too" in done.err
+    assert "prompt lengths are those of trace.jsonl, too" in json.loads(done.out)["warnings"]
+    assert [f"note: {warning}" for warning in json.loads(done.out)["warnings"]] == done.err.splitlines()
+    given = fp8plan(*words, "--prompt-lengths", "fixed:16")
+    assert json.loads(given.out)["workload"]["max_prompt_tokens"] == 16
+    assert "note: trace.jsonl has prompt_length, too, which is not read" in given.err
+
+
+PLAN_KEYS = (
+    "schema_version fp8plan_version model gpu profile limits workload seed choices chosen thresholds reasons warnings "
+    "budget kv_scales"
+).split()
+
+
+CHOICE_KEYS = (
+    "precision tensor_parallel data_parallel available reason makespan_s makespan_low_s makespan_high_s "
+    "output_tokens_per_s speedup speedup_low speedup_high rl_step_s step_speedup kv_cache_tokens preemptions "
+    "tail_fraction kl_k3 kl_k3_low kl_k3_high ess_raw clip_fraction seq_reject_fraction risk unit_kv_scales "
+    "extrapolated refused_by"
+).split()
+
+
+def test_plan_json_has_the_documented_shape_and_stdout_holds_nothing_else(fp8plan: Callable[..., Done]) -> None:
+    done = fp8plan(*PLAN, "--json", "--seed", "3")
+    assert done.code == 0
+    answer = json.loads(done.out)
+    assert list(answer) == PLAN_KEYS
+    assert list(answer["profile"]) == ["kind", "engine_version", "source"]
+    assert list(answer["limits"]) == [f.name for f in fields(EngineLimits)]
+    assert answer["seed"] == 3
+    assert type(answer["chosen"]) is int
+    assert answer["choices"][answer["chosen"]]["available"]
+    assert [c["precision"] for c in answer["choices"]] == list(PRESETS)
+    for choice in answer["choices"]:
+        assert list(choice) == CHOICE_KEYS
+        assert 0 < choice["makespan_low_s"] < choice["makespan_s"] < choice["makespan_high_s"]
+        assert choice["risk"] in ("low", "moderate", "high")
+        assert choice["rl_step_s"] is choice["step_speedup"] is None  # no trainer figures were given
+        assert choice["extrapolated"] is True  # a datasheet profile measured nothing
+    assert all(line.startswith("note: ") for line in done.err.splitlines())
+    assert "uncalibrated" in done.err
+    assert all(reason.endswith(".") for reason in answer["reasons"])
+
+
+def test_an_a100_lists_fp8_as_unavailable_with_the_reason(fp8plan: Callable[..., Done]) -> None:
+    words = [*PLAN, "--gpu", "a100"]
+    answer = json.loads(fp8plan(*words, "--json").out)
+    rows = {c["precision"]: c for c in answer["choices"]}
+    assert list(rows) == list(PRESETS)
+    assert answer["choices"][answer["chosen"]]["precision"] == "bf16"
+    for name, row in rows.items():
+        assert row["available"] is (name == "bf16")
+        if name != "bf16":
+            assert "no FP8 tensor cores" in row["reason"]
+            given = ("precision", "tensor_parallel", "data_parallel", "available", "reason", "refused_by")
+            assert {row[key] for key in CHOICE_KEYS if key not in given} == {None}
+    assert not any("not worth it" in reason for reason in answer["reasons"])  # it was never an option
+    table = fp8plan(*words).out
+    assert "Not available: fp8_block, fp8_kv, fp8_block+fp8_kv: " in table
+    assert table.count("no FP8 tensor cores") == 1
+
+
+def test_the_table_holds_every_precision_the_choice_and_the_reasons(fp8plan: Callable[..., Done]) -> None:
+    words = ["plan", "Qwen/Qwen3-8B", *PLAN[2:], "--response-lengths", "fixed:200"]
+    answer = json.loads(fp8plan(*words, "--json").out)
+    assert answer["chosen"] != 0  # so that the mark is seen to move
+    out = fp8plan(*words).out
+    chosen = answer["choices"][answer["chosen"]]["precision"]
+    marked = [line.split()[1] for line in out.splitlines() if line.startswith("> ")]
+    assert marked == [chosen] * 2  # how fast, and how risky
+    for name in PRESETS:
+        assert sum(line[2:].startswith(name + " ") for line in out.splitlines()) == 2
+    for reason in answer["reasons"]:
+        assert f"- {reason}" in out
+
+
+def test_several_layouts_are_named_in_the_table(fp8plan: Callable[..., Done]) -> None:
+    out = fp8plan(*PLAN, "--gpus", "2", "--train-s", "5", "--logprob-s", "0").out
+    for cell in ("1x2", "2x1", "step s", "2 x h200_sxm"):
+        assert cell in out
+
+
+LOGNORMAL = ["--response-lengths", "lognormal:mean=40,sigma=1,max=200"]
+
+
+def test_the_seed_decides_the_answer(fp8plan: Callable[..., Done]) -> None:
+    runs = [fp8plan(*PLAN, *LOGNORMAL, "--json", "--seed", seed).out for seed in (1, 1, 2)]
+    assert runs[0] == runs[1]
+    makespans = [json.loads(out)["choices"][0]["makespan_s"] for out in runs]
+    assert makespans[1] != makespans[2]
+
+
+def test_every_limit_reaches_the_plan(fp8plan: Callable[..., Done]) -> None:
+    """By its own option: no two are swapped, none is lost."""
+    words = (
+        "--gpu-memory-utilization 0.5 --max-model-len 100 --max-num-seqs 33 --max-num-batched-tokens 77 "
+        "--block-size 32 --num-gpu-blocks 900 --no-prefix-caching --no-async-scheduling --enforce-eager "
+        "--tensor-parallel-size 2 --data-parallel-size 3"
+    )
+    limits = json.loads(fp8plan(*PLAN, *words.split(), "--json").out)["limits"]
+    assert limits == {
+        "gpu_memory_utilization": 0.5,
+        "max_model_len": 100,
+        "max_num_seqs": 33,
+        "max_num_batched_tokens": 77,
+        "block_size": 32,
+        "num_gpu_blocks": 900,
+        "enable_prefix_caching": False,
+        "async_scheduling": False,
+        "enforce_eager": True,
+        "tensor_parallel_size": 2,
+        "data_parallel_size": 3,
+        "scheduler_reserve_full_isl": True,
+    }
+
+
+def test_trainer_options_reach_the_step_time(fp8plan: Callable[..., Done]) -> None:
+    def beyond_the_rollout(*words: object) -> float:
+        given = "".join(str(word) for word in words)
+        free = [word for part in ("train", "logprob") if f"--{part}" not in given for word in (f"--{part}-s", 0)]
+        choice = first_choice(fp8plan(*PLAN, "--json", "--precision", "bf16", *words, *free))
+        return float(choice["rl_step_s"]) - float(choice["makespan_s"])
+
+    sync = beyond_the_rollout("--train-s", 0)
+    assert beyond_the_rollout("--train-s", 5) == pytest.approx(5 + sync)
+    assert beyond_the_rollout("--logprob-s", 3) == pytest.approx(3 + sync)
+    tokens = 2 * 2 * (16 + 32)
+    assert beyond_the_rollout("--train-tokens-per-s", 10) == pytest.approx(tokens / 10 + sync)
+    assert beyond_the_rollout("--logprob-tokens-per-s", 20) == pytest.approx(tokens / 20 + sync)
+    assert beyond_the_rollout("--sync-gb-per-s", 100) == pytest.approx(sync / 2)  # the default is 50
+
+
+def test_one_run_writes_all_outputs(fp8plan: Callable[..., Done]) -> None:
+    files = ["--json", "plan.json", "--emit", "verl=verl.args", "--emit", "vllm=vllm.json", "--plot", "plan.png"]
+    done = fp8plan(*PLAN, *files)
+    assert done.code == 0
+    assert "KL k3" in done.out  # the table
+    names = ["plan.json", "plan.png", "verl.args", "vllm.json"]
+    assert sorted(x for x in done.err.splitlines() if x.startswith("written: ")) == [f"written: {x}" for x in names]
+    assert sorted(path.name for path in Path.cwd().iterdir()) == names
+    assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
+    for name, target in (("verl.args", "verl"), ("vllm.json", "vllm")):
+        saved = fp8plan("emit", "plan.json", target)
+        assert (saved.code, saved.err) == (0, "")
+        assert saved.out == Path(name).read_text()
+    assert fp8plan(*PLAN, "--json", "--emit", "verl=again.args").out == Path("plan.json").read_text()
+    assert Path("again.args").read_text() == Path("verl.args").read_text()
+
+
+def test_json_alone_prints_wherever_it_stands(fp8plan: Callable[..., Done]) -> None:
+    first, last, dash, joined = (
+        fp8plan("plan", *words).out
+        for words in (
+            ["--json", *PLAN[1:]],
+            [*PLAN[1:], "--json"],
+            [*PLAN[1:], "--json", "-", "--seed", "0"],
+            [*PLAN[1:], "--json=-"],
+        )
+    )
+    assert json.loads(first)["model"] == MODEL
+    assert first == last == dash == joined
+    assert fp8plan(*PLAN, "--json=any name").code == 0
+    assert Path("any name").read_text() == first
+
+
+def test_what_fails_leaves_every_file_as_it_was(fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused by a target, by a package that is missing, by a full disk: an older file stays, no other comes."""
+    Path("plan.json").write_text("older")
+    Path("plan.json").chmod(0o640)
+    both = ["--json", "plan.json", "--emit", "verl=verl.args"]
+    refused(fp8plan(*PLAN, *both, "--precision", "fp8_block", "--emit", "trl=trl.json"), "TRL cannot sync fp8_block")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        patch.setitem(sys.modules, "matplotlib.figure", None)
+        refused(fp8plan(*PLAN, *both, "--plot", "plan.png"), "pip install 'fp8plan[report]'")
+    with monkeypatch.context() as patch:
+
+        def full(path: Path, *_: object, **__: object) -> None:
+            path.touch()
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(Path, "write_text", full)
+        refused(fp8plan(*PLAN, *both), "cannot write verl.args", "No space left on device", "nothing was written")
+        refused(fp8plan(*PLAN, "--plot", "plan.html"), "cannot write plan.html: No space left on device; nothing was")
+    assert [path.name for path in Path.cwd().iterdir()] == ["plan.json"]
+    assert Path("plan.json").read_text() == "older"
+    assert fp8plan(*PLAN, *both).code == 0
+    assert json.loads(Path("plan.json").read_text())["model"] == MODEL
+    assert Path("plan.json").stat().st_mode & 0o777 == 0o640
+    assert fp8plan(*PLAN, "--emit", "verl=/dev/null").code == 0
+    assert Path("/dev/null").is_char_device()
+
+
+def test_what_has_been_replaced_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (str(tmp_path / name) for name in ("first", "second"))
+    real = Path.replace
+
+    def replace_one(draft: Path, target: Path) -> Path:
+        if target.name == "second":
+            raise OSError(5, "Input/output error")
+        return real(draft, target)
+
+    monkeypatch.setattr(Path, "replace", replace_one)
+    with pytest.raises(ConfigError, match=f"cannot write {second}: Input/output error; already written: {first}$"):
+        outputs.write({first: outputs.text("1"), second: outputs.text("2")})
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
+    with pytest.raises(ConfigError, match="nothing was written"):
+        outputs.write({second: outputs.text("2")})
+
+
+def test_what_cannot_be_written_is_found_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dangling = tmp_path / "dangling.json"
+    dangling.symlink_to(tmp_path / "absent" / "plan.json")
+    with pytest.raises(ConfigError, match=rf"cannot write {dangling}: there is no folder {tmp_path / 'absent'}$"):
+        outputs.check([("--json", str(dangling))])
+    with pytest.raises(ConfigError, match="File name too long"):
+        outputs.check([("--json", str(tmp_path / ("n" * 256)))])
+    (tmp_path / "old").write_text("")
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)
+    with pytest.raises(ConfigError, match=f"permission denied in {tmp_path}; give a file"):
+        outputs.check([("--json", str(tmp_path / "old"))])
+
+
+@pytest.mark.parametrize("name", ["n" * 250, "n" * 245 + ".json", "a." + "n" * 250, "n" * 250 + ".html"])
+def test_a_long_name_and_a_link_to_come_are_written(tmp_path: Path, name: str) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / name)
+    outputs.check([("--json", str(link))])
+    outputs.write({str(link): outputs.text("content")})
+    assert link.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["link", name])
+    assert (tmp_path / name).read_text() == "content\n"
+
+
+def test_the_page_shows_the_settings_of_the_same_command(fp8plan: Callable[..., Done]) -> None:
+    words = [*LARGE, "--prompts", "2", "--samples", "2", "--emit", "verl=verl.args", "--plot", "plan.html"]
+    for more in (["--kv-scales", "calibrated"], ["--kv-scales", "unit", "--accept", "high"], []):
+        assert fp8plan(*words, *more).code == 0
+        assert Path("verl.args").read_text().strip() in html.unescape(Path("plan.html").read_text())
+
+
+def test_a_saved_plan_is_emitted(fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fp8plan(*PLAN, "--json", "plan.json").code == 0
+    kv, number = (fp8plan("emit", "plan.json", "vllm", "--choice", name).out for name in ("fp8_kv", 2))
+    assert kv == number
+    assert json.loads(kv)["engine_args"]["kv_cache_dtype"] == "fp8"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(Path("plan.json").read_text()))
+    done = fp8plan("emit", "-", "verl", "-o", "verl.args")
+    assert (done.code, done.out, done.err) == (0, "", "written: verl.args\n")
+    assert "actor_rollout_ref.rollout.name=vllm" in Path("verl.args").read_text()
+    monkeypatch.setattr(sys, "stdin", io.StringIO(Path("plan.json").read_text()))
+    assert fp8plan("emit", "-", "verl").out == Path("verl.args").read_text()
+    Path("torn.json").write_text(Path("plan.json").read_text()[:-50])
+    for words, parts in {
+        ("absent.json", "verl"): ("cannot read absent.json: No such file", "- for stdin"),
+        (".", "verl"): ("cannot read .: Is a directory",),
+        ("torn.json", "verl"): ("the plan is not JSON", "fp8plan plan MODEL --gpu GPU --json plan.json"),
+        ("plan.json", "slime"): ("'slime'", "vllm, verl, trl"),
+        ("plan.json", "verl", "--choice", "fp8"): ("no 'fp8'", "fp8_block+fp8_kv"),
+        ("plan.json", "verl", "--choice", "9"): ("no choice 9", "0 to 3"),
+        ("plan.json", "verl", "--choice", "9" * 5000): ("the plan has no '999", "fp8_block+fp8_kv"),
+        ("plan.json", "verl", "--kv-scales", "x"): ("'x'", "calibrated, unit"),
+        ("plan.json", "verl", "-o", "absent/x"): ("absent/x", "no folder"),
+        ("plan.json", "verl", "-o", "./plan.json"): ("--output ./plan.json is the plan itself",),
+        ("plan.json", "trl", "--choice", "fp8_block"): ("TRL cannot sync",),
+        ("plan.json",): ("fp8plan emit --help",),
+    }.items():
+        refused(fp8plan("emit", *words), *parts)
+
+
+LARGE = ["plan", "Qwen/Qwen3-32B", "--gpu", "h200", "--response-lengths", "fixed:9000", "--precision", "fp8_kv"]
+
+
+LARGE += ["--precision", "bf16"]
+
+
+def test_settings_are_planned_for_the_kv_scales_that_their_target_leaves(fp8plan: Callable[..., Done]) -> None:
+    """FP8 KV of Qwen3-32B is of moderate risk with calibrated scales, and of high risk at 1.0."""
+    assert fp8plan(*LARGE, "--json", "plan.json").code == 0
+    saved = json.loads(Path("plan.json").read_text())
+    assert (saved["kv_scales"], saved["budget"]["accept"]) == ("calibrated", "moderate")
+    assert saved["choices"][saved["chosen"]]["precision"] == "fp8_kv"
+    refused(fp8plan("emit", "plan.json", "verl"), "fp8_kv at 1.0", "risk is high", "accepts moderate", "unit")
+    assert "is yours" in fp8plan("emit", "plan.json", "verl", "--kv-scales", "calibrated").out
+
+    words = [*LARGE, "--json", "plan.json"]
+    done = fp8plan(*words, "--emit", "verl")
+    assert "kv_cache_dtype=fp8" not in done.out
+    assert "note: K and V scales are 1.0, as --emit's targets leave them" in done.err
+    saved = json.loads(Path("plan.json").read_text())
+    assert (saved["kv_scales"], saved["choices"][saved["chosen"]]["precision"]) == ("unit", "bf16")
+    told = fp8plan(*words, "--emit", "verl", "--kv-scales", "calibrated")
+    assert "kv_cache_dtype=fp8" in told.out
+    assert "note: K and V" not in told.err
+    accepted = fp8plan(*words, "--emit", "verl", "--accept", "high")
+    assert "kv_cache_dtype=fp8" in accepted.out
+    assert "risk high" in accepted.out
+
+
+def test_kv_scales_reach_the_risk(fp8plan: Callable[..., Done]) -> None:
+    words = [*PLAN, "--json", "--precision", "fp8_kv", "--kv-scales"]
+    calibrated, unit = (first_choice(fp8plan(*words, scales)) for scales in ("calibrated", "unit"))
+    assert unit["kl_k3_high"] > calibrated["kl_k3_high"]
+
+
+def test_emit_prints_what_its_target_reads(fp8plan: Callable[..., Done]) -> None:
+    vllm = json.loads(fp8plan(*PLAN, "--emit", "vllm", "--precision", "fp8_block+fp8_kv").out)
+    assert vllm["engine_args"]["kv_cache_dtype"] == "fp8"
+    assert vllm["engine_args"]["quantization_config"]["linear"] == "fp8_per_block"
+    assert shlex.split(vllm["command"])[1:4] == ["vllm", "serve", MODEL]
+    trl = json.loads(fp8plan(*PLAN, "--emit", "trl", "--precision", "fp8_kv").out)
+    assert trl["grpo_config"]["num_generations"] == 2
+    verl = fp8plan(*PLAN, "--emit", "verl", "--precision", "fp8_block").out
+    overrides = dict(word.split("=", 1) for word in shlex.split(verl.replace("\\\n", " "), comments=True))
+    assert overrides["actor_rollout_ref.rollout.quantization"] == "fp8"
+    assert overrides["actor_rollout_ref.rollout.n"] == "2"
+
+
+@pytest.mark.parametrize(("model", "size"), [("Qwen/Qwen3-4B", 8), ("Qwen/Qwen3-30B-A3B", 4)])
+def test_what_is_emitted_for_verl_is_what_verl_can_start(fp8plan: Callable[..., Done], model: str, size: int) -> None:
+    words = ["plan", model, "--gpu", "h200", *SMALL, "--tensor-parallel-size", str(size), "--accept", "high"]
+    done = fp8plan(*words, "--emit", "verl")
+    assert done.code == 0
+    assert "actor_rollout_ref.rollout.quantization=null" in done.out
+    refused = fp8plan(*words, "--emit", "verl", "--precision", "fp8_block")
+    assert refused.code == 2
+    assert "and with FP8 weights verl takes multiples of 128" in refused.err
+
+
+def test_plot_writes_a_picture_beside_the_answer(fp8plan: Callable[..., Done]) -> None:
+    done = fp8plan(*PLAN, "--json", "--plot", "picture.png")
+    assert Path("picture.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert json.loads(done.out)["model"] == MODEL
+
+
+def test_a_local_folder_and_a_trace_work(fp8plan: Callable[..., Done]) -> None:
+    from fp8plan.model.configs import bundled_configs
+
+    folder = Path("models/mine").absolute()
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(bundled_configs()[MODEL]))
+    Path("trace.jsonl").write_text("30\n40\n50\n60\n")
+    trace = ["--response-lengths", "trace.jsonl"]
+    bundled, local = (json.loads(fp8plan("plan", m, *PLAN[2:], *trace, "--json").out) for m in (MODEL, folder))
+    assert local["model"] == str(folder)  # so that an engine finds it
+    assert bundled["model"] == MODEL
+    assert local["choices"] == bundled["choices"]
+    assert local["workload"]["max_response_tokens"] == 60
+    assert local["workload"]["response_tokens"] == 180

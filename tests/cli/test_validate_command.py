@@ -1,0 +1,120 @@
+"""`fp8plan validate`: bad records are refused by line, good ones compared with the prediction."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import RECORD, Done, refused
+
+# Bad records of `validate`: changes to RECORD, and what the line must hold beside the line's number.
+BAD_RECORDS: dict[str, tuple[str | dict[str, Any], tuple[str, ...]]] = {
+    "cut off": ('{"model": ', ("not JSON",)),
+    "a list": ("[1]", ("list", "JSON object")),
+    "no seconds": ({"seconds": None}, ("lacks seconds", "response_lengths")),
+    "negative seconds": ({"seconds": -1}, ("seconds is -1", "above 0")),
+    "NaN seconds": ({"seconds": float("nan")}, ("NaN", "finite")),
+    "seconds in words": ({"seconds": "fast"}, ("seconds is 'fast'", "a number")),
+    "NaN anywhere": ({"reward": float("nan")}, ("NaN", "null")),
+    "negative length": ({"response_lengths": [1, -2, 3]}, ("response_lengths", "-2", "1 to ")),
+    "NaN length": ({"prompt_lengths": [1, float("nan"), 3]}, ("NaN",)),
+    "fractional length": ({"prompt_lengths": [1, 1.5, 3]}, ("prompt_lengths", "1.5", "whole")),
+    "no lengths": ({"prompt_lengths": [], "response_lengths": []}, ("prompt_lengths", "empty")),
+    "fewer responses": ({"response_lengths": [3]}, ("3 prompt_lengths", "1 response_lengths", "as many")),
+    "fewer ids": ({"prompt_ids": [1, 1]}, ("2 prompt_ids", "3 requests", "one per request")),
+    "lengths as text": ({"response_lengths": "abc"}, ("response_lengths", "'abc'", "a list")),
+    "beyond max_model_len": ({"max_model_len": 40}, ("70 tokens", "max_model_len is 40", "raise")),
+    "unknown GPU": ({"gpu": "h300"}, ("'h300'", "nearest: h800, h200_sxm")),
+    "GPU as a number": ({"gpu": 200}, ("gpu is 200", "text")),
+    "unknown precision": ({"precision": "int4"}, ("'int4'", "fp8_block")),
+    "unknown model": ({"model": "Qwen3-9B"}, ("'Qwen3-9B'", "Qwen/Qwen3-8B")),
+    "another engine": ({"engine": "sglang"}, ("'sglang'", "vllm")),
+    "FP8 KV on an A100": ({"gpu": "a100", "precision": "fp8_kv"}, ("fp8_kv", "no FP8 tensor cores")),
+    "TP does not divide": ({"tensor_parallel": 3}, ("16 attention heads", "1, 2, 4, 8, 16")),
+    "half a replica": ({"data_parallel": 1.5}, ("data_parallel is 1.5", "whole number")),
+    "no replica": ({"data_parallel": 0}, ("data_parallel_size is 0", "at least 1")),
+    "pool in words": ({"kv_cache_tokens": "all"}, ("kv_cache_tokens is 'all'", "whole number")),
+    "pool of one block": ({"kv_cache_tokens": 16}, ("kv_cache_tokens is 16", "two blocks")),
+    "pool below one request": ({"kv_cache_tokens": 64}, ("70 tokens", "raise num_gpu_blocks")),
+}
+
+
+@pytest.mark.parametrize(("changes", "parts"), BAD_RECORDS.values(), ids=BAD_RECORDS)
+def test_a_bad_record_is_refused_by_line(
+    fp8plan: Callable[..., Done], changes: str | dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    bad = changes if isinstance(changes, str) else json.dumps(RECORD | changes)
+    Path("records.jsonl").write_text(f"{json.dumps(RECORD)}\n\n{bad}\n")
+    refused(fp8plan("validate", "records.jsonl", "--json"), "line 3", *parts)
+
+
+@pytest.mark.parametrize(
+    ("content", "part"), [(None, "there is no record file"), (b"", "no records"), (b"\xff\n", "utf-8")]
+)
+def test_a_record_file_that_cannot_be_used(fp8plan: Callable[..., Done], content: bytes | None, part: str) -> None:
+    if content is not None:
+        Path("records.jsonl").write_bytes(content)
+    refused(fp8plan("validate", "records.jsonl"), "records.jsonl", part)
+
+
+def test_validate_leaves_out_a_monitors_steps_without_a_rollout(fp8plan: Callable[..., Done]) -> None:
+    """Several steps may train on one rollout: only the first of them has its time and its lengths."""
+    facts = {name: value for name, value in RECORD.items() if name != "seconds" and "lengths" not in name}
+    step = {"step": 1, "metrics": {"rollout_corr/kl": 1e-3}}
+    lines = [RECORD | step, facts | step, RECORD, step | {"seconds": None}]
+    Path("records.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    done = fp8plan("validate", "records.jsonl", "--json")
+    assert len(json.loads(done.out)["records"]) == 2
+    assert "note: 2 of 4 lines are left out: a Monitor's steps without a rollout" in done.err.splitlines()
+    Path("records.jsonl").write_text(json.dumps(RECORD))
+    assert "left out" not in fp8plan("validate", "records.jsonl").err
+    for other, part in (
+        (step | {"seconds": 1.0}, "line 2 of records.jsonl lacks model"),
+        (facts, "line 2 of records.jsonl lacks prompt_lengths, response_lengths, seconds"),
+    ):
+        Path("records.jsonl").write_text("\n".join(map(json.dumps, (step, other))))
+        refused(fp8plan("validate", "records.jsonl"), part)
+    Path("records.jsonl").write_text(json.dumps(step))
+    refused(fp8plan("validate", "records.jsonl"), "no records, only 1 step", "rollout=")
+
+
+def test_validate_reads_a_run_that_is_being_written(fp8plan: Callable[..., Done]) -> None:
+    """A torn last line is of a process that was killed, or that writes; a broken one before it is an error."""
+    record = json.dumps(RECORD)
+    Path("records.jsonl").write_text(f"{record}\n{record[:-40]}")
+    done = fp8plan("validate", "records.jsonl", "--json")
+    assert len(json.loads(done.out)["records"]) == 1
+    assert "note: line 2, the last one, is left out: it breaks off" in done.err.splitlines()
+    Path("records.jsonl").write_text(record[:-1] + ",}")  # nothing else is there: not a run, but one that is wrong
+    refused(fp8plan("validate", "records.jsonl"), "line 1 of records.jsonl is not JSON")
+    Path("records.jsonl").write_text(f"{record}\n{record[:-40]}\n{record}\n")
+    refused(fp8plan("validate", "records.jsonl"), "line 2 of records.jsonl is not JSON")
+
+
+def test_validate_refuses_another_version_under_strict(fp8plan: Callable[..., Done]) -> None:
+    Path("records.jsonl").write_text(json.dumps(RECORD | {"engine_version": "0.31.0"}))
+    assert fp8plan("validate", "records.jsonl").code == 0
+    refused(fp8plan("validate", "records.jsonl", "--strict"), "line 1", "0.31.0", "leave --strict out")
+
+
+def test_validate_json_has_the_documented_shape(fp8plan: Callable[..., Done]) -> None:
+    lines = [RECORD, RECORD | {"precision": "fp8_block", "seconds": 0.8, "note": "kept"}]
+    Path("records.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    answer = json.loads(fp8plan("validate", "records.jsonl", "--json").out)
+    assert list(answer) == [
+        "records", "groups", "makespan_mape", "makespan_worst", "speedup_mae_points", "speedup_worst_points",
+        "coverage", "interval_median_halfwidth",
+    ]  # fmt: skip
+    promised = {
+        "predicted_s", "predicted_low_s", "predicted_high_s", "error", "predicted_kv_cache_tokens",
+        "predicted_preemptions", "group",
+    }  # fmt: skip
+    assert all(promised <= row.keys() for row in answer["records"])
+    assert answer["records"][1]["note"] == "kept"
+    assert [len(group["speedups"]) for group in answer["groups"]] == [1]
+    table = fp8plan("validate", "records.jsonl").out
+    for text in ("fp8_block", "speed-up over bf16", "MAPE", "90% interval"):
+        assert text in table
