@@ -78,10 +78,6 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
 
 
-# Files of the pipeline that the restructure is about to bring.
-SOON = {*(f"model/{file}.py" for file in ("setup", "simulate", "plan/candidates", "plan/evaluate", "plan/choose"))}
-
-
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name)
 def test_every_file_that_is_named_is_there(page: Path) -> None:
     folders = "fp8plan|profiles|benchmarks|examples|tests|docs"
@@ -89,7 +85,7 @@ def test_every_file_that_is_named_is_there(page: Path) -> None:
     named = re.findall(rf"`((?:{folders}|{inside})/[\w./-]+)`", page.read_text())
     made = "profiles/GPU/"  # an example of a path to be made
     missing = [path for path in named if not ((ROOT / path).exists() or (ROOT / "fp8plan" / path).exists())]
-    assert [path for path in missing if not path.startswith(made) and path not in SOON] == []
+    assert [path for path in missing if not path.startswith(made)] == []
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name)
@@ -99,10 +95,6 @@ def test_every_make_target_that_is_named_is_one(page: Path) -> None:
     targets = {word for line in code for word in re.findall(r"^make ([\w-]+)", line)}
     known = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     assert targets <= known
-
-
-# Names that the restructure is about to make public.
-SOON_NAMES = {"EngineSetup", "from_setup", "apply", "pack", "measure", "correct"}
 
 
 def snippets() -> Iterator[str]:
@@ -115,7 +107,7 @@ def test_the_snippets_of_python_name_what_there_is(code: str) -> None:
     tree = ast.parse(textwrap.dedent(code))
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "fp8plan":
-            assert node.attr in SOON_NAMES or getattr(fp8plan, node.attr)
+            assert getattr(fp8plan, node.attr)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fp8plan"):
             module = importlib.import_module(node.module or "")
             assert all(hasattr(module, alias.name) for alias in node.names)
@@ -128,7 +120,7 @@ def test_the_snippets_of_python_name_what_there_is(code: str) -> None:
     methods = {"engine": fp8plan.RolloutEngine, "monitor": fp8plan.Monitor, "plan": fp8plan.Plan}
     for owner, attribute in re.findall(r"\b(engine|monitor|plan)\.(\w+)\(", code):
         if not re.search(rf"fp8plan\.{owner}\.{attribute}", code):
-            assert attribute in SOON_NAMES or hasattr(methods[owner], attribute), f"{owner}.{attribute}"
+            assert hasattr(methods[owner], attribute), f"{owner}.{attribute}"
 
 
 @pytest.mark.parametrize("law", [AdaptiveThresholds(), AdaptiveThresholds(tis=None, band=(0.5, 5.0))])
