@@ -59,12 +59,12 @@ def read(path: Path, what: str = "file", hint: str = "mend or delete that line",
     Raises ConfigError for a file that cannot be read, and for a line that is not JSON: it names the line.
     """
     if not path.exists():
-        raise ConfigError(f"there is no {what} {path}")
+        raise ConfigError(f"there is no {what} {path}; give a file of JSON lines")
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
             *lines, last = file.read().split("\n")
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the {what} {path}: {error}") from None
+        raise ConfigError(f"cannot read the {what} {path}: {error}; give a file of JSON lines") from None
     torn = None
     if not whole and last and lines and not _is_json(last):
         torn, last = len(lines) + 1, ""

@@ -189,7 +189,10 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "lengths in CSV": ([*PLAN, "--response-lengths", "lengths.csv"], ("lengths.csv", ".jsonl or .parquet")),
     "lengths in a folder": (
         [*PLAN, "--response-lengths", "folder.jsonl"],
-        ("cannot read the trace folder.jsonl: [Errno 21] Is a directory: 'folder.jsonl'",),
+        (
+            "cannot read the trace file folder.jsonl: [Errno 21] Is a directory: 'folder.jsonl'",
+            "give a file of JSON lines",
+        ),
     ),
     "broken parquet": ([*PLAN, "--response-lengths", "binary.parquet"], ("binary.parquet", "parquet")),
     "parquet of other columns": ([*PLAN, "--response-lengths", "other.parquet"], ("other.parquet", "tokens")),
@@ -252,17 +255,22 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "emit from a binary file": (
         ["emit", "binary.jsonl", "verl"],
         (
-            "cannot read binary.jsonl: 'utf-8' codec can't decode byte 0x80 in position 128: invalid start byte",
+            "cannot read the record file binary.jsonl: 'utf-8' codec can't decode byte 0x80 in position 128: invalid start byte",
             "give a file that can",
         ),
     ),
     # validate
     "validate nothing": (["validate"], ("Missing argument", "fp8plan validate --help")),
     "validate no file": (["validate", "absent.jsonl"], ("there is no record file absent.jsonl",)),
-    "validate a folder": (["validate", "folder.jsonl"], ("there is no record file folder.jsonl",)),
+    "validate a folder": (
+        ["validate", "folder.jsonl"],
+        ("cannot read the record file folder.jsonl: [Errno 21] Is a directory", "give a file of JSON lines"),
+    ),
     "validate a binary file": (
         ["validate", "binary.jsonl"],
-        ("cannot read binary.jsonl: 'utf-8' codec can't decode byte 0x80 in position 128: invalid start byte",),
+        (
+            "cannot read the record file binary.jsonl: 'utf-8' codec can't decode byte 0x80 in position 128: invalid start byte",
+        ),
     ),
     "validate an empty file": (["validate", "empty.jsonl"], ("empty.jsonl has no records", "it needs one JSON object")),
     "validate numbers": (["validate", "numbers.jsonl"], ("numbers.jsonl", "line 1")),
@@ -358,7 +366,7 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "probe below zero": (["probe", MODEL, "--gpu", "cpu", "--temperature", "-1"], ("temperature", "-1")),
     "probe with no prompts": (
         ["probe", MODEL, "--gpu", "cpu", "--prompts", "absent.jsonl"],
-        ("--prompts: absent.jsonl: No such file or directory", "allowed: a file of lines"),
+        ("there is no file of prompts absent.jsonl", "give a file of JSON lines"),
     ),
     "probe with empty prompts": (
         ["probe", MODEL, "--gpu", "cpu", "--prompts", "empty.jsonl"],
@@ -367,13 +375,13 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "probe with other objects": (
         ["probe", MODEL, "--gpu", "cpu", "--prompts", "other.jsonl"],
         (
-            'other.jsonl, line 1 is \'{"hello": "world"}\'',
+            "line 1 of other.jsonl is {'hello': 'world'}",
             'allowed: {"prompt_token_ids": [...]}, {"messages": [{"role":',
         ),
     ),
     "probe with a binary file": (
         ["probe", MODEL, "--gpu", "cpu", "--prompts", "binary.jsonl"],
-        ("--prompts: binary.jsonl: it is no text in UTF-8", "allowed: a file of lines"),
+        ("cannot read the file of prompts binary.jsonl: 'utf-8' codec can't decode", "give a file of JSON lines"),
     ),
     "probe with unknown scales": (["probe", MODEL, "--gpu", "cpu", "--kv-scales", "none"], ("none", "calibrated")),
     "probe another GPU": (

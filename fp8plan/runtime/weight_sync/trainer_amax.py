@@ -46,8 +46,9 @@ def recording_amax(model: torch.nn.Module) -> Iterator[Callable[[], Amax]]:
                 found[layers[module]] = largest if before is None else torch.maximum(before, largest)
         return attend(module, query, key, value, *args, **kwargs)
 
-    ALL_ATTENTION_FUNCTIONS.register(name, recording)
+    # Set on this table, not registered: a function that stands there, as verl's prefix grouper's, hides what is.
+    ALL_ATTENTION_FUNCTIONS[name] = recording
     try:
         yield lambda: {layer: parts.tolist() for layer, parts in found.items()}
     finally:
-        ALL_ATTENTION_FUNCTIONS.register(name, attend)
+        ALL_ATTENTION_FUNCTIONS[name] = attend
