@@ -255,7 +255,7 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "emit from a binary file": (
         ["emit", "binary.jsonl", "verl"],
         (
-            "cannot read the record file binary.jsonl: 'utf-8' codec can't decode byte 0x80 in position 128: invalid start byte",
+            "cannot read binary.jsonl: 'utf-8' codec can't decode byte 0x80 in position 128: invalid start byte",
             "give a file that can",
         ),
     ),
@@ -268,9 +268,7 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     ),
     "validate a binary file": (
         ["validate", "binary.jsonl"],
-        (
-            "cannot read the record file binary.jsonl: 'utf-8' codec can't decode byte 0x80 in position 128: invalid start byte",
-        ),
+        ("cannot read the record file binary.jsonl: 'utf-8' codec can't decode byte 0x80",),
     ),
     "validate an empty file": (["validate", "empty.jsonl"], ("empty.jsonl has no records", "it needs one JSON object")),
     "validate numbers": (["validate", "numbers.jsonl"], ("numbers.jsonl", "line 1")),
