@@ -89,12 +89,12 @@ class Gpu:
 # refuses. A KV cache in FP8 is only storage; the CPU backend has it, on x86 with AVX-512 or AMX (cpu_attn.py).
 _NO_BLOCK_FP8_ON_CPU = "vLLM's CPU backend has no blockwise FP8 GEMM (W8A8); the KV cache alone can be FP8 there"
 
-# gpus.json maps a name to its facts. A fact is a value, or [value, its source]. A GPU that is `like` another differs from
-# it in the facts it names itself, and has none of its aliases.
+# gpus.json maps a name to its facts. A fact is a value, or [value, its source]. A GPU that is `like` another differs
+# from it in the facts it names itself, and has none of its aliases.
 # - memory_mib: vLLM divides up what cudaMemGetInfo reports, which is torch's total_memory. nvidia-smi shows 0.3 to 0.6
 #   GiB more (what the driver keeps for itself); the difference between driver versions is below 0.2 GiB.
-# - cpu: any x86 laptop or small server of the 2020s, within a factor of a few. A profile's efficiencies are fractions of
-#   these peaks. CPUs differ so much that a profile of one says little about another; `Profile.remarks` says so each time.
+# - cpu: any x86 laptop or small server of the 2020s, within a factor of a few. A profile's efficiencies are fractions
+#   of these peaks. CPUs differ so much that a profile of one says little about another; `Profile.remarks` says so.
 _TABLE: Final[dict[str, dict[str, Any]]] = json.loads((files(__package__) / "gpus.json").read_text(encoding="utf-8"))
 _UNITS: Final = {
     "memory_mib": ("memory_bytes", 1 << 20),
@@ -122,9 +122,11 @@ def _device(name: str) -> Gpu:
         "compute_capability": capability and tuple(map(int, capability.split("."))),
     }
     sources: dict[str, str] = {}
-    for key in facts.keys() - {"like", "aliases", *values}:
+    for key, fact in facts.items():
+        if key in ("like", "aliases", "product", "compute_capability"):
+            continue
         field, unit = _UNITS.get(key, (key, 1))
-        value, source = facts[key] or (None, None)
+        value, source = fact or (None, None)
         values[field] = value and value * unit
         if source:
             sources[field] = source

@@ -108,7 +108,7 @@ def weight_sync_seconds(model: StepModel, times: StepTimes, recalibrate_kv: bool
 
 
 def _quantise_bytes(shape: ModelShape, precision: Precision, tp: int) -> int:
-    """HBM traffic on one rank."""
+    """Bytes of HBM traffic that quantising new weights causes on one rank."""
     experts = shape.experts.num_experts if shape.experts else 0
     matrices = [(w, 1) for w in shape.linears(tp)] + [(w, experts) for w in shape.expert_linears(tp)]
     return sum(
