@@ -14,7 +14,6 @@ def whole(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
     integers are allowed; booleans, floats and text are not.
 
     otherwise: what else is allowed, to end the error with
-
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)

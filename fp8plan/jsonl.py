@@ -126,7 +126,6 @@ def append(path: Path, text: bytes) -> int:
     """Append whole lines in one write. Returns how many bytes of a torn last line were cut off first (mostly 0).
 
     Raises OSError if the lines could not be written; then nothing of them is in the file.
-
     """
     with _opened(path) as file:
         cut = _repair(path, file)

@@ -105,7 +105,7 @@ class GuardState(msgspec.Struct):
 
 
 class Judged(msgspec.Struct):
-    """What the guard adds to a record. off: why there is no verdict"""
+    """The guard's part of a record. off: the reason why there is no verdict"""
 
     verdict: Verdict | None = None
     state: GuardState | None = None

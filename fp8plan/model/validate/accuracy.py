@@ -1,4 +1,4 @@
-"""How far predictions lie from measurements: over makespans, over speed-ups, and in naming the fastest precision.
+"""The accuracy of predictions: over makespans, over speed-ups, and in naming the fastest precision.
 
 A row is a mapping with `group` (one workload on one GPU with the same limits), `precision`, `seconds` and
 `predicted_s`, which is None where whoever predicts refused to. Whatever else a row has is kept.
@@ -18,7 +18,8 @@ CELL = ("group", "precision", "kv_cache_tokens")  # what a prediction depends on
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Errors are fractions, (predicted - measured) / measured; points are speed-up errors x 100.
+    """The accuracy of a set of predictions. Errors are fractions, (predicted - measured) / measured; points are
+    speed-up errors x 100.
 
     answered:          rows with a prediction; when there is none, the makespan's figures are nan
     makespan_bias:     mean of the errors with their signs; above 0: predicted too slow
@@ -41,7 +42,7 @@ class Accuracy:
 
 
 def accuracy(rows: Sequence[Row], noise: float = 0.0) -> Accuracy:
-    """Sum up `rows`. noise: relative difference of two measured times below which they count as equal."""
+    """Sum up `rows`. noise: relative difference of two measured times below which they count as equal"""
     answered = [row for row in rows if row["predicted_s"] is not None]
     errors = {name: [relative_error(r) for r in answered if r["precision"] == name] for name in _precisions(answered)}
     every = [error for values in errors.values() for error in values] or [np.nan]
@@ -90,7 +91,7 @@ def speedups(group: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def names_the_fastest(group: Sequence[Row], noise: float) -> bool:
-    """Whether the row predicted the fastest is measured the fastest, or slower by no more than `noise`, a fraction."""
+    """True if the row predicted the fastest is measured the fastest, or slower by no more than `noise`, a fraction."""
     fastest = min(row["seconds"] for row in group)
     chosen = min(group, key=lambda row: row["predicted_s"])
     return bool(chosen["seconds"] <= fastest * (1 + noise))
@@ -108,13 +109,15 @@ def spreads(rows: Iterable[Row]) -> list[float]:
 
 
 def noise_floor(rows: Iterable[Row]) -> float | None:
-    """Median spread of the repeated cells; None without any. (The largest would call every difference a tie.)"""
+    """The median spread of the repeated cells; None if no cell was repeated. (The largest would call every difference a
+    tie.)
+    """
     found = spreads(rows)
     return float(np.median(found)) if found else None
 
 
 def cell_of(row: Row) -> tuple[Any, ...]:
-    """What identifies the row's cell."""
+    """The values that identify the row's cell."""
     return tuple(row.get(name) for name in CELL)
 
 
