@@ -138,6 +138,7 @@ class Plan:
         return cast("dict[str, Any]", json.loads(self.to_json()))
 
     def to_json(self) -> str:
+        """The plan as JSON, which `from_json` reads again."""
         head = {"schema_version": VERSIONS["plan"], "fp8plan_version": self.fp8plan_version}
         return json.dumps(head | asdict(self), indent=2, allow_nan=False)
 

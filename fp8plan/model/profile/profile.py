@@ -146,6 +146,7 @@ class Profile:
         return replace(self, log_covariance=table, model_error=self.model_error * factor)
 
     def to_json(self) -> str:
+        """The profile as JSON, which `from_json` reads again."""
         return json.dumps({"schema_version": VERSIONS["profile"]} | asdict(self), indent=1, sort_keys=True) + "\n"
 
     @classmethod

@@ -1,17 +1,19 @@
 """The accuracy of predictions: over makespans, over speed-ups, and in naming the fastest precision.
 
 A row is a mapping with `group` (one workload on one GPU with the same limits), `precision`, `seconds` and
-`predicted_s`, which is None where whoever predicts refused to. Whatever else a row has is kept.
+`predicted_s`, which is None if there is no prediction. Its other fields are kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from operator import itemgetter
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
+K = TypeVar("K")
 Row: TypeAlias = Mapping[str, Any]
 CELL = ("group", "precision", "kv_cache_tokens")  # what a prediction depends on; runs that differ in less are repeats
 
@@ -69,10 +71,7 @@ def relative_error(row: Row) -> float:
 
 def by_group(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """The rows of each group, in order."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        found.setdefault(row["group"], []).append(row)
-    return found
+    return _grouped(rows, itemgetter("group"))
 
 
 def speedups(group: Sequence[Row]) -> list[dict[str, Any]]:
@@ -99,12 +98,16 @@ def names_the_fastest(group: Sequence[Row], noise: float) -> bool:
 
 def merged(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """One row per cell: the first of its repeats, with the median `seconds` of them all."""
-    return [{**runs[0], "seconds": float(np.median([r["seconds"] for r in runs]))} for runs in _repeats(rows, CELL)]
+    return [
+        {**runs[0], "seconds": float(np.median([r["seconds"] for r in runs]))}
+        for runs in _grouped(rows, cell_of).values()
+    ]
 
 
 def spreads(rows: Iterable[Row]) -> list[float]:
     """Relative spread, (slowest - fastest) / median, of each cell measured more than once on one card."""
-    times = [[row["seconds"] for row in runs] for runs in _repeats(rows, (*CELL, "gpu_uuid")) if len(runs) > 1]
+    cells = _grouped(rows, lambda row: (*cell_of(row), row.get("gpu_uuid")))
+    times = [[row["seconds"] for row in runs] for runs in cells.values() if len(runs) > 1]
     return [float(np.ptp(seconds) / np.median(seconds)) for seconds in times]
 
 
@@ -121,11 +124,11 @@ def cell_of(row: Row) -> tuple[Any, ...]:
     return tuple(row.get(name) for name in CELL)
 
 
-def _repeats(rows: Iterable[Row], names: Sequence[str]) -> list[list[Row]]:
-    found: dict[tuple[Any, ...], list[Row]] = {}
+def _grouped(rows: Iterable[Row], key: Callable[[Row], K]) -> dict[K, list[Row]]:
+    found: dict[K, list[Row]] = {}
     for row in rows:
-        found.setdefault(tuple(row.get(name) for name in names), []).append(row)
-    return list(found.values())
+        found.setdefault(key(row), []).append(row)
+    return found
 
 
 def _precisions(rows: Iterable[Row]) -> list[str]:
