@@ -42,8 +42,12 @@ def _no_number(word: str) -> NoReturn:
 
 
 class Lines(NamedTuple):
-    """rows: (number of the line, what it holds), blank lines left out; torn: the number of a last line that breaks off,
-    as in a file that is being written, or whose writer was killed: it is in no row."""
+    """The lines of a file.
+
+    rows: (line number, value) of each line, without blank ones
+    torn: the number of a last line that breaks off, as in a file that is being written, or whose writer was killed. It is
+          in no row
+    """
 
     rows: list[tuple[int, Any]]
     torn: int | None

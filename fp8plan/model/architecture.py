@@ -141,7 +141,9 @@ class ModelShape:
         return (*matrices, Linear("lm_head", self.padded_vocab_size // tp, hidden, 1, False, False))
 
     def expert_linears(self, tensor_parallel_size: int = 1) -> tuple[Linear, ...]:
-        """w13 and w2 of ONE routed expert on one rank, cut by tensor (not expert) parallelism; () if dense."""
+        """The w13 and w2 matrices of ONE routed expert on one rank, cut by tensor (not expert) parallelism; () if
+        dense.
+        """
         if not self.experts:
             return ()
         inner = self.experts.intermediate_size // tensor_parallel_size

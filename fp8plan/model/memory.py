@@ -203,7 +203,7 @@ def loaded_weight_bytes(shape: ModelShape, precision: Precision, tensor_parallel
 
 
 def _tensors(shape: ModelShape, precision: Precision, tp: int) -> list[tuple[int, int]]:
-    """(bytes, how many) of one rank's matrices, without scales. A layer's experts are one tensor."""
+    """The pairs (bytes, how many) of one rank's matrices, without scales. A layer's experts are one tensor."""
     online = precision.weights != "bf16"
     copies = shape.experts.num_experts if shape.experts else 0
     matrices = [(w, 1) for w in shape.linears(tp) if w.name != "lm_head"]

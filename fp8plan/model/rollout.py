@@ -148,7 +148,8 @@ def step_batch(plan: Schedule) -> StepBatch:
 def speedup_interval(
     baseline: Rollout, other: Rollout, profile: Profile, tensor_parallel_size: int
 ) -> tuple[float, float]:
-    """(low, high), 90%, of how many times as fast `other` is, on the same layout and with the same profile.
+    """The 90% interval (low, high) of how many times as fast `other` is, on the same layout and with
+    the same profile.
 
     The coefficients that both use move both, so only the difference of their gradients counts. Of the rest of the error
     both have SHARED_ERROR in common.

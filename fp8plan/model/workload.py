@@ -157,7 +157,9 @@ class Workload:
         response_lengths: Lengths | int,
         seed: int = 0,
     ) -> None:
-        """Raises ConfigError for anything but whole numbers and lengths, and for more than MOST_REQUESTS responses."""
+        """Check the arguments. Raises ConfigError for anything but whole numbers and lengths, and for more than
+        MOST_REQUESTS responses.
+        """
         fields = {
             "prompts": whole("prompts", prompts),
             "samples_per_prompt": whole("samples_per_prompt", samples_per_prompt),
@@ -196,7 +198,8 @@ def _lengths(name: str, value: Any) -> Lengths:
 
 
 def parse_both_lengths(prompts: str | None, responses: str) -> tuple[Lengths, Lengths, list[str]]:
-    """(prompt lengths, response lengths, notes) as the command line spells them.
+    """Read prompt and response lengths as the command line spells them. Returns (prompt lengths, response lengths,
+    notes).
 
     prompts: None: those of the responses' trace, if it has any, else DEFAULT_PROMPTS
 

@@ -65,7 +65,9 @@ class Tables:
 
 
 def find_data() -> tuple[Path, str]:
-    """(folder of the installed package's tables, its version). Raises ConfigError, with the command, without it."""
+    """The folder of the installed package's tables, and its version. Raises ConfigError, with the command that installs
+    it, if it is missing.
+    """
     spec = util.find_spec(PACKAGE.replace("-", "_"))
     if spec is None or spec.origin is None:
         raise ConfigError(f"{PACKAGE}, whose tables are imported, is not installed; type: {INSTALL}")

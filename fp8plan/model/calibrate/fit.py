@@ -46,7 +46,7 @@ class Observations:
     predict: Callable[[Profile], Cost]
 
     def errors(self, profile: Profile) -> Array:
-        """log(predicted / measured), shape (rows,)."""
+        """The errors log(predicted / measured), shape (rows,)."""
         return np.asarray(np.log(self.predict(profile).seconds / self.seconds))
 
     def subset(self, keep: Array) -> Observations:
@@ -195,7 +195,7 @@ def _minimise(
 
 
 def _prior(prior: Profile, names: Sequence[str]) -> tuple[Array, Array]:
-    """(logs of the values, their standard deviations), each of shape (names,)."""
+    """The logs of the prior's values and their standard deviations, each of shape (names,)."""
     values = np.log([prior.coefficients[x] for x in names])
     return values, np.sqrt([prior.log_covariance[x][x] for x in names])
 

@@ -116,7 +116,7 @@ def _norm(power: int, terms: Sequence[Cost]) -> Cost:
 
 
 def _power(x: Array, exponent: int) -> Array:
-    """x^exponent by multiplications, because numpy's power is twenty times slower."""
+    """Compute x^exponent by multiplications, because numpy's power is twenty times slower."""
     found = x
     for _ in range(exponent - 1):
         found = found * x

@@ -78,7 +78,9 @@ class StepModel:
         return self.timed(batch).seconds()
 
     def cost(self, batch: StepBatch) -> Cost:
-        """`seconds` with their partial derivatives by the log of every coefficient, each of shape (steps,)."""
+        """Seconds of each step with their partial derivatives by the log of every coefficient, each of
+        shape (steps,).
+        """
         components = self._gpu_components(batch)
         gpu = components[0].per_step()
         for component in components[1:]:
@@ -257,7 +259,7 @@ class TimedSteps:
         return float((weights * low).sum()), float((weights * high).sum())
 
     def gradient(self, weights: Array) -> dict[str, float]:
-        """d sum(weights * seconds) / d log(coefficient), for every coefficient that the steps use.
+        """The derivatives d sum(weights * seconds) / d log(coefficient), for every coefficient that the steps use.
 
         weights: how many times each step runs, shape (steps,)
         """
@@ -294,7 +296,9 @@ def _where_busy(name: str, cost: Cost, counts: Array, inverse: Array) -> Compone
 
 
 def log_gradient(components: list[Component], weights: Array) -> dict[str, float]:
-    """d log(sum(weights * seconds)) / d log(coefficient), for every coefficient that `components` use."""
+    """The derivatives d log(sum(weights * seconds)) / d log(coefficient), for every coefficient that
+    `components` use.
+    """
     total = float((weights * _total(components)).sum())
     gradient: dict[str, float] = {}
     for component in components:
@@ -319,7 +323,7 @@ def _tokens(batch: StepBatch) -> Array:
 
 
 def _distinct(values: Array) -> tuple[Array, Array]:
-    """np.unique with the inverse, for small non-negative integers and without the sort."""
+    """The result of np.unique with the inverse, for small non-negative integers and without the sort."""
     seen = np.zeros(int(values.max(initial=0)) + 1, dtype=bool)
     seen[values] = True
     return np.flatnonzero(seen), (np.cumsum(seen) - 1)[values]

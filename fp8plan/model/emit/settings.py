@@ -125,7 +125,7 @@ def vllm_env(setup: EngineSetup) -> dict[str, str]:
 
 
 def serve_command(kwargs: dict[str, Any], env: dict[str, str], extra: tuple[str, ...] = ()) -> str:
-    """The same engine as one shell command."""
+    """The shell command that serves the same engine."""
     words = [f"{name}={value}" for name, value in env.items()] + ["vllm", "serve", str(kwargs["model"])]
     for name, value in kwargs.items():
         flag = name.replace("_", "-")

@@ -141,7 +141,7 @@ class Profile:
         return _covariance_matrix(self.log_covariance, names)
 
     def widened(self, factor: float) -> Profile:
-        """The same profile with every standard deviation `factor` times as large."""
+        """A copy of the profile with every standard deviation `factor` times as large."""
         table = {a: {b: value * factor**2 for b, value in row.items()} for a, row in self.log_covariance.items()}
         return replace(self, log_covariance=table, model_error=self.model_error * factor)
 

@@ -1,4 +1,5 @@
-"""vLLM's paged KV pool, counted instead of listed: which blocks are free, and which freed ones can still be hit.
+"""A model of vLLM's paged KV pool that counts blocks instead of listing them: the free ones, and the freed ones that
+can still be hit.
 
 vLLM keeps free blocks in one queue: blocks without a content hash at the front, hashed ones behind them in
 the order they were freed, a request's last block before its first (vllm/v1/core/block_pool.py, `free_blocks`).

@@ -1,4 +1,5 @@
-"""vLLM V1's scheduler on a finite batch of requests, all waiting at the start: what every step does.
+"""A simulation of vLLM V1's scheduler: what every step does on a finite batch of requests that all
+wait at the start.
 
 The policy (vllm/v1/core/sched/scheduler.py, first come first served, checked against the real class in
 tests/model/test_scheduler.py): a step serves the running requests in admission order, one token each, or a

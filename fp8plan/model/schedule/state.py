@@ -319,7 +319,7 @@ class SchedulerState:
 
 
 def _prefill_work(chunks: Sequence[tuple[int, int, int]]) -> tuple[int, int, int, int]:
-    """(tokens, chunks, KV tokens read, query-key pairs) of chunks (request, tokens computed before, after)."""
+    """The (tokens, chunks, KV tokens read, query-key pairs) of chunks (request, tokens computed before, after)."""
     tokens = read = pairs = 0
     for _, before, after in chunks:
         tokens += after - before
