@@ -45,8 +45,8 @@ class Lines(NamedTuple):
     """The lines of a file.
 
     rows: (line number, value) of each line, without blank ones
-    torn: the number of a last line that breaks off, as in a file that is being written, or whose writer was killed. It is
-          in no row
+    torn: the number of a last line that breaks off, as in a file that is being written, or whose writer was killed;
+          it is in no row
     """
 
     rows: list[tuple[int, Any]]
