@@ -2,7 +2,7 @@
 wait at the start.
 
 The policy (vllm/v1/core/sched/scheduler.py, first come first served, checked against the real class in
-tests/model/test_scheduler.py): a step serves the running requests in admission order, one token each, or a
+tests/model/schedule/test_scheduler.py): a step serves the running requests in admission order, one token each, or a
 chunk of what is still to be prefilled; a request that finds no free block preempts the last running request,
 possibly itself. If nothing was preempted, waiting requests are admitted while slots, token budget and blocks
 last. A preempted request goes to the head of the queue and recomputes what the prefix cache has lost of it.
