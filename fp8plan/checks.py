@@ -1,4 +1,4 @@
-"""Checks of arguments: they return the value, or raise a ConfigError that says what was given and what is allowed."""
+"""Checks of arguments: each returns the value, or raises a ConfigError with what was given and what is allowed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from fp8plan.errors import ConfigError
 
 
 def whole(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
-    """`value` as an int. numpy's integers are whole numbers; booleans, floats and text are none.
+    """Return `value` as an int, or raise a ConfigError if it is not a whole number of at least `least`. numpy's
+    integers are allowed; booleans, floats and text are not.
 
-    otherwise: ends the error: what else is allowed
+    otherwise: what else is allowed, to end the error with
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
@@ -24,7 +25,9 @@ def whole(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
 
 
 def is_number(value: Any, finite: bool = True) -> bool:
-    """Whether `value` is a number, numpy's included, and neither NaN nor, if `finite`, infinite; text is none."""
+    """True if `value` is a number, numpy's included, and not NaN. Infinity counts only if `finite` is false, text
+    never.
+    """
     try:
         number = None if isinstance(value, (bool, str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -33,6 +36,6 @@ def is_number(value: Any, finite: bool = True) -> bool:
 
 
 def instance(name: str, value: Any, kind: type[Any], example: str) -> None:
-    """Refuse a value that is not a `kind`. example: what to type instead"""
+    """Raise ConfigError if `value` is not a `kind`. example: what to type instead"""
     if not isinstance(value, kind):
         raise ConfigError(f"{name} is {value!r}; allowed: a {kind.__name__}, such as {example}")

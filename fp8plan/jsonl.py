@@ -1,4 +1,4 @@
-"""JSON, and files of one JSON object a line that survive a killed process and several writers: read and written here.
+"""Reading and writing JSON, and files of one JSON object per line that survive a killed process and several writers.
 
 A line is appended by one write, to a file that is opened for it and closed after it. So nothing is held between two
 lines that a fork could inherit, a deleted or moved file is begun again, and a process that is killed (kill -9) leaves
@@ -30,7 +30,7 @@ NO_LOCKS: Final = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)  # of file systems
 
 
 def parse(text: str | bytes, where: str, error: type[Fp8PlanError] = ConfigError) -> Any:
-    """What JSON text holds. Raises `error`, which begins with `where`, for other text and for NaN and Infinity."""
+    """Parse JSON text. Raises `error`, which begins with `where`, if it is not JSON or holds NaN or Infinity."""
     try:
         return json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError) as found:
@@ -42,8 +42,12 @@ def _no_number(word: str) -> NoReturn:
 
 
 class Lines(NamedTuple):
-    """rows: (number of the line, what it holds), blank lines left out; torn: the number of a last line that breaks off,
-    as in a file that is being written, or whose writer was killed: it is in no row."""
+    """The lines of a file.
+
+    rows: (line number, value) of each line, without blank ones
+    torn: the number of a last line that breaks off, as in a file that is being written, or whose writer was killed;
+          it is in no row
+    """
 
     rows: list[tuple[int, Any]]
     torn: int | None
@@ -79,7 +83,7 @@ def read(path: Path, what: str = "file", hint: str = "mend or delete that line",
 
 
 def rows(path: Path) -> list[Any]:
-    """What the lines of a file hold, but for a last one that breaks off; nothing if there is no file.
+    """The values in the lines of a file, without a last line that breaks off; [] if there is no file.
 
     Raises ConfigError as `read` does.
     """
@@ -95,12 +99,14 @@ def _is_json(text: str) -> bool:
 
 
 def line(row: Mapping[str, Any]) -> bytes:
-    """A row as it stands in a file. What JSON has no number for (nan, inf) becomes null."""
+    """One row as the bytes of one line. A number that JSON cannot express (nan, inf) becomes null."""
     return json.dumps(plain(row), allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: arrays become lists, nan and inf None. Raises TypeError for what is no data."""
+    """Convert a value to plain JSON data: arrays become lists, nan and inf become None. Raises TypeError for anything
+    that is not data.
+    """
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -115,15 +121,15 @@ def plain(value: Any) -> Any:
 
 
 def write(path: str | Path, row: Mapping[str, Any]) -> None:
-    """Append one row, on the disk itself before this returns. Raises OSError as `append` does."""
+    """Append one row and return when it is on the disk. Raises OSError as `append` does."""
     append(Path(path), line(row))
     to_disk(Path(path))
 
 
 def append(path: Path, text: bytes) -> int:
-    """Append whole lines by one write. Returns the bytes of a torn line that were cut off before it (mostly 0).
+    """Append whole lines in one write. Returns how many bytes of a torn last line were cut off first (mostly 0).
 
-    Raises OSError if they could not be written; then nothing of them stands in the file.
+    Raises OSError if the lines could not be written; then nothing of them is in the file.
     """
     with _opened(path) as file:
         cut = _repair(path, file)
@@ -137,7 +143,7 @@ def append(path: Path, text: bytes) -> int:
 
 
 def repair(path: Path) -> int:
-    """Cut off a torn last line; the file is made if there is none. Returns the bytes that were cut.
+    """Cut off a torn last line, and return how many bytes were cut. A file that does not exist is created.
 
     Raises OSError as the operating system does.
     """
@@ -146,14 +152,16 @@ def repair(path: Path) -> int:
 
 
 def to_disk(path: Path) -> None:
-    """Wait until what was appended would survive a lost machine, not only a lost process."""
+    """Wait until what was appended would survive a crash of the machine, not only of the process."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """A locked file: one writer at a time. A writer that hangs must not hang this one, too."""
+    """Open and lock a file, so that one process writes at a time. Gives up on a lock after LOCK_S: a writer that hangs
+    must not hang this one.
+    """
     file, until = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644), time.monotonic() + LOCK_S
     try:
         while not _locked(file):
@@ -191,10 +199,10 @@ def _repair(path: Path, file: int) -> int:
 
 
 def torn_path(path: Path) -> Path:
-    """Where the torn lines of a file are kept."""
+    """The file beside `path` that keeps its torn lines."""
     return path.with_name(path.name + ".torn")
 
 
 def now() -> str:
-    """Date and time in UTC, to the millisecond."""
+    """The current date and time in UTC, to the millisecond, in ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,4 +1,4 @@
-"""What fp8plan writes to disk, declared once; its version, and how what was read is checked.
+"""The schemas of everything fp8plan writes to disk, their versions, and the check of data that is read back.
 
 plan            fp8plan.model.plan.plan.Plan, with what it holds: one JSON object
 profile         fp8plan.model.profile.profile.Profile: one JSON object
@@ -41,8 +41,8 @@ REQUIRED: Final = ("model", "gpu", "engine_version", "precision", "prompt_length
 
 
 class RolloutRecord(msgspec.Struct, kw_only=True):
-    """One warm `generate()` of a whole batch: what ran, and how long it took. Whether a value makes sense is checked
-    where it is used.
+    """One warm `generate()` of a whole batch: what ran, and how long it took. Only the types are checked here; the code
+    that uses a value checks whether it makes sense.
 
     kv_cache_tokens: null: vLLM's own pool; a number: imposed
     prompt_lengths, response_lengths: tokens of each response
@@ -75,7 +75,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
 
 
 class Span(msgspec.Struct):
-    """KL of the tokens from position `first` in their response on."""
+    """The KL of the tokens from position `first` of their response on, up to the next span."""
 
     first: int
     tokens: float
@@ -83,13 +83,13 @@ class Span(msgspec.Struct):
 
 
 class Cause(msgspec.Struct):
-    """Of a rollout's slowness."""
+    """One cause of a slow rollout."""
 
     sentence: str | None = None
 
 
 class Verdict(msgspec.Struct):
-    """The guard's, on one rollout."""
+    """The guard's verdict on one rollout."""
 
     action: str | None = None
     reason: str | None = None
@@ -99,13 +99,13 @@ class Verdict(msgspec.Struct):
 
 
 class GuardState(msgspec.Struct):
-    """Where on its ladder of precisions the guard stands."""
+    """The guard's state: its rung on the ladder of precisions."""
 
     rung: str | None = None
 
 
 class Judged(msgspec.Struct):
-    """off: why there is no verdict."""
+    """The guard's part of a record. off: the reason why there is no verdict"""
 
     verdict: Verdict | None = None
     state: GuardState | None = None
@@ -113,7 +113,7 @@ class Judged(msgspec.Struct):
 
 
 class RunRecord(RolloutRecord, kw_only=True):
-    """What a Monitor writes of a step, one flat JSON object.
+    """The record that a Monitor writes for each step, one flat JSON object.
 
     step, date:       number and UTC time of the step
     metrics:          name -> number or null; verl's name where verl has one ("rollout_corr/..."), else "fp8plan/..."
@@ -159,7 +159,7 @@ PREDICTED_HIGH: Final = "fp8plan/predicted_tokens_per_s_high"
 
 
 def check_version(data: Any, what: str, where: str, error: type[Fp8PlanError] = ConfigError) -> None:
-    """Raises `error` unless `data` is an object of a version of `what` that this fp8plan can read."""
+    """Raise `error` unless `data` is an object with a version of the schema `what` that this fp8plan reads."""
     if not isinstance(data, Mapping):
         raise error(f"{where} is a {type(data).__name__}; allowed: a JSON object")
     version, ours = data.get("schema_version", FIRST), VERSIONS[what].partition(".")[0]
@@ -175,7 +175,7 @@ def check_version(data: Any, what: str, where: str, error: type[Fp8PlanError] = 
 
 
 def checked(data: Any, kind: type[T], where: str, error: type[Fp8PlanError] = ConfigError) -> T:
-    """`data` of a file, as JSON has it, as a `kind`.
+    """Convert JSON data from a file to a `kind`.
 
     Raises `error`, which begins with `where` and names the field, what it is and what is allowed.
     """
@@ -195,7 +195,7 @@ KINDS: Final = {int: "int", float: "float", str: "str", bool: "bool", NoneType: 
 
 
 def _told(error: msgspec.ValidationError, data: Any, kind: Any) -> str:
-    """What msgspec says, in our words, and with the value that it does not say."""
+    """msgspec's error in our words, with the offending value, which msgspec leaves out."""
     message, _, path = str(error).partition(" - at `$")
     expected = re.match(r"Expected `([^`]*)`([^,]*)(?:, got `?(\w+))?", message)
     missing = re.match("Object missing required field `(.*)`", message)
@@ -225,7 +225,7 @@ def _told(error: msgspec.ValidationError, data: Any, kind: Any) -> str:
 
 
 def _ends(path: str, data: Any) -> list[tuple[str, Any]]:
-    """Where msgspec's `path` can lead in `data`, and what is there: "[...]" is any entry of a mapping."""
+    """Every (place, value) in `data` that msgspec's `path` can mean: its "[...]" is any entry of a mapping."""
     ends: list[tuple[str, Any]] = [("", data)]
     for name, number, any_key in re.findall(r"\.(\w+)|\[(\d+)\]|\[(\.\.\.)\]", path):
         steps = []

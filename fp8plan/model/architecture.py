@@ -43,7 +43,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Everything the cost model needs to know of a model."""
+    """The sizes of a model: everything that the cost model needs to know of it."""
 
     name: str
     model_type: str
@@ -106,7 +106,7 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """All parameters, exactly; tied embeddings count once."""
+        """The exact number of all parameters; tied embeddings count once."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         body = sum(w.n * w.k * w.layers for w in self.linears() if w.name != "lm_head")
         routed = sum(w.n * w.k * w.layers for w in self.expert_linears())
@@ -141,7 +141,9 @@ class ModelShape:
         return (*matrices, Linear("lm_head", self.padded_vocab_size // tp, hidden, 1, False, False))
 
     def expert_linears(self, tensor_parallel_size: int = 1) -> tuple[Linear, ...]:
-        """w13 and w2 of ONE routed expert on one rank, cut by tensor (not expert) parallelism; () if dense."""
+        """The w13 and w2 matrices of ONE routed expert on one rank, cut by tensor (not expert) parallelism; () if
+        dense.
+        """
         if not self.experts:
             return ()
         inner = self.experts.intermediate_size // tensor_parallel_size
@@ -156,7 +158,7 @@ class ModelShape:
         return -(-self.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
 
     def weight_bytes(self, precision: Precision, tensor_parallel_size: int = 1) -> int:
-        """Bytes of all weights on one rank: embedding, lm_head, norms, biases and router stay BF16."""
+        """Bytes of all weights on one rank. The embedding, lm_head, norms, biases and router stay BF16."""
         tp = tensor_parallel_size
         total = sum(
             w.layers * precision.linear_bytes(w.n, w.k, w.quantised) for w in self.linears(tp) if w.name != "lm_head"
@@ -177,7 +179,7 @@ class ModelShape:
         return tuple(tp for tp in range(1, largest + 1) if self._tensor_parallel_fault(tp) is None)
 
     def check_tensor_parallel(self, tensor_parallel_size: int) -> None:
-        """Raises ConfigError, naming the allowed sizes, if vLLM would refuse this tensor_parallel_size."""
+        """Raise ConfigError, naming the allowed sizes, if vLLM would refuse this tensor_parallel_size."""
         fault = self._tensor_parallel_fault(tensor_parallel_size)
         if fault:
             allowed = ", ".join(map(str, self.allowed_tensor_parallel()))
@@ -186,7 +188,7 @@ class ModelShape:
             )
 
     def check_max_model_len(self, max_model_len: int) -> None:
-        """Raises ConfigError if max_model_len is beyond the model's context, as vLLM does at start-up."""
+        """Raise ConfigError if max_model_len is beyond the model's context, as vLLM does at start-up."""
         if max_model_len > self.max_position_embeddings:
             raise ConfigError(
                 f"max_model_len {max_model_len} is beyond the context of {self.name}; allowed: at most "
@@ -195,7 +197,7 @@ class ModelShape:
             )
 
     def _tensor_parallel_fault(self, tp: int) -> str | None:
-        """Why `tp` ranks are impossible, by the assertions of vLLM's model classes, or None."""
+        """The reason why vLLM's model classes refuse `tp` ranks, by their assertions; None if they accept it."""
         if tp < 1:
             return "a whole number of at least 1 is needed"
         if self.num_attention_heads % tp:

@@ -11,11 +11,10 @@ from fp8plan.model.hardware import Gpu
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What one vLLM engine (one data-parallel replica) is started with.
+    """The limits that one vLLM engine (one data-parallel replica) is started with.
 
-    The defaults are vLLM 0.26's for an offline `LLM` on a GPU of at least 70 GiB (see `for_gpu`), except
-    `max_model_len`: None means
-    "just enough for the longest request of the workload", which is what an RL trainer sets.
+    The defaults are vLLM 0.26's for an offline `LLM` on a GPU of at least 70 GiB (see `for_gpu`). Only `max_model_len`
+    differs: None means "just enough for the longest request of the workload", which is what an RL trainer sets.
 
     gpu_memory_utilization: fraction of the GPU's memory the engine may use, in (0, 1]; means nothing on a CPU
     max_model_len:          longest prompt + response in tokens

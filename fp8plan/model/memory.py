@@ -74,7 +74,7 @@ ALLOCATOR_SPLIT_BYTES = 20 * MIB
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Where the memory of one rank goes, in bytes, and the KV pool that is left.
+    """The memory of one rank, in bytes by use, and the KV pool that is left.
 
     requested_bytes:    what gpu_memory_utilization allows the engine; on a CPU what it takes, weights and KV pool
     weights_bytes:      "Model loading took" in the engine's log
@@ -105,7 +105,7 @@ class MemoryPlan:
 
     @property
     def kv_bytes(self) -> int:
-        """What the KV pool takes."""
+        """The size of the KV pool in bytes."""
         return self.num_gpu_blocks * self.block_size * self.kv_bytes_per_token
 
     @property
@@ -136,7 +136,7 @@ def memory_plan(
 
 
 def check_pool(plan: MemoryPlan, gpu: Gpu, limits: EngineLimits) -> None:
-    """Raises CapacityError for a KV pool that is imposed larger than the GPU's memory.
+    """Raise CapacityError if an imposed KV pool is larger than the GPU's memory.
 
     Not a part of `memory_plan`: the guard asks what a pool would save that no GPU has.
     """
@@ -179,7 +179,7 @@ def _gpu_terms(shape: ModelShape, precision: Precision, gpu: Gpu, limits: Engine
 
 
 def _cpu_terms(shape: ModelShape, precision: Precision) -> dict[str, int]:
-    """The KV pool is given, so it takes nothing from the rest, and the rest nothing from it."""
+    """Terms of `MemoryPlan` on a CPU. The KV pool has a given size there, so the weights take nothing from it."""
     weights = shape.weight_bytes(precision)
     nothing = dict.fromkeys(("activation_bytes", "non_torch_bytes", "cudagraph_bytes"), 0)
     return {"requested_bytes": weights + CPU_KV_CACHE_GIB * GIB, "weights_bytes": weights} | nothing
@@ -190,7 +190,8 @@ def _holds(plan: MemoryPlan, tokens: int) -> bool:
 
 
 def loaded_weight_bytes(shape: ModelShape, precision: Precision, tensor_parallel_size: int = 1) -> int:
-    """What loading the model allocates on one rank: weights, rotary table, allocator's rounding, DeepGEMM's workspace.
+    """Bytes that loading the model allocates on one rank: weights, rotary table, the allocator's rounding, and
+    DeepGEMM's workspace.
 
     Measured against it: 0.1 MB more in BF16 (the scales of the attention layers, each rounded up to 512 bytes), 12.7 MB
     more for Qwen3-8B in FP8.
@@ -202,7 +203,7 @@ def loaded_weight_bytes(shape: ModelShape, precision: Precision, tensor_parallel
 
 
 def _tensors(shape: ModelShape, precision: Precision, tp: int) -> list[tuple[int, int]]:
-    """(bytes, how many) of one rank's matrices, without scales. A layer's experts are one tensor."""
+    """The pairs (bytes, how many) of one rank's matrices, without scales. A layer's experts are one tensor."""
     online = precision.weights != "bf16"
     copies = shape.experts.num_experts if shape.experts else 0
     matrices = [(w, 1) for w in shape.linears(tp) if w.name != "lm_head"]
@@ -306,7 +307,8 @@ def cudagraph_capture_sizes(limits: EngineLimits) -> tuple[int, ...]:
 
 
 def cudagraph_reserve_bytes(shape: ModelShape, precision: Precision, limits: EngineLimits) -> int:
-    """What vLLM sets aside for CUDA graphs before it sizes the KV pool (VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=1).
+    """Bytes that vLLM sets aside for CUDA graphs before it sizes the KV pool
+    (VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=1).
 
     0 for dense models: the V2 model runner's profile_cudagraph_memory returns 0. MoE models run V1, which captures
     every size piecewise and those up to max_num_seqs in full as well.
@@ -343,7 +345,7 @@ def _does_not_fit(
 def _ways_out(
     shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits, plan: MemoryPlan, tokens: int
 ) -> str:
-    """What would make it fit, each way by itself, tried out."""
+    """The changes that would make the model fit, each tried out by itself."""
 
     def fits(changed: EngineLimits, wanted: Precision = precision) -> bool:
         return _holds(_unchecked_plan(shape, wanted, gpu, changed), tokens)

@@ -1,4 +1,4 @@
-"""Rollout precisions: which numbers are stored in how many bytes, scales included."""
+"""Rollout precisions: the formats of weights and KV cache, and how many bytes they take with their scales."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ E4M3_MANTISSA_BITS = 3
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How a rollout engine stores weights and KV cache.
+    """The formats in which a rollout engine stores weights and KV cache.
 
     name:    preset name, as the command line spells it
     weights: "bf16", or "fp8_block": E4M3 weights with one FP32 scale per `weight_block`, activations
@@ -38,7 +38,7 @@ class Precision:
 
     @property
     def gemm_dtype(self) -> str:
-        """Key of the GEMM tables in a profile for the quantised linears."""
+        """The key of the quantised linears' GEMM tables in a profile."""
         return self.weights
 
     @property

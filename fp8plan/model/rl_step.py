@@ -50,18 +50,13 @@ class StepTimes:
             value = getattr(self, name)
             if value is not None and not (is_number(value) and value > 0):
                 raise ConfigError(f"{name} is {value!r}; allowed: a number above 0")
-        for name in ("train", "logprob"):
-            if getattr(self, f"{name}_s") is not None and getattr(self, f"{name}_tokens_per_s") is not None:
-                raise ConfigError(f"both {name}_s and {name}_tokens_per_s are given; give one of them")
-        self._check_complete()
-
-    def _check_complete(self) -> None:
-        parts = {"training": "train", "the log-probs": "logprob"}
-        missing = {
-            part: name
-            for part, name in parts.items()
-            if getattr(self, f"{name}_s") is None and getattr(self, f"{name}_tokens_per_s") is None
-        }
+        missing = {}
+        for part, name in {"training": "train", "the log-probs": "logprob"}.items():
+            given = [x for x in (f"{name}_s", f"{name}_tokens_per_s") if getattr(self, x) is not None]
+            if len(given) > 1:
+                raise ConfigError(f"both {' and '.join(given)} are given; give one of them")
+            if not given:
+                missing[part] = name
         if missing:
             give = " and ".join(f"{name}_s or {name}_tokens_per_s" for name in missing.values())
             flags = " ".join(f"--{name}-s SECONDS" for name in missing.values())
@@ -72,18 +67,11 @@ class StepTimes:
 
     def seconds(self, tokens: int) -> float:
         """Log-prob recomputation + training of a batch of that many prompt + response tokens."""
-        return _seconds(self.train_s, self.train_tokens_per_s, tokens) + _seconds(
-            self.logprob_s, self.logprob_tokens_per_s, tokens
-        )
+        parts = ((self.train_s, self.train_tokens_per_s), (self.logprob_s, self.logprob_tokens_per_s))
+        return sum(tokens / rate if rate is not None else seconds or 0.0 for seconds, rate in parts)
 
 
 Trainer = StepTimes  # its name until 0.1
-
-
-def _seconds(seconds: float | None, tokens_per_s: float | None, tokens: int) -> float:
-    if tokens_per_s is not None:
-        return tokens / tokens_per_s
-    return seconds or 0.0
 
 
 def weight_sync_seconds(model: StepModel, times: StepTimes, recalibrate_kv: bool = True) -> dict[str, float]:
@@ -108,7 +96,7 @@ def weight_sync_seconds(model: StepModel, times: StepTimes, recalibrate_kv: bool
 
 
 def _quantise_bytes(shape: ModelShape, precision: Precision, tp: int) -> int:
-    """HBM traffic on one rank."""
+    """Bytes of HBM traffic that quantising new weights causes on one rank."""
     experts = shape.experts.num_experts if shape.experts else 0
     matrices = [(w, 1) for w in shape.linears(tp)] + [(w, experts) for w in shape.expert_linears(tp)]
     return sum(

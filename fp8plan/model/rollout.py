@@ -35,7 +35,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """What rolling out one batch costs.
+    """The time of rolling out one batch, and what it is made of.
 
     makespan_s:          from the call to the last token of the slowest replica; low and high: 90% interval
     output_tokens:       response tokens of all replicas
@@ -148,7 +148,8 @@ def step_batch(plan: Schedule) -> StepBatch:
 def speedup_interval(
     baseline: Rollout, other: Rollout, profile: Profile, tensor_parallel_size: int
 ) -> tuple[float, float]:
-    """(low, high), 90%, of how many times as fast `other` is, on the same layout and with the same profile.
+    """The 90% interval (low, high) of how many times as fast `other` is, on the same layout and with
+    the same profile.
 
     The coefficients that both use move both, so only the difference of their gradients counts. Of the rest of the error
     both have SHARED_ERROR in common.
@@ -171,6 +172,6 @@ def _tail_rows(plan: Schedule, max_num_seqs: int) -> slice:
 
 
 def _shares(seconds: dict[str, float]) -> dict[str, float]:
-    """As fractions of their sum, largest first; empty if there is nothing."""
+    """Each part as a fraction of their sum, largest first; {} if the sum is 0."""
     total = sum(seconds.values())
     return {name: part / total for name, part in sorted(seconds.items(), key=lambda x: -x[1]) if total and part}

@@ -57,8 +57,9 @@ class EngineSetup:
 
     @property
     def path(self) -> str:
-        """The name that an engine loads the model by: its hub id, or its folder in full, because the engine may be
-        started somewhere else."""
+        """The name by which an engine loads the model: its hub id, or the full path of its folder, because the engine
+        may be started from another directory.
+        """
         if isinstance(self.model, ModelShape):
             config = Path(self.model.source)
             return str(config.parent.resolve()) if config.is_file() else self.model.name
@@ -66,13 +67,15 @@ class EngineSetup:
         return str(folder.resolve()) if (folder / "config.json").is_file() else self.model
 
     def holding(self, longest_request: int) -> EngineSetup:
-        """This engine as vLLM runs it, for requests of up to so many tokens (prompt + response). Raises ConfigError for
-        limits that do not allow them, or that make no sense on this GPU."""
+        """This engine as vLLM runs it, for requests of up to `longest_request` tokens (prompt + response). Raises
+        ConfigError for limits that do not allow them, or that make no sense on this GPU.
+        """
         return replace(self, limits=self.limits.holding(longest_request).on(self.gpu))
 
     def check_precision(self) -> None:
-        """Raises ConfigError for a precision that this GPU does not have. On a CPU it depends on vLLM's kernels, which
-        say so when they start."""
+        """Raise ConfigError for a precision that this GPU does not have. On a CPU it depends on vLLM's kernels, which
+        say so when they start.
+        """
         if not self.gpu.is_cpu and (reason := self.gpu.why_not(self.precision)):
             raise ConfigError(f"{self.precision.name}: {reason}; allowed: bf16, or another GPU")
 

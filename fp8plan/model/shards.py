@@ -1,4 +1,4 @@
-"""Which tensor-parallel sizes an engine can cut a block-quantised model into.
+"""The tensor-parallel sizes into which an engine can cut a block-quantised model.
 
 A rank's part of a layer has so many inputs and outputs, and FP8 comes in blocks of 128 x 128. What is not a whole
 number of blocks is met in three ways (read in vLLM 0.24 to 0.32, and run against 0.30 by tests/model/test_shards.py):
@@ -36,18 +36,18 @@ class Size(NamedTuple):
 
 
 def check_target(target: str) -> None:
-    """Raises ConfigError for a target that does not exist."""
+    """Raise ConfigError for a target that does not exist."""
     if target not in TARGETS:
         raise ConfigError(f"target is {target!r}; allowed: {', '.join(TARGETS)}")
 
 
 def strictest(targets: Iterable[str]) -> str:
-    """The one of several targets whose layouts all of them can start; vLLM's own way without any."""
+    """The most demanding of several targets: all of them can start its layouts. "vllm" if there are none."""
     return max(targets, key=TARGETS.index, default="vllm")
 
 
 def why_not_trl(precision: Precision) -> str | None:
-    """Why TRL cannot run FP8 weights, whatever their sizes; None for BF16 weights.
+    """The reason why TRL cannot run FP8 weights, whatever their sizes; None for BF16 weights.
 
     Its server mode hands BF16 tensors to vLLM's own weight transfer, which may well requantise them; that has not been
     shown under TRL, so it is refused as well.
@@ -64,7 +64,9 @@ def why_not_trl(precision: Precision) -> str | None:
 def why_not_shardable(
     shape: ModelShape, precision: Precision, tensor_parallel: int, target: str = "vllm"
 ) -> str | None:
-    """Why an engine that `target` starts cannot run `shape` in `precision` on so many ranks; None where it can."""
+    """The reason why an engine that `target` starts cannot run `shape` in `precision` on that many ranks; None if it
+    can.
+    """
     check_target(target)
     if precision.weights == "bf16":
         return None
@@ -87,18 +89,18 @@ def why_not_shardable(
 
 
 def refusals(shape: ModelShape, precision: Precision, tensor_parallel: int) -> dict[str, str]:
-    """Target -> why it cannot run `shape` on so many ranks, of those which cannot."""
+    """The targets that cannot run `shape` on that many ranks, each with the reason."""
     reasons = {target: why_not_shardable(shape, precision, tensor_parallel, target) for target in TARGETS}
     return {target: reason for target, reason in reasons.items() if reason is not None}
 
 
 def _inputs(shape: ModelShape, tp: int) -> Iterator[Size]:
-    """What every quantised linear takes in."""
+    """The inputs of every quantised linear on one rank."""
     yield from (Size(x.name, "inputs", x.k) for x in shape.linears(tp) if x.quantised)
 
 
 def _whole_blocks(shape: ModelShape, tp: int) -> Iterator[Size]:
-    """Those, the outputs that another matrix or another rank follows, and the experts' width."""
+    """The inputs, the outputs that another matrix or another rank follows, and the experts' width."""
     yield from _inputs(shape, tp)
     for linear in shape.linears(tp):
         parts = _fused(shape, linear, tp)

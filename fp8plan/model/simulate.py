@@ -1,4 +1,4 @@
-"""The one pipeline from an engine and a batch to seconds: memory -> schedule -> time."""
+"""The one pipeline from an engine and a batch to seconds: memory, then the schedule, then its time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fp8plan.model.workload import Batch
 
 
 class Simulated(NamedTuple):
-    """The rollout of one batch, and what it was found with. schedules: of each replica"""
+    """A simulated rollout of one batch, and what it was found with. schedules: one per replica"""
 
     model: StepModel
     memory: MemoryPlan
@@ -24,7 +24,7 @@ class Simulated(NamedTuple):
 
     @property
     def extrapolated(self) -> bool:
-        """Whether the profile was used outside what was measured."""
+        """True if the profile was used outside of what was measured for it."""
         size = self.model.limits.tensor_parallel_size
         return bool(self.rollout.extrapolated) or self.model.profile.layout_error(size) > 0
 
@@ -37,10 +37,11 @@ def simulate(
     memory: MemoryPlan | None = None,
     known: Sequence[Schedule] | None = None,
 ) -> Simulated:
-    """Roll out `batch` on the engine.
+    """Simulate the rollout of `batch` on an engine.
 
-    memory: of the engine, where it has been found already
-    known:  schedules of the same batch in another pool, taken over where they hold for this one
+    memory: the engine's memory, if it is already known
+    known:  schedules of the same batch with another KV pool; each is reused if it also holds for this pool
+
     Raises ConfigError for a model that is not modelled, CapacityError for one that does not fit, and ProfileError for a
     kernel that was never measured.
     """

@@ -1,4 +1,4 @@
-"""What is rolled out: how many prompts and samples, and how long they are."""
+"""The workload of a rollout: how many prompts and samples, and how long they are."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _renumber(batch: Batch) -> Batch:
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Every length is `tokens`."""
+    """Lengths that are all `tokens`."""
 
     tokens: int
 
@@ -157,7 +157,9 @@ class Workload:
         response_lengths: Lengths | int,
         seed: int = 0,
     ) -> None:
-        """Raises ConfigError for anything but whole numbers and lengths, and for more than MOST_REQUESTS responses."""
+        """Check the arguments. Raises ConfigError for anything but whole numbers and lengths, and for more than
+        MOST_REQUESTS responses.
+        """
         fields = {
             "prompts": whole("prompts", prompts),
             "samples_per_prompt": whole("samples_per_prompt", samples_per_prompt),
@@ -196,7 +198,8 @@ def _lengths(name: str, value: Any) -> Lengths:
 
 
 def parse_both_lengths(prompts: str | None, responses: str) -> tuple[Lengths, Lengths, list[str]]:
-    """(prompt lengths, response lengths, notes) as the command line spells them.
+    """Read prompt and response lengths as the command line spells them. Returns (prompt lengths, response lengths,
+    notes).
 
     prompts: None: those of the responses' trace, if it has any, else DEFAULT_PROMPTS
 
@@ -271,7 +274,7 @@ def _read_column(path: Path, column: str) -> list[Any]:
 
 
 def _columns(path: Path) -> list[str]:
-    """The names of what each row of a trace file has; of JSON lines by the first of them, none for bare numbers."""
+    """The names of a trace file's columns. For JSON lines these are the first row's; bare numbers have none."""
     if path.suffix == ".parquet":
         return _parquet(path, lambda file: file.schema_arrow.names)
     first = next((row for _, row in _rows(path, RESPONSE)), None)
@@ -279,7 +282,7 @@ def _columns(path: Path) -> list[str]:
 
 
 def _parquet(path: Path, read: Callable[[Any], list[Any]]) -> list[Any]:
-    """What `read` makes of the pyarrow.parquet.ParquetFile at `path`."""
+    """The value of `read` for the pyarrow.parquet.ParquetFile at `path`. Raises ConfigError if it cannot be read."""
     import pyarrow.parquet as pq
 
     if not path.exists():
@@ -292,12 +295,12 @@ def _parquet(path: Path, read: Callable[[Any], list[Any]]) -> list[Any]:
 
 
 def _rows(path: Path, column: str) -> list[tuple[int, Any]]:
-    """(number of the line, what it holds) of a file of JSON lines; blank ones are passed over."""
+    """(line number, value) of each line in a file of JSON lines, without blank ones."""
     return read(path, "trace file", hint=f'allowed: a number, or an object with "{column}"').rows
 
 
 def _has(names: list[str], column: str) -> str:
-    """The end of a message: the names that there are, and which of them was meant."""
+    """The end of an error: the names that are there, and which of them was probably meant."""
     meant = get_close_matches(column, names, 1, LIKE)
     advice = f"call {meant[0]!r} {column!r}" if meant else "add it"
     return f"it has {', '.join(map(str, names)) or 'nothing'}: {advice}"

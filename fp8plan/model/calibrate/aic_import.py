@@ -39,7 +39,7 @@ ASSUMED = ("quantise",)  # the tables time them as a part of another kernel
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How far the import of a measured GPU lies from its measurements.
+    """A test of the import on a measured GPU: how far it is from the measurements.
 
     kernels:  kernel -> median |log(predicted / measured)| of our own timings
     rollouts: log(predicted / measured) of each rollout's makespan
@@ -71,7 +71,7 @@ def import_all(
     output: Path,
     progress: Callable[[Iterable[Import]], Iterable[Import]] = lambda found: found,
 ) -> list[tuple[Path, Profile]]:
-    """Write the profiles of the GPUs called `names` (None: all) to `output`; (path, profile) of each.
+    """Write the profiles of the GPUs called `names` (None: all) to `output`. Returns (path, profile) of each.
 
     rollouts, kernels: measurements of TRIED_ON to test its import with
 
@@ -103,7 +103,7 @@ def _written(profile: Profile, folder: Path) -> tuple[Path, Profile]:
 
 
 def import_profile(card: Gpu, tables: Tables, trial: Trial | None = None) -> Profile:
-    """The profile of `card` that its tables give. Without a trial, the model error is the datasheet profile's."""
+    """Fit the profile of `card` to its tables. Without a trial, the model error is the datasheet profile's."""
     prior = datasheet_profile(card, tables.engine_version)
     rows = tables.rows.sample(frac=1, random_state=0).groupby("kernel").head(SAMPLE)
     parts = [_split(observation) for observation in observe(rows, card)]
@@ -142,7 +142,7 @@ def _log_error(record: Record, profile: Profile) -> float:
 
 
 def _split(observation: Observations) -> tuple[Observations, Observations]:
-    """(seen, unseen) rows, by whole groups."""
+    """Split the rows into (seen, unseen), by whole groups."""
     few = np.unique(observation.groups).size < FEWEST_SHAPES
     unseen = np.zeros_like(observation.groups, dtype=bool) if few else observation.groups % UNSEEN == 0
     return observation.subset(~unseen), observation.subset(unseen)

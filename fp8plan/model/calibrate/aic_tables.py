@@ -46,7 +46,7 @@ LARGEST_MESSAGE = 1 << 28  # bytes of an all-reduce: 16k tokens of a 70B model
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """What the package knows of one GPU.
+    """The usable timings that the package holds of one GPU.
 
     rows: kernel, seconds, backend (implementation that ran, as the package names it) and, NaN where they do not apply,
           gemm.bf16, linear.fp8_block:             m, n, k
@@ -65,7 +65,9 @@ class Tables:
 
 
 def find_data() -> tuple[Path, str]:
-    """(folder of the installed package's tables, its version). Raises ConfigError, with the command, without it."""
+    """The folder of the installed package's tables, and its version. Raises ConfigError, with the command that installs
+    it, if it is missing.
+    """
     spec = util.find_spec(PACKAGE.replace("-", "_"))
     if spec is None or spec.origin is None:
         raise ConfigError(f"{PACKAGE}, whose tables are imported, is not installed; type: {INSTALL}")
@@ -97,7 +99,7 @@ def _folder(data: Path, card: Gpu) -> Path:
 
 
 def _newest(folder: Path, pattern: str) -> Path | None:
-    """The table of the newest version of its framework."""
+    """The path of the table from the newest version of its framework; None if there is no table."""
     found = folder.glob(f"{pattern}_perf.parquet")
     return max(found, key=lambda path: [int(x) for x in re.findall(r"\d+", path.parent.name)], default=None)
 
@@ -119,7 +121,7 @@ def _read(folder: Path, pattern: str, **columns: str) -> pd.DataFrame:
 
 
 def _named(kernel: str, rows: pd.DataFrame) -> pd.DataFrame:
-    """`rows` with their dtype in the kernel's name."""
+    """The rows with their dtype in the kernel's name."""
     return rows.assign(kernel=f"{kernel}." + rows.dtype.map(DTYPES)).drop(columns="dtype")
 
 
@@ -129,7 +131,9 @@ def _gemm(folder: Path, framework: str) -> pd.DataFrame:
 
 
 def _cold(weights: pd.Series, card: Gpu) -> pd.Series:
-    """Which rows read `weights` (bytes) from memory. L40S reads beyond its bandwidth up to 1.5 times the L2 cache."""
+    """True for rows that read `weights` (bytes) from memory. L40S reads beyond its bandwidth up to 1.5 times the L2
+    cache.
+    """
     return GEMM_COPIES * weights > 2 * card.l2_bytes
 
 

@@ -1,4 +1,4 @@
-"""Measured engine steps: a rollout record and its trace -> windows of time, each with the steps that ran in it.
+"""Measured engine steps: a rollout record and its trace, cut into windows of time with the steps that ran in each.
 
 Times are the engine's own clock (core_s). The front end sees the same steps with pauses of 0.3 to 1.2 s now and then,
 made up for in the next steps; where a trace has its clock only (t_s), windows must be long. A window is matched to the
@@ -53,12 +53,15 @@ class Windows:
 
 
 def read_traces(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Record key -> its trace, as fp8plan.runtime.measure.rollouts.run wrote it; columns per step."""
+    """The trace of each record, by the record's key, as fp8plan.runtime.measure.rollouts.run wrote it; columns per
+    step.
+    """
     return {row["key"]: row for path in paths for row in rows(path)}
 
 
 def windows(record: Record, trace: dict[str, Any]) -> Windows:
-    """Cut one rollout. Its KV pool is the measured one, so that preemptions are the engine's and not the model's.
+    """Cut one rollout into windows. Its KV pool is the measured one, so that preemptions are the engine's and not the
+    model's.
 
     Raises ConfigError if the record does not say how large its pool was.
     """
@@ -86,7 +89,7 @@ def measured_blocks(record: Record) -> int:
 
 
 def _cuts(times: FloatArray, window_s: float) -> list[int]:
-    """Indices of the steps that end a window; the last step ends the last one."""
+    """The indices of the steps that end a window; the last step ends the last one."""
     cuts, begun, last = [], 0.0, -1
     for i, time in enumerate(times):
         if time - begun >= window_s and i - last >= FEWEST_STEPS:
@@ -101,7 +104,7 @@ def _cuts(times: FloatArray, window_s: float) -> list[int]:
 
 
 def overlap(planned: Schedule, edges: Array) -> FloatArray:
-    """Steps of each row between token counts `edges`, shape (len(edges) - 1, rows).
+    """The number of steps of each row between token counts `edges`, shape (len(edges) - 1, rows).
 
     A row gives its tokens evenly; one that gives none belongs to the window in which the next token comes.
     """

@@ -1,4 +1,4 @@
-"""Measurements -> coefficients: penalised least squares on log time.
+"""The fit of coefficients to measurements: penalised least squares on log time.
 
     minimise  sum over kernels and their rows    rho(log(predicted / measured) / sigma_kernel)
             + sum over coefficients              rho((log c - log prior) / sd)
@@ -46,7 +46,7 @@ class Observations:
     predict: Callable[[Profile], Cost]
 
     def errors(self, profile: Profile) -> Array:
-        """log(predicted / measured), shape (rows,)."""
+        """The errors log(predicted / measured), shape (rows,)."""
         return np.asarray(np.log(self.predict(profile).seconds / self.seconds))
 
     def subset(self, keep: Array) -> Observations:
@@ -61,7 +61,7 @@ class Observations:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What `fit` found.
+    """The result of `fit`.
 
     profile:   the prior with the fitted coefficients and their covariance
     residuals: kernel -> robust sd of log error, of the fitted rows
@@ -74,7 +74,7 @@ class Fit:
 
 
 def fit(observations: Sequence[Observations], prior: Profile, free: Sequence[str] | None = None) -> Fit:
-    """The profile whose predictions lie nearest to the observations.
+    """Fit the profile whose predictions are nearest to the observations.
 
     prior: its coefficients are the start and the prior, with the variances of its log_covariance
     free:  coefficients to fit; None: all that have a variance
@@ -108,15 +108,17 @@ def with_values(profile: Profile, names: Sequence[str], logs: Array) -> Profile:
 
 
 def robust_sd(errors: Array) -> float:
-    """Standard deviation around zero that a few outliers do not move: of the errors, clipped at Huber's bend."""
+    """The standard deviation around zero of errors clipped at Huber's bend, so that a few outliers do not move it."""
     scale = 1.4826 * float(np.median(np.abs(errors)))
     clipped = np.clip(errors, -2 * scale, 2 * scale) if scale > 0 else errors
     return float(np.sqrt(np.mean(clipped**2)))
 
 
 class LeavingOut:
-    """What the fit would be without some rows, from the predictions of the fit of all: to first order in the
-    coefficients, with the same sigmas. Predicting all rows anew for each of some fifty fits would take minutes.
+    """Fits without some rows, approximated from the fit of all rows.
+
+    They are right to first order in the coefficients, with the same sigmas. Predicting all rows anew for each of some
+    fifty fits would take minutes.
     """
 
     def __init__(self, observations: Sequence[Observations], prior: Profile, full: Fit) -> None:
@@ -158,7 +160,7 @@ def _folds(groups: Array, folds: int) -> Array:
 
 
 def _residuals(observations: Sequence[Observations], profile: Profile, names: Sequence[str]) -> list[Rows]:
-    """Per kernel (log errors, their derivatives by log coefficient): shapes (rows,) and (rows, names)."""
+    """The (log errors, derivatives by log coefficient) of each kernel's rows, shapes (rows,) and (rows, names)."""
     found = []
     for x in observations:
         cost = x.predict(profile)
@@ -193,7 +195,7 @@ def _minimise(
 
 
 def _prior(prior: Profile, names: Sequence[str]) -> tuple[Array, Array]:
-    """(logs of the values, their standard deviations), each of shape (names,)."""
+    """The logs of the prior's values and their standard deviations, each of shape (names,)."""
     values = np.log([prior.coefficients[x] for x in names])
     return values, np.sqrt([prior.log_covariance[x][x] for x in names])
 
@@ -201,7 +203,7 @@ def _prior(prior: Profile, names: Sequence[str]) -> tuple[Array, Array]:
 def _covariance(
     groups: Sequence[Array], rows: Sequence[Rows], prior: Profile, names: Sequence[str], sigmas: Array
 ) -> Array:
-    """Of log coefficients, shape (names, names): the prior's share, and a jackknife over groups.
+    """The covariance of the log coefficients, shape (names, names): the prior's share, and a jackknife over groups.
 
     To first order, leaving out a group moves the fit by (curvature of all the rest)^-1 (the group's pull). The usual
     sandwich divides by the curvature of all instead, and its sds are two to three times too small for few groups.

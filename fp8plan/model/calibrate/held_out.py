@@ -1,4 +1,4 @@
-"""Shapes whose kernels are measured but never fitted: on them a profile shows how far off it is elsewhere.
+"""The shapes whose kernels are measured but never fitted: on them a profile shows how far off it is elsewhere.
 
 The shapes were named before the first measurement. Other models' layers of the same size are the same shape and are
 left out as well. So are, since they were seen, decode batches of unequal contexts, whose imbalance is not modelled.
@@ -19,7 +19,7 @@ MOE = ("Qwen/Qwen3-235B-A22B",)
 
 
 def is_held_out(rows: pd.DataFrame) -> Array:
-    """Whether each timing of a kernel is of such a shape, bool of shape (rows,)."""
+    """True for each timing of a held-out shape, shape (rows,)."""
     found = np.zeros(len(rows), dtype=bool)
     for columns, shapes in _shapes().items():
         if set(columns) <= set(rows.columns):

@@ -1,4 +1,4 @@
-"""Timings of single kernels -> observations that `calibrate.fit` takes: the cost functions at the measured shapes.
+"""Observations for `calibrate.fit` from timings of single kernels: the cost functions at the measured shapes.
 
 A row is a timing of one kernel in one layer; `QUANTITIES` says which columns a kernel has. Rows of one weight shape (or
 head layout, or group of GPUs) are one group: what a cost function misses of a shape it misses at every batch size.
@@ -82,7 +82,8 @@ def observe(rows: pd.DataFrame, card: Gpu) -> list[Observations]:
 
 
 def layer_residuals(rows: pd.DataFrame, card: Gpu, profile: Profile) -> dict[str, dict[str, list[list[float]]]]:
-    """What the coefficients of `profile` miss of each layer in `rows`, as the profile's field `layers` holds it.
+    """The error that the coefficients of `profile` leave on each layer in `rows`, in the form of the profile's field
+    `layers`.
 
     A linear layer's quantisation is not part of its GEMM, and experts were timed for even routing.
     """
@@ -158,7 +159,7 @@ def _observe(kernel: str, rows: pd.DataFrame, card: Gpu) -> Observations:
 
 
 def _scattered(parts: list[tuple[Array, Cost]], size: int) -> Cost:
-    """The costs of disjoint rows as one, shape (size,)."""
+    """One cost of shape (size,), put together from the costs of disjoint rows."""
     seconds = np.zeros(size)
     partials: dict[str, Array] = {}
     for index, cost in parts:

@@ -1,4 +1,4 @@
-"""A folder of measurements -> the profile that fits them, and how wrong it was before and is now.
+"""The profile that fits a folder of measurements, and how wrong it was before and is now.
 
     FOLDER/kernels/*.jsonl              timings of single kernels (runtime.measure.kernels.gemm, attention, moe, ...)
     FOLDER/steps/rollouts.jsonl         rollouts whose steps are fitted (fp8plan.runtime.measure.rollouts.run --trace)
@@ -121,7 +121,7 @@ def kernel_rows(folder: Path) -> pd.DataFrame:
 
 
 def _check_same(steps: Sequence[Windows], card: Gpu, engine_version: str) -> None:
-    """Raises ConfigError for rollouts of another GPU or engine version than the profile's."""
+    """Raise ConfigError for rollouts of another GPU or engine version than the profile's."""
     for record in (x.record for x in steps):
         found = find_gpu(record.fields["gpu"]).name, record.fields["engine_version"]
         if found != (card.name, engine_version):
@@ -142,7 +142,7 @@ def step_windows(folder: Path) -> list[Windows]:
 
 
 def observe_steps(steps: Sequence[Windows]) -> Observations:
-    """Windows of several rollouts as one kernel; a group is an engine: a model at a precision."""
+    """The windows of several rollouts as observations of one kernel. A group is an engine: a model in a precision."""
 
     def predict(profile: Profile) -> Cost:
         return together([x.cost(profile) for x in steps])
@@ -152,7 +152,7 @@ def observe_steps(steps: Sequence[Windows]) -> Observations:
 
 
 def model_error(steps: Sequence[Windows], leaving_out: LeavingOut) -> float:
-    """sd of log(predicted / measured) of whole rollouts that the coefficients' covariance does not explain.
+    """The sd of log(predicted / measured) of whole rollouts that the coefficients' covariance does not explain.
 
     Each rollout is predicted by a fit that has not seen its engine, and counts by its seconds: one of a tenth of a
     second is start-up. What the fit's covariance says of the error is taken off: the interval adds it again.
@@ -176,7 +176,7 @@ def _median(errors: Array) -> float:
 
 
 def _hull(rows: pd.DataFrame, steps: Sequence[Windows]) -> dict[str, dict[str, tuple[float, float]]]:
-    """What kernels were timed for is theirs to say; of the rest, what steps were seen to hold."""
+    """The measured ranges: kernels' timings give those of their own quantities, and steps those of all others."""
     ranges: dict[str, tuple[float, float]] = {}
     of_kernels = hull(rows)
     covered = {quantity for found in of_kernels.values() for quantity in found}

@@ -53,7 +53,8 @@ def bundled_configs() -> dict[str, dict[str, Any]]:
 
 
 def find_config(name_or_path: str | Path) -> tuple[dict[str, Any], str, str]:
-    """(config, model name, where it came from) of a bundled model, a local folder or file, or a hub id, in that order.
+    """The config, the model's name and the source of a bundled model, a local folder or file, or a hub id, looked for
+    in this order.
 
     Raises ConfigError when nothing is found or the file cannot be read.
     """
@@ -71,7 +72,7 @@ def find_config(name_or_path: str | Path) -> tuple[dict[str, Any], str, str]:
 
 
 def refuse_unmodelled(config: Mapping[str, Any], source: str) -> None:
-    """Raises ConfigError if the config describes something whose cost would come out wrong."""
+    """Raise ConfigError if the config describes something whose cost would come out wrong."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ConfigError(f"{source}: field 'model_type' is {model_type!r}; fp8plan needs it to know the architecture")
@@ -108,7 +109,9 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _download(name: str) -> Path:
-    """The cached or downloaded config.json of a hub id; ConfigError with the nearest bundled names otherwise."""
+    """The cached or downloaded config.json of a hub id. Raises ConfigError with the nearest bundled names if there is
+    none.
+    """
     names = {n.rpartition("/")[2].lower(): n for n in bundled_configs()} | {n.lower(): n for n in bundled_configs()}
     near = list(dict.fromkeys(names[match] for match in get_close_matches(name.lower(), names, n=4, cutoff=0.5)))
     hint = f"nearest bundled: {', '.join(near)}; " if near else ""

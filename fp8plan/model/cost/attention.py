@@ -115,7 +115,7 @@ def _decode(b: StepBatch, shape: ModelShape, precision: Precision, tp: int, gpu:
 
 
 def _parts(b: StepBatch, heads: Array, sm_count: int) -> Array:
-    """Parts that the KV is cut into, shape (steps,).
+    """The number of parts that the KV is cut into, shape (steps,).
 
     A part is one KV head of one request. While they are few, FlashAttention 3 cuts each so that none has more than
     1.1 times an SM's share of the whole (prepare_varlen_num_blocks, hopper/flash_prepare_scheduler.cu), in whole
@@ -127,7 +127,7 @@ def _parts(b: StepBatch, heads: Array, sm_count: int) -> Array:
 
 
 def _prefill(b: StepBatch, shape: ModelShape, precision: Precision, tp: int, gpu: Gpu, profile: Profile) -> Cost:
-    """Chunks of one step count as equally long."""
+    """Seconds of prefill attention in one layer. The chunks of one step count as equally long."""
     prefix, (heads, kv_heads) = f"attention.{precision.kv}", heads_per_rank(shape, tp)
     efficiency, pair, tile = (
         f"{prefix}.{x}" for x in ("compute_efficiency", "prefill_pair_seconds", "prefill_tile_seconds")

@@ -1,5 +1,5 @@
-"""What every cost function takes and returns: engine steps; seconds, and how these move with each coefficient of the
-profile.
+"""The arguments and results of every cost function: engine steps, and seconds with their derivatives by each
+coefficient of the profile.
 
 The partial derivatives come with the value because they cost almost nothing there (each term is a product of
 powers of coefficients), while finite differences would evaluate the whole model once per coefficient.
@@ -21,7 +21,7 @@ Array: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """What engine steps are asked to do; every field is a float64 or int64 array of shape (steps,)."""
+    """The work of engine steps. Every field is a float64 or int64 array of shape (steps,)."""
 
     decode_requests: Array  # requests that get one token each
     decode_kv_tokens: Array  # KV tokens those requests read, summed over them
@@ -58,7 +58,7 @@ class Cost:
         return Cost(self.seconds, partials)
 
     def rows(self, at: slice | Array) -> Cost:
-        """Of these steps only."""
+        """The costs of the steps selected by `at`."""
         return Cost(self.seconds[at], {name: values[at] for name, values in self.partials.items()})
 
     def scaled(self, factor: float | Array) -> Cost:
@@ -70,34 +70,34 @@ def zero(like: Array) -> Cost:
 
 
 def constant(name: str, value: float, like: Array) -> Cost:
-    """`value` seconds in every step, from the coefficient `name` (seconds)."""
+    """A cost of the coefficient `name`, `value` seconds, in every step."""
     return times(np.ones(like.shape), name, value)
 
 
 def times(count: Array, name: str, value: float) -> Cost:
-    """`count` times the coefficient `name` (seconds)."""
+    """A cost of `count` times the coefficient `name` (seconds)."""
     seconds = count * value
     return Cost(seconds, {name: seconds})
 
 
 def traffic(bytes_: Array, bandwidth: float, efficiency: tuple[str, float]) -> Cost:
-    """Seconds to move `bytes_` at `efficiency` (name, value) of `bandwidth` bytes/s."""
+    """The time to move `bytes_` at the fraction `efficiency` (name, value) of `bandwidth` bytes/s."""
     seconds = bytes_ / (bandwidth * efficiency[1])
     return Cost(seconds, {efficiency[0]: -seconds})
 
 
 def norm2(*terms: Cost) -> Cost:
-    """Root of the sum of squares: at least the largest term, at most the sum; the overlap of concurrent limits."""
+    """The root of the sum of squares, for limits that overlap: at least the largest term, at most the sum."""
     return _norm(2, terms)
 
 
 def norm4(*terms: Cost) -> Cost:
-    """Fourth root of the sum of fourth powers: limits that overlap almost fully."""
+    """The fourth root of the sum of fourth powers, for limits that overlap almost fully."""
     return _norm(4, terms)
 
 
 def norm8(*terms: Cost) -> Cost:
-    """Eighth root of the sum of eighth powers: the largest, and up to 9% more where another is as large."""
+    """The eighth root of the sum of eighth powers: the largest, and up to 9% more if another is as large."""
     return _norm(8, terms)
 
 
@@ -116,7 +116,7 @@ def _norm(power: int, terms: Sequence[Cost]) -> Cost:
 
 
 def _power(x: Array, exponent: int) -> Array:
-    """x^exponent by multiplications: numpy's power is twenty times slower."""
+    """Compute x^exponent by multiplications, because numpy's power is twenty times slower."""
     found = x
     for _ in range(exponent - 1):
         found = found * x
@@ -124,7 +124,7 @@ def _power(x: Array, exponent: int) -> Array:
 
 
 def together(costs: Sequence[Cost]) -> Cost:
-    """The rows of several costs, one after the other: shape (all rows,)."""
+    """The rows of several costs one after the other, shape (all rows,)."""
     names = dict.fromkeys(name for cost in costs for name in cost.partials)
     partials = {
         name: np.concatenate([cost.partials.get(name, np.zeros_like(cost.seconds)) for cost in costs]) for name in names

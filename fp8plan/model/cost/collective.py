@@ -1,4 +1,4 @@
-"""All-reduces of tensor parallelism.
+"""The all-reduces of tensor parallelism.
 
     seconds = latency + 2 (p - 1) / p * bytes / (link bandwidth * efficiency)
 
@@ -30,7 +30,7 @@ NETWORK: Final = {
 
 
 def with_network(profile: Profile) -> Profile:
-    """`profile` with the assumed coefficients of the network that it lacks."""
+    """A copy of `profile` with the assumed coefficients of the network that it lacks."""
     missing = {name: fact for name, fact in NETWORK.items() if name not in profile.coefficients}
     return replace(
         profile,
@@ -56,7 +56,7 @@ def all_reduce_cost(message_bytes: Array, ranks: int, gpu: Gpu, profile: Profile
 
 
 def _inside(message_bytes: Array, ranks: int, gpu: Gpu, profile: Profile) -> Cost:
-    """Between GPUs of one node."""
+    """Seconds of an all-reduce between GPUs of one node."""
     link = "nvlink" if gpu.nvlink_bandwidth is not None else "pcie"
     bandwidth = gpu.nvlink_bandwidth if gpu.nvlink_bandwidth is not None else gpu.pcie_bandwidth
     latency, efficiency = f"collective.{link}.latency_seconds", f"collective.{link}.bandwidth_efficiency"

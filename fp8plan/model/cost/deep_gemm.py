@@ -1,4 +1,4 @@
-"""Which tiles DeepGEMM takes on Hopper: its own rule, worked out for given sizes.
+"""The tiles that DeepGEMM takes on Hopper, by its own rule for given sizes.
 
 DeepGEMM compiles a kernel for the tile that its estimate of cache traffic likes best (deepseek-ai/DeepGEMM, which vLLM
 0.26 bundles: csrc/jit_kernels/heuristics/sm90.hpp). The rule has cliffs that no smooth formula has: 4096 x 12288 takes
@@ -24,7 +24,9 @@ L1_BYTES, L2_BYTES, L2_TOTAL = 128, 64, 8e6 / 1.3e3  # per cycle: of an SM, of a
 
 
 class Layout(NamedTuple):
-    """Tile of one thread block, in the order in which DeepGEMM tries them: the first of equals is taken."""
+    """The tile of one thread block. Layouts are in the order in which DeepGEMM tries them: the first of equals is
+    taken.
+    """
 
     cluster_m: int
     cluster_n: int
@@ -51,7 +53,9 @@ LAYOUTS = tuple(
 
 
 class Chosen(NamedTuple):
-    """Of each GEMM: tile sizes, cluster size and the waves of thread blocks; each of the shape that was asked for."""
+    """The kernel of each GEMM: tile sizes, cluster size and waves of thread blocks. Every field has the shape that was
+    asked for.
+    """
 
     block_m: IntArray
     block_n: IntArray
@@ -67,8 +71,10 @@ def choose(m: IntArray, n: IntArray, k: IntArray, sm_count: int) -> Chosen:
 
 
 def rows_of_every_kernel(shapes: Iterable[tuple[int, int]], most_rows: int, sm_count: int) -> list[int]:
-    """Numbers of rows that run every kernel there is for `shapes` (n, k) and at most `most_rows` rows: run them once,
-    and DeepGEMM, which compiles a kernel for seconds when it first needs it, compiles none later."""
+    """The numbers of rows that run every kernel there is for `shapes` (n, k) and at most `most_rows` rows.
+
+    DeepGEMM compiles a kernel for seconds when it first needs it. Once these are run, it compiles none later.
+    """
     rows, first = np.arange(1, most_rows + 1), set()
     for n, k in shapes:
         chosen = choose(rows, np.array(n), np.array(k), sm_count)
@@ -115,7 +121,7 @@ def _choose_part(sizes: Sequence[IntArray], sm_count: int) -> Chosen:
 
 
 def _pipelined(block_m: IntArray, block_n: IntArray, k: IntArray) -> IntArray:
-    """Whether shared memory holds enough stages of K to hide their loading, bool of shape (layouts, sizes)."""
+    """True where shared memory holds enough stages of K to hide their loading, shape (layouts, sizes)."""
     scales = np.where(BLOCK_K % block_n == 0, 1, 2) * 4 * -(-k // BLOCK_K)
     fixed = _aligned(2 * block_m * block_n, 1024) + 16 * MOST_STAGES + _aligned(scales, 8)
     stage = BLOCK_K * (block_m + block_n) + _aligned(4 * block_m, 128)

@@ -85,7 +85,9 @@ def _same_dtype(
 
 
 def _cheapest(each: Cost, layers: Array) -> Cost:
-    """The best of the tiles, axis 0, times `layers` (linears, steps), summed over the linears: shape (steps,)."""
+    """The cost of the best of the tiles on axis 0, times `layers` (linears, steps), summed over the linears: shape
+    (steps,).
+    """
     best = np.argmin(each.seconds, axis=0)[None]
 
     def chosen(x: Array) -> Array:

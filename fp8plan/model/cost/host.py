@@ -1,4 +1,4 @@
-"""What is neither a GEMM nor attention: small kernels, sampling, and the host.
+"""The parts of a step that are neither a GEMM nor attention: small kernels, sampling, and the host.
 
 On the GPU, per layer: norms with the residual's addition, rotary embedding, activation, and the gaps between kernels
 (`layer_cost`); per step: input preparation and sampling (`sampling_cost`). On the host: scheduling, and launching what
@@ -55,7 +55,7 @@ def _elementwise(name: str, m: Array, elements: int, gpu: Gpu, profile: Profile)
 
 
 def _activations(shape: ModelShape) -> list[tuple[int, int]]:
-    """(width, layers) of the activations; the routed experts' own are part of the grouped GEMM."""
+    """The activations as (width, layers) pairs. The routed experts' own are part of the grouped GEMM."""
     if shape.experts is None:
         return [(shape.intermediate_size, shape.num_layers)]
     found = [
@@ -73,7 +73,7 @@ def sampling_cost(batch: StepBatch, shape: ModelShape, gpu: Gpu, profile: Profil
 
 
 def model_runner(shape: ModelShape, gpu: Gpu) -> str:
-    """Which of vLLM's model runners, and so which sampler, a model gets in vLLM 0.26: V2 for dense models on a GPU."""
+    """The one of vLLM 0.26's model runners, and so samplers, that a model gets: V2 for dense models on a GPU."""
     return "v2" if shape.experts is None and not gpu.is_cpu else "v1"
 
 
@@ -100,7 +100,7 @@ def host_cost(batch: StepBatch, profile: Profile) -> Cost:
 
 
 def launch_cost(launched: Mapping[str, Array], profile: Profile) -> Cost:
-    """Seconds the host needs per step to launch what is not in one CUDA graph. launched: as `launches` gives it."""
+    """Seconds the host needs per step to launch what is not in one CUDA graph. launched: the result of `launches`"""
     used = [times(number, *profile.named(name)) for name, number in launched.items() if number.any()]
     return sum(used, zero(next(iter(launched.values()))))
 
@@ -108,7 +108,7 @@ def launch_cost(launched: Mapping[str, Array], profile: Profile) -> Cost:
 def launches(
     graphed: Array, prefills: Array, shape: ModelShape, layers: Sequence[Linear], precision: Precision
 ) -> dict[str, Array]:
-    """What the host launches by itself in each step, as coefficient -> how often, shape (steps,).
+    """The host's launches in each step, as coefficient -> how often, shape (steps,).
 
     graphed, prefills: (bool, (steps,)) whether a step is small enough for the CUDA graphs, and whether it fills prompts
     layers:            the linear layers of the model, lm_head left out

@@ -26,7 +26,7 @@ TILE_ROWS = 16
 
 
 def distinct_experts(m: Array, experts: Experts) -> Array:
-    """Experts read by m tokens, in expectation under even routing; shape of m."""
+    """The expected number of experts that m tokens read under even routing; shape of m."""
     miss = 1 - experts.experts_per_token / experts.num_experts
     return np.asarray(experts.num_experts * (1 - np.power(miss, m.astype(float))))
 

@@ -27,7 +27,7 @@ from fp8plan.model.profile.profile import Profile
 
 
 class Component(NamedTuple):
-    """One line of the breakdown: `cost` at distinct token counts, and which of them each step takes."""
+    """One line of the breakdown: a `cost` at distinct token counts, and the count that each step takes."""
 
     name: str
     cost: Cost
@@ -40,7 +40,7 @@ class Component(NamedTuple):
         return self.cost if self.inverse is None else self.cost.rows(self.inverse)
 
     def rows(self, rows: slice) -> Component:
-        """Of these steps only."""
+        """The component at the steps selected by `rows`."""
         if self.inverse is None:
             return self._replace(cost=self.cost.rows(rows))
         return self._replace(inverse=self.inverse[rows])
@@ -55,7 +55,7 @@ class Component(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
-    """One engine replica: a model at a precision on a GPU (times tensor_parallel_size), with its profile."""
+    """A model of one engine replica: a model in a precision on tensor_parallel_size GPUs, with its profile."""
 
     shape: ModelShape
     gpu: Gpu
@@ -70,7 +70,7 @@ class StepModel:
         object.__setattr__(self, "_sustained", sustained(self.profile))
 
     def timed(self, batch: StepBatch) -> TimedSteps:
-        """The steps with what each is made of, for whoever asks more than one question about them."""
+        """The steps with the cost of each part, for callers that ask several questions about them."""
         return TimedSteps(self, self._gpu_components(batch), *self._host(batch))
 
     def seconds(self, batch: StepBatch) -> Array:
@@ -78,7 +78,9 @@ class StepModel:
         return self.timed(batch).seconds()
 
     def cost(self, batch: StepBatch) -> Cost:
-        """`seconds` with their partial derivatives by the log of every coefficient, each of shape (steps,)."""
+        """Seconds of each step with their partial derivatives by the log of every coefficient, each of
+        shape (steps,).
+        """
         components = self._gpu_components(batch)
         gpu = components[0].per_step()
         for component in components[1:]:
@@ -86,10 +88,12 @@ class StepModel:
         return self.joined(gpu, *self._host(batch))
 
     def joined(self, gpu: Cost, scheduling: Cost, launching: Cost) -> Cost:
-        """Steps of GPU and host. Overlapped, one lasts as long as the slower; near equal, now one is late, now the
-        other: Qwen3-1.7B on an H200 takes 10% longer than either at 350 requests, where both need as long. Without
-        async scheduling the GPU waits for the schedule, but not for the launches of its next kernels; a CPU computes
-        where it is called."""
+        """The cost of steps in which GPU and host work at the same time.
+
+        Overlapped, a step lasts as long as the slower of the two. Where both need as long, now one is late, now the
+        other: at 350 requests Qwen3-1.7B on an H200 takes 10% longer than either. Without async scheduling the GPU
+        waits for the schedule, but not for the launches of its next kernels. A CPU computes where it is called.
+        """
         if self.limits.async_scheduling:
             return norm8(gpu, scheduling + launching)
         return scheduling + (gpu + launching if self.gpu.is_cpu else norm8(gpu, launching))
@@ -136,8 +140,8 @@ class StepModel:
         return tokens * per_token + sampled + pairs * self.shape.num_layers / self._peak(self.precision.kv)
 
     def outside_hull(self, batch: StepBatch) -> list[str]:
-        """Why these steps lie outside of what the profile measured; empty when they do not. The layout is
-        `Profile.layout_error`'s.
+        """The reasons why these steps are outside of what the profile measured; empty if they are inside. The
+        layout is left to `Profile.layout_error`.
 
         Layers may be larger or smaller than any that was timed. Of requests and tokens only more than that counts: with
         fewer a step goes towards its fixed costs, which are known.
@@ -175,14 +179,14 @@ class StepModel:
         return next(x for x in self.shape.linears(self.limits.tensor_parallel_size) if x.name == "lm_head")
 
     def _padded(self, tokens: Array) -> Array:
-        """Tokens as the engine runs them: rounded up to a captured CUDA graph where there is one."""
+        """The tokens that the engine runs: rounded up to a captured CUDA graph if there is one."""
         sizes = np.array((0, *cudagraph_capture_sizes(self.limits)), dtype=np.int64)
         largest = sizes[-1]
         rounded = sizes[np.searchsorted(sizes, np.arange(largest + 1))]  # for every count that has a graph
         return np.where(tokens <= largest, rounded[np.minimum(tokens, largest)], tokens)
 
     def _host(self, batch: StepBatch) -> tuple[Cost, Cost]:
-        """Scheduling and launching."""
+        """Seconds that the host needs for scheduling and launching."""
         graphed = _tokens(batch) <= max(cudagraph_capture_sizes(self.limits), default=0)
         launched = launches(graphed, batch.prefill_tokens > 0, self.shape, self._layers(), self.precision)
         return host_cost(batch, self.profile), launch_cost(launched, self.profile)
@@ -226,7 +230,7 @@ class StepModel:
 
 @dataclass(frozen=True, slots=True)
 class TimedSteps:
-    """Steps of one batch, evaluated once."""
+    """The steps of one batch, evaluated once."""
 
     model: StepModel
     components: list[Component]  # of the GPU
@@ -234,7 +238,7 @@ class TimedSteps:
     launching: Cost
 
     def rows(self, rows: slice) -> TimedSteps:
-        """These steps only."""
+        """The steps selected by `rows`."""
         components = [component.rows(rows) for component in self.components]
         return TimedSteps(self.model, components, self.scheduling.rows(rows), self.launching.rows(rows))
 
@@ -255,7 +259,7 @@ class TimedSteps:
         return float((weights * low).sum()), float((weights * high).sum())
 
     def gradient(self, weights: Array) -> dict[str, float]:
-        """d sum(weights * seconds) / d log(coefficient), for every coefficient that the steps use.
+        """The derivatives d sum(weights * seconds) / d log(coefficient), for every coefficient that the steps use.
 
         weights: how many times each step runs, shape (steps,)
         """
@@ -287,12 +291,14 @@ class TimedSteps:
 
 
 def _where_busy(name: str, cost: Cost, counts: Array, inverse: Array) -> Component:
-    """`cost` at `counts`, but nothing where the count is 0."""
+    """The cost at `counts`, with nothing where the count is 0."""
     return Component(name, cost.scaled(np.where(counts > 0, 1.0, 0.0)), inverse)
 
 
 def log_gradient(components: list[Component], weights: Array) -> dict[str, float]:
-    """d log(sum(weights * seconds)) / d log(coefficient), for every coefficient that `components` use."""
+    """The derivatives d log(sum(weights * seconds)) / d log(coefficient), for every coefficient that
+    `components` use.
+    """
     total = float((weights * _total(components)).sum())
     gradient: dict[str, float] = {}
     for component in components:
@@ -317,7 +323,7 @@ def _tokens(batch: StepBatch) -> Array:
 
 
 def _distinct(values: Array) -> tuple[Array, Array]:
-    """np.unique with the inverse for small non-negative integers, without the sort."""
+    """The result of np.unique with the inverse, for small non-negative integers and without the sort."""
     seen = np.zeros(int(values.max(initial=0)) + 1, dtype=bool)
     seen[values] = True
     return np.flatnonzero(seen), (np.cumsum(seen) - 1)[values]

@@ -1,4 +1,4 @@
-"""A small kernel that streams: its launch, and its bytes at a share of the memory's bandwidth."""
+"""The cost of a small kernel that streams: its launch, and its bytes at a fraction of the memory's bandwidth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine that runs for seconds gets of the GPU, against kernels timed alone: the SM clock and the memory.
+"""The share of the GPU that an engine running for seconds gets, against kernels timed alone: SM clock and memory.
 
 The clock: the power cap holds it below that of a short burst. An H200 multiplies BF16 matrices at 800 to 825 TFLOP/s
 for the first tens of milliseconds and at 700 from then on (rows of gemm.bf16 in profiles/h200_sxm/vllm-0.26.0/kernels
@@ -28,7 +28,7 @@ SM_TIMES = ("decode_tile_seconds", "decode_token_seconds", "prefill_tile_seconds
 
 
 def sustained(profile: Profile, only: str | None = None) -> Profile:
-    """`profile` with the coefficients of an engine that has run for a while; its covariance is left out.
+    """A copy of `profile` with the coefficients of an engine that has run for a while. Its covariance is left out.
 
     only: the one factor that counts, where it is not an engine that runs
     """
@@ -42,7 +42,7 @@ def sustained(profile: Profile, only: str | None = None) -> Profile:
 
 
 def with_sustained(cost: Cost, profile: Profile, only: str | None = None) -> Cost:
-    """`cost` by the `sustained` profile, with its derivatives by the logs of the clock and of the memory."""
+    """The cost by the `sustained` profile, with its derivatives by the logs of the clock and of the memory."""
     found = {}
     for factor, power in _factors(profile, only).items():
         moved = [power(name) * partial for name, partial in cost.partials.items() if power(name)]
@@ -52,17 +52,17 @@ def with_sustained(cost: Cost, profile: Profile, only: str | None = None) -> Cos
 
 
 def _factors(profile: Profile, only: str | None) -> dict[str, Callable[[str], int]]:
-    """Factor -> its power in a coefficient, by the coefficient's name; those that the profile has."""
+    """The power of each factor in the coefficient called `name`, for the factors that the profile has."""
     powers = {CLOCK: _of_clock, MEMORY: _of_memory}
     return {name: power for name, power in powers.items() if name in profile.coefficients and only in (None, name)}
 
 
 def _of_clock(name: str) -> int:
-    """1 for what an SM does in a second, -1 for the seconds of what it does."""
+    """The power of the clock in a coefficient: 1 for work per second of an SM, -1 for seconds of its work."""
     return int(name.endswith(SM_RATES)) - int(name.endswith(SM_TIMES))
 
 
 def _of_memory(name: str) -> int:
-    """1 for a share of the bandwidth, -1 for the times that something is read."""
+    """The power of the memory in a coefficient: 1 for a share of the bandwidth, -1 for a number of reads."""
     bandwidth = name.endswith("bandwidth_efficiency") and not name.startswith("collective")
     return int(bandwidth) - int(name.endswith(".passes"))

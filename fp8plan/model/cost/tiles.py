@@ -1,4 +1,4 @@
-"""How a GEMM kernel cuts its output into tiles, one thread block each, and how many waves of them the SMs run.
+"""The tiles into which a GEMM kernel cuts its output, one thread block each, and the waves of them that the SMs run.
 
 Which tile is taken is a property of the kernel, not of the GPU, so it is named by the profile's backend.
 """
@@ -16,7 +16,7 @@ from fp8plan.model.profile.profile import Profile
 
 
 class TilePolicy(NamedTuple):
-    """Output tiles (rows of m, columns of n) a kernel backend chooses from, and the least K of one split."""
+    """The output tiles (rows of m, columns of n) that a kernel backend chooses from, and the least K of one split."""
 
     tiles: tuple[tuple[int, int], ...]
     split_k: int
@@ -72,7 +72,7 @@ def tiling(backend: str, m: FloatArray, n: FloatArray, k: FloatArray, sm_count: 
 
 
 def _flashinfer_deep_gemm(m: IntArray, n: IntArray, k: IntArray, sm_count: int) -> Tiling:
-    """One choice. Loads: a tile's rows and columns go into shared memory, and from there to the tensor cores."""
+    """The one tiling of DeepGEMM. Its loads go into shared memory, and from there to the tensor cores."""
     chosen = deep_gemm.choose(m, n, k, sm_count)
     swapped = m < SWAPPED_ROWS
     few = np.where(m <= 16, 16, np.where(m <= 24, 24, 32))

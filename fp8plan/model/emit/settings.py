@@ -1,4 +1,6 @@
-"""A planned engine in the words of vLLM, verl or TRL. What a target cannot do is an error, never a line it ignores."""
+"""A planned engine as settings of vLLM, verl or TRL. A setting that the target does not support is an error, never a
+line it ignores.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ ROUTER_PATTERN: Final = r"re:.*\.gate$"
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The mismatch that is expected, and what is accepted.
+    """The mismatch that is expected, and the budget that accepts it.
 
     kl_k3, kl_k3_high, risk: None where nothing was predicted
     at_one:    the same, with K and V scales left at 1.0; None without an FP8 KV cache
@@ -42,7 +44,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """All that a trainer's settings are made of.
+    """The input from which a trainer's settings are made.
 
     setup:      the engine, with max_model_len filled in; data_parallel_size: how many of them the trainer starts
     workload:   prompts, samples, max_prompt_tokens, max_response_tokens, and whatever else describes it
@@ -57,18 +59,18 @@ class Job:
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def tokens(self, key: str) -> int:
-        """One of the workload's counts. Raises ConfigError where the workload does not carry it."""
+        """One of the workload's counts. Raises ConfigError if the workload does not have it."""
         return workload_tokens(self.workload, key)
 
 
 def check_kv_scales(kv_scales: str) -> None:
-    """Raises ConfigError unless it is one of KV_SCALES."""
+    """Raise ConfigError unless the value is one of KV_SCALES."""
     if kv_scales not in KV_SCALES:
         raise ConfigError(f"kv_scales is {kv_scales!r}; allowed: {', '.join(KV_SCALES)}")
 
 
 def workload_tokens(workload: Mapping[str, Any], key: str) -> int:
-    """One of a workload's counts as a whole number. Raises ConfigError where it does not carry it."""
+    """One of a workload's counts as a whole number. Raises ConfigError if the workload does not have it."""
     value = workload.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"workload[{key!r}] is {value!r}; to emit a configuration it must be a whole number above 0")
@@ -76,7 +78,7 @@ def workload_tokens(workload: Mapping[str, Any], key: str) -> int:
 
 
 def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for one replica; data-parallel replicas are separate engines that the trainer starts."""
+    """Arguments of `vllm.LLM` for one replica. Data-parallel replicas are separate engines that the trainer starts."""
     limits, preset = setup.limits, setup.precision
     kwargs: dict[str, Any] = {
         "model": setup.path,
@@ -109,7 +111,7 @@ def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
 
 
 def vllm_env(setup: EngineSetup) -> dict[str, str]:
-    """Environment of the engine's processes.
+    """Environment variables of the engine's processes.
 
     VLLM_USE_DEEP_GEMM_E8M0 is on by default, on Hopper too: DeepGEMM then quantises the block-quantised weights a
     second time, to power-of-two scales, and the weight error grows from 2.6% to 3.7% RMS (measured with vLLM's own
@@ -123,7 +125,7 @@ def vllm_env(setup: EngineSetup) -> dict[str, str]:
 
 
 def serve_command(kwargs: dict[str, Any], env: dict[str, str], extra: tuple[str, ...] = ()) -> str:
-    """The same engine as one shell line."""
+    """The shell command that serves the same engine."""
     words = [f"{name}={value}" for name, value in env.items()] + ["vllm", "serve", str(kwargs["model"])]
     for name, value in kwargs.items():
         flag = name.replace("_", "-")
@@ -137,7 +139,7 @@ def serve_command(kwargs: dict[str, Any], env: dict[str, str], extra: tuple[str,
 
 
 def emit_vllm(job: Job, kv_scales: str) -> str:
-    """JSON {"engine_args", "env", "command", "notes"}."""
+    """The settings as JSON {"engine_args", "env", "command", "notes"}."""
     kwargs, env = vllm_kwargs(job.setup), vllm_env(job.setup)
     notes = risk_notes(job, "vllm", kv_scales)
     if job.setup.limits.data_parallel_size > 1:
@@ -154,8 +156,9 @@ _NAMES: Final = {"vllm": "vLLM", "verl": "verl 0.9.1", "trl": "TRL 1.16"}
 
 
 def check_risk(job: Job, target: str, kv_scales: str) -> None:
-    """Raises ConfigError where a risk that the plan accepts becomes one that it does not, because `target` leaves K and
-    V scales at 1.0."""
+    """Raise ConfigError if a risk that the plan accepts becomes one that it does not, because `target` leaves K and V
+    scales at 1.0.
+    """
     check_kv_scales(kv_scales)
     at_one, budget = job.expected.at_one, job.expected.budget
     risk = job.expected.risk
@@ -172,7 +175,7 @@ def check_risk(job: Job, target: str, kv_scales: str) -> None:
 
 
 def risk_notes(job: Job, target: str, kv_scales: str) -> list[str]:
-    """The expected mismatch of what is emitted, and what it assumes of the K and V scales."""
+    """Notes on the expected mismatch of the emitted settings, and on the K and V scales that it assumes."""
     known = job.expected
     planned = (known.kl_k3, known.kl_k3_high, known.risk)
     if job.setup.precision.kv != "fp8":
@@ -195,7 +198,7 @@ def _risk_note(what: str, kl: float | None, kl_high: float | None, risk: str | N
 
 
 def refuse_cpu(setup: EngineSetup, trainer: str) -> None:
-    """Raises ConfigError for an engine that a trainer cannot start, because it is for a CPU."""
+    """Raise ConfigError for an engine on a CPU, which a trainer cannot start."""
     if setup.gpu.is_cpu:
         raise ConfigError(f"{trainer} runs vLLM on GPUs, and this plan is for a CPU; allowed: --emit vllm")
 

@@ -74,7 +74,9 @@ def trl_config(job: Job, mode: str = "auto") -> dict[str, Any]:
 
 
 def emit_trl(job: Job, kv_scales: str) -> str:
-    """JSON {"grpo_config", "command", "env", "notes"}; command is null when vLLM runs inside the trainer."""
+    """The settings as JSON {"grpo_config", "command", "env", "notes"}. "command" is null if vLLM runs inside the
+    trainer.
+    """
     config, env = trl_config(job), vllm_env(job.setup)
     command: str | None = None
     notes = [replicas_note(job.setup, "the number of training processes decides it"), shared_gpu_note(job.setup)]

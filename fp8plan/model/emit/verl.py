@@ -31,8 +31,10 @@ def verl_overrides(job: Job) -> list[str]:
 
 
 def emit_verl(job: Job, kv_scales: str) -> str:
-    """The overrides as shell words, a continuation after each but the last, so that all of it pastes behind
-    `python -m verl.trainer.main_ppo \\`. The comments come last: bash would drop what follows them on such a line."""
+    """The overrides as shell words, to paste after `python -m verl.trainer.main_ppo \\`.
+
+    Each but the last ends in a continuation. The comments come last: bash would drop what follows them on such a line.
+    """
     setup = job.setup
     what = f"{_named(setup)} on {setup.gpu.name}, {setup.precision.name}"
     work = f"{job.tokens('prompts')} prompts x {job.tokens('samples')} samples"
@@ -119,7 +121,7 @@ def _band(low: float, high: float) -> str:
 
 
 def _hydra(value: Any) -> str:
-    """`value` in the grammar of Hydra overrides."""
+    """Write `value` in the grammar of Hydra overrides."""
     if value is None:
         return "null"
     if isinstance(value, bool):

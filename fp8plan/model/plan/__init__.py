@@ -1,1 +1,1 @@
-"""Every candidate predicted, one chosen, and why."""
+"""Planning: every candidate predicted, one chosen, and the reasons."""

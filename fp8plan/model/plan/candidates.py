@@ -1,4 +1,4 @@
-"""Every precision on every layout that a plan compares, and why some of them cannot run."""
+"""The candidates of a plan: every precision on every layout, with the reasons why some of them cannot run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fp8plan.model.shards import why_not_shardable
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One precision on one layout: what is predicted of it, or why it cannot run."""
+    """One precision on one layout, with what is predicted of it or the reason why it cannot run."""
 
     setup: EngineSetup
     reason: str | None = None
@@ -35,29 +35,29 @@ class Candidate:
 
     @property
     def timed(self) -> Rollout:
-        """The rollout of one that can run."""
+        """The rollout of a candidate that can run."""
         assert self.rollout is not None
         return self.rollout
 
     @property
     def expected(self) -> MismatchRisk:
-        """The risk of one that can run."""
+        """The mismatch risk of a candidate that can run."""
         assert self.risk is not None
         return self.risk
 
     @property
     def seconds(self) -> float:
-        """The time that is minimised."""
+        """Seconds of the RL step if the trainer's times are known, else of the rollout: the time that is minimised."""
         return self.timed.makespan_s if self.step_s is None else self.step_s
 
     @property
     def low(self) -> float:
-        """The lower end of its 90% interval: of an RL step only the rollout is uncertain here."""
+        """The lower end of the 90% interval of `seconds`. Of an RL step only the rollout is uncertain here."""
         return self.seconds - self.timed.makespan_s + self.timed.makespan_low_s
 
     @property
     def high(self) -> float:
-        """The upper end."""
+        """The upper end of the 90% interval of `seconds`."""
         return self.seconds - self.timed.makespan_s + self.timed.makespan_high_s
 
 
@@ -122,7 +122,7 @@ def _placed(setup: EngineSetup, requests: int, target: str, explicit: bool) -> C
 
 
 def _idle(limits: EngineLimits, requests: int) -> str | None:
-    """Why so many replicas make no sense; None where they do."""
+    """The reason why there are too many replicas for the requests; None if there are not."""
     replicas = limits.data_parallel_size
     if replicas <= requests:
         return None

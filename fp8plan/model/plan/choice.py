@@ -76,28 +76,28 @@ class Choice:
 
     @property
     def layout(self) -> tuple[int, int]:
-        """(tensor_parallel, data_parallel)"""
+        """The parallel layout, (tensor_parallel, data_parallel)."""
         return self.tensor_parallel, self.data_parallel
 
     @property
     def seconds(self) -> float:
-        """What choices are compared by: the RL step if the trainer's figures are known, else the rollout."""
+        """Seconds of the RL step if the trainer's times are known, else of the rollout. Choices are compared by it."""
         known = self.makespan_s if self.rl_step_s is None else self.rl_step_s
         return float("inf") if known is None else known
 
     @property
     def riskiness(self) -> int:
-        """The place of its risk among the levels, the lowest where nothing is known."""
+        """The index of its risk in LEVELS; 0, the lowest, if the risk is not known."""
         return LEVELS.index(self.risk) if self.risk in LEVELS else 0
 
 
 def several_layouts(choices: Sequence[Choice]) -> bool:
-    """Whether there is more than one layout among them, so that it must be named."""
+    """True if the choices have more than one layout, so that a choice's layout must be named."""
     return len({choice.layout for choice in choices}) > 1
 
 
 def plain_fields(record: Any) -> None:
-    """Turn numpy scalars and tuples inside dicts into what JSON gives back, so that a round trip is equal."""
+    """Convert numpy scalars and tuples inside dicts to what JSON gives back, so that a round trip is equal."""
     for f in fields(record):
         value = getattr(record, f.name)
         if isinstance(value, dict):

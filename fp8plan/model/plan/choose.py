@@ -1,4 +1,4 @@
-"""The candidate that a plan chooses, and what the plan says of each."""
+"""The choice among the candidates, and the figures of each that a plan reports."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from fp8plan.model.shards import refusals
 
 
 def choose(candidates: Sequence[Candidate], budget: RiskBudget) -> int:
-    """Index of the fastest candidate whose risk the budget accepts; of those within LEAST_GAIN of it, the one with
-    the lowest KL. If the budget accepts none, the one with the lowest KL.
+    """The index of the chosen candidate.
+
+    Among the candidates whose risk the budget accepts, it has the lowest KL of those that are within LEAST_GAIN of the
+    fastest. If the budget accepts none, it has the lowest KL of all.
 
     Layouts that no measurement has seen stand back, unless the fastest candidate's interval ends before that of any
     measured layout begins.
@@ -31,7 +33,7 @@ def choose(candidates: Sequence[Candidate], budget: RiskBudget) -> int:
 
 
 def _measured_first(candidates: Sequence[Candidate], compared: list[int]) -> list[int]:
-    """Of `compared`, those on measured layouts, if the best of them may be as fast as the fastest."""
+    """The candidates on measured layouts if the best of them may be as fast as the fastest; else all of `compared`."""
     measured = [i for i in compared if candidates[i].measured]
     if not measured:
         return compared
@@ -40,7 +42,7 @@ def _measured_first(candidates: Sequence[Candidate], compared: list[int]) -> lis
 
 
 def as_choices(candidates: Sequence[Candidate], profile: Profile) -> tuple[Choice, ...]:
-    """Each candidate as the plan tells of it, beside BF16 on the same layout."""
+    """A Choice for each candidate, with its speed-up over BF16 on the same layout."""
     bf16 = {c.setup.limits: c for c in candidates if c.setup.precision.name == "bf16" and c.rollout is not None}
     return tuple(_choice(c, bf16.get(c.setup.limits), profile) for c in candidates)
 

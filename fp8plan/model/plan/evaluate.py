@@ -1,4 +1,4 @@
-"""Time and risk of every candidate, in as many processes as pay."""
+"""The time and risk of every candidate, found in as many processes as pay."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Problem:
 
 
 def evaluated(candidates: Sequence[Candidate], problem: Problem, progress: Progress, workers: int) -> list[Candidate]:
-    """The candidates, those that can run with their rollout, RL step and risk.
+    """The candidates, each that can run with its rollout, RL step and risk filled in.
 
-    Candidates with as many replicas share their schedules; such groups go to `workers` processes if there is so much to
-    do that starting those pays. Most replicas is most work, so that group starts first.
+    Candidates with the same number of replicas share their schedules. Such groups go to `workers` processes if there is
+    enough work to pay for starting them. The group with the most replicas has the most work, so it starts first.
     """
     done = list(candidates)
     order = sorted(
@@ -61,7 +61,9 @@ def evaluated(candidates: Sequence[Candidate], problem: Problem, progress: Progr
 
 @contextmanager
 def _mapper(workers: int) -> Iterator[Callable[..., Iterable[Any]]]:
-    """`map`, in so many processes. They are forked, so that a caller's script needs no guard against being imported."""
+    """A `map` that uses `workers` processes. They are forked, so that a caller's script needs no guard against being
+    imported.
+    """
     if workers > 1:
         import multiprocessing
         from concurrent.futures import ProcessPoolExecutor
@@ -73,7 +75,9 @@ def _mapper(workers: int) -> Iterator[Callable[..., Iterable[Any]]]:
 
 
 def _timed_group(candidates: Sequence[Candidate], problem: Problem) -> list[Candidate]:
-    """Candidates with as many replicas, from the largest KV pool down: a schedule is taken over where it holds."""
+    """Time candidates with the same number of replicas, from the largest KV pool down. A schedule is reused where it
+    holds for the next pool.
+    """
     known: Sequence[Schedule] | None = None
     timed = []
     for candidate in candidates:
@@ -92,7 +96,7 @@ def _timed_group(candidates: Sequence[Candidate], problem: Problem) -> list[Cand
 
 
 def _risks(setup: EngineSetup, problem: Problem) -> tuple[MismatchRisk, MismatchRisk | None]:
-    """A Candidate's `risk`, and its `unit_risk` with an FP8 KV cache."""
+    """The values of a Candidate's `risk` and `unit_risk`."""
 
     def at(calibrated: bool) -> MismatchRisk:
         return mismatch_risk(

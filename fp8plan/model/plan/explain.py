@@ -1,4 +1,4 @@
-"""Why a choice was made, in plain sentences."""
+"""The reasons for a choice, in plain sentences."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def explain(
     profile: Profile,
     gpus_per_node: int | None = None,
 ) -> tuple[str, ...]:
-    """Sentences: the choice and its gain, what was passed over, where the time goes, the risk, the caveats.
+    """The sentences of a plan: the choice and its gain, the others, where the time goes, the risk, the caveats.
 
     timed, risk, advice: of the chosen choice
     gpus_per_node: beyond it tensor parallelism crosses the network; None: it does not
@@ -69,7 +69,7 @@ def _headline(picked: Choice, choices: Sequence[Choice], budget: RiskBudget, pro
 
 
 def _gain(picked: Choice, choices: Sequence[Choice]) -> str:
-    """Speed-up over bf16 on the same layout, and over the best bf16 where that is another one."""
+    """The speed-up over bf16 on the same layout, and over the best bf16 if that has another layout."""
     bf16 = [c for c in choices if c.precision == "bf16"]
     runnable = [c for c in bf16 if c.makespan_s is not None]
     if not bf16:
@@ -109,12 +109,12 @@ def _why_not_fp8(picked: Choice, choices: Sequence[Choice], budget: RiskBudget, 
 
 
 def _refused(choice: Choice, budget: RiskBudget) -> bool:
-    """Whether the budget rules out a choice that can run."""
+    """True if the budget rules out a choice that can run."""
     return not budget.accepts(cast("Level", choice.risk))
 
 
 def _passed_over(choices: Sequence[Choice], chosen: int, budget: RiskBudget, profile: Profile) -> list[str]:
-    """For each other precision, its fastest layout (of measured ones, where one was chosen): why it was not taken."""
+    """The reason why each other precision was not taken, on its fastest layout among those that `_compared` gives."""
     picked, sentences = choices[chosen], []
     compared, of = _compared(choices, picked, profile), " for the whole RL step" if picked.rl_step_s is not None else ""
     for precision in dict.fromkeys(c.precision for c in compared if c.precision != picked.precision):
@@ -132,13 +132,15 @@ def _passed_over(choices: Sequence[Choice], chosen: int, budget: RiskBudget, pro
 
 
 def _compared(choices: Sequence[Choice], picked: Choice, profile: Profile) -> list[Choice]:
-    """What can run; where a measured layout was picked, on measured layouts."""
+    """The choices that can run; only those on measured layouts if the picked one is."""
     any_layout = _unmeasured(picked, profile)
     return [c for c in choices if c.makespan_s is not None and (any_layout or not _unmeasured(c, profile))]
 
 
 def _not_measured(choices: Sequence[Choice], chosen: int, budget: RiskBudget, profile: Profile) -> list[str]:
-    """The fastest of the layouts that stood back because nobody measured them, if it is faster."""
+    """A sentence on the fastest of the layouts that were passed over because nobody measured them, if it is faster than
+    the chosen one.
+    """
     picked = choices[chosen]
     if _unmeasured(picked, profile):
         return []
@@ -217,7 +219,7 @@ def _caveats(choices: Sequence[Choice], timed: Rollout, profile: Profile) -> lis
 
 
 def _layout(choice: Choice, choices: Sequence[Choice]) -> str:
-    """Named only where there is more than one."""
+    """The words that name a choice's layout; empty if all choices share one."""
     if not several_layouts(choices):
         return ""
     replicas = f"{choice.data_parallel} replicas" if choice.data_parallel > 1 else "1 replica"
@@ -229,6 +231,6 @@ def _seconds(choice: Choice) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """At least three digits: 1,234 or 98.7 or 0.0123."""
+    """A number of seconds with at least three digits, such as 1,234 or 98.7 or 0.0123."""
     assert value is not None
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"

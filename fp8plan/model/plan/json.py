@@ -1,4 +1,4 @@
-"""A plan's JSON, read back: every field that this version knows is checked, others are passed over."""
+"""Reading a plan's JSON: every field that this version knows is checked, and other fields are ignored."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PREDICTED: Final = (
 
 
 class UnitScales(msgspec.Struct):
-    """What a Choice expects with K and V scales left at 1.0."""
+    """The figures that a Choice expects with K and V scales left at 1.0."""
 
     kl_k3: float
     kl_k3_low: float
@@ -38,7 +38,7 @@ class UnitScales(msgspec.Struct):
 
 
 def read(text: str, kind: type[P]) -> P:
-    """The Plan, which `kind` is, behind `Plan.to_json`'s text.
+    """Parse the text that `Plan.to_json` wrote. `kind` is the class Plan.
 
     Raises ConfigError naming the version, or what is missing or malformed.
     """
@@ -62,7 +62,7 @@ def _read(data: Any, kind: type[P]) -> P:
 
 
 def _check_complete(written: Mapping[str, Any], data: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError for a field that is absent, also where its class has a default: it is not what was planned."""
+    """Raise ConfigError for an absent field, even if its class has a default: the default is not what was planned."""
     for name, value in written.items():
         if name not in data:
             raise ConfigError(f"the plan: field {f'{where}{name}'!r} is missing")

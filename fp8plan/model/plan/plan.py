@@ -44,7 +44,7 @@ WORKLOAD_KEYS: Final = ("prompts", "samples", "max_prompt_tokens", "max_response
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What `fp8plan.plan()` returns and `fp8plan plan --json` prints.
+    """The result of `fp8plan.plan()`, which `fp8plan plan --json` prints.
 
     model:      Hugging Face id or local folder
     gpu:        name in fp8plan.model.hardware, e.g. "h200_sxm"
@@ -98,7 +98,7 @@ class Plan:
                 whole(f"choices[{number}].{size}", getattr(choice, size))
 
     def index(self, choice: int | str | None = None) -> int:
-        """Number of the chosen Choice, or of the one that is named. Raises ConfigError if the plan has none."""
+        """The index of the chosen Choice, or of the one that is named. Raises ConfigError if the plan has none."""
         if isinstance(choice, str):
             numbers = [number for number, found in enumerate(self.choices) if found.precision == choice]
             if not numbers:
@@ -114,7 +114,7 @@ class Plan:
         return index
 
     def _as_chosen(self, number: int) -> bool:
-        """Whether a choice can run on the layout of the chosen one."""
+        """True if a choice can run, and has the layout of the chosen one."""
         return self.choices[number].available and self.choices[number].layout == self.choices[self.chosen].layout
 
     def select(self, choice: int | str | None = None) -> Choice:
@@ -126,29 +126,33 @@ class Plan:
 
     @property
     def several_layouts(self) -> bool:
-        """Whether there is more than one layout among its choices."""
+        """True if the choices have more than one layout."""
         return several_layouts(self.choices)
 
     def accepts(self, risk: str | None) -> bool:
-        """Whether the budget accepts a level of risk."""
+        """True if the budget accepts this level of risk."""
         return self.budget.accepts(cast("Level", risk))
 
     def to_dict(self) -> dict[str, Any]:
-        """Only dicts, lists, strings, numbers, booleans and None."""
+        """The plan as plain data: only dicts, lists, strings, numbers, booleans and None."""
         return cast("dict[str, Any]", json.loads(self.to_json()))
 
     def to_json(self) -> str:
+        """The plan as JSON, which `from_json` reads again."""
         head = {"schema_version": VERSIONS["plan"], "fp8plan_version": self.fp8plan_version}
         return json.dumps(head | asdict(self), indent=2, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The Plan that `to_json` wrote, here or in another fp8plan of the same major schema version, whose further
-        fields are passed over. Raises ConfigError naming the version, or what is missing or malformed."""
+        """Read the text that `to_json` wrote, in this fp8plan or another with the same major schema version.
+
+        Fields that this version does not know are ignored. Raises ConfigError naming the version, or the field that is
+        missing or malformed.
+        """
         return read(text, cls)
 
     def setup(self, choice: int | str | None = None) -> EngineSetup:
-        """The engines of the chosen choice, or of the one that is named: data_parallel_size of them."""
+        """The engine of the chosen choice, or of the one that is named, with data_parallel_size replicas."""
         picked = self.select(choice)
         longest = sum(workload_tokens(self.workload, f"max_{part}_tokens") for part in ("prompt", "response"))
         limits = replace(
@@ -160,7 +164,7 @@ class Plan:
         return EngineSetup(self.model, self.gpu, picked.preset, limits)
 
     def precisions_beside(self, choice: int | str | None = None) -> tuple[str, ...]:
-        """The precisions that can run on as many GPUs per replica as a choice."""
+        """The precisions that can run with as many GPUs per replica as this choice has."""
         size = self.select(choice).tensor_parallel
         return tuple(c.precision for c in self.choices if c.available and c.tensor_parallel == size)
 
@@ -210,7 +214,7 @@ class Plan:
         return _EMITTERS[target](self._job(target, choice, kv_scales), kv_scales)
 
     def _job(self, target: str, choice: int | str | None, kv_scales: str) -> Job:
-        """A choice as `target`'s settings are made of it. Raises ConfigError where its K and V scales are too risky."""
+        """The input of `target`'s settings for one choice. Raises ConfigError if its K and V scales are too risky."""
         picked = self.select(choice)
         expected = Expected(
             picked.kl_k3,
@@ -226,7 +230,7 @@ class Plan:
         return job
 
     def _way_out(self, choice: Choice, target: str) -> str:
-        """What to do instead of a choice that `target` cannot start: the next best choice, or another plan."""
+        """Advice for a choice that `target` cannot start: the next best choice, or another plan."""
         again = f"plan again with --emit {target}"
         known = [(i, c) for i, c in enumerate(self.choices) if c.available and target not in c.refused_by]
         safe = [x for x in known if x[1].riskiness <= choice.riskiness]
@@ -243,7 +247,7 @@ _EMITTERS: Final = {"vllm": emit_vllm, "verl": emit_verl, "trl": emit_trl}
 
 
 def _check_threshold(name: str, value: Any) -> None:
-    """Raises ConfigError for what is no bound, or no band, of a positive ratio."""
+    """Raise ConfigError for a value that is not a bound on a positive ratio, or not a band of such ratios."""
     if name.endswith("_tis"):
         good, allowed = is_number(value) and value > 0, "a number above 0"
     else:

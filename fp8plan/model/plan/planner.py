@@ -1,4 +1,4 @@
-"""Enumerate precisions and layouts -> predict each -> choose within the risk budget -> explain."""
+"""Planning: list precisions and layouts, predict each, choose within the risk budget, and explain the choice."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Prediction:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The plan's."""
+        """The warnings of the plan."""
         return self.plan.warnings
 
 
@@ -62,7 +62,7 @@ def plan(
     progress: Progress = iter,
     workers: int = 1,
 ) -> Plan:
-    """Predict every rollout precision for a workload, and choose one: the Plan of `predict`.
+    """Predict every rollout precision for a workload, and choose one.
 
     model:          a ModelShape, a hub id, or a folder with config.json
     gpu:            a Gpu or its name; "auto" asks the driver
@@ -106,7 +106,9 @@ def predict(
     progress: Progress = iter,
     workers: int = 1,
 ) -> Prediction:
-    """`plan`, with the rollouts behind the Plan. Takes and raises the same."""
+    """Make the Plan that `plan` returns, together with the rollouts behind it. Takes the same arguments and raises the
+    same errors.
+    """
     _check_kinds(locals())
     check_target(target)
     shape = model if isinstance(model, ModelShape) else ModelShape.from_hf(model)
@@ -164,7 +166,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def _check_kinds(arguments: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an argument that is another kind of thing: "unit" would be true for a bool."""
+    """Raise ConfigError for an argument of the wrong type: as a bool, the text "unit" would be true."""
     for name, kinds in _KINDS.items():
         value = arguments[name]
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):

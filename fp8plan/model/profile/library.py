@@ -1,4 +1,4 @@
-"""Where profiles are, and which one is taken.
+"""The folders of profiles, and the choice of the profile that serves a GPU and an engine version.
 
 A profile is data: `profiles/<gpu>/<engine>-<version>/profile.json`, or `profiles/datasheet.json` for any GPU. Nothing
 falls back in silence: a near engine version comes with a warning and a doubled interval, the datasheet profile with
@@ -49,8 +49,9 @@ def own_profiles_path() -> Path:
 
 
 def _folders(profiles_dir: Path | None) -> list[Path]:
-    """Where profiles are looked for: the user's own go first. Raises ConfigError where these are said to lie in a
-    folder that is not there."""
+    """The folders in which profiles are looked for, the user's own first. Raises ConfigError if $FP8PLAN_PROFILES names
+    a folder that does not exist.
+    """
     if profiles_dir:
         return [profiles_dir]
     named, own = os.environ.get(OWN_PROFILES), own_profiles_path()
@@ -63,7 +64,7 @@ def _folders(profiles_dir: Path | None) -> list[Path]:
 
 
 def unused_folder() -> list[str]:
-    """The warning that the folder which $FP8PLAN_PROFILES names holds no profile; else nothing."""
+    """A warning if $FP8PLAN_PROFILES names a folder that holds no profile; else []."""
     named = os.environ.get(OWN_PROFILES)
     if not named or any(Path(named).glob("*/*/profile.json")):
         return []
@@ -73,12 +74,12 @@ def unused_folder() -> list[str]:
 
 
 def profile_path(folder: Path, gpu: str, engine_version: str) -> Path:
-    """Where the profile of a GPU and an engine version stands in a folder of profiles."""
+    """The path of the profile of a GPU and an engine version within a folder of profiles."""
     return folder / gpu / f"{ENGINE}-{engine_version}" / "profile.json"
 
 
 def list_profiles(profiles_dir: Path | None = None) -> tuple[ProfileEntry, ...]:
-    """Every profile there is, the user's own first, the datasheet profile (gpu "*") last."""
+    """Every profile that exists: the user's own first, the datasheet profile (gpu "*") last."""
     entries = []
     for path in (path for folder in _folders(profiles_dir) for path in sorted(folder.glob("*/*/profile.json"))):
         p = _read(path)
@@ -95,9 +96,12 @@ def load_profile(
 ) -> tuple[Profile, list[str]]:
     """The best profile for `gpu` and an engine version, and the warnings that go with it.
 
-    The exact one, the user's own (`own_profiles_path`) before a shipped one; else the nearest engine version of the
-    same GPU, its standard deviations doubled; else the datasheet profile. `strict` allows the exact one only. Raises
-    ProfileError when there is none, or when its file is corrupt, ConfigError when $FP8PLAN_PROFILES names no folder.
+    A profile of this very version comes first, the user's own (`own_profiles_path`) before a shipped one. Next is the
+    nearest engine version of the same GPU, with its standard deviations doubled. Last is the datasheet profile.
+    `strict` allows the first kind only.
+
+    Raises ProfileError if there is none or if its file is corrupt, and ConfigError if $FP8PLAN_PROFILES does not name a
+    folder.
     """
     if not re.match(r"\d+(\.\d+)*", engine_version):
         raise ConfigError(f"engine_version is {engine_version!r}; allowed: a version of {ENGINE} such as 0.26.0")
@@ -147,7 +151,7 @@ def _version(text: str) -> tuple[int, int, int]:
 
 
 def datasheet_profile(gpu: Gpu, engine_version: str = "0.26.0", profiles_dir: Path | None = None) -> Profile:
-    """datasheet.json resolved for one GPU, measured or not: common coefficients, then those of its architecture's.
+    """The datasheet profile of one GPU, measured or not: the common coefficients, then those of its architecture.
 
     A kernel of another architecture is another kernel (FlashAttention 3 exists on sm90 only), so backends and the few
     coefficients that belong to a backend are listed per architecture. A CPU has nothing in common with GPUs.
@@ -177,7 +181,7 @@ def datasheet_profile(gpu: Gpu, engine_version: str = "0.26.0", profiles_dir: Pa
 
 
 class Fact(msgspec.Struct):
-    """A coefficient, the sd of its log over GPUs, and where it is from."""
+    """A coefficient, the standard deviation of its log over GPUs, and its source."""
 
     value: float
     log_sd: float
@@ -185,14 +189,14 @@ class Fact(msgspec.Struct):
 
 
 class Coefficients(msgspec.Struct):
-    """What the datasheet profile says of one architecture, or of all."""
+    """The part of the datasheet profile for one architecture, or for all GPUs."""
 
     kernel_backends: dict[str, str] = {}
     coefficients: dict[str, Fact] = {}
 
 
 class Datasheet(msgspec.Struct):
-    """profiles/datasheet.json."""
+    """The content of profiles/datasheet.json."""
 
     source: str
     date: str

@@ -74,23 +74,23 @@ class Profile:
             raise ProfileError(f"profile {self.label}: {found}")
 
     def layout_error(self, tensor_parallel_size: int) -> float:
-        """sd of log step time that a layout adds which no measured rollout had: 0 for one that was measured."""
+        """The standard deviation of log step time that an unmeasured layout adds; 0 for a layout that was measured."""
         doublings = min(abs(math.log2(tensor_parallel_size / size)) for size in self.tensor_parallel)
         return UNMEASURED_DOUBLING_SD * math.sqrt(doublings)
 
     def has_measured(self, tensor_parallel_size: int) -> bool:
-        """Whether a rollout on this layout was measured. Of an imported or a datasheet profile none was."""
+        """True if a rollout on this layout was measured. Imported and datasheet profiles have no measured layout."""
         return self.kind == "calibrated" and not self.layout_error(tensor_parallel_size)
 
     @property
     def label(self) -> str:
-        """How a profile is called in tables and messages."""
+        """The name of the profile in tables and messages."""
         note = {"datasheet": " (uncalibrated)", "imported": " (not measured here)"}.get(self.kind, "")
         return f"{self.gpu}/{self.engine}-{self.engine_version} {self.kind}{note}"
 
     @property
     def remarks(self) -> list[str]:
-        """What everyone who uses the profile is told."""
+        """The warnings that every user of the profile is given."""
         if self.gpu == "cpu" and self.kind == "calibrated":
             return [f"CPUs differ by several times, and the interval knows one: {self.source}"]
         if self.kind != "imported":
@@ -108,12 +108,15 @@ class Profile:
             ) from None
 
     def named(self, name: str) -> tuple[str, float]:
-        """The name and the value of a coefficient, as the cost functions take them. Raises as `coefficient` does."""
+        """The pair (name, value) of a coefficient, as the cost functions take it. Raises as `coefficient` does."""
         return name, self.coefficient(name)
 
     def layer_factor(self, kernel: str, shape: Sequence[int], rows: NDArray[Any]) -> NDArray[Any]:
-        """What `rows` rows of a layer take, relative to what the coefficients say, shape of `rows`: 1 where no layer of
-        this shape was timed, between the timed numbers of rows interpolated in the logs of both."""
+        """The time of a layer relative to what the coefficients say, for each number of `rows`: shape of `rows`.
+
+        It is 1 where no layer of this shape was timed. Between the timed numbers of rows it is interpolated in the logs
+        of both.
+        """
         timed = self.layers.get(kernel, {}).get(layer_name(shape))
         if timed is None:
             return np.ones(np.shape(rows))
@@ -130,7 +133,7 @@ class Profile:
 
     @property
     def _way_out(self) -> str:
-        """Of a missing kernel. What is calibrated on a CPU is every kernel of dense models, and no other."""
+        """Advice for a missing kernel. Calibration on a CPU covers every kernel of dense models, and no other."""
         return "on a CPU only dense models are" if self.gpu == "cpu" else f"run `{CALIBRATE_COMMAND}`"
 
     def covariance(self, names: Sequence[str]) -> NDArray[Any]:
@@ -138,11 +141,12 @@ class Profile:
         return _covariance_matrix(self.log_covariance, names)
 
     def widened(self, factor: float) -> Profile:
-        """The same profile with every standard deviation `factor` times as large."""
+        """A copy of the profile with every standard deviation `factor` times as large."""
         table = {a: {b: value * factor**2 for b, value in row.items()} for a, row in self.log_covariance.items()}
         return replace(self, log_covariance=table, model_error=self.model_error * factor)
 
     def to_json(self) -> str:
+        """The profile as JSON, which `from_json` reads again."""
         return json.dumps({"schema_version": VERSIONS["profile"]} | asdict(self), indent=1, sort_keys=True) + "\n"
 
     @classmethod
@@ -156,14 +160,14 @@ def layer_name(shape: Sequence[int]) -> str:
 
 
 def parsed(text: str, path: str, kind: type[T]) -> T:
-    """A file of coefficients. Raises ProfileError naming `path` and the field that cannot be used."""
+    """Parse a file of coefficients. Raises ProfileError naming `path` and the field that cannot be used."""
     data = parse(text, path, ProfileError)
     check_version(data, "profile", path, ProfileError)
     return checked(data, kind, path, ProfileError)
 
 
 def _problem(profile: Profile) -> str | None:
-    """What makes a profile unusable, naming the field; None when nothing does."""
+    """The problem that makes a profile unusable, naming the field; None if there is none."""
     if profile.kind not in KINDS:
         return f"kind is {profile.kind!r}; allowed: {', '.join(KINDS)}"
     if not is_number(profile.model_error) or profile.model_error < 0:
@@ -206,6 +210,6 @@ def _covariance_problem(coefficients: Mapping[str, float], table: Mapping[str, M
 
 
 def _covariance_matrix(table: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> NDArray[Any]:
-    """The sparse symmetric `table` for `names`, shape (names, names); zero where it has no entry."""
+    """The sparse symmetric `table` as an array of shape (names, names); zero where it has no entry."""
     rows = [[table.get(a, {}).get(b, 0.0) for b in names] for a in names]
     return np.array(rows, dtype=float).reshape(len(names), len(names))

@@ -1,4 +1,4 @@
-"""When a train/rollout mismatch counts as low, moderate or high, and what a plan may accept."""
+"""The levels of mismatch risk, and the highest that a plan may accept."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LEAST_GAIN: Final = 0.02
 
 @dataclass(frozen=True, slots=True)
 class RiskBudget:
-    """When a mismatch counts as low or moderate (else it is high), and the highest level a plan may accept.
+    """The limits of a low and of a moderate mismatch (any other is high), and the highest level a plan may accept.
 
-    Limits hold against the unfavourable end of the 90% band. Their sources: prime-rl's bar for merging a new model is
-    a KL of 0.015, verl's docs call 0.001 to 0.03 typical (and 1.0 broken), and ask for an ESS of 0.5 or more (they
-    warn below 0.3). `low_kl` stands for "no worse than good BF16 MoE runs"; clip limits are this project's choice:
-    token TIS gives up little.
+    Limits hold against the unfavourable end of the 90% band. Their sources: prime-rl's bar for merging a new model is a
+    KL of 0.015. verl's docs call 0.001 to 0.03 typical (and 1.0 broken), and ask for an ESS of 0.5 or more (they warn
+    below 0.3). `low_kl` stands for "no worse than good BF16 MoE runs". The clip limits are this project's choice: at
+    these shares token TIS gives up little.
 
     max_sequence_rejection: up to this share of dropped sequences, a sequence-level MIS is called usable
     """

@@ -3,7 +3,7 @@
     risk = mismatch_risk(shape, precision, response_lengths)     risk.kl_k3, risk.level, risk.reasons
     advice = recommended_thresholds(risk, response_lengths)      advice.thresholds -> Plan.thresholds
 
-The KL is a theory of rounding errors (mismatch_theory) scaled to published observations (mismatch_fit,
+The KL is a theory of rounding errors (`theory`) scaled to published observations (`fit`,
 data/mismatch_observations.csv): modelled, taken from elsewhere, not measured here, and wide. It is the level at the
 start of a run; drift, which grows with training in some runs, is the Monitor's business. `python -m
 fp8plan.model.risk.expected` refits and prints every residual and the leave-one-source-out error.
@@ -99,7 +99,7 @@ class MismatchRisk:
 
 @dataclass(frozen=True, slots=True)
 class ThresholdAdvice:
-    """What to start the correction with; all bounds on pi_train/pi_rollout.
+    """The thresholds to start the correction with. All bounds are on pi_train / pi_rollout.
 
     thresholds:           what to apply, with the keys of Plan.thresholds
     token_mis:            a band for IcePop instead of token TIS
@@ -133,7 +133,7 @@ def mismatch_risk(
     quantised_layers: int | None = None,
     budget: RiskBudget | None = None,
 ) -> MismatchRisk:
-    """The MismatchRisk of `precision` for responses of these lengths.
+    """Predict the mismatch of `precision` for responses of these lengths.
 
     response_lengths:     (n,) tokens, each at least 1
     token_threshold:      C of token TIS, above 1
@@ -188,7 +188,7 @@ def recommended_thresholds(
     sequence_bounds: tuple[float, float] = (0.5, 2.0),
     budget: RiskBudget | None = None,
 ) -> ThresholdAdvice:
-    """Where to start the correction for this risk; the adaptive controller moves it from there."""
+    """The thresholds to start the correction with at this risk. The adaptive controller moves them from there."""
     budget = budget or RiskBudget()
     lengths = _checked(response_lengths, 2.0, sequence_bounds)
     threshold = TOKEN_TIS[risk.level]
@@ -221,7 +221,7 @@ def _checked(lengths: ArrayLike, token_threshold: float, bounds: tuple[float, fl
 
 
 def _kl_band(setting: Setting, calibrated: bool, clipped: bool) -> tuple[tuple[float, float, float], float]:
-    """((low, middle, high) of the 90% band of KL, the middle's quantisation part)."""
+    """The 90% band of KL as (low, middle, high), and the middle's part that is due to quantisation."""
     result = committed_fit()
     coefficients = np.array(result.coefficients)
     kl, quantisation = predicted_kl(setting, coefficients, result.errors)
@@ -235,7 +235,7 @@ def _kl_band(setting: Setting, calibrated: bool, clipped: bool) -> tuple[tuple[f
 
 
 def _longest_usable(kl: float, bounds: tuple[float, float], share: float) -> int:
-    """Longest sequence of which at most `share` are rejected; 0 if none (rejection grows with length)."""
+    """The longest sequence length at which at most `share` are rejected; 0 if none (rejection grows with length)."""
     lengths = np.unique(np.geomspace(1, 1e6, 400).astype(np.int64)).astype(np.float64)
     return int(max(lengths[sequence_rejection(kl, lengths, *bounds) <= share], default=0))
 

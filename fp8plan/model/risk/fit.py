@@ -1,8 +1,8 @@
-"""Scale the theory of mismatch_theory to published observations, and say how wrong the result is.
+"""Scale the theory of `theory` to published observations, and say how wrong the result is.
 
     KL = exp(engines) * (1 [+ exp(moe)]) * (BF16 + exp(linears) * FP8 linears + exp(kv [+ kv_no_qk_norm]) * FP8 KV)
 
-where the terms of the last bracket are mismatch_theory.kl_terms, and what is in [] is for MoE and for models without
+where the terms of the last bracket are `theory.kl_terms`, and what is in [] is for MoE and for models without
 QK-norm. exp(moe) = 1 says that routing doubles the KL: replaying the routes removes half of it (R3, arXiv 2510.11370:
 1.535e-3 -> 7.5e-4) to two thirds (prime-rl#3543). The five exponents are fitted on log KL by Gauss-Newton steps, each
 one scikit-learn Ridge: exponents shrink to 0, that is to the theory, as far as the data leave them open. A sum of
@@ -55,13 +55,15 @@ class Observation:
     weight: float
 
     def variance(self, noise_variance: float) -> float:
-        """Of log KL around the model: weight w means 1/w times the variance of a run; a range adds its width."""
+        """The variance of log KL around the model. A weight w means 1/w times the variance of a run; a range adds its
+        width.
+        """
         return noise_variance / self.weight + self.spread**2
 
 
 @dataclass(frozen=True, slots=True)
 class MismatchFit:
-    """What a plan needs of the fit.
+    """The part of the fit that a plan needs.
 
     coefficients, covariance: of COEFFICIENTS
     noise_sd:                 standard deviation of log KL between runs of the same setting
@@ -76,7 +78,7 @@ class MismatchFit:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """One row predicted from the other sources. residual (predicted - observed) and 90% halfwidth are of log KL."""
+    """One row predicted from the other sources. residual (predicted - observed) and halfwidth (90%) are of log KL."""
 
     observation: Observation
     predicted: float
@@ -122,7 +124,7 @@ def _centre_and_spread(row: dict[str, str]) -> tuple[float | None, float]:
 
 
 def predicted_kl(setting: Setting, coefficients: FloatArray, errors: RoundingErrors) -> tuple[float, float]:
-    """(total KL, the part of it due to quantisation), both per token."""
+    """The KL per token, and the part of it due to quantisation."""
     bf16, linears, kv = _scaled_terms(setting, coefficients, errors)
     return bf16 + linears + kv, linears + kv
 
@@ -130,7 +132,7 @@ def predicted_kl(setting: Setting, coefficients: FloatArray, errors: RoundingErr
 def log_gradient(
     setting: Setting, coefficients: FloatArray, errors: RoundingErrors, quantisation_only: bool = False
 ) -> FloatArray:
-    """d log KL / d coefficients, (5,)."""
+    """The derivatives d log KL / d coefficient, shape (5,)."""
     bf16, linears, kv = _scaled_terms(setting, coefficients, errors)
     total = linears + kv + (0.0 if quantisation_only else bf16)
     no_qk_norm = 0.0 if setting.qk_norm else kv / total

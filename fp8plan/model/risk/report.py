@@ -1,4 +1,4 @@
-"""The report behind `python -m model.risk.expected`: residuals, bounds, coefficients, leave-one-source-out error."""
+"""The report of `python -m fp8plan.model.risk.expected`: residuals, bounds, coefficients, errors without a source."""
 
 from __future__ import annotations
 

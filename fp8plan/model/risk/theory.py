@@ -1,9 +1,9 @@
-"""From rounding errors to KL, ESS, clipping and rejection: the closed forms behind fp8plan.model.risk.expected.
+"""The theory of mismatch: closed forms from rounding errors to KL, ESS, clipping and rejection.
 
-Three steps. Rounding: the relative RMS error of E4M3 blocks, computed by rounding Gaussian numbers. Propagation: how
-those errors add up to the variance of a token's log-ratio. Statistics: what a log-ratio of that variance means for
-importance weights. Nothing here is fitted; fp8plan.model.risk.fit scales the propagation step to published
-observations.
+Three steps lead there. Rounding: the relative RMS error of E4M3 blocks, computed by rounding Gaussian numbers.
+Propagation: how those errors add up to the variance of a token's log-ratio. Statistics: what a log-ratio of that
+variance means for importance weights. Nothing here is fitted; fp8plan.model.risk.fit scales the propagation step to
+published observations.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TOKEN_SPREAD: Final = {False: 1.5, True: 2.25}
 
 
 def round_e4m3(values: ArrayLike) -> FloatArray:
-    """Nearest E4M3 "fn" numbers (ties to even, saturating at 448), as float64 of the same shape."""
+    """Round to the nearest E4M3 "fn" numbers (ties to even, saturating at 448), as float64 of the same shape."""
     x = np.asarray(values, dtype=np.float64)
     magnitude = np.minimum(np.abs(x), E4M3_MAX)
     exponent = np.floor(np.log2(np.maximum(magnitude, 2.0**E4M3_MIN_EXPONENT)))
@@ -48,19 +48,21 @@ def round_e4m3(values: ArrayLike) -> FloatArray:
 
 
 def round_bf16(values: ArrayLike) -> FloatArray:
-    """Nearest bfloat16 numbers of normal range (ties to even), as float64 of the same shape."""
+    """Round to the nearest bfloat16 numbers of normal range (ties to even), as float64 of the same shape."""
     mantissa, exponent = np.frexp(np.asarray(values, dtype=np.float64))
     steps = 2.0 ** (BF16_MANTISSA_BITS + 1)
     return np.asarray(np.ldexp(np.round(mantissa * steps) / steps, exponent), dtype=np.float64)
 
 
 def power_of_two_scale(scale: FloatArray) -> FloatArray:
-    """The scale an E8M0 kernel uses instead: the next power of two, never smaller (so nothing saturates)."""
+    """The scale that an E8M0 kernel uses instead: the next power of two, never smaller, so nothing saturates."""
     return np.asarray(2.0 ** np.ceil(np.log2(scale)), dtype=np.float64)
 
 
 def quantise_blocks(values: FloatArray, block: tuple[int, int], e8m0: bool = False) -> FloatArray:
-    """`values` (rows, columns) after E4M3 with one amax/448 scale per block; the block must divide both sizes."""
+    """Round `values`, shape (rows, columns), to E4M3 with one amax/448 scale per block. The block must divide both
+    sizes.
+    """
     rows, columns = values.shape
     tiles = values.reshape(rows // block[0], block[0], columns // block[1], block[1])
     scale = np.abs(tiles).max(axis=(1, 3), keepdims=True) / E4M3_MAX
@@ -74,7 +76,7 @@ def relative_rms_error(exact: FloatArray, rounded: FloatArray) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RoundingErrors:
-    """Relative RMS errors, fractions, of Gaussian numbers.
+    """The relative RMS errors of rounding Gaussian numbers, as fractions.
 
     weight:          128x128 blocks, FP32 scales
     weight_e8m0:     the same rounded again with power-of-two scales, as vLLM's DeepGEMM path does on Hopper
@@ -109,7 +111,7 @@ def rounding_errors(size: int = 1024, seed: int = 0) -> RoundingErrors:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the mismatch depends on: a model and a rollout precision.
+    """The properties of a model and a rollout precision on which the mismatch depends.
 
     layers, quantised_layers: decoder layers, and how many of them have FP8 linears
     moe, qk_norm:             of the model
@@ -127,7 +129,7 @@ class Setting:
 
 
 def kl_terms(setting: Setting, errors: RoundingErrors) -> tuple[float, float, float]:
-    """KL per token from (BF16 kernels, FP8 linears, FP8 KV) if a relative error of the hidden state became log-ratio
+    """KL per token from (BF16 kernels, FP8 linears, FP8 KV), if a relative error of the hidden state became a log-ratio
     one to one.
 
     BF16: trainer and engine each round the whole residual stream after every one of 2 x layers sub-layers, at
@@ -148,7 +150,7 @@ def kl_terms(setting: Setting, errors: RoundingErrors) -> tuple[float, float, fl
 
 @dataclass(frozen=True, slots=True)
 class TokenLogRatio:
-    """Distribution of log pi_train/pi_rollout of one token, sampled from the rollout policy: a scale mixture of
+    """The distribution of log pi_train / pi_rollout of one token, sampled from the rollout policy: a scale mixture of
     normals.
 
     A token of variance s^2 has mean -s^2/2, which makes E[ratio] exactly 1 for every token, as it must be: pi_train
@@ -164,16 +166,16 @@ class TokenLogRatio:
 
     @property
     def kl(self) -> float:
-        """E[ratio - 1 - log ratio] = E[s^2] / 2: k1 and k3 have the same mean."""
+        """The KL, E[ratio - 1 - log ratio] = E[s^2] / 2: k1 and k3 have the same mean."""
         return float(self.probability @ self.variance) / 2
 
     @property
     def ess(self) -> float:
-        """1 / E[ratio^2] = 1 / E[exp(s^2)], exponents clamped at 20 as in verl."""
+        """The effective sample size, 1 / E[ratio^2] = 1 / E[exp(s^2)], with exponents clamped at 20 as in verl."""
         return float(1 / (self.probability @ np.exp(np.minimum(self.variance, 20.0))))
 
     def fraction_above(self, threshold: float) -> float:
-        """P(ratio > threshold)."""
+        """The probability that a ratio is above `threshold`."""
         return float(
             sum(p * _upper_tail((log(threshold) + v / 2) / sqrt(v)) for p, v in zip(*self._components(), strict=True))
         )
@@ -194,7 +196,8 @@ def token_log_ratio(kl: float, moe: bool, components: int = 25) -> TokenLogRatio
 
 
 def sequence_rejection(kl: float, lengths: FloatArray, low: float, high: float, inflation: float = 1.0) -> FloatArray:
-    """P(product of a sequence's ratios outside [low, high]) for each length (n,) in tokens.
+    """The probability that the product of a sequence's ratios is outside [low, high], for each length
+    (n,) in tokens.
 
     The log-ratio less its conditional mean is a martingale under rollout sampling, so token terms are uncorrelated and
     the sum is about N(-T kl, 2 T kl inflation); the heavy tail of the tokens hardly shows in it. `inflation`, at least

@@ -1,1 +1,1 @@
-"""vLLM V1's scheduler, simulated exactly: which step does what."""
+"""An exact simulation of vLLM V1's scheduler: the work of every step."""

@@ -1,4 +1,5 @@
-"""vLLM's paged KV pool, counted instead of listed: which blocks are free, and which freed ones can still be hit.
+"""A model of vLLM's paged KV pool that counts blocks instead of listing them: the free ones, and the freed ones that
+can still be hit.
 
 vLLM keeps free blocks in one queue: blocks without a content hash at the front, hashed ones behind them in
 the order they were freed, a request's last block before its first (vllm/v1/core/block_pool.py, `free_blocks`).
@@ -20,13 +21,13 @@ def blocks_for(tokens: int, block_size: int) -> int:
 
 
 class Pool:
-    """Blocks that a scheduler hands out, without prefix caching. `free` counts those that it can."""
+    """The blocks that a scheduler hands out, without prefix caching. `free` counts those that are left."""
 
     def __init__(self, num_blocks: int) -> None:
         self.free = num_blocks
 
     def lookup(self, request: int, tokens: int) -> tuple[int, int]:
-        """(blocks a request of that many tokens finds in the cache, how many of those are in the free queue)."""
+        """Return (blocks a request of that many tokens finds in the cache, how many of them are in the free queue)."""
         return 0, 0
 
     def admit(self, request: int, hit_blocks: int) -> None:
@@ -37,7 +38,7 @@ class Pool:
         self.free -= blocks
 
     def computed(self, request: int, tokens: int) -> None:
-        """A prefill chunk now reaches this many tokens: its full blocks become findable."""
+        """Note that a prefill now reaches this many tokens: its full blocks become findable."""
 
     def release(self, request: int, held_blocks: int, hashed_tokens: int) -> None:
         """Free the `held_blocks` of a request; those that its first `hashed_tokens` tokens fill have a hash."""
@@ -55,7 +56,7 @@ class Span:
 
 
 class CachingPool(Pool):
-    """Prefix caching. Requests with the same prompt share its full blocks.
+    """A pool with prefix caching. Requests with the same prompt share its full blocks.
 
     A request's blocks are three spans: the shared prompt blocks; if the prompt fills its last block exactly,
     that block (each sibling computes its own copy, because a hit must leave one token to compute, but all

@@ -1,7 +1,8 @@
-"""vLLM V1's scheduler on a finite batch of requests, all waiting at the start: what every step does.
+"""A simulation of vLLM V1's scheduler: what every step does on a finite batch of requests that all
+wait at the start.
 
 The policy (vllm/v1/core/sched/scheduler.py, first come first served, checked against the real class in
-tests/model/test_scheduler.py): a step serves the running requests in admission order, one token each, or a
+tests/model/schedule/test_scheduler.py): a step serves the running requests in admission order, one token each, or a
 chunk of what is still to be prefilled; a request that finds no free block preempts the last running request,
 possibly itself. If nothing was preempted, waiting requests are admitted while slots, token budget and blocks
 last. A preempted request goes to the head of the queue and recomputes what the prefix cache has lost of it.
@@ -27,8 +28,7 @@ from fp8plan.model.schedule.state import SchedulerState
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What the engine does, in order: int64 arrays of shape (rows,), one per name in
-    scheduler_state.ROW and PREFILL."""
+    """The actions of the engine in order: int64 arrays of shape (rows,), one per name in ROW and PREFILL of `state`."""
 
     steps: IntArray
     decode_requests: IntArray
@@ -50,7 +50,7 @@ class Schedule:
     blocks_wanted: int | None  # any pool with at least this many blocks gives this very schedule; None: not known
 
     def holds_for(self, num_blocks: int) -> bool:
-        """Whether a pool of that size is known to give this very schedule."""
+        """True if a pool of that size is known to give this very schedule."""
         return num_blocks == self.num_blocks or (self.blocks_wanted is not None and num_blocks >= self.blocks_wanted)
 
     @property
@@ -70,7 +70,7 @@ def schedule(
     limits: EngineLimits,
     longest_run: int = 2**62,
 ) -> Schedule:
-    """Schedule a batch on one engine.
+    """Simulate vLLM's scheduler on a batch on one engine.
 
     prompts, responses: tokens per request, shape (requests,), all at least 1, in order of arrival
     prompt_ids:         shape (requests,), equal where two requests have the same prompt; 0 .. prompts-1

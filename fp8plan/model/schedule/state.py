@@ -81,7 +81,7 @@ class SchedulerState:
         self.prefills: list[int] = []  # (row, *PREFILL) of each row with prefill, one after the other
 
     def columns(self) -> dict[str, IntArray]:
-        """What has happened so far: int64 arrays of shape (rows,), one per name in ROW and PREFILL."""
+        """The history so far: int64 arrays of shape (rows,), one per name in ROW and PREFILL."""
         rows = _table(self.rows, len(ROW))
         columns = dict(zip(ROW, rows, strict=True))
         at, *prefills = _table(self.prefills, 1 + len(PREFILL))
@@ -99,7 +99,7 @@ class SchedulerState:
             self._decode(longest)
 
     def _may_admit(self) -> bool:
-        """Whether the next step may do more than decode. Blocks only get scarcer while it does nothing else."""
+        """True if the next step may do more than decode. Blocks only get scarcer while it does nothing else."""
         if self.partial is not None:
             return True
         if not self.waiting or self.pool.free < self.head_needs or self.running >= self.max_num_seqs:
@@ -107,8 +107,9 @@ class SchedulerState:
         return self._admissible(self.head, self.budget - self.decoding) is not None
 
     def _decode(self, longest: int) -> None:
-        """Steps up to and including the next finish in which every decoding request finds its block; or one step, if
-        already in the first a request finds none."""
+        """Run steps up to and including the next finish in which every decoding request finds its block. If a request
+        finds none in the first step already, run that one step.
+        """
         size, free, in_phase, decoding = self.block_size, self.pool.free, self.in_phase, self.decoding
         phase = self.now % size
         if in_phase[phase] > free or not decoding:
@@ -138,7 +139,7 @@ class SchedulerState:
         return finishes[0] // requests
 
     def _step(self) -> None:
-        """One step with everything that can happen in it."""
+        """Run one step with everything that can happen in it."""
         preemptions = self._serve_decoding()
         budget = self.budget - self.decoding
         chunks: list[tuple[int, int, int]] = []  # (request, tokens computed before, after)
@@ -170,7 +171,9 @@ class SchedulerState:
         self._end(1, preemptions, chunks, cached)
 
     def _admissible(self, request: int, budget: int) -> tuple[int, int] | None:
-        """(blocks hit, tokens computed after this step) if the head of the queue may be admitted now."""
+        """The pair (blocks hit, tokens computed after this step) if the head of the queue may be admitted now; else
+        None.
+        """
         known, size = self.known[request], self.block_size
         hit, from_queue = self.pool.lookup(request, known)
         after = hit * size + budget
@@ -240,7 +243,7 @@ class SchedulerState:
         self._head_needs(pool.free - free)  # all that it held but what a sibling still holds
 
     def _remove(self, request: int, in_flight: bool = False) -> None:
-        """Let a finished request go."""
+        """Drop a finished request from the running ones."""
         before, after = self.before[request], self.after[request]
         self.after[before], self.before[after] = after, before
         self.running -= 1
@@ -248,7 +251,7 @@ class SchedulerState:
         self.pool.release(request, blocks_for(final, self.block_size), final - in_flight)
 
     def _start_decoding(self, request: int) -> None:
-        """From the next step on (`now` already points there)."""
+        """Let requests decode from the next step on (`now` already points there)."""
         computed = self.known[request]
         self.offset[request] = offset = computed - self.now
         self.in_phase[-offset % self.block_size] += 1
@@ -258,7 +261,7 @@ class SchedulerState:
         heappush(self.finishes, finish)
 
     def _stop_decoding(self, request: int) -> int:
-        """Returns the tokens computed."""
+        """Stop the decoding of a request, and return the tokens it has computed."""
         offset = self.offset[request]
         computed = self.now + offset
         self.in_phase[-offset % self.block_size] -= 1
@@ -268,7 +271,7 @@ class SchedulerState:
         return computed
 
     def _end(self, steps: int, preemptions: int, chunks: Sequence[tuple[int, int, int]] = (), cached: int = 0) -> None:
-        """Record a row, move on, start those whose prefill is done, and let finished requests go."""
+        """Record a row, move on, start decoding where the prefill is done, and let finished requests go."""
         free, decoding, context = self.pool.free, self.decoding, self.context
         if free < self.least_free:
             self.least_free = free
@@ -316,7 +319,7 @@ class SchedulerState:
 
 
 def _prefill_work(chunks: Sequence[tuple[int, int, int]]) -> tuple[int, int, int, int]:
-    """(tokens, chunks, KV tokens read, query-key pairs) of chunks (request, tokens computed before, after)."""
+    """The (tokens, chunks, KV tokens read, query-key pairs) of chunks (request, tokens computed before, after)."""
     tokens = read = pairs = 0
     for _, before, after in chunks:
         tokens += after - before

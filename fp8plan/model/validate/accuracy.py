@@ -1,24 +1,27 @@
-"""How far predictions lie from measurements: over makespans, over speed-ups, and in naming the fastest precision.
+"""The accuracy of predictions: over makespans, over speed-ups, and in naming the fastest precision.
 
 A row is a mapping with `group` (one workload on one GPU with the same limits), `precision`, `seconds` and
-`predicted_s`, which is None where whoever predicts refused to. Whatever else a row has is kept.
+`predicted_s`, which is None if there is no prediction. Its other fields are kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from operator import itemgetter
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
+K = TypeVar("K")
 Row: TypeAlias = Mapping[str, Any]
 CELL = ("group", "precision", "kv_cache_tokens")  # what a prediction depends on; runs that differ in less are repeats
 
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Errors are fractions, (predicted - measured) / measured; points are speed-up errors x 100.
+    """The accuracy of a set of predictions. Errors are fractions, (predicted - measured) / measured; points are
+    speed-up errors x 100.
 
     answered:          rows with a prediction; when there is none, the makespan's figures are nan
     makespan_bias:     mean of the errors with their signs; above 0: predicted too slow
@@ -41,7 +44,7 @@ class Accuracy:
 
 
 def accuracy(rows: Sequence[Row], noise: float = 0.0) -> Accuracy:
-    """Sum up `rows`. noise: relative difference of two measured times below which they count as equal."""
+    """Sum up `rows`. noise: relative difference of two measured times below which they count as equal"""
     answered = [row for row in rows if row["predicted_s"] is not None]
     errors = {name: [relative_error(r) for r in answered if r["precision"] == name] for name in _precisions(answered)}
     every = [error for values in errors.values() for error in values] or [np.nan]
@@ -68,10 +71,7 @@ def relative_error(row: Row) -> float:
 
 def by_group(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """The rows of each group, in order."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        found.setdefault(row["group"], []).append(row)
-    return found
+    return _grouped(rows, itemgetter("group"))
 
 
 def speedups(group: Sequence[Row]) -> list[dict[str, Any]]:
@@ -90,7 +90,7 @@ def speedups(group: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def names_the_fastest(group: Sequence[Row], noise: float) -> bool:
-    """Whether the row predicted the fastest is measured the fastest, or slower by no more than `noise`, a fraction."""
+    """True if the row predicted the fastest is measured the fastest, or slower by no more than `noise`, a fraction."""
     fastest = min(row["seconds"] for row in group)
     chosen = min(group, key=lambda row: row["predicted_s"])
     return bool(chosen["seconds"] <= fastest * (1 + noise))
@@ -98,31 +98,37 @@ def names_the_fastest(group: Sequence[Row], noise: float) -> bool:
 
 def merged(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """One row per cell: the first of its repeats, with the median `seconds` of them all."""
-    return [{**runs[0], "seconds": float(np.median([r["seconds"] for r in runs]))} for runs in _repeats(rows, CELL)]
+    return [
+        {**runs[0], "seconds": float(np.median([r["seconds"] for r in runs]))}
+        for runs in _grouped(rows, cell_of).values()
+    ]
 
 
 def spreads(rows: Iterable[Row]) -> list[float]:
     """Relative spread, (slowest - fastest) / median, of each cell measured more than once on one card."""
-    times = [[row["seconds"] for row in runs] for runs in _repeats(rows, (*CELL, "gpu_uuid")) if len(runs) > 1]
+    cells = _grouped(rows, lambda row: (*cell_of(row), row.get("gpu_uuid")))
+    times = [[row["seconds"] for row in runs] for runs in cells.values() if len(runs) > 1]
     return [float(np.ptp(seconds) / np.median(seconds)) for seconds in times]
 
 
 def noise_floor(rows: Iterable[Row]) -> float | None:
-    """Median spread of the repeated cells; None without any. (The largest would call every difference a tie.)"""
+    """The median spread of the repeated cells; None if no cell was repeated. (The largest would call every difference a
+    tie.)
+    """
     found = spreads(rows)
     return float(np.median(found)) if found else None
 
 
 def cell_of(row: Row) -> tuple[Any, ...]:
-    """What identifies the row's cell."""
+    """The values that identify the row's cell."""
     return tuple(row.get(name) for name in CELL)
 
 
-def _repeats(rows: Iterable[Row], names: Sequence[str]) -> list[list[Row]]:
-    found: dict[tuple[Any, ...], list[Row]] = {}
+def _grouped(rows: Iterable[Row], key: Callable[[Row], K]) -> dict[K, list[Row]]:
+    found: dict[K, list[Row]] = {}
     for row in rows:
-        found.setdefault(tuple(row.get(name) for name in names), []).append(row)
-    return list(found.values())
+        found.setdefault(key(row), []).append(row)
+    return found
 
 
 def _precisions(rows: Iterable[Row]) -> list[str]:

@@ -56,8 +56,14 @@ def read_records(path: str | Path) -> list[Record]:
 
 
 class Run(NamedTuple):
-    """without_rollout: lines of steps that had none; torn: number of a last line that breaks off, as in a run that is
-    being written, or was killed. Both are left out of `records`."""
+    """A file of records as read.
+
+    records:         the rollouts
+    without_rollout: the number of lines of steps that had no rollout
+    torn:            the number of a last line that breaks off, as in a run that is being written, or was killed
+
+    What the last two count is left out of `records`.
+    """
 
     records: list[Record]
     without_rollout: int
@@ -65,7 +71,7 @@ class Run(NamedTuple):
 
     @property
     def left_out(self) -> list[str]:
-        """Sentences on what was."""
+        """Sentences on the lines that were left out."""
         lines = len(self.records) + self.without_rollout
         steps = f"{self.without_rollout} of {lines} lines are left out: a Monitor's steps without a rollout"
         torn = f"line {self.torn}, the last one, is left out: it breaks off"
@@ -73,7 +79,7 @@ class Run(NamedTuple):
 
 
 def read_run(path: str | Path) -> Run:
-    """The same, with what was left out."""
+    """The records of a JSONL file, and what was left out of them. Raises as `read_records` does."""
     file = Path(path)
     lines, torn = read(file, "record file", whole=False)
     records, left_out = [], 0
@@ -93,7 +99,7 @@ def read_run(path: str | Path) -> Run:
 
 
 def _without_rollout(fields: dict[str, Any]) -> bool:
-    """A Monitor's record of a step that trained on what was sampled before: there was no rollout to time."""
+    """True for a Monitor's record of a step that trained on earlier samples: there was no rollout to time."""
     return isinstance(fields.get("metrics"), dict) and fields.get("seconds") is None
 
 
@@ -111,7 +117,9 @@ def _record(fields: dict[str, Any], number: int, where: str) -> Record:
 
 
 def check_fields(fields: dict[str, Any], where: str) -> None:
-    """Raises ConfigError that names a field of a rollout record of the wrong kind, or an engine that is not ours."""
+    """Raise ConfigError naming the field of a rollout record that has the wrong type, or the engine if
+    it is not vLLM.
+    """
     engine = checked(fields, RolloutRecord, where).engine or ENGINE
     if engine != ENGINE:
         raise ConfigError(f"{where}: engine is {engine!r}; allowed: {ENGINE}, the one that is modelled")

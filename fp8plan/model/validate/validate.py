@@ -1,4 +1,4 @@
-"""Predictions against rollout records: how wrong, per record and per speed-up."""
+"""The comparison of predictions with rollout records: how wrong they are, per record and per speed-up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fp8plan.model.validate.records import Record
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """Predictions of all records, and what they add up to. MAPE and errors are fractions, points are x 100."""
+    """The predictions of all records, and their errors summed up. MAPE and errors are fractions, points are x 100."""
 
     records: list[dict[str, Any]]
     groups: list[dict[str, Any]]
@@ -32,7 +32,7 @@ class Validation:
     warnings: tuple[str, ...]  # about the profiles that were used
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, as `fp8plan validate --json` prints it; the warnings go elsewhere."""
+        """The result as plain data, as `fp8plan validate --json` prints it. The warnings are not part of it."""
         plain = asdict(self)
         del plain["warnings"]
         return plain
@@ -63,8 +63,9 @@ def validate(
 
 
 def simulated(record: Record, profile: Profile) -> Simulated:
-    """The record's rollout by `profile`. Raises as `simulate` does, and ConfigError for a precision that its GPU does
-    not have."""
+    """Simulate the record's rollout by `profile`. Raises as `simulate` does, and ConfigError for a precision that its
+    GPU does not have.
+    """
     setup = record.setup
     if reason := setup.gpu.why_not(setup.precision):
         raise ConfigError(f"{setup.precision.name} was recorded: {reason}; correct the record's gpu or precision")
@@ -72,7 +73,7 @@ def simulated(record: Record, profile: Profile) -> Simulated:
 
 
 def _compare(record: Record, strict: bool, warnings: dict[str, None]) -> dict[str, Any]:
-    """The record's row of the result; what there is to say of its profile is added to `warnings`."""
+    """The record's row of the result. Warnings about its profile are added to `warnings`."""
     fields = record.fields
     try:
         profile, said = load_profile(find_gpu(fields["gpu"]), fields["engine_version"], strict)
@@ -97,7 +98,7 @@ def _compare(record: Record, strict: bool, warnings: dict[str, None]) -> dict[st
 
 
 def _group_result(name: str, rows: Sequence[Row]) -> dict[str, Any]:
-    """Speed-ups against the median bf16 record, and which precision is predicted and measured fastest."""
+    """The speed-ups against the median bf16 record, and the precisions that are predicted and measured fastest."""
     return {
         "group": name,
         "records": len(rows),
