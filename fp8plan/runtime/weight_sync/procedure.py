@@ -1,7 +1,7 @@
 """One sync of new policy weights into a live engine, as a procedure that does no input or output itself.
 
-`sync` is a generator: it yields what is to be done to the engine (a Call) and is sent the answer, so that one procedure
-serves an engine in this process, in another, and under asyncio. The order is what keeps garbage away:
+`replace_weights` is a generator: it yields what is to be done to the engine (a Call) and is sent the answer. So one
+procedure serves an engine in this process, in another, and under asyncio. The order is what keeps garbage away:
 
 1. the manifest (names, dtypes, shapes) is checked here and by a dry run in every worker: what is wrong now leaves the
    old weights serving, untouched;
@@ -36,7 +36,7 @@ from fp8plan.runtime.weight_sync.shared_memory import Stage, staged_bytes
 from fp8plan.runtime.weight_sync.state import Call, Checked, Procedure, Scored, SyncReport, SyncState, rpc
 
 
-def sync(
+def replace_weights(
     state: SyncState,
     source: Any,
     manifest: Any = None,

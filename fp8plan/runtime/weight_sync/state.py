@@ -15,10 +15,16 @@ from fp8plan.runtime.weight_sync.manifest import FORMATS, Manifest
 
 
 class Call(NamedTuple):
-    """One thing to do to an engine. rpc: (method, args) on every worker, answered by a list; reset: empty the prefix
-    cache; generate: (prompts as token ids, SamplingParams settings), answered by RequestOutputs; restart"""
+    """One thing to do to an engine, with its arguments.
 
-    what: Literal["rpc", "reset", "generate", "restart"]
+    rpc:      (method, args) on every worker; answered by a list
+    reset:    empty the prefix cache
+    generate: (prompts as token ids, SamplingParams settings); answered by RequestOutputs
+    restart:  end vLLM and start it again
+    sleep, wake_up: (level,) and (tags,), as vLLM takes them
+    """
+
+    what: Literal["rpc", "reset", "generate", "restart", "sleep", "wake_up"]
     arguments: tuple[Any, ...] = ()
 
 
