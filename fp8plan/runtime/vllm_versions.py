@@ -182,7 +182,10 @@ def check_torch(what: str) -> None:
 
 
 def check_vllm_version() -> str:
-    """Return the installed vLLM's version. Raises ConfigError if there is none, it is not supported, or it lacks torch."""
+    """Return the installed vLLM's version.
+
+    Raises ConfigError if there is none, if it is not supported, or if it lacks torch.
+    """
     from importlib.metadata import PackageNotFoundError, version
 
     check_torch("vLLM")
