@@ -74,7 +74,7 @@ def attention_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def live_scales(model: torch.nn.Module) -> dict[str, dict[str, float]]:
-    """Return layer -> scales on the device ("q", "k", "v"), and on the host ("q_host", ...), where some backends read them."""
+    """Return layer -> scales: "q", "k", "v" on the device, and "q_host", ... on the host, where some backends read."""
     found = {}
     for name, layer in attention_layers(model):
         device = {part: float(getattr(layer, f"_{part}_scale").max()) for part in PARTS}

@@ -223,8 +223,8 @@ def known_name(known: Mapping[str, Entry]) -> str:
 
 
 def _refuse_format(manifest: Manifest, known: Mapping[str, Entry], weights_in: str) -> None:
-    """Raises ConfigError for FP8 tensors sent to an engine that wants BF16, and for any dtype that is neither wanted nor
-    the checkpoint's (the bias of a router may be FP32)."""
+    """Raises ConfigError for FP8 tensors sent to an engine that wants BF16, and for any dtype that is neither wanted
+    nor the checkpoint's (the bias of a router may be FP32)."""
     for entry in manifest:
         quantised = entry.dtype == "float8_e4m3fn" or entry.name.endswith(SCALE_SUFFIX)
         if quantised and weights_in == "bf16":
@@ -240,7 +240,7 @@ def _refuse_format(manifest: Manifest, known: Mapping[str, Entry], weights_in: s
 
 
 def quantised_manifest(manifest: Manifest, quantised: Iterable[str]) -> Manifest:
-    """Return the fp8_block manifest of a BF16 one: tensors named in `quantised` become E4M3, followed by their scales."""
+    """Return the fp8_block manifest of a BF16 one: those named in `quantised` become E4M3, followed by scales."""
     chosen = set(quantised)
     found = []
     for entry in manifest:

@@ -99,7 +99,7 @@ class TrainerTransfer:
         self._group = self._thread.submit(self._meet)
 
     def ready(self) -> TrainerTransfer:
-        """Wait until all workers have come, and return itself. Raises ConfigError without NCCL, and what vLLM raises."""
+        """Return itself, once all workers have come. Raises ConfigError without NCCL, and what vLLM raises."""
         self._group.result()
         return self
 

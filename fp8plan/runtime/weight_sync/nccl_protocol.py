@@ -126,7 +126,7 @@ def limited(group: Any, seconds: float) -> Iterator[None]:
 
 
 def working(group: Any) -> Any:
-    """Return the group if it works. Raises ConfigError if not: a disabled communicator of vLLM's leaves tensors as they are."""
+    """Return the group if it works. Raises ConfigError if it does not: vLLM's would leave tensors as they are."""
     if group.disabled:
         raise ConfigError(f"NCCL does not work here, or no longer: {BROKEN}; unset VLLM_DISABLE_PYNCCL")
     return group

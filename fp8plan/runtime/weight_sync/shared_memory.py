@@ -49,7 +49,7 @@ class Stage:
         return ["cuda", pickle.dumps(reduce_tensor(self.buffer)[1]), self.buffer.numel()]
 
     def pack(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
-        """Copy tensors in, one behind the other. Return their layout: [number, dtype, shape, offset in bytes] of each."""
+        """Copy tensors in, one behind the other. Return their layout: [[number, dtype, shape, offset], ...]."""
         import torch
 
         offsets = [0, *accumulate(_padded(tensor.nbytes) for tensor in tensors)]
