@@ -118,7 +118,7 @@ def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
 
 
 def box(view: torch.Tensor, shape: Sequence[int]) -> Box | None:
-    """Return the box of a contiguous tensor of `shape` that a view of it is; None if it is no box (transposed, strided)."""
+    """Return the box that a view of a contiguous tensor of `shape` is; None if it is none (transposed, strided)."""
     offset, left = (
         int(view.storage_offset()),
         [(s, n) for s, n in zip(view.stride(), view.shape, strict=True) if n != 1],

@@ -97,7 +97,7 @@ class Samples:
         self.seconds += time.perf_counter() - begun
 
     def compare(self) -> dict[str, Any]:
-        """Return how many tensors were compared, which differ, and the RMS error of the quantised ones (a fraction or None).
+        """Return how many tensors were compared, which differ, and the quantised ones' RMS error (a fraction or None).
 
         Windows of one shape are compared together, and the GPU is waited for once: each launch takes longer than its
         work.
