@@ -125,7 +125,7 @@ class EngineBase:
         raise NotImplementedError
 
     def _opening(self) -> Procedure:
-        """After every start: read what runs, refuse what was not planned, compile what rollouts need."""
+        """Take over an engine that has started: read what runs, refuse what was not planned, compile kernels."""
         answers = yield from rpc("fp8plan_facts")
         self.facts = answers[0]
         self.launch.refuse_other(self.facts)

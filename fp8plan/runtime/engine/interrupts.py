@@ -27,7 +27,7 @@ _thread = threading.local()
 
 
 class Stopped(BaseException):
-    """A thread that works for a caller who has been interrupted stops here."""
+    """The end of a thread whose caller has been interrupted."""
 
 
 class Held:

@@ -31,7 +31,7 @@ def freeze_garbage() -> None:
 
 
 def deep_gemm_rows(setup: EngineSetup, most: int) -> list[int]:
-    """Numbers of tokens, up to `most`, that together need every DeepGEMM kernel of a model.
+    """Return numbers of tokens, up to `most`, that together need every DeepGEMM kernel of a model.
 
     None without blockwise FP8 weights. None either for a model whose matrices fp8plan does not know: its kernels are
     compiled when a rollout meets them.
@@ -46,8 +46,9 @@ def deep_gemm_rows(setup: EngineSetup, most: int) -> list[int]:
 
 
 def prefill_prompts(setup: EngineSetup, max_model_len: int) -> list[list[int]]:
-    """Prompts, to be run one by one, that meet every kernel of a step: as long as MOE_TILES, odd and even, and as
-    `deep_gemm_rows`, each one token short of max_model_len at most.
+    """Return prompts that, run one by one, meet every kernel of a step.
+
+    Their lengths are MOE_TILES, odd and even, and `deep_gemm_rows`; the longest is one token short of max_model_len.
 
     Requests reach the engine one by one, so the first step of a rollout holds any number of tokens: a rollout as
     warm-up does not meet the kernels of every one. Each prompt repeats a token of its own, or the prefix cache would

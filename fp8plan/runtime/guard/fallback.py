@@ -109,7 +109,7 @@ class GuardState:
     mismatched: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return {"rung": self.rung.value, "slow": self.slow, "mismatched": self.mismatched}
 
     @classmethod

@@ -77,7 +77,7 @@ class Verdict:
     cold: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for a log."""
+        """Return plain data for a log."""
         named = [{"cause": x.cause.value, "sentence": x.sentence, "lost_s": x.lost_s} for x in self.causes]
         return asdict(self) | {"causes": named, "action": self.action.value}
 

@@ -171,7 +171,7 @@ class SyncReport:
     scored_k3: float | None
 
     def __str__(self) -> str:
-        """One line for a log."""
+        """Return one line for a log."""
         said = [f"weights {self.version} serve: {self.tensors} tensors, {self.bytes / 1e6:,.1f} MB"]
         said[0] += f" in {self.seconds['total']:.3f} s"
         said += [f"{self.in_place} modules written in place, {self.reloaded} reloaded by vLLM"]
