@@ -31,7 +31,7 @@ Scales = dict[str, list[float]]  # layer -> scales of q, k, v
 
 
 def scales_from(amax: Mapping[str, Sequence[float]], margin: float = MARGIN) -> Scales:
-    """Return scales for `margin` times the amax; 1.0 for a layer that saw nothing. Raises ConfigError for NaN or Inf."""
+    """Return scales for `margin` times the amax; 1.0 for a layer that saw nothing. Raises ConfigError for NaN, Inf."""
     found = {}
     for layer, parts in amax.items():
         try:
