@@ -32,7 +32,7 @@ class AsyncRolloutEngine(EngineBase):
     `engine.llm` is vLLM's AsyncLLM. Generate through the engine: only it knows when the weights must not be used. The
     guard is fed by the caller, who knows which requests make a rollout: guard.after_rollout(observation_of(...)).
 
-    Every method raises LostEngineError after `shutdown`.
+    Calls after `shutdown` raise LostEngineError.
     """
 
     def __init__(self, launched: Launch, settings: SyncSettings, guard: GuardSettings | None = None) -> None:

@@ -44,7 +44,7 @@ MODES = ("inprocess", "multiprocess")
 class RolloutEngine(EngineBase):
     """A vllm.LLM in one of fp8plan's precisions; `from_plan` or `from_setup` makes one.
 
-    Every method raises LostEngineError after `shutdown`. Ctrl-C during a call is held back until it does no harm.
+    Calls after `shutdown` raise LostEngineError. Ctrl-C during a call is held back until it does no harm.
     """
 
     def __init__(
