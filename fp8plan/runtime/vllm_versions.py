@@ -1,4 +1,4 @@
-"""Which vLLM this runtime works with, and every place where it leans on more than vLLM's public interface."""
+"""The versions of vLLM that are supported, and every place that leans on more than vLLM's public interface."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ OLDEST, NEWEST = (0, 26), (0, 30)
 
 
 class Patch(NamedTuple):
-    """What is done to what, where (files of fp8plan.runtime), why, with which versions, on which platform.
+    """One place that leans on vLLM's inside.
 
-    does: reads, calls, extends: nothing changes. sets: writes attributes that vLLM itself writes. wraps, swaps: taken
-          back after use
+    does:     reads, calls, extends: nothing of vLLM changes. sets: writes attributes that vLLM itself writes. wraps,
+              swaps: taken back after use
+    names:    of vLLM or torch, as the code has them
+    where:    files of fp8plan.runtime
+    reason:   why the public interface is not enough
+    versions: of vLLM in which it is needed
+    platform: "CPU" or "CUDA", or "all"
     """
 
     does: Literal["reads", "calls", "extends", "sets", "wraps", "swaps"]
@@ -132,7 +137,7 @@ PATCHES: Final = (
     Patch(
         "reads",
         "resources.engine_dead, engine_manager.processes, EngineDeadError",
-        "engine/watched.py, engine/engine.py, engine/async_engine.py",
+        "engine/base.py, engine/engine.py, engine/watched.py",
         "an LLM waits for ever for outputs of an engine process that was killed; one that hangs is killed",
     ),
     Patch(
@@ -146,7 +151,7 @@ PATCHES: Final = (
         "reads",
         "llm_engine, engine_core, output_processor, get_num_unfinished_requests, request_states, "
         "parent_requests, abort_request",
-        "engine/engine.py, engine/async_engine.py",
+        "engine/base.py, engine/engine.py",
         "nothing is synced while requests run, those of a generate that was broken off are aborted, and engines "
         "stopped",
     ),
@@ -171,13 +176,16 @@ INSTALL: Final = "pip install 'fp8plan[vllm]' (on a CPU: pip install 'fp8plan[cp
 
 
 def check_torch(what: str) -> None:
-    """Raises ConfigError if torch is not installed, which `what` needs. It is looked for, not imported."""
+    """Look for torch, which `what` needs, without importing it. Raises ConfigError if it is not installed."""
     if find_spec("torch") is None:
         raise ConfigError(f"{what} needs torch, which is not installed; type: {INSTALL}")
 
 
 def check_vllm_version() -> str:
-    """The installed vLLM's version. Raises ConfigError if there is none, it is not supported, or it lacks torch."""
+    """Return the installed vLLM's version.
+
+    Raises ConfigError if there is none, if it is not supported, or if it lacks torch.
+    """
     from importlib.metadata import PackageNotFoundError, version
 
     check_torch("vLLM")
@@ -191,7 +199,7 @@ def check_vllm_version() -> str:
 
 
 def supported(found: str) -> str:
-    """`found` if it is a supported version. Raises ConfigError with the versions that are."""
+    """Return `found` if that version is supported. Raises ConfigError with the versions that are."""
     parts = found.split(".")
     try:
         minor = (int(parts[0]), int(parts[1]))

@@ -1,4 +1,4 @@
-"""Who may use an engine now: rollouts, or one procedure that changes it, and neither while it sleeps."""
+"""Access to an engine: for rollouts, or for one procedure that changes it, and for neither while it sleeps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def refuse_dead(state: SyncState) -> None:
 
 @contextmanager
 def generating(state: SyncState) -> Iterator[None]:
-    """A generate is open. Raises NotServingError while the weights must not be used."""
+    """Count a generate as running. Raises NotServingError while the weights must not be used."""
     with state.lock:
         refuse_dead(state)
         if state.asleep:
@@ -45,8 +45,10 @@ def generating(state: SyncState) -> Iterator[None]:
 
 @contextmanager
 def alone(state: SyncState, busy: int) -> Iterator[None]:
-    """Nothing else uses the engine. busy: unfinished requests that vLLM counts. Raises SyncError while there are any,
-    or another procedure runs."""
+    """Keep everybody else away from the engine. busy: unfinished requests that vLLM counts.
+
+    Raises SyncError while there are any, or while another procedure runs.
+    """
     with state.lock:
         if state.running:
             raise SyncError("another sync is running; wait for it. The weights that it leaves will serve")
@@ -62,9 +64,11 @@ def alone(state: SyncState, busy: int) -> Iterator[None]:
 
 @contextmanager
 def falling_asleep(state: SyncState, level: int) -> Iterator[bool]:
-    """vLLM is put to sleep; whether there is anything to do. If that fails nobody knows what is left: the engine counts
-    as asleep, and refuses until a wake-up and a complete sync. Raises ConfigError for other levels, SyncError if it
-    sleeps otherwise."""
+    """Keep account of vLLM being put to sleep; yield whether there is anything to do.
+
+    If it fails, nobody knows what is left: the engine counts as asleep, and refuses to generate until a wake-up and a
+    complete sync. Raises ConfigError for levels other than 1 and 2, SyncError if the engine sleeps in another way.
+    """
     refuse_dead(state)
     if level not in (1, 2):
         raise ConfigError(
@@ -87,7 +91,7 @@ def falling_asleep(state: SyncState, level: int) -> Iterator[bool]:
 
 
 def asleep_of(state: SyncState, tags: Sequence[str] | None) -> list[str]:
-    """Those of vLLM's tags (all, unless given) that sleep. Raises ConfigError for other tags."""
+    """Return those of vLLM's tags (all, unless given) that sleep. Raises ConfigError for tags that there are not."""
     refuse_dead(state)
     if isinstance(tags, str) or (wrong := [tag for tag in tags or () if tag not in TAGS]):
         given = tags if isinstance(tags, str) else wrong[0]

@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import aclosing
-from operator import index
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from uuid import uuid4
 
-from fp8plan.errors import NotServingError, SyncError
-from fp8plan.runtime.engine.access import alone, asleep_of, falling_asleep, generating, refuse_shut_down
-from fp8plan.runtime.engine.base import EngineBase
-from fp8plan.runtime.engine.engine import RESET_TRIES, RESET_WAIT_S, started_apart
+from fp8plan.runtime.engine.access import generating, refuse_shut_down
+from fp8plan.runtime.engine.base import EngineBase, requests
 from fp8plan.runtime.engine.launch import Launch, launch
-from fp8plan.runtime.engine.warm_up import freeze_garbage
-from fp8plan.runtime.engine.watched import LAST_WORDS_S, PATIENCE_S
+from fp8plan.runtime.engine.warm_up import freeze_garbage, until_reset
+from fp8plan.runtime.engine.watched import LAST_WORDS_S, PATIENCE_S, started_apart
 from fp8plan.runtime.guard.fallback import Action, GuardSettings
 from fp8plan.runtime.weight_sync.state import Call, Scored, SyncReport, SyncSettings, rpc
 
@@ -30,16 +27,16 @@ Answer = TypeVar("Answer")
 
 
 class AsyncRolloutEngine(EngineBase):
-    """A vllm AsyncLLM in one of fp8plan's precisions; `from_plan` or `from_setup` makes one. Its engine runs in a
-    process of its own.
+    """A vllm AsyncLLM in one of fp8plan's precisions, in a process of its own; `from_plan` or `from_setup` makes one.
 
     `engine.llm` is vLLM's AsyncLLM. Generate through the engine: only it knows when the weights must not be used. The
     guard is fed by the caller, who knows which requests make a rollout: guard.after_rollout(observation_of(...)).
+
+    Calls after `shutdown` raise LostEngineError.
     """
 
     def __init__(self, launched: Launch, settings: SyncSettings, guard: GuardSettings | None = None) -> None:
         super().__init__(launched, settings, launched.device, guard or GuardSettings())
-        self.llm: Any = None
 
     @classmethod
     async def from_setup(
@@ -54,7 +51,7 @@ class AsyncRolloutEngine(EngineBase):
         precisions: Sequence[str] | None = None,
         **vllm_kwargs: Any,
     ) -> AsyncRolloutEngine:
-        """As RolloutEngine.from_setup, with arguments of vLLM's AsyncEngineArgs."""
+        """Start vLLM as RolloutEngine.from_setup does; vllm_kwargs: further arguments of vLLM's AsyncEngineArgs."""
         launched = launch(setup, model_path, keep_bf16, vllm_kwargs, precisions)
         engine = cls(launched, sync or SyncSettings.planned(launched.precision, remote), guard)
         try:
@@ -69,7 +66,7 @@ class AsyncRolloutEngine(EngineBase):
     async def from_plan(
         cls, plan: Plan, model_path: str | None = None, *, choice: int | str | None = None, **settings: Any
     ) -> AsyncRolloutEngine:
-        """As RolloutEngine.from_plan, with the settings of `from_setup`."""
+        """Start vLLM as RolloutEngine.from_plan does; settings: as `from_setup` takes them."""
         precisions = plan.precisions_beside(choice)
         return await cls.from_setup(plan.setup(choice), model_path, precisions=precisions, **settings)
 
@@ -82,17 +79,19 @@ class AsyncRolloutEngine(EngineBase):
         kv_prompts: Sequence[Sequence[int]] | None = None,
         scored: Scored | None = None,
     ) -> SyncReport:
-        """As RolloutEngine.sync_weights. Requests must have ended, or been aborted, before."""
-        report: SyncReport = await self._drive(self._sync(self._busy(), tensors, manifest, kv_amax, kv_prompts, scored))
-        return report
+        """Make new weights serve, as RolloutEngine.sync_weights does. No request may be running."""
+        return await self._drive(self._revive_and_sync(self._busy(), tensors, manifest, kv_amax, kv_prompts, scored))
 
     async def join_transfer(self, where: Rendezvous) -> None:
-        """As RolloutEngine.join_transfer."""
+        """Meet a trainer that sends over NCCL (fp8plan.runtime.weight_sync.nccl). Returns once it has come."""
         await self._drive(self._join(self._busy(), where))
 
     async def generate(self, prompt: Any, sampling_params: Any, request_id: str | None = None) -> AsyncGenerator[Any]:
-        """AsyncLLM's generate, one request. Raises NotServingError while the weights are not to be used. One that is
-        cancelled, or left before its end, leaves no request behind."""
+        """Generate one request as AsyncLLM.generate does, and yield its RequestOutputs.
+
+        A generate that is cancelled, or left before its end, leaves no request behind. Raises NotServingError while the
+        weights must not be used.
+        """
         refuse_shut_down(self.state)
         with generating(self.state):
             output = None
@@ -103,35 +102,29 @@ class AsyncRolloutEngine(EngineBase):
                 self._remember([output])
 
     async def apply(self, verdict: Verdict | None, escalate: Escalation | None = None) -> None:
-        """As RolloutEngine.apply."""
+        """Do what a verdict, or a Monitor's escalation, asks for, as RolloutEngine.apply does."""
         if (action := self._advised(verdict, escalate)) != Action.NONE:
             await self._drive(self._apply(self._busy(), action))
 
     follow = apply  # its name until 0.1
 
     async def recalibrate_kv(self, *, kv_amax: Any = None, kv_prompts: Any = None) -> str | None:
-        """Measure or set the KV scales anew, without new weights; where they come from."""
-        source: str | None = await self._drive(self._recalibrate(self._busy(), kv_amax, kv_prompts))
-        return source
+        """Measure or set the KV scales without new weights, as RolloutEngine.recalibrate_kv does."""
+        return await self._drive(self._recalibrate(self._busy(), kv_amax, kv_prompts))
 
     async def kv_scales(self) -> dict[str, dict[str, float]]:
-        """layer -> scales of q, k, v that the live engine uses, on the device and on the host."""
+        """Return layer -> KV scales in use: "q", "k", "v" on the device, and "q_host", ... on the host."""
         refuse_shut_down(self.state)
         found: dict[str, dict[str, float]] = (await self._drive(rpc("fp8plan_kv_scales")))[0]
         return found
 
     async def sleep(self, level: int = 1) -> None:
-        """AsyncLLM's sleep. Level 2 drops the weights: a sync must follow the wake-up."""
-        with alone(self.state, self._busy()), falling_asleep(self.state, level) as needed:
-            if needed:
-                await self._whole(self._alive(lambda: self.llm.sleep(level)))
+        """Call AsyncLLM's sleep. Level 2 drops the weights: a sync must follow the wake-up."""
+        await self._drive(self._sleep(self._busy(), level))
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """AsyncLLM's wake_up, which sets KV scales to 1.0; they are put back, and the KV cache is zeroed."""
-        with alone(self.state, self._busy()):
-            if sleeping := asleep_of(self.state, tags):
-                await self._whole(self._alive(lambda: self.llm.wake_up(sleeping)))
-            await self._drive(self._woken(sleeping))
+        """Call AsyncLLM's wake_up. It sets the KV scales to 1.0; they are put back, and the KV cache is zeroed."""
+        await self._drive(self._wake_up(self._busy(), tags))
 
     def shutdown(self) -> None:
         """Stop the engine's process, for good: every later call raises LostEngineError."""
@@ -147,22 +140,8 @@ class AsyncRolloutEngine(EngineBase):
         self.llm = started_apart(lambda: AsyncLLM.from_engine_args(arguments))
         freeze_garbage()
 
-    def _stop(self) -> None:
-        if self.llm is not None:
-            try:
-                self.llm.shutdown()
-            except BaseException:
-                self._give_up()  # vLLM shuts processes down only once: a second try would leave them
-                raise
-            self.llm = None
-
-    def _model_config(self) -> Any:
-        return self.llm.model_config
-
-    def _busy(self) -> int:
-        """Unfinished requests. Raises LostEngineError after shutdown."""
-        refuse_shut_down(self.state)
-        return 0 if self.state.dead else self.llm.output_processor.get_num_unfinished_requests()
+    def _shut_down(self) -> None:
+        self.llm.shutdown()
 
     async def _drive(self, procedure: Generator[Call, Any, Answer]) -> Answer:
         """Run a procedure to its end, answering its calls."""
@@ -185,49 +164,48 @@ class AsyncRolloutEngine(EngineBase):
         if call.what == "reset":
             return await self._reset_prefix_cache()
         if call.what == "generate":
-            from vllm import SamplingParams
-
-            prompts, settings = call.arguments
-            params = SamplingParams(**{"detokenize": False} | settings)
-            tasks = [asyncio.ensure_future(self._one(tokens, params)) for tokens in prompts]
+            prompts, params = requests(call)
+            tasks = [asyncio.ensure_future(self._last(prompt, params)) for prompt in prompts]
             try:
                 return await asyncio.gather(*tasks)
             finally:
                 for task in tasks:  # one that failed must not leave the others running
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+        if call.what in ("sleep", "wake_up"):
+            return await self._alive(lambda: getattr(self.llm, call.what)(*call.arguments))
         method, arguments = call.arguments
         try:
             return await self._alive(lambda: self.llm.collective_rpc(method, args=arguments))
         except Exception as error:
             raise self.lost(error) from error
 
-    async def _one(self, tokens: Sequence[int], params: Any) -> Any:
-        found = None
-        async with aclosing(self._request({"prompt_token_ids": [index(token) for token in tokens]}, params)) as outputs:
-            async for output in outputs:
-                found = output
-        return found
+    async def _last(self, prompt: Any, params: Any) -> Any:
+        """Return the last output of one request."""
+        output = None
+        async with aclosing(self._request(prompt, params)) as outputs:
+            async for output in outputs:  # noqa: B007 -- the last one is wanted
+                pass
+        return output
 
     async def _request(self, prompt: Any, params: Any, request_id: str | None = None) -> AsyncGenerator[Any]:
-        """Outputs of one request, which is gone afterwards: vLLM forgets it if it is cancelled while it is sent."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
+        """Yield the outputs of one request. It is always gone afterwards: vLLM itself would not abort one that is
+        cancelled while it is sent."""
         name = request_id or uuid4().hex
         try:
-            async with aclosing(self.llm.generate(prompt, params, name)) as outputs:
-                async for output in outputs:
-                    yield output
-        except EngineDeadError as error:
-            raise self._died() from error
+            with self._noticing_death():
+                async with aclosing(self.llm.generate(prompt, params, name)) as outputs:
+                    async for output in outputs:
+                        yield output
         except BaseException:
             if self.llm is not None and not self.state.dead:
                 await self._whole(self.llm.abort(name))
             raise
 
     async def _whole(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """What `work` gives. A task that is cancelled meanwhile ends when that has ended: what comes next must not meet
-        it. One that is cancelled again, or waits too long, ends at once, and the engine is given up."""
+        """Return what `work` gives. A task that is cancelled meanwhile ends only when `work` has, so that the next call
+        does not meet it. If it is cancelled again, or waits too long, it ends at once, and the engine is given up.
+        """
         task = asyncio.ensure_future(work)
         try:
             return await asyncio.shield(task)
@@ -241,33 +219,15 @@ class AsyncRolloutEngine(EngineBase):
                 await asyncio.wait({task}, timeout=LAST_WORDS_S)
             raise
 
-    def _give_up(self) -> None:
-        """End an engine that somebody has lost patience with; the next sync starts another."""
-        self.state.dead = True
-        if self.llm is not None:
-            for process in self.llm.engine_core.resources.engine_manager.processes:
-                process.kill()
-
-    def _died(self) -> NotServingError:
-        self.state.dead = True
-        return NotServingError("the engine has died; the next sync_weights starts it again")
-
     async def _reset_prefix_cache(self) -> None:
         if self.llm.model_config.is_multimodal_model:
             await self._alive(self.llm.reset_encoder_cache)
-        for _ in range(RESET_TRIES):
+        for pause_s in until_reset():
             if await self._alive(lambda: self.llm.reset_prefix_cache(reset_connector=True)):
                 return
-            await asyncio.sleep(RESET_WAIT_S)
-        raise SyncError(f"vLLM did not empty its prefix cache within {RESET_TRIES * RESET_WAIT_S:.0f} s")
+            await asyncio.sleep(pause_s)
 
     async def _alive(self, act: Callable[[], Awaitable[Answer]]) -> Answer:
-        """What `act` gives; if the engine dies of it, that is remembered."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        if self.llm is None:
-            raise NotServingError("the engine could not be started; call sync_weights, which tries again")
-        try:
+        """Return what `act` gives. Raises NotServingError if the engine dies of it, or if there is none."""
+        with self._noticing_death():
             return await act()
-        except EngineDeadError as error:
-            raise self._died() from error

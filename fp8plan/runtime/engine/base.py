@@ -1,18 +1,30 @@
-"""What every engine has, in this process or under asyncio: its start, its state, and the procedures that act
-on it. A procedure yields Calls (runtime.weight_sync.procedure); RolloutEngine and AsyncRolloutEngine answer them."""
+"""The base of both engines: their state, and the procedures that act on them.
+
+A procedure is a generator that yields Calls (runtime.weight_sync.state). RolloutEngine answers them in place,
+AsyncRolloutEngine under asyncio, so everything but the talking to vLLM is written once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import suppress
+import gc
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from typing import Any
+from operator import index
+from typing import Any, Literal
 
 from fp8plan.errors import ConfigError, Fp8PlanError, NotServingError
 from fp8plan.runtime.controller.state import Escalation
-from fp8plan.runtime.engine.access import alone, refuse_asleep, refuse_dead
+from fp8plan.runtime.engine.access import (
+    alone,
+    asleep_of,
+    falling_asleep,
+    refuse_asleep,
+    refuse_dead,
+    refuse_shut_down,
+)
 from fp8plan.runtime.engine.launch import Launch
-from fp8plan.runtime.engine.warm_up import deep_gemm_rows, ladder
+from fp8plan.runtime.engine.warm_up import prefill_prompts
 from fp8plan.runtime.guard.fallback import Action, GuardSettings, GuardState, answered, stepped_down
 from fp8plan.runtime.guard.guard import Guard, Verdict
 from fp8plan.runtime.guard.observation import EngineFacts
@@ -20,7 +32,7 @@ from fp8plan.runtime.weight_sync.announce import plain
 from fp8plan.runtime.weight_sync.kv_calibration import kv_scales, refuse_calibration
 from fp8plan.runtime.weight_sync.kv_scales import PARTS, Scales
 from fp8plan.runtime.weight_sync.nccl import Rendezvous
-from fp8plan.runtime.weight_sync.procedure import clean, sync
+from fp8plan.runtime.weight_sync.procedure import clean, replace_weights
 from fp8plan.runtime.weight_sync.state import Call, Procedure, Scored, SyncReport, SyncSettings, SyncState, rpc
 
 # Sequences of the last rollout that KV scales are calibrated on, and tokens of each.
@@ -28,11 +40,20 @@ CALIBRATION_SEQUENCES, CALIBRATION_TOKENS = 16, 1024
 
 
 class EngineBase:
-    """launch:  how it was started; state: of its weights; facts: what really runs
-    guard:   compares rollouts with what the best profile predicts; None where none can (`guard_off` says why)
+    """An engine, and all that fp8plan knows of it.
+
+    mode:   "inprocess" or "multiprocess": where vLLM's engine runs
+    llm:    vLLM's own LLM or AsyncLLM; None while there is none
+    launch: how it was started
+    state:  the state of its weights
+    facts:  what really runs (runtime.worker.facts)
+    guard:  compares rollouts with what the best profile predicts; None if nothing can (`guard_off` says why)
     """
 
+    mode: Literal["inprocess", "multiprocess"] = "multiprocess"
+
     def __init__(self, launched: Launch, settings: SyncSettings, staged_on: str | None, guard: GuardSettings) -> None:
+        self.llm: Any = None
         self.launch = launched
         self.state = SyncState(settings, staged_on, launched.fp8_kv)
         self.facts: dict[str, Any] = {}
@@ -43,45 +64,89 @@ class EngineBase:
 
     @property
     def serving(self) -> bool:
-        """Whether the weights may be used."""
+        """Return whether rollouts may use the weights now."""
         return self.state.refusal is None and not self.state.dead and not self.state.shut_down
 
     def lost(self, error: Exception) -> Exception:
-        """What an rpc's error means. Workers answer their own as data: what is raised in another process is its end."""
-        if self.state.staged_on is None or isinstance(error, NotServingError):
-            return error
+        """Return the error to raise for one that an rpc raised.
+
+        Workers answer their own errors as data. So an exception from another process means that it has ended.
+        """
+        return error if self.state.staged_on is None or isinstance(error, NotServingError) else self._died()
+
+    def _died(self) -> NotServingError:
+        """Note that the engine is dead, and return the error that says so."""
         self.state.dead = True
         return NotServingError("the engine has died; the next sync_weights starts it again")
 
+    @contextmanager
+    def _noticing_death(self) -> Iterator[None]:
+        """Note it if the engine dies of what is done inside. Raises NotServingError then, and if there is no engine."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if self.llm is None:
+            raise NotServingError("the engine could not be started; call sync_weights, which tries again")
+        try:
+            yield
+        except EngineDeadError as error:
+            raise self._died() from error
+
+    @property
+    def _front(self) -> Any:
+        """vLLM's front end: the LLMEngine of an LLM, or the AsyncLLM itself."""
+        return getattr(self.llm, "llm_engine", self.llm)
+
+    def _busy(self) -> int:
+        """Return the number of unfinished requests. Raises LostEngineError after shutdown."""
+        refuse_shut_down(self.state)
+        return 0 if self.state.dead else self._front.output_processor.get_num_unfinished_requests()
+
+    def _give_up(self) -> None:
+        """Kill an engine that somebody has lost patience with; the next sync starts another."""
+        self.state.dead = True
+        if self.mode == "multiprocess" and self.llm is not None:
+            for process in self._front.engine_core.resources.engine_manager.processes:
+                process.kill()
+
+    def _stop(self) -> None:
+        """Shut vLLM down, and let Python collect what it leaves."""
+        if self.llm is not None:
+            try:
+                self._shut_down()
+            except BaseException:
+                self._give_up()  # vLLM shuts processes down only once: a second try would leave them
+                raise
+            self.llm = None
+        gc.unfreeze()
+        gc.collect()
+
+    def _shut_down(self) -> None:
+        """Call vLLM's own shutdown."""
+        raise NotImplementedError
+
     def _opening(self) -> Procedure:
-        """What follows every start: read what runs, refuse what was not planned, compile what rollouts need."""
+        """Take over an engine that has started: read what runs, refuse what was not planned, compile kernels."""
         answers = yield from rpc("fp8plan_facts")
         self.facts = answers[0]
         self.launch.refuse_other(self.facts)
         self.state.expected = self.launch.checkpoint()
-        running = self._model_config()
+        running = self._front.model_config
         self.state.longest_prompt, self.state.vocabulary = running.max_model_len - 1, running.get_vocab_size()
         self.launch = self.launch.holding(running.max_model_len)
         self.state.kv_scales = (yield from self._live_scales()) if self.state.fp8_kv else None
         if not self.launch.setup.gpu.is_cpu:
-            longest = self._longest
-            lengths = ladder(longest - 1, deep_gemm_rows(self.launch.setup, longest))
-            for token, length in enumerate(lengths):  # a token of its own, or the prefix cache has all but the end
-                yield Call("generate", ([[token] * length], {"max_tokens": 1, "ignore_eos": True}))
+            for prompt in prefill_prompts(self.launch.setup, self._longest):
+                yield Call("generate", ([prompt], {"max_tokens": 1, "ignore_eos": True}))
             yield Call("reset")
         self._watch()
 
     @property
     def _longest(self) -> int:
-        """Tokens of the longest request."""
+        """The longest request, in tokens."""
         return self.launch.limits.max_model_len or 2
 
-    def _model_config(self) -> Any:
-        """vLLM's ModelConfig of the engine that runs."""
-        raise NotImplementedError
-
     def _live_scales(self) -> Generator[Call, Any, Scales]:
-        """What a started engine has: 1.0, or what its checkpoint brings."""
+        """Read the KV scales of a started engine: 1.0, or those of its checkpoint."""
         answers = yield from rpc("fp8plan_kv_scales")
         return {layer: [parts[part] for part in PARTS] for layer, parts in answers[0].items()}
 
@@ -99,7 +164,7 @@ class EngineBase:
             self.guard, self.guard_off = None, str(error)
 
     def engine_facts(self) -> EngineFacts:
-        """What the guard needs to know of what runs."""
+        """Return the facts that the guard needs about the running engine."""
         setup, attention = self.launch.setup, self.facts["attention"]
         preset = setup.precision
         backends = {f"attention.{preset.kv}": attention} if attention else {}
@@ -115,7 +180,7 @@ class EngineBase:
             cudagraph_mode=self.facts["cudagraph_mode"],
         )
 
-    def _sync(
+    def _revive_and_sync(
         self,
         busy: int,
         source: Any,
@@ -124,6 +189,7 @@ class EngineBase:
         kv_prompts: Sequence[Sequence[int]] | None,
         scored: Scored | None,
     ) -> Generator[Call, Any, SyncReport]:
+        """Replace the weights; a dead engine is started again first. busy: unfinished requests."""
         state = self.state
         with alone(self.state, busy):
             refuse_asleep(self.state, kv_amax, scored)
@@ -135,7 +201,7 @@ class EngineBase:
             if state.settings.weights_in == "fp8_block" and not state.quantised and state.expected is not None:
                 yield from self._learn_quantised()
             prompts, where = self._calibration(kv_amax, kv_prompts)
-            return (yield from sync(state, source, manifest, kv_amax, prompts, where, scored))
+            return (yield from replace_weights(state, source, manifest, kv_amax, prompts, where, scored))
 
     def _join(self, busy: int, where: Rendezvous) -> Procedure:
         """Meet a trainer; a dead engine is started again first."""
@@ -145,7 +211,7 @@ class EngineBase:
             yield from rpc("fp8plan_join", asdict(where))
 
     def _restart(self) -> Procedure:
-        """Start the engine anew, as `launch` says now. Until all of it has gone well the engine counts as dead."""
+        """Start the engine anew, as `launch` says now. The engine counts as dead until all of it has gone well."""
         state = self.state
         state.dead = True
         state.refusal = "the engine was started again, with the weights of its checkpoint"
@@ -157,15 +223,18 @@ class EngineBase:
         state.dead = False
 
     def _learn_quantised(self) -> Procedure:
-        """Which of the checkpoint's tensors the engine holds in FP8."""
+        """Ask the workers which of the checkpoint's tensors the engine holds in FP8."""
         expected = plain(self.state.expected or ())
         answers = yield from rpc("fp8plan_prepare", expected, self.state.settings.in_place)
         self.state.quantised = tuple(answers[0]["quantised"])
         return self.state.quantised
 
     def _calibration(self, amax: Any, given: Sequence[Sequence[int]] | None) -> tuple[Any, str]:
-        """Token ids to calibrate KV scales on: those given, none if there is an amax or no FP8 KV cache, the last
-        rollout's, or random ones; where they come from."""
+        """Return token ids to calibrate KV scales on, and where they come from.
+
+        They are the given ones; None with an amax or without an FP8 KV cache; else sequences of the last rollout, or
+        random tokens before the first.
+        """
         if given is not None or amax is not None or not self.state.fp8_kv:
             return _as_lists(given), "calibration prompts"
         if self._rollout:
@@ -177,6 +246,7 @@ class EngineBase:
         return tokens.tolist(), "random tokens, as no rollout has run yet"
 
     def _remember(self, outputs: Sequence[Any]) -> None:
+        """Keep some sequences of a rollout for calibration, and note log-probs that are NaN."""
         if self.state.fp8_kv:
             most = min(CALIBRATION_TOKENS, self._longest - 1)
             chosen = outputs[:: max(1, len(outputs) // CALIBRATION_SEQUENCES)][:CALIBRATION_SEQUENCES]
@@ -187,13 +257,15 @@ class EngineBase:
             self.state.soiled = True
 
     def _rescale(self) -> Procedure:
-        """Put the KV scales back, after what sets them to 1.0."""
+        """Put the KV scales back after vLLM has set them to 1.0."""
         if self.state.kv_scales is not None:
             yield from rpc("fp8plan_set_kv_scales", self.state.kv_scales)
 
     def _recalibrate(
         self, busy: int, kv_amax: Mapping[str, Sequence[float]] | None, kv_prompts: Any
     ) -> Generator[Call, Any, str | None]:
+        """Measure or set the KV scales without a sync, and return where they come from. After a failure the old ones
+        are back."""
         state = self.state
         with alone(self.state, busy):
             refuse_dead(self.state)
@@ -212,17 +284,26 @@ class EngineBase:
             state.refusal = before
         return used
 
-    def _woken(self, tags: Sequence[str]) -> Procedure:
-        """After vLLM has woken up: its KV cache is whatever lay in that memory, its scales are 1.0."""
+    def _sleep(self, busy: int, level: int) -> Procedure:
+        """Put vLLM to sleep, unless it sleeps already."""
+        with alone(self.state, busy), falling_asleep(self.state, level) as needed:
+            if needed:
+                yield Call("sleep", (level,))
+
+    def _wake_up(self, busy: int, tags: Sequence[str] | None) -> Procedure:
+        """Wake vLLM up, and mend what that leaves: a KV cache of whatever lay in that memory, KV scales of 1.0."""
         state = self.state
-        if "kv_cache" in tags:
-            state.soiled = True
-            yield from clean(state)
-        yield from self._rescale()
-        state.asleep -= frozenset(tags)
+        with alone(state, busy):
+            if sleeping := asleep_of(state, tags):
+                yield Call("wake_up", (sleeping,))
+            if "kv_cache" in sleeping:
+                state.soiled = True
+                yield from clean(state)
+            yield from self._rescale()
+            state.asleep -= frozenset(sleeping)
 
     def _advised(self, verdict: Verdict | None, escalate: Escalation | None) -> Action:
-        """What the guard advises; if that is nothing, its answer to the controller's escalation."""
+        """Return what the guard advises; if that is nothing, its answer to the controller's escalation."""
         action = Action.NONE if verdict is None else verdict.action
         if action != Action.NONE or escalate is None:
             return action
@@ -231,7 +312,7 @@ class EngineBase:
         return answered(GuardState(), self.launch.precision, escalate)[1]
 
     def _apply(self, busy: int, action: Action) -> Procedure:
-        """Do what the guard advises, and tell it."""
+        """Do what the guard advises, and tell the guard."""
         if action == Action.RECALIBRATE_KV:
             yield from self._recalibrate(busy, None, None)
             self._took(action)
@@ -249,9 +330,20 @@ class EngineBase:
             self.guard.took(action)
 
 
+def requests(call: Call) -> tuple[list[dict[str, list[int]]], Any]:
+    """Return the prompts of a "generate" Call as vLLM takes them, and their SamplingParams."""
+    from vllm import SamplingParams
+
+    prompts, settings = call.arguments
+    inputs = [{"prompt_token_ids": [index(token) for token in tokens]} for tokens in prompts]
+    return inputs, SamplingParams(**{"detokenize": False} | settings)
+
+
 def _as_lists(prompts: Any) -> Any:
-    """Prompts that can be read more than once: to be checked, and in each pass of a calibration. What is no list of
-    lists stays what it is, to be refused."""
+    """Return prompts that can be read more than once: to be checked, and in each pass of a calibration.
+
+    What is no list of lists stays what it is, and is refused later.
+    """
     if not isinstance(prompts, Iterable):
         return prompts
     return [list(tokens) if isinstance(tokens, Iterable) else tokens for tokens in prompts]

@@ -12,25 +12,20 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing import active_children
-from multiprocessing.resource_tracker import ensure_running
-from operator import index
-from threading import Event
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-from fp8plan.errors import ConfigError, NotServingError, SyncError
-from fp8plan.runtime.engine.access import alone, asleep_of, falling_asleep, generating, refuse_shut_down
-from fp8plan.runtime.engine.base import EngineBase
+from fp8plan.errors import ConfigError, NotServingError
+from fp8plan.runtime.engine.access import generating, refuse_shut_down
+from fp8plan.runtime.engine.base import EngineBase, requests
 from fp8plan.runtime.engine.interrupts import Held, let_in, released
 from fp8plan.runtime.engine.launch import Launch, launch
 from fp8plan.runtime.engine.rollout_timer import Judge
-from fp8plan.runtime.engine.warm_up import freeze_garbage
-from fp8plan.runtime.engine.watched import watched
+from fp8plan.runtime.engine.warm_up import freeze_garbage, until_reset
+from fp8plan.runtime.engine.watched import started_apart, watched
 from fp8plan.runtime.guard.fallback import Action, GuardSettings
 from fp8plan.runtime.weight_sync.state import Call, Scored, SyncReport, SyncSettings, rpc
 
@@ -45,14 +40,11 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 MODES = ("inprocess", "multiprocess")
 
-# With async scheduling vLLM frees the last blocks a moment after the last token is out.
-RESET_TRIES, RESET_WAIT_S = 50, 0.1
-
 
 class RolloutEngine(EngineBase):
     """A vllm.LLM in one of fp8plan's precisions; `from_plan` or `from_setup` makes one.
 
-    `verdict` is what the guard says of the last `generate`; it is worked out while the trainer goes on.
+    Calls after `shutdown` raise LostEngineError. Ctrl-C during a call is held back until it does no harm.
     """
 
     def __init__(
@@ -69,7 +61,6 @@ class RolloutEngine(EngineBase):
         super().__init__(launched, settings, staged_on, guard or GuardSettings())
         self.mode = mode
         self._judge = Judge(self)
-        self.llm: Any = None
         self._half_done = False  # a step or a request, when something other than an Exception came out of it
         with Held(self._give_up):
             try:
@@ -93,19 +84,20 @@ class RolloutEngine(EngineBase):
         precisions: Sequence[str] | None = None,
         **vllm_kwargs: Any,
     ) -> RolloutEngine:
-        """Start vLLM, one replica, with any model that it runs: where fp8plan cannot predict its speed, `guard_off`
-        says so, and all the rest works.
+        """Start one replica of vLLM with any model that it runs.
 
         model_path:  folder or Hugging Face id of the BF16 checkpoint; the setup's model unless given
-        mode:        the engine in this process, or in one of its own
-        sync, guard: how weights are synced, and when the guard advises to step down; None: as planned
+        mode:        "inprocess": vLLM's engine runs in this process; "multiprocess": in one of its own
+        sync:        how weights are synced; None: as the precision asks for (SyncSettings.planned)
         remote:      whether the trainer's tensors come over a link (fp8plan.runtime.weight_sync.nccl)
-        keep_bf16:   first and last layers of the model whose linears stay BF16
-        precisions:  that the engine may step down to; None: any
+        guard:       when the guard advises to step down; None: the defaults
+        keep_bf16:   how many first and last layers of the model keep their linears in BF16
+        precisions:  presets that the engine may step down to; None: any
         vllm_kwargs: further arguments of vllm.LLM, which win over the setup's limits, but not over its precision
 
-        Until the first sync the checkpoint's weights serve, an FP8 KV cache with vLLM's scales of 1.0; `recalibrate_kv`
-        measures better ones.
+        Until the first sync the checkpoint's weights serve. An FP8 KV cache then has vLLM's scales of 1.0;
+        `recalibrate_kv` measures better ones. Where fp8plan cannot predict the engine's speed, `guard_off` says why,
+        and all the rest works.
 
         Raises ConfigError if vLLM's version is not supported, or for a model or argument that cannot be applied.
         """
@@ -121,7 +113,7 @@ class RolloutEngine(EngineBase):
         choice:   index into plan.choices, or a precision of the plan; the chosen one unless given
         settings: as `from_setup` takes them
 
-        Raises ConfigError for a choice that the plan has not, and as `from_setup` does.
+        Raises ConfigError for a choice that the plan does not have, and as `from_setup` does.
         """
         precisions = plan.precisions_beside(choice)
         return cls.from_setup(plan.setup(choice), model_path, precisions=precisions, **settings)
@@ -135,29 +127,33 @@ class RolloutEngine(EngineBase):
         kv_prompts: Sequence[Sequence[int]] | None = None,
         scored: Scored | None = None,
     ) -> SyncReport:
-        """Make new weights serve: complete, checked, KV scales recalibrated, prefix cache emptied.
+        """Make new weights serve: all of them, checked, with new KV scales and an empty prefix cache.
 
-        tensors:    {name: tensor}, a list of pairs, an iterator of pairs, or a vLLM WeightSource; Hugging Face names,
-                    full tensors in BF16 on any device (or FP8 and scales, by SyncSettings.weights_in). An iterator must
-                    not write again to what it gave
-        manifest:   (name, dtype, shape) of each, for an iterator. Without it, the checkpoint's tensors are expected
-        kv_amax:    largest |q|, |k|, |v| of each attention layer, from the trainer; else they are measured here, on
-        kv_prompts: token ids; unless given, sequences of the last rollout
-        scored:     a sequence with the trainer's log-probs, which the new weights must agree with
+        tensors:    {name: tensor}, a list or an iterator of (name, tensor) pairs, or a vLLM WeightSource. Hugging Face
+                    names; full tensors of the checkpoint's shapes, in BF16, on any device (or E4M3 with FP32 scales,
+                    see SyncSettings.weights_in). An iterator must not write again to a tensor that it gave
+        manifest:   (name, dtype, shape) of each tensor of an iterator; None: the checkpoint's tensors are expected
+        kv_amax:    {layer: largest |q|, |k|, |v|} from the trainer, for every attention layer by vLLM's name; None:
+                    measured here, on kv_prompts
+        kv_prompts: token ids of each prompt; None: sequences of the last rollout
+        scored:     a sequence with the trainer's log-probs, which the new weights must reproduce
 
-        Raises SyncError; its message says which weights serve now.
+        Starts the engine again if it has died. Raises SyncError, whose message says which weights serve now.
         """
         with self._calling():
-            report: SyncReport = self._drive(self._sync(self._busy(), tensors, manifest, kv_amax, kv_prompts, scored))
-            return report
+            return self._drive(self._revive_and_sync(self._busy(), tensors, manifest, kv_amax, kv_prompts, scored))
 
     def join_transfer(self, where: Rendezvous) -> None:
-        """Meet a trainer that sends over NCCL; returns once it has come (fp8plan.runtime.weight_sync.nccl)."""
+        """Meet a trainer that sends over NCCL (fp8plan.runtime.weight_sync.nccl). Returns once it has come."""
         with self._calling():
             self._drive(self._join(self._busy(), where))
 
     def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> list[Any]:
-        """vLLM's generate; `verdict` is the guard's on it. Raises NotServingError while weights must not be used."""
+        """Generate as vllm.LLM.generate does, and return its RequestOutputs, in the order of the prompts.
+
+        `verdict` then is the guard's on this rollout. Raises NotServingError while another generate runs, or while the
+        weights must not be used.
+        """
         with self._calling():
             if self.state.generating or (not self.state.running and self._busy()):
                 raise NotServingError(
@@ -168,23 +164,32 @@ class RolloutEngine(EngineBase):
 
     @property
     def verdict(self) -> Verdict | None:
-        """Of the last rollout; None before the first, and where none can be given (`guard_off` says why)."""
+        """The guard's verdict on the last rollout. None before the first, and if there is none (`guard_off` says why).
+
+        It is worked out while the trainer goes on; to read it waits for that.
+        """
         return self._judge.last.verdict
 
     @property
     def observation(self) -> Observation | None:
-        """What the last rollout showed: its lengths, seconds, preemptions; None before the first."""
+        """The lengths, seconds and preemptions of the last rollout; None before the first."""
         return self._judge.last.observation
 
     def report_kl(self, kl_k3: float) -> None:
-        """The trainer's mean k3 (nats per token) between its policy and the last rollout's; the verdict on the next
-        rollout counts it. Raises ConfigError if it is not finite."""
+        """Report the trainer's mean k3 between its policy and the last rollout's, in nats per token.
+
+        The verdict on the next rollout counts it. Raises ConfigError if it is not finite.
+        """
         self._judge.report_kl(kl_k3)
 
     def apply(self, verdict: Verdict | None, escalate: Escalation | None = None) -> None:
-        """Do what a verdict advises: nothing, recalibrate the KV cache, or restart in a safer precision, after which
-        the engine refuses to generate until a sync. Where it advises nothing, do what `escalate` asks for, that of a
-        Monitor's decision."""
+        """Do what a verdict advises: nothing, recalibrate the KV cache, or restart in a safer precision.
+
+        escalate: of a Monitor's decision; it is followed where the verdict advises nothing
+
+        After a restart the engine refuses to generate until a sync. Raises SyncError while requests run, ConfigError
+        if the plan does not have that precision.
+        """
         if (action := self._advised(verdict, escalate)) != Action.NONE:
             with self._calling():
                 self._drive(self._apply(self._busy(), action))
@@ -192,29 +197,36 @@ class RolloutEngine(EngineBase):
     follow = apply  # its name until 0.1
 
     def recalibrate_kv(self, *, kv_amax: Any = None, kv_prompts: Any = None) -> str | None:
-        """Measure or set the KV scales anew, without new weights; where they come from."""
+        """Measure or set the KV scales without new weights, and return where they come from.
+
+        kv_amax, kv_prompts: as for `sync_weights`. Raises ConfigError for ones that scales cannot be made of,
+        SyncError while requests run. None is returned without an FP8 KV cache.
+        """
         with self._calling():
-            source: str | None = self._drive(self._recalibrate(self._busy(), kv_amax, kv_prompts))
-            return source
+            return self._drive(self._recalibrate(self._busy(), kv_amax, kv_prompts))
 
     def kv_scales(self) -> dict[str, dict[str, float]]:
-        """layer -> scales of q, k, v that the live engine uses, on the device and on the host."""
+        """Return layer -> KV scales in use: "q", "k", "v" on the device, and "q_host", ... on the host."""
         with self._calling():
             found: dict[str, dict[str, float]] = self._drive(rpc("fp8plan_kv_scales"))[0]
         return found
 
     def sleep(self, level: int = 1) -> None:
-        """vLLM's sleep (enable_sleep_mode=True). Level 2 drops the weights: a sync must follow the wake-up."""
-        with self._calling(), alone(self.state, self._busy()), falling_asleep(self.state, level) as needed:
-            if needed:
-                self._alive(lambda: self.llm.sleep(level))
+        """Call vLLM's sleep (enable_sleep_mode=True). Level 1 keeps the weights on the host.
+
+        Level 2 drops them: a sync must follow the wake-up. Raises SyncError while requests run, ConfigError for other
+        levels.
+        """
+        with self._calling():
+            self._drive(self._sleep(self._busy(), level))
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """vLLM's wake_up, which sets KV scales to 1.0; they are put back, and the KV cache is zeroed."""
-        with self._calling(), alone(self.state, self._busy()):
-            if sleeping := asleep_of(self.state, tags):
-                self._alive(lambda: self.llm.wake_up(sleeping))
-            self._drive(self._woken(sleeping))
+        """Call vLLM's wake_up. vLLM sets the KV scales to 1.0; they are put back, and the KV cache is zeroed.
+
+        tags: "weights", "kv_cache"; None: all that sleeps. Raises ConfigError for others.
+        """
+        with self._calling():
+            self._drive(self._wake_up(self._busy(), tags))
 
     def shutdown(self) -> None:
         """Stop the engine and free its memory, for good: every later call raises LostEngineError."""
@@ -225,8 +237,7 @@ class RolloutEngine(EngineBase):
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
-        """A call of the caller's: Ctrl-C waits for places where it does no harm. Raises LostEngineError after
-        shutdown."""
+        """Hold Ctrl-C back, during a call, until it does no harm. Raises LostEngineError after shutdown."""
         refuse_shut_down(self.state)
         with Held(self._give_up):
             yield
@@ -256,19 +267,11 @@ class RolloutEngine(EngineBase):
         core.add_request, core.step = self._whole(core.add_request), self._whole(core.step)
         freeze_garbage()
 
-    def _stop(self) -> None:
-        if self.llm is not None:
-            try:
-                self.llm.llm_engine.engine_core.shutdown()
-            except BaseException:
-                self._give_up()  # vLLM shuts processes down only once: a second try would leave them
-                raise
-            self.llm = None
-        gc.unfreeze()
-        gc.collect()
+    def _shut_down(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
 
     def _whole(self, act: Callable[..., Answer]) -> Callable[..., Answer]:
-        """`act`, which nothing interrupts but between two of its calls; what does all the same is remembered."""
+        """Return `act` such that Ctrl-C comes in between two of its calls only. What breaks one off is remembered."""
 
         def whole(*args: Any, **kwargs: Any) -> Answer:
             let_in()
@@ -282,19 +285,6 @@ class RolloutEngine(EngineBase):
             return found
 
         return whole
-
-    def _give_up(self) -> None:
-        """End an engine that somebody has lost patience with; the next sync starts another."""
-        self.state.dead = True
-        if self.mode == "multiprocess" and self.llm is not None:
-            for process in self.llm.llm_engine.engine_core.resources.engine_manager.processes:
-                process.kill()
-
-    def _model_config(self) -> Any:
-        return self.llm.llm_engine.model_config
-
-    def _busy(self) -> int:
-        return 0 if self.state.dead else self.llm.llm_engine.get_num_unfinished_requests()
 
     def _drive(self, procedure: Generator[Call, Any, Answer]) -> Answer:
         """Run a procedure to its end, answering its calls."""
@@ -318,12 +308,10 @@ class RolloutEngine(EngineBase):
         if call.what == "reset":
             return self._reset_prefix_cache()
         if call.what == "generate":
-            from vllm import SamplingParams
-
-            prompts, settings = call.arguments
-            inputs = [{"prompt_token_ids": [index(token) for token in tokens]} for tokens in prompts]
-            params = SamplingParams(**{"detokenize": False} | settings)
-            return self._finished(lambda: self.llm.generate(inputs, params, use_tqdm=False))
+            prompts, params = requests(call)
+            return self._finished(lambda: self.llm.generate(prompts, params, use_tqdm=False))
+        if call.what in ("sleep", "wake_up"):
+            return self._alive(lambda: getattr(self.llm, call.what)(*call.arguments))
         method, arguments = call.arguments
         try:
             return self._alive(lambda: self.llm.collective_rpc(method, args=arguments))
@@ -333,16 +321,15 @@ class RolloutEngine(EngineBase):
     def _reset_prefix_cache(self) -> None:
         if self.llm.llm_engine.model_config.is_multimodal_model:
             self._alive(self.llm.llm_engine.reset_encoder_cache)
-        for _ in range(RESET_TRIES):
+        for pause_s in until_reset():
             if self._alive(lambda: self.llm.reset_prefix_cache(reset_connector=True)):
                 return
             if self.mode == "inprocess":
                 self._alive(self.llm.llm_engine.step)
-            time.sleep(RESET_WAIT_S)
-        raise SyncError(f"vLLM did not empty its prefix cache within {RESET_TRIES * RESET_WAIT_S:.0f} s")
+            time.sleep(pause_s)
 
     def _finished(self, generate: Callable[[], Answer]) -> Answer:
-        """What `generate` gives; if it does not end by itself, nothing of it is left: the next one would get it."""
+        """Return what `generate` gives. If it is broken off, nothing of it is left: the next one would get that."""
         try:
             return self._alive(generate)
         except BaseException as error:
@@ -350,8 +337,11 @@ class RolloutEngine(EngineBase):
             raise
 
     def _clear(self, error: BaseException) -> None:
-        """Abort what a generate has left; the prefix cache holds what it got to, on which the next one's bits would
-        depend. Where that fails the engine refuses."""
+        """Abort the requests that a broken-off generate has left, and empty the prefix cache.
+
+        That cache holds what the generate got to, and the next one's bits would depend on it. If this fails, the
+        engine refuses to generate.
+        """
         if self.llm is None or self.state.dead:
             return
         core = self.llm.llm_engine
@@ -368,37 +358,9 @@ class RolloutEngine(EngineBase):
             )
 
     def _alive(self, act: Callable[[], Answer]) -> Answer:
-        """What `act` gives; if the engine dies of it, that is remembered."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        if self.llm is None:
-            raise NotServingError("the engine could not be started; call sync_weights, which tries again")
-        try:
+        """Return what `act` gives. Raises NotServingError if the engine dies of it, or if there is none."""
+        with self._noticing_death():
             if self.mode == "inprocess":
                 return act()
             resources = self.llm.llm_engine.engine_core.resources
             return watched(act, lambda: resources.engine_dead, self._give_up)
-        except EngineDeadError as error:
-            self.state.dead = True
-            raise NotServingError("the engine has died; the next sync_weights starts it again") from error
-
-
-def started_apart(start: Callable[[], Answer]) -> Answer:
-    """What `start` gives, a vLLM, which starts processes. Ctrl-C in a terminal does not reach them; it ends a start at
-    once. Under asyncio.run only the second does: the first cancels the task, which comes when the start has ended."""
-    before, over = set(active_children()), Event()
-
-    def begun() -> Answer:
-        found = start()
-        if over.is_set():  # nobody waits for it any more, and its processes came too late to be killed
-            vllm: Any = found
-            getattr(vllm, "llm_engine", vllm).engine_core.shutdown()
-        return found
-
-    def give_up() -> None:
-        over.set()
-        for process in set(active_children()) - before:
-            process.kill()
-
-    ensure_running()  # or Python starts it now, and lets SIGINT through again
-    return watched(begun, lambda: False, give_up, patience_s=0.0)

@@ -27,13 +27,13 @@ _thread = threading.local()
 
 
 class Stopped(BaseException):
-    """A thread that works for a caller who has been interrupted stops here."""
+    """The end of a thread whose caller has been interrupted."""
 
 
 class Held:
-    """SIGINT is held back inside of `with`; what Python's handler raises comes at its end at the latest.
+    """A `with` that holds SIGINT back; what Python's handler raises comes at its end at the latest.
 
-    give_up: called for who insists; the engine must count as lost afterwards
+    give_up: called for a user who insists; the engine must count as lost afterwards
     """
 
     def __init__(self, give_up: Callable[[], None]) -> None:
@@ -67,7 +67,7 @@ class Held:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """SIGINT comes at once."""
+        """Let SIGINT in at once, inside of this `with`."""
         self.let_in()
         self._callers = True
         try:
@@ -94,8 +94,10 @@ class Held:
 
 
 def let_in() -> None:
-    """A place where an interrupt does no harm: raises KeyboardInterrupt if one waits, or Stopped in a thread whose
-    caller has been interrupted."""
+    """Mark a place where an interrupt does no harm.
+
+    Raises KeyboardInterrupt if one waits, or Stopped in a thread whose caller has been interrupted.
+    """
     stop: threading.Event | None = getattr(_thread, "stop", None)
     if stop is not None and stop.is_set():
         raise Stopped
@@ -105,7 +107,7 @@ def let_in() -> None:
 
 @contextmanager
 def released() -> Iterator[None]:
-    """Around the caller's own code, and what can be broken off anywhere: SIGINT comes at once."""
+    """Let SIGINT in at once: around the caller's own code, and around what can be broken off anywhere."""
     if _open and threading.current_thread() is threading.main_thread():
         with _open[-1].released():
             yield

@@ -1,4 +1,4 @@
-"""How an EngineSetup is started: vLLM's arguments and environment, and what must be true once it runs."""
+"""The start of an EngineSetup: vLLM's arguments and environment, and what must be true once it runs."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ LIVE_SCALES = ("FlashAttentionImpl", "TritonAttentionImpl", "CPUAttentionBackend
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One engine.
+    """All that is needed to start one engine, again and again.
 
-    setup:       what runs: its limits are the engine's own, its model is the one whose shape the cost model is asked
-                 about
-    kwargs, env: of vllm.LLM and its processes
-    keep_bf16:   first and last layers whose linears stay BF16
-    more:        the caller's own arguments of vllm.LLM
-    precisions:  that the engine may be started again in; None: any
+    setup:      what runs. Its limits are the engine's own; its model is the one whose shape the cost model is asked
+                about
+    kwargs:     arguments of vllm.LLM
+    env:        environment variables of its processes
+    keep_bf16:  how many first and last layers keep their linears in BF16
+    more:       those of `kwargs` that the caller gave
+    precisions: presets that the engine may be started again in; None: any
     """
 
     setup: EngineSetup
@@ -73,7 +74,7 @@ class Launch:
         return self.setup.precision.kv == "fp8"
 
     def with_precision(self, name: str) -> Launch:
-        """The same engine in another precision. Raises ConfigError if its plan has none on this layout."""
+        """The same engine in another precision. Raises ConfigError if its plan lacks that on this layout."""
         if self.precisions is not None and name not in self.precisions:
             size = self.limits.tensor_parallel_size
             raise ConfigError(f"the plan has no {name} on {size} GPU(s); allowed: a plan with all precisions")
@@ -82,7 +83,7 @@ class Launch:
         return launch(setup, str(self.kwargs["model"]), keep, self.more, self.precisions)
 
     def holding(self, longest: int) -> Launch:
-        """The same with max_model_len filled in, where the setup left it to vLLM."""
+        """The same engine with max_model_len filled in, where the setup left it to vLLM."""
         limits = replace(self.limits, max_model_len=self.limits.max_model_len or longest)
         return replace(self, setup=replace(self.setup, limits=limits))
 
@@ -96,7 +97,7 @@ class Launch:
             )
 
     def checkpoint(self) -> Manifest | None:
-        """The tensors of the model's safetensors files, where they lie on this machine."""
+        """The tensors of the model's safetensors files; None if they are not on this machine."""
         folder = local_folder(str(self.kwargs["model"]), self.kwargs.get("revision"), self.kwargs.get("download_dir"))
         return None if folder is None else checkpoint_manifest(folder)
 
@@ -134,8 +135,12 @@ def launch(
     more: Mapping[str, Any] | None = None,
     precisions: Sequence[str] | None = None,
 ) -> Launch:
-    """The Launch of one replica; model_path: the checkpoint, if it is not the setup's model; the rest as in Launch.
-    Raises ConfigError for what vLLM, the GPU or the arguments do not allow."""
+    """Return the Launch of one replica.
+
+    model_path: the checkpoint, if it is not the setup's model; the rest: as in Launch
+
+    Raises ConfigError for what vLLM, the GPU or the arguments do not allow.
+    """
     check_vllm_version()
     more, preset = more or {}, setup.precision
     if taken := sorted(set(more).intersection(THE_SETUPS)):
@@ -169,7 +174,7 @@ def launch(
 
 
 def local_folder(model: str, revision: str | None = None, cache: str | None = None) -> Path | None:
-    """Where a model's files lie: the folder itself, or the Hugging Face cache's snapshot of a hub id; None: nowhere."""
+    """Find a model's files: the folder itself, or the Hugging Face cache's snapshot of a hub id. None: not here."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
@@ -182,7 +187,7 @@ def local_folder(model: str, revision: str | None = None, cache: str | None = No
 
 
 def _config(model: str | Path, planned: str) -> dict[str, Any]:
-    """The config.json of what is loaded; of the planned model where that cannot be had (a new hub id, offline)."""
+    """The config.json of what is loaded, or of the planned model if there is none at hand (a new hub id, offline)."""
     try:
         return find_config(model)[0]
     except ConfigError:
@@ -200,7 +205,7 @@ def _cpu_has_blockwise_fp8() -> bool:
 
 
 def _keep_bf16(kwargs: dict[str, Any], ends: tuple[int, int], config: Mapping[str, Any]) -> None:
-    """Add the first and last layers to what vLLM leaves alone."""
+    """Add the first and last layers to those that vLLM does not quantise. Raises ConfigError for wrong counts."""
     first, last = ends
     if first < 0 or last < 0:
         raise ConfigError(f"keep_bf16 is {ends}; allowed: two counts of layers, e.g. (1, 1)")

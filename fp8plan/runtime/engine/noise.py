@@ -1,4 +1,4 @@
-"""What an engine writes while it starts, a hundred lines when all is well: held back, and at hand when it is not."""
+"""The output of an engine that starts, a hundred lines when all is well: held back, and at hand when it is not."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ STREAMS = (1, 2)  # stdout and stderr, of the processes that are started meanwhi
 
 @contextmanager
 def held_back(engine_stays: bool = True) -> Iterator[Path]:
-    """Keep all that this process and those it starts write in a file.
+    """Write the output of this process, and of those it starts, to a file; yield its path.
 
-    engine_stays: processes that were started here write there as long as they live; it is kept until Python ends
+    engine_stays: keep the file until Python ends, as processes that were started here write to it as long as they live
 
-    An exception gets a note that names the file, which then stays, as it does if an exception is what ends Python.
+    An exception gets a note that names the file. The file then stays; so it does if an exception ends Python.
     """
     number, name = tempfile.mkstemp(prefix="fp8plan-engine-", suffix=".log")
     try:
@@ -37,7 +37,7 @@ def held_back(engine_stays: bool = True) -> Iterator[Path]:
 
 @contextmanager
 def _into(number: int) -> Iterator[None]:
-    """What is written goes into a file, by its descriptor, which is closed."""
+    """Send STREAMS to the file of this descriptor, which is then closed."""
     _flush()
     kept = {stream: os.dup(stream) for stream in STREAMS if _is_open(stream)}
     try:
@@ -55,13 +55,15 @@ def _into(number: int) -> Iterator[None]:
 
 
 def _last_error() -> BaseException | None:
-    """What Python has shown the traceback of: in an interactive session of an earlier line, or what it ends with."""
+    """The last exception whose traceback Python has shown: of an earlier interactive line, or the one that ends it."""
     return getattr(sys, "last_value", None)
 
 
 def _forget(name: str, before: BaseException | None) -> None:
-    """Remove the file when Python ends, unless it ends with an exception. before: the last one that had been shown when
-    the engine was there."""
+    """Remove the file when Python ends, unless it ends with an exception.
+
+    before: the last exception that had been shown when the engine was there
+    """
     if _last_error() is not before:
         print(f"the engine's output is in {name}", file=sys.stderr)
     else:
@@ -76,7 +78,7 @@ def _is_open(stream: int) -> bool:
 
 
 def _flush() -> None:
-    """A stream that is closed, or broken as a full disk or a pipe that nobody reads, must not cost the engine."""
+    """Flush stdout and stderr. A closed or broken one (full disk, unread pipe) must not cost the engine."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             with suppress(OSError, ValueError):

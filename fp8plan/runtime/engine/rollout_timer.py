@@ -1,4 +1,4 @@
-"""Every rollout of an engine, timed and given to its guard, which works beside the trainer."""
+"""The timing of an engine's rollouts, and their verdicts by its guard, which works while the trainer goes on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PREEMPTIONS: Final = "vllm:num_preemptions_total"  # vLLM's counter, in Promethe
 
 
 class Judged(NamedTuple):
-    """What a rollout showed, and the verdict on it. off: why one of the two is missing."""
+    """A rollout's observation, and the verdict on it. off: why one of the two is missing."""
 
     observation: Observation | None = None
     verdict: Verdict | None = None
@@ -28,7 +28,7 @@ class Judged(NamedTuple):
 
 
 def judged(guard: Guard | None, observe: Callable[[], Observation | None]) -> Judged:
-    """The guard's verdict on what `observe` gives. One that cannot be given must not cost the rollout."""
+    """Let the guard judge what `observe` gives. An error in that is noted: it must not cost the rollout."""
     seen = None
     try:
         seen = observe()
@@ -38,7 +38,7 @@ def judged(guard: Guard | None, observe: Callable[[], Observation | None]) -> Ju
 
 
 class Judge:
-    """engine: whose guard is asked, if it has one; `last`: of the last rollout, once that is worked out"""
+    """The timer of an engine's rollouts; `last` is the last one, Judged, and waits until it is worked out."""
 
     def __init__(self, engine: EngineBase) -> None:
         self._engine = engine
@@ -51,22 +51,22 @@ class Judge:
         return Judged() if self._judging is None or self._judging.cancelled() else self._judging.result()
 
     def wait(self) -> None:
-        """Until no rollout is being judged."""
+        """Wait until no rollout is being judged."""
         if self._judging is not None:
             wait([self._judging])
 
     def close(self) -> None:
-        """No rollout will follow; of those before, only what is under way is still judged."""
+        """Say that no rollout will follow; of those before, only what is under way is still judged."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def report_kl(self, kl_k3: float) -> None:
-        """Of the last rollout; the next verdict counts it. Raises ConfigError if it is not finite."""
+        """Take the mean k3 of the last rollout, for the next verdict. Raises ConfigError if it is not finite."""
         if not isfinite(kl_k3):
             raise ConfigError(f"kl_k3 is {kl_k3!r}; allowed: a finite number (nan comes from log-probs that hold it)")
         self._kl_k3 = kl_k3
 
     def begin(self, llm: Any) -> Callable[[Sequence[Any]], None]:
-        """A rollout begins; the function that this gives is to be called with its outputs once they are there."""
+        """Start the clock of a rollout. Return the function to call with its outputs once they are there."""
         before, begun = counts(), time.perf_counter()
 
         def ended(outputs: Sequence[Any]) -> None:
@@ -94,7 +94,7 @@ class Judge:
 
 
 def counts() -> tuple[int, int]:
-    """Preemptions so far, and compiled kernels that there are."""
+    """Count the preemptions so far, and the compiled kernels on disk."""
     from prometheus_client import REGISTRY
 
     # Of vLLM's hundred metrics only this one: LLM.get_metrics collects them all, in milliseconds.

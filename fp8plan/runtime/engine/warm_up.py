@@ -1,19 +1,22 @@
-"""What a started engine runs once, so that nothing is compiled and no garbage collected during a rollout."""
+"""Preparation of a started engine: nothing is compiled and no garbage collected during a rollout."""
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from fp8plan.errors import ConfigError
+from fp8plan.errors import ConfigError, SyncError
 from fp8plan.model.cost.deep_gemm import rows_of_every_kernel
 from fp8plan.model.setup import EngineSetup
 
 # Token counts by the nearest of which vLLM picks the tiles of its MoE kernel (vllm/model_executor/layers/fused_moe).
 MOE_TILES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
+
+# With async scheduling vLLM frees the last blocks a moment after the last token is out.
+RESET_TRIES, RESET_WAIT_S = 50, 0.1
 
 
 def freeze_garbage() -> None:
@@ -28,8 +31,11 @@ def freeze_garbage() -> None:
 
 
 def deep_gemm_rows(setup: EngineSetup, most: int) -> list[int]:
-    """Numbers of tokens that together need every DeepGEMM kernel of a model; none without blockwise FP8 weights, and
-    none of a model whose matrices fp8plan does not know: its kernels compile when they are met."""
+    """Return numbers of tokens, up to `most`, that together need every DeepGEMM kernel of a model.
+
+    None without blockwise FP8 weights. None either for a model whose matrices fp8plan does not know: its kernels are
+    compiled when a rollout meets them.
+    """
     if setup.precision.weights != "fp8_block":
         return []
     try:
@@ -39,20 +45,33 @@ def deep_gemm_rows(setup: EngineSetup, most: int) -> list[int]:
     return rows_of_every_kernel([(x.n, x.k) for x in linears if x.quantised], most, setup.gpu.sm_count)
 
 
-def ladder(longest: int, more: Sequence[int]) -> list[int]:
-    """Prompt lengths that meet every kernel of a step: MOE_TILES, odd and even, and `more`, none above `longest`.
+def prefill_prompts(setup: EngineSetup, max_model_len: int) -> list[list[int]]:
+    """Return prompts that, run one by one, meet every kernel of a step.
+
+    Their lengths are MOE_TILES, odd and even, and `deep_gemm_rows`; the longest is one token short of max_model_len.
 
     Requests reach the engine one by one, so the first step of a rollout holds any number of tokens: a rollout as
-    warm-up does not meet the kernels of every one.
+    warm-up does not meet the kernels of every one. Each prompt repeats a token of its own, or the prefix cache would
+    have all but its end.
     """
+    longest = max_model_len - 1
     tiles = {min(tokens + odd, longest) for tokens in MOE_TILES for odd in (0, 1)}
-    return sorted(tiles | {tokens for tokens in more if tokens <= longest})
+    lengths = tiles | {tokens for tokens in deep_gemm_rows(setup, max_model_len) if tokens <= longest}
+    return [[token] * length for token, length in enumerate(sorted(lengths))]
+
+
+def until_reset() -> Iterator[float]:
+    """Yield seconds to wait before each further try to empty the prefix cache. Raises SyncError after the last."""
+    for _ in range(RESET_TRIES):
+        yield RESET_WAIT_S
+    raise SyncError(f"vLLM did not empty its prefix cache within {RESET_TRIES * RESET_WAIT_S:.0f} s")
 
 
 def compiled_files() -> int:
-    """Entries in the caches of Triton, DeepGEMM and FlashInfer's own DeepGEMM: what a rollout adds was compiled in it.
+    """Count the entries in the caches of Triton, DeepGEMM and FlashInfer's own DeepGEMM. What a rollout adds was
+    compiled in it.
 
-    Each has a folder for every kernel; what is in them is not counted, as that takes tens of milliseconds.
+    Each cache has a folder for every kernel. What is in those is not counted, as that takes tens of milliseconds.
     """
     home = Path.home()
     vllm = Path(os.environ.get("VLLM_CACHE_ROOT", home / ".cache" / "vllm"))
@@ -64,5 +83,5 @@ def compiled_files() -> int:
 
 @lru_cache(maxsize=16)
 def _entries(folder: str, changed: int) -> int:
-    """How many entries a folder has since it changed; it is read again only then."""
+    """Count a folder's entries. changed: its modification time; the folder is read again only when that changes."""
     return len(os.listdir(folder))

@@ -1,1 +1,1 @@
-"""Whether the predicted speed arrives: what was seen, what was predicted, why they differ, what to do."""
+"""The speed guard: what was seen, what was predicted, why they differ, what to do."""

@@ -1,4 +1,4 @@
-"""Why a rollout was slower than predicted, or why its FP8 gains little: likely causes, found from facts.
+"""Likely causes, found from facts, why a rollout was slower than predicted, or why its FP8 gains little.
 
 Two kinds. What the prediction for what ran cannot contain explains a gap: a compile, a slow host, a kernel or scales
 that the profile was not measured with, more preemptions than the lengths call for. What the prediction does contain
@@ -32,6 +32,8 @@ MANY_PREEMPTIONS: Final = 0.05
 
 
 class Cause(StrEnum):
+    """The kinds of causes, by the names that logs carry."""
+
     COMPILING = "compiling"
     CUDA_GRAPHS_OFF = "cuda_graphs_off"
     PREEMPTION = "preemption"
@@ -47,9 +49,9 @@ class Found(NamedTuple):
     """One likely cause.
 
     sentence: the numbers, and what to do about it
-    lost_s:   seconds of the rollout it explains; None where that cannot be said
-    gap:      it is not in the prediction, so it may explain a gap to it
-    of_fp8:   a gap that BF16 does not have, in place of these: "weights", "kv"; empty: any precision has it
+    lost_s:   seconds of the rollout that it explains; None if that is not known
+    gap:      whether it may explain a gap to the prediction, because the prediction does not contain it
+    of_fp8:   the FP8 parts, "weights" or "kv", that it goes away with; empty: BF16 has it, too
     """
 
     cause: Cause
@@ -60,8 +62,10 @@ class Found(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One rollout, and all there is to say about it. within: it was as fast as predicted, or there is no gap to explain
-    (a cold start)."""
+    """One rollout, and all that is known about it.
+
+    within: it was as fast as predicted, or there is no gap to explain (a cold start)
+    """
 
     facts: EngineFacts
     observation: Observation
@@ -76,7 +80,7 @@ class Case(NamedTuple):
 
 
 def causes(case: Case) -> tuple[Found, ...]:
-    """The likely causes: those of a gap first, of either kind the dearest first; `unknown` for a gap without any."""
+    """List the likely causes: those of a gap first, then the rest, each by cost; UNKNOWN for a gap without any."""
     found = [*_of_the_engine(case)]
     if not case.within:
         found += _disturbances(case)
@@ -89,7 +93,7 @@ def causes(case: Case) -> tuple[Found, ...]:
 
 
 def _of_the_engine(case: Case) -> Iterator[Found]:
-    """What is true of every rollout of this engine, and not of those the profile was measured with."""
+    """Yield what is true of every rollout of this engine, but not of those that the profile was measured with."""
     facts, profile = case.facts, case.profile
     for kernel, runs in facts.kernel_backends.items():
         if text := fallback(kernel, profile.kernel_backends.get(kernel), runs):
@@ -108,7 +112,7 @@ def _of_the_engine(case: Case) -> Iterator[Found]:
 
 
 def _disturbances(case: Case) -> Iterator[Found]:
-    """What happened in this rollout and is in no prediction."""
+    """Yield what happened in this rollout and is in no prediction."""
     observation, prediction = case.observation, case.prediction
     stalled, longest = _stall(case)
     step = f"its longest step took {longest}" if longest else "how long its steps took is not known"
@@ -136,7 +140,7 @@ def _disturbances(case: Case) -> Iterator[Found]:
 
 
 def _stall(case: Case) -> tuple[float | None, str]:
-    """Seconds the longest step lost, None where it was no stall; and the step in words, empty where it is not known."""
+    """Seconds that the longest step lost, None if it was no stall; and that step in words, empty if it is not known."""
     longest = case.observation.longest_step_s
     if longest is None:
         return None, ""
@@ -159,7 +163,7 @@ def _unknown(case: Case) -> Found:
 
 
 def _in_the_prediction(case: Case) -> Iterator[Found]:
-    """What slows the prediction itself, predicted again without it."""
+    """Yield what slows the prediction itself; its cost is the difference to a prediction without it."""
     facts, prediction, makespan = case.facts, case.prediction, case.prediction.makespan_s
     cpu = find_gpu(facts.gpu).is_cpu
     larger = "VLLM_CPU_KVCACHE_SPACE" if cpu else "gpu_memory_utilization or tensor_parallel_size"
@@ -196,7 +200,7 @@ def _in_the_prediction(case: Case) -> Iterator[Found]:
 
 
 def _no_gain(case: Case) -> Iterator[Found]:
-    """A batch below break-even, by the prediction itself."""
+    """Yield a batch at which FP8 gains nothing, by the prediction itself."""
     prediction, bf16 = case.prediction, case.prediction.instead.get("bf16")
     if bf16 is None or prediction.tokens_per_s >= bf16 * (1 + LEAST_GAIN):
         return

@@ -1,4 +1,4 @@
-"""The guard's decision: which rung of the ladder a run of bad rollouts leads to. Why so is in runtime.guard.guard."""
+"""The guard's decision: the rung of the ladder that a run of bad rollouts leads to (why: runtime.guard.guard)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fp8plan.runtime.controller.state import Escalation
 
 
 class Action(StrEnum):
-    """What to do, from nothing to the deepest rung."""
+    """The rungs of the ladder, from nothing to the deepest."""
 
     NONE = "none"
     RECALIBRATE_KV = "recalibrate_kv"
@@ -27,7 +27,7 @@ DEPTH: Final = {action: depth for depth, action in enumerate(Action)}
 
 
 def ladder(preset: Precision) -> tuple[Action, ...]:
-    """The rungs that a precision has."""
+    """The rungs that a precision has: scales and KV only with an FP8 KV cache, weights only with FP8 weights."""
     kv = (Action.RECALIBRATE_KV, Action.KV_TO_BF16) if preset.kv == "fp8" else ()
     return kv + ((Action.ALL_BF16,) if preset.weights != "bf16" else ())
 
@@ -41,8 +41,11 @@ def stepped_down(precision: str, action: Action) -> str:
 
 
 def answered(state: GuardState, precision: str, escalation: Escalation) -> tuple[GuardState, Action]:
-    """The state that has taken the rung that a controller asks for, and that rung; pure. It is a recalibration, unless
-    there was one, or the next rung that changes the precision; NONE if there is none."""
+    """Return the rung that a controller's escalation asks for, and the state that has taken it; pure.
+
+    The rung is a recalibration, unless there was one already, or the next rung that changes the precision. It is NONE
+    if nothing fits.
+    """
     rungs = [x for x in ladder(find_precision(precision)) if DEPTH[x] > DEPTH[state.rung]]
     fitting = [x for x in rungs if (x == Action.RECALIBRATE_KV) == (escalation == Escalation.RECALIBRATE_KV)]
     if not fitting:
@@ -52,7 +55,7 @@ def answered(state: GuardState, precision: str, escalation: Escalation) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class GuardSettings:
-    """When a rollout is slow, what counts as a cause, and when to step down.
+    """Settings of the guard: when a rollout is slow, what counts as a cause, and when to step down.
 
     slack:      a rollout is as fast as predicted down to the lower end of the 90% interval / (1 + slack): cards of one
                 kind differ by 2 to 6%, which the interval does not know
@@ -60,12 +63,14 @@ class GuardSettings:
     margin:     what a step down must gain in speed, a fraction
     kl_limit:   mean k3 per token above which there is a mismatch, where a plan calls the risk high; None: ignore it
     kl_release: the mismatch is over at this share of the limit
-    unknown_is_fp8: take a gap without any known cause for one that BF16 would not have
+    unknown_is_fp8: whether a gap without any known cause counts as one that BF16 would not have
     least_loss: share of the predicted makespan that a cause within the prediction must cost to be named
     stall_s:    a step is a stall when it takes longer than this and than twice what the longest is predicted to take:
                 on an H200 steps without a compile took up to 0.8 s, those with one 2.5 s and more (its profile)
     slow_host:  the host_slowdown from which on the host is named: 1.25 is quiet (runtime.measure.rollouts.host), a core
                 whose other half is busy has 1.7 to 2
+
+    Raises ConfigError for values out of range.
     """
 
     slack: float = 0.05
@@ -92,10 +97,11 @@ class GuardSettings:
 
 @dataclass(frozen=True, slots=True)
 class GuardState:
-    """What is saved with a checkpoint.
+    """The guard's memory, saved with a checkpoint.
 
-    rung:             the deepest action so far
-    slow, mismatched: rollouts in a row that showed the symptom
+    rung:       the deepest action so far
+    slow:       rollouts in a row that were slow
+    mismatched: rollouts in a row with KL over its limit
     """
 
     rung: Action = Action.NONE
@@ -103,12 +109,12 @@ class GuardState:
     mismatched: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Text and whole numbers."""
+        """Return plain data for JSON."""
         return {"rung": self.rung.value, "slow": self.slow, "mismatched": self.mismatched}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> GuardState:
-        """What `to_dict` gave. Raises ConfigError for anything else."""
+        """Read what `to_dict` gave. Raises ConfigError for anything else."""
         names = [f.name for f in fields(cls)]
         counts: list[Any] = [data.get(name) for name in names[1:]]
         fine = set(data) == set(names) and all(type(x) is int and x >= 0 for x in counts)
@@ -122,13 +128,15 @@ class GuardState:
 
 @dataclass(frozen=True, slots=True)
 class Symptoms:
-    """All that decides about an action.
+    """All that a decision is made from, of one rollout.
 
-    precision:    that runs
-    tokens_per_s: achieved
-    within:       as fast as predicted
-    compiled, cold: a kernel was compiled, or it is an engine's first and slow, so it says nothing about speed
+    precision:    preset that ran
+    tokens_per_s: achieved, response tokens per second
+    within:       it was as fast as predicted
+    compiled:     a kernel was compiled, so it says nothing about speed
     expected:     rung -> tokens per second expected after it; only rungs that can help speed
+    kl_k3:        mean k3 per token between trainer and rollout; None: not known
+    cold:         it was the engine's first, and slow, so it says nothing about speed
     """
 
     precision: str
@@ -145,7 +153,7 @@ class Symptoms:
 
 
 def decide(state: GuardState, symptoms: Symptoms, settings: GuardSettings) -> tuple[GuardState, Action, str]:
-    """The next state, what to do, and why; pure."""
+    """Return the next state, what to do, and why; pure."""
     rungs = [x for x in ladder(find_precision(symptoms.precision)) if DEPTH[x] > DEPTH[state.rung]]
     gains = {x: symptoms.expected[x] / symptoms.tokens_per_s for x in rungs if x in symptoms.expected}
     best, least = max(gains.values(), default=0.0), 1 + settings.margin
@@ -177,7 +185,7 @@ def decide(state: GuardState, symptoms: Symptoms, settings: GuardSettings) -> tu
 
 
 def _counted(count: int, value: float, limit: float, release: float) -> int:
-    """One more above the limit, none from the release down, as many as before in between."""
+    """Count one more above the limit, none from the release down, and as many as before in between."""
     return count + 1 if value > limit else 0 if value <= release else count
 
 

@@ -55,13 +55,14 @@ from fp8plan.runtime.guard.prediction import Prediction, predict
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the guard says of one rollout. Speeds in response tokens per second, low and high: 90% interval.
+    """The guard's verdict on one rollout. Speeds are in response tokens per second, low and high a 90% interval.
 
-    ratio:  achieved / predicted
-    within: no slower than predicted, up to GuardSettings.slack
-    cold:   the engine's first rollout, and slower than predicted: this is no sign of anything
-    causes: the likely ones, the dearest first
-    reason: of the action, or of none
+    ratio:  achieved / predicted speed
+    within: it was no slower than predicted, up to GuardSettings.slack
+    causes: the likely ones: of a gap first, each by cost
+    action: what to do
+    reason: why that, or why nothing
+    cold:   it was the engine's first rollout, and slower than predicted: this is no sign of anything
     """
 
     tokens_per_s: float
@@ -76,18 +77,18 @@ class Verdict:
     cold: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for a log."""
+        """Return plain data for a log."""
         named = [{"cause": x.cause.value, "sentence": x.sentence, "lost_s": x.lost_s} for x in self.causes]
         return asdict(self) | {"causes": named, "action": self.action.value}
 
 
 class Guard:
-    """The settings, facts and profile of one engine, and the state.
+    """The guard of one engine: it compares rollouts with the prediction, and advises.
 
     facts:    what runs
     settings: None: the defaults
-    profile:  None: the best for the engine's GPU and version
-    warnings: what there is to say of the profile
+    profile:  measurements to predict from; None: the best for the engine's GPU and vLLM's version
+    warnings: remarks on the profile, for the user
 
     Raises ProfileError, ConfigError or CapacityError at once if the cost model cannot predict this engine.
     """
@@ -101,7 +102,7 @@ class Guard:
         self.engine_changed(facts)
 
     def engine_changed(self, facts: EngineFacts) -> None:
-        """From now on an engine with these facts runs, which has just been started. Raises as the constructor does."""
+        """Guard an engine with these facts from now on, which has just been started. Raises as the constructor does."""
         try:
             predict(facts, Observation(seconds=1.0, prompt_lengths=[1], response_lengths=[1]), self.profile)
         except Fp8PlanError as error:
@@ -109,7 +110,7 @@ class Guard:
         self.facts, self._first = facts, True
 
     def after_rollout(self, observation: Observation) -> Verdict:
-        """The verdict on a rollout, to be called once for each, in order."""
+        """Judge a rollout; to be called once for each, in order. Raises as the cost model does."""
         self.state, verdict = update(
             self.state, observation, self.facts, self.profile, self.settings, first=self._first
         )
@@ -117,24 +118,26 @@ class Guard:
         return verdict
 
     def answer(self, escalation: Escalation) -> Action:
-        """What to do when the thresholds of the correction can do no more: a rung that was not taken yet, or nothing.
-        Say so with `took` once it is done: what failed is to be asked for again."""
+        """Choose what to do when the thresholds of the correction can do no more: a rung not taken yet, or nothing.
+
+        Call `took` once it is done: what failed is to be asked for again.
+        """
         return answered(self.state, self.facts.precision, escalation)[1]
 
     def took(self, action: Action) -> None:
-        """A rung was taken, and counts as asked for."""
+        """Note that a rung was taken; it is not asked for again."""
         if DEPTH[action] > DEPTH[self.state.rung]:
             self.state = GuardState(rung=action)
 
     def precision_for(self, planned: str) -> str:
-        """The preset that an engine should be started with, now and after a restart from a saved state.
+        """Return the preset to start an engine with, now and after a restart from a saved state.
 
         planned: preset name of the plan
         """
         return stepped_down(planned, self.state.rung)
 
     def state_dict(self) -> dict[str, Any]:
-        """To be saved with the checkpoint, as JSON."""
+        """Return the state as plain data, to be saved with the checkpoint as JSON."""
         return self.state.to_dict()
 
     def load_state_dict(self, data: Mapping[str, Any]) -> None:
@@ -150,9 +153,9 @@ def update(
     settings: GuardSettings,
     first: bool = False,
 ) -> tuple[GuardState, Verdict]:
-    """The state and the verdict after one rollout; pure. Raises as the cost model does.
+    """Return the state and the verdict after one rollout; pure. Raises as the cost model does.
 
-    first: of a started engine
+    first: it is the first rollout of a started engine
     """
     prediction = predict(facts, observation, profile)
     achieved = observation.tokens_per_s
@@ -191,7 +194,7 @@ def update(
 def _expected(
     facts: EngineFacts, prediction: Prediction, ratio: float, gaps: tuple[Found, ...], settings: GuardSettings
 ) -> dict[Action, float]:
-    """Rung -> tokens per second after it, as the module's docstring says; rungs that do not fit the GPU are left out.
+    """Map rungs to tokens per second after them, as the module's docstring says; without those that do not fit the GPU.
 
     ratio: achieved / predicted; gaps: the causes that were found for it
     """

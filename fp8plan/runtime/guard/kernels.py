@@ -1,4 +1,4 @@
-"""Whether an engine runs the kernels that its profile was measured with."""
+"""Comparison of the kernels that an engine runs with those that its profile was measured with."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KNOWN_FOR: Final = {
 
 
 def fallback(kernel: str, measured: str | None, runs: str) -> str | None:
-    """A sentence if `runs` is not the measured kernel, and what to do; None if it is, or nobody can say.
+    """Say that `runs` is not the measured kernel, and what to do about it; None if it is, or if nobody can say.
 
     kernel:   as profiles name it, e.g. "gemm.fp8_block"
     measured: its implementation, as the profile calls it; None: not measured

@@ -1,4 +1,4 @@
-"""What the guard knows of an engine and of one of its rollouts."""
+"""The guard's knowledge of an engine, and of one of its rollouts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What really runs, read once from the started engine.
+    """Facts about an engine as it really runs, read once after its start.
 
     model:           hub id or folder with config.json
     gpu:             name in fp8plan.model.hardware
@@ -55,25 +55,25 @@ class EngineFacts:
 
     @property
     def eager(self) -> bool:
-        """Whether there are no CUDA graphs at all."""
+        """Return whether the engine runs without any CUDA graphs."""
         return self.limits.enforce_eager or self.cudagraph_mode == "NONE"
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What one rollout showed: one `generate()` of a whole batch.
+    """Measurements of one rollout: one `generate()` of a whole batch.
 
-    seconds:          wall time
+    seconds:          wall time of the call
     prompt_lengths, response_lengths: tokens of each response, in order of arrival; shape (responses,)
-    prompt_ids:       equal where two responses have the same prompt; None: all prompts differ
-    preemptions:      vLLM counted during it
+    prompt_ids:       a number for each response, equal if two have the same prompt; None: all prompts differ
+    preemptions:      counted by vLLM meanwhile
     kv_cache_tokens:  size of the measured pool, num_gpu_blocks * block_size; None: the predicted one
-    compiled_files:   kernels compiled during it (`warm_up.compiled_files`); None: nobody looked
+    compiled_files:   kernels compiled meanwhile (`warm_up.compiled_files`); None: nobody looked
     longest_step_s:   longest engine step; None: not known
     host_slowdown:    as `watch.Watch` measures it; None: not known
     kl_k3:            mean k3 per token between trainer and rollout; None: not known
 
-    Raises ConfigError for what no rollout can show.
+    Raises ConfigError for values that no rollout can have.
     """
 
     seconds: float
@@ -122,13 +122,13 @@ class Observation:
 
 
 def observation_of(outputs: Sequence[RequestOutput], seconds: float, **more: Any) -> Observation:
-    """The observation of one `generate()` from what it returned; several samples of a prompt count one by one.
+    """Make the Observation of one `generate()` from what it returned. Each sample of a prompt counts as a response.
 
     outputs: finished RequestOutputs, in the order in which they were asked for
     seconds: wall time of the call
     more:    the other fields of Observation
 
-    A completion without tokens (aborted) is left out: no step gave it anything. Raises ConfigError if none has any.
+    A completion without tokens (aborted) is left out. Raises ConfigError if none has any tokens.
     """
     seen: dict[tuple[int, ...], int] = {}
     rows = []

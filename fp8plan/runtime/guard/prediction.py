@@ -18,7 +18,8 @@ from fp8plan.runtime.guard.observation import EngineFacts, Observation
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the cost model says of the work that ran. Speeds in response tokens per second, low and high: 90% interval.
+    """The cost model's prediction for the work that ran. Speeds are in response tokens per second, low and high a 90%
+    interval.
 
     setup:   the engine that ran, in the pool that it had
     ran:     the whole prediction for it
@@ -32,7 +33,7 @@ class Prediction:
 
     @property
     def rollout(self) -> Rollout:
-        """Its preemptions, parts and tail are in there."""
+        """The predicted rollout: its makespan, preemptions, parts and tail."""
         return self.ran.rollout
 
     @property
@@ -58,16 +59,16 @@ class Prediction:
 
     @property
     def kv_cache_tokens(self) -> int:
-        """The pool that it was made for."""
+        """The KV pool that the prediction is made for, in tokens."""
         return self.ran.memory.kv_cache_tokens
 
     def longest_step_s(self) -> float:
-        """The longest step that is predicted."""
+        """The longest predicted step, in seconds."""
         return max(float(self.ran.model.seconds(step_batch(plan)).max()) for plan in self.ran.schedules)
 
 
 def predict(facts: EngineFacts, observation: Observation, profile: Profile) -> Prediction:
-    """The prediction for what ran, and for the same work with less FP8. Raises as the parts of the cost model do."""
+    """Predict what ran, and the same work with less FP8. Raises as the parts of the cost model do."""
     pool, setup = observation.kv_cache_tokens, facts.setup
     if pool is not None:  # less vLLM's null block
         setup = with_blocks(setup, pool // facts.limits.block_size - 1)
@@ -85,7 +86,7 @@ def predict(facts: EngineFacts, observation: Observation, profile: Profile) -> P
 def again(
     setup: EngineSetup, observation: Observation, profile: Profile, known: Sequence[Schedule] | None = None
 ) -> Simulated:
-    """The observed work on an engine. known: schedules of the same work, taken over where they hold"""
+    """Predict the observed work on an engine. known: schedules of the same work, to be taken over where they hold"""
     if reason := setup.gpu.why_not(setup.precision):
         raise ConfigError(f"{setup.precision.name} cannot be predicted on {setup.gpu.name}: {reason}")
     return simulate(setup.holding(observation.batch.longest), observation.batch, profile, known=known)

@@ -32,13 +32,14 @@ AMAX_FLOOR = 1e-4  # of vLLM's function
 
 
 def scale_shape(rows: int, columns: int) -> tuple[int, int]:
-    """Shape of the scales of a weight [rows, columns]."""
+    """Return the shape of the scales of a weight [rows, columns]."""
     return ceil(rows / BLOCK), ceil(columns / BLOCK)
 
 
 def stands_alone(shape: Sequence[int], rows: slice, columns: slice) -> bool:
-    """Whether a part of a fused weight, quantised on its own, gets the q and scales that it has in the whole: it starts
-    at a block, and stops at one or at the weight's edge.
+    """Return whether a part of a fused weight, quantised on its own, gets the q and scales that it has in the whole.
+
+    It does if it starts at a block, and stops at one or at the weight's edge.
 
     shape: [N, K] of the whole; rows, columns: start and stop of the part. Raises ConfigError for a part not inside.
     """
@@ -50,8 +51,10 @@ def stands_alone(shape: Sequence[int], rows: slice, columns: slice) -> bool:
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(q, scale) of weights [..., N, K] in bf16, fp16 or fp32: q E4M3 [..., N, K], scale FP32 [..., ceil(N/128),
-    ceil(K/128)]. Leading dimensions, experts for example, are done together. Raises ConfigError for other weights."""
+    """Quantise weights [..., N, K] in bf16, fp16 or fp32. Leading dimensions, experts for example, are done together.
+
+    Returns q, E4M3 [..., N, K], and scale, FP32 [..., ceil(N/128), ceil(K/128)]. Raises ConfigError for other weights.
+    """
     import torch
 
     check_weight(weight)
@@ -63,7 +66,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_into(source: Tensor, q_out: Tensor, scale_out: Tensor) -> None:
-    """`quantize` into tensors of those shapes and dtypes, of any strides: rows or columns of a fused weight, say.
+    """Quantise as `quantize` into given tensors, of any strides: rows or columns of a fused weight, for example.
 
     Raises ConfigError for other shapes and dtypes.
     """
@@ -77,7 +80,7 @@ def quantize_into(source: Tensor, q_out: Tensor, scale_out: Tensor) -> None:
 
 
 def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Weights q * scale [..., N, K], multiplied in FP32 and rounded to `dtype` (bf16 unless given).
+    """Return the weights q * scale [..., N, K], multiplied in FP32 and rounded to `dtype` (bf16 unless given).
 
     Raises ConfigError if q and scale are not what `quantize` returns.
     """
@@ -91,7 +94,7 @@ def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> Te
 
 
 def relative_error(weight: Tensor, q: Tensor, scale: Tensor) -> float:
-    """RMS of q * scale - weight, over RMS of the weight: 0.0264 for Gaussian weights, 0 for zeros.
+    """Return the RMS of q * scale - weight over that of the weight: 0.0264 for Gaussian weights, 0 for zeros.
 
     Waits for the GPU. Raises ConfigError if the three do not belong together.
     """
@@ -105,8 +108,10 @@ def relative_error(weight: Tensor, q: Tensor, scale: Tensor) -> float:
 
 
 def _tiles(scale: Tensor, *matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Blocks of equal size together, as views of scale [..., n, 1, k, 1] and of each matrix [..., n, height, k, width]:
-    the whole blocks, those at the right and at the lower edge, the corner. So nothing is padded or copied."""
+    """Yield blocks of equal size together, as views: scale [..., n, 1, k, 1], each matrix [..., n, height, k, width].
+
+    There are the whole blocks, those at the right and at the lower edge, and the corner. Nothing is padded or copied.
+    """
     rows, columns = matrices[0].shape[-2:]
     for row_span, row_blocks, height in _spans(rows):
         for column_span, column_blocks, width in _spans(columns):
@@ -116,7 +121,7 @@ def _tiles(scale: Tensor, *matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _spans(size: int) -> list[tuple[slice, slice, int]]:
-    """Rows (or columns) of whole blocks, those blocks, and their height; then of the block at the edge, if any."""
+    """List (rows or columns, blocks, height of one): of the whole blocks, then of the block at the edge, if any."""
     whole, rest = divmod(size, BLOCK)
     spans = [(slice(0, whole * BLOCK), slice(0, whole), BLOCK)] if whole else []
     return spans + ([(slice(whole * BLOCK, size), slice(whole, whole + 1), rest)] if rest else [])
@@ -148,5 +153,5 @@ def check_shape(weight: Tensor, q: Tensor) -> None:
 
 
 def described(tensor: Tensor) -> str:
-    """As messages name a tensor: dtype, shape, device."""
+    """Describe a tensor in a message: dtype, shape, device."""
     return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"

@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 
 
 def quantized(weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """(q, scale) of matrices [N, K], the very bits that QuantizeTargets writes on their device: on a GPU it divides as
-    vLLM's compiled function does, and torch alone gives others. Raises ConfigError as QuantizeTargets does."""
+    """Return (q, scale) of matrices [N, K], with the very bits that QuantizeTargets writes on their device.
+
+    On a GPU that divides as vLLM's compiled function does, and torch alone gives other bits. Raises ConfigError as
+    QuantizeTargets does.
+    """
     import torch
 
     found = [
@@ -45,7 +48,7 @@ def quantized(weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
 
 
 class QuantizeTargets:
-    """Where a group of weights goes, quantised as by fp8plan.runtime.quantize.block_fp8.
+    """Targets of a group of weights, quantised as by fp8plan.runtime.quantize.block_fp8.
 
     q_outs: E4M3 [N, K]; scale_outs: FP32 [ceil(N/128), ceil(K/128)]. All on one device; rows contiguous, at any
     distance from each other; their storage must stay where it is. Raises ConfigError for other tensors.
@@ -86,7 +89,7 @@ class QuantizeTargets:
 
 
 class CopyTargets:
-    """Where a group of tensors goes as it is: bf16, fp16, fp32 or E4M3, [N, K] or [N].
+    """Targets of a group of tensors copied as they are: bf16, fp16, fp32 or E4M3, [N, K] or [N].
 
     All on one device; rows contiguous, at any distance; their storage must stay where it is. Raises ConfigError for
     other tensors.

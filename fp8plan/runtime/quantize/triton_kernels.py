@@ -59,7 +59,7 @@ _FLOOR_BITS = tl.constexpr(int(np.float32(AMAX_FLOOR).view(np.int32)))
 
 
 def addresses(*tensors: Sequence[Tensor]) -> np.ndarray:
-    """A row for each place in sequences of equal length: address and row stride in the first, in the second, ..."""
+    """Tabulate sequences of equal length: in each row address and row stride in the first, in the second, ..."""
     rows = [[number for tensor in place for number in _address(tensor)] for place in zip(*tensors, strict=True)]
     return np.array(rows, dtype=np.int64).reshape(len(rows), 2 * len(tensors))
 
@@ -67,8 +67,8 @@ def addresses(*tensors: Sequence[Tensor]) -> np.ndarray:
 def quantize_calls(
     sources: Sequence[Tensor], outs: np.ndarray, bad: Tensor, rounding: str, warps: int = WARPS
 ) -> list[Call]:
-    """Launches that quantise sources [N, K] into `outs`, which are addresses(q_outs, scale_outs), and flag in `bad` the
-    ones that are not finite. They may be repeated, in a CUDA graph too, as long as all the tensors live.
+    """Return the launches that quantise sources [N, K] into `outs` = addresses(q_outs, scale_outs), and flag in `bad`
+    those that are not finite. They may be repeated, in a CUDA graph too, as long as all the tensors live.
     """
     product, nearest = ROUNDINGS[rounding]
     table = _table(addresses(sources), outs)
@@ -88,7 +88,7 @@ def quantize_calls(
 
 
 def copy_calls(sources: Sequence[Tensor], outs: Sequence[Tensor], bad: Tensor) -> list[Call]:
-    """Launches that copy sources [N, K] or [N] into `outs` and flag them in `bad`; as `quantize_calls` otherwise."""
+    """Return the launches that copy sources [N, K] or [N] into `outs`; otherwise as `quantize_calls`."""
     keys = [_as_copied(source, out) for source, out in zip(sources, outs, strict=True)]
     table = _table(addresses(sources, outs))
     table[[rows == 1 for _, rows, _ in keys], 1:4:2] = 0  # the strides
@@ -107,7 +107,7 @@ def copy_calls(sources: Sequence[Tensor], outs: Sequence[Tensor], bad: Tensor) -
 
 
 def run(calls: Sequence[Call], device: torch.device) -> None:
-    """Launch on the current stream of `device`, whichever device is current."""
+    """Run the launches on the current stream of `device`, whichever device is current."""
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         for call in calls:
             call()
@@ -122,7 +122,7 @@ def _address(tensor: Tensor) -> tuple[int, int]:
 
 
 def _as_copied(source: Tensor, out: Tensor) -> Key:
-    """What the kernel sees: one row where there are no gaps on either side and columns can be counted in int32."""
+    """Return the shape for the kernel: one row if neither side has gaps and columns can be counted in int32."""
     if source.dim() == 1 or (source.is_contiguous() and out.is_contiguous() and source.numel() < 2**31):
         return source.dtype, 1, source.numel()
     return _key(source)
@@ -134,7 +134,7 @@ def _key(tensor: Tensor) -> Key:
 
 
 def _table(*parts: np.ndarray) -> np.ndarray:
-    """Those columns, then the index of the row."""
+    """Join these columns and the index of the row, padded to COLUMNS."""
     known = np.concatenate([*parts, np.arange(len(parts[0]))[:, None]], axis=1)
     return np.pad(known, ((0, 0), (0, COLUMNS - known.shape[1])))
 
@@ -144,7 +144,7 @@ def _aligned(members: np.ndarray, columns: int) -> bool:
 
 
 def _grouped(keys: Sequence[Key], table: np.ndarray, bad: Tensor) -> Iterator[tuple[Key, np.ndarray, Tensor]]:
-    """For each key: its rows of the table, on the host and on the device of `bad`."""
+    """Yield each key with its rows of the table, on the host and on the device of `bad`."""
     places: dict[Key, list[int]] = {}
     for place, key in enumerate(keys):
         places.setdefault(key, []).append(place)
@@ -173,7 +173,7 @@ def _quantize(
     PRODUCT: tl.constexpr,
     NEAREST: tl.constexpr,
 ):
-    """A block for each program, held in registers between its maximum and its rounding."""
+    """Quantise a block in each program, held in registers between its maximum and its rounding."""
     across = tl.cdiv(columns, _TILE)
     blocks = tl.cdiv(rows, _TILE) * across
     block = tl.program_id(0) % blocks
@@ -214,7 +214,7 @@ def _copy(
     WHOLE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """HEIGHT rows by WIDTH columns for each program, as integers."""
+    """Copy HEIGHT rows by WIDTH columns in each program, as integers."""
     across = tl.cdiv(columns, WIDTH)
     tiles = tl.cdiv(rows, HEIGHT) * across
     tile = tl.program_id(0) % tiles
@@ -232,7 +232,7 @@ def _copy(
 
 @triton.jit
 def _places(entry, SOURCE: tl.constexpr, OUT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointer and row stride of the source and of what is written; Triton is told what they are multiples of."""
+    """Load pointer and row stride of the source and of the target; Triton is told what they are multiples of."""
     source = tl.load(entry).to(tl.pointer_type(SOURCE))
     source_stride = tl.load(entry + 1)
     out = tl.load(entry + 2).to(tl.pointer_type(OUT))

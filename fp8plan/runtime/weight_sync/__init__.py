@@ -1,1 +1,1 @@
-"""New weights into the live engine: the trainer's side."""
+"""Syncs of new weights into a live engine: the trainer's side."""

@@ -1,4 +1,4 @@
-"""What a sync is about to send, checked before any byte: here, and by a dry run in every worker."""
+"""The check of what a sync will send, before any byte: here, and by a dry run in every worker."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fp8plan.runtime.weight_sync import manifest as manifests
 from fp8plan.runtime.weight_sync.manifest import Manifest
 from fp8plan.runtime.weight_sync.state import Call, Checked, SyncState, rpc
 
-# Of manifests; a trainer sends one and the same every step, or few.
+# Manifests that workers remember; a trainer sends one and the same every step, or few.
 MOST_PREPARED = 4
 
 
 def announced(state: SyncState, source: Any, manifest: Any) -> Manifest:
-    """What will be sent. Raises ConfigError for what is wrong with it without asking the engine."""
+    """Return the manifest of what will be sent. Raises ConfigError for what is wrong without asking the engine."""
     found = manifests.manifest_of(source)
     if manifest is not None:
         found = manifests.read_manifest(manifest)
@@ -36,7 +36,7 @@ def announced(state: SyncState, source: Any, manifest: Any) -> Manifest:
 
 
 def prepared(state: SyncState, manifest: Manifest) -> Generator[Call, Any, Checked]:
-    """What the workers say of a manifest; they are asked once, and remember the last few."""
+    """Let the workers check a manifest. They are asked once for each, and remember the last MOST_PREPARED."""
     key = (manifest, state.settings.in_place)
     if key not in state.prepared:
         if len(state.prepared) == MOST_PREPARED:
@@ -52,8 +52,8 @@ def prepared(state: SyncState, manifest: Manifest) -> Generator[Call, Any, Check
 
 
 def _refuse_leftovers(manifest: Manifest, ranks: Sequence[Sequence[int]]) -> None:
-    """Raises ConfigError for a tensor that is not loaded whole by all ranks together: vLLM's loaders take their part of
-    a tensor that is too large without a word."""
+    """Raises ConfigError for a tensor that all ranks together do not load whole. vLLM's loaders take their part of a
+    tensor that is too large without a word."""
     for entry, *taken in zip(manifest, *ranks, strict=True):
         scales = entry.name.endswith(manifests.SCALE_SUFFIX)  # one for many elements: their weight is looked at
         if sum(taken) < entry.numel and not scales:
@@ -64,5 +64,5 @@ def _refuse_leftovers(manifest: Manifest, ranks: Sequence[Sequence[int]]) -> Non
 
 
 def plain(manifest: Manifest) -> list[list[Any]]:
-    """As it goes to another process."""
+    """Return a manifest as plain data, which vLLM can send to another process."""
     return [[name, dtype, list(shape)] for name, dtype, shape in manifest]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def chunks(pairs: Iterable[Any], checked: Checked, most: int) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
-    """The stream in chunks of about `most` bytes that hold complete groups only, as (numbers, tensors).
+    """Cut the stream into chunks of about `most` bytes, as (numbers in the manifest, tensors), of complete groups only.
 
     A group is held back until its last tensor has come. Raises SyncError for a tensor that was not announced, that came
     twice, or that was written to while it was held back: an iterator must not reuse its buffers.
@@ -54,8 +54,11 @@ def chunks(pairs: Iterable[Any], checked: Checked, most: int) -> Iterator[tuple[
 
 
 def _whole(pairs: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The trainer's pairs, with the shards of each tensor gathered. That is the trainer's code, which Ctrl-C may break
-    off anywhere. Raises ConfigError for what is no pair of a name and a tensor with values."""
+    """Yield the trainer's pairs, with the shards of each tensor gathered.
+
+    Both run the trainer's code, which Ctrl-C may break off anywhere. Raises ConfigError for what is no pair of a name
+    and a tensor with values.
+    """
     given = iter(pairs)
     while True:
         with released():
@@ -68,7 +71,7 @@ def _whole(pairs: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """torch's count of writes to a tensor; it keeps none for inference tensors."""
+    """Return torch's count of writes to a tensor; 0 for inference tensors, which have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -1,4 +1,4 @@
-"""KV scales of a live engine, measured by prompts or taken from the trainer: procedures, as in weight_sync.py."""
+"""KV scales of a live engine, measured by prompts or taken from the trainer: procedures, as in procedure.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp8plan.runtime.weight_sync.state import Call, SyncState, rpc
 # Passes of the calibration prompts until none of its own scales clips: each at least doubles them.
 MOST_CALIBRATIONS = 12
 
-# Of a trainer's amax: with them, and any margin that makes sense, scales are normal numbers of float32.
+# Limits of a trainer's amax: with them, and any margin that makes sense, scales are normal numbers of float32.
 LEAST_AMAX: Final = 1e-30
 MOST_AMAX: Final = 1e30
 
@@ -24,8 +24,10 @@ def kv_scales(
     prompts: Sequence[Sequence[int]] | None,
     source: str,
 ) -> Generator[Call, Any, str | None]:
-    """Scales from the trainer's amax, or from prompts through the live engine; where they come from. Both are such that
-    `refuse_calibration` lets them pass."""
+    """Set KV scales by the trainer's amax, or by prompts that the live engine runs; return where they come from.
+
+    `refuse_calibration` must have let both pass. source: name of the prompts, which is returned for them
+    """
     if not state.fp8_kv:
         return None
     if amax is not None:
@@ -41,9 +43,12 @@ def kv_scales(
 def refuse_calibration(
     state: SyncState, amax: Mapping[str, Sequence[float]] | None, prompts: Sequence[Sequence[int]] | None
 ) -> None:
-    """Raises ConfigError for what KV scales cannot be made of: an amax that is not one of each attention layer, not
-    finite or 0, no prompts, prompts that the engine does not take, and both. With a BF16 KV cache there are none to be
-    made, and only what could never be an amax or prompts is refused."""
+    """Raises ConfigError for what KV scales cannot be made of.
+
+    That is an amax which lacks an attention layer, is not finite, or is 0; no prompts, or prompts that the engine does
+    not take; and an amax and prompts together. With a BF16 KV cache there are no scales to be made, and only what could
+    never be an amax or prompts is refused.
+    """
     if amax is not None and not isinstance(amax, Mapping):
         raise ConfigError(f"kv_amax is of type {type(amax).__name__}; allowed: a dict, {{layer: (q, k, v)}}")
     if not state.fp8_kv:
@@ -94,10 +99,10 @@ def refuse_tokens(state: SyncState, what: str, sequences: Any) -> None:
 
 
 def _calibrate(state: SyncState, prompts: Sequence[Sequence[int]]) -> Generator[Call, Any, Amax]:
-    """The amax of prompts, run until none of the scales that they ran with clipped them.
+    """Measure the amax of prompts, run until none of the scales that they ran with clipped them.
 
-    It always begins at scales of 1.0: what a layer sees depends a little on the scales of those before it, and the same
-    weights and prompts are to get the same scales, whatever ran before.
+    It always begins at scales of 1.0. What a layer sees depends a little on the scales of the layers before it, and the
+    same weights and prompts are to get the same scales, whatever ran before.
     """
     scales = {layer: [1.0] * len(PARTS) for layer in state.kv_scales or ()}
     for _ in range(MOST_CALIBRATIONS):

@@ -31,7 +31,7 @@ Scales = dict[str, list[float]]  # layer -> scales of q, k, v
 
 
 def scales_from(amax: Mapping[str, Sequence[float]], margin: float = MARGIN) -> Scales:
-    """Scales that hold `margin` times the amax; 1.0 for a layer that saw nothing. Raises ConfigError for NaN or Inf."""
+    """Return scales for `margin` times the amax; 1.0 for a layer that saw nothing. Raises ConfigError for NaN, Inf."""
     found = {}
     for layer, parts in amax.items():
         try:
@@ -46,13 +46,15 @@ def scales_from(amax: Mapping[str, Sequence[float]], margin: float = MARGIN) -> 
 
 
 def largest(ranks: Sequence[Amax]) -> Amax:
-    """The amax over tensor-parallel ranks: all of them must use the same scales."""
+    """Return the amax over tensor-parallel ranks, which must all use the same scales."""
     return {layer: [max(values) for values in zip(*(rank[layer] for rank in ranks), strict=True)] for layer in ranks[0]}
 
 
 def clipped(amax: Amax, scales: Scales) -> Scales:
-    """Where calibration itself was clipped by the scales it ran with: twice the room, to run again with. Q is seen only
-    after vLLM has quantised it, so its amax cannot exceed 448 scales: reaching that counts as clipped."""
+    """Return the layers whose calibration was clipped by the scales it ran with, with twice the room to run again.
+
+    Q is seen only after vLLM has quantised it, so its amax cannot exceed 448 scales: reaching that counts as clipped.
+    """
     return {
         layer: [
             2 * max(value, E4M3_MAX * scale) / E4M3_MAX if value >= E4M3_MAX * scale else scale
@@ -64,7 +66,7 @@ def clipped(amax: Amax, scales: Scales) -> Scales:
 
 
 def attention_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """(name, layer) of every attention layer of a vLLM model."""
+    """Yield (name, layer) of every attention layer of a vLLM model."""
     layer: Any
     for layer in model.modules():
         if hasattr(layer, "_k_scale") and hasattr(layer, "impl"):
@@ -72,7 +74,7 @@ def attention_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def live_scales(model: torch.nn.Module) -> dict[str, dict[str, float]]:
-    """layer -> scales on the device, and those on the host where backends read them there."""
+    """Return layer -> scales: "q", "k", "v" on the device, and "q_host", ... on the host, where some backends read."""
     found = {}
     for name, layer in attention_layers(model):
         device = {part: float(getattr(layer, f"_{part}_scale").max()) for part in PARTS}
@@ -105,7 +107,7 @@ def set_scales(model: torch.nn.Module, scales: Mapping[str, Sequence[float]]) ->
 
 @contextmanager
 def keeping_scales(model: torch.nn.Module) -> Iterator[None]:
-    """Afterwards the scales are what they were: a reload of any layer sets all of them to 1.0."""
+    """Put the scales back at the end: a reload of any layer sets all of them to 1.0."""
     before = {
         name: [getattr(layer, f"_{part}_scale_float") for part in PARTS] for name, layer in attention_layers(model)
     }
@@ -116,7 +118,7 @@ def keeping_scales(model: torch.nn.Module) -> Iterator[None]:
 
 
 class AmaxRecorder:
-    """Notes the largest |q|, |k| and |v| that each attention layer of a model is given, until `stop`.
+    """A recorder of the largest |q|, |k| and |v| that each attention layer of a model is given, until `stop`.
 
     vLLM calls attention from Python, between the CUDA graphs, in every step that fills prompts; only steps of decodes
     alone are whole graphs. So prompts with one response token show all of it, without leaving the live engine's mode.
@@ -152,7 +154,7 @@ class AmaxRecorder:
         return recording
 
     def stop(self) -> Amax:
-        """The amax; the layers are as they were."""
+        """Return the amax, and leave the layers as they were."""
         for layer in self._layers.values():
             del layer.impl.forward
         return dict(zip(self._layers, self._amax.tolist(), strict=True))

@@ -1,5 +1,7 @@
-"""What a trainer is about to send: names, dtypes and shapes, before any byte. What is wrong shows here, while the old
-weights still serve."""
+"""The manifest of a sync: names, dtypes and shapes of what a trainer is about to send.
+
+What is wrong with it shows before any byte is sent, while the old weights still serve.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ Manifest = tuple[Entry, ...]
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """torch.bfloat16 for "bfloat16". Raises ConfigError for what is no dtype."""
+    """Return torch.bfloat16 for "bfloat16". Raises ConfigError for what is no dtype."""
     import torch
 
     found = getattr(torch, name, None)
@@ -55,18 +57,18 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def entry_of(name: str, tensor: torch.Tensor) -> Entry:
-    """The entry of a tensor, its full shape if it is sharded (a DTensor's shape is the global one)."""
+    """Return the entry of a tensor, with the full shape of a sharded one (a DTensor's shape is the global one)."""
     return Entry(name, dtype_name(tensor.dtype), tuple(tensor.shape))
 
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """ "bfloat16" for torch.bfloat16."""
+    """Return "bfloat16" for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 def manifest_of(source: Any) -> Manifest | None:
-    """What `source` will send, without reading it; None for a bare iterator, which says nothing beforehand.
+    """Return the manifest of `source` without reading it; None for a bare iterator, which says nothing beforehand.
 
     source: a mapping of names to tensors, a sequence of (name, tensor) pairs, a vLLM WeightSource (or whatever else has
             metadata() -> items with name, dtype and shape), or an iterator
@@ -108,8 +110,11 @@ def _refuse_other(source: Any) -> None:
 
 
 def pair_of(item: Any) -> tuple[str, torch.Tensor]:
-    """(name, tensor) of an item that a source has given. Raises ConfigError for anything else, and for a tensor that
-    has no plain values to be sent: on the meta device, sparse, or quantised by torch."""
+    """Return the (name, tensor) of an item that a source has given.
+
+    Raises ConfigError for anything else, and for a tensor without plain values: on the meta device, sparse, or
+    quantised by torch.
+    """
     import torch
 
     try:
@@ -134,12 +139,12 @@ def pair_of(item: Any) -> tuple[str, torch.Tensor]:
 
 
 def pairs_of(source: Any) -> Iterable[tuple[str, Any]]:
-    """The (name, tensor) pairs of a source."""
+    """Return the (name, tensor) pairs of a source."""
     return source.items() if isinstance(source, Mapping) else source
 
 
 def read_manifest(given: Any) -> Manifest:
-    """A manifest that a caller wrote: (name, dtype, shape) triples. Raises ConfigError for anything else."""
+    """Read a manifest that a caller wrote: (name, dtype, shape) triples. Raises ConfigError for anything else."""
     try:
         return tuple(Entry(str(n), str(d).removeprefix("torch."), tuple(int(x) for x in s)) for n, d, s in given)
     except (TypeError, ValueError):
@@ -150,7 +155,7 @@ def read_manifest(given: Any) -> Manifest:
 
 
 def checkpoint_manifest(folder: str | Path) -> Manifest | None:
-    """Names, dtypes and shapes of the safetensors files of a Hugging Face folder, from their headers; None without."""
+    """Read the manifest of a Hugging Face folder from the headers of its safetensors files; None if it has none."""
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         return None
@@ -169,9 +174,11 @@ SAFETENSORS_DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float
 
 
 def refuse(manifest: Manifest, expected: Manifest | None, weights_in: str) -> None:
-    """Raises ConfigError for what can be seen without the engine: doubles, dtypes of the other format, and, where the
-    `expected` tensors are known (in the same format), unknown names, other shapes and missing tensors. Of those that
-    vLLM may leave out, only its dry run knows."""
+    """Raises ConfigError for what can be seen without the engine.
+
+    That is doubles and dtypes of the other format; and, where the `expected` tensors are known (in the same format),
+    unknown names, other shapes and missing tensors. Only vLLM's dry run knows about tensors that it may leave out.
+    """
     names = [entry.name for entry in manifest]
     if doubles := sorted({name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()):
         raise ConfigError(f"sent twice: {_some(doubles)}; allowed: every tensor once")
@@ -216,8 +223,8 @@ def known_name(known: Mapping[str, Entry]) -> str:
 
 
 def _refuse_format(manifest: Manifest, known: Mapping[str, Entry], weights_in: str) -> None:
-    """Raises ConfigError for FP8 tensors sent to an engine that wants BF16, and for any dtype that neither it wants nor
-    the checkpoint has (the bias of a router may be FP32)."""
+    """Raises ConfigError for FP8 tensors sent to an engine that wants BF16, and for any dtype that is neither wanted
+    nor the checkpoint's (the bias of a router may be FP32)."""
     for entry in manifest:
         quantised = entry.dtype == "float8_e4m3fn" or entry.name.endswith(SCALE_SUFFIX)
         if quantised and weights_in == "bf16":
@@ -233,7 +240,7 @@ def _refuse_format(manifest: Manifest, known: Mapping[str, Entry], weights_in: s
 
 
 def quantised_manifest(manifest: Manifest, quantised: Iterable[str]) -> Manifest:
-    """The fp8_block manifest of a BF16 one: those named in `quantised` become E4M3, each followed by its scales."""
+    """Return the fp8_block manifest of a BF16 one: those named in `quantised` become E4M3, followed by scales."""
     chosen = set(quantised)
     found = []
     for entry in manifest:

@@ -44,13 +44,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where trainer and workers meet, and how tensors are packed; the same at both ends.
+    """The meeting place of trainer and workers, and how tensors are packed; the same at both ends.
 
     address, port: of the trainer's process, which listens there
     world_size:    1 for the trainer, and the engine's workers (tensor x pipeline x data parallel)
-    buffer_bytes:  of one broadcast, exceeded by its last tensor
+    buffer_bytes:  size of one broadcast, which its last tensor may exceed
     buffers:       broadcasts under way; each end holds one buffer more
-    limit_s:       a sync that takes longer is broken off: the other end has died
+    limit_s:       seconds after which a sync is broken off: the other end has died
+
+    Raises ConfigError for values out of range.
     """
 
     address: str
@@ -97,7 +99,7 @@ class TrainerTransfer:
         self._group = self._thread.submit(self._meet)
 
     def ready(self) -> TrainerTransfer:
-        """Itself, once all workers have come. Raises ConfigError without NCCL, and what vLLM raises."""
+        """Return itself, once all workers have come. Raises ConfigError without NCCL, and what vLLM raises."""
         self._group.result()
         return self
 
@@ -109,7 +111,7 @@ class TrainerTransfer:
         self._thread.submit(self._send, pairs, self.source(pairs, manifest).manifest).result()
 
     def source(self, pairs: Any, manifest: Any = None) -> RemoteSource:
-        """What a sync driven by this very process takes: the same, sent while the workers receive."""
+        """Return what `sync_weights` takes in this very process: the same tensors, sent while the workers receive."""
         announced = manifest_of(pairs) if manifest is None else read_manifest(manifest)
         if announced is None:
             raise ConfigError(
@@ -119,7 +121,7 @@ class TrainerTransfer:
 
     @staticmethod
     def follow(pairs: Iterable[tuple[str, Any]]) -> None:
-        """On the trainer's ranks other than 0: take part in gathering what rank 0 sends."""
+        """Take part in gathering what rank 0 sends, on the trainer's other ranks."""
         for _, tensor in pairs:
             gathered(tensor)
 
@@ -158,7 +160,7 @@ class TrainerTransfer:
 def connect(
     join: Callable[[Rendezvous], Any], workers: int = 1, device: str | None = None, **settings: Any
 ) -> TrainerTransfer:
-    """Both ends from the process that trains and drives the engine.
+    """Connect both ends from the process that trains and drives the engine.
 
     join: engine.join_transfer; workers: of the engine; settings: of Rendezvous. Raises ConfigError as those do.
     """
@@ -172,7 +174,7 @@ def connect(
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """This thread on that GPU."""
+    """Run this thread on that GPU."""
     import torch
 
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

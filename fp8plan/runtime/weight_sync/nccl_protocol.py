@@ -1,4 +1,4 @@
-"""What both ends of a transfer keep to, so that neither is left alone in a broadcast (runtime.weight_sync.nccl).
+"""The protocol of a transfer, so that neither end is left alone in a broadcast (runtime.weight_sync.nccl).
 
 group: vLLM's PyNcclCommunicator, in which the trainer is rank 0; its own `group` speaks without NCCL, over the store of
        the rendezvous, and waits 5 minutes at most
@@ -25,7 +25,7 @@ BROKEN = "the transfer has broken off; connect the trainer and the engine again 
 def completed(
     pairs: Any, manifest: Manifest, device: torch.device, failures: list[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The announced tensors on `device`, all of them: from the first that fails on, which is noted, zeros instead."""
+    """Yield all announced tensors on `device`. From the first that fails on, which is noted, they are zeros."""
     import torch
 
     stream = iter(((e.name, pairs[e.name]) for e in manifest) if isinstance(pairs, Mapping) else pairs)
@@ -44,7 +44,7 @@ def completed(
 
 
 def _next(stream: Iterator[tuple[str, Any]], entry: Entry | None) -> torch.Tensor | None:
-    """The next tensor, which must be `entry`, or the end. Raises ConfigError for anything else."""
+    """Return the next tensor, which must be `entry`; None: expect the end. Raises ConfigError for anything else."""
     found = next(stream, None)
     if entry is None:
         if found is not None:
@@ -59,19 +59,19 @@ def _next(stream: Iterator[tuple[str, Any]], entry: Entry | None) -> torch.Tenso
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """The values alone; of a DTensor, all shards."""
+    """Return a tensor's values without its gradient; of a DTensor, all shards."""
     whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return whole.detach() if whole.requires_grad else whole  # a model may have 20,000 tensors
 
 
 @lru_cache(maxsize=8)
 def digest(manifest: Manifest) -> str:
-    """Equal for equal manifests, order included."""
+    """Return a text that is equal only for equal manifests, order included."""
     return hashlib.sha256(repr([tuple(entry) for entry in manifest]).encode()).hexdigest()
 
 
 def misaligned(manifest: Manifest, buffer_bytes: int) -> str | None:
-    """What vLLM's packing, which leaves no gaps, cannot unpack again; None if it can."""
+    """Say which tensor vLLM's packing, which leaves no gaps, cannot unpack again; None if it can unpack all."""
     at = 0
     for entry in manifest:
         size = dtype_named(entry.dtype).itemsize
@@ -84,8 +84,10 @@ def misaligned(manifest: Manifest, buffer_bytes: int) -> str | None:
 
 
 def agree(group: Any, key: str, failure: str | None = None) -> None:
-    """Compare notes with all ranks. Raises SyncError for the first failure told, other manifests, or no answer, after
-    which the group is not used again: its ends would speak of different syncs."""
+    """Compare notes with all ranks. Raises SyncError for the first failure told, other manifests, or no answer.
+
+    After no answer the group is not used again: its ends would speak of different syncs.
+    """
     try:
         told = group.group.all_gather_obj((key, failure))
     except Exception as error:
@@ -100,8 +102,11 @@ def agree(group: Any, key: str, failure: str | None = None) -> None:
 
 @contextmanager
 def limited(group: Any, seconds: float) -> Iterator[None]:
-    """Break NCCL off after so long, which ends broadcasts whose other end has died. Raises SyncError then: on a GPU
-    LostEngineError, as CUDA does not survive it (seen on an H200: illegal memory access at the next use)."""
+    """Break NCCL off after so many seconds, which ends broadcasts whose other end has died.
+
+    Raises SyncError then; on a GPU LostEngineError, as CUDA does not survive it (seen on an H200: illegal memory access
+    at the next use).
+    """
     late = threading.Event()
 
     def cut() -> None:
@@ -121,14 +126,14 @@ def limited(group: Any, seconds: float) -> Iterator[None]:
 
 
 def working(group: Any) -> Any:
-    """A communicator that communicates. Raises ConfigError: a disabled one of vLLM's leaves tensors as they are."""
+    """Return the group if it works. Raises ConfigError if it does not: vLLM's would leave tensors as they are."""
     if group.disabled:
         raise ConfigError(f"NCCL does not work here, or no longer: {BROKEN}; unset VLLM_DISABLE_PYNCCL")
     return group
 
 
 def wait(device: torch.device) -> None:
-    """For all that runs on a GPU."""
+    """Wait for all that runs on a GPU."""
     if device.type == "cuda":
         import torch
 

@@ -1,7 +1,7 @@
 """One sync of new policy weights into a live engine, as a procedure that does no input or output itself.
 
-`sync` is a generator: it yields what is to be done to the engine (a Call) and is sent the answer, so that one procedure
-serves an engine in this process, in another, and under asyncio. The order is what keeps garbage away:
+`replace_weights` is a generator: it yields what is to be done to the engine (a Call) and is sent the answer. So one
+procedure serves an engine in this process, in another, and under asyncio. The order is what keeps garbage away:
 
 1. the manifest (names, dtypes, shapes) is checked here and by a dry run in every worker: what is wrong now leaves the
    old weights serving, untouched;
@@ -36,7 +36,7 @@ from fp8plan.runtime.weight_sync.shared_memory import Stage, staged_bytes
 from fp8plan.runtime.weight_sync.state import Call, Checked, Procedure, Scored, SyncReport, SyncState, rpc
 
 
-def sync(
+def replace_weights(
     state: SyncState,
     source: Any,
     manifest: Any = None,
@@ -49,6 +49,8 @@ def sync(
 
     manifest:   (name, dtype, shape) of every tensor, for a source that is a bare iterator
     kv_amax:    largest |q|, |k|, |v| by layer from the trainer; else measured on `kv_prompts` (token ids)
+    kv_source:  where those prompts come from, for the report
+    scored:     a sequence that the new weights must score as the trainer has
 
     Raises SyncError; its message says which weights serve.
     """
@@ -116,8 +118,10 @@ def sync(
 
 
 def _begun(pairs: Iterable[Any]) -> Iterable[Any]:
-    """The trainer's pairs, the first of them there already: what is wrong with it harms nothing. Raises ConfigError,
-    also for what the trainer itself raises."""
+    """Return the trainer's pairs once the first of them is there: what is wrong with that one harms nothing yet.
+
+    Raises ConfigError, also for what the trainer itself raises.
+    """
     given = iter(pairs)
     try:
         with released():
@@ -187,7 +191,7 @@ def _refuse_scored(state: SyncState, scored: Scored | None) -> None:
 
 
 def _score(scored: Scored, limit: float) -> Generator[Call, Any, float]:
-    """Mean k3 between the trainer and the engine on a sequence. Raises ConfigError above the limit."""
+    """Return the mean k3 between the trainer and the engine on a sequence. Raises ConfigError above the limit."""
     settings = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
     (output,) = yield Call("generate", ([scored.tokens], settings))
     found = [row[token].logprob for row, token in zip(output.prompt_logprobs[1:], scored.tokens[1:], strict=True)]
@@ -215,8 +219,8 @@ def _refuse_difference(answers: Sequence[dict[str, Any]]) -> None:
 
 
 def _fail(state: SyncState, error: BaseException, before: str | None, scales: Scales | None) -> Procedure:
-    """End a failed sync in every worker; raises SyncError (or the error itself, if it is no Exception) that says what
-    serves now."""
+    """End a failed sync in every worker. Raises SyncError, which says what serves now, or the error itself if it is no
+    Exception."""
     state.refusal = f"the sync of weights {state.version + 1} failed: {str(error) or type(error).__name__}"
     what = "the engine refuses to generate until a complete sync_weights"
     state.dead = state.dead or isinstance(error, LostEngineError)

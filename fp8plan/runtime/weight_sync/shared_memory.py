@@ -1,4 +1,4 @@
-"""Tensors into a worker in another process: through memory that both map, a chunk at a time.
+"""The way of tensors into a worker in another process: through memory that both map, a chunk at a time.
 
 On a CPU a file in shared memory, on a GPU a buffer that the worker opens by its CUDA IPC handle. vLLM's messages carry
 only names, shapes and offsets; vLLM cannot send tensors to a worker, and its own IPC engine wants Ray.
@@ -41,7 +41,7 @@ class Stage:
 
     @property
     def address(self) -> list[Any]:
-        """What `opened` needs, as vLLM can send it."""
+        """The address that `opened` takes, as plain data that vLLM can send."""
         if self._path is not None:
             return ["file", self._path, self.buffer.numel()]
         from torch.multiprocessing.reductions import reduce_tensor
@@ -49,7 +49,7 @@ class Stage:
         return ["cuda", pickle.dumps(reduce_tensor(self.buffer)[1]), self.buffer.numel()]
 
     def pack(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
-        """Copy tensors in, one behind the other; their layout: [number, dtype, shape, offset]."""
+        """Copy tensors in, one behind the other. Return their layout: [[number, dtype, shape, offset], ...]."""
         import torch
 
         offsets = [0, *accumulate(_padded(tensor.nbytes) for tensor in tensors)]
@@ -67,18 +67,18 @@ class Stage:
         ]
 
     def close(self) -> None:
-        """Take its name away; who has it open keeps it."""
+        """Remove the file's name; processes that have it open keep it."""
         if self._path is not None:
             Path(self._path).unlink(missing_ok=True)
 
 
 def staged_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes that `Stage.pack` needs for them."""
+    """Count the bytes that `Stage.pack` needs for these tensors."""
     return sum(_padded(tensor.nbytes) for tensor in tensors)
 
 
 def opened(worker: Any, address: Sequence[Any]) -> torch.Tensor:
-    """The buffer behind an address, in the worker; opened once."""
+    """Return the buffer behind an address, in the worker; it is opened once."""
     import torch
 
     kind, where, nbytes = address
@@ -98,7 +98,7 @@ def opened(worker: Any, address: Sequence[Any]) -> torch.Tensor:
 
 
 def unpack(buffer: torch.Tensor, layout: Sequence[Sequence[Any]]) -> tuple[list[int], list[torch.Tensor]]:
-    """Numbers and tensors, as views of the buffer."""
+    """Return the numbers and the tensors of a layout, as views of the buffer."""
     numbers, tensors = [], []
     for number, dtype, shape, offset in layout:
         kind, count = dtype_named(dtype), 1

@@ -1,5 +1,4 @@
-"""What an engine's syncs are made of: settings, what is remembered between them, what is asked of the engine, and the
-report."""
+"""The parts of an engine's syncs: settings, the state between two of them, the Calls to the engine, and the report."""
 
 from __future__ import annotations
 
@@ -15,10 +14,16 @@ from fp8plan.runtime.weight_sync.manifest import FORMATS, Manifest
 
 
 class Call(NamedTuple):
-    """One thing to do to an engine. rpc: (method, args) on every worker, answered by a list; reset: empty the prefix
-    cache; generate: (prompts as token ids, SamplingParams settings), answered by RequestOutputs; restart"""
+    """One thing to do to an engine, with its arguments.
 
-    what: Literal["rpc", "reset", "generate", "restart"]
+    rpc:      (method, args) on every worker; answered by a list
+    reset:    empty the prefix cache
+    generate: (prompts as token ids, SamplingParams settings); answered by RequestOutputs
+    restart:  end vLLM and start it again
+    sleep, wake_up: (level,) and (tags,), as vLLM takes them
+    """
+
+    what: Literal["rpc", "reset", "generate", "restart", "sleep", "wake_up"]
     arguments: tuple[Any, ...] = ()
 
 
@@ -27,14 +32,19 @@ Procedure = Generator[Call, Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class SyncSettings:
-    """weights_in:  "bf16" or "fp8_block": what is sent (manifest.FORMATS)
+    """Settings of an engine's syncs.
+
+    weights_in:  what is sent: "bf16", or "fp8_block" (E4M3 and FP32 scales where the engine holds FP8, see
+                 manifest.FORMATS)
     in_place:    write the live tensors where that is proven to equal vLLM's reload; False: always vLLM's reload
-    chunk_bytes: of one message of tensors
-    rollback:    None, or where to keep a copy of the weights to return to: "cpu" or "cuda"
-    samples:     tensors compared after a sync
-    kv_margin:   room above the largest magnitudes seen
+    chunk_bytes: size of one message of tensors
+    rollback:    where to keep a copy of the weights to return to after a failure, "cpu" or "cuda"; None: nowhere
+    samples:     how many tensors are compared with what was sent, after a sync
+    kv_margin:   KV scales hold this many times the largest magnitudes seen
     scored_k3:   mean k3 per token of a scored sequence above which a sync has failed; FP8 shows 0.001 to 0.03, wrong
                  weights more than 1
+
+    Raises ConfigError for values out of range.
     """
 
     weights_in: str = "bf16"
@@ -47,8 +57,8 @@ class SyncSettings:
 
     @classmethod
     def planned(cls, preset: str, remote: bool) -> SyncSettings:
-        """What a plan's precision asks for: BF16 where the tensors lie on the engine's GPUs (quantising there is one
-        read and one write), E4M3 and scales, half the bytes, where they come over a link (`remote`) into FP8."""
+        """Return the settings for a preset. BF16 is sent if the tensors lie on the engine's GPUs: quantising there is
+        one read and one write. E4M3 and scales, half the bytes, if they come over a link (`remote`) into FP8."""
         return cls(weights_in="fp8_block" if remote and precision(preset).weights == "fp8_block" else "bf16")
 
     def __post_init__(self) -> None:
@@ -61,14 +71,20 @@ class SyncSettings:
 
 
 class Scored(NamedTuple):
-    """Token ids of a sequence, and the trainer's log-probs of all but the first (temperature 1)."""
+    """A sequence's token ids, and the trainer's log-probs of all but the first, in nats, at temperature 1."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
 
 
 class Checked(NamedTuple):
-    """A manifest that the workers take: its number there, the group of each tensor, and how many are in each group."""
+    """A manifest that the workers take.
+
+    number:  of the manifest, in the workers
+    groups:  number of each tensor's group: fused tensors must come together
+    sizes:   group -> how many tensors it has
+    numbers: name -> number of the tensor in the manifest
+    """
 
     number: int
     groups: Sequence[int]
@@ -78,17 +94,23 @@ class Checked(NamedTuple):
 
 @dataclass(slots=True)
 class SyncState:
-    """What an engine knows between two syncs.
+    """The state of an engine's weights between two syncs.
 
-    refusal:   why it must not generate; None while it serves
-    running:   a sync, a calibration or a step down is under way; generating: calls of generate are
-    shut_down: for good, by its owner
-    asleep:    what sleeps, by vLLM's tags: "weights", "kv_cache"; since a sleep at sleep_level, 0 if that has not ended
-    soiled:    weights that were not proven have run: the KV cache may hold NaN, which poisons who gets its block next
-    expected:  tensors of the checkpoint it was started with, where known
-    prepared:  manifests that the workers have checked
-    kv_scales: what the live engine has; None with a BF16 KV cache
-    longest_prompt, vocabulary: that the engine takes, in tokens, where known
+    staged_on:  device of the memory that tensors go through to another process; None: the engine is in this one
+    refusal:    why the engine must not generate; None while it serves
+    dead:       it has died, and the next sync starts it again
+    shut_down:  its owner has shut it down, for good
+    running:    whether a sync, a calibration or a step down is under way
+    generating: calls of generate under way
+    asleep:     vLLM's tags that sleep: "weights", "kv_cache"
+    sleep_level: of that sleep; 0 if falling asleep has not ended
+    soiled:     weights that were not proven have run: the KV cache may hold NaN, which poisons who gets its block next
+    version:    number of the weights that serve
+    expected:   tensors of the checkpoint it was started with, where known
+    prepared:   manifests that the workers have checked
+    kv_scales:  scales of the live engine; None with a BF16 KV cache
+    longest_prompt, vocabulary: limits of the engine, in tokens, where known
+    quantised:  names of the checkpoint's tensors that the engine holds in FP8, once asked
     """
 
     settings: SyncSettings
@@ -114,21 +136,21 @@ class SyncState:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """What a sync did.
+    """The report of a sync.
 
     version:      number of the weights that serve now, counted from 1
     seconds:      of each phase (prepare, begin, load, finish, kv_scales, reset, score) and "total"; "check" is what the
                   self-check took of begin, load and finish
-    tensors, bytes: sent
-    chunks:       messages
+    tensors, bytes: how many were sent
+    chunks:       messages that they took
     layers:       dtype of their weights -> modules of one rank
     in_place, reloaded: modules written directly, and by vLLM's layerwise reload
     why_reloaded: kind of module -> why vLLM must load it
     ignored:      tensors that vLLM leaves out (a tied lm_head)
-    compared:     sampled tensors written in place that are what was sent (live/self_check.py); 0 if vLLM reloads all
+    compared:     sampled tensors written in place that are what was sent (worker/self_check.py); 0 if vLLM reloads all
     weight_error: RMS error of the sampled quantised weights, a fraction: 2.6% for Gaussian ones; reported, not judged
     kv_scales:    layer -> scales of q, k, v; None with a BF16 KV cache
-    kv_source:    where they come from
+    kv_source:    where those come from
     scored_k3:    mean k3 per token of the scored sequence; None without one
     """
 
@@ -149,7 +171,7 @@ class SyncReport:
     scored_k3: float | None
 
     def __str__(self) -> str:
-        """One line for a log."""
+        """Return one line for a log."""
         said = [f"weights {self.version} serve: {self.tensors} tensors, {self.bytes / 1e6:,.1f} MB"]
         said[0] += f" in {self.seconds['total']:.3f} s"
         said += [f"{self.in_place} modules written in place, {self.reloaded} reloaded by vLLM"]
@@ -161,8 +183,10 @@ class SyncReport:
 
 
 def rpc(method: str, *arguments: Any) -> Generator[Call, Any, list[Any]]:
-    """Every worker's answer. Raises ConfigError with the first error among them; LostEngineError, if one of them says
-    that the engine is lost."""
+    """Call a method of every worker, and return their answers.
+
+    Raises ConfigError with the first error among them, or LostEngineError if one says that the engine is lost.
+    """
     answers = yield Call("rpc", (method, arguments))
     kind = LostEngineError if any(answer.get("lost") for answer in answers) else ConfigError
     for rank, answer in enumerate(answers):

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def recording_amax(model: torch.nn.Module) -> Iterator[Callable[[], Amax]]:
-    """Gives a function that returns {layer, as vLLM names it: [|q|, |k|, |v|]}, after RoPE and QK norms, over all
-    forward passes so far. Ranks that hold other data must take the maximum of theirs.
+    """Record the largest magnitudes of a model's attention, over all forward passes inside of this `with`.
+
+    Yields a function that returns {layer, as vLLM names it: [|q|, |k|, |v|]}, after RoPE and QK norms. Ranks that see
+    different data must take the maximum of theirs.
 
     model: a transformers model whose attention goes through AttentionInterface ("sdpa", "flash_attention_2", ...).
     Raises ConfigError for another, "eager" among them.

@@ -1,1 +1,1 @@
-"""New weights into the live engine: the side inside vLLM's worker."""
+"""Syncs of new weights into a live engine: the side inside vLLM's worker."""

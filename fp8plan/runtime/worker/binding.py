@@ -1,4 +1,4 @@
-"""Which live tensors every tensor of a manifest is written to, and how: the shortcut past vLLM's layerwise reload.
+"""The shortcut past vLLM's layerwise reload: the live tensors that a manifest's are written to directly, and how.
 
 vLLM reloads a layer by filling a new BF16 copy of it, quantising that with a dozen torch kernels and copying the result
 over the live tensors. Where the live tensors have the checkpoint's layout, the same bits can be written to them
@@ -30,7 +30,9 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """moves:  manifest name -> its moves; a name that is not here goes through vLLM's loader
+    """The way of every tensor of a manifest into the live model.
+
+    moves:  manifest name -> its moves; a name that is not here goes through vLLM's loader
     native: modules that vLLM's layerwise reload loads -> why
     direct: modules whose live tensors are written in place
     """
@@ -41,7 +43,7 @@ class Binding:
 
 
 def bind(model: torch.nn.Module, found: LoadMap, manifest: Sequence[Entry], left: Mapping[str, str]) -> Binding:
-    """The Binding of a traced manifest; left: modules that are left to vLLM -> why."""
+    """Return the Binding of a traced manifest. left: modules that are left to vLLM -> why"""
     layers = dict(model.named_modules())
     moves: dict[str, tuple[Move, ...]] = {}
     native = dict.fromkeys(found.opaque, "its loader does more than copy") | dict(left)
@@ -105,7 +107,7 @@ def _stands_alone(box: Box, shape: Sequence[int]) -> bool:
 
 
 def _matrices(source: Box, target: Box) -> Iterator[tuple[Box, Box]]:
-    """A copy as copies of vectors and matrices: leading dimensions are taken apart, in step."""
+    """Split a copy into copies of vectors and matrices: leading dimensions are taken apart, in step."""
     for chosen in zip(product(*map(_points, source[:-2])), product(*map(_points, target[:-2])), strict=True):
         yield (*chosen[0], *source[-2:]), (*chosen[1], *target[-2:])
 
@@ -115,7 +117,7 @@ def _points(extent: tuple[int, int]) -> list[tuple[int, int]]:
 
 
 def _view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """tensor[box] as a vector or matrix."""
+    """Return tensor[box] as a vector or matrix."""
     for start, _ in box[:-2]:
         tensor = tensor[start]
     for dimension, (start, stop) in enumerate(box[-2:]):

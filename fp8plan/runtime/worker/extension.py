@@ -1,4 +1,4 @@
-"""What runs inside vLLM's worker: mixed into its class by `worker_extension_cls`, called through `collective_rpc`.
+"""The methods inside vLLM's worker: mixed into its class by `worker_extension_cls`, called through `collective_rpc`.
 
 Every method answers with plain data that vLLM can send between processes. An error is an answer too, {"error": text}:
 an exception would cross a process as text without a type, and vLLM takes some for the engine's death.
@@ -23,7 +23,7 @@ EXTENSION = "fp8plan.runtime.worker.extension.Fp8PlanWorker"
 
 
 def answering(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
-    """The method's result as {"ok": result}, its errors as {"error": text}."""
+    """Make a method answer {"ok": result}, or {"error": text} for an exception."""
 
     @functools.wraps(method)
     def answer(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -38,13 +38,13 @@ def answering(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 
 
 class Fp8PlanWorker:
-    """Names start with fp8plan_, so that they meet none of vLLM's."""
+    """The mixin. Its names start with fp8plan_, so that they meet none of vLLM's."""
 
     model_runner: Any  # of vLLM's worker
 
     @answering
     def fp8plan_facts(self) -> dict[str, Any]:
-        """What really runs: versions, kernels, E8M0, dtypes, CUDA graphs, memory."""
+        """Read what really runs: versions, kernels, E8M0, dtypes, CUDA graphs, memory (runtime.worker.facts)."""
         from fp8plan.runtime.worker.facts import worker_facts
 
         return worker_facts(self)
@@ -53,6 +53,7 @@ class Fp8PlanWorker:
     def fp8plan_prepare(
         self, manifest: Sequence[Sequence[Any]], in_place: bool, number: int | None = None
     ) -> dict[str, Any]:
+        """Check a manifest in a dry run; `fp8plan_begin` takes the number."""
         from fp8plan.runtime.weight_sync.manifest import read_manifest
 
         number, prepared = self._fp8plan_weights().prepare(read_manifest(manifest), in_place, number)
@@ -70,12 +71,12 @@ class Fp8PlanWorker:
 
     @answering
     def fp8plan_load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-        """Tensors of this very process."""
+        """Write tensors of this very process."""
         self._fp8plan_weights().load(numbers, tensors)
 
     @answering
     def fp8plan_load_staged(self, stage: Sequence[Any], layout: Sequence[Sequence[Any]]) -> None:
-        """Tensors that another process has put into shared memory (fp8plan.runtime.weight_sync.shared_memory)."""
+        """Write tensors that another process has put into shared memory (fp8plan.runtime.weight_sync.shared_memory)."""
         from fp8plan.runtime.weight_sync.shared_memory import opened, unpack
 
         numbers, tensors = unpack(opened(self, stage), layout)
@@ -92,7 +93,7 @@ class Fp8PlanWorker:
 
     @answering
     def fp8plan_receive(self, now: bool) -> int | None:
-        """Take what the trainer sends, in how many broadcasts; or only see whether that is possible."""
+        """Take what the trainer sends and count the broadcasts; or (now=False) only see whether that is possible."""
         receiver: Receiver | None = getattr(self, "_fp8plan_receiver", None)
         if receiver is None:
             raise ConfigError(
@@ -117,14 +118,14 @@ class Fp8PlanWorker:
 
     @answering
     def fp8plan_zero_kv(self) -> int:
-        """Zero the KV cache, while no request runs; its bytes."""
+        """Zero the KV cache, while no request runs; return its bytes."""
         from fp8plan.runtime.worker.kv_cache import zero_kv
 
         return zero_kv(self)
 
     @answering
     def fp8plan_record_amax(self, on: bool) -> dict[str, list[float]] | None:
-        """Start recording, or stop and give {layer: [q, k, v]}, the largest magnitudes since."""
+        """Start recording, or stop and return {layer: [q, k, v]}, the largest magnitudes since."""
         from fp8plan.runtime.weight_sync.kv_scales import AmaxRecorder
 
         if on:
@@ -153,7 +154,7 @@ class Fp8PlanWorker:
 
     @answering
     def fp8plan_digests(self) -> dict[str, int]:
-        """parameter -> a number that depends on every bit of it and where it is: equal weights, equal digests."""
+        """Return parameter -> a checksum of every bit and its place: equal weights have equal digests."""
         from fp8plan.runtime.worker.facts import digest
 
         return {name: digest(tensor.data) for name, tensor in self.model_runner.get_model().named_parameters()}

@@ -1,4 +1,4 @@
-"""What a vLLM worker really runs, read from its live objects."""
+"""Facts about a vLLM worker as it really runs, read from its live objects."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ if TYPE_CHECKING:
 
 
 def worker_facts(worker: Any) -> dict[str, Any]:
-    """vllm_version; layers: kinds of modules with weights -> how many; weight_bytes; kernels: of "gemm" and "moe";
-    e8m0: whether DeepGEMM's scales are powers of two (None without blockwise FP8); attention: its implementation;
-    kv_cache_dtype; cudagraph_mode; enforce_eager"""
+    """Read a worker's facts, as plain data.
+
+    layers:    kinds of modules with weights -> how many
+    kernels:   "gemm", "moe" -> name of the kernel
+    e8m0:      whether DeepGEMM's scales are powers of two; None without blockwise FP8
+    attention: class of its implementation
+
+    and vllm_version, weight_bytes, kv_cache_dtype, cudagraph_mode and enforce_eager
+    """
     import vllm
 
     model, config = worker.model_runner.get_model(), worker.vllm_config
@@ -35,7 +41,7 @@ def worker_facts(worker: Any) -> dict[str, Any]:
 
 
 def _kernels(model: Any) -> dict[str, str]:
-    """Quantised linears' kernel class and experts' backend, as vLLM's log names them."""
+    """Return the kernel class of quantised linears and the backend of experts, as vLLM's log names them."""
     methods = [method for layer in model.modules() if (method := getattr(layer, "quant_method", None)) is not None]
     linear = [type(method.fp8_linear).__name__ for method in methods if hasattr(method, "fp8_linear")]
     backends = [getattr(m, "fp8_backend", None) or getattr(m, "unquantized_backend", None) for m in methods]
@@ -44,7 +50,7 @@ def _kernels(model: Any) -> dict[str, str]:
 
 
 def _uses_e8m0(model: Any) -> bool | None:
-    """DeepGEMM's kernels carry the setting that they were made with; without one, no scale is rounded."""
+    """Return whether a kernel uses DeepGEMM's E8M0 scales. Kernels carry the setting that they were made with."""
     kernels = [getattr(getattr(layer, "quant_method", None), "fp8_linear", None) for layer in model.modules()]
     kernels = [kernel for kernel in kernels if kernel is not None]
     if not kernels:
@@ -54,7 +60,7 @@ def _uses_e8m0(model: Any) -> bool | None:
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """A checksum of a contiguous tensor's bits: the sum of its 32-bit words, each times its place (modulo 2^64)."""
+    """Return a checksum of a tensor's bits: the sum of its 32-bit words, each times its place (modulo 2^64)."""
     import torch
 
     data = torch.nn.functional.pad(tensor.contiguous().view(-1).view(torch.uint8), (0, -tensor.nbytes % 4))

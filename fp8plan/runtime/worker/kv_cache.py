@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def zero_kv(worker: Any) -> int:
-    """Zero all of a worker's KV cache; its bytes. Only while no request runs, and not while it sleeps.
+    """Zero all of a worker's KV cache, and return its bytes. Only while no request runs, and not while it sleeps.
 
     Attention multiplies what it masks by 0, and 0 x NaN is NaN: NaN that unusable weights have left in a block would
     reach the request that gets the block next. Whole storages are zeroed as bytes, whatever the dtype (FP8 is stored as
@@ -26,7 +26,7 @@ def zero_kv(worker: Any) -> int:
 
 
 def _tensors(nested: Any) -> Iterator[torch.Tensor]:
-    """A cache is a tensor, a list of a layer's states (Mamba), or None for a layer without."""
+    """Yield the tensors of a cache: it is one, a list of a layer's states (Mamba), or None for a layer without."""
     import torch
 
     if isinstance(nested, torch.Tensor):

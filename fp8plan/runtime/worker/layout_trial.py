@@ -1,4 +1,4 @@
-"""Which modules may be written in place: those where that gives, bit for bit, what vLLM's own reload gives.
+"""The trial that says which modules may be written in place: those where vLLM's own reload gives the same bits.
 
 The layout of live tensors cannot be told from their shapes (some kernels swap halves of a matrix, some keep packed
 copies beside it), so it is tried: one module of each kind is reloaded by vLLM with random weights, compared with what
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     import torch
 
 # What a reload makes anew on a layer or its quantisation method, and may: flags, and a kernel's settings, whose scales
-# are refreshed after every sync (native_reload.refresh_expert_scales).
+# are refreshed after every sync (vllm_reload.refresh_expert_scales).
 HARMLESS = ("_already_called_process_weights_after_loading", "moe_kernel", "moe_quant_config")
 
 
 def refused(worker: Any, manifest: Sequence[Entry], found: LoadMap, binding: Binding) -> dict[str, str]:
-    """Kinds of modules that must not be written in place, with why; modules of the same kind stand or fall together.
+    """Return the kinds of modules that must not be written in place -> why. All modules of a kind share its fate.
 
-    manifest: of BF16 tensors, as vLLM's loaders take no others; what it shows holds for E4M3 and scales, which are
+    manifest: of BF16 tensors, as vLLM's loaders take no others. The result holds for E4M3 and scales, too, which are
               written to the same places
 
     Raises LostEngineError if a trial failed and the live weights could not be put back.
@@ -47,7 +47,7 @@ def refused(worker: Any, manifest: Sequence[Entry], found: LoadMap, binding: Bin
 
 
 def kind(layer: torch.nn.Module) -> str:
-    """Class, quantisation method and kernel: what decides how a layer's live tensors are laid out."""
+    """Name a layer's class, quantisation method and kernel, which decide how its live tensors are laid out."""
     method = getattr(layer, "quant_method", None)
     kernel = getattr(method, "fp8_linear", None)
     backend = getattr(method, "fp8_backend", None) or getattr(method, "unquantized_backend", None)
@@ -58,7 +58,7 @@ def kind(layer: torch.nn.Module) -> str:
 
 
 def _shapes(layer: torch.nn.Module) -> tuple[Any, ...]:
-    """A kernel may lay matrices of other shapes out in another way."""
+    """Return names, shapes and dtypes: a kernel may lay matrices of other shapes out in another way."""
     return tuple((name, tuple(t.shape), t.dtype) for name, t in layer._parameters.items() if t is not None)
 
 
@@ -70,6 +70,7 @@ def _why_not(
     found: LoadMap,
     binding: Binding,
 ) -> str | None:
+    """Reload one module with random weights; say why it must not be written in place, None if it may."""
     import torch
 
     layer = layers[module]
@@ -92,7 +93,7 @@ def _why_not(
 
 
 def _random(entry: Entry, device: torch.device, seed: int) -> torch.Tensor:
-    """Gaussian weights in which every block has another size."""
+    """Make Gaussian weights in which every block has another magnitude."""
     import torch
 
     generator, dtype = torch.Generator(device=device).manual_seed(seed), dtype_named(entry.dtype)
@@ -101,7 +102,7 @@ def _random(entry: Entry, device: torch.device, seed: int) -> torch.Tensor:
 
 
 def _equal(move: Move, source: torch.Tensor) -> bool:
-    """Whether vLLM has left there what the move would leave; what cannot be compared is not equal."""
+    """Return whether vLLM has left what the move would leave; what cannot be compared is not equal."""
     import torch
 
     part = source[tuple(slice(*extent) for extent in move.source)].reshape(move.target.shape)
@@ -113,8 +114,10 @@ def _equal(move: Move, source: torch.Tensor) -> bool:
 
 @contextmanager
 def _put_back(model: torch.nn.Module, fed: Sequence[torch.nn.Module]) -> Iterator[Places]:
-    """Afterwards all modules' tensors and attributes are what they were, and the values of those that are fed. Raises
-    LostEngineError if that fails."""
+    """Put back all modules' tensors and attributes at the end, and the values of those that are fed.
+
+    Raises LostEngineError if that fails.
+    """
     import torch
 
     places = Places(model)

@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 
 
 class LiveWeights:
-    """worker: vLLM's Worker, with its model loaded. Raises ConfigError from prepare, load and finish."""
+    """The live weights of a worker, and the sync that is open, if any.
+
+    worker: vLLM's Worker, with its model loaded
+
+    A sync is: prepare once for a manifest, then begin, load, finish and commit, or abort. Raises ConfigError from
+    prepare, load and finish.
+    """
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
@@ -32,16 +38,22 @@ class LiveWeights:
         self._running: _Running | None = None
 
     def prepare(self, manifest: Manifest, in_place: bool = True, number: int | None = None) -> tuple[int, Prepared]:
-        """As `preparation.prepare`; `begin` takes the number. number: the same for all ranks, of which some may have
-        failed to prepare others; unless given, the next of this rank."""
+        """Check a manifest (runtime.worker.prepare); `begin` takes the number that this returns.
+
+        number: the same for all ranks, of which some may have failed to prepare other manifests; None: the next of this
+                rank
+        """
         number = max(self._prepared, default=-1) + 1 if number is None else number
         with keeping_scales(self._model):  # a trial of the shortcut reloads layers
             self._prepared[number] = prepare(self._worker, manifest, in_place), in_place
         return number, self._prepared[number][0]
 
     def begin(self, number: int, samples: int, seed: int, keep: str | None) -> None:
-        """Open a sync of a prepared manifest. samples: tensors to compare afterwards; keep: device of a copy of the
-        weights to return to, or None."""
+        """Open a sync of a prepared manifest.
+
+        samples: how many tensors to compare afterwards, chosen by seed
+        keep:    device of a copy of the weights to return to; None: no copy
+        """
         prepared, in_place = self._prepared[number]
         if prepared.moved:
             _, prepared = self.prepare(prepared.manifest, in_place, number)
@@ -76,7 +88,10 @@ class LiveWeights:
         running.done.update(numbers)
 
     def finish(self) -> dict[str, Any]:
-        """All has been sent: what was written, what the self-check found. Raises ConfigError for what is not finite."""
+        """Close the sync, and report what was written and what the self-check found.
+
+        Raises ConfigError for tensors that are missing or not finite.
+        """
         import torch
 
         running = self._open()
@@ -102,11 +117,11 @@ class LiveWeights:
 
     @property
     def announced(self) -> Manifest:
-        """What the open sync is to bring."""
+        """The manifest of the open sync."""
         return self._open().prepared.manifest
 
     def commit(self) -> None:
-        """The new weights stay; the copy of the old ones is let go."""
+        """Keep the new weights, and let go of the copy of the old ones."""
         self._running = None
 
     def _open(self) -> _Running:
@@ -123,7 +138,7 @@ class LiveWeights:
         self._wait()
 
     def abort(self) -> bool:
-        """End a sync that failed. Whether the weights of before it are back (a copy was kept)."""
+        """End a sync that failed. Return whether the weights of before it are back (a copy was kept)."""
         running, self._running = self._running, None
         if running is None:
             return False

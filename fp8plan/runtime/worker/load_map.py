@@ -1,4 +1,4 @@
-"""Where each of a trainer's tensors goes in a live vLLM model, found by asking vLLM's own loaders.
+"""The map of a trainer's tensors into a live vLLM model, found by asking vLLM's own loaders.
 
 vLLM renames, shards and fuses while it loads: q, k and v become rows of one matrix, 384 expert matrices two tensors.
 `trace` puts the model's parameters back into checkpoint format on the meta device, hands `model.load_weights` meta
@@ -37,7 +37,9 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoadMap:
-    """copies:   manifest name -> the copies made of it; none for a tensor that vLLM leaves out
+    """The places that the tensors of a manifest go to.
+
+    copies:   manifest name -> the copies made of it; none for a tensor that vLLM leaves out
     modules:  manifest name -> modules that it is loaded into
     sent:     manifest name -> shape
     opaque:   modules with a loader that does more than copy boxes
@@ -58,7 +60,7 @@ class LoadMap:
 
 
 def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
-    """The LoadMap of `manifest`. Raises ConfigError naming the tensor that a loader does not take."""
+    """Find the LoadMap of `manifest`. Raises ConfigError naming the tensor that a loader does not take."""
     import torch
 
     sources: dict[int, str] = {}
@@ -116,7 +118,7 @@ def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
 
 
 def box(view: torch.Tensor, shape: Sequence[int]) -> Box | None:
-    """Which box of a contiguous tensor of `shape` a view of it is; None if it is none (transposed, strided)."""
+    """Return the box that a view of a contiguous tensor of `shape` is; None if it is none (transposed, strided)."""
     offset, left = (
         int(view.storage_offset()),
         [(s, n) for s, n in zip(view.stride(), view.shape, strict=True) if n != 1],
@@ -134,7 +136,7 @@ def box(view: torch.Tensor, shape: Sequence[int]) -> Box | None:
 
 @contextmanager
 def checkpoint_format(model: torch.nn.Module) -> Iterator[dict[tuple[str, str], torch.Tensor]]:
-    """The model with meta parameters in checkpoint format, as {(module, param): tensor}; as it was, afterwards."""
+    """Give the model meta parameters in checkpoint format, inside of this `with`; yield {(module, param): tensor}."""
     parameters: dict[tuple[str, str], torch.Tensor] = {}
     saved = [(layer, layer._parameters, layer._buffers) for layer in model.modules()]
     try:
@@ -149,7 +151,7 @@ def checkpoint_format(model: torch.nn.Module) -> Iterator[dict[tuple[str, str], 
 
 
 def _metadata(layer: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parameters and buffers of one layer in checkpoint format, with vLLM's loaders of before it wrapped them."""
+    """Return one layer's parameters and buffers in checkpoint format, with vLLM's loaders of before it wrapped them."""
     from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, to_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
@@ -167,7 +169,7 @@ def _metadata(layer: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @contextmanager
 def _recording(note: Any) -> Iterator[None]:
-    """Calls note(target, source) for every copy that torch makes."""
+    """Call note(target, source) for every copy that torch makes."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 

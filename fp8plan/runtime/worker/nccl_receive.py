@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 
 class Receiver(NCCLWeightTransferEngine):
-    """worker: vLLM's; live: its weights. Blocks until the trainer has come. Raises ConfigError without NCCL."""
+    """A worker's end. Making one blocks until the trainer has come. Raises ConfigError without NCCL.
+
+    worker: vLLM's; live: its weights
+    """
 
     def __init__(self, worker: Any, live: LiveWeights, where: Rendezvous) -> None:
         model = worker.model_runner.get_model()
@@ -50,7 +53,7 @@ class Receiver(NCCLWeightTransferEngine):
         working(self.model_update_group)
 
     def receive(self) -> int:
-        """Take all tensors of the open sync; in how many broadcasts. Raises SyncError if either end failed."""
+        """Take all tensors of the open sync, and count the broadcasts. Raises SyncError if either end failed."""
         manifest = self._live.announced
         agree(self.model_update_group, digest(manifest))
         wait(self.device)
@@ -74,7 +77,7 @@ class Receiver(NCCLWeightTransferEngine):
 
 
 class Arriving:
-    """Stands where vLLM loads a model. After a failure, which is kept, it takes the rest and does nothing with it."""
+    """A stand-in for the model that vLLM loads into. After a failure, which is kept, it ignores the rest."""
 
     def __init__(self, live: LiveWeights, manifest: Manifest) -> None:
         self.failure: str | None = None
@@ -93,7 +96,7 @@ class Arriving:
             self.failure = str(error) if isinstance(error, Fp8PlanError) else f"{type(error).__name__}: {error}"
 
     def _write(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-        """On one stream, as vLLM's reload may keep tensors of one broadcast until the next, which is on another.
+        """Write on one stream, as vLLM's reload may keep tensors of one broadcast until the next, which is on another.
 
         The broadcast's stream waits for the writes, and vLLM for it before it lets go of the buffer. All tensors are
         views of that: recorded once, it is not used again while a kept one is read.
@@ -110,6 +113,6 @@ class Arriving:
 
 
 def _made(kind: Any, values: Mapping[str, Any]) -> Any:
-    """vLLM's dataclass from those of the values that this version has."""
+    """Make vLLM's dataclass from those of the values that this version has."""
     known = {field.name for field in fields(kind)}
     return kind(**{name: value for name, value in values.items() if name in known})

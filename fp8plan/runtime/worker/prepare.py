@@ -1,4 +1,4 @@
-"""A manifest against a live model: is it complete, and how is each of its tensors written? Nothing live changes."""
+"""The check of a manifest against a live model, and the way each tensor is written. Nothing live changes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ if TYPE_CHECKING:
 class Prepared:
     """A manifest that this model takes.
 
-    specs:   shape and dtype of each tensor, as torch compares them fastest
-    homes:   (module, parameter, address) of what is written in place
-    why:     kinds of modules that vLLM loads, with why
-    ignored: tensors that vLLM leaves out: a tied lm_head
-    groups:  which tensors must come together, by number
-    layers:  dtype of their weights -> modules
-    taken:   elements of each tensor that this rank loads
+    binding:  the way of each tensor
+    specs:    shape and dtype of each tensor, as torch compares them fastest
+    homes:    (module, parameter, address) of what is written in place
+    why:      kinds of modules that vLLM loads -> why
+    ignored:  tensors that vLLM leaves out: a tied lm_head
+    groups:   number of each tensor's group, which must come together
+    layers:   dtype of their weights -> how many modules
+    taken:    elements of each tensor that this rank loads
+    programs: the writes of each chunk that has come
     """
 
     manifest: Manifest
@@ -44,7 +46,7 @@ class Prepared:
     programs: dict[tuple[int, ...], Program] = field(default_factory=dict)
 
     def program(self, numbers: Sequence[int]) -> Program:
-        """The writes of a chunk; trainers send the same chunks every step."""
+        """Return the writes of a chunk, made once: trainers send the same chunks every step."""
         key = tuple(numbers)
         if key not in self.programs:
             self.programs[key] = Program([self.manifest[number] for number in key], key, self.binding.moves)
@@ -52,14 +54,17 @@ class Prepared:
 
     @property
     def moved(self) -> bool:
-        """Whether a live tensor is not where it was any more: writes would go to memory of something else."""
+        """Return whether a live tensor is elsewhere by now: writes would go to memory of something else."""
         live = ((layer._parameters.get(name), address) for layer, name, address in self.homes)
         return any(tensor is None or tensor.data_ptr() != address for tensor, address in live)
 
 
 def prepare(worker: Any, manifest: Manifest, in_place: bool) -> Prepared:
-    """The Prepared manifest. in_place: False leaves every module to vLLM's reload. Raises ConfigError naming what is
-    wrong: a tensor that the model does not take, a parameter not filled, FP8 that cannot be written in place."""
+    """Check a manifest, and find the way of each tensor. in_place: False leaves every module to vLLM's reload.
+
+    Raises ConfigError naming what is wrong: a tensor that the model does not take, a parameter that is not filled, FP8
+    that cannot be written in place.
+    """
     import torch
 
     model = worker.model_runner.get_model()
@@ -98,7 +103,7 @@ def prepare(worker: Any, manifest: Manifest, in_place: bool) -> Prepared:
 
 
 def _refuse_unknown(ignored: Sequence[str], config: Any) -> None:
-    """Raises ConfigError for tensors that go nowhere, but for those that vLLM is known to leave out."""
+    """Raises ConfigError for tensors that go nowhere, except for those that vLLM is known to leave out."""
     tied = bool(getattr(config, "tie_word_embeddings", False))
     unknown = [name for name in ignored if not LEFT_OUT.match(name) or (name.startswith("lm_head.") and not tied)]
     if unknown:
@@ -125,7 +130,7 @@ def _refuse_missing(found: LoadMap, layers: Mapping[str, torch.nn.Module]) -> No
 
 
 def _wanted(layer: torch.nn.Module, shape: Sequence[int]) -> int:
-    """Elements that a checkpoint fills: padding of vocabularies and experts is vLLM's own."""
+    """Count the elements that a checkpoint fills: padding of vocabularies and experts is vLLM's own."""
     whole: int = prod(shape)
     padded, real = getattr(layer, "num_embeddings_per_partition", None), getattr(layer, "shard_indices", None)
     if padded and real and shape[0] == padded:
@@ -139,7 +144,7 @@ def _wanted(layer: torch.nn.Module, shape: Sequence[int]) -> int:
 
 
 def _precisions(binding: Binding, layers: Mapping[str, torch.nn.Module]) -> dict[str, int]:
-    """dtype of their weights -> modules."""
+    """Count the modules by the dtype of their weights."""
     counts: Counter[str] = Counter()
     for module in binding.direct.union(binding.native):
         weights = {n: t for n, t in layers[module]._parameters.items() if t is not None and SCALE_SUFFIX not in n}
@@ -148,13 +153,13 @@ def _precisions(binding: Binding, layers: Mapping[str, torch.nn.Module]) -> dict
 
 
 def _in_bf16(manifest: Manifest) -> Manifest:
-    """What vLLM's loaders are asked about: the tensors before they were quantised."""
+    """Return the manifest before quantisation, which vLLM's loaders are asked about."""
     weights = [entry for entry in manifest if not entry.name.endswith(SCALE_SUFFIX)]
     return tuple(e._replace(dtype="bfloat16") if e.dtype == "float8_e4m3fn" else e for e in weights)
 
 
 def _with_scales(found: LoadMap, manifest: Manifest) -> LoadMap:
-    """Scales go where their weights go."""
+    """Send scales where their weights go. Raises ConfigError for a weight or scales without the other."""
     scales = {e.name: e.name.removesuffix(SCALE_SUFFIX) for e in manifest if e.name.endswith(SCALE_SUFFIX)}
     if lost := [name for name, weight in scales.items() if weight not in found.copies]:
         raise ConfigError(
@@ -175,6 +180,6 @@ def _with_scales(found: LoadMap, manifest: Manifest) -> LoadMap:
 
 
 def _groups(manifest: Manifest, found: LoadMap) -> tuple[int, ...]:
-    """Number of each tensor's group: tensors of one module belong together."""
+    """Number the groups: tensors of one module belong together."""
     numbers: dict[str, int] = {}
     return tuple(numbers.setdefault((found.modules[e.name] or (e.name,))[0], len(numbers)) for e in manifest)

@@ -14,10 +14,13 @@ if TYPE_CHECKING:
 
 
 class Program:
-    """entries, numbers: of the chunk; moves: name -> how it is written in place (fp8plan.runtime.worker.binding)
+    """The writes of one chunk.
 
-    names:  of what `run` flags; native: (position, name) of tensors that go through vLLM's loader
-    positions: number in the manifest -> position
+    entries, numbers: of the chunk's tensors
+    moves:     name -> how it is written in place (fp8plan.runtime.worker.binding)
+    names:     of the tensors that `run` flags
+    native:    (position in the chunk, name) of tensors that go through vLLM's loader
+    positions: number in the manifest -> position in the chunk
     """
 
     def __init__(self, entries: Sequence[Entry], numbers: Sequence[int], moves: Mapping[str, tuple[Move, ...]]) -> None:
@@ -32,7 +35,7 @@ class Program:
         self.names = [e.name for _, e, _ in (*quantised, *copied)]
 
     def run(self, tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """Queue the writes; a flag for each of `names` that is 1 if it was not finite (int32, on the device)."""
+        """Queue the writes. Return flags, int32 [len(names)] on the device: 1 for a tensor that was not finite."""
         import torch
 
         bad = torch.zeros(len(self.names), dtype=torch.int32, device=device)
@@ -43,7 +46,7 @@ class Program:
 
 
 def _part(move: Move, shape: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """What of a tensor a move takes, as a vector or matrix; None for all of it, as it is."""
+    """Return the function that cuts out what a move takes, as a vector or matrix; None if it takes all, as it is."""
     if tuple(move.target.shape) == shape and all(
         extent == (0, n) for extent, n in zip(move.source, shape, strict=True)
     ):

@@ -1,4 +1,4 @@
-"""After a sync: are the live weights the ones that were sent? A sample of those written in place is looked at.
+"""The self-check after a sync: a sample of the weights written in place is compared with what was sent.
 
 While the stream passes, a window of each sampled tensor is kept. What went in as it came must be live bit for bit:
 BF16, or the E4M3 and scales of a trainer that quantises. What was quantised on the way is multiplied with its live
@@ -40,7 +40,7 @@ MOST_OF_AMAX: Final = 2**-10 / E4M3_MAX
 
 
 class _Window(NamedTuple):
-    """The part of a tensor that is looked at: from `corner` of what `move` writes, `size` rows and columns."""
+    """The part of a tensor that is compared: from `corner` of what `move` writes, `size` rows and columns."""
 
     name: str
     move: Move
@@ -48,7 +48,7 @@ class _Window(NamedTuple):
     size: tuple[int, ...]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Of a tensor that was sent."""
+        """Return the window of a tensor that was sent."""
         target = self.move.target
         if tensor.shape != target.shape:
             tensor = tensor[tuple(slice(*extent) for extent in self.move.source)].reshape(target.shape)
@@ -64,10 +64,12 @@ class _Window(NamedTuple):
 
 
 class Samples:
-    """count tensors of a manifest, chosen by seed: other ones every step. seconds: that all of this has taken so far.
+    """A sample of `count` tensors of a manifest, chosen by seed: other ones every step.
 
-    Only of those written in place. What vLLM's loaders make of the others is not known here: they are never compared,
-    and of a model that is reloaded whole there are no samples.
+    seconds: the time that all of this has taken so far
+
+    Only tensors written in place are chosen. What vLLM's loaders make of the others is not known here, so a model that
+    is reloaded whole has no samples.
     """
 
     def __init__(self, manifest: Sequence[Entry], binding: Binding, count: int, seed: int) -> None:
@@ -83,8 +85,10 @@ class Samples:
         self.seconds = time.perf_counter() - begun
 
     def take(self, positions: Mapping[int, int], tensors: Sequence[torch.Tensor]) -> None:
-        """Keep a window of those tensors of a chunk that are among the chosen. positions: number of each of the chunk's
-        tensors -> where it is; chunks have hundreds of tensors, and few are looked for."""
+        """Keep a window of those tensors of a chunk that are among the chosen.
+
+        positions: number in the manifest -> position in the chunk, which has hundreds of tensors; few are looked for
+        """
         begun = time.perf_counter()
         for number, window in self._chosen.items():
             at = positions.get(number)
@@ -93,7 +97,7 @@ class Samples:
         self.seconds += time.perf_counter() - begun
 
     def compare(self) -> dict[str, Any]:
-        """tensors compared, names that differ, and the RMS error of the quantised ones (a fraction; None without).
+        """Return how many tensors were compared, which differ, and the quantised ones' RMS error (a fraction or None).
 
         Windows of one shape are compared together, and the GPU is waited for once: each launch takes longer than its
         work.
@@ -119,12 +123,12 @@ class Samples:
 
 
 def _fits(excess: float, amax: float, error: float, norm: float) -> bool:
-    """Whether a window is what was sent; NaN is not. Zeros are zeros."""
+    """Return whether a window is what was sent, by a row of `_errors`. NaN is not; zeros must be zeros."""
     return excess <= MOST_OF_AMAX * max(amax, AMAX_FLOOR) if amax else excess <= 0
 
 
 def _errors(group: Sequence[tuple[_Window, torch.Tensor]]) -> torch.Tensor:
-    """[windows, 4]: largest |q s - w| - |w| / 16, largest |w|, norm of q s - w, norm of w."""
+    """Compare quantised windows: [windows, 4], largest |q s - w| - |w| / 16, largest |w|, norms of q s - w and of w."""
     import torch
 
     wanted = torch.stack([sent for _, sent in group]).float()
@@ -137,7 +141,7 @@ def _errors(group: Sequence[tuple[_Window, torch.Tensor]]) -> torch.Tensor:
 
 
 def _bits(group: Sequence[tuple[_Window, torch.Tensor]]) -> torch.Tensor:
-    """[windows, 4] as `_errors`, for what was copied: 1 if any bit differs, and zeros."""
+    """Compare copied windows: [windows, 4] as `_errors`, 1 if any bit differs, and zeros."""
     import torch
 
     live = torch.stack([window.live() for window, _ in group]).view(torch.uint8)
@@ -154,15 +158,17 @@ def _window(name: str, move: Move, chance: random.Random) -> _Window:
 
 
 def _side(size: int, most: int, chance: random.Random) -> tuple[int, int]:
-    """Where a window starts, at a block, and how long it is: less than `most` only at the edge of a tensor of other
-    than whole blocks, so that windows of most models are of one shape."""
+    """Choose a window's start, at a block, and its length, at most `most`.
+
+    It is shorter only at the edge of a tensor of other than whole blocks, so that most models' windows have one shape.
+    """
     last = size if size % BLOCK else size - min(size, most) + 1
     start = chance.randrange(0, last, BLOCK)
     return start, min(most, size - start)
 
 
 def _cut(tensor: torch.Tensor, corner: Sequence[int], size: Sequence[int]) -> torch.Tensor:
-    """tensor[corner : corner + size] in one operation: a slice of each dimension is one more, of microseconds."""
+    """Return tensor[corner : corner + size] by one operation: a slice of each dimension would add microseconds."""
     strides = tensor.stride()
     at = tensor.storage_offset() + sum(start * stride for start, stride in zip(corner, strides, strict=True))
     return tensor.as_strided(size, strides, at)

@@ -33,7 +33,7 @@ class Places:
         ]
 
     def put_back(self) -> None:
-        """Every module has the very objects again that it had."""
+        """Give every module the very objects again that it had."""
         for owner, attributes in self._owners:
             vars(owner).clear()
             vars(owner).update(attributes)
@@ -42,7 +42,7 @@ class Places:
             container.update(content)
 
     def changed(self, *owners: Any) -> list[str]:
-        """Attributes of modules or methods that are something else by now."""
+        """List attributes of modules or methods that are something else by now."""
         return [
             name
             for owner, before in self._owners
@@ -53,7 +53,7 @@ class Places:
 
 
 def _same(value: Any, before: Any) -> bool:
-    """Equal plain settings; objects and tensors count as other."""
+    """Return whether two plain settings are equal; objects and tensors count as different."""
     return type(value) is type(before) and isinstance(value, (bool, int, float, str, list, tuple)) and value == before
 
 
@@ -68,8 +68,10 @@ class Snapshot:
         self._places = Places(model)  # on a CPU a layer's packed weights hang on its attributes
 
     def restore(self) -> None:
-        """The model has its tensors of before again, those that CUDA graphs have captured, with the values of before.
-        What holds copies of them must be refreshed (`refresh`)."""
+        """Give the model its tensors of before again, which CUDA graphs have captured, with the values of before.
+
+        Copies of them must be refreshed afterwards (`refresh`).
+        """
         self._places.put_back()
         for tensor, value in self._tensors:
             tensor.data.copy_(value)
@@ -96,12 +98,12 @@ class NativeReload:
             initialize_layerwise_reload(self._model)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Raises ConfigError after the end: vLLM's loaders would write to the live tensors."""
+        """Load a chunk. Raises ConfigError after the end, when vLLM's loaders would write to the live tensors."""
         with self._guarded():
             self._model.load_weights(tensors)
 
     def close(self) -> None:
-        """Ends the reload. Modules that got nothing keep what they had; incomplete ones hold garbage until the next."""
+        """End the reload. Modules that got nothing keep what they had; incomplete ones hold garbage until the next."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         with self._guarded():
@@ -110,7 +112,7 @@ class NativeReload:
         refresh(self._model)
 
     def abandon(self) -> None:
-        """Ends the reload as an exception does. Nothing happens after the end."""
+        """End the reload as an exception does. After the end this does nothing."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         if self._before is None:
@@ -141,7 +143,7 @@ class NativeReload:
 
 
 def refresh_expert_scales(model: torch.nn.Module) -> None:
-    """A reload gives experts' kernels scales of their own, copies of the live ones that CUDA graphs have captured."""
+    """Copy the live scales of experts, which CUDA graphs have captured, to those that a reload gave their kernels."""
     for layer in model.modules():
         config = getattr(getattr(layer, "quant_method", None), "moe_quant_config", None)
         for part, name in (("w1_scale", "w13_weight_scale_inv"), ("w2_scale", "w2_weight_scale_inv")):
@@ -151,7 +153,7 @@ def refresh_expert_scales(model: torch.nn.Module) -> None:
 
 
 def _before_cpu_reload(model: torch.nn.Module) -> None:
-    """BF16 experts on a CPU are packed only while they have no kernel."""
+    """Take the kernel away from BF16 experts on a CPU: they are packed only while they have none."""
     for layer in model.modules():
         method: Any = getattr(layer, "quant_method", None)
         if type(method).__name__ == "UnquantizedFusedMoEMethod" and _on_cpu(layer):
@@ -159,13 +161,13 @@ def _before_cpu_reload(model: torch.nn.Module) -> None:
 
 
 def refresh(model: torch.nn.Module) -> None:
-    """What holds copies of live tensors gets the new ones."""
+    """Refresh what vLLM keeps as copies of live tensors."""
     refresh_expert_scales(model)
     repack_tied_head(model)
 
 
 def repack_tied_head(model: torch.nn.Module) -> None:
-    """A CPU keeps a packed copy of lm_head's weight, which no loader refreshes where it is the embedding's."""
+    """Pack a tied lm_head anew on a CPU: no loader refreshes the packed copy of the embedding that it keeps."""
     head = getattr(model, "lm_head", None)
     embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
     if head is None or embedding is None or not hasattr(head, "quant_method") or not _on_cpu(head):

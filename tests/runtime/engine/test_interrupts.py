@@ -338,7 +338,7 @@ def test_an_engine_that_starts_after_its_caller_was_interrupted_is_shut_down(
     held: Held, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fp8plan.runtime.engine import watched
-    from fp8plan.runtime.engine.engine import started_apart
+    from fp8plan.runtime.engine.watched import started_apart
 
     go_on, ended = Event(), Event()
     started = SimpleNamespace(engine_core=SimpleNamespace(shutdown=ended.set))

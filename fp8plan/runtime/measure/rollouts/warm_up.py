@@ -1,4 +1,4 @@
-"""What an engine does before it is timed, so that nothing is compiled, and no garbage collected, while it is."""
+"""The warm-up before an engine is timed: no kernel is compiled inside a timed run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8plan.model.setup import EngineSetup
-from fp8plan.runtime.engine.warm_up import deep_gemm_rows, ladder
+from fp8plan.runtime.engine.warm_up import prefill_prompts
 from fp8plan.runtime.measure.rollouts.timed_rollout import timed
 
 # A short warm-up clips responses here: long enough to fill the batch, short enough to cost a few seconds.
@@ -14,7 +14,7 @@ SHORT_RESPONSE, RAMP_STEPS = 64, 128
 
 
 def warm_up(llm: Any, prompts: Sequence[Any], responses: Sequence[int], kind: str) -> float:
-    """Run what the timed run will run, so that no kernel is compiled inside it; seconds it took.
+    """Run what the timed run will run, so that no kernel is compiled inside it. Return the seconds that it took.
 
     full:  the whole workload
     short: its prompts with clipped responses, then a decode ramp through every batch size down to 1
@@ -28,13 +28,12 @@ def warm_up(llm: Any, prompts: Sequence[Any], responses: Sequence[int], kind: st
 
 
 def prefill_ladder(llm: Any, fields: Mapping[str, Any]) -> list[int]:
-    """Run single prompts of the lengths that meet every kernel of the model in a record's fields; which ones."""
+    """Run the prompts, one by one, that meet every kernel of the model in a record's fields. Return their lengths."""
     from vllm import SamplingParams
 
-    longest = llm.llm_engine.model_config.max_model_len
-    rows = deep_gemm_rows(EngineSetup(fields["model"], fields["gpu"], fields["precision"]), longest)
-    lengths = ladder(longest - 1, rows)
-    for token, length in enumerate(lengths):  # a token of its own, so that no prompt finds a shorter one in the cache
+    setup = EngineSetup(fields["model"], fields["gpu"], fields["precision"])
+    prompts = prefill_prompts(setup, llm.llm_engine.model_config.max_model_len)
+    for prompt in prompts:
         params = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False, logprobs=0)
-        llm.generate([{"prompt_token_ids": [token] * length}], params, use_tqdm=False)
-    return lengths
+        llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    return [len(prompt) for prompt in prompts]
