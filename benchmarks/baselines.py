@@ -1,4 +1,4 @@
-"""What others predict for measured rollouts: a datasheet roofline, fp8plan uncalibrated, and AIConfigurator 0.12.
+"""Predictions of others for measured rollouts: a datasheet roofline, fp8plan uncalibrated, and AIConfigurator 0.12.
 
 `make baselines` runs this in AIConfigurator's environment. benchmarks/results/baselines.jsonl gets one line per method
 and cell (a group, a precision and an imposed KV size: what a prediction depends on, so repeated runs share it) with the
@@ -65,7 +65,7 @@ def methods() -> dict[str, Method]:
 
 
 def cell(record: Record) -> dict[str, object]:
-    """What identifies the record's cell, by name."""
+    """The fields, by name, that identify the record's cell."""
     return dict(zip(CELL, cell_of(record.fields | {"group": record.group}), strict=True))
 
 

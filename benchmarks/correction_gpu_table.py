@@ -1,8 +1,8 @@
-"""What mismatch and correction of a batch take on an H200, from committed measurements.
+"""Table of the time that mismatch and correction of a batch take on an H200, from committed measurements.
 
     python benchmarks/correction_gpu_table.py
 
-What made them: `bash benchmarks/h200.sh FOLDER correction`. of_copy_same_bytes compares with a copy of as many bytes.
+`bash benchmarks/h200.sh FOLDER correction` made them. of_copy_same_bytes compares with a copy of as many bytes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def kernel_table(rows: list[Row]) -> str:
 
 
 def function_table(rows: list[Row]) -> str:
-    """What a caller waits for, by way."""
+    """Table of the time that a caller waits for, by implementation."""
     found = {(r["what"], r["form"], r["path"]): r for r in rows if r.get("path")}
     forms = {"padded_int64": "padded, mask int64", "packed": "packed"}
     heads = [f"{form}, {way}" for form in forms.values() for way in ("fused", "torch's operations")]

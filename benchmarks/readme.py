@@ -40,7 +40,7 @@ VALIDATION = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0" / "validation" / "ro
 
 
 def plan_table(answer: Plan) -> str:
-    """What `make plan` prints, in fewer columns."""
+    """The table of `make plan`, in fewer columns."""
     lines = [
         "| precision | rollout (90%) | speed-up | tokens/s | KV tokens | preemptions | tail | KL k3 (90%) | risk |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""How long fp8plan takes: import, the command, `plan()`, and the scheduler as the batch grows.
+"""Time that fp8plan takes: import, the command, `plan()`, and the scheduler as the batch grows.
 
 `make bench` runs this on the compiled wheel and writes benchmarks/results/speed.jsonl, one row per measurement;
 `python benchmarks/speed.py --table` prints the rows, with those of aiconfigurator_time.py, as Markdown.

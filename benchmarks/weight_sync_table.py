@@ -1,4 +1,4 @@
-"""What a weight sync and its quantiser take on an H200, from the committed measurements.
+"""Table of the time that a weight sync and its quantiser take on an H200, from the committed measurements.
 
     python benchmarks/weight_sync_table.py profiles/h200_sxm/vllm-0.26.0/weight_sync
 
@@ -141,7 +141,7 @@ def _total(row: Row) -> float:
 
 
 def _self_check(checked: Sequence[Row], bare: Sequence[Row], whole: float) -> str:
-    """As the worker timed it; of older rows the difference to syncs without."""
+    """Seconds of the self-check as the worker timed it; for older rows, the difference from syncs without it."""
     if "check" in checked[0]["report"]["seconds"]:
         return _share(_seconds(checked, lambda row: float(row["report"]["seconds"]["check"])), whole)
     if not bare or checked[0]["what"] == "step":
@@ -150,7 +150,7 @@ def _self_check(checked: Sequence[Row], bare: Sequence[Row], whole: float) -> st
 
 
 def _checking(row: Row) -> float:
-    """Where samples are chosen, taken and compared: KV scales, which are not, vary by more than that takes."""
+    """Seconds in which samples are chosen, taken and compared. KV scales are left out: they vary by more than that."""
     return float(sum(row["report"]["seconds"][phase] for phase in ("begin", "load", "finish")))
 
 

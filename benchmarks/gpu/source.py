@@ -1,4 +1,4 @@
-"""Which source measured a row: a commit is not known where the package is only a folder."""
+"""The source that measured a row. Its commit is not known if the package is only a folder."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ class Measurement:
 def quantiser(
     weights: Mapping[str, Any], names: Any, manifest: Any
 ) -> tuple[Callable[[Mapping[str, Any]], float], dict[str, Any]]:
-    """What quantises a set of weights, in seconds, and the tensors that then hold it, in the order of a sync."""
+    """A function that quantises a set of weights and returns the seconds, and the tensors it fills, in sync order."""
     import torch
 
     from fp8plan.runtime.quantize.targets import QuantizeTargets
@@ -263,7 +263,7 @@ def quantiser(
 
 @contextmanager
 def visible(devices: str) -> Iterator[None]:
-    """What processes started meanwhile see; CUDA in this one has been initialised and sees what it saw."""
+    """Limit the GPUs that processes started inside see. CUDA in this process is initialised and sees what it saw."""
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = devices
     try:

@@ -177,7 +177,7 @@ def repeated(
 
 
 def guard(engine: RolloutEngine, note: Callable[..., None]) -> None:
-    """What comparing rollouts with their predictions costs. The first warms up: it imports and predicts anew."""
+    """Time the comparison of rollouts with their predictions. The first warms up: it imports and predicts anew."""
     for repeat in range(1 + REPEATS):
         observe_s = judged_rollout(engine)
         begun = time.perf_counter()

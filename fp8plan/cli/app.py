@@ -1,4 +1,4 @@
-"""What the commands share: the program they belong to, the groups of their help, and how they print."""
+"""The program that the commands belong to, the groups of their help, and how they print."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a command's results go: at most one to stdout, the others to files, all of them or none."""
+"""Output of a command's results: at most one to stdout, the others to files, all of them or none."""
 
 from __future__ import annotations
 
@@ -89,12 +89,12 @@ def write(writers: Mapping[str, Callable[[Path], None]]) -> None:
 
 
 def _target(path: Path) -> Path:
-    """What is written to: of a link the file behind it, so that it stays a link, but a stream by the name it has."""
+    """The path to write to. A link stays a link: the file behind it is written; a stream keeps its own name."""
     return path if _is_stream(path) else Path(os.path.realpath(path))
 
 
 def _is_stream(path: Path) -> bool:
-    """Whether it is a pipe or a device, which is written to and not replaced."""
+    """Return True for a pipe or a device, which is written to and not replaced."""
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 

@@ -1,4 +1,4 @@
-"""Which vLLM this runtime works with, and every place where it leans on more than vLLM's public interface."""
+"""The supported versions of vLLM, and every place that leans on more than its public interface."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OLDEST, NEWEST = (0, 26), (0, 30)
 
 
 class Patch(NamedTuple):
-    """What is done to what, where (files of fp8plan.runtime), why, with which versions, on which platform.
+    """A use of vLLM beyond its public interface: what, where (files of fp8plan.runtime), why, versions, platform.
 
     does: reads, calls, extends: nothing changes. sets: writes attributes that vLLM itself writes. wraps, swaps: taken
           back after use

@@ -1,4 +1,4 @@
-"""What the pages of a plan and of a run share: one file that stands alone and needs no network."""
+"""Common parts of the pages of a plan and of a run. Each page is one file that needs no network."""
 
 from __future__ import annotations
 

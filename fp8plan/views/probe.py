@@ -1,4 +1,4 @@
-"""What a probe found, for people."""
+"""Text of a probe's findings, for people."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class PlanText(NamedTuple):
 
 
 def plan_text(plan: Plan) -> PlanText:
-    """How fast every choice is, what each precision risks, and what cannot run."""
+    """Text of how fast every choice is, what each precision risks, and what cannot run."""
     rows, picked = [c for c in plan.choices if c.available], plan.select()
     several = plan.several_layouts
     precisions = list({c.precision: c for c in rows}.values())  # a mismatch is the same on every layout
@@ -156,8 +156,11 @@ def _speed_legend(rows: Sequence[Choice], several: bool) -> str:
 
 
 def _absent(choices: Sequence[Choice], several: bool) -> list[str]:
-    """What cannot run, each reason once. Reasons that differ in their numbers only are one, told for the largest
-    tensor_parallel_size, which is nearest to fitting."""
+    """The choices that cannot run, each reason once.
+
+    Reasons that differ only in their numbers are one, told for the largest tensor_parallel_size, which is nearest to
+    fitting.
+    """
     groups: dict[str, list[Choice]] = {}
     for choice in choices:
         if choice.reason is not None:

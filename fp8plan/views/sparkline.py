@@ -12,8 +12,10 @@ BARS: Final = "▁▂▃▄▅▆▇█"
 
 
 class Scale(NamedTuple):
-    """Of a sparkline: its bottom and its top (None: the least and the largest value), and how much lies between them
-    at least, so that noise does not look like mountains. On a log scale that is a factor."""
+    """Scale of a sparkline: its bottom, its top (None: the smallest and the largest value), and the least span.
+
+    The span keeps noise from looking like mountains. On a log scale it is a factor.
+    """
 
     low: float | None = None
     high: float | None = None

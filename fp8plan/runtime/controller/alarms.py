@@ -53,7 +53,7 @@ def alarms(mismatch: Mismatch, kl: float, limit_kl: float, limits: AlarmLimits) 
 
 
 def honest(mismatch: Mismatch, limits: AlarmLimits) -> bool:
-    """Whether the mean of the ratios is 1 within its error, as it is for the policy that really sampled.
+    """Return True if the mean of the ratios is 1 within its error, as it is for the policy that really sampled.
 
     The mean and its error are of ratios within e^+-20, as ess_raw and chi2_token are: a single token of any ratio is
     never more than its own error.
@@ -64,7 +64,7 @@ def honest(mismatch: Mismatch, limits: AlarmLimits) -> bool:
 
 
 def usable(mismatch: Mismatch) -> bool:
-    """Whether there is a valid token and the figures that decide are numbers. An infinite k3 is: of one token."""
+    """Return True if there is a valid token and the deciding figures are numbers. One token can make k3 infinite."""
     figures = (mismatch.k1, mismatch.k3, mismatch.k3_robust, mismatch.ess_raw, mismatch.chi2_token)
     if not mismatch.tokens or any(value is None or isnan(value) for value in figures):
         return False

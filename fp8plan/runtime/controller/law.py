@@ -89,7 +89,7 @@ def low_end(mismatch: Mismatch, low: float, high: float, kept: float) -> float:
 
 
 def _root(falling: FloatArray, upper: float) -> float:
-    """Where a falling function of log GRID crosses zero, linear between the points; the ends where it does not."""
+    """The zero of a falling function on log GRID, linear between the points; an end of the grid if there is none."""
     if falling[0] <= 0.0:
         return float(GRID[0])
     after = int(np.argmax(falling <= 0.0))

@@ -220,7 +220,7 @@ class LeastErrorThresholds:
         return replace(state, tis=tis, band=band)
 
     def _strain(self, state: LeastErrorState, mismatch: Mismatch) -> str:
-        """Which limit cannot be kept; empty: none."""
+        """The limit that cannot be kept, as a sentence; empty if none."""
         cut = 0.0 if state.tis is None else law.cut_share(np.array(state.tail), state.tis)
         if cut > self.max_clipped:
             return f"{cut:.0%} of the weight is cut away, above {self.max_clipped:.0%}"

@@ -128,7 +128,7 @@ def _rollout_correction(config: Any) -> dict[str, Any]:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether a name belongs into rollout_correction, or is meant to."""
+    """Return True for a name that belongs in rollout_correction, or is meant to."""
     return name in (*_FIELDS, *_INTO) or name.startswith(("rollout_is", "rollout_rs", "rollout_corr"))
 
 

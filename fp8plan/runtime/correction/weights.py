@@ -38,7 +38,7 @@ class Weighted(NamedTuple):
 
 
 def bounds(settings: CorrectionSettings) -> tuple[float, float]:
-    """What counts as low and high in the metrics: truncation has no lower bound, verl counts from 1 / C."""
+    """The bounds that the metrics call low and high. Truncation has no lower bound; verl counts from 1 / C."""
     low, high = settings.bounds
     return (1 / high if settings.mode == "tis" else low), high
 

@@ -53,7 +53,9 @@ if TYPE_CHECKING:
 
 
 class Monitor:
-    """settings:   how gradients are corrected; their thresholds are where the controller begins; None: token TIS, C = 2
+    """One call per training step: measure, adapt the thresholds, correct, judge the rollout, write the record.
+
+    settings:   how gradients are corrected; their thresholds are where the controller begins; None: token TIS, C = 2
     controller: AdaptiveThresholds, which tighten when the KL rises, at every level; LeastErrorThresholds, for
                 token-level weights alone; or ConstantThresholds. None: the first, or the last where there is nothing to
                 tighten (no weights, C = 1, or a band that does not lie around 1)
@@ -123,7 +125,7 @@ class Monitor:
 
     @property
     def guard(self) -> Guard | None:
-        """That judges the rollouts: the engine's, or the one given."""
+        """The guard that judges the rollouts: the engine's, or the one given."""
         return self._guard if self.engine is None else self.engine.guard
 
     @property
@@ -181,7 +183,7 @@ class Monitor:
         return step
 
     def _precision(self) -> str | None:
-        """That the engine runs; None, for the plan's own choice, without an engine or a plan."""
+        """The precision that the engine runs; None, for the plan's own choice, without an engine or a plan."""
         return None if self.engine is None or self._plan is None else self.engine.launch.precision
 
     def _follow_precision(self) -> None:
@@ -227,13 +229,17 @@ class Monitor:
     def report_gradients(
         self, *, norm2_small: float, tokens_small: float, norm2_large: float, tokens_large: float
     ) -> None:
-        """What a step's gradient norms say of its noise, which LeastErrorThresholds weigh against bias; one call a
-        step. Other controllers do not use it, and a warning says so, once.
+        """Take in a step's gradient norms, from which LeastErrorThresholds learn the noise to weigh against bias.
 
-        norm2_*: squared norm of the gradient of a loss that is a mean over tokens, before clipping: of one micro-batch
-                 or rank (small) and of the whole batch (large), with their numbers of tokens. A mean of norm2_small
-                 over micro-batches or ranks is better than one of them. The first rank's count, as it decides for all
-        Norms that are not finite are left out. Raises ConfigError if tokens_small >= tokens_large.
+        Call it once a step. Other controllers do not use the norms; a warning says so, once.
+
+        norm2_*:  squared norm of the gradient, before clipping, of a loss that is a mean over tokens: of one
+                  micro-batch or rank (small) and of the whole batch (large). A mean of norm2_small over micro-batches
+                  or ranks is better than one of them
+        tokens_*: their numbers of tokens
+
+        Only the first rank's norms count, as it decides for all. Norms that are not finite are left out.
+        Raises ConfigError if tokens_small >= tokens_large.
         """
         if isinstance(self.state, LeastErrorState):
             self.state = heard(self.state, norm2_small, tokens_small, norm2_large, tokens_large)
@@ -242,7 +248,7 @@ class Monitor:
             self._warn_once("gradients", f"{name} do not use gradient norms; only LeastErrorThresholds do")
 
     def _writes(self) -> bool:
-        """Whether this rank has the record to write: known for certain only now that the process group is up."""
+        """Return True on the rank that writes, with its sinks open: certain only now that the process group is up."""
         if rank(self.group) or not self._sinks.sinks:
             return False
         if not self._open:
@@ -254,7 +260,7 @@ class Monitor:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """To be saved with the checkpoint, as JSON."""
+        """The state to save with a checkpoint; JSON can hold it."""
         guard = None if self.guard is None else self.guard.state_dict()
         return {"steps": self.steps, "controller": self.state.to_dict(), "guard": guard}
 
@@ -280,7 +286,7 @@ class Monitor:
         self.close()
 
     def _judged(self, rollout: Observation | Mapping[str, Any] | None, mismatch: Mismatch) -> Judged:
-        """What a rollout showed, and the verdict of the engine, or of the guard, on it."""
+        """The observation of a rollout, and the verdict of the engine or of the guard on it."""
         if self.engine is not None:
             found = self._by_engine(self.engine, mismatch)
             return found._replace(observation=rollout) if isinstance(rollout, Observation) else found
@@ -309,7 +315,10 @@ class Monitor:
         return found
 
     def _running(self) -> EngineFacts | None:
-        """What runs now. An engine that cannot say so, one that has died perhaps, must not cost the step."""
+        """Facts about the engine that runs now.
+
+        An engine that cannot tell them, because it has died perhaps, must not cost the step.
+        """
         if self.engine is None:
             return self.facts if self.facts is not None or self.guard is None else self.guard.facts
         try:
@@ -326,7 +335,10 @@ class Monitor:
 
 
 def _controller(settings: CorrectionSettings, given: Controller | None) -> Controller:
-    """The one given, or the first that can be, of the threshold that the mode uses alone, at the settings' level."""
+    """The controller given, or the default one, for the threshold that the mode uses, at the settings' level.
+
+    Raises ConfigError for a controller that does not fit the settings.
+    """
     used, other = ("tis", "band") if settings.mode == "tis" else ("band", "tis")
     if given is None:
         start: dict[str, Any] = {used: getattr(settings.thresholds, used), other: None}

@@ -1,4 +1,4 @@
-"""The run file as those who show it read it, also while it grows: one JSON object a line for every training step."""
+"""Reader of run files, also while they grow: one JSON object a line for every training step."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class RunReader:
 
     @property
     def foreign(self) -> bool:
-        """Whether what was read shows that this is no run file, not even one that has just been begun."""
+        """True if the content shows that this is no run file, not even one that has just been begun."""
         return not self.rows and (self.skipped > 0 or self._torn not in (b"", b"{"))
 
     def read(self) -> int:
-        """Read what has been added since. How many records that were.
+        """Read what has been added since the last call, and return the number of new records.
 
         Raises ConfigError without a readable regular file; `rows` stay then, and what is there next is read from its
         beginning. Raises it, too, for a record of a version that this fp8plan does not know.

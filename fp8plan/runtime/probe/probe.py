@@ -158,7 +158,7 @@ def _scored(
 def _predicted(
     model_path: str, preset: Precision, measured: Probed, samples: Mapping[str, Sequence[Sampled]]
 ) -> Interval | None:
-    """What fp8plan.model.risk.expected expects of the engine that ran; None for a model that it does not cover."""
+    """The KL that fp8plan.model.risk.expected expects of the engine that ran; None for a model it does not cover."""
     with suppress(ConfigError):
         facts = measured.facts or {}
         risk = mismatch_risk(

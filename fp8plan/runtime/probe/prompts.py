@@ -1,4 +1,4 @@
-"""What a probe's engine continues: token ids from a file, or texts through the model's own tokeniser."""
+"""Prompts of a probe: token ids from a file, or texts through the model's own tokeniser."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def title(plan: Plan) -> list[str]:
 
 
 def tradeoff_title(plan: Plan) -> str:
-    """What is drawn beside the lines over time."""
+    """Title of the chart beside the lines over time."""
     layouts = ", marked TPxDP" if plan.several_layouts else ""
     return (
         f"speed against mismatch: every choice with its 90% intervals{layouts}; dashed: the Pareto front; a KL limit "

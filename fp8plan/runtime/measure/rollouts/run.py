@@ -109,7 +109,10 @@ def _check_gpu(work: Sequence[dict[str, Any]]) -> None:
 
 
 def _run(job: dict[str, Any], timeout_s: float) -> str | None:
-    """None, or why it failed. The child's whole process group ends with this call, the engine's processes included."""
+    """Run a job in a child process and return why it failed, or None.
+
+    The child's whole process group ends with this call, the engine's processes included.
+    """
     with open(job["log"], "ab") as log, tempfile.TemporaryDirectory() as folder:
         notes, start = os.dup(2), log.tell()
         file = Path(folder) / "job.json"

@@ -1,4 +1,4 @@
-"""What an engine does before it is timed, so that nothing is compiled, and no garbage collected, while it is."""
+"""The warm-up of an engine, so that nothing is compiled and no garbage collected while it is timed."""
 
 from __future__ import annotations
 
