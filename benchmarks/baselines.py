@@ -42,7 +42,7 @@ Method = Callable[[Record, Simulated], Answer]  # raises where it refuses
 
 
 def roofline(_: Record, prepared: Simulated) -> Answer:
-    """No launch, no host, no inefficiency, no overlap between steps: what a datasheet promises."""
+    """Seconds by the datasheet: no launch, no host, no inefficiency, no overlap between steps."""
     model, seconds = prepared.model, []
     for plan in prepared.schedules:
         batch = step_batch(plan)
@@ -84,7 +84,7 @@ def lines(record: Record) -> Iterator[dict[str, object]]:
 
 
 def made_by(method: str, card: str) -> str:
-    """Whose numbers, and of which version."""
+    """Name and version of what made the numbers."""
     if not method.startswith("aic-"):
         return f"fp8plan {version('fp8plan')}"
     backend = method.split("-")[1]

@@ -8,9 +8,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
+
+from fp8plan import jsonl
 
 RESULTS = Path(__file__).parent / "results" / "correction_h200.jsonl"
 KERNELS = {  # name -> what it does
@@ -21,10 +22,6 @@ KERNELS = {  # name -> what it does
 }
 FUNCTIONS = {"pack": "pack", "measure": "measure", "correct": "correct, token TIS", "step": "Monitor.step, all of it"}
 Row = dict[str, Any]
-
-
-def read(path: Path = RESULTS) -> list[Row]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def kernel_table(rows: list[Row]) -> str:
@@ -54,7 +51,7 @@ def function_table(rows: list[Row]) -> str:
 
 def table(path: Path = RESULTS) -> str:
     """Both, and what they were measured on."""
-    rows = read(path)
+    rows = jsonl.rows(path)
     machine = next(r for r in rows if r["what"] == "machine")
     copy = max(r["gb_per_s"] for r in rows if r["what"] == "copy")
     tokens = next(r["tokens"] for r in rows if "kernel" in r)

@@ -135,7 +135,9 @@ def monitor_step(tokens: int, sequences: int) -> dict[str, float]:
 
 def table(path: Path = RESULTS) -> str:
     """The medians of the committed runs, in Markdown."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    from fp8plan import jsonl
+
+    rows = jsonl.rows(path)
     lines = [
         "| on a batch of | verl 0.9.1 | fp8plan | faster | verl, CPU time | fp8plan, CPU time | extra memory |",
         "|---|---|---|---|---|---|---|",

@@ -10,13 +10,13 @@ kind, which may compile, is left out.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from fp8plan.errors import ConfigError
+from fp8plan.jsonl import rows as read
 
 ROOT = Path(__file__).resolve().parent.parent
 MEASURED = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0" / "weight_sync"
@@ -32,10 +32,6 @@ QUANTISERS: dict[str, dict[str, Any]] = {
 MODELS = ("Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B")
 NEEDED = ("engine", "step", "scales", "fp8_in", "native", "stock")
 NOT_MEASURED = "not measured"
-
-
-def read(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def quantiser_table(rows: Sequence[Row]) -> str:
@@ -150,7 +146,10 @@ def _self_check(checked: Sequence[Row], bare: Sequence[Row], whole: float) -> st
 
 
 def _checking(row: Row) -> float:
-    """Seconds in which samples are chosen, taken and compared. KV scales are left out: they vary by more than that."""
+    """Seconds of the phases that choose, take and compare samples.
+
+    KV scales, which are not checked, are left out: they vary by more than the check takes.
+    """
     return float(sum(row["report"]["seconds"][phase] for phase in ("begin", "load", "finish")))
 
 

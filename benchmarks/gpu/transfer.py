@@ -111,7 +111,7 @@ class Measurement:
 
     @contextmanager
     def noted(self, part: str) -> Iterator[None]:
-        """A part that fails must not lose the others."""
+        """Run a part and note its failure, so that the others are not lost."""
         try:
             yield
         except Exception as error:
@@ -169,14 +169,14 @@ class Measurement:
         torch.cuda.empty_cache()
 
     def syncs(self, part: str, **settings: Any) -> None:
-        """BF16, quantised by the engine."""
+        """Sync BF16 weights, which the engine quantises."""
         transfer = self.connected(**settings)
         for repeat in range(REPEATS):
             self.sync(transfer, self.sets[repeat % 2], part, repeat, **settings)
         self.check(part)
 
     def fp8_block(self) -> None:
-        """Quantised by the trainer: half the bytes."""
+        """Sync weights that the trainer quantised: half the bytes."""
         self.engine.state.settings = replace(self.engine.state.settings, weights_in="fp8_block")
         try:
             quantise, sent = quantiser(self.sets[0], self.engine._drive(self.engine._learn_quantised()), self.manifest)

@@ -48,7 +48,7 @@ def print_notes(warnings: Iterable[str]) -> None:
 
 
 def progress(what: str) -> Callable[[Iterable[T]], Iterable[T]]:
-    """A bar on a terminal, and only for work that lasts."""
+    """A progress bar on a terminal, shown only for work that lasts."""
 
     def bar(items: Iterable[T]) -> Iterable[T]:
         if not sys.stderr.isatty():

@@ -16,9 +16,9 @@ STDOUT: Final = "-"
 
 
 def check(asked: Iterable[tuple[str, str]]) -> None:
-    """Raises ConfigError for outputs that cannot all be written: (option, file or STDOUT) for each.
+    """Raise ConfigError for outputs, (option, file or STDOUT) each, that cannot all be written.
 
-    To be called before the work, so that a slip costs no time; `write` may still fail, on a full disk.
+    Call it before the work, so that a slip costs no time; `write` may still fail, on a full disk.
     """
     asked = list(asked)
     printed = [option for option, file in asked if file == STDOUT]
@@ -99,8 +99,10 @@ def _is_stream(path: Path) -> bool:
 
 
 def _draft(target: Path, number: int) -> Path:
-    """Beside the target, so that a rename is one step, and with its suffix, which says what to write. Its name is short
-    however long the target's is."""
+    """Path of a draft beside the target, so that a rename is one step.
+
+    It keeps the suffix, which says what to write. The name is short however long the target's is.
+    """
     return target.with_name(f".fp8plan.{os.getpid()}.{number}{target.suffix[:8]}")
 
 

@@ -27,8 +27,11 @@ FREE: Final = Scale()
 
 
 def sparkline(values: FloatArray, width: int, scale: Scale = FREE) -> str:
-    """Values as bars, a blank for none; of more values than columns each bar shows the one farthest from the median, so
-    that a spike is never averaged away."""
+    """Values as bars, with a blank for a missing one.
+
+    If there are more values than columns, each bar shows the one farthest from the median, so that a spike is never
+    averaged away.
+    """
     known = np.log(np.where(values > 0, values, np.nan)) if scale.log else values
     known = np.where(np.isfinite(known), known, np.nan)
     if not np.isfinite(known).any():
@@ -48,7 +51,7 @@ def sparkline(values: FloatArray, width: int, scale: Scale = FREE) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Three digits, or as many as tell it from 0% and 100%."""
+    """A share in per cent: three digits, or as many as tell it from 0% and 100%."""
     if share is None:
         return "-"
     if 0 < share < 1e-5:
@@ -59,7 +62,7 @@ def percent(share: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """12 s, 3 min, 2.5 h, 4 days"""
+    """A duration such as 12 s, 3 min, 2.5 h or 4 days."""
     for size, unit in ((172800.0, "days"), (5400.0, "h"), (90.0, "min")):
         if seconds >= size:
             length = {"days": 86400.0, "h": 3600.0, "min": 60.0}[unit]

@@ -123,7 +123,7 @@ class AdaptiveThresholds:
     def initial(self, plan: Plan | None = None, choice: int | str | None = None) -> AdaptiveState:
         """The state before the first batch. A plan gives thresholds to start with and the expected KL.
 
-        choice: the plan's choice that runs; None: its best one
+        choice: the plan's choice that runs; None: the one it chose
 
         Raises ConfigError for a plan with thresholds that cannot tighten, or without such a choice.
         """
@@ -183,7 +183,7 @@ class AdaptiveThresholds:
         return min(max(wanted, now / self.slew[0]), now * self.slew[1])
 
     def _spared(self, mismatch: Mismatch) -> float:
-        """The share by which tightening stays away from the limits: that of OUTLIERS; in a small batch, half the way."""
+        """The share by which tightening stays away from the limits: OUTLIERS, or half the way in a small batch."""
         few = OUTLIERS * mismatch.unit(self.level) / mismatch.tokens
         return min(few, (1 - self.min_kept) / 2, self.max_clipped / 2)
 

@@ -67,7 +67,9 @@ def escalation(strained: int, patience: int) -> Escalation | None:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """reason: a sentence for the log
+    """A decision and its reason.
+
+    reason:   a sentence for the log
     escalate: what the mismatch asks for beyond what thresholds can do, in the step in which it is to be done, or None;
               `engine.follow(step.verdict, step.decided.escalate)` does it
     """
@@ -83,7 +85,7 @@ NO_DATA: Final = Decided(Decision.NO_DATA, "no valid token, or a figure that is 
 
 @dataclass(frozen=True, slots=True)
 class ControllerState:
-    """Saved with the checkpoint; plain numbers only. What every controller remembers:
+    """The state that every controller remembers: plain numbers, saved with the checkpoint.
 
     steps:     batches with valid tokens seen
     tis, band: thresholds of the last step, on pi_train / pi_rollout

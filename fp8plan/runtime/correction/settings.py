@@ -118,7 +118,7 @@ class CorrectionSettings:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """(low, high) of ratios that keep their value."""
+        """The (low, high) between which ratios keep their value."""
         if self.mode == "tis":
             return 0.0, inf if self.thresholds.tis is None else self.thresholds.tis
         return self.thresholds.band or (0.0, inf)

@@ -35,7 +35,7 @@ def cpu_model() -> str | None:
 
 
 def engine_facts() -> dict[str, Any]:
-    """Versions of what brings the kernels; None for what is not installed."""
+    """Versions of the packages that bring the kernels; None for those that are not installed."""
     packages = {"engine_version": "vllm", "flashinfer_version": "flashinfer-python", "triton_version": "triton"}
     return {name: installed(package) for name, package in packages.items()}
 

@@ -29,7 +29,7 @@ from fp8plan.runtime.mismatch.histogram import BINS, SIDE, FloatArray, IntArray
 
 
 class Launch(NamedTuple):
-    """block: most tokens of a tile, a power of two; warps: of a program."""
+    """Launch settings. block: most tokens of a tile, a power of two; warps: of a program."""
 
     block: int
     warps: int
@@ -66,7 +66,7 @@ class Tiles:
                 kernel[(len(self),)](*args, **settings, BLOCK=block, num_warps=warps)
 
     def per_segment(self, per_tile: FloatArray) -> FloatArray:
-        """[segments] sums of [tiles] sums."""
+        """Add up sums of tiles, [tiles], to sums of segments, [segments]."""
         sums: FloatArray = np.bincount(self._segment, per_tile, self._segments).astype(np.float64, copy=False)
         return sums
 

@@ -57,7 +57,7 @@ def measure(tokens: Tokens, versions: Array | Sequence[int] | None = None) -> Mi
 
 
 def by_torch(tokens: Tokens, pieces: IntArray) -> tuple[FloatArray, float, FloatArray]:
-    """The sums over tokens, float64.
+    """Sum over tokens with torch's operations, in float64.
 
     pieces: [pieces + 1] where parts of sequences begin, in order, and where the last one ends
 
@@ -82,7 +82,7 @@ def by_torch(tokens: Tokens, pieces: IntArray) -> tuple[FloatArray, float, Float
 
 
 def _terms(log_ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """log ratio, ratio (clamped to e^+-20) and k3 (not clamped) in float64, where ratio - 1 cancels harmlessly."""
+    """Log ratio, ratio (clamped to e^+-20) and k3 (not clamped) in float64, where ratio - 1 cancels harmlessly."""
     exact = log_ratio.double()
     ratio = exact.clamp(-LIMIT, LIMIT).exp_()
     divergence = (ratio - 1).sub_(exact).clamp_(min=0)
@@ -138,7 +138,7 @@ def _by_ratio(sums: MismatchSums, level: str, log_ratio: FloatArray, lengths: In
 
 
 def _runs(tokens: Tokens, versions: Any) -> tuple[IntArray, IntArray]:
-    """([runs] int64: the first of each run of tokens that one version sampled; [runs] int64: versions)"""
+    """Runs of tokens that one version sampled: the first token of each, and its version, both [runs] int64."""
     import torch
 
     given = to_tensor(versions, "versions")

@@ -57,7 +57,7 @@ SIZE: Final[int] = _ENDS[-1]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MismatchSums:
-    """Sums of one or more batches. a + b are those of both together.
+    """Sums of one or more batches. a + b has the sums of both together.
 
     values:   [SIZE] float64; `sums["k3"]` is one of them, `sums["histogram_k3"]` an array
     smallest, largest: mean log ratio of a sequence, negated: the extremes of log_ppl_diff
@@ -80,7 +80,7 @@ class MismatchSums:
         )
 
     def reduced(self, group: Any = None) -> MismatchSums:
-        """Summed over the ranks of `group` (None: all), by one all_reduce; unchanged without torch.distributed.
+        """Sum over the ranks of `group` (None: all), by one all_reduce; unchanged without torch.distributed.
 
         Every rank of the group must call it, also one that has no tokens.
         """

@@ -41,7 +41,7 @@ class Moments:
 
     @classmethod
     def of_sums(cls, count: float, total: float, square: float, least: float = inf, largest: float = -inf) -> Moments:
-        """square: sum of their squares"""
+        """Moments from a count, a sum, and `square`, the sum of squares."""
         return cls(count, total, max(square - total**2 / count, 0.0) if count else 0.0, least, largest)
 
     @classmethod
@@ -62,7 +62,7 @@ class Moments:
 
     @property
     def mean(self) -> float:
-        """0 of nothing."""
+        """The mean; 0 without numbers."""
         return self.total / self.count if self.count else 0.0
 
     @property
@@ -70,7 +70,7 @@ class Moments:
         return self.spread / self.count + self.mean**2 if self.count else 0.0
 
     def std(self, ddof: int = 0) -> float:
-        """0 of one number, and of none."""
+        """The standard deviation; 0 for fewer than two numbers."""
         return sqrt(self.spread / (self.count - ddof)) if self.count > ddof else 0.0
 
 

@@ -18,33 +18,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
-from math import isfinite
 from typing import TYPE_CHECKING, Any, Self
 
 from fp8plan.checks import instance, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.plan.plan import Plan
-from fp8plan.runtime.controller.laws import (
-    AdaptiveThresholds,
-    ConstantThresholds,
-    Controller,
-    ControllerState,
-)
+from fp8plan.runtime.controller.laws import Controller, ControllerState
 from fp8plan.runtime.controller.noise import heard
 from fp8plan.runtime.controller.state import LeastErrorState, Update, expecting
 from fp8plan.runtime.correction.correct import CorrectionSettings, correct
-from fp8plan.runtime.engine.rollout_timer import Judged, judged
+from fp8plan.runtime.engine.rollout_timer import Judged
 from fp8plan.runtime.guard.guard import Guard
 from fp8plan.runtime.guard.observation import EngineFacts, Observation
 from fp8plan.runtime.mismatch.measure import measure
-from fp8plan.runtime.mismatch.metrics import Mismatch
 from fp8plan.runtime.mismatch.ranks import gathered, rank
 from fp8plan.runtime.mismatch.tokens import pack
 from fp8plan.runtime.monitor import record as run_record
+from fp8plan.runtime.monitor.controller import suited
 from fp8plan.runtime.monitor.record import Step
 from fp8plan.runtime.monitor.sinks import Sink, Sinks, warn
+from fp8plan.runtime.monitor.witness import Witness
 from fp8plan.runtime.vllm_versions import check_torch
 
 if TYPE_CHECKING:
@@ -95,30 +89,18 @@ class Monitor:
         check_torch("a Monitor")
         if plan is not None:
             instance("plan", plan, Plan, "fp8plan.plan(...), or Plan.from_json(text)")
-        if guard is not None:
-            instance("guard", guard, Guard, "Guard(facts)")
-        if engine is not None and (guard is not None or facts is not None):
-            raise ConfigError("an engine and a guard or facts are given; allowed: the engine, which has both, alone")
-        if engine is not None and not hasattr(engine, "report_kl"):
-            raise ConfigError(
-                f"the engine is {type(engine).__name__}, which does not judge its rollouts itself; allowed: "
-                "RolloutEngine, or guard=engine.guard, and step(..., rollout=observation_of(outputs, seconds)), which "
-                "is in fp8plan.runtime.guard.observation"
-            )
+        self._witness = Witness(engine, guard, facts)
         self.settings = CorrectionSettings() if settings is None else settings
         instance("settings", self.settings, CorrectionSettings, "CorrectionSettings(level='token')")
         # Each law has a state of its own, which it alone is given.
-        self.controller: Any = _controller(self.settings, controller)
+        self.controller: Any = suited(self.settings, controller)
         self.engine, self.facts, self.group = engine, facts, group
         self._plan = plan
         self._planned_for = self._precision()
         self.state: ControllerState = self.controller.initial(plan, self._planned_for)
         self._fresh = self.state
-        self._guard = guard
         self.steps = 0
-        self._rollout: Observation | None = None  # the last one of the engine's that is in a record
         self._sinks = Sinks(sinks)
-        self._warned: set[str] = set()
         self._open = rank(group) == 0
         if self._open:
             self._sinks.open()
@@ -126,7 +108,7 @@ class Monitor:
     @property
     def guard(self) -> Guard | None:
         """The guard that judges the rollouts: the engine's, or the one given."""
-        return self._guard if self.engine is None else self.engine.guard
+        return self._witness.guard
 
     @property
     def failures(self) -> list[int]:
@@ -168,7 +150,7 @@ class Monitor:
         of_correction = run_record.correction_metrics(correction.reduced(self.group))
         # What follows raises nothing: the other ranks have gone on.
         self.state, self.steps = state, done
-        found = self._judged(rollout, mismatch)
+        found = self._witness.judged(rollout, mismatch)
         metrics = {
             **run_record.mismatch_metrics(mismatch),
             **of_correction,
@@ -195,7 +177,9 @@ class Monitor:
         try:
             self._fresh = self.controller.initial(self._plan, running)
         except ConfigError as error:  # another plan than the engine's; a step stops for nothing
-            self._warn_once("plan", f"the KL that was expected before the step down is expected further: {error}")
+            self._witness.warn_once(
+                "plan", f"the KL that was expected before the step down is expected further: {error}"
+            )
         else:
             self.state = expecting(self.state, self._fresh)
 
@@ -216,7 +200,7 @@ class Monitor:
         try:
             return run_record.checked(rollout)
         except Exception as error:
-            self._warn_once("rollout", f"the rollout of step {number} is left out of the record: {error}")
+            self._witness.warn_once("rollout", f"the rollout of step {number} is left out of the record: {error}")
             return None
 
     def _record(
@@ -224,7 +208,7 @@ class Monitor:
     ) -> dict[str, Any]:
         shown = rollout if isinstance(rollout, Mapping) else found.observation
         off = None if self.guard is None and self.engine is None else found.off
-        return run_record.record_of(number, step, self._running(), self.guard, off, shown)
+        return run_record.record_of(number, step, self._witness.running(), self.guard, off, shown)
 
     def report_gradients(
         self, *, norm2_small: float, tokens_small: float, norm2_large: float, tokens_large: float
@@ -245,7 +229,7 @@ class Monitor:
             self.state = heard(self.state, norm2_small, tokens_small, norm2_large, tokens_large)
         else:
             name = type(self.controller).__name__
-            self._warn_once("gradients", f"{name} do not use gradient norms; only LeastErrorThresholds do")
+            self._witness.warn_once("gradients", f"{name} do not use gradient norms; only LeastErrorThresholds do")
 
     def _writes(self) -> bool:
         """Return True on the rank that writes, with its sinks open: certain only now that the process group is up."""
@@ -284,83 +268,3 @@ class Monitor:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _judged(self, rollout: Observation | Mapping[str, Any] | None, mismatch: Mismatch) -> Judged:
-        """The observation of a rollout, and the verdict of the engine or of the guard on it."""
-        if self.engine is not None:
-            found = self._by_engine(self.engine, mismatch)
-            return found._replace(observation=rollout) if isinstance(rollout, Observation) else found
-        if rollout is None or (isinstance(rollout, Mapping) and rollout.get("seconds") is None):
-            return Judged()
-
-        def observe() -> Observation:
-            seen = rollout if isinstance(rollout, Observation) else run_record.observation(rollout)
-            return replace(seen, kl_k3=mismatch.k3_robust) if seen.kl_k3 is None and mismatch.tokens else seen
-
-        found = judged(self.guard, observe)
-        if found.off is not None and self.guard is not None:
-            self._warn_once("guard", found.off)
-        return found
-
-    def _by_engine(self, engine: RolloutEngine, mismatch: Mismatch) -> Judged:
-        """The engine's verdict on its last rollout: once, however many steps train on it."""
-        if mismatch.tokens and isfinite(mismatch.k3_robust):
-            engine.report_kl(mismatch.k3_robust)
-        found = Judged(engine.observation, engine.verdict, engine.guard_off)
-        if found.observation is not None and found.observation is self._rollout:
-            return Judged()
-        self._rollout = found.observation
-        if found.off is not None:
-            self._warn_once("guard", found.off)
-        return found
-
-    def _running(self) -> EngineFacts | None:
-        """Facts about the engine that runs now.
-
-        An engine that cannot tell them, because it has died perhaps, must not cost the step.
-        """
-        if self.engine is None:
-            return self.facts if self.facts is not None or self.guard is None else self.guard.facts
-        try:
-            return self.engine.engine_facts()
-        except Exception as error:
-            text = f"the engine does not say what runs: {error}. Training goes on without it in the records"
-            self._warn_once("engine", text)
-            return None
-
-    def _warn_once(self, of: str, text: str) -> None:
-        if of not in self._warned:
-            self._warned.add(of)
-            warn(text)
-
-
-def _controller(settings: CorrectionSettings, given: Controller | None) -> Controller:
-    """The controller given, or the default one, for the threshold that the mode uses, at the settings' level.
-
-    Raises ConfigError for a controller that does not fit the settings.
-    """
-    used, other = ("tis", "band") if settings.mode == "tis" else ("band", "tis")
-    if given is None:
-        start: dict[str, Any] = {used: getattr(settings.thresholds, used), other: None}
-        if settings.level is not None and start[used] is not None:
-            with suppress(ConfigError):  # a start that cannot tighten
-                return AdaptiveThresholds(**start, level=settings.level)
-        return ConstantThresholds(**start)
-    if not isinstance(given, Controller):
-        raise ConfigError(f"controller is {given!r}; allowed: AdaptiveThresholds(), or another controller")
-    name = type(given).__name__
-    if settings.level is not None and getattr(given, used) is None:
-        raise ConfigError(f"mode={settings.mode!r} with {name}({used}=None); allowed: a controller that gives {used}")
-    alone: dict[str, Any] = {other: None}
-    if isinstance(given, ConstantThresholds):
-        return replace(given, **alone)
-    if settings.level is None:
-        raise ConfigError(f"{name} with level=None, which has no weights; allowed: a level, or ConstantThresholds()")
-    if isinstance(given, AdaptiveThresholds):
-        return replace(given, level=settings.level, **alone)
-    if settings.level != "token":
-        raise ConfigError(
-            f"{name} with level={settings.level!r}; allowed: level='token', whose ratios their law is for, or "
-            "AdaptiveThresholds()"
-        )
-    return replace(given, **alone)

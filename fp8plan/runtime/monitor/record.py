@@ -149,7 +149,7 @@ def mismatch_parts(mismatch: Mismatch) -> dict[str, Any]:
 
 
 def rollout_fields(rollout: Observation | Mapping[str, Any] | None, facts: EngineFacts | None) -> dict[str, Any]:
-    """The rollout record: what is known of the engine and of the rollout; empty if neither is."""
+    """The rollout record: facts about the engine and the rollout; empty if neither is known."""
     found: dict[str, Any] = {} if facts is None else engine_fields(facts)
     if rollout is None or isinstance(rollout, Mapping):
         return {**found, **(rollout or {})}

@@ -24,7 +24,7 @@ from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import append, line, repair, to_disk, torn_path
 
-Record = Mapping[str, Any]  # one step: what fp8plan.runtime.monitor.monitor puts into a line of the run file
+Record = Mapping[str, Any]  # one step: what a Monitor puts into a line of the run file
 PASSING: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EAGAIN)  # what may be over later
 KEPT: Final = 256  # records that a run file which cannot be written keeps in memory
 
@@ -129,7 +129,7 @@ class Callback:
 class Sinks:
     """Several sinks, none of which can stop training.
 
-    failures: of each sink, by its position: records that it raised for
+    failures: number of failures of each sink, in their order
     """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:

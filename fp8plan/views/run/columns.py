@@ -40,7 +40,7 @@ QUIET: Final = ("hold", "warm_up", None)  # decisions that are no news
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something to know of: a decision that changed a threshold, an alarm that began, an action of the guard."""
+    """A notable event: a decision that changed a threshold, an alarm that began, an action of the guard."""
 
     step: int
     kind: str  # "decision", "alarm", "guard"
@@ -55,7 +55,7 @@ def column(rows: Sequence[Row], metric: str) -> FloatArray:
 
 
 def columns(rows: Sequence[Row], metrics: Iterable[str]) -> dict[str, FloatArray]:
-    """Several of them, and speeds as shares of the predicted one (OF_PREDICTED)."""
+    """Several metrics over the steps, and speeds as shares of the predicted one (OF_PREDICTED)."""
     found = {metric: column(rows, metric) for metric in metrics}
     predicted = column(rows, PREDICTED)
     return found | {share: column(rows, metric) / predicted for share, metric in OF_PREDICTED.items()}
@@ -92,7 +92,7 @@ def last(rows: Sequence[Row], metric: str) -> float | None:
 
 
 def events(rows: Sequence[Row]) -> list[Event]:
-    """All of them, in the order of the steps."""
+    """All events, in the order of the steps."""
     found, known = list[Event](), set[str]()
     for row in rows:
         step, alarms = row["step"], [str(x) for x in row.get("alarms") or ()]
@@ -131,7 +131,7 @@ def age(rows: Sequence[Row]) -> float:
 
 
 def when(row: Row) -> datetime:
-    """A record's date; one that has none was long ago."""
+    """The date of a record; for one without a date, long ago."""
     try:
         return datetime.fromisoformat(row["date"]).astimezone(UTC)
     except (KeyError, TypeError, ValueError, OverflowError):

@@ -92,7 +92,7 @@ def watch(reader: RunReader, every_s: float, steps: int | None, console: Console
 
 
 def look(reader: RunReader) -> str:
-    """Read what is new. What stands in the way, if anything does: a file that was moved away may come back."""
+    """Read what is new, and return what stands in the way, if anything: a file that was moved away may come back."""
     try:
         reader.read()
     except ConfigError as error:

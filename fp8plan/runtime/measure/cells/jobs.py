@@ -138,7 +138,7 @@ def _workload(row: Any, where: str) -> Workload:
 
 
 def _limits(setting: dict[str, Any], workloads: Sequence[Workload]) -> EngineLimits:
-    """One engine for all workloads, so max_model_len, if it is not given, holds the longest of all."""
+    """Limits of one engine for all workloads. Unless it is given, max_model_len holds the longest of all."""
     given = {name: setting[name] for name in LIMITS & setting.keys()}
     limits = replace(EngineLimits.for_gpu(find_gpu(setting["gpu"])), **given)
     if (imposed := setting.get("kv_cache_tokens")) is not None:
@@ -158,7 +158,7 @@ def _kwargs(planned: Plan, model: str, options: Options) -> dict[str, Any]:
 def _same_in_all_runs(
     setting: dict[str, Any], name: str, limits: EngineLimits, release: str, options: Options
 ) -> dict[str, Any]:
-    """The part of a record that is known before the engine starts."""
+    """The fields of a record that are known before the engine starts."""
     kept = {name: getattr(limits, name) for name in LIMITS - {"tensor_parallel_size"}}
     return {
         "model": setting["model"],

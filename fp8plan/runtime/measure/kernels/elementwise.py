@@ -67,7 +67,7 @@ def compiled(kernel: str, **shape: Any) -> Callable[..., Any]:
 
 
 def norm_inputs(m: int, hidden: int) -> tuple[list[Any], list[Any]]:
-    """(tensors with m rows, the rest), as native_ops.norm takes them. So do the next two."""
+    """Inputs of native_ops.norm: (tensors with m rows, the rest). The next two are alike."""
     return [random_normal(m, hidden), random_normal(m, hidden)], [random_normal(hidden)]
 
 

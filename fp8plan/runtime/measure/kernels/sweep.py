@@ -42,7 +42,7 @@ class Point:
 
     @property
     def key(self) -> str:
-        """The same for the same kernel and sizes, in whatever order they are named."""
+        """A key that is the same for the same kernel and sizes, in whatever order they are named."""
         return sha256(json.dumps(self.row, sort_keys=True).encode()).hexdigest()[:12]
 
 

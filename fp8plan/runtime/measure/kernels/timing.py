@@ -31,7 +31,10 @@ AHEAD_CYCLES = 2_000_000  # about 1 ms in which the GPU waits, while Python queu
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """seconds: median of one call; spread: (p90 - p10) / median of the replays; sm_mhz: clock while they ran."""
+    """One timing.
+
+    seconds: median of one call; spread: (p90 - p10) / median of the replays; sm_mhz: clock while they ran
+    """
 
     seconds: float
     spread: float
@@ -59,7 +62,7 @@ def copying(by: str, source: Tensor) -> Call:
 
 
 def graph_seconds(calls: Sequence[Call], budget_s: float = 0.03) -> Timing:
-    """One call of `calls` (the same work on different data), all of them captured in one CUDA graph.
+    """Time one call of `calls` (the same work on different data), all of them captured in one CUDA graph.
 
     Called eagerly first, on the stream that captures, so that kernels are compiled and workspaces allocated. The
     replays take about `budget_s` together, more where LEAST_REPLAYS need more. Raises what the calls raise.
@@ -82,7 +85,7 @@ def graph_seconds(calls: Sequence[Call], budget_s: float = 0.03) -> Timing:
 
 
 def eager_seconds(calls: Sequence[Call], budget_s: float = 0.03) -> Timing:
-    """One call of `calls`, launched from Python one after the other: bound by launches where the kernels are short."""
+    """Time one call of `calls`, launched from Python one by one: short kernels are bound by their launches."""
     import torch
 
     _run(calls)
@@ -93,7 +96,7 @@ def eager_seconds(calls: Sequence[Call], budget_s: float = 0.03) -> Timing:
 
 @cache
 def _stream() -> Any:
-    """One for all, because cuBLAS keeps a workspace for each."""
+    """The stream that all captures share, because cuBLAS keeps a workspace for each stream."""
     import torch
 
     return torch.cuda.Stream()

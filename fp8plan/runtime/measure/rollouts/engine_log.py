@@ -53,7 +53,10 @@ def kernel_backends(log: str, preset: Precision) -> dict[str, str]:
 
 
 def model_runner(log: str) -> str:
-    """vLLM has two; the newer one says so (vllm/v1/worker/gpu_worker.py), and their costs per step differ."""
+    """The model runner that a log tells of: only the newer one names itself (vllm/v1/worker/gpu_worker.py).
+
+    The two have different costs per step.
+    """
     return "V2" if "Using V2 Model Runner" in log else "V1"
 
 

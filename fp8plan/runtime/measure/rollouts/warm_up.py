@@ -14,7 +14,7 @@ SHORT_RESPONSE, RAMP_STEPS = 64, 128
 
 
 def warm_up(llm: Any, prompts: Sequence[Any], responses: Sequence[int], kind: str) -> float:
-    """Run what the timed run will run, so that no kernel is compiled inside it; seconds it took.
+    """Run what the timed run will run, so that no kernel is compiled inside it; return the seconds it took.
 
     full:  the whole workload
     short: its prompts with clipped responses, then a decode ramp through every batch size down to 1
@@ -28,7 +28,7 @@ def warm_up(llm: Any, prompts: Sequence[Any], responses: Sequence[int], kind: st
 
 
 def prefill_ladder(llm: Any, fields: Mapping[str, Any]) -> list[int]:
-    """Run single prompts of the lengths that meet every kernel of the model in a record's fields; which ones."""
+    """Run single prompts of the lengths that meet every kernel of the model in a record's fields; return them."""
     from vllm import SamplingParams
 
     longest = llm.llm_engine.model_config.max_model_len
