@@ -50,7 +50,8 @@ def _is_band(band: Any) -> bool:
 class Rejection:
     """A bound on a divergence; what is beyond it is masked out of the loss.
 
-    over:      whose divergence: each token's, or a sequence's sum, mean or largest; a sequence is kept or lost whole
+    over:      "token": each token's divergence; "seq_sum", "seq_mean", "seq_max": sum, mean or largest over a sequence,
+               which is kept or lost whole
     estimator: k1: -log ratio; k2: log ratio^2 / 2; k3: ratio - 1 - log ratio (of the log ratio clamped to +-20)
     high:      k2, k3: the largest divergence that is kept. k1: the largest ratio (seq_sum: product of ratios,
                seq_mean: geometric mean)

@@ -54,21 +54,23 @@ class Monitor:
                 token-level weights alone; or ConstantThresholds. None: the first, or the last where there is nothing to
                 tighten (no weights, C = 1, or a band that does not lie around 1)
     sinks:      where records go; opened here, on rank 0 only
-    plan:       gives the controller its thresholds to begin with, and the KL that it expects of the precision that
-                runs: with an engine its own, also after a step down
-    engine:     the RolloutEngine that samples: its last rollout, its guard's verdict and what runs go into the record,
-                and it is told the KL (`report_kl`). Without one,
-    guard:      judges the rollouts that `step` is given, in the caller's time (1,536 responses of 20,000 tokens: 2 s)
-    facts:      what runs, for the record; None: the guard's
+    plan:       gives the controller its initial thresholds, and the KL to expect of the precision that runs: the
+                engine's, also after a step down; without an engine, that of the plan's choice
+    engine:     the RolloutEngine that samples. Its last rollout, its guard's verdict and its facts go into the record,
+                and it is told the KL (`report_kl`)
+    guard:      without an engine: judges the rollouts that `step` is given, in the caller's time (1,536 responses of
+                20,000 tokens: 2 s)
+    facts:      without an engine: facts about the one that runs, for the record; None: the guard's
     group:      process group of the ranks that share the batch; None: all
 
-    Where thresholds can do no more, `step.decided.escalate` says what to do instead: with a RolloutEngine, and before
-    the next sync,
+    When thresholds can do no more, `step.decided.escalate` says what to do instead. With a RolloutEngine, call before
+    the next sync
 
         engine.follow(step.verdict, step.decided.escalate)
 
-    does what the guard advises, and if it advises nothing, that. Another engine's loop acts on the word itself:
-    "recalibrate_kv", then, if `patience` steps later it has not helped, "step_down" to a precision with less FP8.
+    It does what the guard advises, and if the guard advises nothing, what `escalate` says. With another engine, the
+    training loop acts on the word itself: "recalibrate_kv", and if that has not helped `patience` steps later,
+    "step_down" to a precision with less FP8.
 
     `failures` counts, for each sink, the records that it did not take: a sink never stops training.
     Raises ConfigError for what cannot work, for a sink that cannot be opened, and without torch.
@@ -129,15 +131,15 @@ class Monitor:
 
         train_logprobs, rollout_logprobs, mask, lengths: as `pack` takes them: padded [batch, length] with a mask, or
                   packed [tokens] with lengths; in nats
-        versions: as `measure` takes them: which weights sampled
-        rollout:  how long the rollout of this batch took, with its lengths; or the fields of a rollout record; None:
-                  the engine's last, if there is an engine, and no step has had it
-        number:   of the step, in the record; None: one more than before
+        versions: as `measure` takes them: versions of the weights that sampled
+        rollout:  the rollout's seconds and lengths as an Observation, or the fields of a rollout record; None: the
+                  engine's last rollout, unless an earlier step had it
+        number:   the step's number in the record; None: one more than before
 
         Weights made inside torch.inference_mode cannot be used in a loss: use torch.no_grad there.
-        Raises ConfigError for log-probs that do not fit together, for a number that is none, and for settings that are
-        not the same on all ranks; nothing is changed then. A rollout that is not what it should be is left out of the
-        record, with a warning.
+        Raises ConfigError for log-probs that do not fit together, for a `number` that is no whole number, and for
+        settings that differ between ranks; nothing is changed then. A malformed rollout is left out of the record, with
+        a warning.
         """
         begun = time.perf_counter()
         done = self.steps + 1 if number is None else whole("number", number, 0, ", the step's")
@@ -177,15 +179,16 @@ class Monitor:
         try:
             self._fresh = self.controller.initial(self._plan, running)
         except ConfigError as error:  # another plan than the engine's; a step stops for nothing
-            self._witness.warn_once(
-                "plan", f"the KL that was expected before the step down is expected further: {error}"
-            )
+            text = f"the KL that was expected before the step down is expected further: {error}"
+            self._witness.warn_once("plan", text)
         else:
             self.state = expecting(self.state, self._fresh)
 
     def _agreed(self, own: Update) -> Update:
-        """The first rank's update. All work out the same from the same sums, but for how their CPUs round, and for what
-        one of them alone was told: gradient norms, or a checkpoint.
+        """The first rank's update, for all ranks.
+
+        All work out the same from the same sums, but for how their CPUs round, and for what one of them alone was told:
+        gradient norms, or a checkpoint.
 
         Raises ConfigError, on all ranks, if they correct in different ways.
         """

@@ -21,10 +21,10 @@ LENGTHS: Final = ("prompt_lengths", "response_lengths", "prompt_ids")  # of ever
 class RunReader:
     """The records of a run file, also of one that grows, without the lengths of their requests, which are most of it.
 
-    rows:     in the order of their steps. Of records with the same step number the last counts, and a lower number than
-              before begins anew there, as a run does that went back to a checkpoint
-    replaced: how many records are not in `rows` for that
-    skipped:  lines that are no records
+    rows:     the records in the order of their steps. A record replaces earlier ones with the same step number or a
+              higher one, as a run does that went back to a checkpoint
+    replaced: number of records that were replaced so
+    skipped:  number of lines that are no records
     """
 
     path: Path

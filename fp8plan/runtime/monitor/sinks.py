@@ -52,8 +52,8 @@ class NotOnDiskError(OSError):
 class JsonLines:
     """The run file that `fp8plan monitor`, `report` and `validate` read (fp8plan.runtime.monitor.run_file).
 
-    sync_s: seconds between two waits for the disk itself, which only a lost machine makes a difference to, not a
-            killed process; 0: with every record; None: never, the operating system does it within half a minute
+    sync_s: seconds between two waits for the disk itself. They matter if the machine is lost, not if the process is
+            killed. 0: with every record; None: never, the operating system does it within half a minute
 
     While it cannot be written, the last 256 records are kept in memory, and written once it can.
     """

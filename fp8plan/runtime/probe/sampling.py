@@ -19,7 +19,7 @@ class SampleSettings:
 
     max_tokens: longest response; samples: responses to each prompt; temperature: of the RL run's rollouts
     kv_scales: of an FP8 KV cache: "calibrated" on a rollout, as after each weight sync, or vLLM's "unit" scales of 1.0
-    mode:      of the engine; None: a process of its own, which leaves nothing on a GPU; on a CPU, this one
+    mode:      mode of the engine; None: on a GPU a process of its own, which leaves nothing there; on a CPU, this one
     """
 
     max_tokens: int = 512
