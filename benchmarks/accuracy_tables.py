@@ -21,7 +21,7 @@ Cell = Mapping[str, Any]
 
 
 def tables(result: Validation) -> str:
-    """Markdown. Runs that repeat a cell count as one, with their median."""
+    """The tables in Markdown. Runs that repeat a cell count as one, with their median."""
     cells, noise = merged(result.records), noise_floor(result.records) or 0.0
     parts = [_totals(cells, noise, max(spreads(result.records), default=0.0)), _halves(result)]
     for title, name, order in (
@@ -35,7 +35,7 @@ def tables(result: Validation) -> str:
 
 
 def line(result: Validation) -> str:
-    """The same in one sentence."""
+    """The accuracy in one sentence."""
     cells = merged(result.records)
     found = accuracy(cells, noise_floor(result.records) or 0.0)
     return (

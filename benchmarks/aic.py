@@ -133,5 +133,5 @@ def _model_folder(model: str) -> str:
 
 @cache
 def _configs() -> TemporaryDirectory[str]:
-    """Removed when the process ends."""
+    """A folder of configs, removed when the process ends."""
     return TemporaryDirectory(prefix="aiconfigurator-models-")

@@ -1,4 +1,4 @@
-"""What others predict for measured rollouts: a datasheet roofline, fp8plan uncalibrated, and AIConfigurator 0.12.
+"""Predictions of others for measured rollouts: a datasheet roofline, fp8plan uncalibrated, and AIConfigurator 0.12.
 
 `make baselines` runs this in AIConfigurator's environment. benchmarks/results/baselines.jsonl gets one line per method
 and cell (a group, a precision and an imposed KV size: what a prediction depends on, so repeated runs share it) with the
@@ -42,7 +42,7 @@ Method = Callable[[Record, Simulated], Answer]  # raises where it refuses
 
 
 def roofline(_: Record, prepared: Simulated) -> Answer:
-    """No launch, no host, no inefficiency, no overlap between steps: what a datasheet promises."""
+    """Seconds by the datasheet: no launch, no host, no inefficiency, no overlap between steps."""
     model, seconds = prepared.model, []
     for plan in prepared.schedules:
         batch = step_batch(plan)
@@ -65,7 +65,7 @@ def methods() -> dict[str, Method]:
 
 
 def cell(record: Record) -> dict[str, object]:
-    """What identifies the record's cell, by name."""
+    """The fields, by name, that identify the record's cell."""
     return dict(zip(CELL, cell_of(record.fields | {"group": record.group}), strict=True))
 
 
@@ -84,7 +84,7 @@ def lines(record: Record) -> Iterator[dict[str, object]]:
 
 
 def made_by(method: str, card: str) -> str:
-    """Whose numbers, and of which version."""
+    """Name and version of what made the numbers."""
     if not method.startswith("aic-"):
         return f"fp8plan {version('fp8plan')}"
     backend = method.split("-")[1]

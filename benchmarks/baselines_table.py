@@ -7,11 +7,11 @@ not needed.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fp8plan import jsonl
 from fp8plan.errors import ConfigError
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.validate.accuracy import Accuracy, accuracy, cell_of, merged, noise_floor
@@ -34,7 +34,7 @@ Predictions = Mapping[tuple[Any, ...], float | None]  # cell -> seconds, None wh
 
 
 def table(rows: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown.
+    """The table in Markdown.
 
     rows:  fp8plan's validation of the records, `Validation.records`; repeats of a cell count as one, with their median
     lines: of baselines.jsonl
@@ -89,10 +89,6 @@ def with_predictions(cells: Sequence[Mapping[str, Any]], predicted: Predictions,
     return [{**cell, "predicted_s": predicted[cell_of(cell)]} for cell in cells]
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def _columns(label: str, found: Accuracy, cells: int, names: Sequence[str], warned: int = 0) -> list[str]:
     answered = f"{found.answered} of {cells}" + (f", {warned} warned" if warned else "")
     if not found.answered:
@@ -110,7 +106,7 @@ def main() -> None:
     parser.add_argument("records", type=Path)
     parser.add_argument("--baselines", type=Path, default=BASELINES)
     arguments = parser.parse_args()
-    print(table(validate(read_records(arguments.records)).records, read_lines(arguments.baselines)))
+    print(table(validate(read_records(arguments.records)).records, jsonl.rows(arguments.baselines)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which layer sizes the real vLLM starts with in blockwise FP8, by the way the engine is told to quantise.
+"""Layer sizes that the real vLLM starts with in blockwise FP8, by the way the engine is told to quantise.
 
     python benchmarks/block_shapes.py OUTPUT.jsonl          # on a machine with a GPU and vLLM; about five minutes
 

@@ -1,16 +1,17 @@
-"""What mismatch and correction of a batch take on an H200, from committed measurements.
+"""Table of the time that mismatch and correction of a batch take on an H200, from committed measurements.
 
     python benchmarks/correction_gpu_table.py
 
-What made them: `bash benchmarks/h200.sh FOLDER correction`. of_copy_same_bytes compares with a copy of as many bytes.
+`bash benchmarks/h200.sh FOLDER correction` made them. of_copy_same_bytes compares with a copy of as many bytes.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
+
+from fp8plan import jsonl
 
 RESULTS = Path(__file__).parent / "results" / "correction_h200.jsonl"
 KERNELS = {  # name -> what it does
@@ -21,10 +22,6 @@ KERNELS = {  # name -> what it does
 }
 FUNCTIONS = {"pack": "pack", "measure": "measure", "correct": "correct, token TIS", "step": "Monitor.step, all of it"}
 Row = dict[str, Any]
-
-
-def read(path: Path = RESULTS) -> list[Row]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def kernel_table(rows: list[Row]) -> str:
@@ -41,7 +38,7 @@ def kernel_table(rows: list[Row]) -> str:
 
 
 def function_table(rows: list[Row]) -> str:
-    """What a caller waits for, by way."""
+    """Table of the time that a caller waits for, by implementation."""
     found = {(r["what"], r["form"], r["path"]): r for r in rows if r.get("path")}
     forms = {"padded_int64": "padded, mask int64", "packed": "packed"}
     heads = [f"{form}, {way}" for form in forms.values() for way in ("fused", "torch's operations")]
@@ -54,7 +51,7 @@ def function_table(rows: list[Row]) -> str:
 
 def table(path: Path = RESULTS) -> str:
     """Both, and what they were measured on."""
-    rows = read(path)
+    rows = jsonl.rows(path)
     machine = next(r for r in rows if r["what"] == "machine")
     copy = max(r["gb_per_s"] for r in rows if r["what"] == "copy")
     tokens = next(r["tokens"] for r in rows if "kernel" in r)

@@ -95,7 +95,7 @@ def _resident() -> int:
 
 
 def one(who: str, what: str, rows: int, length: int, threads: int) -> dict[str, float]:
-    """In this process: seconds and extra bytes of the second of two calls, the first with a few rows."""
+    """Time one function in this process: seconds and extra bytes of its second call. The first has a few rows."""
     import torch
 
     torch.set_num_threads(threads)
@@ -111,7 +111,7 @@ def one(who: str, what: str, rows: int, length: int, threads: int) -> dict[str, 
 
 
 def monitor_step(tokens: int, sequences: int) -> dict[str, float]:
-    """In this process: seconds of Monitor.step on a packed batch, on one thread, with a run file; the best of five."""
+    """Time Monitor.step in this process: packed batch, one thread, with a run file; seconds, the best of five."""
     import numpy as np
     import torch
 
@@ -135,7 +135,9 @@ def monitor_step(tokens: int, sequences: int) -> dict[str, float]:
 
 def table(path: Path = RESULTS) -> str:
     """The medians of the committed runs, in Markdown."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    from fp8plan import jsonl
+
+    rows = jsonl.rows(path)
     lines = [
         "| on a batch of | verl 0.9.1 | fp8plan | faster | verl, CPU time | fp8plan, CPU time | extra memory |",
         "|---|---|---|---|---|---|---|",

@@ -25,6 +25,7 @@ from control import report as control_report  # noqa: E402
 from speed import RESULTS, table  # noqa: E402
 
 import fp8plan  # noqa: E402
+from fp8plan import jsonl  # noqa: E402
 from fp8plan.cli import app  # noqa: E402
 from fp8plan.model.plan.plan import Plan  # noqa: E402
 from fp8plan.model.plan.planner import plan  # noqa: E402
@@ -40,7 +41,7 @@ VALIDATION = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0" / "validation" / "ro
 
 
 def plan_table(answer: Plan) -> str:
-    """What `make plan` prints, in fewer columns."""
+    """The table of `make plan`, in fewer columns."""
     lines = [
         "| precision | rollout (90%) | speed-up | tokens/s | KV tokens | preemptions | tail | KL k3 (90%) | risk |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -87,7 +88,7 @@ def blocks() -> dict[str, str]:
     measured = validate(read_records(VALIDATION))
     made["accuracy"] = accuracy_tables.tables(measured)
     made["accuracy line"] = accuracy_tables.line(measured)
-    made["baselines"] = baselines_table.table(measured.records, baselines_table.read_lines(baselines_table.BASELINES))
+    made["baselines"] = baselines_table.table(measured.records, jsonl.rows(baselines_table.BASELINES))
     made["corrections"] = correction_speed.table()
     made["corrections on a GPU"] = correction_gpu_table.table()
     made["probe"] = probe_table.table()

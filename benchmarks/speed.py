@@ -1,4 +1,4 @@
-"""How long fp8plan takes: import, the command, `plan()`, and the scheduler as the batch grows.
+"""Time that fp8plan takes: import, the command, `plan()`, and the scheduler as the batch grows.
 
 `make bench` runs this on the compiled wheel and writes benchmarks/results/speed.jsonl, one row per measurement;
 `python benchmarks/speed.py --table` prints the rows, with those of aiconfigurator_time.py, as Markdown.
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fp8plan import jsonl
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.schedule import scheduler
@@ -126,7 +127,7 @@ def growth() -> list[dict[str, object]]:
 def table(paths: list[Path]) -> str:
     lines = ["| what | median | min | max | of what |", "|---|---|---|---|---|"]
     for path in paths:
-        for row in map(json.loads, path.read_text().splitlines()):
+        for row in jsonl.rows(path):
             facts = [f"{row[key]:,} {key.replace('_', ' ')}" for key in ("response_tokens", "events") if key in row]
             lost = row.get("preemptions")
             facts += [f"preemptions {lost}"] if isinstance(lost, dict) else []
@@ -150,7 +151,7 @@ def main() -> None:
         rows = [row | machine for row in (*processes(), *plans(), *growth())]
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(table([path for path in (arguments.output, RESULTS / "aiconfigurator_time.jsonl") if path.exists()]))
+    print(table([arguments.output, RESULTS / "aiconfigurator_time.jsonl"]))
 
 
 if __name__ == "__main__":

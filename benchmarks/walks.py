@@ -1,4 +1,4 @@
-"""How many files of the package three walks lead through, and how often they go from one file to another.
+"""Count the files of the package that three walks lead through, and the hops from one file to another.
 
     python -m benchmarks.walks            # or, of another tree: PYTHONPATH=TREE python benchmarks/walks.py
 

@@ -1,4 +1,4 @@
-"""What a weight sync and its quantiser take on an H200, from the committed measurements.
+"""Table of the time that a weight sync and its quantiser take on an H200, from the committed measurements.
 
     python benchmarks/weight_sync_table.py profiles/h200_sxm/vllm-0.26.0/weight_sync
 
@@ -10,13 +10,13 @@ kind, which may compile, is left out.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from fp8plan.errors import ConfigError
+from fp8plan.jsonl import rows as read
 
 ROOT = Path(__file__).resolve().parent.parent
 MEASURED = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0" / "weight_sync"
@@ -32,10 +32,6 @@ QUANTISERS: dict[str, dict[str, Any]] = {
 MODELS = ("Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B")
 NEEDED = ("engine", "step", "scales", "fp8_in", "native", "stock")
 NOT_MEASURED = "not measured"
-
-
-def read(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def quantiser_table(rows: Sequence[Row]) -> str:
@@ -141,7 +137,7 @@ def _total(row: Row) -> float:
 
 
 def _self_check(checked: Sequence[Row], bare: Sequence[Row], whole: float) -> str:
-    """As the worker timed it; of older rows the difference to syncs without."""
+    """Seconds of the self-check as the worker timed it; for older rows, the difference from syncs without it."""
     if "check" in checked[0]["report"]["seconds"]:
         return _share(_seconds(checked, lambda row: float(row["report"]["seconds"]["check"])), whole)
     if not bare or checked[0]["what"] == "step":
@@ -150,7 +146,10 @@ def _self_check(checked: Sequence[Row], bare: Sequence[Row], whole: float) -> st
 
 
 def _checking(row: Row) -> float:
-    """Where samples are chosen, taken and compared: KV scales, which are not, vary by more than that takes."""
+    """Seconds of the phases that choose, take and compare samples.
+
+    KV scales, which are not checked, are left out: they vary by more than the check takes.
+    """
     return float(sum(row["report"]["seconds"][phase] for phase in ("begin", "load", "finish")))
 
 

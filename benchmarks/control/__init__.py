@@ -1,4 +1,4 @@
-"""How good is the controller of TIS and MIS thresholds? A simulator of the loop with an exact gradient to compare with.
+"""A test of the controller of TIS and MIS thresholds: a simulated loop whose exact gradient is known.
 
 python -m benchmarks.control.run            from the root of the repository: results.json, table.md, control.png
 """

@@ -1,4 +1,4 @@
-"""What is done today: the same threshold in every step, or one that follows the age of the samples."""
+"""Today's practice: the same threshold in every step, or one that follows the age of the samples."""
 
 from __future__ import annotations
 

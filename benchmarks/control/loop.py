@@ -1,4 +1,4 @@
-"""Does a smaller error of each step's gradient make a better run? Training closed over its own estimates.
+"""Training on estimated gradients: does a smaller error of each step's gradient make a better run?
 
     python -m benchmarks.control.loop           about two minutes: loop.json, and its table in table.md
 

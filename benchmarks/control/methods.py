@@ -47,7 +47,7 @@ def controlled(settings: AdaptiveThresholds | LeastErrorThresholds) -> Factory:
 
 
 def falling_root(function: Callable[[float], float], high: float = LOOSEST) -> float:
-    """Where a falling function of C crosses zero in [1, high]."""
+    """The zero of a falling function of C in [1, high]."""
     low = 1.0
     if function(low) <= 0 or function(high) >= 0:
         return low if function(low) <= 0 else high

@@ -1,5 +1,8 @@
-"""What controllers see of a simulated batch: the fields of runtime.mismatch.metrics.Mismatch that they read, from all
-ratios exactly (the real one works from sums and a histogram; tests compare the two). Token level only."""
+"""A simulated batch as controllers see it: the fields of runtime.mismatch.metrics.Mismatch that they read.
+
+They are computed exactly, from all ratios; the real one works from sums and a histogram, and tests compare the two.
+Token level only.
+"""
 
 from __future__ import annotations
 

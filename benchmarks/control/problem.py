@@ -34,7 +34,7 @@ class Problem:
 
 
 class Mismatched(NamedTuple):
-    """How the rollout policy is perturbed in one step.
+    """The perturbation of the rollout policy in one step.
 
     sigma:      standard deviation of the noise on each logit
     tail_share: share of tokens with noise `tail_sigma` instead (an expert or a KV scale that went wrong)

@@ -26,7 +26,7 @@ Adam at 0.02 and plain gradient ascent at 0.01, which is slower where the gradie
 
 
 def write(folder: Path = FOLDER) -> str:
-    """Write both files; the text of the table."""
+    """Write both files; return the text of the table."""
     rows, training = (json.loads((folder / name).read_text("utf-8")) for name in ("results.json", "loop.json"))
     text = tables(rows["results"]) + trained(training)
     (folder / "table.md").write_text(text, encoding="utf-8")

@@ -61,7 +61,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Batch:
-    """What `pack` takes, and how much that is."""
+    """The arguments of `pack`, and their sizes."""
 
     inputs: dict[str, Any]
     tokens: int
@@ -127,7 +127,7 @@ class Bench:
         return asdict(timing.graph_seconds(calls)) if self.gpu else self.seconds(calls)
 
     def seconds(self, calls: Sequence[Call]) -> Row:
-        """What a caller waits for: median of one call, (p90 - p10) / median; after one that compiles."""
+        """Time that a caller waits for: median of one call, (p90 - p10) / median; after a call that compiles."""
         import torch
 
         took: list[float] = []
@@ -222,7 +222,7 @@ def functions(bench: Bench, form: str, path: str) -> Iterator[Row]:
 
 
 def launches(calls: Sequence[Call]) -> dict[str, list[Call]]:
-    """What fused kernels the calls launch, by name, to be launched again."""
+    """The fused kernels that the calls launch, by name, as calls that launch them again."""
     from fp8plan.runtime.mismatch import fused
 
     run, found = fused.Tiles.run, {}
@@ -327,7 +327,7 @@ def _differences(ours: tuple[Any, Any], reference: tuple[Any, Any]) -> Row:
 
 
 def parts(bench: Bench) -> Iterator[tuple[Row, Callable[[], Iterator[Row]]]]:
-    """What all rows of a part say, and what gives its rows; the most wanted first."""
+    """The parts, most wanted first: the columns that all rows of a part share, and a function that gives its rows."""
     yield {"what": "copy"}, bench.copies
     yield {"what": "equality"}, partial(equality, bench, "packed")
     fused = "fused" in bench.paths
@@ -347,7 +347,7 @@ def parts(bench: Bench) -> Iterator[tuple[Row, Callable[[], Iterator[Row]]]]:
 
 
 def _card(device: str) -> Row:
-    """What CUDA says of the GPU, beside `machine_facts`."""
+    """Facts from CUDA about the GPU, beside `machine_facts`."""
     import torch
 
     if device == "cpu":

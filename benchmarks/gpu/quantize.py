@@ -60,7 +60,7 @@ RUNS = 10
 
 @dataclass(frozen=True)
 class Throughput:
-    """As Timing, for all calls together; of_copy: share of the rate of a copy."""
+    """Timing of all calls together; of_copy: share of the rate of a copy."""
 
     seconds: float
     spread: float

@@ -23,7 +23,7 @@ Quantised = tuple["Tensor", "Tensor"]
 
 @dataclass(frozen=True)
 class Differences:
-    """How many q and scales have other bits than those of vLLM's function, compiled and eager; of how many."""
+    """Numbers of q and scales whose bits differ from those of vLLM's function, compiled and eager; and of all."""
 
     q: int
     scales: int
@@ -34,7 +34,7 @@ class Differences:
 
 
 def work(case: str, ours: str) -> Work:
-    """For a sweep: a point whose row is Differences."""
+    """The work of a sweep's point whose row is Differences."""
     return Work([], {"seed": SEED, "rows": ROWS, "columns": COLUMNS}, lambda _: differences(weight(case), ours))
 
 

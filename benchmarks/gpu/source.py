@@ -1,4 +1,4 @@
-"""Which source measured a row: a commit is not known where the package is only a folder."""
+"""The source that measured a row. Its commit is not known if the package is only a folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PACKAGE = Path(fp8plan.__file__).resolve().parent
 
 
 def source_hash(folder: Path = PACKAGE) -> str:
-    """12 hex digits over names and bytes of all Python files under `folder`: the same wherever it lies."""
+    """A hash of 12 hex digits over names and bytes of all Python files under `folder`: the same wherever it lies."""
     found = hashlib.sha256()
     for path in sorted(folder.rglob("*.py"), key=lambda path: path.relative_to(folder).as_posix()):
         text = path.read_bytes()

@@ -26,9 +26,9 @@ PROMPT_SEED: Final = 1_000_003  # of documents that are not trained on
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of a model and of its training. Every width is a multiple of 128, as blockwise FP8 likes it.
+    """Size of a model and of its training. Every width is a multiple of 128, as blockwise FP8 likes it.
 
-    batch: documents; lines: of LINE tokens, of a document
+    batch: number of documents; lines: number of lines, of LINE tokens each, in a document
     """
 
     vocabulary: int

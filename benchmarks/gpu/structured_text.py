@@ -33,7 +33,7 @@ ZIPF: Final = 1.1
 
 @dataclass(frozen=True, slots=True)
 class Language:
-    """Which words there are and which may follow which: the same for one vocabulary and seed.
+    """The words and their possible followers: the same for one vocabulary and seed.
 
     followers: (words, 4) tokens; frequency: (words,), sums to 1
     """

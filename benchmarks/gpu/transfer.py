@@ -111,7 +111,7 @@ class Measurement:
 
     @contextmanager
     def noted(self, part: str) -> Iterator[None]:
-        """A part that fails must not lose the others."""
+        """Run a part and note its failure, so that the others are not lost."""
         try:
             yield
         except Exception as error:
@@ -169,14 +169,14 @@ class Measurement:
         torch.cuda.empty_cache()
 
     def syncs(self, part: str, **settings: Any) -> None:
-        """BF16, quantised by the engine."""
+        """Sync BF16 weights, which the engine quantises."""
         transfer = self.connected(**settings)
         for repeat in range(REPEATS):
             self.sync(transfer, self.sets[repeat % 2], part, repeat, **settings)
         self.check(part)
 
     def fp8_block(self) -> None:
-        """Quantised by the trainer: half the bytes."""
+        """Sync weights that the trainer quantised: half the bytes."""
         self.engine.state.settings = replace(self.engine.state.settings, weights_in="fp8_block")
         try:
             quantise, sent = quantiser(self.sets[0], self.engine._drive(self.engine._learn_quantised()), self.manifest)
@@ -235,7 +235,7 @@ class Measurement:
 def quantiser(
     weights: Mapping[str, Any], names: Any, manifest: Any
 ) -> tuple[Callable[[Mapping[str, Any]], float], dict[str, Any]]:
-    """What quantises a set of weights, in seconds, and the tensors that then hold it, in the order of a sync."""
+    """A function that quantises a set of weights and returns the seconds, and the tensors it fills, in sync order."""
     import torch
 
     from fp8plan.runtime.quantize.targets import QuantizeTargets
@@ -263,7 +263,7 @@ def quantiser(
 
 @contextmanager
 def visible(devices: str) -> Iterator[None]:
-    """What processes started meanwhile see; CUDA in this one has been initialised and sees what it saw."""
+    """Limit the GPUs that processes started inside see. CUDA in this process is initialised and sees what it saw."""
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = devices
     try:

@@ -156,7 +156,7 @@ def steps(engine: RolloutEngine, weights: dict[str, Any], count: int, note: Call
 
 
 def checked_and_bare(engine: RolloutEngine, weights: Any, note: Callable[..., None]) -> None:
-    """Alternately, as a host's speed drifts."""
+    """Measure both alternately, as a host's speed drifts."""
     for _ in range(ROUNDS):
         repeated(engine, weights, "checked", note, PER_ROUND)
         repeated(engine, weights, "bare", note, PER_ROUND, samples=0)
@@ -177,7 +177,7 @@ def repeated(
 
 
 def guard(engine: RolloutEngine, note: Callable[..., None]) -> None:
-    """What comparing rollouts with their predictions costs. The first warms up: it imports and predicts anew."""
+    """Time the comparison of rollouts with their predictions. The first warms up: it imports and predicts anew."""
     for repeat in range(1 + REPEATS):
         observe_s = judged_rollout(engine)
         begun = time.perf_counter()
@@ -187,8 +187,11 @@ def guard(engine: RolloutEngine, note: Callable[..., None]) -> None:
 
 
 def judged_rollout(engine: RolloutEngine) -> float:
-    """Seconds that the guard takes on its caller's way, before and after a rollout, as in RolloutEngine.generate: two
-    looks at the counters, and giving the outputs to the thread that judges them. Its work there is not counted."""
+    """Seconds that the guard takes from its caller before and after a rollout, as in RolloutEngine.generate.
+
+    These are two looks at the counters, and giving the outputs to the thread that judges them. The work of that thread
+    is not counted.
+    """
     times = [time.perf_counter()]
     ended = engine._judge.begin(engine.llm)
     times.append(time.perf_counter())

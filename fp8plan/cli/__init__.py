@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def _run(words: list[str]) -> Any:
-    """The exit code."""
+    """Run the command and return its exit code."""
     try:
         code = app(words, prog_name="fp8plan", standalone_mode=False)
         sys.stdout.flush()  # a full disk shows here at the latest

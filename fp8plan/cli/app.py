@@ -1,4 +1,4 @@
-"""What the commands share: the program they belong to, the groups of their help, and how they print."""
+"""The program that the commands belong to, the groups of their help, and how they print."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def print_notes(warnings: Iterable[str]) -> None:
 
 
 def progress(what: str) -> Callable[[Iterable[T]], Iterable[T]]:
-    """A bar on a terminal, and only for work that lasts."""
+    """A progress bar on a terminal, shown only for work that lasts."""
 
     def bar(items: Iterable[T]) -> Iterable[T]:
         if not sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""What is measured, and what is known: probe, calibrate, profiles, models."""
+"""Commands that measure, and that list what is known: probe, calibrate, profiles, models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a command's results go: at most one to stdout, the others to files, all of them or none."""
+"""Output of a command's results: at most one to stdout, the others to files, all of them or none."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ STDOUT: Final = "-"
 
 
 def check(asked: Iterable[tuple[str, str]]) -> None:
-    """Raises ConfigError for outputs that cannot all be written: (option, file or STDOUT) for each.
+    """Raise ConfigError for outputs, (option, file or STDOUT) each, that cannot all be written.
 
-    To be called before the work, so that a slip costs no time; `write` may still fail, on a full disk.
+    Call it before the work, so that a slip costs no time; `write` may still fail, on a full disk.
     """
     asked = list(asked)
     printed = [option for option, file in asked if file == STDOUT]
@@ -89,18 +89,20 @@ def write(writers: Mapping[str, Callable[[Path], None]]) -> None:
 
 
 def _target(path: Path) -> Path:
-    """What is written to: of a link the file behind it, so that it stays a link, but a stream by the name it has."""
+    """The path to write to. A link stays a link: the file behind it is written; a stream keeps its own name."""
     return path if _is_stream(path) else Path(os.path.realpath(path))
 
 
 def _is_stream(path: Path) -> bool:
-    """Whether it is a pipe or a device, which is written to and not replaced."""
+    """Return True for a pipe or a device, which is written to and not replaced."""
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def _draft(target: Path, number: int) -> Path:
-    """Beside the target, so that a rename is one step, and with its suffix, which says what to write. Its name is short
-    however long the target's is."""
+    """Path of a draft beside the target, so that a rename is one step.
+
+    It keeps the suffix, which says what to write. The name is short however long the target's is.
+    """
     return target.with_name(f".fp8plan.{os.getpid()}.{number}{target.suffix[:8]}")
 
 

@@ -250,7 +250,7 @@ def emit_command(
 
 
 def _emissions(words: list[str]) -> list[tuple[str, str]]:
-    """(target, file or STDOUT) of each `--emit TARGET[=FILE]`."""
+    """The target, and the file or STDOUT, of each `--emit TARGET[=FILE]`."""
     from fp8plan.model.shards import check_target
 
     found = []

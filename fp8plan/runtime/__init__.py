@@ -1,1 +1,1 @@
-"""What needs torch, vLLM or a GPU. Both are imported inside functions, so that importing this loads neither."""
+"""The part of fp8plan that needs torch, vLLM or a GPU. Functions import both, so importing this loads neither."""

@@ -1,4 +1,4 @@
-"""What the pages of a plan and of a run share: one file that stands alone and needs no network."""
+"""Common parts of the pages of a plan and of a run. Each page is one file that needs no network."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fp8plan.views.run.plots import BLUE, RED
 
 
 def document(name: str, title: str, body: str) -> str:
-    """The whole page. name: what it is of; title: a line below; body: HTML"""
+    """The whole page. name: its subject; title: a line below; body: HTML"""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(name)}</title><style>{STYLE}'
         f"</style></head><body><h1>{escape(name)}</h1><p>{escape(title)}</p>{body}</body></html>\n"
@@ -18,7 +18,7 @@ def document(name: str, title: str, body: str) -> str:
 
 
 def figures(made: Iterable[Any]) -> str:
-    """Plotly's figures, its program once before the first."""
+    """Plotly's figures as HTML, with its program once before the first."""
     return "".join(
         x.to_html(full_html=False, include_plotlyjs=not number, config={"displaylogo": False})
         for number, x in enumerate(made)

@@ -1,4 +1,4 @@
-"""What a probe found, for people."""
+"""Text of a probe's findings, for people."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _spread(found: Interval) -> str:
 
 
 def _number(value: float) -> str:
-    """7.4e-4"""
+    """A number such as 7.4e-4."""
     mantissa, _, power = f"{value:.1e}".partition("e")
     return f"{mantissa}e{int(power)}"
 

@@ -1,4 +1,4 @@
-"""Results for people: what stands in the tables, and the lines around them."""
+"""Reports for people: the contents of the tables, and the lines around them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PlanText(NamedTuple):
 
 
 def plan_text(plan: Plan) -> PlanText:
-    """How fast every choice is, what each precision risks, and what cannot run."""
+    """Text of how fast every choice is, what each precision risks, and what cannot run."""
     rows, picked = [c for c in plan.choices if c.available], plan.select()
     several = plan.several_layouts
     precisions = list({c.precision: c for c in rows}.values())  # a mismatch is the same on every layout
@@ -156,8 +156,11 @@ def _speed_legend(rows: Sequence[Choice], several: bool) -> str:
 
 
 def _absent(choices: Sequence[Choice], several: bool) -> list[str]:
-    """What cannot run, each reason once. Reasons that differ in their numbers only are one, told for the largest
-    tensor_parallel_size, which is nearest to fitting."""
+    """The choices that cannot run, each reason once.
+
+    Reasons that differ only in their numbers are one, told for the largest tensor_parallel_size, which is nearest to
+    fitting.
+    """
     groups: dict[str, list[Choice]] = {}
     for choice in choices:
         if choice.reason is not None:
@@ -172,7 +175,7 @@ def _absent(choices: Sequence[Choice], several: bool) -> list[str]:
 
 
 def _named(members: Sequence[Choice], several: bool) -> str:
-    """bf16, fp8_kv (TP 1, 2); fp8_block (TP 1)"""
+    """Choices in words, such as "bf16, fp8_kv (TP 1, 2); fp8_block (TP 1)"."""
     sizes: dict[str, list[str]] = {}
     for choice in members:
         sizes.setdefault(choice.precision, []).append(str(choice.tensor_parallel))
@@ -189,7 +192,7 @@ def _ratio(value: float | None) -> str:
 
 
 def _short(count: float | None) -> str:
-    """Three digits: 1.72M, 815k."""
+    """A number with three digits, such as 1.72M or 815k."""
     assert count is not None
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= 0.9995 * size:
@@ -198,7 +201,7 @@ def _short(count: float | None) -> str:
 
 
 def _power(value: float | None, digits: int = 0) -> str:
-    """7.4e-4"""
+    """A number such as 7.4e-4."""
     return re.sub(r"e([+-])0+(?=\d)", r"e\1", f"{value:.{digits}e}")
 
 

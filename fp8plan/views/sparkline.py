@@ -12,8 +12,10 @@ BARS: Final = "▁▂▃▄▅▆▇█"
 
 
 class Scale(NamedTuple):
-    """Of a sparkline: its bottom and its top (None: the least and the largest value), and how much lies between them
-    at least, so that noise does not look like mountains. On a log scale that is a factor."""
+    """Scale of a sparkline: its bottom, its top (None: the smallest and the largest value), and the least span.
+
+    The span keeps noise from looking like mountains. On a log scale it is a factor.
+    """
 
     low: float | None = None
     high: float | None = None
@@ -25,8 +27,11 @@ FREE: Final = Scale()
 
 
 def sparkline(values: FloatArray, width: int, scale: Scale = FREE) -> str:
-    """Values as bars, a blank for none; of more values than columns each bar shows the one farthest from the median, so
-    that a spike is never averaged away."""
+    """Values as bars, with a blank for a missing one.
+
+    If there are more values than columns, each bar shows the one farthest from the median, so that a spike is never
+    averaged away.
+    """
     known = np.log(np.where(values > 0, values, np.nan)) if scale.log else values
     known = np.where(np.isfinite(known), known, np.nan)
     if not np.isfinite(known).any():
@@ -46,7 +51,7 @@ def sparkline(values: FloatArray, width: int, scale: Scale = FREE) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Three digits, or as many as tell it from 0% and 100%."""
+    """A share in per cent: three digits, or as many as tell it from 0% and 100%."""
     if share is None:
         return "-"
     if 0 < share < 1e-5:
@@ -57,7 +62,7 @@ def percent(share: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """12 s, 3 min, 2.5 h, 4 days"""
+    """A duration such as 12 s, 3 min, 2.5 h or 4 days."""
     for size, unit in ((172800.0, "days"), (5400.0, "h"), (90.0, "min")):
         if seconds >= size:
             length = {"days": 86400.0, "h": 3600.0, "min": 60.0}[unit]

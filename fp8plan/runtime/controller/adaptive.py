@@ -1,25 +1,24 @@
-"""The default: thresholds that tighten when the KL rises, and relax when it falls.
+"""The default law: thresholds tighten when the KL rises, and relax when it falls.
 
 `reach` is how far the thresholds are from 1, as a share of where they begin: log C = reach x log C0, and both ends of a
 band likewise. So one law serves C = 2, a band of [0.5, 5] and a geometric band of [0.999, 1.001]. With KL for the
-smoothed robust k3 per token,
+smoothed robust k3 per token, the law is
 
     reach = (target_kl / KL) ^ gain     within [narrowest, 1]; 1 up to the target
 
 The log ratios of tokens spread as sqrt(KL), so a gain of 0.5 would cut where it always did, in standard deviations.
 
-Around this map are a dead band, a slew limit that is fast to tighten and slow to relax, and the limits: at most
+Three things bound this map: a dead band, a slew limit (fast to tighten, slow to relax), and the limits. At most
 `max_clipped` of the weight is cut away and at least `min_kept` of the tokens stay, in this very batch and at the level
-at which the thresholds apply. Tightening stops short of the limits. Where a batch passes them all the same, a band
-widens at once, just as far as it takes to keep `min_kept`, never beyond the beginning; where even the initial band
-keeps
-less it stays where it is, and so does C: they would be widest where the mismatch is worst. Where limits stand in the
-way of a KL above its target, or the thresholds are
-as tight as they get, the decision says AT_BOUND, and after `patience` such steps in a row what to do instead
-(Escalation).
+at which the thresholds apply. Tightening stops short of the limits. If a batch passes them all the same, a band widens
+at once, just far enough to keep `min_kept` and never beyond where it began. If even the initial band keeps less, band
+and C stay where they are: otherwise they would be widest where the mismatch is worst.
 
-What it is not: the least error of one step's gradient. A tighter C trades variance for bias, which large batches do not
-average out; benchmarks/control/table.md shows where that costs.
+When the limits stand in the way of a KL above its target, or the thresholds are as tight as they get, the decision says
+AT_BOUND. After `patience` such steps in a row it also says what to do instead (Escalation).
+
+The law does not minimise the error of one step's gradient. A tighter C trades variance for bias, which large batches do
+not average out; benchmarks/control/table.md shows where that costs.
 """
 
 from __future__ import annotations
@@ -60,21 +59,25 @@ OUTLIERS: Final = 2  # tokens, or sequences, by which tightening stays away from
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveThresholds:
-    """Thresholds that tighten as the observed KL rises above its target; `controller.adaptive` has the law.
+    """Thresholds that tighten as the observed KL rises above its target.
 
-    tis, band:   to start with, and which of the two are controlled (None: not that one); a plan's come first
-    level:       whose ratios they bound; Monitor gives that of its settings
-    target_kl:   k3 per token up to which the thresholds stay where they begin; the upper end of what the plan predicts
-                 comes first
-    gain:        log thresholds go with KL ^ -gain: at 30 times the target, 0.2 halves them
-    narrowest:   the smallest share of their initial log distance from 1
-    max_clipped: tightening stops where it would cut away more of the weight (TIS)
-    min_kept:    tightening stops where the band would keep less of the tokens
+    The docstring of fp8plan.runtime.controller.adaptive has the law. KL is the robust k3 in nats per token.
+
+    tis, band:   initial thresholds on pi_train / pi_rollout; None: that one is not controlled. A plan's come first
+    level:       whose ratios they bound: "token", "sequence" or "geometric"; Monitor gives that of its settings
+    target_kl:   KL up to which the thresholds stay where they begin. The upper end of what a plan predicts comes first
+    gain:        exponent of the law: log thresholds go with KL ^ -gain. At 30 times the target, 0.2 halves them
+    narrowest:   smallest share of their initial log distance from 1
+    max_clipped: share of the weight; tightening stops where it would cut away more (TIS)
+    min_kept:    share of the tokens; tightening stops where the band would keep fewer
     slew:        (tighten, relax): largest factors by which the log distance changes in one step
-    dead_band:   a smaller factor than this is no change; back to where they begin they always go
-    warm_up:     batches with the initial thresholds
+    dead_band:   changes by a smaller factor are not made, unless they lead back to the beginning
+    warm_up:     number of batches that get the initial thresholds
     patience:    steps at a bound before each escalation
-    limit_kl:    k3 per token above which the KL alarm sounds, unless a plan predicts more
+    limit_kl:    KL above which the KL alarm sounds, unless a plan predicts more
+    limits:      levels of the other alarms
+
+    Raises ConfigError, when made, for values that are out of range.
     """
 
     tis: float | None = 2.0
@@ -120,7 +123,7 @@ class AdaptiveThresholds:
     def initial(self, plan: Plan | None = None, choice: int | str | None = None) -> AdaptiveState:
         """The state before the first batch. A plan gives thresholds to start with and the expected KL.
 
-        choice: of the plan, that runs; None: the chosen one
+        choice: the plan's choice that runs; None: the one it chose
 
         Raises ConfigError for a plan with thresholds that cannot tighten, or without such a choice.
         """
@@ -133,17 +136,18 @@ class AdaptiveThresholds:
         )  # fmt: skip
 
     def resume(self, saved: ControllerState, fresh: AdaptiveState) -> AdaptiveState:
-        """A saved state with the beginning, the target and the bounds of now (of `fresh`, the state that `initial`
-        gave). Of another law's state it takes the KL, and begins with the initial thresholds.
+        """A saved state with the beginning, the target and the bounds of `fresh`, which `initial` gave just now.
 
-        Raises ConfigError if it has not the same thresholds as these settings.
+        From the state of another law it takes only the KL, and begins with the initial thresholds.
+
+        Raises ConfigError if it controls other thresholds than these settings.
         """
         state = resumed(saved, fresh)
         reach = saved.reach if isinstance(saved, AdaptiveState) else 1.0
         return _at(state, min(max(reach, self.narrowest), 1.0))
 
     def update(self, state: AdaptiveState, mismatch: Mismatch) -> Update:
-        """(thresholds for this very batch, state, what was decided and why)."""
+        """Thresholds for this very batch, the next state, and the decision with its reason."""
         if not usable(mismatch):
             return Thresholds(state.tis, state.band), state, NO_DATA
         seen = observed(state, mismatch)
@@ -167,26 +171,26 @@ class AdaptiveThresholds:
         return Thresholds(new.tis, new.band), replace(new, strained=strained), decided
 
     def _wanted(self, state: AdaptiveState, kl: float) -> float:
-        """The map: reach for a KL."""
+        """The reach that the law gives a KL."""
         if kl <= state.target_kl:
             return 1.0
         return max(float((state.target_kl / kl) ** self.gain), self.narrowest)
 
     def _slewed(self, now: float, wanted: float) -> float:
-        """Where one step leads from `now`: it rises with `wanted`, whatever `now` is."""
+        """The reach after one step from `now` towards `wanted`. It never falls as `wanted` rises."""
         if wanted < 1.0 and now / self.dead_band <= wanted <= now * self.dead_band:
             return now
         return min(max(wanted, now / self.slew[0]), now * self.slew[1])
 
     def _spared(self, mismatch: Mismatch) -> float:
-        """The share by which tightening stays away from the limits: of OUTLIERS, and in a small batch half the way."""
+        """The share by which tightening stays away from the limits: OUTLIERS, or half the way in a small batch."""
         few = OUTLIERS * mismatch.unit(self.level) / mismatch.tokens
         return min(few, (1 - self.min_kept) / 2, self.max_clipped / 2)
 
     def _least_reach(self, state: AdaptiveState, mismatch: Mismatch, spared: float = 0.0) -> tuple[float, str]:
-        """(the smallest reach that keeps the limits in this batch, infinite if none does; and of a step tighter).
+        """The smallest reach that keeps the limits in this batch, and the limit that one step tighter would pass.
 
-        spared: by how much it stays away from them, a share
+        spared: share by which it stays away from the limits. The reach is infinite if none keeps them.
         """
         reaches = np.geomspace(self.narrowest, 1.0, STEPS)
 
@@ -198,7 +202,7 @@ class AdaptiveThresholds:
         return float(reaches[least]) if least < STEPS else np.inf, why
 
     def _lost(self, state: AdaptiveState, mismatch: Mismatch, spared: float) -> str:
-        """Which limit these thresholds pass in this batch; empty: none."""
+        """The limit that these thresholds pass in this batch, as a sentence; empty if none."""
         most, least = self.max_clipped - spared, self.min_kept + spared
         if state.tis is not None and (cut := mismatch.cut_share(state.tis, self.level)) > most:
             return f"{cut:.1%} of the weight would be cut away, above {most:.1%}"
@@ -207,9 +211,9 @@ class AdaptiveThresholds:
         return ""
 
     def _bound(self, new: AdaptiveState, mismatch: Mismatch, limit: str) -> str:
-        """Why the thresholds do less than the KL asks for, that of this batch and the smoothed one; empty: they do not.
+        """The reason why the thresholds do less than the KL asks for; empty if they do enough.
 
-        limit: what was in the way of the map
+        The KL is the smaller one of this batch's and the smoothed one. limit: what stood in the way of the law.
         """
         kl = min(mismatch.k3_robust, new.kl or 0.0)
         if kl <= new.target_kl:
@@ -222,7 +226,7 @@ class AdaptiveThresholds:
 
 
 def _check_start(tis: float | None, band: tuple[float, float] | None) -> None:
-    """Thresholds tighten towards 1, from outside."""
+    """Raise ConfigError for thresholds that cannot tighten: they tighten towards 1, from outside."""
     Thresholds(tis, band)  # raises ConfigError for what cannot be a threshold
     if tis is not None and not 1 < tis < np.inf:
         raise ConfigError(f"tis begins at {tis!r}; allowed: above 1, or ConstantThresholds({tis!r})")
@@ -254,6 +258,6 @@ def _said(old: AdaptiveState, new: AdaptiveState, bound: str) -> tuple[Decision,
 
 
 def shown(state: ControllerState) -> str:
-    """The controlled thresholds, for a sentence."""
+    """The controlled thresholds as words for a sentence."""
     tis = [] if state.tis is None else [f"C {state.tis:.4g}"]
     return " and ".join(tis + ([] if state.band is None else [f"[{state.band[0]:.4g}, {state.band[1]:.4g}]"])) or "none"

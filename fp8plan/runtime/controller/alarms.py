@@ -1,5 +1,7 @@
-"""The KL that every law remembers of a batch before it decides, and its alarms: figures that no threshold repairs, or
-that stay hidden where only KL is watched."""
+"""The smoothed KL and the alarms, which all laws share.
+
+Alarms tell of figures that no threshold repairs, or that stay hidden when only KL is watched.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ KL_LEAP: Final = 100.0  # times the limit, or the KL so far, that a batch may co
 
 @dataclass(frozen=True, slots=True)
 class AlarmLimits:
-    """When to sound.
+    """Levels at which the alarms sound.
 
     broken_kl:  verl's open proposal of a KL sentinel trips above 1.0 (verl#7519); of this batch, and smoothed
     raw_ess:    verl's documentation warns below 0.3
@@ -39,7 +41,7 @@ class AlarmLimits:
 
 
 def alarms(mismatch: Mismatch, kl: float, limit_kl: float, limits: AlarmLimits) -> tuple[Alarm, ...]:
-    """Those that sound for this batch, in the order of Alarm. kl: smoothed robust k3."""
+    """The alarms that sound for this batch, in the order of Alarm. kl: smoothed robust k3."""
     bound = limits.tail_bound
     sounding = {
         Alarm.KL: kl > limit_kl,
@@ -53,7 +55,7 @@ def alarms(mismatch: Mismatch, kl: float, limit_kl: float, limits: AlarmLimits) 
 
 
 def honest(mismatch: Mismatch, limits: AlarmLimits) -> bool:
-    """Whether the mean of the ratios is 1 within its error, as it is for the policy that really sampled.
+    """Return True if the mean of the ratios is 1 within its error, as it is for the policy that really sampled.
 
     The mean and its error are of ratios within e^+-20, as ess_raw and chi2_token are: a single token of any ratio is
     never more than its own error.
@@ -64,7 +66,7 @@ def honest(mismatch: Mismatch, limits: AlarmLimits) -> bool:
 
 
 def usable(mismatch: Mismatch) -> bool:
-    """Whether there is a valid token and the figures that decide are numbers. An infinite k3 is: of one token."""
+    """Return True if there is a valid token and the deciding figures are numbers. One token can make k3 infinite."""
     figures = (mismatch.k1, mismatch.k3, mismatch.k3_robust, mismatch.ess_raw, mismatch.chi2_token)
     if not mismatch.tokens or any(value is None or isnan(value) for value in figures):
         return False
@@ -79,14 +81,14 @@ def observed(state: State, mismatch: Mismatch) -> State:
 
 
 def predicted_kl(plan: Plan | None, choice: int | str | None = None) -> float:
-    """The upper end of the KL that the plan predicts for a choice, or its own; 0 if it says nothing."""
+    """The upper end of the KL that a plan predicts for `choice` (None: the one it chose); 0 if it predicts none."""
     return (plan.select(choice).kl_k3_high or 0.0) if plan is not None else 0.0
 
 
 def beginning(
     plan: Plan | None, level: str, tis: float | None, band: tuple[float, float] | None
 ) -> tuple[float | None, tuple[float, float] | None]:
-    """(tis, band) to start with: of a plan, where it has them, if they are controlled at all."""
+    """The initial (tis, band) of what is controlled: the plan's, if it has them, else those given."""
     planned = {} if plan is None else plan.thresholds
     tis = None if tis is None else planned.get(f"{level}_tis", tis)
     return tis, None if band is None else tuple(planned.get(f"{level}_mis", band))

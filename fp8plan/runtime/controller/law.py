@@ -47,7 +47,7 @@ def tail(mismatch: Mismatch) -> FloatArray:
 
 
 def cut_away(above: FloatArray, upper: float) -> FloatArray:
-    """b at each bound of GRID, for a weight that counts up to `upper`: the integral of `above` from the bound on."""
+    """The share b at each bound of GRID, of weights up to `upper`: the integral of `above` from the bound on."""
     end = np.interp(upper, GRID, above)
     inside = np.minimum(GRID, upper)
     height = np.where(upper > GRID, above, end)
@@ -56,17 +56,17 @@ def cut_away(above: FloatArray, upper: float) -> FloatArray:
 
 
 def cut_share(above: FloatArray, cap: float) -> float:
-    """b at `cap`, for a weight that counts up to the end of GRID: one token of any ratio moves it by 20 / tokens."""
+    """The share b at `cap`, of weights up to the end of GRID: no token moves it by more than 20 / tokens."""
     return float(np.interp(cap, GRID, cut_away(above, float(GRID[-1]))))
 
 
 def best_cap(above: FloatArray, noise: float, upper: float) -> float:
-    """C of the law for token TIS, in [GRID[0], upper]."""
+    """The law's C for token TIS, in [GRID[0], upper]."""
     return _root(cut_away(above, upper) - GRID * noise / BIAS_WEIGHT, upper)
 
 
 def best_mask(above: FloatArray, noise: float, upper: float) -> float:
-    """h of the law for a mask that drops ratios above h, in [GRID[0], upper]."""
+    """The law's h for a mask that drops ratios above h, in [GRID[0], upper]."""
     dropped = cut_away(above, upper) + GRID * above
     return _root(dropped - GRID * noise / (2 * BIAS_WEIGHT), upper)
 
@@ -89,7 +89,7 @@ def low_end(mismatch: Mismatch, low: float, high: float, kept: float) -> float:
 
 
 def _root(falling: FloatArray, upper: float) -> float:
-    """Where a falling function of log GRID crosses zero, linear between the points; the ends where it does not."""
+    """The zero of a falling function on log GRID, linear between the points; an end of the grid if there is none."""
     if falling[0] <= 0.0:
         return float(GRID[0])
     after = int(np.argmax(falling <= 0.0))

@@ -7,9 +7,9 @@
 
 Three laws share this protocol:
 
-AdaptiveThresholds    the default: tighter as the KL rises above its target, at every level (controller.adaptive)
+AdaptiveThresholds    the default: tighter as the KL rises above its target, at every level (controller/adaptive.py)
 LeastErrorThresholds  opt-in: the least squared error of one step's gradient, which loosens as the mismatch grows
-                      (controller.least_error; the laws that were considered, and what was measured, are there)
+                      (controller/least_error.py has the laws that were considered, and what was measured)
 ConstantThresholds    what everybody else has: it makes the protocol testable
 
 C does not change this step's mismatch, which comes from outside with drifts, steps and spikes: there is no loop to
@@ -52,7 +52,7 @@ PATIENCE: Final = 3  # batches that an escalation has to help, before the next o
 class ConstantThresholds:
     """The same thresholds in every step. The alarms sound all the same.
 
-    tis, band: as in Thresholds
+    tis, band: bounds on pi_train / pi_rollout, as in Thresholds
     limit_kl:  k3 per token above which the KL alarm sounds, unless a plan predicts a range for the model
     """
 
@@ -65,16 +65,16 @@ class ConstantThresholds:
         Thresholds(self.tis, self.band)  # raises ConfigError for what cannot be a threshold
 
     def initial(self, plan: Plan | None = None, choice: int | str | None = None) -> ControllerState:
-        """The state before the first batch. Of a plan it takes the predicted range of KL, of its choice or another."""
+        """The state before the first batch. A plan raises limit_kl to the KL that it predicts for `choice`."""
         limit = max(self.limit_kl, predicted_kl(plan, choice))
         return ControllerState(tis=self.tis, band=self.band, limit_kl=limit)
 
     def resume(self, saved: ControllerState, fresh: ControllerState) -> ControllerState:
-        """A saved state under these settings and this plan's limit (of `fresh`, the state that `initial` gave)."""
+        """A saved state with the thresholds and the limit of `fresh`, which `initial` gave just now."""
         return resumed(replace(saved, tis=fresh.tis, band=fresh.band), fresh)
 
     def update(self, state: ControllerState, mismatch: Mismatch) -> Update:
-        """(thresholds for this very batch, state, what was decided and why)."""
+        """Thresholds for this very batch, the next state, and the decision with its reason."""
         thresholds = Thresholds(state.tis, state.band)
         if not usable(mismatch):
             return thresholds, state, NO_DATA

@@ -25,7 +25,7 @@ C = 2 in the scenario of spikes, at 16, 128 and 1,024 sequences per batch (bench
     ESS is low it gives up the correction when the bias is largest. Masking to a second moment of 0.04 (M2PO,
     arXiv 2510.01161), relative to a mask of [0.5, 5]: 0.91, 1.17, 1.80; the law's mask: 0.81, 0.97, 0.82.
  7. Least squared error, estimated from the batch's own ratios and its noise: 0.83, 0.94, 0.83. Chosen. Its closed form
-    is in `controller.law`: cut until the weight lost is C times the noise of the batch. The best C of every single
+    is in controller/law.py: cut until the weight lost is C times the noise of the batch. The best C of every single
     step, known from the exact gradient, gives 0.80, 0.93, 0.78.
 
 So C follows two things: the tail of the ratios (monotone: more mismatch, never a smaller C; bounded by what published
@@ -87,16 +87,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LeastErrorThresholds:
-    """Thresholds that follow the mismatch and the size of the batch, by `controller.law`.
+    """Thresholds that follow the mismatch and the size of the batch, by the law of fp8plan.runtime.controller.law.
 
-    tis, band:    to start with, and which of the two are controlled (None: not that one); a plan's come first
-    bounds:       of C and of the band's upper end
+    tis, band:    initial thresholds on pi_train / pi_rollout; None: that one is not controlled. A plan's come first
+    bounds:       (smallest, largest) C and upper end of the band
     noise_tokens: the gradient noise scale: tokens in a batch whose gradient has noise as large as itself (squared
                   norms; arXiv 1812.06162, appendix A, measures it from the gradient norms of two batch sizes).
                   None: as told by `Monitor.report_gradients`; until ten steps have been, `noise` for every batch
     noise:        the squared noise of a batch's gradient relative to its squared size, where its scale is not known
-    max_clipped:  more of the weight than this cut away for `patience` steps: escalate (TIS)
-    min_kept:     the band widens until it keeps this share of the tokens; short of it for `patience` steps: likewise
+    max_clipped:  share of the weight; if more is cut away for `patience` steps, escalate (TIS)
+    min_kept:     the band widens until it keeps this share of the tokens; if it cannot for `patience` steps, escalate
     slew:         (down, up): largest factors by which a threshold moves in one step
     dead_band:    a threshold stays where it is if it would move by less than this factor
     tail_tokens:  the tail is averaged over batches until it has so many tokens
@@ -142,16 +142,16 @@ class LeastErrorThresholds:
             )
 
     def initial(self, plan: Plan | None = None, choice: int | str | None = None) -> LeastErrorState:
-        """The state before the first batch. A plan gives thresholds to start with and the predicted range of KL, of its
-        choice or another."""
+        """The state before the first batch. A plan gives thresholds to start with, and the KL of `choice`."""
         tis, band = beginning(plan, "token", self.tis, self.band)
         low = None if band is None else band[0]
         limit = max(self.limit_kl, predicted_kl(plan, choice))
         return self._within(LeastErrorState(tis=tis, band=band, low=low, limit_kl=limit))
 
     def resume(self, saved: ControllerState, fresh: LeastErrorState) -> LeastErrorState:
-        """A saved state within these bounds, with this band's lower end and this plan's limit (of `fresh`, the state
-        that `initial` gave). Of another law's state it takes the KL.
+        """A saved state within these bounds, with the limit and the band's lower end of `fresh`, which `initial` gave.
+
+        From the state of another law it takes only the KL.
 
         Raises ConfigError if it controls other thresholds than these settings.
         """
@@ -167,7 +167,7 @@ class LeastErrorThresholds:
         return replace(state, tis=tis, band=band)
 
     def update(self, state: LeastErrorState, mismatch: Mismatch) -> Update:
-        """(thresholds for this very batch, state, what was decided and why)."""
+        """Thresholds for this very batch, the next state, and the decision with its reason."""
         if not usable(mismatch):
             return Thresholds(state.tis, state.band), state, NO_DATA
         seen = self._tailed(observed(state, mismatch), mismatch)
@@ -220,7 +220,7 @@ class LeastErrorThresholds:
         return replace(state, tis=tis, band=band)
 
     def _strain(self, state: LeastErrorState, mismatch: Mismatch) -> str:
-        """Which limit cannot be kept; empty: none."""
+        """The limit that cannot be kept, as a sentence; empty if none."""
         cut = 0.0 if state.tis is None else law.cut_share(np.array(state.tail), state.tis)
         if cut > self.max_clipped:
             return f"{cut:.0%} of the weight is cut away, above {self.max_clipped:.0%}"

@@ -1,4 +1,4 @@
-"""What controllers remember, decide and say."""
+"""The state, the decisions and the alarms of controllers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8plan.runtime.correction.settings import Thresholds
 
 
 class Decision(StrEnum):
-    """What was done with the thresholds."""
+    """The change that a controller made to the thresholds."""
 
     WARM_UP = "warm_up"  # still the initial ones
     HOLD = "hold"
@@ -25,7 +25,7 @@ class Decision(StrEnum):
 
 
 class Alarm(StrEnum):
-    """What a threshold cannot repair, or what KL alone does not show. None of them moves a threshold upwards."""
+    """A figure that no threshold repairs, or that KL alone does not show. No alarm loosens a threshold."""
 
     KL = "kl"  # smoothed robust KL above the plan's range, or the limit
     BROKEN = "broken"  # KL beyond what any correction repairs
@@ -36,7 +36,7 @@ class Alarm(StrEnum):
 
 
 class Escalation(StrEnum):
-    """What to do where thresholds can do no more: the cheaper thing first."""
+    """The action to take when thresholds can do no more; the cheaper one comes first."""
 
     RECALIBRATE_KV = "recalibrate_kv"
     STEP_DOWN = "step_down"
@@ -56,7 +56,10 @@ def strain(before: int, over: bool, broken: bool, patience: int) -> int:
 
 
 def escalation(strained: int, patience: int) -> Escalation | None:
-    """What `strained` steps in a row ask for: every `patience` of them one thing, which then has as many to help."""
+    """The action due after `strained` steps in a row at a bound.
+
+    Every `patience` steps ask for one action, which then has as many steps to help.
+    """
     if not strained or strained % patience:
         return None
     return Escalation.RECALIBRATE_KV if strained == patience else Escalation.STEP_DOWN
@@ -64,7 +67,9 @@ def escalation(strained: int, patience: int) -> Escalation | None:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """reason: a sentence for the log
+    """A decision and its reason.
+
+    reason:   a sentence for the log
     escalate: what the mismatch asks for beyond what thresholds can do, in the step in which it is to be done, or None;
               `engine.follow(step.verdict, step.decided.escalate)` does it
     """
@@ -80,7 +85,7 @@ NO_DATA: Final = Decided(Decision.NO_DATA, "no valid token, or a figure that is 
 
 @dataclass(frozen=True, slots=True)
 class ControllerState:
-    """Saved with the checkpoint; plain numbers only. What every controller remembers:
+    """The state that every controller remembers: plain numbers, saved with the checkpoint.
 
     steps:     batches with valid tokens seen
     tis, band: thresholds of the last step, on pi_train / pi_rollout
@@ -126,10 +131,10 @@ Update = tuple[Thresholds, ControllerState, Decided]
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveState(ControllerState):
-    """Of AdaptiveThresholds.
+    """The state of AdaptiveThresholds.
 
     start_tis, start_band: where the thresholds begin, and go back to
-    target_kl: up to which k3 per token they stay there
+    target_kl: k3 per token up to which they stay there
     reach:     how far from 1 they are now, as a share of where they begin: log C = reach * log start_tis
     """
 
@@ -141,11 +146,11 @@ class AdaptiveState(ControllerState):
 
 @dataclass(frozen=True, slots=True)
 class LeastErrorState(ControllerState):
-    """Of LeastErrorThresholds.
+    """The state of LeastErrorThresholds.
 
     low:         lower end of the band to go back to when more tokens are kept again; None without a band
     tail:        share of tokens with a ratio above each bound of law.GRID, over the last `tail_tokens` tokens
-    gradients, gradient2, gradient_noise: what `noise.heard` of gradient norms; how many, and fading sums
+    gradients, gradient2, gradient_noise: gradient norms that `noise.heard` took in: their number, and fading sums
     """
 
     low: float | None = None

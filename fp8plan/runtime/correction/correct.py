@@ -37,14 +37,14 @@ __all__ = ["Correction", "CorrectionSettings", "Rejection", "Thresholds", "corre
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Correction:
-    """What the loss needs, in the form that came in, and what it cost.
+    """Weights and mask for the loss, in the form that came in, and figures of what they cost.
 
     weights: float32, 0 where a token is masked, invalid or outside of the band; None for level None
     mask:    the mask that came in (bool, if none did), without what MIS, a rejection or the veto takes out and without
              invalid tokens
-    settings: with which both were made
-    sums:    what the figures below are made of
-    factor:  that weights were divided by, with batch_normalize
+    settings: the settings that made both
+    sums:    sums over tokens and sequences, from which the properties below are computed
+    factor:  divisor of the weights with batch_normalize; None without
     """
 
     weights: Array | None
@@ -71,18 +71,21 @@ class Correction:
 
     @property
     def kept_sequences(self) -> float:
-        """Share of the sequences that are not empty, of which any such token is left; 1 without tokens."""
+        """Share of the sequences with tokens of which at least one token is kept; 1 without tokens."""
         return self.sums["kept_sequences"].mean if self.sums["kept_sequences"].count else 1.0
 
     @property
     def ess(self) -> float:
-        """(mean weight)^2 / mean weight^2, a fraction; 0 if all weights are 0; 1 without tokens, or weights."""
+        """Effective sample size as a fraction (Kish): (mean weight)^2 / mean weight^2.
+
+        0 if all weights are 0; 1 without tokens or weights.
+        """
         weight = self.sums.get("weight")
         return effective(weight) if weight is not None and weight.count else 1.0
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Under verl's names, "rollout_corr/rollout_is_mean" and so on; none without tokens."""
+        """Figures under verl's names, "rollout_corr/rollout_is_mean" and so on; empty without tokens."""
         if not self.sums["kept"].count:
             return {}
         found = rs_metrics(self.sums, self.settings)
@@ -102,9 +105,14 @@ class Correction:
 
 @one_thread()
 def correct(tokens: Tokens, settings: CorrectionSettings | None = None, group: Any = None) -> Correction:
-    """The Correction of a batch (settings None: token TIS at 2).
+    """Compute the weights and the mask of a batch.
 
-    group: ranks whose weights `batch_normalize` takes the mean over; None: all, if torch.distributed is up
+    tokens:   the batch, from `pack`
+    settings: how to correct; None: token-level TIS at C = 2
+    group:    ranks whose weights `batch_normalize` takes the mean over; None: all, if torch.distributed is up
+
+    Weights and mask come back in the form in which the log-probs came in: [batch, length] or [tokens].
+    Raises ConfigError without torch, and with batch_normalize if ranks have different settings.
     """
     settings = settings or CorrectionSettings()
     keep, sums = rejected(tokens, settings)
@@ -127,7 +135,7 @@ def _both(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor 
 
 
 def _kept(tokens: Tokens, live: torch.Tensor | None) -> Sums:
-    """Tokens that are alive (None: all), and sequences that have any."""
+    """Shares of the tokens that are alive (None: all), and of the sequences that have any."""
     lengths = tokens.lengths.numpy()
     dead = np.zeros(len(lengths)) if live is None else lost(tokens, live)
     return {

@@ -1,4 +1,4 @@
-"""What a correction is told: frozen, checked when made."""
+"""Settings of a correction: frozen, and checked when made."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ OVER: Final = ("token", "seq_sum", "seq_mean", "seq_max")
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """What a controller moves. Bounds are on pi_train / pi_rollout.
+    """Bounds on the ratio pi_train / pi_rollout, which a controller moves.
 
-    tis:  C of truncation, weight = min(ratio, C); None: not truncated
-    band: (low, high) of MIS and IcePop
+    tis:  C of truncated importance sampling, weight = min(ratio, C); None: weights are not truncated
+    band: (low, high) of MIS and IcePop, which keep ratios inside of it; None: neither is used
+
+    Raises ConfigError unless tis > 0 and 0 < low <= high.
     """
 
     tis: float | None = 2.0
@@ -48,7 +50,8 @@ def _is_band(band: Any) -> bool:
 class Rejection:
     """A bound on a divergence; what is beyond it is masked out of the loss.
 
-    over:      whose divergence: each token's, or a sequence's sum, mean or largest; a sequence is kept or lost whole
+    over:      "token": each token's divergence; "seq_sum", "seq_mean", "seq_max": sum, mean or largest over a sequence,
+               which is kept or lost whole
     estimator: k1: -log ratio; k2: log ratio^2 / 2; k3: ratio - 1 - log ratio (of the log ratio clamped to +-20)
     high:      k2, k3: the largest divergence that is kept. k1: the largest ratio (seq_sum: product of ratios,
                seq_mean: geometric mean)
@@ -82,14 +85,14 @@ REJECTIONS: Final = tuple(f"{over}_{k}" for over in OVER for k in ESTIMATORS if 
 
 @dataclass(frozen=True, slots=True)
 class CorrectionSettings:
-    """How gradients are corrected.
+    """The way in which gradients are corrected.
 
     level:      whose ratio is the weight of a token: its own (biased, low variance), the product over its sequence
                 (unbiased, useless once length x KL nears 20), or the geometric mean over it; None: no weights
     mode:       tis: min(ratio, thresholds.tis). icepop: 0 outside of thresholds.band. mis: that too, and what is
                 outside is masked out of the loss, so that means over tokens do not count it
     thresholds: where a controller begins; `dataclasses.replace(settings, thresholds=...)` for each step
-    reject:     all must pass
+    reject:     bounds on divergences, all of which a token must pass
     veto:       a sequence with a token whose ratio is below this (1e-4, say) is masked out; None: no veto
     batch_normalize: divide weights by their mean, over tokens (level token) or sequences that are not empty, and over
                 all ranks if torch.distributed is up: then every rank must call `correct`
@@ -116,7 +119,7 @@ class CorrectionSettings:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """(low, high) of ratios that keep their value."""
+        """The (low, high) between which ratios keep their value."""
         if self.mode == "tis":
             return 0.0, inf if self.thresholds.tis is None else self.thresholds.tis
         return self.thresholds.band or (0.0, inf)

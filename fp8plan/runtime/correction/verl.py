@@ -128,7 +128,7 @@ def _rollout_correction(config: Any) -> dict[str, Any]:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether a name belongs into rollout_correction, or is meant to."""
+    """Return True for a name that belongs in rollout_correction, or is meant to."""
     return name in (*_FIELDS, *_INTO) or name.startswith(("rollout_is", "rollout_rs", "rollout_corr"))
 
 
@@ -196,7 +196,7 @@ def _numbers(name: str, text: str | float) -> tuple[float | None, float]:
 
 
 def is_metrics(sums: Mapping[str, Moments], settings: CorrectionSettings) -> dict[str, float]:
-    """Names and definitions of verl's compute_is_metrics."""
+    """Figures of the weights, under the names and definitions of verl's compute_is_metrics."""
     weight, sequence = sums["weight"], sums["sequence"]
     metrics = {
         "rollout_is_mean": weight.mean,
@@ -218,12 +218,12 @@ def is_metrics(sums: Mapping[str, Moments], settings: CorrectionSettings) -> dic
 
 
 def effective(weight: Moments) -> float:
-    """Effective sample size of weights, a fraction; 0 if all are 0."""
+    """Effective sample size of weights as a fraction (Kish); 0 if all are 0."""
     return (weight.mean + TINY) ** 2 / weight.mean_square if weight.mean_square else 0.0
 
 
 def rs_metrics(sums: Mapping[str, Moments], settings: CorrectionSettings) -> dict[str, float]:
-    """Names and definitions of verl's compute_rollout_rejection_mask; of the veto, those of verl 0.7.0."""
+    """Figures of rejections as verl's compute_rollout_rejection_mask has them; of the veto, as verl 0.7.0 had them."""
     metrics: dict[str, float] = {}
     for rule in settings.reject:
         one = {name: sums[f"{rule.name}_{name}"] for name in RULE_SUMS}

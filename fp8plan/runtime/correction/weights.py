@@ -23,8 +23,10 @@ TINY = 1e-8  # what verl adds to counts and means before it divides
 
 
 class Weighted(NamedTuple):
-    """weights: [tokens] float32. inside: [tokens] bool, ratios within a band's bounds; None if there is no band.
+    """Weights and their sums.
 
+    weights: [tokens] float32
+    inside: [tokens] bool, ratios within a band's bounds; None if there is no band
     sums: weight, raw: over tokens, of weights and of raw ratios (clamped to e^+-20)
           clipped: tokens whose weight is not their raw ratio
           above, below: tokens (level token) or sequences whose raw ratio is above or below `bounds`
@@ -38,13 +40,13 @@ class Weighted(NamedTuple):
 
 
 def bounds(settings: CorrectionSettings) -> tuple[float, float]:
-    """What counts as low and high in the metrics: truncation has no lower bound, verl counts from 1 / C."""
+    """The bounds that the metrics call low and high. Truncation has no lower bound; verl counts from 1 / C."""
     low, high = settings.bounds
     return (1 / high if settings.mode == "tis" else low), high
 
 
 def weighted(tokens: Tokens, settings: CorrectionSettings) -> Weighted:
-    """Weights, not normalised."""
+    """Compute the weights of a batch, not normalised."""
     return (_by_token if settings.level == "token" else _by_sequence)(tokens, settings)
 
 
@@ -132,7 +134,7 @@ def _by_sequence(tokens: Tokens, settings: CorrectionSettings) -> Weighted:
 
 
 def normalised(tokens: Tokens, settings: CorrectionSettings, found: Weighted, group: Any = None) -> float:
-    """Divides the weights, in place, by their mean over tokens or sequences that are not empty, of all ranks."""
+    """Divide the weights, in place, by their mean over tokens or sequences that are not empty, of all ranks."""
     count, total = float(len(tokens)), found.sums["weight"].total
     if settings.level != "token":
         count, total = float((tokens.lengths > 0).sum()), found.sums["sequence"].total

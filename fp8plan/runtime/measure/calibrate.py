@@ -49,7 +49,7 @@ def measure(folder: Path, card: Gpu, grid: str) -> None:
 
 
 def _only(name: str, card: Gpu, grid: str) -> list[str]:
-    """Nothing, or --only and the kernels of BF16 where the card has no FP8."""
+    """The option --only with the kernels of BF16, if the card has no FP8; else nothing."""
     if card.has_fp8:
         return []
     kernels = {point.kernel for point in import_module(f"{PACKAGE}.grids.{name}").points(grid)}

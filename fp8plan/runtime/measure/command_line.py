@@ -36,7 +36,10 @@ def arguments(name: str, doc: str | None, words: Sequence[str] | None) -> argpar
 
 
 def select(points: Sequence[P], only: Sequence[str], part: str) -> list[P]:
-    """The points of some kernels (none named: all), and of those a part "I/N". Raises ConfigError."""
+    """The points of some kernels (none named: all), and of those the part "I/N".
+
+    Raises ConfigError for an unknown kernel or part.
+    """
     known = sorted({point.kernel for point in points})
     if unknown := sorted(set(only) - set(known)):
         raise ConfigError(f"--only is {unknown[0]!r}; allowed: {', '.join(known)}")
@@ -53,7 +56,7 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def check_gpu(name: str) -> None:
-    """Raises ConfigError if `name` is not this machine's GPU, and when there is none."""
+    """Raise ConfigError if `name` is not this machine's GPU, or if there is none."""
     product = gpu_facts()["gpu_product"]
     if product is None:
         raise ConfigError("no NVIDIA GPU here, or none visible; measure on a machine that has one")
@@ -86,6 +89,6 @@ def compile_first(name: str, given: argparse.Namespace) -> None:
 
 
 def shares(part: str, number: int) -> list[str]:
-    """A part "I/N" in `number` parts."""
+    """A part "I/N" split into `number` parts."""
     first, step = _part(part)
     return [f"{first + i * step}/{step * number}" for i in range(number)]

@@ -1,4 +1,4 @@
-"""Which card, driver and boot a measurement was made on: cards of one model differ by some percent."""
+"""The card, driver and boot that a measurement was made on: cards of one model differ by some percent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOTHING = dict.fromkeys(("gpu_uuid", "gpu_product", "driver", "gpu_memory_used_b
 
 
 def machine_facts() -> dict[str, Any]:
-    """What the records of rollouts say of the machine."""
+    """Facts about the machine for the records of rollouts."""
     import torch
 
     boot = Path("/proc/sys/kernel/random/boot_id")
@@ -28,14 +28,14 @@ def machine_facts() -> dict[str, Any]:
 
 
 def cpu_model() -> str | None:
-    """As Linux names it; None elsewhere."""
+    """Name of the CPU as Linux gives it; None on other systems."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
 def engine_facts() -> dict[str, Any]:
-    """Versions of what brings the kernels; None for what is not installed."""
+    """Versions of the packages that bring the kernels; None for those that are not installed."""
     packages = {"engine_version": "vllm", "flashinfer_version": "flashinfer-python", "triton_version": "triton"}
     return {name: installed(package) for name, package in packages.items()}
 
@@ -49,7 +49,7 @@ def installed(*packages: str) -> str | None:
 
 
 def gpu_facts() -> dict[str, Any]:
-    """From NVML, of the first visible GPU; all None where there is no driver or no visible GPU."""
+    """Facts from NVML about the first visible GPU; all None without a driver or a visible GPU."""
     try:
         import pynvml
     except ImportError:

@@ -1,4 +1,4 @@
-"""What a measurement tells whoever waits for it."""
+"""Messages of a measurement to whoever waits for it."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from tqdm import tqdm
 
 
 def note(text: str) -> None:
-    """A line on stderr with the time of day, past a progress bar where there is one."""
+    """Print a line on stderr with the time of day, past a progress bar where there is one."""
     tqdm.write(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr)

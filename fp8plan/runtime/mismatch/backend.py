@@ -1,4 +1,4 @@
-"""What computes: fused kernels or torch's operations, on how many threads."""
+"""Choice of what computes: fused kernels or torch's operations, and the number of threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def by_triton(tensor: torch.Tensor) -> bool:
-    """Whether fp8plan.runtime.mismatch.fused computes with it: on a GPU, where Triton can be imported."""
+    """Return True if fp8plan.runtime.mismatch.fused computes with `tensor`: on a GPU, if Triton can be imported."""
     return tensor.is_cuda and _has_triton()
 
 
@@ -26,7 +26,7 @@ def _has_triton() -> bool:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """torch's CPU operations on one thread inside; also a decorator.
+    """Run torch's CPU operations on one thread inside; also a decorator.
 
     Threads meet after each operation, and beside other work they wait long for one another. 8 million tokens on two
     cores that three other jobs shared: `measure` took 2.5 s with two threads and 0.2 s with one; alone, 0.1 s with two.

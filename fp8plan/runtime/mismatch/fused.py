@@ -29,7 +29,7 @@ from fp8plan.runtime.mismatch.histogram import BINS, SIDE, FloatArray, IntArray
 
 
 class Launch(NamedTuple):
-    """block: most tokens of a tile, a power of two; warps: of a program."""
+    """Launch settings. block: most tokens of a tile, a power of two; warps: of a program."""
 
     block: int
     warps: int
@@ -66,13 +66,13 @@ class Tiles:
                 kernel[(len(self),)](*args, **settings, BLOCK=block, num_warps=warps)
 
     def per_segment(self, per_tile: FloatArray) -> FloatArray:
-        """[segments] sums of [tiles] sums."""
+        """Add up sums of tiles, [tiles], to sums of segments, [segments]."""
         sums: FloatArray = np.bincount(self._segment, per_tile, self._segments).astype(np.float64, copy=False)
         return sums
 
 
 def measured(log_ratio: Tensor, train: Tensor, pieces: IntArray) -> tuple[FloatArray, float, FloatArray]:
-    """As measure.by_torch."""
+    """measure.by_torch, fused into one kernel."""
     device = log_ratio.device
     tiles = Tiles(pieces, MEASURE, device)
     copies = torch.zeros(COPIES, BINS, kernels.ROW, dtype=torch.float64, device=device)
@@ -90,7 +90,7 @@ def measured(log_ratio: Tensor, train: Tensor, pieces: IntArray) -> tuple[FloatA
 def weighed(
     log_ratio: Tensor, offsets: IntArray, low: float, high: float, band: bool
 ) -> tuple[Tensor, Tensor | None, FloatArray, FloatArray]:
-    """As weights.by_torch."""
+    """weights.by_torch, fused into one kernel."""
     log_ratio = log_ratio.contiguous()
     tiles = Tiles(offsets, WEIGH, log_ratio.device)
     weights = torch.empty_like(log_ratio)
@@ -105,7 +105,7 @@ def weighed(
 
 
 def packed(train: Tensor, rollout: Tensor, kept: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As tokens.by_torch: flat log-probs and mask, in tiles that no end of a sequence lies in."""
+    """tokens.by_torch on tiles of the flat log-probs and mask; no tile crosses the end of a sequence."""
     tiles, flags, counted = _counted(kept, ends.numpy())
     before = np.append(0, counted.cpu().numpy())
     number = int(before[-1])
@@ -123,7 +123,7 @@ def unpack(values: Tensor, kept: Tensor, out: Tensor) -> None:
 
 
 def _counted(kept: Tensor, cuts: IntArray) -> tuple[Tiles, Tensor, Tensor]:
-    """(tiles, the mask as bytes, [tiles] int64 how many tokens are kept up to each tile's end)"""
+    """Tiles, the mask as bytes, and [tiles] int64 the number of tokens kept up to each tile's end."""
     tiles = Tiles(cuts, PACK, kept.device)
     flags = kept.reshape(-1).contiguous().view(torch.uint8)
     counts = torch.empty(len(tiles), dtype=torch.int32, device=kept.device)

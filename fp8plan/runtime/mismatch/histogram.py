@@ -1,4 +1,4 @@
-"""A fixed histogram over log ratios: what quantiles, clipped mass and the robust KL are read from.
+"""A fixed histogram over log ratios, from which quantiles, clipped mass and the robust KL are read.
 
 Sums over its bins are additive, so these figures are the same for one process and for many. A bin is 1/32 to 1/64 of
 the distance to zero wide: 32 bins for each factor of two in |log ratio|, from 2^-16 to 20, for each sign. The bin of a
@@ -68,7 +68,10 @@ def magnitudes(counts: FloatArray) -> FloatArray:
 
 
 def quantile(counts: FloatArray, rank: float) -> float:
-    """|log ratio| that `rank` of the tokens lie below; linear within a bin, the lower end of the first and the last."""
+    """The |log ratio| that `rank` of the tokens lie below.
+
+    Linear within a bin; the lower end of the first and of the last bin.
+    """
     below = np.cumsum(magnitudes(counts))
     bin_ = int(np.searchsorted(below, max(rank, np.finfo(float).tiny)))  # the first one that reaches the rank
     if bin_ in (0, SIDE - 1, SIDE):

@@ -1,4 +1,4 @@
-"""The sums of one batch, in one pass over its tokens."""
+"""Sums of the mismatch of one batch, in one pass over its tokens."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 
 @backend.one_thread()
 def measure(tokens: Tokens, versions: Array | Sequence[int] | None = None) -> MismatchSums:
-    """The sums of one batch.
+    """Sum up how far trainer and rollout differ over one batch; `MismatchSums.metrics` makes figures of it.
 
-    versions: of the weights that sampled: [sequences], or one per token in the form of the log-probs (a response that
-              went on after a sync); integers of 0 or more, less than SLOTS apart over all batches that are added
+    tokens:   the batch, from `pack`; log-probs in nats
+    versions: versions of the weights that sampled: [sequences], or one per token in the form of the log-probs (for a
+              response that went on after a sync). Integers of 0 or more, less than SLOTS apart over all batches that
+              are added. None: unknown
 
-    Raises ConfigError for versions that do not fit.
+    Raises ConfigError for versions of another shape or range, and without torch.
     """
     pieces = _pieces(tokens.offsets.numpy())
     runs = None if versions is None else _runs(tokens, versions)
@@ -55,7 +57,7 @@ def measure(tokens: Tokens, versions: Array | Sequence[int] | None = None) -> Mi
 
 
 def by_torch(tokens: Tokens, pieces: IntArray) -> tuple[FloatArray, float, FloatArray]:
-    """The sums over tokens, float64.
+    """Sum over tokens with torch's operations, in float64.
 
     pieces: [pieces + 1] where parts of sequences begin, in order, and where the last one ends
 
@@ -80,7 +82,7 @@ def by_torch(tokens: Tokens, pieces: IntArray) -> tuple[FloatArray, float, Float
 
 
 def _terms(log_ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """log ratio, ratio (clamped to e^+-20) and k3 (not clamped) in float64, where ratio - 1 cancels harmlessly."""
+    """Log ratio, ratio (clamped to e^+-20) and k3 (not clamped) in float64, where ratio - 1 cancels harmlessly."""
     exact = log_ratio.double()
     ratio = exact.clamp(-LIMIT, LIMIT).exp_()
     divergence = (ratio - 1).sub_(exact).clamp_(min=0)
@@ -101,7 +103,7 @@ def _pieces(offsets: IntArray) -> IntArray:
 
 
 def _with_sequences(sums: MismatchSums, lengths: IntArray, per_piece: FloatArray, pieces: IntArray) -> MismatchSums:
-    """Adds what is summed over sequences and over bins of position. An empty sequence counts with log p = 0."""
+    """Add what is summed over sequences and over bins of position. An empty sequence counts with log p = 0."""
     count = len(lengths)
     log_ratio, divergence, train = per_piece.reshape(3, count, -1) if count else np.zeros((3, 0, 1))
     used = log_ratio.shape[1]
@@ -136,7 +138,7 @@ def _by_ratio(sums: MismatchSums, level: str, log_ratio: FloatArray, lengths: In
 
 
 def _runs(tokens: Tokens, versions: Any) -> tuple[IntArray, IntArray]:
-    """([runs] int64: the first of each run of tokens that one version sampled; [runs] int64: versions)"""
+    """Runs of tokens that one version sampled: the first token of each, and its version, both [runs] int64."""
     import torch
 
     given = to_tensor(versions, "versions")

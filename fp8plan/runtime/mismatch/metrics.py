@@ -1,4 +1,4 @@
-"""How far the trainer's policy is from the engine's: sums over tokens, and every figure that follows from them.
+"""Distance between the trainer's and the engine's policy: sums over tokens, and every figure made from them.
 
     sums = measure(pack(train_logprobs, rollout_logprobs, mask))
     mismatch = sums.reduced().metrics()       mismatch.k3, .ess_raw, .clipped_mass(2.0), .log_ratio_quantiles, ...
@@ -6,7 +6,7 @@
 Everything is a sum over tokens or sequences in float64 (and two extremes), so micro-batches add and ranks reduce:
 measure(a) + measure(b) is measure(a and b). What is no sum (quantiles, clipped mass, the robust KL) is read from a
 histogram whose bins are sums. Names and definitions are those of verl 0.9.1's compute_offpolicy_metrics, where it has
-one; tests/runtime/test_verl_parity.py compares them, and fp8plan.runtime.correction.verl lists what differs.
+one; tests/runtime/correction/test_verl_parity.py compares them, and fp8plan.runtime.correction.verl lists what differs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ SIZE: Final[int] = _ENDS[-1]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MismatchSums:
-    """Sums of one or more batches. a + b are those of both together.
+    """Sums of one or more batches. a + b has the sums of both together.
 
     values:   [SIZE] float64; `sums["k3"]` is one of them, `sums["histogram_k3"]` an array
     smallest, largest: mean log ratio of a sequence, negated: the extremes of log_ppl_diff
@@ -80,7 +80,7 @@ class MismatchSums:
         )
 
     def reduced(self, group: Any = None) -> MismatchSums:
-        """Summed over the ranks of `group` (None: all), by one all_reduce; unchanged without torch.distributed.
+        """Sum over the ranks of `group` (None: all), by one all_reduce; unchanged without torch.distributed.
 
         Every rank of the group must call it, also one that has no tokens.
         """
@@ -120,7 +120,10 @@ def by_position(sums: MismatchSums) -> tuple[Span, ...]:
 
 
 def by_version(sums: MismatchSums) -> dict[int, Span]:
-    """By weight version, in order. Raises ConfigError if versions that were added are SLOTS or more apart."""
+    """Figures of each weight version, in order.
+
+    Raises ConfigError if versions that were added are SLOTS or more apart.
+    """
     found = {}
     for slot in np.flatnonzero(sums["version_tokens"]):
         tokens, turns, squared, k1, k3 = (float(sums[f"version_{name}"][slot]) for name in VERSION_SUMS)

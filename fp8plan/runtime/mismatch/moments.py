@@ -1,4 +1,4 @@
-"""What figures of a batch are made of, so that those of several ranks are those of all their tokens together."""
+"""Moments that the figures of a batch are made of. Those of several ranks add up to those of all their tokens."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fp8plan.runtime.mismatch.ranks import gathered
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Of some numbers: how many, their sum, their squared distances from their mean, summed, and their extremes.
+    """Moments of some numbers: their count, sum, summed squared distances from the mean, and extremes.
 
-    a + b are those of both together (variances by Chan, Golub and LeVeque, 1979: nothing cancels).
+    a + b has the moments of both together (variances by Chan, Golub and LeVeque, 1979: nothing cancels).
     """
 
     count: float = 0.0
@@ -29,7 +29,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: FloatArray, weights: NDArray[Any] | None = None) -> Moments:
-        """Of an array; weights: how often each of them counts. One that counts 0 times is no extreme either."""
+        """Moments of an array. weights: how often each number counts; one that counts 0 times is no extreme either."""
         if weights is not None:
             values, weights = values[weights > 0], weights[weights > 0]
         if not len(values):
@@ -41,12 +41,12 @@ class Moments:
 
     @classmethod
     def of_sums(cls, count: float, total: float, square: float, least: float = inf, largest: float = -inf) -> Moments:
-        """square: sum of their squares"""
+        """Moments from a count, a sum, and `square`, the sum of squares."""
         return cls(count, total, max(square - total**2 / count, 0.0) if count else 0.0, least, largest)
 
     @classmethod
     def share(cls, hits: float, count: float) -> Moments:
-        """Of zeros and ones; `mean` is their share. Only that is to be asked for."""
+        """Moments of zeros and ones. Only `mean` is meaningful: the share of ones."""
         return cls(float(count), float(hits))
 
     def __add__(self, other: Moments) -> Moments:
@@ -62,7 +62,7 @@ class Moments:
 
     @property
     def mean(self) -> float:
-        """0 of nothing."""
+        """The mean; 0 without numbers."""
         return self.total / self.count if self.count else 0.0
 
     @property
@@ -70,7 +70,7 @@ class Moments:
         return self.spread / self.count + self.mean**2 if self.count else 0.0
 
     def std(self, ddof: int = 0) -> float:
-        """0 of one number, and of none."""
+        """The standard deviation; 0 for fewer than two numbers."""
         return sqrt(self.spread / (self.count - ddof)) if self.count > ddof else 0.0
 
 
@@ -78,7 +78,7 @@ Sums = dict[str, Moments]
 
 
 def of_sequences(shown: FloatArray, judged: FloatArray, low: float, high: float) -> Sums:
-    """Of a figure [sequences], and of how many are out of bounds by another one, which may be the same."""
+    """Moments of `shown` [sequences], and the shares of sequences whose `judged` is out of bounds."""
     return {
         "sequence": Moments.of(shown),
         "sequence_above": Moments.share((judged > high).sum(), len(judged)),
@@ -87,13 +87,13 @@ def of_sequences(shown: FloatArray, judged: FloatArray, low: float, high: float)
 
 
 def together(sums: list[Mapping[str, Moments]]) -> Sums:
-    """Of several ranks, by name."""
+    """Sums of several ranks added up, by name."""
     return {name: sum((one[name] for one in sums), Moments()) for name in sums[0]}
 
 
 def reduced(sums: Sums, settings: Mapping[str, Any], group: Any = None) -> Sums:
-    """Of all ranks of `group` (None: all), each of which must call it; unchanged without torch.distributed.
+    """Sums over all ranks of `group` (None: all), each of which must call it; unchanged without torch.distributed.
 
-    Raises ConfigError, on all of them, if the settings with which sums were made are not the same.
+    Raises ConfigError, on all ranks, if their sums were made with different settings.
     """
     return together(gathered(sums, settings, group))

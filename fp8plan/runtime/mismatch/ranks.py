@@ -1,4 +1,4 @@
-"""What processes that train together, the ranks, tell one another. `group` is theirs; None: all."""
+"""Exchange between ranks, the processes that train together. `group` is theirs; None: all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fp8plan.runtime.mismatch.histogram import FloatArray
 
 
 def several() -> bool:
-    """Whether torch.distributed is up."""
+    """Return True if torch.distributed is up."""
     from torch import distributed
 
     return bool(distributed.is_available() and distributed.is_initialized())
@@ -39,9 +39,9 @@ def all_reduced(vector: FloatArray, group: Any = None) -> FloatArray:
 
 
 def gathered(own: Any, settings: Mapping[str, Any], group: Any = None) -> list[Any]:
-    """What each rank has, in order; every one of them must call it. Alone: [own].
+    """The `own` of each rank, in order; every rank must call it. Without torch.distributed: [own].
 
-    Raises ConfigError, on all of them, that names the first rank whose settings are not the first one's, and which.
+    Raises ConfigError, on all ranks, if one has other settings than the first; it names that rank and the setting.
     """
     from torch import distributed
 

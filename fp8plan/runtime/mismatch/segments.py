@@ -18,7 +18,7 @@ _START = {"sum": 0.0, "max": -np.inf}
 
 
 class Segments:
-    """One figure of each segment, while chunks of tokens come in order.
+    """Sum or maximum of each segment, while chunks of tokens come in order.
 
     cuts: [segments + 1] where they begin, and where the last one ends; empty ones give 0 or -infinity
     """
@@ -30,7 +30,7 @@ class Segments:
         self._found = torch.full((len(cuts) - 1,), _START[reduce], dtype=torch.float64, device=device)
 
     def add(self, part: slice, values: torch.Tensor) -> None:
-        """values: of the tokens in `part`, any float dtype."""
+        """Add the values of the tokens in `part`, of any float dtype."""
         import torch
 
         first = int(np.searchsorted(self._cuts, part.start, side="right")) - 1
@@ -46,12 +46,12 @@ class Segments:
             into.copy_(torch.maximum(into, found))
 
     def numpy(self) -> FloatArray:
-        """[segments] float64"""
+        """The figures found, [segments] float64."""
         return self._found.cpu().numpy()
 
 
 def lost(tokens: Tokens, keep: torch.Tensor) -> FloatArray:
-    """[sequences] how many tokens of each are not kept; keep: [tokens] bool"""
+    """Number of tokens of each sequence that are not kept, [sequences]; keep: [tokens] bool."""
     found = Segments(tokens.offsets.numpy(), keep.device)
     for part in tokens.chunks():
         found.add(part, ~keep[part])
@@ -68,7 +68,7 @@ def by_bin(where: torch.Tensor, values: torch.Tensor, bins: int) -> torch.Tensor
 
 
 def spread(values: NDArray[Any], tokens: Tokens) -> torch.Tensor:
-    """[tokens], on their device: of `values` [sequences] that of each token's sequence."""
+    """The value of each token's sequence, [tokens] on their device; values: [sequences]."""
     import torch
 
     device = tokens.log_ratio.device

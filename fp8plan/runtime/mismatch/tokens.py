@@ -67,7 +67,7 @@ class Tokens:
         return _chunks(self.log_ratio)
 
     def select(self, values: Array) -> torch.Tensor:
-        """`values`, which have the form that came in, packed: [tokens], their own dtype."""
+        """Pack `values` that have the form of the log-probs: [tokens], of their own dtype."""
         import torch
 
         tensor = to_tensor(values)
@@ -79,7 +79,7 @@ class Tokens:
         return torch.cat([flat[part].index_select(0, where) for part, where in _valid(self.kept)])
 
     def unpack(self, values: torch.Tensor, fill: float = 0.0, dtype: torch.dtype | None = None) -> Array:
-        """`values` [tokens] in the form that came in; `fill` where a token is masked, padding or invalid."""
+        """Bring `values` [tokens] into the form that came in; `fill` where a token is masked, padding or invalid."""
         out = self._unpacked(values, fill, dtype)
         return out.numpy() if self.numpy else out
 
@@ -118,14 +118,14 @@ def pack(
     mask: Array | None = None,
     lengths: Sequence[int] | Array | None = None,
 ) -> Tokens:
-    """The valid tokens of a batch: log-probs that the trainer and the engine give the sampled tokens, in nats.
+    """Pack the log-probs, in nats, that the trainer and the engine give to the valid tokens of a batch.
 
     train_logprobs, rollout_logprobs: padded [batch, length] or packed [tokens]; torch (any device, any float dtype) or
                                       numpy; computed with in float32
-    mask:    their shape, not zero where a token is valid, with any holes (multi-turn); None: all are
-    lengths: [sequences], only with packed log-probs, and needed there: how many of the tokens each sequence has
+    mask:    same shape; not zero where a token is valid, with any holes (multi-turn); None: all are valid
+    lengths: [sequences] number of tokens of each sequence; with packed log-probs only, and needed there
 
-    Raises ConfigError for shapes that do not agree.
+    Raises ConfigError for shapes that do not agree, for input that holds no numbers, and without torch.
     """
     train, rollout = to_tensor(train_logprobs, "train_logprobs"), to_tensor(rollout_logprobs, "rollout_logprobs")
     device = train.device
@@ -220,7 +220,7 @@ def to_tensor(values: Array | Sequence[int], name: str = "values") -> torch.Tens
 def _checked(
     train: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor | None, lengths: Sequence[int] | Array | None
 ) -> torch.Tensor:
-    """[sequences + 1] where sequences end in what came in, flat."""
+    """Check the shapes; return [sequences + 1] where sequences end in the flat input."""
     import torch
 
     shape = tuple(train.shape)

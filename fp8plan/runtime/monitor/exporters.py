@@ -100,7 +100,7 @@ class Prometheus:
             self._served = None
 
     def collect(self) -> Iterator[Any]:
-        """What prometheus_client asks for at every scrape."""
+        """Yield the gauges that prometheus_client asks for at every scrape."""
         from prometheus_client.core import GaugeMetricFamily
 
         record = self._record

@@ -18,33 +18,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
-from math import isfinite
 from typing import TYPE_CHECKING, Any, Self
 
 from fp8plan.checks import instance, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.plan.plan import Plan
-from fp8plan.runtime.controller.laws import (
-    AdaptiveThresholds,
-    ConstantThresholds,
-    Controller,
-    ControllerState,
-)
+from fp8plan.runtime.controller.laws import Controller, ControllerState
 from fp8plan.runtime.controller.noise import heard
 from fp8plan.runtime.controller.state import LeastErrorState, Update, expecting
 from fp8plan.runtime.correction.correct import CorrectionSettings, correct
-from fp8plan.runtime.engine.rollout_timer import Judged, judged
+from fp8plan.runtime.engine.rollout_timer import Judged
 from fp8plan.runtime.guard.guard import Guard
 from fp8plan.runtime.guard.observation import EngineFacts, Observation
 from fp8plan.runtime.mismatch.measure import measure
-from fp8plan.runtime.mismatch.metrics import Mismatch
 from fp8plan.runtime.mismatch.ranks import gathered, rank
 from fp8plan.runtime.mismatch.tokens import pack
 from fp8plan.runtime.monitor import record as run_record
+from fp8plan.runtime.monitor.controller import suited
 from fp8plan.runtime.monitor.record import Step
 from fp8plan.runtime.monitor.sinks import Sink, Sinks, warn
+from fp8plan.runtime.monitor.witness import Witness
 from fp8plan.runtime.vllm_versions import check_torch
 
 if TYPE_CHECKING:
@@ -53,26 +47,30 @@ if TYPE_CHECKING:
 
 
 class Monitor:
-    """settings:   how gradients are corrected; their thresholds are where the controller begins; None: token TIS, C = 2
+    """One call per training step: measure, adapt the thresholds, correct, judge the rollout, write the record.
+
+    settings:   how gradients are corrected; their thresholds are where the controller begins; None: token TIS, C = 2
     controller: AdaptiveThresholds, which tighten when the KL rises, at every level; LeastErrorThresholds, for
                 token-level weights alone; or ConstantThresholds. None: the first, or the last where there is nothing to
                 tighten (no weights, C = 1, or a band that does not lie around 1)
     sinks:      where records go; opened here, on rank 0 only
-    plan:       gives the controller its thresholds to begin with, and the KL that it expects of the precision that
-                runs: with an engine its own, also after a step down
-    engine:     the RolloutEngine that samples: its last rollout, its guard's verdict and what runs go into the record,
-                and it is told the KL (`report_kl`). Without one,
-    guard:      judges the rollouts that `step` is given, in the caller's time (1,536 responses of 20,000 tokens: 2 s)
-    facts:      what runs, for the record; None: the guard's
+    plan:       gives the controller its initial thresholds, and the KL to expect of the precision that runs: the
+                engine's, also after a step down; without an engine, that of the plan's choice
+    engine:     the RolloutEngine that samples. Its last rollout, its guard's verdict and its facts go into the record,
+                and it is told the KL (`report_kl`)
+    guard:      without an engine: judges the rollouts that `step` is given, in the caller's time (1,536 responses of
+                20,000 tokens: 2 s)
+    facts:      without an engine: facts about the one that runs, for the record; None: the guard's
     group:      process group of the ranks that share the batch; None: all
 
-    Where thresholds can do no more, `step.decided.escalate` says what to do instead: with a RolloutEngine, and before
-    the next sync,
+    When thresholds can do no more, `step.decided.escalate` says what to do instead. With a RolloutEngine, call before
+    the next sync
 
         engine.follow(step.verdict, step.decided.escalate)
 
-    does what the guard advises, and if it advises nothing, that. Another engine's loop acts on the word itself:
-    "recalibrate_kv", then, if `patience` steps later it has not helped, "step_down" to a precision with less FP8.
+    It does what the guard advises, and if the guard advises nothing, what `escalate` says. With another engine, the
+    training loop acts on the word itself: "recalibrate_kv", and if that has not helped `patience` steps later,
+    "step_down" to a precision with less FP8.
 
     `failures` counts, for each sink, the records that it did not take: a sink never stops training.
     Raises ConfigError for what cannot work, for a sink that cannot be opened, and without torch.
@@ -93,38 +91,26 @@ class Monitor:
         check_torch("a Monitor")
         if plan is not None:
             instance("plan", plan, Plan, "fp8plan.plan(...), or Plan.from_json(text)")
-        if guard is not None:
-            instance("guard", guard, Guard, "Guard(facts)")
-        if engine is not None and (guard is not None or facts is not None):
-            raise ConfigError("an engine and a guard or facts are given; allowed: the engine, which has both, alone")
-        if engine is not None and not hasattr(engine, "report_kl"):
-            raise ConfigError(
-                f"the engine is {type(engine).__name__}, which does not judge its rollouts itself; allowed: "
-                "RolloutEngine, or guard=engine.guard, and step(..., rollout=observation_of(outputs, seconds)), which "
-                "is in fp8plan.runtime.guard.observation"
-            )
+        self._witness = Witness(engine, guard, facts)
         self.settings = CorrectionSettings() if settings is None else settings
         instance("settings", self.settings, CorrectionSettings, "CorrectionSettings(level='token')")
         # Each law has a state of its own, which it alone is given.
-        self.controller: Any = _controller(self.settings, controller)
+        self.controller: Any = suited(self.settings, controller)
         self.engine, self.facts, self.group = engine, facts, group
         self._plan = plan
         self._planned_for = self._precision()
         self.state: ControllerState = self.controller.initial(plan, self._planned_for)
         self._fresh = self.state
-        self._guard = guard
         self.steps = 0
-        self._rollout: Observation | None = None  # the last one of the engine's that is in a record
         self._sinks = Sinks(sinks)
-        self._warned: set[str] = set()
         self._open = rank(group) == 0
         if self._open:
             self._sinks.open()
 
     @property
     def guard(self) -> Guard | None:
-        """That judges the rollouts: the engine's, or the one given."""
-        return self._guard if self.engine is None else self.engine.guard
+        """The guard that judges the rollouts: the engine's, or the one given."""
+        return self._witness.guard
 
     @property
     def failures(self) -> list[int]:
@@ -145,15 +131,15 @@ class Monitor:
 
         train_logprobs, rollout_logprobs, mask, lengths: as `pack` takes them: padded [batch, length] with a mask, or
                   packed [tokens] with lengths; in nats
-        versions: as `measure` takes them: which weights sampled
-        rollout:  how long the rollout of this batch took, with its lengths; or the fields of a rollout record; None:
-                  the engine's last, if there is an engine, and no step has had it
-        number:   of the step, in the record; None: one more than before
+        versions: as `measure` takes them: versions of the weights that sampled
+        rollout:  the rollout's seconds and lengths as an Observation, or the fields of a rollout record; None: the
+                  engine's last rollout, unless an earlier step had it
+        number:   the step's number in the record; None: one more than before
 
         Weights made inside torch.inference_mode cannot be used in a loss: use torch.no_grad there.
-        Raises ConfigError for log-probs that do not fit together, for a number that is none, and for settings that are
-        not the same on all ranks; nothing is changed then. A rollout that is not what it should be is left out of the
-        record, with a warning.
+        Raises ConfigError for log-probs that do not fit together, for a `number` that is no whole number, and for
+        settings that differ between ranks; nothing is changed then. A malformed rollout is left out of the record, with
+        a warning.
         """
         begun = time.perf_counter()
         done = self.steps + 1 if number is None else whole("number", number, 0, ", the step's")
@@ -166,7 +152,7 @@ class Monitor:
         of_correction = run_record.correction_metrics(correction.reduced(self.group))
         # What follows raises nothing: the other ranks have gone on.
         self.state, self.steps = state, done
-        found = self._judged(rollout, mismatch)
+        found = self._witness.judged(rollout, mismatch)
         metrics = {
             **run_record.mismatch_metrics(mismatch),
             **of_correction,
@@ -181,7 +167,7 @@ class Monitor:
         return step
 
     def _precision(self) -> str | None:
-        """That the engine runs; None, for the plan's own choice, without an engine or a plan."""
+        """The precision that the engine runs; None, for the plan's own choice, without an engine or a plan."""
         return None if self.engine is None or self._plan is None else self.engine.launch.precision
 
     def _follow_precision(self) -> None:
@@ -193,13 +179,16 @@ class Monitor:
         try:
             self._fresh = self.controller.initial(self._plan, running)
         except ConfigError as error:  # another plan than the engine's; a step stops for nothing
-            self._warn_once("plan", f"the KL that was expected before the step down is expected further: {error}")
+            text = f"the KL that was expected before the step down is expected further: {error}"
+            self._witness.warn_once("plan", text)
         else:
             self.state = expecting(self.state, self._fresh)
 
     def _agreed(self, own: Update) -> Update:
-        """The first rank's update. All work out the same from the same sums, but for how their CPUs round, and for what
-        one of them alone was told: gradient norms, or a checkpoint.
+        """The first rank's update, for all ranks.
+
+        All work out the same from the same sums, but for how their CPUs round, and for what one of them alone was told:
+        gradient norms, or a checkpoint.
 
         Raises ConfigError, on all ranks, if they correct in different ways.
         """
@@ -214,7 +203,7 @@ class Monitor:
         try:
             return run_record.checked(rollout)
         except Exception as error:
-            self._warn_once("rollout", f"the rollout of step {number} is left out of the record: {error}")
+            self._witness.warn_once("rollout", f"the rollout of step {number} is left out of the record: {error}")
             return None
 
     def _record(
@@ -222,27 +211,31 @@ class Monitor:
     ) -> dict[str, Any]:
         shown = rollout if isinstance(rollout, Mapping) else found.observation
         off = None if self.guard is None and self.engine is None else found.off
-        return run_record.record_of(number, step, self._running(), self.guard, off, shown)
+        return run_record.record_of(number, step, self._witness.running(), self.guard, off, shown)
 
     def report_gradients(
         self, *, norm2_small: float, tokens_small: float, norm2_large: float, tokens_large: float
     ) -> None:
-        """What a step's gradient norms say of its noise, which LeastErrorThresholds weigh against bias; one call a
-        step. Other controllers do not use it, and a warning says so, once.
+        """Take in a step's gradient norms, from which LeastErrorThresholds learn the noise to weigh against bias.
 
-        norm2_*: squared norm of the gradient of a loss that is a mean over tokens, before clipping: of one micro-batch
-                 or rank (small) and of the whole batch (large), with their numbers of tokens. A mean of norm2_small
-                 over micro-batches or ranks is better than one of them. The first rank's count, as it decides for all
-        Norms that are not finite are left out. Raises ConfigError if tokens_small >= tokens_large.
+        Call it once a step. Other controllers do not use the norms; a warning says so, once.
+
+        norm2_*:  squared norm of the gradient, before clipping, of a loss that is a mean over tokens: of one
+                  micro-batch or rank (small) and of the whole batch (large). A mean of norm2_small over micro-batches
+                  or ranks is better than one of them
+        tokens_*: their numbers of tokens
+
+        Only the first rank's norms count, as it decides for all. Norms that are not finite are left out.
+        Raises ConfigError if tokens_small >= tokens_large.
         """
         if isinstance(self.state, LeastErrorState):
             self.state = heard(self.state, norm2_small, tokens_small, norm2_large, tokens_large)
         else:
             name = type(self.controller).__name__
-            self._warn_once("gradients", f"{name} do not use gradient norms; only LeastErrorThresholds do")
+            self._witness.warn_once("gradients", f"{name} do not use gradient norms; only LeastErrorThresholds do")
 
     def _writes(self) -> bool:
-        """Whether this rank has the record to write: known for certain only now that the process group is up."""
+        """Return True on the rank that writes, with its sinks open: certain only now that the process group is up."""
         if rank(self.group) or not self._sinks.sinks:
             return False
         if not self._open:
@@ -254,7 +247,7 @@ class Monitor:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """To be saved with the checkpoint, as JSON."""
+        """The state to save with a checkpoint; JSON can hold it."""
         guard = None if self.guard is None else self.guard.state_dict()
         return {"steps": self.steps, "controller": self.state.to_dict(), "guard": guard}
 
@@ -278,77 +271,3 @@ class Monitor:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _judged(self, rollout: Observation | Mapping[str, Any] | None, mismatch: Mismatch) -> Judged:
-        """What a rollout showed, and the verdict of the engine, or of the guard, on it."""
-        if self.engine is not None:
-            found = self._by_engine(self.engine, mismatch)
-            return found._replace(observation=rollout) if isinstance(rollout, Observation) else found
-        if rollout is None or (isinstance(rollout, Mapping) and rollout.get("seconds") is None):
-            return Judged()
-
-        def observe() -> Observation:
-            seen = rollout if isinstance(rollout, Observation) else run_record.observation(rollout)
-            return replace(seen, kl_k3=mismatch.k3_robust) if seen.kl_k3 is None and mismatch.tokens else seen
-
-        found = judged(self.guard, observe)
-        if found.off is not None and self.guard is not None:
-            self._warn_once("guard", found.off)
-        return found
-
-    def _by_engine(self, engine: RolloutEngine, mismatch: Mismatch) -> Judged:
-        """The engine's verdict on its last rollout: once, however many steps train on it."""
-        if mismatch.tokens and isfinite(mismatch.k3_robust):
-            engine.report_kl(mismatch.k3_robust)
-        found = Judged(engine.observation, engine.verdict, engine.guard_off)
-        if found.observation is not None and found.observation is self._rollout:
-            return Judged()
-        self._rollout = found.observation
-        if found.off is not None:
-            self._warn_once("guard", found.off)
-        return found
-
-    def _running(self) -> EngineFacts | None:
-        """What runs now. An engine that cannot say so, one that has died perhaps, must not cost the step."""
-        if self.engine is None:
-            return self.facts if self.facts is not None or self.guard is None else self.guard.facts
-        try:
-            return self.engine.engine_facts()
-        except Exception as error:
-            text = f"the engine does not say what runs: {error}. Training goes on without it in the records"
-            self._warn_once("engine", text)
-            return None
-
-    def _warn_once(self, of: str, text: str) -> None:
-        if of not in self._warned:
-            self._warned.add(of)
-            warn(text)
-
-
-def _controller(settings: CorrectionSettings, given: Controller | None) -> Controller:
-    """The one given, or the first that can be, of the threshold that the mode uses alone, at the settings' level."""
-    used, other = ("tis", "band") if settings.mode == "tis" else ("band", "tis")
-    if given is None:
-        start: dict[str, Any] = {used: getattr(settings.thresholds, used), other: None}
-        if settings.level is not None and start[used] is not None:
-            with suppress(ConfigError):  # a start that cannot tighten
-                return AdaptiveThresholds(**start, level=settings.level)
-        return ConstantThresholds(**start)
-    if not isinstance(given, Controller):
-        raise ConfigError(f"controller is {given!r}; allowed: AdaptiveThresholds(), or another controller")
-    name = type(given).__name__
-    if settings.level is not None and getattr(given, used) is None:
-        raise ConfigError(f"mode={settings.mode!r} with {name}({used}=None); allowed: a controller that gives {used}")
-    alone: dict[str, Any] = {other: None}
-    if isinstance(given, ConstantThresholds):
-        return replace(given, **alone)
-    if settings.level is None:
-        raise ConfigError(f"{name} with level=None, which has no weights; allowed: a level, or ConstantThresholds()")
-    if isinstance(given, AdaptiveThresholds):
-        return replace(given, level=settings.level, **alone)
-    if settings.level != "token":
-        raise ConfigError(
-            f"{name} with level={settings.level!r}; allowed: level='token', whose ratios their law is for, or "
-            "AdaptiveThresholds()"
-        )
-    return replace(given, **alone)

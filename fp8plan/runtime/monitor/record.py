@@ -1,4 +1,4 @@
-"""What a Monitor finds in a step, and the record that it writes of it (fp8plan.schemas.RunRecord)."""
+"""The findings of a Monitor in a step, and the record that it writes of them (fp8plan.schemas.RunRecord)."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ Metrics = dict[str, float | None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """What one step of training needs, and all that was found.
+    """Weights and mask for one step of training, and everything that was found.
 
     weights:    float32 in the form that came in, detached; None if the settings ask for none
     mask:       the mask that came in, less what is rejected and less tokens without a finite log-prob
-    thresholds: with which both were made
-    mismatch:   of all ranks
+    thresholds: the thresholds that made both
+    mismatch:   the mismatch over all ranks
     decided:    the controller's decision, its reason and alarms
     verdict:    the guard's, if there was one
-    metrics:    as they stand in the record, under verl's names where verl has one; of all ranks
+    metrics:    figures of all ranks as the record has them, under verl's names where verl has one
     """
 
     weights: Array | None
@@ -101,7 +101,7 @@ def checked(rollout: Any) -> Observation | dict[str, Any] | None:
 
 
 def mismatch_metrics(mismatch: Mismatch) -> Metrics:
-    """How far the policies are apart, before any correction."""
+    """Figures of how far the policies are apart, before any correction."""
     found: Metrics = dict(mismatch.verl_metrics())
     found |= {f"fp8plan/{name}": getattr(mismatch, name) for name in ("k3_robust", "ess_raw")}
     found |= {f"fp8plan/{name}": getattr(mismatch, name) for name in ("tokens", "sequences", "invalid")}
@@ -110,7 +110,7 @@ def mismatch_metrics(mismatch: Mismatch) -> Metrics:
 
 
 def correction_metrics(correction: Correction) -> Metrics:
-    """What the correction did to the batch."""
+    """Figures of what the correction did to the batch."""
     return {
         **correction.metrics,
         schemas.ESS: correction.ess,
@@ -122,7 +122,7 @@ def correction_metrics(correction: Correction) -> Metrics:
 
 
 def control_metrics(thresholds: Thresholds, state: ControllerState, alarms: int) -> Metrics:
-    """What the controller saw and chose."""
+    """Figures of what the controller saw and chose."""
     low, high = thresholds.band or (None, None)
     found: Metrics = {schemas.TIS: thresholds.tis, schemas.BAND_LOW: low, schemas.BAND_HIGH: high}
     found |= {schemas.SMOOTHED: getattr(state, "kl", None), schemas.KL_LIMIT: getattr(state, "limit_kl", None)}
@@ -142,14 +142,14 @@ def speed_metrics(rollout: Observation | None, verdict: Verdict | None) -> Metri
 
 
 def mismatch_parts(mismatch: Mismatch) -> dict[str, Any]:
-    """By position and by weight version."""
+    """The mismatch by position and by weight version."""
     profile = [{name: x if math.isfinite(x) else None for name, x in asdict(span).items()} for span in mismatch.profile]
     versions = {str(v): {"tokens": x.tokens, "k1": x.k1, "k3": x.k3} for v, x in mismatch.versions.items()}
     return {"profile": profile, "versions": versions}
 
 
 def rollout_fields(rollout: Observation | Mapping[str, Any] | None, facts: EngineFacts | None) -> dict[str, Any]:
-    """The rollout record: what is known of the engine and of the rollout; empty if neither is."""
+    """The rollout record: facts about the engine and the rollout; empty if neither is known."""
     found: dict[str, Any] = {} if facts is None else engine_fields(facts)
     if rollout is None or isinstance(rollout, Mapping):
         return {**found, **(rollout or {})}
@@ -161,8 +161,10 @@ def rollout_fields(rollout: Observation | Mapping[str, Any] | None, facts: Engin
 
 
 def observation(record: Mapping[str, Any]) -> Observation:
-    """What the guard needs, from the fields of a rollout record as JSON has them. Raises ConfigError as Observation
-    does, and for a record that lacks its seconds or lengths."""
+    """The guard's observation, from the fields of a rollout record as JSON has them.
+
+    Raises ConfigError as Observation does, and for a record that lacks its seconds or lengths.
+    """
     from fp8plan.runtime.guard.observation import Observation
 
     missing = [name for name in ("seconds", "prompt_lengths", "response_lengths") if record.get(name) is None]
@@ -174,7 +176,7 @@ def observation(record: Mapping[str, Any]) -> Observation:
 
 
 def engine_fields(facts: EngineFacts) -> dict[str, Any]:
-    """What runs, in the words of a rollout record."""
+    """Facts about the engine that runs, under the names of a rollout record."""
     limits: EngineLimits = facts.limits
     imposed = None if limits.num_gpu_blocks is None else (limits.num_gpu_blocks + 1) * limits.block_size
     return {

@@ -1,4 +1,4 @@
-"""The run file as those who show it read it, also while it grows: one JSON object a line for every training step."""
+"""Reader of run files, also while they grow: one JSON object a line for every training step."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ LENGTHS: Final = ("prompt_lengths", "response_lengths", "prompt_ids")  # of ever
 class RunReader:
     """The records of a run file, also of one that grows, without the lengths of their requests, which are most of it.
 
-    rows:     in the order of their steps. Of records with the same step number the last counts, and a lower number than
-              before begins anew there, as a run does that went back to a checkpoint
-    replaced: how many records are not in `rows` for that
-    skipped:  lines that are no records
+    rows:     the records in the order of their steps. A record replaces earlier ones with the same step number or a
+              higher one, as a run does that went back to a checkpoint
+    replaced: number of records that were replaced so
+    skipped:  number of lines that are no records
     """
 
     path: Path
@@ -37,11 +37,11 @@ class RunReader:
 
     @property
     def foreign(self) -> bool:
-        """Whether what was read shows that this is no run file, not even one that has just been begun."""
+        """True if the content shows that this is no run file, not even one that has just been begun."""
         return not self.rows and (self.skipped > 0 or self._torn not in (b"", b"{"))
 
     def read(self) -> int:
-        """Read what has been added since. How many records that were.
+        """Read what has been added since the last call, and return the number of new records.
 
         Raises ConfigError without a readable regular file; `rows` stay then, and what is there next is read from its
         beginning. Raises it, too, for a record of a version that this fp8plan does not know.

@@ -1,5 +1,6 @@
-"""Where the records of a Monitor go: a run file, a function of yours, or TensorBoard and Prometheus
-(fp8plan.runtime.monitor.exporters).
+"""Sinks for the records of a Monitor: a run file, or a function of yours.
+
+TensorBoard and Prometheus are in fp8plan.runtime.monitor.exporters.
 
 A sink that fails (full disk, closed endpoint, a bug of the function) never stops training: `Sinks` reports the first
 failure of each once, as a warning, and counts the others; every record tries again, so it recovers when it can. What is
@@ -23,33 +24,36 @@ from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import append, line, repair, to_disk, torn_path
 
-Record = Mapping[str, Any]  # one step: what fp8plan.runtime.monitor.monitor puts into a line of the run file
+Record = Mapping[str, Any]  # one step: what a Monitor puts into a line of the run file
 PASSING: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EAGAIN)  # what may be over later
 KEPT: Final = 256  # records that a run file which cannot be written keeps in memory
 
 
 class Sink(Protocol):
-    """What a Monitor writes to. The constructor only takes settings: a Monitor opens its sinks on rank 0 alone."""
+    """A target that a Monitor writes to.
+
+    The constructor only takes settings: a Monitor opens its sinks on rank 0 alone.
+    """
 
     def open(self) -> None:
-        """Make ready. Raises ConfigError for what can never work."""
+        """Get ready to write. Raises ConfigError for what can never work."""
 
     def write(self, record: Record) -> None:
-        """One step. May raise anything; the next record is tried all the same."""
+        """Write the record of one step. It may raise anything; the next record is tried all the same."""
 
     def close(self) -> None:
-        """Let go."""
+        """Release files and connections."""
 
 
 class NotOnDiskError(OSError):
-    """What was written stands in the file, but the wait for the disk failed: a lost machine may lose it."""
+    """The wait for the disk failed: what was written is in the file, but may be lost with the machine."""
 
 
 class JsonLines:
     """The run file that `fp8plan monitor`, `report` and `validate` read (fp8plan.runtime.monitor.run_file).
 
-    sync_s: seconds between two waits for the disk itself, which only a lost machine makes a difference to, not a
-            killed process; 0: with every record; None: never, the operating system does it within half a minute
+    sync_s: seconds between two waits for the disk itself. They matter if the machine is lost, not if the process is
+            killed. 0: with every record; None: never, the operating system does it within half a minute
 
     While it cannot be written, the last 256 records are kept in memory, and written once it can.
     """
@@ -125,7 +129,7 @@ class Callback:
 class Sinks:
     """Several sinks, none of which can stop training.
 
-    failures: of each sink, by its position: records that it raised for
+    failures: number of failures of each sink, in their order
     """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
@@ -175,7 +179,7 @@ class Sinks:
 
 
 def warn(text: str) -> None:
-    """Say something that must be seen and must not stop training."""
+    """Warn of something that must be seen and must not stop training."""
     try:
         warnings.warn(f"fp8plan: {text}", RuntimeWarning, stacklevel=2)
     except RuntimeWarning:  # who makes errors of warnings does not mean this one

@@ -40,8 +40,10 @@ class Interval(NamedTuple):
 
 
 def sequence_sums(log_ratios: Sequence[ArrayLike]) -> Array:
-    """(sequences, 5 + tails) sums over the tokens of each: 1, log ratio, k3, weight, weight^2, then TAILS. Tokens that
-    are not finite are left out."""
+    """Sums over the tokens of each sequence: 1, log ratio, k3, weight, weight^2, then TAILS.
+
+    Shape (sequences, 5 + tails). Tokens that are not finite are left out.
+    """
     rows = []
     for values in log_ratios:
         x = np.asarray(values, np.float64)
@@ -53,7 +55,7 @@ def sequence_sums(log_ratios: Sequence[ArrayLike]) -> Array:
 
 
 def figures(sums: Array) -> dict[str, Any]:
-    """kl_k3, k1, ess_raw and TAILS of sums (..., 5 + tails), each of shape (...)."""
+    """Figures kl_k3, k1, ess_raw and TAILS from sums (..., 5 + tails), each of shape (...)."""
     tokens, log_ratio, k3, weight, squares = (sums[..., i] for i in range(5))
     found = {"kl_k3": k3 / tokens, "k1": -log_ratio / tokens, "ess_raw": weight**2 / (tokens * squares)}
     return found | {name: sums[..., 5 + i] / tokens for i, name in enumerate(TAILS)}
@@ -98,7 +100,10 @@ def _by_prompt(sums: Array, prompts: Sequence[Hashable] | None) -> Array:
 
 
 def tokens_needed(tokens: int, kl: Interval) -> int | None:
-    """Tokens of such sequences for a half-width of WANTED: intervals shrink with the square root of their number. None
-    where the interval says nothing (one prompt, or no mismatch at all)."""
+    """The number of tokens of such sequences that would give a relative half-width of WANTED.
+
+    Intervals shrink with the square root of that number. None if the interval says nothing (one prompt, or no mismatch
+    at all).
+    """
     half = (kl.high - kl.low) / 2
     return round(tokens * (half / (WANTED * kl.value)) ** 2) if kl.value > 0 and half > 0 else None

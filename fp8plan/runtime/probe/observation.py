@@ -1,4 +1,4 @@
-"""What a probe found as rows of the table that fp8plan.model.risk.expected is fitted to."""
+"""Findings of a probe as rows of the table that fp8plan.model.risk.expected is fitted to."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOURCE: Final = "fp8plan-probe"  # one key: leave-one-source-out leaves out all 
 
 
 def columns() -> list[str]:
-    """Of the committed table (fp8plan/model/risk/data/README.md explains them)."""
+    """Columns of the committed table (fp8plan/model/risk/data/README.md explains them)."""
     with OBSERVATIONS.open(newline="", encoding="utf-8") as file:
         return next(csv.reader(file))
 
@@ -37,8 +37,10 @@ def observations(found: Probe) -> list[dict[str, str]]:
 
 
 def append_observations(path: Path, rows: Sequence[dict[str, str]]) -> None:
-    """To a table with the committed one's columns, or to a new file. Raises ConfigError for other columns, and for a
-    file that cannot be written."""
+    """Append rows to a table that has the committed one's columns, or to a new file.
+
+    Raises ConfigError for other columns, and for a file that cannot be written.
+    """
     try:
         _append(path, rows)
     except (OSError, UnicodeDecodeError) as error:

@@ -51,15 +51,17 @@ def probe(
     model_path:  folder or Hugging Face id of the BF16 checkpoint
     precisions:  preset names; None: all
     prompts:     token ids, texts or {"messages": ...}; None: 16 tasks of reasoning through the model's chat template
-    gpu:         where the engines and the reference run; "auto" asks the driver; "cpu": there
-    limits:      of each engine; None: vLLM's defaults for this GPU
-    most_prompts: take the first so many; None: all
-    progress:    is told what begins
+    gpu:         GPU on which the engines and the reference run; "auto" asks the driver; "cpu" runs on the CPU
+    limits:      limits of each engine; None: vLLM's defaults for this GPU
+    most_prompts: take only the first so many prompts; None: all
+    progress:    called with a line of text when something begins
     vllm_kwargs: further arguments of vllm.LLM
 
-    Raises ConfigError for what no precision could be measured with. A precision that fails alone is a Probed with its
-    error, and the file that holds what its engine wrote, which is not shown. The engines are gone before the reference
-    is loaded, so each may have the whole GPU.
+    Returns a Probe: KL and other figures per token, in nats, with 90% intervals from resampled prompts.
+
+    Raises ConfigError for arguments with which no precision could be measured. If a single precision fails, its Probed
+    has the error and names the file with the engine's output, which is not shown. The engines are gone before
+    the reference is loaded, so each may have the whole GPU.
     """
     presets = [find_precision(name) for name in (PRESETS if precisions is None else dict.fromkeys(precisions))]
     if not presets:
@@ -107,9 +109,9 @@ def probe(
 def compared(
     train: Sequence[Any], rollout: Sequence[Any], seed: int = 0, prompts: Sequence[Hashable] | None = None
 ) -> Probed:
-    """A Probed of the trainer's and the engine's log-probs: an array or tensor [tokens] for each sequence of both.
+    """Compare the trainer's with the engine's log-probs, in nats; both have an array or tensor [tokens] per sequence.
 
-    prompts: of each sequence, for the intervals; None: all differ
+    prompts: the prompt of each sequence, for the intervals; None: all differ
     """
     import torch
 
@@ -158,7 +160,7 @@ def _scored(
 def _predicted(
     model_path: str, preset: Precision, measured: Probed, samples: Mapping[str, Sequence[Sampled]]
 ) -> Interval | None:
-    """What fp8plan.model.risk.expected expects of the engine that ran; None for a model that it does not cover."""
+    """The KL that fp8plan.model.risk.expected expects of the engine that ran; None for a model it does not cover."""
     with suppress(ConfigError):
         facts = measured.facts or {}
         risk = mismatch_risk(

@@ -1,4 +1,4 @@
-"""What a probe's engine continues: token ids from a file, or texts through the model's own tokeniser."""
+"""Prompts of a probe: token ids from a file, or texts through the model's own tokeniser."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Prompt = Sequence[int] | str | Mapping[str, Any]
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """One of FORMS a line. Raises ConfigError naming the line that is none."""
+    """Read prompts, one of FORMS in each line. Raises ConfigError naming the first line that is none."""
     lines = read(path, "file of prompts", hint=f"allowed: {FORMS}").rows
     found = [_prompt(row, f"line {number} of {path}") for number, row in lines]
     if not found:
@@ -58,7 +58,7 @@ def _prompt(row: Any, where: str) -> Prompt:
 
 
 def token_ids(prompts: Sequence[Prompt] | None, model_path: str, most_prompts: int | None = None) -> list[list[int]]:
-    """Token ids of each prompt, or of the first so many; of TASKS without any.
+    """Token ids of each prompt (of the first `most_prompts`), or of TASKS if none are given.
 
     Messages go through the chat template, texts are taken as they are, and TASKS through the template where the model
     has one: a prompt that its model never sees in training has another mismatch.

@@ -18,11 +18,17 @@ LOGITS_BYTES, BYTES_PER_LOGIT = 1 << 30, 10
 
 
 class Reference:
-    """A BF16 model of transformers. Logits are never held for more than LOGITS_BYTES: with a vocabulary of 150k those
-    of one response of 20k tokens would take 12 GB in float32."""
+    """A BF16 model of transformers that scores responses.
+
+    It never holds more than LOGITS_BYTES of logits: with a vocabulary of 150k, those of one response of 20k tokens
+    would take 12 GB in float32.
+    """
 
     def __init__(self, model_path: str, device: str = "cpu") -> None:
-        """device: "cpu" or "cuda". Raises ConfigError for a model whose logits are not lm_head(last hidden state)."""
+        """Load the model on `device`, "cpu" or "cuda".
+
+        Raises ConfigError for a model whose logits are not lm_head(last hidden state).
+        """
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -63,7 +69,7 @@ class Reference:
         return list(scored.cpu().split([len(s.response) for s in samples]))
 
     def _logprobs(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
-        """hidden [tokens, width], targets [tokens] -> [tokens] float32."""
+        """Log-probs of targets [tokens] from hidden states [tokens, width]: [tokens] float32."""
         import torch
 
         at_once = max(1, LOGITS_BYTES // (BYTES_PER_LOGIT * self._head.weight.shape[0]))

@@ -1,4 +1,4 @@
-"""What a probe found, precision by precision, as Python and as JSON."""
+"""Results of a probe, precision by precision, as Python and as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEYED = ("log_ratio_quantiles", "tail_fractions")
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """One precision. Where it failed, `error` says how and the figures are empty.
+    """The findings of one precision. If it failed, `error` says how and the figures are empty.
 
     figures:       kl_k3, k1 (nats per token), ess_raw and tails (shares of tokens), with 90% intervals
     mismatch:      the same batch as the Monitor sees one: quantiles, tails, profile by position
@@ -46,13 +46,13 @@ class Probed:
 
     @property
     def kl_k3(self) -> Interval:
-        """Raises ConfigError where the precision failed."""
+        """KL (k3, nats per token) with its 90% interval. Raises ConfigError if the precision failed."""
         if self.figures is None:
             raise ConfigError(f"{self.precision} was not measured: {self.error}")
         return self.figures["kl_k3"]
 
     def to_dict(self) -> dict[str, Any]:
-        """Only dicts, lists, strings, numbers, booleans and None."""
+        """Return only dicts, lists, strings, numbers, booleans and None."""
         named = {name: getattr(self, name) for name in self.__dataclass_fields__}
         figures = {name: value._asdict() for name, value in (self.figures or {}).items()}
         predicted = self.predicted and self.predicted._asdict()
@@ -61,7 +61,7 @@ class Probed:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What `probe` found, precision by precision, and what it was found with."""
+    """The result of `probe`: the findings of each precision, and the model, engine and settings behind them."""
 
     model: str
     gpu: str
@@ -73,7 +73,7 @@ class Probe:
     precisions: Mapping[str, Probed]
 
     def to_dict(self) -> dict[str, Any]:
-        """Only dicts, lists, strings, numbers, booleans and None."""
+        """Return only dicts, lists, strings, numbers, booleans and None."""
         named = {"schema_version": VERSIONS["probe"]}
         named |= {name: getattr(self, name) for name in ("model", "gpu", "date", "engine_version", "reference")}
         settings = {name: getattr(self.settings, name) for name in self.settings.__dataclass_fields__}
@@ -82,7 +82,7 @@ class Probe:
 
 
 def _plain(mismatch: Mismatch) -> dict[str, Any]:
-    """Its numbers, which JSON can hold."""
+    """The numbers of a mismatch that JSON can hold."""
     named = {name: getattr(mismatch, name) for name in PLAIN}
     named |= {name: {str(key): share for key, share in getattr(mismatch, name).items()} for name in KEYED}
     return named | {"profile": [asdict(span) for span in mismatch.profile]}

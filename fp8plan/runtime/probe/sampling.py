@@ -15,9 +15,11 @@ FIRST_CALIBRATION = 16
 
 @dataclass(frozen=True, slots=True)
 class SampleSettings:
-    """max_tokens: longest response; samples: responses to each prompt; temperature: of the RL run's rollouts
+    """Settings of the responses that a probe samples.
+
+    max_tokens: longest response; samples: responses to each prompt; temperature: of the RL run's rollouts
     kv_scales: of an FP8 KV cache: "calibrated" on a rollout, as after each weight sync, or vLLM's "unit" scales of 1.0
-    mode:      of the engine; None: a process of its own, which leaves nothing on a GPU; on a CPU, this one
+    mode:      mode of the engine; None: on a GPU a process of its own, which leaves nothing there; on a CPU, this one
     """
 
     max_tokens: int = 512
@@ -48,8 +50,11 @@ class Sampled(NamedTuple):
 def sample(
     setup: EngineSetup, prompts: Sequence[Sequence[int]], settings: SampleSettings, **vllm_kwargs: Any
 ) -> tuple[list[Sampled], dict[str, Any]]:
-    """The responses of the engine to each prompt, `settings.samples` of them, and what really ran: the engine's
-    facts and `kv_scales`, where its scales came from. The engine is gone when this returns."""
+    """Sample `settings.samples` responses of the engine to each prompt.
+
+    Also returns what really ran: the engine's facts, and under `kv_scales` where its scales came from. The engine is
+    gone when this returns.
+    """
     from fp8plan.runtime.engine.engine import RolloutEngine
 
     mode = settings.mode or ("inprocess" if setup.gpu.is_cpu else "multiprocess")
@@ -65,7 +70,7 @@ def sample(
 
 
 def _calibrated(engine: Any, prompts: Sequence[Sequence[int]], settings: SampleSettings) -> str:
-    """First on prompts, so that no scale of 1.0 clips what is then sampled, then on that, as a run does."""
+    """Calibrate first on prompts, so that no scale of 1.0 clips what is sampled, then on the samples, as a run does."""
     if settings.kv_scales == "unit":
         return "1.0"
     first = [list(tokens) for tokens in prompts[:FIRST_CALIBRATION]]

@@ -88,7 +88,7 @@ def _faster(one: Choice, other: Choice) -> bool:
 
 
 def closed(curve: Curve, column: str) -> tuple[FloatArray, FloatArray]:
-    """(seconds, values) of a column, from the first moment to the end, where it falls to nothing."""
+    """Seconds and values of a column, from the first moment to the end, where it falls to nothing."""
     values, width = getattr(curve, column), curve.seconds[1] - curve.seconds[0]
     end = curve.seconds[-1] + width / 2
     times = np.concatenate([[0.0], curve.seconds, [end, end]])
@@ -165,7 +165,7 @@ def binned(line: Timeline, pool: int, bins: int) -> tuple[FloatArray, FloatArray
 
 
 def title(plan: Plan) -> list[str]:
-    """Lines: what is rolled out on what, and what is drawn of it."""
+    """Lines of the title: what is rolled out on what, and what is drawn of it."""
     work, chosen = plan.workload, plan.select()
     layout = ""
     if plan.several_layouts:
@@ -183,7 +183,7 @@ def title(plan: Plan) -> list[str]:
 
 
 def tradeoff_title(plan: Plan) -> str:
-    """What is drawn beside the lines over time."""
+    """Title of the chart beside the lines over time."""
     layouts = ", marked TPxDP" if plan.several_layouts else ""
     return (
         f"speed against mismatch: every choice with its 90% intervals{layouts}; dashed: the Pareto front; a KL limit "
@@ -198,7 +198,7 @@ def panels(lines: Sequence[Curve]) -> list[tuple[str, str]]:
 
 
 def label(point: Point, several: bool) -> str:
-    """fp8_block 2x4, 1.31x, chosen"""
+    """The label of a choice, such as "fp8_block 2x4, 1.31x, chosen"."""
     name = f"{point.precision} {point.layout}" if several else point.precision
     gain = [] if point.speedup is None or point.precision == "bf16" else [f"{point.speedup:.2f}x"]
     return ", ".join([name, *gain, *(["chosen"] if point.chosen else [])])

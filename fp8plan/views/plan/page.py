@@ -25,13 +25,13 @@ SHADE: Final = 0.13  # opacity of a band
 
 
 def write_page(prediction: Prediction, path: Path, kv_scales: str = "unit") -> None:
-    """Raises ImportError without plotly, OSError as writing does."""
+    """Write the page of a plan. Raises ImportError without plotly, OSError as writing does."""
     text = page(prediction, kv_scales)
     path.write_text(text, encoding="utf-8", errors="backslashreplace")  # a model's folder may be no text
 
 
 def page(prediction: Prediction, kv_scales: str = "unit") -> str:
-    """The whole page. kv_scales: of its settings, as for `emit`"""
+    """The whole page as HTML. kv_scales: for its settings, as in `emit`."""
     plan = prediction.plan
     text = plan_text(plan)
     drawn = figures([over_time(prediction), tradeoff(plan)])
@@ -56,7 +56,7 @@ def _table(columns: list[Column], bold: int) -> str:
 
 
 def _settings(plan: Plan, target: str, kv_scales: str) -> str:
-    """What `--emit` prints, or why there is nothing."""
+    """The settings that `--emit` prints, or the reason why there are none."""
     try:
         text = plan.emit(target, kv_scales=kv_scales)
     except Fp8PlanError as error:
@@ -153,5 +153,5 @@ def _shade(colour: str) -> str:
 
 
 def _short(values: Any) -> list[float]:
-    """Five digits are enough for a picture, and keep the page small."""
+    """Round to five digits: enough for a picture, and it keeps the page small."""
     return [float(f"{x:.5g}") for x in values.tolist()]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def plot(prediction: Prediction, path: str | Path, kv_scales: str = "unit") -> None:
     """Write the picture: .png by matplotlib, .html by plotly with the plan's tables, reasons and settings.
 
-    kv_scales: of the page's settings, as for `emit`
+    kv_scales: for the settings on the page, as in `emit`
 
     Raises ConfigError for another suffix, a file that cannot be written, or a plotting package that is not installed.
     """
@@ -32,7 +32,7 @@ def plot(prediction: Prediction, path: str | Path, kv_scales: str = "unit") -> N
 
 
 def check_suffix(target: Path) -> None:
-    """Raises ConfigError for a name that says neither .png nor .html."""
+    """Raise ConfigError for a name that ends neither in .png nor in .html."""
     if target.suffix not in (".png", ".html"):
         raise ConfigError(f"cannot plot to {target}; allowed: a name that ends in .png or .html")
 

@@ -40,7 +40,7 @@ QUIET: Final = ("hold", "warm_up", None)  # decisions that are no news
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something to know of: a decision that changed a threshold, an alarm that began, an action of the guard."""
+    """A notable event: a decision that changed a threshold, an alarm that began, an action of the guard."""
 
     step: int
     kind: str  # "decision", "alarm", "guard"
@@ -55,16 +55,16 @@ def column(rows: Sequence[Row], metric: str) -> FloatArray:
 
 
 def columns(rows: Sequence[Row], metrics: Iterable[str]) -> dict[str, FloatArray]:
-    """Several of them, and speeds as shares of the predicted one (OF_PREDICTED)."""
+    """Several metrics over the steps, and speeds as shares of the predicted one (OF_PREDICTED)."""
     found = {metric: column(rows, metric) for metric in metrics}
     predicted = column(rows, PREDICTED)
     return found | {share: column(rows, metric) / predicted for share, metric in OF_PREDICTED.items()}
 
 
 def infinite_kl(rows: Sequence[Row]) -> NDArray[np.bool_]:
-    """In which steps k3 was infinite: JSON has no number for it, so the record has null. Shape (rows,).
+    """Steps whose k3 was infinite, bool of shape (rows,). JSON has no number for it, so the record has null.
 
-    One token does that whose log-prob an engine gave as -9999, vLLM's word for minus infinity.
+    One token is enough, whose log-prob an engine gave as -9999, vLLM's word for minus infinity.
     """
     return np.array([row["metrics"].get(K3, 0.0) is None for row in rows], dtype=np.bool_)
 
@@ -77,7 +77,7 @@ def shown_kl(rows: Sequence[Row]) -> FloatArray:
 
 
 def over_limit(rows: Sequence[Row]) -> NDArray[np.bool_]:
-    """In which of the steps that know both KL and its limit it was over; an infinite one is over any."""
+    """Steps whose KL was over its limit, of those that know both. An infinite KL is over any limit."""
     limit, infinite = column(rows, KL_LIMIT), infinite_kl(rows)
     k3 = np.where(infinite, np.inf, column(rows, K3))
     known = np.isfinite(limit) & ~np.isnan(k3)
@@ -92,7 +92,7 @@ def last(rows: Sequence[Row], metric: str) -> float | None:
 
 
 def events(rows: Sequence[Row]) -> list[Event]:
-    """All of them, in the order of the steps."""
+    """All events, in the order of the steps."""
     found, known = list[Event](), set[str]()
     for row in rows:
         step, alarms = row["step"], [str(x) for x in row.get("alarms") or ()]
@@ -109,7 +109,7 @@ def events(rows: Sequence[Row]) -> list[Event]:
 
 
 def title(rows: Sequence[Row]) -> str:
-    """What runs on what, as far as a record says so."""
+    """The model, precision and GPU of a run, as far as a record names them."""
     row: Row = next((x for x in reversed(rows) if x.get("model")), {})
     precision, gpu = row.get("precision"), row.get("gpu")
     return " ".join([*filter(None, (row.get("model"), precision)), *(["on", gpu] if gpu else [])])
@@ -131,7 +131,7 @@ def age(rows: Sequence[Row]) -> float:
 
 
 def when(row: Row) -> datetime:
-    """A record's date; one that has none was long ago."""
+    """The date of a record; for one without a date, long ago."""
     try:
         return datetime.fromisoformat(row["date"]).astimezone(UTC)
     except (KeyError, TypeError, ValueError, OverflowError):
@@ -139,12 +139,12 @@ def when(row: Row) -> datetime:
 
 
 def left_out(replaced: int) -> str:
-    """What a RunReader says of records whose step number comes again."""
+    """A note on records whose step number came again, which a RunReader left out."""
     are, their = ("record is", "its") if replaced == 1 else ("records are", "their")
     why = f"{their} step number, or a lower one, comes again later"
     return f"{replaced:,} {are} not shown: {why}; the last record of a step is shown"
 
 
 def unread(skipped: int) -> str:
-    """What a RunReader says of lines that it cannot use."""
+    """A note on lines that a RunReader could not use."""
     return f"{skipped:,} line is no record" if skipped == 1 else f"{skipped:,} lines are no records"

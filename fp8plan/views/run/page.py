@@ -51,7 +51,7 @@ def page(reader: RunReader) -> str:
 
 
 def summary(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """(label, figure) of the whole run."""
+    """Pairs of (label, figure) for the whole run."""
     k3, over, infinite = runs.shown_kl(rows), runs.over_limit(rows), runs.infinite_kl(rows)
     tiles = [("steps", f"{len(rows):,}")]
     if not np.isnan(k3).all():

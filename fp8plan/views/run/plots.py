@@ -149,20 +149,20 @@ def _draw(made: Any, steps: list[int], data: dict[str, Any], trace: Trace, legen
 
 
 def _lonely(values: Any) -> bool:
-    """Does any value stand alone between two gaps? No line shows it."""
+    """Return True if any value stands alone between two gaps, where no line shows it."""
     known = np.concatenate([[False], np.isfinite(values), [False]])
     return bool((known[1:-1] & ~known[:-2] & ~known[2:]).any())
 
 
 def _log_ticks(curves: Sequence[Any]) -> int | str:
-    """Powers of 10; over less than two of them 2 and 5 times those, too."""
+    """Ticks at powers of 10; over less than two of them, at 2 and 5 times those too."""
     known = np.concatenate(curves)
     known = known[np.isfinite(known) & (known > 0)]
     return 1 if known.size and known.max() >= 100 * known.min() else "D2"
 
 
 def _values(numbers: Any) -> list[float | None]:
-    """Five digits are enough for a picture, and keep the page small."""
+    """Round to five digits: enough for a picture, and it keeps the page small."""
     return [float(f"{x:.5g}") if np.isfinite(x) else None for x in numbers.tolist()]
 
 
@@ -174,8 +174,10 @@ def _mark(made: Any, found: Sequence[Event]) -> None:
 
 
 def by_position(rows: Sequence[Row]) -> Any:
-    """Does the mismatch grow along a response? k3 by position, early and late in the run; None if no record knows,
-    or if all responses are too short to tell."""
+    """Picture of k3 by position in the response, early and late in the run: does the mismatch grow along it?
+
+    None if no record has it, or if all responses are too short to tell.
+    """
     from plotly.graph_objects import Figure
 
     known = [row for row in rows if _spans(row)]
@@ -197,12 +199,12 @@ def by_position(rows: Sequence[Row]) -> Any:
 
 
 def _spans(row: Row) -> list[dict[str, Any]]:
-    """Those with tokens whose k3 is known: where it is infinite, the record has null."""
+    """Spans that have tokens and a known k3: for an infinite one, the record has null."""
     return [x for x in row.get("profile") or () if x["tokens"] > 0 and x.get("k3") is not None]
 
 
 def _profile(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
-    """(first token of each bin but 1 for 0, mean k3 in it weighted by tokens)."""
+    """First token of each bin (1 in the place of 0), and the mean k3 in it, weighted by tokens."""
     sums: dict[int, list[float]] = {}
     for span in (span for row in rows for span in _spans(row)):
         total = sums.setdefault(span["first"], [0.0, 0.0])

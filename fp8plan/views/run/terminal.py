@@ -92,7 +92,7 @@ def watch(reader: RunReader, every_s: float, steps: int | None, console: Console
 
 
 def look(reader: RunReader) -> str:
-    """Read what is new. What stands in the way, if anything does: a file that was moved away may come back."""
+    """Read what is new, and return what stands in the way, if anything: a file that was moved away may come back."""
     try:
         reader.read()
     except ConfigError as error:
@@ -189,7 +189,7 @@ def _band(rows: Sequence[Row]) -> Line:
 
 
 def _speed(rows: Sequence[Row]) -> Line:
-    """Of the last rollout: several steps may train on one."""
+    """Speed of the last rollout: several steps may train on one."""
     bars = _speed_bars(rows)
     timed = np.flatnonzero(np.isfinite(column(rows, schemas.TOKENS_PER_S)))
     rows = rows[: timed[-1] + 1] if timed.size else []

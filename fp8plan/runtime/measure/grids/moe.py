@@ -1,4 +1,4 @@
-"""Which routed-expert calls are measured, and where their tokens go. Pure: numpy only."""
+"""The routed-expert calls that are measured, and where their tokens go. Pure: numpy only."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def popularity(experts: int, skew: str) -> NDArray[np.float64]:
 
 
 def route(tokens: int, experts: int, top_k: int, skew: str, seed: int) -> NDArray[np.bool_]:
-    """Which experts each token goes to, shape (tokens, experts): top_k distinct ones by popularity.
+    """The experts that each token goes to, bool of shape (tokens, experts): top_k distinct ones by popularity.
 
-    Popularity plus Gumbel noise, then the top k: draws without replacement (Plackett-Luce).
+    The top k of popularity plus Gumbel noise are draws without replacement (Plackett-Luce).
     """
     rng = np.random.default_rng(seed)
     weights = rng.permutation(popularity(experts, skew))
@@ -95,7 +95,7 @@ def route(tokens: int, experts: int, top_k: int, skew: str, seed: int) -> NDArra
 
 
 def load(routings: Sequence[NDArray[np.bool_]]) -> dict[str, float]:
-    """How many experts the tokens of a routing hit, and the tokens of the busiest one: means over `routings`."""
+    """The number of experts that a routing hits, and the tokens of the busiest one: means over `routings`."""
     loads = [routing.sum(axis=0) for routing in routings]
     return {
         "hit": float(np.mean([np.count_nonzero(x) for x in loads])),

@@ -67,7 +67,7 @@ def compiled(kernel: str, **shape: Any) -> Callable[..., Any]:
 
 
 def norm_inputs(m: int, hidden: int) -> tuple[list[Any], list[Any]]:
-    """(tensors with m rows, the rest), as native_ops.norm takes them. So do the next two."""
+    """Inputs of native_ops.norm: (tensors with m rows, the rest). The next two are alike."""
     return [random_normal(m, hidden), random_normal(m, hidden)], [random_normal(hidden)]
 
 
@@ -122,7 +122,7 @@ def sampler_v2(m: int, vocabulary: int) -> Callable[[], object]:
 
 @cache
 def _sampler_v2(vocabulary: int) -> Any:
-    """With the sampling parameters of a rollout for MAX_SAMPLED_ROWS requests."""
+    """A sampler that has the sampling parameters of a rollout for MAX_SAMPLED_ROWS requests."""
     import torch
     from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.gpu.sample.sampler import Sampler

@@ -1,4 +1,4 @@
-"""What the sweeps of attention and MoE share on the GPU: pools of random data, and vLLM's default configuration."""
+"""Pools of random data on the GPU and vLLM's default configuration, for the sweeps of attention and MoE."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Bench:
 
 
 def _tuned(dtype: str, layer: Experts) -> bool:
-    """Whether vLLM has a Triton configuration that was tuned for such experts on this GPU."""
+    """Return True if vLLM has a Triton configuration that was tuned for such experts on this GPU."""
     from vllm.model_executor.layers.fused_moe.fused_moe import get_moe_configs
 
     quantised = () if dtype == "bf16" else (BLOCK, BLOCK)

@@ -1,4 +1,4 @@
-"""What a compiled model runs between its GEMMs and attention, in PyTorch, for Inductor to fuse. Imports torch and vLLM.
+"""The operations between GEMMs and attention of a compiled model, for Inductor to fuse. Imports torch and vLLM.
 
 Each function takes first the tensors whose first dimension is the number of tokens, m.
 """

@@ -42,13 +42,13 @@ class Point:
 
     @property
     def key(self) -> str:
-        """The same for the same kernel and sizes, in whatever order they are named."""
+        """A key that is the same for the same kernel and sizes, in whatever order they are named."""
         return sha256(json.dumps(self.row, sort_keys=True).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)
 class Work:
-    """What times a point. calls: the same work on different data; columns: what else its row says."""
+    """The work that times a point. calls: the same work on different data; columns: other columns of its row."""
 
     calls: Sequence[Call]
     columns: Mapping[str, Any] = field(default_factory=dict)
@@ -113,7 +113,7 @@ def _attempt(point: Point, prepare: Prepare) -> dict[str, Any]:
 
 
 def _message(error: BaseException) -> str:
-    """What went wrong first: where a call fails that is captured in a graph, so does the end of the capture."""
+    """The first error of a chain: if a call fails while a graph is captured, the end of the capture fails too."""
     before = None if error.__suppress_context__ else error.__context__
     return _message(before) if before else f"{type(error).__name__}: {error}".partition("\n")[0][:300]
 

@@ -31,7 +31,10 @@ AHEAD_CYCLES = 2_000_000  # about 1 ms in which the GPU waits, while Python queu
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """seconds: median of one call; spread: (p90 - p10) / median of the replays; sm_mhz: clock while they ran."""
+    """One timing.
+
+    seconds: median of one call; spread: (p90 - p10) / median of the replays; sm_mhz: clock while they ran
+    """
 
     seconds: float
     spread: float
@@ -40,9 +43,11 @@ class Timing:
 
 
 def copies(bytes_per_call: int, l2_bytes: int) -> int:
-    """How many copies of a call's data make a working set of TIMES_L2 times the L2 cache, so that each call finds its
-    own evicted: at least LEAST_COPIES, at most MOST_COPIES. At the cap, with calls below 1 MiB on an H200, data are
-    partly warm; an engine whose layers are that small finds them so too."""
+    """The number of copies of a call's data that make a working set of TIMES_L2 times the L2 cache.
+
+    Each call then finds its own data evicted. At least LEAST_COPIES, at most MOST_COPIES. At the cap, with calls below
+    1 MiB on an H200, data are partly warm; an engine whose layers are that small finds them so too.
+    """
     wanted = -(-TIMES_L2 * l2_bytes // max(1, bytes_per_call))
     return min(max(wanted, LEAST_COPIES), MOST_COPIES)
 
@@ -57,7 +62,7 @@ def copying(by: str, source: Tensor) -> Call:
 
 
 def graph_seconds(calls: Sequence[Call], budget_s: float = 0.03) -> Timing:
-    """One call of `calls` (the same work on different data), all of them captured in one CUDA graph.
+    """Time one call of `calls` (the same work on different data), all of them captured in one CUDA graph.
 
     Called eagerly first, on the stream that captures, so that kernels are compiled and workspaces allocated. The
     replays take about `budget_s` together, more where LEAST_REPLAYS need more. Raises what the calls raise.
@@ -80,7 +85,7 @@ def graph_seconds(calls: Sequence[Call], budget_s: float = 0.03) -> Timing:
 
 
 def eager_seconds(calls: Sequence[Call], budget_s: float = 0.03) -> Timing:
-    """One call of `calls`, launched from Python one after the other: bound by launches where the kernels are short."""
+    """Time one call of `calls`, launched from Python one by one: short kernels are bound by their launches."""
     import torch
 
     _run(calls)
@@ -91,7 +96,7 @@ def eager_seconds(calls: Sequence[Call], budget_s: float = 0.03) -> Timing:
 
 @cache
 def _stream() -> Any:
-    """One for all, because cuBLAS keeps a workspace for each."""
+    """The stream that all captures share, because cuBLAS keeps a workspace for each stream."""
     import torch
 
     return torch.cuda.Stream()
@@ -99,8 +104,11 @@ def _stream() -> Any:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without Python's garbage collector: if it destroys an older graph, a capture fails (pytorch pull request 161037),
-    and the generator of random numbers with it."""
+    """Switch Python's garbage collector off inside.
+
+    If it destroys an older graph, a capture fails (pytorch pull request 161037), and with it the generator of random
+    numbers.
+    """
     gc.disable()
     try:
         yield

@@ -43,8 +43,11 @@ def attempts(
 
 
 def disturbance(attempt: Attempt) -> tuple[int, float]:
-    """What happened in a run that is not the engine's: (files compiled, excess of the host's slowdown); (0, 0) is
-    clean. It decides what is repeated and which attempt is kept, and knows nothing of how long the run took."""
+    """Disturbances of a run that are not the engine's: (files compiled, excess of the host's slowdown).
+
+    (0, 0) is clean. The pair decides what is repeated and which attempt is kept; it does not depend on how long the run
+    took.
+    """
     slowdown = attempt.facts["host_slowdown"] or 1.0
     return attempt.facts["compiled_files"], max(slowdown - QUIET, 0.0)
 

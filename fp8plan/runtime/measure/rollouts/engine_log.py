@@ -1,4 +1,4 @@
-"""What a vLLM engine says of itself in its log: memory, start-up times and the kernels it picked.
+"""Facts from the log of a vLLM engine: memory, start-up times and the kernels it picked.
 
 The patterns are those of vLLM 0.26 (vllm/v1/worker/gpu_worker.py, vllm/v1/core/kv_cache_utils.py,
 vllm/platforms/cuda.py, vllm/model_executor/kernels/linear/__init__.py); a line that is not there is left out.
@@ -53,11 +53,14 @@ def kernel_backends(log: str, preset: Precision) -> dict[str, str]:
 
 
 def model_runner(log: str) -> str:
-    """vLLM has two; the newer one says so (vllm/v1/worker/gpu_worker.py), and their costs per step differ."""
+    """The model runner that a log tells of: only the newer one names itself (vllm/v1/worker/gpu_worker.py).
+
+    The two have different costs per step.
+    """
     return "V2" if "Using V2 Model Runner" in log else "V1"
 
 
 def uses_e8m0(log: str, preset: Precision) -> bool | None:
-    """Whether DeepGEMM ran with power-of-two scales; None where the log does not say or no weight is FP8."""
+    """Return True if DeepGEMM ran with power-of-two scales; None if the log does not say or no weight is FP8."""
     said = re.findall(E8M0, log)
     return said[-1] == "enabled" if said and preset.weights != "bf16" else None

@@ -1,4 +1,4 @@
-"""How fast the host's cores are, and which are left alone.
+"""Speed of the host's cores, and the choice of quiet ones.
 
 A rollout of a small model is bound by Python, and the cores of a virtual machine are hyperthreads whose other half may
 serve someone else: on a machine of 16 of them a loop took twice as long on some cores as on others, for seconds, then

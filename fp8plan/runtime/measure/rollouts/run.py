@@ -85,7 +85,7 @@ def _environment(words: Sequence[str]) -> dict[str, str]:
 
 
 def run_jobs(work: Sequence[dict[str, Any]], options: Options, timeout_s: float) -> list[str]:
-    """Run every job in a process of its own; what failed, a sentence each."""
+    """Run every job in a process of its own; return a sentence for each failure."""
     _check_gpu(work)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     failures = []
@@ -109,7 +109,10 @@ def _check_gpu(work: Sequence[dict[str, Any]]) -> None:
 
 
 def _run(job: dict[str, Any], timeout_s: float) -> str | None:
-    """None, or why it failed. The child's whole process group ends with this call, the engine's processes included."""
+    """Run a job in a child process and return why it failed, or None.
+
+    The child's whole process group ends with this call, the engine's processes included.
+    """
     with open(job["log"], "ab") as log, tempfile.TemporaryDirectory() as folder:
         notes, start = os.dup(2), log.tell()
         file = Path(folder) / "job.json"
@@ -135,7 +138,7 @@ def _run(job: dict[str, Any], timeout_s: float) -> str | None:
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    """The child is its group's leader, so its id names the group even after it has gone."""
+    """Kill a child's process group. The child leads it, so its id names the group even after the child has gone."""
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
@@ -154,7 +157,7 @@ def _cause(log: str, start: int) -> str:
 
 
 def _wait_for_memory() -> None:
-    """vLLM's memory profiling goes wrong if another process frees memory meanwhile."""
+    """Wait until GPU memory is steady: vLLM's profiling goes wrong if another process frees memory meanwhile."""
     until = time.monotonic() + FREE_WAIT_S
     while (gpu_facts()["gpu_memory_used_bytes"] or 0) > FREED_BYTES and time.monotonic() < until:
         time.sleep(0.5)

@@ -34,7 +34,7 @@ def token_prompts(work: Mapping[str, Any], vocabulary: int) -> list[dict[str, li
 def timed(
     llm: Any, prompts: Sequence[Any], responses: Sequence[int], starting: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """Wall time of one `generate()` from an empty prefix cache, and what vLLM's counters gained meanwhile."""
+    """Time one `generate()` from an empty prefix cache, and what vLLM's counters gained meanwhile."""
     from vllm import SamplingParams
 
     params = [
@@ -55,7 +55,7 @@ def timed(
 
 
 def empty_prefix_cache(llm: Any) -> None:
-    """Async scheduling frees the last blocks a moment after the last token is out, hence the tries."""
+    """Empty the prefix cache. Async scheduling frees the last blocks a moment after the last token, hence the tries."""
     for _ in range(50):
         if llm.reset_prefix_cache():
             return

@@ -15,7 +15,7 @@ COLUMNS = ("t_s", "core_s", "running", "waiting", "kv_usage", "generation_tokens
 
 
 class Trace:
-    """What vLLM reports after each engine step, when the engine had it (core_s) and when the front end got it (t_s)."""
+    """Reports of vLLM after each engine step: when the engine had it (core_s), and when the front end got it (t_s)."""
 
     def __init__(self, llm: Any) -> None:
         manager = llm.llm_engine.logger_manager

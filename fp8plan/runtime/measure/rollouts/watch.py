@@ -1,4 +1,4 @@
-"""What the machine did while a rollout ran: how fast its host was, and the clock and power of its GPU.
+"""Watch of the machine while a rollout runs: the speed of its host, and the clock and power of its GPU.
 
 Virtual machines share their host, and a rollout of a small model is bound by Python: the same cell took 3.2, 3.4 and
 4.5 s in a row (profiles/README.md). Nothing but these figures can say, without looking at the prediction, which was
