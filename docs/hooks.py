@@ -35,6 +35,12 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """The page with links that also lead somewhere in a checkout, as they are in the site."""
+    name = page.file.src_uri
+    return markdown if name in PAGES else _relinked(markdown, name, f"docs/{name}")
+
+
 def _relinked(text: str, page: str, source: str) -> str:
     """The text with its links, which are relative to `source`, as they are in the site. A link to what the site does
     not have is its words and the path."""

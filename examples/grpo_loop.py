@@ -54,7 +54,7 @@ def main(run_file: str) -> None:
         optimizer.step()
 
         # Recalibrate or step down, should the guard advise it, or thresholds do no more; a sync must follow.
-        engine.follow(found.verdict, found.decided.escalate)
+        engine.apply(found.verdict, found.decided.escalate)
         engine.sync_weights({name: tensor.bfloat16() for name, tensor in policy.state_dict().items()})
         print(
             f"step {step}: reward {rewards.mean():.3f}, KL {found.mismatch.k3:.1e}, C {found.thresholds.tis:.2f}, "

@@ -54,7 +54,7 @@ def probe_command(
     from dataclasses import replace
 
     from fp8plan.model.architecture import ModelShape
-    from fp8plan.model.hardware import gpu as find_gpu
+    from fp8plan.model.hardware import find_gpu
     from fp8plan.model.limits import EngineLimits
     from fp8plan.runtime.probe.observation import append_observations
     from fp8plan.runtime.probe.observation import observations as rows_of
@@ -118,7 +118,7 @@ def calibrate_command(
     Through vLLM's own kernels and engine. Type it again to go on.
     """
     from fp8plan.model.calibrate.profile_of import calibrate, measured_version
-    from fp8plan.model.hardware import gpu as find_gpu
+    from fp8plan.model.hardware import find_gpu
     from fp8plan.model.profile.library import own_profiles_path, profile_path
     from fp8plan.views.report import calibration_report
 

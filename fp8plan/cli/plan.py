@@ -127,7 +127,7 @@ def plan_command(
 
     from fp8plan.model.architecture import ModelShape
     from fp8plan.model.emit.settings import KV_SCALES
-    from fp8plan.model.hardware import gpu as find_gpu
+    from fp8plan.model.hardware import find_gpu
     from fp8plan.model.limits import EngineLimits
     from fp8plan.model.plan.planner import predict
     from fp8plan.model.risk.budget import LEVELS

@@ -22,8 +22,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.calibrate.aic_tables import Tables, find_data, importable, read_tables
 from fp8plan.model.calibrate.fit import Observations, fit, robust_sd
 from fp8plan.model.calibrate.kernel_rows import hull, observe, read_all
-from fp8plan.model.hardware import Gpu
-from fp8plan.model.hardware import gpu as find_gpu
+from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.profile.library import datasheet_profile, profile_path
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.validate.records import Record, read_records

@@ -25,8 +25,7 @@ from fp8plan.model.calibrate.fit import LeavingOut, Observations, fit, robust_sd
 from fp8plan.model.calibrate.held_out import is_held_out
 from fp8plan.model.calibrate.kernel_rows import hull, layer_residuals, observe, read_all
 from fp8plan.model.cost.base import Array, Cost, StepBatch, together
-from fp8plan.model.hardware import Gpu
-from fp8plan.model.hardware import gpu as find_gpu
+from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.profile.library import datasheet_profile
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.validate.records import read_records

@@ -15,7 +15,7 @@ ConstantThresholds    what everybody else has: it makes the protocol testable
 C does not change this step's mismatch, which comes from outside with drifts, steps and spikes: there is no loop to
 close, so none of them integrates. Figures that are not numbers move nothing. Alarms (robust KL, raw ESS, chi2, tails, a
 mean ratio that is not 1) go into the log beside every decision. What thresholds cannot do escalates: first to a
-recalibration of the KV scales, then to the guard's step down (`engine.follow(step.verdict, step.decided.escalate)`).
+recalibration of the KV scales, then to the guard's step down (`engine.apply(step.verdict, step.decided.escalate)`).
 """
 
 from __future__ import annotations

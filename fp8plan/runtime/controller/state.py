@@ -71,7 +71,7 @@ class Decided:
 
     reason:   a sentence for the log
     escalate: what the mismatch asks for beyond what thresholds can do, in the step in which it is to be done, or None;
-              `engine.follow(step.verdict, step.decided.escalate)` does it
+              `engine.apply(step.verdict, step.decided.escalate)` does it
     """
 
     decision: Decision

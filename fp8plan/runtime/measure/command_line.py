@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.hardware import gpu as find_gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.runtime.measure.machine import gpu_facts
 
 P = TypeVar("P", bound=Any)  # has a kernel

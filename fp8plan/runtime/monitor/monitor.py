@@ -66,7 +66,7 @@ class Monitor:
     When thresholds can do no more, `step.decided.escalate` says what to do instead. With a RolloutEngine, call before
     the next sync
 
-        engine.follow(step.verdict, step.decided.escalate)
+        engine.apply(step.verdict, step.decided.escalate)
 
     It does what the guard advises, and if the guard advises nothing, what `escalate` says. With another engine, the
     training loop acts on the word itself: "recalibrate_kv", and if that has not helped `patience` steps later,

@@ -6,7 +6,7 @@ procedure serves an engine in this process, in another, and under asyncio. The o
 1. the manifest (names, dtypes, shapes) is checked here and by a dry run in every worker: what is wrong now leaves the
    old weights serving, untouched;
 2. the tensors stream in, by complete fused groups; the first write makes the engine refuse to generate;
-3. every worker closes its sync: nothing missing, nothing NaN or Inf, a sample as it was sent (live/self_check.py);
+3. every worker closes its sync: nothing missing, nothing NaN or Inf, a sample as it was sent (worker/self_check.py);
 4. KV scales are measured or set, the prefix cache is emptied, a sequence that the trainer has scored is scored, and the
    engine serves again.
 

@@ -36,7 +36,7 @@ from typing import Any
 
 import fp8plan
 from fp8plan.errors import ConfigError, Fp8PlanError
-from fp8plan.model.hardware import gpu as find_gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import PRESETS
 from fp8plan.runtime.measure.cells.jobs import CHILD, WARMUPS, Options, jobs
 from fp8plan.runtime.measure.machine import gpu_facts
