@@ -4,10 +4,11 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
+MAKEFLAGS += --jobs=2
 .PHONY: plan test test-fast fuzz lint docs tables wheel bench bench-aic baselines clean
 
 PYTHON ?= python3
-PIP_INSTALL := -m pip --disable-pip-version-check -qq install --no-warn-conflicts
+PIP_INSTALL := -m pip --disable-pip-version-check -qq install --no-warn-conflicts --no-compile
 
 VENV := .venv
 TEST_VENV := .venv-test
@@ -37,10 +38,11 @@ test-fast: $(TEST_VENV)/.installed
 # against vLLM's, with thousands of small pools.
 fuzz: $(TEST_VENV)/.installed wheel
 	HYPOTHESIS_PROFILE=fuzz $(TEST_VENV)/bin/python -m pytest -n 2 -m "not vllm" $$(grep -rl "from hypothesis" tests)
-	FP8PLAN_TIGHT_SEEDS=2000 $(TEST_VENV)/bin/python -m pytest -n 2 tests/model/test_scheduler.py -k tight_pool
+	FP8PLAN_TIGHT_SEEDS=2000 $(TEST_VENV)/bin/python -m pytest -n 2 tests/model/schedule/test_scheduler.py -k tight_pool
+	FP8PLAN_GROUP_SEEDS=40 $(TEST_VENV)/bin/python -m pytest -n 2 tests/model/schedule/test_groups.py
 	$(TEST_VENV)/bin/python $(PIP_INSTALL) --no-deps --target build/compiled --upgrade dist/*.whl
 	FP8PLAN_TIGHT_SEEDS=2000 PYTHONPATH=build/compiled PYTHONSAFEPATH=1 \
-		$(TEST_VENV)/bin/python -m pytest -n 2 tests/model/test_scheduler.py -k tight_pool
+		$(TEST_VENV)/bin/python -m pytest -n 2 tests/model/schedule/test_scheduler.py -k tight_pool
 
 lint: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/ruff check .

@@ -47,7 +47,16 @@ def main(compiled: bool) -> None:
     groups = {point.group for point in distribution("fp8plan").entry_points}
     assert groups == {"console_scripts"}, f"no user's vLLM loads anything of ours, and it finds {groups}"
     if compiled:
-        for name in ("kv_pool", "scheduler", "state"):
+        for name in (
+            "group_cache",
+            "group_meter",
+            "group_pool",
+            "group_state",
+            "groups",
+            "kv_pool",
+            "scheduler",
+            "state",
+        ):
             origin = str(getattr(find_spec(f"{COMPILED}.{name}"), "origin", None))
             assert origin.endswith(tuple(EXTENSION_SUFFIXES)), f"{name} is not compiled: {origin}"
     with tempfile.TemporaryDirectory() as folder:

@@ -9,6 +9,8 @@ from importlib.util import find_spec
 import pytest
 from hypothesis import settings
 
+pytest.register_assert_rewrite("tiny_models")  # what its engines said shows in a failure
+
 # Set before any test imports these libraries: they read their environment once.
 os.environ.pop("FP8PLAN_PROFILES", None)  # what this machine's user has calibrated is not under test
 os.environ["XDG_DATA_HOME"] = "/nowhere"

@@ -43,6 +43,7 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+@pytest.mark.slow
 def test_the_tables_are_the_ones_that_make_tables_writes() -> None:
     made = readme.blocks()
     texts = {page: page.read_text() for page in PAGES}

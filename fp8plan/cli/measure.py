@@ -200,9 +200,9 @@ def models_command(as_json: Annotated[bool, typer.Option("--json")] = False) -> 
 
     shapes = [ModelShape.from_hf(name) for name in bundled_models()]
     if as_json:
-        from dataclasses import asdict
+        from fp8plan.model.architecture.uniform import sizes_of
 
-        print(json.dumps([asdict(shape) | {"num_parameters": shape.num_parameters} for shape in shapes], indent=2))
+        print(json.dumps([sizes_of(shape) for shape in shapes], indent=2))
     else:
         from fp8plan.views.report import models_report
 

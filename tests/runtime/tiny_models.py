@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from frozen_imports import freeze_imports
 from plans import index, plan
 
 from fp8plan.model.limits import EngineLimits
@@ -113,6 +114,7 @@ def started(kind: str | Path, which: str, precision: str, **settings: Any) -> It
     SyncSettings."""
     import torch
 
+    freeze_imports()
     torch.set_num_threads(1)  # where torch was loaded before OMP_NUM_THREADS was set
     path = kind if isinstance(kind, Path) else checkpoint(kind, which)
     sync = {name: settings.pop(name) for name in SyncSettings.__dataclass_fields__ if name in settings}
@@ -162,7 +164,7 @@ def answer(engine: RolloutEngine, prompt: Sequence[int]) -> tuple[list[int], lis
     """Tokens and log-probs of one request."""
     from vllm import SamplingParams
 
-    how = SamplingParams(temperature=1.0, seed=1, max_tokens=12, ignore_eos=True, logprobs=0)
+    how = SamplingParams(temperature=1.0, seed=1, max_tokens=5, ignore_eos=True, logprobs=0)
     (request,) = engine.generate([{"prompt_token_ids": list(prompt)}], how)
     (found,) = request.outputs
     tokens = list(found.token_ids)

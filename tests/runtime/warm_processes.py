@@ -12,7 +12,9 @@ from pathlib import Path
 
 import vllm.v1.engine.utils as engines
 import vllm.v1.executor.multiproc_executor as executor
-import vllm.v1.worker.cpu_worker  # noqa: F401 -- what an engine and its worker import
+from frozen_imports import freeze_imports
+
+freeze_imports()
 
 
 class WarmProcess(ForkServerProcess):

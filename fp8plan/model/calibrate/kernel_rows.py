@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, Linear, ModelShape
+from fp8plan.model.architecture.uniform import uniform
 from fp8plan.model.calibrate.fit import Observations
 from fp8plan.model.cost.attention import attention_cost, kv_write_cost, quantise_query_cost
 from fp8plan.model.cost.base import Array, Cost, StepBatch
@@ -205,7 +205,7 @@ def _prefill(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cos
 def _moe(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
     experts, top_k, hidden, inner = (int(rows[name].iloc[0]) for name in ("experts", "top_k", "hidden", "inner"))
     routed = Experts(experts, top_k, inner, 1)
-    shape, hit = _shape(hidden_size=hidden, experts=routed), None
+    shape, hit = uniform(hidden_size=hidden, experts=routed), None
     if "hit" in rows and rows.hit.notna().all():  # what the routing of the timed tokens really hit
         hit = rows.hit.to_numpy()
     return moe_cost(rows.tokens.to_numpy(), shape, routed, PRECISIONS[dtype], 1, card, profile, hit)
@@ -243,16 +243,7 @@ def _all_reduce(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> 
 
 def _one_layer(rows: pd.DataFrame) -> ModelShape:
     heads, kv_heads, head_dim = (int(rows[name].iloc[0]) for name in ("heads", "kv_heads", "head_dim"))
-    return _shape(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
-
-
-def _shape(**sizes: Any) -> ModelShape:
-    """A model of one layer that has the given sizes, and 1 where a kernel's cost does not depend on it."""
-    one = dict.fromkeys("num_layers hidden_size num_attention_heads num_key_value_heads head_dim".split(), 1)
-    one |= dict.fromkeys("intermediate_size vocab_size max_position_embeddings".split(), 1)
-    flags = dict.fromkeys("tie_word_embeddings qk_norm attention_bias".split(), False)
-    texts = dict.fromkeys("name model_type source".split(), "one layer")
-    return ModelShape(**{**one, **flags, **texts, "experts": None, **sizes})
+    return uniform(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
 
 
 _COSTS: dict[str, Callable[[pd.DataFrame, str, Gpu, Profile], Cost]] = {

@@ -19,21 +19,13 @@ from urllib.request import getproxies
 
 from fp8plan.errors import ConfigError
 
-DENSE_FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
-MOE_FAMILIES = ("qwen3_moe", "mixtral")
-
-# config.json keys whose presence (with a true value) means a feature that changes weights, KV cache or cost.
-UNMODELLED_KEYS = {
-    "kv_lora_rank": "multi-head latent attention (MLA)",
-    "vision_config": "a vision tower (multimodal model)",
-    "audio_config": "an audio tower (multimodal model)",
-    "text_config": "a nested text model (multimodal model)",
-    "is_encoder_decoder": "an encoder (encoder-decoder model)",
-    "ssm_cfg": "state-space layers (Mamba)",
-    "mamba_d_state": "state-space layers (Mamba)",
-    "linear_num_key_heads": "linear attention layers (hybrid model)",
-    "hybrid_override_pattern": "hybrid layers",
-    "mlp_bias": "biases in the MLP (mlp_bias)",
+# What the field of the key is called in other families. The first that a config has counts.
+SYNONYMS: Mapping[str, tuple[str, ...]] = {
+    "num_experts": ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
+    "num_experts_per_tok": ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"),
+    "num_shared_experts": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert"),
+    "max_position_embeddings": ("max_position_embeddings", "model_max_length"),
+    "tie_word_embeddings": ("tie_word_embeddings", "tie_embedding"),
 }
 
 
@@ -69,30 +61,6 @@ def find_config(name_or_path: str | Path) -> tuple[dict[str, Any], str, str]:
         file = path if path.suffix == ".json" else path / "config.json"
         return _read_json(file), file.resolve().parent.name, str(file)
     return _read_json(_download(text)), text, f"Hugging Face hub: {text}/config.json"
-
-
-def refuse_unmodelled(config: Mapping[str, Any], source: str) -> None:
-    """Raise ConfigError if the config describes something whose cost would come out wrong."""
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str):
-        raise ConfigError(f"{source}: field 'model_type' is {model_type!r}; fp8plan needs it to know the architecture")
-    features = [text for key, text in UNMODELLED_KEYS.items() if config.get(key)]
-    kinds = {kind for kind in config.get("layer_types") or [] if kind != "full_attention"}
-    features += [f"{kind} layers" for kind in sorted(map(str, kinds))]
-    # Qwen configs carry a window size that only counts when use_sliding_window is true; Mistral's always counts.
-    if config.get("sliding_window") and config.get("use_sliding_window", model_type in ("mistral", "mixtral")):
-        features.append(f"sliding-window attention (sliding_window {config['sliding_window']})")
-    supported = (*DENSE_FAMILIES, *MOE_FAMILIES)
-    if features or model_type not in supported:
-        what = " and ".join(features) or f"model_type {model_type!r}"
-        raise ConfigError(
-            f"{source}: {what} is not modelled; model types that are: {', '.join(supported)}, with full attention only"
-        )
-    if config.get("quantization_config"):
-        raise ConfigError(
-            f"{source}: this checkpoint is already quantised (quantization_config). fp8plan compares precisions from "
-            "the BF16 weights: name the BF16 model instead, e.g. Qwen/Qwen3-8B for Qwen/Qwen3-8B-FP8"
-        )
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -149,11 +117,17 @@ class Fields:
     def __init__(self, config: Mapping[str, Any], source: str) -> None:
         self.config, self.source = config, source
 
+    def value(self, name: str) -> Any:
+        """The value of a field, whatever its family calls it; None if it is absent or null."""
+        return self.config.get(self._spelt(name))
+
     def error(self, name: str, value: object, allowed: str) -> ConfigError:
-        return ConfigError(f"{self.source}: field {name!r} is {value!r}; allowed: {allowed}")
+        return ConfigError(f"{self.source}: field {self._spelt(name)!r} is {value!r}; allowed: {allowed}")
 
     def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
-        value = self.config.get(name)
+        value = self.value(name)
+        if isinstance(value, list) and value and all(x == value[0] for x in value):
+            value = value[0]  # the same for every layer (Hunyuan)
         if value is None:
             value = default
         if value is None:
@@ -162,8 +136,35 @@ class Fields:
             raise self.error(name, value, f"a whole number of at least {least}")
         return value
 
+    def number(self, name: str) -> float:
+        """A number; 0 if the field is absent or null."""
+        value = self.value(name) or 0
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise self.error(name, value, "a number of at least 0")
+        return float(value)
+
     def flag(self, name: str) -> bool:
-        value = self.config.get(name)
+        value = self.value(name)
         if value not in (True, False, None):
             raise self.error(name, value, "true or false")
         return bool(value)
+
+    def numbers(self, name: str) -> list[int] | None:
+        """A list of whole numbers; None if the field is absent or null."""
+        value = self.value(name)
+        if value is not None and not (isinstance(value, list) and all(isinstance(x, int) for x in value)):
+            raise self.error(name, value, "a list of layer numbers")
+        return value
+
+    def words(self, name: str, length: int) -> list[str] | None:
+        """A list of `length` words, one for each layer; None if the field is absent or null."""
+        value = self.value(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != length or not all(isinstance(x, str) for x in value):
+            raise self.error(name, value, f"a list of {length} words, one for each layer")
+        return value
+
+    def _spelt(self, name: str) -> str:
+        """The name of a field in this config."""
+        return next((other for other in SYNONYMS.get(name, ()) if self.config.get(other) is not None), name)

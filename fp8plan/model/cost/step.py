@@ -65,6 +65,7 @@ class StepModel:
     _sustained: Profile = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        self.shape.check_priced()
         if self._between_nodes:
             object.__setattr__(self, "profile", with_network(self.profile))
         object.__setattr__(self, "_sustained", sustained(self.profile))

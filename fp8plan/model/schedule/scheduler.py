@@ -22,8 +22,27 @@ from dataclasses import dataclass
 from fp8plan.errors import CapacityError
 from fp8plan.model.cost.base import IntArray
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.schedule.group_cache import CachingGroupPool
+from fp8plan.model.schedule.group_pool import GroupPool
+from fp8plan.model.schedule.group_state import GroupState
+from fp8plan.model.schedule.groups import GroupKind, KvGroup, admission_cap, check_groups
 from fp8plan.model.schedule.kv_pool import CachingPool, Pool, blocks_for
 from fp8plan.model.schedule.state import SchedulerState
+
+
+@dataclass(frozen=True, slots=True)
+class WindowWork:
+    """What attention over one window reads in each row of a schedule: int64 arrays of shape (rows,).
+
+    `decode_kv_tokens` is summed over the steps of the row, not for its first step as that of Schedule: it does not grow
+    evenly. The mean step of a row reads decode_kv_tokens / steps, and has as many query-key pairs.
+    """
+
+    kind: GroupKind  # sliding: the last `window` tokens; chunked: those of the current chunk
+    window: int
+    decode_kv_tokens: IntArray
+    prefill_kv_tokens: IntArray  # KV tokens that the chunks of prefill read, summed
+    prefill_pairs: IntArray  # query-key pairs of those chunks, summed
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +67,7 @@ class Schedule:
     prompt_tokens: int  # of all requests
     num_blocks: int  # the pool it was made for
     blocks_wanted: int | None  # any pool with at least this many blocks gives this very schedule; None: not known
+    windows: tuple[WindowWork, ...] = ()  # one for each distinct window among the KV-cache groups
 
     def holds_for(self, num_blocks: int) -> bool:
         """True if a pool of that size is known to give this very schedule."""
@@ -69,6 +89,8 @@ def schedule(
     num_blocks: int,
     limits: EngineLimits,
     longest_run: int = 2**62,
+    groups: tuple[KvGroup, ...] = (),
+    retain_all: bool = False,
 ) -> Schedule:
     """Simulate vLLM's scheduler on a batch on one engine.
 
@@ -76,9 +98,15 @@ def schedule(
     prompt_ids:         shape (requests,), equal where two requests have the same prompt; 0 .. prompts-1
     num_blocks:         KV blocks the scheduler can hand out (vLLM's num_gpu_blocks less its null block)
     longest_run:        most steps in one row; 1 gives a row per step
+    groups:             the KV-cache groups that share the pool; () is one of full attention, of limits.block_size
+    retain_all:         all full blocks of windows and states can be found in the prefix cache, as in vLLM 0.26, not
+                        only those where a prompt ends, as in vLLM 0.30
 
-    Raises CapacityError if a request can never fit the pool: vLLM would preempt it for ever.
+    Raises CapacityError if a request can never fit the pool: vLLM would preempt it for ever. Raises ConfigError for
+    groups whose prefix caching is not modelled.
     """
+    if groups and groups != (KvGroup("full", limits.block_size),):
+        return _schedule_groups(prompts, responses, prompt_ids, num_blocks, limits, longest_run, groups, retain_all)
     _check_fits(prompts, responses, num_blocks, limits.block_size)
     pool: Pool
     if limits.enable_prefix_caching:
@@ -92,7 +120,62 @@ def schedule(
     # Freed blocks that were hit may be gone from a smaller pool, so then nothing can be said about it.
     pool_mattered = state.hit_freed_blocks or bool(columns["preemptions"].any())
     wanted = None if pool_mattered else num_blocks - state.least_free
-    return Schedule(**columns, prompt_tokens=int(prompts.sum()), num_blocks=num_blocks, blocks_wanted=wanted)
+    return Schedule(
+        **columns, prompt_tokens=int(prompts.sum()), num_blocks=num_blocks, blocks_wanted=wanted, windows=()
+    )
+
+
+def _schedule_groups(
+    prompts: IntArray,
+    responses: IntArray,
+    prompt_ids: IntArray,
+    num_blocks: int,
+    limits: EngineLimits,
+    longest_run: int,
+    groups: tuple[KvGroup, ...],
+    retain_all: bool,
+) -> Schedule:
+    check_groups(groups, limits)
+    _check_groups_fit(prompts, responses, num_blocks, limits, groups)
+    pool: GroupPool
+    if limits.enable_prefix_caching:
+        pool = CachingGroupPool(num_blocks, groups, limits, prompts, prompt_ids, retain_all)
+    else:
+        pool = GroupPool(num_blocks, groups, limits, len(prompts))
+    state = GroupState(prompts.tolist(), responses.tolist(), pool, groups, limits)
+    while state.queue or state.running:
+        state.next_row(longest_run)
+    columns = state.columns()
+    # In a smaller or larger pool other blocks are found in the prefix cache once some have been evicted.
+    pool_mattered = pool.hit_freed_blocks or pool.evictions or state.refused or bool(columns["preemptions"].any())
+    return Schedule(
+        **columns,
+        prompt_tokens=int(prompts.sum()),
+        num_blocks=num_blocks,
+        blocks_wanted=None if pool_mattered else num_blocks - state.least_free,
+        windows=tuple(WindowWork(group.kind, group.window, *work) for group, work in state.window_columns()),
+    )
+
+
+def _check_groups_fit(
+    prompts: IntArray, responses: IntArray, num_blocks: int, limits: EngineLimits, groups: tuple[KvGroup, ...]
+) -> None:
+    """Raise CapacityError if a request does not fit a pool that vLLM would start with (`max_memory_usage_bytes`)."""
+    if not len(prompts):
+        return
+    longest = int((prompts + responses).max()) - 1  # the last token is never read back
+    needed = 0
+    for group in groups:
+        cap, blocks = admission_cap(group, limits), blocks_for(longest, group.block_size)
+        if group.kind == "state":
+            cap, blocks = -1, 2 if limits.enable_prefix_caching else 1
+        needed += min(cap, blocks) if cap >= 0 else blocks
+    if needed > num_blocks:
+        raise CapacityError(
+            f"a request of {longest + 1} tokens (prompt + response) needs {needed} KV blocks in {len(groups)} groups, "
+            f"but the pool has {num_blocks}; shorten the response, raise gpu_memory_utilization or "
+            "tensor_parallel_size, or use an FP8 precision"
+        )
 
 
 def _check_fits(prompts: IntArray, responses: IntArray, num_blocks: int, block_size: int) -> None:

@@ -82,9 +82,9 @@ class SchedulerState:
 
     def columns(self) -> dict[str, IntArray]:
         """The history so far: int64 arrays of shape (rows,), one per name in ROW and PREFILL."""
-        rows = _table(self.rows, len(ROW))
+        rows = table_of(self.rows, len(ROW))
         columns = dict(zip(ROW, rows, strict=True))
-        at, *prefills = _table(self.prefills, 1 + len(PREFILL))
+        at, *prefills = table_of(self.prefills, 1 + len(PREFILL))
         for name, values in zip(PREFILL, prefills, strict=True):
             columns[name] = np.zeros(rows.shape[1], dtype=np.int64)
             columns[name][at] = values
@@ -280,7 +280,7 @@ class SchedulerState:
         self.context += steps * decoding
         if chunks:
             started = len(chunks) - (self.partial is not None)
-            self.prefills += (len(self.rows) // len(ROW), *_prefill_work(chunks), started, cached)
+            self.prefills += (len(self.rows) // len(ROW), *prefill_work(chunks), started, cached)
             for request, _, _ in chunks[:started]:
                 self._start_decoding(request)
         finished = self._collect_finished()
@@ -318,7 +318,7 @@ class SchedulerState:
         return finished
 
 
-def _prefill_work(chunks: Sequence[tuple[int, int, int]]) -> tuple[int, int, int, int]:
+def prefill_work(chunks: Sequence[tuple[int, int, int]]) -> tuple[int, int, int, int]:
     """The (tokens, chunks, KV tokens read, query-key pairs) of chunks (request, tokens computed before, after)."""
     tokens = read = pairs = 0
     for _, before, after in chunks:
@@ -328,6 +328,6 @@ def _prefill_work(chunks: Sequence[tuple[int, int, int]]) -> tuple[int, int, int
     return tokens, len(chunks), read, pairs
 
 
-def _table(values: list[int], columns: int) -> IntArray:
+def table_of(values: list[int], columns: int) -> IntArray:
     """Rows given one after the other, as an int64 array of shape (columns, rows)."""
     return np.frombuffer(array("q", values), dtype=np.int64).reshape(-1, columns).T

@@ -53,4 +53,6 @@ def recording_amax(model: torch.nn.Module) -> Iterator[Callable[[], Amax]]:
     try:
         yield lambda: {layer: parts.tolist() for layer, parts in found.items()}
     finally:
-        ALL_ATTENTION_FUNCTIONS[name] = attend
+        del ALL_ATTENTION_FUNCTIONS[name]
+        if ALL_ATTENTION_FUNCTIONS.get(name) is not attend:  # it stood in this table
+            ALL_ATTENTION_FUNCTIONS[name] = attend

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.architecture.uniform import resized
 from fp8plan.model.calibrate.held_out import UNEQUAL
 from fp8plan.model.cost.attention import (
     KV_BLOCK,
@@ -87,7 +88,7 @@ def test_fp8_kv_does_not_halve_long_context_decode_on_hopper() -> None:
 
 def test_near_published_h200_decode() -> None:
     """Same tables, BF16, one layer: 64 requests at 8191 490.8 us, 8 at 32767 272.6 us, 256 at 1023 272.5 us."""
-    one_layer = replace(SHAPE, num_layers=1)
+    one_layer = resized(SHAPE, num_layers=1)
     card = gpu("h200")
     for requests, context, measured in ((64, 8192, 490.8), (8, 32768, 272.6), (256, 1024, 272.5)):
         got = attention_cost(decode(requests, context), one_layer, BF16, 1, card, PROFILE).seconds
@@ -108,7 +109,7 @@ def test_every_layer_costs_the_same(requests: int, context: int, tokens: int, pr
     mixed = StepBatch(*(getattr(a, name) + getattr(b, name) for name in StepBatch.__slots__))
     card = gpu("h200")
     one, six = (
-        attention_cost(mixed, replace(SHAPE, num_layers=layers), precision, 1, card, PROFILE).seconds
+        attention_cost(mixed, resized(SHAPE, num_layers=layers), precision, 1, card, PROFILE).seconds
         for layers in (1, 6)
     )
     np.testing.assert_allclose(six, 6 * one, rtol=1e-12)
@@ -134,7 +135,7 @@ def test_partials_are_the_derivatives(requests: int, context: int, tokens: int, 
 
 def test_few_wide_chunks_fill_no_more_than_whole_rounds_of_tiles() -> None:
     """5 query heads to a KV head, chunks of 128: 5 tiles a KV head, so 160 for four chunks, two rounds for 132 SMs."""
-    shape, card = replace(SHAPE, num_layers=1, num_attention_heads=40), gpu("h200")
+    shape, card = resized(SHAPE, num_layers=1, num_attention_heads=40), gpu("h200")
     profile = PROFILE
 
     def seconds(chunks: int) -> float:
@@ -153,14 +154,14 @@ def test_few_wide_chunks_fill_no_more_than_whole_rounds_of_tiles() -> None:
 )
 def test_near_measured_h200_prefill(heads: int, chunk: int, context: int, microseconds: float) -> None:
     """One chunk, BF16, 8 KV heads of 128 (attention_prefill.bf16 of profiles/h200_sxm). 40 heads: groups of 5."""
-    card, shape = gpu("h200"), replace(SHAPE, num_layers=1, num_attention_heads=heads)
+    card, shape = gpu("h200"), resized(SHAPE, num_layers=1, num_attention_heads=heads)
     got = attention_cost(prefill(chunk, context), shape, BF16, 1, card, PROFILE).seconds
     assert got.item() * 1e6 == pytest.approx(microseconds, rel=0.1)
 
 
 def test_groups_that_do_not_divide_a_tile_and_the_longest_tile_cost_more() -> None:
     def per_pair(heads: int, kv_heads: int, chunk: int) -> float:
-        shape, card = replace(SHAPE, num_layers=1, num_attention_heads=heads, num_key_value_heads=kv_heads), gpu("h200")
+        shape, card = resized(SHAPE, num_layers=1, num_attention_heads=heads, num_key_value_heads=kv_heads), gpu("h200")
         seconds = attention_cost(prefill(chunk, 0), shape, BF16, 1, card, PROFILE).seconds.item()
         return seconds / (heads * chunk * (chunk + 1) / 2)
 
@@ -171,7 +172,7 @@ def test_groups_that_do_not_divide_a_tile_and_the_longest_tile_cost_more() -> No
 
 @pytest.mark.parametrize("precision", [BF16, FP8_KV])
 def test_a_rank_of_two_costs_what_a_model_of_half_the_heads_does(precision: Precision) -> None:
-    half = replace(SHAPE, num_attention_heads=SHAPE.num_attention_heads // 2, num_key_value_heads=4)
+    half = resized(SHAPE, num_attention_heads=SHAPE.num_attention_heads // 2, num_key_value_heads=4)
     card = gpu("h200")
     profile = PROFILE
     for batch in (decode(64, 3000), prefill(5000, 100)):
@@ -188,7 +189,7 @@ def test_writing_the_cache_costs_what_was_measured_and_fp8_more() -> None:
     profile = PROFILE
     tokens = np.array([16384])
     bf16, fp8 = (
-        cache_cost(tokens, replace(SHAPE, num_layers=1), x, 1, card, profile).seconds.item() * 1e6
+        cache_cost(tokens, resized(SHAPE, num_layers=1), x, 1, card, profile).seconds.item() * 1e6
         for x in (BF16, FP8_KV)
     )
     assert bf16 == pytest.approx(84, rel=0.15)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.architecture.uniform import resized
 from fp8plan.model.cost.attention import FLASH_ATTENTION_3
 from fp8plan.model.cost.base import Cost, StepBatch, norm8
 from fp8plan.model.cost.collective import all_reduce_cost, with_network
@@ -128,7 +129,7 @@ def test_more_work_never_costs_less(step: StepModel, batch: StepBatch, more: int
     split = step.profile.coefficients.get("gemm.bf16.split_seconds", 0.0) * (5 * step.shape.num_layers + 1)
     for larger, gain in ((kv, better), (request, better + split), (prefill, split)):
         assert (step.seconds(larger) >= seconds * (1 - 1e-12) - gain).all()
-    deeper = replace(step, shape=replace(step.shape, num_layers=step.shape.num_layers + 1))
+    deeper = replace(step, shape=resized(step.shape, num_layers=step.shape.num_layers + 1))
     assert (deeper.seconds(batch) > seconds * (1 - 1e-12)).all()
 
 
@@ -382,7 +383,7 @@ def _elapsed(call: object) -> float:
 
 def test_small_kernels_of_a_rank_of_two_are_those_of_half_the_model() -> None:
     shape = ModelShape.from_hf(QWEN)
-    half = replace(
+    half = resized(
         shape,
         num_attention_heads=shape.num_attention_heads // 2,
         num_key_value_heads=shape.num_key_value_heads // 2,

@@ -16,6 +16,7 @@ import pytest
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, ModelShape
+from fp8plan.model.architecture.uniform import uniform
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, FP8_KV, PRESETS, Precision
 from fp8plan.model.risk.expected import MismatchRisk, RiskBudget, committed_fit, mismatch_risk, recommended_thresholds
 from fp8plan.model.risk.fit import FIT, OBSERVATIONS, compared_kl, fit, leave_one_source_out, read_observations
@@ -32,7 +33,7 @@ from fp8plan.model.risk.theory import (
 
 
 def shape(layers: int = 36, moe: bool = False, qk_norm: bool = True, attention_bias: bool = False) -> ModelShape:
-    return ModelShape(
+    return uniform(
         name="test", model_type="qwen3", num_layers=layers, hidden_size=4096, num_attention_heads=32,
         num_key_value_heads=8, head_dim=128, intermediate_size=12288, vocab_size=151936, tie_word_embeddings=False,
         qk_norm=qk_norm, attention_bias=attention_bias, max_position_embeddings=40960,
@@ -302,6 +303,7 @@ def test_table_has_a_source_for_every_number() -> None:
     assert {kv for _, kv, _ in kinds} == {"bf16", "fp8"}
 
 
+@pytest.mark.slow
 def test_refitting_reproduces_the_committed_coefficients() -> None:
     result, committed = fit(read_observations(), rounding_errors()), committed_fit()
     np.testing.assert_allclose(result.coefficients, committed.coefficients, atol=2e-3)
@@ -325,6 +327,7 @@ def test_fit_finds_the_factors_that_made_the_data() -> None:
     assert 0.003 < result.noise_sd < 0.02
 
 
+@pytest.mark.slow
 def test_left_out_sources_fall_into_the_band_about_as_often_as_claimed() -> None:
     left = leave_one_source_out(read_observations(), committed_fit().errors)
     summary = leave_one_out_summary(left)
@@ -335,6 +338,7 @@ def test_left_out_sources_fall_into_the_band_about_as_often_as_claimed() -> None
     assert json.loads(FIT.read_text(encoding="utf-8"))["leave_one_source_out"] == pytest.approx(summary, rel=0.02)
 
 
+@pytest.mark.slow
 def test_report_prints_residuals_and_the_leave_one_out_error() -> None:
     text = run(None)
     assert "leave one source out" in text

@@ -203,6 +203,7 @@ def test_a_state_restored_mid_run_decides_the_same(controller):
         assert after(controller, sequence[cut:], restored) == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("controller", SETTINGS)
 @pytest.mark.parametrize("outlier", [-20.0, 5.0, 20.0, 50.0])
 @pytest.mark.parametrize("sigma", [0.0, 0.1, 0.4])

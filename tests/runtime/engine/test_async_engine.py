@@ -21,7 +21,7 @@ async def generate(engine: AsyncRolloutEngine) -> Outputs:
     return [await one(engine, prompt) for prompt in PROMPTS]
 
 
-async def one(engine: AsyncRolloutEngine, prompt: list[int], tokens: int = 12) -> tuple[list[int], list[float]]:
+async def one(engine: AsyncRolloutEngine, prompt: list[int], tokens: int = 5) -> tuple[list[int], list[float]]:
     from vllm import SamplingParams
 
     how = SamplingParams(temperature=1.0, seed=1, max_tokens=tokens, ignore_eos=True, logprobs=0)

@@ -72,6 +72,7 @@ def slower(record: Record, factor: float) -> Observation:
 # Real rollouts
 
 
+@pytest.mark.slow
 def test_healthy_rollouts_are_as_predicted_and_cost_the_guard_next_to_nothing() -> None:
     healthy = records("rollouts")
     begun = time.process_time()
@@ -87,6 +88,7 @@ def test_healthy_rollouts_are_as_predicted_and_cost_the_guard_next_to_nothing() 
     assert spent / len(healthy) < 0.05
 
 
+@pytest.mark.slow
 def test_no_healthy_engine_is_stepped_down() -> None:
     """Whatever came before: one more bad rollout would be enough."""
     edge = GuardState(slow=GuardSettings().patience - 1)
@@ -110,6 +112,7 @@ def test_the_prediction_is_the_one_that_validate_makes_in_the_measured_pool(tmp_
     assert made.high_tokens_per_s == pytest.approx(tokens / row["predicted_low_s"])
 
 
+@pytest.mark.slow
 def test_stalled_rollouts_are_blamed_on_the_compile_and_excused() -> None:
     stalled = [record for record in records("stalled") if record.fields["compiled_files"]]
     assert len(stalled) >= 12
@@ -157,6 +160,7 @@ def test_a_disturbed_host_leads_nowhere() -> None:
     assert [x.cause for x in watched.causes if x.gap] == [Cause.HOST]
 
 
+@pytest.mark.slow
 def test_in_no_run_of_another_card_is_a_compile_seen() -> None:
     for record in records("again"):
         assert not found(record, Cause.COMPILING)

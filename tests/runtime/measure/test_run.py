@@ -174,27 +174,26 @@ def _alive(process: int) -> bool:
 
 
 @pytest.mark.vllm
-def test_a_broken_engine_is_reported_with_its_last_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("raise SystemExit('out of luck')", "last line of the log: out of luck"),
+        (
+            "print('(pid=1) ValueError: no room')\nraise RuntimeError('see above')",
+            "first error in the log: ValueError: no room",
+        ),
+    ],
+    ids=["last words", "first error"],
+)
+def test_a_broken_engine_is_reported_with_what_its_log_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], program: str, told: str
 ) -> None:
-    (tmp_path / "broken.py").write_text("raise SystemExit('out of luck')")
+    (tmp_path / "broken.py").write_text(program)
     monkeypatch.setattr(run_rollouts, "CHILD", "broken")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     cells(tmp_path, setting(tmp_path))
     assert measure(tmp_path) == 1
-    assert "exit status 1; last line of the log: out of luck" in capfd.readouterr().err
-
-
-@pytest.mark.vllm
-def test_an_engine_that_cannot_start_is_reported_with_the_first_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "broken.py").write_text("print('(pid=1) ValueError: no room')\nraise RuntimeError('see above')")
-    monkeypatch.setattr(run_rollouts, "CHILD", "broken")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    cells(tmp_path, setting(tmp_path))
-    assert measure(tmp_path) == 1
-    assert "exit status 1; first error in the log: ValueError: no room" in capfd.readouterr().err
+    assert f"exit status 1; {told}" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

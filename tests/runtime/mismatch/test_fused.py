@@ -41,7 +41,7 @@ SETTINGS = {
 
 @pytest.fixture(
     params=[
-        pytest.param("triton_interpreter", marks=pytest.mark.triton),
+        pytest.param("triton_interpreter", marks=[pytest.mark.triton, pytest.mark.slow]),
         pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.triton]),
     ]
 )

@@ -224,6 +224,7 @@ def test_junk_of_any_kind_is_skipped(tmp_path: Path) -> None:
     assert (reader.read(), reader.skipped) == (1, 2)
 
 
+@pytest.mark.slow
 def test_a_reader_needs_memory_for_what_is_shown_not_for_every_request(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     lengths = {name: list(range(1000, 2500)) for name in ("prompt_lengths", "response_lengths", "prompt_ids")}

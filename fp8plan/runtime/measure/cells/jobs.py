@@ -11,21 +11,26 @@ from typing import Any
 
 from fp8plan import jsonl
 from fp8plan.errors import ConfigError
+from fp8plan.model.architecture import ModelShape
 from fp8plan.model.configs import find_config
+from fp8plan.model.emit.settings import vllm_env, vllm_kwargs
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.precision import precision
 from fp8plan.model.profile.profile import ENGINE
+from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import Workload, parse_lengths
 from fp8plan.runtime.measure.machine import installed
 from fp8plan.runtime.measure.notes import note
 
 CHILD = "fp8plan.runtime.measure.rollouts.rollout_engine"
-SETTING = {"model", "gpu", "precisions", "repeats", "workloads", "kv_cache_tokens"}
+SETTING = {"model", "gpu", "precisions", "workloads"}
+OPTIONAL = {"repeats", "kv_cache_tokens", "config", "engine_args"}
 WORKLOAD = {"name", "prompts", "samples", "prompt_lengths", "response_lengths", "seed", "repeats", "warmup"}
 WARMUPS = ("full", "short")
+BY_LAYERS = {"block_size", "enable_prefix_caching"}  # limits whose default vLLM takes from the model's layers
 LIMITS = {f.name for f in fields(EngineLimits)} - {"num_gpu_blocks", "data_parallel_size"}
 
 # Random weights need no download, and no tokenizer; vLLM's own sampler needs no compiler on the machine.
@@ -73,13 +78,18 @@ def jobs(cells: Path, options: Options) -> list[dict[str, Any]]:
         raise ConfigError(f"{cells} holds no list of engine settings; see `python -m pydoc {__package__}.rollouts`")
     release, done, found = engine_version(), keys_in(options.output), []
     for number, setting in enumerate(settings):
-        _known(setting, SETTING | LIMITS, SETTING - {"repeats", "kv_cache_tokens"}, f"setting {number} of {cells}")
+        _known(setting, SETTING | OPTIONAL | LIMITS, SETTING, f"setting {number} of {cells}")
         if options.models and setting["model"] not in options.models:
             continue
         for name in setting["precisions"]:
             if not options.precisions or name in options.precisions:
-                found.append(_job(setting, number, precision(name).name, release, done, options))
+                found.append(_job(_in_folder(setting, cells), number, precision(name).name, release, done, options))
     return [job for job in found if job["work"]]
+
+
+def _in_folder(setting: dict[str, Any], cells: Path) -> dict[str, Any]:
+    """The setting with the full path of its folder with a config.json."""
+    return setting | {"config": str((cells.parent / setting["config"]).resolve())} if "config" in setting else setting
 
 
 def engine_version() -> str:
@@ -100,33 +110,58 @@ def _job(
 ) -> dict[str, Any]:
     workloads = [_workload(row, f"workload {i} of setting {number}") for i, row in enumerate(setting["workloads"])]
     limits = _limits(setting, workloads)
-    plans = [
-        plan(setting["model"], setting["gpu"], w, limits=limits, precisions=[name], engine_version=release)
-        for w in workloads
-    ]
+    plans = _plans(setting, name, limits, workloads, release)
+    setup = plans[0].setup() if plans else EngineSetup(_source(setting), setting["gpu"], name, limits)
     same = _same_in_all_runs(setting, name, limits, release, options)
     work = []
-    for row, workload, planned in zip(setting["workloads"], workloads, plans, strict=True):
+    for number_of_row, (row, workload) in enumerate(zip(setting["workloads"], workloads, strict=True)):
         repeats = row.get("repeats", setting.get("repeats", 1))
         cell = _cell(row, workload, same, repeats) | {"warmup": row.get("warmup", options.warmup)}
         cell["runs"] = [run for run in cell["runs"] if run["key"] not in done]
         if cell["runs"] and (not options.workloads or cell["workload"] in options.workloads):
-            choice = planned.select()
-            expected = f"predicted {choice.makespan_s:.1f} s, {choice.preemptions} preemptions"
+            expected = _expected(plans[number_of_row]) if plans else "without a prediction"
             note(f"to do: {setting['model']} {name}: {cell['workload']} x {len(cell['runs'])}, {expected} each")
             work.append(cell)
     label = f"{setting['model'].rstrip('/').rpartition('/')[2]}.{name}" + (f".{number}" if number else "")
     return {
         "label": label,
         "fields": same,
-        "kwargs": _kwargs(plans[0], setting["model"], options),
-        "env": plans[0].env() | ENV | options.env,
+        "kwargs": _kwargs(setup, setting, bool(plans), options),
+        "env": vllm_env(setup) | ENV | options.env,
         "work": work,
         "output": str(options.output.resolve()),
+        "engines": str(options.beside("engines.jsonl").resolve()),
+        "failed": str(options.beside("failed.jsonl").resolve()),
         "set_aside": str(options.beside("set_aside.jsonl").resolve()),
         "log": str(options.beside(f"{label}.log").resolve()),
         "trace": str(options.beside("trace.jsonl.gz").resolve()) if options.trace else None,
     }
+
+
+def _source(setting: dict[str, Any]) -> str:
+    """The place where the model's config is looked for."""
+    return str(setting.get("config", setting["model"]))
+
+
+def _plans(
+    setting: dict[str, Any], name: str, limits: EngineLimits, workloads: Sequence[Workload], release: str
+) -> list[Plan]:
+    """The plan of each workload; none for a model whose config is found, but not one that fp8plan can read."""
+    find_config(_source(setting))
+    try:
+        ModelShape.from_hf(_source(setting))
+    except ConfigError as error:
+        note(f"{setting['model']} is measured without a prediction: {error}")
+        return []
+    return [
+        plan(_source(setting), setting["gpu"], w, limits=limits, precisions=[name], engine_version=release)
+        for w in workloads
+    ]
+
+
+def _expected(planned: Plan) -> str:
+    choice = planned.select()
+    return f"predicted {choice.makespan_s:.1f} s, {choice.preemptions} preemptions"
 
 
 def _workload(row: Any, where: str) -> Workload:
@@ -146,13 +181,19 @@ def _limits(setting: dict[str, Any], workloads: Sequence[Workload]) -> EngineLim
     return limits.holding(max(w.prompt_lengths.longest + w.response_lengths.longest for w in workloads))
 
 
-def _kwargs(planned: Plan, model: str, options: Options) -> dict[str, Any]:
-    """vLLM's arguments as the plan emits them, with random weights instead of the model's."""
-    config = {name: value for name, value in find_config(model)[0].items() if not name.startswith("_")}
-    folder = options.beside("configs").resolve() / model.strip("./").replace("/", "--")
+def _kwargs(setup: EngineSetup, setting: dict[str, Any], readable: bool, options: Options) -> dict[str, Any]:
+    """vLLM's arguments as a plan emits them, with random weights instead of the model's.
+
+    readable: fp8plan knows the model; else vLLM picks what depends on its layers, where the setting does not
+    """
+    config = {name: value for name, value in find_config(_source(setting))[0].items() if not name.startswith("_")}
+    folder = options.beside("configs").resolve() / setting["model"].strip("./").replace("/", "--")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    return planned.vllm_kwargs() | KWARGS | {"model": str(folder)}
+    emitted = vllm_kwargs(setup)
+    left = () if readable else BY_LAYERS - setting.keys()
+    kept = {key: value for key, value in emitted.items() if key not in left}
+    return kept | KWARGS | {"model": str(folder)} | dict(setting.get("engine_args", {}))
 
 
 def _same_in_all_runs(
@@ -174,6 +215,7 @@ def _same_in_all_runs(
         "weights": "random",
         "env": options.env,
         **dict(sorted(kept.items())),
+        **({"engine_args": setting["engine_args"]} if "engine_args" in setting else {}),
     }
 
 

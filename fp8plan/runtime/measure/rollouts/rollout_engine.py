@@ -22,6 +22,7 @@ from fp8plan.runtime.engine.warm_up import freeze_garbage
 from fp8plan.runtime.measure.machine import machine_facts
 from fp8plan.runtime.measure.rollouts.attempts import attempts, disturbance, listed
 from fp8plan.runtime.measure.rollouts.engine_log import engine_numbers, kernel_backends, model_runner, uses_e8m0
+from fp8plan.runtime.measure.rollouts.engine_parts import engine_parts, telling_lines
 from fp8plan.runtime.measure.rollouts.host import Host
 from fp8plan.runtime.measure.rollouts.timed_rollout import token_prompts
 from fp8plan.runtime.measure.rollouts.trace import Trace, write_trace
@@ -52,6 +53,10 @@ class MemoryFacts:
         }
         return {name: None if value is None else int(value) for name, value in facts.items()}
 
+    def fp8plan_engine_parts(self) -> dict[str, Any]:
+        """KV cache groups, modules and parameters."""
+        return engine_parts(getattr(self, "model_runner", None))
+
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
@@ -71,10 +76,12 @@ def measure(job: Mapping[str, Any], note: Callable[[str], None]) -> None:
     freeze_garbage()
     facts = {"schema_version": VERSIONS["record"]} | job["fields"] | engine_facts(llm, job) | machine_facts()
     facts["engine_start_s"] = start_s
+    parts = {"parts": llm.collective_rpc("fp8plan_engine_parts")[0], "log": telling_lines(log_of(job))}
+    write(job["engines"], facts | parts)
     memory = facts["measured_kv_cache_tokens"]
     note(f"engine ready in {start_s:.0f} s, KV cache {memory} tokens, kernels {facts['kernel_backends']}")
     trace, host = Trace(llm), None if gpu(job["fields"]["gpu"]).is_cpu else Host()
-    ladder = prefill_ladder(llm, job["fields"])
+    ladder = prefill_ladder(llm, job["fields"] | {"model": job["kwargs"]["model"]})
     note(f"prompts of {', '.join(map(str, ladder))} tokens ran, so that their kernels are compiled")
     for work in job["work"]:
         prompts = token_prompts(work, llm.llm_engine.model_config.get_vocab_size())
@@ -103,13 +110,18 @@ def measure(job: Mapping[str, Any], note: Callable[[str], None]) -> None:
                 write_trace(job["trace"], run["key"], best.steps)
 
 
+def log_of(job: Mapping[str, Any]) -> str:
+    """The engine's log so far."""
+    with open(job["log"], encoding="utf-8", errors="replace") as file:
+        file.seek(job["log_start"])
+        return file.read()
+
+
 def engine_facts(llm: Any, job: Mapping[str, Any]) -> dict[str, Any]:
     """The limits the engine really runs with, its KV pool, kernels and memory, under the record's names."""
     config = llm.llm_engine.vllm_config
     cache, scheduler, compilation = config.cache_config, config.scheduler_config, config.compilation_config
-    with open(job["log"], encoding="utf-8", errors="replace") as file:
-        file.seek(job["log_start"])
-        log = file.read()
+    log = log_of(job)
     preset = precision(job["fields"]["precision"])
     return {
         "block_size": cache.block_size,

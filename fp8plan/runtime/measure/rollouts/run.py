@@ -15,7 +15,13 @@ arguments and environment that a Plan emits. A record is written as soon as it i
 output already are skipped. A run in which a kernel was compiled or the host was slow (runtime.measure.rollouts.host) is
 repeated a few times; the least disturbed attempt is the record, the others go to <stem>.set_aside.jsonl. Beside the
 output lie each engine's log, <stem>.<model>.<precision>.log, the config folders the engines were given, <stem>.configs,
-and with --trace every engine step, <stem>.trace.jsonl.gz.
+with --trace every engine step, <stem>.trace.jsonl.gz, and what each engine is made of (KV cache groups, layers,
+weights, the telling lines of its log), <stem>.engines.jsonl. Why an engine did not start or ended early is in
+<stem>.failed.jsonl.
+
+A model that fp8plan cannot read is measured without a prediction: vLLM then picks the block size and whether prefixes
+are cached, unless the setting does. A setting may also have "config", a folder with the config.json that stands for the
+model (relative to CELLS.json), and "engine_args", further arguments of `vllm.LLM`.
 """
 
 from __future__ import annotations
@@ -36,12 +42,14 @@ from typing import Any
 
 import fp8plan
 from fp8plan.errors import ConfigError, Fp8PlanError
+from fp8plan.jsonl import write
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import PRESETS
 from fp8plan.runtime.measure.cells.jobs import CHILD, WARMUPS, Options, jobs
 from fp8plan.runtime.measure.machine import gpu_facts
 from fp8plan.runtime.measure.notes import note
 
+ERRORS = 12
 FREED_BYTES, FREE_WAIT_S = 2 << 30, 30  # a killed engine's memory comes back a little later
 
 
@@ -95,6 +103,7 @@ def run_jobs(work: Sequence[dict[str, Any]], options: Options, timeout_s: float)
         if failed:
             failures.append(f"{job['label']}: {failed}")
             note(failures[-1])
+            write(job["failed"], job["fields"] | {"reason": failed, "errors": errors_in(job["log"])})
         _wait_for_memory()
     return failures
 
@@ -154,6 +163,13 @@ def _cause(log: str, start: int) -> str:
     text = Path(log).read_bytes()[start:].decode(errors="replace")
     first = re.search(r"^.*?(\w*Error: .*)$", text, re.MULTILINE)
     return f"first error in the log: {first[1][:300]}" if first else f"last line of the log: {_last_line(log)}"
+
+
+def errors_in(log: str) -> list[str]:
+    """The different error lines of a log, the last ERRORS of them."""
+    text = Path(log).read_text(encoding="utf-8", errors="replace")
+    found = re.findall(r"^.*?(\b\w*(?:Error|Exception)\b: .*)$", text, re.MULTILINE)
+    return [line[:600] for line in dict.fromkeys(found)][-ERRORS:]
 
 
 def _wait_for_memory() -> None:

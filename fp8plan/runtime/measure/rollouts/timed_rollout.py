@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fp8plan.errors import Fp8PlanError
+from fp8plan.runtime.engine.warm_up import until_reset
 
 # vLLM's counters (v1/metrics/loggers.py), as the record calls what they gained during a run.
 COUNTERS = {
@@ -55,12 +56,11 @@ def timed(
 
 
 def empty_prefix_cache(llm: Any) -> None:
-    """Empty the prefix cache. Async scheduling frees the last blocks a moment after the last token, hence the tries."""
-    for _ in range(50):
+    """Empty the prefix cache. Raises SyncError if vLLM does not within some seconds."""
+    for pause_s in until_reset():
         if llm.reset_prefix_cache():
             return
-        time.sleep(0.1)
-    raise Fp8PlanError("vLLM did not empty its prefix cache within 5 s of the last request")
+        time.sleep(pause_s)
 
 
 def counters(llm: Any) -> dict[str, int]:

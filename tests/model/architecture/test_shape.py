@@ -169,28 +169,43 @@ def test_a_folder_without_config_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "feature"),
     [
-        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "latent attention"),
-        ({"model_type": "mistral", "sliding_window": 4096}, "sliding-window"),
-        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True}, "sliding-window"),
-        ({"model_type": "gemma3_text", "layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-        ({"model_type": "qwen3_next", "linear_num_key_heads": 16}, "linear attention"),
-        ({"model_type": "qwen3", "layer_types": ["linear_attention"]}, "linear_attention"),
+        ({"model_type": "llama", "kv_lora_rank": 512}, "latent attention"),
+        ({"model_type": "qwen3_moe", "use_sliding_window": True}, "sliding window"),
+        ({"model_type": "qwen3", "linear_num_key_heads": 16}, "linear attention"),
+        ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 2}, "linear_attention"),
         ({"model_type": "mamba"}, "'mamba'"),
         ({"model_type": "llava", "vision_config": {"depth": 3}}, "vision"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "encoder"),
-        ({"mlp_bias": True}, "mlp_bias"),
+        ({"model_type": "qwen3", "mlp_bias": True}, "mlp_bias"),
     ],
 )
-def test_what_is_not_modelled_is_refused_by_name(changes: dict[str, object], feature: str) -> None:
-    with pytest.raises(ConfigError, match=f"{feature}.*not modelled"):
+def test_what_is_not_known_is_refused_by_name(changes: dict[str, object], feature: str) -> None:
+    with pytest.raises(ConfigError, match=f"{feature}.*is not modelled; model types that are: .*qwen3_moe"):
         shape(**changes)
 
 
-def test_inactive_windows_and_full_attention_lists_are_fine() -> None:
-    plain = shape(model_type="qwen2")
-    assert shape(model_type="qwen2", sliding_window=131072, use_sliding_window=False) == plain
-    assert shape(model_type="qwen2", sliding_window=131072, layer_types=["full_attention"] * 2) == plain
-    assert shape(model_type="mistral", sliding_window=None).model_type == "mistral"
+WINDOW = {"sliding_window": 4096}
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"model_type": "mistral", **WINDOW}, r"sliding-window attention \(window 4096\)"),
+        ({"model_type": "qwen2", **WINDOW, "use_sliding_window": True, "max_window_layers": 1}, "sliding-window"),
+        ({"model_type": "gemma3_text", **WINDOW, "layer_types": ["full_attention", "sliding_attention"]}, "norms"),
+        ({"model_type": "phi"}, "MLPs of two matrices, without a gate and biases in the MLP"),
+        ({"model_type": "cohere", "final_logit_softcapping": 30.0}, "soft-capped logits"),
+        ({"model_type": "olmo2"}, "a norm over all query heads together"),
+        ({"mlp_bias": True}, "mlp_bias"),
+    ],
+)
+def test_what_has_no_modelled_speed_is_read_but_not_planned(changes: dict[str, object], part: str) -> None:
+    model = shape(**changes)
+    assert model.num_parameters > 0
+    assert model.weight_bytes(BF16) > 2 * model.num_parameters
+    for ask in (model.check_priced, lambda: model.head_dim):
+        with pytest.raises(ConfigError, match=f"{part}.*not modelled yet.*from_setup"):
+            ask()
 
 
 def test_a_quantised_checkpoint_points_to_the_bf16_model() -> None:

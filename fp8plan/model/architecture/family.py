@@ -1,0 +1,240 @@
+"""What a row of `families` can say of a family, and the readers that turn a config's fields into parts by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from fp8plan.model.architecture.parts import Attention, Experts, Layer, Mixer, Mlp, QkNorm
+from fp8plan.model.configs import Fields
+
+
+class Unknown(ValueError):
+    """The name of a part that is not known."""
+
+
+Readers: TypeAlias = Mapping[str, "Callable[[Fields, Family], Mixer | None]"]  # of a mixer, by the kind of its layer
+Switch: TypeAlias = bool | str  # true or false, or the name of the config's field that says so
+
+
+@dataclass(frozen=True, slots=True)
+class Moe:
+    """The experts of a family, by the names of its fields.
+
+    inner:        the field of one expert's width
+    shared:       the field of the width of all shared experts together; "" if there are none, or
+    shared_count: whether a field says how many shared experts of an expert's width there are
+    sparse:       which layers have experts
+    """
+
+    inner: str = "moe_intermediate_size"
+    shared: str = ""
+    shared_count: bool = False
+    shared_gate: bool = False
+    gated: bool = True
+    bias: bool = False
+    shared_bias: Switch = False
+    router_bias: Switch = False
+    router_scales: bool = False
+    sparse: Callable[[Fields, int], Sequence[bool]] = lambda _, layers: [True] * layers
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How the configs of one model_type become layers. The defaults are those of Llama.
+
+    kinds:        the kind of each layer where no layer_types lists them
+    mixers:       the reader of the mixer of each kind
+    layer:        the reader of a layer, given its number, kind and whether it has experts
+    gated:        whether the dense MLP has a gate
+    norms, norm_vectors, last_norm_vectors: as in Layer and ModelShape; None: as the layers
+    tied:         whether embeddings are tied where the config does not say
+    defaults:     further values of fields that published configs leave out (from the family's config class)
+    own:          fields that stand for a part which only some families have, and this one
+    missing:      field -> the name of a part that is not known, which a true value of the field asks for
+    """
+
+    kinds: Callable[[Fields, int], Sequence[str]] = lambda _, layers: ["full_attention"] * layers
+    mixers: Readers = field(default_factory=lambda: ATTENTIONS)
+    layer: Callable[[Fields, Family, int, str, bool], Layer] = lambda *given: layer(*given)
+    qkv_bias: Switch = "attention_bias"
+    o_bias: Switch = "attention_bias"
+    qk_norm: QkNorm | tuple[str, QkNorm] = "none"  # or the field that says whether there is one, and which
+    sinks: bool = False
+    gated_attention: Switch = False
+    gated: bool = True
+    mlp_bias: Switch = False
+    inner: str | Callable[[Fields], int] = "intermediate_size"
+    norms: int = 2
+    norm_vectors: int = 1
+    moe: Moe | None = None
+    lm_head_bias: Switch = False
+    tied: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    own: tuple[str, ...] = ()
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+
+def says(config: Fields, switch: Switch) -> bool:
+    """Whether a switch is on in this config."""
+    return config.flag(switch) if isinstance(switch, str) else switch
+
+
+# Kinds of layers where no layer_types lists them
+
+
+def everywhere(config: Fields, layers: int) -> list[str]:
+    """A window in every layer, if the config has one."""
+    return ["sliding_attention" if config.value("sliding_window") else "full_attention"] * layers
+
+
+def later(config: Fields, layers: int) -> list[str]:
+    """A window from layer max_window_layers on, if the config has one and use_sliding_window does not say no."""
+    if config.value("use_sliding_window") is False or not config.value("sliding_window"):
+        return ["full_attention"] * layers
+    first = config.integer("max_window_layers", least=0)
+    return ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+
+
+def every(default: int, *names: str, other: str = "sliding_attention") -> Callable[[Fields, int], list[str]]:
+    """Full attention in every n-th layer, n from one of these fields; the others are of another kind."""
+
+    def kinds(config: Fields, layers: int) -> list[str]:
+        if other == "sliding_attention" and not config.value("sliding_window"):
+            return ["full_attention"] * layers
+        found = next((config.value(name) for name in names if config.value(name) is not None), default)
+        step = len(found) if isinstance(found, str) else found  # EXAONE writes LLLG for 4
+        if isinstance(step, bool) or not isinstance(step, int) or step < 1:
+            raise config.error(names[0], found, "a whole number of at least 1")
+        return ["full_attention" if (i + 1) % step == 0 else other for i in range(layers)]
+
+    return kinds
+
+
+# Which layers have experts
+
+
+def by_step(config: Fields, layers: int) -> list[bool]:
+    """Every decoder_sparse_step-th layer but mlp_only_layers (Qwen)."""
+    step, dense = config.integer("decoder_sparse_step", 1), config.numbers("mlp_only_layers") or []
+    return [i not in dense and (i + 1) % step == 0 for i in range(layers)]
+
+
+def after_dense(config: Fields, layers: int) -> list[bool]:
+    """The layers that mlp_layer_types calls sparse, or all after the first dense ones (DeepSeek)."""
+    if (listed := config.words("mlp_layer_types", layers)) is not None:
+        return [kind == "sparse" for kind in listed]
+    frequency = config.value("moe_layer_freq")
+    if isinstance(frequency, list):
+        return [bool(x) for x in frequency[:layers]]
+    if frequency not in (None, 1):
+        raise config.error("moe_layer_freq", frequency, "1, or a list of 0 and 1")
+    name = "num_dense_layers" if config.value("num_dense_layers") is not None else "first_k_dense_replace"
+    return [i >= config.integer(name, 0, least=0) for i in range(layers)]
+
+
+# Parts
+
+
+def attention(config: Fields, family: Family) -> Attention:
+    """Attention over all tokens."""
+    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    kv_heads = config.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise config.error("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
+    if config.value("head_dim") is None and hidden % heads:
+        raise config.error("hidden_size", hidden, f"a multiple of num_attention_heads ({heads}), as head_dim is absent")
+    head_dim = config.integer("head_dim", hidden // heads)
+    norm = family.qk_norm
+    if isinstance(norm, tuple):
+        norm = norm[1] if config.flag(norm[0]) else "none"
+    value_dim = config.integer("v_head_dim", head_dim)
+    return Attention(
+        heads,
+        kv_heads,
+        head_dim,
+        v_head_dim=0 if value_dim == head_dim else value_dim,
+        qkv_bias=says(config, family.qkv_bias),
+        o_bias=says(config, family.o_bias),
+        qk_norm=norm,
+        gated=says(config, family.gated_attention),
+        sinks=family.sinks,
+        softcap=config.number("attn_logit_softcapping") > 0,
+    )
+
+
+def windowed(config: Fields, family: Family) -> Attention:
+    """Attention over the last `sliding_window` tokens."""
+    return replace(attention(config, family), window=config.integer("sliding_window"))
+
+
+def chunked(config: Fields, family: Family) -> Attention:
+    """Attention inside chunks of `attention_chunk_size` tokens."""
+    return replace(attention(config, family), chunk=config.integer("attention_chunk_size"))
+
+
+ATTENTIONS: Readers = {
+    "full_attention": attention,
+    "sliding_attention": windowed,
+}
+
+
+def dense(config: Fields, family: Family) -> Mlp:
+    """The dense MLP."""
+    inner = config.integer(family.inner) if isinstance(family.inner, str) else family.inner(config)
+    activation = 4 if config.value("hidden_act") == "xielu" else 0
+    return Mlp(inner, gated=family.gated, bias=says(config, family.mlp_bias), activation_elements=activation)
+
+
+def experts(config: Fields, family: Family) -> Experts:
+    """The experts of a layer that has them."""
+    moe = family.moe
+    if moe is None:
+        raise ValueError("a family without experts")
+    number, each, inner = (
+        config.integer("num_experts"),
+        config.integer("num_experts_per_tok"),
+        config.integer(moe.inner),
+    )
+    if each > number:
+        raise config.error("num_experts_per_tok", each, f"at most the number of experts ({number})")
+    shared = config.integer(moe.shared, 0, least=0) if moe.shared else 0
+    if moe.shared_count:
+        shared = inner * config.integer("num_shared_experts", 0, least=0)
+    return Experts(
+        number,
+        each,
+        inner,
+        shared_intermediate_size=shared,
+        shared_gate=moe.shared_gate,
+        gated=moe.gated,
+        bias=moe.bias,
+        shared_bias=says(config, moe.shared_bias),
+        router_bias=says(config, moe.router_bias),
+        router_scales=moe.router_scales,
+    )
+
+
+def layer(config: Fields, family: Family, number: int, kind: str, sparse: bool) -> Layer:
+    """A layer of one mixer and one MLP."""
+    mixer = family.mixers[kind](config, family)
+    mlp = experts(config, family) if sparse else dense(config, family)
+    return Layer(mixer, mlp, norms=family.norms, norm_vectors=family.norm_vectors)
+
+
+def layers(config: Fields, family: Family) -> tuple[Layer, ...]:
+    """All layers of a model, in order. Equal layers are one object."""
+    blocks = config.value("layers_block_type")
+    number = config.integer("num_hidden_layers", len(blocks) if isinstance(blocks, list) else None)
+    kinds = config.words("layer_types", number) or config.words("layers_block_type", number)
+    kinds = list(family.kinds(config, number)) if kinds is None else kinds
+    if unknown := sorted({kind for kind in kinds if kind not in family.mixers}):
+        raise Unknown(" and ".join(f"{kind} layers" for kind in unknown))
+    sparse = family.moe.sparse(config, number) if family.moe else [False] * number
+    made: dict[Layer, Layer] = {}
+    found = (
+        family.layer(config, family, i, kind, bool(has))
+        for i, (kind, has) in enumerate(zip(kinds, sparse, strict=True))
+    )
+    return tuple(made.setdefault(one, one) for one in found)

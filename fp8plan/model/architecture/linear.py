@@ -1,0 +1,87 @@
+"""What parts are made of: a weight matrix as vLLM runs it, and what a layer keeps of each token or request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple, Protocol, TypeAlias
+
+CacheKind: TypeAlias = Literal["full", "sliding", "chunked", "latent", "state"]
+
+
+class Linear(NamedTuple):
+    """One weight matrix as vLLM runs it on one tensor-parallel rank: y[m, n] = x[m, k] @ W[n, k]^T."""
+
+    name: str
+    n: int
+    k: int
+    layers: int  # in how many layers it occurs; 1 in what a part says of itself
+    quantised: bool  # whether fp8_block quantises it
+    all_reduce: bool  # row-parallel: followed by an all-reduce of [m, n] when tensor_parallel_size > 1
+
+    @property
+    def elements(self) -> int:
+        """Elements of one layer's matrix."""
+        return self.n * self.k
+
+
+class Cache(NamedTuple):
+    """What one layer keeps on one rank.
+
+    full, latent: K and V (or the latent) of every token
+    sliding:      of the last `window` tokens
+    chunked:      of the tokens of the current chunk of `window`
+    state:        a state of fixed size for each request
+    """
+
+    kind: CacheKind
+    elements_per_token: int = 0  # of the KV dtype
+    window: int = 0  # tokens
+    state_bytes: int = 0  # of one request
+    index_bytes_per_token: int = 0  # keys of a token indexer, in a format of their own
+
+
+class Size(NamedTuple):
+    """A size that tensor parallelism has to cut into equal parts."""
+
+    what: str  # as an error names it, after "it has"
+    size: int
+    replicated: bool = False  # more ranks than this many keep a copy each
+
+
+class Part(Protocol):
+    """A mixer, an MLP or experts: what a layer is made of. hidden: the model's width. tp: tensor-parallel ranks."""
+
+    def linears(self, hidden: int, tp: int = 1) -> tuple[Linear, ...]:
+        """The matrices of one rank, as vLLM fuses and cuts them. The routed experts' own are not among them."""
+
+    def vectors(self, hidden: int, tp: int = 1) -> int:
+        """Elements on one rank that are in no linear: norms, biases, convolutions, gates. Always BF16."""
+
+    def parameters(self, hidden: int) -> int:
+        """Elements that a checkpoint holds."""
+
+    def cuts(self) -> tuple[Size, ...]:
+        """The sizes that tensor parallelism must divide."""
+
+    def unpriced(self) -> tuple[str, ...]:
+        """Names of what has a speed that the cost model does not know."""
+
+
+def column(name: str, n: int, k: int, *, quantised: bool = True) -> Linear:
+    """A matrix whose outputs stay where they are: cut by rows, or a copy on every rank."""
+    return Linear(name, n, k, 1, quantised, False)
+
+
+def row(name: str, n: int, k: int) -> Linear:
+    """A matrix whose inputs are cut, so that its outputs are added up over the ranks."""
+    return Linear(name, n, k, 1, True, True)
+
+
+def elements(linears: Iterable[Linear]) -> int:
+    """Elements of one layer's matrices together."""
+    return sum(linear.elements for linear in linears)
+
+
+def kv_heads_of_rank(kv_heads: int, tp: int) -> int:
+    """KV heads on one rank. vLLM copies them where there are more ranks than heads (QKVParallelLinear)."""
+    return max(1, kv_heads // tp)

@@ -1,0 +1,89 @@
+"""The parts that a decoder layer is made of: a mixer, which tokens meet in, and an MLP.
+
+Each part knows its own weight matrices, as vLLM fuses and cuts them over tensor-parallel ranks, and what else it holds;
+a mixer also knows what it keeps of each token or request. A model is a list of layers, each a mixer and an MLP, so a
+new family is a new way to read these from a config (`families`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from fp8plan.model.architecture.attention import Attention, Indexer, LatentAttention, QkNorm
+from fp8plan.model.architecture.linear import Cache, CacheKind, Linear, Part, Size
+from fp8plan.model.architecture.mlp import Experts, Mlp
+from fp8plan.model.architecture.recurrent import DeltaNet, KimiDelta, Mamba2, ShortConv
+
+__all__ = [
+    "Attention",
+    "Cache",
+    "CacheKind",
+    "DeltaNet",
+    "Experts",
+    "Indexer",
+    "KimiDelta",
+    "LatentAttention",
+    "Layer",
+    "Linear",
+    "Mamba2",
+    "Mixer",
+    "Mlp",
+    "Part",
+    "QkNorm",
+    "ShortConv",
+    "Size",
+    "mixers",
+    "parts",
+]
+
+Mixer: TypeAlias = Attention | LatentAttention | DeltaNet | KimiDelta | Mamba2 | ShortConv
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer; None where a family has layers of one part only. Hashable, so equal layers can be counted.
+
+    parallel:     further parts, beside the first ones (Falcon-H1's Mamba; the dense MLP beside Gemma 4's experts)
+    norms:        norms over the hidden size
+    norm_vectors: learned vectors of each of these: 1 for an RMSNorm, 2 for a LayerNorm with bias, 0 for OLMo's
+    scalars:      further learned numbers
+    """
+
+    mixer: Mixer | None
+    mlp: Mlp | Experts | None
+    parallel: tuple[Mixer | Mlp | Experts, ...] = ()
+    norms: int = 2
+    norm_vectors: int = 1
+    scalars: int = 0
+
+    def vectors(self, hidden: int) -> int:
+        """Elements beside the parts': those of the norms."""
+        return self.norms * self.norm_vectors * hidden + self.scalars
+
+    def unpriced(self) -> tuple[str, ...]:
+        """Names of what has a speed that the cost model does not know."""
+        names = {
+            "parts that run in parallel in one layer": bool(self.parallel),
+            "layers of one part only": self.mixer is None or self.mlp is None,
+            f"{self.norms} norm{'s' * (self.norms != 1)} in a layer": self.norms != 2,
+            "LayerNorm": self.norm_vectors != 1,
+        }
+        own = (name for part in parts(self) for name in part.unpriced())
+        return tuple(dict.fromkeys((*own, *(name for name, has in names.items() if has))))
+
+
+def parts(layer: Layer) -> Iterator[Mixer | Mlp | Experts]:
+    """All parts of a layer."""
+    yield from mixers(layer)
+    if layer.mlp is not None:
+        yield layer.mlp
+    yield from (part for part in layer.parallel if isinstance(part, Mlp | Experts))
+
+
+def mixers(layer: Layer) -> Iterator[Mixer]:
+    """All mixers of a layer."""
+    if layer.mixer is not None:
+        yield layer.mixer
+    yield from (part for part in layer.parallel if not isinstance(part, Mlp | Experts))

@@ -1,0 +1,111 @@
+"""A config.json turned into the layers of a `ModelShape`, by the row of its family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.architecture.families import FAMILIES, REFUSED, WRAPPERS
+from fp8plan.model.architecture.family import Family, Unknown, layers, says
+from fp8plan.model.configs import Fields
+
+# config.json keys whose presence (with a true value) means a part that changes weights, KV cache or cost, and that only
+# the families have whose row says so (`Family.own`).
+FOREIGN = {
+    "kv_lora_rank": "multi-head latent attention (MLA)",
+    "index_topk": "sparse attention (token indexer)",
+    "vision_config": "a vision tower (multimodal model)",
+    "audio_config": "an audio tower (multimodal model)",
+    "text_config": "a nested text model (multimodal model)",
+    "is_encoder_decoder": "an encoder (encoder-decoder model)",
+    "ssm_cfg": "state-space layers (Mamba)",
+    "mamba_d_state": "state-space layers (Mamba)",
+    "ssm_state_size": "state-space layers (Mamba)",
+    "linear_num_key_heads": "linear attention layers (hybrid model)",
+    "linear_attn_config": "linear attention layers (hybrid model)",
+    "hybrid_override_pattern": "hybrid layers",
+    "hybrid_layer_pattern": "hybrid layers",
+    "attention_chunk_size": "chunked attention",
+    "mlp_bias": "biases in the MLP (mlp_bias)",
+}
+
+# What a checkpoint holds beside the text model that vLLM runs.
+IMAGES = "The text model alone is modelled: what vLLM spends on images, video and sound is not."
+
+
+def read_model(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The fields of the ModelShape that a config describes, without its name. Raises ConfigError naming `source` and
+    the field, or the part that is not known.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise ConfigError(f"{source}: field 'model_type' is {model_type!r}; fp8plan needs it to know the architecture")
+    whole, config = config, _text_model(config)
+    family = FAMILIES.get(config.get("model_type", model_type))
+    if family is None:
+        raise _refused(source, _names(whole, config) or [f"model_type {model_type!r}"])
+    field = Fields({**family.defaults, **config}, source)
+    if missing := [*_foreign(config, family), *_missing(field, family)]:
+        raise _refused(source, missing)
+    if whole.get("quantization_config"):
+        raise ConfigError(
+            f"{source}: this checkpoint is already quantised (quantization_config). fp8plan compares precisions from "
+            "the BF16 weights: name the BF16 model instead, e.g. Qwen/Qwen3-8B for Qwen/Qwen3-8B-FP8"
+        )
+    hidden = field.integer("hidden_size")
+    try:
+        found = layers(field, family)
+    except Unknown as error:
+        raise _refused(source, [str(error)]) from None
+    tied = field.value("tie_word_embeddings")
+    return {
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "vocab_size": field.integer("vocab_size"),
+        "tie_word_embeddings": family.tied if tied is None else field.flag("tie_word_embeddings"),
+        "max_position_embeddings": field.integer("max_position_embeddings"),
+        "layers": found,
+        "norm_vectors": family.norm_vectors,
+        "lm_head_bias": says(field, family.lm_head_bias),
+        "logit_softcap": field.number("final_logit_softcapping"),
+        "note": IMAGES if whole is not config else "",
+    }
+
+
+def _text_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the text model: the nested one of a multimodal model that is known, else the whole."""
+    text = config.get("text_config")
+    if config.get("model_type") not in WRAPPERS or not isinstance(text, Mapping):
+        return config
+    # Where the wrapper says whether embeddings are tied, it is right: Qwen3-VL's text config has no such field.
+    tied = config.get("tie_word_embeddings")
+    return text if tied is None else {**text, "tie_word_embeddings": tied}
+
+
+def _foreign(config: Mapping[str, Any], family: Family) -> list[str]:
+    """Names of the parts that a config asks for and its family does not have."""
+    own = (*family.own, family.mlp_bias)
+    return list(dict.fromkeys(text for key, text in FOREIGN.items() if config.get(key) and key not in own))
+
+
+def _missing(field: Fields, family: Family) -> Iterator[str]:
+    """Names of the parts that a family may have and that are not known."""
+    return (text for key, text in family.missing.items() if field.value(key))
+
+
+def _names(whole: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """What is not known of a model of an unknown family, by the features that its config names."""
+    if reason := REFUSED.get(str(config.get("model_type"))):
+        return [reason]
+    kinds = config.get("layer_types")
+    others = sorted({str(kind) for kind in kinds if kind != "full_attention"}) if isinstance(kinds, list) else []
+    features = [text for key, text in FOREIGN.items() if whole.get(key)] + [f"{kind} layers" for kind in others]
+    return [f"{' and '.join(dict.fromkeys(features))} (model_type {whole.get('model_type')!r})"] if features else []
+
+
+def _refused(source: str, missing: list[str]) -> ConfigError:
+    return ConfigError(
+        f"{source}: {' and '.join(missing)} is not modelled; model types that are: {', '.join(FAMILIES)}. "
+        "RolloutEngine.from_setup runs this model without a plan"
+    )

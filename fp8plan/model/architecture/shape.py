@@ -1,0 +1,293 @@
+"""The shape of a decoder-only transformer: its layers in order, each made of parts, and what follows from them.
+
+Read from a Hugging Face config.json (`reading`). What is not known is an error that names the part, because a wrong
+number is worse than none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.architecture.parts import (
+    Attention,
+    Cache,
+    Experts,
+    LatentAttention,
+    Layer,
+    Linear,
+    Mixer,
+    Mlp,
+    Size,
+    mixers,
+    parts,
+)
+from fp8plan.model.architecture.reading import read_model
+from fp8plan.model.configs import bundled_configs, find_config
+from fp8plan.model.precision import BF16_BYTES, Precision
+
+# vllm/model_executor/layers/vocab_parallel_embedding.py (0.26): DEFAULT_VOCAB_PADDING_SIZE.
+VOCAB_PADDING = 64
+
+Kind = TypeVar("Kind")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The parts and sizes of a model: everything that the cost model needs to know of it.
+
+    norm_vectors: learned vectors of the last norm: 1 for an RMSNorm, 2 for a LayerNorm with bias, 0 for OLMo's
+    logit_softcap: the bound of the logits; 0: none
+    note:         what of the checkpoint is left out, as a sentence; "" if nothing
+    """
+
+    name: str
+    model_type: str
+    hidden_size: int
+    vocab_size: int
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    layers: tuple[Layer, ...]
+    source: str  # where the config came from
+    norm_vectors: int = 1
+    lm_head_bias: bool = False
+    logit_softcap: float = 0.0
+    note: str = ""
+
+    @classmethod
+    def from_hf(cls, name_or_path: str | Path) -> ModelShape:
+        """The shape of a bundled model, a local folder (or config.json), or a Hugging Face hub id, tried in this order.
+
+        A bundled model is found whatever the case, and by the last part of its id alone ("Qwen3-8B").
+        Raises ConfigError when nothing is found, and when the config is broken or has a part that is not known.
+        """
+        return cls.from_config(*find_config(name_or_path))
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], name: str, source: str) -> ModelShape:
+        """The shape described by the fields of a config.json. Raises ConfigError naming `source` and the field."""
+        return cls(name=name, source=source, **read_model(config, source))
+
+    # What follows from the parts
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """The exact number of elements in a checkpoint; tied embeddings count once."""
+        hidden = self.hidden_size
+        tables = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
+        body = sum(number * part.parameters(hidden) for part, number in self._counted)
+        return tables + body + self._own_vectors(1, self.vocab_size)
+
+    def linears(self, tensor_parallel_size: int = 1) -> tuple[Linear, ...]:
+        """The matrices of one rank as vLLM 0.26 fuses them, without the routed experts (see `expert_linears`).
+
+        `lm_head` occurs once. KV heads are replicated when there are more ranks than KV heads. Mixers come first, then
+        dense MLPs, then routers and shared experts.
+        """
+        tp = tensor_parallel_size
+        found = ((linear, n) for part, n in self._counted for linear in part.linears(self.hidden_size, tp))
+        return (*_merged(found), Linear("lm_head", self.padded_vocab_size // tp, self.hidden_size, 1, False, False))
+
+    def expert_linears(self, tensor_parallel_size: int = 1) -> tuple[Linear, ...]:
+        """The w13 and w2 matrices of ONE routed expert on one rank, cut by tensor (not expert) parallelism; () if
+        dense.
+        """
+        tp, hidden = tensor_parallel_size, self.hidden_size
+        return _merged((linear, n) for experts, n in self._experts() for linear in experts.expert_linears(hidden, tp))
+
+    def caches(self, tensor_parallel_size: int = 1) -> tuple[Cache, ...]:
+        """What each layer keeps on one rank, in the order of the layers. A layer that keeps nothing has no entry."""
+        tp = tensor_parallel_size
+        return tuple(cache for layer in self.layers for mixer in mixers(layer) for cache in mixer.caches(tp))
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding and of lm_head in vLLM, over all ranks."""
+        return -(-self.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
+
+    def weight_bytes(self, precision: Precision, tensor_parallel_size: int = 1) -> int:
+        """Bytes of all weights on one rank. The embedding, lm_head, norms, biases and router stay BF16. (So are counted
+        the few vectors that vLLM keeps in float32, such as A_log: a hundred bytes a layer.)
+        """
+        tp = tensor_parallel_size
+        total = sum(
+            w.layers * precision.linear_bytes(w.n, w.k, w.quantised) for w in self.linears(tp) if w.name != "lm_head"
+        )
+        total += sum(
+            number * experts.num_experts * self._expert_bytes(experts, precision, tp)
+            for experts, number in self._experts()
+        )
+        if precision.weights != "bf16":
+            latent = ((part, n) for part, n in self._counted if isinstance(part, LatentAttention))
+            total += sum(n * part.dequantised_elements(tp) * BF16_BYTES for part, n in latent)
+        table = self.padded_vocab_size // tp * self.hidden_size * BF16_BYTES
+        total += table if self.tie_word_embeddings else 2 * table
+        vectors = sum(number * part.vectors(self.hidden_size, tp) for part, number in self._counted)
+        return total + (vectors + self._own_vectors(tp, self.padded_vocab_size)) * BF16_BYTES
+
+    def kv_bytes_per_token(self, precision: Precision, tensor_parallel_size: int = 1) -> int:
+        """Bytes that one token adds to the caches of all layers on one rank."""
+        caches = self.caches(tensor_parallel_size)
+        elements = sum(cache.elements_per_token for cache in caches)
+        return elements * precision.kv_element_bytes + sum(cache.index_bytes_per_token for cache in caches)
+
+    def unpriced(self) -> tuple[str, ...]:
+        """Names of the parts whose speed is not modelled; () for full attention with dense MLPs or experts."""
+        names = [name for layer in dict.fromkeys(self.layers) for name in layer.unpriced()]
+        if self.logit_softcap:
+            names.append("soft-capped logits")
+        if self.lm_head_bias:
+            names.append("a bias of lm_head")
+        if not names and len(set(self._of(Attention))) != 1:
+            names.append("attention layers of different sizes")
+        if not names and (len(set(self._of(Experts))) > 1 or len(set(self._of(Mlp))) > 1):
+            names.append("MLPs of different sizes")
+        return tuple(dict.fromkeys(names))
+
+    def check_priced(self) -> None:
+        """Raise ConfigError, naming the parts, if the model has some whose speed is not modelled."""
+        if names := self.unpriced():
+            raise ConfigError(
+                f"{self.name}: the speed of {' and '.join(names)} is not modelled yet. It is for full attention with "
+                "dense MLPs or experts, such as Qwen/Qwen3-8B. RolloutEngine.from_setup runs this model without a plan"
+            )
+
+    # Limits
+
+    def allowed_tensor_parallel(self, largest: int = 64) -> tuple[int, ...]:
+        """The tensor_parallel_size values up to `largest` that vLLM 0.26 starts this model with."""
+        return tuple(tp for tp in range(1, largest + 1) if self._tensor_parallel_fault(tp) is None)
+
+    def check_tensor_parallel(self, tensor_parallel_size: int) -> None:
+        """Raise ConfigError, naming the allowed sizes, if vLLM would refuse this tensor_parallel_size."""
+        fault = self._tensor_parallel_fault(tensor_parallel_size)
+        if fault:
+            allowed = ", ".join(map(str, self.allowed_tensor_parallel()))
+            raise ConfigError(
+                f"tensor_parallel_size {tensor_parallel_size} does not divide {self.name}: {fault}; allowed: {allowed}"
+            )
+
+    def check_max_model_len(self, max_model_len: int) -> None:
+        """Raise ConfigError if max_model_len is beyond the model's context, as vLLM does at start-up."""
+        if max_model_len > self.max_position_embeddings:
+            raise ConfigError(
+                f"max_model_len {max_model_len} is beyond the context of {self.name}; allowed: at most "
+                f"{self.max_position_embeddings} (max_position_embeddings); shorten the workload, or give a folder "
+                "whose config.json has the longer context you trained for"
+            )
+
+    # Sizes of a model whose layers all have full attention, dense MLPs or experts, and each kind one size
+
+    @cached_property
+    def attention(self) -> Attention:
+        """The attention of every layer. Raises ConfigError, naming the parts, for a model that has others."""
+        self.check_priced()
+        return self._of(Attention)[0]
+
+    @property
+    def num_attention_heads(self) -> int:
+        return self.attention.heads
+
+    @property
+    def num_key_value_heads(self) -> int:
+        return self.attention.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.attention.head_dim
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.attention.qk_norm != "none"
+
+    @property
+    def attention_bias(self) -> bool:
+        """Whether q, k and v have biases."""
+        return self.attention.qkv_bias
+
+    @cached_property
+    def intermediate_size(self) -> int:
+        """Inner width of the dense layers; 0 where all layers have experts."""
+        self.check_priced()
+        dense = self._of(Mlp)
+        return dense[0].inner if dense else 0
+
+    @cached_property
+    def experts(self) -> Experts | None:
+        """The experts of the layers that have them, with the number of these layers."""
+        found = self._experts()
+        if len(found) > 1:
+            self.check_priced()
+        return replace(found[0][0], layers=found[0][1]) if found else None
+
+    @cached_property
+    def _counted(self) -> list[tuple[Mixer | Mlp | Experts, int]]:
+        """The distinct parts and how often they occur: mixers first, then dense MLPs, then experts."""
+        counts = Counter(part for layer in self.layers for part in parts(layer))
+        return sorted(counts.items(), key=lambda item: (isinstance(item[0], Experts), isinstance(item[0], Mlp)))
+
+    def _of(self, kind: type[Kind]) -> list[Kind]:
+        """The parts of a kind, in the order of the layers."""
+        return [part for layer in self.layers for part in parts(layer) if isinstance(part, kind)]
+
+    def _experts(self) -> list[tuple[Experts, int]]:
+        return list(Counter(self._of(Experts)).items())
+
+    def _own_vectors(self, tp: int, vocabulary: int) -> int:
+        """Elements on one rank of norms, and of the bias of lm_head."""
+        norms = sum(layer.vectors(self.hidden_size) for layer in self.layers) + self.norm_vectors * self.hidden_size
+        return norms + (vocabulary // tp if self.lm_head_bias else 0)
+
+    def _tensor_parallel_fault(self, tp: int) -> str | None:
+        """The reason why vLLM's model classes refuse `tp` ranks, by their assertions; None if they accept it."""
+        if tp < 1:
+            return "a whole number of at least 1 is needed"
+        sizes = [size for part, _ in self._counted for size in part.cuts()]
+        fault = next(
+            (size for size in (*sizes, Size("padded vocabulary rows", self.padded_vocab_size)) if _uneven(size, tp)),
+            None,
+        )
+        if fault is not None:
+            cannot = " can be neither split nor replicated evenly"
+            return f"its {fault.size} {fault.what}{cannot}" if fault.replicated else f"it has {fault.size} {fault.what}"
+        few = next((experts.num_experts for experts, _ in self._experts() if tp > experts.num_experts), None)
+        return None if few is None else f"it has {few} experts"
+
+    def _expert_bytes(self, experts: Experts, precision: Precision, tp: int) -> int:
+        """Bytes of one routed expert in one layer on one rank."""
+        w13, w2 = experts.expert_linears(self.hidden_size, tp)
+        inner, hidden = w2.k, w13.k
+        if precision.weights != "bf16":
+            # vLLM pads each rank's expert to whole scale blocks, and the width that it works on too: 2,880 of gpt-oss
+            # become 2,944 (quantization/online/fp8.py, maybe_roundup_sizes).
+            rows, columns = precision.weight_block
+            inner, hidden = -(-inner // rows) * rows, -(-hidden // columns) * columns
+        wide = inner * (w13.n // w2.k)
+        return precision.linear_bytes(wide, hidden, True) + precision.linear_bytes(hidden, inner, True)
+
+
+def bundled_models() -> tuple[str, ...]:
+    """Hub ids of the models whose config ships with fp8plan, sorted, aliases included."""
+    return tuple(bundled_configs())
+
+
+def _merged(found: Iterable[tuple[Linear, int]]) -> tuple[Linear, ...]:
+    """Equal matrices as one, with the number of layers that have it, in the order of their first occurrence."""
+    layers: dict[Linear, int] = {}
+    for linear, number in found:
+        layers[linear] = layers.get(linear, 0) + number
+    return tuple(linear._replace(layers=number) for linear, number in layers.items())
+
+
+def _uneven(size: Size, tp: int) -> bool:
+    """Whether `tp` ranks can neither share the size equally nor, where that is done, keep equal copies."""
+    return bool(size.size % tp) and not (size.replicated and tp % size.size == 0)

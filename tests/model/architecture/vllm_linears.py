@@ -1,0 +1,64 @@
+"""What vLLM itself builds of families' configs, on the meta device: a script, as it fills the process with groups.
+
+Type: python vllm_linears.py FOLDER..., each with a config.json. Prints one line of JSON for each folder: a list of
+[rows, columns, quantised, how many], of all linears but convolutions and lm_head, and of each layer's one expert.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from typing import Any
+
+os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.network_utils import get_open_port
+
+ONLINE = {"linear": "fp8_per_block", "moe": "fp8_per_block", "ignore": [r"re:.*\.gate$"]}
+
+
+def config_of(folder: str) -> Any:
+    return EngineArgs(
+        model=folder, skip_tokenizer_init=True, dtype="bfloat16", quantization="online", quantization_config=ONLINE,
+        enforce_eager=True, max_model_len=128, enable_prefix_caching=False,
+    ).create_engine_config()  # fmt: skip
+
+
+def matrices(model: torch.nn.Module) -> list[list[int]]:
+    found: Counter[tuple[int, int, bool]] = Counter()
+    for name, module in model.named_modules():
+        quantised = "Fp8PerBlock" in type(getattr(module, "quant_method", None)).__name__
+        if (
+            isinstance(module, LinearBase | torch.nn.Linear)
+            and "lm_head" not in name
+            and "conv" not in name.rpartition(".")[2]
+        ):
+            found[*module.weight.shape, quantised] += 1
+        elif type(module).__name__.endswith("RoutedExperts"):
+            for weight in (module.w13_weight, module.w2_weight):
+                found[*weight.shape[1:], quantised] += 1
+    return [[*key, number] for key, number in found.items()]
+
+
+def main(folders: list[str]) -> None:
+    # The first folder's model has experts: vLLM makes their process group only for such a model.
+    for number, folder in enumerate(folders):
+        config = config_of(folder)
+        with set_current_vllm_config(config):
+            if number == 0:
+                init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "gloo")
+                initialize_model_parallel(1, 1)
+            with torch.device("meta"):
+                print(json.dumps(matrices(initialize_model(config))), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_oracle import VLLM, Shape, of_ours, plan, specs, token_bytes
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.architecture.linear import Cache
+from fp8plan.model.kv_cache.plan import plan_kv_cache
+from fp8plan.model.kv_cache.specs import KvRules, LayerCache, in_bytes, indexer_cache
+from fp8plan.model.limits import EngineLimits
+
+# No two of one size in bytes: see _equal_groups.
+SHAPES = [Shape(1, 64), Shape(2, 64), Shape(1, 192), Shape(3, 128), Shape(4, 128), Shape(8, 128), Shape(4, 512)]
+LATENTS = [Shape(0, 576), Shape(0, 512), Shape(0, 132)]
+
+
+def compare(caches: list[LayerCache], shapes: list[Shape], rules: KvRules, blocks: int, odd_bytes: int) -> None:
+    """blocks: more than one request needs, or less"""
+    try:
+        config, layers = specs(caches, shapes, rules)
+        one_request = plan(config, layers, 0)
+    except (ValueError, NotImplementedError):
+        with pytest.raises(ConfigError):
+            plan_kv_cache(caches, rules, 0)
+        return
+    available = max(0, one_request.request_bytes + blocks * one_request.block_bytes + odd_bytes)
+    assert of_ours(plan_kv_cache(caches, rules, available)) == plan(config, layers, available)
+
+
+@st.composite
+def layer_lists(draw: st.DrawFn) -> tuple[list[LayerCache], list[Shape]]:
+    """Up to four kinds of layers in any order. Beside states all attention layers have one shape, or vLLM's alignment
+    would have to guess."""
+    kinds = draw(st.lists(st.sampled_from(["full", "sliding", "chunked", "latent", "state"]), min_size=1, max_size=4))
+    hybrid = "state" in kinds
+    one = draw(st.sampled_from(LATENTS if "latent" in kinds else SHAPES))
+    layers = []
+    for kind in kinds:
+        if hybrid and kind in ("full", "sliding", "chunked") and not one.kv_heads:
+            kind = "latent"
+        options = LATENTS if kind == "latent" else SHAPES
+        shape = one if hybrid else draw(st.sampled_from(options))
+        window = draw(st.sampled_from([128, 129, 1000, 8193])) if kind in ("sliding", "chunked") else 0
+        if kind == "state":
+            cache = LayerCache("state", state_bytes=draw(st.sampled_from([49152, 1_097_728, 2_000_001])))
+        else:
+            cache = LayerCache(kind, token_bytes(shape, 1), window)
+        layers += [(cache, shape)] * draw(st.integers(1, 12))
+    layers = draw(st.permutations(layers))
+    return [cache for cache, _ in layers], [shape for _, shape in layers]
+
+
+@st.composite
+def rules_of_30(draw: st.DrawFn) -> KvRules:
+    return KvRules(
+        max_model_len=draw(st.integers(1, 200_000)),
+        max_num_batched_tokens=draw(st.sampled_from([256, 2048, 16384])),
+        block_size=draw(st.sampled_from([16, 32, 48, 128])),
+        enable_prefix_caching=draw(st.booleans()),
+        async_scheduling=draw(st.booleans()),
+        hybrid_manager=draw(st.sampled_from([True, True, False])),
+        kernel_block=draw(st.sampled_from([16, 32, 64])),
+        state_mode=draw(st.sampled_from([None, "align", "all"])),
+        state_chunk=256,
+        vllm=VLLM,
+    )
+
+
+@pytest.mark.vllm
+@settings(max_examples=300, deadline=None)
+@given(
+    layer_lists(),
+    rules_of_30(),
+    st.one_of(st.integers(-2, 2), st.integers(0, 1_000_000)),
+    st.integers(-1, 1),
+)
+def test_any_list_of_caches_is_planned_as_vllm_does(layers, rules: KvRules, blocks: int, odd_bytes: int) -> None:
+    compare(*layers, rules, blocks, odd_bytes)
+
+
+BF16 = 2
+WINDOWED = [LayerCache("sliding", 2 * 8 * 64 * BF16, 128), LayerCache("full", 2 * 8 * 64 * BF16)] * 12  # gpt-oss-20b
+NEMOTRON = [LayerCache("state", state_bytes=4_255_744)] * 24 + [LayerCache("full", 2 * 8 * 128 * BF16)] * 4
+
+
+def test_rules_of_limits() -> None:
+    limits = EngineLimits(max_num_batched_tokens=8192, enable_prefix_caching=False, async_scheduling=False)
+    assert KvRules.of(limits, 4096, state_chunk=128) == KvRules(
+        4096, 8192, enable_prefix_caching=False, async_scheduling=False, state_chunk=128
+    )
+    assert KvRules.of(replace(limits, max_model_len=9000, block_size=64), 4096).max_model_len == 9000
+    assert KvRules.of(replace(limits, block_size=64), 4096).block_size == 64
+
+
+def test_windows_cost_nothing_at_long_context() -> None:
+    plan_ = plan_kv_cache(WINDOWED, KvRules(131072, 8192), 1 << 30)
+    assert [len(group.layers) for group in plan_.groups] == [12, 12]
+    assert [(group.kind, group.window) for group in plan_.groups] == [("sliding", 128), ("full", 0)]
+    assert plan_.bytes_per_token == 12 * 2048
+    in_window = (128 - 1 + 2 * 8192 + 15) // 16 + 1  # two steps are in flight, and a window need not start at a block
+    assert plan_.request_blocks == in_window + 131072 // 16
+    assert plan_.num_blocks == (1 << 30) // (12 * 16 * 2048)
+    one_step = replace(plan_.rules, async_scheduling=False)
+    assert plan_kv_cache(WINDOWED, one_step, 1 << 30).request_blocks == plan_.request_blocks - 8192 // 16
+
+
+def test_without_the_hybrid_manager_windows_cost_as_much_as_full_attention() -> None:
+    plan_ = plan_kv_cache(WINDOWED, KvRules(131072, 8192, hybrid_manager=False), 1 << 30)
+    assert len(plan_.groups) == 1
+    assert plan_.bytes_per_token == 24 * 2048
+    assert plan_.request_bytes == 131072 * 24 * 2048
+
+
+def test_blocks_grow_until_one_holds_a_state() -> None:
+    """4,255,744 bytes of state are 1,039 tokens of 4,096 bytes."""
+    align = plan_kv_cache(NEMOTRON, KvRules(32768, 8192), 10 << 30)
+    assert align.block_size == 1040
+    assert [len(group.layers) for group in align.groups] == [4] * 7
+    assert align.request_blocks == 6 * 2 + 32  # two states of each group, and 32,768 tokens
+    assert align.bytes_per_token == 4 * 4096
+    nothing_shared = plan_kv_cache(NEMOTRON, KvRules(32768, 8192, enable_prefix_caching=False), 10 << 30)
+    assert nothing_shared.request_blocks == 6 + 32
+
+
+def test_0_26_keeps_a_state_for_every_block_of_some_families() -> None:
+    rules = KvRules(32768, 8192, state_chunk=128)
+    every = plan_kv_cache(NEMOTRON, rules, 10 << 30)
+    assert every.block_size == 1152  # whole chunks
+    assert every.request_blocks == 7 * 29
+    assert every.bytes_per_token == pytest.approx(7 * 4 * 4096)
+    assert plan_kv_cache(NEMOTRON, replace(rules, vllm="0.30"), 10 << 30).block_size == 1040
+
+
+def test_0_30_takes_the_null_block_off_and_0_26_does_not() -> None:
+    caches = [LayerCache("full", 4096)] * 36
+    rules = KvRules(16 * 100, 8192)
+    assert plan_kv_cache(caches, rules, num_blocks=100).fits
+    assert not plan_kv_cache(caches, rules, num_blocks=99).fits
+    assert not plan_kv_cache(caches, replace(rules, vllm="0.30"), num_blocks=100).fits
+    assert plan_kv_cache(caches, replace(rules, vllm="0.30"), num_blocks=101).fits
+    assert plan_kv_cache(caches, rules, num_blocks=100).tokens == 1600
+
+
+def test_blocks_of_windows_alone_are_the_kernels_by_0_26() -> None:
+    caches = [LayerCache("sliding", 4096, 4096)] * 32
+    rules = KvRules(32768, 8192, block_size=64)
+    assert plan_kv_cache(caches, rules, 1 << 30).groups[0].block_size == 16
+    assert plan_kv_cache(caches, replace(rules, vllm="0.30"), 1 << 30).groups[0].block_size == 64
+
+
+def test_latents_beside_states_come_in_blocks_of_128_by_0_30() -> None:
+    caches = [LayerCache("state", state_bytes=2_170_880)] * 20 + [LayerCache("latent", 1152)] * 7
+    rules = KvRules(32768, 8192)
+    assert plan_kv_cache(caches, rules, 1 << 30).block_size == 1888
+    assert plan_kv_cache(caches, replace(rules, vllm="0.30"), 1 << 30).block_size == 1920
+
+
+def test_an_fp8_latent_is_larger_with_an_indexer() -> None:
+    assert in_bytes(Cache("latent", 576), 1) == LayerCache("latent", 576)
+    assert in_bytes(Cache("latent", 576), 1, sparse=True) == LayerCache("latent", 656)
+    assert in_bytes(Cache("latent", 576), 2, sparse=True) == LayerCache("latent", 1152)
+    assert indexer_cache(128) == LayerCache("latent", 132)
+    assert in_bytes(Cache("state", state_bytes=7), 1) == LayerCache("state", state_bytes=7)
+
+
+RULES = KvRules(32768, 8192)
+STATE, FULL = LayerCache("state", state_bytes=100_000), LayerCache("full", 4096)
+
+
+@pytest.mark.parametrize(
+    ("caches", "rules", "memory", "message"),
+    [
+        ([], RULES, {"num_blocks": 10}, "caches is empty"),
+        ([FULL], RULES, {}, "one of the two"),
+        ([FULL], RULES, {"num_blocks": 10, "available_bytes": 10}, "one of the two"),
+        ([FULL], RULES, {"available_bytes": -1}, "at least 0"),
+        ([FULL, STATE, LayerCache("full", 2048)], RULES, {"num_blocks": 10}, r"\[2048, 4096\] bytes per token"),
+        ([FULL, STATE], replace(RULES, hybrid_manager=False), {"num_blocks": 10}, "full, state"),
+        ([FULL, STATE], replace(RULES, state_mode="all"), {"num_blocks": 10}, "state_chunk"),
+        (
+            [FULL, LayerCache("sliding", 4096, 128), LayerCache("sliding", 4096, 512)],
+            replace(RULES, hybrid_manager=False),
+            {"num_blocks": 10},
+            r"windows \[128, 512\]",
+        ),
+        (
+            [LayerCache("latent", 1152), LayerCache("chunked", 4096, 128)],
+            replace(RULES, vllm="0.30"),
+            {"num_blocks": 10},
+            "pages of one size",
+        ),
+    ],
+)
+def test_what_vllm_does_not_start_with_is_refused(caches, rules: KvRules, memory: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_kv_cache(caches, rules, **memory)

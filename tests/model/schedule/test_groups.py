@@ -1,0 +1,295 @@
+"""Several KV-cache groups in one pool: against vLLM's own Scheduler, step by step, and what must hold without it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields, replace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8plan.errors import CapacityError, ConfigError
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.schedule.group_meter import WindowMeter
+from fp8plan.model.schedule.groups import GroupKind, KvGroup, admission_cap, next_change, pairs_read, tokens_read
+from fp8plan.model.schedule.scheduler import Schedule, schedule
+from fp8plan.model.workload import Batch
+
+COMPARED = ("prefill_tokens", "decode_requests", "used_blocks", "preemptions")
+SEEDS = int(os.environ.get("FP8PLAN_GROUP_SEEDS", "4"))
+FAMILIES: dict[str, tuple[GroupKind, ...]] = {
+    "window": ("full", "sliding"),
+    "state": ("full", "state"),
+    "chunk": ("full", "chunked"),
+    "windows": ("full", "sliding", "sliding", "sliding"),  # Gemma 3
+    "states": ("full", "state", "state", "state"),  # Qwen3-Next
+    "latent": ("latent", "state"),  # Kimi Linear
+    "all": ("full", "sliding", "state"),
+    "alone": ("sliding",),
+    "chunk alone": ("chunked",),
+}
+
+
+class Case(NamedTuple):
+    batch: Batch
+    pool: int
+    limits: EngineLimits
+    groups: tuple[KvGroup, ...]
+    retain_all: bool
+
+
+def blocks_needed(batch: Batch, group: KvGroup, limits: EngineLimits) -> int:
+    """Blocks that the longest request of a batch must find in a group."""
+    if group.kind == "state":
+        return 3
+    blocks = -(-int((batch.prompts + batch.responses).max()) // group.block_size)
+    cap = admission_cap(group, limits)
+    # vLLM's cap leaves out that a chunk of attention may not begin with a block.
+    return blocks if cap < 0 else min(blocks, cap + (group.kind == "chunked"))
+
+
+def case(seed: int, kinds: tuple[GroupKind, ...], async_scheduling: bool) -> Case:
+    """A pool of at most a few requests; seven of ten have prefix caching, a third no more budget than slots."""
+    rng = np.random.default_rng([seed, len(kinds), async_scheduling])
+    size = int(rng.choice([16, 32, 48, 128])) if "state" in kinds else 16
+    prompts, samples = int(rng.integers(1, 13)), int(rng.integers(1, 5))
+    lengths = rng.integers(1, rng.choice([40, 150, 320]), prompts)
+    if rng.random() < 0.3:
+        lengths = -(-lengths // size) * size
+    ids = np.repeat(np.arange(prompts), samples)
+    responses = rng.integers(1, rng.choice([30, 100, 220]), len(ids))
+    if rng.random() < 0.15:
+        responses[:] = responses[0]
+    batch = Batch(lengths[ids], responses, ids)
+    slots, caching = int(rng.integers(1, 17)), bool(rng.random() < 0.7)
+    limits = EngineLimits(
+        max_num_seqs=slots,
+        max_num_batched_tokens=slots + int(rng.choice([0, 1, 16, 64, 200, 400]) * rng.random()),
+        enable_prefix_caching=caching,
+        async_scheduling=async_scheduling,
+        scheduler_reserve_full_isl=bool(rng.random() < 0.6),
+    )
+    window = int(rng.choice([1, 2, 17, 33, 64, 100, 200]))
+    groups = []
+    for kind in kinds:
+        if kind in ("sliding", "chunked"):
+            own_size = size if caching or rng.random() < 0.5 else 2 * size
+            groups.append(KvGroup(kind, own_size, window))
+            window += int(rng.choice([0, 0, 16]))  # equal groups are looked up together
+        else:
+            groups.append(KvGroup(kind, size))
+    pool = sum(blocks_needed(batch, group, limits) for group in groups) * rng.uniform(1, 2.5)
+    return Case(batch, int(pool) + int(rng.integers(0, 4)), limits, tuple(groups), bool(rng.random() < 0.4))
+
+
+def run(made: Case, longest_run: int = 2**62) -> Schedule:
+    return schedule(*made.batch, made.pool, made.limits, longest_run, groups=made.groups, retain_all=made.retain_all)
+
+
+def total(plan: Schedule, column: str) -> int:
+    return int((plan.steps * getattr(plan, column)).sum())
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("family", "seed"),
+    [(family, seed) for family in FAMILIES for seed in range(SEEDS if family in ("window", "state") else SEEDS // 4)],
+)
+def test_every_step_equals_vllms_scheduler(family: str, seed: int, async_scheduling: bool) -> None:
+    import vllm_oracle
+
+    made = case(seed, FAMILIES[family], async_scheduling)
+    real = vllm_oracle.run(*made.batch, made.pool, made.limits, made.groups, made.retain_all)
+    simulated = run(made, longest_run=1)
+    rows = zip(*(getattr(simulated, column).tolist() for column in COMPARED), strict=True)
+    assert list(rows) == [tuple(step) for step in real]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    family = draw(st.sampled_from(sorted(FAMILIES)))
+    return case(draw(st.integers(1000, 10**6)), FAMILIES[family], draw(st.booleans()))
+
+
+@settings(max_examples=80, deadline=None)
+@given(cases())
+def test_runs_of_steps_add_up_to_the_single_steps(made: Case) -> None:
+    single, runs = run(made, longest_run=1), run(made)
+    last = np.cumsum(runs.steps) - 1  # the single step that ends each row
+    first = last - runs.steps + 1
+    np.testing.assert_array_equal(runs.used_blocks, single.used_blocks[last])
+    np.testing.assert_array_equal(runs.decode_requests, single.decode_requests[first])
+    np.testing.assert_array_equal(runs.decode_kv_tokens, single.decode_kv_tokens[first])
+    for column in ("prefill_tokens", "prefill_pairs", "decode_requests", "sampled_requests"):
+        assert total(runs, column) == total(single, column)
+    assert runs.num_preemptions == single.num_preemptions
+    for some, each in zip(runs.windows, single.windows, strict=True):
+        np.testing.assert_array_equal(some.decode_kv_tokens, np.add.reduceat(each.decode_kv_tokens, first))
+        np.testing.assert_array_equal(some.prefill_kv_tokens, np.add.reduceat(each.prefill_kv_tokens, first))
+        np.testing.assert_array_equal(some.prefill_pairs, np.add.reduceat(each.prefill_pairs, first))
+
+
+@settings(max_examples=80, deadline=None)
+@given(cases())
+def test_tokens_are_conserved_and_limits_hold(made: Case) -> None:
+    batch, plan = made.batch, run(made)
+    served = total(plan, "prefill_tokens") + total(plan, "decode_requests")
+    wanted = int((batch.prompts + batch.responses - 1).sum())
+    assert served == wanted + plan.recomputed_tokens.sum() - plan.cached_tokens.sum()
+    assert total(plan, "sampled_requests") == batch.responses.sum()
+    assert plan.finished.sum() == len(batch.prompts)
+    assert plan.used_blocks.max() <= made.pool
+    assert plan.used_blocks.min() >= len(made.groups)  # a request that runs has a block of each
+    assert plan.running.max() <= made.limits.max_num_seqs
+    assert (plan.prefill_tokens + plan.decode_requests).max() <= made.limits.max_num_batched_tokens
+
+
+@settings(max_examples=80, deadline=None)
+@given(cases(), st.integers(0, 10**6), st.booleans())
+def test_blocks_wanted_is_a_pool_with_the_same_schedule(made: Case, more: int, roomy: bool) -> None:
+    if roomy:
+        made = made._replace(pool=sum(blocks_needed(made.batch, g, made.limits) for g in made.groups) * 60)
+    plan = run(made)
+    if plan.blocks_wanted is None:
+        return
+    assert plan.blocks_wanted <= made.pool
+    other = run(made._replace(pool=plan.blocks_wanted + more % (2 * made.pool)))
+    for column in ("steps", "prefill_tokens", "decode_requests", "used_blocks"):
+        np.testing.assert_array_equal(getattr(plan, column), getattr(other, column))
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_one_group_that_keeps_all_tokens_gives_todays_schedule(made: Case) -> None:
+    """A latent group is blocked as one of full attention is, and takes the way of several groups."""
+    size = 16
+    pool = max(made.pool, blocks_needed(made.batch, KvGroup("full", size), made.limits))
+    many = run(made._replace(pool=pool, groups=(KvGroup("latent", size),)), longest_run=1)
+    today = schedule(*made.batch, pool, made.limits, longest_run=1)
+    for field in fields(Schedule):
+        if field.name not in ("windows", "blocks_wanted"):
+            np.testing.assert_array_equal(getattr(many, field.name), getattr(today, field.name), field.name)
+    assert schedule(*made.batch, pool, made.limits, 1, groups=(KvGroup("full", size),)).windows == ()
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases())
+def test_a_window_that_holds_all_reads_all(made: Case) -> None:
+    wide = int((made.batch.prompts + made.batch.responses).max())
+    groups = (KvGroup("full", 16), KvGroup("sliding", 16, wide), KvGroup("chunked", 16, wide))
+    pool = 3 * sum(blocks_needed(made.batch, group, made.limits) for group in groups)
+    plan = run(made._replace(groups=groups, pool=pool))
+    read = plan.decode_kv_tokens * plan.steps + plan.decode_requests * (plan.steps * (plan.steps - 1) // 2)
+    assert [work.kind for work in plan.windows] == ["sliding", "chunked"]
+    for work in plan.windows:
+        np.testing.assert_array_equal(work.decode_kv_tokens, read)
+        np.testing.assert_array_equal(work.prefill_kv_tokens, plan.prefill_kv_tokens)
+        np.testing.assert_array_equal(work.prefill_pairs, plan.prefill_pairs)
+
+
+def positions_read(group: KvGroup, query: int) -> range:
+    start = query // group.window * group.window if group.kind == "chunked" else max(0, query - group.window + 1)
+    return range(start, query + 1)
+
+
+@given(st.sampled_from(["sliding", "chunked"]), st.integers(1, 40), st.integers(0, 100), st.integers(1, 60))
+def test_chunks_read_what_their_queries_look_at(kind: GroupKind, window: int, before: int, tokens: int) -> None:
+    group = KvGroup(kind, 16, window)
+    looks = [positions_read(group, query) for query in range(before, before + tokens)]
+    assert pairs_read(group, before, before + tokens) == sum(map(len, looks))
+    assert tokens_read(group, before, before + tokens) == len(set().union(*looks))
+
+
+@given(
+    st.sampled_from(["sliding", "chunked"]),
+    st.integers(1, 20),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 50), st.integers(1, 30)), max_size=20),
+)
+def test_a_meter_adds_up_what_decoding_requests_read(
+    kind: GroupKind, window: int, events: list[tuple[int, int, int]]
+) -> None:
+    group = KvGroup(kind, 16, window)
+    meter = WindowMeter(group, requests=4)
+    computed: dict[int, int] = {}
+    for request, tokens, steps in events:
+        if request in computed:
+            meter.stop(request, computed.pop(request))
+        else:
+            computed[request] = tokens
+            meter.start(request, tokens)
+        queries = [at + step for at in computed.values() for step in range(steps)]
+        assert meter.advance(steps) == sum(len(positions_read(group, query)) for query in queries)
+        computed = {request: at + steps for request, at in computed.items()}
+
+
+@given(
+    st.sampled_from(["full", "sliding", "chunked", "state"]),
+    st.integers(1, 70),
+    st.integers(0, 200),
+    st.integers(0, 1),
+)
+def test_nothing_changes_before_the_next_change(kind: GroupKind, window: int, computed: int, lag: int) -> None:
+    group = KvGroup(kind, 16, window if kind in ("sliding", "chunked") else 0)
+
+    def held(tokens: int) -> tuple[int, int]:
+        """First and last block at the step that computes a token after `tokens`."""
+        processed, first = tokens - lag, 0
+        if kind == "state":
+            first = max(0, processed - 1) // 16
+        elif kind != "full" and processed >= 0:
+            first = positions_read(group, processed).start // 16
+        return first, tokens // 16
+
+    change = next_change(group, computed, lag, caching=True)
+    assert change > computed
+    assert all(held(tokens) == held(computed) for tokens in range(computed + 1, change))
+
+
+def one(groups: tuple[KvGroup, ...], pool: int, caching: bool, **settings: int | bool) -> Schedule:
+    limits = replace(EngineLimits(async_scheduling=False, enable_prefix_caching=caching), **settings)  # type: ignore[arg-type]
+    return schedule(np.array([100]), np.array([61]), np.array([0]), pool, limits, 1, groups=groups)
+
+
+def test_a_window_frees_blocks_while_its_request_decodes() -> None:
+    plan = one((KvGroup("full", 16), KvGroup("sliding", 16, 32)), 100, caching=False)
+    assert plan.used_blocks[0] == 7 + 7
+    assert plan.used_blocks[-1] == 10 + 2  # tokens 128 to 159
+
+
+def test_a_request_holds_one_state_without_prefix_caching_and_two_for_a_while_with_it() -> None:
+    groups = (KvGroup("full", 16), KvGroup("state", 16))
+    full = np.array([*range(7, 11)])
+    assert set(one(groups, 100, caching=False).used_blocks) == set(full + 1)
+    assert set(one(groups, 100, caching=True).used_blocks) == {
+        6 + 1,
+        7 + 1,
+        7 + 2,
+        8 + 1,
+        8 + 2,
+        9 + 1,
+        9 + 2,
+        10 + 1,
+        10 + 2,
+    }
+
+
+def test_what_is_not_modelled_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"block sizes \[16, 32\]; with prefix caching only one size"):
+        one((KvGroup("full", 16), KvGroup("sliding", 32, 64)), 100, caching=True)
+    with pytest.raises(ConfigError, match="a model without attention is not modelled"):
+        one((KvGroup("state", 16),), 100, caching=True)
+    for wrong in (KvGroup("full", 16, 64), KvGroup("sliding", 16), KvGroup("state", 0)):
+        with pytest.raises(ConfigError, match="is no KV-cache group; allowed: a block_size"):
+            one((wrong,), 100, caching=False)
+
+
+def test_a_request_that_can_never_fit_is_an_error() -> None:
+    groups = (KvGroup("full", 16), KvGroup("sliding", 16, 32))
+    tight = {"max_num_seqs": 1, "max_num_batched_tokens": 16}
+    one(groups, 14, caching=False, **tight)  # 10, and 31 + 16 tokens in 3 + 1
+    with pytest.raises(CapacityError, match=r"161 tokens.*needs 14 KV blocks in 2 groups.*pool has 13"):
+        one(groups, 13, caching=False, **tight)

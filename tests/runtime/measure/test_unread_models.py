@@ -1,0 +1,158 @@
+"""Rollouts of models that fp8plan cannot read: the engine's arguments, what an engine is made of, why one failed."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8plan.errors import ConfigError
+from fp8plan.jsonl import rows
+from fp8plan.runtime.measure.cells import jobs as cell_files
+from fp8plan.runtime.measure.rollouts import run as run_rollouts
+from fp8plan.runtime.measure.rollouts.engine_parts import engine_parts, telling_lines
+
+MAMBA = {"model_type": "nemotron_h", "hybrid_override_pattern": "M*", "_source": "nowhere"}
+WORK = [{"prompts": 1, "samples": 1, "prompt_lengths": "fixed:8", "response_lengths": "fixed:4"}]
+
+
+@pytest.fixture(autouse=True)
+def a_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cell_files, "engine_version", lambda: "0.26.0")
+
+
+def cells(folder: Path, **changes: Any) -> Path:
+    (folder / "tiny").mkdir()
+    (folder / "tiny" / "config.json").write_text(json.dumps(MAMBA))
+    setting = {"model": "owner/hybrid", "config": "tiny", "gpu": "h200_sxm", "precisions": ["fp8_kv"]}
+    (folder / "cells.json").write_text(json.dumps([setting | {"workloads": WORK} | changes]))
+    return folder / "cells.json"
+
+
+def only_job(folder: Path, **changes: Any) -> dict[str, Any]:
+    options = cell_files.Options(folder / "out.jsonl", "full", False, {}, ())
+    (job,) = cell_files.jobs(cells(folder, **changes), options)
+    return job
+
+
+def test_vllm_is_left_to_choose_what_depends_on_the_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = only_job(tmp_path, max_num_seqs=32)
+    assert not {"block_size", "enable_prefix_caching"} & job["kwargs"].keys()
+    assert (job["kwargs"]["kv_cache_dtype"], job["kwargs"]["max_num_seqs"]) == ("fp8", 32)
+    assert job["fields"]["model"] == "owner/hybrid"
+    given = json.loads((Path(job["kwargs"]["model"]) / "config.json").read_text())
+    assert given == {name: value for name, value in MAMBA.items() if name != "_source"}
+    assert "owner/hybrid is measured without a prediction" in capsys.readouterr().err
+
+
+def test_a_setting_decides_itself(tmp_path: Path) -> None:
+    job = only_job(tmp_path, block_size=64, enable_prefix_caching=False, engine_args={"gdn_prefill_backend": "triton"})
+    assert (job["kwargs"]["block_size"], job["kwargs"]["enable_prefix_caching"]) == (64, False)
+    assert job["kwargs"]["gdn_prefill_backend"] == "triton"
+    assert job["fields"]["engine_args"] == {"gdn_prefill_backend": "triton"}  # the records say so
+
+
+def test_a_model_that_is_read_keeps_its_plan_and_its_key(tmp_path: Path) -> None:
+    """The key is that of a rollout in steps/ of the H200's profile, of the same setting."""
+    setting = json.loads((Path(cell_files.__file__).parent / "fit.json").read_text())[0]
+    changes = setting | {"precisions": ["bf16"]}
+    file = cells(tmp_path)
+    file.write_text(json.dumps([changes]))
+    (job,) = cell_files.jobs(file, cell_files.Options(tmp_path / "out.jsonl", "full", False, {}, ()))
+    assert job["kwargs"]["block_size"] == 16
+    assert job["work"][0]["runs"][0]["key"] == "09e02f40f170b713"
+
+
+def test_a_folder_without_a_config_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing.*config\.json"):
+        only_job(tmp_path, config="nothing/here")
+
+
+def test_why_an_engine_failed_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = only_job(tmp_path)
+    monkeypatch.setattr(run_rollouts, "gpu_facts", lambda: {"gpu_product": None, "gpu_memory_used_bytes": None})
+    monkeypatch.setattr(run_rollouts, "CHILD", "no.such.module")
+    options = cell_files.Options(tmp_path / "out.jsonl", "full", False, {}, ())
+    (failure,) = run_rollouts.run_jobs([job], options, 60)
+    (row,) = rows(tmp_path / "out.failed.jsonl")
+    assert failure.endswith(row["reason"])
+    assert (row["model"], row["precision"]) == ("owner/hybrid", "fp8_kv")
+    assert "No module named 'no'" in row["reason"]
+
+
+def test_the_errors_of_a_log_are_listed_once_and_the_last_are_kept(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    lines = [f"ERROR x [y] ValueError: number {i}" for i in range(run_rollouts.ERRORS + 3)]
+    log.write_text("\n".join([*lines, *lines, "INFO nothing"]))
+    assert run_rollouts.errors_in(str(log)) == [f"ValueError: number {i}" for i in range(3, run_rollouts.ERRORS + 3)]
+
+
+# What an engine is made of
+
+
+@dataclass
+class SlidingSpec:
+    block_size: int
+    sliding_window: int
+
+    @property
+    def page_size_bytes(self) -> int:
+        return self.block_size * 100
+
+
+class Fake:
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+
+class Tensor(Fake):
+    def numel(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    def element_size(self) -> int:
+        return 2
+
+
+class Runner(Fake):
+    def get_model(self) -> Any:
+        named = [(f"layers.{i}.q.weight", Tensor(dtype="torch.bfloat16", shape=(4, 8))) for i in range(3)]
+        return Fake(modules=lambda: [Fake(quant_method=Fake()), Fake()], named_parameters=lambda: named)
+
+
+def test_groups_and_weights_are_counted() -> None:
+    group = Fake(layer_names=["0", "1", "2", "3"], kv_cache_spec=SlidingSpec(16, 128))
+    backend = Fake(get_name=lambda: "FLASH_ATTN")
+    found = engine_parts(
+        Runner(
+            kv_cache_config=Fake(
+                kv_cache_groups=[group],
+                num_blocks=7,
+                kv_cache_tensors=[Fake(size=700, shared_by=["0", "1"])] * 2,
+            ),
+            attn_groups=[[Fake(backend=backend), Fake(backend=backend)]],
+        )
+    )
+    json.dumps(found)
+    spec = {"kind": "SlidingSpec", "page_size_bytes": 1600, "block_size": 16, "sliding_window": 128}
+    (read,) = found["cache_groups"]
+    assert read == {"layers": 4, "first_layers": ["0", "1", "2"], "spec": spec, "backends": ["FLASH_ATTN"]}
+    assert found["cache_tensors"] == [{"bytes": 700, "shared_by": 2, "tensors": 2}]
+    assert found["modules"] == {"Fake / Fake": 1, "Fake": 1}
+    name = "layers.N.q.weight"
+    assert found["parameters"] == [{"name": name, "dtype": "bfloat16", "shape": [4, 8], "count": 3, "bytes": 192}]
+
+
+def test_a_part_that_is_elsewhere_is_its_error_and_the_rest_is_read() -> None:
+    found = engine_parts(Fake(kv_cache_config=Fake(num_blocks=7)))
+    assert found["cache_blocks"] == 7
+    assert re.match("AttributeError", found["parameters"])
+
+
+def test_telling_lines_lose_their_time_and_come_once() -> None:
+    line = "(EngineCore pid=7) INFO 11-21 14:34:46 [cuda.py:482] Using FLASH_ATTN attention backend"
+    log = f"{line}\n{line.replace('46', '47')}\nsomething else\n"
+    assert telling_lines(log) == ["Using FLASH_ATTN attention backend"]
