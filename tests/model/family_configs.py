@@ -23,9 +23,11 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 
 def config_of(name: str, changes: Mapping[str, Any]) -> Any:
+    """The config of transformers' own class: vLLM, once imported, puts its own in CONFIG_MAPPING for some families."""
     transformers = pytest.importorskip("transformers")
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    return transformers.CONFIG_MAPPING[name](**NEEDED.get(name, {}) | dict(changes))
+    own = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES[name]
+    return getattr(transformers, own)(**NEEDED.get(name, {}) | dict(changes))
 
 
 def shape_of(config: Any, name: str = "test") -> ModelShape:

@@ -181,8 +181,11 @@ def built(config: dict[str, Any], max_model_len: int, max_num_batched_tokens: in
     from vllm.config.vllm import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.models import transformers
     from vllm.platforms import current_platform
+    from vllm.plugins import load_general_plugins
 
+    load_general_plugins()  # an engine does it
     folder = tempfile.mkdtemp(prefix="fp8plan-kv-")
     with open(f"{folder}/config.json", "w") as file:
         json.dump(config, file)
@@ -208,7 +211,9 @@ def built(config: dict[str, Any], max_model_len: int, max_num_batched_tokens: in
         _start_one_rank()
         torch.set_default_dtype(torch.bfloat16)
         try:
-            with torch.device("meta"), mock.patch("torch.cuda.Stream"):
+            # vLLM runs OLMo by way of transformers, whose own class it would change for good.
+            unchanged = mock.patch.object(transformers.base.Base, "_decorate_for_torch_compile")
+            with torch.device("meta"), mock.patch("torch.cuda.Stream"), unchanged:
                 initialize_model(whole)
         finally:
             torch.set_default_dtype(before)

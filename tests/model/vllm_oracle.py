@@ -41,7 +41,9 @@ class Step(NamedTuple):
 @cache
 def _model_config(max_model_len: int):
     from vllm.config import ModelConfig
+    from vllm.plugins import load_general_plugins
 
+    load_general_plugins()  # an engine does it
     folder = tempfile.mkdtemp(prefix="fp8plan-oracle-")
     with open(f"{folder}/config.json", "w") as file:
         json.dump(CONFIG, file)

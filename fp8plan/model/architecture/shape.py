@@ -102,7 +102,7 @@ class ModelShape:
         dense.
         """
         tp, hidden = tensor_parallel_size, self.hidden_size
-        return _merged((linear, n) for experts, n in self._experts() for linear in experts.expert_linears(hidden, tp))
+        return _merged((linear, n) for experts, n in self._of(Experts) for linear in experts.expert_linears(hidden, tp))
 
     def caches(self, tensor_parallel_size: int = 1) -> tuple[Cache, ...]:
         """What each layer keeps on one rank, in the order of the layers. A layer that keeps nothing has no entry."""
@@ -124,11 +124,10 @@ class ModelShape:
         )
         total += sum(
             number * experts.num_experts * self._expert_bytes(experts, precision, tp)
-            for experts, number in self._experts()
+            for experts, number in self._of(Experts)
         )
         if precision.weights != "bf16":
-            latent = ((part, n) for part, n in self._counted if isinstance(part, LatentAttention))
-            total += sum(n * part.dequantised_elements(tp) * BF16_BYTES for part, n in latent)
+            total += sum(n * part.dequantised_elements(tp) * BF16_BYTES for part, n in self._of(LatentAttention))
         table = self.padded_vocab_size // tp * self.hidden_size * BF16_BYTES
         total += table if self.tie_word_embeddings else 2 * table
         vectors = sum(number * part.vectors(self.hidden_size, tp) for part, number in self._counted)
@@ -140,6 +139,7 @@ class ModelShape:
         elements = sum(cache.elements_per_token for cache in caches)
         return elements * precision.kv_element_bytes + sum(cache.index_bytes_per_token for cache in caches)
 
+    @cached_property
     def unpriced(self) -> tuple[str, ...]:
         """Names of the parts whose speed is not modelled; () for full attention with dense MLPs or experts."""
         names = [name for layer in dict.fromkeys(self.layers) for name in layer.unpriced()]
@@ -147,15 +147,15 @@ class ModelShape:
             names.append("soft-capped logits")
         if self.lm_head_bias:
             names.append("a bias of lm_head")
-        if not names and len(set(self._of(Attention))) != 1:
+        if not names and len(self._of(Attention)) != 1:
             names.append("attention layers of different sizes")
-        if not names and (len(set(self._of(Experts))) > 1 or len(set(self._of(Mlp))) > 1):
+        if not names and (len(self._of(Experts)) > 1 or len(self._of(Mlp)) > 1):
             names.append("MLPs of different sizes")
         return tuple(dict.fromkeys(names))
 
     def check_priced(self) -> None:
         """Raise ConfigError, naming the parts, if the model has some whose speed is not modelled."""
-        if names := self.unpriced():
+        if names := self.unpriced:
             raise ConfigError(
                 f"{self.name}: the speed of {' and '.join(names)} is not modelled yet. It is for full attention with "
                 "dense MLPs or experts, such as Qwen/Qwen3-8B. RolloutEngine.from_setup runs this model without a plan"
@@ -191,7 +191,7 @@ class ModelShape:
     def attention(self) -> Attention:
         """The attention of every layer. Raises ConfigError, naming the parts, for a model that has others."""
         self.check_priced()
-        return self._of(Attention)[0]
+        return self._of(Attention)[0][0]
 
     @property
     def num_attention_heads(self) -> int:
@@ -219,12 +219,12 @@ class ModelShape:
         """Inner width of the dense layers; 0 where all layers have experts."""
         self.check_priced()
         dense = self._of(Mlp)
-        return dense[0].inner if dense else 0
+        return dense[0][0].inner if dense else 0
 
     @cached_property
     def experts(self) -> Experts | None:
         """The experts of the layers that have them, with the number of these layers."""
-        found = self._experts()
+        found = self._of(Experts)
         if len(found) > 1:
             self.check_priced()
         return replace(found[0][0], layers=found[0][1]) if found else None
@@ -235,12 +235,9 @@ class ModelShape:
         counts = Counter(part for layer in self.layers for part in parts(layer))
         return sorted(counts.items(), key=lambda item: (isinstance(item[0], Experts), isinstance(item[0], Mlp)))
 
-    def _of(self, kind: type[Kind]) -> list[Kind]:
-        """The parts of a kind, in the order of the layers."""
-        return [part for layer in self.layers for part in parts(layer) if isinstance(part, kind)]
-
-    def _experts(self) -> list[tuple[Experts, int]]:
-        return list(Counter(self._of(Experts)).items())
+    def _of(self, kind: type[Kind]) -> list[tuple[Kind, int]]:
+        """The distinct parts of a kind and how often they occur."""
+        return [(part, number) for part, number in self._counted if isinstance(part, kind)]
 
     def _own_vectors(self, tp: int, vocabulary: int) -> int:
         """Elements on one rank of norms, and of the bias of lm_head."""
@@ -259,7 +256,7 @@ class ModelShape:
         if fault is not None:
             cannot = " can be neither split nor replicated evenly"
             return f"its {fault.size} {fault.what}{cannot}" if fault.replicated else f"it has {fault.size} {fault.what}"
-        few = next((experts.num_experts for experts, _ in self._experts() if tp > experts.num_experts), None)
+        few = next((experts.num_experts for experts, _ in self._of(Experts) if tp > experts.num_experts), None)
         return None if few is None else f"it has {few} experts"
 
     def _expert_bytes(self, experts: Experts, precision: Precision, tp: int) -> int:

@@ -83,7 +83,7 @@ def sizes_of(shape: ModelShape) -> dict[str, Any]:
     """The sizes of a model by their names; those of its attention and MLPs only if all its layers are alike."""
     sizes: dict[str, Any] = {"name": shape.name, "model_type": shape.model_type, "num_layers": shape.num_layers}
     sizes["hidden_size"] = shape.hidden_size
-    if not shape.unpriced():
+    if not shape.unpriced:
         sizes |= {name: getattr(shape, name) for name in (*ATTENTION, "intermediate_size", "qk_norm", "attention_bias")}
     names = ("vocab_size", "tie_word_embeddings", "max_position_embeddings", "source", "num_parameters")
     sizes |= {name: getattr(shape, name) for name in names}

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-import numpy as np
-
 from fp8plan.errors import CapacityError
 from fp8plan.model.cost.base import IntArray
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.schedule.group_meter import WindowMeter
 from fp8plan.model.schedule.group_pool import GroupPool
 from fp8plan.model.schedule.groups import KvGroup, next_change, pairs_read, tokens_read
-from fp8plan.model.schedule.state import PREFILL, ROW, prefill_work, table_of
+from fp8plan.model.schedule.history import ROW, columns_of, prefill_work, table_of
+from fp8plan.model.schedule.state import next_finish
 
 
 class GroupState:
@@ -82,14 +81,7 @@ class GroupState:
 
     def columns(self) -> dict[str, IntArray]:
         """The history so far: int64 arrays of shape (rows,), one per name in ROW and PREFILL."""
-        rows = table_of(self.rows, len(ROW))
-        columns = dict(zip(ROW, rows, strict=True))
-        at, *prefills = table_of(self.prefills, 1 + len(PREFILL))
-        for name, values in zip(PREFILL, prefills, strict=True):
-            columns[name] = np.zeros(rows.shape[1], dtype=np.int64)
-            columns[name][at] = values
-        columns["sampled_requests"] += columns["decode_requests"]
-        return columns
+        return columns_of(self.rows, self.prefills)
 
     def window_columns(self) -> list[tuple[KvGroup, IntArray]]:
         """For each window: an int64 array of shape (3, rows), as in `window_rows`."""
@@ -112,7 +104,7 @@ class GroupState:
         or up to the one that admits a request. If the first step is not so sure, run that one.
         """
         pool = self.pool
-        wanted = 1 if self.leaving else min(longest, self._next_finish() - self.now + 1)
+        wanted = 1 if self.leaving else min(longest, next_finish(self.finishes, self.finish_of) - self.now + 1)
         steps = 0
         pool.begin_step()
         looked_at = -1
@@ -176,12 +168,6 @@ class GroupState:
         self.change_of[request] = step
         if step < self.final[request] - self.offset[request]:  # else it will have ended
             self.calendar.setdefault(step, []).append(request)
-
-    def _next_finish(self) -> int:
-        finishes, finish_of, requests = self.finishes, self.finish_of, len(self.final)
-        while finish_of[finishes[0] % requests] != finishes[0]:
-            heappop(finishes)
-        return finishes[0] // requests
 
     # One step in which anything may happen
 

@@ -7,12 +7,11 @@ cap are the same in 0.26 and 0.30.)
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.architecture.linear import CacheKind
 from fp8plan.model.limits import EngineLimits
-
-GroupKind: TypeAlias = Literal["full", "sliding", "chunked", "latent", "state"]
 
 
 class KvGroup(NamedTuple):
@@ -30,7 +29,7 @@ class KvGroup(NamedTuple):
     "all", a state for every block, has to be asked for and is not modelled.
     """
 
-    kind: GroupKind
+    kind: CacheKind
     block_size: int
     window: int = 0
 

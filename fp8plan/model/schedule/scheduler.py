@@ -20,12 +20,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fp8plan.errors import CapacityError
+from fp8plan.model.architecture.linear import CacheKind
 from fp8plan.model.cost.base import IntArray
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.schedule.group_cache import CachingGroupPool
 from fp8plan.model.schedule.group_pool import GroupPool
 from fp8plan.model.schedule.group_state import GroupState
-from fp8plan.model.schedule.groups import GroupKind, KvGroup, admission_cap, check_groups
+from fp8plan.model.schedule.groups import KvGroup, admission_cap, check_groups
 from fp8plan.model.schedule.kv_pool import CachingPool, Pool, blocks_for
 from fp8plan.model.schedule.state import SchedulerState
 
@@ -38,7 +39,7 @@ class WindowWork:
     evenly. The mean step of a row reads decode_kv_tokens / steps, and has as many query-key pairs.
     """
 
-    kind: GroupKind  # sliding: the last `window` tokens; chunked: those of the current chunk
+    kind: CacheKind  # sliding: the last `window` tokens; chunked: those of the current chunk
     window: int
     decode_kv_tokens: IntArray
     prefill_kv_tokens: IntArray  # KV tokens that the chunks of prefill read, summed
@@ -47,7 +48,7 @@ class WindowWork:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The actions of the engine in order: int64 arrays of shape (rows,), one per name in ROW and PREFILL of `state`."""
+    """The actions of the engine in order: int64 arrays of shape (rows,), one for each name of `history`."""
 
     steps: IntArray
     decode_requests: IntArray

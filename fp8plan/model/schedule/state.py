@@ -4,36 +4,13 @@ in which anything may happen. `next_row` takes the one that is due.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-import numpy as np
-
 from fp8plan.model.cost.base import IntArray
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.schedule.history import ROW, columns_of, prefill_work
 from fp8plan.model.schedule.kv_pool import Pool, blocks_for
-
-ROW = (
-    "steps",  # alike steps in this row
-    "decode_requests",  # requests that get one token in each of them
-    "decode_kv_tokens",  # KV tokens they read in the first step, summed; grows by decode_requests a step
-    "recomputed_tokens",  # work thrown away: tokens that the requests of `preemptions` had computed
-    "running",
-    "waiting",
-    "used_blocks",  # while the last step of the row runs
-    "preemptions",  # here, or in the step without tokens before: that costs nothing and has no row
-    "finished",
-)
-# Of a row with prefill; zero in the others, which are most.
-PREFILL = (
-    "prefill_tokens",
-    "prefill_requests",
-    "prefill_kv_tokens",  # KV tokens the chunks read: context before them + their own, summed
-    "prefill_pairs",  # query-key pairs of the chunks, summed
-    "sampled_requests",  # of those whose prefill ends here; in `columns` the decoding requests are among them
-    "cached_tokens",  # prefill that the prefix cache saved to requests admitted here
-)
 
 
 class SchedulerState:
@@ -82,14 +59,7 @@ class SchedulerState:
 
     def columns(self) -> dict[str, IntArray]:
         """The history so far: int64 arrays of shape (rows,), one per name in ROW and PREFILL."""
-        rows = table_of(self.rows, len(ROW))
-        columns = dict(zip(ROW, rows, strict=True))
-        at, *prefills = table_of(self.prefills, 1 + len(PREFILL))
-        for name, values in zip(PREFILL, prefills, strict=True):
-            columns[name] = np.zeros(rows.shape[1], dtype=np.int64)
-            columns[name][at] = values
-        columns["sampled_requests"] += columns["decode_requests"]
-        return columns
+        return columns_of(self.rows, self.prefills)
 
     def next_row(self, longest: int) -> None:
         """Go on by one step, or by a run of at most `longest` alike steps."""
@@ -115,7 +85,7 @@ class SchedulerState:
         if in_phase[phase] > free or not decoding:
             self._end(1, self._serve_decoding())
             return
-        wanted = 1 if self.leaving else self._next_finish() - self.now + 1
+        wanted = 1 if self.leaving else next_finish(self.finishes, self.finish_of) - self.now + 1
         if wanted > longest:
             wanted = longest
         steps = blocks = 0
@@ -131,12 +101,6 @@ class SchedulerState:
                 phase = 0
         self.pool.take(blocks)
         self._end(steps, 0)
-
-    def _next_finish(self) -> int:
-        finishes, finish_of, requests = self.finishes, self.finish_of, len(self.final)
-        while finish_of[finishes[0] % requests] != finishes[0]:
-            heappop(finishes)
-        return finishes[0] // requests
 
     def _step(self) -> None:
         """Run one step with everything that can happen in it."""
@@ -318,16 +282,9 @@ class SchedulerState:
         return finished
 
 
-def prefill_work(chunks: Sequence[tuple[int, int, int]]) -> tuple[int, int, int, int]:
-    """The (tokens, chunks, KV tokens read, query-key pairs) of chunks (request, tokens computed before, after)."""
-    tokens = read = pairs = 0
-    for _, before, after in chunks:
-        tokens += after - before
-        read += after
-        pairs += (after - before) * (after + before + 1) // 2
-    return tokens, len(chunks), read, pairs
-
-
-def table_of(values: list[int], columns: int) -> IntArray:
-    """Rows given one after the other, as an int64 array of shape (columns, rows)."""
-    return np.frombuffer(array("q", values), dtype=np.int64).reshape(-1, columns).T
+def next_finish(finishes: list[int], finish_of: list[int]) -> int:
+    """The step of the next finish, and drop outdated entries of the heap before it."""
+    requests = len(finish_of)
+    while finish_of[finishes[0] % requests] != finishes[0]:
+        heappop(finishes)
+    return finishes[0] // requests

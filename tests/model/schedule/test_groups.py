@@ -10,17 +10,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runs_of_steps import assert_runs_add_up, total
 
 from fp8plan.errors import CapacityError, ConfigError
+from fp8plan.model.architecture.linear import CacheKind
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.schedule.group_meter import WindowMeter
-from fp8plan.model.schedule.groups import GroupKind, KvGroup, admission_cap, next_change, pairs_read, tokens_read
+from fp8plan.model.schedule.groups import KvGroup, admission_cap, next_change, pairs_read, tokens_read
 from fp8plan.model.schedule.scheduler import Schedule, schedule
 from fp8plan.model.workload import Batch
 
 COMPARED = ("prefill_tokens", "decode_requests", "used_blocks", "preemptions")
 SEEDS = int(os.environ.get("FP8PLAN_GROUP_SEEDS", "4"))
-FAMILIES: dict[str, tuple[GroupKind, ...]] = {
+FAMILIES: dict[str, tuple[CacheKind, ...]] = {
     "window": ("full", "sliding"),
     "state": ("full", "state"),
     "chunk": ("full", "chunked"),
@@ -51,7 +53,7 @@ def blocks_needed(batch: Batch, group: KvGroup, limits: EngineLimits) -> int:
     return blocks if cap < 0 else min(blocks, cap + (group.kind == "chunked"))
 
 
-def case(seed: int, kinds: tuple[GroupKind, ...], async_scheduling: bool) -> Case:
+def case(seed: int, kinds: tuple[CacheKind, ...], async_scheduling: bool) -> Case:
     """A pool of at most a few requests; seven of ten have prefix caching, a third no more budget than slots."""
     rng = np.random.default_rng([seed, len(kinds), async_scheduling])
     size = int(rng.choice([16, 32, 48, 128])) if "state" in kinds else 16
@@ -89,10 +91,6 @@ def run(made: Case, longest_run: int = 2**62) -> Schedule:
     return schedule(*made.batch, made.pool, made.limits, longest_run, groups=made.groups, retain_all=made.retain_all)
 
 
-def total(plan: Schedule, column: str) -> int:
-    return int((plan.steps * getattr(plan, column)).sum())
-
-
 @pytest.mark.vllm
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize(
@@ -119,14 +117,7 @@ def cases(draw: st.DrawFn) -> Case:
 @given(cases())
 def test_runs_of_steps_add_up_to_the_single_steps(made: Case) -> None:
     single, runs = run(made, longest_run=1), run(made)
-    last = np.cumsum(runs.steps) - 1  # the single step that ends each row
-    first = last - runs.steps + 1
-    np.testing.assert_array_equal(runs.used_blocks, single.used_blocks[last])
-    np.testing.assert_array_equal(runs.decode_requests, single.decode_requests[first])
-    np.testing.assert_array_equal(runs.decode_kv_tokens, single.decode_kv_tokens[first])
-    for column in ("prefill_tokens", "prefill_pairs", "decode_requests", "sampled_requests"):
-        assert total(runs, column) == total(single, column)
-    assert runs.num_preemptions == single.num_preemptions
+    first = assert_runs_add_up(runs, single)
     for some, each in zip(runs.windows, single.windows, strict=True):
         np.testing.assert_array_equal(some.decode_kv_tokens, np.add.reduceat(each.decode_kv_tokens, first))
         np.testing.assert_array_equal(some.prefill_kv_tokens, np.add.reduceat(each.prefill_kv_tokens, first))
@@ -197,7 +188,7 @@ def positions_read(group: KvGroup, query: int) -> range:
 
 
 @given(st.sampled_from(["sliding", "chunked"]), st.integers(1, 40), st.integers(0, 100), st.integers(1, 60))
-def test_chunks_read_what_their_queries_look_at(kind: GroupKind, window: int, before: int, tokens: int) -> None:
+def test_chunks_read_what_their_queries_look_at(kind: CacheKind, window: int, before: int, tokens: int) -> None:
     group = KvGroup(kind, 16, window)
     looks = [positions_read(group, query) for query in range(before, before + tokens)]
     assert pairs_read(group, before, before + tokens) == sum(map(len, looks))
@@ -210,7 +201,7 @@ def test_chunks_read_what_their_queries_look_at(kind: GroupKind, window: int, be
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 50), st.integers(1, 30)), max_size=20),
 )
 def test_a_meter_adds_up_what_decoding_requests_read(
-    kind: GroupKind, window: int, events: list[tuple[int, int, int]]
+    kind: CacheKind, window: int, events: list[tuple[int, int, int]]
 ) -> None:
     group = KvGroup(kind, 16, window)
     meter = WindowMeter(group, requests=4)
@@ -232,7 +223,7 @@ def test_a_meter_adds_up_what_decoding_requests_read(
     st.integers(0, 200),
     st.integers(0, 1),
 )
-def test_nothing_changes_before_the_next_change(kind: GroupKind, window: int, computed: int, lag: int) -> None:
+def test_nothing_changes_before_the_next_change(kind: CacheKind, window: int, computed: int, lag: int) -> None:
     group = KvGroup(kind, 16, window if kind in ("sliding", "chunked") else 0)
 
     def held(tokens: int) -> tuple[int, int]:

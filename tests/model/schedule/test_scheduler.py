@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from runs_of_steps import assert_runs_add_up, total
 
 from fp8plan.errors import CapacityError
 from fp8plan.model.cost.base import IntArray
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.schedule.scheduler import Schedule, schedule
+from fp8plan.model.schedule.scheduler import schedule
 from fp8plan.model.workload import Batch
 
 BLOCK = 16
@@ -98,10 +99,6 @@ def assert_equals_vllm(batch: Batch, pool: int, limits: EngineLimits) -> None:
     assert list(rows) == [tuple(step) for step in real]
 
 
-def total(plan: Schedule, column: str) -> int:
-    return int((plan.steps * getattr(plan, column)).sum())
-
-
 @pytest.mark.vllm
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("seed", [*range(36), IDLE_PREEMPTION])
@@ -133,14 +130,7 @@ def test_runs_of_steps_add_up_to_the_single_steps(seed: int, async_scheduling: b
     single = schedule(*batch, pool, limits, longest_run=1)
     runs = schedule(*batch, pool, limits)
     assert len(runs.steps) < single.num_steps or runs.num_steps < 3
-    last = np.cumsum(runs.steps) - 1  # the single step that ends each row
-    first = last - runs.steps + 1
-    np.testing.assert_array_equal(runs.used_blocks, single.used_blocks[last])
-    np.testing.assert_array_equal(runs.decode_requests, single.decode_requests[first])
-    np.testing.assert_array_equal(runs.decode_kv_tokens, single.decode_kv_tokens[first])
-    for column in ("prefill_tokens", "prefill_pairs", "decode_requests", "sampled_requests"):
-        assert total(runs, column) == total(single, column)
-    assert runs.num_preemptions == single.num_preemptions
+    assert_runs_add_up(runs, single)
     grown = runs.decode_kv_tokens * runs.steps + runs.decode_requests * runs.steps * (runs.steps - 1) // 2
     assert grown.sum() == single.decode_kv_tokens.sum()
 
