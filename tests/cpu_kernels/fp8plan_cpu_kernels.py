@@ -30,7 +30,7 @@ def register() -> None:
 
 
 def _inspect_models_here() -> None:
-    """Look at a model's class in this process. vLLM starts another, so that this one's CUDA stays as it is: 16 s each."""
+    """Look at a model's class in this process. vLLM starts another for it, for the sake of CUDA: 16 s each."""
     from vllm.model_executor.models import registry
 
     def inspect(self: Any) -> Any:

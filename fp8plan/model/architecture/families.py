@@ -136,6 +136,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         kinds=lambda _, layers: ["indexed_attention"] * layers,
         mixers=_INDEXED,
         layer=special.indexed_layer,
+        by_number=True,
         moe=_DEEPSEEK_V3,
         own=_SPARSE_OWN,
         defaults={"first_k_dense_replace": 3},
@@ -154,6 +155,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "gemma4_text": Family(
         kinds=every(6, "sliding_window_pattern"),
         layer=special.gemma4_layer,
+        by_number=True,
         qk_norm="head",
         norms=4,
         moe=Moe(router_scales=True),

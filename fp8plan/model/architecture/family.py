@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, TypeAlias
 
 from fp8plan.model.architecture.parts import Attention, Experts, Layer, Mixer, Mlp, QkNorm
@@ -47,6 +48,7 @@ class Family:
     kinds:        the kind of each layer where no layer_types lists them
     mixers:       the reader of the mixer of each kind
     layer:        the reader of a layer, given its number, kind and whether it has experts
+    by_number:    whether that reader looks at the number
     gated:        whether the dense MLP has a gate
     norms, norm_vectors, last_norm_vectors: as in Layer and ModelShape; None: as the layers
     tied:         whether embeddings are tied where the config does not say
@@ -58,6 +60,7 @@ class Family:
     kinds: Callable[[Fields, int], Sequence[str]] = lambda _, layers: ["full_attention"] * layers
     mixers: Readers = field(default_factory=lambda: ATTENTIONS)
     layer: Callable[[Fields, Family, int, str, bool], Layer] = lambda *given: layer(*given)
+    by_number: bool = False
     qkv_bias: Switch = "attention_bias"
     o_bias: Switch = "attention_bias"
     qk_norm: QkNorm | tuple[str, QkNorm] = "none"  # or the field that says whether there is one, and which
@@ -232,9 +235,12 @@ def layers(config: Fields, family: Family) -> tuple[Layer, ...]:
     if unknown := sorted({kind for kind in kinds if kind not in family.mixers}):
         raise Unknown(" and ".join(f"{kind} layers" for kind in unknown))
     sparse = family.moe.sparse(config, number) if family.moe else [False] * number
+
+    @cache
+    def read(at: int, kind: str, has_experts: bool) -> Layer:
+        return family.layer(config, family, at, kind, has_experts)
+
+    places = range(number) if family.by_number else [0] * number
     made: dict[Layer, Layer] = {}
-    found = (
-        family.layer(config, family, i, kind, bool(has))
-        for i, (kind, has) in enumerate(zip(kinds, sparse, strict=True))
-    )
+    found = (read(at, kind, bool(has)) for at, kind, has in zip(places, kinds, sparse, strict=True))
     return tuple(made.setdefault(one, one) for one in found)
