@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fp8plan.model.cost.base import FloatArray, IntArray, StepBatch, joined
+from fp8plan.model.cost.base import FloatArray, IntArray, StepBatch, WindowReads, joined
 from fp8plan.model.cost.host import start_cost
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.limits import EngineLimits
@@ -142,6 +142,10 @@ def step_batch(plan: Schedule) -> StepBatch:
         prefill_kv_tokens=plan.prefill_kv_tokens,
         prefill_pairs=plan.prefill_pairs,
         sampled_requests=plan.sampled_requests,
+        windows=tuple(
+            WindowReads(x.kind, x.window, x.decode_kv_tokens / plan.steps, x.prefill_kv_tokens, x.prefill_pairs)
+            for x in plan.windows
+        ),
     )
 
 

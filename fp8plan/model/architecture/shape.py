@@ -80,11 +80,21 @@ class ModelShape:
         return len(self.layers)
 
     @cached_property
+    def counted(self) -> list[tuple[Mixer | Mlp | Experts, int]]:
+        """The distinct parts and how often they occur: mixers first, then dense MLPs, then experts."""
+        counts = Counter(part for layer in self.layers for part in parts(layer))
+        return sorted(counts.items(), key=lambda item: (isinstance(item[0], Experts), isinstance(item[0], Mlp)))
+
+    def parts_of(self, kind: type[Kind]) -> list[tuple[Kind, int]]:
+        """The distinct parts of a kind and how often they occur."""
+        return [(part, number) for part, number in self.counted if isinstance(part, kind)]
+
+    @cached_property
     def num_parameters(self) -> int:
         """The exact number of elements in a checkpoint; tied embeddings count once."""
         hidden = self.hidden_size
         tables = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
-        body = sum(number * part.parameters(hidden) for part, number in self._counted)
+        body = sum(number * part.parameters(hidden) for part, number in self.counted)
         return tables + body + self._own_vectors(1, self.vocab_size)
 
     def linears(self, tensor_parallel_size: int = 1) -> tuple[Linear, ...]:
@@ -94,7 +104,7 @@ class ModelShape:
         dense MLPs, then routers and shared experts.
         """
         tp = tensor_parallel_size
-        found = ((linear, n) for part, n in self._counted for linear in part.linears(self.hidden_size, tp))
+        found = ((linear, n) for part, n in self.counted for linear in part.linears(self.hidden_size, tp))
         return (*_merged(found), Linear("lm_head", self.padded_vocab_size // tp, self.hidden_size, 1, False, False))
 
     def expert_linears(self, tensor_parallel_size: int = 1) -> tuple[Linear, ...]:
@@ -102,7 +112,9 @@ class ModelShape:
         dense.
         """
         tp, hidden = tensor_parallel_size, self.hidden_size
-        return _merged((linear, n) for experts, n in self._of(Experts) for linear in experts.expert_linears(hidden, tp))
+        return _merged(
+            (linear, n) for experts, n in self.parts_of(Experts) for linear in experts.expert_linears(hidden, tp)
+        )
 
     def caches(self, tensor_parallel_size: int = 1) -> tuple[Cache, ...]:
         """What each layer keeps on one rank, in the order of the layers. A layer that keeps nothing has no entry."""
@@ -124,13 +136,13 @@ class ModelShape:
         )
         total += sum(
             number * experts.num_experts * self._expert_bytes(experts, precision, tp)
-            for experts, number in self._of(Experts)
+            for experts, number in self.parts_of(Experts)
         )
         if precision.weights != "bf16":
-            total += sum(n * part.dequantised_elements(tp) * BF16_BYTES for part, n in self._of(LatentAttention))
+            total += sum(n * part.dequantised_elements(tp) * BF16_BYTES for part, n in self.parts_of(LatentAttention))
         table = self.padded_vocab_size // tp * self.hidden_size * BF16_BYTES
         total += table if self.tie_word_embeddings else 2 * table
-        vectors = sum(number * part.vectors(self.hidden_size, tp) for part, number in self._counted)
+        vectors = sum(number * part.vectors(self.hidden_size, tp) for part, number in self.counted)
         return total + (vectors + self._own_vectors(tp, self.padded_vocab_size)) * BF16_BYTES
 
     def kv_bytes_per_token(self, precision: Precision, tensor_parallel_size: int = 1) -> int:
@@ -147,9 +159,9 @@ class ModelShape:
             names.append("soft-capped logits")
         if self.lm_head_bias:
             names.append("a bias of lm_head")
-        if not names and len(self._of(Attention)) != 1:
+        if not names and len(self.parts_of(Attention)) != 1:
             names.append("attention layers of different sizes")
-        if not names and (len(self._of(Experts)) > 1 or len(self._of(Mlp)) > 1):
+        if not names and (len(self.parts_of(Experts)) > 1 or len(self.parts_of(Mlp)) > 1):
             names.append("MLPs of different sizes")
         return tuple(dict.fromkeys(names))
 
@@ -191,7 +203,7 @@ class ModelShape:
     def attention(self) -> Attention:
         """The attention of every layer. Raises ConfigError, naming the parts, for a model that has others."""
         self.check_priced()
-        return self._of(Attention)[0][0]
+        return self.parts_of(Attention)[0][0]
 
     @property
     def num_attention_heads(self) -> int:
@@ -218,26 +230,16 @@ class ModelShape:
     def intermediate_size(self) -> int:
         """Inner width of the dense layers; 0 where all layers have experts."""
         self.check_priced()
-        dense = self._of(Mlp)
+        dense = self.parts_of(Mlp)
         return dense[0][0].inner if dense else 0
 
     @cached_property
     def experts(self) -> Experts | None:
         """The experts of the layers that have them, with the number of these layers."""
-        found = self._of(Experts)
+        found = self.parts_of(Experts)
         if len(found) > 1:
             self.check_priced()
         return replace(found[0][0], layers=found[0][1]) if found else None
-
-    @cached_property
-    def _counted(self) -> list[tuple[Mixer | Mlp | Experts, int]]:
-        """The distinct parts and how often they occur: mixers first, then dense MLPs, then experts."""
-        counts = Counter(part for layer in self.layers for part in parts(layer))
-        return sorted(counts.items(), key=lambda item: (isinstance(item[0], Experts), isinstance(item[0], Mlp)))
-
-    def _of(self, kind: type[Kind]) -> list[tuple[Kind, int]]:
-        """The distinct parts of a kind and how often they occur."""
-        return [(part, number) for part, number in self._counted if isinstance(part, kind)]
 
     def _own_vectors(self, tp: int, vocabulary: int) -> int:
         """Elements on one rank of norms, and of the bias of lm_head."""
@@ -248,7 +250,7 @@ class ModelShape:
         """The reason why vLLM's model classes refuse `tp` ranks, by their assertions; None if they accept it."""
         if tp < 1:
             return "a whole number of at least 1 is needed"
-        sizes = [size for part, _ in self._counted for size in part.cuts()]
+        sizes = [size for part, _ in self.counted for size in part.cuts()]
         fault = next(
             (size for size in (*sizes, Size("padded vocabulary rows", self.padded_vocab_size)) if _uneven(size, tp)),
             None,
@@ -256,7 +258,7 @@ class ModelShape:
         if fault is not None:
             cannot = " can be neither split nor replicated evenly"
             return f"its {fault.size} {fault.what}{cannot}" if fault.replicated else f"it has {fault.size} {fault.what}"
-        few = next((experts.num_experts for experts, _ in self._of(Experts) if tp > experts.num_experts), None)
+        few = next((experts.num_experts for experts, _ in self.parts_of(Experts) if tp > experts.num_experts), None)
         return None if few is None else f"it has {few} experts"
 
     def _expert_bytes(self, experts: Experts, precision: Precision, tp: int) -> int:

@@ -24,7 +24,7 @@ from fp8plan.model.calibrate.engine_steps import Windows, read_traces, windows
 from fp8plan.model.calibrate.fit import LeavingOut, Observations, fit, robust_sd
 from fp8plan.model.calibrate.held_out import is_held_out
 from fp8plan.model.calibrate.kernel_rows import hull, layer_residuals, observe, read_all
-from fp8plan.model.cost.base import Array, Cost, StepBatch, together
+from fp8plan.model.cost.base import QUANTITIES, Array, Cost, together
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.profile.library import datasheet_profile
 from fp8plan.model.profile.profile import Profile
@@ -179,7 +179,7 @@ def _hull(rows: pd.DataFrame, steps: Sequence[Windows]) -> dict[str, dict[str, t
     ranges: dict[str, tuple[float, float]] = {}
     of_kernels = hull(rows)
     covered = {quantity for found in of_kernels.values() for quantity in found}
-    for name in set(StepBatch.__slots__) - covered:
+    for name in set(QUANTITIES) - covered:
         values = np.concatenate([getattr(x.batch, name) for x in steps])
         used = values[values > 0]
         if used.size:

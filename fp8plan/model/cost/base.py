@@ -8,7 +8,7 @@ powers of coefficients), while finite differences would evaluate the whole model
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,8 +20,22 @@ Array: TypeAlias = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
+class WindowReads:
+    """What attention over one window reads in engine steps, as the fields of StepBatch of these names: (steps,).
+
+    kind: "sliding": the last `window` tokens; "chunked": those of the current chunk of `window`
+    """
+
+    kind: str
+    window: int
+    decode_kv_tokens: Array
+    prefill_kv_tokens: Array
+    prefill_pairs: Array
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The work of engine steps. Every field is a float64 or int64 array of shape (steps,)."""
+    """The work of engine steps. Every field but `windows` is a float64 or int64 array of shape (steps,)."""
 
     decode_requests: Array  # requests that get one token each
     decode_kv_tokens: Array  # KV tokens those requests read, summed over them
@@ -30,11 +44,24 @@ class StepBatch:
     prefill_kv_tokens: Array  # KV tokens the chunks read (context before + own), summed over chunks
     prefill_pairs: Array  # query-key pairs the chunks attend to, summed (attention FLOPs)
     sampled_requests: Array  # rows through lm_head and the sampler
+    windows: tuple[WindowReads, ...] = ()  # one for each window of the model's attention
+
+
+QUANTITIES = tuple(field.name for field in fields(StepBatch) if field.name != "windows")
+READS = tuple(field.name for field in fields(WindowReads) if field.name not in ("kind", "window"))
 
 
 def joined(batches: Sequence[StepBatch]) -> StepBatch:
-    """The steps of several batches, one after the other."""
-    return StepBatch(*(np.concatenate([getattr(batch, name) for batch in batches]) for name in StepBatch.__slots__))
+    """The steps of several batches of one model, one after the other."""
+
+    def together(rows: Sequence[object], names: Sequence[str]) -> dict[str, Array]:
+        return {name: np.concatenate([getattr(row, name) for row in rows]) for name in names}
+
+    windows = tuple(
+        WindowReads(same[0].kind, same[0].window, **together(same, READS))
+        for same in zip(*(batch.windows for batch in batches), strict=True)
+    )
+    return StepBatch(**together(batches, QUANTITIES), windows=windows)
 
 
 @dataclass(frozen=True, slots=True)

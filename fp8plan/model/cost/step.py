@@ -13,7 +13,7 @@ import numpy as np
 
 from fp8plan.model.architecture import Linear, ModelShape
 from fp8plan.model.cost.attention import attention_cost, cache_cost, flops_per_pair, kv_bytes_per_token
-from fp8plan.model.cost.base import Array, Cost, StepBatch, norm8
+from fp8plan.model.cost.base import QUANTITIES, Array, Cost, StepBatch, norm8
 from fp8plan.model.cost.collective import all_reduce_cost, with_network
 from fp8plan.model.cost.gemm import gemm_cost, linear_dtype, peak_flops, quantise_cost
 from fp8plan.model.cost.host import host_cost, launch_cost, launches, layer_cost, sampling_cost
@@ -151,7 +151,7 @@ class StepModel:
         if hull is None:
             return [f"nothing was measured on {self.gpu.name}: {self.profile.kind} profile"]
         linears = [x for x in self._layers() if x.quantised] or self._layers()
-        asked: dict[str, Array] = {name: getattr(batch, name) for name in StepBatch.__slots__}
+        asked: dict[str, Array] = {name: getattr(batch, name) for name in QUANTITIES}
         asked |= {"m": self._padded(_tokens(batch)), "n": np.array([x.n for x in linears])}
         asked["k"] = np.array([x.k for x in linears])
         for kernel, ranges in hull.items():

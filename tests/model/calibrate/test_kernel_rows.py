@@ -14,7 +14,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.calibrate.fit import Observations
 from fp8plan.model.calibrate.kernel_rows import LONG_S, hull, layer_residuals, observe, read_rows
-from fp8plan.model.cost.base import StepBatch
+from fp8plan.model.cost.base import QUANTITIES, StepBatch
 from fp8plan.model.cost.gemm import gemm_cost
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.cost.sustained import CLOCK, MEMORY
@@ -45,7 +45,7 @@ def one(kernel: str, **quantities: Any) -> Observations:
 
 def step(name: str, part: str, **work: float) -> float:
     """Seconds of one part of a step of Qwen3-30B-A3B."""
-    none = dict.fromkeys(StepBatch.__slots__, 0.0)
+    none = dict.fromkeys(QUANTITIES, 0.0)
     batch = StepBatch(**{field: np.array([value]) for field, value in (none | work).items()})
     limits = EngineLimits.for_gpu(H200)
     return float(StepModel(SHAPE, H200, precision(name), limits, PROFILE).breakdown(batch)[part][0])

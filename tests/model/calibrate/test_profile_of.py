@@ -25,7 +25,7 @@ from fp8plan.model.calibrate.profile_of import (
     measured_version,
     step_windows,
 )
-from fp8plan.model.cost.base import StepBatch
+from fp8plan.model.cost.base import QUANTITIES
 from fp8plan.model.profile.profile import Profile
 
 pytestmark = pytest.mark.slow
@@ -106,7 +106,7 @@ def test_without_kernels_the_hull_is_all_that_steps_held(tmp_path: Path) -> None
     hull = calibrate(write(tmp_path, GPU, RUNS[:1]), H200, "0.26.0").profile.hull
     assert hull is not None
     assert hull.keys() == {STEPS}
-    assert hull[STEPS].keys() == set(StepBatch.__slots__)
+    assert hull[STEPS].keys() == set(QUANTITIES)
     assert hull[STEPS]["decode_requests"] == (1, 24)
 
 

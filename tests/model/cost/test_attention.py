@@ -23,7 +23,7 @@ from fp8plan.model.cost.attention import (
     heads_per_rank,
     kv_bytes_per_token,
 )
-from fp8plan.model.cost.base import Cost, StepBatch
+from fp8plan.model.cost.base import QUANTITIES, Cost, StepBatch
 from fp8plan.model.hardware import Gpu, gpu
 from fp8plan.model.precision import BF16, FP8_KV, Precision
 from fp8plan.model.profile.library import load_profile, profiles_path
@@ -106,7 +106,7 @@ def test_tensor_parallel_splits_heads_until_kv_heads_run_out() -> None:
 @given(st.integers(1, 1024), st.integers(1, 40000), st.integers(1, 4000), precisions)
 def test_every_layer_costs_the_same(requests: int, context: int, tokens: int, precision: Precision) -> None:
     a, b = decode(requests, context), prefill(tokens, context)
-    mixed = StepBatch(*(getattr(a, name) + getattr(b, name) for name in StepBatch.__slots__))
+    mixed = StepBatch(*(getattr(a, name) + getattr(b, name) for name in QUANTITIES))
     card = gpu("h200")
     one, six = (
         attention_cost(mixed, resized(SHAPE, num_layers=layers), precision, 1, card, PROFILE).seconds
@@ -123,7 +123,7 @@ def test_idle_step_costs_nothing() -> None:
 @given(st.integers(1, 1024), st.integers(1, 40000), st.integers(0, 4000), precisions)
 def test_partials_are_the_derivatives(requests: int, context: int, tokens: int, precision: Precision) -> None:
     a, b = decode(requests, context), prefill(tokens, context if tokens else 0)
-    mixed = StepBatch(*(getattr(a, name) + getattr(b, name) for name in StepBatch.__slots__))
+    mixed = StepBatch(*(getattr(a, name) + getattr(b, name) for name in QUANTITIES))
     card, step = gpu("h200"), -1e-6  # down: an efficiency is at most 1
     profile = PROFILE
     base = attention_cost(mixed, SHAPE, precision, 1, card, profile)

@@ -14,7 +14,7 @@ from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.uniform import resized
 from fp8plan.model.cost.attention import FLASH_ATTENTION_3
-from fp8plan.model.cost.base import Cost, StepBatch, norm8
+from fp8plan.model.cost.base import QUANTITIES, Cost, StepBatch, norm8
 from fp8plan.model.cost.collective import all_reduce_cost, with_network
 from fp8plan.model.cost.host import layer_cost
 from fp8plan.model.cost.step import Component, StepModel, log_gradient
@@ -24,7 +24,7 @@ from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, PRESETS, Prec
 from fp8plan.model.profile.library import datasheet_profile, load_profile
 from fp8plan.model.profile.profile import Profile
 
-FIELDS = StepBatch.__slots__
+FIELDS = QUANTITIES
 QWEN = "Qwen/Qwen3-8B"
 
 
