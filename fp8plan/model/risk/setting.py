@@ -68,7 +68,9 @@ def unmeasured_parts(shape: ModelShape) -> tuple[str, ...]:
     """Names of the mixers that no fitted observation has: all but attention over all tokens, whose norms, if there are
     any, are over each head.
     """
-    return tuple(dict.fromkeys(name for layer in dict.fromkeys(shape.layers) for name in map(_name, mixers(layer)) if name))
+    return tuple(
+        dict.fromkeys(name for layer in dict.fromkeys(shape.layers) for name in map(_name, mixers(layer)) if name)
+    )
 
 
 def unmeasured_sd(parts: Sequence[str]) -> float:
