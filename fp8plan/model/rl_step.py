@@ -92,7 +92,7 @@ def weight_sync_seconds(model: StepModel, times: StepTimes, recalibrate_kv: bool
         parts["quantise"] = _quantise_bytes(shape, precision, tp) / gpu.memory_bandwidth
     if precision.kv == "fp8" and recalibrate_kv:
         longest = model.limits.max_model_len or shape.max_position_embeddings
-        parts["kv_scales"] = float(model.seconds(_full_prefill(shape, model.limits, longest))[0])
+        parts["kv_scales"] = float(model.seconds(full_prefill(shape, model.limits, longest))[0])
     return parts
 
 
@@ -109,7 +109,7 @@ def _quantise_bytes(shape: ModelShape, precision: Precision, tp: int) -> int:
     )
 
 
-def _full_prefill(shape: ModelShape, limits: EngineLimits, longest: int) -> StepBatch:
+def full_prefill(shape: ModelShape, limits: EngineLimits, longest: int) -> StepBatch:
     """One step that fills the token budget with whole prompts of `longest` tokens, the last one shorter."""
     tokens = min(limits.max_num_batched_tokens, limits.max_num_seqs * longest)
     whole, rest = divmod(tokens, longest)

@@ -105,11 +105,11 @@ def _whole_blocks(shape: ModelShape, tp: int) -> Iterator[Size]:
     for part, _ in shape.counted:
         for linear, whole in zip(part.linears(shape.hidden_size, tp), part.linears(shape.hidden_size), strict=True):
             if linear.quantised:
-                yield from _outputs(linear, cut=linear.n < whole.n)
+                yield from outputs_followed(linear, cut=linear.n < whole.n)
     yield from (Size(x.name, "inputs", x.k) for x in shape.expert_linears(tp))
 
 
-def _outputs(linear: Linear, cut: bool) -> Iterator[Size]:
+def outputs_followed(linear: Linear, cut: bool) -> Iterator[Size]:
     """The outputs of one rank that others follow: those of each fused matrix, and the last ones if ranks share them."""
     if linear.parts:
         yield from (Size(linear.name, "outputs of one part", x) for x in (linear.parts if cut else linear.parts[:-1]))

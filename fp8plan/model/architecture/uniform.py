@@ -80,7 +80,7 @@ def resized(
 
 
 def sizes_of(shape: ModelShape) -> dict[str, Any]:
-    """The sizes of a model by their names, those of attention and MLP only where there is one of each, and its parts."""
+    """The sizes of a model by their names, those of attention and MLP only if it has one of each, and its parts."""
     mixers = [part for part, _ in shape.counted if not isinstance(part, Mlp | Experts)]
     dense, experts = shape.parts_of(Mlp), shape.parts_of(Experts)
     sizes: dict[str, Any] = {"name": shape.name, "model_type": shape.model_type, "num_layers": shape.num_layers}

@@ -21,17 +21,8 @@ SCRIPT = Path(__file__).with_name("vllm_linears.py")
 NAMES = (
     *("qwen3_moe", "qwen2", "qwen3_next", "deepseek_v2", "deepseek_v3", "glm4", "glm4_moe", "gemma3_text"),
     *("gemma4_text", "llama4_text", "nemotron", "granitemoehybrid", "falcon_h1", "olmo2", "olmoe", "phi", "phimoe"),
-    *(
-        "gpt_oss",
-        "cohere2",
-        "starcoder2",
-        "ernie4_5_moe",
-        "exaone4",
-        "mixtral",
-        "hunyuan_v1_moe",
-        "lfm2_moe",
-        "granitemoe",
-    ),
+    *("gpt_oss", "cohere2", "starcoder2", "ernie4_5_moe", "exaone4", "mixtral", "hunyuan_v1_moe", "lfm2_moe"),
+    *("granitemoe", "jais2"),
 )
 
 
