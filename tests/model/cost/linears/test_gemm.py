@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.architecture import Linear
-from fp8plan.model.cost.deep_gemm import choose, rows_of_every_kernel
-from fp8plan.model.cost.gemm import gemm_cost, quantise_cost
-from fp8plan.model.cost.tiles import SWAPPED_ROWS
+from fp8plan.model.cost.linears.deep_gemm import choose, rows_of_every_kernel
+from fp8plan.model.cost.linears.gemm import gemm_cost, quantise_cost
+from fp8plan.model.cost.linears.tiles import SWAPPED_ROWS
 from fp8plan.model.hardware import gpu
 from fp8plan.model.precision import BF16, FP8_BLOCK, Precision
 from fp8plan.model.profile.library import load_profile, profiles_path
