@@ -22,7 +22,7 @@ from fp8plan.model.cost.collective import all_reduce_cost
 from fp8plan.model.cost.host import activation_cost, norm_cost, rotary_cost, sampler_cost
 from fp8plan.model.cost.linears.gemm import gemm_cost, quantise_cost
 from fp8plan.model.cost.linears.moe import moe_cost
-from fp8plan.model.cost.mixers.attention import attention_cost, kv_write_cost, quantise_query_cost
+from fp8plan.model.cost.mixers.attention import attention_cost, key_block, kv_write_cost, quantise_query_cost
 from fp8plan.model.cost.sustained import CLOCK, sustained, with_sustained
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_KV
@@ -191,7 +191,12 @@ def _decode(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost
     batch, context = rows.batch.to_numpy(), rows.context.to_numpy()
     none = np.zeros(len(rows))
     steps = StepBatch(batch, batch * context, none, none, none, none, batch)
-    return attention_cost(steps, _attention(rows), PRECISIONS[dtype], 1, card, profile)
+    attention, precision = _attention(rows), PRECISIONS[dtype]
+    block = key_block(attention.head_dim, precision.kv)
+    edge = -context % block  # equal contexts; the others end anywhere in a block
+    if "skew" in rows:
+        edge = np.where(rows["skew"] == "even", edge, block / 2)
+    return attention_cost(steps, attention, precision, 1, card, profile, edge)
 
 
 def _prefill(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:

@@ -18,7 +18,7 @@ from fp8plan.model.cost.components import Component, log_gradient, total_of, whe
 from fp8plan.model.cost.host import host_cost, launch_cost, launches, layer_cost, sampling_cost
 from fp8plan.model.cost.linears.gemm import gemm_cost, quantise_cost
 from fp8plan.model.cost.linears.moe import moe_cost
-from fp8plan.model.cost.mixers.of_model import caches_cost, mixer_costs
+from fp8plan.model.cost.mixers.of_model import caches_cost, kernels_of, mixer_costs
 from fp8plan.model.cost.sustained import sustained, with_sustained
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits
@@ -32,6 +32,7 @@ class StepModel:
     """A model of one engine replica: a model in a precision on tensor_parallel_size GPUs, with its profile.
 
     layers, head: the linears of one rank, and lm_head
+    experts_hit:  distinct experts of a layer that a step's tokens go to, where that is known; None: even routing
     """
 
     shape: ModelShape
@@ -39,12 +40,12 @@ class StepModel:
     precision: Precision
     limits: EngineLimits
     profile: Profile
+    experts_hit: int | None = None
     layers: list[Linear] = field(init=False, repr=False, compare=False)
     head: Linear = field(init=False, repr=False, compare=False)
     _sustained: Profile = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.shape.check_priced()
         linears = self.shape.linears(self.limits.tensor_parallel_size)
         object.__setattr__(self, "layers", [x for x in linears if x.name != "lm_head"])
         object.__setattr__(self, "head", next(x for x in linears if x.name == "lm_head"))
@@ -116,7 +117,8 @@ class StepModel:
                 if used.size and (used.max() > high or (quantity in ("n", "k") and used.min() < low)):
                     span = f"{used.min():g} to {used.max():g}"
                     reasons.append(f"{kernel}: {quantity} {span}, measured {low:g} to {high:g}")
-        return reasons
+        assumed = [kernel for kernel in sorted(kernels_of(self.shape, self.precision)) if self.profile.assumes(kernel)]
+        return reasons + [f"{kernel}: not measured on {self.gpu.name}" for kernel in assumed]
 
     @property
     def _between_nodes(self) -> bool:
@@ -159,7 +161,9 @@ class StepModel:
         # The padded count: the rows of padding hold tokens of earlier steps and are routed like any (fp8plan/moe-7b on
         # an H200: 4.51, 4.57, 4.68 and 4.66 ms a step with 10, 12, 14 and 15 requests, all in the graph of 16).
         for experts, number in self.shape.parts_of(Experts):
-            one = moe_cost(m, experts, self.shape.hidden_size, self.precision, tp, self.gpu, profile).scaled(number)
+            hit = None if self.experts_hit is None else np.full(m.shape, float(self.experts_hit))
+            one = moe_cost(m, experts, self.shape.hidden_size, self.precision, tp, self.gpu, profile, hit)
+            one = one.scaled(number)
             costs["moe"] = costs["moe"] + one if "moe" in costs else one
         if self.precision.weights == "fp8_block":
             costs["quantise"] = quantise_cost(m, layers, self.precision, self.gpu, profile)

@@ -1,14 +1,17 @@
 """Softmax attention of one layer: paged decode, chunked prefill, and what is written to the KV cache before.
 
-    part    = KV bytes of a part / sm_bandwidth + its tokens * token_seconds + tile_seconds
+    part    = bytes of its key blocks / sm_bandwidth + their tokens * token_seconds + tile_seconds
     decode  = |KV bytes of all / (bandwidth * eff), rounds of parts * part|_8 + join, where requests were cut
     prefill = (tiles / SMs * mean tile + TAIL * longest tile) + ceil(tiles / SMs) * tile_seconds
               tile = its pairs * (FLOPs of a pair / (peak / SMs * eff) + pair_seconds)
     seconds = launch + decode + prefill
 
-Decode: an SM takes one KV head of one request, or a part of it, at a time (`_parts`). Without rounds the model missed
+Decode: an SM takes one KV head of one request, or a part of it, at a time (`parts_of`). Without rounds the model missed
 that a step of Qwen3-1.7B on an H200 takes 2.72, 2.58, 3.03, 2.91 and 3.35 ms with 6, 8, 10, 15 and 17 requests
 (benchmarks/steps_by_batch.py). How other backends cut is not known; their parts fill the SMs evenly.
+An SM computes whole key blocks (`key_block`), half a block more than is read on average, and half another one where
+attention has a window, which begins anywhere in a block. In FP8 the blocks are larger, so that 512 short requests gain
+less from it than their bytes say.
 Why limits of an SM: FP8 KV does not halve the time, on no Hopper GPU. Converting E4M3 in the inner loop costs an SM its
 time, per byte and per token: heads of 64 are slower per byte. `tile` is the fixed work of a part, which decides short
 contexts. A backend without such limits has no `decode_sm_bandwidth` and no `decode_token_seconds`.
@@ -57,15 +60,34 @@ def flops_per_pair(attention: Attention, tensor_parallel: int) -> int:
     return 2 * heads_per_rank(attention, tensor_parallel)[0] * (attention.head_dim + attention.value_dim)
 
 
+def key_block(head_dim: int, kv: str) -> int:
+    """Keys that FlashAttention 3 computes at once on paged KV (tile_size_fwd_sm90, hopper/tile_size.h)."""
+    if kv == "fp8":
+        return 160 if head_dim <= 192 else 128
+    return 128 if head_dim <= 128 else 96 if head_dim <= 192 else 80
+
+
 def attention_cost(
-    batch: StepBatch, attention: Attention, precision: Precision, tensor_parallel: int, gpu: Gpu, profile: Profile
+    batch: StepBatch,
+    attention: Attention,
+    precision: Precision,
+    tensor_parallel: int,
+    gpu: Gpu,
+    profile: Profile,
+    edge: Array | None = None,
 ) -> Cost:
-    """Seconds of attention in one layer of each step, shape (steps,)."""
+    """Seconds of attention in one layer of each step, shape (steps,).
+
+    edge: tokens of each decoding request's key blocks beyond those read, where that is known, shape (steps,); None: as
+          for contexts of any length
+    """
     name = f"attention.{precision.kv}.launch_seconds"
     working = (batch.decode_requests + batch.prefill_tokens) > 0
     read = seen(batch, attention)
     total = times(np.where(working, 1.0, 0.0), *profile.named(name))
-    total = total + _decode(read, attention, precision, tensor_parallel, gpu, profile)
+    if edge is None:
+        edge = np.full(working.shape, key_block(attention.head_dim, precision.kv) * (1.0 if attention.window else 0.5))
+    total = total + _decode(read, edge, attention, precision, tensor_parallel, gpu, profile)
     if not batch.prefill_tokens.any():
         return total
     return total + prefill_cost(read, attention, precision, tensor_parallel, gpu, profile)
@@ -97,7 +119,9 @@ def _streaming(name: str, tokens: Array, bytes_per_token: float, gpu: Gpu, profi
     return streaming_cost(tokens, bytes_per_token, names, gpu, profile)
 
 
-def _decode(b: StepBatch, attention: Attention, precision: Precision, tp: int, gpu: Gpu, profile: Profile) -> Cost:
+def _decode(
+    b: StepBatch, edge: Array, attention: Attention, precision: Precision, tp: int, gpu: Gpu, profile: Profile
+) -> Cost:
     prefix, kv_heads = f"attention.{precision.kv}", heads_per_rank(attention, tp)[1]
 
     def coefficient(part: str) -> tuple[str, float]:
@@ -105,22 +129,24 @@ def _decode(b: StepBatch, attention: Attention, precision: Precision, tp: int, g
 
     heads = b.decode_requests * float(kv_heads)
     cuts = profile.backend(prefix) == FLASH_ATTENTION_3
-    parts = _parts(b, heads, gpu.sm_count) if cuts else heads
+    parts = parts_of(b, heads, gpu.sm_count) if cuts else heads
     rounds = np.ceil(parts / gpu.sm_count) if cuts else parts / gpu.sm_count
     bytes_ = b.decode_kv_tokens * float(kv_bytes_per_token(attention, precision, tp))
-    share = 1 / np.maximum(parts, 1)
+    computed = b.decode_kv_tokens + b.decode_requests * edge if cuts else b.decode_kv_tokens
+    share = kv_heads * computed / np.maximum(parts, 1)  # tokens of one part
+    each = (attention.head_dim + attention.value_dim) * float(precision.kv_element_bytes)
     part = times(np.ones_like(share), *coefficient("tile_seconds"))
     if f"{prefix}.decode_sm_bandwidth" in profile.coefficients:
-        part = part + traffic(bytes_ * share, 1.0, coefficient("sm_bandwidth"))
+        part = part + traffic(share * each, 1.0, coefficient("sm_bandwidth"))
     if f"{prefix}.decode_token_seconds" in profile.coefficients:
-        part = part + times(b.decode_kv_tokens * kv_heads * share, *coefficient("token_seconds"))
+        part = part + times(share, *coefficient("token_seconds"))
     read = norm8(traffic(bytes_, gpu.memory_bandwidth, coefficient("bandwidth_efficiency")), part.scaled(rounds))
     if cuts:
         read = read + times(np.where(parts > heads, 1.0, 0.0), *coefficient("join_seconds"))
     return read
 
 
-def _parts(b: StepBatch, heads: Array, sm_count: int) -> Array:
+def parts_of(b: StepBatch, heads: Array, sm_count: int) -> Array:
     """The number of parts that the KV is cut into, shape (steps,).
 
     A part is one KV head of one request. While they are few, FlashAttention 3 cuts each so that none has more than

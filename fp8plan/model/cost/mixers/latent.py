@@ -1,11 +1,14 @@
 """Multi-head latent attention (MLA) of one layer.
 
-    decode  = |latent bytes / (bandwidth * eff), FLOPs of all heads / (BF16 peak * eff)|_2
+    part    = FLOPs of its key blocks / (BF16 peak / SMs * eff) + tile_seconds
+    decode  = |latent bytes / (bandwidth * eff), rounds of parts * part|_8
     prefill = attention of as many KV heads as query heads, + the projection of the latents that were computed earlier
     seconds = launch + decode + prefill
 
 A decoding request reads each token's latent once for all heads, which makes as many FLOPs a byte as a GEMM: with 128
-heads the tensor cores are the limit. Kernels compute rows of at least TILE_HEADS heads. Decode multiplies by the halves
+heads the tensor cores are the limit. Kernels compute rows of at least TILE_HEADS heads. An SM takes a tile of them of
+one request, or a part of it; FlashAttention 3 cuts requests as it does elsewhere, FlashMLA, which reads FP8, so that
+all SMs have the same to do. Decode multiplies by the halves
 of kv_b_proj where prefill multiplies by the whole; both read it once, so that it is counted among the linears for all
 tokens alike (layers/attention/mla_attention.py).
 Sparse attention (a token indexer) reads `top_k` latents at most. Its indexer is counted as the product of its heads'
@@ -17,14 +20,15 @@ from __future__ import annotations
 import numpy as np
 
 from fp8plan.model.architecture.parts import Attention, LatentAttention
-from fp8plan.model.cost.base import Array, Cost, StepBatch, norm2, times, traffic
-from fp8plan.model.cost.mixers.attention import kv_write_cost, prefill_cost
+from fp8plan.model.cost.base import Array, Cost, StepBatch, norm2, norm8, times, traffic
+from fp8plan.model.cost.mixers.attention import kv_write_cost, parts_of, prefill_cost
 from fp8plan.model.cost.mixers.windows import last_tokens
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import BF16, FP32_BYTES, Precision
 from fp8plan.model.profile.profile import Profile
 
 TILE_HEADS = 64  # query rows of a tile in FlashMLA and FlashAttention 3 (csrc/flashmla; hopper/tile_size.h)
+KEY_BLOCK = 64  # tokens
 DEFAULT_TOP_K = 2048  # of DeepSeek-V3.2 and GLM-5, for layers that use another layer's choice
 
 
@@ -38,18 +42,7 @@ def latent_cost(
     if latent.indexer:
         total = total + _index_cost(batch, latent, gpu, profile)
     read = read_by(batch, latent)
-    decode = norm2(
-        traffic(
-            read.decode_kv_tokens * float(latent_bytes(latent, precision)),
-            gpu.memory_bandwidth,
-            profile.named(f"{prefix}.decode_bandwidth_efficiency"),
-        ),
-        traffic(
-            read.decode_kv_tokens * float(decode_flops(latent, tp)),
-            gpu.bf16_flops,
-            profile.named(f"{prefix}.decode_compute_efficiency"),
-        ),
-    )
+    decode = _decode(read, latent, precision, tp, gpu, profile)
     if not batch.prefill_tokens.any():
         return total + decode
     # Prefill is computed in BF16 whatever the cache holds. (mla/prefill)
@@ -57,6 +50,30 @@ def latent_cost(
     earlier = (batch.prefill_kv_tokens - batch.prefill_tokens) * float(2 * latent.dequantised_elements(tp))
     projected = traffic(earlier, gpu.bf16_flops, profile.named("gemm.bf16.compute_efficiency"))
     return total + decode + prefill_cost(read, attention, BF16, tp, gpu, profile) + projected
+
+
+def _decode(
+    read: StepBatch, latent: LatentAttention, precision: Precision, tp: int, gpu: Gpu, profile: Profile
+) -> Cost:
+    prefix = f"mla.{precision.kv}.decode"
+    bytes_ = read.decode_kv_tokens * float(latent_bytes(latent, precision))
+    tiles = read.decode_requests * float(_tiles(latent, tp))
+    if precision.kv == "fp8":
+        parts, rounds = tiles, tiles / gpu.sm_count
+    else:
+        parts = parts_of(read, tiles, gpu.sm_count)
+        rounds = np.ceil(parts / gpu.sm_count)
+    computed = read.decode_kv_tokens + read.decode_requests * (KEY_BLOCK / 2)
+    flops = computed * decode_flops(latent, tp) / np.maximum(parts, 1)
+    part = traffic(flops, gpu.bf16_flops / gpu.sm_count, profile.named(f"{prefix}_compute_efficiency"))
+    part = part + times(np.ones_like(flops), *profile.named(f"{prefix}_tile_seconds"))
+    memory = traffic(bytes_, gpu.memory_bandwidth, profile.named(f"{prefix}_bandwidth_efficiency"))
+    return norm8(memory, part.scaled(rounds))
+
+
+def _tiles(latent: LatentAttention, tp: int) -> int:
+    """Tiles of one rank's heads."""
+    return -(-(latent.heads // tp) // TILE_HEADS)
 
 
 def latent_cache_cost(tokens: Array, latent: LatentAttention, precision: Precision, gpu: Gpu, profile: Profile) -> Cost:
@@ -78,8 +95,7 @@ def latent_bytes(latent: LatentAttention, precision: Precision) -> int:
 
 def decode_flops(latent: LatentAttention, tp: int) -> int:
     """FLOPs of one decoded token on one latent, on one rank: q k^T over all of it, p v over its first part."""
-    heads = -(-(latent.heads // tp) // TILE_HEADS) * TILE_HEADS
-    return 2 * heads * (2 * latent.kv_lora_rank + latent.qk_rope_head_dim)
+    return 2 * _tiles(latent, tp) * TILE_HEADS * (2 * latent.kv_lora_rank + latent.qk_rope_head_dim)
 
 
 def qk_width(latent: LatentAttention) -> int:

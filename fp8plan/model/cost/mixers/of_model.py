@@ -18,7 +18,7 @@ from fp8plan.model.cost.mixers.latent import (
     qk_width,
     read_by,
 )
-from fp8plan.model.cost.mixers.recurrent import Recurrent, recurrent_cost, scan_flops, state_bytes
+from fp8plan.model.cost.mixers.recurrent import KERNELS, Recurrent, recurrent_cost, scan_flops, state_bytes
 from fp8plan.model.cost.mixers.windows import seen
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import Precision
@@ -57,6 +57,19 @@ def caches_cost(m: Array, shape: ModelShape, precision: Precision, tp: int, gpu:
     for latent, number in shape.parts_of(LatentAttention):
         total = total + latent_cache_cost(m, latent, precision, gpu, profile).scaled(number)
     return total
+
+
+def kernels_of(shape: ModelShape, precision: Precision) -> set[str]:
+    """The kernels of a model's mixers, as coefficients begin."""
+    found = set()
+    for mixer, _ in mixers_of(shape):
+        if isinstance(mixer, Attention):
+            found.add(f"attention.{precision.kv}")
+        elif isinstance(mixer, LatentAttention):
+            found |= {f"mla.{precision.kv}"} | ({"mla.index"} if mixer.indexer else set())
+        else:
+            found.add(KERNELS[type(mixer)])
+    return found
 
 
 def bytes_read(batch: StepBatch, mixer: Mixer, precision: Precision, tp: int) -> Array:

@@ -1,11 +1,11 @@
 """Mixers that keep a state for each request: gated delta nets, Mamba 2, short convolutions; one layer.
 
     decode  = bytes of the states, read and written / (bandwidth * eff)
-    prefill = prefill_launch + FLOPs of the scan / (BF16 peak * eff), in steps with prefill
+    prefill = FLOPs of the scan / (BF16 peak * eff)
     seconds = launch + decode + prefill
 
 A decode step is bound by its states, whatever the context. Prefill works on chunks of tokens with matrices of a chunk's
-size, far below the tensor cores' peak, in several kernels launched from Python.
+size, far below the tensor cores' peak.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ def recurrent_cost(batch: StepBatch, mixer: Recurrent, tp: int, gpu: Gpu, profil
     total = total + traffic(moved, gpu.memory_bandwidth, profile.named(f"{kernel}.bandwidth_efficiency"))
     if not batch.prefill_tokens.any():
         return total
-    fills = np.where(batch.prefill_tokens > 0, 1.0, 0.0)
-    total = total + times(fills, *profile.named(f"{kernel}.prefill_launch_seconds"))
     if isinstance(mixer, ShortConv):
         moved = batch.prefill_tokens * float(4 * mixer.width // tp * BF16_BYTES)  # three in, one out
         return total + traffic(moved, gpu.memory_bandwidth, profile.named(f"{kernel}.bandwidth_efficiency"))

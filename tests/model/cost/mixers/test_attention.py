@@ -17,11 +17,11 @@ from fp8plan.model.cost.mixers.attention import (
     KV_BLOCK,
     MOST_CUTS,
     UNEVEN_GROUP,
-    _parts,
     attention_cost,
     cache_cost,
     heads_per_rank,
     kv_bytes_per_token,
+    parts_of,
 )
 from fp8plan.model.hardware import Gpu, gpu
 from fp8plan.model.precision import BF16, FP8_KV, Precision
@@ -69,7 +69,7 @@ def test_parts_fill_the_sms_as_flash_attention_3_cuts_them() -> None:
     12 wait for a second round. 16: one part, one round. 17: 136, of which 4 wait while 128 SMs idle; 33: two rounds."""
     requests = np.array([6.0, 8.0, 16.0, 17.0, 33.0])
     batch = StepBatch(*(requests * x for x in (1, 8192, 0, 0, 0, 0, 1)))
-    assert _parts(batch, 8 * requests, 132).tolist() == [144, 128, 128, 136, 264]
+    assert parts_of(batch, 8 * requests, 132).tolist() == [144, 128, 128, 136, 264]
 
 
 def test_17_requests_take_much_longer_than_16() -> None:
