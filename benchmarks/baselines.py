@@ -28,6 +28,7 @@ import numpy as np
 from tqdm import tqdm
 
 from fp8plan.errors import Fp8PlanError
+from fp8plan.model.cost.bounds import bytes_bound, flops_bound
 from fp8plan.model.hardware import gpu
 from fp8plan.model.profile.library import datasheet_profile
 from fp8plan.model.rollout import rollout, step_batch
@@ -46,7 +47,7 @@ def roofline(_: Record, prepared: Simulated) -> Answer:
     model, seconds = prepared.model, []
     for plan in prepared.schedules:
         batch = step_batch(plan)
-        bound = np.maximum(model.bytes_bound(batch), model.flops_bound(batch))
+        bound = np.maximum(bytes_bound(model, batch), flops_bound(model, batch))
         seconds.append(float(plan.steps @ bound))
     return max(seconds), None
 

@@ -63,7 +63,7 @@ start() {
     for card in $(seq 0 $((cards - 1))); do
         setsid bash "$0" lane "$out" "$card" "$cards" < /dev/null > /dev/null 2>&1 &
     done
-    setsid python3 -m benchmarks.families.read_configs "$families" > "$out/configs.txt" 2>&1 < /dev/null &
+    setsid python3 -m benchmarks.families.read_configs "$families/cells.json" > "$out/configs.txt" 2>&1 < /dev/null &
 }
 
 wait_and_pack() { # SECONDS TO

@@ -1,6 +1,7 @@
-"""Reads each config.json below a folder as the installed vLLM does, and prints what it makes of it, or the error.
+"""Reads the config of each model of a list of cells as the installed vLLM does, and prints what it makes of it, or the
+error.
 
-python -m benchmarks.families.read_configs benchmarks/families
+python -m benchmarks.families.read_configs benchmarks/families/cells.json
 """
 
 from __future__ import annotations
@@ -10,19 +11,24 @@ import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+from fp8plan.model.configs import find_config
 
 
 def main() -> None:
     from vllm.config import ModelConfig
 
     print(json.dumps({name: version(name) for name in ("torch", "transformers")}))
-    for file in sorted(Path(sys.argv[1]).glob("*/config.json")):
-        print(json.dumps({"config": file.parent.name} | read(file, ModelConfig)), flush=True)
+    cells = Path(sys.argv[1])
+    for setting in json.loads(cells.read_text()):
+        source = cells.parent / setting["config"] if "config" in setting else setting["model"]
+        print(json.dumps({"model": setting["model"]} | read(find_config(source)[0], ModelConfig)), flush=True)
 
 
-def read(file: Path, model_config: type) -> dict[str, object]:
-    """Facts that vLLM takes from a config.json, without the fields that start with an underscore."""
-    config = {name: value for name, value in json.loads(file.read_text()).items() if not name.startswith("_")}
+def read(fields: dict[str, Any], model_config: type) -> dict[str, object]:
+    """Facts that vLLM takes from a config, without the fields that start with an underscore."""
+    config = {name: value for name, value in fields.items() if not name.startswith("_")}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
         try:

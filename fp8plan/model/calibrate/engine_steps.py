@@ -8,7 +8,7 @@ schedule by the number of tokens given so far, which both the trace and the sche
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,8 @@ class Windows:
 
     def cost(self, profile: Profile) -> Cost:
         """Predicted seconds of each window with their partials, shape (windows,)."""
-        steps = self.record.setup.step_model(profile).cost(self.batch)
+        model = self.record.setup.step_model(profile)
+        steps = replace(model, experts_hit=self.record.fields.get("experts_hit")).cost(self.batch)
         partials = {name: self.weights @ partial for name, partial in steps.partials.items()}
         prompts, first = self.record.batch.prompts, np.eye(1, self.seconds.size)[0]
         start = start_cost(prompts.size, int(prompts.sum()), profile).scaled(first)

@@ -14,15 +14,15 @@ import numpy as np
 import pandas as pd
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.architecture import Experts, Linear, ModelShape
-from fp8plan.model.architecture.uniform import uniform
+from fp8plan.model.architecture import Experts, Linear
+from fp8plan.model.architecture.parts import Attention
 from fp8plan.model.calibrate.fit import Observations
-from fp8plan.model.cost.attention import attention_cost, kv_write_cost, quantise_query_cost
 from fp8plan.model.cost.base import Array, Cost, StepBatch
 from fp8plan.model.cost.collective import all_reduce_cost
-from fp8plan.model.cost.gemm import gemm_cost, quantise_cost
 from fp8plan.model.cost.host import activation_cost, norm_cost, rotary_cost, sampler_cost
-from fp8plan.model.cost.moe import moe_cost
+from fp8plan.model.cost.linears.gemm import gemm_cost, quantise_cost
+from fp8plan.model.cost.linears.moe import moe_cost
+from fp8plan.model.cost.mixers.attention import attention_cost, key_block, kv_write_cost, quantise_query_cost
 from fp8plan.model.cost.sustained import CLOCK, sustained, with_sustained
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_KV
@@ -191,7 +191,12 @@ def _decode(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost
     batch, context = rows.batch.to_numpy(), rows.context.to_numpy()
     none = np.zeros(len(rows))
     steps = StepBatch(batch, batch * context, none, none, none, none, batch)
-    return attention_cost(steps, _one_layer(rows), PRECISIONS[dtype], 1, card, profile)
+    attention, precision = _attention(rows), PRECISIONS[dtype]
+    block = key_block(attention.head_dim, precision.kv)
+    edge = -context % block  # equal contexts; the others end anywhere in a block
+    if "skew" in rows:
+        edge = np.where(rows["skew"] == "even", edge, block / 2)
+    return attention_cost(steps, attention, precision, 1, card, profile, edge)
 
 
 def _prefill(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
@@ -199,20 +204,19 @@ def _prefill(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cos
     tokens, none = chunks * chunk, np.zeros(len(rows))
     pairs = tokens * context + chunks * chunk * (chunk + 1) / 2
     steps = StepBatch(none, none, tokens, chunks, tokens + chunks * context, pairs, chunks)
-    return attention_cost(steps, _one_layer(rows), PRECISIONS[dtype], 1, card, profile)
+    return attention_cost(steps, _attention(rows), PRECISIONS[dtype], 1, card, profile)
 
 
 def _moe(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
     experts, top_k, hidden, inner = (int(rows[name].iloc[0]) for name in ("experts", "top_k", "hidden", "inner"))
-    routed = Experts(experts, top_k, inner, 1)
-    shape, hit = uniform(hidden_size=hidden, experts=routed), None
+    routed, hit = Experts(experts, top_k, inner), None
     if "hit" in rows and rows.hit.notna().all():  # what the routing of the timed tokens really hit
         hit = rows.hit.to_numpy()
-    return moe_cost(rows.tokens.to_numpy(), shape, routed, PRECISIONS[dtype], 1, card, profile, hit)
+    return moe_cost(rows.tokens.to_numpy(), routed, hidden, PRECISIONS[dtype], 1, card, profile, hit)
 
 
 def _kv_write(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
-    width = int(rows.kv_heads.iloc[0]) * int(rows.head_dim.iloc[0])
+    width = 2 * int(rows.kv_heads.iloc[0]) * int(rows.head_dim.iloc[0])
     return kv_write_cost(rows.tokens.to_numpy(), width, PRECISIONS[dtype], card, profile)
 
 
@@ -226,7 +230,7 @@ def _norm(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
 
 
 def _rotary(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
-    return rotary_cost(rows.m.to_numpy(), _one_layer(rows), 1, card, profile)
+    return rotary_cost(rows.m.to_numpy(), _attention(rows), 1, card, profile)
 
 
 def _activation(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
@@ -241,9 +245,9 @@ def _all_reduce(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> 
     return all_reduce_cost(rows.bytes.to_numpy(), int(rows.gpus.iloc[0]), card, profile)
 
 
-def _one_layer(rows: pd.DataFrame) -> ModelShape:
+def _attention(rows: pd.DataFrame) -> Attention:
     heads, kv_heads, head_dim = (int(rows[name].iloc[0]) for name in ("heads", "kv_heads", "head_dim"))
-    return uniform(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
+    return Attention(heads, kv_heads, head_dim)
 
 
 _COSTS: dict[str, Callable[[pd.DataFrame, str, Gpu, Profile], Cost]] = {

@@ -3,10 +3,12 @@
     FOLDER/kernels/*.jsonl              timings of single kernels (runtime.measure.kernels.gemm, attention, moe, ...)
     FOLDER/steps/rollouts.jsonl         rollouts whose steps are fitted (fp8plan.runtime.measure.rollouts.run --trace)
     FOLDER/steps/rollouts.trace.jsonl.gz
+    FOLDER/families/rollouts.jsonl      rollouts of models with rare parts (MLA, states), if there are any; with a trace
     FOLDER/profile.json                 what `fp8plan calibrate` writes
 
 Kernels say how each GEMM and attention scales with its shape; engine steps say what is between them: launches, small
-kernels, sampling, the host. Both are fitted at once, so neither has to be subtracted from the other.
+kernels, sampling, the host. Both are fitted at once, so neither has to be subtracted from the other. The coefficients
+of rare parts are fitted after that, with all others as they are.
 """
 
 from __future__ import annotations
@@ -26,14 +28,16 @@ from fp8plan.model.calibrate.held_out import is_held_out
 from fp8plan.model.calibrate.kernel_rows import hull, layer_residuals, observe, read_all
 from fp8plan.model.cost.base import QUANTITIES, Array, Cost, together
 from fp8plan.model.hardware import Gpu, find_gpu
-from fp8plan.model.profile.library import datasheet_profile
+from fp8plan.model.profile.library import RARE_PARTS, datasheet_profile
 from fp8plan.model.profile.profile import Profile
-from fp8plan.model.validate.records import read_records
+from fp8plan.model.validate.records import Record, read_records
 
 STEPS = "engine steps"
 # sd of one cell between cards of one GPU model: Qwen3-8B, 8 requests, on four H200s: 2.96, 2.97, 3.06 and 3.05 s
 # (validation/anchor.jsonl and first_look of the H200's profile). No calibration of one card can know better.
 BETWEEN_CARDS = 0.017
+# sd of a rare part's coefficient between models, assumed: each was measured in one model, which says nothing of others.
+BETWEEN_MODELS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,9 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
     if not steps:
         raise _no_rollouts(folder)
     _check_same(steps, card, engine_version)
-    prior, kept = datasheet_profile(card, engine_version), ~is_held_out(rows)
+    sheet, kept = datasheet_profile(card, engine_version), ~is_held_out(rows)
+    common = {name: value for name, value in sheet.coefficients.items() if not name.startswith(RARE_PARTS)}
+    prior = replace(sheet, coefficients=common, log_covariance={name: sheet.log_covariance[name] for name in common})
     observations = [*observe(rows[kept], card), observe_steps(steps)]
     found = fit(observations, prior)
     with_layers = replace(prior, layers=layer_residuals(rows[kept], card, found.profile))
@@ -83,8 +89,9 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
         before, fitted = _median(x.errors(prior)), _median(x.errors(found.profile))
         number, worst = never.get(x.kernel, np.zeros(0)).size, float(np.max(np.abs(np.expm1(elsewhere))))
         errors.append(KernelError(x.kernel, x.seconds.size, number, before, fitted, _median(elsewhere), worst))
+    rare = step_windows(folder / "families", readable=True)
     profile = replace(
-        found.profile,
+        with_rare_parts(found.profile, rare, sheet) if rare else found.profile,
         kind="calibrated",
         source=_source(rows, steps),
         residuals={kernel: robust_sd(values) for kernel, values in unseen.items()},
@@ -96,6 +103,32 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
         tensor_parallel=sorted({w.record.limits.tensor_parallel_size for w in steps}),
     )
     return Calibration(profile, tuple(errors))
+
+
+def with_rare_parts(profile: Profile, steps: Sequence[Windows], prior: Profile) -> Profile:
+    """The profile with the coefficients of the rare parts of these rollouts' models, fitted to their steps.
+
+    prior: the datasheet profile, from which they start
+    """
+    started = replace(
+        profile,
+        coefficients=prior.coefficients | profile.coefficients,
+        log_covariance=prior.log_covariance | profile.log_covariance,
+    )
+    rare = {name: [x for x in steps if name in x.cost(started).partials] for name in _rare_names(prior)}
+    names = [name for name, having in rare.items() if having]
+    having = [x for x in steps if any(x in rare[name] for name in names)]
+    found = fit([observe_steps(having)], started, names).profile
+    unmeasured = set(rare) - set(names)
+    covariance = {name: row for name, row in found.log_covariance.items() if name not in unmeasured}
+    for name in names:
+        covariance[name] = covariance[name] | {name: covariance[name][name] + BETWEEN_MODELS**2}
+    kept = {name: value for name, value in found.coefficients.items() if name not in unmeasured}
+    return replace(found, coefficients=kept, log_covariance=covariance)
+
+
+def _rare_names(profile: Profile) -> list[str]:
+    return [name for name in profile.coefficients if name.startswith(RARE_PARTS)]
 
 
 def measured_version(folder: Path) -> str:
@@ -131,13 +164,22 @@ def _check_same(steps: Sequence[Windows], card: Gpu, engine_version: str) -> Non
             )
 
 
-def step_windows(folder: Path) -> list[Windows]:
-    """The windows of every rollout in `folder` that has a trace."""
+def step_windows(folder: Path, readable: bool = False) -> list[Windows]:
+    """The windows of every rollout in `folder` that has a trace. readable: leave out models that cannot be planned"""
     if not (folder / "rollouts.jsonl").is_file():
         return []
     traces = read_traces(sorted(folder.glob("*.trace.jsonl.gz")))
-    records = read_records(folder / "rollouts.jsonl")
-    return [windows(x, traces[x.fields["key"]]) for x in records if x.fields.get("key") in traces]
+    records = [x for x in read_records(folder / "rollouts.jsonl") if x.fields.get("key") in traces]
+    if readable:
+        records = [x for x in records if _is_read(x)]
+    return [windows(x, traces[x.fields["key"]]) for x in records]
+
+
+def _is_read(record: Record) -> bool:
+    try:
+        return record.setup.shape.num_layers > 0
+    except ConfigError:
+        return False
 
 
 def observe_steps(steps: Sequence[Windows]) -> Observations:

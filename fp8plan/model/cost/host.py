@@ -9,13 +9,15 @@ runs step t, so a step lasts about as long as the slower of them. Once per rollo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from fp8plan.model.architecture import Linear, ModelShape
-from fp8plan.model.cost.attention import heads_per_rank
+from fp8plan.model.architecture.parts import Attention, Experts, LatentAttention, Mlp
 from fp8plan.model.cost.base import Array, Cost, StepBatch, constant, norm4, times, traffic, zero
+from fp8plan.model.cost.mixers.attention import heads_per_rank
 from fp8plan.model.cost.streaming import streaming_cost
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import BF16_BYTES, FP32_BYTES, Precision
@@ -24,13 +26,20 @@ from fp8plan.model.profile.profile import Profile
 
 def layer_cost(m: Array, shape: ModelShape, tensor_parallel: int, gpu: Gpu, profile: Profile) -> Cost:
     """Seconds of the small kernels of all layers at m tokens, and of the gaps between kernels, shape (steps,)."""
-    gaps = "overhead.layer_seconds"
-    norms = norm_cost(m, shape.hidden_size, gpu, profile).scaled(2 * shape.num_layers)
-    rotary = rotary_cost(m, shape, tensor_parallel, gpu, profile).scaled(shape.num_layers)
-    total = norms + rotary + constant(gaps, profile.coefficient(gaps) * shape.num_layers, m)
-    for inner, layers in _activations(shape):
-        total = total + activation_cost(m, inner // tensor_parallel, gpu, profile).scaled(layers)
+    total = norm_cost(m, shape.hidden_size, gpu, profile).scaled(sum(layer.norms for layer in shape.layers))
+    total = total + times(np.full(m.shape, layers_of_two_parts(shape)), *profile.named("overhead.layer_seconds"))
+    for attention, number in shape.parts_of(Attention):
+        total = total + rotary_cost(m, attention, tensor_parallel, gpu, profile).scaled(number)
+    for latent, number in shape.parts_of(LatentAttention):
+        total = total + latent_rotary_cost(m, latent, tensor_parallel, gpu, profile).scaled(number)
+    for elements, number in _activations(shape, tensor_parallel).items():
+        total = total + _elementwise("activation", m, elements, gpu, profile).scaled(number)
     return total
+
+
+def layers_of_two_parts(shape: ModelShape) -> float:
+    """The number of layers if each had a mixer and an MLP: gaps between kernels and launches go by parts."""
+    return sum(number for _, number in shape.counted) / 2
 
 
 def norm_cost(m: Array, hidden: int, gpu: Gpu, profile: Profile) -> Cost:
@@ -38,10 +47,18 @@ def norm_cost(m: Array, hidden: int, gpu: Gpu, profile: Profile) -> Cost:
     return _elementwise("norm", m, 4 * hidden, gpu, profile)
 
 
-def rotary_cost(m: Array, shape: ModelShape, tensor_parallel: int, gpu: Gpu, profile: Profile) -> Cost:
+def rotary_cost(m: Array, attention: Attention, tensor_parallel: int, gpu: Gpu, profile: Profile) -> Cost:
     """Seconds of one layer's rotary embedding, with the norms of Q and K where there are any: in and out."""
-    query, key_value = heads_per_rank(shape, tensor_parallel)
-    return _elementwise("rotary", m, 2 * (query + 2 * key_value) * shape.head_dim, gpu, profile)
+    query, key_value = heads_per_rank(attention, tensor_parallel)
+    width = query * attention.head_dim + key_value * (attention.head_dim + attention.value_dim)
+    return _elementwise("rotary", m, 2 * width, gpu, profile)
+
+
+def latent_rotary_cost(m: Array, latent: LatentAttention, tensor_parallel: int, gpu: Gpu, profile: Profile) -> Cost:
+    """Seconds of one layer's rotary embedding of a part of each query and of the one key, in and out, and of the norms
+    of the latents."""
+    rotated = (latent.heads // tensor_parallel + 1) * latent.qk_rope_head_dim
+    return _elementwise("rotary", m, 2 * (rotated + latent.kv_lora_rank + latent.q_lora_rank), gpu, profile)
 
 
 def activation_cost(m: Array, inner: int, gpu: Gpu, profile: Profile) -> Cost:
@@ -54,15 +71,17 @@ def _elementwise(name: str, m: Array, elements: int, gpu: Gpu, profile: Profile)
     return streaming_cost(m, elements * BF16_BYTES, names, gpu, profile)
 
 
-def _activations(shape: ModelShape) -> list[tuple[int, int]]:
-    """The activations as (width, layers) pairs. The routed experts' own are part of the grouped GEMM."""
-    if shape.experts is None:
-        return [(shape.intermediate_size, shape.num_layers)]
-    found = [
-        (shape.intermediate_size, shape.num_layers - shape.experts.layers),
-        (shape.experts.shared_intermediate_size, shape.experts.layers),
-    ]
-    return [(width, layers) for width, layers in found if width and layers]
+def _activations(shape: ModelShape, tensor_parallel: int) -> dict[int, int]:
+    """The activations: elements of a row in and out -> layers. The routed experts' own are part of the grouped GEMM."""
+    found: Counter[int] = Counter()
+    for part, number in shape.counted:
+        if isinstance(part, Mlp):
+            found[(2 + part.gated) * (part.inner // tensor_parallel)] += number
+        elif isinstance(part, Experts) and part.shared_intermediate_size:
+            found[(2 + part.gated) * (part.shared_intermediate_size // tensor_parallel)] += number
+        elif isinstance(part, Attention) and part.gated:  # the gate of its output
+            found[3 * (part.heads // tensor_parallel) * part.value_dim] += number
+    return dict(found)
 
 
 def sampling_cost(batch: StepBatch, shape: ModelShape, gpu: Gpu, profile: Profile) -> Cost:
@@ -74,7 +93,7 @@ def sampling_cost(batch: StepBatch, shape: ModelShape, gpu: Gpu, profile: Profil
 
 def model_runner(shape: ModelShape, gpu: Gpu) -> str:
     """The one of vLLM 0.26's model runners, and so samplers, that a model gets: V2 for dense models on a GPU."""
-    return "v2" if shape.experts is None and not gpu.is_cpu else "v1"
+    return "v2" if not shape.parts_of(Experts) and not gpu.is_cpu else "v1"
 
 
 def sampler_cost(rows: Array, vocabulary: int, runner: str, gpu: Gpu, profile: Profile) -> Cost:
@@ -114,17 +133,18 @@ def launches(
     layers:            the linear layers of the model, lm_head left out
 
     vLLM captures decode steps as one graph. A small step that also fills a prompt runs in pieces, a graph for what
-    lies between two layers' attention; a larger one is launched kernel by kernel from Python. With 128 requests of
+    lies between two mixers; a larger one is launched kernel by kernel from Python. With 128 requests of
     Qwen3-1.7B on an H200 steps take 4.8 ms, 9.4 with a prompt of 60 tokens, and 21.3 instead of 5.8 with one of 800
     (`refill` in its profile's steps/). Decode steps larger than the largest graph, and enforce_eager, which does not
     compile either, are taken to cost what those do: not measured.
     """
     eager = np.where(graphed, 0.0, 1.0)
+    mixers = sum(number for part, number in shape.counted if not isinstance(part, Mlp | Experts))
     counts = {
-        "host.piecewise_layer_seconds": np.where(graphed & prefills, float(shape.num_layers), 0.0),
-        "host.eager_layer_seconds": eager * shape.num_layers,
+        "host.piecewise_layer_seconds": np.where(graphed & prefills, float(mixers), 0.0),
+        "host.eager_layer_seconds": eager * layers_of_two_parts(shape),
     }
-    experts = shape.experts.layers if shape.experts is not None else 0
+    experts = sum(number for _, number in shape.parts_of(Experts))
     if experts:
         counts["host.eager_expert_layer_seconds"] = eager * experts
     if precision.weights == "fp8_block":

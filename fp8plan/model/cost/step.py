@@ -7,17 +7,18 @@ gathered; attention and sampling are evaluated per step. No loop runs over steps
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
 from fp8plan.model.architecture import Linear, ModelShape
-from fp8plan.model.cost.attention import attention_cost, cache_cost, flops_per_pair, kv_bytes_per_token
+from fp8plan.model.architecture.parts import Experts
 from fp8plan.model.cost.base import QUANTITIES, Array, Cost, StepBatch, norm8
 from fp8plan.model.cost.collective import all_reduce_cost, with_network
-from fp8plan.model.cost.gemm import gemm_cost, linear_dtype, peak_flops, quantise_cost
+from fp8plan.model.cost.components import Component, log_gradient, total_of, where_busy
 from fp8plan.model.cost.host import host_cost, launch_cost, launches, layer_cost, sampling_cost
-from fp8plan.model.cost.moe import distinct_experts, expert_bytes, expert_flops, moe_cost
+from fp8plan.model.cost.linears.gemm import gemm_cost, quantise_cost
+from fp8plan.model.cost.linears.moe import moe_cost
+from fp8plan.model.cost.mixers.of_model import caches_cost, kernels_of, mixer_costs
 from fp8plan.model.cost.sustained import sustained, with_sustained
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits
@@ -26,46 +27,28 @@ from fp8plan.model.precision import BF16_BYTES, Precision
 from fp8plan.model.profile.profile import Profile
 
 
-class Component(NamedTuple):
-    """One line of the breakdown: a `cost` at distinct token counts, and the count that each step takes."""
-
-    name: str
-    cost: Cost
-    inverse: Array | None  # None: `cost` is per step already
-
-    def seconds(self) -> Array:
-        return self.cost.seconds if self.inverse is None else self.cost.seconds[self.inverse]
-
-    def per_step(self) -> Cost:
-        return self.cost if self.inverse is None else self.cost.rows(self.inverse)
-
-    def rows(self, rows: slice) -> Component:
-        """The component at the steps selected by `rows`."""
-        if self.inverse is None:
-            return self._replace(cost=self.cost.rows(rows))
-        return self._replace(inverse=self.inverse[rows])
-
-    def gradient(self, weights: Array) -> dict[str, float]:
-        """Sum over steps of weights x partials, per coefficient."""
-        if self.inverse is not None:
-            weights = np.bincount(self.inverse, weights=weights, minlength=self.cost.seconds.size)
-        # Not weights @ values: BLAS wakes its threads for that, and waits for them where others have the cores.
-        return {name: float((weights * values).sum()) for name, values in self.cost.partials.items()}
-
-
 @dataclass(frozen=True, slots=True)
 class StepModel:
-    """A model of one engine replica: a model in a precision on tensor_parallel_size GPUs, with its profile."""
+    """A model of one engine replica: a model in a precision on tensor_parallel_size GPUs, with its profile.
+
+    layers, head: the linears of one rank, and lm_head
+    experts_hit:  distinct experts of a layer that a step's tokens go to, where that is known; None: even routing
+    """
 
     shape: ModelShape
     gpu: Gpu
     precision: Precision
     limits: EngineLimits
     profile: Profile
+    experts_hit: int | None = None
+    layers: list[Linear] = field(init=False, repr=False, compare=False)
+    head: Linear = field(init=False, repr=False, compare=False)
     _sustained: Profile = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.shape.check_priced()
+        linears = self.shape.linears(self.limits.tensor_parallel_size)
+        object.__setattr__(self, "layers", [x for x in linears if x.name != "lm_head"])
+        object.__setattr__(self, "head", next(x for x in linears if x.name == "lm_head"))
         if self._between_nodes:
             object.__setattr__(self, "profile", with_network(self.profile))
         object.__setattr__(self, "_sustained", sustained(self.profile))
@@ -110,36 +93,6 @@ class StepModel:
         """
         return self.timed(batch).interval(weights, z)
 
-    def bytes_bound(self, batch: StepBatch) -> Array:
-        """Seconds below which no step can be: weights and KV read once at the datasheet's bandwidth, (steps,)."""
-        tp = self.limits.tensor_parallel_size
-        tokens = _tokens(batch)
-        weights = sum(self.precision.linear_bytes(x.n, x.k, x.quantised) * x.layers for x in self._layers())
-        head = self._head()
-        read = np.where(tokens > 0, float(weights), 0.0)
-        read = read + np.where(batch.sampled_requests > 0, head.n * head.k * float(BF16_BYTES), 0.0)
-        per_kv_token = kv_bytes_per_token(self.shape, self.precision, tp) * self.shape.num_layers
-        read = read + (batch.decode_kv_tokens + batch.prefill_kv_tokens) * float(per_kv_token)
-        experts = self.shape.experts
-        if experts is not None:
-            one = expert_bytes(self.shape, experts, self.precision, tp) * experts.layers
-            read = read + distinct_experts(tokens, experts) * one
-        return np.asarray(read / self.gpu.memory_bandwidth)
-
-    def flops_bound(self, batch: StepBatch) -> Array:
-        """Seconds below which no step can be: its FLOPs at the datasheet's peak of each dtype, shape (steps,)."""
-        tp = self.limits.tensor_parallel_size
-        tokens = _tokens(batch)
-        per_token = sum(2 * x.n * x.k * x.layers / self._peak(linear_dtype(x, self.precision)) for x in self._layers())
-        experts = self.shape.experts
-        if experts is not None:
-            routed = experts.experts_per_token * experts.layers * expert_flops(self.shape, experts, tp)
-            per_token += routed / self._peak(self.precision.gemm_dtype)
-        head = self._head()
-        sampled = batch.sampled_requests * (2 * head.n * head.k / self.gpu.bf16_flops)
-        pairs = (batch.decode_kv_tokens + batch.prefill_pairs) * float(flops_per_pair(self.shape, tp))
-        return tokens * per_token + sampled + pairs * self.shape.num_layers / self._peak(self.precision.kv)
-
     def outside_hull(self, batch: StepBatch) -> list[str]:
         """The reasons why these steps are outside of what the profile measured; empty if they are inside. The
         layout is left to `Profile.layout_error`.
@@ -150,9 +103,9 @@ class StepModel:
         hull, reasons = self.profile.hull, []
         if hull is None:
             return [f"nothing was measured on {self.gpu.name}: {self.profile.kind} profile"]
-        linears = [x for x in self._layers() if x.quantised] or self._layers()
+        linears = [x for x in self.layers if x.quantised] or self.layers
         asked: dict[str, Array] = {name: getattr(batch, name) for name in QUANTITIES}
-        asked |= {"m": self._padded(_tokens(batch)), "n": np.array([x.n for x in linears])}
+        asked |= {"m": self._padded(tokens_of(batch)), "n": np.array([x.n for x in linears])}
         asked["k"] = np.array([x.k for x in linears])
         for kernel, ranges in hull.items():
             dtype = kernel.partition(".")[2]
@@ -164,20 +117,12 @@ class StepModel:
                 if used.size and (used.max() > high or (quantity in ("n", "k") and used.min() < low)):
                     span = f"{used.min():g} to {used.max():g}"
                     reasons.append(f"{kernel}: {quantity} {span}, measured {low:g} to {high:g}")
-        return reasons
+        assumed = [kernel for kernel in sorted(kernels_of(self.shape, self.precision)) if self.profile.assumes(kernel)]
+        return reasons + [f"{kernel}: not measured on {self.gpu.name}" for kernel in assumed]
 
     @property
     def _between_nodes(self) -> bool:
         return self.limits.tensor_parallel_size > self.gpu.gpus_per_node
-
-    def _peak(self, dtype: str) -> float:
-        return peak_flops(self.gpu, dtype)
-
-    def _layers(self) -> list[Linear]:
-        return [x for x in self.shape.linears(self.limits.tensor_parallel_size) if x.name != "lm_head"]
-
-    def _head(self) -> Linear:
-        return next(x for x in self.shape.linears(self.limits.tensor_parallel_size) if x.name == "lm_head")
 
     def _padded(self, tokens: Array) -> Array:
         """The tokens that the engine runs: rounded up to a captured CUDA graph if there is one."""
@@ -188,42 +133,43 @@ class StepModel:
 
     def _host(self, batch: StepBatch) -> tuple[Cost, Cost]:
         """Seconds that the host needs for scheduling and launching."""
-        graphed = _tokens(batch) <= max(cudagraph_capture_sizes(self.limits), default=0)
-        launched = launches(graphed, batch.prefill_tokens > 0, self.shape, self._layers(), self.precision)
+        graphed = tokens_of(batch) <= max(cudagraph_capture_sizes(self.limits), default=0)
+        launched = launches(graphed, batch.prefill_tokens > 0, self.shape, self.layers, self.precision)
         return host_cost(batch, self.profile), launch_cost(launched, self.profile)
 
     def _gpu_components(self, batch: StepBatch) -> list[Component]:
-        tp, tokens, profile = self.limits.tensor_parallel_size, _tokens(batch), self._sustained
-        attention = attention_cost(batch, self.shape, self.precision, tp, self.gpu, profile)
-        parts = [Component("attention", attention, None)]
+        tp, tokens, profile = self.limits.tensor_parallel_size, tokens_of(batch), self._sustained
+        mixed = mixer_costs(batch, self.shape, self.precision, tp, self.gpu, profile)
+        parts = [Component(name, cost, None) for name, cost in mixed.items()]
         counts, inverse = _distinct(self._padded(tokens))
         for name, cost in self._token_costs(counts, profile).items():
-            parts.append(_where_busy(name, cost, counts, inverse))
-        experts = self.shape.experts
-        if experts is not None:
-            # The padded count: the rows of padding hold tokens of earlier steps and are routed like any (fp8plan/moe-7b
-            # on an H200: 4.51, 4.57, 4.68 and 4.66 ms a step with 10, 12, 14 and 15 requests, all in the graph of 16).
-            cost = moe_cost(counts, self.shape, experts, self.precision, tp, self.gpu, profile)
-            parts.append(_where_busy("moe", cost, counts, inverse))
+            parts.append(where_busy(name, cost, counts, inverse))
         rows, inverse = _distinct(_whole(batch.sampled_requests))
-        head = gemm_cost(rows, [self._head()], self.precision, self.gpu, profile)
-        parts.append(_where_busy("lm_head", head, rows, inverse))
+        head = gemm_cost(rows, [self.head], self.precision, self.gpu, profile)
+        parts.append(where_busy("lm_head", head, rows, inverse))
         parts.append(Component("sampling", sampling_cost(batch, self.shape, self.gpu, profile), None))
         return [part._replace(cost=with_sustained(part.cost, profile)) for part in parts]
 
     def _token_costs(self, m: Array, profile: Profile) -> dict[str, Cost]:
         """Components that depend on the padded token count `m` alone."""
-        tp, layers = self.limits.tensor_parallel_size, self._layers()
+        tp, layers = self.limits.tensor_parallel_size, self.layers
         costs = {
             "gemm": gemm_cost(m, layers, self.precision, self.gpu, profile),
             "overhead": layer_cost(m, self.shape, tp, self.gpu, profile),
-            "kv_write": cache_cost(m, self.shape, self.precision, tp, self.gpu, profile),
+            "kv_write": caches_cost(m, self.shape, self.precision, tp, self.gpu, profile),
         }
+        # The padded count: the rows of padding hold tokens of earlier steps and are routed like any (fp8plan/moe-7b on
+        # an H200: 4.51, 4.57, 4.68 and 4.66 ms a step with 10, 12, 14 and 15 requests, all in the graph of 16).
+        for experts, number in self.shape.parts_of(Experts):
+            hit = None if self.experts_hit is None else np.full(m.shape, float(self.experts_hit))
+            one = moe_cost(m, experts, self.shape.hidden_size, self.precision, tp, self.gpu, profile, hit)
+            one = one.scaled(number)
+            costs["moe"] = costs["moe"] + one if "moe" in costs else one
         if self.precision.weights == "fp8_block":
             costs["quantise"] = quantise_cost(m, layers, self.precision, self.gpu, profile)
         if tp > 1:
             reduced = 1 + sum(x.layers for x in layers if x.all_reduce)  # 1: the vocabulary-parallel embedding
-            reduced += self.shape.experts.layers if self.shape.experts else 0
+            reduced += sum(number for _, number in self.shape.parts_of(Experts))
             message = m * float(self.shape.hidden_size * BF16_BYTES)
             costs["collective"] = all_reduce_cost(message, tp, self.gpu, profile).scaled(reduced)
         return costs
@@ -248,7 +194,7 @@ class TimedSteps:
 
     def breakdown(self) -> dict[str, Array]:
         parts = {component.name: component.seconds() for component in self.components}
-        parts["host"] = self.seconds() - _total(self.components)
+        parts["host"] = self.seconds() - total_of(self.components)
         return parts
 
     def interval(self, weights: Array, z: float) -> tuple[float, float]:
@@ -266,7 +212,7 @@ class TimedSteps:
         """
         scheduling, launching = Component("", self.scheduling, None), Component("", self.launching, None)
         groups = {"gpu": self.components, "scheduling": [scheduling], "launching": [launching]}
-        totals = {name: _total(parts) for name, parts in groups.items()}
+        totals = {name: total_of(parts) for name, parts in groups.items()}
         joined = self.model.joined(*(Cost(seconds, {name: seconds}) for name, seconds in totals.items()))
         gradient: dict[str, float] = {}
         for name, parts in groups.items():
@@ -278,7 +224,7 @@ class TimedSteps:
 
     def _joined(self, gpu: float, host: float) -> Array:
         """Seconds of each step if the GPU and the host took so many times as long, shape (steps,)."""
-        parts = (_total(self.components) * gpu, self.scheduling.seconds * host, self.launching.seconds * host)
+        parts = (total_of(self.components) * gpu, self.scheduling.seconds * host, self.launching.seconds * host)
         return self.model.joined(*(Cost(seconds, {}) for seconds in parts)).seconds
 
     def _sigma(self, components: list[Component], weights: Array) -> float:
@@ -291,35 +237,12 @@ class TimedSteps:
         return float(np.sqrt(variance + profile.model_error**2 + unmeasured**2))
 
 
-def _where_busy(name: str, cost: Cost, counts: Array, inverse: Array) -> Component:
-    """The cost at `counts`, with nothing where the count is 0."""
-    return Component(name, cost.scaled(np.where(counts > 0, 1.0, 0.0)), inverse)
-
-
-def log_gradient(components: list[Component], weights: Array) -> dict[str, float]:
-    """The derivatives d log(sum(weights * seconds)) / d log(coefficient), for every coefficient that
-    `components` use.
-    """
-    total = float((weights * _total(components)).sum())
-    gradient: dict[str, float] = {}
-    for component in components:
-        for name, value in component.gradient(weights).items():
-            gradient[name] = gradient.get(name, 0.0) + value / total
-    return gradient
-
-
-def _total(components: list[Component]) -> Array:
-    total = components[0].seconds()
-    for component in components[1:]:
-        total = total + component.seconds()
-    return total
-
-
 def _whole(values: Array) -> Array:
     return np.asarray(np.rint(values), dtype=np.int64)
 
 
-def _tokens(batch: StepBatch) -> Array:
+def tokens_of(batch: StepBatch) -> Array:
+    """The tokens of each step, int64 of shape (steps,)."""
     return _whole(batch.decode_requests + batch.prefill_tokens)
 
 

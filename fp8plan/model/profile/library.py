@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,9 +18,12 @@ import msgspec
 
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.hardware import Gpu
-from fp8plan.model.profile.profile import ENGINE, Profile, parsed
+from fp8plan.model.profile.profile import ASSUMED, ENGINE, Profile, parsed
 
 OWN_PROFILES = "FP8PLAN_PROFILES"  # environment variable
+
+# Kernels that few models have. A profile need not have measured them: the datasheet profile steps in, and says so.
+RARE_PARTS = ("mla.", "delta_net.", "mamba2.", "short_conv.")
 
 
 class ProfileEntry(NamedTuple):
@@ -109,13 +113,13 @@ def load_profile(
     unused = [] if profiles_dir else unused_folder()
     for exact in (profile_path(folder, gpu.name, engine_version) for folder in folders):
         if exact.is_file():
-            found = _read(exact)
+            found = _completed(_read(exact), gpu, folders[-1])
             return found, [*unused, *found.remarks]
     near = _nearest([folder / gpu.name for folder in folders], engine_version)
     if strict:
         raise ProfileError(_strict_message(gpu, engine_version, near))
     if near is not None:
-        found = _read(near)
+        found = _completed(_read(near), gpu, folders[-1])
         warning = (
             f"no profile of {gpu.name} for {ENGINE} {engine_version}: using the one of {found.engine} "
             f"{found.engine_version} with its interval doubled"
@@ -125,6 +129,18 @@ def load_profile(
         f"no measured profile of {gpu.name}: datasheet peaks with generic efficiencies (uncalibrated, wide interval)"
     )
     return datasheet_profile(gpu, engine_version, profiles_dir), [*unused, warning]
+
+
+def _completed(profile: Profile, gpu: Gpu, folder: Path) -> Profile:
+    """The profile with the datasheet's coefficients of the parts that it has no measurement of, and a note on each."""
+    sheet = datasheet_profile(gpu, profile.engine_version, folder)
+    missing = [name for name in sheet.coefficients if name.startswith(RARE_PARTS) and name not in profile.coefficients]
+    return replace(
+        profile,
+        coefficients=profile.coefficients | {name: sheet.coefficients[name] for name in missing},
+        log_covariance=profile.log_covariance | {name: sheet.log_covariance[name] for name in missing},
+        notes=profile.notes | {name: ASSUMED + sheet.notes[name] for name in missing},
+    )
 
 
 def _strict_message(gpu: Gpu, engine_version: str, near: Path | None) -> str:

@@ -25,6 +25,7 @@ T = TypeVar("T")
 ENGINE = "vllm"
 CALIBRATE_COMMAND = "fp8plan calibrate --gpu auto"
 KINDS = ("datasheet", "calibrated", "imported")
+ASSUMED = "not measured on this GPU: "  # begins the note on a coefficient that the datasheet profile lends to another
 
 # sd of log step time for each doubling of tensor_parallel_size away from what was measured; the doublings are taken as
 # independent. As much as makespans by the H200's import are wrong (0.083: nobody measured its engine) beyond those by
@@ -81,6 +82,10 @@ class Profile:
     def has_measured(self, tensor_parallel_size: int) -> bool:
         """True if a rollout on this layout was measured. Imported and datasheet profiles have no measured layout."""
         return self.kind == "calibrated" and not self.layout_error(tensor_parallel_size)
+
+    def assumes(self, kernel: str) -> bool:
+        """True if the datasheet stands in for a kernel that was not measured."""
+        return any(note.startswith(ASSUMED) for name, note in self.notes.items() if name.startswith(f"{kernel}."))
 
     @property
     def label(self) -> str:

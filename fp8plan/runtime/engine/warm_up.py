@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from fp8plan.errors import ConfigError, SyncError
-from fp8plan.model.cost.deep_gemm import rows_of_every_kernel
+from fp8plan.model.cost.linears.deep_gemm import rows_of_every_kernel
 from fp8plan.model.setup import EngineSetup
 
 # Token counts by the nearest of which vLLM picks the tiles of its MoE kernel (vllm/model_executor/layers/fused_moe).

@@ -54,7 +54,7 @@ def test_every_token_has_top_k_distinct_experts_that_torch_finds_again(skew: str
 
 
 def test_even_routing_hits_as_many_experts_as_the_formula_says() -> None:
-    """E (1 - (1 - k/E)^m), as in fp8plan.model.cost.moe; 40 draws bring the mean well within one expert."""
+    """E (1 - (1 - k/E)^m), as in fp8plan.model.cost.linears.moe; 40 draws bring the mean well within one expert."""
     hits = [grid.route(16, 128, 8, "even", seed).any(axis=0).sum() for seed in range(40)]
     assert np.mean(hits) == pytest.approx(128 * (1 - (1 - 8 / 128) ** 16), abs=1.0)
 

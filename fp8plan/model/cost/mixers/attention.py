@@ -1,30 +1,36 @@
-"""Attention of one step: paged decode, chunked prefill, and what is written to the KV cache before.
+"""Softmax attention of one layer: paged decode, chunked prefill, and what is written to the KV cache before.
 
-    part    = KV bytes of a part / sm_bandwidth + its tokens * token_seconds + tile_seconds
+    part    = bytes of its key blocks / sm_bandwidth + their tokens * token_seconds + tile_seconds
     decode  = |KV bytes of all / (bandwidth * eff), rounds of parts * part|_8 + join, where requests were cut
     prefill = (tiles / SMs * mean tile + TAIL * longest tile) + ceil(tiles / SMs) * tile_seconds
               tile = its pairs * (FLOPs of a pair / (peak / SMs * eff) + pair_seconds)
-    seconds per layer = launch + decode + prefill
+    seconds = launch + decode + prefill
 
-Decode: an SM takes one KV head of one request, or a part of it, at a time (`_parts`). Without rounds the model missed
+Decode: an SM takes one KV head of one request, or a part of it, at a time (`parts_of`). Without rounds the model missed
 that a step of Qwen3-1.7B on an H200 takes 2.72, 2.58, 3.03, 2.91 and 3.35 ms with 6, 8, 10, 15 and 17 requests
 (benchmarks/steps_by_batch.py). How other backends cut is not known; their parts fill the SMs evenly.
+An SM computes whole key blocks (`key_block`), half a block more than is read on average, and half another one where
+attention has a window, which begins anywhere in a block. In FP8 the blocks are larger, so that 512 short requests gain
+less from it than their bytes say.
 Why limits of an SM: FP8 KV does not halve the time, on no Hopper GPU. Converting E4M3 in the inner loop costs an SM its
 time, per byte and per token: heads of 64 are slower per byte. `tile` is the fixed work of a part, which decides short
 contexts. A backend without such limits has no `decode_sm_bandwidth` and no `decode_token_seconds`.
 Prefill: a tile is TILE_ROWS query rows of one KV head, all query heads of its group packed together. The softmax of a
 pair takes time that does not depend on the head's size (`pair_seconds`).
+A window or a chunk leaves less to read (`windows.seen`); what is read takes as long as elsewhere.
 Not modelled: imbalance between long and short requests within a batch. With lognormal contexts (sigma 0.8) decode
 attention takes 6% longer with BF16 KV and 12% with FP8 than with equal ones (medians of profiles/h200_sxm's rows; 15
-and 29% with 32 to 128 requests).
+and 29% with 32 to 128 requests). Nor the logits' soft cap and sinks.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from fp8plan.model.architecture import ModelShape
+from fp8plan.model.architecture.linear import kv_heads_of_rank
+from fp8plan.model.architecture.parts import Attention
 from fp8plan.model.cost.base import Array, Cost, StepBatch, norm8, times, traffic
+from fp8plan.model.cost.mixers.windows import seen
 from fp8plan.model.cost.streaming import streaming_cost
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import BF16_BYTES, FP8_BYTES, Precision
@@ -38,46 +44,68 @@ TAIL = 0.12  # of the longest tile, for which the other SMs wait at the end: fit
 UNEVEN_GROUP = 1.06  # a group that does not divide a tile is loaded row by row: 4% (BF16) and 7% (FP8) there too
 
 
-def heads_per_rank(shape: ModelShape, tensor_parallel: int) -> tuple[int, int]:
+def heads_per_rank(attention: Attention, tensor_parallel: int) -> tuple[int, int]:
     """Query and KV heads of one rank; KV heads are replicated when there are fewer of them than ranks."""
-    return shape.num_attention_heads // tensor_parallel, max(1, shape.num_key_value_heads // tensor_parallel)
+    return attention.heads // tensor_parallel, kv_heads_of_rank(attention.kv_heads, tensor_parallel)
 
 
-def kv_bytes_per_token(shape: ModelShape, precision: Precision, tensor_parallel: int) -> int:
+def kv_bytes_per_token(attention: Attention, precision: Precision, tensor_parallel: int) -> int:
     """K and V bytes of one token in one layer on one rank."""
-    return 2 * heads_per_rank(shape, tensor_parallel)[1] * shape.head_dim * precision.kv_element_bytes
+    width = attention.head_dim + attention.value_dim
+    return heads_per_rank(attention, tensor_parallel)[1] * width * precision.kv_element_bytes
 
 
-def flops_per_pair(shape: ModelShape, tensor_parallel: int) -> int:
+def flops_per_pair(attention: Attention, tensor_parallel: int) -> int:
     """FLOPs of one query-key pair in one layer on one rank: Q K^T and P V."""
-    return 4 * heads_per_rank(shape, tensor_parallel)[0] * shape.head_dim
+    return 2 * heads_per_rank(attention, tensor_parallel)[0] * (attention.head_dim + attention.value_dim)
+
+
+def key_block(head_dim: int, kv: str) -> int:
+    """Keys that FlashAttention 3 computes at once on paged KV (tile_size_fwd_sm90, hopper/tile_size.h)."""
+    if kv == "fp8":
+        return 160 if head_dim <= 192 else 128
+    return 128 if head_dim <= 128 else 96 if head_dim <= 192 else 80
 
 
 def attention_cost(
-    batch: StepBatch, shape: ModelShape, precision: Precision, tensor_parallel: int, gpu: Gpu, profile: Profile
+    batch: StepBatch,
+    attention: Attention,
+    precision: Precision,
+    tensor_parallel: int,
+    gpu: Gpu,
+    profile: Profile,
+    edge: Array | None = None,
 ) -> Cost:
-    """Seconds of attention in all layers of each step, shape (steps,)."""
+    """Seconds of attention in one layer of each step, shape (steps,).
+
+    edge: tokens of each decoding request's key blocks beyond those read, where that is known, shape (steps,); None: as
+          for contexts of any length
+    """
     name = f"attention.{precision.kv}.launch_seconds"
     working = (batch.decode_requests + batch.prefill_tokens) > 0
-    launch = np.where(working, profile.coefficient(name) * shape.num_layers, 0.0)
-    total = Cost(launch, {name: launch}) + _decode(batch, shape, precision, tensor_parallel, gpu, profile)
+    read = seen(batch, attention)
+    total = times(np.where(working, 1.0, 0.0), *profile.named(name))
+    if edge is None:
+        edge = np.full(working.shape, key_block(attention.head_dim, precision.kv) * (1.0 if attention.window else 0.5))
+    total = total + _decode(read, edge, attention, precision, tensor_parallel, gpu, profile)
     if not batch.prefill_tokens.any():
         return total
-    return total + _prefill(batch, shape, precision, tensor_parallel, gpu, profile)
+    return total + prefill_cost(read, attention, precision, tensor_parallel, gpu, profile)
 
 
-def cache_cost(tokens: Array, shape: ModelShape, precision: Precision, tp: int, gpu: Gpu, profile: Profile) -> Cost:
-    """Seconds of writing K and V of `tokens` to the cache and, for FP8 KV, quantising their Q; all layers, (steps,)."""
-    query, key_value = (heads * shape.head_dim for heads in heads_per_rank(shape, tp))
-    cost = kv_write_cost(tokens, key_value, precision, gpu, profile)
+def cache_cost(tokens: Array, attention: Attention, precision: Precision, tp: int, gpu: Gpu, profile: Profile) -> Cost:
+    """Seconds of writing K and V of `tokens` to one layer's cache and, for FP8 KV, quantising their Q, (steps,)."""
+    query, kv_heads = heads_per_rank(attention, tp)
+    width = 0 if attention.shares_kv else kv_heads * (attention.head_dim + attention.value_dim)
+    cost = kv_write_cost(tokens, width, precision, gpu, profile) if width else Cost(np.zeros(tokens.shape), {})
     if precision.kv == "fp8":
-        cost = cost + quantise_query_cost(tokens, query, gpu, profile)
-    return cost.scaled(shape.num_layers)
+        cost = cost + quantise_query_cost(tokens, query * attention.head_dim, gpu, profile)
+    return cost
 
 
 def kv_write_cost(tokens: Array, width: int, precision: Precision, gpu: Gpu, profile: Profile) -> Cost:
-    """Seconds of writing K and V of `width` elements each, in one layer; they come in BF16."""
-    bytes_per_token = 2 * width * (BF16_BYTES + precision.kv_element_bytes)
+    """Seconds of writing keys and values, of `width` elements together, in one layer; they come in BF16."""
+    bytes_per_token = width * (BF16_BYTES + precision.kv_element_bytes)
     return _streaming(f"kv_write.{precision.kv}", tokens, bytes_per_token, gpu, profile)
 
 
@@ -91,30 +119,34 @@ def _streaming(name: str, tokens: Array, bytes_per_token: float, gpu: Gpu, profi
     return streaming_cost(tokens, bytes_per_token, names, gpu, profile)
 
 
-def _decode(b: StepBatch, shape: ModelShape, precision: Precision, tp: int, gpu: Gpu, profile: Profile) -> Cost:
-    prefix, kv_heads = f"attention.{precision.kv}", heads_per_rank(shape, tp)[1]
+def _decode(
+    b: StepBatch, edge: Array, attention: Attention, precision: Precision, tp: int, gpu: Gpu, profile: Profile
+) -> Cost:
+    prefix, kv_heads = f"attention.{precision.kv}", heads_per_rank(attention, tp)[1]
 
     def coefficient(part: str) -> tuple[str, float]:
         return profile.named(f"{prefix}.decode_{part}")
 
     heads = b.decode_requests * float(kv_heads)
     cuts = profile.backend(prefix) == FLASH_ATTENTION_3
-    parts = _parts(b, heads, gpu.sm_count) if cuts else heads
+    parts = parts_of(b, heads, gpu.sm_count) if cuts else heads
     rounds = np.ceil(parts / gpu.sm_count) if cuts else parts / gpu.sm_count
-    bytes_ = b.decode_kv_tokens * float(kv_bytes_per_token(shape, precision, tp))
-    share = 1 / np.maximum(parts, 1)
+    bytes_ = b.decode_kv_tokens * float(kv_bytes_per_token(attention, precision, tp))
+    computed = b.decode_kv_tokens + b.decode_requests * edge if cuts else b.decode_kv_tokens
+    share = kv_heads * computed / np.maximum(parts, 1)  # tokens of one part
+    each = (attention.head_dim + attention.value_dim) * float(precision.kv_element_bytes)
     part = times(np.ones_like(share), *coefficient("tile_seconds"))
     if f"{prefix}.decode_sm_bandwidth" in profile.coefficients:
-        part = part + traffic(bytes_ * share, 1.0, coefficient("sm_bandwidth"))
+        part = part + traffic(share * each, 1.0, coefficient("sm_bandwidth"))
     if f"{prefix}.decode_token_seconds" in profile.coefficients:
-        part = part + times(b.decode_kv_tokens * kv_heads * share, *coefficient("token_seconds"))
+        part = part + times(share, *coefficient("token_seconds"))
     read = norm8(traffic(bytes_, gpu.memory_bandwidth, coefficient("bandwidth_efficiency")), part.scaled(rounds))
     if cuts:
         read = read + times(np.where(parts > heads, 1.0, 0.0), *coefficient("join_seconds"))
-    return read.scaled(shape.num_layers)
+    return read
 
 
-def _parts(b: StepBatch, heads: Array, sm_count: int) -> Array:
+def parts_of(b: StepBatch, heads: Array, sm_count: int) -> Array:
     """The number of parts that the KV is cut into, shape (steps,).
 
     A part is one KV head of one request. While they are few, FlashAttention 3 cuts each so that none has more than
@@ -126,9 +158,9 @@ def _parts(b: StepBatch, heads: Array, sm_count: int) -> Array:
     return np.asarray(heads * np.clip(cuts, 1, MOST_CUTS))
 
 
-def _prefill(b: StepBatch, shape: ModelShape, precision: Precision, tp: int, gpu: Gpu, profile: Profile) -> Cost:
+def prefill_cost(b: StepBatch, attention: Attention, precision: Precision, tp: int, gpu: Gpu, profile: Profile) -> Cost:
     """Seconds of prefill attention in one layer. The chunks of one step count as equally long."""
-    prefix, (heads, kv_heads) = f"attention.{precision.kv}", heads_per_rank(shape, tp)
+    prefix, (heads, kv_heads) = f"attention.{precision.kv}", heads_per_rank(attention, tp)
     efficiency, pair, tile = (
         f"{prefix}.{x}" for x in ("compute_efficiency", "prefill_pair_seconds", "prefill_tile_seconds")
     )
@@ -137,10 +169,11 @@ def _prefill(b: StepBatch, shape: ModelShape, precision: Precision, tp: int, gpu
     tiles = b.prefill_requests * kv_heads * np.ceil(tokens / chunks * group / TILE_ROWS)
     depth = b.prefill_pairs / tokens + (KV_BLOCK + TILE_ROWS / group) / 2  # the causal edge is computed in whole tiles
     longest = b.prefill_kv_tokens / chunks + KV_BLOCK / 2
+    if attention.window:  # a tile reads what its first row sees, up to its last row
+        longest = np.minimum(longest, attention.window + TILE_ROWS / group + KV_BLOCK / 2)
     pairs = TILE_ROWS * (tiles / gpu.sm_count * depth + np.where(tiles > 0, TAIL * longest, 0.0))
     pairs = pairs * (1.0 if TILE_ROWS % group == 0 else UNEVEN_GROUP)
     # The efficiency is of the BF16 peak for FP8 KV too: FA3's FP8 prefill is measured no faster than its BF16 one.
     peak = gpu.bf16_flops / gpu.sm_count
-    cost = traffic(pairs * 4 * shape.head_dim, peak, profile.named(efficiency))
-    cost = cost + times(pairs, *profile.named(pair)) + times(np.ceil(tiles / gpu.sm_count), *profile.named(tile))
-    return cost.scaled(shape.num_layers)
+    cost = traffic(pairs * 2 * (attention.head_dim + attention.value_dim), peak, profile.named(efficiency))
+    return cost + times(pairs, *profile.named(pair)) + times(np.ceil(tiles / gpu.sm_count), *profile.named(tile))

@@ -10,25 +10,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8plan.model.architecture import ModelShape
-from fp8plan.model.architecture.uniform import resized
+from fp8plan.model.architecture.parts import Attention
 from fp8plan.model.calibrate.held_out import UNEQUAL
-from fp8plan.model.cost.attention import (
+from fp8plan.model.cost.base import QUANTITIES, Cost, StepBatch
+from fp8plan.model.cost.mixers.attention import (
     KV_BLOCK,
     MOST_CUTS,
     UNEVEN_GROUP,
-    _parts,
     attention_cost,
     cache_cost,
     heads_per_rank,
     kv_bytes_per_token,
+    parts_of,
 )
-from fp8plan.model.cost.base import QUANTITIES, Cost, StepBatch
 from fp8plan.model.hardware import Gpu, gpu
 from fp8plan.model.precision import BF16, FP8_KV, Precision
 from fp8plan.model.profile.library import load_profile, profiles_path
 
-SHAPE = ModelShape.from_hf("Qwen/Qwen3-8B")
+LAYER = Attention(32, 8, 128)  # of Qwen3-8B
 PROFILE, _ = load_profile(gpu("h200"))
 precisions = st.sampled_from([BF16, FP8_KV])
 
@@ -46,7 +45,7 @@ def prefill(tokens: float, context: float) -> StepBatch:
 
 def cost(batch: StepBatch, precision: Precision, card: Gpu | None = None, tp: int = 1) -> Cost:
     card = card or gpu("h200")
-    return attention_cost(batch, SHAPE, precision, tp, card, PROFILE)
+    return attention_cost(batch, LAYER, precision, tp, card, PROFILE)
 
 
 @given(st.integers(1, 1024), st.integers(1, 40000), st.integers(1, 5000), precisions)
@@ -61,7 +60,7 @@ def test_longer_contexts_never_cost_less(requests: int, context: int, more: int,
 
 @given(st.integers(1, 1024), st.integers(1, 40000), precisions, st.sampled_from([1, 2, 8]))
 def test_not_below_its_own_bytes(requests: int, context: int, precision: Precision, tp: int) -> None:
-    read = requests * context * kv_bytes_per_token(SHAPE, precision, tp) * SHAPE.num_layers
+    read = requests * context * kv_bytes_per_token(LAYER, precision, tp)
     assert cost(decode(requests, context), precision, tp=tp).seconds.item() > read / gpu("h200").memory_bandwidth
 
 
@@ -70,7 +69,7 @@ def test_parts_fill_the_sms_as_flash_attention_3_cuts_them() -> None:
     12 wait for a second round. 16: one part, one round. 17: 136, of which 4 wait while 128 SMs idle; 33: two rounds."""
     requests = np.array([6.0, 8.0, 16.0, 17.0, 33.0])
     batch = StepBatch(*(requests * x for x in (1, 8192, 0, 0, 0, 0, 1)))
-    assert _parts(batch, 8 * requests, 132).tolist() == [144, 128, 128, 136, 264]
+    assert parts_of(batch, 8 * requests, 132).tolist() == [144, 128, 128, 136, 264]
 
 
 def test_17_requests_take_much_longer_than_16() -> None:
@@ -88,31 +87,18 @@ def test_fp8_kv_does_not_halve_long_context_decode_on_hopper() -> None:
 
 def test_near_published_h200_decode() -> None:
     """Same tables, BF16, one layer: 64 requests at 8191 490.8 us, 8 at 32767 272.6 us, 256 at 1023 272.5 us."""
-    one_layer = resized(SHAPE, num_layers=1)
     card = gpu("h200")
     for requests, context, measured in ((64, 8192, 490.8), (8, 32768, 272.6), (256, 1024, 272.5)):
-        got = attention_cost(decode(requests, context), one_layer, BF16, 1, card, PROFILE).seconds
+        got = attention_cost(decode(requests, context), LAYER, BF16, 1, card, PROFILE).seconds
         assert got.item() * 1e6 == pytest.approx(measured, rel=0.15)
 
 
 def test_tensor_parallel_splits_heads_until_kv_heads_run_out() -> None:
-    assert [heads_per_rank(SHAPE, tp) for tp in (1, 4, 8, 16)] == [(32, 8), (8, 2), (4, 1), (2, 1)]
+    assert [heads_per_rank(LAYER, tp) for tp in (1, 4, 8, 16)] == [(32, 8), (8, 2), (4, 1), (2, 1)]
     batch = decode(64, 20000)
     times = [cost(batch, BF16, tp=tp).seconds.item() for tp in (1, 2, 4, 8)]
     assert times == sorted(times, reverse=True)
     assert times[0] < 8 * times[3]  # the fixed part does not shrink
-
-
-@given(st.integers(1, 1024), st.integers(1, 40000), st.integers(1, 4000), precisions)
-def test_every_layer_costs_the_same(requests: int, context: int, tokens: int, precision: Precision) -> None:
-    a, b = decode(requests, context), prefill(tokens, context)
-    mixed = StepBatch(*(getattr(a, name) + getattr(b, name) for name in QUANTITIES))
-    card = gpu("h200")
-    one, six = (
-        attention_cost(mixed, resized(SHAPE, num_layers=layers), precision, 1, card, PROFILE).seconds
-        for layers in (1, 6)
-    )
-    np.testing.assert_allclose(six, 6 * one, rtol=1e-12)
 
 
 def test_idle_step_costs_nothing() -> None:
@@ -126,22 +112,22 @@ def test_partials_are_the_derivatives(requests: int, context: int, tokens: int, 
     mixed = StepBatch(*(getattr(a, name) + getattr(b, name) for name in QUANTITIES))
     card, step = gpu("h200"), -1e-6  # down: an efficiency is at most 1
     profile = PROFILE
-    base = attention_cost(mixed, SHAPE, precision, 1, card, profile)
+    base = attention_cost(mixed, LAYER, precision, 1, card, profile)
     for name, partial in base.partials.items():
         moved = replace(profile, coefficients={**profile.coefficients, name: profile.coefficients[name] * (1 + step)})
-        change = attention_cost(mixed, SHAPE, precision, 1, card, moved).seconds - base.seconds
+        change = attention_cost(mixed, LAYER, precision, 1, card, moved).seconds - base.seconds
         np.testing.assert_allclose(change / step, partial, rtol=1e-3, atol=1e-5 * base.seconds.item())
 
 
 def test_few_wide_chunks_fill_no_more_than_whole_rounds_of_tiles() -> None:
     """5 query heads to a KV head, chunks of 128: 5 tiles a KV head, so 160 for four chunks, two rounds for 132 SMs."""
-    shape, card = resized(SHAPE, num_layers=1, num_attention_heads=40), gpu("h200")
+    layer, card = replace(LAYER, heads=40), gpu("h200")
     profile = PROFILE
 
     def seconds(chunks: int) -> float:
         tokens = 128.0 * chunks
         batch = StepBatch(*(np.array([x]) for x in (0.0, 0.0, tokens, chunks, tokens, chunks * 128 * 129 / 2, chunks)))
-        return attention_cost(batch, shape, BF16, 1, card, profile).seconds.item() * 1e6
+        return attention_cost(batch, layer, BF16, 1, card, profile).seconds.item() * 1e6
 
     assert seconds(3) == pytest.approx(seconds(1), rel=0.2)
     assert seconds(4) > seconds(3) + 2
@@ -154,15 +140,15 @@ def test_few_wide_chunks_fill_no_more_than_whole_rounds_of_tiles() -> None:
 )
 def test_near_measured_h200_prefill(heads: int, chunk: int, context: int, microseconds: float) -> None:
     """One chunk, BF16, 8 KV heads of 128 (attention_prefill.bf16 of profiles/h200_sxm). 40 heads: groups of 5."""
-    card, shape = gpu("h200"), resized(SHAPE, num_layers=1, num_attention_heads=heads)
-    got = attention_cost(prefill(chunk, context), shape, BF16, 1, card, PROFILE).seconds
+    card, layer = gpu("h200"), replace(LAYER, heads=heads)
+    got = attention_cost(prefill(chunk, context), layer, BF16, 1, card, PROFILE).seconds
     assert got.item() * 1e6 == pytest.approx(microseconds, rel=0.1)
 
 
 def test_groups_that_do_not_divide_a_tile_and_the_longest_tile_cost_more() -> None:
     def per_pair(heads: int, kv_heads: int, chunk: int) -> float:
-        shape, card = resized(SHAPE, num_layers=1, num_attention_heads=heads, num_key_value_heads=kv_heads), gpu("h200")
-        seconds = attention_cost(prefill(chunk, 0), shape, BF16, 1, card, PROFILE).seconds.item()
+        layer, card = Attention(heads, kv_heads, 128), gpu("h200")
+        seconds = attention_cost(prefill(chunk, 0), layer, BF16, 1, card, PROFILE).seconds.item()
         return seconds / (heads * chunk * (chunk + 1) / 2)
 
     assert per_pair(40, 8, 32768) / per_pair(32, 8, 32768) == pytest.approx(UNEVEN_GROUP, abs=0.01)
@@ -172,14 +158,14 @@ def test_groups_that_do_not_divide_a_tile_and_the_longest_tile_cost_more() -> No
 
 @pytest.mark.parametrize("precision", [BF16, FP8_KV])
 def test_a_rank_of_two_costs_what_a_model_of_half_the_heads_does(precision: Precision) -> None:
-    half = resized(SHAPE, num_attention_heads=SHAPE.num_attention_heads // 2, num_key_value_heads=4)
+    half = Attention(16, 4, 128)
     card = gpu("h200")
     profile = PROFILE
     for batch in (decode(64, 3000), prefill(5000, 100)):
-        whole, split = (attention_cost(batch, x, precision, tp, card, profile) for x, tp in ((SHAPE, 2), (half, 1)))
+        whole, split = (attention_cost(batch, x, precision, tp, card, profile) for x, tp in ((LAYER, 2), (half, 1)))
         np.testing.assert_allclose(whole.seconds, split.seconds)
     tokens = np.array([1, 5000])
-    whole, split = (cache_cost(tokens, x, precision, tp, card, profile) for x, tp in ((SHAPE, 2), (half, 1)))
+    whole, split = (cache_cost(tokens, x, precision, tp, card, profile) for x, tp in ((LAYER, 2), (half, 1)))
     np.testing.assert_allclose(whole.seconds, split.seconds)
 
 
@@ -188,13 +174,10 @@ def test_writing_the_cache_costs_what_was_measured_and_fp8_more() -> None:
     card = gpu("h200")
     profile = PROFILE
     tokens = np.array([16384])
-    bf16, fp8 = (
-        cache_cost(tokens, resized(SHAPE, num_layers=1), x, 1, card, profile).seconds.item() * 1e6
-        for x in (BF16, FP8_KV)
-    )
+    bf16, fp8 = (cache_cost(tokens, LAYER, x, 1, card, profile).seconds.item() * 1e6 for x in (BF16, FP8_KV))
     assert bf16 == pytest.approx(84, rel=0.15)
     assert fp8 == pytest.approx(165 + 48, rel=0.15)
-    assert cache_cost(np.array([0]), SHAPE, FP8_KV, 1, card, profile).seconds.item() == 0
+    assert cache_cost(np.array([0]), LAYER, FP8_KV, 1, card, profile).seconds.item() == 0
 
 
 @pytest.mark.parametrize(("kv", "longer", "at_32_to_128"), [("bf16", 1.06, 1.15), ("fp8", 1.12, 1.29)])

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fp8plan.errors import ProfileError
-from fp8plan.model.cost import deep_gemm
 from fp8plan.model.cost.base import FloatArray, IntArray
+from fp8plan.model.cost.linears import deep_gemm
 from fp8plan.model.profile.profile import Profile
 
 

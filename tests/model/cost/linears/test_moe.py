@@ -9,27 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8plan.model.architecture import Experts, ModelShape
-from fp8plan.model.cost.moe import distinct_experts, expert_bytes, moe_cost, padded_rows
+from fp8plan.model.architecture import Experts
+from fp8plan.model.cost.linears.moe import distinct_experts, expert_bytes, moe_cost, padded_rows
 from fp8plan.model.hardware import gpu
 from fp8plan.model.precision import BF16, FP8_BLOCK
 from fp8plan.model.profile.library import load_profile
 
-SHAPE = ModelShape.from_hf("Qwen/Qwen3-30B-A3B")
+EXPERTS, HIDDEN = Experts(128, 8, 768), 2048  # of Qwen3-30B-A3B
 H200 = gpu("h200")
 PROFILE = replace(load_profile(H200)[0], layers={})  # laws of the coefficients; what was timed follows none
 M = np.arange(1, 3000)
 
 
-def experts() -> Experts:
-    assert SHAPE.experts is not None
-    return SHAPE.experts
-
-
 @pytest.mark.parametrize("m", [1, 3, 16, 100])
 def test_distinct_experts_agree_with_drawing_them(m: int) -> None:
     rng = np.random.default_rng(0)
-    e = experts()
+    e = EXPERTS
     draws = rng.random((400, m, e.num_experts)).argpartition(e.experts_per_token, axis=-1)[..., : e.experts_per_token]
     drawn = np.mean([len(np.unique(draw)) for draw in draws])
     assert distinct_experts(np.array([m]), e).item() == pytest.approx(drawn, rel=0.02)
@@ -37,7 +32,7 @@ def test_distinct_experts_agree_with_drawing_them(m: int) -> None:
 
 def test_padded_rows_agree_with_random_loads() -> None:
     rng = np.random.default_rng(0)
-    e, m = experts(), 600
+    e, m = EXPERTS, 600
     loads = rng.binomial(m, e.experts_per_token / e.num_experts, (200, e.num_experts))
     drawn = (np.ceil(loads / 16) * 16).sum(axis=1).mean()
     routed, hit = np.array([m * e.experts_per_token]), distinct_experts(np.array([m]), e)
@@ -56,25 +51,25 @@ def test_one_token_reads_k_experts_and_many_read_all(num_experts: int, data: st.
 @pytest.mark.parametrize("precision", [BF16, FP8_BLOCK])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_monotone_and_above_bytes(precision: object, tp: int) -> None:
-    seconds = moe_cost(M, SHAPE, experts(), precision, tp, H200, PROFILE).seconds  # type: ignore[arg-type]
+    seconds = moe_cost(M, EXPERTS, HIDDEN, precision, tp, H200, PROFILE).seconds  # type: ignore[arg-type]
     assert (np.diff(seconds) > 0).all()
-    one = expert_bytes(SHAPE, experts(), precision, tp)  # type: ignore[arg-type]
-    read = distinct_experts(M, experts()) * one * experts().layers
+    one = expert_bytes(EXPERTS, HIDDEN, precision, tp)  # type: ignore[arg-type]
+    read = distinct_experts(M, EXPERTS) * one
     assert (seconds > read / H200.memory_bandwidth).all()
 
 
 def test_near_published_h200_layer() -> None:
     """AIConfigurator 0.12.0, vLLM 0.24 Triton, this shape, 64 tokens, power law 1.01: 292 us BF16, 173 us FP8."""
     for precision, measured in ((BF16, 292), (FP8_BLOCK, 173)):
-        layer = moe_cost(np.array([64]), SHAPE, experts(), precision, 1, H200, PROFILE).seconds / experts().layers
+        layer = moe_cost(np.array([64]), EXPERTS, HIDDEN, precision, 1, H200, PROFILE).seconds
         assert layer.item() * 1e6 == pytest.approx(measured, rel=0.2)
 
 
 def test_a_rank_of_two_is_the_layer_of_half_the_width() -> None:
     """Of its own coefficients, and of what was timed of that width."""
-    half = replace(experts(), intermediate_size=experts().intermediate_size // 2)
+    half = replace(EXPERTS, intermediate_size=EXPERTS.intermediate_size // 2)
     timed = {"moe.bf16": {f"128x8x2048x{half.intermediate_size}": [[1.0, 4096.0], [0.3, 0.3]]}}
     for profile, factor in ((PROFILE, 1.0), (replace(PROFILE, layers=timed), np.exp(0.3))):
-        whole = moe_cost(M, SHAPE, experts(), BF16, 2, H200, profile).seconds
-        split = moe_cost(M, SHAPE, half, BF16, 1, H200, PROFILE).seconds
+        whole = moe_cost(M, EXPERTS, HIDDEN, BF16, 2, H200, profile).seconds
+        split = moe_cost(M, half, HIDDEN, BF16, 1, H200, PROFILE).seconds
         np.testing.assert_allclose(whole, factor * split)

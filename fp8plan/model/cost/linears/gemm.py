@@ -4,7 +4,7 @@
     b = bytes / (bandwidth * bandwidth_efficiency)
     c = bytes of one SM over its waves, into and out of shared memory / sm_bandwidth
     seconds = launch + (a^4 + b^4 + c^4)^(1/4) + waves * wave_seconds + split_seconds where K is split,
-              the cheapest of the backend's tiles (fp8plan.model.cost.tiles)
+              the cheapest of the backend's tiles (fp8plan.model.cost.linears.tiles)
 
 Form: wave quantisation as in the fit to pipeweave's 10k FP8 GEMMs per GPU (held-out error 4.4% on H200 against 17%
 without waves). The exponent is 4 rather than 2: tiled kernels overlap loads and math almost fully; 2 over-predicts the
@@ -25,7 +25,7 @@ import numpy as np
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Linear
 from fp8plan.model.cost.base import Array, Cost, constant, norm4, times, traffic, zero
-from fp8plan.model.cost.tiles import gemm_backend, tiling
+from fp8plan.model.cost.linears.tiles import gemm_backend, tiling
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import BF16_BYTES, FP8_BYTES, FP32_BYTES, Precision
 from fp8plan.model.profile.profile import Profile

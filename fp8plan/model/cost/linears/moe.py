@@ -6,16 +6,16 @@ at small m (AIConfigurator's power-law tables: up to 40% less time at 16 tokens 
 the busiest expert at large m (up to 25% more); the sd of the profile's coefficients covers both.
 Around the two GEMMs the routed activations are gathered, quantised, activated, written and summed by kernels of their
 own, which wait for each other: `activation_passes` over them.
-Tensor parallelism splits the intermediate size. Expert parallelism is not modelled.
+Tensor parallelism splits the intermediate size. Expert parallelism is not modelled, nor are the experts' biases.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from fp8plan.model.architecture import Experts, ModelShape
+from fp8plan.model.architecture import Experts
 from fp8plan.model.cost.base import Array, Cost, constant, norm2, times, traffic
-from fp8plan.model.cost.gemm import peak_flops
+from fp8plan.model.cost.linears.gemm import peak_flops
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import BF16_BYTES, Precision
 from fp8plan.model.profile.profile import Profile
@@ -39,38 +39,43 @@ def padded_rows(routed: Array, hit: Array) -> Array:
     return np.asarray(np.maximum(hit * TILE_ROWS, routed + hit * ((TILE_ROWS - 1) / 2)))
 
 
-def expert_bytes(shape: ModelShape, experts: Experts, precision: Precision, tensor_parallel: int) -> int:
-    """Weight bytes of one expert on one rank: gate and up as one matrix, and down."""
-    inner = stored_width(experts, precision, tensor_parallel)
-    gate_up = precision.linear_bytes(2 * inner, shape.hidden_size, True)
-    return gate_up + precision.linear_bytes(shape.hidden_size, inner, True)
+def expert_bytes(experts: Experts, hidden: int, precision: Precision, tensor_parallel: int) -> int:
+    """Weight bytes of one expert on one rank: gate and up as one matrix, and down. hidden: the model's width"""
+    hidden, inner = stored_sizes(experts, hidden, precision, tensor_parallel)
+    first = precision.linear_bytes((1 + experts.gated) * inner, hidden, True)
+    return first + precision.linear_bytes(hidden, inner, True)
 
 
-def stored_width(experts: Experts, precision: Precision, tensor_parallel: int) -> int:
-    """Width of one expert on one rank as the engine holds and computes it: vLLM pads FP8 to whole scale blocks."""
+def stored_sizes(experts: Experts, hidden: int, precision: Precision, tensor_parallel: int) -> tuple[int, int]:
+    """The model's width and one expert's on one rank, as the engine holds and computes them: vLLM pads both to whole
+    scale blocks in FP8 (quantization/online/fp8.py, maybe_roundup_sizes).
+    """
     inner = experts.intermediate_size // tensor_parallel
-    block = 1 if precision.weights == "bf16" else precision.weight_block[0]
-    return -(-inner // block) * block
+    if precision.weights == "bf16":
+        return hidden, inner
+    rows, columns = precision.weight_block
+    return -(-hidden // columns) * columns, -(-inner // rows) * rows
 
 
-def expert_flops(shape: ModelShape, experts: Experts, tensor_parallel: int) -> int:
+def expert_flops(experts: Experts, hidden: int, tensor_parallel: int) -> int:
     """FLOPs of one token through one expert on one rank, without padding."""
-    return 6 * shape.hidden_size * (experts.intermediate_size // tensor_parallel)
+    return 2 * (2 + experts.gated) * hidden * (experts.intermediate_size // tensor_parallel)
 
 
 def moe_cost(
     m: Array,
-    shape: ModelShape,
     experts: Experts,
+    hidden: int,
     precision: Precision,
     tensor_parallel: int,
     gpu: Gpu,
     profile: Profile,
     hit: Array | None = None,
 ) -> Cost:
-    """Seconds of routing, permuting and the grouped GEMMs of all MoE layers at m tokens, shape (steps,).
+    """Seconds of routing, permuting and the grouped GEMMs of one MoE layer at m tokens, shape (steps,).
 
-    hit: distinct experts the tokens of each step go to, where it is known; None: as under even routing
+    hidden: the model's width
+    hit:    distinct experts the tokens of each step go to, where it is known; None: as under even routing
     """
     dtype = precision.gemm_dtype
     parts = ("bandwidth_efficiency", "compute_efficiency", "launch_seconds", "activation_passes")
@@ -78,16 +83,16 @@ def moe_cost(
     if hit is None:
         hit = distinct_experts(m, experts)
     routed = m * float(experts.experts_per_token)
-    inner = experts.intermediate_size // tensor_parallel
-    read = hit * expert_bytes(shape, experts, precision, tensor_parallel)
-    width = stored_width(experts, precision, tensor_parallel)
-    flops = padded_rows(routed, hit) * (6 * shape.hidden_size * width)
+    width, inner = stored_sizes(experts, hidden, precision, tensor_parallel)
+    read = hit * expert_bytes(experts, hidden, precision, tensor_parallel)
+    matrices = 2 + experts.gated
+    flops = padded_rows(routed, hit) * (2 * matrices * width * inner)
     grouped = norm2(
         traffic(read, gpu.memory_bandwidth, profile.named(hbm)),
         traffic(flops, peak_flops(gpu, dtype), profile.named(math)),
     )
-    once = routed * (2 * shape.hidden_size + 3 * width) * BF16_BYTES / gpu.memory_bandwidth
+    once = routed * (2 * width + matrices * inner) * BF16_BYTES / gpu.memory_bandwidth
     around = times(once, *profile.named(passes))
-    sizes = experts.num_experts, experts.experts_per_token, shape.hidden_size, inner
+    sizes = experts.num_experts, experts.experts_per_token, hidden, experts.intermediate_size // tensor_parallel
     factor = profile.layer_factor(f"moe.{dtype}", sizes, m)
-    return (constant(*profile.named(launch), m) + grouped + around).scaled(factor * experts.layers)
+    return (constant(*profile.named(launch), m) + grouped + around).scaled(factor)

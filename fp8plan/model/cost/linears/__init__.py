@@ -1,0 +1,1 @@
+"""What weight matrices cost: dense linears, and the routed experts."""
