@@ -31,7 +31,7 @@ PREFILL = (1024, 2048, 4096, 8192, 16384)
 ROWS = DECODE + PREFILL
 FEW_ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
 LOGITS_ROWS = (1, 4, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)  # lm_head: one row for each sampled token
-STRIDE = 5  # of ROWS, for layers that are not in CORE
+STRIDE = 10  # of ROWS, for layers that are not in CORE
 
 Weight = tuple[int, int]  # n, k
 Key = tuple[str, int, int, int]  # kernel, m, n, k
