@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from fp8plan.model.architecture import Experts
 from fp8plan.model.configs import find_config
 from fp8plan.model.cost.base import Array, StepBatch
 from fp8plan.model.rollout import step_batch
@@ -117,7 +118,7 @@ def _setting(record: Record, prepared: Simulated, backend: str) -> dict[str, Any
         "kvcache_quant_mode": kv,
         "fmha_quant_mode": kv if backend == "sglang" else "bfloat16",
     }
-    if model.shape.experts is not None:  # vLLM splits every expert unless expert parallelism is asked for
+    if model.shape.parts_of(Experts):  # vLLM splits every expert unless expert parallelism is asked for
         setting |= {"moe_quant_mode": linear, "moe_tp_size": record.limits.tensor_parallel_size, "moe_ep_size": 1}
     return setting
 

@@ -221,3 +221,23 @@ def test_the_example_of_grpo_learns_and_its_run_can_be_read(tmp_path: Path) -> N
 def test_every_example_has_its_test() -> None:
     tested = {"choose_precision.py", "apply_to_vllm.py", "grpo_loop.py"}
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == tested
+
+
+def test_the_limits_name_every_model_that_is_refused() -> None:
+    from fp8plan.model.architecture.families import FAMILIES, REFUSED
+
+    limits = (ROOT / "docs" / "limits.md").read_text()
+    table = limits.partition("## Models that are refused")[2]
+    assert all(f"`{model_type.removesuffix('_text')}`" in table for model_type in REFUSED)
+    for page in ("README.md", "docs/limits.md", "docs/guides/extend.md"):
+        assert f"{len(FAMILIES)} model types" in (ROOT / page).read_text()
+
+
+def test_the_row_that_the_guide_adds_is_there() -> None:
+    from fp8plan.model.architecture.families import FAMILIES
+    from fp8plan.model.architecture.family import Family
+
+    block = next(x for _, x in BLOCK.findall((ROOT / "docs" / "guides" / "extend.md").read_text()) if "Family(" in x)
+    [(model_type, row)] = eval(block, {"Family": Family}).items()
+    written = {field: getattr(row, field) for field in ("norm_vectors", "gated", "mlp_bias", "defaults")}
+    assert written == {field: getattr(FAMILIES[model_type], field) for field in written}

@@ -12,11 +12,12 @@ import numpy as np
 
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
-from fp8plan.model.architecture import ModelShape
-from fp8plan.model.cost.base import StepBatch
+from fp8plan.model.architecture import Experts, ModelShape
+from fp8plan.model.cost.base import StepBatch, WindowReads
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import BF16_BYTES, Precision
+from fp8plan.model.schedule.groups import KvGroup, pairs_read
 
 # Quantisation reads a BF16 matrix twice (amax, then scale and round) and writes FP8 once: modelled.
 QUANTISE_READS = 2
@@ -91,14 +92,16 @@ def weight_sync_seconds(model: StepModel, times: StepTimes, recalibrate_kv: bool
         parts["quantise"] = _quantise_bytes(shape, precision, tp) / gpu.memory_bandwidth
     if precision.kv == "fp8" and recalibrate_kv:
         longest = model.limits.max_model_len or shape.max_position_embeddings
-        parts["kv_scales"] = float(model.seconds(_full_prefill(model.limits, longest))[0])
+        parts["kv_scales"] = float(model.seconds(full_prefill(shape, model.limits, longest))[0])
     return parts
 
 
 def _quantise_bytes(shape: ModelShape, precision: Precision, tp: int) -> int:
     """Bytes of HBM traffic that quantising new weights causes on one rank."""
-    experts = shape.experts.num_experts if shape.experts else 0
-    matrices = [(w, 1) for w in shape.linears(tp)] + [(w, experts) for w in shape.expert_linears(tp)]
+    matrices = [(w, 1) for w in shape.linears(tp)]
+    for experts, layers in shape.parts_of(Experts):
+        copies = experts.num_experts * layers
+        matrices += [(w, copies) for w in experts.expert_linears(shape.hidden_size, tp)]
     return sum(
         copies * w.layers * (QUANTISE_READS * w.n * w.k * BF16_BYTES + precision.linear_bytes(w.n, w.k, True))
         for w, copies in matrices
@@ -106,7 +109,7 @@ def _quantise_bytes(shape: ModelShape, precision: Precision, tp: int) -> int:
     )
 
 
-def _full_prefill(limits: EngineLimits, longest: int) -> StepBatch:
+def full_prefill(shape: ModelShape, limits: EngineLimits, longest: int) -> StepBatch:
     """One step that fills the token budget with whole prompts of `longest` tokens, the last one shorter."""
     tokens = min(limits.max_num_batched_tokens, limits.max_num_seqs * longest)
     whole, rest = divmod(tokens, longest)
@@ -120,7 +123,23 @@ def _full_prefill(limits: EngineLimits, longest: int) -> StepBatch:
         prefill_kv_tokens=tokens * one,
         prefill_pairs=(whole * _pairs(longest) + _pairs(rest)) * one,
         sampled_requests=requests * one,
+        windows=tuple(
+            WindowReads(
+                group.kind,
+                group.window,
+                decode_kv_tokens=0 * one,
+                prefill_kv_tokens=tokens * one,
+                prefill_pairs=(whole * pairs_read(group, 0, longest) + pairs_read(group, 0, rest)) * one,
+            )
+            for group in _windows(shape)
+        ),
     )
+
+
+def _windows(shape: ModelShape) -> list[KvGroup]:
+    """Each distinct window of the model's attention."""
+    found = dict.fromkeys((cache.kind, cache.window) for cache in shape.caches() if cache.window)
+    return [KvGroup(kind, 1, window) for kind, window in found]
 
 
 def _pairs(tokens: int) -> int:

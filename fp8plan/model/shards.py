@@ -102,15 +102,16 @@ def _inputs(shape: ModelShape, tp: int) -> Iterator[Size]:
 def _whole_blocks(shape: ModelShape, tp: int) -> Iterator[Size]:
     """The inputs, the outputs that another matrix or another rank follows, and the experts' width."""
     yield from _inputs(shape, tp)
-    for linear in shape.linears(tp):
-        parts = _fused(shape, linear, tp)
-        yield from (Size(linear.name, "outputs of one part", x) for x in (parts if tp > 1 else parts[:-1]))
+    for part, _ in shape.counted:
+        for linear, whole in zip(part.linears(shape.hidden_size, tp), part.linears(shape.hidden_size), strict=True):
+            if linear.quantised:
+                yield from outputs_followed(linear, cut=linear.n < whole.n)
     yield from (Size(x.name, "inputs", x.k) for x in shape.expert_linears(tp))
 
 
-def _fused(shape: ModelShape, linear: Linear, tp: int) -> tuple[int, ...]:
-    """Outputs of each matrix that vLLM fuses into `linear` on one rank; () where it is one matrix."""
-    if linear.name == "qkv_proj":
-        queries = shape.num_attention_heads // tp * shape.head_dim
-        return queries, (linear.n - queries) // 2, (linear.n - queries) // 2
-    return (linear.n // 2, linear.n // 2) if linear.name.endswith("gate_up_proj") else ()
+def outputs_followed(linear: Linear, cut: bool) -> Iterator[Size]:
+    """The outputs of one rank that others follow: those of each fused matrix, and the last ones if ranks share them."""
+    if linear.parts:
+        yield from (Size(linear.name, "outputs of one part", x) for x in (linear.parts if cut else linear.parts[:-1]))
+    elif cut:
+        yield Size(linear.name, "outputs", linear.n)

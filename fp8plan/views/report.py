@@ -261,22 +261,30 @@ def _count(value: Any) -> str:
 
 def models_report(shapes: Sequence[ModelShape]) -> RenderableType:
     """One row per shape; the other hub ids of the same shape stand under the first."""
+    from fp8plan.model.architecture.parts import Attention, Experts, LatentAttention
     from fp8plan.model.precision import BF16
 
     alike: dict[Any, list[ModelShape]] = {}
     for shape in shapes:
-        experts = shape.experts.num_experts if shape.experts else None
-        size = (shape.num_layers, shape.num_attention_heads, shape.num_key_value_heads, experts)
-        alike.setdefault((shape.num_parameters, *size, shape.kv_bytes_per_token(BF16)), []).append(shape)
+        attention = [part for part, _ in shape.parts_of(Attention)]
+        heads = [*(x.heads for x in attention), *(part.heads for part, _ in shape.parts_of(LatentAttention))]
+        experts = [part.num_experts for part, _ in shape.parts_of(Experts)]
+        sizes = [[shape.num_layers], heads, [x.kv_heads for x in attention], experts, [shape.kv_bytes_per_token(BF16)]]
+        alike.setdefault((shape.num_parameters, *map(_distinct, sizes)), []).append(shape)
     columns = [
         Column("model", [_ids([shape.name for shape in group]) for group in alike.values()], left=True),
         Column("para-\nmeters", [_short(key[0]) for key in alike]),
         *(
-            Column(name, ["-" if key[at] is None else f"{key[at]:,}" for key in alike])
+            Column(name, [key[at] for key in alike])
             for at, name in enumerate(("layers", "heads", "KV\nheads", "experts", "KV bytes\n/ token"), 1)
         ),
     ]
     return Group("bundled models (KV in bf16); a local folder or another hub id works too", "", Fitted(columns))
+
+
+def _distinct(sizes: Sequence[int]) -> str:
+    """The different ones of a size that may differ from layer to layer, such as 8, 2."""
+    return ", ".join(f"{size:,}" for size in sorted(set(sizes), reverse=True)) or "-"
 
 
 def _ids(names: Sequence[str]) -> str:

@@ -8,13 +8,14 @@ import pytest
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.architecture.parts import Attention, Experts, Layer
 from fp8plan.model.architecture.uniform import resized
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.profile.library import load_profile
-from fp8plan.model.rl_step import Trainer, weight_sync_seconds
+from fp8plan.model.rl_step import Trainer, full_prefill, weight_sync_seconds
 
 H200 = gpu("h200")
 PROFILE, _ = load_profile(H200)
@@ -155,3 +156,43 @@ def test_kv_scales_that_are_left_at_one_cost_nothing() -> None:
     parts = weight_sync_seconds(model("fp8_block+fp8_kv"), sync(), recalibrate_kv=False)
     assert parts["kv_scales"] == 0
     assert parts["quantise"] > 0
+
+
+WINDOWED = (Attention(32, 8, 128, window=1024), Attention(32, 8, 128, chunk=3000), Attention(32, 8, 128))
+
+
+def test_a_step_of_prefill_says_what_windows_leave_of_its_reads() -> None:
+    base = ModelShape.from_hf("Qwen/Qwen3-8B")
+    shape = replace(base, layers=tuple(replace(base.layers[0], mixer=mixer) for mixer in WINDOWED))
+    batch = full_prefill(shape, EngineLimits(max_num_batched_tokens=10_000, max_num_seqs=8), 4000)
+    assert [(x.kind, x.window) for x in batch.windows] == [("sliding", 1024), ("chunked", 3000)]
+    lengths, seen = (4000, 4000, 2000), {"sliding": 1024, "chunked": 3000}
+    assert (batch.prefill_requests, batch.prefill_tokens) == (3, 10_000)
+    assert batch.prefill_pairs == sum(position + 1 for n in lengths for position in range(n))
+    for work in batch.windows:
+        size = seen[work.kind]
+        rule = (lambda i: min(i + 1, size)) if work.kind == "sliding" else (lambda i: i % size + 1)  # noqa: B023
+        assert work.prefill_pairs == sum(rule(position) for n in lengths for position in range(n))
+        assert work.prefill_kv_tokens == 10_000
+        assert work.decode_kv_tokens == 0
+
+
+def test_experts_of_two_sizes_are_quantised_as_they_are() -> None:
+    base = ModelShape.from_hf("Qwen/Qwen3-30B-A3B")
+    first = base.layers[0]
+    [(experts, _)] = base.parts_of(Experts)
+    small = replace(first, mlp=replace(experts, num_experts=16, intermediate_size=256))
+
+    def quantised(*layers: Layer) -> float:
+        step = StepModel.__new__(StepModel)  # only what the sync reads of it: two kinds of experts have no step yet
+        for name, value in {
+            "shape": replace(base, layers=layers),
+            "gpu": H200,
+            "precision": PRESETS["fp8_block"],
+        }.items():
+            object.__setattr__(step, name, value)
+        object.__setattr__(step, "limits", EngineLimits())
+        return weight_sync_seconds(step, sync())["quantise"]
+
+    assert quantised(first, first, small) == pytest.approx(2 * quantised(first) + quantised(small))
+    assert quantised(small) < quantised(first) / 4

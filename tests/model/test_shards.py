@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,9 @@ from benchmarks.block_shapes import SHAPES as SHAPES_RUN
 from benchmarks.block_shapes import config
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape, bundled_models
+from fp8plan.model.architecture.parts import DeltaNet, LatentAttention, Mamba2, Mlp, Part, ShortConv
 from fp8plan.model.precision import PRESETS
-from fp8plan.model.shards import why_not_shardable
+from fp8plan.model.shards import outputs_followed, why_not_shardable
 
 FP8 = PRESETS["fp8_block"]
 BLOCK = 128
@@ -211,3 +213,58 @@ def test_vllm_itself_refuses_the_same_layouts(shape: ModelShape, tp: int, rank: 
         reason = why_not_shardable(shape, FP8, tp, target)
         assert (reason is None) == (not faults), (target, reason, faults)
         assert reason is None or reason.split()[0] in faults
+
+
+# Fused linears of other mixers -> (the linear's name, its matrices' outputs over all ranks, whether ranks share them).
+DELTA = (16, 32, 128, 128, 4)
+NARROW = (4, 8, 96, 96, 4)  # heads that are no whole block
+MIXERS: list[tuple[Part, str, list[int], bool]] = [
+    (LatentAttention(128, 1536, 512, 128, 64, 128), "fused_qkv_a_proj", [1536, 576], False),
+    (LatentAttention(128, 1424, 512, 128, 64, 128), "fused_qkv_a_proj", [1424, 576], False),
+    (LatentAttention(16, 0, 512, 128, 64, 128), "q_proj", [16 * 192], True),
+    (LatentAttention(16, 0, 512, 128, 64, 128), "kv_b_proj", [16 * 256], True),
+    (DeltaNet(*DELTA), "in_proj_qkvz", [2048, 2048, 4096, 4096], True),
+    (DeltaNet(*DELTA), "in_proj_ba", [32, 32], True),
+    (DeltaNet(*DELTA, interleaved=True), "in_proj_qkvz", [12288], True),
+    (DeltaNet(*DELTA, interleaved=True), "in_proj_ba", [64], True),
+    (DeltaNet(*NARROW), "in_proj_qkvz", [384, 384, 768, 768], True),
+    (ShortConv(2048, 3), "in_proj", [2048] * 3, True),
+    (Mamba2(128, 64, 8, 128, 4), "in_proj", [8192, 8192, 1024, 1024, 128], True),
+    (Mamba2(24, 128, 8, 16, 4), "in_proj", [3072, 3072, 128, 128, 24], True),
+    (Mlp(11008, gated=False), "up_proj", [11008], True),
+]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("mixer", "name", "outputs", "shared"), MIXERS, ids=lambda x: x if isinstance(x, str) else type(x).__name__
+)
+def test_vllm_itself_refuses_the_same_parts(
+    mixer: Any, name: str, outputs: list[int], shared: bool, rank: Callable[[int], None]
+) -> None:
+    from functools import partial
+
+    from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear
+
+    fits = []
+    for tp in (1, 2, 4, 8):
+        rank(tp)
+        if len(outputs) > 1:
+            build = partial(MergedColumnParallelLinear, BLOCK, outputs, disable_tp=not shared)
+            fits.append(loads(build, dict(enumerate(outputs)), BLOCK))
+        else:
+            fits.append(loads(partial(ColumnParallelLinear, BLOCK, outputs[0]), {None: outputs[0]}, BLOCK))
+        linear, whole = (next(x for x in mixer.linears(BLOCK, ranks) if x.name == name) for ranks in (tp, 1))
+        assert whole.n == sum(outputs)
+        found = [size for size in outputs_followed(linear, cut=linear.n < whole.n) if size.size % BLOCK]
+        assert (not found) == fits[-1], (tp, found)
+
+
+def test_a_recurrent_layer_is_refused_by_the_name_of_its_linear() -> None:
+    base = ModelShape.from_hf("Qwen/Qwen3-8B")
+    shape = replace(base, layers=(replace(base.layers[0], mixer=DeltaNet(*DELTA)),))
+    for tp in (1, 2):
+        reason = why_not_shardable(shape, FP8, tp, "verl")
+        assert reason is not None
+        assert f"in_proj_ba has {32 // tp} outputs of one part on each GPU at tensor_parallel_size {tp}" in reason
+        assert why_not_shardable(shape, FP8, tp) is None

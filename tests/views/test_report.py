@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from fp8plan.model.architecture import ModelShape
+from fp8plan.model.architecture.parts import Attention, LatentAttention, ShortConv
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.rl_step import Trainer
 from fp8plan.model.workload import Fixed, LogNormal, Workload
-from fp8plan.views.report import plan_report
+from fp8plan.views.report import models_report, plan_report
 from fp8plan.views.tables import Column, fitting
 
 WORK = Workload(32, 16, Fixed(1024), LogNormal(1500, 0.9, 8192))
@@ -142,3 +144,17 @@ def test_columns_give_way_by_rank_and_essential_ones_stay() -> None:
     assert fitting(columns, 10 + 2 + 4 + 2 + 5) == (columns, [])
     assert fitting(columns, 10 + 2 + 4 + 2 + 5 - 1) == ([columns[0], columns[2]], ["preempt"])
     assert fitting(columns, 3) == ([columns[0]], ["preempt", "two lines"])
+
+
+def test_the_table_of_models_shows_every_size_of_layers_that_differ() -> None:
+    base = ModelShape.from_hf("Qwen/Qwen3-8B")
+    first = base.layers[0]
+    mixers = (Attention(16, 8, 128, window=512), Attention(32, 2, 256), ShortConv(4096, 3))
+    mixed = replace(base, name="mixed", layers=tuple(replace(first, mixer=mixer) for mixer in mixers))
+    latent = replace(base, name="latent", layers=(replace(first, mixer=LatentAttention(64, 0, 512, 128, 64, 128)),))
+    console = Console(width=100, color_system=None)
+    with console.capture() as caught:
+        console.print(models_report([mixed, latent]))
+    rows = {line.split()[0]: re.split(r"\s{2,}", line.strip())[2:] for line in caught.get().splitlines() if line}
+    assert rows["mixed"] == ["3", "32, 16", "8, 2", "-", "6,144"]
+    assert rows["latent"] == ["1", "64", "-", "-", "1,152"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from fp8plan.model.architecture.linear import Cache, Linear, Size, column, elements, kv_heads_of_rank, row
+from fp8plan.model.architecture.linear import Cache, Linear, Size, column, elements, fused, kv_heads_of_rank, row
 
 QkNorm: TypeAlias = Literal["none", "head", "width"]
 
@@ -48,8 +48,8 @@ class Attention:
         ):  # vllm/model_executor/models/gemma4.py (0.30): q_proj alone; 0.26 has a qkv_proj all the same
             return column("q_proj", queries, hidden), outputs
         # Where values are the keys, vLLM loads the keys' rows twice (gemma4.py): the matrix is as large as ever.
-        keys_values = kv_heads_of_rank(self.kv_heads, tp) * (self.head_dim + self.value_dim)
-        return column("qkv_proj", queries + keys_values, hidden), outputs
+        kv_heads = kv_heads_of_rank(self.kv_heads, tp)
+        return fused("qkv_proj", (queries, kv_heads * self.head_dim, kv_heads * self.value_dim), hidden), outputs
 
     def vectors(self, hidden: int, tp: int = 1) -> int:
         bias = (self.linears(hidden, tp)[0].n if self.qkv_bias else 0) + (hidden if self.o_bias else 0)
@@ -127,7 +127,7 @@ class LatentAttention:
         queries = heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
         if self.q_lora_rank:
             first = (
-                column("fused_qkv_a_proj", self.q_lora_rank + latent, hidden),
+                fused("fused_qkv_a_proj", (self.q_lora_rank, latent), hidden),
                 column("q_b_proj", queries, self.q_lora_rank),
             )
         else:

@@ -300,6 +300,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
         norm_vectors=2,
         missing={"use_parallel_residual": "attention and MLP in parallel (use_parallel_residual)"},
     ),
+    "jais2": Family(
+        norm_vectors=2, gated=False, mlp_bias="mlp_bias", defaults={"attention_bias": True, "mlp_bias": True}
+    ),
     "lfm2": Family(
         qkv_bias=False,
         o_bias=False,

@@ -17,6 +17,7 @@ class Linear(NamedTuple):
     layers: int  # in how many layers it occurs; 1 in what a part says of itself
     quantised: bool  # whether fp8_block quantises it
     all_reduce: bool  # row-parallel: followed by an all-reduce of [m, n] when tensor_parallel_size > 1
+    parts: tuple[int, ...] = ()  # outputs of each matrix that is fused into it, in their order; () where it is one
 
     @property
     def elements(self) -> int:
@@ -70,6 +71,11 @@ class Part(Protocol):
 def column(name: str, n: int, k: int, *, quantised: bool = True) -> Linear:
     """A matrix whose outputs stay where they are: cut by rows, or a copy on every rank."""
     return Linear(name, n, k, 1, quantised, False)
+
+
+def fused(name: str, parts: tuple[int, ...], k: int) -> Linear:
+    """Matrices of one input that vLLM keeps as one, cut by rows: so many outputs of each on one rank."""
+    return column(name, sum(parts), k)._replace(parts=parts)
 
 
 def row(name: str, n: int, k: int) -> Linear:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fp8plan.model.architecture.linear import Linear, Size, column, elements, row
+from fp8plan.model.architecture.linear import Linear, Size, column, elements, fused, row
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Mlp:
 
     def linears(self, hidden: int, tp: int = 1) -> tuple[Linear, ...]:
         inner = self.inner // tp
-        first = column("gate_up_proj", 2 * inner, hidden) if self.gated else column("up_proj", inner, hidden)
+        first = fused("gate_up_proj", (inner, inner), hidden) if self.gated else column("up_proj", inner, hidden)
         return first, row("down_proj", hidden, inner)
 
     def vectors(self, hidden: int, tp: int = 1) -> int:
@@ -66,8 +66,11 @@ class Experts:
             inner = self.shared_intermediate_size // tp
             if self.shared_gate:
                 matrices.append(column("shared_expert_gate", 1, hidden, quantised=False))
-            name, outputs = ("shared_gate_up_proj", 2 * inner) if self.gated else ("shared_up_proj", inner)
-            matrices.append(column(name, outputs, hidden))
+            matrices.append(
+                fused("shared_gate_up_proj", (inner, inner), hidden)
+                if self.gated
+                else column("shared_up_proj", inner, hidden)
+            )
             # Its output is added to the routed experts' before their one all-reduce, so it has none of its own.
             matrices.append(column("shared_down_proj", hidden, inner))
         return tuple(matrices)

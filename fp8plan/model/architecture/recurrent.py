@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fp8plan.model.architecture.linear import Cache, Linear, Size, column, elements, row
+from fp8plan.model.architecture.linear import Cache, Linear, Size, column, elements, fused, row
 from fp8plan.model.precision import BF16_BYTES, FP32_BYTES
 
 
@@ -22,6 +22,8 @@ def _state(conv_width: int, conv_kernel: int, recurrent_elements: int, element_b
 class DeltaNet:
     """Gated delta net (Qwen3-Next): layers/mamba/gdn/qwen_gdn_linear_attn.py. The state is
     [value heads, value size, key size]. vLLM passes the quantisation config to all three linears, the narrow one too.
+
+    interleaved: the checkpoint holds q, k, v and z as one matrix in turns by head, and so b and a (Qwen3-Next)
     """
 
     key_heads: int
@@ -30,6 +32,7 @@ class DeltaNet:
     value_dim: int
     conv_kernel: int
     state_element_bytes: int = BF16_BYTES
+    interleaved: bool = False
 
     @property
     def conv_width(self) -> int:
@@ -37,12 +40,12 @@ class DeltaNet:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     def linears(self, hidden: int, tp: int = 1) -> tuple[Linear, ...]:
-        values = self.value_heads * self.value_dim // tp
-        return (
-            column("in_proj_qkvz", self.conv_width // tp + values, hidden),
-            column("in_proj_ba", 2 * self.value_heads // tp, hidden),
-            row("out_proj", hidden, values),
-        )
+        keys, values = self.key_heads * self.key_dim // tp, self.value_heads * self.value_dim // tp
+        gates = self.value_heads // tp
+        first = fused("in_proj_qkvz", (keys, keys, values, values), hidden), fused("in_proj_ba", (gates, gates), hidden)
+        if self.interleaved:
+            first = first[0]._replace(parts=()), first[1]._replace(parts=())
+        return (*first, row("out_proj", hidden, values))
 
     def vectors(self, hidden: int, tp: int = 1) -> int:
         gates = 2 * self.value_heads // tp  # A_log and dt_bias
@@ -77,7 +80,7 @@ class KimiDelta:
     def linears(self, hidden: int, tp: int = 1) -> tuple[Linear, ...]:
         width = self.heads * self.head_dim // tp
         return (
-            column("in_proj_qkvgfab", 3 * width + self.heads // tp + self.head_dim, hidden),
+            fused("in_proj_qkvgfab", (width, width, width, self.heads // tp, self.head_dim), hidden),
             column("f_b_proj", width, self.head_dim),
             column("g_a_proj", self.head_dim, hidden),
             column("g_b_proj", width, self.head_dim),
@@ -118,8 +121,9 @@ class Mamba2:
 
     def linears(self, hidden: int, tp: int = 1) -> tuple[Linear, ...]:
         inner = self.heads * self.head_dim // tp
+        groups = (self._conv_width(tp) - inner) // 2
         return (
-            column("in_proj", inner + self._conv_width(tp) + self.heads // tp, hidden),
+            fused("in_proj", (inner, inner, groups, groups, self.heads // tp), hidden),
             row("out_proj", hidden, inner),
         )
 
@@ -160,7 +164,7 @@ class ShortConv:
 
     def linears(self, hidden: int, tp: int = 1) -> tuple[Linear, ...]:
         width = self.width // tp
-        return column("in_proj", 3 * width, hidden), row("out_proj", hidden, width)
+        return fused("in_proj", (width, width, width), hidden), row("out_proj", hidden, width)
 
     def vectors(self, hidden: int, tp: int = 1) -> int:
         width = self.width // tp

@@ -78,6 +78,7 @@ def delta_net(config: Fields, family: Family) -> DeltaNet:
         config.integer("linear_value_head_dim"),
         config.integer("linear_conv_kernel_dim"),
         _state_bytes(config, "mamba_ssm_dtype", "auto"),
+        interleaved=config.value("model_type") == "qwen3_next",
     )
 
 

@@ -80,11 +80,18 @@ def resized(
 
 
 def sizes_of(shape: ModelShape) -> dict[str, Any]:
-    """The sizes of a model by their names; those of its attention and MLPs only if all its layers are alike."""
+    """The sizes of a model by their names, those of attention and MLP only if it has one of each, and its parts."""
+    mixers = [part for part, _ in shape.counted if not isinstance(part, Mlp | Experts)]
+    dense, experts = shape.parts_of(Mlp), shape.parts_of(Experts)
     sizes: dict[str, Any] = {"name": shape.name, "model_type": shape.model_type, "num_layers": shape.num_layers}
     sizes["hidden_size"] = shape.hidden_size
-    if not shape.unpriced:
-        sizes |= {name: getattr(shape, name) for name in (*ATTENTION, "intermediate_size", "qk_norm", "attention_bias")}
+    if len(mixers) == 1 and isinstance(mixers[0], Attention) and len(dense) <= 1 >= len(experts):
+        attention = mixers[0]
+        sizes |= {name: getattr(attention, field) for name, field in ATTENTION.items()}
+        sizes["intermediate_size"] = dense[0][0].inner if dense else 0
+        sizes |= {"qk_norm": attention.qk_norm != "none", "attention_bias": attention.qkv_bias}
     names = ("vocab_size", "tie_word_embeddings", "max_position_embeddings", "source", "num_parameters")
     sizes |= {name: getattr(shape, name) for name in names}
-    return sizes | {"experts": asdict(shape.experts) if shape.experts else None}
+    sizes["experts"] = asdict(experts[0][0]) | {"layers": experts[0][1]} if len(experts) == 1 else None
+    sizes["parts"] = [{"part": type(part).__name__} | asdict(part) | {"layers": n} for part, n in shape.counted]
+    return sizes

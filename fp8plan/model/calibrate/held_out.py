@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.architecture.parts import Attention, Experts
 from fp8plan.model.cost.base import Array
 
 LINEARS = {"Qwen/Qwen3-14B": ("qkv_proj", "gate_up_proj", "down_proj"), "meta-llama/Llama-3.2-1B": ("down_proj",)}
@@ -31,12 +32,12 @@ def is_held_out(rows: pd.DataFrame) -> Array:
 
 def _shapes() -> dict[tuple[str, ...], list[tuple[int, ...]]]:
     linears = {model: {x.name: (x.n, x.k) for x in ModelShape.from_hf(model).linears()} for model in LINEARS}
-    heads = [ModelShape.from_hf(model) for model in ATTENTION]
-    experts = [(shape, shape.experts) for shape in map(ModelShape.from_hf, MOE)]
+    heads = [part for model in ATTENTION for part, _ in ModelShape.from_hf(model).parts_of(Attention)]
+    experts = [(shape, part) for shape in map(ModelShape.from_hf, MOE) for part, _ in shape.parts_of(Experts)]
     return {
         ("n", "k"): [linears[model][name] for model, names in LINEARS.items() for name in names],
-        ("heads", "kv_heads", "head_dim"): [(x.num_attention_heads, x.num_key_value_heads, x.head_dim) for x in heads],
+        ("heads", "kv_heads", "head_dim"): [(x.heads, x.kv_heads, x.head_dim) for x in heads],
         ("experts", "top_k", "hidden", "inner"): [
-            (e.num_experts, e.experts_per_token, shape.hidden_size, e.intermediate_size) for shape, e in experts if e
+            (e.num_experts, e.experts_per_token, shape.hidden_size, e.intermediate_size) for shape, e in experts
         ],
     }

@@ -19,10 +19,12 @@ from fp8plan.model.setup import EngineSetup
 # as vLLM, verl and TRL leave them.
 KV_SCALES: Final = ("calibrated", "unit")
 
-# vLLM quantises any linear that is given the quantisation config, and Qwen3-MoE gives it to the router
-# (vllm/model_executor/models/qwen3_moe.py, 0.25 to 0.33). A quantised router picks other experts, so it is left out.
-# A dense model has no module of this name.
-ROUTER_PATTERN: Final = r"re:.*\.gate$"
+# A quantised router picks other experts, so it is left out. vLLM quantises any linear that is given the quantisation
+# config. Read in 0.30 (vllm/model_executor/models): Qwen3-MoE and LFM2-MoE give it to `gate`, and the Transformers
+# backend gives it to what it finds inside of Hunyuan's (`gate.wg`). The other families give it none, whether they call
+# their router `gate`, `router` (gpt-oss, Llama 4) or `router.proj` (Gemma 4); they are named here all the same, since
+# the next version may. So is the gate that weighs Qwen's shared expert. A dense model has no module of these names.
+ROUTER_PATTERN: Final = r"re:.*\.(gate|router|shared_expert_gate)(\.(wg|proj|layer|classifier))?$"
 
 
 @dataclass(frozen=True, slots=True)

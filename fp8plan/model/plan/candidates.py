@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 from fp8plan.errors import CapacityError, ConfigError, Fp8PlanError
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.architecture.parts import Attention
 from fp8plan.model.hardware import Gpu
+from fp8plan.model.kv_cache.precision import why_no_fp8_kv
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import MemoryPlan, check_pool
 from fp8plan.model.precision import PRESETS, Precision
@@ -111,7 +113,8 @@ def _placed(setup: EngineSetup, requests: int, target: str, explicit: bool) -> C
             raise ConfigError(f"{setup.precision.name} was asked for: {reason}; use bf16, or another GPU")
         return Candidate(setup, reason)
     size = setup.limits.tensor_parallel_size
-    if reason := _idle(setup.limits, requests) or why_not_shardable(setup.shape, setup.precision, size, target):
+    shardable = why_not_shardable(setup.shape, setup.precision, size, target)
+    if reason := _idle(setup.limits, requests) or _no_fp8_kv(setup) or shardable:
         return Candidate(setup, reason)
     try:
         memory = setup.memory()
@@ -119,6 +122,16 @@ def _placed(setup: EngineSetup, requests: int, target: str, explicit: bool) -> C
         return Candidate(setup, memory=memory)
     except CapacityError as error:
         return Candidate(setup, str(error), unfit=True)
+
+
+def _no_fp8_kv(setup: EngineSetup) -> str | None:
+    """The reason why vLLM has no FP8 for what this model caches; None if it has, or is not asked for it."""
+    if setup.precision.kv != "fp8":
+        return None
+    heads = {part.head_dim for part, _ in setup.shape.parts_of(Attention)}
+    # On a CPU one kernel reads heads of every size.
+    reason = why_no_fp8_kv(setup.shape.caches(), () if setup.gpu.is_cpu else heads)
+    return reason and f"{reason}; allowed: bf16, fp8_block"
 
 
 def _idle(limits: EngineLimits, requests: int) -> str | None:

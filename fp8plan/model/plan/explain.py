@@ -16,6 +16,7 @@ NO_FASTER = 0.005  # gains below half a percent are not worth a sentence of thei
 
 COMPONENTS = {
     "attention": "attention over the KV cache",
+    "recurrent": "recurrent layers",
     "kv_write": "writing the KV cache",
     "gemm": "linear layers",
     "moe": "experts",

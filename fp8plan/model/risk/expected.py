@@ -12,7 +12,7 @@ fp8plan.model.risk.expected` refits and prints every residual and the leave-one-
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import exp, log, sqrt
@@ -35,6 +35,7 @@ from fp8plan.model.risk.fit import (
     log_gradient,
     predicted_kl,
 )
+from fp8plan.model.risk.setting import LATENT, clipped_keys, setting_of, unmeasured_parts, unmeasured_sd
 from fp8plan.model.risk.theory import Setting, sequence_rejection, token_log_ratio
 
 __all__ = [
@@ -151,18 +152,10 @@ def mismatch_risk(
         raise ConfigError(
             f"quantised_layers is {quantised!r}; allowed: 0 to {shape.num_layers}, the layers of {shape.name}"
         )
-    setting = Setting(
-        layers=float(shape.num_layers),
-        quantised_layers=float(quantised),
-        moe=shape.experts is not None,
-        qk_norm=shape.qk_norm,
-        fp8_weights=precision.weights != "bf16",
-        fp8_kv=precision.kv == "fp8",
-        e8m0=e8m0,
-    )
+    setting, unmeasured = setting_of(shape, precision, e8m0, quantised), unmeasured_parts(shape)
     calibrated = kv_scales_calibrated or not setting.fp8_kv
-    clipped = setting.fp8_kv and not shape.qk_norm and shape.attention_bias
-    kl, quantisation = _kl_band(setting, calibrated, clipped)
+    clipped = setting.fp8_kv and clipped_keys(shape)
+    kl, quantisation = _kl_band(setting, calibrated, clipped, unmeasured)
     tokens = [token_log_ratio(value, setting.moe) for value in kl]
     clip = [t.fraction_above(token_threshold) for t in tokens]
     ess = [t.ess for t in tokens]
@@ -170,7 +163,7 @@ def mismatch_risk(
         [float(np.mean(sequence_rejection(value, lengths, *sequence_bounds, f))) for f in (1.0, MAX_INFLATION)]
         for value in kl
     ]
-    level, reasons = _level(setting, calibrated, clipped, budget, kl[2], clip[2], ess[2])
+    level, reasons = _level(setting, calibrated, clipped, unmeasured, budget, kl[2], clip[2], ess[2])
     return MismatchRisk(
         kl_k3=kl[1], kl_k3_low=kl[0], kl_k3_high=kl[2], quantisation_kl=quantisation,
         ess_raw=ess[1], ess_raw_low=ess[2], ess_raw_high=ess[0],
@@ -220,13 +213,15 @@ def _checked(lengths: ArrayLike, token_threshold: float, bounds: tuple[float, fl
     return values
 
 
-def _kl_band(setting: Setting, calibrated: bool, clipped: bool) -> tuple[tuple[float, float, float], float]:
+def _kl_band(
+    setting: Setting, calibrated: bool, clipped: bool, unmeasured: Sequence[str]
+) -> tuple[tuple[float, float, float], float]:
     """The 90% band of KL as (low, middle, high), and the middle's part that is due to quantisation."""
     result = committed_fit()
     coefficients = np.array(result.coefficients)
     kl, quantisation = predicted_kl(setting, coefficients, result.errors)
     variance = coefficient_variance(result, log_gradient(setting, coefficients, result.errors)) + result.noise_sd**2
-    factor = exp(Z90 * sqrt(variance + (0.0 if calibrated else UNCALIBRATED_SD**2)))
+    factor = exp(Z90 * sqrt(variance + (0.0 if calibrated else UNCALIBRATED_SD**2) + unmeasured_sd(unmeasured) ** 2))
     damage = CLIPPED_KV_KL if clipped and not calibrated else 0.0
     # With scales that follow the weights the failure is possible (verl#4435), not expected: it widens only the upper
     # end.
@@ -244,6 +239,7 @@ def _level(
     setting: Setting,
     calibrated: bool,
     clipped: bool,
+    unmeasured: Sequence[str],
     budget: RiskBudget,
     kl_high: float,
     clip_high: float,
@@ -263,13 +259,20 @@ def _level(
         reasons.append(_CLIPPED[calibrated])
     elif setting.fp8_kv and not setting.qk_norm:
         level = max(level, "moderate", key=LEVELS.index)
-        reasons.append("FP8 KV without QK-norm: K has outliers; no RL run with a published KL covers it")
+        why = (
+            "FP8 KV of latents: keys are made of them by a matrix of any size"
+            if LATENT in unmeasured
+            else "FP8 KV without QK-norm: K has outliers"
+        )
+        reasons.append(f"{why}; no RL run with a published KL covers it")
     if not calibrated:
         reasons.append("K and V scales are 1.0, not calibrated: the range is wider")
     elif setting.fp8_kv:
         reasons.append(
             "this assumes K and V scales recalibrated after every weight sync; plain vLLM leaves them at 1.0"
         )
+    if unmeasured:
+        reasons.append(f"no published KL was fitted of {' and of '.join(unmeasured)}: the range is wider")
     return level, tuple(reasons)
 
 

@@ -98,6 +98,7 @@ def _observation(row: dict[str, str]) -> Observation:
     setting = Setting(
         layers=layers,
         quantised_layers=layers if fp8 else 0.0,
+        kv_layers=float(row.get("kv_layers") or layers),
         moe=row["moe"] == "1",
         qk_norm=row["qk_norm"] != "0",
         fp8_weights=fp8,

@@ -113,7 +113,9 @@ def rounding_errors(size: int = 1024, seed: int = 0) -> RoundingErrors:
 class Setting:
     """The properties of a model and a rollout precision on which the mismatch depends.
 
-    layers, quantised_layers: decoder layers, and how many of them have FP8 linears
+    layers, quantised_layers: pairs of sub-layers, and how many of them have FP8 linears; a sub-layer adds to the
+                              residual stream: a mixer or an MLP
+    kv_layers:                layers that read keys and values
     moe, qk_norm:             of the model
     fp8_weights, fp8_kv:      of the rollout
     e8m0:                     the FP8 GEMMs use power-of-two scales
@@ -121,6 +123,7 @@ class Setting:
 
     layers: float
     quantised_layers: float
+    kv_layers: float
     moe: bool
     qk_norm: bool
     fp8_weights: bool
@@ -136,15 +139,15 @@ def kl_terms(setting: Setting, errors: RoundingErrors) -> tuple[float, float, fl
     different places. FP8 linears: an error is relative to one sub-layer's update, 1/(2 x layers) of the stream, and
     two GEMMs follow each other in each: the sum is layer-free; deeper models still differ more, so the share of
     quantised layers is counted against REFERENCE_LAYERS (an assumption; the data span 28 to 48 layers and cannot
-    tell). FP8 KV: V and the probabilities enter as they are, K and Q through the softmax; half of the sub-layers are
-    attention. Errors are independent, so variances add.
+    tell). FP8 KV: V and the probabilities enter as they are, K and Q through the softmax; half of the sub-layers
+    are attention, or fewer where others mix by a state. Errors are independent, so variances add.
     """
     kernels = 2 * 2 * setting.layers * errors.bf16**2
     weight, activation = (
         (errors.weight_e8m0, errors.activation_e8m0) if setting.e8m0 else (errors.weight, errors.activation)
     )
     linears = 2 * (weight**2 + activation**2) * setting.quantised_layers / REFERENCE_LAYERS
-    attention = (1 + ATTENTION_LOGIT_VARIANCE[setting.qk_norm]) * errors.kv**2 * setting.layers / REFERENCE_LAYERS
+    attention = (1 + ATTENTION_LOGIT_VARIANCE[setting.qk_norm]) * errors.kv**2 * setting.kv_layers / REFERENCE_LAYERS
     return kernels / 2, linears / 2 * setting.fp8_weights, attention / 2 * setting.fp8_kv
 
 

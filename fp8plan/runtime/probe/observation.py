@@ -12,6 +12,7 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import gpu
 from fp8plan.model.precision import precision
 from fp8plan.model.risk.fit import OBSERVATIONS
+from fp8plan.model.risk.setting import has_qkv_bias, setting_of
 
 if TYPE_CHECKING:
     from fp8plan.runtime.probe.results import Probe, Probed
@@ -70,6 +71,7 @@ def _row(found: Probe, one: Probed, shape: ModelShape) -> dict[str, str]:
     from fp8plan.version import __version__
 
     preset, kl, facts, figures = precision(one.precision), one.kl_k3, one.facts or {}, one.figures or {}
+    setting = setting_of(shape, preset)
     fitted = not gpu(found.gpu).is_cpu and not one.invalid and kl.low > 0
     values: dict[str, Any] = {
         "source": SOURCE,
@@ -77,10 +79,11 @@ def _row(found: Probe, one: Probed, shape: ModelShape) -> dict[str, str]:
         f"{found.reference.replace(',', ';')}; {found.date}",
         "model": Path(found.model).name if Path(found.model).is_dir() else found.model,
         "params_b": f"{shape.num_parameters / 1e9:.3g}",
-        "moe": int(shape.experts is not None),
-        "layers": shape.num_layers,
-        "qk_norm": int(shape.qk_norm),
-        "attention_bias": int(shape.attention_bias),
+        "moe": int(setting.moe),
+        "layers": f"{setting.layers:g}",
+        "kv_layers": "" if setting.kv_layers == setting.layers else f"{setting.kv_layers:g}",
+        "qk_norm": int(setting.qk_norm),
+        "attention_bias": int(has_qkv_bias(shape)),
         "weights": preset.weights,
         "kv": preset.kv,
         "kv_calibrated": int(facts.get("kv_scales") != "1.0") if preset.kv == "fp8" else "",

@@ -38,6 +38,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("glm_moe_dsa", {"index_topk_freq": 4}),
     ("granitemoehybrid", {"num_local_experts": 0, "layer_types": ["mamba", "attention"] * 16, "mamba_proj_bias": True}),
     ("granitemoeshared", {"shared_intermediate_size": 512}),
+    ("jais2", {"attention_bias": False, "mlp_bias": False}),
     ("lfm2", {"full_attn_idxs": [2, 5], "conv_bias": True}),
     ("llama4_text", {"interleave_moe_layer_step": 2}),
     ("phimoe", {"lm_head_bias": True}),

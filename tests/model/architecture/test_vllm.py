@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from family_configs import config_of, shape_of
 
+from fp8plan.model.emit.settings import ROUTER_PATTERN
+
 SCRIPT = Path(__file__).with_name("vllm_linears.py")
 # One with experts first (see the script). Those of the same code are left out: each takes seconds. Left out too is what
 # vLLM has no CPU code for (sparse attention, experts without a gate: Nemotron-H), and where it wants a field that
@@ -19,7 +21,8 @@ SCRIPT = Path(__file__).with_name("vllm_linears.py")
 NAMES = (
     *("qwen3_moe", "qwen2", "qwen3_next", "deepseek_v2", "deepseek_v3", "glm4", "glm4_moe", "gemma3_text"),
     *("gemma4_text", "llama4_text", "nemotron", "granitemoehybrid", "falcon_h1", "olmo2", "olmoe", "phi", "phimoe"),
-    *("gpt_oss", "cohere2", "starcoder2", "ernie4_5_moe", "exaone4", "mixtral"),
+    *("gpt_oss", "cohere2", "starcoder2", "ernie4_5_moe", "exaone4", "mixtral", "hunyuan_v1_moe", "lfm2_moe"),
+    *("granitemoe", "jais2"),
 )
 
 
@@ -55,7 +58,7 @@ def test_vllm_builds_the_same_linears(names: tuple[str, ...], tmp_path: Path) ->
             found[w13.n // w2.k * padded(w2.k), padded(w13.k), w13.quantised] += w13.layers
             found[padded(w2.n), padded(w2.k), w2.quantised] += w2.layers
         expected.append(found)
-    command = [sys.executable, str(SCRIPT), *map(str, folders)]
+    command = [sys.executable, str(SCRIPT), json.dumps([ROUTER_PATTERN]), *map(str, folders)]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"}
     )

@@ -1,6 +1,7 @@
 """What vLLM itself builds of families' configs, on the meta device: a script, as it fills the process with groups.
 
-Type: python vllm_linears.py FOLDER..., each with a config.json. Prints one line of JSON for each folder: a list of
+Type: python vllm_linears.py IGNORED FOLDER..., each with a config.json. IGNORED is the JSON of the list of linears that
+are not quantised. Prints one line of JSON for each folder: a list of
 [rows, columns, quantised, how many], of all linears but convolutions and lm_head, and of each layer's one expert.
 """
 
@@ -22,12 +23,11 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.network_utils import get_open_port
 
-ONLINE = {"linear": "fp8_per_block", "moe": "fp8_per_block", "ignore": [r"re:.*\.gate$"]}
 
-
-def config_of(folder: str) -> Any:
+def config_of(folder: str, ignored: list[str]) -> Any:
+    online = {"linear": "fp8_per_block", "moe": "fp8_per_block", "ignore": ignored}
     return EngineArgs(
-        model=folder, skip_tokenizer_init=True, dtype="bfloat16", quantization="online", quantization_config=ONLINE,
+        model=folder, skip_tokenizer_init=True, dtype="bfloat16", quantization="online", quantization_config=online,
         enforce_eager=True, max_model_len=128, enable_prefix_caching=False,
     ).create_engine_config()  # fmt: skip
 
@@ -48,10 +48,10 @@ def matrices(model: torch.nn.Module) -> list[list[int]]:
     return [[*key, number] for key, number in found.items()]
 
 
-def main(folders: list[str]) -> None:
+def main(ignored: str, *folders: str) -> None:
     # The first folder's model has experts: vLLM makes their process group only for such a model.
     for number, folder in enumerate(folders):
-        config = config_of(folder)
+        config = config_of(folder, json.loads(ignored))
         with set_current_vllm_config(config):
             if number == 0:
                 init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "gloo")
@@ -61,4 +61,4 @@ def main(folders: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

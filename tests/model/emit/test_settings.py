@@ -117,9 +117,15 @@ def test_vllm_quantises_linears_by_block_and_leaves_the_router_alone(tiny_moe: s
     assert config.args.moe.weight.scale.group_shape == (128, 128)
     linear = ReplicatedLinear.__new__(ReplicatedLinear)  # only its type is looked at; a built one needs a process group
     layer = "model.layers.0."
-    for name in ("self_attn.o_proj", "mlp.down_proj", "mlp.gate_up_proj", "mlp.experts.3.gate_proj"):
+    for name in (
+        *("self_attn.o_proj", "mlp.down_proj", "mlp.gate_up_proj", "mlp.experts.3.gate_proj", "mlp.gate_proj"),
+        *("mlp.shared_expert.down_proj", "linear_attn.in_proj_qkvz", "mixer.in_proj", "self_attn.g_a_proj"),
+    ):
         assert config.resolve_quant_method_cls(linear, layer + name) is not None, name
-    for name in ("mlp.gate", "block_sparse_moe.gate"):
+    for name in (
+        *("mlp.gate", "block_sparse_moe.gate", "feed_forward.gate", "mixer.gate", "mlp.router", "feed_forward.router"),
+        *("router.proj", "mlp.gate.wg", "block_sparse_moe.router.layer", "mlp.shared_expert_gate"),
+    ):
         assert config.resolve_quant_method_cls(linear, layer + name) is None, name
 
 

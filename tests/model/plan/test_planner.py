@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 import fp8plan
 from fp8plan.errors import CapacityError, ConfigError, ProfileError
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.architecture.parts import ShortConv
+from fp8plan.model.architecture.uniform import resized
 from fp8plan.model.hardware import gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan import evaluate
@@ -280,6 +282,19 @@ def test_fp8_alone_on_a_layout_that_cannot_start_is_an_error() -> None:
         plan("Qwen/Qwen3-4B", "h200", WORK, limits=limits, precisions=["fp8_block"])
     with pytest.raises(ConfigError, match="target is 'sglang'"):
         plan("Qwen/Qwen3-4B", "h200", WORK, target="sglang")
+
+
+def test_an_fp8_cache_that_vllm_has_no_kernel_for_is_refused_with_its_reason() -> None:
+    wide = resized(ModelShape.from_hf(DENSE), head_dim=512)
+    rows = by_precision(plan(wide, "h200", WORK))
+    for name, row in rows.items():
+        assert row.available is (PRESETS[name].kv == "bf16")
+        assert row.available or "FlashAttention 4" in row.reason  # type: ignore[operator]
+    with pytest.raises(ConfigError, match=r"512 numbers.*allowed: bf16, fp8_block$"):
+        plan(wide, "h200", WORK, precisions=["fp8_kv"])
+    states = replace(wide, layers=tuple(replace(layer, mixer=ShortConv(4096, 3)) for layer in wide.layers))
+    with pytest.raises(ConfigError, match=r"no layer keeps keys and values.*MambaDType"):
+        plan(states, "h200", WORK, precisions=["fp8_kv"])
 
 
 def test_tensor_parallelism_stays_inside_a_node() -> None:

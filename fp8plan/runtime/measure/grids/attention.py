@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.architecture.parts import Attention
 from fp8plan.model.calibrate.held_out import ATTENTION, UNEQUAL
 from fp8plan.runtime.measure.kernels.sweep import Point
 
@@ -47,12 +48,9 @@ SIGMA = 0.8  # of ln(context) where contexts are skewed
 
 
 def heads_of(model: str) -> dict[str, int]:
-    shape = ModelShape.from_hf(model)
-    return {
-        "heads": shape.num_attention_heads,
-        "kv_heads": shape.num_key_value_heads,
-        "head_dim": shape.head_dim,
-    }
+    """The heads of a model whose attention layers are all alike."""
+    [(attention, _)] = ModelShape.from_hf(model).parts_of(Attention)
+    return {"heads": attention.heads, "kv_heads": attention.kv_heads, "head_dim": attention.head_dim}
 
 
 def points(grid: str) -> list[Point]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.architecture.parts import Attention, Mlp
 from fp8plan.runtime.measure.kernels.sweep import Point
 
 QUICK = ("Qwen/Qwen3-8B",)
@@ -43,16 +44,16 @@ def _layers(models: tuple[str, ...], rows: tuple[int, ...]) -> Iterator[Point]:
     for name, m in product(models, rows):
         shape = ModelShape.from_hf(name)
         yield Point("norm", {"m": m, "hidden": shape.hidden_size})
-        yield Point("activation", {"m": m, "inner": shape.intermediate_size})
-        yield Point("rotary", {"m": m} | heads_of(shape))
+        yield from (Point("activation", {"m": m, "inner": mlp.inner}) for mlp, _ in shape.parts_of(Mlp))
+        yield from (Point("rotary", {"m": m} | heads_of(part)) for part, _ in shape.parts_of(Attention))
 
 
-def heads_of(shape: ModelShape) -> dict[str, Any]:
+def heads_of(attention: Attention) -> dict[str, Any]:
     return {
-        "heads": shape.num_attention_heads,
-        "kv_heads": shape.num_key_value_heads,
-        "head_dim": shape.head_dim,
-        "qk_norm": shape.qk_norm,
+        "heads": attention.heads,
+        "kv_heads": attention.kv_heads,
+        "head_dim": attention.head_dim,
+        "qk_norm": attention.qk_norm != "none",
     }
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtri
 
-from fp8plan.model.architecture import ModelShape
+from fp8plan.model.architecture import ModelShape, parts
 from fp8plan.model.calibrate.held_out import MOE
 from fp8plan.runtime.measure.kernels.sweep import Point
 
@@ -26,9 +26,11 @@ DRAWS = 2  # routings of one point; layers take them in turn
 
 
 def experts_of(model: str) -> Experts:
+    """The experts of a model whose layers have alike ones, or none."""
     shape = ModelShape.from_hf(model)
-    if not (experts := shape.experts):
+    if not (found := shape.parts_of(parts.Experts)):
         raise ValueError(f"{model} has no routed experts")
+    [(experts, _)] = found
     return experts.num_experts, experts.experts_per_token, shape.hidden_size, experts.intermediate_size
 
 

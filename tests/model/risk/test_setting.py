@@ -1,0 +1,126 @@
+"""What of a model of any parts the mismatch depends on: families whose parts differ from layer to layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from family_configs import config_of, shape_of
+
+from fp8plan.model.architecture import ModelShape, bundled_models
+from fp8plan.model.architecture.parts import Attention, LatentAttention
+from fp8plan.model.architecture.uniform import uniform
+from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, FP8_KV, PRESETS
+from fp8plan.model.risk.expected import mismatch_risk
+from fp8plan.model.risk.fit import read_observations
+from fp8plan.model.risk.setting import Setting, setting_of, unmeasured_parts
+
+LENGTHS = [2000.0] * 8
+
+
+def of(name: str, **changes: Any) -> ModelShape:
+    return shape_of(config_of(name, changes), name)
+
+
+@pytest.mark.parametrize("name", bundled_models())
+def test_layers_alike_are_counted_as_they_are(name: str) -> None:
+    shape = ModelShape.from_hf(name)
+    layers, moe = float(shape.num_layers), any(x.name == "router" for x in shape.linears())
+    norm = shape.parts_of(Attention)[0][0].qk_norm == "head"
+    assert setting_of(shape, BF16) == Setting(layers, layers, layers, moe, norm, False, False, True)
+    assert setting_of(shape, FP8_BLOCK_KV, False, 2).quantised_layers == 2
+    assert unmeasured_parts(shape) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "kv_layers"),
+    [
+        ("qwen3_next", 48, 12),  # one in four has attention
+        ("gpt_oss", 36, 36),  # windows hold FP8 too
+        ("gemma4_text", 30, 30),
+        ("deepseek_v3", 61, 61),
+        ("falcon_h1", 32, 32),  # attention beside the state-space part
+    ],
+)
+def test_recurrent_layers_have_no_fp8_keys(name: str, layers: float, kv_layers: float) -> None:
+    setting = setting_of(of(name), FP8_KV)
+    assert (setting.layers, setting.quantised_layers, setting.kv_layers) == (layers, layers, kv_layers)
+
+
+def test_a_layer_that_shares_keys_reads_them_all_the_same() -> None:
+    shape = of("gemma4_text", num_kv_shared_layers=12)
+    assert len(shape.caches()) == 18
+    assert setting_of(shape, FP8_KV).kv_layers == 30
+
+
+def test_a_layer_of_one_part_is_half_a_layer() -> None:
+    shape = of("nemotron_h")
+    kinds = [layer.mixer is None for layer in shape.layers]
+    assert any(kinds)
+    assert not all(kinds)
+    setting = setting_of(shape, FP8_BLOCK_KV)
+    assert setting.layers == setting.quantised_layers == len(kinds) / 2
+    assert setting.kv_layers == sum(isinstance(layer.mixer, Attention) for layer in shape.layers)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "lfm2"])
+def test_few_layers_of_attention_add_less_by_an_fp8_cache_than_all_would(name: str) -> None:
+    shape = of(name)
+    [(attention, number)] = shape.parts_of(Attention)
+    whole = replace(shape, layers=tuple(replace(layer, mixer=attention, parallel=()) for layer in shape.layers))
+    few, all_layers = (mismatch_risk(x, FP8_KV, LENGTHS).quantisation_kl for x in (shape, whole))
+    assert few / all_layers == pytest.approx(number / shape.num_layers)
+
+
+def test_a_latent_has_no_qk_norm_and_no_clipped_keys() -> None:
+    shape = of("deepseek_v3")
+    assert shape.parts_of(LatentAttention)
+    assert not setting_of(shape, FP8_KV).qk_norm
+    calibrated, unit = (mismatch_risk(shape, FP8_KV, LENGTHS, kv_scales_calibrated=x) for x in (True, False))
+    assert unit.kl_k3 == calibrated.kl_k3
+    assert any("latents" in reason for reason in calibrated.reasons)
+    assert calibrated.level != "low"
+
+
+def test_one_layer_of_clipped_keys_is_enough() -> None:
+    clean = uniform(num_layers=4, num_attention_heads=8, num_key_value_heads=8, head_dim=128, qk_norm=True)
+    biased = replace(clean.layers[0], mixer=Attention(8, 8, 128, qkv_bias=True))
+    mixed = replace(clean, layers=(biased, *clean.layers[1:]))
+    assert mismatch_risk(clean, FP8_KV, LENGTHS).level == "low"
+    risk = mismatch_risk(mixed, FP8_KV, LENGTHS)
+    assert risk.level == "high"
+    assert not setting_of(mixed, FP8_KV).qk_norm
+
+
+@pytest.mark.parametrize("precision", PRESETS.values())
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("gpt_oss", ("attention over a window", "attention of another kind than Qwen3's")),
+        ("olmo2", ("attention of another kind than Qwen3's",)),  # a norm over all heads together
+        ("qwen3_next", ("recurrent layers", "attention of another kind than Qwen3's")),
+        ("deepseek_v3", ("latent attention",)),
+        ("granitemoehybrid", ("state-space layers",)),
+    ],
+)
+def test_what_nobody_measured_is_wider_and_said(name: str, parts: tuple[str, ...], precision: Any) -> None:
+    shape = of(name)
+    assert unmeasured_parts(shape) == parts
+    risk = mismatch_risk(shape, precision, LENGTHS)
+    assert any(all(part in reason for part in parts) for reason in risk.reasons)
+    plain = uniform(num_layers=shape.num_layers, num_attention_heads=8, num_key_value_heads=8, head_dim=128)
+    known = mismatch_risk(plain, BF16, LENGTHS)
+    widths = [x.kl_k3_high / x.kl_k3_low for x in (mismatch_risk(shape, BF16, LENGTHS), known)]
+    assert widths[0] > 1.5 * widths[1]
+
+
+def test_the_published_runs_with_state_space_layers_are_within_their_range() -> None:
+    """Nemotron 3 Nano has 52 layers of one part, and experts. Neither run is fitted."""
+    shape = of("granitemoehybrid", num_hidden_layers=26, layer_types=["mamba"] * 23 + ["attention"] * 3)
+    rows = [row for row in read_observations() if row.setting.layers == 26 and row.weight == 0 and row.kl]
+    assert len(rows) == 2
+    for row in rows:
+        assert row.setting.moe
+        risk = mismatch_risk(shape, FP8_BLOCK if row.setting.fp8_weights else BF16, LENGTHS)
+        assert risk.kl_k3_low < row.kl < risk.kl_k3_high  # type: ignore[operator]
