@@ -22,11 +22,12 @@ from dataclasses import dataclass
 from fp8plan.errors import CapacityError
 from fp8plan.model.architecture.linear import CacheKind
 from fp8plan.model.cost.base import IntArray
+from fp8plan.model.kv_cache.specs import Spec
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.schedule.group_cache import CachingGroupPool
 from fp8plan.model.schedule.group_pool import GroupPool
 from fp8plan.model.schedule.group_state import GroupState
-from fp8plan.model.schedule.groups import KvGroup, admission_cap, check_groups
+from fp8plan.model.schedule.groups import admission_cap, check_groups
 from fp8plan.model.schedule.kv_pool import CachingPool, Pool, blocks_for
 from fp8plan.model.schedule.state import SchedulerState
 
@@ -90,7 +91,7 @@ def schedule(
     num_blocks: int,
     limits: EngineLimits,
     longest_run: int = 2**62,
-    groups: tuple[KvGroup, ...] = (),
+    groups: tuple[Spec, ...] = (),
     retain_all: bool = False,
 ) -> Schedule:
     """Simulate vLLM's scheduler on a batch on one engine.
@@ -106,7 +107,7 @@ def schedule(
     Raises CapacityError if a request can never fit the pool: vLLM would preempt it for ever. Raises ConfigError for
     groups whose prefix caching is not modelled.
     """
-    if groups and groups != (KvGroup("full", limits.block_size),):
+    if groups and groups != (Spec("full", limits.block_size),):
         return _schedule_groups(prompts, responses, prompt_ids, num_blocks, limits, longest_run, groups, retain_all)
     _check_fits(prompts, responses, num_blocks, limits.block_size)
     pool: Pool
@@ -133,7 +134,7 @@ def _schedule_groups(
     num_blocks: int,
     limits: EngineLimits,
     longest_run: int,
-    groups: tuple[KvGroup, ...],
+    groups: tuple[Spec, ...],
     retain_all: bool,
 ) -> Schedule:
     check_groups(groups, limits)
@@ -159,7 +160,7 @@ def _schedule_groups(
 
 
 def _check_groups_fit(
-    prompts: IntArray, responses: IntArray, num_blocks: int, limits: EngineLimits, groups: tuple[KvGroup, ...]
+    prompts: IntArray, responses: IntArray, num_blocks: int, limits: EngineLimits, groups: tuple[Spec, ...]
 ) -> None:
     """Raise CapacityError if a request does not fit a pool that vLLM would start with (`max_memory_usage_bytes`)."""
     if not len(prompts):
