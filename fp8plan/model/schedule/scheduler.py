@@ -17,7 +17,7 @@ scheduling, because its end is seen a step late (one token per response); priori
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fp8plan.errors import CapacityError
 from fp8plan.model.architecture.linear import CacheKind
@@ -68,12 +68,14 @@ class Schedule:
     finished: IntArray
     prompt_tokens: int  # of all requests
     num_blocks: int  # the pool it was made for
+    groups: tuple[Spec, ...]  # that shared it
     blocks_wanted: int | None  # any pool with at least this many blocks gives this very schedule; None: not known
     windows: tuple[WindowWork, ...] = ()  # one for each distinct window among the KV-cache groups
 
-    def holds_for(self, num_blocks: int) -> bool:
-        """True if a pool of that size is known to give this very schedule."""
-        return num_blocks == self.num_blocks or (self.blocks_wanted is not None and num_blocks >= self.blocks_wanted)
+    def holds_for(self, num_blocks: int, groups: tuple[Spec, ...]) -> bool:
+        """True if a pool of that size, shared by these groups, is known to give this very schedule."""
+        enough = self.blocks_wanted is not None and num_blocks >= self.blocks_wanted
+        return groups == self.groups and (num_blocks == self.num_blocks or enough)
 
     @property
     def num_steps(self) -> int:
@@ -100,15 +102,18 @@ def schedule(
     prompt_ids:         shape (requests,), equal where two requests have the same prompt; 0 .. prompts-1
     num_blocks:         KV blocks the scheduler can hand out (vLLM's num_gpu_blocks less its null block)
     longest_run:        most steps in one row; 1 gives a row per step
-    groups:             the KV-cache groups that share the pool; () is one of full attention, of limits.block_size
+    groups:             the specs of the KV-cache groups that share the pool, equal ones each for itself; () is one of
+                        full attention, of limits.block_size
     retain_all:         all full blocks of windows and states can be found in the prefix cache, as in vLLM 0.26, not
                         only those where a prompt ends, as in vLLM 0.30
 
     Raises CapacityError if a request can never fit the pool: vLLM would preempt it for ever. Raises ConfigError for
     groups whose prefix caching is not modelled.
     """
-    if groups and groups != (Spec("full", limits.block_size),):
-        return _schedule_groups(prompts, responses, prompt_ids, num_blocks, limits, longest_run, groups, retain_all)
+    groups = groups or (Spec("full", limits.block_size),)
+    if len(groups) > 1 or not groups[0].keeps_all:
+        return schedule_groups(prompts, responses, prompt_ids, num_blocks, limits, longest_run, groups, retain_all)
+    limits = replace(limits, block_size=groups[0].block_size)
     _check_fits(prompts, responses, num_blocks, limits.block_size)
     pool: Pool
     if limits.enable_prefix_caching:
@@ -120,14 +125,20 @@ def schedule(
         state.next_row(longest_run)
     columns = state.columns()
     # Freed blocks that were hit may be gone from a smaller pool, so then nothing can be said about it.
-    pool_mattered = state.hit_freed_blocks or bool(columns["preemptions"].any())
+    # A head that had to wait may get in earlier in a larger one.
+    pool_mattered = state.hit_freed_blocks or state.least_free < 0 or bool(columns["preemptions"].any())
     wanted = None if pool_mattered else num_blocks - state.least_free
     return Schedule(
-        **columns, prompt_tokens=int(prompts.sum()), num_blocks=num_blocks, blocks_wanted=wanted, windows=()
+        **columns,
+        prompt_tokens=int(prompts.sum()),
+        num_blocks=num_blocks,
+        groups=groups,
+        blocks_wanted=wanted,
+        windows=(),
     )
 
 
-def _schedule_groups(
+def schedule_groups(
     prompts: IntArray,
     responses: IntArray,
     prompt_ids: IntArray,
@@ -137,6 +148,7 @@ def _schedule_groups(
     groups: tuple[Spec, ...],
     retain_all: bool,
 ) -> Schedule:
+    """What `schedule` does where a group keeps less than all tokens, or where there are several."""
     check_groups(groups, limits)
     _check_groups_fit(prompts, responses, num_blocks, limits, groups)
     pool: GroupPool
@@ -154,6 +166,7 @@ def _schedule_groups(
         **columns,
         prompt_tokens=int(prompts.sum()),
         num_blocks=num_blocks,
+        groups=groups,
         blocks_wanted=None if pool_mattered else num_blocks - state.least_free,
         windows=tuple(WindowWork(group.kind, group.window, *work) for group, work in state.window_columns()),
     )

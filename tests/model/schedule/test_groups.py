@@ -18,7 +18,7 @@ from fp8plan.model.kv_cache.specs import Spec
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.schedule.group_meter import WindowMeter
 from fp8plan.model.schedule.groups import admission_cap, next_change, pairs_read, tokens_read
-from fp8plan.model.schedule.scheduler import Schedule, schedule
+from fp8plan.model.schedule.scheduler import Schedule, schedule, schedule_groups
 from fp8plan.model.workload import Batch
 
 COMPARED = ("prefill_tokens", "decode_requests", "used_blocks", "preemptions")
@@ -157,10 +157,11 @@ def test_blocks_wanted_is_a_pool_with_the_same_schedule(made: Case, more: int, r
 @settings(max_examples=60, deadline=None)
 @given(cases())
 def test_one_group_that_keeps_all_tokens_gives_todays_schedule(made: Case) -> None:
-    """A latent group is blocked as one of full attention is, and takes the way of several groups."""
+    """By the way of several groups, too."""
     size = 16
     pool = max(made.pool, blocks_needed(made.batch, Spec("full", size), made.limits))
-    many = run(made._replace(pool=pool, groups=(Spec("latent", size),)), longest_run=1)
+    group = Spec("latent", size)
+    many = schedule_groups(*made.batch, pool, made.limits, 1, (group,), made.retain_all)
     today = schedule(*made.batch, pool, made.limits, longest_run=1)
     for field in fields(Schedule):
         if field.name not in ("windows", "blocks_wanted"):
