@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from fp8plan.errors import ConfigError
@@ -37,10 +38,13 @@ def model_caches(
     head_dims = {attention.head_dim for attention, _ in shape.parts_of(Attention)}
     if precision.kv == "fp8" and not on_cpu and (reason := why_no_fp8_kv(layers, head_dims)):
         raise ConfigError(f"{shape.name} in {precision.name}: {reason}; allowed: a precision with a BF16 KV cache")
+    if on_cpu:
+        return ModelCaches(layers, KvRules.of(limits, longest_request, CPU_BLOCK, vllm="0.30"))
     sparse = any(_sparse(attention) for attention, _ in shape.parts_of(LatentAttention))
-    block = CPU_BLOCK if on_cpu else kernel_block(layers, precision.kv_element_bytes, sparse)
-    rules = KvRules.of(limits, longest_request, block, vllm="0.30" if on_cpu else "0.26")
-    return ModelCaches(layers, rules)
+    block = kernel_block(layers, precision.kv_element_bytes, sparse)
+    # vLLM takes the kernel's block where none is given, and so is a smaller one understood here.
+    limits = replace(limits, block_size=max(limits.block_size, block))
+    return ModelCaches(layers, KvRules.of(limits, longest_request, block))
 
 
 def layer_caches(shape: ModelShape, precision: Precision, tensor_parallel_size: int = 1) -> tuple[LayerCache, ...]:

@@ -88,14 +88,11 @@ class KvRules:
         state_chunk: int = 0,
         vllm: VllmVersion = "0.26",
     ) -> KvRules:
-        """Those of an engine with `limits`. longest_request: tokens, where max_model_len is None
-
-        A block_size below the kernel's smallest is that one.
-        """
+        """Those of an engine with `limits`. longest_request: tokens, where max_model_len is None"""
         return cls(
             max_model_len=limits.max_model_len or longest_request,
             max_num_batched_tokens=limits.max_num_batched_tokens,
-            block_size=max(limits.block_size, kernel_block),
+            block_size=limits.block_size,
             enable_prefix_caching=limits.enable_prefix_caching,
             async_scheduling=limits.async_scheduling,
             kernel_block=kernel_block,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from fp8plan.model.architecture import Experts, Linear, ModelShape
-from fp8plan.model.architecture.parts import LatentAttention, Mlp
+from fp8plan.model.architecture.parts import LatentAttention, Mlp, parts
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.model_runner import model_runner
@@ -24,43 +24,72 @@ KEEPS_ROUTER_INPUTS: Final = ("glm4_moe", "mimo_v2_flash")
 def activation_peak_bytes(shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits) -> int:
     """Peak of PyTorch's allocations in profile_run: a forward pass of max_num_batched_tokens, then the sampler.
 
-    The expert workspace persists (vllm/v1/worker/workspace.py), so it counts in both; so does cuBLAS's, from its first
-    BF16 GEMM on: where all others are FP8 that is lm_head's, after the forward pass. Measured against this: 60 MiB (4%)
-    more for Qwen3-8B and OLMo-3-7B, whose peak is the forward pass, in every precision; 2 MiB more for Qwen3-30B-A3B
-    (the sampler); nothing more for DeepSeek-V2-Lite (MLA), Nemotron-H and Qwen3.5 (the sampler); 320 MiB (15%) more for
-    Gemma 3.
+    The expert workspace persists (vllm/v1/worker/workspace.py), so it counts in both, and in all layers from the first
+    with experts on; so does cuBLAS's, from its first BF16 GEMM on: where all others are FP8 that is lm_head's, after
+    the forward pass. Measured against this: 60 MiB (4%) more for Qwen3-8B and OLMo-3-7B, whose peak is the forward
+    pass, in every precision; 2 MiB more for Qwen3-30B-A3B (the sampler); nothing more for DeepSeek-V2-Lite (MLA),
+    Nemotron-H and Qwen3.5 (the sampler); 320 MiB (15%) more for Gemma 3.
     """
     tokens, tp = limits.max_num_batched_tokens, limits.tensor_parallel_size
-    forward = max(tokens * _widest(shape, precision, tp) * BF16_BYTES, _latent_bytes(shape, limits))
+    forward = max(_mixers_bytes(shape, tokens, tp), _latent_bytes(shape, limits))
+    forward = max(forward, _experts_bytes(shape, precision, tokens, tp))
+    dense = _mlps_bytes(shape, tokens, tp)
     if any(precision.weights == "bf16" or not w.quantised for w in shape.linears(tp) if w.name != "lm_head"):
-        forward += CUBLAS_WORKSPACE_BYTES
+        forward, dense = forward + CUBLAS_WORKSPACE_BYTES, dense + CUBLAS_WORKSPACE_BYTES
     sampler = _sampler_bytes(shape, gpu, limits) + CUBLAS_WORKSPACE_BYTES
-    return _expert_workspace_bytes(shape, tokens, tp) + _router_inputs_bytes(shape, tokens) + max(forward, sampler)
+    persists = _expert_workspace_bytes(shape, tokens, tp) + _router_inputs_bytes(shape, tokens)
+    return max(persists + max(forward, sampler), dense + (0 if _dense_layers_come_first(shape) else persists))
 
 
-def _widest(shape: ModelShape, precision: Precision, tp: int) -> int:
-    """BF16 elements of one token alive at the widest point of a layer, without MLA and the expert workspace.
+def _mixers_bytes(shape: ModelShape, tokens: int, tp: int) -> int:
+    """Bytes alive in the widest mixer: residual, fused input projection, its normed and rotated copy, output."""
+    wide = (2 * linears[0].n + _output(linears) for linears in _mixer_linears(shape, tp))
+    return tokens * (shape.hidden_size + max(wide, default=0)) * BF16_BYTES
 
-    Mixers: residual, fused input projection, its normed and rotated copy, output. The compiled graph is split at
-    attention (compilation/backends.py), and what calls a piece holds its inputs until it returns: the mixer's output
-    and the old residual. With them, MLP: residual, first matrix's output, the activation's; experts: residual, input,
-    output, and in FP8 the quantised inputs of the two GEMMs. FP8 copies of a dense layer's input are made when a wider
-    BF16 buffer has gone, so they do not raise the peak.
+
+def _mlps_bytes(shape: ModelShape, tokens: int, tp: int) -> int:
+    """Bytes alive in the widest dense MLP: residual, first matrix's output, the activation's, and what is held.
+
+    FP8 copies of a layer's input are made when a wider BF16 buffer has gone, so they do not raise the peak.
     """
     hidden = shape.hidden_size
-    mixers = [part.linears(hidden, tp) for part, _ in shape.counted if not isinstance(part, Mlp | Experts)]
-    outputs = [next(w.k for w in linears if w.all_reduce) for linears in mixers]
-    widths = [hidden + 2 * linears[0].n + output for linears, output in zip(mixers, outputs, strict=True)]
-    # In a layer of one part, the mixer is that of the layer before.
-    held = max(outputs, default=0) + hidden
-    widths += [held + hidden + _mlp_width(mlp.linears(hidden, tp)) for mlp, _ in shape.parts_of(Mlp)]
+    wide = [_mlp_width(mlp.linears(hidden, tp)) for mlp, _ in shape.parts_of(Mlp)]
+    return tokens * (_held(shape, tp) + hidden + max(wide)) * BF16_BYTES if wide else 0
+
+
+def _experts_bytes(shape: ModelShape, precision: Precision, tokens: int, tp: int) -> int:
+    """Bytes alive in the widest experts, without their workspace: residual, input, output, in FP8 the quantised inputs
+    of the two GEMMs, and what is held; or the shared experts as a dense MLP."""
+    hidden, widths = shape.hidden_size, [0]
     for experts, _ in shape.parts_of(Experts):
-        widths.append(held + hidden + _mlp_width(experts.linears(hidden, tp)))
-        widths.append(held + 3 * hidden)
-        if precision.weights != "bf16":
-            w13, w2 = experts.expert_linears(hidden, tp)
-            widths[-1] += (w13.k + experts.experts_per_token * w2.k) * FP8_BYTES // BF16_BYTES
-    return max(widths)
+        w13, w2 = experts.expert_linears(hidden, tp)
+        quantised = (w13.k + experts.experts_per_token * w2.k) * FP8_BYTES // BF16_BYTES
+        routed = 3 * hidden + (0 if precision.weights == "bf16" else quantised)
+        widths.append(_held(shape, tp) + max(routed, hidden + _mlp_width(experts.linears(hidden, tp))))
+    return tokens * max(widths) * BF16_BYTES
+
+
+def _held(shape: ModelShape, tp: int) -> int:
+    """Elements of a token that stay alive during an MLP: the compiled graph is split at attention
+    (compilation/backends.py), and what calls a piece holds its inputs until it returns, the mixer's output and the old
+    residual. In a layer of one part the mixer is an earlier layer's."""
+    return shape.hidden_size + max(map(_output, _mixer_linears(shape, tp)), default=0)
+
+
+def _mixer_linears(shape: ModelShape, tp: int) -> list[tuple[Linear, ...]]:
+    return [part.linears(shape.hidden_size, tp) for part, _ in shape.counted if not isinstance(part, Mlp | Experts)]
+
+
+def _output(linears: tuple[Linear, ...]) -> int:
+    """Elements that a mixer hands to its last matrix, the one that is cut by columns."""
+    return next(w.k for w in linears if w.all_reduce)
+
+
+def _dense_layers_come_first(shape: ModelShape) -> bool:
+    """Whether every dense MLP stands in a layer before the first experts."""
+    kinds = [{type(part) for part in parts(layer)} for layer in shape.layers]
+    first = next((i for i, kind in enumerate(kinds) if Experts in kind), len(kinds))
+    return not any(Mlp in kind for kind in kinds[first:])
 
 
 def _mlp_width(linears: Sequence[Linear]) -> int:

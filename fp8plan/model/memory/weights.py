@@ -29,7 +29,8 @@ def loaded_weight_bytes(shape: ModelShape, precision: Precision, tensor_parallel
     DeepGEMM's workspace.
 
     Measured against it: 0.1 MB more in BF16 (the scales of the attention layers, each rounded up to 512 bytes), 12.7 MB
-    more for Qwen3-8B in FP8; 24 MB less (GLM-4.5-Air) to 537 MB more (Gemma 3, see `_rotary_bytes`) for the families.
+    more for Qwen3-8B in FP8; 2 MiB less to 16 MiB more for five other families, and 534 MiB more for Gemma 3 (see
+    `_rotary_bytes`).
     """
     total = shape.weight_bytes(precision, tensor_parallel_size) + _rotary_bytes(shape)
     total += sum(count * _unused_tail_bytes(size) for size, count in _tensors(shape, precision, tensor_parallel_size))

@@ -111,6 +111,7 @@ def schedule(
     groups whose prefix caching is not modelled.
     """
     groups = groups or (Spec("full", limits.block_size),)
+    check_groups(groups, limits)
     if len(groups) > 1 or not groups[0].keeps_all:
         return schedule_groups(prompts, responses, prompt_ids, num_blocks, limits, longest_run, groups, retain_all)
     limits = replace(limits, block_size=groups[0].block_size)
@@ -149,7 +150,6 @@ def schedule_groups(
     retain_all: bool,
 ) -> Schedule:
     """What `schedule` does where a group keeps less than all tokens, or where there are several."""
-    check_groups(groups, limits)
     _check_groups_fit(prompts, responses, num_blocks, limits, groups)
     pool: GroupPool
     if limits.enable_prefix_caching:

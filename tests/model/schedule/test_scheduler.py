@@ -211,7 +211,7 @@ def test_a_preemption_in_a_step_that_serves_nobody_is_counted() -> None:
     plan = schedule(*batch, 4, EngineLimits(enable_prefix_caching=False, async_scheduling=True))
     assert plan.num_preemptions == 1
     assert plan.recomputed_tokens.sum() == 32
-    assert not plan.holds_for(5)  # which preempts nothing
+    assert not plan.holds_for(5, plan.groups)  # which preempts nothing
 
 
 def test_siblings_prefill_their_prompt_once() -> None:
