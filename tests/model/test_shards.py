@@ -15,8 +15,8 @@ import pytest
 from benchmarks.block_shapes import SHAPES as SHAPES_RUN
 from benchmarks.block_shapes import config
 from fp8plan.errors import ConfigError
-from fp8plan.model.architecture import ModelShape, bundled_models
-from fp8plan.model.architecture.parts import DeltaNet, LatentAttention, Mamba2, Mlp, Part, ShortConv
+from fp8plan.model.architecture import Linear, ModelShape, bundled_models
+from fp8plan.model.architecture.parts import Attention, DeltaNet, Experts, LatentAttention, Mamba2, Mlp, Part, ShortConv
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.shards import outputs_followed, why_not_shardable
 
@@ -164,30 +164,40 @@ class NoExpertParallel:
 
 
 def checkpoint_faults(shape: ModelShape, tp: int) -> set[str]:
-    """Layers that vLLM cannot cut so, of a checkpoint in FP8 blocks. Widths that do not matter are one block."""
-    from functools import partial
-
-    from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+    """Layers that vLLM cannot cut so, of a checkpoint in FP8 blocks."""
     from vllm.model_executor.layers.quantization.utils.fp8_utils import validate_fp8_block_shape_moe
 
-    heads, kv, d = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
-    found = online_faults(shape, tp)
-    if not loads(partial(QKVParallelLinear, BLOCK, d, heads, kv), {"q": heads * d, "k": kv * d, "v": kv * d}, BLOCK):
-        found.add("qkv_proj")
-    if not loads(partial(RowParallelLinear, heads * d, BLOCK), {None: BLOCK}, heads * d):
-        found.add("o_proj")
-    if shape.experts is None:
-        inner = shape.intermediate_size
-        if not loads(partial(MergedColumnParallelLinear, BLOCK, [inner, inner]), {0: inner, 1: inner}, BLOCK):
-            found.add("gate_up_proj")
-        if not loads(partial(RowParallelLinear, inner, BLOCK), {None: BLOCK}, inner):
-            found.add("down_proj")
-        return found
-    try:
-        validate_fp8_block_shape_moe(shape.experts.intermediate_size // tp, [BLOCK, BLOCK])
-    except ValueError:
-        found.add("experts_w2")
+    found, hidden = online_faults(shape, tp), shape.hidden_size
+    for part, _ in shape.counted:
+        for cut, whole in zip(part.linears(hidden, tp), part.linears(hidden), strict=True):
+            if whole.quantised and not loads_part(part, cut, whole):
+                found.add(whole.name)
+        if isinstance(part, Experts):
+            try:
+                validate_fp8_block_shape_moe(part.intermediate_size // tp, [BLOCK, BLOCK])
+            except ValueError:
+                found.add("experts_w2")
     return found
+
+
+def loads_part(part: Any, cut: Linear, whole: Linear) -> bool:
+    """Whether vLLM loads one linear of a part, cut for a rank. Widths that do not matter are one block."""
+    from functools import partial
+
+    from vllm.model_executor.layers import linear as vllm
+
+    if cut.k < whole.k or whole.all_reduce:
+        return loads(partial(vllm.RowParallelLinear, whole.k, BLOCK), {None: BLOCK}, whole.k)
+    if isinstance(part, Attention) and whole.parts:
+        heads = whole.parts[0] // part.head_dim
+        build = partial(vllm.QKVParallelLinear, BLOCK, part.head_dim, heads, part.kv_heads, v_head_size=part.value_dim)
+        return loads(build, dict(zip("qkv", whole.parts, strict=True)), BLOCK)
+    if whole.parts:
+        outputs, shared = list(whole.parts), cut.n < whole.n
+        build = partial(vllm.MergedColumnParallelLinear, BLOCK, outputs, disable_tp=not shared)
+        return loads(build, dict(enumerate(outputs)), BLOCK)
+    build = vllm.ColumnParallelLinear if cut.n < whole.n else vllm.ReplicatedLinear
+    return loads(partial(build, BLOCK, whole.n), {None: whole.n}, BLOCK)
 
 
 def online_faults(shape: ModelShape, tp: int) -> set[str]:
@@ -195,12 +205,12 @@ def online_faults(shape: ModelShape, tp: int) -> set[str]:
     from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineMoEMethod
 
     found = {x.name for x in shape.linears(tp) if x.quantised and not inputs_fit(x.k)}
-    if shape.experts is not None:
+    for experts, _ in shape.parts_of(Experts):
         method = Fp8PerBlockOnlineMoEMethod.__new__(Fp8PerBlockOnlineMoEMethod)
         method.weight_block_size = [BLOCK, BLOCK]
-        inner = shape.experts.intermediate_size // tp
+        inner = experts.intermediate_size // tp
         padded = method.maybe_roundup_sizes(shape.hidden_size, inner, None, NoExpertParallel())
-        assert padded == (shape.hidden_size, -(-inner // BLOCK) * BLOCK)
+        assert padded == tuple(-(-size // BLOCK) * BLOCK for size in (shape.hidden_size, inner))
         assert all(inputs_fit(size) for size in padded)
     return found
 
@@ -242,20 +252,13 @@ MIXERS: list[tuple[Part, str, list[int], bool]] = [
 def test_vllm_itself_refuses_the_same_parts(
     mixer: Any, name: str, outputs: list[int], shared: bool, rank: Callable[[int], None]
 ) -> None:
-    from functools import partial
-
-    from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear
-
     fits = []
     for tp in (1, 2, 4, 8):
         rank(tp)
-        if len(outputs) > 1:
-            build = partial(MergedColumnParallelLinear, BLOCK, outputs, disable_tp=not shared)
-            fits.append(loads(build, dict(enumerate(outputs)), BLOCK))
-        else:
-            fits.append(loads(partial(ColumnParallelLinear, BLOCK, outputs[0]), {None: outputs[0]}, BLOCK))
         linear, whole = (next(x for x in mixer.linears(BLOCK, ranks) if x.name == name) for ranks in (tp, 1))
         assert whole.n == sum(outputs)
+        assert (linear.n < whole.n) is (shared and tp > 1)
+        fits.append(loads_part(mixer, linear, whole))
         found = [size for size in outputs_followed(linear, cut=linear.n < whole.n) if size.size % BLOCK]
         assert (not found) == fits[-1], (tp, found)
 
