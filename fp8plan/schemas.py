@@ -45,6 +45,8 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     that uses a value checks whether it makes sense.
 
     kv_cache_tokens: null: vLLM's own pool; a number: imposed
+    measured_kv_cache_tokens: blocks of the engine's pool times its block_size, which vLLM enlarges for some models
+    num_gpu_blocks:  blocks of the engine's pool
     prompt_lengths, response_lengths: tokens of each response
     prompt_ids:      which responses share a prompt; null: none do
     seconds:         wall time; null in the record of a training step that had no rollout
@@ -72,6 +74,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     seconds: float | None = None
     preemptions: int | None = None
     measured_kv_cache_tokens: int | None = None
+    num_gpu_blocks: int | None = None
 
 
 class Span(msgspec.Struct):

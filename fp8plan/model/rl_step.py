@@ -15,9 +15,10 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.cost.base import StepBatch, WindowReads
 from fp8plan.model.cost.step import StepModel
+from fp8plan.model.kv_cache.specs import Spec
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import BF16_BYTES, Precision
-from fp8plan.model.schedule.groups import KvGroup, pairs_read
+from fp8plan.model.schedule.groups import pairs_read
 
 # Quantisation reads a BF16 matrix twice (amax, then scale and round) and writes FP8 once: modelled.
 QUANTISE_READS = 2
@@ -136,10 +137,10 @@ def full_prefill(shape: ModelShape, limits: EngineLimits, longest: int) -> StepB
     )
 
 
-def _windows(shape: ModelShape) -> list[KvGroup]:
+def _windows(shape: ModelShape) -> list[Spec]:
     """Each distinct window of the model's attention."""
     found = dict.fromkeys((cache.kind, cache.window) for cache in shape.caches() if cache.window)
-    return [KvGroup(kind, 1, window) for kind, window in found]
+    return [Spec(kind, 1, window=window) for kind, window in found]
 
 
 def _pairs(tokens: int) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 from fp8plan.model.cost.base import FloatArray, IntArray, StepBatch, WindowReads, joined
 from fp8plan.model.cost.host import start_cost
 from fp8plan.model.cost.step import StepModel
+from fp8plan.model.kv_cache.plan import KvPlan
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.schedule.scheduler import Schedule, schedule
@@ -17,9 +18,9 @@ from fp8plan.model.workload import Batch
 
 Z90 = 1.6449  # a normal variable stays within +-Z90 standard deviations 90% of the time
 TAIL_SHARE = 0.25
-# Correlation of the log errors of two precisions on one layout that the coefficients do not explain: 0.49 over the 80
-# speed-ups in profiles/h200_sxm/vllm-0.26.0/validation/rollouts.jsonl, 95% of which the 90% interval then holds.
-SHARED_ERROR = 0.5
+# Correlation of the log errors of two precisions on one layout that the coefficients do not explain: 0.41 over the 80
+# speed-ups in profiles/h200_sxm/vllm-0.26.0/validation/rollouts.jsonl, plus or minus 0.09; the 90% interval holds 96%.
+SHARED_ERROR = 0.45
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +72,23 @@ class Rollout:
 
 
 def schedules(
-    batches: Sequence[Batch], pool: int, limits: EngineLimits, known: Sequence[Schedule] | None = None
+    batches: Sequence[Batch], kv: KvPlan, limits: EngineLimits, known: Sequence[Schedule] | None = None
 ) -> list[Schedule]:
     """The schedule of each replica's batch.
 
-    pool:  KV blocks of one replica
-    known: the same batches' schedules in another pool, taken over where they hold for this one
+    kv:    the KV cache of one replica
+    known: the same batches' schedules with another KV cache, taken over where they hold for this one
     """
+    reusable = [plan.holds_for(kv.usable_blocks, kv.specs) for plan in known or ()]
     return [
-        known[replica] if known and known[replica].holds_for(pool) else schedule(*batch, pool, limits)
+        known[replica] if known and reusable[replica] else schedule_with(batch, kv, limits)
         for replica, batch in enumerate(batches)
     ]
+
+
+def schedule_with(batch: Batch, kv: KvPlan, limits: EngineLimits, longest_run: int = 2**62) -> Schedule:
+    """The schedule of a batch on an engine with this KV cache. longest_run: most steps in one row"""
+    return schedule(*batch, kv.usable_blocks, limits, longest_run, kv.specs, kv.retains_all)
 
 
 def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:

@@ -10,6 +10,8 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import Gpu, find_gpu
+from fp8plan.model.kv_cache.layers import model_caches
+from fp8plan.model.kv_cache.plan import KvPlan, plan_kv_cache
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import MemoryPlan, memory_plan
 from fp8plan.model.precision import Precision
@@ -82,6 +84,17 @@ class EngineSetup:
     def memory(self, longest_request: int | None = None) -> MemoryPlan:
         """The memory of one rank, and its KV pool; raises as `memory_plan` does."""
         return memory_plan(self.shape, self.precision, self.gpu, self.limits, longest_request)
+
+    def kv_plan(self, num_gpu_blocks: int, longest_request: int | None = None) -> KvPlan:
+        """The KV cache of an engine whose pool is known: so many blocks, the null block among them."""
+        longest = longest_request or self.shape.max_position_embeddings
+        caches = model_caches(self.shape, self.precision, self.limits, longest, self.gpu.is_cpu)
+        return plan_kv_cache(*caches, num_blocks=num_gpu_blocks)
+
+    def blocks_in(self, pool_tokens: int) -> int:
+        """Blocks, the null block among them, of a pool that the engine says holds that many tokens: its num_gpu_blocks
+        times its block_size, which may be larger than that of `limits`."""
+        return pool_tokens // self.kv_plan(0).block_size
 
     def step_model(self, profile: Profile) -> StepModel:
         """The cost model of one replica's steps."""

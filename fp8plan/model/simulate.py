@@ -47,5 +47,5 @@ def simulate(
     """
     found = memory or setup.memory(batch.longest)
     model = setup.step_model(profile)
-    planned = schedules(batch.split(setup.limits.data_parallel_size), found.usable_blocks, setup.limits, known)
+    planned = schedules(batch.split(setup.limits.data_parallel_size), found.kv, setup.limits, known)
     return Simulated(model, found, planned, rollout(planned, model))

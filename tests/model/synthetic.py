@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fp8plan.model.calibrate.engine_steps import measured_blocks
+from fp8plan.model.calibrate.engine_steps import measured_kv
 from fp8plan.model.calibrate.kernel_rows import observe
 from fp8plan.model.cost.host import start_cost
 from fp8plan.model.hardware import gpu
 from fp8plan.model.profile.library import datasheet_profile
 from fp8plan.model.profile.profile import Profile
-from fp8plan.model.rollout import step_batch
-from fp8plan.model.schedule.scheduler import schedule
+from fp8plan.model.rollout import schedule_with, step_batch
 from fp8plan.model.validate.records import Record, read_records
 
 H200 = gpu("h200")
@@ -88,7 +87,7 @@ def record(folder: Path, fields: Mapping[str, Any]) -> Record:
 
 def trace_of(run: Record, by: Profile, noise: float = 0.0) -> dict[str, Any]:
     """What the engine reports: per step that gives tokens, when it ended and how many."""
-    planned = schedule(*run.batch, measured_blocks(run), run.limits, longest_run=1)
+    planned = schedule_with(run.batch, measured_kv(run), run.limits, longest_run=1)
     seconds = run.setup.step_model(by).seconds(step_batch(planned))
     seconds = seconds * np.exp(noise * np.random.default_rng(len(seconds)).standard_normal(len(seconds)))
     prompts = run.batch.prompts

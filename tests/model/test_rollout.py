@@ -14,6 +14,8 @@ from fp8plan.model.cost.base import StepBatch
 from fp8plan.model.cost.bounds import bytes_bound, flops_bound
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import gpu
+from fp8plan.model.kv_cache.plan import KvPlan, plan_kv_cache
+from fp8plan.model.kv_cache.specs import KvRules, LayerCache
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import memory_plan
 from fp8plan.model.precision import PRESETS, precision
@@ -204,12 +206,16 @@ def test_nine_of_ten_measured_speed_ups_lie_in_their_interval(
     assert np.corrcoef(base, other)[0, 1] == pytest.approx(SHARED_ERROR, abs=0.05)
 
 
+def pool_of(blocks: int) -> KvPlan:
+    return plan_kv_cache([LayerCache("full", 4096)] * 36, KvRules.of(LIMITS, 4096), num_blocks=blocks + 1)
+
+
 @settings(max_examples=25, deadline=None)
 @given(batches(), st.lists(st.integers(600, 20_000), min_size=2, max_size=4))
 def test_a_schedule_taken_over_from_a_larger_pool_is_the_one_this_pool_has(batch: Batch, pools: list[int]) -> None:
     larger = None
     for pool in sorted(pools, reverse=True):
-        (shared,) = larger = schedules([batch], pool, LIMITS, larger)
+        (shared,) = larger = schedules([batch], pool_of(pool), LIMITS, larger)
         own = schedule(*batch, pool, LIMITS)
         np.testing.assert_array_equal(shared.used_blocks, own.used_blocks)
         np.testing.assert_array_equal(shared.steps, own.steps)
@@ -217,11 +223,11 @@ def test_a_schedule_taken_over_from_a_larger_pool_is_the_one_this_pool_has(batch
 
 def test_a_starved_schedule_is_not_made_twice_for_one_pool() -> None:
     batch = Workload(8, 8, Fixed(100), LogNormal(600, 0.8, 2000)).batch()
-    (first,) = schedules([batch], 300, LIMITS)
+    (first,) = schedules([batch], pool_of(300), LIMITS)
     assert first.num_preemptions > 0
-    (again,) = schedules([batch], 300, LIMITS, [first])
+    (again,) = schedules([batch], pool_of(300), LIMITS, [first])
     assert again is first
-    (other,) = schedules([batch], 299, LIMITS, [first])
+    (other,) = schedules([batch], pool_of(299), LIMITS, [first])
     assert other is not first
 
 

@@ -107,7 +107,7 @@ def _full(block_size: int):
 
 
 def _spec(group, limits, max_model_len: int):
-    """vLLM's own description of a KvGroup."""
+    """vLLM's own description of a Spec."""
     import torch
     from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 

@@ -116,6 +116,19 @@ class ModelShape:
             (linear, n) for experts, n in self.parts_of(Experts) for linear in experts.expert_linears(hidden, tp)
         )
 
+    def stored_expert(
+        self, experts: Experts, precision: Precision, tensor_parallel_size: int = 1
+    ) -> tuple[Linear, Linear]:
+        """The w13 and w2 matrices of one routed expert as one rank stores them."""
+        w13, w2 = experts.expert_linears(self.hidden_size, tensor_parallel_size)
+        if precision.weights == "bf16":
+            return w13, w2
+        # vLLM pads each rank's expert to whole scale blocks, and the width that it works on too: 2,880 of gpt-oss
+        # become 2,944 (quantization/online/fp8.py, maybe_roundup_sizes).
+        rows, columns = precision.weight_block
+        inner, hidden = -(-w2.k // rows) * rows, -(-w13.k // columns) * columns
+        return w13._replace(n=inner * (w13.n // w2.k), k=hidden), w2._replace(n=hidden, k=inner)
+
     def caches(self, tensor_parallel_size: int = 1) -> tuple[Cache, ...]:
         """What each layer keeps on one rank, in the order of the layers. A layer that keeps nothing has no entry."""
         tp = tensor_parallel_size
@@ -146,7 +159,8 @@ class ModelShape:
         return total + (vectors + self._own_vectors(tp, self.padded_vocab_size)) * BF16_BYTES
 
     def kv_bytes_per_token(self, precision: Precision, tensor_parallel_size: int = 1) -> int:
-        """Bytes that one token adds to the caches of all layers on one rank."""
+        """Bytes that one token of a short request adds to the caches of all layers on one rank, windows included. In a
+        long request full windows take no more, and blocks may be padded: that is `KvPlan.bytes_per_token`."""
         caches = self.caches(tensor_parallel_size)
         elements = sum(cache.elements_per_token for cache in caches)
         return elements * precision.kv_element_bytes + sum(cache.index_bytes_per_token for cache in caches)
@@ -263,15 +277,7 @@ class ModelShape:
 
     def _expert_bytes(self, experts: Experts, precision: Precision, tp: int) -> int:
         """Bytes of one routed expert in one layer on one rank."""
-        w13, w2 = experts.expert_linears(self.hidden_size, tp)
-        inner, hidden = w2.k, w13.k
-        if precision.weights != "bf16":
-            # vLLM pads each rank's expert to whole scale blocks, and the width that it works on too: 2,880 of gpt-oss
-            # become 2,944 (quantization/online/fp8.py, maybe_roundup_sizes).
-            rows, columns = precision.weight_block
-            inner, hidden = -(-inner // rows) * rows, -(-hidden // columns) * columns
-        wide = inner * (w13.n // w2.k)
-        return precision.linear_bytes(wide, hidden, True) + precision.linear_bytes(hidden, inner, True)
+        return sum(precision.linear_bytes(w.n, w.k, True) for w in self.stored_expert(experts, precision, tp))
 
 
 def bundled_models() -> tuple[str, ...]:

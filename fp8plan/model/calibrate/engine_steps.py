@@ -18,9 +18,10 @@ from fp8plan.errors import ConfigError
 from fp8plan.jsonl import rows
 from fp8plan.model.cost.base import Array, Cost, FloatArray, StepBatch
 from fp8plan.model.cost.host import start_cost
+from fp8plan.model.kv_cache.plan import KvPlan
 from fp8plan.model.profile.profile import Profile
-from fp8plan.model.rollout import step_batch
-from fp8plan.model.schedule.scheduler import Schedule, schedule
+from fp8plan.model.rollout import schedule_with, step_batch
+from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.validate.records import Record
 
 WINDOW_S, FRONT_END_WINDOW_S = 0.5, 12.0
@@ -66,7 +67,7 @@ def windows(record: Record, trace: dict[str, Any]) -> Windows:
 
     Raises ConfigError if the record does not say how large its pool was.
     """
-    planned = schedule(*record.batch, measured_blocks(record), record.limits)
+    planned = schedule_with(record.batch, measured_kv(record), record.limits)
     tokens = np.cumsum(trace["generation_tokens"])
     own = trace.get("core_s")
     times = np.asarray(own or trace["t_s"])
@@ -81,12 +82,14 @@ def windows(record: Record, trace: dict[str, Any]) -> Windows:
     )
 
 
-def measured_blocks(record: Record) -> int:
-    """KV blocks of the pool that a rollout ran in, less vLLM's null block. Raises ConfigError if it does not say."""
-    pool = record.fields.get("measured_kv_cache_tokens")
-    if pool is None:
+def measured_kv(record: Record) -> KvPlan:
+    """The KV cache that a rollout ran with. Raises ConfigError if the record does not say how large its pool was."""
+    fields, setup = record.fields, record.setup
+    if fields.get("num_gpu_blocks") is not None:
+        return setup.kv_plan(fields["num_gpu_blocks"])
+    if fields.get("measured_kv_cache_tokens") is None:
         raise ConfigError(f"line {record.line}: measured_kv_cache_tokens is missing; steps need the pool they ran in")
-    return int(pool // record.limits.block_size) - 1
+    return setup.kv_plan(setup.blocks_in(fields["measured_kv_cache_tokens"]))
 
 
 def _cuts(times: FloatArray, window_s: float) -> list[int]:

@@ -28,7 +28,7 @@ from fp8plan.model.calibrate.held_out import is_held_out
 from fp8plan.model.calibrate.kernel_rows import hull, layer_residuals, observe, read_all
 from fp8plan.model.cost.base import QUANTITIES, Array, Cost, together
 from fp8plan.model.hardware import Gpu, find_gpu
-from fp8plan.model.profile.library import RARE_PARTS, datasheet_profile
+from fp8plan.model.profile.library import RARE_PARTS, datasheet_profile, without_rare_parts
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.validate.records import Record, read_records
 
@@ -73,8 +73,7 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
         raise _no_rollouts(folder)
     _check_same(steps, card, engine_version)
     sheet, kept = datasheet_profile(card, engine_version), ~is_held_out(rows)
-    common = {name: value for name, value in sheet.coefficients.items() if not name.startswith(RARE_PARTS)}
-    prior = replace(sheet, coefficients=common, log_covariance={name: sheet.log_covariance[name] for name in common})
+    prior = without_rare_parts(sheet)
     observations = [*observe(rows[kept], card), observe_steps(steps)]
     found = fit(observations, prior)
     with_layers = replace(prior, layers=layer_residuals(rows[kept], card, found.profile))

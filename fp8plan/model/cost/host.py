@@ -20,6 +20,7 @@ from fp8plan.model.cost.base import Array, Cost, StepBatch, constant, norm4, tim
 from fp8plan.model.cost.mixers.attention import heads_per_rank
 from fp8plan.model.cost.streaming import streaming_cost
 from fp8plan.model.hardware import Gpu
+from fp8plan.model.model_runner import model_runner
 from fp8plan.model.precision import BF16_BYTES, FP32_BYTES, Precision
 from fp8plan.model.profile.profile import Profile
 
@@ -89,11 +90,6 @@ def sampling_cost(batch: StepBatch, shape: ModelShape, gpu: Gpu, profile: Profil
     step = "overhead.step_seconds"
     sampled = sampler_cost(batch.sampled_requests, shape.vocab_size, model_runner(shape, gpu), gpu, profile)
     return constant(*profile.named(step), sampled.seconds) + sampled
-
-
-def model_runner(shape: ModelShape, gpu: Gpu) -> str:
-    """The one of vLLM 0.26's model runners, and so samplers, that a model gets: V2 for dense models on a GPU."""
-    return "v2" if not shape.parts_of(Experts) and not gpu.is_cpu else "v1"
 
 
 def sampler_cost(rows: Array, vocabulary: int, runner: str, gpu: Gpu, profile: Profile) -> Cost:

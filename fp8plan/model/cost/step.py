@@ -24,6 +24,7 @@ from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import cudagraph_capture_sizes
 from fp8plan.model.precision import BF16_BYTES, Precision
+from fp8plan.model.profile.library import RARE_PARTS, with_kernels
 from fp8plan.model.profile.profile import Profile
 
 
@@ -49,6 +50,8 @@ class StepModel:
         linears = self.shape.linears(self.limits.tensor_parallel_size)
         object.__setattr__(self, "layers", [x for x in linears if x.name != "lm_head"])
         object.__setattr__(self, "head", next(x for x in linears if x.name == "lm_head"))
+        rare = {kernel for kernel in kernels_of(self.shape, self.precision) if f"{kernel}.".startswith(RARE_PARTS)}
+        object.__setattr__(self, "profile", with_kernels(self.profile, self.gpu, rare))
         if self._between_nodes:
             object.__setattr__(self, "profile", with_network(self.profile))
         object.__setattr__(self, "_sustained", sustained(self.profile))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fp8plan.checks import whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.kv_cache.groups import CacheGroup, group_layers
-from fp8plan.model.kv_cache.specs import KvRules, LayerCache, block_sizes, specs
+from fp8plan.model.kv_cache.specs import KvRules, LayerCache, Spec, block_sizes, specs
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,24 @@ class KvPlan:
         return self.num_blocks - 1
 
     @property
+    def specs(self) -> tuple[Spec, ...]:
+        """What the scheduler knows of each group: how its tokens fall into blocks, and not their bytes."""
+        return tuple(Spec(group.kind, group.block_size, group.window) for group in self.groups)
+
+    @property
+    def retains_all(self) -> bool:
+        """Whether the prefix cache finds all full blocks of windows and states, as by 0.26, and not only those where a
+        prompt ends (prefix_cache_retention_interval, which is 0 in 0.30)."""
+        return self.rules.vllm == "0.26"
+
+    @property
     def request_blocks(self) -> int:
         """The most blocks that one request of max_model_len holds at once, in all groups."""
-        return blocks_per_request(self.groups, self.rules, self.rules.max_model_len)
+        return self.blocks_of_request(self.rules.max_model_len)
+
+    def blocks_of_request(self, tokens: int) -> int:
+        """The most blocks that one request of `tokens` holds at once, in all groups."""
+        return sum(group.blocks(self.rules, tokens) for group in self.groups)
 
     @property
     def request_bytes(self) -> int:
@@ -96,11 +111,6 @@ def plan_kv_cache(
 def block_bytes(groups: Sequence[CacheGroup]) -> int:
     """Bytes of a block: those of the largest group."""
     return max(group.page_bytes for group in groups)
-
-
-def blocks_per_request(groups: Sequence[CacheGroup], rules: KvRules, tokens: int) -> int:
-    """The most blocks that one request of `tokens` holds at once, in all groups."""
-    return sum(group.blocks(rules, tokens) for group in groups)
 
 
 def _grows(group: CacheGroup, rules: KvRules) -> bool:

@@ -30,6 +30,7 @@ from fp8plan.model.kv_cache.specs import LayerCache, VllmVersion
 
 FLASHMLA_BLOCK: Final = 64  # tokens
 SMALLEST_BLOCK: Final = 16  # of FlashAttention and Triton: tokens
+CPU_BLOCK: Final = 32  # tokens; vllm/v1/attention/backends/cpu_attn.py
 MOST_FA3_HEAD_DIM: Final = 256
 
 

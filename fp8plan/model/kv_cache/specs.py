@@ -80,8 +80,15 @@ class KvRules:
     vllm: VllmVersion = "0.26"
 
     @classmethod
-    def of(cls, limits: EngineLimits, longest_request: int, kernel_block: int = 16, state_chunk: int = 0) -> KvRules:
-        """Those of an engine with `limits`, by vLLM 0.26. longest_request: tokens, where max_model_len is None"""
+    def of(
+        cls,
+        limits: EngineLimits,
+        longest_request: int,
+        kernel_block: int = 16,
+        state_chunk: int = 0,
+        vllm: VllmVersion = "0.26",
+    ) -> KvRules:
+        """Those of an engine with `limits`. longest_request: tokens, where max_model_len is None"""
         return cls(
             max_model_len=limits.max_model_len or longest_request,
             max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -90,6 +97,7 @@ class KvRules:
             async_scheduling=limits.async_scheduling,
             kernel_block=kernel_block,
             state_chunk=state_chunk,
+            vllm=vllm,
         )
 
     @property
@@ -113,17 +121,20 @@ class KvRules:
 
 
 class Spec(NamedTuple):
-    """vLLM's KVCacheSpec of a layer.
+    """vLLM's KVCacheSpec of a layer, and of a group of layers that share a block table.
 
+    kind:       full, latent: every token is kept; sliding: the last `window` tokens; chunked: those of the current
+                chunk of `window` tokens; state: one recurrent state per request
     block_size: tokens in a page; of a state, tokens between two kept states
+    window:     tokens, of sliding and chunked; 0 for the others
     padded:     bytes the page is padded to, or 0
     """
 
     kind: CacheKind
     block_size: int
+    window: int = 0
     token_bytes: int = 0
     state_bytes: int = 0
-    window: int = 0
     padded: int = 0
 
     @property
@@ -139,11 +150,17 @@ def blocks_of(spec: Spec, rules: KvRules, tokens: int) -> int:
     """The most blocks that one request of `tokens` holds at once (max_memory_usage_bytes of each spec)."""
     if spec.kind == "state":
         return {"none": 1, "align": 2, "all": ceil(tokens / spec.block_size)}[rules.kept_states]
-    if spec.kind == "sliding":  # one more, as the window need not start at a block
-        return ceil(min(spec.window - 1 + rules.in_flight_tokens, tokens) / spec.block_size) + 1
-    if spec.kind == "chunked":
-        tokens = min(spec.window + rules.in_flight_tokens, tokens)
+    if spec.window:
+        return blocks_of_window(spec, rules.in_flight_tokens, tokens)
     return ceil(tokens / spec.block_size)
+
+
+def blocks_of_window(spec: Spec, in_flight_tokens: int, tokens: int | None = None) -> int:
+    """The most blocks that one request holds in a window or a chunk. tokens: its length, None: any"""
+    sliding = spec.kind == "sliding"
+    held = spec.window - sliding + in_flight_tokens
+    # One block more, as a window need not start at a block.
+    return ceil((held if tokens is None else min(held, tokens)) / spec.block_size) + sliding
 
 
 def specs(caches: Sequence[LayerCache], rules: KvRules) -> list[Spec]:
@@ -159,7 +176,7 @@ def _spec(cache: LayerCache, rules: KvRules, block_size: int, state_block: int, 
         # Attention.get_kv_cache_spec: 0.26 starts from the kernel's smallest block, 0.30 from the largest that fits.
         multiple = 1 if rules.vllm == "0.26" else max(1, block_size // rules.kernel_block)
         block_size = multiple * rules.kernel_block
-    return Spec(cache.kind, block_size, cache.token_bytes, window=cache.window)
+    return Spec(cache.kind, block_size, cache.window, cache.token_bytes)
 
 
 def block_sizes(caches: Iterable[LayerCache], rules: KvRules) -> tuple[int, int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from fp8plan.model.profile.profile import ASSUMED, ENGINE, Profile, parsed
 
 OWN_PROFILES = "FP8PLAN_PROFILES"  # environment variable
 
-# Kernels that few models have. A profile need not have measured them: the datasheet profile steps in, and says so.
+# Kernels that few models have. A profile need not have measured them: the datasheet lends its own (`with_kernels`).
 RARE_PARTS = ("mla.", "delta_net.", "mamba2.", "short_conv.")
 
 
@@ -113,13 +113,13 @@ def load_profile(
     unused = [] if profiles_dir else unused_folder()
     for exact in (profile_path(folder, gpu.name, engine_version) for folder in folders):
         if exact.is_file():
-            found = _completed(_read(exact), gpu, folders[-1])
+            found = _read(exact)
             return found, [*unused, *found.remarks]
     near = _nearest([folder / gpu.name for folder in folders], engine_version)
     if strict:
         raise ProfileError(_strict_message(gpu, engine_version, near))
     if near is not None:
-        found = _completed(_read(near), gpu, folders[-1])
+        found = _read(near)
         warning = (
             f"no profile of {gpu.name} for {ENGINE} {engine_version}: using the one of {found.engine} "
             f"{found.engine_version} with its interval doubled"
@@ -129,18 +129,6 @@ def load_profile(
         f"no measured profile of {gpu.name}: datasheet peaks with generic efficiencies (uncalibrated, wide interval)"
     )
     return datasheet_profile(gpu, engine_version, profiles_dir), [*unused, warning]
-
-
-def _completed(profile: Profile, gpu: Gpu, folder: Path) -> Profile:
-    """The profile with the datasheet's coefficients of the parts that it has no measurement of, and a note on each."""
-    sheet = datasheet_profile(gpu, profile.engine_version, folder)
-    missing = [name for name in sheet.coefficients if name.startswith(RARE_PARTS) and name not in profile.coefficients]
-    return replace(
-        profile,
-        coefficients=profile.coefficients | {name: sheet.coefficients[name] for name in missing},
-        log_covariance=profile.log_covariance | {name: sheet.log_covariance[name] for name in missing},
-        notes=profile.notes | {name: ASSUMED + sheet.notes[name] for name in missing},
-    )
 
 
 def _strict_message(gpu: Gpu, engine_version: str, near: Path | None) -> str:
@@ -194,6 +182,29 @@ def datasheet_profile(gpu: Gpu, engine_version: str = "0.26.0", profiles_dir: Pa
         date=sheet.date,
         notes={name: fact.source for name, fact in facts.items()},
     )
+
+
+def with_kernels(profile: Profile, gpu: Gpu, kernels: Iterable[str]) -> Profile:
+    """The profile with the datasheet's coefficients of those `kernels` that it has none of, and a note on each."""
+    missing = tuple(f"{x}." for x in kernels if not any(name.startswith(f"{x}.") for name in profile.coefficients))
+    if not missing:
+        return profile
+    sheet = datasheet_profile(gpu, profile.engine_version)
+    names = [name for name in sheet.coefficients if name.startswith(missing)]
+    return replace(
+        profile,
+        coefficients=profile.coefficients | {name: sheet.coefficients[name] for name in names},
+        log_covariance=profile.log_covariance | {name: sheet.log_covariance[name] for name in names},
+        notes=profile.notes | {name: ASSUMED + sheet.notes[name] for name in names},
+    )
+
+
+def without_rare_parts(profile: Profile) -> Profile:
+    """The profile without the coefficients of RARE_PARTS."""
+    common = {name: value for name, value in profile.coefficients.items() if not name.startswith(RARE_PARTS)}
+    covariance = {name: profile.log_covariance[name] for name in common if name in profile.log_covariance}
+    notes = {name: note for name, note in profile.notes.items() if name in common}
+    return replace(profile, coefficients=common, log_covariance=covariance, notes=notes)
 
 
 class Fact(msgspec.Struct):

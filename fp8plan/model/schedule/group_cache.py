@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from fp8plan.model.cost.base import IntArray
+from fp8plan.model.kv_cache.specs import Spec
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.schedule.group_pool import NEVER, GroupPool
-from fp8plan.model.schedule.groups import KvGroup, skipped_tokens
+from fp8plan.model.schedule.groups import skipped_tokens
 
 
 class Block:
@@ -47,7 +48,7 @@ class CachingGroupPool(GroupPool):
     def __init__(
         self,
         num_blocks: int,
-        groups: tuple[KvGroup, ...],
+        groups: tuple[Spec, ...],
         limits: EngineLimits,
         prompts: IntArray,
         prompt_ids: IntArray,
@@ -347,9 +348,9 @@ class CachingGroupPool(GroupPool):
             self._let_go(block)
 
 
-def _alike(groups: tuple[KvGroup, ...]) -> list[list[int]]:
+def _alike(groups: tuple[Spec, ...]) -> list[list[int]]:
     """Indices of equal groups, which are looked up together; full attention first (`verify_and_split`)."""
-    members: dict[KvGroup, list[int]] = {}
+    members: dict[Spec, list[int]] = {}
     for at, group in enumerate(groups):
         members.setdefault(group, []).append(at)
     return sorted(members.values(), key=lambda ids: groups[ids[0]].kind not in ("full", "latent"))

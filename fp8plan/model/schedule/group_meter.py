@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from fp8plan.model.schedule.groups import KvGroup
+from fp8plan.model.kv_cache.specs import Spec
 
 
 class WindowMeter:
@@ -14,7 +14,7 @@ class WindowMeter:
     full it grows no more, where a chunk begins it falls by the chunk.
     """
 
-    def __init__(self, group: KvGroup, requests: int) -> None:
+    def __init__(self, group: Spec, requests: int) -> None:
         self.group = group
         self._sliding = group.kind == "sliding"
         self._window = group.window

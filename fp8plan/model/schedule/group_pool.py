@@ -6,8 +6,9 @@ are freed first, even if the request then cannot be served; then all groups toge
 
 from __future__ import annotations
 
+from fp8plan.model.kv_cache.specs import Spec
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.schedule.groups import KvGroup, admission_cap, skipped_tokens
+from fp8plan.model.schedule.groups import admission_cap, skipped_tokens
 
 NEVER = 2**62  # blocks that no pool has
 
@@ -15,7 +16,7 @@ NEVER = 2**62  # blocks that no pool has
 class GroupPool:
     """The blocks that the scheduler hands out. `free` counts those that are left."""
 
-    def __init__(self, num_blocks: int, groups: tuple[KvGroup, ...], limits: EngineLimits, requests: int) -> None:
+    def __init__(self, num_blocks: int, groups: tuple[Spec, ...], limits: EngineLimits, requests: int) -> None:
         self.free = num_blocks
         self.changes = 0  # of the blocks, so that a look-up need not be repeated
         self.hit_freed_blocks = False
@@ -86,5 +87,5 @@ class GroupPool:
             ends[request] = starts[request] = 0
         self.changes += 1
 
-    def _blocks(self, group: KvGroup, tokens: int) -> int:
+    def _blocks(self, group: Spec, tokens: int) -> int:
         return 1 if group.kind == "state" else -(-tokens // group.block_size)

@@ -13,10 +13,11 @@ from heapq import heappop, heappush
 
 from fp8plan.errors import CapacityError
 from fp8plan.model.cost.base import IntArray
+from fp8plan.model.kv_cache.specs import Spec
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.schedule.group_meter import WindowMeter
 from fp8plan.model.schedule.group_pool import GroupPool
-from fp8plan.model.schedule.groups import KvGroup, next_change, pairs_read, tokens_read
+from fp8plan.model.schedule.groups import next_change, pairs_read, tokens_read
 from fp8plan.model.schedule.history import ROW, columns_of, prefill_work, table_of
 from fp8plan.model.schedule.state import next_finish
 
@@ -34,7 +35,7 @@ class GroupState:
         prompts: list[int],
         responses: list[int],
         pool: GroupPool,
-        groups: tuple[KvGroup, ...],
+        groups: tuple[Spec, ...],
         limits: EngineLimits,
     ) -> None:
         requests = len(prompts)
@@ -83,7 +84,7 @@ class GroupState:
         """The history so far: int64 arrays of shape (rows,), one per name in ROW and PREFILL."""
         return columns_of(self.rows, self.prefills)
 
-    def window_columns(self) -> list[tuple[KvGroup, IntArray]]:
+    def window_columns(self) -> list[tuple[Spec, IntArray]]:
         """For each window: an int64 array of shape (3, rows), as in `window_rows`."""
         if not self.meters:
             return []

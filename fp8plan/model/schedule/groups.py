@@ -3,38 +3,21 @@
 All groups take blocks from one pool. One block of a group is one page: `block_size` tokens of each of its layers, or
 one recurrent state of each. (vllm/v1/core/single_type_kv_cache_manager.py; the rules for windows and the admission
 cap are the same in 0.26 and 0.30.)
+
+States follow vLLM's mamba_cache_mode (MambaModelConfig in vllm/model_executor/models/config.py, 0.26 and 0.30):
+without prefix caching it is "none", and a request holds one block whatever it computes; with prefix caching it is
+"align": prefill goes in whole blocks, and a request holds the block it writes, the one it read, and under asynchronous
+scheduling one more that is still in flight. The mode "all", a state for every block, is not modelled.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from fp8plan.errors import ConfigError
-from fp8plan.model.architecture.linear import CacheKind
+from fp8plan.model.kv_cache.specs import Spec, blocks_of_window
 from fp8plan.model.limits import EngineLimits
 
 
-class KvGroup(NamedTuple):
-    """One KV-cache group.
-
-    kind:       full, latent: every token is kept; sliding: the last `window` tokens; chunked: those of the current
-                chunk of `window` tokens; state: one recurrent state per request
-    block_size: tokens per block. Of a state: where the prefix cache may keep a copy (see below)
-    window:     of sliding and chunked; 0 for the others
-
-    States follow vLLM's mamba_cache_mode (MambaModelConfig in vllm/model_executor/models/config.py, 0.26 and 0.30):
-    without prefix caching it is "none", and a request holds one block whatever it computes; with prefix caching, the
-    default for models of attention and states, it is "align": prefill goes in whole blocks, and a request holds the
-    block it writes, the one it read, and under asynchronous scheduling one more that is still in flight. The mode
-    "all", a state for every block, has to be asked for and is not modelled.
-    """
-
-    kind: CacheKind
-    block_size: int
-    window: int = 0
-
-
-def check_groups(groups: tuple[KvGroup, ...], limits: EngineLimits) -> None:
+def check_groups(groups: tuple[Spec, ...], limits: EngineLimits) -> None:
     """Raise ConfigError for groups that are no groups, or whose prefix caching is not modelled."""
     for group in groups:
         windowed = group.kind in ("sliding", "chunked")
@@ -58,7 +41,7 @@ def check_groups(groups: tuple[KvGroup, ...], limits: EngineLimits) -> None:
         )
 
 
-def skipped_tokens(group: KvGroup, processed: int) -> int:
+def skipped_tokens(group: Spec, processed: int) -> int:
     """Tokens from the start that no later token looks at once `processed` are computed (`get_num_skipped_tokens`)."""
     if group.kind == "sliding":
         return max(0, processed - group.window + 1)
@@ -67,20 +50,16 @@ def skipped_tokens(group: KvGroup, processed: int) -> int:
     return 0
 
 
-def admission_cap(group: KvGroup, limits: EngineLimits) -> int:
+def admission_cap(group: Spec, limits: EngineLimits) -> int:
     """The most blocks that the check of the whole prompt asks for (`max_admission_blocks_per_request`); -1: no cap.
 
     vLLM also cuts it by max_model_len. That never matters: no request is longer.
     """
     in_flight = limits.max_num_batched_tokens * (2 if limits.async_scheduling else 1)
-    if group.kind == "sliding":
-        return -(-(group.window - 1 + in_flight) // group.block_size) + 1
-    if group.kind == "chunked":
-        return -(-(group.window + in_flight) // group.block_size)
-    return -1
+    return blocks_of_window(group, in_flight) if group.window else -1
 
 
-def next_change(group: KvGroup, computed: int, lag: int, caching: bool) -> int:
+def next_change(group: Spec, computed: int, lag: int, caching: bool) -> int:
     """The least number of computed tokens above `computed` at which a decoding request's blocks in the group change.
 
     lag: tokens in flight while it decodes: 1 under asynchronous scheduling. A block leaves the window only when the
@@ -106,19 +85,19 @@ def _next(above: int, start: int, period: int) -> int:
     return start + (cycles if cycles > 1 else 1) * period
 
 
-def tokens_read(group: KvGroup, before: int, after: int) -> int:
+def tokens_read(group: Spec, before: int, after: int) -> int:
     """Tokens whose keys the queries of positions [before, after) look at together."""
     if group.kind == "sliding":
         return after - max(0, before - group.window + 1)
     return after - before // group.window * group.window
 
 
-def pairs_read(group: KvGroup, before: int, after: int) -> int:
+def pairs_read(group: Spec, before: int, after: int) -> int:
     """Query-key pairs of the queries of positions [before, after)."""
     return _pairs_below(group, after) - _pairs_below(group, before)
 
 
-def _pairs_below(group: KvGroup, position: int) -> int:
+def _pairs_below(group: Spec, position: int) -> int:
     window = group.window
     if group.kind == "sliding":
         growing = min(position, window)

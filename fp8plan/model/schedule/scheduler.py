@@ -17,16 +17,17 @@ scheduling, because its end is seen a step late (one token per response); priori
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fp8plan.errors import CapacityError
 from fp8plan.model.architecture.linear import CacheKind
 from fp8plan.model.cost.base import IntArray
+from fp8plan.model.kv_cache.specs import Spec
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.schedule.group_cache import CachingGroupPool
 from fp8plan.model.schedule.group_pool import GroupPool
 from fp8plan.model.schedule.group_state import GroupState
-from fp8plan.model.schedule.groups import KvGroup, admission_cap, check_groups
+from fp8plan.model.schedule.groups import admission_cap, check_groups
 from fp8plan.model.schedule.kv_pool import CachingPool, Pool, blocks_for
 from fp8plan.model.schedule.state import SchedulerState
 
@@ -67,12 +68,14 @@ class Schedule:
     finished: IntArray
     prompt_tokens: int  # of all requests
     num_blocks: int  # the pool it was made for
+    groups: tuple[Spec, ...]  # that shared it
     blocks_wanted: int | None  # any pool with at least this many blocks gives this very schedule; None: not known
     windows: tuple[WindowWork, ...] = ()  # one for each distinct window among the KV-cache groups
 
-    def holds_for(self, num_blocks: int) -> bool:
-        """True if a pool of that size is known to give this very schedule."""
-        return num_blocks == self.num_blocks or (self.blocks_wanted is not None and num_blocks >= self.blocks_wanted)
+    def holds_for(self, num_blocks: int, groups: tuple[Spec, ...]) -> bool:
+        """True if a pool of that size, shared by these groups, is known to give this very schedule."""
+        enough = self.blocks_wanted is not None and num_blocks >= self.blocks_wanted
+        return groups == self.groups and (num_blocks == self.num_blocks or enough)
 
     @property
     def num_steps(self) -> int:
@@ -90,7 +93,7 @@ def schedule(
     num_blocks: int,
     limits: EngineLimits,
     longest_run: int = 2**62,
-    groups: tuple[KvGroup, ...] = (),
+    groups: tuple[Spec, ...] = (),
     retain_all: bool = False,
 ) -> Schedule:
     """Simulate vLLM's scheduler on a batch on one engine.
@@ -99,15 +102,19 @@ def schedule(
     prompt_ids:         shape (requests,), equal where two requests have the same prompt; 0 .. prompts-1
     num_blocks:         KV blocks the scheduler can hand out (vLLM's num_gpu_blocks less its null block)
     longest_run:        most steps in one row; 1 gives a row per step
-    groups:             the KV-cache groups that share the pool; () is one of full attention, of limits.block_size
+    groups:             the specs of the KV-cache groups that share the pool, equal ones each for itself; () is one of
+                        full attention, of limits.block_size
     retain_all:         all full blocks of windows and states can be found in the prefix cache, as in vLLM 0.26, not
                         only those where a prompt ends, as in vLLM 0.30
 
     Raises CapacityError if a request can never fit the pool: vLLM would preempt it for ever. Raises ConfigError for
     groups whose prefix caching is not modelled.
     """
-    if groups and groups != (KvGroup("full", limits.block_size),):
-        return _schedule_groups(prompts, responses, prompt_ids, num_blocks, limits, longest_run, groups, retain_all)
+    groups = groups or (Spec("full", limits.block_size),)
+    check_groups(groups, limits)
+    if len(groups) > 1 or not groups[0].keeps_all:
+        return schedule_groups(prompts, responses, prompt_ids, num_blocks, limits, longest_run, groups, retain_all)
+    limits = replace(limits, block_size=groups[0].block_size)
     _check_fits(prompts, responses, num_blocks, limits.block_size)
     pool: Pool
     if limits.enable_prefix_caching:
@@ -119,24 +126,30 @@ def schedule(
         state.next_row(longest_run)
     columns = state.columns()
     # Freed blocks that were hit may be gone from a smaller pool, so then nothing can be said about it.
-    pool_mattered = state.hit_freed_blocks or bool(columns["preemptions"].any())
+    # A head that had to wait may get in earlier in a larger one.
+    pool_mattered = state.hit_freed_blocks or state.least_free < 0 or bool(columns["preemptions"].any())
     wanted = None if pool_mattered else num_blocks - state.least_free
     return Schedule(
-        **columns, prompt_tokens=int(prompts.sum()), num_blocks=num_blocks, blocks_wanted=wanted, windows=()
+        **columns,
+        prompt_tokens=int(prompts.sum()),
+        num_blocks=num_blocks,
+        groups=groups,
+        blocks_wanted=wanted,
+        windows=(),
     )
 
 
-def _schedule_groups(
+def schedule_groups(
     prompts: IntArray,
     responses: IntArray,
     prompt_ids: IntArray,
     num_blocks: int,
     limits: EngineLimits,
     longest_run: int,
-    groups: tuple[KvGroup, ...],
+    groups: tuple[Spec, ...],
     retain_all: bool,
 ) -> Schedule:
-    check_groups(groups, limits)
+    """What `schedule` does where a group keeps less than all tokens, or where there are several."""
     _check_groups_fit(prompts, responses, num_blocks, limits, groups)
     pool: GroupPool
     if limits.enable_prefix_caching:
@@ -153,13 +166,14 @@ def _schedule_groups(
         **columns,
         prompt_tokens=int(prompts.sum()),
         num_blocks=num_blocks,
+        groups=groups,
         blocks_wanted=None if pool_mattered else num_blocks - state.least_free,
         windows=tuple(WindowWork(group.kind, group.window, *work) for group, work in state.window_columns()),
     )
 
 
 def _check_groups_fit(
-    prompts: IntArray, responses: IntArray, num_blocks: int, limits: EngineLimits, groups: tuple[KvGroup, ...]
+    prompts: IntArray, responses: IntArray, num_blocks: int, limits: EngineLimits, groups: tuple[Spec, ...]
 ) -> None:
     """Raise CapacityError if a request does not fit a pool that vLLM would start with (`max_memory_usage_bytes`)."""
     if not len(prompts):

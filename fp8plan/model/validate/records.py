@@ -158,7 +158,8 @@ def _limits(fields: dict[str, Any]) -> EngineLimits:
         block_size = max(1, given.get("block_size", defaults.block_size))
         if imposed < 2 * block_size:
             raise ConfigError(f"kv_cache_tokens is {imposed}; allowed: at least two blocks of {block_size}, or null")
-        blocks = imposed // block_size - 1  # less vLLM's null block
+        # Less vLLM's null block. The blocks of a model with several groups of layers may be larger than was asked for.
+        blocks = (fields.get("num_gpu_blocks") or imposed // block_size) - 1
     return EngineLimits(
         **{name: getattr(defaults, name) for name in LIMITS} | given,
         num_gpu_blocks=blocks,

@@ -91,7 +91,7 @@ def _compare(record: Record, strict: bool, warnings: dict[str, None]) -> dict[st
         "predicted_low_s": timed.makespan_low_s,
         "predicted_high_s": timed.makespan_high_s,
         "error": relative_error({"seconds": record.seconds, "predicted_s": timed.makespan_s}),
-        "predicted_kv_cache_tokens": found.memory.kv_cache_tokens,
+        "predicted_kv_cache_tokens": found.memory.pool_tokens,
         "predicted_preemptions": timed.preemptions,
         "extrapolated": found.extrapolated,
     }

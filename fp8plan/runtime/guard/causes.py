@@ -19,7 +19,6 @@ from fp8plan.model.hardware import find_gpu
 from fp8plan.model.plan.explain import seconds
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.budget import LEAST_GAIN
-from fp8plan.model.schedule.kv_pool import blocks_for
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.simulate import Simulated
 from fp8plan.runtime.guard.fallback import GuardSettings
@@ -177,7 +176,7 @@ def _in_the_prediction(case: Case) -> Iterator[Found]:
         yield Found(Cause.CUDA_GRAPHS_OFF, text, makespan - graphs, gap=False)
     if prediction.rollout.preemptions:
         pairs = zip(case.observation.prompt_lengths, case.observation.response_lengths, strict=True)
-        blocks = sum(blocks_for(sum(pair), facts.limits.block_size) for pair in pairs)
+        blocks = sum(prediction.ran.memory.kv.blocks_of_request(sum(pair)) for pair in pairs)
         roomy = case.again(with_blocks(prediction.setup, blocks)).rollout
         text = (
             f"{case.observation.preemptions:,} preemptions ({prediction.rollout.preemptions:,} predicted) in a pool of "

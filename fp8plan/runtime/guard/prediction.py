@@ -71,7 +71,7 @@ def predict(facts: EngineFacts, observation: Observation, profile: Profile) -> P
     """Predict what ran, and the same work with less FP8. Raises as the parts of the cost model do."""
     pool, setup = observation.kv_cache_tokens, facts.setup
     if pool is not None:  # less vLLM's null block
-        setup = with_blocks(setup, pool // facts.limits.block_size - 1)
+        setup = with_blocks(setup, setup.blocks_in(pool) - 1)
     ran = again(setup, observation, profile)
     instead = {}
     for preset in fallbacks(facts.setup.precision):

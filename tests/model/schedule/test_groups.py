@@ -14,10 +14,11 @@ from runs_of_steps import assert_runs_add_up, total
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture.linear import CacheKind
+from fp8plan.model.kv_cache.specs import Spec
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.schedule.group_meter import WindowMeter
-from fp8plan.model.schedule.groups import KvGroup, admission_cap, next_change, pairs_read, tokens_read
-from fp8plan.model.schedule.scheduler import Schedule, schedule
+from fp8plan.model.schedule.groups import admission_cap, next_change, pairs_read, tokens_read
+from fp8plan.model.schedule.scheduler import Schedule, schedule, schedule_groups
 from fp8plan.model.workload import Batch
 
 COMPARED = ("prefill_tokens", "decode_requests", "used_blocks", "preemptions")
@@ -39,11 +40,11 @@ class Case(NamedTuple):
     batch: Batch
     pool: int
     limits: EngineLimits
-    groups: tuple[KvGroup, ...]
+    groups: tuple[Spec, ...]
     retain_all: bool
 
 
-def blocks_needed(batch: Batch, group: KvGroup, limits: EngineLimits) -> int:
+def blocks_needed(batch: Batch, group: Spec, limits: EngineLimits) -> int:
     """Blocks that the longest request of a batch must find in a group."""
     if group.kind == "state":
         return 3
@@ -79,10 +80,10 @@ def case(seed: int, kinds: tuple[CacheKind, ...], async_scheduling: bool) -> Cas
     for kind in kinds:
         if kind in ("sliding", "chunked"):
             own_size = size if caching or rng.random() < 0.5 else 2 * size
-            groups.append(KvGroup(kind, own_size, window))
+            groups.append(Spec(kind, own_size, window))
             window += int(rng.choice([0, 0, 16]))  # equal groups are looked up together
         else:
-            groups.append(KvGroup(kind, size))
+            groups.append(Spec(kind, size))
     pool = sum(blocks_needed(batch, group, limits) for group in groups) * rng.uniform(1, 2.5)
     return Case(batch, int(pool) + int(rng.integers(0, 4)), limits, tuple(groups), bool(rng.random() < 0.4))
 
@@ -156,22 +157,23 @@ def test_blocks_wanted_is_a_pool_with_the_same_schedule(made: Case, more: int, r
 @settings(max_examples=60, deadline=None)
 @given(cases())
 def test_one_group_that_keeps_all_tokens_gives_todays_schedule(made: Case) -> None:
-    """A latent group is blocked as one of full attention is, and takes the way of several groups."""
+    """By the way of several groups, too."""
     size = 16
-    pool = max(made.pool, blocks_needed(made.batch, KvGroup("full", size), made.limits))
-    many = run(made._replace(pool=pool, groups=(KvGroup("latent", size),)), longest_run=1)
+    pool = max(made.pool, blocks_needed(made.batch, Spec("full", size), made.limits))
+    group = Spec("latent", size)
+    many = schedule_groups(*made.batch, pool, made.limits, 1, (group,), made.retain_all)
     today = schedule(*made.batch, pool, made.limits, longest_run=1)
     for field in fields(Schedule):
-        if field.name not in ("windows", "blocks_wanted"):
+        if field.name not in ("groups", "windows", "blocks_wanted"):
             np.testing.assert_array_equal(getattr(many, field.name), getattr(today, field.name), field.name)
-    assert schedule(*made.batch, pool, made.limits, 1, groups=(KvGroup("full", size),)).windows == ()
+    assert schedule(*made.batch, pool, made.limits, 1, groups=(Spec("full", size),)).windows == ()
 
 
 @settings(max_examples=40, deadline=None)
 @given(cases())
 def test_a_window_that_holds_all_reads_all(made: Case) -> None:
     wide = int((made.batch.prompts + made.batch.responses).max())
-    groups = (KvGroup("full", 16), KvGroup("sliding", 16, wide), KvGroup("chunked", 16, wide))
+    groups = (Spec("full", 16), Spec("sliding", 16, wide), Spec("chunked", 16, wide))
     pool = 3 * sum(blocks_needed(made.batch, group, made.limits) for group in groups)
     plan = run(made._replace(groups=groups, pool=pool))
     read = plan.decode_kv_tokens * plan.steps + plan.decode_requests * (plan.steps * (plan.steps - 1) // 2)
@@ -182,14 +184,14 @@ def test_a_window_that_holds_all_reads_all(made: Case) -> None:
         np.testing.assert_array_equal(work.prefill_pairs, plan.prefill_pairs)
 
 
-def positions_read(group: KvGroup, query: int) -> range:
+def positions_read(group: Spec, query: int) -> range:
     start = query // group.window * group.window if group.kind == "chunked" else max(0, query - group.window + 1)
     return range(start, query + 1)
 
 
 @given(st.sampled_from(["sliding", "chunked"]), st.integers(1, 40), st.integers(0, 100), st.integers(1, 60))
 def test_chunks_read_what_their_queries_look_at(kind: CacheKind, window: int, before: int, tokens: int) -> None:
-    group = KvGroup(kind, 16, window)
+    group = Spec(kind, 16, window)
     looks = [positions_read(group, query) for query in range(before, before + tokens)]
     assert pairs_read(group, before, before + tokens) == sum(map(len, looks))
     assert tokens_read(group, before, before + tokens) == len(set().union(*looks))
@@ -203,7 +205,7 @@ def test_chunks_read_what_their_queries_look_at(kind: CacheKind, window: int, be
 def test_a_meter_adds_up_what_decoding_requests_read(
     kind: CacheKind, window: int, events: list[tuple[int, int, int]]
 ) -> None:
-    group = KvGroup(kind, 16, window)
+    group = Spec(kind, 16, window)
     meter = WindowMeter(group, requests=4)
     computed: dict[int, int] = {}
     for request, tokens, steps in events:
@@ -224,7 +226,7 @@ def test_a_meter_adds_up_what_decoding_requests_read(
     st.integers(0, 1),
 )
 def test_nothing_changes_before_the_next_change(kind: CacheKind, window: int, computed: int, lag: int) -> None:
-    group = KvGroup(kind, 16, window if kind in ("sliding", "chunked") else 0)
+    group = Spec(kind, 16, window if kind in ("sliding", "chunked") else 0)
 
     def held(tokens: int) -> tuple[int, int]:
         """First and last block at the step that computes a token after `tokens`."""
@@ -240,19 +242,19 @@ def test_nothing_changes_before_the_next_change(kind: CacheKind, window: int, co
     assert all(held(tokens) == held(computed) for tokens in range(computed + 1, change))
 
 
-def one(groups: tuple[KvGroup, ...], pool: int, caching: bool, **settings: int | bool) -> Schedule:
+def one(groups: tuple[Spec, ...], pool: int, caching: bool, **settings: int | bool) -> Schedule:
     limits = replace(EngineLimits(async_scheduling=False, enable_prefix_caching=caching), **settings)  # type: ignore[arg-type]
     return schedule(np.array([100]), np.array([61]), np.array([0]), pool, limits, 1, groups=groups)
 
 
 def test_a_window_frees_blocks_while_its_request_decodes() -> None:
-    plan = one((KvGroup("full", 16), KvGroup("sliding", 16, 32)), 100, caching=False)
+    plan = one((Spec("full", 16), Spec("sliding", 16, 32)), 100, caching=False)
     assert plan.used_blocks[0] == 7 + 7
     assert plan.used_blocks[-1] == 10 + 2  # tokens 128 to 159
 
 
 def test_a_request_holds_one_state_without_prefix_caching_and_two_for_a_while_with_it() -> None:
-    groups = (KvGroup("full", 16), KvGroup("state", 16))
+    groups = (Spec("full", 16), Spec("state", 16))
     full = np.array([*range(7, 11)])
     assert set(one(groups, 100, caching=False).used_blocks) == set(full + 1)
     assert set(one(groups, 100, caching=True).used_blocks) == {
@@ -270,16 +272,16 @@ def test_a_request_holds_one_state_without_prefix_caching_and_two_for_a_while_wi
 
 def test_what_is_not_modelled_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"block sizes \[16, 32\]; with prefix caching only one size"):
-        one((KvGroup("full", 16), KvGroup("sliding", 32, 64)), 100, caching=True)
+        one((Spec("full", 16), Spec("sliding", 32, 64)), 100, caching=True)
     with pytest.raises(ConfigError, match="a model without attention is not modelled"):
-        one((KvGroup("state", 16),), 100, caching=True)
-    for wrong in (KvGroup("full", 16, 64), KvGroup("sliding", 16), KvGroup("state", 0)):
+        one((Spec("state", 16),), 100, caching=True)
+    for wrong in (Spec("full", 16, 64), Spec("sliding", 16), Spec("state", 0)):
         with pytest.raises(ConfigError, match="is no KV-cache group; allowed: a block_size"):
             one((wrong,), 100, caching=False)
 
 
 def test_a_request_that_can_never_fit_is_an_error() -> None:
-    groups = (KvGroup("full", 16), KvGroup("sliding", 16, 32))
+    groups = (Spec("full", 16), Spec("sliding", 16, 32))
     tight = {"max_num_seqs": 1, "max_num_batched_tokens": 16}
     one(groups, 14, caching=False, **tight)  # 10, and 31 + 16 tokens in 3 + 1
     with pytest.raises(CapacityError, match=r"161 tokens.*needs 14 KV blocks in 2 groups.*pool has 13"):

@@ -197,13 +197,21 @@ def test_blocks_wanted_is_a_pool_with_the_same_schedule(case: tuple[Batch, int, 
         np.testing.assert_array_equal(getattr(plan, column), getattr(smaller, column))
 
 
+def test_a_head_that_had_to_wait_leaves_it_open_which_pool_gives_the_same_schedule() -> None:
+    batch, pool, limits = random_case(230, True)
+    plan = schedule(*batch, pool, limits)
+    assert plan.num_preemptions == 0
+    assert plan.blocks_wanted is None
+    assert schedule(*batch, 2 * pool, limits).num_steps < plan.num_steps
+
+
 def test_a_preemption_in_a_step_that_serves_nobody_is_counted() -> None:
     """The first request has ended, but holds its blocks for a step more: the second finds none and preempts itself."""
     batch = Batch(np.array([20, 21]), np.array([12, 20]), np.arange(2))  # 31 and 40 tokens are stored: 2 and 3 blocks
     plan = schedule(*batch, 4, EngineLimits(enable_prefix_caching=False, async_scheduling=True))
     assert plan.num_preemptions == 1
     assert plan.recomputed_tokens.sum() == 32
-    assert not plan.holds_for(5)  # which preempts nothing
+    assert not plan.holds_for(5, plan.groups)  # which preempts nothing
 
 
 def test_siblings_prefill_their_prompt_once() -> None:

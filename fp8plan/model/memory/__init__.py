@@ -1,0 +1,34 @@
+"""GPU memory of one vLLM 0.26 rank: weights, activation peak, CUDA graphs, and the KV blocks that are left.
+
+The formula is the engine's own (determine_available_memory in vllm/v1/worker/gpu_worker.py, get_kv_cache_configs in
+vllm/v1/core/kv_cache_utils.py):
+
+    available = ceil(total memory * gpu_memory_utilization) - weights - activation peak - non-torch - CUDA graphs
+    num_gpu_blocks = available // bytes of a block
+
+The engine measures the terms on the GPU. Here they are modelled from the shapes:
+- weights: every tensor, with the allocator's rounding, and DeepGEMM's workspace.
+- activation peak: the buffers alive at the two peaks of profile_run, written down from the source.
+- non-torch and CUDA graphs: constants measured on one H200 with vLLM 0.26.0 on 2026-11-21, as are the checks of the
+  other terms (profiles/h200_sxm/vllm-0.26.0/first_look): two models, four precisions, one rank. Seven more families
+  were measured two days later (../families); a comment says where they decided something. What these engines do not
+  show, such as several ranks, is from public logs or not known, and said so.
+The CUDA context and NCCL come before the engine's first snapshot, so they do not count, and neither does what it
+allocates after profiling (a dense model's graphs, block tables): both live in the share gpu_memory_utilization leaves.
+"""
+
+from fp8plan.model.memory.activations import activation_peak_bytes
+from fp8plan.model.memory.cuda_graphs import cudagraph_capture_sizes, cudagraph_reserve_bytes
+from fp8plan.model.memory.plan import CPU_KV_CACHE_GIB, MemoryPlan, check_pool, memory_plan
+from fp8plan.model.memory.weights import loaded_weight_bytes
+
+__all__ = [
+    "CPU_KV_CACHE_GIB",
+    "MemoryPlan",
+    "activation_peak_bytes",
+    "check_pool",
+    "cudagraph_capture_sizes",
+    "cudagraph_reserve_bytes",
+    "loaded_weight_bytes",
+    "memory_plan",
+]

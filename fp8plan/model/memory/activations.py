@@ -1,0 +1,154 @@
+"""The peak of PyTorch's allocations while vLLM profiles a forward pass and the sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from fp8plan.model.architecture import Experts, Linear, ModelShape
+from fp8plan.model.architecture.parts import LatentAttention, Mlp, parts
+from fp8plan.model.hardware import Gpu
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.model_runner import model_runner
+from fp8plan.model.precision import BF16_BYTES, FP8_BYTES, FP32_BYTES, Precision
+
+# PyTorch's cuBLAS workspace on Hopper (CUDA semantics, "cuBLAS workspaces": 32 MiB there, 8 MiB before).
+CUBLAS_WORKSPACE_BYTES: Final = 32 << 20
+
+MOST_MLA_CONTEXT: Final = 64 * 1024  # tokens
+
+# Routers that are a torch.nn.Linear in float32 (glm4_moe.py, mimo_v2.py), so with a weight that requires a gradient.
+KEEPS_ROUTER_INPUTS: Final = ("glm4_moe", "mimo_v2_flash")
+
+
+def activation_peak_bytes(shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits) -> int:
+    """Peak of PyTorch's allocations in profile_run: a forward pass of max_num_batched_tokens, then the sampler.
+
+    The expert workspace persists (vllm/v1/worker/workspace.py), so it counts in both, and in all layers from the first
+    with experts on; so does cuBLAS's, from its first BF16 GEMM on: where all others are FP8 that is lm_head's, after
+    the forward pass. Measured against this: 60 MiB (4%) more for Qwen3-8B and OLMo-3-7B, whose peak is the forward
+    pass, in every precision; 2 MiB more for Qwen3-30B-A3B (the sampler); nothing more for DeepSeek-V2-Lite (MLA),
+    Nemotron-H and Qwen3.5 (the sampler); 320 MiB (15%) more for Gemma 3.
+    """
+    tokens, tp = limits.max_num_batched_tokens, limits.tensor_parallel_size
+    forward = max(_mixers_bytes(shape, tokens, tp), _latent_bytes(shape, limits))
+    forward = max(forward, _experts_bytes(shape, precision, tokens, tp))
+    dense = _mlps_bytes(shape, tokens, tp)
+    if any(precision.weights == "bf16" or not w.quantised for w in shape.linears(tp) if w.name != "lm_head"):
+        forward, dense = forward + CUBLAS_WORKSPACE_BYTES, dense + CUBLAS_WORKSPACE_BYTES
+    sampler = _sampler_bytes(shape, gpu, limits) + CUBLAS_WORKSPACE_BYTES
+    persists = _expert_workspace_bytes(shape, tokens, tp) + _router_inputs_bytes(shape, tokens)
+    return max(persists + max(forward, sampler), dense + (0 if _dense_layers_come_first(shape) else persists))
+
+
+def _mixers_bytes(shape: ModelShape, tokens: int, tp: int) -> int:
+    """Bytes alive in the widest mixer: residual, fused input projection, its normed and rotated copy, output."""
+    wide = (2 * linears[0].n + _output(linears) for linears in _mixer_linears(shape, tp))
+    return tokens * (shape.hidden_size + max(wide, default=0)) * BF16_BYTES
+
+
+def _mlps_bytes(shape: ModelShape, tokens: int, tp: int) -> int:
+    """Bytes alive in the widest dense MLP: residual, first matrix's output, the activation's, and what is held.
+
+    FP8 copies of a layer's input are made when a wider BF16 buffer has gone, so they do not raise the peak.
+    """
+    hidden = shape.hidden_size
+    wide = [_mlp_width(mlp.linears(hidden, tp)) for mlp, _ in shape.parts_of(Mlp)]
+    return tokens * (_held(shape, tp) + hidden + max(wide)) * BF16_BYTES if wide else 0
+
+
+def _experts_bytes(shape: ModelShape, precision: Precision, tokens: int, tp: int) -> int:
+    """Bytes alive in the widest experts, without their workspace: residual, input, output, in FP8 the quantised inputs
+    of the two GEMMs, and what is held; or the shared experts as a dense MLP."""
+    hidden, widths = shape.hidden_size, [0]
+    for experts, _ in shape.parts_of(Experts):
+        w13, w2 = experts.expert_linears(hidden, tp)
+        quantised = (w13.k + experts.experts_per_token * w2.k) * FP8_BYTES // BF16_BYTES
+        routed = 3 * hidden + (0 if precision.weights == "bf16" else quantised)
+        widths.append(_held(shape, tp) + max(routed, hidden + _mlp_width(experts.linears(hidden, tp))))
+    return tokens * max(widths) * BF16_BYTES
+
+
+def _held(shape: ModelShape, tp: int) -> int:
+    """Elements of a token that stay alive during an MLP: the compiled graph is split at attention
+    (compilation/backends.py), and what calls a piece holds its inputs until it returns, the mixer's output and the old
+    residual. In a layer of one part the mixer is an earlier layer's."""
+    return shape.hidden_size + max(map(_output, _mixer_linears(shape, tp)), default=0)
+
+
+def _mixer_linears(shape: ModelShape, tp: int) -> list[tuple[Linear, ...]]:
+    return [part.linears(shape.hidden_size, tp) for part, _ in shape.counted if not isinstance(part, Mlp | Experts)]
+
+
+def _output(linears: tuple[Linear, ...]) -> int:
+    """Elements that a mixer hands to its last matrix, the one that is cut by columns."""
+    return next(w.k for w in linears if w.all_reduce)
+
+
+def _dense_layers_come_first(shape: ModelShape) -> bool:
+    """Whether every dense MLP stands in a layer before the first experts."""
+    kinds = [{type(part) for part in parts(layer)} for layer in shape.layers]
+    first = next((i for i, kind in enumerate(kinds) if Experts in kind), len(kinds))
+    return not any(Mlp in kind for kind in kinds[first:])
+
+
+def _mlp_width(linears: Sequence[Linear]) -> int:
+    """Elements that an MLP's first matrix and its activation give; of experts, the shared ones'; 0 without those."""
+    rows = {w.name.removeprefix("shared_"): w for w in linears}
+    first = rows.get("gate_up_proj", rows.get("up_proj"))
+    return first.n + rows["down_proj"].k if first else 0
+
+
+def _latent_bytes(shape: ModelShape, limits: EngineLimits) -> int:
+    """Bytes alive in MLA: residual, queries, latent and output of all tokens, and room for the keys and values of the
+    context that prefill expands at once (determine_chunked_prefill_workspace_size in mla_attention.py)."""
+    tokens, tp = limits.max_num_batched_tokens, limits.tensor_parallel_size
+    pages = limits.max_num_seqs * limits.block_size
+    longest = limits.max_model_len or shape.max_position_embeddings
+    context = max(min(max(8 * longest, 4 * pages), MOST_MLA_CONTEXT), pages)
+    most = 0
+    for part, _ in shape.parts_of(LatentAttention):
+        heads, latent = part.heads // tp, part.kv_lora_rank + part.qk_rope_head_dim
+        query = part.qk_nope_head_dim + part.qk_rope_head_dim
+        row = shape.hidden_size + latent + heads * (query + part.v_head_dim)
+        most = max(most, tokens * row + context * heads * (part.qk_nope_head_dim + part.v_head_dim))
+    return most * BF16_BYTES
+
+
+def _router_inputs_bytes(shape: ModelShape, tokens: int) -> int:
+    """Bytes of what float32 routers read and give, which stay until the sampler is done.
+
+    GLM-4.5-Air took 2.9 GiB more than the other terms say: within 18 MiB those of all its layers. That autograd keeps
+    them, because a torch.nn.Linear has a weight that requires a gradient, is a guess; so is MiMo-V2, not measured.
+    """
+    if shape.model_type not in KEEPS_ROUTER_INPUTS:
+        return 0
+    rows = sum(layers * (shape.hidden_size + experts.num_experts) for experts, layers in shape.parts_of(Experts))
+    return tokens * rows * FP32_BYTES
+
+
+def _expert_workspace_bytes(shape: ModelShape, tokens: int, tp: int) -> int:
+    """Buffers of the Triton experts (fused_moe/experts/triton_moe.py, workspace_shapes), vLLM's default on Hopper."""
+    most = 0
+    for experts, _ in shape.parts_of(Experts):
+        w13, w2 = experts.expert_linears(shape.hidden_size, tp)
+        most = max(most, experts.experts_per_token * (max(w2.k, w13.k) + max(w13.n, w13.k)))
+    return tokens * most * BF16_BYTES
+
+
+def _sampler_bytes(shape: ModelShape, gpu: Gpu, limits: EngineLimits) -> int:
+    """Hidden states of all tokens, those of the sampled rows, logits, and what the sampler makes of the logits.
+
+    vLLM's V2 model runner has a sampler that works on the BF16 logits in place (v1/worker/gpu/sample). V1's warm-up
+    holds BF16 logits, FP32 logits, log-probabilities (processed_logprobs), probabilities and noise at once
+    (v1/sample/ops/topk_topp_sampler.py), random hidden states for the sampled rows (_dummy_sampler_run), and the top-k
+    kernel's FP32 row per multiprocessor (topk_topp_triton.py).
+    """
+    tokens, tp = limits.max_num_batched_tokens, limits.tensor_parallel_size
+    rows, vocab = min(tokens, limits.max_num_seqs), shape.padded_vocab_size
+    row = shape.hidden_size * BF16_BYTES
+    before_gather = rows * vocab // tp * BF16_BYTES if tp > 1 else 0
+    taken = (tokens + rows) * row + before_gather + rows * vocab * BF16_BYTES
+    if model_runner(shape, gpu) == "v1":
+        taken += rows * row + 4 * rows * vocab * FP32_BYTES + min(gpu.sm_count, rows) * vocab * FP32_BYTES
+    return taken

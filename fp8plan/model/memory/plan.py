@@ -1,0 +1,228 @@
+"""The memory plan of one rank: how much its engine takes for what, and the KV pool that is left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from fp8plan.errors import CapacityError
+from fp8plan.model.architecture import ModelShape
+from fp8plan.model.hardware import Gpu
+from fp8plan.model.kv_cache.layers import model_caches
+from fp8plan.model.kv_cache.plan import KvPlan, plan_kv_cache
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.memory.activations import activation_peak_bytes
+from fp8plan.model.memory.cuda_graphs import cudagraph_reserve_bytes
+from fp8plan.model.memory.weights import loaded_weight_bytes
+from fp8plan.model.model_runner import model_runner
+from fp8plan.model.precision import FP8_BLOCK, Precision
+from fp8plan.model.shards import why_not_shardable
+
+MOST_UTILIZATION = 0.97  # the driver, the CUDA context and captured graphs need the rest
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+# A CPU's KV pool is given to the engine (VLLM_CPU_KVCACHE_SPACE), not derived from the memory there is, which fp8plan
+# does not know. As much as vLLM took up to 0.12 where nobody said; 0.30 would take 92% of the machine.
+CPU_KV_CACHE_GIB = 4
+
+# No host has more memory; how much this one has, a plan made elsewhere cannot know.
+MOST_HOST_BYTES = 32 << 40
+
+# Growth of non-torch memory while profiling (kernel modules, handles). Measured: 230 MiB with the V2 model runner, 234
+# to 248 with V1. Two ranks add what public logs show: 0.30 GiB with two (vllm-project/vllm issue 15815) against 0.16
+# with one (PR 12126). From elsewhere and from older versions.
+NON_TORCH_BYTES = 230 * MIB
+NON_TORCH_V1_BYTES = 247 * MIB
+NON_TORCH_PARALLEL_BYTES = 143 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The memory of one rank, in bytes by use, and the KV pool that is left.
+
+    requested_bytes:    what gpu_memory_utilization allows the engine; on a CPU what it takes, weights and KV pool
+    weights_bytes:      "Model loading took" in the engine's log
+    activation_bytes:   "peak activation"
+    non_torch_bytes:    growth outside the allocator while profiling
+    cudagraph_bytes:    what the engine sets aside for CUDA graphs (nothing with the V2 model runner)
+    kv:                 the KV cache's blocks, and the groups of layers that share them
+    imposed:            the pool was given by EngineLimits.num_gpu_blocks instead of predicted
+    """
+
+    requested_bytes: int
+    weights_bytes: int
+    activation_bytes: int
+    non_torch_bytes: int
+    cudagraph_bytes: int
+    kv: KvPlan
+    imposed: bool
+
+    @property
+    def available_bytes(self) -> int:
+        """The engine's "Available KV cache memory"; negative if not even the weights fit."""
+        taken = self.weights_bytes + self.activation_bytes + self.non_torch_bytes + self.cudagraph_bytes
+        return self.requested_bytes - taken
+
+    @property
+    def kv_bytes(self) -> int:
+        """The size of the KV pool in bytes."""
+        return self.num_gpu_blocks * self.kv.block_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Bytes that one token more takes in a long request."""
+        return self.kv.bytes_per_token
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block of attention layers: EngineLimits.block_size, or more where the layers need it."""
+        return self.kv.block_size
+
+    @property
+    def num_gpu_blocks(self) -> int:
+        """Blocks as the engine reports them; the scheduler has one fewer (the null block)."""
+        return self.kv.num_blocks
+
+    @property
+    def usable_blocks(self) -> int:
+        """Blocks the scheduler can hand out."""
+        return self.kv.usable_blocks
+
+    @property
+    def pool_tokens(self) -> int:
+        """`num_gpu_blocks * block_size`, which records call measured_kv_cache_tokens."""
+        return self.num_gpu_blocks * self.block_size
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """The engine's "GPU KV cache size": tokens in requests of max_model_len. (With one group that keeps all tokens
+        it is `pool_tokens`, which the engine rounds down when block_size does not divide max_model_len.)"""
+        simple = len(self.kv.groups) == 1 and self.kv.specs[0].keeps_all
+        return self.pool_tokens if simple else self.kv.tokens
+
+
+def memory_plan(
+    shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits, longest_request: int | None = None
+) -> MemoryPlan:
+    """The memory of one rank, and its KV pool.
+
+    longest_request: prompt + response in tokens; stands in for limits.max_model_len where that is None.
+    Raises ConfigError if tensor_parallel_size does not divide the model, or vLLM cannot keep its caches in this
+    precision; CapacityError if the KV pool holds less than one request of max_model_len (the engine then refuses to
+    start).
+    """
+    plan = _unchecked_plan(shape, precision, gpu, limits, longest_request)
+    tokens = limits.max_model_len or longest_request or 1
+    if not _holds(plan, tokens):
+        raise CapacityError(_does_not_fit(shape, precision, gpu, limits, plan, tokens))
+    return plan
+
+
+def check_pool(plan: MemoryPlan, gpu: Gpu, limits: EngineLimits) -> None:
+    """Raise CapacityError if an imposed KV pool is larger than the GPU's memory.
+
+    Not a part of `memory_plan`: the guard asks what a pool would save that no GPU has.
+    """
+    memory_bytes = MOST_HOST_BYTES if gpu.is_cpu else gpu.memory_bytes
+    if not plan.imposed or plan.weights_bytes + plan.kv_bytes <= memory_bytes:
+        return
+    most = (memory_bytes - plan.weights_bytes) // plan.kv.block_bytes - 1
+    has = f"{memory_bytes / GIB:,.0f} GiB{' at most' if gpu.is_cpu else ''}"
+    raise CapacityError(
+        f"num_gpu_blocks {limits.num_gpu_blocks} is {plan.kv_bytes / GIB:,.0f} GiB of KV cache on each {gpu.product}, "
+        f"which has {has} and holds {plan.weights_bytes / GIB:.0f} GiB of weights; allowed: at most {max(0, most)}, or "
+        "leave num_gpu_blocks out"
+    )
+
+
+def _unchecked_plan(
+    shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits, longest_request: int | None
+) -> MemoryPlan:
+    shape.check_tensor_parallel(limits.tensor_parallel_size)
+    longest = limits.max_model_len or longest_request or shape.max_position_embeddings
+    caches, rules = model_caches(shape, precision, limits, longest, gpu.is_cpu)
+    empty = plan_kv_cache(caches, rules, num_blocks=0)
+    # What the engine runs with, once it knows its layers.
+    limits = replace(limits, max_model_len=longest, block_size=rules.block_size)
+    terms = _cpu_terms(shape, precision) if gpu.is_cpu else _gpu_terms(shape, precision, gpu, limits)
+    plan = MemoryPlan(**terms, kv=empty, imposed=limits.num_gpu_blocks is not None)
+    if limits.num_gpu_blocks is not None:
+        blocks = limits.num_gpu_blocks + 1
+    else:
+        blocks = max(0, plan.available_bytes) // empty.block_bytes
+    return replace(plan, kv=replace(empty, num_blocks=blocks))
+
+
+def _gpu_terms(shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits) -> dict[str, int]:
+    tp = limits.tensor_parallel_size
+    return {
+        "requested_bytes": ceil(gpu.memory_bytes * limits.gpu_memory_utilization),
+        "weights_bytes": loaded_weight_bytes(shape, precision, tp),
+        "activation_bytes": activation_peak_bytes(shape, precision, gpu, limits),
+        "non_torch_bytes": _non_torch_bytes(shape, gpu, tp),
+        "cudagraph_bytes": cudagraph_reserve_bytes(shape, precision, gpu, limits),
+    }
+
+
+def _cpu_terms(shape: ModelShape, precision: Precision) -> dict[str, int]:
+    """Terms of `MemoryPlan` on a CPU. The KV pool has a given size there, so the weights take nothing from it."""
+    weights = shape.weight_bytes(precision)
+    nothing = dict.fromkeys(("activation_bytes", "non_torch_bytes", "cudagraph_bytes"), 0)
+    return {"requested_bytes": weights + CPU_KV_CACHE_GIB * GIB, "weights_bytes": weights} | nothing
+
+
+def _non_torch_bytes(shape: ModelShape, gpu: Gpu, tp: int) -> int:
+    alone = NON_TORCH_BYTES if model_runner(shape, gpu) == "v2" else NON_TORCH_V1_BYTES
+    return alone if tp == 1 else alone + NON_TORCH_PARALLEL_BYTES
+
+
+def _holds(plan: MemoryPlan, tokens: int) -> bool:
+    return plan.usable_blocks >= plan.kv.blocks_of_request(tokens)
+
+
+def _does_not_fit(
+    shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits, plan: MemoryPlan, tokens: int
+) -> str:
+    kv, blocks = plan.kv, plan.kv.blocks_of_request(tokens)
+    if plan.imposed:
+        several = len(kv.groups) > 1
+        many = f"{len(kv.groups)} groups of layers share num_gpu_blocks {limits.num_gpu_blocks}"
+        one = f"num_gpu_blocks {limits.num_gpu_blocks} holds {kv.usable_blocks * kv.block_size} tokens"
+        return (
+            f"{many if several else one}, but one request of {tokens} tokens needs {blocks} blocks"
+            f"{'' if several else f' of {kv.block_size}'}; raise num_gpu_blocks or lower max_model_len"
+        )
+    needed, available = (blocks + 1) * kv.block_bytes, plan.available_bytes
+    return (
+        f"{shape.name} in {precision.name} does not fit {gpu.product} with tensor_parallel_size "
+        f"{limits.tensor_parallel_size}: one request of {tokens} tokens needs {needed / GIB:.2f} GiB of KV cache, "
+        f"available {available / GIB:.2f} GiB ({plan.requested_bytes / GIB:.1f} requested, weights "
+        f"{plan.weights_bytes / GIB:.1f}, activations {plan.activation_bytes / GIB:.1f}, other "
+        f"{(plan.non_torch_bytes + plan.cudagraph_bytes) / GIB:.1f}); try "
+        f"{_ways_out(shape, precision, gpu, limits, plan, tokens)}"
+    )
+
+
+def _ways_out(
+    shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits, plan: MemoryPlan, tokens: int
+) -> str:
+    """The changes that would make the model fit, each tried out by itself."""
+
+    def fits(changed: EngineLimits, wanted: Precision = precision) -> bool:
+        return _holds(_unchecked_plan(shape, wanted, gpu, changed, tokens), tokens)
+
+    layouts = () if gpu.is_cpu else shape.allowed_tensor_parallel()
+    larger = (tp for tp in layouts if tp > limits.tensor_parallel_size)
+    larger = (tp for tp in larger if why_not_shardable(shape, precision, tp) is None)
+    enough = next((tp for tp in larger if fits(replace(limits, tensor_parallel_size=tp))), None)
+    ways = [f"tensor_parallel_size {enough}"] if enough else []
+    if not gpu.is_cpu and fits(replace(limits, gpu_memory_utilization=MOST_UTILIZATION)):
+        ways.append("a higher gpu_memory_utilization")
+    startable = why_not_shardable(shape, FP8_BLOCK, limits.tensor_parallel_size) is None
+    if gpu.has_fp8 and precision.weights == "bf16" and startable and fits(limits, FP8_BLOCK):
+        ways.append("FP8 weights")
+    if plan.available_bytes > 0:
+        ways.append("a smaller max_model_len")
+    return ", ".join(ways) or "a GPU with more memory"

@@ -1,0 +1,41 @@
+"""The engines of profiles/h200_sxm/vllm-0.26.0/families, and the shapes of their models."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fp8plan.model.architecture import ModelShape
+
+ROOT = Path(__file__).parents[2]
+FAMILIES = ROOT / "profiles/h200_sxm/vllm-0.26.0/families"
+CONFIGS = ROOT / "benchmarks/families"
+NATIVE_MXFP4 = (
+    "openai/gpt-oss-20b"  # its config is refused for its experts; the copy with BF16 ones has the same caches
+)
+
+
+@cache
+def folders() -> dict[str, Path]:
+    """Model -> the folder of its config.json."""
+    cells = [cell for name in ("cells", "starts") for cell in json.loads((CONFIGS / f"{name}.json").read_text())]
+    named = {cell["model"]: CONFIGS / cell["config"] for cell in cells if "config" in cell}
+    return named | {NATIVE_MXFP4: CONFIGS / "gpt-oss-20b-bf16"}
+
+
+@cache
+def shape_of(model: str) -> ModelShape:
+    return ModelShape.from_hf(folders()[model])
+
+
+def engines() -> list[dict[str, Any]]:
+    """One record of each engine, by model and precision."""
+    files = (FAMILIES / f"{name}.jsonl" for name in ("rollouts", "engines"))
+    records = [json.loads(line) for file in files for line in file.open()]
+    return list({(record["model"], record["precision"]): record for record in records}.values())
+
+
+def engine_name(record: dict[str, Any]) -> str:
+    return f"{record['model'].partition('/')[2]}-{record['precision']}"

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fp8plan.model.architecture import ModelShape
+from fp8plan.model.hardware import gpu
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.memory import cudagraph_capture_sizes, cudagraph_reserve_bytes
+from fp8plan.model.precision import BF16
+
+GIB = 1 << 30
+H200 = gpu("h200")
+QWEN3_8B = ModelShape.from_hf("Qwen3-8B")
+QWEN3_30B = ModelShape.from_hf("Qwen3-30B-A3B")
+
+
+def test_only_moe_models_reserve_for_cuda_graphs() -> None:
+    # V2 model runner (dense) reserves nothing; public V1 logs with these graphs say 0.5 to 0.8 GiB.
+    limits = EngineLimits(max_num_seqs=256)
+    assert cudagraph_reserve_bytes(QWEN3_8B, BF16, H200, limits) == 0
+    assert 0.5 < cudagraph_reserve_bytes(QWEN3_30B, BF16, H200, limits) / GIB < 0.8
+    assert cudagraph_reserve_bytes(QWEN3_30B, BF16, H200, replace(limits, enforce_eager=True)) == 0
+
+
+def test_capture_sizes_equal_the_list_vllm_logs() -> None:
+    # An engine with max_num_seqs 256 logs this list (vLLM PR 30515) and, of it, "PIECEWISE=51 (largest=512), FULL=35
+    # (largest=256)" (LMCache issue 3430).
+    sizes = cudagraph_capture_sizes(EngineLimits(max_num_seqs=256))
+    assert sizes[:6] == (1, 2, 4, 8, 16, 24)
+    assert sizes[33:37] == (248, 256, 272, 288)
+    assert (len(sizes), sizes[-1]) == (51, 512)
+    assert sum(size <= 256 for size in sizes) == 35
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        (EngineLimits(max_num_seqs=1), (1, 2)),
+        (EngineLimits(max_num_seqs=4), (1, 2, 4, 8)),
+        (EngineLimits(max_num_seqs=16, max_num_batched_tokens=20), (1, 2, 4, 8, 16, 20)),
+        (EngineLimits(max_num_seqs=16, enforce_eager=True), ()),
+    ],
+)
+def test_capture_sizes_at_the_edges(limits: EngineLimits, expected: tuple[int, ...]) -> None:
+    assert cudagraph_capture_sizes(limits) == expected

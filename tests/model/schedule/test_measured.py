@@ -1,0 +1,49 @@
+"""Schedules of new families against the engine steps of an H200: models with windows, latents and recurrent states."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from measured_families import FAMILIES, NATIVE_MXFP4, folders
+
+from fp8plan.model.calibrate.engine_steps import measured_kv, read_traces
+from fp8plan.model.rollout import schedule_with
+from fp8plan.model.validate.records import Record, read_records
+
+
+@cache
+def rollouts() -> list[Record]:
+    """The rollouts, each with the folder of its model in place of its name."""
+    return [
+        replace(record, fields={**record.fields, "model": str(folders()[record.fields["model"]])})
+        for record in read_records(FAMILIES / "rollouts.jsonl")
+    ]
+
+
+@cache
+def traces():
+    return read_traces([FAMILIES / "rollouts.trace.jsonl.gz"])
+
+
+def name_of(record: Record) -> str:
+    return "-".join((record.fields["model"].rpartition("/")[2], record.fields["precision"], record.fields["workload"]))
+
+
+def test_fifty_five_rollouts_were_measured() -> None:
+    assert len(rollouts()) == 55
+    assert sum(folders()[NATIVE_MXFP4].name in record.fields["model"] for record in rollouts()) == 10
+
+
+@pytest.mark.parametrize("record", rollouts(), ids=name_of)
+def test_steps_hits_and_blocks_are_the_engines(record: Record) -> None:
+    """The engine may take a step more: its first one has only the requests that have arrived."""
+    kv, fields, trace = measured_kv(record), record.fields, traces()[record.fields["key"]]
+    plan = schedule_with(record.batch, kv, record.limits, longest_run=1)
+    assert 0 <= fields["steps_with_output"] - int((plan.sampled_requests > 0).sum()) <= 1
+    assert plan.num_preemptions == fields["preemptions"] == 0
+    assert plan.cached_tokens.sum() == fields["prefix_cache_hits"]
+    used = np.array(trace["kv_usage"]) * kv.usable_blocks
+    assert plan.used_blocks.max() == pytest.approx(used.max(), rel=0.02)
