@@ -58,8 +58,9 @@ def test_held_out_heads_are_measured_and_differ_from_those_to_fit() -> None:
 
 
 def test_heads_are_those_of_the_model() -> None:
-    shape = ModelShape.from_hf("Qwen/Qwen3-8B")
-    assert grid.heads_of("Qwen/Qwen3-8B")["kv_heads"] == shape.num_key_value_heads
+    qkv = next(x for x in ModelShape.from_hf("Qwen/Qwen3-8B").linears() if x.name == "qkv_proj")
+    heads = grid.heads_of("Qwen/Qwen3-8B")
+    assert qkv.parts == (heads["heads"] * heads["head_dim"], *2 * (heads["kv_heads"] * heads["head_dim"],))
 
 
 def test_a_cut_leaves_even_coverage() -> None:

@@ -404,7 +404,7 @@ def test_every_core_shape_is_measured_at_every_row_count_in_both_precisions() ->
         assert rows["gemm.bf16", n, k] >= set(gemm_grid.ROWS)
         assert rows["linear.fp8_block", n, k] == set(gemm_grid.ROWS)
     for n, k in gemm_grid.linears():
-        assert len(rows["gemm.bf16", n, k]) >= 5
+        assert len(rows["gemm.bf16", n, k]) >= 3
     for n, k in gemm_grid.lm_heads():
         assert max(rows["gemm.bf16", n, k]) <= 1024
 

@@ -31,7 +31,7 @@ PREFILL = (1024, 2048, 4096, 8192, 16384)
 ROWS = DECODE + PREFILL
 FEW_ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
 LOGITS_ROWS = (1, 4, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)  # lm_head: one row for each sampled token
-STRIDE = 10  # of ROWS, for layers that are not in CORE
+STRIDE = 8  # of ROWS, for layers that are not in CORE
 
 Weight = tuple[int, int]  # n, k
 Key = tuple[str, int, int, int]  # kernel, m, n, k
@@ -69,7 +69,7 @@ def _full() -> Iterator[Key]:
     for i, weight in enumerate(linears()):
         yield from _linears("gemm.bf16", ROWS[i % STRIDE :: STRIDE], [weight])
     for i, weight in enumerate(lm_heads()):
-        yield from _linears("gemm.bf16", LOGITS_ROWS[i % 2 :: 2], [weight])
+        yield from _linears("gemm.bf16", LOGITS_ROWS[i % 3 :: 3], [weight])
 
 
 def _linears(kernel: str, rows: Iterable[int], weights: Iterable[Weight]) -> Iterator[Key]:
