@@ -200,7 +200,7 @@ def models_command(as_json: Annotated[bool, typer.Option("--json")] = False) -> 
 
     shapes = [ModelShape.from_hf(name) for name in bundled_models()]
     if as_json:
-        from fp8plan.model.architecture.uniform import sizes_of
+        from fp8plan.model.architecture.sizes import sizes_of
 
         print(json.dumps([sizes_of(shape) for shape in shapes], indent=2))
     else:

@@ -71,20 +71,6 @@ class Attention:
             return (Cache("chunked", per_token, self.chunk),)
         return (Cache("sliding", per_token, self.window),) if self.window else (Cache("full", per_token),)
 
-    def unpriced(self) -> tuple[str, ...]:
-        names = {
-            f"sliding-window attention (window {self.window})": bool(self.window),
-            f"chunked attention (chunk {self.chunk})": bool(self.chunk),
-            "gated attention": self.gated,
-            "attention sinks": self.sinks,
-            "soft-capped attention logits": self.softcap,
-            "layers that share another layer's KV cache": self.shares_kv,
-            "attention whose values are its keys": self.k_is_v,
-            "values of another width than the keys": self.value_dim != self.head_dim,
-            "a norm over all query heads together": self.qk_norm == "width",
-        }
-        return tuple(name for name, has in names.items() if has)
-
     def _norm_elements(self) -> int:
         """Elements of the norms of queries and keys. A norm over all heads is counted whole on every rank, as olmoe.py
         keeps it; minimax_m2.py and commandr.py cut it, which is a few kilobytes less."""
@@ -155,10 +141,6 @@ class LatentAttention:
         DeepSeek-V3). Sparse attention in FP8 packs a token into 656 bytes, scales included (fp8_ds_mla)."""
         index = self.indexer.head_dim + self.indexer.head_dim // INDEX_BLOCK * 4 if self.indexer else 0
         return (Cache("latent", self.kv_lora_rank + self.qk_rope_head_dim, index_bytes_per_token=index),)
-
-    def unpriced(self) -> tuple[str, ...]:
-        sparse = ("sparse attention (token indexer)",) if self.indexer or self.shares_index else ()
-        return ("multi-head latent attention (MLA)", *sparse)
 
     def _index_linears(self, hidden: int) -> tuple[Linear, ...]:
         if self.indexer is None:

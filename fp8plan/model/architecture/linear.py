@@ -64,9 +64,6 @@ class Part(Protocol):
     def cuts(self) -> tuple[Size, ...]:
         """The sizes that tensor parallelism must divide."""
 
-    def unpriced(self) -> tuple[str, ...]:
-        """Names of what has a speed that the cost model does not know."""
-
 
 def column(name: str, n: int, k: int, *, quantised: bool = True) -> Linear:
     """A matrix whose outputs stay where they are: cut by rows, or a copy on every rank."""

@@ -30,13 +30,6 @@ class Mlp:
     def cuts(self) -> tuple[Size, ...]:
         return (Size("MLP channels", self.inner),)
 
-    def unpriced(self) -> tuple[str, ...]:
-        names = {
-            "MLPs of two matrices, without a gate": not self.gated,
-            "biases in the MLP (mlp_bias)": self.bias,
-        }
-        return tuple(name for name, has in names.items() if has)
-
 
 @dataclass(frozen=True, slots=True)
 class Experts:
@@ -51,7 +44,6 @@ class Experts:
     num_experts: int
     experts_per_token: int
     intermediate_size: int
-    layers: int = 1  # how many layers of a model have them; 1 in a Layer
     shared_intermediate_size: int = 0  # of all shared experts together
     shared_gate: bool = False  # a gate of one output weighs the shared experts (Qwen)
     gated: bool = True
@@ -94,11 +86,3 @@ class Experts:
     def cuts(self) -> tuple[Size, ...]:
         shared = (Size("channels of its shared experts", self.shared_intermediate_size),)
         return (Size("channels of an expert", self.intermediate_size), *(shared if shared[0].size else ()))
-
-    def unpriced(self) -> tuple[str, ...]:
-        names = {
-            "experts of two matrices, without a gate": not self.gated,
-            "biases of the experts": self.bias or self.shared_bias,
-            "learned scales of the router": self.router_scales,
-        }
-        return tuple(name for name, has in names.items() if has)

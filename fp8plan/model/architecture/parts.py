@@ -62,17 +62,6 @@ class Layer:
         """Elements beside the parts': those of the norms."""
         return self.norms * self.norm_vectors * hidden + self.scalars
 
-    def unpriced(self) -> tuple[str, ...]:
-        """Names of what has a speed that the cost model does not know."""
-        names = {
-            "parts that run in parallel in one layer": bool(self.parallel),
-            "layers of one part only": self.mixer is None or self.mlp is None,
-            f"{self.norms} norm{'s' * (self.norms != 1)} in a layer": self.norms != 2,
-            "LayerNorm": self.norm_vectors != 1,
-        }
-        own = (name for part in parts(self) for name in part.unpriced())
-        return tuple(dict.fromkeys((*own, *(name for name, has in names.items() if has))))
-
 
 def parts(layer: Layer) -> Iterator[Mixer | Mlp | Experts]:
     """All parts of a layer."""

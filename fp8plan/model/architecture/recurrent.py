@@ -63,9 +63,6 @@ class DeltaNet:
         recurrent = self.value_heads // tp * self.value_dim * self.key_dim
         return _state(self.conv_width // tp, self.conv_kernel, recurrent, self.state_element_bytes)
 
-    def unpriced(self) -> tuple[str, ...]:
-        return ("linear attention layers (gated delta net)",)
-
 
 @dataclass(frozen=True, slots=True)
 class KimiDelta:
@@ -100,9 +97,6 @@ class KimiDelta:
     def caches(self, tp: int = 1) -> tuple[Cache, ...]:
         heads = self.heads // tp
         return _state(3 * heads * self.head_dim, self.conv_kernel, heads * self.head_dim**2, FP32_BYTES)
-
-    def unpriced(self) -> tuple[str, ...]:
-        return ("linear attention layers (Kimi delta attention)",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +139,6 @@ class Mamba2:
         recurrent = self.heads // tp * self.head_dim * self.state_size
         return _state(self._conv_width(tp), self.conv_kernel, recurrent, self.state_element_bytes)
 
-    def unpriced(self) -> tuple[str, ...]:
-        return ("state-space layers (Mamba 2)",)
-
     def _conv_width(self, tp: int) -> int:
         """Channels of one rank's convolution (extra_groups_for_head_shards)."""
         groups = self.groups if self.groups % tp == 0 else tp
@@ -178,6 +169,3 @@ class ShortConv:
 
     def caches(self, tp: int = 1) -> tuple[Cache, ...]:
         return _state(self.width // tp, self.kernel, 0, BF16_BYTES)
-
-    def unpriced(self) -> tuple[str, ...]:
-        return ("short convolutions",)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture.parts import (
-    Attention,
     Cache,
     Experts,
     LatentAttention,
@@ -165,28 +164,6 @@ class ModelShape:
         elements = sum(cache.elements_per_token for cache in caches)
         return elements * precision.kv_element_bytes + sum(cache.index_bytes_per_token for cache in caches)
 
-    @cached_property
-    def unpriced(self) -> tuple[str, ...]:
-        """Names of the parts whose speed is not modelled; () for full attention with dense MLPs or experts."""
-        names = [name for layer in dict.fromkeys(self.layers) for name in layer.unpriced()]
-        if self.logit_softcap:
-            names.append("soft-capped logits")
-        if self.lm_head_bias:
-            names.append("a bias of lm_head")
-        if not names and len(self.parts_of(Attention)) != 1:
-            names.append("attention layers of different sizes")
-        if not names and (len(self.parts_of(Experts)) > 1 or len(self.parts_of(Mlp)) > 1):
-            names.append("MLPs of different sizes")
-        return tuple(dict.fromkeys(names))
-
-    def check_priced(self) -> None:
-        """Raise ConfigError, naming the parts, if the model has some whose speed is not modelled."""
-        if names := self.unpriced:
-            raise ConfigError(
-                f"{self.name}: the speed of {' and '.join(names)} is not modelled yet. It is for full attention with "
-                "dense MLPs or experts, such as Qwen/Qwen3-8B. RolloutEngine.from_setup runs this model without a plan"
-            )
-
     # Limits
 
     def allowed_tensor_parallel(self, largest: int = 64) -> tuple[int, ...]:
@@ -210,50 +187,6 @@ class ModelShape:
                 f"{self.max_position_embeddings} (max_position_embeddings); shorten the workload, or give a folder "
                 "whose config.json has the longer context you trained for"
             )
-
-    # Sizes of a model whose layers all have full attention, dense MLPs or experts, and each kind one size
-
-    @cached_property
-    def attention(self) -> Attention:
-        """The attention of every layer. Raises ConfigError, naming the parts, for a model that has others."""
-        self.check_priced()
-        return self.parts_of(Attention)[0][0]
-
-    @property
-    def num_attention_heads(self) -> int:
-        return self.attention.heads
-
-    @property
-    def num_key_value_heads(self) -> int:
-        return self.attention.kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.attention.head_dim
-
-    @property
-    def qk_norm(self) -> bool:
-        return self.attention.qk_norm != "none"
-
-    @property
-    def attention_bias(self) -> bool:
-        """Whether q, k and v have biases."""
-        return self.attention.qkv_bias
-
-    @cached_property
-    def intermediate_size(self) -> int:
-        """Inner width of the dense layers; 0 where all layers have experts."""
-        self.check_priced()
-        dense = self.parts_of(Mlp)
-        return dense[0][0].inner if dense else 0
-
-    @cached_property
-    def experts(self) -> Experts | None:
-        """The experts of the layers that have them, with the number of these layers."""
-        found = self.parts_of(Experts)
-        if len(found) > 1:
-            self.check_priced()
-        return replace(found[0][0], layers=found[0][1]) if found else None
 
     def _own_vectors(self, tp: int, vocabulary: int) -> int:
         """Elements on one rank of norms, and of the bias of lm_head."""

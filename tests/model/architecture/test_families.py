@@ -11,6 +11,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.families import FAMILIES, REFUSED, WRAPPERS
 from fp8plan.model.architecture.parts import Attention, Experts, LatentAttention, mixers
+from fp8plan.model.configs import find_config
 
 WRAPPED = [name for name in WRAPPERS if name not in ("gemma3n", "gemma4", "mistral3")]
 READ = [*FAMILIES, *WRAPPED]
@@ -82,6 +83,21 @@ def test_a_family_has_the_elements_of_its_model(name: str) -> None:
         pytest.skip("transformers builds it inside of its wrapper only, which is tested")
     config = config_of(name, {})
     assert shape_of(config, name).num_parameters == elements_of(config)
+
+
+BUNDLED = (
+    *("deepseek-ai/DeepSeek-V2-Lite", "google/gemma-3-12b-it", "zai-org/GLM-4.5-Air", "nvidia/Nemotron-H-8B-Base-8K"),
+    *("ibm-granite/granite-4.0-h-tiny", "allenai/Olmo-3-1025-7B", "Qwen/Qwen3-Next-80B-A3B-Instruct"),
+    *("Qwen/Qwen3.5-9B", "ByteDance-Seed/Seed-OSS-36B-Instruct", "fp8plan/gpt-oss-20b-bf16"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUNDLED)
+def test_a_bundled_model_has_the_elements_of_transformers_model(name: str) -> None:
+    fields = {key: value for key, value in find_config(name)[0].items() if not key.startswith("_")}
+    config = config_of(fields.pop("model_type"), fields)
+    assert ModelShape.from_hf(name).num_parameters == elements_of(config)
 
 
 @pytest.mark.slow

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from uniform_models import resized
 
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.architecture.uniform import resized
+from fp8plan.model.architecture.parts import Attention, Mlp
 from fp8plan.model.cost.base import QUANTITIES, Cost, StepBatch, norm8
 from fp8plan.model.cost.bounds import bytes_bound, flops_bound
 from fp8plan.model.cost.collective import all_reduce_cost, with_network
@@ -384,11 +385,12 @@ def _elapsed(call: object) -> float:
 
 def test_small_kernels_of_a_rank_of_two_are_those_of_half_the_model() -> None:
     shape = ModelShape.from_hf(QWEN)
+    ((attention, _),), ((mlp, _),) = shape.parts_of(Attention), shape.parts_of(Mlp)
     half = resized(
         shape,
-        num_attention_heads=shape.num_attention_heads // 2,
-        num_key_value_heads=shape.num_key_value_heads // 2,
-        intermediate_size=shape.intermediate_size // 2,
+        num_attention_heads=attention.heads // 2,
+        num_key_value_heads=attention.kv_heads // 2,
+        intermediate_size=mlp.inner // 2,
     )
     m, card = np.array([1, 700]), gpu("h200")
     profile = datasheet_profile(card)

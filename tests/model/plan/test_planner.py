@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from uniform_models import resized
 
 import fp8plan
 from fp8plan.errors import CapacityError, ConfigError, ProfileError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import ShortConv
-from fp8plan.model.architecture.uniform import resized
 from fp8plan.model.hardware import gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan import evaluate

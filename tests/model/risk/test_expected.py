@@ -13,10 +13,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from uniform_models import uniform
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, ModelShape
-from fp8plan.model.architecture.uniform import uniform
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, FP8_KV, PRESETS, Precision
 from fp8plan.model.risk.expected import MismatchRisk, RiskBudget, committed_fit, mismatch_risk, recommended_thresholds
 from fp8plan.model.risk.fit import FIT, OBSERVATIONS, compared_kl, fit, leave_one_source_out, read_observations
@@ -37,7 +37,7 @@ def shape(layers: int = 36, moe: bool = False, qk_norm: bool = True, attention_b
         name="test", model_type="qwen3", num_layers=layers, hidden_size=4096, num_attention_heads=32,
         num_key_value_heads=8, head_dim=128, intermediate_size=12288, vocab_size=151936, tie_word_embeddings=False,
         qk_norm=qk_norm, attention_bias=attention_bias, max_position_embeddings=40960,
-        experts=Experts(128, 8, 768, layers) if moe else None, source="test",
+        experts=Experts(128, 8, 768) if moe else None, source="test",
     )  # fmt: skip
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from family_configs import config_of, shape_of
+from uniform_models import uniform
 
 from fp8plan.model.architecture import ModelShape, bundled_models
 from fp8plan.model.architecture.parts import Attention, LatentAttention
-from fp8plan.model.architecture.uniform import uniform
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, FP8_KV, PRESETS
 from fp8plan.model.risk.expected import mismatch_risk
 from fp8plan.model.risk.fit import read_observations

@@ -41,7 +41,7 @@ def test_padded_rows_agree_with_random_loads() -> None:
 
 @given(st.integers(1, 512), st.data())
 def test_one_token_reads_k_experts_and_many_read_all(num_experts: int, data: st.DataObject) -> None:
-    e = Experts(num_experts, data.draw(st.integers(1, num_experts)), 768, 1)
+    e = Experts(num_experts, data.draw(st.integers(1, num_experts)), 768)
     hit = distinct_experts(np.array([1, 2, 100_000]), e)
     assert hit[0] == pytest.approx(e.experts_per_token)
     assert hit[0] <= hit[1] <= hit[2]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, Final
 
 from fp8plan.model.architecture.parts import Attention, Experts, Layer, Mlp
 from fp8plan.model.architecture.shape import ModelShape
 
-# The sizes of a uniform model, by the names that ModelShape has for them -> the field of its part.
+# The sizes of attention, by the names of a config.json -> the field of its part.
 ATTENTION: Final = {"num_attention_heads": "heads", "num_key_value_heads": "kv_heads", "head_dim": "head_dim"}
 
 
@@ -24,12 +24,13 @@ def uniform(
     qk_norm: bool = False,
     attention_bias: bool = False,
     experts: Experts | None = None,
+    sparse_layers: int | None = None,
     name: str = "a model of equal layers",
     **fields: Any,
 ) -> ModelShape:
     """A model of equal layers of full attention. A size that is not given is 1.
 
-    experts: those of the last `experts.layers` layers
+    experts: those of the last `sparse_layers` layers; None: of all
     fields:  further fields of ModelShape
     """
     attention = Attention(
@@ -39,10 +40,10 @@ def uniform(
         qkv_bias=attention_bias,
         qk_norm="head" if qk_norm else "none",
     )
-    sparse = min(experts.layers, num_layers) if experts else 0
+    sparse = (num_layers if sparse_layers is None else sparse_layers) if experts else 0
     layers = (Layer(attention, Mlp(intermediate_size)),) * (num_layers - sparse)
     if experts:
-        layers += (Layer(attention, replace(experts, layers=1)),) * sparse
+        layers += (Layer(attention, experts),) * sparse
     plain: dict[str, Any] = {
         "model_type": name,
         "tie_word_embeddings": False,
@@ -72,26 +73,8 @@ def resized(
         if isinstance(mlp, Mlp) and inner is not None:
             mlp = replace(mlp, inner=inner)
         if isinstance(mlp, Experts) and experts is not None:
-            mlp = replace(experts, layers=1)
+            mlp = experts
         return replace(layer, mixer=mixer, mlp=mlp)
 
     number = shape.num_layers if num_layers is None else num_layers
     return replace(shape, layers=tuple(changed(shape.layers[min(i, shape.num_layers - 1)]) for i in range(number)))
-
-
-def sizes_of(shape: ModelShape) -> dict[str, Any]:
-    """The sizes of a model by their names, those of attention and MLP only if it has one of each, and its parts."""
-    mixers = [part for part, _ in shape.counted if not isinstance(part, Mlp | Experts)]
-    dense, experts = shape.parts_of(Mlp), shape.parts_of(Experts)
-    sizes: dict[str, Any] = {"name": shape.name, "model_type": shape.model_type, "num_layers": shape.num_layers}
-    sizes["hidden_size"] = shape.hidden_size
-    if len(mixers) == 1 and isinstance(mixers[0], Attention) and len(dense) <= 1 >= len(experts):
-        attention = mixers[0]
-        sizes |= {name: getattr(attention, field) for name, field in ATTENTION.items()}
-        sizes["intermediate_size"] = dense[0][0].inner if dense else 0
-        sizes |= {"qk_norm": attention.qk_norm != "none", "attention_bias": attention.qkv_bias}
-    names = ("vocab_size", "tie_word_embeddings", "max_position_embeddings", "source", "num_parameters")
-    sizes |= {name: getattr(shape, name) for name in names}
-    sizes["experts"] = asdict(experts[0][0]) | {"layers": experts[0][1]} if len(experts) == 1 else None
-    sizes["parts"] = [{"part": type(part).__name__} | asdict(part) | {"layers": n} for part, n in shape.counted]
-    return sizes
