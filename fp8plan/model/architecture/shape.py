@@ -88,6 +88,11 @@ class ModelShape:
         """The distinct parts of a kind and how often they occur."""
         return [(part, number) for part, number in self.counted if isinstance(part, kind)]
 
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether some layers keep a state for each request."""
+        return any(cache.kind == "state" for cache in self.caches())
+
     @cached_property
     def num_parameters(self) -> int:
         """The exact number of elements in a checkpoint; tied embeddings count once."""

@@ -66,7 +66,7 @@ def plan(
 
     model:          a ModelShape, a hub id, or a folder with config.json
     gpu:            a Gpu or its name; "auto" asks the driver
-    limits:         of each engine; None: vLLM's own defaults for this GPU
+    limits:         of each engine; None: vLLM's own defaults for this GPU and model
     gpus:           GPUs in all; every tensor-parallel size that divides them, a node and the model is tried, the rest
                     are replicas. None: the layout in `limits` only
     gpus_per_node:  GPUs that reach each other without the network; None: what is usual for this GPU
@@ -116,7 +116,7 @@ def predict(
     card = card if gpus_per_node is None else replace(card, gpus_per_node=gpus_per_node)
     batch = workload.batch()
     longest = workload.prompt_lengths.longest + workload.response_lengths.longest
-    limits = (limits or EngineLimits.for_gpu(card)).holding(longest)
+    limits = (limits or EngineLimits.for_gpu(card, shape.is_recurrent)).holding(longest)
     shape.check_max_model_len(limits.max_model_len or longest)
     budget = budget or RiskBudget()
     used, warnings = (profile, []) if profile else load_profile(card, engine_version, strict)
