@@ -96,6 +96,6 @@ class EngineSetup:
         times its block_size, which may be larger than that of `limits`."""
         return pool_tokens // self.kv_plan(0).block_size
 
-    def step_model(self, profile: Profile) -> StepModel:
-        """The cost model of one replica's steps."""
-        return StepModel(self.shape, self.gpu, self.precision, self.limits, profile)
+    def step_model(self, profile: Profile, experts_hit: int | None = None) -> StepModel:
+        """The cost model of one replica's steps. experts_hit: as in StepModel"""
+        return StepModel(self.shape, self.gpu, self.precision, self.limits, profile, experts_hit)

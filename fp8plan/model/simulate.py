@@ -36,16 +36,18 @@ def simulate(
     *,
     memory: MemoryPlan | None = None,
     known: Sequence[Schedule] | None = None,
+    experts_hit: int | None = None,
 ) -> Simulated:
     """Simulate the rollout of `batch` on an engine.
 
     memory: the engine's memory, if it is already known
     known:  schedules of the same batch with another KV pool; each is reused if it also holds for this pool
+    experts_hit: as in StepModel
 
     Raises ConfigError for a model that is not modelled, CapacityError for one that does not fit, and ProfileError for a
     kernel that was never measured.
     """
     found = memory or setup.memory(batch.longest)
-    model = setup.step_model(profile)
+    model = setup.step_model(profile, experts_hit)
     planned = schedules(batch.split(setup.limits.data_parallel_size), found.kv, setup.limits, known)
     return Simulated(model, found, planned, rollout(planned, model))

@@ -8,7 +8,7 @@ schedule by the number of tokens given so far, which both the trace and the sche
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,8 @@ class Windows:
 
     def cost(self, profile: Profile) -> Cost:
         """Predicted seconds of each window with their partials, shape (windows,)."""
-        model = self.record.setup.step_model(profile)
-        steps = replace(model, experts_hit=self.record.fields.get("experts_hit")).cost(self.batch)
+        model = self.record.setup.step_model(profile, self.record.fields.get("experts_hit"))
+        steps = model.cost(self.batch)
         partials = {name: self.weights @ partial for name, partial in steps.partials.items()}
         prompts, first = self.record.batch.prompts, np.eye(1, self.seconds.size)[0]
         start = start_cost(prompts.size, int(prompts.sum()), profile).scaled(first)

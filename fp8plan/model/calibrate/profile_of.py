@@ -30,7 +30,7 @@ from fp8plan.model.cost.base import QUANTITIES, Array, Cost, together
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.profile.library import RARE_PARTS, datasheet_profile, without_rare_parts
 from fp8plan.model.profile.profile import Profile
-from fp8plan.model.validate.records import Record, read_records
+from fp8plan.model.validate.records import read_records
 
 STEPS = "engine steps"
 # sd of one cell between cards of one GPU model: Qwen3-8B, 8 requests, on four H200s: 2.96, 2.97, 3.06 and 3.05 s
@@ -88,7 +88,7 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
         before, fitted = _median(x.errors(prior)), _median(x.errors(found.profile))
         number, worst = never.get(x.kernel, np.zeros(0)).size, float(np.max(np.abs(np.expm1(elsewhere))))
         errors.append(KernelError(x.kernel, x.seconds.size, number, before, fitted, _median(elsewhere), worst))
-    rare = step_windows(folder / "families", readable=True)
+    rare = step_windows(folder / "families")
     profile = replace(
         with_rare_parts(found.profile, rare, sheet) if rare else found.profile,
         kind="calibrated",
@@ -163,22 +163,13 @@ def _check_same(steps: Sequence[Windows], card: Gpu, engine_version: str) -> Non
             )
 
 
-def step_windows(folder: Path, readable: bool = False) -> list[Windows]:
-    """The windows of every rollout in `folder` that has a trace. readable: leave out models that cannot be planned"""
+def step_windows(folder: Path) -> list[Windows]:
+    """The windows of every rollout in `folder` that has a trace."""
     if not (folder / "rollouts.jsonl").is_file():
         return []
     traces = read_traces(sorted(folder.glob("*.trace.jsonl.gz")))
-    records = [x for x in read_records(folder / "rollouts.jsonl") if x.fields.get("key") in traces]
-    if readable:
-        records = [x for x in records if _is_read(x)]
-    return [windows(x, traces[x.fields["key"]]) for x in records]
-
-
-def _is_read(record: Record) -> bool:
-    try:
-        return record.setup.shape.num_layers > 0
-    except ConfigError:
-        return False
+    records = read_records(folder / "rollouts.jsonl")
+    return [windows(x, traces[x.fields["key"]]) for x in records if x.fields.get("key") in traces]
 
 
 def observe_steps(steps: Sequence[Windows]) -> Observations:

@@ -69,7 +69,7 @@ def simulated(record: Record, profile: Profile) -> Simulated:
     setup = record.setup
     if reason := setup.gpu.why_not(setup.precision):
         raise ConfigError(f"{setup.precision.name} was recorded: {reason}; correct the record's gpu or precision")
-    return simulate(setup, record.batch, profile)
+    return simulate(setup, record.batch, profile, experts_hit=record.fields.get("experts_hit"))
 
 
 def _compare(record: Record, strict: bool, warnings: dict[str, None]) -> dict[str, Any]:
