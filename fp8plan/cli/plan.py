@@ -71,7 +71,9 @@ def plan_command(
         int | None,
         typer.Option(help="impose the KV pool", show_default="what the memory holds", rich_help_panel=ENGINE),
     ] = None,
-    prefix_caching: Annotated[bool, typer.Option(rich_help_panel=ENGINE)] = True,
+    prefix_caching: Annotated[
+        bool | None, typer.Option("--prefix-caching/--no-prefix-caching", show_default=VLLM_S, rich_help_panel=ENGINE)
+    ] = None,
     async_scheduling: Annotated[bool, typer.Option(rich_help_panel=ENGINE)] = True,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", rich_help_panel=ENGINE)] = False,
     engine_version: Annotated[str, typer.Option(help="of vLLM", rich_help_panel=ENGINE)] = "0.26.0",
@@ -148,9 +150,9 @@ def plan_command(
         raise ConfigError(f"--sync-gb-per-s is {sync_gb_per_s!r}; allowed: a number above 0")
     if gpus is not None and (tensor_parallel_size, data_parallel_size) != (1, 1):
         raise ConfigError("both --gpus and a layout are given; give --gpus, or the two parallel sizes")
+    shape = ModelShape.from_hf(model)
     limits = replace(
-        EngineLimits.for_gpu(card),
-        enable_prefix_caching=prefix_caching,
+        EngineLimits.for_gpu(card, shape.recurrent),
         async_scheduling=async_scheduling,
         enforce_eager=enforce_eager,
         tensor_parallel_size=tensor_parallel_size,
@@ -162,6 +164,7 @@ def plan_command(
             max_num_batched_tokens=max_num_batched_tokens,
             block_size=block_size,
             num_gpu_blocks=num_gpu_blocks,
+            enable_prefix_caching=prefix_caching,
         ),
     )
     trainer = given(
@@ -172,7 +175,6 @@ def plan_command(
         sync_bandwidth=None if sync_gb_per_s is None else sync_gb_per_s * 1e9,
     )
     scales = kv_scales or ("unit" if wanted else "calibrated")
-    shape = ModelShape.from_hf(model)
     prompt_tokens, response_tokens, notes = parse_both_lengths(prompt_lengths, response_lengths)
     prediction = predict(
         shape,

@@ -46,11 +46,16 @@ class EngineLimits:
     num_gpu_blocks: int | None = None
 
     @classmethod
-    def for_gpu(cls, gpu: Gpu) -> EngineLimits:
+    def for_gpu(cls, gpu: Gpu, recurrent: bool = False) -> EngineLimits:
         """vLLM's defaults for an offline `LLM` on this GPU (get_batch_defaults in vllm/engine/arg_utils.py); on a CPU
-        those of vllm/platforms/cpu.py, and as in `on`."""
+        those of vllm/platforms/cpu.py, and as in `on`.
+
+        recurrent: the model has layers that keep a state, for which vLLM leaves prefix caching off
+        """
+        caching = not recurrent
         if gpu.is_cpu:
             return cls(
+                enable_prefix_caching=caching,
                 max_num_seqs=256,
                 max_num_batched_tokens=4096,
                 block_size=128,
@@ -58,7 +63,9 @@ class EngineLimits:
                 enforce_eager=True,
             )
         large = gpu.memory_bytes >= 70 << 30 and not gpu.name.startswith("a100")
-        return cls() if large else cls(max_num_seqs=256, max_num_batched_tokens=8192)
+        if large:
+            return cls(enable_prefix_caching=caching)
+        return cls(enable_prefix_caching=caching, max_num_seqs=256, max_num_batched_tokens=8192)
 
     def __post_init__(self) -> None:
         share = self.gpu_memory_utilization

@@ -12,9 +12,8 @@ from fp8plan.model.architecture import ModelShape
 ROOT = Path(__file__).parents[2]
 FAMILIES = ROOT / "profiles/h200_sxm/vllm-0.26.0/families"
 CONFIGS = ROOT / "benchmarks/families"
-NATIVE_MXFP4 = (
-    "openai/gpt-oss-20b"  # its config is refused for its experts; the copy with BF16 ones has the same caches
-)
+# Its config is refused for its experts. The copy with BF16 ones has the same caches.
+NATIVE_MXFP4 = "openai/gpt-oss-20b"
 
 
 @cache

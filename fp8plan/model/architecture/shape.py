@@ -134,6 +134,11 @@ class ModelShape:
         tp = tensor_parallel_size
         return tuple(cache for layer in self.layers for mixer in mixers(layer) for cache in mixer.caches(tp))
 
+    @cached_property
+    def recurrent(self) -> bool:
+        """Whether some layers keep a state in place of keys and values; vLLM's is_hybrid, or is_attention_free."""
+        return any(cache.kind == "state" for cache in self.caches())
+
     @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding and of lm_head in vLLM, over all ranks."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from fp8plan.errors import CapacityError, ConfigError, Fp8PlanError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import Gpu
+from fp8plan.model.kv_cache.layers import why_not_kept
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import MemoryPlan, check_pool
 from fp8plan.model.precision import PRESETS, Precision
@@ -109,6 +110,8 @@ def _placed(setup: EngineSetup, requests: int, target: str, explicit: bool) -> C
     if reason := setup.gpu.why_not(setup.precision):
         if explicit:
             raise ConfigError(f"{setup.precision.name} was asked for: {reason}; use bf16, or another GPU")
+        return Candidate(setup, reason)
+    if not setup.gpu.is_cpu and (reason := why_not_kept(setup.shape, setup.precision)):
         return Candidate(setup, reason)
     size = setup.limits.tensor_parallel_size
     if reason := _idle(setup.limits, requests) or why_not_shardable(setup.shape, setup.precision, size, target):
