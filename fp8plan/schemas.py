@@ -46,7 +46,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
 
     kv_cache_tokens: null: vLLM's own pool; a number: imposed
     measured_kv_cache_tokens: blocks of the engine's pool times its block_size, which vLLM enlarges for some models
-    num_gpu_blocks:  blocks of the engine's pool
+    num_gpu_blocks:  blocks of the engine's pool, the null block among them
     prompt_lengths, response_lengths: tokens of each response
     prompt_ids:      which responses share a prompt; null: none do
     seconds:         wall time; null in the record of a training step that had no rollout

@@ -157,7 +157,7 @@ def plan_command(
         raise ConfigError("both --gpus and a layout are given; give --gpus, or the two parallel sizes")
     shape = ModelShape.from_hf(model)
     limits = replace(
-        EngineLimits.for_gpu(card, shape.is_recurrent),
+        EngineLimits.for_gpu(card, shape.recurrent),
         async_scheduling=async_scheduling,
         enforce_eager=enforce_eager,
         tensor_parallel_size=tensor_parallel_size,

@@ -14,6 +14,5 @@ V2_WITH_EXPERTS: Final = ("deepseek_v2", "granitemoe", "qwen2_moe")
 def model_runner(shape: ModelShape, gpu: Gpu) -> Literal["v1", "v2"]:
     """The model runner of vLLM 0.26 (VllmConfig._is_default_v2_model_runner_model): V2 on a GPU for models without
     recurrent layers that are dense or among `V2_WITH_EXPERTS`."""
-    recurrent = any(cache.kind == "state" for cache in shape.caches())
     sparse = bool(shape.parts_of(Experts)) and shape.model_type not in V2_WITH_EXPERTS
-    return "v1" if gpu.is_cpu or recurrent or sparse else "v2"
+    return "v1" if gpu.is_cpu or shape.recurrent or sparse else "v2"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +10,17 @@ from fp8plan.model.architecture import ModelShape
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = ROOT / "profiles/h200_sxm/vllm-0.26.0/families"
-CONFIGS = ROOT / "benchmarks/families"
-NATIVE_MXFP4 = (
-    "openai/gpt-oss-20b"  # its config is refused for its experts; the copy with BF16 ones has the same caches
-)
+# Its config is refused for its experts. The copy with BF16 ones has the same caches.
+NATIVE_MXFP4 = "openai/gpt-oss-20b"
 
 
-@cache
-def folders() -> dict[str, Path]:
-    """Model -> the folder of its config.json."""
-    cells = [cell for name in ("cells", "starts") for cell in json.loads((CONFIGS / f"{name}.json").read_text())]
-    named = {cell["model"]: CONFIGS / cell["config"] for cell in cells if "config" in cell}
-    return named | {NATIVE_MXFP4: CONFIGS / "gpt-oss-20b-bf16"}
-
-
-@cache
 def shape_of(model: str) -> ModelShape:
-    return ModelShape.from_hf(folders()[model])
+    return ModelShape.from_hf("fp8plan/gpt-oss-20b-bf16" if model == NATIVE_MXFP4 else model)
 
 
 def engines() -> list[dict[str, Any]]:
     """One record of each engine, by model and precision."""
-    files = (FAMILIES / f"{name}.jsonl" for name in ("rollouts", "engines"))
+    files = (FAMILIES / f"{name}.jsonl" for name in ("rollouts", "biased_routers", "engines"))
     records = [json.loads(line) for file in files for line in file.open()]
     return list({(record["model"], record["precision"]): record for record in records}.values())
 

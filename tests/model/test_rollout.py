@@ -221,6 +221,20 @@ def test_a_schedule_taken_over_from_a_larger_pool_is_the_one_this_pool_has(batch
         np.testing.assert_array_equal(shared.steps, own.steps)
 
 
+def test_a_schedule_of_other_groups_is_not_taken_over() -> None:
+    """FP8 doubles the blocks of a model with recurrent layers."""
+    batch = Workload(2, 2, Fixed(100), Fixed(50)).batch()
+    layers, rules = [LayerCache("full", 4096), LayerCache("state", state_bytes=70_000)], KvRules.of(LIMITS, 4096)
+    bf16 = plan_kv_cache(layers, replace(rules, enable_prefix_caching=False), num_blocks=500)
+    fp8 = plan_kv_cache([LayerCache("full", 2048), layers[1]], bf16.rules, num_blocks=500)
+    limits = replace(LIMITS, enable_prefix_caching=False)
+    first = schedules([batch], bf16, limits)
+    assert schedules([batch], bf16, limits, first)[0] is first[0]
+    other = schedules([batch], fp8, limits, first)[0]
+    assert other is not first[0]
+    assert [group.block_size for group in other.groups if group.kind == "full"] == [48]
+
+
 def test_a_starved_schedule_is_not_made_twice_for_one_pool() -> None:
     batch = Workload(8, 8, Fixed(100), LogNormal(600, 0.8, 2000)).batch()
     (first,) = schedules([batch], pool_of(300), LIMITS)

@@ -88,11 +88,6 @@ class ModelShape:
         """The distinct parts of a kind and how often they occur."""
         return [(part, number) for part, number in self.counted if isinstance(part, kind)]
 
-    @property
-    def is_recurrent(self) -> bool:
-        """Whether some layers keep a state for each request."""
-        return any(cache.kind == "state" for cache in self.caches())
-
     @cached_property
     def num_parameters(self) -> int:
         """The exact number of elements in a checkpoint; tied embeddings count once."""
@@ -137,6 +132,11 @@ class ModelShape:
         """What each layer keeps on one rank, in the order of the layers. A layer that keeps nothing has no entry."""
         tp = tensor_parallel_size
         return tuple(cache for layer in self.layers for mixer in mixers(layer) for cache in mixer.caches(tp))
+
+    @cached_property
+    def recurrent(self) -> bool:
+        """Whether some layers keep a state in place of keys and values; vLLM's is_hybrid, or is_attention_free."""
+        return any(cache.kind == "state" for cache in self.caches())
 
     @property
     def padded_vocab_size(self) -> int:

@@ -35,8 +35,7 @@ def model_caches(
     if not layers:
         raise ConfigError(f"{shape.name}: no layer keeps anything of earlier tokens; allowed: models with attention")
     _check_states(shape, limits, on_cpu)
-    head_dims = {attention.head_dim for attention, _ in shape.parts_of(Attention)}
-    if precision.kv == "fp8" and not on_cpu and (reason := why_no_fp8_kv(layers, head_dims)):
+    if reason := why_not_kept(shape, precision, on_cpu):
         raise ConfigError(f"{shape.name} in {precision.name}: {reason}; allowed: a precision with a BF16 KV cache")
     if on_cpu:
         return ModelCaches(layers, KvRules.of(limits, longest_request, CPU_BLOCK, vllm="0.30"))
@@ -45,6 +44,15 @@ def model_caches(
     # vLLM takes the kernel's block where none is given, and so is a smaller one understood here.
     limits = replace(limits, block_size=max(limits.block_size, block))
     return ModelCaches(layers, KvRules.of(limits, longest_request, block))
+
+
+def why_not_kept(shape: ModelShape, precision: Precision, on_cpu: bool = False) -> str | None:
+    """Say why vLLM cannot keep the caches of this model in this precision (0.26 on a GPU), or None if it can."""
+    if precision.kv != "fp8":
+        return None
+    # On a CPU one kernel reads heads of every size.
+    head_dims = set() if on_cpu else {attention.head_dim for attention, _ in shape.parts_of(Attention)}
+    return why_no_fp8_kv(shape.caches(), head_dims)
 
 
 def layer_caches(shape: ModelShape, precision: Precision, tensor_parallel_size: int = 1) -> tuple[LayerCache, ...]:

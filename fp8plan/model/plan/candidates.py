@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 from fp8plan.errors import CapacityError, ConfigError, Fp8PlanError
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.architecture.parts import Attention
 from fp8plan.model.hardware import Gpu
-from fp8plan.model.kv_cache.precision import why_no_fp8_kv
+from fp8plan.model.kv_cache.layers import why_not_kept
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import MemoryPlan, check_pool
 from fp8plan.model.precision import PRESETS, Precision
@@ -126,11 +125,7 @@ def _placed(setup: EngineSetup, requests: int, target: str, explicit: bool) -> C
 
 def _no_fp8_kv(setup: EngineSetup) -> str | None:
     """The reason why vLLM has no FP8 for what this model caches; None if it has, or is not asked for it."""
-    if setup.precision.kv != "fp8":
-        return None
-    heads = {part.head_dim for part, _ in setup.shape.parts_of(Attention)}
-    # On a CPU one kernel reads heads of every size.
-    reason = why_no_fp8_kv(setup.shape.caches(), () if setup.gpu.is_cpu else heads)
+    reason = why_not_kept(setup.shape, setup.precision, setup.gpu.is_cpu)
     return reason and f"{reason}; allowed: bf16, fp8_block"
 
 

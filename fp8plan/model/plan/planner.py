@@ -116,7 +116,7 @@ def predict(
     card = card if gpus_per_node is None else replace(card, gpus_per_node=gpus_per_node)
     batch = workload.batch()
     longest = workload.prompt_lengths.longest + workload.response_lengths.longest
-    limits = (limits or EngineLimits.for_gpu(card, shape.is_recurrent)).holding(longest)
+    limits = (limits or EngineLimits.for_gpu(card, shape.recurrent)).holding(longest)
     shape.check_max_model_len(limits.max_model_len or longest)
     budget = budget or RiskBudget()
     used, warnings = (profile, []) if profile else load_profile(card, engine_version, strict)

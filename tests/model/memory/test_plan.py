@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from measured_families import shape_of
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import ModelShape, bundled_models
@@ -129,6 +130,24 @@ def test_imposed_pool_smaller_than_one_request() -> None:
     assert memory_plan(QWEN3_8B, BF16, H200, limits).usable_blocks == 100
     with pytest.raises(CapacityError, match=r"num_gpu_blocks 100 holds 1600 tokens.*1601 tokens needs 101 blocks"):
         memory_plan(QWEN3_8B, BF16, H200, replace(limits, max_model_len=1601))
+
+
+def test_an_imposed_pool_is_shared_by_all_groups() -> None:
+    shape = shape_of("nvidia/Nemotron-H-8B-Base-8K")
+    limits = EngineLimits(num_gpu_blocks=14, max_model_len=8192, enable_prefix_caching=False)
+    plan = memory_plan(shape, BF16, H200, limits)  # a state of each of six groups, and 8192 tokens in blocks of 1040
+    assert (plan.usable_blocks, plan.num_gpu_blocks, plan.block_size) == (14, 15, 1040)
+    assert plan.kv_bytes == 15 * 4 * 1040 * 4096
+    with pytest.raises(CapacityError, match=r"7 groups of layers share num_gpu_blocks 13, .* needs 14 blocks; raise"):
+        memory_plan(shape, BF16, H200, replace(limits, num_gpu_blocks=13))
+
+
+def test_tokens_of_a_windowed_pool_are_those_of_whole_requests() -> None:
+    limits = EngineLimits(max_model_len=8192, gpu_memory_utilization=0.9)
+    plan = memory_plan(shape_of("allenai/Olmo-3-1025-7B"), BF16, H200, limits)
+    assert plan.kv_cache_tokens == plan.num_gpu_blocks * 8192 // (4 * 512 + 3)  # a window may begin within a block
+    assert plan.pool_tokens == plan.num_gpu_blocks * 16
+    assert plan.kv_bytes_per_token == 8 * 2 * 32 * 128 * 2  # of the layers without a window
 
 
 def test_longest_request_stands_in_for_max_model_len() -> None:

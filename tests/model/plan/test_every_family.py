@@ -26,7 +26,7 @@ NAMES = [name for name in (*FAMILIES, *WRAPPERS) if name not in ("gemma3n", "gem
 def planned(name: str, prefix_caching: bool = True) -> Plan:
     """On the fewest GPUs that hold it in BF16."""
     shape = shape_of(config_of(name, {}), name)
-    limits = EngineLimits.for_gpu(H200, shape.is_recurrent or not prefix_caching)
+    limits = EngineLimits.for_gpu(H200, shape.recurrent or not prefix_caching)
     for size in shape.allowed_tensor_parallel(16):
         with suppress(CapacityError):
             found = plan(shape, H200, WORKLOAD, limits=replace(limits, tensor_parallel_size=size))

@@ -47,3 +47,12 @@ def test_steps_hits_and_blocks_are_the_engines(record: Record) -> None:
     assert plan.cached_tokens.sum() == fields["prefix_cache_hits"]
     used = np.array(trace["kv_usage"]) * kv.usable_blocks
     assert plan.used_blocks.max() == pytest.approx(used.max(), rel=0.02)
+
+
+@pytest.mark.parametrize("record", [x for x in rollouts() if x.fields["workload"] == "drain"], ids=name_of)
+def test_a_pool_in_tokens_is_cut_into_the_engines_blocks(record: Record) -> None:
+    """A Monitor's record has the block size that was asked for, and the engine's pool in tokens."""
+    fields = {name: value for name, value in record.fields.items() if name != "num_gpu_blocks"}
+    asked = replace(record, fields=fields, limits=replace(record.limits, block_size=16))
+    found, real = measured_kv(asked), measured_kv(record)
+    assert (found.num_blocks, found.groups) == (real.num_blocks, real.groups)

@@ -141,6 +141,14 @@ def test_every_limit_of_a_record_is_used(tmp_path: Path) -> None:
     assert record.limits == EngineLimits(0.5, 900, 33, 77, 32, False, 2, 3, False, True, True, 99)
 
 
+def test_a_pool_counted_in_blocks_is_taken_as_it_is(tmp_path: Path) -> None:
+    """Blocks may be larger than the tokens that were asked for say."""
+    path = tmp_path / "records.jsonl"
+    path.write_text(json.dumps(RECORD | {"kv_cache_tokens": 16_000, "num_gpu_blocks": 101, "block_size": 16}))
+    (record,) = read_records(path)
+    assert record.limits.num_gpu_blocks == 100
+
+
 def test_an_imposed_pool_decides_and_a_null_one_is_predicted(tmp_path: Path) -> None:
     rows = validated(tmp_path, {"kv_cache_tokens": 960}, {}, {"kv_cache_tokens": 10**6}).records
     assert [row["predicted_kv_cache_tokens"] for row in rows][::2] == [960, 10**6]
