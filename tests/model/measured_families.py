@@ -14,8 +14,13 @@ FAMILIES = ROOT / "profiles/h200_sxm/vllm-0.26.0/families"
 NATIVE_MXFP4 = "openai/gpt-oss-20b"
 
 
+def planned_name(model: str) -> str:
+    return "fp8plan/gpt-oss-20b-bf16" if model == NATIVE_MXFP4 else model
+
+
+@cache
 def shape_of(model: str) -> ModelShape:
-    return ModelShape.from_hf("fp8plan/gpt-oss-20b-bf16" if model == NATIVE_MXFP4 else model)
+    return ModelShape.from_hf(planned_name(model))
 
 
 def engines() -> list[dict[str, Any]]:

@@ -192,7 +192,8 @@ def test_two_gpus_hold_more_than_one(name: str) -> None:
     pools = []
     for tp in (1, 2, 4):
         try:
-            plan = memory_plan(shape, FP8_KV, gpu("b200"), EngineLimits(tensor_parallel_size=tp))
+            limits = replace(EngineLimits.for_gpu(gpu("b200"), shape.recurrent), tensor_parallel_size=tp)
+            plan = memory_plan(shape, FP8_KV, gpu("b200"), limits)
             pools.append(plan.kv_cache_tokens)
         except CapacityError:
             pools.append(0)

@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from measured_families import FAMILIES, NATIVE_MXFP4, folders
+from measured_families import FAMILIES, NATIVE_MXFP4, planned_name
 
 from fp8plan.model.calibrate.engine_steps import measured_kv, read_traces
 from fp8plan.model.rollout import schedule_with
@@ -16,10 +16,11 @@ from fp8plan.model.validate.records import Record, read_records
 
 @cache
 def rollouts() -> list[Record]:
-    """The rollouts, each with the folder of its model in place of its name."""
+    """The rollouts, those of gpt-oss with the model whose config can be read."""
     return [
-        replace(record, fields={**record.fields, "model": str(folders()[record.fields["model"]])})
-        for record in read_records(FAMILIES / "rollouts.jsonl")
+        replace(record, fields={**record.fields, "model": planned_name(record.fields["model"])})
+        for name in ("rollouts", "biased_routers")
+        for record in read_records(FAMILIES / f"{name}.jsonl")
     ]
 
 
@@ -34,7 +35,7 @@ def name_of(record: Record) -> str:
 
 def test_fifty_five_rollouts_were_measured() -> None:
     assert len(rollouts()) == 55
-    assert sum(folders()[NATIVE_MXFP4].name in record.fields["model"] for record in rollouts()) == 10
+    assert sum(record.fields["model"] == planned_name(NATIVE_MXFP4) for record in rollouts()) == 10
 
 
 @pytest.mark.parametrize("record", rollouts(), ids=name_of)
