@@ -72,7 +72,12 @@ def plan_command(
         typer.Option(help="impose the KV pool", show_default="what the memory holds", rich_help_panel=ENGINE),
     ] = None,
     prefix_caching: Annotated[
-        bool | None, typer.Option("--prefix-caching/--no-prefix-caching", show_default=VLLM_S, rich_help_panel=ENGINE)
+        bool | None,
+        typer.Option(
+            "--prefix-caching/--no-prefix-caching",
+            show_default="on, off for recurrent layers",
+            rich_help_panel=ENGINE,
+        ),
     ] = None,
     async_scheduling: Annotated[bool, typer.Option(rich_help_panel=ENGINE)] = True,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", rich_help_panel=ENGINE)] = False,
