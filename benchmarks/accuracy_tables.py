@@ -34,6 +34,15 @@ def tables(result: Validation) -> str:
     return "\n\n".join(parts)
 
 
+def families(result: Validation) -> str:
+    """The table of several models in each of their precisions, and the pools' error."""
+    cells = merged(result.records)
+    kv = max(abs(x["predicted_kv_cache_tokens"] / x["measured_kv_cache_tokens"] - 1) for x in cells)
+    names = dict.fromkeys(map(_engine, cells))
+    halves = _halves(result)
+    return f"{_by('model', cells, _engine, names)}\n\nKV cache tokens are within {kv:.2%}. {halves}"
+
+
 def line(result: Validation) -> str:
     """The accuracy in one sentence."""
     cells = merged(result.records)
@@ -104,6 +113,10 @@ def _gains(cells: Sequence[Cell]) -> dict[int, float]:
 
 def _model(cell: Cell) -> str:
     return str(cell["model"])
+
+
+def _engine(cell: Cell) -> str:
+    return f"{cell['model']} {cell['precision']}"
 
 
 def _precision(cell: Cell) -> str:

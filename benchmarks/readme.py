@@ -37,7 +37,8 @@ COMMANDS = (
     *("plan", "emit", "validate", "models", "profiles", "profiles import-aic"),
     *("calibrate", "probe", "monitor", "report"),
 )
-VALIDATION = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0" / "validation" / "rollouts.jsonl"
+MEASURED = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0"
+VALIDATION, FAMILIES = (MEASURED / name / "rollouts.jsonl" for name in ("validation", "families"))
 
 
 def plan_table(answer: Plan) -> str:
@@ -87,6 +88,7 @@ def blocks() -> dict[str, str]:
     made["speed"] = table([RESULTS / "speed.jsonl", RESULTS / "aiconfigurator_time.jsonl"])
     measured = validate(read_records(VALIDATION))
     made["accuracy"] = accuracy_tables.tables(measured)
+    made["families"] = accuracy_tables.families(validate(read_records(FAMILIES)))
     made["accuracy line"] = accuracy_tables.line(measured)
     made["baselines"] = baselines_table.table(measured.records, jsonl.rows(baselines_table.BASELINES))
     made["corrections"] = correction_speed.table()

@@ -47,6 +47,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     kv_cache_tokens: null: vLLM's own pool; a number: imposed
     measured_kv_cache_tokens: blocks of the engine's pool times its block_size, which vLLM enlarges for some models
     num_gpu_blocks:  blocks of the engine's pool, the null block among them
+    experts_hit:     distinct experts of a layer that each step's tokens went to, where that is known
     prompt_lengths, response_lengths: tokens of each response
     prompt_ids:      which responses share a prompt; null: none do
     seconds:         wall time; null in the record of a training step that had no rollout
@@ -75,6 +76,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     preemptions: int | None = None
     measured_kv_cache_tokens: int | None = None
     num_gpu_blocks: int | None = None
+    experts_hit: int | None = None
 
 
 class Span(msgspec.Struct):

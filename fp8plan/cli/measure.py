@@ -55,7 +55,7 @@ def probe_command(
 
     from fp8plan.model.architecture import ModelShape
     from fp8plan.model.hardware import find_gpu
-    from fp8plan.model.limits import EngineLimits
+    from fp8plan.model.setup import default_limits
     from fp8plan.runtime.probe.observation import append_observations
     from fp8plan.runtime.probe.observation import observations as rows_of
     from fp8plan.runtime.probe.probe import probe
@@ -68,7 +68,7 @@ def probe_command(
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     card = find_gpu(gpu)
     settings = SampleSettings(max_tokens, samples, temperature, seed, cast("Any", kv_scales))  # checked there
-    limits = EngineLimits.for_gpu(card)
+    limits = default_limits(card, model)
     limits = replace(
         limits,
         tensor_parallel_size=tensor_parallel_size,

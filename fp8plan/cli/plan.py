@@ -75,7 +75,7 @@ def plan_command(
         bool | None,
         typer.Option(
             "--prefix-caching/--no-prefix-caching",
-            show_default="on, but off for models with recurrent layers",
+            show_default="on, off for recurrent layers",
             rich_help_panel=ENGINE,
         ),
     ] = None,

@@ -19,6 +19,15 @@ from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.profile.profile import Profile
 
 
+def default_limits(gpu: Gpu, model: str | Path | ModelShape) -> EngineLimits:
+    """vLLM's defaults on this GPU, for this model as far as its config can be read."""
+    try:
+        recurrent = (model if isinstance(model, ModelShape) else ModelShape.from_hf(model)).recurrent
+    except ConfigError:
+        recurrent = False
+    return EngineLimits.for_gpu(gpu, recurrent)
+
+
 @dataclass(frozen=True, init=False)
 class EngineSetup:
     """The engine of `limits.data_parallel_size` replicas.
@@ -27,7 +36,7 @@ class EngineSetup:
                be started: only `shape`, and what needs it, raises ConfigError
     gpu:       a Gpu or its name; "auto" asks the driver
     precision: a Precision or the name of a preset
-    limits:    None: vLLM's own defaults for this GPU
+    limits:    None: vLLM's own defaults for this GPU and model
     """
 
     model: str | ModelShape
@@ -47,7 +56,7 @@ class EngineSetup:
             "model": model if isinstance(model, ModelShape) else str(model),
             "gpu": card,
             "precision": precision if isinstance(precision, Precision) else find_precision(precision),
-            "limits": limits or EngineLimits.for_gpu(card),
+            "limits": limits or default_limits(card, model),
         }
         for name, value in found.items():
             object.__setattr__(self, name, value)

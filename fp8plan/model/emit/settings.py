@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import CPU_KV_CACHE_GIB
 from fp8plan.model.risk.budget import Level, RiskBudget
 from fp8plan.model.setup import EngineSetup
@@ -91,7 +92,7 @@ def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
         "max_model_len": limits.max_model_len,
         "max_num_seqs": limits.max_num_seqs,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
-        "block_size": limits.block_size,
+        **given_block_size(setup),
         "enable_prefix_caching": limits.enable_prefix_caching,
         "enforce_eager": limits.enforce_eager,
         "async_scheduling": limits.async_scheduling,
@@ -110,6 +111,14 @@ def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
         # One block of vLLM's pool is its null block, which no request can use (vllm/v1/core/block_pool.py).
         kwargs["num_gpu_blocks_override"] = limits.num_gpu_blocks + 1
     return kwargs
+
+
+def given_block_size(setup: EngineSetup) -> dict[str, int]:
+    """The block size, unless it is vLLM's default, which vLLM enlarges by itself: to 64 for FP8 MLA (told 16, it would
+    take a slower kernel), and to what holds a state.
+    """
+    size = setup.limits.block_size
+    return {} if size == EngineLimits.for_gpu(setup.gpu).block_size else {"block_size": size}
 
 
 def vllm_env(setup: EngineSetup) -> dict[str, str]:

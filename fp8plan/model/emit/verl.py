@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.emit.settings import Job, refuse_cpu, replicas_note, risk_notes, shared_gpu_note, vllm_env
+from fp8plan.model.emit.settings import (
+    Job,
+    given_block_size,
+    refuse_cpu,
+    replicas_note,
+    risk_notes,
+    shared_gpu_note,
+    vllm_env,
+)
 from fp8plan.model.setup import EngineSetup
 
 _ROLLOUT: Final = "actor_rollout_ref.rollout"
@@ -83,7 +91,7 @@ def _rollout_settings(job: Job) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
     }
     engine: dict[str, Any] = {
-        "block_size": limits.block_size,
+        **given_block_size(job.setup),
         "async_scheduling": limits.async_scheduling,
         "scheduler_reserve_full_isl": limits.scheduler_reserve_full_isl,
     }

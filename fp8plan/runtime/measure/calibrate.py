@@ -18,9 +18,9 @@ from typing import Any
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import Gpu
-from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import memory_plan
 from fp8plan.model.precision import precision
+from fp8plan.model.setup import default_limits
 from fp8plan.runtime.measure.notes import note
 
 PACKAGE = __spec__.parent
@@ -79,7 +79,7 @@ def cells_for(card: Gpu, settings: list[dict[str, Any]]) -> list[dict[str, Any]]
 
 def _fits(card: Gpu, setting: dict[str, Any], name: str) -> bool:
     given = {key: setting[key] for key in ("gpu_memory_utilization", "max_model_len") if key in setting}
-    limits = replace(EngineLimits.for_gpu(card), **given)
+    limits = replace(default_limits(card, setting["model"]), **given)
     try:
         memory_plan(ModelShape.from_hf(setting["model"]), precision(name), card, limits, setting["max_model_len"])
     except Fp8PlanError:

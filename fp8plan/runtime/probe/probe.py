@@ -24,7 +24,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import PRESETS, Precision
 from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.risk.expected import mismatch_risk
-from fp8plan.model.setup import EngineSetup
+from fp8plan.model.setup import EngineSetup, default_limits
 from fp8plan.runtime.engine.noise import held_back
 from fp8plan.runtime.measure.machine import gpu_facts
 from fp8plan.runtime.probe.intervals import Interval, intervals, tokens_needed
@@ -68,7 +68,7 @@ def probe(
         raise ConfigError(f"no precision is given; allowed: {', '.join(PRESETS)}")
     settings, card = settings or SampleSettings(), gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     _refuse_absent(card)
-    limits, version = limits or EngineLimits.for_gpu(card), check_vllm_version()
+    limits, version = limits or default_limits(card, model_path), check_vllm_version()
     tokens = token_ids(prompts, model_path, most_prompts)
     _refuse_too_few(len({tuple(ids) for ids in tokens}))
     longest = max(len(ids) for ids in tokens) + settings.max_tokens

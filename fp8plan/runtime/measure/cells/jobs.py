@@ -20,7 +20,7 @@ from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.precision import precision
 from fp8plan.model.profile.profile import ENGINE
-from fp8plan.model.setup import EngineSetup
+from fp8plan.model.setup import EngineSetup, default_limits
 from fp8plan.model.workload import Workload, parse_lengths
 from fp8plan.runtime.measure.machine import installed
 from fp8plan.runtime.measure.notes import note
@@ -175,7 +175,7 @@ def _workload(row: Any, where: str) -> Workload:
 def _limits(setting: dict[str, Any], workloads: Sequence[Workload]) -> EngineLimits:
     """Limits of one engine for all workloads. Unless it is given, max_model_len holds the longest of all."""
     given = {name: setting[name] for name in LIMITS & setting.keys()}
-    limits = replace(EngineLimits.for_gpu(find_gpu(setting["gpu"])), **given)
+    limits = replace(default_limits(find_gpu(setting["gpu"]), _source(setting)), **given)
     if (imposed := setting.get("kv_cache_tokens")) is not None:
         limits = replace(limits, num_gpu_blocks=imposed // limits.block_size - 1)  # as `validate` reads the record
     return limits.holding(max(w.prompt_lengths.longest + w.response_lengths.longest for w in workloads))
