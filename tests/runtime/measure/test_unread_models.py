@@ -63,7 +63,7 @@ def test_a_model_that_is_read_keeps_its_plan_and_its_key(tmp_path: Path) -> None
     file = cells(tmp_path)
     file.write_text(json.dumps([changes]))
     (job,) = cell_files.jobs(file, cell_files.Options(tmp_path / "out.jsonl", "full", False, {}, ()))
-    assert job["kwargs"]["block_size"] == 16
+    assert job["kwargs"]["enable_prefix_caching"] is True
     assert job["work"][0]["runs"][0]["key"] == "09e02f40f170b713"
 
 
