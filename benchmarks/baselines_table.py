@@ -18,7 +18,7 @@ from fp8plan.model.validate.accuracy import Accuracy, accuracy, cell_of, merged,
 from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import validate
 
-BASELINES = Path(__file__).parent / "results" / "baselines.jsonl"
+BASELINES, OF_FAMILIES = (Path(__file__).parent / "results" / f"baselines{x}.jsonl" for x in ("", "_families"))
 PRODUCT = "**fp8plan**"
 LABELS = {
     "datasheet profile": "fp8plan, uncalibrated (datasheet profile)",
