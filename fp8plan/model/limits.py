@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
@@ -24,6 +24,8 @@ class EngineLimits:
     enable_prefix_caching:  full blocks stay findable by content until they are evicted
     tensor_parallel_size:   GPUs per replica
     data_parallel_size:     replicas; the batch is split between them before it starts
+    enable_expert_parallel: each GPU of a replica holds whole experts, and its share of them, instead of a slice of every
+                            expert; it needs a model with experts, and changes nothing where tensor_parallel_size is 1
     async_scheduling:       the next step is scheduled before the last one's tokens are known, so the slot
                             and the blocks of a finished request come free one step later
     enforce_eager:          no CUDA graphs
@@ -40,6 +42,7 @@ class EngineLimits:
     enable_prefix_caching: bool = True
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     async_scheduling: bool = True
     enforce_eager: bool = False
     scheduler_reserve_full_isl: bool = True
@@ -78,7 +81,7 @@ class EngineLimits:
         for name in ("max_model_len", "num_gpu_blocks"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, whole(name, getattr(self, name), otherwise=", or None"))
-        for name in ("enable_prefix_caching", "async_scheduling", "enforce_eager", "scheduler_reserve_full_isl"):
+        for name in (f.name for f in fields(self) if f.type == "bool"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: True or False")
         if self.block_size % 16:
@@ -88,6 +91,21 @@ class EngineLimits:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, max_num_seqs is {self.max_num_seqs}; "
                 "allowed: at least one token of budget per running request, as vLLM demands"
             )
+
+    @property
+    def expert_ranks(self) -> int:
+        """GPUs of a replica that share out whole experts, vLLM's ep_size; 1: each holds a slice of every expert."""
+        return self.tensor_parallel_size if self.enable_expert_parallel else 1
+
+    @property
+    def expert_slices(self) -> int:
+        """Slices into which tensor parallelism cuts every expert, the tp_size of vLLM's expert layers."""
+        return self.tensor_parallel_size // self.expert_ranks
+
+    @property
+    def cut(self) -> tuple[int, bool]:
+        """How the model is cut: over how many GPUs, and whether these share out whole experts."""
+        return self.tensor_parallel_size, self.expert_ranks > 1
 
     def holding(self, longest_request: int) -> EngineLimits:
         """These limits with max_model_len filled in if it is None.
