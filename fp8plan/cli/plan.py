@@ -48,7 +48,8 @@ def plan_command(
     ] = "lognormal:mean=6000,sigma=0.9,max=20480",
     seed: Annotated[int, typer.Option(rich_help_panel=WORKLOAD)] = 0,
     gpus: Annotated[
-        int | None, typer.Option(help="try every layout of so many GPUs: TP x DP, and with experts EP", rich_help_panel=ENGINE)
+        int | None,
+        typer.Option(help="try every layout of so many GPUs: TP x DP, and with experts EP", rich_help_panel=ENGINE),
     ] = None,
     gpus_per_node: Annotated[
         int | None,
@@ -63,7 +64,9 @@ def plan_command(
     expert_parallel: Annotated[
         bool,
         typer.Option(
-            "--expert-parallel", help="whole experts on each GPU of a replica, not slices of all", rich_help_panel=ENGINE
+            "--expert-parallel",
+            help="whole experts on each GPU of a replica, not slices of all",
+            rich_help_panel=ENGINE,
         ),
     ] = False,
     gpu_memory_utilization: Annotated[float | None, typer.Option(show_default=VLLM_S, rich_help_panel=ENGINE)] = None,

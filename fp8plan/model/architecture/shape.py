@@ -159,7 +159,9 @@ class ModelShape:
             total += sum(n * part.dequantised_elements(tp) * BF16_BYTES for part, n in self.parts_of(LatentAttention))
         table = self.padded_vocab_size // tp * self.hidden_size * BF16_BYTES
         total += table if self.tie_word_embeddings else 2 * table
-        vectors = sum(n * part.vectors(self.hidden_size, tp) for part, n in self.counted if not isinstance(part, Experts))
+        vectors = sum(
+            n * part.vectors(self.hidden_size, tp) for part, n in self.counted if not isinstance(part, Experts)
+        )
         vectors += sum(n * part.vectors(self.hidden_size, tp, expert_ranks) for part, n in self.parts_of(Experts))
         return total + (vectors + self._own_vectors(tp, self.padded_vocab_size)) * BF16_BYTES
 

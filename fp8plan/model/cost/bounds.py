@@ -35,7 +35,9 @@ def flops_bound(model: StepModel, batch: StepBatch) -> Array:
     tokens = tokens_of(batch)
     per_token = sum(2 * x.n * x.k * x.layers / peak_flops(gpu, linear_dtype(x, precision)) for x in model.layers)
     for experts, number in shape.parts_of(Experts):
-        routed = experts.experts_per_token * number * expert_flops(experts, shape.hidden_size, model.limits.expert_slices)
+        routed = (
+            experts.experts_per_token * number * expert_flops(experts, shape.hidden_size, model.limits.expert_slices)
+        )
         per_token += routed / model.limits.expert_ranks / peak_flops(gpu, precision.gemm_dtype)
     seconds = tokens * per_token + batch.sampled_requests * (2 * model.head.n * model.head.k / gpu.bf16_flops)
     for mixer, number in mixers_of(shape):

@@ -7,10 +7,9 @@ Around the two GEMMs the routed activations are gathered, quantised, activated, 
 own, which wait for each other: `activation_passes` over them.
 Tensor parallelism splits the intermediate size. With expert parallelism a rank has whole experts, and the layer lasts as
 long as on the busiest rank. All ranks have all tokens, as without it (data_parallel_size 1: FusedMoEParallelConfig.
-use_all2all_kernels is false, 0.26 and 0.30), so nothing else is exchanged, and vLLM's Triton kernels write and activate
-the rows of all, zeros for the others' (write_zeros_to_output in fused_moe.py). None of that was measured. On Hopper vLLM
-takes FlashInfer's CUTLASS kernel for block FP8 with expert parallelism (oracle/fp8.py, 0.26 and 0.30); it is taken to be
-as fast as Triton's. The experts' biases are not modelled.
+use_all2all_kernels is false, 0.26 and 0.30), so nothing else is exchanged. No engine with it was measured, and no fit has
+seen its kernels. `python -m benchmarks.expert_parallel` compares this with AIConfigurator's timings of them.
+The experts' biases are not modelled.
 """
 
 from __future__ import annotations
@@ -28,6 +27,8 @@ from fp8plan.model.profile.profile import Profile
 # Rows of one expert's smallest tile in vLLM's Triton kernel; its larger tiles are chosen when they are filled.
 # (AIConfigurator's tables: 15% error with 16, 16 to 18% with 64.)
 TILE_ROWS = 16
+
+HOPPER, BLACKWELL = 9, 10  # the first number of the compute capability
 
 
 def padded_rows(routed: Array, hit: Array) -> Array:
@@ -65,6 +66,17 @@ def expert_flops(experts: Experts, hidden: int, slices: int) -> int:
     return 2 * (2 + experts.gated) * hidden * (experts.intermediate_size // slices)
 
 
+def skips_other_rows(gpu: Gpu, precision: Precision) -> bool:
+    """Whether the kernel that vLLM takes with expert parallelism activates the rows of its own experts only.
+
+    Triton's writes zeros for those of other ranks, which are activated like all others (write_zeros_to_output in
+    fused_moe.py). FlashInfer's, for block FP8 on Hopper and for all on Blackwell, do not (oracle/fp8.py and
+    unquantized.py, alike in 0.26 and 0.30).
+    """
+    major = 0 if gpu.compute_capability is None else gpu.compute_capability[0]
+    return major == BLACKWELL or (major == HOPPER and precision.weights == "fp8_block")
+
+
 def moe_cost(
     m: Array,
     experts: Experts,
@@ -99,7 +111,8 @@ def moe_cost(
         traffic(read, gpu.memory_bandwidth, profile.named(hbm)),
         traffic(flops, peak_flops(gpu, dtype), profile.named(math)),
     )
-    once = routed * (2 * width + matrices * inner) * BF16_BYTES / gpu.memory_bandwidth
+    activated = computed if skips_other_rows(gpu, precision) else routed
+    once = (routed * (2 * width) + activated * (matrices * inner)) * BF16_BYTES / gpu.memory_bandwidth
     around = times(once, *profile.named(passes))
     total = constant(*profile.named(launch), m) + grouped + around
     if ranks > 1:
