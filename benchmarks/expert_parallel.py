@@ -3,14 +3,15 @@
     pip install 'fp8plan[aic]'
     python -m benchmarks.expert_parallel [GPU ...]
 
-No fit has seen these timings: profiles take from the tables only what ran without expert parallelism. A line is a GPU, a
-dtype and a number of ranks; a figure is the median of log(model / timing) over the models of a range of tokens. Routing
+No fit has seen these timings: profiles take from the tables only what ran without expert parallelism. A line is a dtype
+and a number of ranks; a figure is the median of log(model / timing) over the models of a range of tokens. Routing
 follows AIConfigurator's power law of exponent 1.01; even routing is the model's.
 """
 
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +56,7 @@ def main(names: list[str]) -> None:
     data, _ = find_data()
     for gpu in names or GPUS:
         found = errors(gpu, timings(gpu, data))
-        ranges = pd.cut(found.tokens, TOKENS, labels=[f"{low + 1}-{high}" for low, high in zip(TOKENS, TOKENS[1:])])
+        ranges = pd.cut(found.tokens, TOKENS, labels=[f"{low + 1}-{high}" for low, high in pairwise(TOKENS)])
         table = found.pivot_table("error", ["dtype", "ranks"], ranges, "median", observed=True)
         print(f"{gpu}: {len(found)} timings\n{table.map('{:+.0%}'.format).to_string()}\n")
 

@@ -24,14 +24,14 @@ class EngineLimits:
     enable_prefix_caching:  full blocks stay findable by content until they are evicted
     tensor_parallel_size:   GPUs per replica
     data_parallel_size:     replicas; the batch is split between them before it starts
-    enable_expert_parallel: each GPU of a replica holds whole experts, and its share of them, instead of a slice of every
-                            expert; it needs a model with experts, and changes nothing where tensor_parallel_size is 1
     async_scheduling:       the next step is scheduled before the last one's tokens are known, so the slot
                             and the blocks of a finished request come free one step later
     enforce_eager:          no CUDA graphs
     scheduler_reserve_full_isl: a waiting request is admitted only if all it has to prefill fits the free blocks,
                             not just its first chunk
     num_gpu_blocks:         impose the KV pool (blocks the scheduler can use) instead of predicting it
+    enable_expert_parallel: each GPU of a replica holds its share of the experts, whole, instead of a slice of each; it
+                            needs a model with experts, and changes nothing where tensor_parallel_size is 1
     """
 
     gpu_memory_utilization: float = 0.92
@@ -42,11 +42,11 @@ class EngineLimits:
     enable_prefix_caching: bool = True
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
-    enable_expert_parallel: bool = False
     async_scheduling: bool = True
     enforce_eager: bool = False
     scheduler_reserve_full_isl: bool = True
     num_gpu_blocks: int | None = None
+    enable_expert_parallel: bool = False
 
     @classmethod
     def for_gpu(cls, gpu: Gpu, recurrent: bool = False) -> EngineLimits:

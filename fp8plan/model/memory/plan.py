@@ -109,9 +109,9 @@ def memory_plan(
     """The memory of one rank, and its KV pool.
 
     longest_request: prompt + response in tokens; stands in for limits.max_model_len where that is None.
-    Raises ConfigError if tensor_parallel_size does not divide the model, it has no experts to share out, or vLLM cannot
-    keep its caches in this precision; CapacityError if the KV pool holds less than one request of max_model_len (the engine then refuses to
-    start).
+    Raises ConfigError if tensor_parallel_size does not divide the model, the model has no experts to share out, or vLLM
+    cannot keep its caches in this precision; CapacityError if the KV pool holds less than one request of max_model_len
+    (the engine then refuses to start).
     """
     plan = _unchecked_plan(shape, precision, gpu, limits, longest_request)
     tokens = limits.max_model_len or longest_request or 1

@@ -5,11 +5,11 @@ How many those are is in `routing`, for even routing. Real routing is skewed, wh
 expert at large m (up to 25% more); the sd of the profile's coefficients covers both.
 Around the two GEMMs the routed activations are gathered, quantised, activated, written and summed by kernels of their
 own, which wait for each other: `activation_passes` over them.
-Tensor parallelism splits the intermediate size. With expert parallelism a rank has whole experts, and the layer lasts as
-long as on the busiest rank. All ranks have all tokens, as without it (data_parallel_size 1: FusedMoEParallelConfig.
-use_all2all_kernels is false, 0.26 and 0.30), so nothing else is exchanged. No engine with it was measured, and no fit has
-seen its kernels. `python -m benchmarks.expert_parallel` compares this with AIConfigurator's timings of them.
-The experts' biases are not modelled.
+Tensor parallelism splits the intermediate size. With expert parallelism a rank has whole experts, and the layer lasts
+as long as on the busiest rank. All ranks have all tokens, as without it (use_all2all_kernels of FusedMoEParallelConfig
+is false where data_parallel_size is 1, in 0.26 and 0.30), so nothing else is exchanged. No engine with it was measured,
+and no fit has seen its kernels. `python -m benchmarks.expert_parallel` compares this with AIConfigurator's timings of
+them. The experts' biases are not modelled.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""How many experts are hit by a step's tokens, and how many of its rows, on the GPU that has the most of them.
+"""How many experts a step's tokens hit, and how many of its rows fall on the GPU that gets the most of them.
 
 A token picks k of E experts without replacement, so it misses a given one with probability 1 - k/E; for m independent
 tokens and even routing, E (1 - (1 - k/E)^m) experts are hit in expectation.
 
-With expert parallelism each of R ranks has E/R of the experts, and all wait for the busiest. What falls on a rank (rows,
-or experts hit) is a sum over its experts. All experts are alike, so any two of these sums have the same covariance, and
-where they are nearly normal the largest of R of them is expected at
+With expert parallelism each of R ranks has E/R of the experts, and all wait for the busiest. What falls on a rank
+(rows, or experts hit) is a sum over its experts. All experts are alike, so any two of these sums have the same
+covariance, and where they are nearly normal the largest of R of them is expected at
 
     mean + sqrt(variance - covariance) * the expected largest of R standard normal variables,
 
-with variance and covariance of the even routing above, which are exact. Of many rows on R ranks that is n/R + O(sqrt(n/R
-log R)), as in Raab and Steger, "Balls into bins: a simple and tight analysis" (RANDOM 1998), theorem 1 for n >> R log R.
+with variance and covariance of the even routing above, which are exact. Of n rows on R ranks, n >> R log R, that is
+n/R + O(sqrt(n/R log R)), as in Raab and Steger, "Balls into bins: a simple and tight analysis" (RANDOM 1998).
 """
 
 from __future__ import annotations
@@ -72,4 +72,4 @@ def largest_normal(count: int) -> float:
 
 def _missed(m: Array, experts: Experts) -> Array:
     """The probability that m tokens miss a given expert, shape of m."""
-    return np.power(1 - experts.experts_per_token / experts.num_experts, m.astype(float))
+    return np.asarray(np.power(1 - experts.experts_per_token / experts.num_experts, m.astype(float)))
