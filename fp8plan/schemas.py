@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 # MAJOR.MINOR, the field "schema_version" of what is written. A new field is a new minor version, which older readers
 # pass over; a field that goes or changes its meaning is a new major one, which they refuse.
-VERSIONS: Final = {"plan": "1.0", "profile": "1.0", "record": "1.0", "probe": "1.0"}
+VERSIONS: Final = {"plan": "1.1", "profile": "1.0", "record": "1.1", "probe": "1.0"}
 FIRST: Final = "1.0"  # of what was written before files had a version
 
 # The fields of a rollout record that are limits of its engine, under vLLM's names.
@@ -60,6 +60,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     precision: str | None = None
     tensor_parallel: int | None = None
     data_parallel: int | None = None
+    expert_parallel: bool | None = None
     gpu_memory_utilization: float | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None

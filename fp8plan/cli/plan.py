@@ -48,7 +48,8 @@ def plan_command(
     ] = "lognormal:mean=6000,sigma=0.9,max=20480",
     seed: Annotated[int, typer.Option(rich_help_panel=WORKLOAD)] = 0,
     gpus: Annotated[
-        int | None, typer.Option(help="try every TP x DP layout of so many GPUs", rich_help_panel=ENGINE)
+        int | None,
+        typer.Option(help="try every layout of so many GPUs: TP x DP, and with experts EP", rich_help_panel=ENGINE),
     ] = None,
     gpus_per_node: Annotated[
         int | None,
@@ -60,6 +61,14 @@ def plan_command(
     ] = None,
     tensor_parallel_size: Annotated[int, typer.Option(rich_help_panel=ENGINE)] = 1,
     data_parallel_size: Annotated[int, typer.Option(help="replicas", rich_help_panel=ENGINE)] = 1,
+    expert_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--expert-parallel",
+            help="whole experts on each GPU of a replica, not slices of all",
+            rich_help_panel=ENGINE,
+        ),
+    ] = False,
     gpu_memory_utilization: Annotated[float | None, typer.Option(show_default=VLLM_S, rich_help_panel=ENGINE)] = None,
     max_model_len: Annotated[
         int | None, typer.Option(show_default="the longest prompt + response", rich_help_panel=ENGINE)
@@ -153,8 +162,11 @@ def plan_command(
         raise ConfigError(f"--accept is {accept!r}; allowed: {', '.join(LEVELS)}")
     if sync_gb_per_s is not None and not 0 < sync_gb_per_s < float("inf"):
         raise ConfigError(f"--sync-gb-per-s is {sync_gb_per_s!r}; allowed: a number above 0")
-    if gpus is not None and (tensor_parallel_size, data_parallel_size) != (1, 1):
-        raise ConfigError("both --gpus and a layout are given; give --gpus, or the two parallel sizes")
+    if gpus is not None and (tensor_parallel_size, data_parallel_size, expert_parallel) != (1, 1, False):
+        raise ConfigError(
+            "both --gpus and a layout are given; give --gpus, which tries every layout, or --tensor-parallel-size, "
+            "--data-parallel-size and --expert-parallel"
+        )
     shape = ModelShape.from_hf(model)
     limits = replace(
         EngineLimits.for_gpu(card, shape.recurrent),
@@ -162,6 +174,7 @@ def plan_command(
         enforce_eager=enforce_eager,
         tensor_parallel_size=tensor_parallel_size,
         data_parallel_size=data_parallel_size,
+        enable_expert_parallel=expert_parallel,
         **given(
             enable_prefix_caching=prefix_caching,
             gpu_memory_utilization=gpu_memory_utilization,

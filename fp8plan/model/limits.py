@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
@@ -30,6 +30,8 @@ class EngineLimits:
     scheduler_reserve_full_isl: a waiting request is admitted only if all it has to prefill fits the free blocks,
                             not just its first chunk
     num_gpu_blocks:         impose the KV pool (blocks the scheduler can use) instead of predicting it
+    enable_expert_parallel: each GPU of a replica holds its share of the experts, whole, instead of a slice of each; it
+                            needs a model with experts, and changes nothing where tensor_parallel_size is 1
     """
 
     gpu_memory_utilization: float = 0.92
@@ -44,6 +46,7 @@ class EngineLimits:
     enforce_eager: bool = False
     scheduler_reserve_full_isl: bool = True
     num_gpu_blocks: int | None = None
+    enable_expert_parallel: bool = False
 
     @classmethod
     def for_gpu(cls, gpu: Gpu, recurrent: bool = False) -> EngineLimits:
@@ -78,7 +81,7 @@ class EngineLimits:
         for name in ("max_model_len", "num_gpu_blocks"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, whole(name, getattr(self, name), otherwise=", or None"))
-        for name in ("enable_prefix_caching", "async_scheduling", "enforce_eager", "scheduler_reserve_full_isl"):
+        for name in (f.name for f in fields(self) if f.type == "bool"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: True or False")
         if self.block_size % 16:
@@ -88,6 +91,21 @@ class EngineLimits:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, max_num_seqs is {self.max_num_seqs}; "
                 "allowed: at least one token of budget per running request, as vLLM demands"
             )
+
+    @property
+    def expert_ranks(self) -> int:
+        """GPUs of a replica that share out whole experts, vLLM's ep_size; 1: each holds a slice of every expert."""
+        return self.tensor_parallel_size if self.enable_expert_parallel else 1
+
+    @property
+    def expert_slices(self) -> int:
+        """Slices into which tensor parallelism cuts every expert, the tp_size of vLLM's expert layers."""
+        return self.tensor_parallel_size // self.expert_ranks
+
+    @property
+    def cut(self) -> tuple[int, bool]:
+        """How the model is cut: over how many GPUs, and whether these share out whole experts."""
+        return self.tensor_parallel_size, self.expert_ranks > 1
 
     def holding(self, longest_request: int) -> EngineLimits:
         """These limits with max_model_len filled in if it is None.

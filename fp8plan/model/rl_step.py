@@ -90,19 +90,19 @@ def weight_sync_seconds(model: StepModel, times: StepTimes, recalibrate_kv: bool
     bf16_bytes = shape.num_parameters * BF16_BYTES / tp
     parts = {"transfer": bf16_bytes / times.sync_bandwidth, "quantise": 0.0, "kv_scales": 0.0}
     if precision.weights == "fp8_block":
-        parts["quantise"] = _quantise_bytes(shape, precision, tp) / gpu.memory_bandwidth
+        parts["quantise"] = _quantise_bytes(shape, precision, model.limits) / gpu.memory_bandwidth
     if precision.kv == "fp8" and recalibrate_kv:
         longest = model.limits.max_model_len or shape.max_position_embeddings
         parts["kv_scales"] = float(model.seconds(full_prefill(shape, model.limits, longest))[0])
     return parts
 
 
-def _quantise_bytes(shape: ModelShape, precision: Precision, tp: int) -> int:
+def _quantise_bytes(shape: ModelShape, precision: Precision, limits: EngineLimits) -> int:
     """Bytes of HBM traffic that quantising new weights causes on one rank."""
-    matrices = [(w, 1) for w in shape.linears(tp)]
+    matrices = [(w, 1) for w in shape.linears(limits.tensor_parallel_size)]
     for experts, layers in shape.parts_of(Experts):
-        copies = experts.num_experts * layers
-        matrices += [(w, copies) for w in experts.expert_linears(shape.hidden_size, tp)]
+        copies = experts.most_on_a_rank(limits.expert_ranks) * layers
+        matrices += [(w, copies) for w in experts.expert_linears(shape.hidden_size, limits.expert_slices)]
     return sum(
         copies * w.layers * (QUANTISE_READS * w.n * w.k * BF16_BYTES + precision.linear_bytes(w.n, w.k, True))
         for w, copies in matrices

@@ -157,7 +157,7 @@ def step_batch(plan: Schedule) -> StepBatch:
 
 
 def speedup_interval(
-    baseline: Rollout, other: Rollout, profile: Profile, tensor_parallel_size: int
+    baseline: Rollout, other: Rollout, profile: Profile, tensor_parallel_size: int, expert_parallel: bool = False
 ) -> tuple[float, float]:
     """The 90% interval (low, high) of how many times as fast `other` is, on the same layout and with
     the same profile.
@@ -169,7 +169,7 @@ def speedup_interval(
         return 1.0, 1.0
     names = list(dict.fromkeys((*baseline.log_gradient, *other.log_gradient)))
     apart = np.array([baseline.log_gradient.get(x, 0.0) - other.log_gradient.get(x, 0.0) for x in names])
-    unexplained = profile.model_error**2 + profile.layout_error(tensor_parallel_size) ** 2
+    unexplained = profile.model_error**2 + profile.layout_error(tensor_parallel_size, expert_parallel) ** 2
     variance = float(apart @ profile.covariance(names) @ apart) + 2 * (1 - SHARED_ERROR) * unexplained
     speedup, factor = baseline.makespan_s / other.makespan_s, float(np.exp(Z90 * np.sqrt(variance)))
     return speedup / factor, speedup * factor

@@ -9,7 +9,7 @@ number of blocks is met in three ways (read in vLLM 0.24 to 0.32, and run agains
 - verl has vLLM load what looks like an FP8 checkpoint, and quantises each whole matrix itself. vLLM then refuses any
   rank that would begin or end inside a block, experts included (validate_fp8_block_shape and its _moe), or finds no
   place for the scales of a fused layer. By 0.30 it cuts the scales of experts finer instead; verl 0.9.1 installs 0.24,
-  which does not.
+  which does not. With expert parallelism (each rank has whole experts) no block is cut.
 
 None of them leaves such a layer in BF16.
 """
@@ -62,10 +62,14 @@ def why_not_trl(precision: Precision) -> str | None:
 
 
 def why_not_shardable(
-    shape: ModelShape, precision: Precision, tensor_parallel: int, target: str = "vllm"
+    shape: ModelShape,
+    precision: Precision,
+    tensor_parallel: int,
+    target: str = "vllm",
+    expert_parallel: bool = False,
 ) -> str | None:
     """The reason why an engine that `target` starts cannot run `shape` in `precision` on that many ranks; None if it
-    can.
+    can. expert_parallel: each rank has whole experts
     """
     check_target(target)
     if precision.weights == "bf16":
@@ -73,24 +77,31 @@ def why_not_shardable(
     if target == "trl":
         return why_not_trl(precision)
     block, who = precision.weight_block[0], "verl" if target == "verl" else "vLLM"
-    sizes = _whole_blocks if target == "verl" else _inputs
 
-    def fault(tp: int) -> Size | None:
-        return next((found for found in sizes(shape, tp) if found.size % block), None)
+    def fault(tp: int, whole_experts: bool = expert_parallel) -> Size | None:
+        sizes = _whole_blocks(shape, tp, 1 if whole_experts else tp) if target == "verl" else _inputs(shape, tp)
+        return next((found for found in sizes if found.size % block), None)
 
     found = fault(tensor_parallel)
     if found is None:
         return None
-    allowed = ", ".join(str(tp) for tp in shape.allowed_tensor_parallel() if fault(tp) is None)
+    layouts = shape.allowed_tensor_parallel(expert_parallel=expert_parallel)
+    allowed = ", ".join(str(tp) for tp in layouts if fault(tp) is None)
+    helps = fault(tensor_parallel, whole_experts=True) is None
     return (
         f"{found.layer} has {found.size} {found.what} on each GPU at tensor_parallel_size {tensor_parallel}, and with "
         f"FP8 weights {who} takes multiples of {block}; allowed: {allowed or 'none, use bf16 weights'}"
+        f"{', or expert parallelism, which leaves experts whole' if helps else ''}"
     )
 
 
-def refusals(shape: ModelShape, precision: Precision, tensor_parallel: int) -> dict[str, str]:
+def refusals(
+    shape: ModelShape, precision: Precision, tensor_parallel: int, expert_parallel: bool = False
+) -> dict[str, str]:
     """The targets that cannot run `shape` on that many ranks, each with the reason."""
-    reasons = {target: why_not_shardable(shape, precision, tensor_parallel, target) for target in TARGETS}
+    reasons = {
+        target: why_not_shardable(shape, precision, tensor_parallel, target, expert_parallel) for target in TARGETS
+    }
     return {target: reason for target, reason in reasons.items() if reason is not None}
 
 
@@ -99,14 +110,14 @@ def _inputs(shape: ModelShape, tp: int) -> Iterator[Size]:
     yield from (Size(x.name, "inputs", x.k) for x in shape.linears(tp) if x.quantised)
 
 
-def _whole_blocks(shape: ModelShape, tp: int) -> Iterator[Size]:
+def _whole_blocks(shape: ModelShape, tp: int, expert_slices: int) -> Iterator[Size]:
     """The inputs, the outputs that another matrix or another rank follows, and the experts' width."""
     yield from _inputs(shape, tp)
     for part, _ in shape.counted:
         for linear, whole in zip(part.linears(shape.hidden_size, tp), part.linears(shape.hidden_size), strict=True):
             if linear.quantised:
                 yield from outputs_followed(linear, cut=linear.n < whole.n)
-    yield from (Size(x.name, "inputs", x.k) for x in shape.expert_linears(tp))
+    yield from (Size(x.name, "inputs", x.k) for x in shape.expert_linears(expert_slices))
 
 
 def outputs_followed(linear: Linear, cut: bool) -> Iterator[Size]:

@@ -25,8 +25,7 @@ class Simulated(NamedTuple):
     @property
     def extrapolated(self) -> bool:
         """True if the profile was used outside of what was measured for it."""
-        size = self.model.limits.tensor_parallel_size
-        return bool(self.rollout.extrapolated) or self.model.profile.layout_error(size) > 0
+        return bool(self.rollout.extrapolated) or self.model.profile.layout_error(*self.model.limits.cut) > 0
 
 
 def simulate(

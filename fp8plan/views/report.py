@@ -94,8 +94,8 @@ def _title(plan: Plan, several: bool) -> list[str]:
 
 
 def _replicas(choice: Choice) -> str:
-    count, size = choice.data_parallel, choice.tensor_parallel
-    return f"1 replica, TP {size}" if count == 1 else f"{count} replicas, TP {size}"
+    count, replica = choice.data_parallel, choice.replica_label
+    return f"1 replica, {replica}" if count == 1 else f"{count} replicas, {replica}"
 
 
 def _settings(plan: Plan) -> str:
@@ -114,7 +114,7 @@ def _marked(rows: Sequence[Choice], picked: Choice) -> Column:
 def _speed_columns(rows: Sequence[Choice], picked: Choice, several: bool) -> list[Column]:
     columns = [_marked(rows, picked)]
     if several:
-        columns.append(Column("TPxDP", [f"{c.tensor_parallel}x{c.data_parallel}" for c in rows]))
+        columns.append(Column("TPxDP", [c.layout_label for c in rows]))
     spread = [f"({seconds(c.makespan_low_s)}-{seconds(c.makespan_high_s)})" for c in rows]
     columns += [
         Column("rollout s (90%)", [f"{seconds(c.makespan_s)} {band}" for c, band in zip(rows, spread, strict=True)]),
@@ -152,7 +152,8 @@ def _speed_legend(rows: Sequence[Choice], several: bool) -> str:
     bf16 = "bf16 on the same layout" if several else "bf16"
     replicas = " preemptions: in all replicas." if any(c.data_parallel > 1 for c in rows) else ""
     tail = f"tail: time in which nothing waits and under {TAIL_SHARE:.0%} of the requests run."
-    return f"speed-up: over {bf16}.{replicas} {tail}"
+    whole = " EP: expert parallelism." if several and any(c.expert_parallel for c in rows) else ""
+    return f"speed-up: over {bf16}.{replicas}{whole} {tail}"
 
 
 def _absent(choices: Sequence[Choice], several: bool) -> list[str]:
@@ -178,7 +179,7 @@ def _named(members: Sequence[Choice], several: bool) -> str:
     """Choices in words, such as "bf16, fp8_kv (TP 1, 2); fp8_block (TP 1)"."""
     sizes: dict[str, list[str]] = {}
     for choice in members:
-        sizes.setdefault(choice.precision, []).append(str(choice.tensor_parallel))
+        sizes.setdefault(choice.precision, []).append(choice.replica_label.removeprefix("TP "))
     if not several:
         return ", ".join(sizes)
     alike: dict[str, list[str]] = {}

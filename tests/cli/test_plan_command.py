@@ -58,7 +58,7 @@ CHOICE_KEYS = (
     "precision tensor_parallel data_parallel available reason makespan_s makespan_low_s makespan_high_s "
     "output_tokens_per_s speedup speedup_low speedup_high rl_step_s step_speedup kv_cache_tokens preemptions "
     "tail_fraction kl_k3 kl_k3_low kl_k3_high ess_raw clip_fraction seq_reject_fraction risk unit_kv_scales "
-    "extrapolated refused_by"
+    "extrapolated refused_by expert_parallel"
 ).split()
 
 
@@ -94,7 +94,15 @@ def test_an_a100_lists_fp8_as_unavailable_with_the_reason(fp8plan: Callable[...,
         assert row["available"] is (name == "bf16")
         if name != "bf16":
             assert "no FP8 tensor cores" in row["reason"]
-            given = ("precision", "tensor_parallel", "data_parallel", "available", "reason", "refused_by")
+            given = (
+                "precision",
+                "tensor_parallel",
+                "data_parallel",
+                "expert_parallel",
+                "available",
+                "reason",
+                "refused_by",
+            )
             assert {row[key] for key in CHOICE_KEYS if key not in given} == {None}
     assert not any("not worth it" in reason for reason in answer["reasons"])  # it was never an option
     table = fp8plan(*words).out
@@ -120,6 +128,17 @@ def test_several_layouts_are_named_in_the_table(fp8plan: Callable[..., Done]) ->
     out = fp8plan(*PLAN, "--gpus", "2", "--train-s", "5", "--logprob-s", "0").out
     for cell in ("1x2", "2x1", "step s", "2 x h200_sxm"):
         assert cell in out
+
+
+def test_expert_parallelism_is_one_of_the_layouts_or_asked_for(fp8plan: Callable[..., Done]) -> None:
+    words = ["plan", "Qwen/Qwen3-30B-A3B", *PLAN[2:], "--precision", "bf16"]
+    out = fp8plan(*words, "--gpus", "2").out
+    for cell in ("1x2", "2x1 ", "2x1 EP", "EP: expert parallelism"):
+        assert cell in out
+    alone = fp8plan(*words, "--tensor-parallel-size", "2", "--expert-parallel")
+    assert "2 x h200_sxm (1 replica, TP 2 EP)" in alone.out
+    assert "both --gpus and a layout are given" in fp8plan(*words, "--gpus", "2", "--expert-parallel").err
+    assert "has no experts" in fp8plan(*PLAN, "--expert-parallel").err
 
 
 LOGNORMAL = ["--response-lengths", "lognormal:mean=40,sigma=1,max=200"]
@@ -153,6 +172,7 @@ def test_every_limit_reaches_the_plan(fp8plan: Callable[..., Done]) -> None:
         "tensor_parallel_size": 2,
         "data_parallel_size": 3,
         "scheduler_reserve_full_isl": True,
+        "enable_expert_parallel": False,
     }
 
 

@@ -21,7 +21,7 @@ def choice(precision: str, **known: Any) -> Choice:
     """Without any figure but those that are given."""
     numbers = dict.fromkeys(f.name for f in fields(Choice))
     layout = {"precision": precision, "tensor_parallel": 1, "data_parallel": 1, "available": True, "refused_by": {}}
-    return Choice(**(numbers | layout | known))
+    return Choice(**(numbers | layout | {"expert_parallel": False} | known))
 
 
 def plan(**changes: Any) -> Plan:

@@ -67,14 +67,19 @@ class Experts:
             matrices.append(column("shared_down_proj", hidden, inner))
         return tuple(matrices)
 
-    def expert_linears(self, hidden: int, tp: int = 1) -> tuple[Linear, Linear]:
-        """The w13 and w2 matrices of ONE routed expert on one rank, cut by tensor (not expert) parallelism."""
-        inner = self.intermediate_size // tp
+    def expert_linears(self, hidden: int, slices: int = 1) -> tuple[Linear, Linear]:
+        """The w13 and w2 matrices of ONE routed expert on one rank, cut by tensor parallelism into so many slices."""
+        inner = self.intermediate_size // slices
         return column("experts_w13", (1 + self.gated) * inner, hidden), row("experts_w2", hidden, inner)
 
-    def vectors(self, hidden: int, tp: int = 1) -> int:
-        inner, shared = self.intermediate_size // tp, self.shared_intermediate_size // tp
-        routed = self.num_experts * ((1 + self.gated) * inner + hidden) if self.bias else 0
+    def most_on_a_rank(self, ranks: int) -> int:
+        """Experts of the fullest of the ranks that share out whole experts (vLLM's determine_expert_map)."""
+        return -(-self.num_experts // ranks)
+
+    def vectors(self, hidden: int, tp: int = 1, ranks: int = 1) -> int:
+        """As in Part. ranks: those that share out whole experts; 1: each of `tp` ranks has a slice of every expert"""
+        inner, shared = self.intermediate_size // (tp // ranks), self.shared_intermediate_size // tp
+        routed = self.most_on_a_rank(ranks) * ((1 + self.gated) * inner + hidden) if self.bias else 0
         beside = (1 + self.gated) * shared + hidden if self.shared_bias and shared else 0
         router = self.num_experts * (self.router_bias + self.router_scales) + hidden * self.router_scales
         return routed + beside + router
@@ -83,6 +88,8 @@ class Experts:
         routed = self.num_experts * elements(self.expert_linears(hidden))
         return routed + elements(self.linears(hidden)) + self.vectors(hidden)
 
-    def cuts(self) -> tuple[Size, ...]:
+    def cuts(self, expert_parallel: bool = False) -> tuple[Size, ...]:
+        """As in Part. expert_parallel: routed experts stay whole"""
+        routed = (Size("channels of an expert", self.intermediate_size),)
         shared = (Size("channels of its shared experts", self.shared_intermediate_size),)
-        return (Size("channels of an expert", self.intermediate_size), *(shared if shared[0].size else ()))
+        return (*(() if expert_parallel else routed), *(shared if shared[0].size else ()))

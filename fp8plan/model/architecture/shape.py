@@ -106,20 +106,18 @@ class ModelShape:
         found = ((linear, n) for part, n in self.counted for linear in part.linears(self.hidden_size, tp))
         return (*_merged(found), Linear("lm_head", self.padded_vocab_size // tp, self.hidden_size, 1, False, False))
 
-    def expert_linears(self, tensor_parallel_size: int = 1) -> tuple[Linear, ...]:
-        """The w13 and w2 matrices of ONE routed expert on one rank, cut by tensor (not expert) parallelism; () if
-        dense.
+    def expert_linears(self, slices: int = 1) -> tuple[Linear, ...]:
+        """The w13 and w2 matrices of ONE routed expert on one rank, cut by tensor parallelism into so many slices; ()
+        if dense.
         """
-        tp, hidden = tensor_parallel_size, self.hidden_size
+        hidden = self.hidden_size
         return _merged(
-            (linear, n) for experts, n in self.parts_of(Experts) for linear in experts.expert_linears(hidden, tp)
+            (linear, n) for experts, n in self.parts_of(Experts) for linear in experts.expert_linears(hidden, slices)
         )
 
-    def stored_expert(
-        self, experts: Experts, precision: Precision, tensor_parallel_size: int = 1
-    ) -> tuple[Linear, Linear]:
-        """The w13 and w2 matrices of one routed expert as one rank stores them."""
-        w13, w2 = experts.expert_linears(self.hidden_size, tensor_parallel_size)
+    def stored_expert(self, experts: Experts, precision: Precision, slices: int = 1) -> tuple[Linear, Linear]:
+        """The w13 and w2 matrices of one routed expert as one rank stores them, cut into so many slices."""
+        w13, w2 = experts.expert_linears(self.hidden_size, slices)
         if precision.weights == "bf16":
             return w13, w2
         # vLLM pads each rank's expert to whole scale blocks, and the width that it works on too: 2,880 of gpt-oss
@@ -143,23 +141,28 @@ class ModelShape:
         """Rows of the embedding and of lm_head in vLLM, over all ranks."""
         return -(-self.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
 
-    def weight_bytes(self, precision: Precision, tensor_parallel_size: int = 1) -> int:
+    def weight_bytes(self, precision: Precision, tensor_parallel_size: int = 1, expert_ranks: int = 1) -> int:
         """Bytes of all weights on one rank. The embedding, lm_head, norms, biases and router stay BF16. (So are counted
         the few vectors that vLLM keeps in float32, such as A_log: a hundred bytes a layer.)
+
+        expert_ranks: as in EngineLimits; the rank is then one of those with the most experts
         """
         tp = tensor_parallel_size
         total = sum(
             w.layers * precision.linear_bytes(w.n, w.k, w.quantised) for w in self.linears(tp) if w.name != "lm_head"
         )
         total += sum(
-            number * experts.num_experts * self._expert_bytes(experts, precision, tp)
-            for experts, number in self.parts_of(Experts)
+            n * experts.most_on_a_rank(expert_ranks) * self._expert_bytes(experts, precision, tp // expert_ranks)
+            for experts, n in self.parts_of(Experts)
         )
         if precision.weights != "bf16":
             total += sum(n * part.dequantised_elements(tp) * BF16_BYTES for part, n in self.parts_of(LatentAttention))
         table = self.padded_vocab_size // tp * self.hidden_size * BF16_BYTES
         total += table if self.tie_word_embeddings else 2 * table
-        vectors = sum(number * part.vectors(self.hidden_size, tp) for part, number in self.counted)
+        vectors = sum(
+            n * part.vectors(self.hidden_size, tp) for part, n in self.counted if not isinstance(part, Experts)
+        )
+        vectors += sum(n * part.vectors(self.hidden_size, tp, expert_ranks) for part, n in self.parts_of(Experts))
         return total + (vectors + self._own_vectors(tp, self.padded_vocab_size)) * BF16_BYTES
 
     def kv_bytes_per_token(self, precision: Precision, tensor_parallel_size: int = 1) -> int:
@@ -171,15 +174,21 @@ class ModelShape:
 
     # Limits
 
-    def allowed_tensor_parallel(self, largest: int = 64) -> tuple[int, ...]:
+    def allowed_tensor_parallel(self, largest: int = 64, expert_parallel: bool = False) -> tuple[int, ...]:
         """The tensor_parallel_size values up to `largest` that vLLM 0.26 starts this model with."""
-        return tuple(tp for tp in range(1, largest + 1) if self._tensor_parallel_fault(tp) is None)
+        return tuple(tp for tp in range(1, largest + 1) if self._tensor_parallel_fault(tp, expert_parallel) is None)
 
-    def check_tensor_parallel(self, tensor_parallel_size: int) -> None:
-        """Raise ConfigError, naming the allowed sizes, if vLLM would refuse this tensor_parallel_size."""
-        fault = self._tensor_parallel_fault(tensor_parallel_size)
+    def check_tensor_parallel(self, tensor_parallel_size: int, expert_parallel: bool = False) -> None:
+        """Raise ConfigError, naming the allowed sizes, if vLLM would refuse this tensor_parallel_size, or
+        enable_expert_parallel with this model (ModelConfig.verify_with_parallel_config, for any size)."""
+        if expert_parallel and not self.parts_of(Experts):
+            raise ConfigError(
+                f"enable_expert_parallel is True, and {self.name} has no experts; allowed: False (leave "
+                "--expert-parallel out)"
+            )
+        fault = self._tensor_parallel_fault(tensor_parallel_size, expert_parallel)
         if fault:
-            allowed = ", ".join(map(str, self.allowed_tensor_parallel()))
+            allowed = ", ".join(map(str, self.allowed_tensor_parallel(expert_parallel=expert_parallel)))
             raise ConfigError(
                 f"tensor_parallel_size {tensor_parallel_size} does not divide {self.name}: {fault}; allowed: {allowed}"
             )
@@ -198,11 +207,12 @@ class ModelShape:
         norms = sum(layer.vectors(self.hidden_size) for layer in self.layers) + self.norm_vectors * self.hidden_size
         return norms + (vocabulary // tp if self.lm_head_bias else 0)
 
-    def _tensor_parallel_fault(self, tp: int) -> str | None:
+    def _tensor_parallel_fault(self, tp: int, expert_parallel: bool) -> str | None:
         """The reason why vLLM's model classes refuse `tp` ranks, by their assertions; None if they accept it."""
         if tp < 1:
             return "a whole number of at least 1 is needed"
-        sizes = [size for part, _ in self.counted for size in part.cuts()]
+        sizes = [size for part, _ in self.counted if not isinstance(part, Experts) for size in part.cuts()]
+        sizes += [size for experts, _ in self.parts_of(Experts) for size in experts.cuts(expert_parallel)]
         fault = next(
             (size for size in (*sizes, Size("padded vocabulary rows", self.padded_vocab_size)) if _uneven(size, tp)),
             None,
@@ -213,9 +223,9 @@ class ModelShape:
         few = next((experts.num_experts for experts, _ in self.parts_of(Experts) if tp > experts.num_experts), None)
         return None if few is None else f"it has {few} experts"
 
-    def _expert_bytes(self, experts: Experts, precision: Precision, tp: int) -> int:
+    def _expert_bytes(self, experts: Experts, precision: Precision, slices: int) -> int:
         """Bytes of one routed expert in one layer on one rank."""
-        return sum(precision.linear_bytes(w.n, w.k, True) for w in self.stored_expert(experts, precision, tp))
+        return sum(precision.linear_bytes(w.n, w.k, True) for w in self.stored_expert(experts, precision, slices))
 
 
 def bundled_models() -> tuple[str, ...]:

@@ -99,7 +99,9 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
         date=max(str(w.record.fields.get("date", ""))[:10] for w in steps) or datetime.now(UTC).date().isoformat(),
         notes={},
         layers=layer_residuals(rows[kept], card, found.profile),
-        tensor_parallel=sorted({w.record.limits.tensor_parallel_size for w in steps}),
+        tensor_parallel=sorted(
+            {size for size, whole_experts in (w.record.limits.cut for w in steps) if not whole_experts}
+        ),
     )
     return Calibration(profile, tuple(errors))
 

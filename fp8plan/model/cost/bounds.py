@@ -7,7 +7,8 @@ import numpy as np
 from fp8plan.model.architecture.parts import Attention, Experts, LatentAttention
 from fp8plan.model.cost.base import Array, StepBatch
 from fp8plan.model.cost.linears.gemm import linear_dtype, peak_flops
-from fp8plan.model.cost.linears.moe import distinct_experts, expert_bytes, expert_flops
+from fp8plan.model.cost.linears.moe import expert_bytes, expert_flops
+from fp8plan.model.cost.linears.routing import distinct_experts
 from fp8plan.model.cost.mixers.of_model import bytes_read, flops, mixers_of
 from fp8plan.model.cost.step import StepModel, tokens_of
 from fp8plan.model.precision import BF16_BYTES
@@ -23,8 +24,8 @@ def bytes_bound(model: StepModel, batch: StepBatch) -> Array:
     for mixer, number in mixers_of(shape):
         read = read + bytes_read(batch, mixer, precision, tp) * number
     for experts, number in shape.parts_of(Experts):
-        one = expert_bytes(experts, shape.hidden_size, precision, tp) * number
-        read = read + distinct_experts(tokens, experts) * one
+        one = expert_bytes(experts, shape.hidden_size, precision, model.limits.expert_slices) * number
+        read = read + distinct_experts(tokens, experts) * (one / model.limits.expert_ranks)
     return np.asarray(read / model.gpu.memory_bandwidth)
 
 
@@ -34,8 +35,10 @@ def flops_bound(model: StepModel, batch: StepBatch) -> Array:
     tokens = tokens_of(batch)
     per_token = sum(2 * x.n * x.k * x.layers / peak_flops(gpu, linear_dtype(x, precision)) for x in model.layers)
     for experts, number in shape.parts_of(Experts):
-        routed = experts.experts_per_token * number * expert_flops(experts, shape.hidden_size, tp)
-        per_token += routed / peak_flops(gpu, precision.gemm_dtype)
+        routed = (
+            experts.experts_per_token * number * expert_flops(experts, shape.hidden_size, model.limits.expert_slices)
+        )
+        per_token += routed / model.limits.expert_ranks / peak_flops(gpu, precision.gemm_dtype)
     seconds = tokens * per_token + batch.sampled_requests * (2 * model.head.n * model.head.k / gpu.bf16_flops)
     for mixer, number in mixers_of(shape):
         dtype = precision.kv if isinstance(mixer, Attention | LatentAttention) else "bf16"

@@ -121,7 +121,10 @@ class StepModel:
                     span = f"{used.min():g} to {used.max():g}"
                     reasons.append(f"{kernel}: {quantity} {span}, measured {low:g} to {high:g}")
         assumed = [kernel for kernel in sorted(kernels_of(self.shape, self.precision)) if self.profile.assumes(kernel)]
-        return reasons + [f"{kernel}: not measured on {self.gpu.name}" for kernel in assumed]
+        reasons += [f"{kernel}: not measured on {self.gpu.name}" for kernel in assumed]
+        if self.limits.expert_ranks > 1:
+            reasons.append(f"moe: whole experts shared out over {self.limits.expert_ranks} GPUs, not measured")
+        return reasons
 
     @property
     def _between_nodes(self) -> bool:
@@ -165,7 +168,8 @@ class StepModel:
         # an H200: 4.51, 4.57, 4.68 and 4.66 ms a step with 10, 12, 14 and 15 requests, all in the graph of 16).
         for experts, number in self.shape.parts_of(Experts):
             hit = None if self.experts_hit is None else np.full(m.shape, float(self.experts_hit))
-            one = moe_cost(m, experts, self.shape.hidden_size, self.precision, tp, self.gpu, profile, hit)
+            ranks = self.limits.expert_ranks
+            one = moe_cost(m, experts, self.shape.hidden_size, self.precision, tp, self.gpu, profile, hit, ranks)
             one = one.scaled(number)
             costs["moe"] = costs["moe"] + one if "moe" in costs else one
         if self.precision.weights == "fp8_block":
@@ -236,7 +240,7 @@ class TimedSteps:
         gradient, profile = log_gradient(components, weights), self.model.profile
         g = np.array(list(gradient.values()))
         variance = float(g @ profile.covariance(list(gradient)) @ g)
-        unmeasured = profile.layout_error(self.model.limits.tensor_parallel_size)
+        unmeasured = profile.layout_error(*self.model.limits.cut)
         return float(np.sqrt(variance + profile.model_error**2 + unmeasured**2))
 
 

@@ -100,6 +100,8 @@ def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
         # Log-probs as sampled, temperature included: the ratio to the trainer's needs these.
         "logprobs_mode": "processed_logprobs",
     }
+    if limits.enable_expert_parallel:
+        kwargs["enable_expert_parallel"] = True
     if limits.max_model_len is None:
         del kwargs["max_model_len"]  # vLLM takes the model's own
     if setup.gpu.is_cpu:

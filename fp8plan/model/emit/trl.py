@@ -33,6 +33,7 @@ _COLOCATED: Final = {
     "async_scheduling": True,
     "scheduler_reserve_full_isl": True,
     "num_gpu_blocks": None,
+    "enable_expert_parallel": False,
 }
 
 # What TRL needs of a vLLM server (trl/scripts/vllm_serve.py, build_command and main).

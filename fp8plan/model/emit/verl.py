@@ -95,6 +95,9 @@ def _rollout_settings(job: Job) -> dict[str, Any]:
         "async_scheduling": limits.async_scheduling,
         "scheduler_reserve_full_isl": limits.scheduler_reserve_full_isl,
     }
+    if limits.expert_ranks > 1:
+        # Any number above 1 is vLLM's enable_expert_parallel (vllm_async_server.py), and RolloutConfig wants this one.
+        settings["expert_parallel_size"] = limits.expert_ranks
     if preset.kv == "fp8":
         engine["kv_cache_dtype"] = "fp8"
     if limits.num_gpu_blocks is not None:

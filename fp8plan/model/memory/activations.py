@@ -32,12 +32,12 @@ def activation_peak_bytes(shape: ModelShape, precision: Precision, gpu: Gpu, lim
     """
     tokens, tp = limits.max_num_batched_tokens, limits.tensor_parallel_size
     forward = max(_mixers_bytes(shape, tokens, tp), _latent_bytes(shape, limits))
-    forward = max(forward, _experts_bytes(shape, precision, tokens, tp))
+    forward = max(forward, _experts_bytes(shape, precision, limits))
     dense = _mlps_bytes(shape, tokens, tp)
     if any(precision.weights == "bf16" or not w.quantised for w in shape.linears(tp) if w.name != "lm_head"):
         forward, dense = forward + CUBLAS_WORKSPACE_BYTES, dense + CUBLAS_WORKSPACE_BYTES
     sampler = _sampler_bytes(shape, gpu, limits) + CUBLAS_WORKSPACE_BYTES
-    persists = _expert_workspace_bytes(shape, tokens, tp) + _router_inputs_bytes(shape, tokens)
+    persists = _expert_workspace_bytes(shape, limits) + _router_inputs_bytes(shape, tokens)
     return max(persists + max(forward, sampler), dense + (0 if _dense_layers_come_first(shape) else persists))
 
 
@@ -57,16 +57,16 @@ def _mlps_bytes(shape: ModelShape, tokens: int, tp: int) -> int:
     return tokens * (_held(shape, tp) + hidden + max(wide)) * BF16_BYTES if wide else 0
 
 
-def _experts_bytes(shape: ModelShape, precision: Precision, tokens: int, tp: int) -> int:
+def _experts_bytes(shape: ModelShape, precision: Precision, limits: EngineLimits) -> int:
     """Bytes alive in the widest experts, without their workspace: residual, input, output, in FP8 the quantised inputs
     of the two GEMMs, and what is held; or the shared experts as a dense MLP."""
-    hidden, widths = shape.hidden_size, [0]
+    hidden, widths, tp = shape.hidden_size, [0], limits.tensor_parallel_size
     for experts, _ in shape.parts_of(Experts):
-        w13, w2 = experts.expert_linears(hidden, tp)
+        w13, w2 = experts.expert_linears(hidden, limits.expert_slices)
         quantised = (w13.k + experts.experts_per_token * w2.k) * FP8_BYTES // BF16_BYTES
         routed = 3 * hidden + (0 if precision.weights == "bf16" else quantised)
         widths.append(_held(shape, tp) + max(routed, hidden + _mlp_width(experts.linears(hidden, tp))))
-    return tokens * max(widths) * BF16_BYTES
+    return limits.max_num_batched_tokens * max(widths) * BF16_BYTES
 
 
 def _held(shape: ModelShape, tp: int) -> int:
@@ -127,13 +127,15 @@ def _router_inputs_bytes(shape: ModelShape, tokens: int) -> int:
     return tokens * rows * FP32_BYTES
 
 
-def _expert_workspace_bytes(shape: ModelShape, tokens: int, tp: int) -> int:
-    """Buffers of the Triton experts (fused_moe/experts/triton_moe.py, workspace_shapes), vLLM's default on Hopper."""
+def _expert_workspace_bytes(shape: ModelShape, limits: EngineLimits) -> int:
+    """Buffers of the Triton experts (fused_moe/experts/triton_moe.py, workspace_shapes), vLLM's default on Hopper. With
+    expert parallelism they hold the rows of all tokens, too, at the experts' whole width.
+    """
     most = 0
     for experts, _ in shape.parts_of(Experts):
-        w13, w2 = experts.expert_linears(shape.hidden_size, tp)
+        w13, w2 = experts.expert_linears(shape.hidden_size, limits.expert_slices)
         most = max(most, experts.experts_per_token * (max(w2.k, w13.k) + max(w13.n, w13.k)))
-    return tokens * most * BF16_BYTES
+    return limits.max_num_batched_tokens * most * BF16_BYTES
 
 
 def _sampler_bytes(shape: ModelShape, gpu: Gpu, limits: EngineLimits) -> int:

@@ -109,9 +109,9 @@ def memory_plan(
     """The memory of one rank, and its KV pool.
 
     longest_request: prompt + response in tokens; stands in for limits.max_model_len where that is None.
-    Raises ConfigError if tensor_parallel_size does not divide the model, or vLLM cannot keep its caches in this
-    precision; CapacityError if the KV pool holds less than one request of max_model_len (the engine then refuses to
-    start).
+    Raises ConfigError if tensor_parallel_size does not divide the model, the model has no experts to share out, or vLLM
+    cannot keep its caches in this precision; CapacityError if the KV pool holds less than one request of max_model_len
+    (the engine then refuses to start).
     """
     plan = _unchecked_plan(shape, precision, gpu, limits, longest_request)
     tokens = limits.max_model_len or longest_request or 1
@@ -140,7 +140,7 @@ def check_pool(plan: MemoryPlan, gpu: Gpu, limits: EngineLimits) -> None:
 def _unchecked_plan(
     shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits, longest_request: int | None
 ) -> MemoryPlan:
-    shape.check_tensor_parallel(limits.tensor_parallel_size)
+    shape.check_tensor_parallel(limits.tensor_parallel_size, limits.enable_expert_parallel)
     longest = limits.max_model_len or longest_request or shape.max_position_embeddings
     caches, rules = model_caches(shape, precision, limits, longest, gpu.is_cpu)
     empty = plan_kv_cache(caches, rules, num_blocks=0)
@@ -159,7 +159,7 @@ def _gpu_terms(shape: ModelShape, precision: Precision, gpu: Gpu, limits: Engine
     tp = limits.tensor_parallel_size
     return {
         "requested_bytes": ceil(gpu.memory_bytes * limits.gpu_memory_utilization),
-        "weights_bytes": loaded_weight_bytes(shape, precision, tp),
+        "weights_bytes": loaded_weight_bytes(shape, precision, tp, limits.expert_ranks),
         "activation_bytes": activation_peak_bytes(shape, precision, gpu, limits),
         "non_torch_bytes": _non_torch_bytes(shape, gpu, tp),
         "cudagraph_bytes": cudagraph_reserve_bytes(shape, precision, gpu, limits),
@@ -213,14 +213,16 @@ def _ways_out(
     def fits(changed: EngineLimits, wanted: Precision = precision) -> bool:
         return _holds(_unchecked_plan(shape, wanted, gpu, changed, tokens), tokens)
 
-    layouts = () if gpu.is_cpu else shape.allowed_tensor_parallel()
+    whole = limits.enable_expert_parallel
+    layouts = () if gpu.is_cpu else shape.allowed_tensor_parallel(expert_parallel=whole)
     larger = (tp for tp in layouts if tp > limits.tensor_parallel_size)
-    larger = (tp for tp in larger if why_not_shardable(shape, precision, tp) is None)
+    larger = (tp for tp in larger if why_not_shardable(shape, precision, tp, expert_parallel=whole) is None)
     enough = next((tp for tp in larger if fits(replace(limits, tensor_parallel_size=tp))), None)
     ways = [f"tensor_parallel_size {enough}"] if enough else []
     if not gpu.is_cpu and fits(replace(limits, gpu_memory_utilization=MOST_UTILIZATION)):
         ways.append("a higher gpu_memory_utilization")
-    startable = why_not_shardable(shape, FP8_BLOCK, limits.tensor_parallel_size) is None
+    size = limits.tensor_parallel_size
+    startable = why_not_shardable(shape, FP8_BLOCK, size, expert_parallel=whole) is None
     if gpu.has_fp8 and precision.weights == "bf16" and startable and fits(limits, FP8_BLOCK):
         ways.append("FP8 weights")
     if plan.available_bytes > 0:

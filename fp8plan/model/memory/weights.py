@@ -24,16 +24,19 @@ ALLOCATOR_TAIL_BYTES = 1 * MIB
 ALLOCATOR_SPLIT_BYTES = 20 * MIB
 
 
-def loaded_weight_bytes(shape: ModelShape, precision: Precision, tensor_parallel_size: int = 1) -> int:
+def loaded_weight_bytes(
+    shape: ModelShape, precision: Precision, tensor_parallel_size: int = 1, expert_ranks: int = 1
+) -> int:
     """Bytes that loading the model allocates on one rank: weights, rotary table, the allocator's rounding, and
-    DeepGEMM's workspace.
+    DeepGEMM's workspace. expert_ranks: as in `ModelShape.weight_bytes`
 
     Measured against it: 0.1 MB more in BF16 (the scales of the attention layers, each rounded up to 512 bytes), 12.7 MB
     more for Qwen3-8B in FP8; 2 MiB less to 16 MiB more for five other families, and 534 MiB more for Gemma 3 (see
     `_rotary_bytes`).
     """
-    total = shape.weight_bytes(precision, tensor_parallel_size) + _rotary_bytes(shape)
-    total += sum(count * _unused_tail_bytes(size) for size, count in _tensors(shape, precision, tensor_parallel_size))
+    total = shape.weight_bytes(precision, tensor_parallel_size, expert_ranks) + _rotary_bytes(shape)
+    tensors = _tensors(shape, precision, tensor_parallel_size, expert_ranks)
+    total += sum(count * _unused_tail_bytes(size) for size, count in tensors)
     deep_gemm = precision.uses_fp8 or shape.parts_of(LatentAttention)
     return total + (DEEPGEMM_WORKSPACE_BYTES if deep_gemm else 0)
 
@@ -49,7 +52,7 @@ def _rotary_bytes(shape: ModelShape) -> int:
     return shape.max_position_embeddings * max(widths, default=0) * BF16_BYTES
 
 
-def _tensors(shape: ModelShape, precision: Precision, tp: int) -> Iterator[tuple[int, int]]:
+def _tensors(shape: ModelShape, precision: Precision, tp: int, expert_ranks: int) -> Iterator[tuple[int, int]]:
     """Yield the pairs (bytes, how many) of one rank's matrices, without scales. A layer's experts are one tensor."""
     online = precision.weights != "bf16"
     table = shape.padded_vocab_size // tp * shape.hidden_size * BF16_BYTES
@@ -58,8 +61,8 @@ def _tensors(shape: ModelShape, precision: Precision, tp: int) -> Iterator[tuple
         if w.name != "lm_head":
             yield w.elements * (FP8_BYTES if online and w.quantised else BF16_BYTES), w.layers
     for experts, layers in shape.parts_of(Experts):
-        for w in shape.stored_expert(experts, precision, tp):
-            yield experts.num_experts * w.elements * (FP8_BYTES if online else BF16_BYTES), layers
+        for w in shape.stored_expert(experts, precision, tp // expert_ranks):
+            yield experts.most_on_a_rank(expert_ranks) * w.elements * (FP8_BYTES if online else BF16_BYTES), layers
 
 
 def _unused_tail_bytes(size: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fp8plan.errors import CapacityError, ConfigError, Fp8PlanError
-from fp8plan.model.architecture import ModelShape
+from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.kv_cache.layers import why_not_kept
 from fp8plan.model.limits import EngineLimits
@@ -32,7 +32,7 @@ class Candidate:
     risk: MismatchRisk | None = None
     unit_risk: MismatchRisk | None = None  # with K and V scales left at 1.0; None without an FP8 KV cache
     step_s: float | None = None  # of the whole RL step; None without trainer figures
-    measured: bool = True  # a rollout on this tensor_parallel_size is behind the profile
+    measured: bool = True  # a rollout on this layout is behind the profile
 
     @property
     def timed(self) -> Rollout:
@@ -89,11 +89,19 @@ def candidates(
 
 def _layouts(shape: ModelShape, limits: EngineLimits, gpus: int | None, gpu: Gpu) -> list[EngineLimits]:
     if gpus is None:
-        shape.check_tensor_parallel(limits.tensor_parallel_size)
+        shape.check_tensor_parallel(limits.tensor_parallel_size, limits.enable_expert_parallel)
         return [limits.on(gpu)]
     within = min(gpus, gpu.gpus_per_node)
-    sizes = [tp for tp in shape.allowed_tensor_parallel(within) if gpus % tp == 0 and within % tp == 0]
-    return [replace(limits, tensor_parallel_size=tp, data_parallel_size=gpus // tp).on(gpu) for tp in sizes]
+    cuts = [(tp, False) for tp in shape.allowed_tensor_parallel(within)]
+    if shape.parts_of(Experts):
+        cuts += [(tp, True) for tp in shape.allowed_tensor_parallel(within, expert_parallel=True) if tp > 1]
+    even = sorted((tp, whole) for tp, whole in cuts if gpus % tp == 0 and within % tp == 0)
+    return [
+        replace(
+            limits, tensor_parallel_size=tp, data_parallel_size=gpus // tp, enable_expert_parallel=whole_experts
+        ).on(gpu)
+        for tp, whole_experts in even
+    ]
 
 
 def _precisions(names: Sequence[str] | None) -> list[Precision]:
@@ -111,8 +119,8 @@ def _placed(setup: EngineSetup, requests: int, target: str, explicit: bool) -> C
         if explicit:
             raise ConfigError(f"{setup.precision.name} was asked for: {reason}; use bf16, or another GPU")
         return Candidate(setup, reason)
-    size = setup.limits.tensor_parallel_size
-    shardable = why_not_shardable(setup.shape, setup.precision, size, target)
+    size, whole_experts = setup.limits.cut
+    shardable = why_not_shardable(setup.shape, setup.precision, size, target, whole_experts)
     if reason := _idle(setup.limits, requests) or _no_fp8_kv(setup) or shardable:
         return Candidate(setup, reason)
     try:

@@ -36,6 +36,7 @@ class Choice:
     unit_kv_scales:       kl_k3, kl_k3_low, kl_k3_high and risk with K and V scales left at 1.0; None without FP8 KV
     extrapolated:         whether the profile was used outside what was measured
     refused_by:           target -> why it cannot start this layout, though vLLM can; {} if all of them can
+    expert_parallel:      the GPUs of a replica share out whole experts
     """
 
     precision: str
@@ -65,6 +66,7 @@ class Choice:
     unit_kv_scales: dict[str, Any] | None
     extrapolated: bool | None
     refused_by: dict[str, str]
+    expert_parallel: bool = False
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -75,9 +77,30 @@ class Choice:
         return precision(self.precision)
 
     @property
-    def layout(self) -> tuple[int, int]:
-        """The parallel layout, (tensor_parallel, data_parallel)."""
-        return self.tensor_parallel, self.data_parallel
+    def layout(self) -> tuple[int, int, bool]:
+        """The parallel layout, (tensor_parallel, data_parallel, expert_parallel)."""
+        return self.tensor_parallel, self.data_parallel, self.expert_parallel
+
+    @property
+    def cut(self) -> tuple[int, bool]:
+        """As in EngineLimits."""
+        return self.tensor_parallel, self.expert_parallel
+
+    @property
+    def layout_label(self) -> str:
+        """The layout in a table: "4x2", and "4x2 EP" with expert parallelism."""
+        return f"{self.tensor_parallel}x{self.data_parallel}{' EP' if self.expert_parallel else ''}"
+
+    @property
+    def replica_label(self) -> str:
+        """The layout of one replica: "TP 4", and "TP 4 EP" with expert parallelism."""
+        return f"TP {self.tensor_parallel}{' EP' if self.expert_parallel else ''}"
+
+    @property
+    def sizes(self) -> str:
+        """The layout of one replica in a sentence."""
+        whole = " with expert parallelism" if self.expert_parallel else ""
+        return f"tensor_parallel_size {self.tensor_parallel}{whole}"
 
     @property
     def seconds(self) -> float:

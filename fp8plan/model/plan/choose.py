@@ -49,10 +49,11 @@ def as_choices(candidates: Sequence[Candidate], profile: Profile) -> tuple[Choic
 
 def _choice(candidate: Candidate, bf16: Candidate | None, profile: Profile) -> Choice:
     timed, risk, memory, setup = candidate.rollout, candidate.risk, candidate.memory, candidate.setup
-    size = setup.limits.tensor_parallel_size
+    cut = size, whole_experts = setup.limits.cut
     figures: dict[str, Any] = dict.fromkeys(field.name for field in fields(Choice))
     figures |= {"precision": setup.precision.name, "reason": candidate.reason, "refused_by": {}}
     figures |= {"tensor_parallel": size, "data_parallel": setup.limits.data_parallel_size}
+    figures["expert_parallel"] = whole_experts
     if timed is None or risk is None or memory is None:
         return Choice(**figures | {"available": False})
     for name in ("makespan_s", "makespan_low_s", "makespan_high_s", "output_tokens_per_s", "preemptions"):
@@ -64,9 +65,9 @@ def _choice(candidate: Candidate, bf16: Candidate | None, profile: Profile) -> C
     figures |= {"tail_fraction": timed.tail_fraction, "extrapolated": candidate.extrapolated}
     if bf16 is not None:
         figures["speedup"] = bf16.timed.makespan_s / timed.makespan_s
-        figures["speedup_low"], figures["speedup_high"] = speedup_interval(bf16.timed, timed, profile, size)
+        figures["speedup_low"], figures["speedup_high"] = speedup_interval(bf16.timed, timed, profile, *cut)
         figures["step_speedup"] = bf16.step_s / candidate.step_s if bf16.step_s and candidate.step_s else None
-    return Choice(**figures | {"available": True, "refused_by": refusals(setup.shape, setup.precision, size)})
+    return Choice(**figures | {"available": True, "refused_by": refusals(setup.shape, setup.precision, *cut)})
 
 
 def _unit_kv_scales(risk: MismatchRisk | None) -> dict[str, Any] | None:

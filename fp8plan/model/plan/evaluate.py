@@ -88,7 +88,7 @@ def _timed_group(candidates: Sequence[Candidate], problem: Problem) -> list[Cand
             tokens = int((problem.batch.prompts + problem.batch.responses).sum())
             sync = weight_sync_seconds(found.model, problem.times, problem.kv_scales_calibrated)
             step_s = found.rollout.makespan_s + problem.times.seconds(tokens) + sum(sync.values())
-        measured = problem.profile.has_measured(candidate.setup.limits.tensor_parallel_size)
+        measured = problem.profile.has_measured(*candidate.setup.limits.cut)
         timed.append(
             replace(candidate, rollout=found.rollout, extrapolated=found.extrapolated, step_s=step_s, measured=measured)
         )

@@ -38,16 +38,19 @@ def explain(
     budget: RiskBudget,
     profile: Profile,
     gpus_per_node: int | None = None,
+    rollouts: Sequence[Rollout | None] = (),
 ) -> tuple[str, ...]:
     """The sentences of a plan: the choice and its gain, the others, where the time goes, the risk, the caveats.
 
     timed, risk, advice: of the chosen choice
     gpus_per_node: beyond it tensor parallelism crosses the network; None: it does not
+    rollouts: of all choices
     """
     picked = choices[chosen]
     sentences = [_headline(picked, choices, budget, profile)]
     sentences += _passed_over(choices, chosen, budget, profile)
     sentences += _not_measured(choices, chosen, budget, profile)
+    sentences += whole_or_sliced(choices, chosen, rollouts)
     sentences += _where_from(picked, choices, timed)
     sentences += [f"Mismatch: {reason}." for reason in risk.reasons]
     sentences += [f"Correction: {note}." for note in advice.notes]
@@ -159,11 +162,11 @@ def _not_measured(choices: Sequence[Choice], chosen: int, budget: RiskBudget, pr
 
 
 def _unmeasured(choice: Choice, profile: Profile) -> bool:
-    return not profile.has_measured(choice.tensor_parallel)
+    return not profile.has_measured(*choice.cut)
 
 
 def _layout_extrapolated(choice: Choice, profile: Profile) -> bool:
-    return profile.layout_error(choice.tensor_parallel) > 0
+    return profile.layout_error(*choice.cut) > 0
 
 
 def _network(picked: Choice, gpus_per_node: int | None) -> list[str]:
@@ -172,6 +175,39 @@ def _network(picked: Choice, gpus_per_node: int | None) -> list[str]:
     crossing = f"tensor_parallel_size {picked.tensor_parallel} crosses nodes of {gpus_per_node} GPUs"
     link = f"{NETWORK_BANDWIDTH * 8 / 1e9:.0f} Gb/s a GPU"
     return [f"The network: {crossing}, so all-reduces are modelled for {link}, not measured."]
+
+
+def whole_or_sliced(choices: Sequence[Choice], chosen: int, rollouts: Sequence[Rollout | None]) -> list[str]:
+    """A sentence on why the chosen layout shares out whole experts, or does not, if that is faster than the other way.
+
+    rollouts: of all choices
+    """
+    picked = choices[chosen]
+    other = (picked.tensor_parallel, picked.data_parallel, not picked.expert_parallel)
+    found = [i for i, c in enumerate(choices) if c.precision == picked.precision and c.layout == other]
+    if not found:
+        return []
+    rest = choices[found[0]]
+    if picked.expert_parallel and rest.reason is not None:
+        return [f"Without expert parallelism this layout cannot run: {rest.reason}."]
+    if rest.makespan_s is None or rest.seconds < picked.seconds * (1 + NO_FASTER):
+        return []
+    mine, theirs = rollouts[chosen], rollouts[found[0]]
+    why = f": {_difference(mine, theirs)}" if mine is not None and theirs is not None else ""
+    gain = f"{rest.seconds / picked.seconds:.2f}x as fast as"
+    if picked.expert_parallel:
+        return [f"With expert parallelism, whole experts on each GPU, it is {gain} with a slice of every expert{why}."]
+    return [f"A slice of every expert on each GPU is {gain} expert parallelism, which keeps them whole{why}."]
+
+
+def _difference(mine: Rollout, theirs: Rollout) -> str:
+    """What takes less time in the first of two rollouts, above all."""
+    if mine.preemptions < theirs.preemptions:
+        return f"{mine.preemptions:,} preemptions instead of {theirs.preemptions:,}"
+    spent = [{name: share * x.makespan_s for name, share in x.parts.items()} for x in (mine, theirs)]
+    saved = {name: theirs_s - spent[0].get(name, 0.0) for name, theirs_s in spent[1].items()}
+    most = max(saved, key=lambda name: saved[name])
+    return f"{COMPONENTS[most]} take {seconds(spent[0].get(most, 0.0))} s of it instead of {seconds(spent[1][most])} s"
 
 
 def _where_from(picked: Choice, choices: Sequence[Choice], timed: Rollout) -> list[str]:
@@ -209,12 +245,17 @@ def _caveats(choices: Sequence[Choice], timed: Rollout, profile: Profile) -> lis
         sentences.append(
             f"Part of this workload lies outside of what the profile {profile.label} was measured for{what}."
         )
-    sizes = sorted({c.tensor_parallel for c in choices if c.available and _layout_extrapolated(c, profile)})
+    sizes = sorted({c.tensor_parallel for c in choices if c.available and profile.layout_error(c.tensor_parallel)})
     if sizes:
         named = ", ".join(map(str, sizes))
         sentences.append(
             f"There is no measurement of tensor_parallel_size {named} on {profile.gpu}: times there are extrapolated, "
             "and their intervals wider."
+        )
+    if any(c.available and c.expert_parallel for c in choices):
+        sentences.append(
+            f"There is no measurement of expert parallelism on {profile.gpu}: its busiest GPU is modelled for even "
+            "routing, and the intervals are wider."
         )
     return sentences
 
@@ -224,7 +265,7 @@ def _layout(choice: Choice, choices: Sequence[Choice]) -> str:
     if not several_layouts(choices):
         return ""
     replicas = f"{choice.data_parallel} replicas" if choice.data_parallel > 1 else "1 replica"
-    return f" on {replicas} of tensor_parallel_size {choice.tensor_parallel}"
+    return f" on {replicas} of {choice.sizes}"
 
 
 def _seconds(choice: Choice) -> str:

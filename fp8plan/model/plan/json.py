@@ -28,6 +28,10 @@ PREDICTED: Final = (
 ).split()
 
 
+# Fields that plans of schema 1.0 do not have. Their engines had what is the default.
+SINCE_1_1: Final = ("limits.enable_expert_parallel", "expert_parallel")
+
+
 class UnitScales(msgspec.Struct):
     """The figures that a Choice expects with K and V scales left at 1.0."""
 
@@ -64,7 +68,7 @@ def _read(data: Any, kind: type[P]) -> P:
 def _check_complete(written: Mapping[str, Any], data: Mapping[str, Any], where: str) -> None:
     """Raise ConfigError for an absent field, even if its class has a default: the default is not what was planned."""
     for name, value in written.items():
-        if name not in data:
+        if name not in data and f"{where}{name}" not in SINCE_1_1:
             raise ConfigError(f"the plan: field {f'{where}{name}'!r} is missing")
         if isinstance(value, dict):
             _check_complete(value, data[name], f"{where}{name}.")

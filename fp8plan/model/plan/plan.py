@@ -160,13 +160,14 @@ class Plan:
             max_model_len=self.limits.max_model_len or longest,
             tensor_parallel_size=picked.tensor_parallel,
             data_parallel_size=picked.data_parallel,
+            enable_expert_parallel=picked.expert_parallel,
         )
         return EngineSetup(self.model, self.gpu, picked.preset, limits)
 
     def precisions_beside(self, choice: int | str | None = None) -> tuple[str, ...]:
-        """The precisions that can run with as many GPUs per replica as this choice has."""
-        size = self.select(choice).tensor_parallel
-        return tuple(c.precision for c in self.choices if c.available and c.tensor_parallel == size)
+        """The precisions that can run on a replica of this choice: on as many GPUs, which cut the model as here."""
+        cut = self.select(choice).cut
+        return tuple(c.precision for c in self.choices if c.available and c.cut == cut)
 
     def vllm_kwargs(self, choice: int | str | None = None) -> dict[str, Any]:
         """Arguments of `vllm.LLM` or `vllm.EngineArgs` for one replica (vLLM 0.26 and later).
@@ -238,7 +239,7 @@ class Plan:
             return f"{again}, which looks for another layout"
         index, best = min(safe, key=lambda x: x[1].seconds)
         return (
-            f"the next best is choice {index}, {best.precision} at tensor_parallel_size {best.tensor_parallel} with "
+            f"the next best is choice {index}, {best.precision} at {best.sizes} with "
             f"{best.data_parallel} replica(s): --choice {index} (in Python choice={index}), or {again}"
         )
 

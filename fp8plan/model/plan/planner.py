@@ -67,8 +67,8 @@ def plan(
     model:          a ModelShape, a hub id, or a folder with config.json
     gpu:            a Gpu or its name; "auto" asks the driver
     limits:         of each engine; None: vLLM's own defaults for this GPU and model
-    gpus:           GPUs in all; every tensor-parallel size that divides them, a node and the model is tried, the rest
-                    are replicas. None: the layout in `limits` only
+    gpus:           GPUs in all; every tensor-parallel size that divides them, a node and the model is tried, with and
+                    without expert parallelism if it has experts; the rest are replicas. None: the layout in `limits`
     gpus_per_node:  GPUs that reach each other without the network; None: what is usual for this GPU
     target:         who starts the engines, "vllm", "verl" or "trl": each cuts FP8 weights in its own way
     precisions:     preset names; None: all, and those this GPU cannot run are listed as unavailable
@@ -139,7 +139,15 @@ def predict(
         chosen=chosen,
         thresholds=advice.thresholds,
         reasons=explain(
-            choices, chosen, best.timed, best.expected, advice, budget, used, gpus_per_node=card.gpus_per_node
+            choices,
+            chosen,
+            best.timed,
+            best.expected,
+            advice,
+            budget,
+            used,
+            gpus_per_node=card.gpus_per_node,
+            rollouts=[c.rollout for c in found],
         ),
         warnings=tuple(warnings),
         budget=budget,

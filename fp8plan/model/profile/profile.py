@@ -74,14 +74,17 @@ class Profile:
         if found := _problem(self):
             raise ProfileError(f"profile {self.label}: {found}")
 
-    def layout_error(self, tensor_parallel_size: int) -> float:
-        """The standard deviation of log step time that an unmeasured layout adds; 0 for a layout that was measured."""
-        doublings = min(abs(math.log2(tensor_parallel_size / size)) for size in self.tensor_parallel)
-        return UNMEASURED_DOUBLING_SD * math.sqrt(doublings)
+    def layout_error(self, tensor_parallel_size: int, expert_parallel: bool = False) -> float:
+        """The standard deviation of log step time that an unmeasured layout adds; 0 for a layout that was measured.
 
-    def has_measured(self, tensor_parallel_size: int) -> bool:
+        expert_parallel: its GPUs share out whole experts, which nobody measured: it counts as a doubling of its own
+        """
+        doublings = min(abs(math.log2(tensor_parallel_size / size)) for size in self.tensor_parallel)
+        return UNMEASURED_DOUBLING_SD * math.sqrt(doublings + expert_parallel)
+
+    def has_measured(self, tensor_parallel_size: int, expert_parallel: bool = False) -> bool:
         """True if a rollout on this layout was measured. Imported and datasheet profiles have no measured layout."""
-        return self.kind == "calibrated" and not self.layout_error(tensor_parallel_size)
+        return self.kind == "calibrated" and not self.layout_error(tensor_parallel_size, expert_parallel)
 
     def assumes(self, kernel: str) -> bool:
         """True if the datasheet stands in for a kernel that was not measured."""

@@ -152,6 +152,8 @@ def _limits(fields: dict[str, Any]) -> EngineLimits:
     for name in ("tensor_parallel", "data_parallel"):
         if fields.get(name) is not None:
             given[f"{name}_size"] = fields[name]
+    if fields.get("expert_parallel"):
+        given["enable_expert_parallel"] = True
     defaults = EngineLimits.for_gpu(card)
     blocks, imposed = None, fields.get("kv_cache_tokens")
     if imposed is not None:
@@ -178,5 +180,6 @@ def _group(fields: dict[str, Any], batch: Batch, limits: EngineLimits) -> str:
     same = [fields["model"], gpu, fields["engine_version"], *(column.tolist() for column in batch)]
     same += [getattr(limits, name) for name in LIMITS]
     same += [limits.tensor_parallel_size, limits.data_parallel_size]
+    same += ["expert_parallel"] if limits.enable_expert_parallel else []
     name = f"{fields['model']} on {gpu}, {len(batch.responses)} responses"
     return f"{name} [{sha256(json.dumps(same).encode()).hexdigest()[:8]}]"

@@ -187,6 +187,7 @@ def engine_fields(facts: EngineFacts) -> dict[str, Any]:
         "precision": facts.precision,
         "tensor_parallel": limits.tensor_parallel_size,
         "data_parallel": limits.data_parallel_size,
+        "expert_parallel": limits.enable_expert_parallel,
         **{name: getattr(limits, name) for name in schemas.LIMITS},
         "kv_cache_tokens": imposed,
         "kernel_backends": dict(facts.kernel_backends),

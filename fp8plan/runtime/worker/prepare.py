@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.weight_sync.manifest import LEFT_OUT, SCALE_SUFFIX, Manifest, dtype_named
@@ -17,6 +18,8 @@ from fp8plan.runtime.worker.program import Program
 
 if TYPE_CHECKING:
     import torch
+
+ONE_EXPERTS: Final = re.compile(r"\.experts\.\d+\.")  # in the name of one expert's tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,9 @@ def prepare(worker: Any, manifest: Manifest, in_place: bool) -> Prepared:
     traced = trace(model, plain)
     found = _with_scales(traced, manifest)
     ignored = tuple(entry.name for entry in manifest if not found.modules[entry.name])
-    _refuse_unknown(ignored, worker.model_runner.model_config.hf_config)
+    parallel = worker.model_runner.vllm_config.parallel_config
+    shares = parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1
+    _refuse_unknown(ignored, worker.model_runner.model_config.hf_config, shares)
     _refuse_missing(found, layers)
     every = {module for modules in found.modules.values() for module in modules}
     if in_place:  # tried in BF16: with E4M3 and scales vLLM's loaders would have nothing to quantise
@@ -102,8 +107,11 @@ def prepare(worker: Any, manifest: Manifest, in_place: bool) -> Prepared:
     )
 
 
-def _refuse_unknown(ignored: Sequence[str], config: Any) -> None:
-    """Raises ConfigError for tensors that go nowhere, except for those that vLLM is known to leave out."""
+def _refuse_unknown(ignored: Sequence[str], config: Any, shares_experts: bool = False) -> None:
+    """Raises ConfigError for tensors that go nowhere, except for those that vLLM is known to leave out, and with expert
+    parallelism those of other ranks' experts: `_refuse_missing` finds an expert of this rank that did not come."""
+    if shares_experts:
+        ignored = [name for name in ignored if not ONE_EXPERTS.search(name)]
     tied = bool(getattr(config, "tie_word_embeddings", False))
     unknown = [name for name in ignored if not LEFT_OUT.match(name) or (name.startswith("lm_head.") and not tied)]
     if unknown:

@@ -66,7 +66,7 @@ def curves(prediction: Prediction) -> list[Curve]:
         choice, rollout, pool = choices[index], prediction.rollouts[index], prediction.pools[index]
         if rollout is not None and pool is not None:
             mark = ", chosen" if choice is chosen else ""
-            where = f", TP {choice.tensor_parallel} x DP {choice.data_parallel}" if several else ""
+            where = f", {choice.replica_label} x DP {choice.data_parallel}" if several else ""
             name = f"{choice.precision} ({seconds(choice.makespan_s)} s{where}){mark}"
             paces = rollout.makespan_low_s / rollout.makespan_s, rollout.makespan_high_s / rollout.makespan_s
             found.append(Curve(name, choice.precision, *binned(rollout.timeline, pool, BINS), paces))
@@ -119,7 +119,7 @@ def points(plan: Plan) -> list[Point]:
         speed, low, high = (tokens / time for time in times)
         point = Point(
             precision=choice.precision,
-            layout=f"{choice.tensor_parallel}x{choice.data_parallel}",
+            layout=choice.layout_label,
             kl=kl,
             speed=(speed, low, high),
             speedup=choice.speedup,
@@ -169,12 +169,12 @@ def title(plan: Plan) -> list[str]:
     work, chosen = plan.workload, plan.select()
     layout = ""
     if plan.several_layouts:
-        count = len({(c.tensor_parallel, c.data_parallel) for c in plan.choices})
+        count = len({c.layout for c in plan.choices})
         layout = f"; each precision on its fastest of {count} layouts, the chosen one as chosen; slowest replica"
     elif chosen.data_parallel > 1:
-        layout = f"; slowest of {chosen.data_parallel} replicas, TP {chosen.tensor_parallel}"
+        layout = f"; slowest of {chosen.data_parallel} replicas, {chosen.replica_label}"
     elif chosen.tensor_parallel > 1:
-        layout = f"; TP {chosen.tensor_parallel}"
+        layout = f"; {chosen.replica_label}"
     batch = f"{work['prompts']:,} prompts x {work['samples']:,} samples"
     return [
         f"{plan.model} on {plan.gpu}: {batch}, responses of at most {work['max_response_tokens']:,} tokens",

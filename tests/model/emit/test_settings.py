@@ -59,7 +59,11 @@ TINY_MOE = {
 def test_no_limit_of_these_tests_stands_at_its_default() -> None:
     """So a limit that is added later must be emitted, or this says so."""
     same = {f.name for f in fields(EngineLimits) if getattr(LIMITS, f.name) == f.default}
-    assert same == {"tensor_parallel_size", "data_parallel_size"}  # each Choice carries its own
+    assert same == {
+        "tensor_parallel_size",
+        "data_parallel_size",
+        "enable_expert_parallel",
+    }  # each Choice carries its own
 
 
 def layout(tensor_parallel: int, data_parallel: int, **changes: Any) -> Plan:

@@ -76,7 +76,7 @@ def test_to_dict_holds_the_documented_keys_in_order() -> None:
             "precision tensor_parallel data_parallel available reason makespan_s makespan_low_s makespan_high_s "
             "output_tokens_per_s speedup speedup_low speedup_high rl_step_s step_speedup kv_cache_tokens preemptions "
             "tail_fraction kl_k3 kl_k3_low kl_k3_high ess_raw clip_fraction seq_reject_fraction risk unit_kv_scales "
-            "extrapolated refused_by"
+            "extrapolated refused_by expert_parallel"
         ).split()
     )
     assert json.loads(json.dumps(data)) == data
@@ -110,7 +110,7 @@ def test_a_missing_field_is_named_and_an_unknown_one_is_passed_over(where: str) 
             r"schema 2\.0, written by fp8plan 9\.1; this is fp8plan .*, which reads schema 1\.x: type: pip inst",
         ),
         ("0.9", r"schema 0\.9, written by fp8plan 9\.1; .*: install the version that wrote it"),
-        ("1", r"plan: schema_version is '1'; allowed: text such as '1\.0'"),
+        ("1", r"plan: schema_version is '1'; allowed: text such as '1\.1'"),
         (["1.0"], r"plan: schema_version is \['1\.0'\]"),
         (
             None,

@@ -92,3 +92,15 @@ def test_a_hub_id_has_its_config_and_once_it_is_here_its_tensors(monkeypatch: py
 
 def test_what_is_no_name_has_no_folder() -> None:
     assert local_folder("no such: name") is None
+
+
+def test_expert_parallelism_reaches_vllm_and_the_limits_that_run() -> None:
+    setup = cpu_plan("bf16").setup()
+    planned = launch(
+        replace(setup, limits=replace(setup.limits, enable_expert_parallel=True)), str(checkpoint("moe", "a"))
+    )
+    by_hand = launch(setup, str(checkpoint("moe", "a")), more={"enable_expert_parallel": True})
+    for found in (planned, by_hand):
+        assert found.kwargs["enable_expert_parallel"] is True
+        assert found.limits.enable_expert_parallel
+    assert "enable_expert_parallel" not in launch(setup, str(checkpoint("dense", "a"))).kwargs

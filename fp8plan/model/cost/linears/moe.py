@@ -1,12 +1,15 @@
 """Routed experts: a grouped GEMM over the experts that a step's tokens hit.
 
-A token picks k of E experts without replacement, so it misses a given one with probability 1 - k/E; for m independent
-tokens and even routing, E (1 - (1 - k/E)^m) experts are read in expectation. Real routing is skewed, which reads fewer
-at small m (AIConfigurator's power-law tables: up to 40% less time at 16 tokens of Qwen3-30B-A3B) and waits longer for
-the busiest expert at large m (up to 25% more); the sd of the profile's coefficients covers both.
+How many those are is in `routing`, for even routing. Real routing is skewed, which reads fewer at small m
+(AIConfigurator's power-law tables: up to 40% less time at 16 tokens of Qwen3-30B-A3B) and waits longer for the busiest
+expert at large m (up to 25% more); the sd of the profile's coefficients covers both.
 Around the two GEMMs the routed activations are gathered, quantised, activated, written and summed by kernels of their
 own, which wait for each other: `activation_passes` over them.
-Tensor parallelism splits the intermediate size. Expert parallelism is not modelled, nor are the experts' biases.
+Tensor parallelism splits the intermediate size. With expert parallelism a rank has whole experts, and the layer lasts
+as long as on the busiest rank. All ranks have all tokens, as without it (use_all2all_kernels of FusedMoEParallelConfig
+is false where data_parallel_size is 1, in 0.26 and 0.30), so nothing else is exchanged. No engine with it was measured,
+and no fit has seen its kernels. `python -m benchmarks.expert_parallel` compares this with AIConfigurator's timings of
+them. The experts' biases are not modelled.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import numpy as np
 from fp8plan.model.architecture import Experts
 from fp8plan.model.cost.base import Array, Cost, constant, norm2, times, traffic
 from fp8plan.model.cost.linears.gemm import peak_flops
+from fp8plan.model.cost.linears.routing import busiest_experts, busiest_rows, distinct_experts
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import BF16_BYTES, Precision
 from fp8plan.model.profile.profile import Profile
@@ -24,11 +28,7 @@ from fp8plan.model.profile.profile import Profile
 # (AIConfigurator's tables: 15% error with 16, 16 to 18% with 64.)
 TILE_ROWS = 16
 
-
-def distinct_experts(m: Array, experts: Experts) -> Array:
-    """The expected number of experts that m tokens read under even routing; shape of m."""
-    miss = 1 - experts.experts_per_token / experts.num_experts
-    return np.asarray(experts.num_experts * (1 - np.power(miss, m.astype(float))))
+HOPPER, BLACKWELL = 9, 10  # the first number of the compute capability
 
 
 def padded_rows(routed: Array, hit: Array) -> Array:
@@ -39,27 +39,42 @@ def padded_rows(routed: Array, hit: Array) -> Array:
     return np.asarray(np.maximum(hit * TILE_ROWS, routed + hit * ((TILE_ROWS - 1) / 2)))
 
 
-def expert_bytes(experts: Experts, hidden: int, precision: Precision, tensor_parallel: int) -> int:
-    """Weight bytes of one expert on one rank: gate and up as one matrix, and down. hidden: the model's width"""
-    hidden, inner = stored_sizes(experts, hidden, precision, tensor_parallel)
+def expert_bytes(experts: Experts, hidden: int, precision: Precision, slices: int) -> int:
+    """Weight bytes of one expert on one rank: gate and up as one matrix, and down.
+
+    hidden: the model's width
+    slices: as EngineLimits.expert_slices
+    """
+    hidden, inner = stored_sizes(experts, hidden, precision, slices)
     first = precision.linear_bytes((1 + experts.gated) * inner, hidden, True)
     return first + precision.linear_bytes(hidden, inner, True)
 
 
-def stored_sizes(experts: Experts, hidden: int, precision: Precision, tensor_parallel: int) -> tuple[int, int]:
+def stored_sizes(experts: Experts, hidden: int, precision: Precision, slices: int) -> tuple[int, int]:
     """The model's width and one expert's on one rank, as the engine holds and computes them: vLLM pads both to whole
     scale blocks in FP8 (quantization/online/fp8.py, maybe_roundup_sizes).
     """
-    inner = experts.intermediate_size // tensor_parallel
+    inner = experts.intermediate_size // slices
     if precision.weights == "bf16":
         return hidden, inner
     rows, columns = precision.weight_block
     return -(-hidden // columns) * columns, -(-inner // rows) * rows
 
 
-def expert_flops(experts: Experts, hidden: int, tensor_parallel: int) -> int:
+def expert_flops(experts: Experts, hidden: int, slices: int) -> int:
     """FLOPs of one token through one expert on one rank, without padding."""
-    return 2 * (2 + experts.gated) * hidden * (experts.intermediate_size // tensor_parallel)
+    return 2 * (2 + experts.gated) * hidden * (experts.intermediate_size // slices)
+
+
+def skips_other_rows(gpu: Gpu, precision: Precision) -> bool:
+    """Whether the kernel that vLLM takes with expert parallelism activates the rows of its own experts only.
+
+    Triton's writes zeros for those of other ranks, which are activated like all others (write_zeros_to_output in
+    fused_moe.py). FlashInfer's, for block FP8 on Hopper and for all on Blackwell, do not (oracle/fp8.py and
+    unquantized.py, alike in 0.26 and 0.30).
+    """
+    major = 0 if gpu.compute_capability is None else gpu.compute_capability[0]
+    return major == BLACKWELL or (major == HOPPER and precision.weights == "fp8_block")
 
 
 def moe_cost(
@@ -71,28 +86,36 @@ def moe_cost(
     gpu: Gpu,
     profile: Profile,
     hit: Array | None = None,
+    ranks: int = 1,
 ) -> Cost:
     """Seconds of routing, permuting and the grouped GEMMs of one MoE layer at m tokens, shape (steps,).
 
     hidden: the model's width
     hit:    distinct experts the tokens of each step go to, where it is known; None: as under even routing
+    ranks:  those that share out whole experts, tensor_parallel with expert parallelism; 1: each has slices of all
     """
+    slices = tensor_parallel // ranks
     dtype = precision.gemm_dtype
     parts = ("bandwidth_efficiency", "compute_efficiency", "launch_seconds", "activation_passes")
     hbm, math, launch, passes = (f"moe.{dtype}.{x}" for x in parts)
-    if hit is None:
+    routed = computed = m * float(experts.experts_per_token)
+    if ranks > 1:
+        hit, computed = busiest_experts(m, experts, ranks, hit), busiest_rows(m, experts, ranks)
+    elif hit is None:
         hit = distinct_experts(m, experts)
-    routed = m * float(experts.experts_per_token)
-    width, inner = stored_sizes(experts, hidden, precision, tensor_parallel)
-    read = hit * expert_bytes(experts, hidden, precision, tensor_parallel)
+    width, inner = stored_sizes(experts, hidden, precision, slices)
+    read = hit * expert_bytes(experts, hidden, precision, slices)
     matrices = 2 + experts.gated
-    flops = padded_rows(routed, hit) * (2 * matrices * width * inner)
+    flops = padded_rows(computed, hit) * (2 * matrices * width * inner)
     grouped = norm2(
         traffic(read, gpu.memory_bandwidth, profile.named(hbm)),
         traffic(flops, peak_flops(gpu, dtype), profile.named(math)),
     )
-    once = routed * (2 * width + matrices * inner) * BF16_BYTES / gpu.memory_bandwidth
+    activated = computed if skips_other_rows(gpu, precision) else routed
+    once = (routed * (2 * width) + activated * (matrices * inner)) * BF16_BYTES / gpu.memory_bandwidth
     around = times(once, *profile.named(passes))
-    sizes = experts.num_experts, experts.experts_per_token, hidden, experts.intermediate_size // tensor_parallel
-    factor = profile.layer_factor(f"moe.{dtype}", sizes, m)
-    return (constant(*profile.named(launch), m) + grouped + around).scaled(factor)
+    total = constant(*profile.named(launch), m) + grouped + around
+    if ranks > 1:
+        return total  # no rank's share of the experts was timed
+    sizes = experts.num_experts, experts.experts_per_token, hidden, experts.intermediate_size // slices
+    return total.scaled(profile.layer_factor(f"moe.{dtype}", sizes, m))

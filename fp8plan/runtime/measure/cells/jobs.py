@@ -200,7 +200,7 @@ def _same_in_all_runs(
     setting: dict[str, Any], name: str, limits: EngineLimits, release: str, options: Options
 ) -> dict[str, Any]:
     """The fields of a record that are known before the engine starts."""
-    kept = {name: getattr(limits, name) for name in LIMITS - {"tensor_parallel_size"}}
+    kept = {name: getattr(limits, name) for name in LIMITS - {"tensor_parallel_size", "enable_expert_parallel"}}
     return {
         "model": setting["model"],
         "gpu": find_gpu(setting["gpu"]).name,
@@ -210,6 +210,7 @@ def _same_in_all_runs(
         "precision": name,
         "tensor_parallel": limits.tensor_parallel_size,
         "data_parallel": 1,
+        **({"expert_parallel": True} if limits.enable_expert_parallel else {}),
         "kv_cache_tokens": setting.get("kv_cache_tokens"),
         "logprobs": 0,
         "weights": "random",

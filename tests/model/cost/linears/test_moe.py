@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.model.architecture import Experts
-from fp8plan.model.cost.linears.moe import distinct_experts, expert_bytes, moe_cost, padded_rows
+from fp8plan.model.cost.linears.moe import expert_bytes, moe_cost, padded_rows
+from fp8plan.model.cost.linears.routing import distinct_experts
 from fp8plan.model.hardware import gpu
 from fp8plan.model.precision import BF16, FP8_BLOCK
 from fp8plan.model.profile.library import load_profile
