@@ -139,8 +139,9 @@ class NativeReload:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         for module, param in self._past:
-            twin = get_layerwise_info(self._model.get_submodule(module)).restore_metadata[0][param]
-            self._loaders.append((twin, vars(twin).pop("weight_loader", None)))
+            twin = get_layerwise_info(self._model.get_submodule(module)).restore_metadata[0].get(param)
+            if twin is not None:  # vLLM leaves some live (SKIP_TENSORS): they are written to directly
+                self._loaders.append((twin, vars(twin).pop("weight_loader", None)))
 
     def _give_loaders_back(self) -> None:
         for twin, loader in self._loaders:

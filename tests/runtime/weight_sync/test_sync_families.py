@@ -72,6 +72,7 @@ def test_a_sync_gives_what_a_fresh_engine_has(case: Case) -> None:
     report = case.sync("b")
     assert live(case.engine) == after
     assert_in_place(report, FAMILIES[case.family], case)
+    assert on_worker(case.engine, params_past_loaders) == (OAI_PARAMS if case.family == "gpt_oss" else set())
     if report.kv_scales is not None:
         assert len(report.kv_scales) == FAMILIES[case.family].attention
         assert all(scale != 1.0 for scales in report.kv_scales.values() for scale in scales)
@@ -81,6 +82,14 @@ def test_a_sync_gives_what_a_fresh_engine_has(case: Case) -> None:
     report = case.sync("a")
     assert report.in_place == 0
     assert live(case.engine) == before
+
+
+OAI_PARAMS = {"sinks", "w13_weight", "w13_bias", "w2_weight", "w2_bias"}
+
+
+def params_past_loaders(worker: Any) -> set[str]:
+    """Parameters that model code fills itself."""
+    return {param for prepared, _ in worker._fp8plan_live._prepared.values() for _, param in prepared.past}
 
 
 def assert_in_place(report: SyncReport, family: Family, case: Case) -> None:
