@@ -76,6 +76,32 @@ PATCHES: Final = (
         platform="CPU",
     ),
     Patch(
+        "sets",
+        "restore_metadata, weight_loader, can_load, load_numel",
+        "worker/vllm_reload.py",
+        "model code that copies to a parameter past its loader (gpt-oss) is not seen by vLLM's reload, which keeps the "
+        "old weights: for one reload that parameter has vLLM's plain loader, and the copy is handed to it",
+    ),
+    Patch(
+        "sets",
+        "conv_weights, _cpu_unpacked_conv_weight",
+        "worker/vllm_reload.py",
+        "Mamba 2 reads a copy of its convolution's weights where the CPU packs them; no reload refreshes it",
+        platform="CPU",
+    ),
+    Patch(
+        "reads",
+        "kv_b_proj",
+        "worker/layout_trial.py",
+        "latent attention keeps matrices made of it, which vLLM's reload makes anew",
+    ),
+    Patch(
+        "swaps",
+        "default_weight_loader, weight_loader",
+        "worker/load_map.py",
+        "in the dry run: what is copied inside a loader, and so seen by vLLM's reload",
+    ),
+    Patch(
         "calls",
         "process_weights_after_loading",
         "worker/vllm_reload.py",

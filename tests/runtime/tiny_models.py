@@ -65,6 +65,11 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="fp8plan-tiny-")  # gone when the test process ends
 
 
+def folder() -> Path:
+    """Where checkpoints lie."""
+    return Path(_folder().name)
+
+
 @cache
 def checkpoint(kind: str, which: str) -> Path:
     """Folder of a BF16 checkpoint; which: "a" or "b", two sets of random weights of one shape."""
@@ -76,7 +81,7 @@ def checkpoint(kind: str, which: str) -> Path:
     model = (
         Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings)) if kind == "moe" else Qwen3ForCausalLM(Qwen3Config(**settings))
     )
-    path = Path(_folder().name) / f"{kind}_{which}"
+    path = folder() / f"{kind}_{which}"
     model.to(torch.bfloat16).save_pretrained(path)
     return path
 

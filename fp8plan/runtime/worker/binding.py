@@ -82,6 +82,8 @@ def _moves(layer: torch.nn.Module, copy: Copy, entry: Entry, found: LoadMap) -> 
         for source, target in _matrices(copy.source, copy.target):
             yield Move(source, _view(live.data, target), None)
         return
+    if live.dtype == dtype:
+        raise NotInPlaceError(f"vLLM keeps {copy.param} as {live.dtype}, and {entry.dtype} is sent")
     if live.dtype != torch.float8_e4m3fn or scale is None or not _fits(scale, shape):
         raise NotInPlaceError(f"vLLM keeps {copy.param} as {live.dtype}, with other scales than blocks of {BLOCK}")
     if not _stands_alone(copy.target, shape) or (entry.dtype != "bfloat16" and not _stands_alone(copy.source, whole)):

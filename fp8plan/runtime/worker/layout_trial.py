@@ -35,8 +35,6 @@ def refused(worker: Any, manifest: Sequence[Entry], found: LoadMap, binding: Bin
     Raises LostEngineError if a trial failed and the live weights could not be put back.
     """
     layers = dict(worker.model_runner.get_model().named_modules())
-    if any("MLA" in type(layer).__name__ for layer in layers.values()):  # its absorbed matrices are made from weights
-        return {kind(layers[module]): "latent attention keeps derived weights" for module in binding.direct}
     samples = {(kind(layers[m]), _shapes(layers[m])): m for m in sorted(binding.direct, reverse=True)}
     reasons: dict[str, str] = {}
     for (what, _), module in samples.items():
@@ -44,6 +42,20 @@ def refused(worker: Any, manifest: Sequence[Entry], found: LoadMap, binding: Bin
         if what not in reasons and (reason := _why_not(worker, layers, module, entries, found, binding)):
             reasons[what] = reason
     return reasons
+
+
+def derived_from(model: torch.nn.Module) -> dict[str, str]:
+    """Return the modules of whose weights others keep something computed -> why vLLM must load them.
+
+    Latent attention multiplies by matrices made of its kv_b_proj, which the end of vLLM's reload makes anew.
+    """
+    attention = [layer for layer in model.modules() if "MLA" in type(layer).__name__]
+    sources = [getattr(layer, "kv_b_proj", None) for layer in attention]
+    return {
+        name: "latent attention keeps matrices made of it"
+        for name, layer in model.named_modules()
+        if any(layer is source for source in sources)
+    }
 
 
 def kind(layer: torch.nn.Module) -> str:
@@ -79,10 +91,10 @@ def _why_not(
     sources = {entry.name: _random(entry, worker.device, seed) for seed, entry in enumerate(entries)}
     fed = [layers[name] for name in sorted({name for entry in entries for name in found.modules[entry.name]})]
     with torch.no_grad(), _put_back(worker.model_runner.get_model(), fed) as places:
-        reload = NativeReload(worker)
+        reload = NativeReload(worker, found.past)
         reload.open()
         reload.load(sources.items())
-        reload.close()
+        reload.close([module])
         hidden = places.changed(layer, getattr(layer, "quant_method", None))
         if hidden := [name for name in hidden if name not in HARMLESS]:
             return f"a reload also sets {', '.join(hidden)}"

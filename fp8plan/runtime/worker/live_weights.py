@@ -58,7 +58,7 @@ class LiveWeights:
         if prepared.moved:
             _, prepared = self.prepare(prepared.manifest, in_place, number)
         snapshot = None if keep is None else Snapshot(self._model, keep)
-        reload = NativeReload(self._worker) if prepared.binding.native else None
+        reload = NativeReload(self._worker, prepared.past) if prepared.binding.native else None
         if reload is not None:
             reload.open()
         chosen = Samples(prepared.manifest, prepared.binding, samples, seed)
@@ -131,7 +131,7 @@ class LiveWeights:
 
     def _close(self, running: _Running) -> None:
         if running.reload is not None:
-            running.reload.close()
+            running.reload.close(running.prepared.binding.native)
         else:
             refresh(self._model)
         running.reload = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,6 +48,7 @@ class LoadMap:
     dtypes:   (module, param) -> dtype in checkpoint format
     covered:  (module, param) -> elements that the manifest fills
     taken:    manifest name -> elements of it that are copied somewhere
+    past:     (module, param) that model code writes itself, past the parameter's loader
     """
 
     copies: Mapping[str, tuple[Copy, ...]]
@@ -57,6 +59,7 @@ class LoadMap:
     dtypes: Mapping[tuple[str, str], torch.dtype]
     covered: Mapping[tuple[str, str], int]
     taken: Mapping[str, int]
+    past: frozenset[tuple[str, str]]
 
 
 def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
@@ -66,8 +69,8 @@ def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
     sources: dict[int, str] = {}
     load: Any = model.load_weights  # vLLM's
     sent: dict[str, torch.Tensor] = {}  # kept: a storage that is freed gives its number to the next one
-    seen: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-    now = ""
+    seen: list[tuple[str, torch.Tensor, torch.Tensor, bool]] = []
+    now, loading = "", Depth()
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal now
@@ -77,7 +80,12 @@ def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
             sources[_storage(tensor)] = now = entry.name
             yield entry.name, tensor
 
-    with checkpoint_format(model) as parameters, _recording(lambda to, of: seen.append((now, to, of))), torch.no_grad():
+    def note(to: torch.Tensor, of: torch.Tensor) -> None:
+        seen.append((now, to, of, loading.count > 0))
+
+    with checkpoint_format(model) as parameters, _recording(note), torch.no_grad():
+        for tensor in parameters.values():
+            _count(tensor, loading)
         homes = {_storage(tensor): home for home, tensor in parameters.items()}
         try:
             load(stream())
@@ -90,14 +98,16 @@ def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
     modules: dict[str, dict[str, None]] = {entry.name: {} for entry in manifest}
     covered = dict.fromkeys(shapes, 0)
     taken = {entry.name: 0 for entry in manifest}
-    opaque = set()
-    for name, to, of in seen:
+    opaque, past = set(), set()
+    for name, to, of, by_loader in seen:
         home = homes.get(_storage(to))
         if home is None:
             continue  # a loader's own temporary
         modules[name][home[0]] = None
         covered[home] += to.numel()
         taken[name] += to.numel()
+        if not by_loader:
+            past.add(home)
         target = box(to, shapes[home])
         whose = sources.get(_storage(of))
         source = None if whose is None else box(of, sent[whose].shape)
@@ -114,6 +124,7 @@ def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
         dtypes,
         covered,
         taken,
+        frozenset(past),
     )
 
 
@@ -165,6 +176,29 @@ def _metadata(layer: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
         if hasattr(twin, "weight_loader"):
             twin.weight_loader = _get_original_loader(twin)
     return found, {**buffers, **{name: tensor for name, tensor in layer._buffers.items() if name in SKIP_TENSORS}}
+
+
+class Depth:
+    """A count of the parameters' loaders that are running, one inside the other."""
+
+    count = 0
+
+
+def _count(parameter: Any, loading: Depth) -> None:
+    """Let `loading` count the calls of a parameter's loader, as vLLM's reload wraps it to see what is loaded."""
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+    loader = getattr(parameter, "weight_loader", default_weight_loader)
+
+    @wraps(loader)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        loading.count += 1
+        try:
+            return loader(*args, **kwargs)
+        finally:
+            loading.count -= 1
+
+    parameter.weight_loader = counted
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.weight_sync.manifest import LEFT_OUT, SCALE_SUFFIX, Manifest, dtype_named
 from fp8plan.runtime.worker.binding import Binding, bind
-from fp8plan.runtime.worker.layout_trial import kind, refused
+from fp8plan.runtime.worker.layout_trial import derived_from, kind, refused
 from fp8plan.runtime.worker.load_map import LoadMap, trace
 from fp8plan.runtime.worker.program import Program
 
@@ -34,6 +34,7 @@ class Prepared:
     groups:   number of each tensor's group, which must come together
     layers:   dtype of their weights -> how many modules
     taken:    elements of each tensor that this rank loads
+    past:     (module, parameter) that vLLM's reload must be told of (vllm_reload.NativeReload)
     programs: the writes of each chunk that has come
     """
 
@@ -46,6 +47,7 @@ class Prepared:
     groups: tuple[int, ...]
     layers: dict[str, int]
     taken: tuple[int, ...]
+    past: frozenset[tuple[str, str]]
     programs: dict[tuple[int, ...], Program] = field(default_factory=dict)
 
     def program(self, numbers: Sequence[int]) -> Program:
@@ -82,8 +84,9 @@ def prepare(worker: Any, manifest: Manifest, in_place: bool) -> Prepared:
     _refuse_missing(found, layers)
     every = {module for modules in found.modules.values() for module in modules}
     if in_place:  # tried in BF16: with E4M3 and scales vLLM's loaders would have nothing to quantise
-        reasons = refused(worker, plain, traced, bind(model, traced, plain, {}))
-        left = {module: reasons[kind(layers[module])] for module in every if kind(layers[module]) in reasons}
+        derived = {module: why for module, why in derived_from(model).items() if module in every}
+        reasons = refused(worker, plain, traced, bind(model, traced, plain, derived))
+        left = {module: reasons[kind(layers[module])] for module in every if kind(layers[module]) in reasons} | derived
     else:
         left = dict.fromkeys(every, "in_place=False")
     binding = bind(model, found, manifest, left)
@@ -104,6 +107,7 @@ def prepare(worker: Any, manifest: Manifest, in_place: bool) -> Prepared:
         groups=_groups(manifest, found),
         layers=_precisions(binding, layers),
         taken=tuple(entry.numel if entry.name in ignored else found.taken[entry.name] for entry in manifest),
+        past=found.past,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -82,11 +82,16 @@ class NativeReload:
 
     An exception in any of them ends the reload: modules have the tensors of before again, those that CUDA graphs have
     captured, with new values where vLLM had finished, and another reload may be opened.
+
+    past: (module, param) that model code writes itself, past the loader that vLLM's reload listens to (gpt-oss): vLLM
+          alone would keep the old weights, without a word. These writes are handed to the reload here
     """
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(self, worker: Any, past: Collection[tuple[str, str]] = ()) -> None:
         self._worker = worker
         self._model = worker.model_runner.get_model()
+        self._past = past
+        self._loaders: list[tuple[Any, Any]] = []
         self._before: Places | None = None
 
     def open(self) -> None:
@@ -95,20 +100,26 @@ class NativeReload:
         self._before = Places(self._model)
         with self._guarded():
             _before_cpu_reload(self._model)
+            self._take_loaders()
             initialize_layerwise_reload(self._model)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load a chunk. Raises ConfigError after the end, when vLLM's loaders would write to the live tensors."""
-        with self._guarded():
+        with self._guarded(), _redirected(self._parameters_past()):
             self._model.load_weights(tensors)
 
-    def close(self) -> None:
-        """End the reload. Modules that got nothing keep what they had; incomplete ones hold garbage until the next."""
+    def close(self, modules: Iterable[str] = ()) -> None:
+        """End the reload. Modules that got nothing keep what they had; incomplete ones hold garbage until the next.
+
+        modules: those that must have got something. Raises ConfigError if vLLM has not noticed it
+        """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         with self._guarded():
+            self._refuse_unloaded(modules)
             finalize_layerwise_reload(self._model, self._worker.model_runner.model_config)
         self._before = None
+        self._give_loaders_back()
         refresh(self._model)
 
     def abandon(self) -> None:
@@ -121,6 +132,35 @@ class NativeReload:
         self._before = None
         for layer in self._model.modules():
             get_layerwise_info(layer).reset()
+        self._give_loaders_back()
+
+    def _take_loaders(self) -> None:
+        """Make vLLM's plain loader that of the parameters that model code writes whole."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        for module, param in self._past:
+            twin = get_layerwise_info(self._model.get_submodule(module)).restore_metadata[0].get(param)
+            if twin is not None:  # vLLM leaves some live (SKIP_TENSORS): they are written to directly
+                self._loaders.append((twin, vars(twin).pop("weight_loader", None)))
+
+    def _give_loaders_back(self) -> None:
+        for twin, loader in self._loaders:
+            if loader is not None:
+                twin.weight_loader = loader
+        self._loaders = []
+
+    def _parameters_past(self) -> list[torch.Tensor]:
+        """Return those of `past` that still wait for values."""
+        found = (self._model.get_submodule(module)._parameters.get(param) for module, param in self._past)
+        return [tensor for tensor in found if tensor is not None and tensor.is_meta]
+
+    def _refuse_unloaded(self, modules: Iterable[str]) -> None:
+        """Raises ConfigError for a module whose new weights vLLM's reload has not seen: it would keep the old ones."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        infos = ((name, get_layerwise_info(self._model.get_submodule(name))) for name in modules)
+        if lost := [name for name, info in infos if info.can_load() and info.load_numel <= 0]:
+            raise ConfigError(f"vLLM's reload did not load {', '.join(lost[:4])} ({len(lost)} modules in all)")
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -140,6 +180,32 @@ class NativeReload:
             raise
         finally:
             log.setLevel(level)
+
+
+@contextmanager
+def _redirected(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Hand to their loaders what is copied to these meta parameters."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    waiting = {parameter.untyped_storage()._cdata: parameter for parameter in parameters}
+    if not waiting:
+        yield
+        return
+
+    class Redirect(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            parameter: Any = None
+            if func is torch.ops.aten.copy_.default and args[0].is_meta:
+                parameter = waiting.get(args[0].untyped_storage()._cdata)
+            if parameter is None:
+                return func(*args, **(kwargs or {}))
+            parameter.weight_loader(parameter, args[1])
+            return args[0]
+
+    mode: Any = Redirect  # torch's own __init__ has no annotations
+    with mode():
+        yield
 
 
 def refresh_expert_scales(model: torch.nn.Module) -> None:
@@ -163,7 +229,19 @@ def _before_cpu_reload(model: torch.nn.Module) -> None:
 def refresh(model: torch.nn.Module) -> None:
     """Refresh what vLLM keeps as copies of live tensors."""
     refresh_expert_scales(model)
+    refresh_conv_weights(model)
     repack_tied_head(model)
+
+
+def refresh_conv_weights(model: torch.nn.Module) -> None:
+    """Copy the weights of Mamba 2's convolutions to where its mixer reads them, on a CPU that packs them elsewhere."""
+    for layer in model.modules():
+        read, new = (
+            getattr(layer, "conv_weights", None),
+            getattr(getattr(layer, "conv1d", None), "_cpu_unpacked_conv_weight", None),
+        )
+        if read is not None and new is not None:
+            read.copy_(new)
 
 
 def repack_tied_head(model: torch.nn.Module) -> None:

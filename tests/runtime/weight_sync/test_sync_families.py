@@ -1,0 +1,127 @@
+"""Families unlike Qwen3: after a sync every bit, every KV scale and every log-prob is that of a fresh engine.
+
+Sliding windows, latent attention, gated delta nets, Mamba 2, attention sinks, routers in FP32, fused checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+from tiny_families import FAMILIES, SHARED, Family, checkpoint, weights
+from tiny_models import CALIBRATION, Outputs, generate, started
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.precision import precision
+from fp8plan.runtime.engine.engine import RolloutEngine
+from fp8plan.runtime.weight_sync.kv_scales import Scales
+from fp8plan.runtime.weight_sync.state import SyncReport
+
+pytestmark = pytest.mark.vllm
+
+CASES = [(name, precision) for name, family in FAMILIES.items() for precision in family.precisions]
+# What vLLM's CPU build packs, and only that: linears, embeddings and experts that are not quantised.
+PACKED = ("a reload also sets cpu_linear", "vLLM keeps no weight of the checkpoint's shape", "in its own way")
+
+
+class Live(NamedTuple):
+    """What an engine runs with: checksums of all parameters, KV scales, and what it says."""
+
+    digests: dict[str, int]
+    kv_scales: Scales | None
+    outputs: Outputs
+
+
+class Case(NamedTuple):
+    family: str
+    precision: str
+    engine: RolloutEngine
+    fresh: dict[str, Live]
+
+    def sync(self, which: str) -> SyncReport:
+        return self.engine.sync_weights(weights(self.family, which), kv_prompts=CALIBRATION)
+
+
+def live(engine: RolloutEngine) -> Live:
+    return Live(on_worker(engine, "fp8plan_digests")["ok"], engine.state.kv_scales, generate(engine))
+
+
+def on_worker(engine: RolloutEngine, method: Any, *arguments: Any) -> Any:
+    return engine.llm.collective_rpc(method, args=arguments)[0]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=["-".join(case) for case in CASES])
+def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+    family, preset = request.param
+    # Where the CPU has AMX vLLM would take a kernel of latent attention that drops the weights it was made of.
+    settings = {"attention_backend": "CPU_MLA"} if family.startswith("deepseek") else {}
+    folders = {which: checkpoint(family, which) for which in "ab"}  # vLLM may change transformers' classes later
+    with started(folders["b"], "b", preset, **settings) as engine:
+        fresh = live(engine)
+    with started(folders["a"], "a", preset, **settings) as engine:
+        yield Case(family, preset, engine, {"a": live(engine), "b": fresh})
+
+
+def test_a_sync_gives_what_a_fresh_engine_has(case: Case) -> None:
+    before, after = case.fresh["a"], case.fresh["b"]
+    assert before.outputs != after.outputs
+    same = [name for name, digest in before.digests.items() if digest and digest == after.digests[name]]
+    assert [name for name in same if not name.endswith("_scale_inv")] == []  # the largest of a block may be the same
+    report = case.sync("b")
+    assert live(case.engine) == after
+    assert_in_place(report, FAMILIES[case.family], case)
+    assert on_worker(case.engine, params_past_loaders) == (OAI_PARAMS if case.family == "gpt_oss" else set())
+    if report.kv_scales is not None:
+        assert len(report.kv_scales) == FAMILIES[case.family].attention
+        assert all(scale != 1.0 for scales in report.kv_scales.values() for scale in scales)
+
+    state = case.engine.state
+    state.settings = replace(state.settings, in_place=False)  # vLLM's own reload
+    report = case.sync("a")
+    assert report.in_place == 0
+    assert live(case.engine) == before
+
+
+OAI_PARAMS = {"sinks", "w13_weight", "w13_bias", "w2_weight", "w2_bias"}
+
+
+def params_past_loaders(worker: Any) -> set[str]:
+    """Parameters that model code fills itself."""
+    return {param for prepared, _ in worker._fp8plan_live._prepared.values() for _, param in prepared.past}
+
+
+def assert_in_place(report: SyncReport, family: Family, case: Case) -> None:
+    """All that is not packed on a CPU is written in place, except for what the family names."""
+    quantised = precision(case.precision).weights == "fp8_block"
+    reasons = {
+        kind.split(" / ")[0]: why
+        for kind, why in report.why_reloaded.items()
+        if not ("Unquantized" in kind and why.endswith(PACKED))
+    }
+    assert reasons == {kind: why for kind, why in family.reloaded.items() if quantised or why != SHARED}
+    assert report.in_place > (report.reloaded if quantised else 0)
+    assert report.compared > 0
+
+
+@pytest.mark.parametrize("case", [("gpt_oss", "bf16")], indirect=True, ids=["gpt_oss"])
+def test_a_module_that_vllms_reload_does_not_see_is_refused(case: Case) -> None:
+    """gpt-oss copies to its parameters past their loaders: vLLM's own reload then keeps the old weights, silently."""
+    case.sync("a")
+    sinks = "model.layers.0.attn"
+
+    def reload(worker: Any) -> None:
+        from fp8plan.runtime.worker.vllm_reload import NativeReload
+
+        native = NativeReload(worker)  # and is not told
+        native.open()
+        native.load(weights("gpt_oss", "b").items())
+        with pytest.raises(ConfigError, match=rf"vLLM's reload did not load {sinks} \(1 modules in all\)"):
+            native.close([sinks, "model.norm"])
+
+    on_worker(case.engine, reload)
+    found = on_worker(case.engine, "fp8plan_digests")["ok"]
+    assert found[f"{sinks}.sinks"] == case.fresh["a"].digests[f"{sinks}.sinks"]
+    case.sync("b")
+    assert live(case.engine) == case.fresh["b"]
