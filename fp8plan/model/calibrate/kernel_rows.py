@@ -192,7 +192,7 @@ def _decode(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost
     none = np.zeros(len(rows))
     steps = StepBatch(batch, batch * context, none, none, none, none, batch)
     attention, precision = _attention(rows), PRECISIONS[dtype]
-    block = key_block(attention.head_dim, precision.kv)
+    block = key_block(attention.head_dim)
     edge = -context % block  # equal contexts; the others end anywhere in a block
     if "skew" in rows:
         edge = np.where(rows["skew"] == "even", edge, block / 2)
