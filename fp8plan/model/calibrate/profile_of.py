@@ -116,9 +116,10 @@ def with_rare_parts(profile: Profile, steps: Sequence[Windows], prior: Profile) 
         coefficients=prior.coefficients | profile.coefficients,
         log_covariance=prior.log_covariance | profile.log_covariance,
     )
-    rare = {name: [x for x in steps if name in x.cost(started).partials] for name in _rare_names(prior)}
-    names = [name for name, having in rare.items() if having]
-    having = [x for x in steps if any(x in rare[name] for name in names)]
+    rare = [name for name in prior.coefficients if name.startswith(RARE_PARTS)]
+    used = [x.cost(started).partials.keys() & set(rare) for x in steps]
+    names = [name for name in rare if any(name in mine for mine in used)]
+    having = [x for x, mine in zip(steps, used, strict=True) if mine]
     found = fit([observe_steps(having)], started, names).profile
     unmeasured = set(rare) - set(names)
     covariance = {name: row for name, row in found.log_covariance.items() if name not in unmeasured}
@@ -126,10 +127,6 @@ def with_rare_parts(profile: Profile, steps: Sequence[Windows], prior: Profile) 
         covariance[name] = covariance[name] | {name: covariance[name][name] + BETWEEN_MODELS**2}
     kept = {name: value for name, value in found.coefficients.items() if name not in unmeasured}
     return replace(found, coefficients=kept, log_covariance=covariance)
-
-
-def _rare_names(profile: Profile) -> list[str]:
-    return [name for name in profile.coefficients if name.startswith(RARE_PARTS)]
 
 
 def measured_version(folder: Path) -> str:

@@ -7,10 +7,9 @@
 
 A decoding request reads each token's latent once for all heads, which makes as many FLOPs a byte as a GEMM: with 128
 heads the tensor cores are the limit. Kernels compute rows of at least TILE_HEADS heads. An SM takes a tile of them of
-one request, or a part of it; FlashAttention 3 cuts requests as it does elsewhere, FlashMLA, which reads FP8, so that
-all SMs have the same to do. Decode multiplies by the halves
-of kv_b_proj where prefill multiplies by the whole; both read it once, so that it is counted among the linears for all
-tokens alike (layers/attention/mla_attention.py).
+one request, or a part of it. FlashAttention 3 cuts requests as it does elsewhere. FlashMLA, which reads FP8, cuts them
+so that all SMs have the same to do. Decode multiplies by the halves of kv_b_proj where prefill multiplies by the whole.
+Both read it once, so that it is counted among the linears for all tokens alike (layers/attention/mla_attention.py).
 Sparse attention (a token indexer) reads `top_k` latents at most. Its indexer is counted as the product of its heads'
 queries with all keys, in FP8. That is modelled; nothing was measured.
 """
@@ -19,7 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fp8plan.model.architecture.parts import Attention, LatentAttention
+from fp8plan.model.architecture.parts import Attention, Indexer, LatentAttention
 from fp8plan.model.cost.base import Array, Cost, StepBatch, norm2, norm8, times, traffic
 from fp8plan.model.cost.mixers.attention import kv_write_cost, parts_of, prefill_cost
 from fp8plan.model.cost.mixers.windows import last_tokens
@@ -40,7 +39,7 @@ def latent_cost(
     working = (batch.decode_requests + batch.prefill_tokens) > 0
     total = times(np.where(working, 1.0, 0.0), *profile.named(f"{prefix}.launch_seconds"))
     if latent.indexer:
-        total = total + _index_cost(batch, latent, gpu, profile)
+        total = total + _index_cost(batch, latent.indexer, gpu, profile)
     read = read_by(batch, latent)
     decode = _decode(read, latent, precision, tp, gpu, profile)
     if not batch.prefill_tokens.any():
@@ -103,11 +102,8 @@ def qk_width(latent: LatentAttention) -> int:
     return latent.qk_nope_head_dim + latent.qk_rope_head_dim
 
 
-def _index_cost(batch: StepBatch, latent: LatentAttention, gpu: Gpu, profile: Profile) -> Cost:
+def _index_cost(batch: StepBatch, indexer: Indexer, gpu: Gpu, profile: Profile) -> Cost:
     """Seconds of choosing the tokens; every rank does all of it."""
-    indexer = latent.indexer
-    if indexer is None:
-        raise ValueError("a layer without an indexer")
     pairs = batch.decode_kv_tokens + batch.prefill_pairs
     flops = pairs * float(2 * indexer.heads * indexer.head_dim)
     keys = (batch.decode_kv_tokens + batch.prefill_kv_tokens) * float(indexer.head_dim)
