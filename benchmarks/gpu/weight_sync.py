@@ -34,8 +34,9 @@ from benchmarks.gpu.source import source_hash
 from fp8plan.errors import SyncError
 from fp8plan.jsonl import write
 from fp8plan.model.configs import find_config
-from fp8plan.model.limits import EngineLimits
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.plan.planner import plan
+from fp8plan.model.setup import default_limits
 from fp8plan.model.workload import Fixed, Workload
 from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.measure.machine import engine_facts, machine_facts
@@ -60,6 +61,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--utilization", type=float, default=0.5, help="of the GPU's memory, by the engine")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of the engine; the trainer's is the first")
     parser.add_argument("--sleep", action="store_true", help="also put the engine to sleep and wake it up")
+    parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     measure(parser.parse_args(words))
 
@@ -115,14 +117,16 @@ def model_folder(name: str) -> tuple[dict[str, Any], str]:
 
 def start(args: argparse.Namespace, folder: str) -> RolloutEngine:
     """The engine of a plan for this model, as a trainer would start it, with random weights."""
-    limits = EngineLimits(
+    limits = replace(
+        default_limits(find_gpu("h200_sxm"), args.model),
         gpu_memory_utilization=args.utilization, max_model_len=4096, max_num_seqs=256, max_num_batched_tokens=8192
-    )
+    )  # fmt: skip
     workload = Workload(prompts=4, samples_per_prompt=4, prompt_lengths=Fixed(PROMPT), response_lengths=Fixed(RESPONSE))
     made = plan(args.model, "h200_sxm", workload, limits=limits, gpus=args.tensor_parallel)
     wanted = (args.precision, args.tensor_parallel)
     choice = next(i for i, c in enumerate(made.choices) if (c.precision, c.tensor_parallel) == wanted)
     more: dict[str, Any] = {"enable_sleep_mode": True} if args.sleep else {}
+    more |= args.engine_args
     return RolloutEngine.from_plan(
         made, folder, choice=choice, mode=args.mode, load_format="dummy", skip_tokenizer_init=True, **more
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 Answer = TypeVar("Answer")
+FREED_BYTES, FREE_WAIT_S = 2 << 30, 30
 NOTHING = dict.fromkeys(("gpu_uuid", "gpu_product", "driver", "gpu_memory_used_bytes"))
 
 
@@ -46,6 +48,13 @@ def installed(*packages: str) -> str | None:
         with suppress(PackageNotFoundError):
             return version(package).partition("+")[0]
     return None
+
+
+def wait_for_memory() -> None:
+    """Wait until a killed engine's GPU memory is back: vLLM's profiling goes wrong if it comes back meanwhile."""
+    until = time.monotonic() + FREE_WAIT_S
+    while (gpu_facts()["gpu_memory_used_bytes"] or 0) > FREED_BYTES and time.monotonic() < until:
+        time.sleep(0.5)
 
 
 def gpu_facts() -> dict[str, Any]:

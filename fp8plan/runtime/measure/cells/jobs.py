@@ -38,7 +38,7 @@ KWARGS = {
     "load_format": "dummy",
     "skip_tokenizer_init": True,
     "disable_log_stats": False,  # the counters of preemptions and cache hits
-    "worker_extension_cls": f"{CHILD}.MemoryFacts",
+    "worker_extension_cls": "fp8plan.runtime.measure.rollouts.worker.MeasuredWorker",
 }
 ENV = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -63,6 +63,7 @@ class Options:
     precisions: tuple[str, ...]  # empty: all of the cells
     models: tuple[str, ...] = ()  # likewise
     workloads: tuple[str, ...] = ()  # likewise, by their names
+    kernels: bool = False
 
     def beside(self, ending: str) -> Path:
         return self.output.with_name(f"{self.output.stem}.{ending}")
@@ -135,6 +136,7 @@ def _job(
         "set_aside": str(options.beside("set_aside.jsonl").resolve()),
         "log": str(options.beside(f"{label}.log").resolve()),
         "trace": str(options.beside("trace.jsonl.gz").resolve()) if options.trace else None,
+        "kernels": str(options.beside("kernels.jsonl").resolve()) if options.kernels else None,
     }
 
 
@@ -214,6 +216,7 @@ def _same_in_all_runs(
         "kv_cache_tokens": setting.get("kv_cache_tokens"),
         "logprobs": 0,
         "weights": "random",
+        "routers": "spread",  # MeasuredWorker.fp8plan_spread_routers
         "env": options.env,
         **dict(sorted(kept.items())),
         **({"engine_args": setting["engine_args"]} if "engine_args" in setting else {}),

@@ -14,7 +14,7 @@ from fp8plan.runtime.measure.rollouts.trace import Row, Trace
 from fp8plan.runtime.measure.rollouts.watch import Watch
 
 # So many attempts, and none once the first have taken so long.
-TRIES, AGAIN_S = 4, 8.0
+TRIES, AGAIN_S = 4, 4.0
 
 
 class Attempt(NamedTuple):

@@ -6,6 +6,7 @@ per timed run to the job's output, as soon as the run need not be repeated: if t
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import os
@@ -13,18 +14,18 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from fp8plan.jsonl import write
 from fp8plan.model.hardware import gpu
 from fp8plan.model.precision import precision
 from fp8plan.runtime.engine.warm_up import freeze_garbage
-from fp8plan.runtime.measure.machine import machine_facts
+from fp8plan.runtime.measure.machine import machine_facts, wait_for_memory
 from fp8plan.runtime.measure.rollouts.attempts import attempts, disturbance, listed
 from fp8plan.runtime.measure.rollouts.engine_log import engine_numbers, kernel_backends, model_runner, uses_e8m0
-from fp8plan.runtime.measure.rollouts.engine_parts import engine_parts, telling_lines
+from fp8plan.runtime.measure.rollouts.engine_parts import telling_lines
 from fp8plan.runtime.measure.rollouts.host import Host
-from fp8plan.runtime.measure.rollouts.timed_rollout import token_prompts
+from fp8plan.runtime.measure.rollouts.timed_rollout import decode_kernels, token_prompts
 from fp8plan.runtime.measure.rollouts.trace import Trace, write_trace
 from fp8plan.runtime.measure.rollouts.warm_up import prefill_ladder, warm_up
 from fp8plan.schemas import VERSIONS
@@ -33,29 +34,8 @@ from fp8plan.schemas import VERSIONS
 # profile): first steps of 0.9 to 11.5 s with and at most 0.15 s without; later ones of 3.5 s and more, against pauses
 # of up to 0.8 s that are the front end's own.
 FIRST_STALL_S, STALL_S = 0.5, 1.0
-
-
-class MemoryFacts:
-    """Mixed into vLLM's worker (worker_extension_cls): the exact bytes behind its log lines."""
-
-    def fp8plan_memory_facts(self) -> dict[str, int | None]:
-        """Bytes; None where this worker does not know, as on a CPU."""
-        snapshot, runner = getattr(self, "init_snapshot", None), getattr(self, "model_runner", None)
-        facts = {
-            "total_bytes": getattr(snapshot, "total_memory", None),
-            "free_at_start_bytes": getattr(snapshot, "free_memory", None),
-            "requested_bytes": getattr(self, "requested_memory", None),
-            "weights_bytes": getattr(runner, "model_memory_usage", None),
-            "peak_activation_bytes": getattr(self, "peak_activation_memory", None),
-            "non_torch_bytes": getattr(self, "non_torch_memory", None),
-            "cuda_graphs_estimated_bytes": getattr(self, "cudagraph_memory_estimate", None),
-            "available_kv_cache_bytes": getattr(self, "available_kv_cache_memory_bytes", None),
-        }
-        return {name: None if value is None else int(value) for name, value in facts.items()}
-
-    def fp8plan_engine_parts(self) -> dict[str, Any]:
-        """KV cache groups, modules and parameters."""
-        return engine_parts(getattr(self, "model_runner", None))
+PROFILED = ((16, 512), (256, 320))  # requests, prompt tokens of each
+TURN = "FP8PLAN_MEASURE_TURN"
 
 
 def main() -> None:
@@ -70,12 +50,14 @@ def measure(job: Mapping[str, Any], note: Callable[[str], None]) -> None:
     """Start the engine and append a record for every run of the job. Raises Fp8PlanError if vLLM does otherwise."""
     from vllm import LLM
 
+    turn = wait_for_turn()  # held until this process ends
     begun = time.perf_counter()
     llm = LLM(**job["kwargs"])
     start_s = time.perf_counter() - begun
     freeze_garbage()
     facts = {"schema_version": VERSIONS["record"]} | job["fields"] | engine_facts(llm, job) | machine_facts()
     facts["engine_start_s"] = start_s
+    facts["spread_routers"] = llm.collective_rpc("fp8plan_spread_routers")[0]
     parts = {"parts": llm.collective_rpc("fp8plan_engine_parts")[0], "log": telling_lines(log_of(job))}
     write(job["engines"], facts | parts)
     memory = facts["measured_kv_cache_tokens"]
@@ -108,6 +90,23 @@ def measure(job: Mapping[str, Any], note: Callable[[str], None]) -> None:
                 note(f"{what}: a step took {found['longest_step_s']:.1f} s, as if a kernel was compiled in it")
             if job["trace"]:
                 write_trace(job["trace"], run["key"], best.steps)
+    if job["kernels"]:  # last, as a profiler may leave an engine slower than it found it
+        for batch, context in PROFILED:
+            found = decode_kernels(llm, batch, context)
+            write(job["kernels"], facts | {"batch": batch, "context": context} | found)
+            note(f"kernels of {batch} requests at {context} tokens: {found['kernels_us']:.0f} us a decode step")
+
+
+def wait_for_turn() -> TextIO | None:
+    """Wait for the lock of the file that TURN names, if it is set: two commands share a GPU, and one engine has it,
+    while the next imports vLLM. Return the open file.
+    """
+    if TURN not in os.environ:
+        return None
+    file = open(os.environ[TURN], "w", encoding="utf-8")  # noqa: SIM115
+    fcntl.flock(file, fcntl.LOCK_EX)
+    wait_for_memory()
+    return file
 
 
 def log_of(job: Mapping[str, Any]) -> str:

@@ -15,9 +15,9 @@ arguments and environment that a Plan emits. A record is written as soon as it i
 output already are skipped. A run in which a kernel was compiled or the host was slow (runtime.measure.rollouts.host) is
 repeated a few times; the least disturbed attempt is the record, the others go to <stem>.set_aside.jsonl. Beside the
 output lie each engine's log, <stem>.<model>.<precision>.log, the config folders the engines were given, <stem>.configs,
-with --trace every engine step, <stem>.trace.jsonl.gz, and what each engine is made of (KV cache groups, layers,
-weights, the telling lines of its log), <stem>.engines.jsonl. Why an engine did not start or ended early is in
-<stem>.failed.jsonl.
+with --trace every engine step, <stem>.trace.jsonl.gz, with --kernels the kernels of a few decode steps and their times,
+<stem>.kernels.jsonl, and what each engine is made of (KV cache groups, layers, weights, the telling lines of its log),
+<stem>.engines.jsonl. Why an engine did not start or ended early is in <stem>.failed.jsonl.
 
 A model that fp8plan cannot read is measured without a prediction: vLLM then picks the block size and whether prefixes
 are cached, unless the setting does. A setting may also have "config", a folder with the config.json that stands for the
@@ -34,7 +34,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -46,11 +45,11 @@ from fp8plan.jsonl import write
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import PRESETS
 from fp8plan.runtime.measure.cells.jobs import CHILD, WARMUPS, Options, jobs
-from fp8plan.runtime.measure.machine import gpu_facts
+from fp8plan.runtime.measure.machine import gpu_facts, wait_for_memory
 from fp8plan.runtime.measure.notes import note
+from fp8plan.runtime.measure.rollouts.rollout_engine import TURN
 
 ERRORS = 12
-FREED_BYTES, FREE_WAIT_S = 2 << 30, 30  # a killed engine's memory comes back a little later
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,12 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds one engine may take in all")
     parser.add_argument("--trace", action="store_true", help="write every engine step")
+    parser.add_argument("--kernels", action="store_true", help="after the rollouts, time the kernels of a few decode steps")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for the engines; repeat")
     parser.add_argument("--dry-run", action="store_true", help="print what would run, with its prediction")
     given = parser.parse_args(arguments)
     try:
         only = map(tuple, (given.precision, given.model, given.workload))
-        options = Options(given.output, given.warmup, given.trace, _environment(given.env), *only)
+        options = Options(given.output, given.warmup, given.trace, _environment(given.env), *only, given.kernels)
         work = jobs(given.cells, options)
         failures = [] if given.dry_run else run_jobs(work, options, given.timeout)
     except Fp8PlanError as error:
@@ -104,7 +104,8 @@ def run_jobs(work: Sequence[dict[str, Any]], options: Options, timeout_s: float)
             failures.append(f"{job['label']}: {failed}")
             note(failures[-1])
             write(job["failed"], job["fields"] | {"reason": failed, "errors": errors_in(job["log"])})
-        _wait_for_memory()
+        if TURN not in os.environ:
+            wait_for_memory()
     return failures
 
 
@@ -170,13 +171,6 @@ def errors_in(log: str) -> list[str]:
     text = Path(log).read_text(encoding="utf-8", errors="replace")
     found = re.findall(r"^.*?(\b\w*(?:Error|Exception)\b: .*)$", text, re.MULTILINE)
     return [line[:600] for line in dict.fromkeys(found)][-ERRORS:]
-
-
-def _wait_for_memory() -> None:
-    """Wait until GPU memory is steady: vLLM's profiling goes wrong if another process frees memory meanwhile."""
-    until = time.monotonic() + FREE_WAIT_S
-    while (gpu_facts()["gpu_memory_used_bytes"] or 0) > FREED_BYTES and time.monotonic() < until:
-        time.sleep(0.5)
 
 
 if __name__ == "__main__":

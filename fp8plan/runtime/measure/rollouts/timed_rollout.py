@@ -1,4 +1,4 @@
-"""One `generate()` of random prompts, timed, and what vLLM's counters gained meanwhile."""
+"""One `generate()` of random prompts: its time, what vLLM's counters gained, or the kernels that it ran."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ COUNTERS = {
 }
 # One observation for each engine step that gave at least one token; a step that only fills prompts is not counted.
 STEPS = "vllm:iteration_tokens_total"
+DECODE_STEPS, FILLING_STEPS = 16, 20  # whose kernels are timed; at most so many fill prompts before
 
 
 def token_prompts(work: Mapping[str, Any], vocabulary: int) -> list[dict[str, list[int]]]:
@@ -53,6 +54,24 @@ def timed(
     if given != list(responses):
         raise Fp8PlanError("vLLM gave responses of other lengths than were asked for; this run cannot be a record")
     return {"seconds": seconds} | {name: value - before[name] for name, value in counters(llm).items()}
+
+
+def decode_kernels(llm: Any, batch: int, context: int) -> dict[str, Any]:
+    """Kernels of the first GPU in a decode step of `batch` requests after `context` tokens, a mean of DECODE_STEPS.
+
+    kernels: [name, launches, microseconds] of a step; kernels_us: microseconds of all
+    """
+    from vllm import SamplingParams
+
+    work = {"seed": 0, "prompt_ids": range(batch), "prompt_lengths": [context] * batch}
+    prompts = token_prompts(work, llm.llm_engine.model_config.get_vocab_size())
+    tokens = 3 * DECODE_STEPS + FILLING_STEPS  # the first requests decode while prompts of the others are filled
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0, temperature=1.0)
+    empty_prefix_cache(llm)
+    llm.collective_rpc("fp8plan_kernels_begin", args=(batch, DECODE_STEPS))
+    llm.generate(prompts, params, use_tqdm=False)
+    found = llm.collective_rpc("fp8plan_kernels_end")[0]
+    return {"kernels": found, "kernels_us": round(sum(us for *_, us in found), 1)}
 
 
 def empty_prefix_cache(llm: Any) -> None:

@@ -1,0 +1,126 @@
+"""The measuring side inside vLLM's worker: memory, parts, spread routers, and the kernels of a few steps."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Final
+
+from fp8plan.runtime.measure.rollouts.engine_parts import engine_parts
+
+if TYPE_CHECKING:
+    import torch
+
+# Names of parameters, as vLLM 0.26 and 0.30 have them in the models of fp8plan's families.
+ROUTER: Final = re.compile(r"\.(gate|router)(\.(wg|proj|layer|classifier))?\.weight$")
+ROUTER_BIAS: Final = re.compile(r"\.(gate|router)(\.\w+)?\.(bias|e_score_correction_bias)$|\.e_score_correction_bias$")
+NORM: Final = re.compile(r"norm\w*\.weight$")
+LONGEST_NAME = 200
+ANNOTATIONS: Final = ("execute_", "gpu_", "ProfilerStep", "forward", "Command Buffer")  # spans, no kernels
+
+
+class MeasuredWorker:
+    """Mixed into vLLM's worker (worker_extension_cls)."""
+
+    def fp8plan_memory_facts(self) -> dict[str, int | None]:
+        """The exact bytes behind vLLM's log lines; None where this worker does not know, as on a CPU."""
+        snapshot, runner = getattr(self, "init_snapshot", None), getattr(self, "model_runner", None)
+        facts = {
+            "total_bytes": getattr(snapshot, "total_memory", None),
+            "free_at_start_bytes": getattr(snapshot, "free_memory", None),
+            "requested_bytes": getattr(self, "requested_memory", None),
+            "weights_bytes": getattr(runner, "model_memory_usage", None),
+            "peak_activation_bytes": getattr(self, "peak_activation_memory", None),
+            "non_torch_bytes": getattr(self, "non_torch_memory", None),
+            "cuda_graphs_estimated_bytes": getattr(self, "cudagraph_memory_estimate", None),
+            "available_kv_cache_bytes": getattr(self, "available_kv_cache_memory_bytes", None),
+        }
+        return {name: None if value is None else int(value) for name, value in facts.items()}
+
+    def fp8plan_engine_parts(self) -> dict[str, Any]:
+        """KV cache groups, modules and parameters."""
+        return engine_parts(getattr(self, "model_runner", None))
+
+    def fp8plan_spread_routers(self) -> int:
+        """Make the routers' scores differ, as a trained model's do. Return how many routers there are."""
+        return spread_routers(getattr(self, "model_runner", None).get_model().named_parameters())  # type: ignore[union-attr]
+
+    def fp8plan_kernels_begin(self, requests: int, steps: int) -> None:
+        """Record the kernels of so many decode steps of exactly so many requests, as soon as they come."""
+        self._fp8plan_kernels = DecodeKernels(self.model_runner, requests, steps)
+
+    def fp8plan_kernels_end(self) -> list[tuple[str, float, float]]:
+        """The recorded kernels of a step on this GPU: (name, launches, microseconds), the longest first."""
+        return self._fp8plan_kernels.end()
+
+
+class DecodeKernels:
+    """The kernels of `steps` decode steps in a row, by torch's profiler. Wraps the model runner's execute_model."""
+
+    def __init__(self, runner: Any, requests: int, steps: int) -> None:
+        import torch
+
+        self.runner, self.requests, self.left, self.steps = runner, requests, steps, steps
+        self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        self.execute, self.running = runner.execute_model, False
+        runner.execute_model = self._execute
+
+    def _execute(self, scheduled: Any, *arguments: Any, **named: Any) -> Any:
+        tokens = scheduled.num_scheduled_tokens
+        decode = len(tokens) == self.requests == scheduled.total_num_scheduled_tokens
+        if decode and not self.running and self.left:
+            self._at_rest(self.profile.start)
+            self.running = True
+        elif self.running and (not decode or not self.left):
+            self._at_rest(self.profile.stop)
+            self.running = False
+        self.left -= self.running
+        return self.execute(scheduled, *arguments, **named)
+
+    def _at_rest(self, act: Any) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+        act()
+
+    def end(self) -> list[tuple[str, float, float]]:
+        import torch
+
+        if self.running:
+            self._at_rest(self.profile.stop)
+        self.runner.execute_model = self.execute
+        steps, found = self.steps - self.left, defaultdict(list)
+        if not steps:
+            return []
+        for event in self.profile.profiler.kineto_results.events():
+            if event.device_type() == torch.autograd.DeviceType.CUDA and not event.name().startswith(ANNOTATIONS):
+                found[event.name()[:LONGEST_NAME]].append(event.duration_ns() / 1e3)
+        rows = [(name, round(len(x) / steps, 2), round(sum(x) / steps, 2)) for name, x in found.items()]
+        return sorted(rows, key=lambda row: -row[2])
+
+
+def spread_routers(named: Iterable[tuple[str, torch.nn.Parameter]]) -> int:
+    """Give routers weights of standard deviation 1 / sqrt(hidden) and no bias, and norms the weight 1.
+
+    vLLM's dummy weights are within 0.001 of zero, a norm's too. Scores of a router are then closer to each other than
+    BF16 tells apart, or less than a learned bias, and every token goes to the same experts. Changed in place: captured
+    CUDA graphs go on to use them. Without routers nothing is changed.
+    """
+    import torch
+
+    parameters = list(named)
+    routers = [value for name, value in parameters if ROUTER.search(name) and value.dim() == 2 and value.shape[0] > 1]
+    generator: dict[torch.device, torch.Generator] = {}
+    with torch.no_grad():
+        for value in routers:
+            device = value.device
+            source = generator.setdefault(device, torch.Generator(device=device).manual_seed(len(generator)))
+            new = torch.randn(value.shape, generator=source, device=device) / value.shape[1] ** 0.5
+            value.copy_(new.to(value.dtype))
+        for name, value in parameters if routers else ():
+            if ROUTER_BIAS.search(name):
+                value.zero_()
+            elif NORM.search(name):
+                value.fill_(1.0)
+    return len(routers)
