@@ -24,7 +24,7 @@ def checkpoint_entries(config: Mapping[str, Any]) -> Manifest:
     saved = revert_weight_conversion(model, model.state_dict())
     if config.get("tie_word_embeddings"):
         saved.pop("lm_head.weight", None)
-    return tuple(Entry(name, str(x.dtype).removeprefix("torch."), tuple(x.shape)) for name, x in saved.items())
+    return tuple(Entry(name, "bfloat16", tuple(x.shape)) for name, x in saved.items())  # as sync_weights takes them
 
 
 def random_weights(manifest: Manifest, device: str, seed: int = 0) -> dict[str, torch.Tensor]:
