@@ -49,7 +49,8 @@ def tasks(models: Iterable[str]) -> list[Task]:
     for n, k in sorted(shapes):
         rows = rows_of_every_kernel([(n, k)], MOST_ROWS, find_gpu("h200").sm_count)
         rows = [*(m for m in rows if m >= max(FEW_ROWS)), *FEW_ROWS]
-        found += [(n, k, tuple(rows[i::max(1, len(rows) // LARGEST_SHARE)])) for i in range(max(1, len(rows) // LARGEST_SHARE))]
+        parts = max(1, len(rows) // LARGEST_SHARE)
+        found += [(n, k, tuple(rows[i::parts])) for i in range(parts)]
     return found
 
 

@@ -33,6 +33,7 @@ class Gpu:
     sources:            field name -> where the number is from
     gpus_per_node:      GPUs that reach each other without the network: those of one host (8 in HGX and DGX hosts), or
                         of one NVLink domain where that is larger. `--gpus-per-node` overrides it
+    power_limit_watts:  of the GPU alone, as shipped; None where it is not known
     """
 
     name: str
@@ -48,6 +49,7 @@ class Gpu:
     pcie_bandwidth: float
     sources: dict[str, str]
     gpus_per_node: int = 8
+    power_limit_watts: float | None = None
 
     def __post_init__(self) -> None:
         if self.gpus_per_node < 1:
@@ -104,6 +106,7 @@ _UNITS: Final = {
     "fp8_tflops": ("fp8_flops", 1e12),
     "nvlink_gb_s": ("nvlink_bandwidth", 1e9),
     "pcie_gb_s": ("pcie_bandwidth", 1e9),
+    "power_w": ("power_limit_watts", 1),
 }
 
 

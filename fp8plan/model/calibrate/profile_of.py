@@ -26,6 +26,7 @@ from fp8plan.model.calibrate.engine_steps import Windows, read_traces, windows
 from fp8plan.model.calibrate.fit import LeavingOut, Observations, fit, robust_sd
 from fp8plan.model.calibrate.held_out import is_held_out
 from fp8plan.model.calibrate.kernel_rows import hull, layer_residuals, observe, read_all
+from fp8plan.model.calibrate.power import power_coefficients
 from fp8plan.model.cost.base import QUANTITIES, Array, Cost, together
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.profile.library import RARE_PARTS, datasheet_profile, without_rare_parts
@@ -73,7 +74,9 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
         raise _no_rollouts(folder)
     _check_same(steps, card, engine_version)
     sheet, kept = datasheet_profile(card, engine_version), ~is_held_out(rows)
+    rare = step_windows(folder / "families")
     prior = without_rare_parts(sheet)
+    prior = replace(prior, coefficients=prior.coefficients | power_coefficients([*steps, *rare], sheet))
     observations = [*observe(rows[kept], card), observe_steps(steps)]
     found = fit(observations, prior)
     with_layers = replace(prior, layers=layer_residuals(rows[kept], card, found.profile))
@@ -88,7 +91,6 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
         before, fitted = _median(x.errors(prior)), _median(x.errors(found.profile))
         number, worst = never.get(x.kernel, np.zeros(0)).size, float(np.max(np.abs(np.expm1(elsewhere))))
         errors.append(KernelError(x.kernel, x.seconds.size, number, before, fitted, _median(elsewhere), worst))
-    rare = step_windows(folder / "families")
     profile = replace(
         with_rare_parts(found.profile, rare, sheet) if rare else found.profile,
         kind="calibrated",

@@ -64,6 +64,15 @@ def joined(batches: Sequence[StepBatch]) -> StepBatch:
     return StepBatch(**together(batches, QUANTITIES), windows=windows)
 
 
+def tokens_of(batch: StepBatch) -> Array:
+    """The tokens of each step, int64 of shape (steps,)."""
+    return whole(batch.decode_requests + batch.prefill_tokens)
+
+
+def whole(values: Array) -> Array:
+    return np.asarray(np.rint(values), dtype=np.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Seconds of one component for many steps.

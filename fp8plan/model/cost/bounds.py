@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import numpy as np
 
+from fp8plan.model.architecture import Linear, ModelShape
 from fp8plan.model.architecture.parts import Attention, Experts, LatentAttention
-from fp8plan.model.cost.base import Array, StepBatch
+from fp8plan.model.cost.base import Array, StepBatch, tokens_of
 from fp8plan.model.cost.linears.gemm import linear_dtype, peak_flops
 from fp8plan.model.cost.linears.moe import expert_bytes, expert_flops
 from fp8plan.model.cost.linears.routing import distinct_experts
 from fp8plan.model.cost.mixers.of_model import bytes_read, flops, mixers_of
-from fp8plan.model.cost.step import StepModel, tokens_of
-from fp8plan.model.precision import BF16_BYTES
+from fp8plan.model.hardware import Gpu
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.precision import BF16_BYTES, Precision
 
 
-def bytes_bound(model: StepModel, batch: StepBatch) -> Array:
+class Engine(Protocol):
+    """An engine replica, as fp8plan.model.cost.step.StepModel has it: `layers` and `head` are those of one rank."""
+
+    @property
+    def shape(self) -> ModelShape: ...
+    @property
+    def gpu(self) -> Gpu: ...
+    @property
+    def precision(self) -> Precision: ...
+    @property
+    def limits(self) -> EngineLimits: ...
+    @property
+    def layers(self) -> Sequence[Linear]: ...
+    @property
+    def head(self) -> Linear: ...
+
+
+def bytes_bound(model: Engine, batch: StepBatch) -> Array:
     """Seconds of reading weights and caches once at the datasheet's bandwidth, shape (steps,)."""
     tp, precision, shape = model.limits.tensor_parallel_size, model.precision, model.shape
     tokens = tokens_of(batch)
@@ -29,18 +51,28 @@ def bytes_bound(model: StepModel, batch: StepBatch) -> Array:
     return np.asarray(read / model.gpu.memory_bandwidth)
 
 
-def flops_bound(model: StepModel, batch: StepBatch) -> Array:
+def flops_bound(model: Engine, batch: StepBatch) -> Array:
     """Seconds of the FLOPs at the datasheet's peak of each dtype, shape (steps,)."""
+    return np.asarray(sum(flops_by_dtype(model, batch).values()))
+
+
+def flops_by_dtype(model: Engine, batch: StepBatch) -> dict[str, Array]:
+    """ "bf16" and "fp8" -> seconds of the FLOPs in it at the datasheet's peak, shape (steps,)."""
     tp, precision, shape, gpu = model.limits.tensor_parallel_size, model.precision, model.shape, model.gpu
     tokens = tokens_of(batch)
-    per_token = sum(2 * x.n * x.k * x.layers / peak_flops(gpu, linear_dtype(x, precision)) for x in model.layers)
+    per_token = {"bf16": 0.0, "fp8": 0.0}
+    for x in model.layers:
+        dtype = linear_dtype(x, precision)
+        per_token[dtype.partition("_")[0]] += 2 * x.n * x.k * x.layers / peak_flops(gpu, dtype)
     for experts, number in shape.parts_of(Experts):
         routed = (
             experts.experts_per_token * number * expert_flops(experts, shape.hidden_size, model.limits.expert_slices)
         )
-        per_token += routed / model.limits.expert_ranks / peak_flops(gpu, precision.gemm_dtype)
-    seconds = tokens * per_token + batch.sampled_requests * (2 * model.head.n * model.head.k / gpu.bf16_flops)
+        peak = peak_flops(gpu, precision.gemm_dtype) * model.limits.expert_ranks
+        per_token[precision.gemm_dtype.partition("_")[0]] += routed / peak
+    seconds = {dtype: tokens * each for dtype, each in per_token.items()}
+    seconds["bf16"] = seconds["bf16"] + batch.sampled_requests * (2 * model.head.n * model.head.k / gpu.bf16_flops)
     for mixer, number in mixers_of(shape):
         dtype = precision.kv if isinstance(mixer, Attention | LatentAttention) else "bf16"
-        seconds = seconds + flops(batch, mixer, tp) * number / peak_flops(gpu, dtype)
-    return np.asarray(seconds)
+        seconds[dtype] = seconds[dtype] + flops(batch, mixer, tp) * number / peak_flops(gpu, dtype)
+    return seconds

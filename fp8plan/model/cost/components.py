@@ -18,7 +18,11 @@ class Component(NamedTuple):
     inverse: Array | None  # None: `cost` is per step already
 
     def seconds(self) -> Array:
-        return self.cost.seconds if self.inverse is None else self.cost.seconds[self.inverse]
+        return self.gathered(self.cost.seconds)
+
+    def gathered(self, values: Array) -> Array:
+        """`values` of the distinct counts, for each step."""
+        return values if self.inverse is None else values[self.inverse]
 
     def per_step(self) -> Cost:
         return self.cost if self.inverse is None else self.cost.rows(self.inverse)
@@ -42,15 +46,12 @@ def where_busy(name: str, cost: Cost, counts: Array, inverse: Array) -> Componen
     return Component(name, cost.scaled(np.where(counts > 0, 1.0, 0.0)), inverse)
 
 
-def log_gradient(components: Sequence[Component], weights: Array) -> dict[str, float]:
-    """The derivatives d log(sum(weights * seconds)) / d log(coefficient), for every coefficient that
-    `components` use.
-    """
-    total = float((weights * total_of(components)).sum())
+def gradient_of(components: Sequence[Component], weights: Array) -> dict[str, float]:
+    """The derivatives d sum(weights * seconds) / d log(coefficient), for every coefficient that `components` use."""
     gradient: dict[str, float] = {}
     for component in components:
         for name, value in component.gradient(weights).items():
-            gradient[name] = gradient.get(name, 0.0) + value / total
+            gradient[name] = gradient.get(name, 0.0) + value
     return gradient
 
 

@@ -12,14 +12,15 @@ import numpy as np
 
 from fp8plan.model.architecture import Linear, ModelShape
 from fp8plan.model.architecture.parts import Experts
-from fp8plan.model.cost.base import QUANTITIES, Array, Cost, StepBatch, norm8
+from fp8plan.model.cost.base import QUANTITIES, Array, Cost, StepBatch, norm8, tokens_of, whole
 from fp8plan.model.cost.collective import all_reduce_cost, with_network
-from fp8plan.model.cost.components import Component, log_gradient, total_of, where_busy
+from fp8plan.model.cost.components import Component, gradient_of, total_of, where_busy
 from fp8plan.model.cost.host import host_cost, launch_cost, launches, layer_cost, sampling_cost
 from fp8plan.model.cost.linears.gemm import gemm_cost, quantise_cost
 from fp8plan.model.cost.linears.moe import moe_cost
 from fp8plan.model.cost.mixers.of_model import caches_cost, kernels_of, mixer_costs
-from fp8plan.model.cost.sustained import sustained, with_sustained
+from fp8plan.model.cost.power import PowerLimit, power_limit, sm_seconds
+from fp8plan.model.cost.sustained import knows_power, of_clock, sustained, with_sustained
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import cudagraph_capture_sizes
@@ -58,7 +59,12 @@ class StepModel:
 
     def timed(self, batch: StepBatch) -> TimedSteps:
         """The steps with the cost of each part, for callers that ask several questions about them."""
-        return TimedSteps(self, self._gpu_components(batch), *self._host(batch))
+        components = self._gpu_components(batch)
+        limit = None
+        if knows_power(self.profile):
+            sm = sum((component.gathered(sm_seconds(component.cost)) for component in components), np.zeros(1))
+            limit = power_limit(self, batch, total_of(components), sm, self.profile)
+        return TimedSteps(self, components, *self._host(batch), limit)
 
     def seconds(self, batch: StepBatch) -> Array:
         """Seconds of each step, shape (steps,)."""
@@ -72,6 +78,11 @@ class StepModel:
         gpu = components[0].per_step()
         for component in components[1:]:
             gpu = gpu + component.per_step()
+        sm = sm_seconds(gpu)
+        limit = power_limit(self, batch, gpu.seconds, sm, self.profile)
+        if limit is not None:
+            partials = {name: partial * limit.slope_of(name) for name, partial in gpu.partials.items()}
+            gpu = Cost(limit.of(gpu.seconds, sm), partials)
         return self.joined(gpu, *self._host(batch))
 
     def joined(self, gpu: Cost, scheduling: Cost, launching: Cost) -> Cost:
@@ -150,7 +161,7 @@ class StepModel:
         counts, inverse = _distinct(self._padded(tokens))
         for name, cost in self._token_costs(counts, profile).items():
             parts.append(where_busy(name, cost, counts, inverse))
-        rows, inverse = _distinct(_whole(batch.sampled_requests))
+        rows, inverse = _distinct(whole(batch.sampled_requests))
         head = gemm_cost(rows, [self.head], self.precision, self.gpu, profile)
         parts.append(where_busy("lm_head", head, rows, inverse))
         parts.append(Component("sampling", sampling_cost(batch, self.shape, self.gpu, profile), None))
@@ -187,28 +198,32 @@ class TimedSteps:
     """The steps of one batch, evaluated once."""
 
     model: StepModel
-    components: list[Component]  # of the GPU
+    components: list[Component]  # of the GPU, at its highest clock
     scheduling: Cost
     launching: Cost
+    limit: PowerLimit | None
 
     def rows(self, rows: slice) -> TimedSteps:
         """The steps selected by `rows`."""
         components = [component.rows(rows) for component in self.components]
-        return TimedSteps(self.model, components, self.scheduling.rows(rows), self.launching.rows(rows))
+        limit = self.limit and self.limit.rows(rows)
+        return TimedSteps(self.model, components, self.scheduling.rows(rows), self.launching.rows(rows), limit)
 
     def seconds(self) -> Array:
         return self._joined(1.0, 1.0)
 
     def breakdown(self) -> dict[str, Array]:
-        parts = {component.name: component.seconds() for component in self.components}
-        parts["host"] = self.seconds() - total_of(self.components)
+        parts = {component.name: self._limited(component) for component in self.components}
+        parts["host"] = self.seconds() - sum(parts.values(), np.zeros(1))
         return parts
 
     def interval(self, weights: Array, z: float) -> tuple[float, float]:
         """GPU and host have errors of their own, and a step lasts about as long as the slower of them, so each moves to
         its own end before they meet: a fast GPU cannot hide an uncertain host."""
         host = Component("host", self.scheduling + self.launching, None)
-        gpu_sigma, host_sigma = self._sigma(self.components, weights), self._sigma([host], weights)
+        gpu_total = float((weights * self._gpu_seconds()).sum())
+        gpu_sigma = self._sigma(self._gpu_gradient(weights), gpu_total)
+        host_sigma = self._sigma(gradient_of([host], weights), float((weights * host.seconds()).sum()))
         low, high = (self._joined(np.exp(side * gpu_sigma), np.exp(side * host_sigma)) for side in (-z, z))
         return float((weights * low).sum()), float((weights * high).sum())
 
@@ -219,38 +234,46 @@ class TimedSteps:
         """
         scheduling, launching = Component("", self.scheduling, None), Component("", self.launching, None)
         groups = {"gpu": self.components, "scheduling": [scheduling], "launching": [launching]}
-        totals = {name: total_of(parts) for name, parts in groups.items()}
+        totals = {name: total_of(parts) for name, parts in groups.items()} | {"gpu": self._gpu_seconds()}
         joined = self.model.joined(*(Cost(seconds, {name: seconds}) for name, seconds in totals.items()))
         gradient: dict[str, float] = {}
         for name, parts in groups.items():
             slope = joined.partials[name] / np.where(totals[name] > 0, totals[name], 1.0)  # d step / d its seconds
-            for part in parts:
-                for coefficient, value in part.gradient(weights * slope).items():
-                    gradient[coefficient] = gradient.get(coefficient, 0.0) + value
+            found = self._gpu_gradient(weights * slope) if name == "gpu" else gradient_of(parts, weights * slope)
+            for coefficient, value in found.items():
+                gradient[coefficient] = gradient.get(coefficient, 0.0) + value
         return gradient
+
+    def _gpu_gradient(self, weights: Array) -> dict[str, float]:
+        """d sum(weights * seconds of the GPU) / d log(coefficient)"""
+        if self.limit is None:
+            return gradient_of(self.components, weights)
+        found = gradient_of(self.components, weights * self.limit.slope)
+        of_sm = gradient_of(self.components, weights * self.limit.slope / self.limit.clock)
+        return {name: of_sm[name] if of_clock(name) else value for name, value in found.items()}
+
+    def _limited(self, component: Component) -> Array:
+        """Seconds of a component in each step, by the clock that the power limit leaves."""
+        if self.limit is None:
+            return component.seconds()
+        return self.limit.of(component.seconds(), component.gathered(sm_seconds(component.cost)))
+
+    def _gpu_seconds(self) -> Array:
+        return sum(map(self._limited, self.components), np.zeros(1))
 
     def _joined(self, gpu: float, host: float) -> Array:
         """Seconds of each step if the GPU and the host took so many times as long, shape (steps,)."""
-        parts = (total_of(self.components) * gpu, self.scheduling.seconds * host, self.launching.seconds * host)
+        parts = (self._gpu_seconds() * gpu, self.scheduling.seconds * host, self.launching.seconds * host)
         return self.model.joined(*(Cost(seconds, {}) for seconds in parts)).seconds
 
-    def _sigma(self, components: list[Component], weights: Array) -> float:
-        """Standard deviation of log(sum(weights * components)): the coefficients' covariance, the model error, and
-        what a layout adds that was not measured."""
-        gradient, profile = log_gradient(components, weights), self.model.profile
-        g = np.array(list(gradient.values()))
+    def _sigma(self, gradient: dict[str, float], total: float) -> float:
+        """Standard deviation of the log of a `total` with this gradient: the coefficients' covariance, the model error,
+        and what a layout adds that was not measured.
+        """
+        profile, g = self.model.profile, np.array(list(gradient.values())) / total
         variance = float(g @ profile.covariance(list(gradient)) @ g)
         unmeasured = profile.layout_error(*self.model.limits.cut)
         return float(np.sqrt(variance + profile.model_error**2 + unmeasured**2))
-
-
-def _whole(values: Array) -> Array:
-    return np.asarray(np.rint(values), dtype=np.int64)
-
-
-def tokens_of(batch: StepBatch) -> Array:
-    """The tokens of each step, int64 of shape (steps,)."""
-    return _whole(batch.decode_requests + batch.prefill_tokens)
 
 
 def _distinct(values: Array) -> tuple[Array, Array]:

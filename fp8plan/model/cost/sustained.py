@@ -53,11 +53,18 @@ def with_sustained(cost: Cost, profile: Profile, only: str | None = None) -> Cos
 
 def _factors(profile: Profile, only: str | None) -> dict[str, Callable[[str], int]]:
     """The power of each factor in the coefficient called `name`, for the factors that the profile has."""
-    powers = {CLOCK: _of_clock, MEMORY: _of_memory}
+    powers = {CLOCK: of_clock, MEMORY: _of_memory}
+    if only is None and knows_power(profile):  # which says the clock of each step: fp8plan.model.cost.power
+        del powers[CLOCK]
     return {name: power for name, power in powers.items() if name in profile.coefficients and only in (None, name)}
 
 
-def _of_clock(name: str) -> int:
+def knows_power(profile: Profile) -> bool:
+    """Return True if the profile has the coefficients of fp8plan.model.cost.power."""
+    return any(name.startswith("power.") for name in profile.coefficients)
+
+
+def of_clock(name: str) -> int:
     """The power of the clock in a coefficient: 1 for work per second of an SM, -1 for seconds of its work."""
     return int(name.endswith(SM_RATES)) - int(name.endswith(SM_TIMES))
 

@@ -17,9 +17,10 @@ from fp8plan.model.architecture.parts import Attention, Mlp
 from fp8plan.model.cost.base import QUANTITIES, Cost, StepBatch, norm8
 from fp8plan.model.cost.bounds import bytes_bound, flops_bound
 from fp8plan.model.cost.collective import all_reduce_cost, with_network
+from fp8plan.model.cost.components import Component, gradient_of
 from fp8plan.model.cost.host import layer_cost
 from fp8plan.model.cost.mixers.attention import FLASH_ATTENTION_3
-from fp8plan.model.cost.step import Component, StepModel, log_gradient
+from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import Gpu, gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, PRESETS, Precision
@@ -152,9 +153,10 @@ def test_gradient_by_finite_differences(step: StepModel, batch: StepBatch, seed:
     weights = np.random.default_rng(seed).uniform(0.1, 100, len(batch.decode_requests))
 
     def log_gpu(model: StepModel) -> float:
-        return float(np.log(sum(weights @ part.seconds() for part in model._gpu_components(batch))))
+        return float(np.log(weights @ model.timed(batch)._gpu_seconds()))
 
-    gradient = log_gradient(step._gpu_components(batch), weights)
+    total = np.exp(log_gpu(step))
+    gradient = {name: value / total for name, value in step.timed(batch)._gpu_gradient(weights).items()}
     base, small, kinks = log_gpu(step), 1e-6, 0
     for name, slope in gradient.items():
         value = step.profile.coefficients[name]
@@ -182,7 +184,8 @@ def test_a_fast_gpu_does_not_hide_an_uncertain_host() -> None:
         host = Component("host", scheduling + launching, None)
         low, high = step.interval(batch, weights, 1.645)
         assert low < weights @ step.seconds(batch) < high
-        assert high >= 0.999 * (weights @ host.seconds()) * np.exp(1.645 * step.timed(batch)._sigma([host], weights))
+        total = weights @ host.seconds()
+        assert high >= 0.999 * total * np.exp(1.645 * step.timed(batch)._sigma(gradient_of([host], weights), total))
 
 
 def test_the_interval_widens_with_the_model_error() -> None:
@@ -280,7 +283,7 @@ def test_tensor_parallel_is_faster_but_pays_for_its_all_reduces() -> None:
     nvlink, pcie = (model(card=gpu(name), tensor_parallel_size=4) for name in ("h100", "l40s"))
     assert pcie.breakdown(batch)["collective"].item() > 5 * nvlink.breakdown(batch)["collective"].item()
     for step, link in ((nvlink, "nvlink"), (pcie, "pcie")):
-        gradient = log_gradient(step._gpu_components(batch), np.ones(1))
+        gradient = gradient_of(step._gpu_components(batch), np.ones(1))
         used = {name for name in gradient if name.startswith("collective")}
         assert used == {f"collective.{link}.latency_seconds", f"collective.{link}.bandwidth_efficiency"}
 
@@ -293,12 +296,12 @@ def test_beyond_a_node_all_reduces_cross_the_network() -> None:
     )
     fast, slow = (step.breakdown(batch)["collective"].item() for step in (inside, across))
     assert slow > 3 * fast
-    used = {x for x in log_gradient(across._gpu_components(batch), weights) if x.startswith("collective")}
+    used = {x for x in gradient_of(across._gpu_components(batch), weights) if x.startswith("collective")}
     assert {x.split(".")[1] for x in used} == {"nvlink", "network"}
     wide, narrow = (np.log(np.divide(*step.interval(batch, weights, 1.645)[::-1])) for step in (across, inside))
     assert wide > narrow + 0.1
     one_each = model(card=replace(h100, gpus_per_node=1), tensor_parallel_size=2)
-    used = {x for x in log_gradient(one_each._gpu_components(batch), weights) if x.startswith("collective")}
+    used = {x for x in gradient_of(one_each._gpu_components(batch), weights) if x.startswith("collective")}
     assert {x.split(".")[1] for x in used} == {"network"}
 
 

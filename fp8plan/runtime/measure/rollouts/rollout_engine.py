@@ -12,9 +12,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from fp8plan.jsonl import write
 from fp8plan.model.hardware import gpu
@@ -50,7 +51,11 @@ def measure(job: Mapping[str, Any], note: Callable[[str], None]) -> None:
     """Start the engine and append a record for every run of the job. Raises Fp8PlanError if vLLM does otherwise."""
     from vllm import LLM
 
-    turn = wait_for_turn()  # held until this process ends
+    with wait_for_turn():
+        _measure(job, note, LLM)
+
+
+def _measure(job: Mapping[str, Any], note: Callable[[str], None], LLM: Any) -> None:
     begun = time.perf_counter()
     llm = LLM(**job["kwargs"])
     start_s = time.perf_counter() - begun
@@ -97,16 +102,19 @@ def measure(job: Mapping[str, Any], note: Callable[[str], None]) -> None:
             note(f"kernels of {batch} requests at {context} tokens: {found['kernels_us']:.0f} us a decode step")
 
 
-def wait_for_turn() -> TextIO | None:
-    """Wait for the lock of the file that TURN names, if it is set: two commands share a GPU, and one engine has it,
-    while the next imports vLLM. Return the open file.
+@contextmanager
+def wait_for_turn() -> Iterator[None]:
+    """Hold the lock of the file that TURN names, if it is set.
+
+    So two commands share a GPU: one has its engine there, while the next imports vLLM.
     """
     if TURN not in os.environ:
-        return None
-    file = open(os.environ[TURN], "w", encoding="utf-8")  # noqa: SIM115
-    fcntl.flock(file, fcntl.LOCK_EX)
-    wait_for_memory()
-    return file
+        yield
+        return
+    with open(os.environ[TURN], "w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        wait_for_memory()
+        yield
 
 
 def log_of(job: Mapping[str, Any]) -> str:

@@ -68,13 +68,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds one engine may take in all")
     parser.add_argument("--trace", action="store_true", help="write every engine step")
-    parser.add_argument("--kernels", action="store_true", help="after the rollouts, time the kernels of a few decode steps")
+    parser.add_argument(
+        "--kernels", action="store_true", help="after the rollouts, time the kernels of a few decode steps"
+    )
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for the engines; repeat")
     parser.add_argument("--dry-run", action="store_true", help="print what would run, with its prediction")
     given = parser.parse_args(arguments)
     try:
-        only = map(tuple, (given.precision, given.model, given.workload))
-        options = Options(given.output, given.warmup, given.trace, _environment(given.env), *only, given.kernels)
+        options = Options(
+            output=given.output,
+            warmup=given.warmup,
+            trace=given.trace,
+            env=_environment(given.env),
+            precisions=tuple(given.precision),
+            models=tuple(given.model),
+            workloads=tuple(given.workload),
+            kernels=given.kernels,
+        )
         work = jobs(given.cells, options)
         failures = [] if given.dry_run else run_jobs(work, options, given.timeout)
     except Fp8PlanError as error:

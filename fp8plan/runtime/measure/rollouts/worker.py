@@ -44,15 +44,19 @@ class MeasuredWorker:
 
     def fp8plan_spread_routers(self) -> int:
         """Make the routers' scores differ, as a trained model's do. Return how many routers there are."""
-        return spread_routers(getattr(self, "model_runner", None).get_model().named_parameters())  # type: ignore[union-attr]
+        return spread_routers(_runner(self).get_model().named_parameters())
 
     def fp8plan_kernels_begin(self, requests: int, steps: int) -> None:
         """Record the kernels of so many decode steps of exactly so many requests, as soon as they come."""
-        self._fp8plan_kernels = DecodeKernels(self.model_runner, requests, steps)
+        self._fp8plan_kernels = DecodeKernels(_runner(self), requests, steps)
 
     def fp8plan_kernels_end(self) -> list[tuple[str, float, float]]:
         """The recorded kernels of a step on this GPU: (name, launches, microseconds), the longest first."""
         return self._fp8plan_kernels.end()
+
+
+def _runner(worker: Any) -> Any:
+    return worker.model_runner
 
 
 class DecodeKernels:
@@ -85,16 +89,15 @@ class DecodeKernels:
         act()
 
     def end(self) -> list[tuple[str, float, float]]:
-        import torch
-
         if self.running:
             self._at_rest(self.profile.stop)
         self.runner.execute_model = self.execute
         steps, found = self.steps - self.left, defaultdict(list)
         if not steps:
             return []
-        for event in self.profile.profiler.kineto_results.events():
-            if event.device_type() == torch.autograd.DeviceType.CUDA and not event.name().startswith(ANNOTATIONS):
+        results: Any = self.profile.profiler
+        for event in results.kineto_results.events():
+            if event.device_type().name == "CUDA" and not event.name().startswith(ANNOTATIONS):
                 found[event.name()[:LONGEST_NAME]].append(event.duration_ns() / 1e3)
         rows = [(name, round(len(x) / steps, 2), round(sum(x) / steps, 2)) for name, x in found.items()]
         return sorted(rows, key=lambda row: -row[2])

@@ -1,0 +1,87 @@
+"""The SM clock that a GPU's power limit leaves in each step.
+
+    watts   = idle * clock + (memory * seconds of its bytes + bf16, fp8 * seconds of their FLOPs) / seconds
+    seconds = other + sm / clock
+    clock   = 1, or less where the watts would be above the limit: then such that they are the limit
+
+clock: of the SMs, as a fraction of the highest. sm: seconds of the step that SMs decide at the highest clock; other:
+those that memory or launches decide. Seconds of bytes and FLOPs are at the datasheet's peaks
+(fp8plan.model.cost.bounds), so that a coefficient is the watts of its use at the peak.
+
+Why: what a step does beside its slowest part costs clock, too. On an H200, 512 requests of Qwen3-8B after prompts of
+200 tokens run at 1,770 MHz with a BF16 KV cache and at 1,965 MHz with half its bytes. Attention takes equally long in
+both, as SMs limit it, but steps are 6% shorter with FP8 KV (profiles/h200_sxm/vllm-0.26.0/power).
+A profile without these coefficients has one clock for all steps: fp8plan.model.cost.sustained.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8plan.model.cost.base import Array, Cost, StepBatch
+from fp8plan.model.cost.bounds import Engine, bytes_bound, flops_by_dtype
+from fp8plan.model.cost.sustained import knows_power, of_clock
+from fp8plan.model.profile.profile import Profile
+
+IDLE, MEMORY = "power.idle_watts", "power.memory_watts"
+MATH = {"bf16": "power.bf16_watts", "fp8": "power.fp8_watts"}
+LEAST_CLOCK = 0.4  # no step comes near
+
+
+class PowerLimit(NamedTuple):
+    """The effect of the power limit on steps, each of shape (steps,).
+
+    clock: of the SMs, as a fraction of the highest
+    slope: d seconds / d seconds at the highest clock, of what does not depend on the clock
+    """
+
+    clock: Array
+    slope: Array
+
+    def of(self, seconds: Array, sm: Array) -> Array:
+        """Seconds of parts of the steps that would take `seconds`, `sm` of them decided by SMs."""
+        return np.asarray(seconds + sm * (1 / self.clock - 1))
+
+    def slope_of(self, coefficient: str) -> Array:
+        """d seconds / d seconds at the highest clock, of what `coefficient` decides."""
+        return self.slope / self.clock if of_clock(coefficient) else self.slope
+
+    def rows(self, rows: slice) -> PowerLimit:
+        return PowerLimit(self.clock[rows], self.slope[rows])
+
+
+def sm_seconds(cost: Cost) -> Array:
+    """Seconds of a cost that SMs decide: what it would gain with a clock without end."""
+    parts = [-of_clock(name) * partial for name, partial in cost.partials.items() if of_clock(name)]
+    return np.sum(parts, axis=0) if parts else np.zeros(cost.seconds.shape)
+
+
+def power_limit(engine: Engine, batch: StepBatch, seconds: Array, sm: Array, profile: Profile) -> PowerLimit | None:
+    """The effect of the power limit on steps that take `seconds` at the highest clock, `sm` of them decided by SMs, all
+    of shape (steps,). None where no step reaches the limit, or where GPU or profile do not know the power.
+    """
+    limit = engine.gpu.power_limit_watts
+    if limit is None or not knows_power(profile):
+        return None
+    idle, joules = profile.coefficient(IDLE), _joules(engine, batch, profile)
+    over = idle * seconds + joules > limit * seconds
+    if not over.any():
+        return None
+    # seconds * (limit - idle * clock) = joules is a quadratic equation of the clock.
+    sm = np.clip(sm, 1e-3 * seconds, seconds)
+    other = seconds - sm
+    a, b, c = idle * other, idle * sm + joules - limit * other, -limit * sm
+    root = 2 * c / (-b - np.sqrt(np.maximum(b * b - 4 * a * c, 0.0)))  # this form holds for a = 0, too
+    clock = np.where(over, np.clip(root, LEAST_CLOCK, 1.0), 1.0)
+    spare = sm * (limit - idle * clock) / (clock**2 * idle * (other + sm / clock))
+    return PowerLimit(clock, np.where(over, 1 / (1 + spare), 1.0))
+
+
+def _joules(engine: Engine, batch: StepBatch, profile: Profile) -> Array:
+    """Energy of a step's bytes and FLOPs, shape (steps,)."""
+    joules = profile.coefficient(MEMORY) * bytes_bound(engine, batch)
+    for dtype, seconds in flops_by_dtype(engine, batch).items():
+        joules = joules + profile.coefficient(MATH[dtype]) * seconds
+    return np.asarray(joules)
