@@ -35,10 +35,12 @@ class PowerLimit(NamedTuple):
 
     clock: of the SMs, as a fraction of the highest
     slope: d seconds / d seconds at the highest clock, of what does not depend on the clock
+    watts: power coefficient -> d seconds / d log(coefficient)
     """
 
     clock: Array
     slope: Array
+    watts: dict[str, Array]
 
     def of(self, seconds: Array, sm: Array) -> Array:
         """Seconds of parts of the steps that would take `seconds`, `sm` of them decided by SMs."""
@@ -49,7 +51,7 @@ class PowerLimit(NamedTuple):
         return self.slope / self.clock if of_clock(coefficient) else self.slope
 
     def rows(self, rows: slice) -> PowerLimit:
-        return PowerLimit(self.clock[rows], self.slope[rows])
+        return PowerLimit(self.clock[rows], self.slope[rows], {name: x[rows] for name, x in self.watts.items()})
 
 
 def sm_seconds(cost: Cost) -> Array:
@@ -65,7 +67,8 @@ def power_limit(engine: Engine, batch: StepBatch, seconds: Array, sm: Array, pro
     limit = engine.gpu.power_limit_watts
     if limit is None or not knows_power(profile):
         return None
-    idle, joules = profile.coefficient(IDLE), _joules(engine, batch, profile)
+    idle, used = profile.coefficient(IDLE), _joules(engine, batch, profile)
+    joules = np.asarray(sum(used.values()))
     over = idle * seconds + joules > limit * seconds
     if not over.any():
         return None
@@ -75,13 +78,14 @@ def power_limit(engine: Engine, batch: StepBatch, seconds: Array, sm: Array, pro
     a, b, c = idle * other, idle * sm + joules - limit * other, -limit * sm
     root = 2 * c / (-b - np.sqrt(np.maximum(b * b - 4 * a * c, 0.0)))  # this form holds for a = 0, too
     clock = np.where(over, np.clip(root, LEAST_CLOCK, 1.0), 1.0)
-    spare = sm * (limit - idle * clock) / (clock**2 * idle * (other + sm / clock))
-    return PowerLimit(clock, np.where(over, 1 / (1 + spare), 1.0))
+    longer, left = other + sm / clock, limit - idle * clock
+    slope = np.where(over, 1 / (1 + sm * left / (clock**2 * idle * longer)), 1.0)
+    used[IDLE] = idle * clock * longer
+    return PowerLimit(clock, slope, {name: x * (1 - slope) / left for name, x in used.items()})
 
 
-def _joules(engine: Engine, batch: StepBatch, profile: Profile) -> Array:
-    """Energy of a step's bytes and FLOPs, shape (steps,)."""
-    joules = profile.coefficient(MEMORY) * bytes_bound(engine, batch)
-    for dtype, seconds in flops_by_dtype(engine, batch).items():
-        joules = joules + profile.coefficient(MATH[dtype]) * seconds
-    return np.asarray(joules)
+def _joules(engine: Engine, batch: StepBatch, profile: Profile) -> dict[str, Array]:
+    """Energy of a step's bytes and of its FLOPs, by coefficient, each of shape (steps,)."""
+    seconds = {MEMORY: bytes_bound(engine, batch)}
+    seconds |= {MATH[dtype]: x for dtype, x in flops_by_dtype(engine, batch).items()}
+    return {name: profile.coefficient(name) * x for name, x in seconds.items()}

@@ -82,7 +82,7 @@ class StepModel:
         limit = power_limit(self, batch, gpu.seconds, sm, self.profile)
         if limit is not None:
             partials = {name: partial * limit.slope_of(name) for name, partial in gpu.partials.items()}
-            gpu = Cost(limit.of(gpu.seconds, sm), partials)
+            gpu = Cost(limit.of(gpu.seconds, sm), partials | limit.watts)
         return self.joined(gpu, *self._host(batch))
 
     def joined(self, gpu: Cost, scheduling: Cost, launching: Cost) -> Cost:
@@ -250,7 +250,8 @@ class TimedSteps:
             return gradient_of(self.components, weights)
         found = gradient_of(self.components, weights * self.limit.slope)
         of_sm = gradient_of(self.components, weights * self.limit.slope / self.limit.clock)
-        return {name: of_sm[name] if of_clock(name) else value for name, value in found.items()}
+        found |= {name: value for name, value in of_sm.items() if of_clock(name)}
+        return found | {name: float((weights * x).sum()) for name, x in self.limit.watts.items()}
 
     def _limited(self, component: Component) -> Array:
         """Seconds of a component in each step, by the clock that the power limit leaves."""

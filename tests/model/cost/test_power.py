@@ -59,8 +59,8 @@ def test_a_step_at_the_limit_draws_the_limit(steps: list[tuple[float, float]], w
 
 
 def test_without_a_limit_steps_are_at_their_highest_clock() -> None:
-    batch = decode(16, 256, 512)
-    free, held = step_model(watts=None), step_model(watts=500.0)
+    batch = decode(2, 256, 512, context=100)
+    free, held = step_model(watts=None), step_model(watts=650.0)
     assert free.timed(batch).limit is None
     assert (held.seconds(batch) > free.seconds(batch)).tolist() == [False, True, True]
     np.testing.assert_allclose(held.cost(batch).seconds, held.seconds(batch))
@@ -68,22 +68,21 @@ def test_without_a_limit_steps_are_at_their_highest_clock() -> None:
 
 
 def test_fp8_kv_speeds_up_what_is_not_attention() -> None:
-    """Half the bytes leave watts for the SMs: 512 short requests on an H200 were 1.03x as fast (families/short.jsonl)."""
+    """Half the bytes leave watts for the SMs: 512 short requests on an H200 were 1.03x as fast (its profile's power/)."""
     batch = decode(512, context=330)
     bf16, fp8 = (step_model(precision).breakdown(batch) for precision in ("bf16", "fp8_kv"))
     free = (step_model(precision, watts=None).breakdown(batch) for precision in ("bf16", "fp8_kv"))
-    assert fp8["gemm"] < 0.97 * bf16["gemm"]
+    assert fp8["gemm"] < 0.98 * bf16["gemm"]
     np.testing.assert_allclose(*(x["gemm"] for x in free))
     assert sum(fp8.values()) < sum(bf16.values())
 
 
-@pytest.mark.parametrize("watts", [500.0, 650.0])
 @pytest.mark.parametrize("precision", ["bf16", "fp8_block+fp8_kv"])
-def test_partials_by_finite_differences(precision: str, watts: float) -> None:
-    model, batch, small = step_model(precision, watts), decode(200, 512), 1e-6
+def test_partials_by_finite_differences(precision: str) -> None:
+    model, batch, small = step_model(precision, watts=550.0), decode(200, 512), 1e-6
     cost = model.cost(batch)
     assert model.timed(batch).limit is not None
-    for name in ("gemm.bf16.compute_efficiency", "overhead.layer_seconds", "attention.bf16.decode_bandwidth_efficiency"):
+    for name in ("gemm.bf16.compute_efficiency", "overhead.layer_seconds", IDLE, MEMORY, *MATH.values()):
         if name not in cost.partials:
             continue
         value = PROFILE.coefficients[name]
@@ -92,7 +91,7 @@ def test_partials_by_finite_differences(precision: str, watts: float) -> None:
             for s in (small, -small)
         ]
         slope = (sides[0].seconds(batch) - sides[1].seconds(batch)) / (2 * small)
-        np.testing.assert_allclose(cost.partials[name], slope, rtol=0.12, atol=1e-6)
+        assert (np.abs(cost.partials[name] - slope) < 0.04 * cost.seconds).all()  # the share of SMs moves, too
 
 
 def test_bounds_by_dtype_add_up() -> None:

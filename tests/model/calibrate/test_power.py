@@ -1,0 +1,62 @@
+"""Power coefficients from power readings: planted ones come back, and too few readings give none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fp8plan.model.calibrate.engine_steps import Windows
+from fp8plan.model.calibrate.power import LEAST_RUNS, power_coefficients
+from fp8plan.model.calibrate.profile_of import step_windows
+from fp8plan.model.cost.bounds import bytes_bound, flops_by_dtype
+from fp8plan.model.cost.power import IDLE, MATH, MEMORY
+from fp8plan.model.hardware import find_gpu
+from fp8plan.model.profile.library import datasheet_profile
+from fp8plan.model.validate.records import Record
+
+FOLDER = Path(__file__).parents[3] / "profiles" / "h200_sxm" / "vllm-0.26.0"
+SHEET = datasheet_profile(find_gpu("h200"), "0.26.0")
+PLANTED = {IDLE: 150.0, MEMORY: 500.0, MATH["bf16"]: 900.0, MATH["fp8"]: 1350.0}
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[Windows]:
+    return step_windows(FOLDER / "families")
+
+
+def with_watts(run: Windows, noise: float) -> Windows:
+    """The rollout with the power reading that PLANTED gives."""
+    engine, times, seconds = run.record.setup.step_model(SHEET), run.weights.sum(axis=0), float(run.seconds.sum())
+    joules = PLANTED[MEMORY] * (times @ bytes_bound(engine, run.batch))
+    for dtype, used in flops_by_dtype(engine, run.batch).items():
+        joules += PLANTED[MATH[dtype]] * (times @ used)
+    clock = float(run.record.fields["sm_mhz"]) / 1980
+    return reading(run, PLANTED[IDLE] * clock + float(joules) / seconds + noise)
+
+
+def reading(run: Windows, watts: float | None) -> Windows:
+    record: Record = replace(run.record, fields=run.record.fields | {"power_w": watts})
+    return replace(run, record=record)
+
+
+def test_planted_coefficients_come_back(measured: list[Windows]) -> None:
+    noise = np.random.default_rng(0).normal(0, 3, len(measured))
+    found = power_coefficients([with_watts(x, float(n)) for x, n in zip(measured, noise, strict=True)], SHEET)
+    assert found == {name: pytest.approx(value, rel=0.05) for name, value in PLANTED.items()}
+
+
+def test_an_h200_needs_more_than_its_limit_for_dense_bf16(measured: list[Windows]) -> None:
+    found = power_coefficients(measured, SHEET)
+    limit = find_gpu("h200").power_limit_watts
+    assert limit == 700
+    assert found[IDLE] + found[MATH["bf16"]] > 1.4 * limit
+    assert found[IDLE] + found[MEMORY] < 1.2 * limit
+
+
+def test_too_few_readings_give_nothing(measured: list[Windows]) -> None:
+    few = [reading(x, None) for x in measured[LEAST_RUNS - 1 :]]
+    assert power_coefficients([*measured[: LEAST_RUNS - 1], *few], SHEET) == {}
+    assert power_coefficients([], SHEET) == {}
