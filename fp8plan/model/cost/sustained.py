@@ -3,9 +3,9 @@
 The clock: the power cap holds it below that of a short burst. An H200 multiplies BF16 matrices at 800 to 825 TFLOP/s
 for the first tens of milliseconds and at 700 from then on (rows of gemm.bf16 in profiles/h200_sxm/vllm-0.26.0/kernels
 below 1 ms and above 6 ms), so that in engines what is bound by SMs is slower by `clock.sustained_efficiency`. What is
-bound by launches is not, nor the fixed part of a GEMM's wave. One factor for all loads, unless a profile knows what the
-kinds of work draw: then each step has a clock of its own (fp8plan.model.cost.power), and this one is only that of kernels
-timed for long.
+bound by launches is not, nor the fixed part of a GEMM's wave. One factor for all loads, unless a profile knows what
+the kinds of work draw: then each step has a clock of its own (fp8plan.model.cost.power), and this one is only that of
+kernels timed for long.
 
 The memory: engine steps find `memory.sustained_efficiency` of the bandwidth that kernels found, 2.5% less on H200s.
 Hot memory refreshes more often, and cards of one model differ by as much (one cell on five cards: 2.96 to 3.06 s);

@@ -68,7 +68,7 @@ def test_without_a_limit_steps_are_at_their_highest_clock() -> None:
 
 
 def test_fp8_kv_speeds_up_what_is_not_attention() -> None:
-    """Half the bytes leave watts for the SMs: 512 short requests on an H200 were 1.03x as fast (its profile's power/)."""
+    """Half the bytes leave watts for the SMs: 512 short requests on an H200 were 1.03x as fast (profile's power/)."""
     batch = decode(512, context=330)
     bf16, fp8 = (step_model(precision).breakdown(batch) for precision in ("bf16", "fp8_kv"))
     free = (step_model(precision, watts=None).breakdown(batch) for precision in ("bf16", "fp8_kv"))
