@@ -39,6 +39,7 @@ COMMANDS = (
 )
 MEASURED = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0"
 VALIDATION, FAMILIES = (MEASURED / name / "rollouts.jsonl" for name in ("validation", "families"))
+HELD_OUT = FAMILIES.with_name("held_out.jsonl")
 
 
 def plan_table(answer: Plan) -> str:
@@ -90,6 +91,7 @@ def blocks() -> dict[str, str]:
     made["accuracy"] = accuracy_tables.tables(measured)
     families = validate(read_records(FAMILIES))
     made["families"] = accuracy_tables.families(families)
+    made["held-out families"] = accuracy_tables.families(validate(read_records(HELD_OUT)))
     made["baselines of families"] = baselines_table.table(families.records, jsonl.rows(baselines_table.OF_FAMILIES))
     made["accuracy line"] = accuracy_tables.line(measured)
     made["baselines"] = baselines_table.table(measured.records, jsonl.rows(baselines_table.BASELINES))
