@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from family_configs import config_of, shape_of
 
-from fp8plan.model.emit.settings import ROUTER_PATTERN
+from fp8plan.model.emit.ignored import ROUTER_PATTERN
 
 SCRIPT = Path(__file__).with_name("vllm_linears.py")
 # One with experts first (see the script). Those of the same code are left out: each takes seconds. Left out too is what
