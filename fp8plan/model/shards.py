@@ -7,6 +7,7 @@ number of blocks is met in three ways (read in vLLM 0.24 to 0.32, and run agains
   and asserts that they divide it, in the first forward pass (per_token_group_quant_fp8). fp8plan leaves such a linear
   in BF16, by name (`Linear.quantised`, fp8plan.model.emit.ignored).
 - vLLM's online quantisation of experts pads each rank's expert to whole blocks (maybe_roundup_sizes, from 0.26 on).
+  Most families' loaders fill them; gpt-oss's fails, so that FP8 is refused there.
 - verl has vLLM load what looks like an FP8 checkpoint, and quantises each whole matrix itself. vLLM then refuses any
   rank that would begin or end inside a block, experts included (validate_fp8_block_shape and its _moe), or finds no
   place for the scales of a fused layer. By 0.30 it cuts the scales of experts finer instead; verl 0.9.1 installs 0.24,
@@ -21,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.architecture import Linear, ModelShape
+from fp8plan.model.architecture import Experts, Linear, ModelShape
 from fp8plan.model.precision import Precision
 
 # Who starts the engine, the least demanding first.
@@ -79,7 +80,9 @@ def why_not_shardable(
         return why_not_trl(precision)
     layouts = shape.allowed_tensor_parallel(expert_parallel=expert_parallel)
     if target == "vllm":
-        return _why_nothing_left(shape, precision, tensor_parallel, layouts)
+        slices = 1 if expert_parallel else tensor_parallel
+        unpadded = _why_not_padded(shape, precision, tensor_parallel, slices)
+        return unpadded or _why_nothing_left(shape, precision, tensor_parallel, layouts)
     block = precision.weight_block[0]
 
     def fault(tp: int, whole_experts: bool = expert_parallel) -> Size | None:
@@ -96,6 +99,35 @@ def why_not_shardable(
         f"FP8 weights verl takes multiples of {block}; allowed: {allowed or 'none, use bf16 weights'}"
         f"{', or expert parallelism, which leaves experts whole' if helps else ''}"
     )
+
+
+def left_in_bf16(shape: ModelShape, precision: Precision, tensor_parallel: int) -> str:
+    """Which linears an FP8 engine of vLLM leaves in BF16 on that many ranks, and why; "" if none."""
+    kept = shape.left_in_bf16(tensor_parallel) if precision.weights != "bf16" else ()
+    if not kept:
+        return ""
+    named = [
+        f"{x.name} of {x.layers} layer{'s' if x.layers > 1 else ''} ({x.k:,} inputs on each GPU)" for x in kept
+    ]
+    listed = " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
+    verb = "stays" if len(named) == 1 else "stay"
+    return f"{listed} {verb} in BF16, as vLLM quantises only multiples of {precision.weight_block[1]} inputs"
+
+
+def _why_not_padded(shape: ModelShape, precision: Precision, tensor_parallel: int, slices: int) -> str | None:
+    """The reason why vLLM cannot load experts in FP8: they need padding, and its loader of this family copies them
+    as they are. None if there are no such experts.
+    """
+    block = precision.weight_block[0]
+    for experts, _ in shape.parts_of(Experts):
+        odd = next((x for x in experts.expert_linears(shape.hidden_size, slices) if x.k % block), None)
+        if odd is not None and not experts.paddable:
+            return (
+                f"{odd.name} has {odd.k} inputs on each GPU at tensor_parallel_size {tensor_parallel}: with FP8 weights "
+                f"vLLM pads experts to multiples of {block}, and its loader of {shape.model_type} then fails, as it copies "
+                "them unpadded; allowed: use bf16 weights"
+            )
+    return None
 
 
 def _why_nothing_left(
