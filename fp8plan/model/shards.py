@@ -6,8 +6,9 @@ number of blocks is met in three ways (read in vLLM 0.24 to 0.32, and run agains
 - vLLM's online quantisation of a linear pads the scales of its outputs, but quantises what goes in by groups of 128
   and asserts that they divide it, in the first forward pass (per_token_group_quant_fp8). fp8plan leaves such a linear
   in BF16, by name (`Linear.quantised`, fp8plan.model.emit.ignored).
-- vLLM's online quantisation of experts pads each rank's expert to whole blocks (maybe_roundup_sizes, from 0.26 on).
-  Most families' loaders fill them; gpt-oss's fails, so that FP8 is refused there.
+- vLLM's online quantisation of experts pads each rank's expert to whole blocks (maybe_roundup_sizes, from 0.26 on). Of
+  an expert's width that works. Of the model's it does not in 0.30: routers inside of the experts' runner (Qwen3-MoE) get
+  the padded tokens, and gpt-oss's loader copies its 2,880 inputs to a parameter of 2,944. So that is refused.
 - verl has vLLM load what looks like an FP8 checkpoint, and quantises each whole matrix itself. vLLM then refuses any
   rank that would begin or end inside a block, experts included (validate_fp8_block_shape and its _moe), or finds no
   place for the scales of a fused layer. By 0.30 it cuts the scales of experts finer instead; verl 0.9.1 installs 0.24,
@@ -80,9 +81,7 @@ def why_not_shardable(
         return why_not_trl(precision)
     layouts = shape.allowed_tensor_parallel(expert_parallel=expert_parallel)
     if target == "vllm":
-        slices = 1 if expert_parallel else tensor_parallel
-        unpadded = _why_not_padded(shape, precision, tensor_parallel, slices)
-        return unpadded or _why_nothing_left(shape, precision, tensor_parallel, layouts)
+        return _why_not_padded(shape, precision) or _why_nothing_left(shape, precision, tensor_parallel, layouts)
     block = precision.weight_block[0]
 
     def fault(tp: int, whole_experts: bool = expert_parallel) -> Size | None:
@@ -114,20 +113,15 @@ def left_in_bf16(shape: ModelShape, precision: Precision, tensor_parallel: int) 
     return f"{listed} {verb} in BF16, as vLLM quantises only multiples of {precision.weight_block[1]} inputs"
 
 
-def _why_not_padded(shape: ModelShape, precision: Precision, tensor_parallel: int, slices: int) -> str | None:
-    """The reason why vLLM cannot load experts in FP8: they need padding, and its loader of this family copies them
-    as they are. None if there are no such experts.
-    """
+def _why_not_padded(shape: ModelShape, precision: Precision) -> str | None:
+    """The reason why vLLM cannot run experts in FP8: the model's width would be padded. None if it would not."""
     block = precision.weight_block[0]
-    for experts, _ in shape.parts_of(Experts):
-        odd = next((x for x in experts.expert_linears(shape.hidden_size, slices) if x.k % block), None)
-        if odd is not None and not experts.paddable:
-            return (
-                f"{odd.name} has {odd.k} inputs on each GPU at tensor_parallel_size {tensor_parallel}: with FP8 weights "
-                f"vLLM pads experts to multiples of {block}, and its loader of {shape.model_type} then fails, as it copies "
-                "them unpadded; allowed: use bf16 weights"
-            )
-    return None
+    if not shape.parts_of(Experts) or shape.hidden_size % block == 0:
+        return None
+    return (
+        f"experts_w13 has {shape.hidden_size} inputs: with FP8 weights vLLM pads them to a multiple of {block}, which its "
+        "routers, or its loader of gpt-oss, do not take; allowed: none, use bf16 weights"
+    )
 
 
 def _why_nothing_left(

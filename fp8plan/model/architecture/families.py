@@ -248,8 +248,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "gpt_oss": Family(
         kinds=every(2, "sliding_window_pattern"),
         sinks=True,
-        # gpt_oss.py (0.30), _load_weights_other: copies each matrix as it is to a parameter of the same size.
-        moe=Moe(inner="intermediate_size", bias=True, router_bias=True, paddable=False),
+        moe=Moe(inner="intermediate_size", bias=True, router_bias=True),
         defaults={"attention_bias": True},
     ),
     "minimax_m2": Family(

@@ -26,7 +26,6 @@ class Moe:
     inner:        the field of one expert's width
     shared:       the field of the width of all shared experts together; "" if there are none, or
     shared_count: whether a field says how many shared experts of an expert's width there are
-    paddable:     as in Experts
     sparse:       which layers have experts
     """
 
@@ -39,7 +38,6 @@ class Moe:
     shared_bias: Switch = False
     router_bias: Switch = False
     router_scales: bool = False
-    paddable: bool = True
     sparse: Callable[[Fields, int], Sequence[bool]] = lambda _, layers: [True] * layers
 
 
@@ -218,7 +216,6 @@ def experts(config: Fields, family: Family) -> Experts:
         shared_bias=says(config, moe.shared_bias),
         router_bias=says(config, moe.router_bias),
         router_scales=moe.router_scales,
-        paddable=moe.paddable,
     )
 
 

@@ -51,7 +51,6 @@ class Experts:
     shared_bias: bool = False
     router_bias: bool = False  # a learned bias, or a correction of the scores, for each expert
     router_scales: bool = False  # learned scales of the router's input and of each expert's output (Gemma 4)
-    paddable: bool = True  # vLLM's loader of the family fills experts that FP8 pads to whole blocks
 
     def linears(self, hidden: int, tp: int = 1) -> tuple[Linear, ...]:
         matrices = [column("router", self.num_experts, hidden, quantisable=False)]
