@@ -6,8 +6,8 @@ number of blocks is met in three ways (read in vLLM 0.24 to 0.32, and run agains
 - vLLM's online quantisation of a linear pads the scales of its outputs, but quantises what goes in by groups of 128
   and asserts that they divide it, in the first forward pass (per_token_group_quant_fp8). fp8plan leaves such a linear
   in BF16, by name (`Linear.quantised`, fp8plan.model.emit.ignored).
-- vLLM's online quantisation of experts pads each rank's expert to whole blocks (maybe_roundup_sizes, from 0.26 on). Of
-  an expert's width that works. Of the model's it does not in 0.30: routers inside of the experts' runner (Qwen3-MoE) get
+- vLLM's online quantisation of experts pads each rank's expert to whole blocks (maybe_roundup_sizes, from 0.26 on). An
+  expert's own width may be padded. The model's may not, in 0.30: routers inside of the experts' runner (Qwen3-MoE) get
   the padded tokens, and gpt-oss's loader copies its 2,880 inputs to a parameter of 2,944. So that is refused.
 - verl has vLLM load what looks like an FP8 checkpoint, and quantises each whole matrix itself. vLLM then refuses any
   rank that would begin or end inside a block, experts included (validate_fp8_block_shape and its _moe), or finds no
@@ -105,9 +105,7 @@ def left_in_bf16(shape: ModelShape, precision: Precision, tensor_parallel: int) 
     kept = shape.left_in_bf16(tensor_parallel) if precision.weights != "bf16" else ()
     if not kept:
         return ""
-    named = [
-        f"{x.name} of {x.layers} layer{'s' if x.layers > 1 else ''} ({x.k:,} inputs on each GPU)" for x in kept
-    ]
+    named = [f"{x.name} of {x.layers} layer{'s' if x.layers > 1 else ''} ({x.k:,} inputs on each GPU)" for x in kept]
     listed = " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
     verb = "stays" if len(named) == 1 else "stay"
     return f"{listed} {verb} in BF16, as vLLM quantises only multiples of {precision.weight_block[1]} inputs"
@@ -119,8 +117,8 @@ def _why_not_padded(shape: ModelShape, precision: Precision) -> str | None:
     if not shape.parts_of(Experts) or shape.hidden_size % block == 0:
         return None
     return (
-        f"experts_w13 has {shape.hidden_size} inputs: with FP8 weights vLLM pads them to a multiple of {block}, which its "
-        "routers, or its loader of gpt-oss, do not take; allowed: none, use bf16 weights"
+        f"experts_w13 has {shape.hidden_size} inputs: with FP8 weights vLLM pads them to a multiple of {block}, which "
+        "its routers, or its loader of gpt-oss, do not take; allowed: none, use bf16 weights"
     )
 
 

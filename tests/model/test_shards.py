@@ -88,13 +88,28 @@ def test_a_model_with_nothing_left_to_quantise_is_refused_by_name() -> None:
     assert str(why_not_shardable(ended, FP8, 4)).endswith("down_proj 64; allowed: 1, 2")
 
 
+def test_the_layer_is_named() -> None:
+    assert "down_proj has 3696 inputs" in refused("Qwen/Qwen2.5-72B", "verl")[8]
+    assert "experts_w2 has 192 inputs" in refused("Qwen/Qwen3-30B-A3B", "verl")[4]
+    assert "qkv_proj has 64 outputs of one part" in refused("meta-llama/Llama-3.2-1B", "verl")[8]
+
+
+def test_bf16_weights_are_cut_anywhere_and_an_unknown_target_is_refused() -> None:
+    shape = ModelShape.from_hf("Qwen/Qwen2.5-72B")
+    assert why_not_shardable(shape, PRESETS["bf16"], 8, "verl") is None
+    assert why_not_shardable(shape, PRESETS["fp8_kv"], 8, "verl") is None
+    assert why_not_shardable(shape, PRESETS["fp8_block+fp8_kv"], 8, "verl") is not None
+    with pytest.raises(ConfigError, match="target is 'sglang'; allowed: vllm, verl, trl"):
+        why_not_shardable(shape, FP8, 1, "sglang")
+
+
 def test_experts_of_a_padded_width_are_refused() -> None:
     """Engines that fail so: test_vllm_cannot_pad_the_width_of_a_model_with_experts in tests/runtime."""
     for whole in (False, True):
         for tp in GPT_OSS.allowed_tensor_parallel(8, expert_parallel=whole):
             assert why_not_shardable(GPT_OSS, FP8, tp, expert_parallel=whole) == (
-                "experts_w13 has 2880 inputs: with FP8 weights vLLM pads them to a multiple of 128, which its routers, or "
-                "its loader of gpt-oss, do not take; allowed: none, use bf16 weights"
+                "experts_w13 has 2880 inputs: with FP8 weights vLLM pads them to a multiple of 128, which its routers, "
+                "or its loader of gpt-oss, do not take; allowed: none, use bf16 weights"
             )
     assert why_not_shardable(replace(GPT_OSS, hidden_size=2816), FP8, 1) is None  # an expert's own width may be padded
 

@@ -1,8 +1,8 @@
 """The linears that vLLM is told to leave in BF16, as patterns of its online quantisation's `ignore` list.
 
-vLLM matches each pattern with a module's full name from its start (should_ignore_layer, in 0.24 to 0.30). A fused module
-counts as ignored if its own name matches, and in older versions if the names of all its parts do, so that a pattern
-names both.
+vLLM matches each pattern with a module's full name from its start (should_ignore_layer). A fused module is left out if
+its own name matches, and otherwise if the names of all its parts do (find_matching_patterns, 0.30). A pattern names
+both.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NAMES: Final[Mapping[str, str]] = {
 
 
 def ignored(shape: ModelShape | None, tensor_parallel_size: int) -> list[str]:
-    """The patterns for an engine on that many ranks: routers, and the linears whose inputs on a rank are no whole blocks.
+    """The patterns for an engine on that many ranks: routers, and linears whose inputs on a rank are no whole blocks.
 
     shape: None for a model that the cost model does not know: only routers are left out
     """

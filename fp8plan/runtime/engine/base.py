@@ -29,9 +29,9 @@ from fp8plan.runtime.guard.fallback import Action, GuardSettings, GuardState, an
 from fp8plan.runtime.guard.guard import Guard, Verdict
 from fp8plan.runtime.guard.observation import EngineFacts
 from fp8plan.runtime.weight_sync.announce import plain
-from fp8plan.runtime.weight_sync.manifest import stored_wide
 from fp8plan.runtime.weight_sync.kv_calibration import kv_scales, refuse_calibration
 from fp8plan.runtime.weight_sync.kv_scales import PARTS, Scales
+from fp8plan.runtime.weight_sync.manifest import stored_wide
 from fp8plan.runtime.weight_sync.nccl import Rendezvous
 from fp8plan.runtime.weight_sync.procedure import clean, replace_weights
 from fp8plan.runtime.weight_sync.state import Call, Procedure, Scored, SyncReport, SyncSettings, SyncState, rpc

@@ -293,7 +293,9 @@ def test_what_has_no_whole_blocks_stays_in_bf16_and_the_plan_says_so(model: str)
     row = by_precision(answer)["fp8_block"]
     assert row.available
     assert row.refused_by["verl"].startswith("down_proj has 10944 inputs on each GPU at tensor_parallel_size 1")
-    said = "down_proj of 1 layer (10,944 inputs on each GPU) stays in BF16, as vLLM quantises only multiples of 128 inputs"
+    said = (
+        "down_proj of 1 layer (10,944 inputs on each GPU) stays in BF16, as vLLM quantises only multiples of 128 inputs"
+    )
     assert f"FP8 weights: {said}." in Plan.from_json(answer.to_json()).reasons
     emitted = json.loads(answer.emit("vllm", "fp8_block"))
     assert said in emitted["notes"]

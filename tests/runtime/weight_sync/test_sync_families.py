@@ -102,7 +102,7 @@ def test_linears_without_whole_blocks_run_in_bf16_by_the_emitted_patterns(case: 
     assert all(isfinite(logprob) for output in case.fresh["a"].outputs for logprob in output[1])
 
 
-# What vLLM keeps in FP32: the end of the checkpoint's names -> that of vLLM's, and how its loader gets one of the other.
+# What vLLM keeps in FP32: the ends of the checkpoint's names and of vLLM's, and what its loader makes of the tensor.
 WIDE = {
     "glm4_moe": ("e_score_correction_bias", "e_score_correction_bias", lambda sent: sent),
     "deepseek_v3": ("e_score_correction_bias", "e_score_correction_bias", lambda sent: sent),
@@ -138,7 +138,9 @@ def test_float32_is_kept_where_vllm_keeps_it_and_refused_elsewhere(case: Case) -
     before, outputs = on_worker(case.engine, "fp8plan_digests")["ok"], generate(case.engine)
     norm = "model.norm.weight" if "model.norm.weight" in sent else next(x for x in sent if "norm" in x)
     for name in (norm, next(name for name in sent if name.endswith("o_proj.weight"))):
-        with pytest.raises(SyncError, match=rf"{name} is float32; allowed: bfloat16 .* the old weights serve, untouched"):
+        with pytest.raises(
+            SyncError, match=rf"{name} is float32; allowed: bfloat16 .* the old weights serve, untouched"
+        ):
             case.engine.sync_weights(sent | wide | {name: sent[name].float()}, kv_prompts=CALIBRATION)
     assert on_worker(case.engine, "fp8plan_digests")["ok"] == before
     assert generate(case.engine) == outputs
@@ -162,11 +164,11 @@ def quantised_linears(worker: Any) -> dict[str, bool]:
 START = """
 from dataclasses import replace
 import tiny_families
-from tiny_models import started
+from tiny_models import generate, started
 family = tiny_families.FAMILIES[{family!r}]
 tiny_families.FAMILIES[{family!r}] = replace(family, config=family.config | {{"hidden_size": 320}})
-with started(tiny_families.checkpoint({family!r}, "a"), "a", "fp8_block"):
-    print("started")
+with started(tiny_families.checkpoint({family!r}, "a"), "a", "fp8_block") as engine:
+    print(generate(engine), "ran")
 """
 
 
@@ -176,14 +178,15 @@ with started(tiny_families.checkpoint({family!r}, "a"), "a", "fp8_block"):
     [("odd_heads", "shape '[-1, 320]' is invalid"), ("gpt_oss", "The size of tensor a (384) must match")],
 )
 def test_vllm_cannot_pad_the_width_of_a_model_with_experts(family: str, says: str) -> None:
-    """So fp8plan.model.shards refuses FP8 weights for it. In a process of its own, as the engine dies half started."""
+    """So fp8plan.model.shards refuses FP8 weights for it. In a process of its own, as the engine dies half started, or
+    in its first step, which a GPU's engine runs at the start."""
     paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", START.format(family=family)],
         capture_output=True, text=True, check=False, env=os.environ | paths,
     )  # fmt: skip
-    assert "started" not in done.stdout.splitlines()
     assert done.returncode != 0
+    assert "ran" not in done.stdout
     assert says in done.stderr
 
 
@@ -204,7 +207,7 @@ def assert_in_place(report: SyncReport, family: Family, case: Case) -> None:
         if not ("Unquantized" in kind and why.endswith(PACKED))
     }
     assert reasons == {kind: why for kind, why in family.reloaded.items() if quantised or why != SHARED}
-    assert report.in_place > (report.reloaded if quantised else 0)
+    assert report.in_place > (report.reloaded if quantised and not family.left else 0)
     assert report.compared > 0
 
 
