@@ -154,8 +154,7 @@ def mismatch_risk(
         raise ConfigError(
             f"quantised_layers is {quantised!r}; allowed: 0 to {shape.num_layers}, the layers of {shape.name}"
         )
-    setting = setting_of(shape, precision, e8m0, quantised, tensor_parallel_size)
-    unmeasured = unmeasured_parts(shape)
+    setting, unmeasured = setting_of(shape, precision, e8m0, quantised, tensor_parallel_size), unmeasured_parts(shape)
     calibrated = kv_scales_calibrated or not setting.fp8_kv
     clipped = setting.fp8_kv and clipped_keys(shape)
     kl, quantisation = _kl_band(setting, calibrated, clipped, unmeasured)
