@@ -4,14 +4,17 @@ A rank's part of a layer has so many inputs and outputs, and FP8 comes in blocks
 number of blocks is met in three ways (read in vLLM 0.24 to 0.32, and run against 0.30 by tests/model/test_shards.py):
 
 - vLLM's online quantisation of a linear pads the scales of its outputs, but quantises what goes in by groups of 128
-  and asserts that they divide it, in the first forward pass (per_token_group_quant_fp8).
-- vLLM's online quantisation of experts pads each rank's expert to whole blocks (maybe_roundup_sizes, from 0.26 on).
+  and asserts that they divide it, in the first forward pass (per_token_group_quant_fp8). fp8plan leaves such a linear
+  in BF16, by name (`Linear.quantised`, fp8plan.model.emit.ignored).
+- vLLM's online quantisation of experts pads each rank's expert to whole blocks (maybe_roundup_sizes, from 0.26 on). An
+  expert's own width may be padded. The model's may not, in 0.30: routers inside of the experts' runner (Qwen3-MoE) get
+  the padded tokens, and gpt-oss's loader copies its 2,880 inputs to a parameter of 2,944. So that is refused.
 - verl has vLLM load what looks like an FP8 checkpoint, and quantises each whole matrix itself. vLLM then refuses any
   rank that would begin or end inside a block, experts included (validate_fp8_block_shape and its _moe), or finds no
   place for the scales of a fused layer. By 0.30 it cuts the scales of experts finer instead; verl 0.9.1 installs 0.24,
   which does not. With expert parallelism (each rank has whole experts) no block is cut.
 
-None of them leaves such a layer in BF16.
+verl leaves no such layer in BF16, so that one is enough to refuse it there.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.architecture import Linear, ModelShape
+from fp8plan.model.architecture import Experts, Linear, ModelShape
 from fp8plan.model.precision import Precision
 
 # Who starts the engine, the least demanding first.
@@ -76,22 +79,65 @@ def why_not_shardable(
         return None
     if target == "trl":
         return why_not_trl(precision)
-    block, who = precision.weight_block[0], "verl" if target == "verl" else "vLLM"
+    layouts = shape.allowed_tensor_parallel(expert_parallel=expert_parallel)
+    if target == "vllm":
+        return _why_not_padded(shape, precision) or _why_nothing_left(shape, precision, tensor_parallel, layouts)
+    block = precision.weight_block[0]
 
     def fault(tp: int, whole_experts: bool = expert_parallel) -> Size | None:
-        sizes = _whole_blocks(shape, tp, 1 if whole_experts else tp) if target == "verl" else _inputs(shape, tp)
+        sizes = _whole_blocks(shape, tp, 1 if whole_experts else tp)
         return next((found for found in sizes if found.size % block), None)
 
     found = fault(tensor_parallel)
     if found is None:
         return None
-    layouts = shape.allowed_tensor_parallel(expert_parallel=expert_parallel)
     allowed = ", ".join(str(tp) for tp in layouts if fault(tp) is None)
     helps = fault(tensor_parallel, whole_experts=True) is None
     return (
         f"{found.layer} has {found.size} {found.what} on each GPU at tensor_parallel_size {tensor_parallel}, and with "
-        f"FP8 weights {who} takes multiples of {block}; allowed: {allowed or 'none, use bf16 weights'}"
+        f"FP8 weights verl takes multiples of {block}; allowed: {allowed or 'none, use bf16 weights'}"
         f"{', or expert parallelism, which leaves experts whole' if helps else ''}"
+    )
+
+
+def left_in_bf16(shape: ModelShape, precision: Precision, tensor_parallel: int) -> str:
+    """Which linears an FP8 engine of vLLM leaves in BF16 on that many ranks, and why; "" if none."""
+    kept = shape.left_in_bf16(tensor_parallel) if precision.weights != "bf16" else ()
+    if not kept:
+        return ""
+    named = [f"{x.name} of {x.layers} layer{'s' if x.layers > 1 else ''} ({x.k:,} inputs on each GPU)" for x in kept]
+    listed = " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
+    verb = "stays" if len(named) == 1 else "stay"
+    return f"{listed} {verb} in BF16, as vLLM quantises only multiples of {precision.weight_block[1]} inputs"
+
+
+def _why_not_padded(shape: ModelShape, precision: Precision) -> str | None:
+    """The reason why vLLM cannot run experts in FP8: the model's width would be padded. None if it would not."""
+    block = precision.weight_block[0]
+    if not shape.parts_of(Experts) or shape.hidden_size % block == 0:
+        return None
+    return (
+        f"experts_w13 has {shape.hidden_size} inputs: with FP8 weights vLLM pads them to a multiple of {block}, which "
+        "its routers, or its loader of gpt-oss, do not take; allowed: none, use bf16 weights"
+    )
+
+
+def _why_nothing_left(
+    shape: ModelShape, precision: Precision, tensor_parallel: int, layouts: Iterable[int]
+) -> str | None:
+    """The reason why vLLM has nothing to quantise, with the layouts that have something; None if there is something."""
+
+    def something(tp: int) -> bool:
+        return any(x.quantised for x in (*shape.linears(tp), *shape.expert_linears()))
+
+    if something(tensor_parallel):
+        return None
+    sizes = ", ".join(f"{x.name} {x.k}" for x in shape.left_in_bf16(tensor_parallel))
+    allowed = ", ".join(str(tp) for tp in layouts if something(tp))
+    return (
+        f"{precision.name} leaves nothing of {shape.name} to quantise at tensor_parallel_size {tensor_parallel}: vLLM "
+        f"takes inputs in multiples of {precision.weight_block[1]}, and on each GPU there are {sizes}; allowed: "
+        f"{allowed or 'none, use bf16 weights'}"
     )
 
 
@@ -106,8 +152,8 @@ def refusals(
 
 
 def _inputs(shape: ModelShape, tp: int) -> Iterator[Size]:
-    """The inputs of every quantised linear on one rank."""
-    yield from (Size(x.name, "inputs", x.k) for x in shape.linears(tp) if x.quantised)
+    """The inputs of every linear on one rank that a target would quantise."""
+    yield from (Size(x.name, "inputs", x.k) for x in shape.linears(tp) if x.quantisable)
 
 
 def _whole_blocks(shape: ModelShape, tp: int, expert_slices: int) -> Iterator[Size]:
@@ -115,7 +161,7 @@ def _whole_blocks(shape: ModelShape, tp: int, expert_slices: int) -> Iterator[Si
     yield from _inputs(shape, tp)
     for part, _ in shape.counted:
         for linear, whole in zip(part.linears(shape.hidden_size, tp), part.linears(shape.hidden_size), strict=True):
-            if linear.quantised:
+            if linear.quantisable:
                 yield from outputs_followed(linear, cut=linear.n < whole.n)
     yield from (Size(x.name, "inputs", x.k) for x in shape.expert_linears(expert_slices))
 

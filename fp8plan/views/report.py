@@ -46,7 +46,10 @@ def plan_text(plan: Plan) -> PlanText:
     """Text of how fast every choice is, what each precision risks, and what cannot run."""
     rows, picked = [c for c in plan.choices if c.available], plan.select()
     several = plan.several_layouts
-    precisions = list({c.precision: c for c in rows}.values())  # a mismatch is the same on every layout
+    # A mismatch is the same on every layout, unless other linears stay in BF16: then the chosen layout's is shown.
+    shown = sorted(rows, key=lambda c: c.layout == picked.layout)
+    known = {c.precision: c for c in shown}
+    precisions = [known[name] for name in dict.fromkeys(c.precision for c in rows)]
     names = [c.precision for c in precisions]
     return PlanText(
         title=_title(plan, several),

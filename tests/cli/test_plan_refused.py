@@ -36,7 +36,7 @@ BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ("num_gpu_blocks 1000000000000", "GiB of KV cache", "has 140 GiB", "allowed: at most "),
     ),
     "FP8 weights cut inside a block": (
-        ["--tensor-parallel-size", "16", "--precision", "fp8_block"],
+        ["--tensor-parallel-size", "16", "--precision", "fp8_block", "--emit", "verl"],
         ("down_proj has 192 inputs", "tensor_parallel_size 16", "multiples of 128", "allowed: 1, 2, 4, 8"),
     ),
     "idle replicas": (["--data-parallel-size", "100000"], ("100000 replicas for", "allowed: at most ")),

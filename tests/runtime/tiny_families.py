@@ -42,12 +42,16 @@ class Family:
     precisions: those that vLLM's CPU build runs it in
     reloaded:   classes of modules that vLLM must load on any device -> why; all others are written in place
     attention:  how many layers keep keys and values
+    left:       modules that blockwise FP8 leaves in BF16, as their inputs are no whole blocks
+    model_type: in its config; "": the family's name
     """
 
     config: dict[str, Any]
     precisions: tuple[str, ...] = ("bf16", "fp8_block+fp8_kv")
     reloaded: dict[str, str] = field(default_factory=dict)
     attention: int = 2
+    left: tuple[str, ...] = ()
+    model_type: str = ""
 
 
 FAMILIES = {
@@ -62,6 +66,24 @@ FAMILIES = {
     "glm4_moe": Family(
         EXPERTS | {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1},
         reloaded={"Linear": WIDER.format("weight")},  # the router
+    ),
+    # An MLP of other than whole blocks before the experts, as in DeepSeek-V2-Lite and GLM-4.5-Air.
+    "dense_first": Family(
+        EXPERTS
+        | {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1}
+        | {"intermediate_size": 320},
+        ("fp8_block+fp8_kv",),
+        {"Linear": WIDER.format("weight"), "MergedColumnParallelLinear": SHARED},
+        left=("model.layers.0.mlp.down_proj",),
+        model_type="glm4_moe",
+    ),
+    # Heads of other than whole blocks together, and experts of a width that vLLM pads.
+    "odd_heads": Family(
+        EXPERTS | {"num_attention_heads": 5, "num_key_value_heads": 1, "moe_intermediate_size": 192, "num_experts": 8},
+        ("fp8_block",),
+        {"QKVParallelLinear": SHARED, "RoutedExperts": SHARED.replace("weight", "w2_weight")},
+        left=("model.layers.0.self_attn.o_proj", "model.layers.1.self_attn.o_proj"),
+        model_type="qwen3_moe",
     ),
     "deepseek_v3": Family(
         EXPERTS
@@ -139,7 +161,7 @@ def checkpoint(family: str, which: str) -> Path:
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     torch.manual_seed(SEEDS[which])
-    config = CONFIG_MAPPING[family](**COMMON | FAMILIES[family].config)
+    config = CONFIG_MAPPING[FAMILIES[family].model_type or family](**COMMON | FAMILIES[family].config)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
         for tensor in (*model.parameters(), *(b for name, b in model.named_buffers() if name.endswith("bias"))):

@@ -148,5 +148,5 @@ class LatentAttention:
         keys = self.indexer.heads * self.indexer.head_dim
         return (
             column("wq_b", keys, self.q_lora_rank),
-            column("wk_weights_proj", self.indexer.head_dim + self.indexer.heads, hidden, quantised=False),
+            column("wk_weights_proj", self.indexer.head_dim + self.indexer.heads, hidden, quantisable=False),
         )

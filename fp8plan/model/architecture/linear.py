@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
+
+from fp8plan.model.precision import FP8_BLOCK
 
 CacheKind: TypeAlias = Literal["full", "sliding", "chunked", "latent", "state"]
 
+# Inputs of a linear that share one scale. vLLM's online quantisation wants a whole number of such groups on each rank.
+INPUT_BLOCK: Final = FP8_BLOCK.weight_block[1]
+
 
 class Linear(NamedTuple):
-    """One weight matrix as vLLM runs it on one tensor-parallel rank: y[m, n] = x[m, k] @ W[n, k]^T."""
+    """One weight matrix as vLLM runs it on one tensor-parallel rank: y[m, n] = x[m, k] @ W[n, k]^T.
+
+    What `fp8_block` makes of it is asked here by all: cost, memory, mismatch, settings, and what a target refuses.
+    """
 
     name: str
     n: int
     k: int
     layers: int  # in how many layers it occurs; 1 in what a part says of itself
-    quantised: bool  # whether fp8_block quantises it
+    quantisable: bool  # whether vLLM hands it the quantisation config
     all_reduce: bool  # row-parallel: followed by an all-reduce of [m, n] when tensor_parallel_size > 1
     parts: tuple[int, ...] = ()  # outputs of each matrix that is fused into it, in their order; () where it is one
+    padded: bool = False  # whether vLLM pads it to whole blocks, as it does experts
+
+    @property
+    def quantised(self) -> bool:
+        """Whether fp8_block quantises it on this rank."""
+        return self.quantisable and (self.padded or self.k % INPUT_BLOCK == 0)
+
+    @property
+    def left_in_bf16(self) -> bool:
+        """Whether fp8_block leaves it in BF16 only because its inputs on this rank are no whole blocks."""
+        return self.quantisable and not self.quantised
 
     @property
     def elements(self) -> int:
@@ -65,9 +84,9 @@ class Part(Protocol):
         """The sizes that tensor parallelism must divide."""
 
 
-def column(name: str, n: int, k: int, *, quantised: bool = True) -> Linear:
+def column(name: str, n: int, k: int, *, quantisable: bool = True) -> Linear:
     """A matrix whose outputs stay where they are: cut by rows, or a copy on every rank."""
-    return Linear(name, n, k, 1, quantised, False)
+    return Linear(name, n, k, 1, quantisable, False)
 
 
 def fused(name: str, parts: tuple[int, ...], k: int) -> Linear:

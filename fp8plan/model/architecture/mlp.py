@@ -53,11 +53,11 @@ class Experts:
     router_scales: bool = False  # learned scales of the router's input and of each expert's output (Gemma 4)
 
     def linears(self, hidden: int, tp: int = 1) -> tuple[Linear, ...]:
-        matrices = [column("router", self.num_experts, hidden, quantised=False)]
+        matrices = [column("router", self.num_experts, hidden, quantisable=False)]
         if self.shared_intermediate_size:
             inner = self.shared_intermediate_size // tp
             if self.shared_gate:
-                matrices.append(column("shared_expert_gate", 1, hidden, quantised=False))
+                matrices.append(column("shared_expert_gate", 1, hidden, quantisable=False))
             matrices.append(
                 fused("shared_gate_up_proj", (inner, inner), hidden)
                 if self.gated
@@ -70,7 +70,8 @@ class Experts:
     def expert_linears(self, hidden: int, slices: int = 1) -> tuple[Linear, Linear]:
         """The w13 and w2 matrices of ONE routed expert on one rank, cut by tensor parallelism into so many slices."""
         inner = self.intermediate_size // slices
-        return column("experts_w13", (1 + self.gated) * inner, hidden), row("experts_w2", hidden, inner)
+        w13, w2 = column("experts_w13", (1 + self.gated) * inner, hidden), row("experts_w2", hidden, inner)
+        return w13._replace(padded=True), w2._replace(padded=True)
 
     def most_on_a_rank(self, ranks: int) -> int:
         """Experts of the fullest of the ranks that share out whole experts (vLLM's determine_expert_map)."""

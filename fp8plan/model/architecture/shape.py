@@ -115,6 +115,10 @@ class ModelShape:
             (linear, n) for experts, n in self.parts_of(Experts) for linear in experts.expert_linears(hidden, slices)
         )
 
+    def left_in_bf16(self, tensor_parallel_size: int = 1) -> tuple[Linear, ...]:
+        """The matrices that fp8_block leaves in BF16 on that many ranks, as their inputs there are no whole blocks."""
+        return tuple(linear for linear in self.linears(tensor_parallel_size) if linear.left_in_bf16)
+
     def stored_expert(self, experts: Experts, precision: Precision, slices: int = 1) -> tuple[Linear, Linear]:
         """The w13 and w2 matrices of one routed expert as one rank stores them, cut into so many slices."""
         w13, w2 = experts.expert_linears(self.hidden_size, slices)
@@ -156,7 +160,7 @@ class ModelShape:
             for experts, n in self.parts_of(Experts)
         )
         if precision.weights != "bf16":
-            total += sum(n * part.dequantised_elements(tp) * BF16_BYTES for part, n in self.parts_of(LatentAttention))
+            total += sum(n * self._dequantised_bytes(part, tp) for part, n in self.parts_of(LatentAttention))
         table = self.padded_vocab_size // tp * self.hidden_size * BF16_BYTES
         total += table if self.tie_word_embeddings else 2 * table
         vectors = sum(
@@ -222,6 +226,11 @@ class ModelShape:
             return f"its {fault.size} {fault.what}{cannot}" if fault.replicated else f"it has {fault.size} {fault.what}"
         few = next((experts.num_experts for experts, _ in self.parts_of(Experts) if tp > experts.num_experts), None)
         return None if few is None else f"it has {few} experts"
+
+    def _dequantised_bytes(self, latent: LatentAttention, tp: int) -> int:
+        """Bytes of the BF16 matrices that vLLM keeps beside a kv_b_proj in FP8."""
+        kv_b = next(x for x in latent.linears(self.hidden_size, tp) if x.name == "kv_b_proj")
+        return latent.dequantised_elements(tp) * BF16_BYTES if kv_b.quantised else 0
 
     def _expert_bytes(self, experts: Experts, precision: Precision, slices: int) -> int:
         """Bytes of one routed expert in one layer on one rank."""

@@ -11,21 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.architecture import ModelShape
+from fp8plan.model.emit.ignored import ignored
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import CPU_KV_CACHE_GIB
 from fp8plan.model.risk.budget import Level, RiskBudget
 from fp8plan.model.setup import EngineSetup
+from fp8plan.model.shards import left_in_bf16
 
 # Where the scales of an FP8 KV cache come from: measured after each weight sync, as RolloutEngine does, or left at 1.0,
 # as vLLM, verl and TRL leave them.
 KV_SCALES: Final = ("calibrated", "unit")
-
-# A quantised router picks other experts, so it is left out. vLLM quantises any linear that is given the quantisation
-# config. Read in 0.30 (vllm/model_executor/models): Qwen3-MoE and LFM2-MoE give it to `gate`, and the Transformers
-# backend gives it to what it finds inside of Hunyuan's (`gate.wg`). The other families give it none, whether they call
-# their router `gate`, `router` (gpt-oss, Llama 4) or `router.proj` (Gemma 4); they are named here all the same, since
-# the next version may. So is the gate that weighs Qwen's shared expert. A dense model has no module of these names.
-ROUTER_PATTERN: Final = r"re:.*\.(gate|router|shared_expert_gate)(\.(wg|proj|layer|classifier))?$"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +103,33 @@ def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
     if setup.gpu.is_cpu:
         del kwargs["gpu_memory_utilization"]  # VLLM_CPU_KVCACHE_SPACE takes its place
     if preset.weights == "fp8_block":
-        kwargs["quantization"] = "online"
-        kwargs["quantization_config"] = {"linear": "fp8_per_block", "moe": "fp8_per_block", "ignore": [ROUTER_PATTERN]}
+        kwargs |= online_quantisation(setup)
     if limits.num_gpu_blocks is not None:
         # One block of vLLM's pool is its null block, which no request can use (vllm/v1/core/block_pool.py).
         kwargs["num_gpu_blocks_override"] = limits.num_gpu_blocks + 1
     return kwargs
+
+
+def online_quantisation(setup: EngineSetup) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for blockwise FP8, with the linears that stay in BF16."""
+    left_out = ignored(_known_shape(setup), setup.limits.tensor_parallel_size)
+    config = {"linear": "fp8_per_block", "moe": "fp8_per_block", "ignore": left_out}
+    return {"quantization": "online", "quantization_config": config}
+
+
+def _known_shape(setup: EngineSetup) -> ModelShape | None:
+    """The model's shape; None for a model that the cost model does not know, which can be started all the same."""
+    try:
+        return setup.shape
+    except ConfigError:
+        return None
+
+
+def _left_in_bf16(setup: EngineSetup) -> list[str]:
+    """A note on the linears that an FP8 engine leaves in BF16, if there are any."""
+    shape = _known_shape(setup)
+    what = shape and left_in_bf16(shape, setup.precision, setup.limits.tensor_parallel_size)
+    return [what] if what else []
 
 
 def given_block_size(setup: EngineSetup) -> dict[str, int]:
@@ -154,7 +171,7 @@ def serve_command(kwargs: dict[str, Any], env: dict[str, str], extra: tuple[str,
 def emit_vllm(job: Job, kv_scales: str) -> str:
     """The settings as JSON {"engine_args", "env", "command", "notes"}."""
     kwargs, env = vllm_kwargs(job.setup), vllm_env(job.setup)
-    notes = risk_notes(job, "vllm", kv_scales)
+    notes = [*_left_in_bf16(job.setup), *risk_notes(job, "vllm", kv_scales)]
     if job.setup.limits.data_parallel_size > 1:
         notes.insert(0, replicas_note(job.setup, "start this engine once per replica"))
     return json.dumps(

@@ -9,7 +9,9 @@ from functools import partial
 from itertools import chain, groupby
 from typing import Any
 
+from fp8plan.model.architecture import Linear
 from fp8plan.model.plan.candidates import Candidate
+from fp8plan.model.precision import Precision
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.budget import RiskBudget
 from fp8plan.model.risk.expected import MismatchRisk, mismatch_risk
@@ -49,12 +51,12 @@ def evaluated(candidates: Sequence[Candidate], problem: Problem, progress: Progr
     groups = [[candidates[i] for *_, i in group] for _, group in groupby(order, key=lambda key: key[0])]
     if len(order) * len(problem.batch.prompts) < WORTH_PROCESSES:
         workers = 1
-    setups = {candidates[i].setup.precision: candidates[i].setup for *_, i in order}
-    risks = {wanted: _risks(setup, problem) for wanted, setup in setups.items()}  # the layout does not matter
+    setups = {_risk_key(candidates[i].setup): candidates[i].setup for *_, i in order}
+    risks = {key: _risks(setup, problem) for key, setup in setups.items()}
     with _mapper(min(workers, len(groups))) as map_groups:
         timed = chain.from_iterable(map_groups(partial(_timed_group, problem=problem), groups))
         for (*_, i), candidate in zip(progress(order), timed, strict=True):
-            risk, unit_risk = risks[candidate.setup.precision]
+            risk, unit_risk = risks[_risk_key(candidate.setup)]
             done[i] = replace(candidate, risk=risk, unit_risk=unit_risk)
     return done
 
@@ -95,6 +97,12 @@ def _timed_group(candidates: Sequence[Candidate], problem: Problem) -> list[Cand
     return timed
 
 
+def _risk_key(setup: EngineSetup) -> tuple[Precision, tuple[Linear, ...]]:
+    """What the risk depends on: of the layout only the linears that stay in BF16."""
+    kept = setup.shape.left_in_bf16(setup.limits.tensor_parallel_size) if setup.precision.weights != "bf16" else ()
+    return setup.precision, kept
+
+
 def _risks(setup: EngineSetup, problem: Problem) -> tuple[MismatchRisk, MismatchRisk | None]:
     """The values of a Candidate's `risk` and `unit_risk`."""
 
@@ -105,6 +113,7 @@ def _risks(setup: EngineSetup, problem: Problem) -> tuple[MismatchRisk, Mismatch
             problem.batch.responses,
             e8m0=setup.gpu.e8m0_scales,
             kv_scales_calibrated=calibrated,
+            tensor_parallel_size=setup.limits.tensor_parallel_size,
             budget=problem.budget,
         )
 

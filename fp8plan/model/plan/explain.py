@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
+from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.collective import NETWORK_BANDWIDTH
 from fp8plan.model.plan.choice import Choice, several_layouts
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.budget import LEAST_GAIN
 from fp8plan.model.risk.expected import Level, MismatchRisk, RiskBudget, ThresholdAdvice
 from fp8plan.model.rollout import TAIL_SHARE, Rollout
+from fp8plan.model.shards import left_in_bf16
 
 NO_FASTER = 0.005  # gains below half a percent are not worth a sentence of their own
 
@@ -39,12 +41,14 @@ def explain(
     profile: Profile,
     gpus_per_node: int | None = None,
     rollouts: Sequence[Rollout | None] = (),
+    shape: ModelShape | None = None,
 ) -> tuple[str, ...]:
     """The sentences of a plan: the choice and its gain, the others, where the time goes, the risk, the caveats.
 
     timed, risk, advice: of the chosen choice
     gpus_per_node: beyond it tensor parallelism crosses the network; None: it does not
     rollouts: of all choices
+    shape: of the model; None: nothing is said of linears that stay in BF16
     """
     picked = choices[chosen]
     sentences = [_headline(picked, choices, budget, profile)]
@@ -52,6 +56,7 @@ def explain(
     sentences += _not_measured(choices, chosen, budget, profile)
     sentences += whole_or_sliced(choices, chosen, rollouts)
     sentences += _where_from(picked, choices, timed)
+    sentences += _left_in_bf16(choices, shape) if shape is not None else []
     sentences += [f"Mismatch: {reason}." for reason in risk.reasons]
     sentences += [f"Correction: {note}." for note in advice.notes]
     sentences += _caveats(choices, timed, profile)
@@ -230,6 +235,19 @@ def _where_from(picked: Choice, choices: Sequence[Choice], timed: Rollout) -> li
 def _largest(parts: dict[str, float], least: float = 0.1) -> str:
     named = [f"{COMPONENTS[name]} ({share:.0%})" for name, share in parts.items() if share >= least]
     return " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
+
+
+def _left_in_bf16(choices: Sequence[Choice], shape: ModelShape) -> list[str]:
+    """Sentences on the linears that FP8 weights leave in BF16, each with the tensor_parallel_sizes it holds for."""
+    layouts: dict[str, list[int]] = {}
+    for choice in choices:
+        if choice.available and (what := left_in_bf16(shape, choice.preset, choice.tensor_parallel)):
+            layouts.setdefault(what, []).append(choice.tensor_parallel)
+    where = " at tensor_parallel_size {}" if several_layouts(choices) else ""
+    return [
+        f"FP8 weights{where.format(', '.join(map(str, sorted(set(sizes)))))}: {what}."
+        for what, sizes in layouts.items()
+    ]
 
 
 def _caveats(choices: Sequence[Choice], timed: Rollout, profile: Profile) -> list[str]:

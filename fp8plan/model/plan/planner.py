@@ -148,6 +148,7 @@ def predict(
             used,
             gpus_per_node=card.gpus_per_node,
             rollouts=[c.rollout for c in found],
+            shape=shape,
         ),
         warnings=tuple(warnings),
         budget=budget,

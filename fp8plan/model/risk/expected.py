@@ -132,6 +132,7 @@ def mismatch_risk(
     e8m0: bool = True,
     kv_scales_calibrated: bool = True,
     quantised_layers: int | None = None,
+    tensor_parallel_size: int = 1,
     budget: RiskBudget | None = None,
 ) -> MismatchRisk:
     """Predict the mismatch of `precision` for responses of these lengths.
@@ -142,6 +143,7 @@ def mismatch_risk(
     e8m0:                 FP8 GEMMs with power-of-two scales: vLLM's default on Hopper (VLLM_USE_DEEP_GEMM_E8M0)
     kv_scales_calibrated: K and V scales follow the weights; False: they are 1.0, as after an ordinary weight sync
     quantised_layers:     layers with FP8 linears; None: all
+    tensor_parallel_size: ranks that share the linears, which decides which of them stay in BF16
 
     Raises ConfigError for lengths below 1 or none, thresholds that do not enclose 1, too many quantised layers.
     """
@@ -152,7 +154,7 @@ def mismatch_risk(
         raise ConfigError(
             f"quantised_layers is {quantised!r}; allowed: 0 to {shape.num_layers}, the layers of {shape.name}"
         )
-    setting, unmeasured = setting_of(shape, precision, e8m0, quantised), unmeasured_parts(shape)
+    setting, unmeasured = setting_of(shape, precision, e8m0, quantised, tensor_parallel_size), unmeasured_parts(shape)
     calibrated = kv_scales_calibrated or not setting.fp8_kv
     clipped = setting.fp8_kv and clipped_keys(shape)
     kl, quantisation = _kl_band(setting, calibrated, clipped, unmeasured)

@@ -23,11 +23,15 @@ STATE_SPACE_SD: Final = log(4.0)
 
 
 def setting_of(
-    shape: ModelShape, precision: Precision, e8m0: bool = True, quantised_layers: int | None = None
+    shape: ModelShape,
+    precision: Precision,
+    e8m0: bool = True,
+    quantised_layers: int | None = None,
+    tensor_parallel_size: int = 1,
 ) -> Setting:
     """The setting of a model in a precision. quantised_layers: decoder layers with FP8 linears; None: all."""
-    hidden = shape.hidden_size
-    quantised = sum(_quantised(part, hidden) for layer in shape.layers for part in _sub_layers(layer)) / 2
+    hidden, tp = shape.hidden_size, tensor_parallel_size
+    quantised = sum(_quantised(part, hidden, tp) for layer in shape.layers for part in _sub_layers(layer)) / 2
     some = shape.num_layers if quantised_layers is None else quantised_layers
     return Setting(
         layers=sum(len(_sub_layers(layer)) for layer in shape.layers) / 2,
@@ -101,8 +105,13 @@ def _sub_layers(layer: Layer) -> list[Mixer | Mlp | Experts]:
     return [part for part in (layer.mixer, layer.mlp) if part is not None]
 
 
-def _quantised(part: Mixer | Mlp | Experts, hidden: int) -> bool:
-    return isinstance(part, Experts) or any(linear.quantised for linear in part.linears(hidden))
+def _quantised(part: Mixer | Mlp | Experts, hidden: int, tp: int) -> float:
+    """The share of a sub-layer's linears that are in FP8, of those that vLLM hands the quantisation config. Each counts
+    alike, whatever its size: modelled, not measured.
+    """
+    linears = part.linears(hidden, tp) + (part.expert_linears(hidden) if isinstance(part, Experts) else ())
+    asked = [linear.quantised for linear in linears if linear.quantisable]
+    return sum(asked) / len(asked)
 
 
 def _reads_kv(mixer: Mixer) -> bool:

@@ -31,6 +31,7 @@ from fp8plan.runtime.guard.observation import EngineFacts
 from fp8plan.runtime.weight_sync.announce import plain
 from fp8plan.runtime.weight_sync.kv_calibration import kv_scales, refuse_calibration
 from fp8plan.runtime.weight_sync.kv_scales import PARTS, Scales
+from fp8plan.runtime.weight_sync.manifest import stored_wide
 from fp8plan.runtime.weight_sync.nccl import Rendezvous
 from fp8plan.runtime.weight_sync.procedure import clean, replace_weights
 from fp8plan.runtime.weight_sync.state import Call, Procedure, Scored, SyncReport, SyncSettings, SyncState, rpc
@@ -224,8 +225,10 @@ class EngineBase:
 
     def _learn_quantised(self) -> Procedure:
         """Ask the workers which of the checkpoint's tensors the engine holds in FP8."""
-        expected = plain(self.state.expected or ())
-        answers = yield from rpc("fp8plan_prepare", expected, self.state.settings.in_place)
+        expected = self.state.expected or ()
+        answers = yield from rpc(
+            "fp8plan_prepare", plain(expected), self.state.settings.in_place, None, stored_wide(expected)
+        )
         self.state.quantised = tuple(answers[0]["quantised"])
         return self.state.quantised
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.configs import find_config
-from fp8plan.model.emit.settings import vllm_env, vllm_kwargs
+from fp8plan.model.emit.settings import online_quantisation, vllm_env, vllm_kwargs
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import precision
 from fp8plan.model.setup import EngineSetup
@@ -163,13 +163,14 @@ def launch(
             f"{model} is quantised already ({config['quantization_config'].get('quant_method')}); allowed: the BF16 "
             "checkpoint that the trainer started from, which vLLM quantises while it loads"
         )
-    if preset.weights == "fp8_block":
-        _keep_bf16(kwargs, keep_bf16, config)
-    elif any(keep_bf16):
-        raise ConfigError(f"keep_bf16 is {keep_bf16}, and {preset.name} has no FP8 weights; leave it out")
     known = {field.name for field in fields(EngineLimits)}
     limits = replace(setup.limits, **{name: value for name, value in kwargs.items() if name in known})
     runs = replace(setup, model=model if local else setup.model, limits=replace(limits, data_parallel_size=1))
+    if preset.weights == "fp8_block":
+        kwargs |= online_quantisation(runs)  # `more` may cut the model into other sizes than the setup
+        _keep_bf16(kwargs, keep_bf16, config)
+    elif any(keep_bf16):
+        raise ConfigError(f"keep_bf16 is {keep_bf16}, and {preset.name} has no FP8 weights; leave it out")
     return Launch(runs, kwargs, vllm_env(setup), keep_bf16, more, precisions)
 
 

@@ -39,7 +39,7 @@ def deep_gemm_rows(setup: EngineSetup, most: int) -> list[int]:
     if setup.precision.weights != "fp8_block":
         return []
     try:
-        linears = setup.shape.linears()
+        linears = setup.shape.linears(setup.limits.tensor_parallel_size)
     except ConfigError:
         return []
     return rows_of_every_kernel([(x.n, x.k) for x in linears if x.quantised], most, setup.gpu.sm_count)

@@ -72,7 +72,8 @@ def _row(found: Probe, one: Probed, shape: ModelShape) -> dict[str, str]:
 
     preset, kl, facts, figures = precision(one.precision), one.kl_k3, one.facts or {}, one.figures or {}
     setting = setting_of(shape, preset)
-    fitted = not gpu(found.gpu).is_cpu and not one.invalid and kl.low > 0
+    partly = preset.weights != "bf16" and bool(shape.left_in_bf16())  # the fit counts every layer as FP8
+    fitted = not gpu(found.gpu).is_cpu and not one.invalid and kl.low > 0 and not partly
     values: dict[str, Any] = {
         "source": SOURCE,
         "reference": f"measured by fp8plan probe {__version__}: vLLM {found.engine_version} on {found.gpu}; "

@@ -43,7 +43,8 @@ def prepared(state: SyncState, manifest: Manifest) -> Generator[Call, Any, Check
             state.prepared.pop(next(iter(state.prepared)))
         used = {checked.number for checked in state.prepared.values()}
         number = next(number for number in range(MOST_PREPARED) if number not in used)
-        answers = yield from rpc("fp8plan_prepare", plain(manifest), state.settings.in_place, number)
+        wide = manifests.stored_wide(state.expected)
+        answers = yield from rpc("fp8plan_prepare", plain(manifest), state.settings.in_place, number, wide)
         groups = answers[0]["groups"]
         _refuse_leftovers(manifest, [answer["taken"] for answer in answers])
         numbers = {entry.name: number for number, entry in enumerate(manifest)}

@@ -224,7 +224,7 @@ def known_name(known: Mapping[str, Entry]) -> str:
 
 def _refuse_format(manifest: Manifest, known: Mapping[str, Entry], weights_in: str) -> None:
     """Raises ConfigError for FP8 tensors sent to an engine that wants BF16, and for any dtype that is neither wanted
-    nor the checkpoint's (the bias of a router may be FP32)."""
+    nor the checkpoint's. FP32 passes here: only the workers know which parameters are FP32 (worker.prepare)."""
     for entry in manifest:
         quantised = entry.dtype == "float8_e4m3fn" or entry.name.endswith(SCALE_SUFFIX)
         if quantised and weights_in == "bf16":
@@ -235,8 +235,18 @@ def _refuse_format(manifest: Manifest, known: Mapping[str, Entry], weights_in: s
         if entry.name.endswith(SCALE_SUFFIX) and entry.dtype != "float32":
             raise ConfigError(f"{entry.name} is {entry.dtype}; allowed: float32")
         as_known = entry.name in known and entry.dtype == known[entry.name].dtype
-        if not quantised and entry.dtype != "bfloat16" and not as_known:
-            raise ConfigError(f"{entry.name} is {entry.dtype}; allowed: bfloat16 (type tensor.to(torch.bfloat16))")
+        if not quantised and entry.dtype not in ("bfloat16", "float32") and not as_known:
+            raise ConfigError(only_bf16(entry))
+
+
+def only_bf16(entry: Entry) -> str:
+    """Return the error for a tensor of another dtype than BF16."""
+    return f"{entry.name} is {entry.dtype}; allowed: bfloat16 (type tensor.to(torch.bfloat16))"
+
+
+def stored_wide(expected: Manifest | None) -> list[str]:
+    """Return the names of the tensors that the checkpoint has in FP32: vLLM loads those as it did at the start."""
+    return [entry.name for entry in expected or () if entry.dtype == "float32"]
 
 
 def quantised_manifest(manifest: Manifest, quantised: Iterable[str]) -> Manifest:

@@ -51,12 +51,12 @@ class Fp8PlanWorker:
 
     @answering
     def fp8plan_prepare(
-        self, manifest: Sequence[Sequence[Any]], in_place: bool, number: int | None = None
+        self, manifest: Sequence[Sequence[Any]], in_place: bool, number: int | None = None, wide: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Check a manifest in a dry run; `fp8plan_begin` takes the number."""
+        """Check a manifest in a dry run; `fp8plan_begin` takes the number. wide: as in LiveWeights.prepare"""
         from fp8plan.runtime.weight_sync.manifest import read_manifest
 
-        number, prepared = self._fp8plan_weights().prepare(read_manifest(manifest), in_place, number)
+        number, prepared = self._fp8plan_weights().prepare(read_manifest(manifest), in_place, number, wide)
         quantised = [name for name, moves in prepared.binding.moves.items() if any(m.scale is not None for m in moves)]
         return {
             "number": number,

@@ -37,15 +37,18 @@ class LiveWeights:
         self._prepared: dict[int, tuple[Prepared, bool]] = {}
         self._running: _Running | None = None
 
-    def prepare(self, manifest: Manifest, in_place: bool = True, number: int | None = None) -> tuple[int, Prepared]:
+    def prepare(
+        self, manifest: Manifest, in_place: bool = True, number: int | None = None, wide: Sequence[str] = ()
+    ) -> tuple[int, Prepared]:
         """Check a manifest (runtime.worker.prepare); `begin` takes the number that this returns.
 
         number: the same for all ranks, of which some may have failed to prepare other manifests; None: the next of this
                 rank
+        wide:   tensors that the checkpoint has in FP32, which may be sent so whatever the model keeps of them
         """
         number = max(self._prepared, default=-1) + 1 if number is None else number
         with keeping_scales(self._model):  # a trial of the shortcut reloads layers
-            self._prepared[number] = prepare(self._worker, manifest, in_place), in_place
+            self._prepared[number] = prepare(self._worker, manifest, in_place, wide), in_place
         return number, self._prepared[number][0]
 
     def begin(self, number: int, samples: int, seed: int, keep: str | None) -> None:
@@ -56,7 +59,7 @@ class LiveWeights:
         """
         prepared, in_place = self._prepared[number]
         if prepared.moved:
-            _, prepared = self.prepare(prepared.manifest, in_place, number)
+            _, prepared = self.prepare(prepared.manifest, in_place, number, prepared.wide)
         snapshot = None if keep is None else Snapshot(self._model, keep)
         reload = NativeReload(self._worker, prepared.past) if prepared.binding.native else None
         if reload is not None:

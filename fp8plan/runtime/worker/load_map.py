@@ -42,6 +42,7 @@ class LoadMap:
 
     copies:   manifest name -> the copies made of it; none for a tensor that vLLM leaves out
     modules:  manifest name -> modules that it is loaded into
+    homes:    manifest name -> (module, param) that it fills
     sent:     manifest name -> shape
     opaque:   modules with a loader that does more than copy boxes
     shapes:   (module, param) -> shape in checkpoint format, of every parameter of the model
@@ -53,6 +54,7 @@ class LoadMap:
 
     copies: Mapping[str, tuple[Copy, ...]]
     modules: Mapping[str, tuple[str, ...]]
+    homes: Mapping[str, tuple[tuple[str, str], ...]]
     sent: Mapping[str, tuple[int, ...]]
     opaque: frozenset[str]
     shapes: Mapping[tuple[str, str], tuple[int, ...]]
@@ -95,7 +97,7 @@ def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
         dtypes = {home: tensor.dtype for home, tensor in parameters.items()}
 
     copies: dict[str, list[Copy]] = {entry.name: [] for entry in manifest}
-    modules: dict[str, dict[str, None]] = {entry.name: {} for entry in manifest}
+    fed: dict[str, dict[tuple[str, str], None]] = {entry.name: {} for entry in manifest}
     covered = dict.fromkeys(shapes, 0)
     taken = {entry.name: 0 for entry in manifest}
     opaque, past = set(), set()
@@ -103,7 +105,7 @@ def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
         home = homes.get(_storage(to))
         if home is None:
             continue  # a loader's own temporary
-        modules[name][home[0]] = None
+        fed[name][home] = None
         covered[home] += to.numel()
         taken[name] += to.numel()
         if not by_loader:
@@ -117,7 +119,8 @@ def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
             copies[name].append(Copy(*home, target, source))
     return LoadMap(
         {name: tuple(found) for name, found in copies.items()},
-        {name: tuple(found) for name, found in modules.items()},
+        {name: tuple(dict.fromkeys(module for module, _ in found)) for name, found in fed.items()},
+        {name: tuple(found) for name, found in fed.items()},
         {entry.name: entry.shape for entry in manifest},
         frozenset(opaque),
         shapes,

@@ -10,7 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.weight_sync.manifest import LEFT_OUT, SCALE_SUFFIX, Manifest, dtype_named
+from fp8plan.runtime.weight_sync.manifest import LEFT_OUT, SCALE_SUFFIX, Manifest, dtype_named, only_bf16
 from fp8plan.runtime.worker.binding import Binding, bind
 from fp8plan.runtime.worker.layout_trial import derived_from, kind, refused
 from fp8plan.runtime.worker.load_map import LoadMap, trace
@@ -34,6 +34,7 @@ class Prepared:
     groups:   number of each tensor's group, which must come together
     layers:   dtype of their weights -> how many modules
     taken:    elements of each tensor that this rank loads
+    wide:     tensors that may be FP32 whatever the model keeps of them
     past:     (module, parameter) that vLLM's reload must be told of (vllm_reload.NativeReload)
     programs: the writes of each chunk that has come
     """
@@ -47,6 +48,7 @@ class Prepared:
     groups: tuple[int, ...]
     layers: dict[str, int]
     taken: tuple[int, ...]
+    wide: tuple[str, ...]
     past: frozenset[tuple[str, str]]
     programs: dict[tuple[int, ...], Program] = field(default_factory=dict)
 
@@ -64,11 +66,14 @@ class Prepared:
         return any(tensor is None or tensor.data_ptr() != address for tensor, address in live)
 
 
-def prepare(worker: Any, manifest: Manifest, in_place: bool) -> Prepared:
-    """Check a manifest, and find the way of each tensor. in_place: False leaves every module to vLLM's reload.
+def prepare(worker: Any, manifest: Manifest, in_place: bool, wide: Sequence[str] = ()) -> Prepared:
+    """Check a manifest, and find the way of each tensor.
+
+    in_place: False leaves every module to vLLM's reload
+    wide:     tensors that may be FP32 whatever the model keeps of them
 
     Raises ConfigError naming what is wrong: a tensor that the model does not take, a parameter that is not filled, FP8
-    that cannot be written in place.
+    that cannot be written in place, FP32 for a parameter that is not.
     """
     import torch
 
@@ -76,6 +81,7 @@ def prepare(worker: Any, manifest: Manifest, in_place: bool) -> Prepared:
     layers = dict(model.named_modules())
     plain = _in_bf16(manifest)
     traced = trace(model, plain)
+    _refuse_rounded(plain, traced, wide)
     found = _with_scales(traced, manifest)
     ignored = tuple(entry.name for entry in manifest if not found.modules[entry.name])
     parallel = worker.model_runner.vllm_config.parallel_config
@@ -107,8 +113,23 @@ def prepare(worker: Any, manifest: Manifest, in_place: bool) -> Prepared:
         groups=_groups(manifest, found),
         layers=_precisions(binding, layers),
         taken=tuple(entry.numel if entry.name in ignored else found.taken[entry.name] for entry in manifest),
+        wide=tuple(wide),
         past=found.past,
     )
+
+
+def _refuse_rounded(manifest: Manifest, found: LoadMap, wide: Sequence[str]) -> None:
+    """Raises ConfigError for an FP32 tensor of which bits would be lost: a parameter that it fills is not FP32.
+
+    vLLM keeps routers' biases and the decays of state-space layers in FP32. A tensor of `wide` is rounded as at the
+    start of the engine.
+    """
+    import torch
+
+    for entry in manifest:
+        kept = {found.dtypes[home] for home in found.homes[entry.name]}
+        if entry.dtype == "float32" and kept - {torch.float32} and entry.name not in wide:
+            raise ConfigError(only_bf16(entry))
 
 
 def _refuse_unknown(ignored: Sequence[str], config: Any, shares_experts: bool = False) -> None:

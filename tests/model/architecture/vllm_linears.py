@@ -1,7 +1,7 @@
 """What vLLM itself builds of families' configs, on the meta device: a script, as it fills the process with groups.
 
-Type: python vllm_linears.py IGNORED FOLDER..., each with a config.json. IGNORED is the JSON of the list of linears that
-are not quantised. Prints one line of JSON for each folder: a list of
+Type: python vllm_linears.py FOLDER..., each with a config.json, and with the patterns of linears that are not quantised
+as a list in ignored.json. Prints one line of JSON for each folder: a list of
 [rows, columns, quantised, how many], of all linears but convolutions and lm_head, and of each layer's one expert.
 """
 
@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -48,10 +49,10 @@ def matrices(model: torch.nn.Module) -> list[list[int]]:
     return [[*key, number] for key, number in found.items()]
 
 
-def main(ignored: str, *folders: str) -> None:
+def main(*folders: str) -> None:
     # The first folder's model has experts: vLLM makes their process group only for such a model.
     for number, folder in enumerate(folders):
-        config = config_of(folder, json.loads(ignored))
+        config = config_of(folder, json.loads((Path(folder) / "ignored.json").read_text()))
         with set_current_vllm_config(config):
             if number == 0:
                 init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "gloo")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -255,8 +256,8 @@ def test_tensor_parallel_sizes_divide_both_the_gpus_and_the_heads(gpus: int, siz
 @pytest.mark.parametrize(
     ("model", "target", "started"),
     [
-        ("Qwen/Qwen2.5-72B-Instruct", "vllm", {1}),
-        ("Qwen/Qwen3-4B", "vllm", {1, 2, 4}),
+        ("Qwen/Qwen2.5-72B-Instruct", "vllm", {1, 2, 4, 8}),
+        ("Qwen/Qwen3-4B", "vllm", {1, 2, 4, 8}),
         ("Qwen/Qwen3-4B", "verl", {1, 2, 4}),
         ("Qwen/Qwen3-30B-A3B", "vllm", {1, 2, 4, 8}),
         ("Qwen/Qwen3-30B-A3B", "verl", {1, 2}),
@@ -279,9 +280,45 @@ def test_fp8_weights_are_planned_only_where_the_engine_starts(model: str, target
 def test_fp8_alone_on_a_layout_that_cannot_start_is_an_error() -> None:
     limits = EngineLimits(tensor_parallel_size=8)
     with pytest.raises(ConfigError, match=r"down_proj has 1216 inputs .* multiples of 128; allowed: 1, 2, 4$"):
-        plan("Qwen/Qwen3-4B", "h200", WORK, limits=limits, precisions=["fp8_block"])
+        plan("Qwen/Qwen3-4B", "h200", WORK, limits=limits, precisions=["fp8_block"], target="verl")
+    with pytest.raises(ConfigError, match=r"experts_w13 has 2880 inputs: .* multiple of 128, which its routers"):
+        plan("fp8plan/gpt-oss-20b-bf16", "h200", WORK, precisions=["fp8_block"])
     with pytest.raises(ConfigError, match="target is 'sglang'"):
         plan("Qwen/Qwen3-4B", "h200", WORK, target="sglang")
+
+
+@pytest.mark.parametrize("model", ["deepseek-ai/DeepSeek-V2-Lite", "zai-org/GLM-4.5-Air"])
+def test_what_has_no_whole_blocks_stays_in_bf16_and_the_plan_says_so(model: str) -> None:
+    answer = plan(model, "h200", WORK)
+    row = by_precision(answer)["fp8_block"]
+    assert row.available
+    assert row.refused_by["verl"].startswith("down_proj has 10944 inputs on each GPU at tensor_parallel_size 1")
+    said = (
+        "down_proj of 1 layer (10,944 inputs on each GPU) stays in BF16, as vLLM quantises only multiples of 128 inputs"
+    )
+    assert f"FP8 weights: {said}." in Plan.from_json(answer.to_json()).reasons
+    emitted = json.loads(answer.emit("vllm", "fp8_block"))
+    assert said in emitted["notes"]
+    patterns = [pattern.removeprefix("re:") for pattern in emitted["engine_args"]["quantization_config"]["ignore"]]
+    inside = ("mlp.gate_up_proj", "mlp.down_proj", "mlp.shared_experts.down_proj", "mlp.gate", "self_attn.o_proj")
+    left = [name for name in inside if any(re.match(pattern, f"model.layers.0.{name}") for pattern in patterns)]
+    assert left == ["mlp.down_proj", "mlp.gate"]
+    # All but one of 10,944 inputs' halves are gone: the weights of the one in BF16 are not.
+    setup, shape = answer.setup("fp8_block"), ModelShape.from_hf(model)
+    kept = sum(2 * x.elements * x.layers for x in shape.left_in_bf16())
+    assert shape.weight_bytes(setup.precision) - kept < shape.weight_bytes(PRESETS["bf16"]) * 0.6
+
+
+def test_another_layout_leaves_other_linears_in_bf16() -> None:
+    answer = plan("zai-org/GLM-4.5-Air", "h200", WORK, gpus=2)
+    said = [reason for reason in answer.reasons if "stay" in reason and "in BF16" in reason]
+    assert len(said) == 2
+    assert said[0].startswith("FP8 weights at tensor_parallel_size 1: down_proj of 1 layer (10,944 inputs")
+    assert said[1].startswith("FP8 weights at tensor_parallel_size 2: down_proj of 1 layer (5,472 inputs")
+    assert "shared_down_proj of 45 layers (704 inputs on each GPU)" in said[1]
+    risks = {c.tensor_parallel: c.kl_k3 for c in answer.choices if c.precision == "fp8_block"}
+    assert risks[2] < risks[1]  # type: ignore[operator]
+    assert not any("in BF16" in reason for reason in plan("Qwen/Qwen3-8B", "h200", WORK, gpus=2).reasons)
 
 
 def test_an_fp8_cache_that_vllm_has_no_kernel_for_is_refused_with_its_reason() -> None:
@@ -441,11 +478,14 @@ def test_a_plan_for_trl_has_no_fp8_weights() -> None:
 
 
 def test_what_is_advised_can_start() -> None:
-    """29568 inputs of down_proj are 231 blocks: no tensor-parallel size cuts them."""
-    with pytest.raises(CapacityError) as error:
+    """29568 inputs of down_proj are 231 blocks: on two ranks it stays in BF16. No rank has gpt-oss in FP8."""
+    with pytest.raises(CapacityError, match=r"does not fit.*; try tensor_parallel_size 2"):
         plan("Qwen/Qwen2.5-72B-Instruct", "h100", WORK, precisions=["fp8_block"])
-    assert "does not fit" in str(error.value)
-    assert "tensor_parallel_size 2" not in str(error.value)
+    for model, share, advised in (("fp8plan/gpt-oss-20b-bf16", 0.4, False), ("Qwen/Qwen3-30B-A3B", 0.6, True)):
+        limits = EngineLimits(gpu_memory_utilization=share)
+        with pytest.raises(CapacityError, match="does not fit") as error:
+            plan(model, "h100", WORK, limits=limits, precisions=["bf16"])
+        assert ("FP8 weights" in str(error.value)) is advised
 
 
 def test_numbers_of_numpy_s_types_are_written_as_plain_ones() -> None:

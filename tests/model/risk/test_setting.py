@@ -50,7 +50,7 @@ def test_layers_alike_are_counted_as_they_are(name: str) -> None:
 )
 def test_recurrent_layers_have_no_fp8_keys(name: str, layers: float, kv_layers: float) -> None:
     setting = setting_of(of(name), FP8_KV)
-    assert (setting.layers, setting.quantised_layers, setting.kv_layers) == (layers, layers, kv_layers)
+    assert (setting.layers, setting.kv_layers) == (layers, kv_layers)
 
 
 def test_a_layer_that_shares_keys_reads_them_all_the_same() -> None:
@@ -60,13 +60,23 @@ def test_a_layer_that_shares_keys_reads_them_all_the_same() -> None:
 
 
 def test_a_layer_of_one_part_is_half_a_layer() -> None:
-    shape = of("nemotron_h")
+    shape = of("nemotron_h", moe_shared_expert_intermediate_size=7680)  # whole blocks
     kinds = [layer.mixer is None for layer in shape.layers]
     assert any(kinds)
     assert not all(kinds)
     setting = setting_of(shape, FP8_BLOCK_KV)
     assert setting.layers == setting.quantised_layers == len(kinds) / 2
     assert setting.kv_layers == sum(isinstance(layer.mixer, Attention) for layer in shape.layers)
+
+
+def test_linears_that_stay_in_bf16_count_as_such() -> None:
+    # GLM-4.5-Air: one of the two linears of the first MLP, and where ranks cut it also one of two of shared experts.
+    shape = ModelShape.from_hf("zai-org/GLM-4.5-Air")
+    found = {tp: setting_of(shape, FP8_BLOCK, tensor_parallel_size=tp).quantised_layers for tp in (1, 2)}
+    assert found == {1: 46 - 1 / 4, 2: 46 - 1 / 4 - 45 / 8}
+    risks = [mismatch_risk(shape, FP8_BLOCK, [1000], tensor_parallel_size=tp).quantisation_kl for tp in (1, 2)]
+    assert risks[1] < risks[0]
+    assert risks[1] / risks[0] == pytest.approx(found[2] / found[1])
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "lfm2"])

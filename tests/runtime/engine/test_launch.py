@@ -11,6 +11,7 @@ from plans import index
 from tiny_models import checkpoint, cpu_plan
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.emit.ignored import ignored
 from fp8plan.runtime.engine.launch import Launch, launch, local_folder
 
 pytestmark = pytest.mark.vllm  # its version is checked first
@@ -88,6 +89,17 @@ def test_a_hub_id_has_its_config_and_once_it_is_here_its_tensors(monkeypatch: py
     folder = checkpoint("dense", "a")
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **kwargs: str(folder))
     assert found.checkpoint() == launched("fp8_block").checkpoint()
+
+
+def test_linears_stay_in_bf16_by_the_layout_that_runs() -> None:
+    """dense has 512 inputs of down_proj and 256 of o_proj: on four ranks the latter's 64 are no block."""
+    whole, cut = launched("fp8_block"), launched("fp8_block", tensor_parallel_size=4)
+    ignore = [found.kwargs["quantization_config"]["ignore"] for found in (whole, cut)]
+    assert ignore[0] == ignored(None, 1)  # routers alone
+    assert ignore[1][0] == ignore[0][0]
+    assert any(re.match(pattern.removeprefix("re:"), "model.layers.2.self_attn.o_proj") for pattern in ignore[1])
+    assert not any(re.match(pattern.removeprefix("re:"), "model.layers.2.mlp.down_proj") for pattern in ignore[1])
+    assert "quantization_config" not in cut.with_precision("bf16").kwargs
 
 
 def test_what_is_no_name_has_no_folder() -> None:

@@ -24,6 +24,7 @@ from fp8plan.runtime.weight_sync.manifest import (
     quantised_manifest,
     read_manifest,
     refuse,
+    stored_wide,
 )
 
 torch = pytest.importorskip("torch")
@@ -131,9 +132,9 @@ WRONG: dict[str, tuple[tuple[Entry, ...], str]] = {
     ),
     "empty": ((), "the manifest is empty"),
     "fp8": (changed(dtype="float8_e4m3fn"), "model.layers.0.q.weight is float8_e4m3fn, and this engine takes BF16"),
-    "float32": (
-        changed(dtype="float32"),
-        r"model.layers.0.q.weight is float32; allowed: bfloat16 .*to\(torch.bfloat16\)",
+    "float16": (
+        changed(dtype="float16"),
+        r"model.layers.0.q.weight is float16; allowed: bfloat16 .*to\(torch.bfloat16\)",
     ),
     "unknown": (changed(name="other"), "unknown: other; allowed: .* as model.layers.0.q.weight"),
     "another shape": (
@@ -158,7 +159,7 @@ def test_what_is_wrong_is_named(fault: str) -> None:
 
 def test_without_a_checkpoint_only_what_needs_none_is_refused() -> None:
     for fault, (manifest, says) in WRONG.items():
-        if fault in ("twice", "empty", "fp8", "float32"):
+        if fault in ("twice", "empty", "fp8", "float16"):
             with pytest.raises(ConfigError, match=says):
                 refuse(manifest, None, "bf16")
         else:
@@ -171,6 +172,12 @@ def test_what_vllm_may_leave_out_is_left_to_its_dry_run() -> None:
     refuse(KNOWN, (*KNOWN, head, Entry("mtp.fc.weight", "bfloat16", (1, 1))), "bf16")
     with pytest.raises(ConfigError, match=r"unknown: model\.lm_head_norm"):
         refuse((*KNOWN, head._replace(name="model.lm_head_norm")), KNOWN, "bf16")
+
+
+def test_float32_is_left_to_the_dry_run_which_knows_the_parameters() -> None:
+    refuse(changed(dtype="float32"), KNOWN, "bf16")
+    assert stored_wide(KNOWN) == stored_wide(None) == []
+    assert stored_wide(changed(dtype="float32")) == ["model.layers.0.q.weight"]
 
 
 def test_the_checkpoints_own_dtype_is_taken() -> None:

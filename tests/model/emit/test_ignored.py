@@ -1,0 +1,69 @@
+"""The patterns of linears that stay in BF16, matched as vLLM matches them.
+
+That they leave out the right modules of every family is tested on vLLM's own models (tests/model/architecture).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from fp8plan.model.architecture import ModelShape
+from fp8plan.model.architecture.parts import Mlp
+from fp8plan.model.emit.ignored import ROUTER_PATTERN, ignored
+from fp8plan.model.emit.settings import vllm_kwargs
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.setup import EngineSetup
+
+QWEN = ModelShape.from_hf("Qwen/Qwen3-8B")
+GLM = ModelShape.from_hf("zai-org/GLM-4.5-Air")
+
+
+def matched(patterns: Sequence[str], name: str) -> bool:
+    return any(re.match(pattern.removeprefix("re:"), name) for pattern in patterns)
+
+
+def test_where_all_fits_only_routers_are_named() -> None:
+    assert (
+        ignored(QWEN, 1) == ignored(None, 4) == ignored(ModelShape.from_hf("Qwen/Qwen3-30B-A3B"), 4) == [ROUTER_PATTERN]
+    )
+
+
+def test_another_layout_names_others() -> None:
+    names = ("layers.0.mlp.down_proj", "layers.7.mlp.shared_experts.down_proj", "layers.7.self_attn.o_proj")
+    found = {tp: [matched(ignored(GLM, tp), f"model.{name}") for name in names] for tp in (1, 2)}
+    assert found == {1: [True, False, False], 2: [True, True, False]}
+    limits = EngineLimits(tensor_parallel_size=2)
+    kwargs = vllm_kwargs(EngineSetup(GLM, "h200", "fp8_block", limits))
+    assert kwargs["quantization_config"]["ignore"] == ignored(GLM, 2)
+    assert "quantization_config" not in vllm_kwargs(EngineSetup(GLM, "h200", "bf16", limits))
+
+
+def test_layers_are_numbered_where_others_of_the_name_are_in_fp8() -> None:
+    odd = tuple(replace(layer, mlp=Mlp(10944)) if i in (3, 30) else layer for i, layer in enumerate(QWEN.layers))
+    patterns = ignored(replace(QWEN, layers=odd), 1)
+    assert len(patterns) == 2
+    for prefix in ("model", "language_model.model"):
+        left = [i for i in range(36) if matched(patterns, f"{prefix}.layers.{i}.mlp.down_proj")]
+        assert left == [3, 30]
+    assert not matched(patterns, "model.layers.3.mlp.gate_up_proj")
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("whole", [True, False], ids=["fused", "parts"])
+def test_vllm_matches_a_fused_module_by_its_name_or_by_all_of_its_parts(whole: bool) -> None:
+    pytest.importorskip("vllm")
+    from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
+
+    narrow = replace(QWEN, hidden_size=960)
+    patterns = ignored(narrow, 1)
+    fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    for module, parts in fused.items():
+        layer = f"model.layers.0.{'self_attn' if module == 'qkv_proj' else 'mlp'}"
+        for name in [module] if whole else parts:
+            assert should_ignore_layer(f"{layer}.{name}", patterns, fused, use_fnmatch=True)
+    assert not should_ignore_layer("model.layers.0.mlp.down_proj", patterns, fused, use_fnmatch=True)
+    assert not should_ignore_layer("model.layers.0.self_attn.o_proj", patterns, fused, use_fnmatch=True)
