@@ -1,8 +1,8 @@
 """TRL's GRPOTrainer with a plan.
 
-    from fp8plan.integrations.trl import GRPOTrainer
+from fp8plan.integrations.trl import GRPOTrainer
 
-    trainer = GRPOTrainer(model, reward_funcs, args, train_dataset, plan="auto")
+trainer = GRPOTrainer(model, reward_funcs, args, train_dataset, plan="auto")
 """
 
 from fp8plan.errors import ConfigError

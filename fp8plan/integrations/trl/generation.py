@@ -43,6 +43,7 @@ class PlannedGeneration(VLLMGeneration):
         self._start, self._before_sync = start, before_sync
         self.engine: RolloutEngine
         self.report: SyncReport | None = None
+        self._sent: list[tuple[str, str, list[int]]] | None = None  # names, dtypes and shapes, which stay the same
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:
@@ -77,9 +78,9 @@ class PlannedGeneration(VLLMGeneration):
             self.engine.wake_up()  # the KV cache, too: its scales are measured in it
             self._llm_weights_sleeping = False
         self._before_sync()
-        if self._weight_metadata is None:
-            self._weight_metadata = [(name, "bfloat16", list(param.shape)) for name, param in self._floats()]
-        self.report = self.engine.sync_weights(self._bf16(), manifest=self._weight_metadata)
+        if self._sent is None:
+            self._sent = [(name, "bfloat16", list(param.shape)) for name, param in self._floats()]
+        self.report = self.engine.sync_weights(self._bf16(), manifest=self._sent)
 
     def _floats(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The policy's parameters under their Hugging Face names. Raises ConfigError for a quantised policy."""

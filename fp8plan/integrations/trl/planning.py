@@ -74,7 +74,7 @@ def check_plan(plan: Plan, choice: int | str | None, args: Any, on_cpu: bool) ->
             f"max_completion_length is {args.max_completion_length}, and the plan's longest request has {longest} "
             "tokens; allowed: a plan for these responses (plan='auto'), or shorter ones"
         )
-    told = {"vllm_max_model_length": (args.vllm_max_model_length, longest)}
+    told: dict[str, tuple[Any, float]] = {"vllm_max_model_length": (args.vllm_max_model_length, longest)}
     if not on_cpu:
         told["vllm_gpu_memory_utilization"] = (args.vllm_gpu_memory_utilization, limits.gpu_memory_utilization)
     for name, (theirs, ours) in told.items():

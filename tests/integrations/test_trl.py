@@ -1,0 +1,462 @@
+"""TRL's GRPOTrainer with a plan: real runs on the CPU, colocated, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from plans import TRL_LIMITS, index, plan, predicted
+from tiny_models import CALIBRATION, Outputs, cpu_plan, generate
+from tiny_models import started as engine_started
+from trl_runs import COMPLETION, PROMPT, dataset, logged, model, started, trainer_of
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.plan.plan import Plan
+from fp8plan.model.precision import PRESETS
+from fp8plan.model.validate.records import read_records
+from fp8plan.runtime.correction.settings import CorrectionSettings, Rejection, Thresholds
+from fp8plan.runtime.guard.fallback import Action
+from fp8plan.runtime.guard.guard import Guard, Verdict
+from fp8plan.runtime.monitor.sinks import JsonLines
+
+pytestmark = pytest.mark.trl
+
+STEPS = 12
+# Parameters that the CPU's engine keeps as they were sent; it packs its linears.
+UNPACKED = ("embed_tokens", "norm", "lm_head")
+
+
+def live(trainer: Any) -> torch.nn.Module:
+    """The model inside of the trainer's engine."""
+    found: torch.nn.Module = trainer.vllm_generation.llm.llm_engine.model_executor.driver_worker.model_runner.model
+    return found
+
+
+def same_as_policy(trainer: Any) -> bool:
+    """Whether what can be read of the live weights is the policy's, bit for bit."""
+    policy = {name: tensor.detach().bfloat16() for name, tensor in trainer.model.named_parameters()}
+    held = {name: x for name, x in live(trainer).named_parameters() if any(part in name for part in UNPACKED)}
+    assert len(held) > 10
+    return all(torch.equal(policy[name], x) for name, x in held.items())
+
+
+@dataclass
+class Run:
+    """What was seen of a run. after_sync: (the policy's weights, samples compared, seconds) of each sync"""
+
+    plan: Plan
+    history: list[dict[str, Any]]
+    after_sync: list[tuple[bool, int, str | None]]
+    answers: Outputs
+    policy: Path
+    stepped_down: list[dict[str, Any]]
+    precision: str
+    folder: Path
+
+    def logged(self, name: str) -> list[float]:
+        return [row[name] for row in self.history if name in row]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """STEPS steps with an FP8 KV cache; then three more, after the first of which the guard wants a step down."""
+    from fp8plan.integrations.trl.generation import PlannedGeneration
+
+    folder = tmp_path_factory.mktemp("trl")
+    seen: list[tuple[bool, int, str | None]] = []
+    sync = PlannedGeneration.sync_weights
+    sinks = [JsonLines(folder / "run.jsonl")]
+    how: dict[str, Any] = {"plan": "auto", "choice": "fp8_kv", "sinks": sinks, "save_strategy": "steps"}
+    with pytest.MonkeyPatch.context() as patch, started(folder, max_steps=STEPS, save_steps=STEPS, **how) as trainer:
+
+        def watched(self: PlannedGeneration) -> None:
+            sync(self)
+            assert self.report is not None
+            seen.append((same_as_policy(trainer), self.report.compared, self.report.kv_source))
+
+        patch.setattr(PlannedGeneration, "sync_weights", watched)
+        trainer.train()
+        history, after_sync = trainer.state.log_history, list(seen)
+        trainer.vllm_generation.sync_weights()
+        trainer.rollout_engine.recalibrate_kv(kv_prompts=CALIBRATION)
+        answers = generate(trainer.rollout_engine, cold=True)
+        trainer.model.bfloat16().save_pretrained(folder / "policy")
+        trainer.model.float()
+
+        def judge(guard: Guard, observed: Any) -> Verdict:
+            action = Action.KV_TO_BF16 if guard.facts.precision == "fp8_kv" else Action.NONE
+            return Verdict(1.0, 2.0, 1.9, 2.1, 0.5, within=False, causes=(), action=action, reason="a test")
+
+        patch.setattr(Guard, "after_rollout", judge)
+        trainer.args.max_steps, trainer.args.save_strategy = 3, "no"
+        trainer.train()
+        yield Run(
+            trainer.plan,
+            history,
+            after_sync,
+            answers,
+            folder / "policy",
+            trainer.state.log_history,
+            trainer.rollout_engine.launch.precision,
+            folder,
+        )
+
+
+@pytest.mark.vllm
+def test_the_precision_is_planned_from_the_trainers_own_settings(run: Run) -> None:
+    assert (run.plan.gpu, run.plan.model) == ("cpu", model())
+    assert (run.plan.workload["prompts"], run.plan.workload["samples"]) == (4, 8)
+    assert (run.plan.workload["max_prompt_tokens"], run.plan.workload["max_response_tokens"]) == (PROMPT, COMPLETION)
+    assert (run.plan.limits.max_model_len, run.plan.limits.max_num_seqs) == (256, 32)
+    assert [c.precision for c in run.plan.choices if c.available] == ["bf16", "fp8_kv"]
+
+
+@pytest.mark.vllm
+def test_the_policy_learns_with_an_fp8_kv_cache(run: Run) -> None:
+    rewards = run.logged("reward")
+    assert len(rewards) == STEPS
+    assert 0.4 < rewards[0] < 0.6
+    assert rewards[-1] > rewards[0] + 0.2
+    assert run.logged("fp8plan/fp8_kv") == [1.0] * STEPS
+
+
+@pytest.mark.vllm
+def test_the_engine_holds_the_policys_weights_after_each_sync(run: Run) -> None:
+    assert len(run.after_sync) == STEPS
+    assert all(same and compared > 0 for same, compared, _ in run.after_sync)
+    sources = [source or "" for *_, source in run.after_sync]
+    assert "random tokens" in sources[0]
+    assert set(sources[1:]) == {"sequences of the last rollout"}
+    assert run.logged("fp8plan/sync_compared") == [float(compared) for _, compared, _ in run.after_sync]
+    assert min(run.logged("fp8plan/sync_s")) > 0
+
+
+@pytest.mark.vllm
+def test_it_says_what_a_fresh_engine_on_the_trained_policy_says(run: Run) -> None:
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(model()).save_pretrained(run.policy)
+    with engine_started(model_folder := run.policy, "", "fp8_kv") as engine:
+        assert (model_folder / "model.safetensors").is_file()
+        assert generate(engine, cold=True) == run.answers
+
+
+@pytest.mark.vllm
+def test_trls_log_has_fp8plans_figures(run: Run) -> None:
+    mean, k3 = run.logged("sampling/importance_sampling_ratio/mean"), run.logged("fp8plan/k3_kl")
+    assert all(abs(x - 1) < 0.1 for x in mean)
+    assert all(0 < x < 0.01 for x in k3)
+    assert max(run.logged("sampling/importance_sampling_ratio/max")) <= 2.0
+    assert run.logged("fp8plan/threshold_tis") == [2.0] * STEPS
+    for name in ("speed_ratio", "within_prediction", "advice", "tokens_per_s", "predicted_tokens_per_s", "ess_raw"):
+        assert len(run.logged(f"fp8plan/{name}")) == STEPS, name
+    records = [json.loads(line) for line in (run.folder / "run.jsonl").read_text().splitlines()]
+    assert [row["metrics"]["rollout_corr/k3_kl"] for row in records[:STEPS]] == pytest.approx(k3)
+    assert {row["precision"] for row in records[:STEPS]} == {"fp8_kv"}
+    assert read_records(run.folder / "run.jsonl")
+
+
+@pytest.mark.vllm
+def test_a_step_down_that_the_guard_advises_is_taken_before_the_next_sync(run: Run) -> None:
+    rows = [row for row in run.stepped_down if "reward" in row]
+    assert [row["fp8plan/fp8_kv"] for row in rows] == [1.0, 0.0, 0.0]
+    assert [row["fp8plan/speed_ratio"] for row in rows] == [0.5] * 3
+    assert rows[0]["fp8plan/advice"] == 2.0
+    assert run.precision == "bf16"
+
+
+@pytest.mark.vllm
+def test_a_checkpoint_carries_the_thresholds_and_the_guards_memory_on(run: Run) -> None:
+    from fp8plan.integrations.trl import GRPOTrainer
+
+    saved = run.folder / f"checkpoint-{STEPS}"
+    state = json.loads((saved / "fp8plan.json").read_text())
+    assert (state["steps"], state["guard"]["rung"]) == (STEPS, "none")
+    state["guard"]["rung"] = "kv_to_bf16"
+    (saved / "fp8plan.json").write_text(json.dumps(state))
+    told: list[Any] = []
+    guard = SimpleNamespace(state=SimpleNamespace(rung=Action.KV_TO_BF16), precision_for=lambda running: "bf16")
+    engine = SimpleNamespace(launch=SimpleNamespace(precision="fp8_kv"), guard=guard, apply=told.append)
+    resumed = object.__new__(GRPOTrainer)
+    resumed.rollout_engine = engine  # type: ignore[assignment]
+    resumed.monitor = SimpleNamespace(load_state_dict=told.append)  # type: ignore[assignment]
+    resumed.use_adaptive_entropy = resumed.is_deepspeed_enabled = False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GRPOTrainer.__mro__[1], "_load_optimizer_and_scheduler", lambda self, checkpoint: None)
+        resumed._load_optimizer_and_scheduler(None)
+        assert told == []
+        resumed._load_optimizer_and_scheduler(str(saved))
+    assert told == [state, Action.KV_TO_BF16]
+
+
+@pytest.mark.vllm
+def test_fp8_weights_are_synced_colocated_from_the_file_of_a_plan(tmp_path: Path) -> None:
+    from fp8plan.runtime.quantize.block_fp8 import quantize
+
+    path = tmp_path / "plan.json"
+    made = replace(cpu_plan("fp8_block+fp8_kv"), choices=tuple(map(predicted, PRESETS)))
+    path.write_text(made.to_json())
+    with started(tmp_path, plan=path, max_steps=2) as trainer:
+        trainer.train()
+        trainer.vllm_generation.sync_weights()
+        held, policy = dict(live(trainer).named_parameters()), dict(trainer.model.named_parameters())
+        for layer in range(3):
+            name = f"model.layers.{layer}.self_attn.o_proj.weight"
+            codes, scales = quantize(policy[name].detach().bfloat16())
+            assert torch.equal(held[name].view(torch.uint8), codes.view(torch.uint8))
+            assert torch.equal(held[f"{name}_scale_inv"], scales)
+        assert logged(trainer, "fp8plan/fp8_weights") == [1.0] * 2
+        assert all(0 < error < 0.05 for error in logged(trainer, "fp8plan/weight_error"))
+
+
+# ------------------------------------------------------------------------------------------------ without a plan
+
+
+def test_without_a_plan_it_is_trls_own_trainer(tmp_path: Path) -> None:
+    """The same losses, rewards and weights after the same seed, bit for bit."""
+    import trl
+
+    from fp8plan.integrations.trl import GRPOTrainer
+
+    found = []
+    for kind in (trl.GRPOTrainer, GRPOTrainer):
+        trainer = trainer_of(kind, tmp_path, use_vllm=False, vllm_mode="colocate", max_steps=2, seed=7)
+        trainer.train()
+        rows = [(row["loss"], row["reward"]) for row in trainer.state.log_history if "reward" in row]
+        found.append((rows, {name: x.detach().clone() for name, x in trainer.model.named_parameters()}))
+    (theirs, their_weights), (ours, our_weights) = found
+    assert len(theirs) == 2
+    assert ours == theirs
+    assert all(torch.equal(their_weights[name], tensor) for name, tensor in our_weights.items())
+
+
+def test_without_a_plan_trl_makes_its_own_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import trl
+    from trl.trainer import grpo_trainer
+
+    from fp8plan.integrations.trl import GRPOTrainer
+
+    class Asked(Exception):
+        pass
+
+    asked = []
+
+    def engine(**settings: Any) -> None:
+        asked.append({name: x for name, x in settings.items() if isinstance(x, (str, int, float, type(None)))})
+        raise Asked
+
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", engine)
+    for kind in (trl.GRPOTrainer, GRPOTrainer):
+        with pytest.raises(Asked):
+            trainer_of(kind, tmp_path)
+    assert asked[0]["mode"] == "colocate"
+    assert asked[0] == asked[1]
+
+
+# ------------------------------------------------------------------------------------------------ refused
+
+
+def refused(match: str, tmp_path: Path, **settings: Any) -> None:
+    from fp8plan.integrations.trl import GRPOTrainer
+
+    with pytest.raises(ConfigError, match=match):
+        trainer_of(GRPOTrainer, tmp_path, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"plan": "fast"}, r"plan is 'fast', and there is no such file; allowed: \"auto\", a Plan, the path"),
+        ({"plan": 3}, r"plan is 3; allowed: \"auto\""),
+        (
+            {"plan": "auto", "vllm_mode": "server"},
+            r"vllm_mode is 'server'.*allowed: GRPOConfig\(vllm_mode='col",
+        ),
+        ({"plan": "auto", "use_vllm": False}, r"use_vllm is False; type: GRPOConfig\(use_vllm=True"),
+        ({"plan": "auto", "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size is 2; allowed: 1"),
+        ({"choice": "fp8_kv"}, "plan is None; type: plan='auto'"),
+    ],
+)
+def test_what_a_plan_does_not_go_with_is_refused_at_once(settings: dict[str, Any], match: str, tmp_path: Path) -> None:
+    refused(match, tmp_path, policy="/nowhere", **settings)
+
+
+KV = cpu_plan("fp8_kv")
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "match"),
+    [
+        (plan(limits=TRL_LIMITS), {}, "the plan is for h200_sxm, and this trainer runs on the CPU"),
+        (
+            KV,
+            {"vllm_max_model_length": 64},
+            r"length is 64, and the plan has 256; type: GRPOConfig\(vllm",
+        ),
+        (KV, {"max_completion_length": 256}, "max_completion_length is 256, and the plan's longest request has 256"),
+        (replace(KV, choices=tuple(replace(c, tensor_parallel=2) for c in KV.choices)), {}, "has 2 GPUs; allowed: 1"),
+    ],
+)
+def test_a_plan_of_another_engine_is_refused(given: Plan, settings: dict[str, Any], match: str, tmp_path: Path) -> None:
+    refused(match, tmp_path, plan=given, **settings)
+
+
+@pytest.mark.vllm
+def test_a_model_that_cannot_be_planned_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
+
+    config = OPTConfig(vocab_size=1024, hidden_size=64, ffn_dim=64, num_hidden_layers=1, num_attention_heads=2)
+    OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
+    AutoTokenizer.from_pretrained(model()).save_pretrained(tmp_path / "opt")
+    refused("model_type 'opt' is not modelled", tmp_path, plan="auto", policy=str(tmp_path / "opt"))
+
+
+def test_another_trl_is_refused_with_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp8plan.integrations.trl import internals
+
+    monkeypatch.setattr(internals, "version", lambda package: "1.17.0")
+    refused(r"TRL 1\.17\.0 with a plan is not supported; allowed: 1\.16; type: pip install 'trl==1\.16\.\*'", tmp_path,
+            plan="auto", policy="/nowhere")  # fmt: skip
+
+
+def test_a_trl_whose_inside_has_changed_is_refused_with_what_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    monkeypatch.delattr(VLLMGeneration, "_iter_named_params")
+    refused(r"lacks what a plan needs of it: VLLMGeneration\._iter_named_params; type", tmp_path, plan="auto",
+            policy="/nowhere")  # fmt: skip
+
+
+def test_importing_fp8plan_does_not_import_trl() -> None:
+    code = "import sys, fp8plan, fp8plan.integrations; fp8plan.plan; fp8plan.Monitor; print('trl' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_a_missing_trl_is_one_clear_error() -> None:
+    code = "import sys; sys.modules['trl'] = None\nimport fp8plan.integrations.trl"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
+    assert said.rstrip().endswith("ConfigError: TRL is not installed; type: pip install 'fp8plan[trl]'")
+
+
+# ------------------------------------------------------------------------------------------------ the correction
+
+
+def args(**changed: Any) -> Any:
+    from trl import GRPOConfig
+
+    return GRPOConfig(use_cpu=True, bf16=False, **{f"vllm_importance_sampling_{k}": v for k, v in changed.items()})
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, CorrectionSettings(thresholds=Thresholds(1.5))),  # TRL's defaults: the plan's
+        ({"mode": "token_truncate", "clip_max": 4.0}, CorrectionSettings(thresholds=Thresholds(4.0))),
+        ({"mode": "sequence_truncate"}, CorrectionSettings("sequence", thresholds=Thresholds(3.0))),
+        (
+            {"mode": "token_mask", "clip_min": 0.5, "clip_max": 4.0},
+            CorrectionSettings("token", "icepop", Thresholds(None, (0.5, 4.0))),
+        ),
+        (
+            {"mode": "sequence_mask", "clip_min": 0.25},
+            CorrectionSettings("sequence", "icepop", Thresholds(None, (0.25, 3.0))),
+        ),
+        ({"correction": False}, CorrectionSettings(level=None)),
+    ],
+)
+def test_trls_settings_decide_the_correction_where_the_user_changed_them(
+    changed: dict[str, Any], expected: CorrectionSettings
+) -> None:
+    from fp8plan.integrations.trl import correction
+
+    told = args(**changed)
+    assert correction.settings_for(told, correction.thresholds_for(told, {"token_tis": 1.5})) == expected
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "expected"),
+    [
+        ({}, CorrectionSettings()),
+        (
+            {"token_tis": 2.0, "sequence_mis": [0.5, 2.0], "geometric_mis": [0.99, 1.01]},
+            CorrectionSettings(
+                reject=(Rejection("seq_sum", "k1", 2.0, 0.5), Rejection("seq_mean", "k1", 1.01, 0.99)),
+            ),
+        ),
+        (
+            {"sequence_mis": [0.5, 2.0], "geometric_mis": [0.99, 1.01]},
+            CorrectionSettings(
+                "sequence", "icepop", Thresholds(None, (0.5, 2.0)), (Rejection("seq_mean", "k1", 1.01, 0.99),)
+            ),
+        ),
+    ],
+)
+def test_a_plans_thresholds_become_one_correction(thresholds: dict[str, Any], expected: CorrectionSettings) -> None:
+    from fp8plan.integrations.trl import correction
+
+    assert correction.settings_for(args(), thresholds) == expected
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"mode": "token_truncate", "clip_min": 0.5}, "clip_min 0.5 and clip_max 3.0; allowed with a plan"),
+        ({"mode": "token_truncate", "clip_min": 0.5, "clip_max": None}, "clip_max None; allowed with a plan"),
+    ],
+)
+def test_a_truncation_from_below_is_refused(changed: dict[str, Any], match: str) -> None:
+    from fp8plan.integrations.trl import correction
+
+    with pytest.raises(ConfigError, match=match):
+        correction.thresholds_for(args(**changed), {})
+    with pytest.raises(ConfigError, match="token_tis and token_mis; allowed: one importance weight"):
+        correction.settings_for(args(), {"token_tis": 2.0, "token_mis": [0.5, 2.0]})
+
+
+def test_trls_own_ratio_and_the_monitors_are_one_where_the_thresholds_are() -> None:
+    """What TRL computes of these log-probs, in each of its modes, with its own formulas."""
+    from fp8plan.integrations.trl import correction
+    from fp8plan.runtime.controller.laws import ConstantThresholds
+    from fp8plan.runtime.monitor.monitor import Monitor
+
+    chance = torch.Generator().manual_seed(0)
+    rollout = -torch.rand(6, 20, generator=chance)
+    train = rollout + 0.4 * torch.randn(6, 20, generator=chance)
+    mask = torch.arange(20) < torch.tensor([20, 3, 7, 20, 1, 12])[:, None]
+    token = torch.exp((train - rollout) * mask)
+    sequence = torch.exp(((train - rollout) * mask).sum(-1, keepdim=True)).expand_as(token)
+    expected = {
+        "token_truncate": token.clamp(max=1.2),
+        "sequence_truncate": sequence.clamp(max=1.2),
+        "token_mask": token * ((token >= 0.8) & (token <= 1.2)),
+        "sequence_mask": sequence * ((sequence >= 0.8) & (sequence <= 1.2)),
+    }
+    for mode, wanted in expected.items():
+        told = args(mode=mode, clip_max=1.2, clip_min=0.8 if mode.endswith("mask") else None)
+        thresholds = correction.thresholds_for(told, {})
+        settings = correction.settings_for(told, thresholds)
+        monitor = Monitor(settings, ConstantThresholds(settings.thresholds.tis, settings.thresholds.band))
+        ratio = correction.ratio_of(monitor.step(train, rollout, mask), mask)
+        assert torch.allclose(ratio, wanted * mask, rtol=1e-5), mode
+
+
+def test_prompts_are_spread_over_the_dataset() -> None:
+    from fp8plan.integrations.trl import planning
+
+    assert list(planning.spread(0)) == []
+    assert list(planning.spread(3)) == [0, 1, 2]
+    assert list(planning.spread(1000, 4)) == [0, 250, 500, 750]
+    assert planning.lengths_of([[1, 2], [3]]).lengths == (2, 1)
+    assert len(dataset()) == 64
+    assert KV.choices[KV.chosen].precision == "fp8_kv"
+    assert index("fp8_kv") == KV.chosen
