@@ -24,7 +24,7 @@ SETTINGS: dict[str, Any] = {
     "per_device_train_batch_size": 32,
     "num_generations": 8,
     "max_completion_length": COMPLETION,
-    "learning_rate": 3e-3,
+    "learning_rate": 1e-2,
     "logging_steps": 1,
     "save_strategy": "no",
     "report_to": [],

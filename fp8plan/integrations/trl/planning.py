@@ -47,8 +47,7 @@ def check_args(args: Any) -> None:
     if args.vllm_mode != "colocate":
         raise ConfigError(
             f"plan is given, and vllm_mode is {args.vllm_mode!r}, where the engine is another program's; allowed: "
-            "GRPOConfig(vllm_mode='colocate'), or plan=None and a server started with the command of "
-            "`fp8plan plan ... --emit trl`, which runs bf16 and fp8_kv"
+            "GRPOConfig(vllm_mode='colocate'), or plan=None, with a server in bf16 or fp8_kv"
         )
     if args.vllm_tensor_parallel_size != 1:
         raise ConfigError(
