@@ -187,17 +187,19 @@ def test_a_checkpoint_carries_the_thresholds_and_the_guards_memory_on(run: Run) 
     (saved / "fp8plan.json").write_text(json.dumps(state))
     told: list[Any] = []
     guard = SimpleNamespace(state=SimpleNamespace(rung=Action.KV_TO_BF16), precision_for=lambda running: "bf16")
-    engine = SimpleNamespace(launch=SimpleNamespace(precision="fp8_kv"), guard=guard, apply=told.append)
+    launched = SimpleNamespace(precision="fp8_kv")
+    engine = SimpleNamespace(launch=launched, guard=guard, apply=lambda *advice: told.append(advice))
     resumed = object.__new__(GRPOTrainer)
     resumed.rollout_engine = engine  # type: ignore[assignment]
     resumed.monitor = SimpleNamespace(load_state_dict=told.append)  # type: ignore[assignment]
+    resumed.accelerator = SimpleNamespace(num_processes=1)  # type: ignore[assignment]
     resumed.use_adaptive_entropy = resumed.is_deepspeed_enabled = False
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GRPOTrainer.__mro__[1], "_load_optimizer_and_scheduler", lambda self, checkpoint: None)
         resumed._load_optimizer_and_scheduler(None)
         assert told == []
         resumed._load_optimizer_and_scheduler(str(saved))
-    assert told == [state, Action.KV_TO_BF16]
+    assert told == [state, (Action.KV_TO_BF16, None)]
 
 
 @pytest.mark.vllm

@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import torch
 import trl
-from accelerate.utils import gather_object
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from fp8plan.errors import ConfigError
@@ -24,7 +23,7 @@ from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.controller.laws import Controller
 from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.engine.engine import RolloutEngine
-from fp8plan.runtime.guard.fallback import DEPTH, Action
+from fp8plan.runtime.guard.fallback import Action, stepped_down
 from fp8plan.runtime.monitor.monitor import Monitor
 from fp8plan.runtime.monitor.sinks import Sink
 
@@ -49,7 +48,8 @@ class GRPOTrainer(trl.GRPOTrainer):
     Monitor; None without a plan. `rollout_engine.shutdown()` frees the engine's memory, `monitor.close()` the sinks.
 
     In each step the engine gets the policy's weights, checked, with new KV scales for an FP8 cache. The Monitor's
-    weights take the place of TRL's importance-sampling ratio. What the guard advises is done before the next sync.
+    weights take the place of TRL's importance-sampling ratio. What the guard advises is done before the next sync; in
+    several processes a step down is only logged.
 
     Raises ConfigError for a TRL whose inside is not known, for settings that a plan does not go with, for a plan of
     another engine, and as `fp8plan.plan` and `RolloutEngine.from_plan` do.
@@ -144,10 +144,24 @@ class GRPOTrainer(trl.GRPOTrainer):
         return self.rollout_engine
 
     def _follow_advice(self) -> None:
-        """Do what the guard advised after the last step, the deepest of it in all processes: engines start together."""
+        """Do what the guard, or else the controller, advised after the last step."""
         (action, escalate), self._advice = self._advice, (Action.NONE, None)
-        deepest = max((Action(name) for name in gather_object([action.value])), key=lambda x: DEPTH[x])
-        self._engine().apply(deepest, escalate)
+        self._apply(action, escalate)
+
+    def _apply(self, action: Action, escalate: Escalation | None = None) -> None:
+        """Do it in one process. Engines of several stay what they are, as vLLM ends the trainer's process group with an
+        engine; they say what to type instead."""
+        if self.accelerator.num_processes == 1:
+            self._engine().apply(action, escalate)
+        elif action not in (Action.NONE, Action.RECALIBRATE_KV) or escalate == Escalation.STEP_DOWN:
+            running = self._engine().launch.precision
+            safer = stepped_down(running, action) if action != Action.NONE else "bf16"
+            logger.warning(
+                "fp8plan advises a step down from %s, and engines of several processes are not started again in a run; "
+                "go on from a checkpoint with choice=%r",
+                running,
+                safer,
+            )
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
@@ -164,4 +178,4 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.monitor.load_state_dict(json.loads(saved.read_text(encoding="utf-8")))
         guard, running = self._engine().guard, self._engine().launch.precision
         if guard is not None and guard.precision_for(running) != running:
-            self._engine().apply(guard.state.rung)
+            self._apply(guard.state.rung)
