@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from plans import TRL_LIMITS, index, plan, predicted
+from plans import TRL_LIMITS, plan, predicted
 from tiny_models import CALIBRATION, Outputs, cpu_plan, generate
 from tiny_models import started as engine_started
-from trl_runs import COMPLETION, PROMPT, dataset, logged, model, started, trainer_of
+from trl_runs import COMPLETION, PROMPT, SETTINGS, dataset, logged, model, share_of_even, started, trainer_of
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.plan.plan import Plan
@@ -220,6 +221,34 @@ def test_fp8_weights_are_synced_colocated_from_the_file_of_a_plan(tmp_path: Path
             assert torch.equal(held[f"{name}_scale_inv"], scales)
         assert logged(trainer, "fp8plan/fp8_weights") == [1.0] * 2
         assert all(0 < error < 0.05 for error in logged(trainer, "fp8plan/weight_error"))
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "trl.md").read_text()
+
+
+@pytest.mark.vllm
+def test_the_guides_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is written, but for the model's name and what makes a run short and possible on a CPU."""
+    import trl
+
+    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.S | re.M)
+    short = SETTINGS | {"output_dir": str(tmp_path), "max_steps": 1}
+    config = trl.GRPOConfig
+    monkeypatch.setattr(trl, "GRPOConfig", lambda **written: config(**(written | short)))
+    names: dict[str, Any] = {"reward": share_of_even, "dataset": dataset()}
+    exec(code.replace("Qwen/Qwen3-8B", model()), names)
+    trainer = names["trainer"]
+    trainer.rollout_engine.shutdown()
+    assert trainer.plan.choices[trainer.plan.chosen].precision == trainer.rollout_engine.launch.precision == "bf16"
+    assert logged(trainer, "fp8plan/fp8_kv") == [0.0]
+
+
+@pytest.mark.vllm
+def test_the_guide_names_the_figures_that_are_logged(run: Run) -> None:
+    named = set(re.findall(r"`(fp8plan/[a-z0-9_]+)`", PAGE))
+    elsewhere = {"fp8plan/threshold_low", "fp8plan/threshold_high", "fp8plan/weight_error"}  # bands and FP8 weights
+    assert named - elsewhere <= set(run.history[0])
+    assert len(named) > 10
 
 
 # ------------------------------------------------------------------------------------------------ without a plan
@@ -462,6 +491,3 @@ def test_prompts_are_spread_over_the_dataset() -> None:
     assert list(planning.spread(3)) == [0, 1, 2]
     assert list(planning.spread(1000, 4)) == [0, 250, 500, 750]
     assert planning.lengths_of([[1, 2], [3]]).lengths == (2, 1)
-    assert len(dataset()) == 64
-    assert KV.choices[KV.chosen].precision == "fp8_kv"
-    assert index("fp8_kv") == KV.chosen
