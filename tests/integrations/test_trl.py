@@ -245,7 +245,9 @@ def test_the_guides_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.vllm
 def test_the_guide_names_the_figures_that_are_logged(run: Run) -> None:
-    named = set(re.findall(r"`(fp8plan/[a-z0-9_]+)`", PAGE))
+    first, *others = re.findall(r"^\| (`.+?) \|", PAGE, re.M)
+    assert "`sampling/importance_sampling_ratio/min`" in first
+    named = {f"fp8plan/{figure}" for row in others for figure in re.findall(r"`(\w+)`", row)}
     elsewhere = {"fp8plan/threshold_low", "fp8plan/threshold_high", "fp8plan/weight_error"}  # bands and FP8 weights
     assert named - elsewhere <= set(run.history[0])
     assert len(named) > 10
