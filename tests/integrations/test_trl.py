@@ -204,13 +204,16 @@ def test_a_checkpoint_carries_the_thresholds_and_the_guards_memory_on(run: Run) 
 
 
 @pytest.mark.vllm
-def test_fp8_weights_are_synced_colocated_from_the_file_of_a_plan(tmp_path: Path) -> None:
+def test_fp8_weights_and_experts_are_synced_colocated_from_the_file_of_a_plan(tmp_path: Path) -> None:
+    """Transformers holds the experts of a layer in one tensor, the checkpoint does not."""
+    from transformers.core_model_loading import revert_weight_conversion
+
     from fp8plan.runtime.quantize.block_fp8 import quantize
 
     path = tmp_path / "plan.json"
     made = replace(cpu_plan("fp8_block+fp8_kv"), choices=tuple(map(predicted, PRESETS)))
     path.write_text(made.to_json())
-    with started(tmp_path, plan=path, max_steps=2) as trainer:
+    with started(tmp_path, plan=path, policy=model("moe"), max_steps=2) as trainer:
         trainer.train()
         trainer.vllm_generation.sync_weights()
         held, policy = dict(live(trainer).named_parameters()), dict(trainer.model.named_parameters())
@@ -220,6 +223,11 @@ def test_fp8_weights_are_synced_colocated_from_the_file_of_a_plan(tmp_path: Path
             assert torch.equal(held[name].view(torch.uint8), codes.view(torch.uint8))
             assert torch.equal(held[f"{name}_scale_inv"], scales)
         assert logged(trainer, "fp8plan/fp8_weights") == [1.0] * 2
+        digests = trainer.rollout_engine.llm.collective_rpc("fp8plan_digests")[0]["ok"]
+        whole = {name: x.bfloat16() for name, x in trainer.model.state_dict().items()}
+        trainer.rollout_engine.sync_weights(revert_weight_conversion(trainer.model, whole))
+        assert trainer.rollout_engine.llm.collective_rpc("fp8plan_digests")[0]["ok"] == digests
+        assert sum(".experts." in name and digest != 0 for name, digest in digests.items()) > 3
         assert all(0 < error < 0.05 for error in logged(trainer, "fp8plan/weight_error"))
 
 

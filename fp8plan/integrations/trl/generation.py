@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from trl.trainer.utils import ensure_master_addr_port
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.engine.engine import RolloutEngine
+from fp8plan.runtime.weight_sync.manifest import dtype_named
 from fp8plan.runtime.weight_sync.state import SyncReport
 
 # Starts the engine, with arguments of vllm.LLM that only TRL knows.
@@ -79,20 +81,39 @@ class PlannedGeneration(VLLMGeneration):
             self._llm_weights_sleeping = False
         self._before_sync()
         if self._sent is None:
-            self._sent = [(name, "bfloat16", list(param.shape)) for name, param in self._floats()]
-        self.report = self.engine.sync_weights(self._bf16(), manifest=self._sent)
+            dtypes = self._checkpoint_dtypes()
+            self._sent = [(name, dtypes.get(name, "bfloat16"), list(x.shape)) for name, x in self._tensors()]
+        self.report = self.engine.sync_weights(self._copies(self._sent), manifest=self._sent)
 
-    def _floats(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The policy's parameters under their Hugging Face names. Raises ConfigError for a quantised policy."""
-        for name, param in self._iter_named_params():
-            if not param.is_floating_point():
+    def _checkpoint_dtypes(self) -> dict[str, str]:
+        """The dtype of each of the checkpoint's tensors where it mixes BF16 with others (a router's bias in FP32)."""
+        dtypes = {entry.name: entry.dtype for entry in self.engine.state.expected or ()}
+        return dtypes if "bfloat16" in dtypes.values() else {}
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The policy's tensors under the checkpoint's names: parameters, and buffers that the checkpoint has.
+
+        Transformers holds all experts of a layer in one tensor, and renames some parts; that is undone here. Raises
+        ConfigError for a quantised policy.
+        """
+        from transformers.core_model_loading import revert_weight_conversion
+
+        policy = self.accelerator.unwrap_model(self.model)
+        known = {entry.name for entry in self.engine.state.expected or ()}
+        buffers = ((name, x) for name, x in policy.named_buffers() if name in known)
+        for name, tensor in chain(self._iter_named_params(), buffers):
+            if not tensor.is_floating_point():
                 raise ConfigError(
-                    f"{name} of the policy is {str(param.dtype).removeprefix('torch.')}; allowed with a plan: a policy "
-                    "in BF16 or FP32 (leave quantization_config out), or plan=None"
+                    f"{name} of the policy is {str(tensor.dtype).removeprefix('torch.')}; allowed with a plan: a "
+                    "policy in BF16 or FP32 (leave quantization_config out), or plan=None"
                 )
-            yield name, param
+            if known and name not in known:
+                yield from revert_weight_conversion(policy, {name: tensor}).items()
+            else:
+                yield name, tensor
 
-    def _bf16(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same in BF16. Each is a copy, as TRL shards or unmerges a tensor once it has handed out the next."""
-        for name, param in self._floats():
-            yield name, param.detach().to(torch.bfloat16, copy=True)
+    def _copies(self, sent: Sequence[tuple[str, str, list[int]]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same as they are sent. Each is a copy, as TRL shards or unmerges one once it has handed out the next."""
+        dtypes = {name: dtype_named(dtype) for name, dtype, _ in sent}
+        for name, tensor in self._tensors():
+            yield name, tensor.detach().to(dtypes[name], copy=True)
