@@ -109,7 +109,7 @@ def emit_trl(job: Job, kv_scales: str) -> str:
         ]
     elif _by_fp8plan(job.setup):
         trainer = _LINE.format(job.setup.precision.name)
-        notes.insert(0, "save the plan with --json plan.json; TRL's own GRPOTrainer would run another engine")
+        notes.insert(0, "save the plan with --json plan.json; TRL's own GRPOTrainer may run another engine")
         if job.setup.precision.kv == "fp8":
             risk = [_SCALES, *risk_notes(job, "trl", "calibrated")[1:]]
     told = {"grpo_config": config, "trainer": trainer, "command": command, "env": env, "notes": notes + risk}
