@@ -45,22 +45,25 @@ def check_target(target: str) -> None:
 
 
 def strictest(targets: Iterable[str]) -> str:
-    """The most demanding of several targets: all of them can start its layouts. "vllm" if there are none."""
+    """The target among several that can start the fewest layouts; "vllm" if there are none. What another of them cannot
+    start all the same is refused when it is emitted.
+    """
     return max(targets, key=TARGETS.index, default="vllm")
 
 
-def why_not_trl(precision: Precision) -> str | None:
-    """The reason why TRL cannot run FP8 weights, whatever their sizes; None for BF16 weights.
+def why_not_trl(precision: Precision, tensor_parallel: int) -> str | None:
+    """The reason why no engine that TRL's processes start can run FP8 weights, whatever their sizes; None if one can.
 
-    Its server mode hands BF16 tensors to vLLM's own weight transfer, which may well requantise them; that has not been
-    shown under TRL, so it is refused as well.
+    TRL's own cannot: they are built without quantisation. fp8plan's can, in fp8plan.integrations.trl, which holds one
+    GPU. TRL's server mode hands BF16 tensors to vLLM's own weight transfer, which may well requantise them; that has
+    not been shown under TRL, so it is refused as well.
     """
-    if precision.weights == "bf16":
+    if precision.weights == "bf16" or tensor_parallel == 1:
         return None
     return (
-        f"TRL cannot sync {precision.name}: its colocated engine is built without quantisation and takes weights "
-        "through load_weights, which an FP8 engine refuses; plan with --precision bf16 --precision fp8_kv (fp8_kv runs "
-        "in TRL's server mode), or emit for verl or vllm"
+        f"TRL cannot sync {precision.name} on {tensor_parallel} GPUs: its own engines take no FP8 weights, and each of "
+        "fp8plan.integrations.trl has 1 GPU; plan with --tensor-parallel-size 1, or with --precision bf16 "
+        "--precision fp8_kv, or emit for verl or vllm"
     )
 
 
@@ -77,10 +80,10 @@ def why_not_shardable(
     check_target(target)
     if precision.weights == "bf16":
         return None
-    if target == "trl":
-        return why_not_trl(precision)
+    if target == "trl" and (reason := why_not_trl(precision, tensor_parallel)):
+        return reason
     layouts = shape.allowed_tensor_parallel(expert_parallel=expert_parallel)
-    if target == "vllm":
+    if target != "verl":  # what TRL may run is fp8plan's own engine
         return _why_not_padded(shape, precision) or _why_nothing_left(shape, precision, tensor_parallel, layouts)
     block = precision.weight_block[0]
 

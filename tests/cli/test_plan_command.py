@@ -232,7 +232,8 @@ def test_what_fails_leaves_every_file_as_it_was(fp8plan: Callable[..., Done], mo
     Path("plan.json").write_text("older")
     Path("plan.json").chmod(0o640)
     both = ["--json", "plan.json", "--emit", "verl=verl.args"]
-    refused(fp8plan(*PLAN, *both, "--precision", "fp8_block", "--emit", "trl=trl.json"), "TRL cannot sync fp8_block")
+    on_two = ["--tensor-parallel-size", "2", "--precision", "fp8_block", "--emit", "trl=trl.json"]
+    refused(fp8plan(*PLAN, *both, *on_two), "TRL cannot sync fp8_block")
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib", None)
         patch.setitem(sys.modules, "matplotlib.figure", None)
@@ -327,7 +328,6 @@ def test_a_saved_plan_is_emitted(fp8plan: Callable[..., Done], monkeypatch: pyte
         ("plan.json", "verl", "--kv-scales", "x"): ("'x'", "calibrated, unit"),
         ("plan.json", "verl", "-o", "absent/x"): ("absent/x", "no folder"),
         ("plan.json", "verl", "-o", "./plan.json"): ("--output ./plan.json is the plan itself",),
-        ("plan.json", "trl", "--choice", "fp8_block"): ("TRL cannot sync",),
         ("plan.json",): ("fp8plan emit --help",),
     }.items():
         refused(fp8plan("emit", *words), *parts)
@@ -373,8 +373,9 @@ def test_emit_prints_what_its_target_reads(fp8plan: Callable[..., Done]) -> None
     assert vllm["engine_args"]["kv_cache_dtype"] == "fp8"
     assert vllm["engine_args"]["quantization_config"]["linear"] == "fp8_per_block"
     assert shlex.split(vllm["command"])[1:4] == ["vllm", "serve", MODEL]
-    trl = json.loads(fp8plan(*PLAN, "--emit", "trl", "--precision", "fp8_kv").out)
+    trl = json.loads(fp8plan(*PLAN, "--emit", "trl", "--precision", "fp8_block+fp8_kv").out)
     assert trl["grpo_config"]["num_generations"] == 2
+    assert trl["trainer"].startswith('GRPOTrainer(..., plan="plan.json", choice="fp8_block+fp8_kv")')
     verl = fp8plan(*PLAN, "--emit", "verl", "--precision", "fp8_block").out
     overrides = dict(word.split("=", 1) for word in shlex.split(verl.replace("\\\n", " "), comments=True))
     assert overrides["actor_rollout_ref.rollout.quantization"] == "fp8"

@@ -57,7 +57,7 @@ BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "plot to no folder": (["--plot", "absent/picture.png"], ("absent/picture.png", "no folder")),
     "emit for another engine": (["--emit", "sglang"], ("'sglang'", "vllm, verl, trl")),
     "emit what TRL cannot do": (
-        ["--emit", "trl", "--precision", "fp8_block"],
+        ["--emit", "trl", "--precision", "fp8_block", "--tensor-parallel-size", "2"],
         ("TRL", "fp8_block", "--precision bf16 "),
     ),
     "unknown risk": (["--accept", "extreme"], ("--accept is 'extreme'", "low, moderate, high")),

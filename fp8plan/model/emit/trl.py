@@ -1,4 +1,8 @@
-"""A planned engine as arguments of TRL 1.16's GRPOConfig, and as the vLLM server beside it where one is needed."""
+"""A planned engine as arguments of TRL 1.16's GRPOConfig, and as the line or the server that goes with them.
+
+An engine on one GPU runs inside of the trainer's process: fp8plan's own, in fp8plan.integrations.trl, which keeps every
+plan. One on several GPUs is TRL's: colocated where that can keep the plan, else a vLLM server beside it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from typing import Any, Final
 from fp8plan.errors import ConfigError
 from fp8plan.model.emit.settings import (
     Job,
+    check_kv_scales,
     refuse_cpu,
     replicas_note,
     risk_notes,
@@ -48,11 +53,15 @@ _SAMPLING_MODES: Final = {
 }
 
 
+_LINE: Final = 'GRPOTrainer(..., plan="plan.json", choice="{}")  # from fp8plan.integrations.trl import GRPOTrainer'
+_SCALES: Final = "fp8plan's trainer measures the K and V scales after each weight sync"
+
+
 def trl_config(job: Job, mode: str = "auto") -> dict[str, Any]:
     """Keyword arguments of `trl.GRPOConfig`. Raises ConfigError for what TRL cannot do."""
     refuse_cpu(job.setup, "TRL")
     limits = job.setup.limits
-    if reason := why_not_trl(job.setup.precision):
+    if reason := why_not_trl(job.setup.precision, limits.tensor_parallel_size):
         raise ConfigError(reason)
     samples = job.tokens("samples")
     if samples < 2:
@@ -74,13 +83,23 @@ def trl_config(job: Job, mode: str = "auto") -> dict[str, Any]:
     return config
 
 
+def trl_kv_scales(setup: EngineSetup, mode: str, kv_scales: str) -> str:
+    """What the K and V scales of an FP8 cache are there: calibrated by fp8plan's trainer, else as the caller says."""
+    check_kv_scales(kv_scales)
+    return "calibrated" if mode != "server" and _by_fp8plan(setup) else kv_scales
+
+
 def emit_trl(job: Job, kv_scales: str) -> str:
-    """The settings as JSON {"grpo_config", "command", "env", "notes"}. "command" is null if vLLM runs inside the
-    trainer.
+    """The settings as JSON {"grpo_config", "trainer", "command", "env", "notes"}.
+
+    trainer: the line that runs the plan inside of the trainer, or null if that is TRL's own GRPOTrainer
+    command: of the vLLM server, or null if vLLM runs inside of the trainer
     """
     config, env = trl_config(job), vllm_env(job.setup)
     command: str | None = None
+    trainer: str | None = None
     notes = [replicas_note(job.setup, "the number of training processes decides it"), shared_gpu_note(job.setup)]
+    risk = risk_notes(job, "trl", kv_scales)
     if config["vllm_mode"] == "server":
         env |= _SERVER_ENV
         command = serve_command(vllm_kwargs(job.setup), env, _SERVER_FLAGS)
@@ -88,8 +107,18 @@ def emit_trl(job: Job, kv_scales: str) -> str:
             f"TRL's colocated engine cannot keep this plan: {'; '.join(_colocate_problems(job))}",
             f"start the command first, on {job.setup.limits.tensor_parallel_size} GPU(s) that do not train",
         ]
-    notes += risk_notes(job, "trl", kv_scales)
-    return json.dumps({"grpo_config": config, "command": command, "env": env, "notes": notes}, indent=2)
+    elif _by_fp8plan(job.setup):
+        trainer = _LINE.format(job.setup.precision.name)
+        notes.insert(0, "save the plan with --json plan.json; TRL's own GRPOTrainer may run another engine")
+        if job.setup.precision.kv == "fp8":
+            risk = [_SCALES, *risk_notes(job, "trl", "calibrated")[1:]]
+    told = {"grpo_config": config, "trainer": trainer, "command": command, "env": env, "notes": notes + risk}
+    return json.dumps(told, indent=2)
+
+
+def _by_fp8plan(setup: EngineSetup) -> bool:
+    """True if fp8plan's trainer can hold this engine: it has one GPU."""
+    return setup.limits.tensor_parallel_size == 1
 
 
 def _resolve(job: Job, mode: str) -> str:
@@ -106,6 +135,8 @@ def _resolve(job: Job, mode: str) -> str:
 
 def _colocate_problems(job: Job) -> list[str]:
     limits = job.setup.limits
+    if _by_fp8plan(job.setup):
+        return []
     problems = [
         f"{name} is {value!r} there, the plan has {getattr(limits, name)!r}"
         for name, value in _COLOCATED.items()
@@ -124,8 +155,11 @@ def _colocate_problems(job: Job) -> list[str]:
 
 def _server_problems(setup: EngineSetup) -> list[str]:
     # A dense model with --data-parallel-size above 1 is refused by vLLM (trl/scripts/vllm_serve.py says so too).
-    replicas = setup.limits.data_parallel_size
-    return [] if replicas == 1 else [f"it is one replica, the plan has {replicas}"]
+    replicas, preset = setup.limits.data_parallel_size, setup.precision
+    problems = [] if replicas == 1 else [f"it is one replica, the plan has {replicas}"]
+    if preset.weights != "bf16":
+        problems.append(f"nothing shows that it requantises {preset.name} at a sync")
+    return problems
 
 
 def _correction(thresholds: Mapping[str, Any]) -> dict[str, Any]:

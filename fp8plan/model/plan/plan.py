@@ -18,7 +18,7 @@ from fp8plan.model.emit.settings import (
     vllm_kwargs,
     workload_tokens,
 )
-from fp8plan.model.emit.trl import emit_trl, trl_config
+from fp8plan.model.emit.trl import emit_trl, trl_config, trl_kv_scales
 from fp8plan.model.emit.verl import emit_verl, verl_overrides
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.choice import Choice, plain_fields, several_layouts
@@ -192,27 +192,31 @@ class Plan:
     ) -> dict[str, Any]:
         """Arguments of `trl.GRPOConfig` (TRL 1.16).
 
-        mode: "colocate" (vLLM inside the trainer's processes), "server" (a `vllm serve` beside it; its command is in
-              `emit("trl")`), or "auto": colocate where TRL's colocated engine can keep the plan, else server
-        kv_scales: "unit", as TRL leaves them, or "calibrated" if you calibrate them after each weight sync
+        mode: "colocate" (vLLM inside the trainer's processes: of fp8plan.integrations.trl if the engine has one GPU),
+              "server" (a `vllm serve` beside it; its command is in `emit("trl")`), or "auto": colocate where that can
+              keep the plan, else server
+        kv_scales: "unit", as TRL leaves them, or "calibrated" if you calibrate them after each weight sync;
+              fp8plan.integrations.trl always does
         """
-        return trl_config(self._job("trl", choice, kv_scales), mode)
+        return trl_config(self._job("trl", choice, trl_kv_scales(self.setup(choice), mode, kv_scales)), mode)
 
     def emit(self, target: str, choice: int | str | None = None, kv_scales: str = "unit") -> str:
         """Text for `fp8plan emit` and `fp8plan plan --emit`.
 
         vllm: JSON {"engine_args", "env", "command", "notes"}
         verl: Hydra overrides to paste after `python -m verl.trainer.main_ppo \\`, comments behind them
-        trl:  JSON {"grpo_config", "command", "env", "notes"}; command is null when vLLM runs inside the trainer
+        trl:  JSON {"grpo_config", "trainer", "command", "env", "notes"}: the line with fp8plan.integrations.trl, or the
+              command of a vLLM server; null where there is none
 
-        kv_scales: "unit", as every target leaves the K and V scales of an FP8 cache, or "calibrated" if you calibrate
-        them
+        kv_scales: "unit", as every target but fp8plan.integrations.trl leaves the K and V scales of an FP8 cache, or
+        "calibrated" if you calibrate them
 
         Raises ConfigError for an unknown target, for what the target cannot do, and where K and V scales of 1.0 are
         riskier than the plan accepts.
         """
         check_target(target)
-        return _EMITTERS[target](self._job(target, choice, kv_scales), kv_scales)
+        there = trl_kv_scales(self.setup(choice), "auto", kv_scales) if target == "trl" else kv_scales
+        return _EMITTERS[target](self._job(target, choice, there), there)
 
     def _job(self, target: str, choice: int | str | None, kv_scales: str) -> Job:
         """The input of `target`'s settings for one choice. Raises ConfigError if its K and V scales are too risky."""

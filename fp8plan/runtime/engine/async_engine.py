@@ -101,7 +101,7 @@ class AsyncRolloutEngine(EngineBase):
             if output is not None:
                 self._remember([output])
 
-    async def apply(self, verdict: Verdict | None, escalate: Escalation | None = None) -> None:
+    async def apply(self, verdict: Verdict | Action | None, escalate: Escalation | None = None) -> None:
         """Do what a verdict, or a Monitor's escalation, asks for, as RolloutEngine.apply does."""
         if (action := self._advised(verdict, escalate)) != Action.NONE:
             await self._drive(self._apply(self._busy(), action))

@@ -305,9 +305,9 @@ class EngineBase:
             yield from self._rescale()
             state.asleep -= frozenset(sleeping)
 
-    def _advised(self, verdict: Verdict | None, escalate: Escalation | None) -> Action:
+    def _advised(self, verdict: Verdict | Action | None, escalate: Escalation | None) -> Action:
         """Return what the guard advises; if that is nothing, its answer to the controller's escalation."""
-        action = Action.NONE if verdict is None else verdict.action
+        action = verdict if isinstance(verdict, Action) else Action.NONE if verdict is None else verdict.action
         if action != Action.NONE or escalate is None:
             return action
         if self.guard is not None:

@@ -182,9 +182,10 @@ class RolloutEngine(EngineBase):
         """
         self._judge.report_kl(kl_k3)
 
-    def apply(self, verdict: Verdict | None, escalate: Escalation | None = None) -> None:
+    def apply(self, verdict: Verdict | Action | None, escalate: Escalation | None = None) -> None:
         """Do what a verdict advises: nothing, recalibrate the KV cache, or restart in a safer precision.
 
+        verdict:  of the guard, or its action alone
         escalate: of a Monitor's decision; it is followed where the verdict advises nothing
 
         After a restart the engine refuses to generate until a sync. Raises SyncError while requests run, ConfigError

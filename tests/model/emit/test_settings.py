@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
+import re
 import shlex
 import subprocess
 import sys
@@ -325,9 +327,9 @@ def test_the_vllm_command_pastes_into_a_shell(tmp_path: Path) -> None:
 # What the K and V scales of an FP8 cache are in the engine that is started
 
 
-def scaled(risk: str = "moderate", at_one: str = "moderate", **changes: Any) -> Plan:
+def scaled(risk: str = "moderate", at_one: str = "moderate", gpus: int = 2, **changes: Any) -> Plan:
     """A plan for TRL_LIMITS that chose fp8_kv, of these risks with calibrated scales and with 1.0."""
-    known = {"kl_k3": 2e-3, "kl_k3_high": 8e-3, "risk": risk}
+    known = {"kl_k3": 2e-3, "kl_k3_high": 8e-3, "risk": risk, "tensor_parallel": gpus}
     figures = {"kl_k3": 3e-3, "kl_k3_low": 1e-3, "kl_k3_high": 4.5e-2, "risk": at_one}
     kv = plans.choice("fp8_kv", **known, unit_kv_scales=figures)
     choices = (plans.choice("bf16", **known | {"risk": "low"}), kv)
@@ -367,6 +369,21 @@ def test_scales_of_one_that_the_plan_does_not_accept_are_refused(target: str) ->
     scaled(risk="high", at_one="high").emit(target)  # nothing within the budget, or asked for by name: no news
     with pytest.raises(ConfigError, match="kv_scales is 'none'; allowed: calibrated, unit"):
         plan.emit(target, kv_scales="none")
+
+
+def test_fp8plans_trainer_measures_the_scales_that_trl_leaves_at_one() -> None:
+    told = json.loads(scaled(at_one="high", gpus=1).emit("trl"))
+    assert told["trainer"] == (
+        'GRPOTrainer(..., plan="plan.json", choice="fp8_kv")  # from fp8plan.integrations.trl import GRPOTrainer'
+    )
+    assert "fp8plan's trainer measures the K and V scales after each weight sync" in told["notes"]
+    assert "expected mismatch: KL k3 0.002, up to 0.008, risk moderate" in told["notes"]
+    assert not [note for note in told["notes"] if "1.0" in note]
+    assert "scales" not in scaled(gpus=1).emit("trl", "bf16")
+    with pytest.raises(ConfigError, match=r"leaves the K and V scales of fp8_kv at 1\.0"):
+        scaled(at_one="high", gpus=1).trl_config(mode="server")
+    with pytest.raises(ConfigError, match="kv_scales is 'none'"):
+        scaled(gpus=1).emit("trl", kv_scales="none")
 
 
 @pytest.mark.vllm
@@ -542,8 +559,9 @@ def test_fp8_kv_goes_through_a_server_that_vllm_can_start(tmp_path: Path, tiny_m
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    plan = plans.plan(model=tiny_moe, limits=LIMITS, chosen=plans.index("fp8_kv"), thresholds={"token_tis": 2.0})
+    plan = layout(2, 1, model=tiny_moe, limits=LIMITS, chosen=plans.index("fp8_kv"), thresholds={"token_tis": 2.0})
     told = json.loads(plan.emit("trl"))
+    assert told["trainer"] is None
     config = grpo(told["grpo_config"], tmp_path)
     assert config.vllm_mode == "server"
     words = shlex.split(told["command"])
@@ -560,13 +578,33 @@ def test_fp8_kv_goes_through_a_server_that_vllm_can_start(tmp_path: Path, tiny_m
 
 
 @pytest.mark.parametrize("precision", ["fp8_block", "fp8_block+fp8_kv"])
-def test_trl_cannot_sync_fp8_weights_and_the_error_says_what_to_type(precision: str) -> None:
-    plan = plans.plan(limits=plans.TRL_LIMITS, chosen=plans.index(precision))
-    with pytest.raises(ConfigError, match=r"TRL cannot sync .*plan with --precision bf16 --precision fp8_kv") as caught:
-        plan.emit("trl")
-    assert "verl" in str(caught.value)
+def test_trl_runs_fp8_weights_only_in_fp8plans_trainer_and_the_error_says_what_to_type(precision: str) -> None:
+    chosen = plans.index(precision)
+    ours = json.loads(plans.plan(limits=plans.TRL_LIMITS, chosen=chosen).emit("trl"))
+    assert (ours["grpo_config"]["vllm_mode"], ours["command"]) == ("colocate", None)
+    assert f'plan="plan.json", choice="{precision}"' in ours["trainer"]
+    with pytest.raises(
+        ConfigError, match=f"server: nothing shows that it requantises {re.escape(precision)} at a sync"
+    ):
+        plans.plan(limits=plans.TRL_LIMITS, chosen=chosen).trl_config(mode="server", kv_scales="calibrated")
+    way_out = r"plan with --tensor-parallel-size 1, or with --precision bf16 --precision fp8_kv, or emit for verl"
+    with pytest.raises(ConfigError, match=rf"TRL cannot sync .* on 2 GPUs: .*{way_out}"):
+        layout(2, 1, limits=plans.TRL_LIMITS, chosen=chosen).emit("trl")
     for name in ("bf16", "fp8_kv"):
-        plans.plan(limits=plans.TRL_LIMITS, chosen=plans.index(name)).emit("trl")
+        layout(2, 1, limits=plans.TRL_LIMITS, chosen=plans.index(name)).emit("trl")
+
+
+@pytest.mark.trl
+def test_fp8plans_trainer_has_the_arguments_of_the_line_that_names_it() -> None:
+    import inspect
+
+    line = json.loads(plans.plan(limits=plans.TRL_LIMITS).emit("trl"))["trainer"]
+    call, _, imported = line.partition("  # ")
+    names: dict[str, Any] = {}
+    exec(imported, names)
+    words = [word.arg for word in ast.parse(call, mode="eval").body.keywords]  # type: ignore[attr-defined]
+    assert words == ["plan", "choice"]
+    assert set(words) <= set(inspect.signature(names["GRPOTrainer"].__init__).parameters)
 
 
 @pytest.mark.parametrize(
@@ -583,14 +621,16 @@ def test_trl_cannot_sync_fp8_weights_and_the_error_says_what_to_type(precision: 
     ],
 )
 def test_limits_that_trl_s_colocated_engine_cannot_keep_are_refused(change: dict[str, Any], named: str) -> None:
-    plan = plans.plan(limits=replace(plans.TRL_LIMITS, **change))
+    plan = layout(2, 1, limits=replace(plans.TRL_LIMITS, **change))
     with pytest.raises(ConfigError, match=named):
         plan.trl_config(mode="colocate")
     assert plan.trl_config()["vllm_mode"] == "server"
+    ours = plans.plan(limits=replace(plans.TRL_LIMITS, **change))
+    assert ours.trl_config()["vllm_mode"] == "colocate"  # fp8plan's trainer starts the planned engine
 
 
 def test_trl_refuses_what_neither_of_its_modes_can_do() -> None:
-    plan = layout(1, 4, limits=plans.TRL_LIMITS, chosen=plans.index("fp8_kv"))
+    plan = layout(2, 4, limits=plans.TRL_LIMITS, chosen=plans.index("fp8_kv"))
     with pytest.raises(ConfigError, match=r"kv_cache_dtype \| server: it is one replica, the plan has 4"):
         plan.trl_config()
 
@@ -621,7 +661,8 @@ def test_an_engine_inside_the_trainer_is_told_that_it_shares_the_gpu() -> None:
         assert "--gpu-memory-utilization" in line
     assert next(line for line in told("verl").splitlines() if "shares these GPUs" in line).startswith("# ")
     assert "shares" not in told("vllm")
-    assert "shares" not in told("trl", chosen=plans.index("fp8_kv"))  # a server has GPUs of its own
+    beside = layout(2, 1, limits=plans.TRL_LIMITS, chosen=plans.index("fp8_kv")).emit("trl")
+    assert "shares" not in beside  # a server has GPUs of its own
 
 
 def test_a_relative_folder_is_emitted_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

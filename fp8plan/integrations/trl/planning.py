@@ -1,0 +1,122 @@
+"""A plan for what a GRPOTrainer is about to do, and the check of one that was made before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
+from typing import Any, Final
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.architecture import ModelShape
+from fp8plan.model.hardware import find_gpu
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.plan.plan import Plan
+from fp8plan.model.plan.planner import plan as make_plan
+from fp8plan.model.workload import Fixed, Lengths, LogNormal, Trace, Workload
+from fp8plan.runtime.vllm_versions import check_vllm_version
+
+ALLOWED: Final = '"auto", a Plan, the path of a plan\'s JSON, or None'
+
+# Of responses before the first was seen: the default of `fp8plan plan`, as a share of the longest, and its sigma.
+MEAN_SHARE, SIGMA = 0.3, 0.9
+MOST_PROMPTS: Final = 256  # whose lengths are looked at, spread over the dataset
+UNKNOWN_PROMPT: Final = 1024  # tokens, as `fp8plan plan` takes it
+# TRL's token budget of a step, which leaves memory to the trainer.
+BATCHED_TOKENS: Final = 4096
+
+
+def read_plan(given: Any) -> Plan | None:
+    """Return the Plan that was given, or that the file holds; None for "auto". Raises ConfigError for anything else."""
+    if isinstance(given, Plan):
+        return given
+    if given == "auto":
+        return None
+    if not isinstance(given, (str, Path)):
+        raise ConfigError(f"plan is {given!r}; allowed: {ALLOWED}")
+    if not Path(given).is_file():
+        raise ConfigError(f"plan is {str(given)!r}, and there is no such file; allowed: {ALLOWED}")
+    return Plan.from_json(Path(given).read_text(encoding="utf-8"))
+
+
+def check_args(args: Any) -> None:
+    """Raise ConfigError for settings of TRL's that a plan does not go with, whatever it says."""
+    if args is None or not args.use_vllm:
+        raise ConfigError("plan is given, and use_vllm is False; type: GRPOConfig(use_vllm=True, vllm_mode='colocate')")
+    if args.vllm_mode != "colocate":
+        raise ConfigError(
+            f"plan is given, and vllm_mode is {args.vllm_mode!r}, where the engine is another program's; allowed: "
+            "GRPOConfig(vllm_mode='colocate'), or plan=None, with a server in bf16 or fp8_kv"
+        )
+    if args.vllm_tensor_parallel_size != 1:
+        raise ConfigError(
+            f"plan is given, and vllm_tensor_parallel_size is {args.vllm_tensor_parallel_size}; allowed: 1, an engine "
+            "for each process, or plan=None"
+        )
+
+
+def check_plan(plan: Plan, choice: int | str | None, args: Any, on_cpu: bool) -> None:
+    """Raise ConfigError for a plan of another engine than the one that TRL's settings ask for."""
+    picked, limits = plan.select(choice), plan.setup(choice).limits
+    if find_gpu(plan.gpu).is_cpu != on_cpu:
+        where = "the CPU" if on_cpu else "a GPU"
+        raise ConfigError(f"the plan is for {plan.gpu}, and this trainer runs on {where}; allowed: plan='auto'")
+    if picked.tensor_parallel != 1:
+        raise ConfigError(
+            f"the plan's engine has {picked.tensor_parallel} GPUs; allowed: 1, as TRL's processes hold an engine each "
+            "(plan with --tensor-parallel-size 1)"
+        )
+    longest = limits.max_model_len or 0
+    if args.max_completion_length >= longest:
+        raise ConfigError(
+            f"max_completion_length is {args.max_completion_length}, and the plan's longest request has {longest} "
+            "tokens; allowed: a plan for these responses (plan='auto'), or shorter ones"
+        )
+    told: dict[str, tuple[Any, float]] = {"vllm_max_model_length": (args.vllm_max_model_length, longest)}
+    if not on_cpu:
+        told["vllm_gpu_memory_utilization"] = (args.vllm_gpu_memory_utilization, limits.gpu_memory_utilization)
+    for name, (theirs, ours) in told.items():
+        if theirs is not None and theirs != ours:
+            raise ConfigError(
+                f"{name} is {theirs}, and the plan has {ours}; type: GRPOConfig({name}={ours}), or plan again"
+            )
+
+
+def plan_for(model: str, args: Any, responses: int, prompt_lengths: Lengths | None, on_cpu: bool) -> Plan:
+    """Plan the rollouts of one engine. The engine is TRL's, but for its precision.
+
+    model:     hub id or folder of the checkpoint
+    args:      the GRPOConfig
+    responses: of one engine in one rollout
+    prompt_lengths: tokens; None: UNKNOWN_PROMPT, or what the responses leave of the longest request
+
+    Raises what `fp8plan.plan` raises: ConfigError for a model that is not modelled or not found, CapacityError for one
+    that does not fit.
+    """
+    shape, gpu = ModelShape.from_hf(model), find_gpu("cpu" if on_cpu else "auto")
+    limits = replace(
+        EngineLimits.for_gpu(gpu, shape.recurrent),
+        max_model_len=args.vllm_max_model_length or shape.max_position_embeddings,
+        max_num_seqs=responses,
+        max_num_batched_tokens=max(BATCHED_TOKENS, responses),
+    )
+    if not on_cpu:
+        limits = replace(limits, gpu_memory_utilization=args.vllm_gpu_memory_utilization)
+    samples, longest = min(args.num_generations, responses), args.max_completion_length
+    left = (limits.max_model_len or 0) - longest
+    prompts = prompt_lengths or Fixed(max(1, min(UNKNOWN_PROMPT, left)))
+    lengths = LogNormal(max(1.0, MEAN_SHARE * longest), SIGMA, longest)
+    workload = Workload(ceil(responses / samples), samples, prompts, lengths)
+    installed = check_vllm_version().partition("+")[0]
+    return make_plan(model, gpu, workload, limits=limits, engine_version=installed)
+
+
+def spread(count: int, most: int = MOST_PROMPTS) -> range:
+    """Indices of at most `most` rows of `count`, spread evenly."""
+    return range(0, count, ceil(count / most)) if count else range(0)
+
+
+def lengths_of(prompts: Sequence[Sequence[int]]) -> Trace:
+    """The lengths of tokenised prompts."""
+    return Trace(tuple(len(prompt) for prompt in prompts), "prompts of the dataset")

@@ -1,0 +1,41 @@
+"""Two processes that train one policy with TRL, each with an engine of its own, as `accelerate launch` starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trl_runs import model
+
+pytestmark = [pytest.mark.trl, pytest.mark.vllm, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_two_processes_train_one_policy_with_one_set_of_thresholds(tmp_path: Path) -> None:
+    helpers = [ROOT, *(ROOT / "tests" / name for name in ("", "integrations", "model", "runtime"))]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launch, str(ROOT / "tests" / "integrations" / "two_processes.py"), model(), str(tmp_path)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, helpers)), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = (json.loads(line.removeprefix("SEEN ")) for line in done.stdout.splitlines() if "SEEN" in line)
+    assert first["weights"] == second["weights"]
+    assert first["state"] == second["state"]
+    assert first["responses"] == second["responses"] == 16
+    assert first["k3_kl"] == second["k3_kl"]  # of both processes' tokens
+    assert all(0 < k3 < 0.05 for k3 in first["k3_kl"])
+    assert first["threshold_tis"] == second["threshold_tis"]
+    # What the guard advises is said, and not done: both engines stay what they are.
+    assert first["fp8_kv"] == second["fp8_kv"] == [1.0] * 3
+    assert "go on from a checkpoint with choice='bf16'" in done.stderr

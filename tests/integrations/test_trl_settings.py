@@ -1,0 +1,256 @@
+"""What TRL's settings and a plan mean together, and what is refused before an engine starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plans import TRL_LIMITS, plan
+from tiny_models import cpu_plan
+from trl_runs import SETTINGS, model, share_of_even, trainer_of
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.plan.plan import Plan
+from fp8plan.runtime.correction.settings import CorrectionSettings, Rejection, Thresholds
+
+pytestmark = pytest.mark.trl
+
+# ------------------------------------------------------------------------------------------------ refused
+
+
+def refused(match: str, tmp_path: Path, **settings: Any) -> None:
+    from fp8plan.integrations.trl import GRPOTrainer
+
+    with pytest.raises(ConfigError, match=match):
+        trainer_of(GRPOTrainer, tmp_path, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"plan": "fast"}, r"plan is 'fast', and there is no such file; allowed: \"auto\", a Plan, the path"),
+        ({"plan": 3}, r"plan is 3; allowed: \"auto\""),
+        (
+            {"plan": "auto", "vllm_mode": "server"},
+            r"vllm_mode is 'server'.*allowed: GRPOConfig\(vllm_mode='col",
+        ),
+        ({"plan": "auto", "use_vllm": False}, r"use_vllm is False; type: GRPOConfig\(use_vllm=True"),
+        ({"plan": "auto", "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size is 2; allowed: 1"),
+        ({"choice": "fp8_kv"}, "plan is None; type: plan='auto'"),
+    ],
+)
+def test_what_a_plan_does_not_go_with_is_refused_at_once(settings: dict[str, Any], match: str, tmp_path: Path) -> None:
+    refused(match, tmp_path, policy="/nowhere", **settings)
+
+
+KV = cpu_plan("fp8_kv")
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "match"),
+    [
+        (plan(limits=TRL_LIMITS), {}, "the plan is for h200_sxm, and this trainer runs on the CPU"),
+        (
+            KV,
+            {"vllm_max_model_length": 64},
+            r"length is 64, and the plan has 256; type: GRPOConfig\(vllm",
+        ),
+        (KV, {"max_completion_length": 256}, "max_completion_length is 256, and the plan's longest request has 256"),
+        (replace(KV, choices=tuple(replace(c, tensor_parallel=2) for c in KV.choices)), {}, "has 2 GPUs; allowed: 1"),
+    ],
+)
+def test_a_plan_of_another_engine_is_refused(given: Plan, settings: dict[str, Any], match: str, tmp_path: Path) -> None:
+    refused(match, tmp_path, plan=given, **settings)
+
+
+@pytest.mark.vllm
+def test_a_model_that_cannot_be_planned_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
+
+    config = OPTConfig(vocab_size=1024, hidden_size=64, ffn_dim=64, num_hidden_layers=1, num_attention_heads=2)
+    OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
+    AutoTokenizer.from_pretrained(model()).save_pretrained(tmp_path / "opt")
+    refused("model_type 'opt' is not modelled", tmp_path, plan="auto", policy=str(tmp_path / "opt"))
+
+
+def test_another_trl_is_refused_with_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp8plan.integrations.trl import internals
+
+    monkeypatch.setattr(internals, "version", lambda package: "1.17.0")
+    refused(r"TRL 1\.17\.0 with a plan is not supported; allowed: 1\.16; type: pip install 'trl==1\.16\.\*'", tmp_path,
+            plan="auto", policy="/nowhere")  # fmt: skip
+
+
+def test_a_trl_whose_inside_has_changed_is_refused_with_what_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    monkeypatch.delattr(VLLMGeneration, "_iter_named_params")
+    refused(r"lacks what a plan needs of it: VLLMGeneration\._iter_named_params; type", tmp_path, plan="auto",
+            policy="/nowhere")  # fmt: skip
+
+
+def test_importing_fp8plan_does_not_import_trl() -> None:
+    code = "import sys, fp8plan, fp8plan.integrations; fp8plan.plan; fp8plan.Monitor; print('trl' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_a_missing_trl_is_one_clear_error() -> None:
+    code = "import sys; sys.modules['trl'] = None\nimport fp8plan.integrations.trl"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
+    assert said.rstrip().endswith("ConfigError: TRL is not installed; type: pip install 'fp8plan[trl]'")
+
+
+# ------------------------------------------------------------------------------------------------ the correction
+
+
+def args(**changed: Any) -> Any:
+    from trl import GRPOConfig
+
+    return GRPOConfig(use_cpu=True, bf16=False, **{f"vllm_importance_sampling_{k}": v for k, v in changed.items()})
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, CorrectionSettings(thresholds=Thresholds(1.5))),  # TRL's defaults: the plan's
+        ({"mode": "token_truncate", "clip_max": 4.0}, CorrectionSettings(thresholds=Thresholds(4.0))),
+        ({"mode": "sequence_truncate"}, CorrectionSettings("sequence", thresholds=Thresholds(3.0))),
+        (
+            {"mode": "token_mask", "clip_min": 0.5, "clip_max": 4.0},
+            CorrectionSettings("token", "icepop", Thresholds(None, (0.5, 4.0))),
+        ),
+        (
+            {"mode": "sequence_mask", "clip_min": 0.25},
+            CorrectionSettings("sequence", "icepop", Thresholds(None, (0.25, 3.0))),
+        ),
+        ({"correction": False}, CorrectionSettings(level=None)),
+    ],
+)
+def test_trls_settings_decide_the_correction_where_the_user_changed_them(
+    changed: dict[str, Any], expected: CorrectionSettings
+) -> None:
+    from fp8plan.integrations.trl import correction
+
+    told = args(**changed)
+    assert correction.settings_for(told, correction.thresholds_for(told, {"token_tis": 1.5})) == expected
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "expected"),
+    [
+        ({}, CorrectionSettings()),
+        (
+            {"token_tis": 2.0, "sequence_mis": [0.5, 2.0], "geometric_mis": [0.99, 1.01]},
+            CorrectionSettings(
+                reject=(Rejection("seq_sum", "k1", 2.0, 0.5), Rejection("seq_mean", "k1", 1.01, 0.99)),
+            ),
+        ),
+        (
+            {"sequence_mis": [0.5, 2.0], "geometric_mis": [0.99, 1.01]},
+            CorrectionSettings(
+                "sequence", "icepop", Thresholds(None, (0.5, 2.0)), (Rejection("seq_mean", "k1", 1.01, 0.99),)
+            ),
+        ),
+    ],
+)
+def test_a_plans_thresholds_become_one_correction(thresholds: dict[str, Any], expected: CorrectionSettings) -> None:
+    from fp8plan.integrations.trl import correction
+
+    assert correction.settings_for(args(), thresholds) == expected
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"mode": "token_truncate", "clip_min": 0.5}, "clip_min 0.5 and clip_max 3.0; allowed with a plan"),
+        ({"mode": "token_truncate", "clip_min": 0.5, "clip_max": None}, "clip_max None; allowed with a plan"),
+    ],
+)
+def test_a_truncation_from_below_is_refused(changed: dict[str, Any], match: str) -> None:
+    from fp8plan.integrations.trl import correction
+
+    with pytest.raises(ConfigError, match=match):
+        correction.thresholds_for(args(**changed), {})
+    with pytest.raises(ConfigError, match="token_tis and token_mis; allowed: one importance weight"):
+        correction.settings_for(args(), {"token_tis": 2.0, "token_mis": [0.5, 2.0]})
+
+
+def test_trls_own_ratio_and_the_monitors_are_one_where_the_thresholds_are() -> None:
+    """What TRL computes of these log-probs, in each of its modes, with its own formulas."""
+    from fp8plan.integrations.trl import correction
+    from fp8plan.runtime.controller.laws import ConstantThresholds
+    from fp8plan.runtime.monitor.monitor import Monitor
+
+    chance = torch.Generator().manual_seed(0)
+    rollout = -torch.rand(6, 20, generator=chance)
+    train = rollout + 0.4 * torch.randn(6, 20, generator=chance)
+    mask = torch.arange(20) < torch.tensor([20, 3, 7, 20, 1, 12])[:, None]
+    token = torch.exp((train - rollout) * mask)
+    sequence = torch.exp(((train - rollout) * mask).sum(-1, keepdim=True)).expand_as(token)
+    expected = {
+        "token_truncate": token.clamp(max=1.2),
+        "sequence_truncate": sequence.clamp(max=1.2),
+        "token_mask": token * ((token >= 0.8) & (token <= 1.2)),
+        "sequence_mask": sequence * ((sequence >= 0.8) & (sequence <= 1.2)),
+    }
+    for mode, wanted in expected.items():
+        told = args(mode=mode, clip_max=1.2, clip_min=0.8 if mode.endswith("mask") else None)
+        thresholds = correction.thresholds_for(told, {})
+        settings = correction.settings_for(told, thresholds)
+        monitor = Monitor(settings, ConstantThresholds(settings.thresholds.tis, settings.thresholds.band))
+        ratio = correction.ratio_of(monitor.step(train, rollout, mask), mask)
+        assert torch.allclose(ratio, wanted * mask, rtol=1e-5), mode
+    measured = Monitor(correction.settings_for(args(correction=False), {})).step(train, rollout, mask)
+    assert torch.equal(correction.ratio_of(measured, mask), mask.float())
+    assert measured.mismatch.k3 > 0.01
+
+
+def test_the_prompts_of_a_chat_are_as_long_as_trl_makes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import GRPOConfig
+
+    from fp8plan.integrations.trl import GRPOTrainer
+    from fp8plan.runtime.engine.engine import RolloutEngine
+
+    class Started(Exception):
+        pass
+
+    made: list[Plan] = []
+
+    def engine(plan: Plan, path: str, **settings: Any) -> None:
+        made.append(plan)
+        raise Started
+
+    monkeypatch.setattr(RolloutEngine, "from_plan", engine)
+    tokenizer = AutoTokenizer.from_pretrained(model())
+    tokenizer.chat_template = "{% for message in messages %}w1 {{ message['content'] }} w2 {% endfor %}"
+    talk = [[{"role": "user", "content": " ".join(["w5"] * length)}] for length in (3, 4, 5, 6)]
+    settings = GRPOConfig(output_dir=str(tmp_path), **SETTINGS)
+    with pytest.raises(Started):
+        GRPOTrainer(
+            model(),
+            share_of_even,
+            settings,
+            Dataset.from_dict({"prompt": talk}),
+            processing_class=tokenizer,
+            plan="auto",
+        )
+    assert made[0].workload["max_prompt_tokens"] == 8
+    assert made[0].workload["prompt_lengths"]["rows"] == 4
+
+
+def test_prompts_are_spread_over_the_dataset() -> None:
+    from fp8plan.integrations.trl import planning
+
+    assert list(planning.spread(0)) == []
+    assert list(planning.spread(3)) == [0, 1, 2]
+    assert list(planning.spread(1000, 4)) == [0, 250, 500, 750]
+    assert planning.lengths_of([[1, 2], [3]]).lengths == (2, 1)
