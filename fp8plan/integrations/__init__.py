@@ -1,0 +1,1 @@
+"""Places inside of other trainers."""
