@@ -7,7 +7,7 @@
     [trainer.loss.kwargs]
     settings = "/path/monitor.json"
 
-Written for prime-rl at commit 559b44772 (after v0.8.0): `setup_rl_loss_fn` in src/prime_rl/trainer/rl/loss.py.
+Written for prime-rl at commit 559b44772 (v0.8.1.dev67): `setup_rl_loss_fn` in src/prime_rl/trainer/rl/loss.py.
 prime-rl calls the function once for every sequence. Its trainer does not recompute log-probs before an update, so the
 correction is for the current policy against the one that sampled: FP8 and staleness together.
 

@@ -2,7 +2,7 @@
 
     from fp8plan.integrations import skyrl
 
-    skyrl.register("/path/monitor.json")  # before initialize_ray(cfg)
+    skyrl.register("/path/monitor.json")  # in main(), before validate_cfg(cfg)
 
 and trainer.algorithm.policy_loss_type=fp8plan_regular, or fp8plan_dual_clip.
 

@@ -3,8 +3,8 @@
     --use-tis --custom-tis-function-path fp8plan.integrations.slime.correct
     --train-env-vars '{"FP8PLAN_MONITOR": "/path/monitor.json"}'
 
-Written for slime at commit 624b824a8 (after v0.3.1): `policy_loss_function` in slime/backends/megatron_utils/loss.py.
-slime calls the function once for every micro-batch; see micro_batches for what ranks share.
+Written for slime at commit 624b824a8 (38 commits after v0.3.1): `policy_loss_function` in
+slime/backends/megatron_utils/loss.py. slime calls the function once for every micro-batch; see micro_batches for what ranks share.
 """
 
 from __future__ import annotations
