@@ -4,7 +4,8 @@
     --train-env-vars '{"FP8PLAN_MONITOR": "/path/monitor.json"}'
 
 Written for slime at commit 624b824a8 (38 commits after v0.3.1): `policy_loss_function` in
-slime/backends/megatron_utils/loss.py. slime calls the function once for every micro-batch; see micro_batches for what ranks share.
+slime/backends/megatron_utils/loss.py. slime calls the function once for every micro-batch; see micro_batches for what
+ranks share.
 """
 
 from __future__ import annotations

@@ -132,12 +132,13 @@ def algorithm_config(loss_type: str) -> SimpleNamespace:
 
 
 def skyrl_call(loss_fn: Callable[..., Any], config: Any, batch: dict[str, Tensor | None]) -> Any:
-    """The call in SkyRL's `_forward_backward_micro`: three by place, three by keyword."""
-    return loss_fn(
-        batch["action_log_probs"],
-        batch["old_action_log_probs"],
-        batch["advantages"],
-        config=config,
-        loss_mask=batch["loss_mask"],
-        rollout_logprobs=batch["rollout_action_logprobs"],
-    )
+    """The call in SkyRL's `_forward_backward_micro`: three by place, three by keyword, under autocast."""
+    with torch.autocast(dtype=torch.bfloat16, device_type="cpu"):
+        return loss_fn(
+            batch["action_log_probs"],
+            batch["old_action_log_probs"],
+            batch["advantages"],
+            config=config,
+            loss_mask=batch["loss_mask"],
+            rollout_logprobs=batch["rollout_action_logprobs"],
+        )

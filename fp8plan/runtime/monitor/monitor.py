@@ -160,8 +160,7 @@ class Monitor:
     def conclude(self, sums: MismatchSums, correction: Correction) -> Step | None:
         """Take in a step whose micro-batches were corrected one by one, with `thresholds`, and decide the next ones.
 
-        sums: what `measure` found in them, added up; correction: with the sums of all corrections; both of this rank
-
+        sums: what `measure` found in them, added up; correction: with the sums of all corrections; both of this rank.
         Every rank calls it, also one without tokens. Returns None, and does nothing, if no rank has any.
         """
         begun = time.perf_counter()
