@@ -5,7 +5,8 @@
 
 There is one for each HookSettings in a process. Every micro-batch of an optimiser step is corrected with the same
 thresholds: those that the steps before led to. So thresholds answer to a KL one step later than with `Monitor.step`,
-which sees the whole batch first. A step ends when an optimiser of this process has stepped
+which sees the whole batch first, and the controller's limits (max_clipped, min_kept) hold in the batch that it saw. A
+step ends when an optimiser of this process has stepped
 (torch.optim.optimizer.register_optimizer_step_post_hook); optimisers that step with no micro-batch in between count
 once. A loss that is worked out twice (recomputation) counts twice, which leaves every mean as it is.
 
