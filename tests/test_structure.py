@@ -15,10 +15,7 @@ ROOT = Path(fp8plan.__file__).parent
 MOST_MODULES = 12  # of a folder
 
 # What may import what: a part imports its own and what stands above it.
-PARTS = (
-    "fp8plan.errors", "fp8plan.checks", "fp8plan.model", "fp8plan.runtime", "fp8plan.integrations", "fp8plan.views",
-    "fp8plan.cli",
-)  # fmt: skip
+PARTS = tuple(f"fp8plan.{x}" for x in ("errors", "checks", "model", "runtime", "integrations", "views", "cli"))
 MODEL = (
     ("architecture", "configs", "hardware", "precision", "limits", "workload"),
     ("profile",),

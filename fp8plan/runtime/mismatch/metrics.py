@@ -86,7 +86,7 @@ class MismatchSums:
         """
         from torch import distributed
 
-        if not several():
+        if not several(group):
             return self
         ranks, rank = distributed.get_world_size(group), distributed.get_rank(group)
         # Each rank has two places of its own for the extremes, and adds zero to those of the others.

@@ -1,26 +1,30 @@
-"""Exchange between ranks, the processes that train together. `group` is theirs; None: all."""
+"""Exchange between ranks, the processes that train together. `group` is theirs; None: all; ALONE: this process."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.mismatch.histogram import FloatArray
 
+ALONE: Final = object()  # the group of a process that exchanges nothing, although torch.distributed may be up
 
-def several() -> bool:
-    """Return True if torch.distributed is up."""
+
+def several(group: Any = None) -> bool:
+    """Return True if torch.distributed is up, and the group is not ALONE."""
     from torch import distributed
 
-    return bool(distributed.is_available() and distributed.is_initialized())
+    return group is not ALONE and bool(distributed.is_available() and distributed.is_initialized())
 
 
 def rank(group: Any = None) -> int:
     """The number of this process; before torch.distributed is up, what its launcher says. 0 alone."""
     from torch import distributed
 
+    if group is ALONE:
+        return 0
     return int(distributed.get_rank(group) if several() else os.environ.get("RANK") or 0)
 
 
@@ -29,7 +33,7 @@ def all_reduced(vector: FloatArray, group: Any = None) -> FloatArray:
     import torch
     from torch import distributed
 
-    if not several():
+    if not several(group):
         return vector
     device = "cuda" if distributed.get_backend(group) == "nccl" else "cpu"
     tensor = torch.from_numpy(vector).to(device)
@@ -45,7 +49,7 @@ def gathered(own: Any, settings: Mapping[str, Any], group: Any = None) -> list[A
     """
     from torch import distributed
 
-    if not several():
+    if not several(group):
         return [own]
     found: list[Any] = [None] * distributed.get_world_size(group)
     distributed.all_gather_object(found, (settings, own), group=group)

@@ -27,10 +27,10 @@ from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.controller.laws import Controller, ControllerState
 from fp8plan.runtime.controller.noise import heard
 from fp8plan.runtime.controller.state import LeastErrorState, Update, expecting
-from fp8plan.runtime.correction.correct import CorrectionSettings, correct
+from fp8plan.runtime.correction.correct import Correction, CorrectionSettings, Thresholds, correct
 from fp8plan.runtime.engine.rollout_timer import Judged
 from fp8plan.runtime.guard.guard import Guard
-from fp8plan.runtime.guard.observation import EngineFacts, Observation
+from fp8plan.runtime.guard.observation import EngineFacts
 from fp8plan.runtime.mismatch.measure import measure
 from fp8plan.runtime.mismatch.ranks import gathered, rank
 from fp8plan.runtime.mismatch.tokens import pack
@@ -43,7 +43,9 @@ from fp8plan.runtime.vllm_versions import check_torch
 
 if TYPE_CHECKING:
     from fp8plan.runtime.engine.engine import RolloutEngine
+    from fp8plan.runtime.mismatch.metrics import Mismatch, MismatchSums
     from fp8plan.runtime.mismatch.tokens import Array
+    from fp8plan.runtime.monitor.record import Rollout
 
 
 class Monitor:
@@ -113,6 +115,11 @@ class Monitor:
         return self._witness.guard
 
     @property
+    def thresholds(self) -> Thresholds:
+        """The thresholds that were decided last; the initial ones before the first step."""
+        return Thresholds(self.state.tis, self.state.band)
+
+    @property
     def failures(self) -> list[int]:
         return self._sinks.failures
 
@@ -124,7 +131,7 @@ class Monitor:
         *,
         lengths: Sequence[int] | Array | None = None,
         versions: Any = None,
-        rollout: Observation | Mapping[str, Any] | None = None,
+        rollout: Rollout = None,
         number: int | None = None,
     ) -> Step:
         """Measure, decide, correct, judge, record.
@@ -146,12 +153,36 @@ class Monitor:
         rollout = self._checked(rollout, done)
         tokens = pack(train_logprobs, rollout_logprobs, mask, lengths)
         mismatch = measure(tokens, versions).reduced(self.group).metrics()
+        update = self._decided(mismatch)
+        correction = correct(tokens, replace(self.settings, thresholds=update[0]), self.group)
+        return self._concluded(done, begun, mismatch, update, correction, rollout)
+
+    def conclude(self, sums: MismatchSums, correction: Correction) -> Step | None:
+        """Take in a step whose micro-batches were corrected one by one, with `thresholds`, and decide the next ones.
+
+        sums: what `measure` found in them, added up; correction: with the sums of all corrections; both of this rank.
+        Every rank calls it, also one without tokens. Returns None, and does nothing, if no rank has any.
+        """
+        begun = time.perf_counter()
+        mismatch = sums.reduced(self.group).metrics()
+        if not mismatch.tokens:
+            return None
+        return self._concluded(self.steps + 1, begun, mismatch, self._decided(mismatch), correction, None)
+
+    def _decided(self, mismatch: Mismatch) -> Update:
+        """The update that all ranks follow."""
         self._follow_precision()
-        thresholds, state, decided = self._agreed(self.controller.update(self.state, mismatch))
-        correction = correct(tokens, replace(self.settings, thresholds=thresholds), self.group)
+        return self._agreed(self.controller.update(self.state, mismatch))
+
+    def _concluded(
+        self, number: int, begun: float, mismatch: Mismatch, update: Update, correction: Correction, rollout: Rollout
+    ) -> Step:
+        """Go on to the next state, judge and record."""
+        _, state, decided = update
+        thresholds = correction.settings.thresholds
         of_correction = run_record.correction_metrics(correction.reduced(self.group))
         # What follows raises nothing: the other ranks have gone on.
-        self.state, self.steps = state, done
+        self.state, self.steps = state, number
         found = self._witness.judged(rollout, mismatch)
         metrics = {
             **run_record.mismatch_metrics(mismatch),
@@ -163,7 +194,7 @@ class Monitor:
         }
         step = Step(correction.weights, correction.mask, thresholds, mismatch, decided, found.verdict, metrics)
         if self._writes():
-            self._sinks.write(self._record(done, step, rollout, found))
+            self._sinks.write(self._record(number, step, rollout, found))
         return step
 
     def _precision(self) -> str | None:
@@ -196,9 +227,7 @@ class Monitor:
         update: Update = gathered(own, ways, self.group)[0]
         return update
 
-    def _checked(
-        self, rollout: Observation | Mapping[str, Any] | None, number: int
-    ) -> Observation | Mapping[str, Any] | None:
+    def _checked(self, rollout: Rollout, number: int) -> Rollout:
         """The rollout of a step, or None, with a warning, in the place of one that cannot be."""
         try:
             return run_record.checked(rollout)
@@ -206,9 +235,7 @@ class Monitor:
             self._witness.warn_once("rollout", f"the rollout of step {number} is left out of the record: {error}")
             return None
 
-    def _record(
-        self, number: int, step: Step, rollout: Observation | Mapping[str, Any] | None, found: Judged
-    ) -> dict[str, Any]:
+    def _record(self, number: int, step: Step, rollout: Rollout, found: Judged) -> dict[str, Any]:
         shown = rollout if isinstance(rollout, Mapping) else found.observation
         off = None if self.guard is None and self.engine is None else found.off
         return run_record.record_of(number, step, self._witness.running(), self.guard, off, shown)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from fp8plan.runtime.mismatch.metrics import Mismatch
     from fp8plan.runtime.mismatch.tokens import Array
 
+    Rollout = Observation | Mapping[str, Any] | None
+
 Metrics = dict[str, float | None]
 
 
@@ -53,7 +55,7 @@ def record_of(
     facts: EngineFacts | None,
     guard: Guard | None,
     guard_off: str | None,
-    rollout: Observation | Mapping[str, Any] | None,
+    rollout: Rollout,
 ) -> dict[str, Any]:
     """The record of a step. guard_off: why there is no verdict; rollout: what was seen, or fields as `checked` gives"""
     thresholds, decided, judged = step.thresholds, step.decided, None
@@ -148,7 +150,7 @@ def mismatch_parts(mismatch: Mismatch) -> dict[str, Any]:
     return {"profile": profile, "versions": versions}
 
 
-def rollout_fields(rollout: Observation | Mapping[str, Any] | None, facts: EngineFacts | None) -> dict[str, Any]:
+def rollout_fields(rollout: Rollout, facts: EngineFacts | None) -> dict[str, Any]:
     """The rollout record: facts about the engine and the rollout; empty if neither is known."""
     found: dict[str, Any] = {} if facts is None else engine_fields(facts)
     if rollout is None or isinstance(rollout, Mapping):

@@ -1,0 +1,49 @@
+"""A policy loss with fp8plan's correction for prime-rl.
+
+    [trainer.loss]
+    type = "custom"
+    import_path = "fp8plan.integrations.prime_rl.loss"
+
+    [trainer.loss.kwargs]
+    settings = "/path/monitor.json"
+
+Written for prime-rl at commit 559b44772 (v0.8.1.dev67): `setup_rl_loss_fn` in src/prime_rl/trainer/rl/loss.py.
+prime-rl calls the function once for every sequence. Its trainer does not recompute log-probs before an update, so the
+correction is for the current policy against the one that sampled: FP8 and staleness together.
+
+Ranks do not share unless the settings say `"share": true`. Do not say so if a rank's first step may have no token of
+the rl component (mixed with ce or ref_kl): the others would wait for it for ever. Nor with an optimiser that steps in
+the backward pass (CPU offload).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp8plan.integrations.micro_batches import running
+from fp8plan.integrations.settings import settings_at
+
+
+def loss(inputs: Any, settings: str | None = None) -> Any:
+    """Importance-weighted policy gradient of one sequence: - sum over tokens of weight x advantage x log-prob.
+
+    inputs:   prime-rl's LossInputs: trainer_logprobs (nats, with gradient), inference_logprobs, advantages, loss_mask
+              and, or None, loss_weights, each [tokens]
+    settings: path of the settings; None: the file that FP8PLAN_MONITOR names
+
+    Weights are fp8plan's, detached. This replaces prime-rl's default loss: there is no DPPO mask and no KL term.
+    Returns prime-rl's LossOutputs, with figures of sequences that have tokens. Thresholds move from one optimiser step
+    to the next. Raises ConfigError for settings that cannot be.
+    """
+    import torch
+    from prime_rl.trainer.rl.loss import LossOutputs
+
+    batches = running(settings_at(settings), share=False)
+    train = inputs.trainer_logprobs
+    found = batches.correct(train, inputs.inference_logprobs, inputs.loss_mask, lengths=[len(train)])
+    weights = torch.as_tensor(found.weights) * inputs.advantages
+    if inputs.loss_weights is not None:
+        weights = weights * inputs.loss_weights
+    keep = torch.as_tensor(found.mask).bool()
+    metrics = {name: torch.tensor(x) for name, x in batches.figures(found).items()} if found.sums["kept"].count else {}
+    return LossOutputs(loss=-(weights[keep] * train[keep]).sum(), metrics=metrics)

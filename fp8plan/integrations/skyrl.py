@@ -1,0 +1,83 @@
+"""SkyRL's PPO losses with fp8plan's correction, registered beside its own.
+
+    from fp8plan.integrations import skyrl
+
+    skyrl.register("/path/monitor.json")  # in main(), before validate_cfg(cfg)
+
+and trainer.algorithm.policy_loss_type=fp8plan_regular, or fp8plan_dual_clip.
+
+Written for SkyRL at commit a9564572e (August 2026): skyrl/backends/skyrl_train/utils/ppo_utils.py. The registry sends
+the function, with its settings, to all Ray processes, where fp8plan must be installed. SkyRL calls it once for every
+micro-batch; see micro_batches for what ranks share.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from fp8plan.errors import ConfigError
+from fp8plan.integrations.micro_batches import running
+from fp8plan.integrations.settings import HookSettings, settings_at
+
+if TYPE_CHECKING:
+    import torch
+
+PREFIX: Final = "fp8plan_"
+BASES: Final = ("regular", "dual_clip")  # losses that a factor above 0 on the advantage scales token by token
+
+
+def register(settings: str | os.PathLike[str] | None = None) -> None:
+    """Register "fp8plan_regular" and "fp8plan_dual_clip" with SkyRL.
+
+    settings: path of the settings; None: the file that FP8PLAN_MONITOR names. Read here, in the driver
+
+    Raises ConfigError for settings that cannot be.
+    """
+    from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
+
+    found = settings_at(settings)
+    for base in BASES:
+        PolicyLossRegistry.register(PREFIX + base, partial(policy_loss, settings=found, base=base))
+
+
+def policy_loss(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    config: Any,
+    loss_mask: torch.Tensor | None = None,
+    rollout_logprobs: torch.Tensor | None = None,
+    *,
+    settings: HookSettings | None = None,
+    base: str = "regular",
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """SkyRL's own PPO loss of a micro-batch, with fp8plan's weights on its advantages and fp8plan's mask.
+
+    log_probs, old_log_probs, advantages, loss_mask, rollout_logprobs: [batch, response length], log-probs in nats
+    config:   SkyRL's AlgorithmConfig; its off_policy_correction is not applied
+    settings: as `register` read them; None: those of FP8PLAN_MONITOR
+    base:     SkyRL's loss, one of BASES
+
+    Weights are of old_log_probs against rollout_logprobs. Returns (loss, figures). Thresholds move from one optimiser
+    step to the next. Raises ConfigError without rollout_logprobs, and for settings that cannot be.
+    """
+    import torch
+    from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
+
+    if rollout_logprobs is None:
+        raise ConfigError(f"SkyRL gave {PREFIX}{base} no rollout_logprobs; type generator.sampling_params.logprobs=1")
+    batches = running(settings_at() if settings is None else settings)
+    found = batches.correct(old_log_probs, rollout_logprobs, loss_mask)
+    weights, mask = torch.as_tensor(found.weights), torch.as_tensor(found.mask)
+    if loss_mask is not None:
+        mask = mask * loss_mask
+    named = copy.copy(config)
+    named.policy_loss_type = base
+    # No rollout_logprobs: with them it would correct a second time.
+    loss, metrics = PolicyLossRegistry.get(base)(
+        log_probs, old_log_probs, advantages * weights, config=named, loss_mask=mask
+    )
+    return loss, {**metrics, **batches.figures(found)}

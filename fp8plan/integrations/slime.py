@@ -1,0 +1,92 @@
+"""fp8plan's correction inside of slime, whose trainer is Megatron.
+
+    --use-tis --custom-tis-function-path fp8plan.integrations.slime.correct
+    --train-env-vars '{"FP8PLAN_MONITOR": "/path/monitor.json"}'
+
+Written for slime at commit 624b824a8 (38 commits after v0.3.1): `policy_loss_function` in
+slime/backends/megatron_utils/loss.py. slime calls the function once for every micro-batch; see micro_batches for what
+ranks share.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fp8plan.integrations.micro_batches import megatron, running
+from fp8plan.integrations.settings import settings_at
+
+if TYPE_CHECKING:
+    import torch
+
+
+def correct(
+    args: Any,
+    *,
+    pg_loss: torch.Tensor,
+    train_log_probs: list[torch.Tensor],
+    rollout_log_probs: list[torch.Tensor],
+    loss_masks: list[torch.Tensor],
+    total_lengths: list[int],
+    response_lengths: list[int],
+    **kwargs: Any,
+) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
+    """The policy loss of a micro-batch times fp8plan's weights, the masks that it leaves, and figures.
+
+    args:            slime's; without `use_tis` (get_mismatch_metrics alone) only the figures are made
+    pg_loss:         [tokens] of this context-parallel rank, all responses one after the other
+    train_log_probs, rollout_log_probs: of each response, [its tokens on this rank], in nats
+    loss_masks:      of each response, [response_length], whole also under context parallelism
+    total_lengths:   of each response with its prompt, tokens
+    response_lengths: of each response, tokens
+    kwargs:          what later versions of slime may add, which is not used
+
+    Returns (pg_loss, masks, figures [tokens] each, which slime averages over the masks that came in). Thresholds move
+    from one optimiser step to the next. Raises ConfigError for settings that cannot be.
+    """
+    import torch
+
+    from fp8plan.runtime.correction.rejection import divergence
+
+    batches = running(settings_at())
+    lengths = total_lengths, response_lengths
+    train, rollout = (torch.cat(_whole(x, *lengths)).detach() for x in (train_log_probs, rollout_log_probs))
+    found = batches.correct(train, rollout, torch.cat(loss_masks), lengths=response_lengths)
+    weights, mask = torch.as_tensor(found.weights), torch.as_tensor(found.mask)
+    log_ratio = (train - rollout).float()
+    known = log_ratio.isfinite()
+    log_ratio = torch.where(known, log_ratio, torch.zeros_like(log_ratio))
+    figures = {
+        "fp8plan/k3": divergence(log_ratio, "k3"),
+        "fp8plan/weight": weights,
+        "fp8plan/lost_tokens": (mask == 0).float(),
+    }
+    moved = {name: x for name, x in batches.figures(found).items() if "threshold" in name}
+    figures |= {name: torch.full_like(log_ratio, x) for name, x in moved.items()}
+    local = {name: torch.cat(_own(x.split(response_lengths), *lengths)) for name, x in figures.items()}
+    if not args.use_tis:
+        return pg_loss, loss_masks, local
+    return pg_loss * local["fp8plan/weight"], list(mask.split(response_lengths)), local
+
+
+def _whole(parts: Any, total_lengths: list[int], response_lengths: list[int]) -> list[torch.Tensor]:
+    """Whole responses, of which this context-parallel rank has parts."""
+    if not _divided():
+        return list(parts)
+    from slime.backends.megatron_utils.cp_utils import all_gather_with_cp
+
+    return [all_gather_with_cp(*one) for one in zip(parts, total_lengths, response_lengths, strict=True)]
+
+
+def _own(whole: Any, total_lengths: list[int], response_lengths: list[int]) -> list[torch.Tensor]:
+    """The parts of whole responses that this context-parallel rank has."""
+    if not _divided():
+        return list(whole)
+    from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
+
+    return [slice_log_prob_with_cp(*one) for one in zip(whole, total_lengths, response_lengths, strict=True)]
+
+
+def _divided() -> bool:
+    """True if responses are divided over context-parallel ranks."""
+    state = megatron()
+    return state is not None and state.get_context_parallel_world_size() > 1
