@@ -1,83 +1,81 @@
 #!/usr/bin/env bash
-# New model families under vLLM with random weights: which start, with which kernels and cache, and how fast they are.
-#     bash benchmarks/families.sh start FOLDER [QUEUE]        start a lane per GPU, which goes on by itself
-#     bash benchmarks/families.sh wait FOLDER SECONDS TO      wait, then pack what there is into TO/families.tar.xz
+# New model families under vLLM with random weights, on all GPUs of one host: rollouts, decode kernels, weight syncs.
+#     bash benchmarks/families.sh FOLDER SECONDS [QUEUE]
 # QUEUE (benchmarks/families/queue.txt) has a job a line, the most wanted first:
-#     CELLS|MODEL|PRECISIONS|SECONDS OF AN ENGINE|plain or cute
-# A lane takes the next line when it is free. `cute` puts CUTE (folders with nvidia-cutlass-dsl) on the PYTHONPATH;
-# when such a job fails, the same line of triton.json goes to the head of the queue.
+#     one|CELLS|MODEL|PRECISION              CELLS: a list of cells in benchmarks/families
+#     one|sync|MODEL|PRECISION|ENGINE_ARGS   benchmarks.gpu.weight_sync; ENGINE_ARGS is JSON
+#     all|CELLS|MODEL|PRECISION              an engine on all GPUs, after all jobs on one
+# Two workers share a GPU: one has its engine there, while the other has imported vLLM and waits. No job begins after
+# SECONDS. DEEP_GEMM names a folder of compiled kernels to start from (benchmarks.gpu.compile_deep_gemm): without it the
+# first engine of a model with FP8 weights compiles for minutes.
 set -u
-what=$1; out=$(realpath -m "$2"); shift 2
+out=$(realpath -m "$1"); last=$2; queue=$(realpath "${3:-$(dirname "$0")/families/queue.txt}")
 cd "$(dirname "$0")/.."
-families=$PWD/benchmarks/families
 measure=${MEASURE:-python3 -m fp8plan.runtime.measure.rollouts.run}
+sync=${SYNC:-python3 -m benchmarks.gpu.weight_sync}
+caches=${CACHES:-/tmp/families-caches}
+cards=${CARDS:-$(nvidia-smi -L | wc -l)}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 
-next() { # the first line of the queue, which is gone then
+say() { echo "$(date +%T) $*" >> "$out/jobs.txt"; }
+
+on() { # CARD[,CARD...]: this shell's GPUs, and caches of the first
+    local mine=$caches/${1%%,*}
+    export CUDA_VISIBLE_DEVICES=$1 VLLM_CACHE_ROOT=$mine/vllm TRITON_CACHE_DIR=$mine/triton
+    export TORCHINDUCTOR_CACHE_DIR=$mine/inductor TORCHINDUCTOR_COMPILE_THREADS=8 TRTLLM_DG_CACHE_DIR=$mine/trtllm
+}
+
+take() { # KIND: the first line of the queue for it, which is gone then
     (
         flock 9
-        head -n 1 "$out/queue.txt"
-        sed -i 1d "$out/queue.txt"
+        line=$(grep -m 1 "^$1|" "$out/queue.txt") || exit 0
+        grep -vxF "$line" "$out/queue.txt" > "$out/queue.new"
+        mv "$out/queue.new" "$out/queue.txt"
+        echo "$line"
     ) 9> "$out/queue.lock"
 }
 
-ahead() { # puts a line at the head of the queue
+run() { # NAME KIND CELLS MODEL PRECISION [ENGINE_ARGS], with the cores in $cores
+    local name=$1 cells=$3 model=$4 precision=$5 arguments=${6:-}
+    if [ "$cells" = sync ]; then
+        flock "$out/turn.$name" taskset -c "$cores" $sync --model "$model" --precision "$precision" --steps 4 \
+            --utilization 0.33 --engine-args "${arguments:-{\}}" --parts steps equal rollback \
+            --output "$out/weight_sync.$name.jsonl"
+    else
+        FP8PLAN_MEASURE_TURN=$out/turn.$name taskset -c "$cores" $measure --cells "benchmarks/families/$cells.json" \
+            --model "$model" --precision "$precision" --trace --kernels --timeout 600 --output "$out/$cells.$name.jsonl"
+    fi
+}
+
+worker() { # KIND NAME
+    local line fields
+    while [ $SECONDS -lt "$last" ] && line=$(take "$1") && [ -n "$line" ]; do
+        IFS='|' read -r -a fields <<< "$line"
+        say "$2 begins $line"
+        run "$2" "${fields[@]}" >> "$out/$2.log" 2>&1
+        say "$2 ended $? $line"
+    done
+}
+
+mkdir -p "$out"
+grep -v '^#' "$queue" > "$out/queue.txt"
+{ nvidia-smi; python3 -m pip list 2> /dev/null | grep -iE 'torch|transformers|triton|einops|cuda|numpy|ninja'; nproc; } \
+    > "$out/machine.txt" 2>&1
+each=$(($(env -u OMP_NUM_THREADS nproc) / cards))
+for card in $(seq 0 $((cards - 1))); do
+    mkdir -p "$caches/$card"
+    [ -n "${DEEP_GEMM:-}" ] && cp -r "$DEEP_GEMM/vllm" "$DEEP_GEMM/trtllm" "$caches/$card/"
     (
-        flock 9
-        { echo "$1"; cat "$out/queue.txt"; } > "$out/queue.new"
-        cp "$out/queue.new" "$out/queue.txt"
-    ) 9> "$out/queue.lock"
-}
-
-lane() { # CARD CARDS: jobs until the queue is empty, on one card and its share of the cores
-    local card=$1 each=$(($(env -u OMP_NUM_THREADS nproc) / $2)) cells model precisions seconds mode line words caches path name
-    caches=${CACHES:-/tmp/families-caches}/$card
-    export CUDA_VISIBLE_DEVICES=$card VLLM_CACHE_ROOT=$caches/vllm TRITON_CACHE_DIR=$caches/triton
-    export TORCHINDUCTOR_CACHE_DIR=$caches/inductor TORCHINDUCTOR_COMPILE_THREADS=8 TRTLLM_DG_CACHE_DIR=$caches/trtllm
-    mkdir -p "$caches"
-    while line=$(next); [ -n "$line" ]; do
-        IFS='|' read -r cells model precisions seconds mode <<< "$line"
-        words=(); for name in ${precisions//,/ }; do words+=(--precision "$name"); done
-        # A start is not timed; compiling every DeepGEMM kernel first would take minutes.
-        [ "$cells" = starts ] && words+=(--env VLLM_DEEP_GEMM_WARMUP=skip)
-        path=$PYTHONPATH; [ "$mode" = cute ] && path="$path:${CUTE:-}"
-        echo "$(date +%T) card $card begins $line" >> "$out/jobs.txt"
-        PYTHONPATH=$path taskset -c $((card * each))-$((card * each + each - 1)) \
-            $measure --cells "$families/$cells.json" --output "$out/$cells.g$card.jsonl" --model "$model" \
-            "${words[@]}" --trace --timeout "$seconds" >> "$out/lane$card.log" 2>&1
-        status=$?
-        echo "$(date +%T) card $card ended $status $line" >> "$out/jobs.txt"
-        if [ $status -ne 0 ] && [ "$mode" = cute ]; then ahead "triton|$model|$precisions|$seconds|plain"; fi
-    done
-    echo "$(date +%T) card $card has no more jobs" >> "$out/jobs.txt"
-}
-
-start() {
-    local cards=${CARDS:-$(nvidia-smi -L | wc -l)} card
-    mkdir -p "$out"
-    echo "$cards" > "$out/cards.txt"
-    touch "$out/jobs.txt"
-    grep -v '^#' "${1:-$families/queue.txt}" > "$out/queue.txt"
-    { nvidia-smi; python3 -m pip list 2> /dev/null | grep -iE 'torch|transformers|triton|einops|cuda|numpy|ninja'; nproc; } \
-        > "$out/machine.txt" 2>&1
-    for card in $(seq 0 $((cards - 1))); do
-        setsid bash "$0" lane "$out" "$card" "$cards" < /dev/null > /dev/null 2>&1 &
-    done
-    setsid python3 -m benchmarks.families.read_configs "$families/cells.json" > "$out/configs.txt" 2>&1 < /dev/null &
-}
-
-wait_and_pack() { # SECONDS TO
-    local until=$((SECONDS + $1)) cards
-    cards=$(cat "$out/cards.txt")
-    while [ $SECONDS -lt $until ] && [ "$(grep -c 'no more jobs' "$out/jobs.txt")" -lt "$cards" ]; do sleep 1; done
-    cat "$out/jobs.txt"
-    tar -C "$out" -cJf "$2/families.tar.xz" .
-    ls -l "$2/families.tar.xz"
-}
-
-case $what in
-    start) start "$@" ;;
-    lane) lane "$@" ;;
-    wait) wait_and_pack "$@" ;;
-    *) echo "$what is unknown; allowed: start, wait" >&2; exit 2 ;;
-esac
+        on "$card"
+        cores=$((card * each))-$((card * each + each - 1))
+        worker one "g$card" &
+        sleep "${APART:-12}"
+        worker one "g$card"
+        wait
+    ) &
+done
+wait
+on "$(seq -s , 0 $((cards - 1)))"
+cores=0-$((cards * each - 1))
+worker all all
+say "no more jobs"

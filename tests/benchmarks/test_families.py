@@ -16,39 +16,63 @@ FAMILIES = Path(__file__).parents[2] / "benchmarks" / "families"
 SCRIPT = FAMILIES.with_suffix(".sh")
 
 
-def test_every_job_names_a_setting_and_precisions_of_it() -> None:
+def test_every_job_names_a_setting_and_a_precision_of_it() -> None:
     lines = [x for x in (FAMILIES / "queue.txt").read_text().splitlines() if not x.startswith("#")]
+    assert lines
     for line in lines:
-        cells, model, precisions, seconds, mode = line.split("|")
+        gpus, cells, model, precision, *arguments = line.split("|")
+        assert gpus in ("one", "all")
+        if cells == "sync":
+            assert model in bundled_configs()
+            assert all(isinstance(json.loads(x), dict) for x in arguments)
+            continue
         settings = {x["model"]: x for x in json.loads((FAMILIES / f"{cells}.json").read_text())}
-        assert set(precisions.split(",")) <= set(settings[model]["precisions"])
+        assert precision in settings[model]["precisions"]
+        assert (settings[model].get("tensor_parallel_size", 1) > 1) == (gpus == "all")
         config = settings[model].get("config")
         assert (FAMILIES / config / "config.json").is_file() if config else model in bundled_configs()
-        assert int(seconds) > 0
-        assert mode == "plain" or model in {x["model"] for x in json.loads((FAMILIES / "triton.json").read_text())}
 
 
-@pytest.mark.skipif(not all(map(shutil.which, ("setsid", "flock", "taskset", "xz"))), reason="needs util-linux and xz")
-def test_lanes_share_the_queue_and_a_cute_job_that_fails_is_run_with_triton(tmp_path: Path) -> None:
+@pytest.mark.skipif(not all(map(shutil.which, ("flock", "taskset"))), reason="needs util-linux")
+def test_workers_share_the_queue_and_all_gpus_come_last(tmp_path: Path) -> None:
     fake, out = tmp_path / "bin", tmp_path / "out"
     fake.mkdir()
-    scripts = {"measure": 'echo "$@"; case "$*" in */cells.json*B*) exit 1;; esac', "python3": "", "nvidia-smi": ""}
-    for name, text in scripts.items():
+    # A stand-in for vLLM: says what it was told, and holds its GPU's turn for a moment.
+    turn = 'flock "${FP8PLAN_MEASURE_TURN:-/dev/null}" sleep 0.2'
+    scripts = {
+        "measure": f'echo "$CUDA_VISIBLE_DEVICES measure $*"; {turn}',
+        "sync": 'echo "$CUDA_VISIBLE_DEVICES sync $*"',
+    }
+    for name, text in {**scripts, "python3": "", "nvidia-smi": ""}.items():
         (fake / name).write_text(f"#!/bin/bash\n{text}\n")
         (fake / name).chmod(0o755)
     queue = tmp_path / "queue.txt"
-    queue.write_text("# jobs\ncells|A|bf16,fp8_kv|9|plain\ncells|B|bf16|9|cute\nstarts|C|bf16|9|plain\n")
-    cores = len(os.sched_getaffinity(0))
-    env = os.environ | {"PATH": f"{fake}:{os.environ['PATH']}", "MEASURE": "measure", "CARDS": str(min(2, cores))}
-    env["CACHES"] = str(tmp_path / "caches")
-    for words in (["start", str(out), str(queue)], ["wait", str(out), "30", str(tmp_path)]):
-        subprocess.run(["bash", str(SCRIPT), *words], env=env, check=True, capture_output=True)
-    ran = "".join(file.read_text() for file in out.glob("lane*.log")).splitlines()
-    assert sorted(x.split("--model ")[1].split(" --trace")[0] for x in ran) == [
-        "A --precision bf16 --precision fp8_kv",
+    jobs = ["all|two|T|bf16", "one|a|A|bf16", "one|a|A|fp8_kv", 'one|sync|S|fp8_block|{"x": 1}', "one|b|B|bf16"]
+    queue.write_text("\n".join(["# jobs", *jobs]) + "\n")
+    cards = min(2, len(os.sched_getaffinity(0)))
+    env = os.environ | {"PATH": f"{fake}:{os.environ['PATH']}", "MEASURE": "measure", "SYNC": "sync", "APART": "0"}
+    env |= {"CARDS": str(cards), "CACHES": str(tmp_path / "caches")}
+    subprocess.run(["bash", str(SCRIPT), str(out), "60", str(queue)], env=env, check=True, capture_output=True)
+    ran = [line for file in out.glob("*.log") for line in file.read_text().splitlines()]
+    told = sorted(x.split("--model ")[1].split(" --trace")[0].split(" --steps")[0] for x in ran)
+    assert told == [
+        "A --precision bf16",
+        "A --precision fp8_kv",
         "B --precision bf16",
-        "B --precision bf16",
-        "C --precision bf16 --env VLLM_DEEP_GEMM_WARMUP=skip",
+        "S --precision fp8_block",
+        "T --precision bf16",
     ]
-    assert sum("triton.json" in x for x in ran) == 1
-    assert (tmp_path / "families.tar.xz").stat().st_size > 0
+    assert any('--engine-args {"x": 1}' in x for x in ran)
+    begun = [x for x in (out / "jobs.txt").read_text().splitlines() if "begins" in x]
+    assert begun[-1].endswith("all begins all|two|T|bf16")
+    assert any(x.startswith(",".join(map(str, range(cards))) + " measure") and "two" in x for x in ran)
+    assert not [x for x in (out / "queue.txt").read_text().splitlines() if x]
+
+
+def test_no_job_begins_after_the_time(tmp_path: Path) -> None:
+    out, queue = tmp_path / "out", tmp_path / "queue.txt"
+    queue.write_text("one|a|A|bf16\n")
+    env = os.environ | {"MEASURE": "false", "CARDS": "1", "APART": "0", "CACHES": str(tmp_path / "caches")}
+    subprocess.run(["bash", str(SCRIPT), str(out), "0", str(queue)], env=env, check=True, capture_output=True)
+    assert "begins" not in (out / "jobs.txt").read_text()
+    assert (out / "queue.txt").read_text() == "one|a|A|bf16\n"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # Names of parameters, as vLLM 0.26 and 0.30 have them in the models of fp8plan's families.
 ROUTER: Final = re.compile(r"\.(gate|router)(\.(wg|proj|layer|classifier))?\.weight$")
-ROUTER_BIAS: Final = re.compile(r"\.(gate|router)(\.\w+)?\.(bias|e_score_correction_bias)$|\.e_score_correction_bias$")
+BIAS: Final = re.compile(r"bias$")
 NORM: Final = re.compile(r"norm\w*\.weight$")
 LONGEST_NAME = 200
 ANNOTATIONS: Final = ("execute_", "gpu_", "ProfilerStep", "forward", "Command Buffer")  # spans, no kernels
@@ -104,11 +104,12 @@ class DecodeKernels:
 
 
 def spread_routers(named: Iterable[tuple[str, torch.nn.Parameter]]) -> int:
-    """Give routers weights of standard deviation 1 / sqrt(hidden) and no bias, and norms the weight 1.
+    """Give routers weights of standard deviation 1 / sqrt(hidden), norms the weight 1, and all biases 0.
 
     vLLM's dummy weights are within 0.001 of zero, a norm's too. Scores of a router are then closer to each other than
-    BF16 tells apart, or less than a learned bias, and every token goes to the same experts. Changed in place: captured
-    CUDA graphs go on to use them. Without routers nothing is changed.
+    BF16 tells apart, or less than a learned bias, and every token goes to the same experts. The biases of linears, the
+    same for all tokens, are as large as the embeddings, and after some layers they decide the routing. Changed in
+    place: captured CUDA graphs go on to use them. Without routers nothing is changed. Return the number of routers.
     """
     import torch
 
@@ -122,7 +123,7 @@ def spread_routers(named: Iterable[tuple[str, torch.nn.Parameter]]) -> int:
             new = torch.randn(value.shape, generator=source, device=device) / value.shape[1] ** 0.5
             value.copy_(new.to(value.dtype))
         for name, value in parameters if routers else ():
-            if ROUTER_BIAS.search(name):
+            if BIAS.search(name):
                 value.zero_()
             elif NORM.search(name):
                 value.fill_(1.0)

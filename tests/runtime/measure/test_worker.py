@@ -1,0 +1,118 @@
+"""What measuring does inside vLLM's worker, on stand-ins."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fp8plan.runtime.measure.rollouts.worker import DecodeKernels, spread_routers  # noqa: E402
+
+
+def parameters(**shapes: tuple[int, ...]) -> list[tuple[str, Any]]:
+    """Dummy weights as vLLM makes them, under the names that have __ for a dot."""
+    made = {name.replace("__", "."): torch.rand(shape) * 2e-3 - 1e-3 for name, shape in shapes.items()}
+    return [(name, torch.nn.Parameter(x.to(torch.bfloat16))) for name, x in made.items()]
+
+
+def test_routers_spread_their_tokens() -> None:
+    layer = "model__layers__0__"
+    named = parameters(
+        **{
+            f"{layer}mlp__gate__weight": (64, 2048),
+            f"{layer}mlp__gate__e_score_correction_bias": (64,),
+            f"{layer}mlp__experts__routed_experts__w2_bias": (64, 128),
+            f"{layer}input_layernorm__weight": (2048,),
+            f"{layer}self_attn__qkv_proj__weight": (256, 128),
+        }
+    )
+    before = {name: value.detach().clone() for name, value in named}
+    x = torch.randn(512, 2048)
+
+    def chosen() -> int:
+        normed = (x * named[3][1]).to(torch.bfloat16)
+        scores = (normed @ named[0][1].T).sigmoid() + named[1][1]
+        return len(scores.detach().topk(4, dim=1).indices.unique())
+
+    few = chosen()
+    assert spread_routers(named) == 1
+    assert few < chosen() == 64
+    after = dict(named)
+    names = list(before)
+    assert after[names[0]].detach().float().std() == pytest.approx(2048**-0.5, rel=0.02)
+    assert not after[names[1]].any()
+    assert not after[names[2]].any()
+    assert (after[names[3]] == 1).all()
+    assert torch.equal(after[names[4]], before[names[4]])
+
+
+def test_a_dense_model_is_left_alone() -> None:
+    named = parameters(
+        model__norm__weight=(8,), model__layers__0__mlp__gate_up_proj__weight=(16, 8), lm_head__bias=(4,)
+    )
+    before = [value.detach().clone() for _, value in named]
+    assert spread_routers(named) == 0
+    assert all(torch.equal(old, value) for old, (_, value) in zip(before, named, strict=True))
+
+
+class Event:
+    def __init__(self, name: str, microseconds: float, device: str = "CUDA") -> None:
+        self._name, self._ns, self._device = name, microseconds * 1e3, device
+
+    def name(self) -> str:
+        return self._name
+
+    def duration_ns(self) -> float:
+        return self._ns
+
+    def device_type(self) -> Any:
+        return SimpleNamespace(name=self._device)
+
+
+class Profile:
+    """Stands in for torch.profiler.profile."""
+
+    def __init__(self, ran: list[str]) -> None:
+        self.ran = ran
+        events = [Event("gemm", 10.0), Event("gemm", 20.0), Event("attention", 60.0)]
+        events += [Event("execute_context_0", 900.0), Event("cudaLaunchKernel", 5.0, "CPU")]
+        self.profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
+
+    def start(self) -> None:
+        self.ran.append("start")
+
+    def stop(self) -> None:
+        self.ran.append("stop")
+
+
+def test_only_decode_steps_of_all_requests_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: Profile(ran))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def execute(scheduled: Any) -> None:
+        ran.append(scheduled.label)
+
+    runner = SimpleNamespace(execute_model=execute)
+    kernels = DecodeKernels(runner, requests=2, steps=3)
+    steps = {"fill": {"a": 50}, "mixed": {"a": 1, "b": 50}, **{f"decode {i}": {"a": 1, "b": 1} for i in range(5)}}
+    for label, tokens in steps.items():
+        total = sum(tokens.values())
+        runner.execute_model(
+            SimpleNamespace(label=label, num_scheduled_tokens=tokens, total_num_scheduled_tokens=total)
+        )
+    found = kernels.end()
+    assert ran == [
+        "fill", "mixed", "start", "decode 0", "decode 1", "decode 2", "stop", "decode 3", "decode 4",
+    ]  # fmt: skip
+    assert runner.execute_model is execute
+    assert found == [("attention", 0.33, 20.0), ("gemm", 0.67, 10.0)]
+
+
+def test_without_such_a_step_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: Profile([]))
+    runner = SimpleNamespace(execute_model=lambda scheduled: None)
+    assert DecodeKernels(runner, requests=8, steps=4).end() == []
