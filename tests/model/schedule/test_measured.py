@@ -19,23 +19,23 @@ def rollouts() -> list[Record]:
     """The rollouts, those of gpt-oss with the model whose config can be read."""
     return [
         replace(record, fields={**record.fields, "model": planned_name(record.fields["model"])})
-        for name in ("rollouts", "biased_routers")
+        for name in ("rollouts", "biased_routers", "held_out")
         for record in read_records(FAMILIES / f"{name}.jsonl")
     ]
 
 
 @cache
 def traces():
-    return read_traces([FAMILIES / "rollouts.trace.jsonl.gz"])
+    return read_traces(FAMILIES.glob("*.trace.jsonl.gz"))
 
 
 def name_of(record: Record) -> str:
     return "-".join((record.fields["model"].rpartition("/")[2], record.fields["precision"], record.fields["workload"]))
 
 
-def test_fifty_five_rollouts_were_measured() -> None:
-    assert len(rollouts()) == 55
-    assert sum(record.fields["model"] == planned_name(NATIVE_MXFP4) for record in rollouts()) == 10
+def test_many_rollouts_were_measured() -> None:
+    assert len(rollouts()) == 89
+    assert sum(record.fields["model"] == planned_name(NATIVE_MXFP4) for record in rollouts()) == 13
 
 
 @pytest.mark.parametrize("record", rollouts(), ids=name_of)
