@@ -164,10 +164,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def _start_one_rank() -> None:
-    import torch.distributed
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel, model_parallel_is_initialized
 
-    if not torch.distributed.is_initialized():
+    if not model_parallel_is_initialized():  # an engine that was shut down in this process takes its groups with it
         meeting = tempfile.mkdtemp(prefix="fp8plan-kv-")
         init_distributed_environment(1, 0, f"file://{meeting}/rank", 0, "gloo")
         initialize_model_parallel(1, 1)

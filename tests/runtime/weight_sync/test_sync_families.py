@@ -123,7 +123,7 @@ def test_float32_is_kept_where_vllm_keeps_it_and_refused_elsewhere(case: Case) -
     assert all((tensor != tensor.bfloat16().float()).any() for tensor in wide.values())
     state = case.engine.state
     settings = state.settings
-    state.settings = replace(settings, samples=len(sent))
+    state.settings = replace(settings, samples=len(sent), in_place=True)
     try:
         report = case.engine.sync_weights(sent | wide, kv_prompts=CALIBRATION)
     finally:
