@@ -11,7 +11,7 @@ from typing import Any
 
 from fp8plan import jsonl
 from fp8plan.errors import ConfigError
-from fp8plan.model.architecture import ModelShape
+from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.configs import find_config
 from fp8plan.model.emit.settings import vllm_env, vllm_kwargs
 from fp8plan.model.hardware import find_gpu
@@ -198,6 +198,14 @@ def _kwargs(setup: EngineSetup, setting: dict[str, Any], readable: bool, options
     return kept | KWARGS | {"model": str(folder)} | dict(setting.get("engine_args", {}))
 
 
+def _may_have_experts(setting: dict[str, Any]) -> bool:
+    """Return False for a dense model; True also for one that fp8plan cannot read."""
+    try:
+        return bool(ModelShape.from_hf(_source(setting)).parts_of(Experts))
+    except ConfigError:
+        return True
+
+
 def _same_in_all_runs(
     setting: dict[str, Any], name: str, limits: EngineLimits, release: str, options: Options
 ) -> dict[str, Any]:
@@ -216,7 +224,7 @@ def _same_in_all_runs(
         "kv_cache_tokens": setting.get("kv_cache_tokens"),
         "logprobs": 0,
         "weights": "random",
-        "routers": "spread",  # MeasuredWorker.fp8plan_spread_routers
+        **({"routers": "spread"} if _may_have_experts(setting) else {}),  # MeasuredWorker.fp8plan_spread_routers
         "env": options.env,
         **dict(sorted(kept.items())),
         **({"engine_args": setting["engine_args"]} if "engine_args" in setting else {}),
