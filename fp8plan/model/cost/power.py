@@ -22,10 +22,10 @@ import numpy as np
 
 from fp8plan.model.cost.base import Array, Cost, StepBatch
 from fp8plan.model.cost.bounds import Engine, bytes_bound, flops_by_dtype
-from fp8plan.model.cost.sustained import knows_power, of_clock
+from fp8plan.model.cost.sustained import POWER, knows_power, of_clock
 from fp8plan.model.profile.profile import Profile
 
-IDLE, MEMORY = "power.idle_watts", "power.memory_watts"
+IDLE, MEMORY = POWER, "power.memory_watts"
 MATH = {"bf16": "power.bf16_watts", "fp8": "power.fp8_watts"}
 LEAST_CLOCK = 0.4  # no step comes near
 
@@ -56,8 +56,11 @@ class PowerLimit(NamedTuple):
 
 def sm_seconds(cost: Cost) -> Array:
     """Seconds of a cost that SMs decide: what it would gain with a clock without end."""
-    parts = [-of_clock(name) * partial for name, partial in cost.partials.items() if of_clock(name)]
-    return np.sum(parts, axis=0) if parts else np.zeros(cost.seconds.shape)
+    total = np.zeros(cost.seconds.shape)
+    for name, partial in cost.partials.items():
+        if power := of_clock(name):
+            total -= power * partial
+    return total
 
 
 def power_limit(engine: Engine, batch: StepBatch, seconds: Array, sm: Array, profile: Profile) -> PowerLimit | None:

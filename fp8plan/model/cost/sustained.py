@@ -16,7 +16,8 @@ has not seen are predicted within 3.3% instead of 3.5%.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from copy import copy
+from functools import cache
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from fp8plan.model.cost.base import Cost
 from fp8plan.model.profile.profile import Profile
 
 CLOCK, MEMORY = "clock.sustained_efficiency", "memory.sustained_efficiency"
+POWER = "power.idle_watts"  # the others of fp8plan.model.cost.power come with it
 SM_RATES = ("compute_efficiency", "sm_bandwidth")
 SM_TIMES = ("decode_tile_seconds", "decode_token_seconds", "prefill_tile_seconds", "prefill_pair_seconds")
 
@@ -39,7 +41,10 @@ def sustained(profile: Profile, only: str | None = None) -> Profile:
     scaled = dict(profile.coefficients)
     for factor, power in factors.items():
         scaled = {name: value * profile.coefficients[factor] ** power(name) for name, value in scaled.items()}
-    return replace(profile, coefficients=scaled, log_covariance={})
+    found = copy(profile)  # not dataclasses.replace, which would check thousands of values again that are the same
+    object.__setattr__(found, "coefficients", scaled)
+    object.__setattr__(found, "log_covariance", {})
+    return found
 
 
 def with_sustained(cost: Cost, profile: Profile, only: str | None = None) -> Cost:
@@ -62,14 +67,16 @@ def _factors(profile: Profile, only: str | None) -> dict[str, Callable[[str], in
 
 def knows_power(profile: Profile) -> bool:
     """Return True if the profile has the coefficients of fp8plan.model.cost.power."""
-    return any(name.startswith("power.") for name in profile.coefficients)
+    return POWER in profile.coefficients
 
 
+@cache
 def of_clock(name: str) -> int:
     """The power of the clock in a coefficient: 1 for work per second of an SM, -1 for seconds of its work."""
     return int(name.endswith(SM_RATES)) - int(name.endswith(SM_TIMES))
 
 
+@cache
 def _of_memory(name: str) -> int:
     """The power of the memory in a coefficient: 1 for a share of the bandwidth, -1 for a number of reads."""
     bandwidth = name.endswith("bandwidth_efficiency") and not name.startswith("collective")
