@@ -4,9 +4,9 @@
 # QUEUE (benchmarks/families/queue.txt) has a job a line, the most wanted first:
 #     one|CELLS|MODEL|PRECISION              CELLS: a list of cells in benchmarks/families
 #     one|sync|MODEL|PRECISION|ENGINE_ARGS   benchmarks.gpu.weight_sync; ENGINE_ARGS is JSON
-#     all|CELLS|MODEL|PRECISION              an engine on all GPUs, after all jobs on one
-# Two workers share a GPU: one has its engine there, while the other has imported vLLM and waits. No job begins after
-# SECONDS. DEEP_GEMM names a folder of compiled kernels to start from (benchmarks.gpu.compile_deep_gemm): without it the
+#     all|CELLS|MODEL|PRECISION              an engine on all GPUs, before all jobs on one
+# Two workers share a GPU, or all of them, with half of its cores each: one has its engine there, while the other has
+# imported vLLM and waits. No job begins after SECONDS. Experts are drawn evenly for each token, by vLLM's own simulation. DEEP_GEMM names a folder of compiled kernels to start from (benchmarks.gpu.compile_deep_gemm): without it the
 # first engine of a model with FP8 weights compiles for minutes.
 set -u
 out=$(realpath -m "$1"); last=$2; queue=$(realpath "${3:-$(dirname "$0")/families/queue.txt}")
@@ -43,7 +43,8 @@ run() { # NAME KIND CELLS MODEL PRECISION [ENGINE_ARGS], with the cores in $core
             --output "$out/weight_sync.$name.jsonl"
     else
         FP8PLAN_MEASURE_TURN=$out/turn.$name taskset -c "$cores" $measure --cells "benchmarks/families/$cells.json" \
-            --model "$model" --precision "$precision" --trace --kernels --timeout 600 --output "$out/$cells.$name.jsonl"
+            --model "$model" --precision "$precision" --trace --kernels --timeout 600 --output "$out/$cells.$name.jsonl" \
+            --env VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random
     fi
 }
 
@@ -57,6 +58,14 @@ worker() { # KIND NAME
     done
 }
 
+pair() { # KIND NAME FIRST LAST: two workers on cores FIRST to LAST
+    local middle=$((($3 + $4) / 2))
+    (cores=$3-$middle; worker "$1" "$2") &
+    sleep "${APART:-12}"
+    (cores=$((middle + 1))-$4; worker "$1" "$2")
+    wait
+}
+
 mkdir -p "$out"
 grep -v '^#' "$queue" > "$out/queue.txt"
 { nvidia-smi; python3 -m pip list 2> /dev/null | grep -iE 'torch|transformers|triton|einops|cuda|numpy|ninja'; nproc; } \
@@ -65,17 +74,12 @@ each=$(($(env -u OMP_NUM_THREADS nproc) / cards))
 for card in $(seq 0 $((cards - 1))); do
     mkdir -p "$caches/$card"
     [ -n "${DEEP_GEMM:-}" ] && cp -r "$DEEP_GEMM/vllm" "$DEEP_GEMM/trtllm" "$caches/$card/"
-    (
-        on "$card"
-        cores=$((card * each))-$((card * each + each - 1))
-        worker one "g$card" &
-        sleep "${APART:-12}"
-        worker one "g$card"
-        wait
-    ) &
+done
+if grep -q '^all|' "$out/queue.txt"; then
+    (on "$(seq -s , 0 $((cards - 1)))"; pair all all 0 $((cards * each - 1)))
+fi
+for card in $(seq 0 $((cards - 1))); do
+    (on "$card"; pair one "g$card" $((card * each)) $((card * each + each - 1))) &
 done
 wait
-on "$(seq -s , 0 $((cards - 1)))"
-cores=0-$((cards * each - 1))
-worker all all
 say "no more jobs"

@@ -34,6 +34,8 @@ class Gpu:
     gpus_per_node:      GPUs that reach each other without the network: those of one host (8 in HGX and DGX hosts), or
                         of one NVLink domain where that is larger. `--gpus-per-node` overrides it
     power_limit_watts:  of the GPU alone, as shipped; None where it is not known
+    tuned_fp8_experts:  (experts, their intermediate size on one rank) for which vLLM ships a tuned configuration of its
+                        block-FP8 Triton kernel; None where it takes another kernel
     """
 
     name: str
@@ -50,6 +52,7 @@ class Gpu:
     sources: dict[str, str]
     gpus_per_node: int = 8
     power_limit_watts: float | None = None
+    tuned_fp8_experts: frozenset[tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
         if self.gpus_per_node < 1:
@@ -130,7 +133,7 @@ def _device(name: str) -> Gpu:
             continue
         field, unit = _UNITS.get(key, (key, 1))
         value, source = fact or (None, None)
-        values[field] = value and value * unit
+        values[field] = frozenset(map(tuple, value)) if isinstance(value, list) else value and value * unit
         if source:
             sources[field] = source
     return Gpu(name=name, sources=sources, **values)

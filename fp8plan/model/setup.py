@@ -107,4 +107,6 @@ class EngineSetup:
 
     def step_model(self, profile: Profile, experts_hit: int | None = None) -> StepModel:
         """The cost model of one replica's steps. experts_hit: as in StepModel"""
-        return StepModel(self.shape, self.gpu, self.precision, self.limits, profile, experts_hit)
+        # A CPU has no rare parts' coefficients, and its steps are no host's.
+        groups = 1 if self.gpu.is_cpu else len(self.kv_plan(0).groups)
+        return StepModel(self.shape, self.gpu, self.precision, self.limits, profile, experts_hit, groups)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fp8plan.model.architecture import Experts
 from fp8plan.model.calibrate.engine_steps import Windows
 from fp8plan.model.cost.base import Array
 from fp8plan.model.cost.bounds import bytes_bound, flops_by_dtype
@@ -32,6 +33,7 @@ def power_coefficients(steps: Sequence[Windows], profile: Profile) -> dict[str, 
     """
     runs = [x for x in steps if x.record.fields.get("power_w") and x.record.fields.get("sm_mhz")]
     runs = [x for x in runs if x.record.seconds >= LEAST_SECONDS and x.record.setup.gpu.power_limit_watts]
+    runs = [x for x in runs if not _computes_padding(x)]
     if len(runs) < LEAST_RUNS:
         return {}
     fastest = max(float(x.record.fields["sm_mhz"]) for x in runs)
@@ -45,6 +47,12 @@ def power_coefficients(steps: Sequence[Windows], profile: Profile) -> dict[str, 
     if (found <= 0).any():
         return {}
     return dict(zip((IDLE, MEMORY, MATH["bf16"], MATH["fp8"]), found.tolist(), strict=True))
+
+
+def _computes_padding(run: Windows) -> bool:
+    """Whether a rollout's experts compute many more rows than are counted: in FP8 with a few tokens for each."""
+    setup = run.record.setup
+    return setup.precision.weights != "bf16" and bool(setup.shape.parts_of(Experts))
 
 
 def _used(run: Windows, profile: Profile, fastest: float) -> Array:

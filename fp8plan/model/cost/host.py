@@ -24,6 +24,8 @@ from fp8plan.model.model_runner import model_runner
 from fp8plan.model.precision import BF16_BYTES, FP32_BYTES, Precision
 from fp8plan.model.profile.profile import Profile
 
+GROUPS = "host.groups"
+
 
 def layer_cost(m: Array, shape: ModelShape, tensor_parallel: int, gpu: Gpu, profile: Profile) -> Cost:
     """Seconds of the small kernels of all layers at m tokens, and of the gaps between kernels, shape (steps,)."""
@@ -107,10 +109,15 @@ def sampler_cost(rows: Array, vocabulary: int, runner: str, gpu: Gpu, profile: P
     return found + times(np.where(rows > 0, 1.0, 0.0), *profile.named(launch))
 
 
-def host_cost(batch: StepBatch, profile: Profile) -> Cost:
-    """Seconds the host needs per step to schedule its requests and to keep their books, shape (steps,)."""
+def host_cost(batch: StepBatch, cache_groups: int, profile: Profile) -> Cost:
+    """Seconds the host needs per step to schedule its requests and to keep their books, shape (steps,).
+
+    cache_groups: as in StepModel; vLLM keeps a block table for each request and group
+    """
     requests = batch.decode_requests + batch.prefill_requests
     cost = times(requests, *profile.named("host.request_seconds"))
+    if cache_groups > 1:
+        cost = cost + times(requests * float(cache_groups - 1), *profile.named(f"{GROUPS}.request_seconds"))
     return cost + constant(*profile.named("host.step_seconds"), cost.seconds)
 
 

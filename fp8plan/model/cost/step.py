@@ -15,10 +15,10 @@ from fp8plan.model.architecture.parts import Experts
 from fp8plan.model.cost.base import QUANTITIES, Array, Cost, StepBatch, norm8, tokens_of, whole
 from fp8plan.model.cost.collective import all_reduce_cost, with_network
 from fp8plan.model.cost.components import Component, gradient_of, total_of, where_busy
-from fp8plan.model.cost.host import host_cost, launch_cost, launches, layer_cost, sampling_cost
+from fp8plan.model.cost.host import GROUPS, host_cost, launch_cost, launches, layer_cost, sampling_cost
 from fp8plan.model.cost.linears.gemm import gemm_cost, quantise_cost
 from fp8plan.model.cost.linears.moe import moe_cost
-from fp8plan.model.cost.mixers.of_model import caches_cost, kernels_of, mixer_costs
+from fp8plan.model.cost.mixers.of_model import SCHEDULE, caches_cost, kernels_of, mixer_costs, unscheduled_layers
 from fp8plan.model.cost.power import PowerLimit, power_limit, sm_seconds
 from fp8plan.model.cost.sustained import knows_power, of_clock, sustained, with_sustained
 from fp8plan.model.hardware import Gpu
@@ -34,6 +34,7 @@ class StepModel:
     """A model of one engine replica: a model in a precision on tensor_parallel_size GPUs, with its profile.
 
     layers, head: the linears of one rank, and lm_head
+    cache_groups: groups of layers with a block table of their own (fp8plan.model.kv_cache)
     experts_hit:  distinct experts of a layer that a step's tokens go to, where that is known; None: even routing
     """
 
@@ -43,6 +44,7 @@ class StepModel:
     limits: EngineLimits
     profile: Profile
     experts_hit: int | None = None
+    cache_groups: int = 1
     layers: list[Linear] = field(init=False, repr=False, compare=False)
     head: Linear = field(init=False, repr=False, compare=False)
     _sustained: Profile = field(init=False, repr=False, compare=False)
@@ -52,6 +54,8 @@ class StepModel:
         object.__setattr__(self, "layers", [x for x in linears if x.name != "lm_head"])
         object.__setattr__(self, "head", next(x for x in linears if x.name == "lm_head"))
         rare = {kernel for kernel in kernels_of(self.shape, self.precision) if f"{kernel}.".startswith(RARE_PARTS)}
+        rare |= {SCHEDULE} if unscheduled_layers(self.shape, self.precision, self.profile) else set()
+        rare |= {GROUPS} if self.cache_groups > 1 else set()
         object.__setattr__(self, "profile", with_kernels(self.profile, self.gpu, rare))
         if self._between_nodes:
             object.__setattr__(self, "profile", with_network(self.profile))
@@ -152,7 +156,7 @@ class StepModel:
         """Seconds that the host needs for scheduling and launching."""
         graphed = tokens_of(batch) <= max(cudagraph_capture_sizes(self.limits), default=0)
         launched = launches(graphed, batch.prefill_tokens > 0, self.shape, self.layers, self.precision)
-        return host_cost(batch, self.profile), launch_cost(launched, self.profile)
+        return host_cost(batch, self.cache_groups, self.profile), launch_cost(launched, self.profile)
 
     def _gpu_components(self, batch: StepBatch) -> list[Component]:
         tp, tokens, profile = self.limits.tensor_parallel_size, tokens_of(batch), self._sustained

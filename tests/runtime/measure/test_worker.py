@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fp8plan.runtime.measure.rollouts.worker import DecodeKernels, spread_routers  # noqa: E402
+from fp8plan.runtime.measure.rollouts.worker import StepKernels, decodes, fills, spread_routers  # noqa: E402
 
 
 def parameters(**shapes: tuple[int, ...]) -> list[tuple[str, Any]]:
@@ -97,22 +97,29 @@ def test_only_decode_steps_of_all_requests_are_recorded(monkeypatch: pytest.Monk
         ran.append(scheduled.label)
 
     runner = SimpleNamespace(execute_model=execute)
-    kernels = DecodeKernels(runner, requests=2, steps=3)
+    kernels = StepKernels(runner, decodes(2), steps=3)
     steps = {"fill": {"a": 50}, "mixed": {"a": 1, "b": 50}, **{f"decode {i}": {"a": 1, "b": 1} for i in range(5)}}
     for label, tokens in steps.items():
         total = sum(tokens.values())
         runner.execute_model(
             SimpleNamespace(label=label, num_scheduled_tokens=tokens, total_num_scheduled_tokens=total)
         )
-    found = kernels.end()
+    found, tokens = kernels.end()
     assert ran == [
         "fill", "mixed", "start", "decode 0", "decode 1", "decode 2", "stop", "decode 3", "decode 4",
     ]  # fmt: skip
     assert runner.execute_model is execute
     assert found == [("attention", 0.33, 20.0), ("gemm", 0.67, 10.0)]
+    assert tokens == 2
+
+
+def test_steps_that_fill_prompts_are_told_apart() -> None:
+    wanted = fills(100)
+    assert wanted([60, 50]) and wanted([100])
+    assert not wanted([99]) and not wanted([1, 200]) and not wanted([])
 
 
 def test_without_such_a_step_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.profiler, "profile", lambda activities: Profile([]))
     runner = SimpleNamespace(execute_model=lambda scheduled: None)
-    assert DecodeKernels(runner, requests=8, steps=4).end() == []
+    assert StepKernels(runner, decodes(8), steps=4).end() == ([], 0.0)

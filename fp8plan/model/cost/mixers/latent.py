@@ -1,8 +1,9 @@
 """Multi-head latent attention (MLA) of one layer.
 
     part    = FLOPs of its key blocks / (BF16 peak / SMs * eff) + tile_seconds
-    decode  = |latent bytes / (bandwidth * eff), rounds of parts * part|_8
-    prefill = attention of as many KV heads as query heads, + the projection of the latents that were computed earlier
+    decode  = |latent bytes / (bandwidth * eff), rounds of parts * part|_8 + absorbed_passes * queries' bytes / bandwidth
+    prefill = attention of as many KV heads as query heads, + the projection of the latents that were computed earlier,
+              + rows of heads * prefill_row_seconds
     seconds = launch + decode + prefill
 
 A decoding request reads each token's latent once for all heads, which makes as many FLOPs a byte as a GEMM: with 128
@@ -10,6 +11,8 @@ heads the tensor cores are the limit. Kernels compute rows of at least TILE_HEAD
 one request, or a part of it. FlashAttention 3 cuts requests as it does elsewhere. FlashMLA, which reads FP8, cuts them
 so that all SMs have the same to do. Decode multiplies by the halves of kv_b_proj where prefill multiplies by the whole.
 Both read it once, so that it is counted among the linears for all tokens alike (layers/attention/mla_attention.py).
+Around decode, queries and outputs of a latent's width are written, joined and read for every head: with 20 heads and
+256 requests that is 7% of a step of GLM-4.7-Flash. Around prefill, keys and values of every head are.
 Sparse attention (a token indexer) reads `top_k` latents at most. Its indexer is counted as the product of its heads'
 queries with all keys, in FP8. That is modelled; nothing was measured.
 """
@@ -23,7 +26,7 @@ from fp8plan.model.cost.base import Array, Cost, StepBatch, norm2, norm8, times,
 from fp8plan.model.cost.mixers.attention import kv_write_cost, parts_of, prefill_cost
 from fp8plan.model.cost.mixers.windows import last_tokens
 from fp8plan.model.hardware import Gpu
-from fp8plan.model.precision import BF16, FP32_BYTES, Precision
+from fp8plan.model.precision import BF16, BF16_BYTES, FP32_BYTES, Precision
 from fp8plan.model.profile.profile import Profile
 
 TILE_HEADS = 64  # query rows of a tile in FlashMLA and FlashAttention 3 (csrc/flashmla; hopper/tile_size.h)
@@ -48,7 +51,9 @@ def latent_cost(
     attention = Attention(latent.heads, latent.heads, qk_width(latent), latent.v_head_dim)
     earlier = (batch.prefill_kv_tokens - batch.prefill_tokens) * float(2 * latent.dequantised_elements(tp))
     projected = traffic(earlier, gpu.bf16_flops, profile.named("gemm.bf16.compute_efficiency"))
-    return total + decode + prefill_cost(read, attention, BF16, tp, gpu, profile) + projected
+    rows = batch.prefill_tokens * float(latent.heads // tp)
+    around = times(rows, *profile.named(f"{prefix}.prefill_row_seconds"))
+    return total + decode + prefill_cost(read, attention, BF16, tp, gpu, profile) + projected + around
 
 
 def _decode(
@@ -67,7 +72,9 @@ def _decode(
     part = traffic(flops, gpu.bf16_flops / gpu.sm_count, profile.named(f"{prefix}_compute_efficiency"))
     part = part + times(np.ones_like(flops), *profile.named(f"{prefix}_tile_seconds"))
     memory = traffic(bytes_, gpu.memory_bandwidth, profile.named(f"{prefix}_bandwidth_efficiency"))
-    return norm8(memory, part.scaled(rounds))
+    queries = read.decode_requests * float(latent.heads // tp * _latent_width(latent) * BF16_BYTES)
+    absorbed = times(queries / gpu.memory_bandwidth, *profile.named(f"mla.{precision.kv}.absorbed_passes"))
+    return norm8(memory, part.scaled(rounds)) + absorbed
 
 
 def _tiles(latent: LatentAttention, tp: int) -> int:
@@ -77,7 +84,7 @@ def _tiles(latent: LatentAttention, tp: int) -> int:
 
 def latent_cache_cost(tokens: Array, latent: LatentAttention, precision: Precision, gpu: Gpu, profile: Profile) -> Cost:
     """Seconds of writing the latents of `tokens` in one layer, (steps,)."""
-    return kv_write_cost(tokens, latent.kv_lora_rank + latent.qk_rope_head_dim, precision, gpu, profile)
+    return kv_write_cost(tokens, _latent_width(latent), precision, gpu, profile)
 
 
 def read_by(batch: StepBatch, latent: LatentAttention) -> StepBatch:
@@ -89,7 +96,12 @@ def read_by(batch: StepBatch, latent: LatentAttention) -> StepBatch:
 
 def latent_bytes(latent: LatentAttention, precision: Precision) -> int:
     """Bytes of one token's latent on each rank."""
-    return (latent.kv_lora_rank + latent.qk_rope_head_dim) * precision.kv_element_bytes
+    return _latent_width(latent) * precision.kv_element_bytes
+
+
+def _latent_width(latent: LatentAttention) -> int:
+    """Elements of one token's latent, and of one head's query in decode."""
+    return latent.kv_lora_rank + latent.qk_rope_head_dim
 
 
 def decode_flops(latent: LatentAttention, tp: int) -> int:

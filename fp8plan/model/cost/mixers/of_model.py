@@ -8,8 +8,14 @@ import numpy as np
 
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import Attention, Experts, LatentAttention, Mixer, Mlp, ShortConv
-from fp8plan.model.cost.base import Array, Cost, StepBatch, zero
-from fp8plan.model.cost.mixers.attention import attention_cost, cache_cost, flops_per_pair, kv_bytes_per_token
+from fp8plan.model.cost.base import Array, Cost, StepBatch, times, zero
+from fp8plan.model.cost.mixers.attention import (
+    FLASH_ATTENTION_3,
+    attention_cost,
+    cache_cost,
+    flops_per_pair,
+    kv_bytes_per_token,
+)
 from fp8plan.model.cost.mixers.latent import (
     decode_flops,
     latent_bytes,
@@ -23,6 +29,8 @@ from fp8plan.model.cost.mixers.windows import seen
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import Precision
 from fp8plan.model.profile.profile import Profile
+
+SCHEDULE = "attention_schedule"
 
 
 def mixers_of(shape: ModelShape) -> Iterator[tuple[Mixer, int]]:
@@ -46,7 +54,24 @@ def mixer_costs(
             name, one = "recurrent", recurrent_cost(batch, mixer, tp, gpu, profile)
         one = one.scaled(number)
         found[name] = found[name] + one if name in found else one
+    if number := unscheduled_layers(shape, precision, profile):
+        working = (batch.decode_requests + batch.prefill_tokens) > 0
+        planned = times(np.where(working, float(number), 0.0), *profile.named(f"{SCHEDULE}.launch_seconds"))
+        found["attention"] = found["attention"] + planned
     return found
+
+
+def unscheduled_layers(shape: ModelShape, precision: Precision, profile: Profile) -> int:
+    """The layers whose attention plans its own parts, in a kernel before it.
+
+    vLLM plans FlashAttention 3 once a step where all layers have the same window, and else leaves it to each layer
+    (aot_schedule in v1/attention/backends/flash_attn.py). 24 layers of gpt-oss on an H200: 2.4 us each.
+    """
+    parts = shape.parts_of(Attention)
+    if len({attention.window for attention, _ in parts}) < 2:
+        return 0
+    backend = profile.kernel_backends.get(f"attention.{precision.kv}")
+    return sum(number for _, number in parts) if backend == FLASH_ATTENTION_3 else 0
 
 
 def caches_cost(m: Array, shape: ModelShape, precision: Precision, tp: int, gpu: Gpu, profile: Profile) -> Cost:

@@ -26,7 +26,7 @@ from fp8plan.runtime.measure.rollouts.attempts import attempts, disturbance, lis
 from fp8plan.runtime.measure.rollouts.engine_log import engine_numbers, kernel_backends, model_runner, uses_e8m0
 from fp8plan.runtime.measure.rollouts.engine_parts import telling_lines
 from fp8plan.runtime.measure.rollouts.host import Host
-from fp8plan.runtime.measure.rollouts.timed_rollout import decode_kernels, token_prompts
+from fp8plan.runtime.measure.rollouts.timed_rollout import decode_kernels, prefill_kernels, token_prompts
 from fp8plan.runtime.measure.rollouts.trace import Trace, write_trace
 from fp8plan.runtime.measure.rollouts.warm_up import prefill_ladder, warm_up
 from fp8plan.schemas import VERSIONS
@@ -100,6 +100,9 @@ def _measure(job: Mapping[str, Any], note: Callable[[str], None], LLM: Any) -> N
             found = decode_kernels(llm, batch, context)
             write(job["kernels"], facts | {"batch": batch, "context": context} | found)
             note(f"kernels of {batch} requests at {context} tokens: {found['kernels_us']:.0f} us a decode step")
+        found = prefill_kernels(llm)
+        write(job["kernels"], facts | found)
+        note(f"kernels of {found['prefill_tokens']:.0f} prompt tokens: {found['kernels_us']:.0f} us a step")
 
 
 @contextmanager

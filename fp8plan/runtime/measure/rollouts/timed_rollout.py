@@ -23,6 +23,7 @@ COUNTERS = {
 # One observation for each engine step that gave at least one token; a step that only fills prompts is not counted.
 STEPS = "vllm:iteration_tokens_total"
 DECODE_STEPS, FILLING_STEPS = 16, 20  # whose kernels are timed; at most so many fill prompts before
+PREFILL_STEPS, PREFILL_TOKENS, PROMPT = 2, 8000, 2000  # whose kernels are timed, of so many tokens and more
 
 
 def token_prompts(work: Mapping[str, Any], vocabulary: int) -> list[dict[str, list[int]]]:
@@ -61,17 +62,31 @@ def decode_kernels(llm: Any, batch: int, context: int) -> dict[str, Any]:
 
     kernels: [name, launches, microseconds] of a step; kernels_us: microseconds of all
     """
+    tokens = 3 * DECODE_STEPS + FILLING_STEPS  # the first requests decode while prompts of the others are filled
+    return _kernels(llm, batch, context, tokens, {"steps": DECODE_STEPS, "requests": batch})
+
+
+def prefill_kernels(llm: Any) -> dict[str, Any]:
+    """Kernels of the first GPU in a step that fills prompts, a mean of PREFILL_STEPS, as `decode_kernels`.
+
+    prefill_tokens: of a step, at least PREFILL_TOKENS
+    """
+    room = llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    prompts = (PREFILL_STEPS + 3) * room // PROMPT
+    return _kernels(llm, prompts, PROMPT, 1, {"steps": PREFILL_STEPS, "tokens": PREFILL_TOKENS})
+
+
+def _kernels(llm: Any, prompts: int, context: int, response: int, recorded: Mapping[str, int]) -> dict[str, Any]:
     from vllm import SamplingParams
 
-    work = {"seed": 0, "prompt_ids": range(batch), "prompt_lengths": [context] * batch}
-    prompts = token_prompts(work, llm.llm_engine.model_config.get_vocab_size())
-    tokens = 3 * DECODE_STEPS + FILLING_STEPS  # the first requests decode while prompts of the others are filled
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0, temperature=1.0)
+    work = {"seed": 0, "prompt_ids": range(prompts), "prompt_lengths": [context] * prompts}
+    params = SamplingParams(max_tokens=response, ignore_eos=True, detokenize=False, logprobs=0, temperature=1.0)
     empty_prefix_cache(llm)
-    llm.collective_rpc("fp8plan_kernels_begin", args=(batch, DECODE_STEPS))
-    llm.generate(prompts, params, use_tqdm=False)
-    found = llm.collective_rpc("fp8plan_kernels_end")[0]
-    return {"kernels": found, "kernels_us": round(sum(us for *_, us in found), 1)}
+    llm.collective_rpc("fp8plan_kernels_begin", kwargs=dict(recorded))
+    llm.generate(token_prompts(work, llm.llm_engine.model_config.get_vocab_size()), params, use_tqdm=False)
+    found, tokens = llm.collective_rpc("fp8plan_kernels_end")[0]
+    filled = {"prefill_tokens": tokens} if "tokens" in recorded else {}
+    return {"kernels": found, "kernels_us": round(sum(us for *_, us in found), 1)} | filled
 
 
 def empty_prefix_cache(llm: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.runtime.measure.rollouts.engine_parts import engine_parts
@@ -44,42 +44,55 @@ class MeasuredWorker:
 
     def fp8plan_spread_routers(self) -> int:
         """Make the routers' scores differ, as a trained model's do. Return how many routers there are."""
-        return spread_routers(_runner(self).get_model().named_parameters())
+        return spread_routers(self.model_runner.get_model().named_parameters())  # type: ignore[attr-defined]
 
-    def fp8plan_kernels_begin(self, requests: int, steps: int) -> None:
-        """Record the kernels of so many decode steps of exactly so many requests, as soon as they come."""
-        self._fp8plan_kernels = DecodeKernels(_runner(self), requests, steps)
+    def fp8plan_kernels_begin(self, steps: int, requests: int = 0, tokens: int = 0) -> None:
+        """Record the kernels of so many steps, as soon as they come: decode steps of exactly so many requests, or
+        steps that fill at least so many tokens of prompts."""
+        wanted = fills(tokens) if tokens else decodes(requests)
+        self._fp8plan_kernels = StepKernels(self.model_runner, wanted, steps)  # type: ignore[attr-defined]
 
-    def fp8plan_kernels_end(self) -> list[tuple[str, float, float]]:
-        """The recorded kernels of a step on this GPU: (name, launches, microseconds), the longest first."""
+    def fp8plan_kernels_end(self) -> tuple[list[tuple[str, float, float]], float]:
+        """The recorded kernels of a step on this GPU: (name, launches, microseconds), the longest first; and its tokens."""
         return self._fp8plan_kernels.end()
 
 
-def _runner(worker: Any) -> Any:
-    return worker.model_runner
+def decodes(requests: int) -> Callable[[Sequence[int]], bool]:
+    """Whether each of exactly so many requests gets one token."""
+    return lambda tokens: len(tokens) == requests == sum(tokens)
 
 
-class DecodeKernels:
-    """The kernels of `steps` decode steps in a row, by torch's profiler. Wraps the model runner's execute_model."""
+def fills(prompt_tokens: int) -> Callable[[Sequence[int]], bool]:
+    """Whether at least so many tokens of prompts are filled and nothing else."""
+    return lambda tokens: min(tokens, default=0) > 1 and sum(tokens) >= prompt_tokens
 
-    def __init__(self, runner: Any, requests: int, steps: int) -> None:
+
+class StepKernels:
+    """The kernels of `steps` steps in a row, by torch's profiler. Wraps the model runner's execute_model.
+
+    wanted: the tokens of each request in a step -> whether it is one of them
+    tokens: of all requests in the recorded steps
+    """
+
+    def __init__(self, runner: Any, wanted: Callable[[Sequence[int]], bool], steps: int) -> None:
         import torch
 
-        self.runner, self.requests, self.left, self.steps = runner, requests, steps, steps
+        self.runner, self.wanted, self.left, self.steps, self.tokens = runner, wanted, steps, steps, 0
         self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
         self.execute, self.running = runner.execute_model, False
         runner.execute_model = self._execute
 
     def _execute(self, scheduled: Any, *arguments: Any, **named: Any) -> Any:
-        tokens = scheduled.num_scheduled_tokens
-        decode = len(tokens) == self.requests == scheduled.total_num_scheduled_tokens
-        if decode and not self.running and self.left:
+        tokens = list(scheduled.num_scheduled_tokens.values())
+        wanted = self.wanted(tokens)
+        if wanted and not self.running and self.left:
             self._at_rest(self.profile.start)
             self.running = True
-        elif self.running and (not decode or not self.left):
+        elif self.running and (not wanted or not self.left):
             self._at_rest(self.profile.stop)
             self.running = False
         self.left -= self.running
+        self.tokens += self.running * sum(tokens)
         return self.execute(scheduled, *arguments, **named)
 
     def _at_rest(self, act: Any) -> None:
@@ -88,19 +101,19 @@ class DecodeKernels:
         torch.cuda.synchronize()
         act()
 
-    def end(self) -> list[tuple[str, float, float]]:
+    def end(self) -> tuple[list[tuple[str, float, float]], float]:
         if self.running:
             self._at_rest(self.profile.stop)
         self.runner.execute_model = self.execute
         steps, found = self.steps - self.left, defaultdict(list)
         if not steps:
-            return []
+            return [], 0.0
         results: Any = self.profile.profiler
         for event in results.kineto_results.events():
             if event.device_type().name == "CUDA" and not event.name().startswith(ANNOTATIONS):
                 found[event.name()[:LONGEST_NAME]].append(event.duration_ns() / 1e3)
         rows = [(name, round(len(x) / steps, 2), round(sum(x) / steps, 2)) for name, x in found.items()]
-        return sorted(rows, key=lambda row: -row[2])
+        return sorted(rows, key=lambda row: -row[2]), self.tokens / steps
 
 
 def spread_routers(named: Iterable[tuple[str, torch.nn.Parameter]]) -> int:
