@@ -58,11 +58,11 @@ worker() { # KIND NAME
     done
 }
 
-pair() { # KIND NAME FIRST LAST: two workers on cores FIRST to LAST
-    local middle=$((($3 + $4) / 2))
-    (cores=$3-$middle; worker "$1" "$2") &
+pair() { # KIND NAME FIRST CORES: two workers with half of the cores from FIRST on each
+    local half=$((($4 + 1) / 2))
+    (cores=$3-$(($3 + half - 1)); worker "$1" "$2") &
     sleep "${APART:-12}"
-    (cores=$((middle + 1))-$4; worker "$1" "$2")
+    (cores=$(($3 + $4 - half))-$(($3 + $4 - 1)); worker "$1" "$2")
     wait
 }
 
@@ -76,10 +76,10 @@ for card in $(seq 0 $((cards - 1))); do
     [ -n "${DEEP_GEMM:-}" ] && cp -r "$DEEP_GEMM/vllm" "$DEEP_GEMM/trtllm" "$caches/$card/"
 done
 if grep -q '^all|' "$out/queue.txt"; then
-    (on "$(seq -s , 0 $((cards - 1)))"; pair all all 0 $((cards * each - 1)))
+    (on "$(seq -s , 0 $((cards - 1)))"; pair all all 0 $((cards * each)))
 fi
 for card in $(seq 0 $((cards - 1))); do
-    (on "$card"; pair one "g$card" $((card * each)) $((card * each + each - 1))) &
+    (on "$card"; pair one "g$card" $((card * each)) "$each") &
 done
 wait
 say "no more jobs"

@@ -34,7 +34,7 @@ def test_every_job_names_a_setting_and_a_precision_of_it() -> None:
 
 
 @pytest.mark.skipif(not all(map(shutil.which, ("flock", "taskset"))), reason="needs util-linux")
-def test_workers_share_the_queue_and_all_gpus_come_last(tmp_path: Path) -> None:
+def test_workers_share_the_queue_and_all_gpus_come_first(tmp_path: Path) -> None:
     fake, out = tmp_path / "bin", tmp_path / "out"
     fake.mkdir()
     # A stand-in for vLLM: says what it was told, and holds its GPU's turn for a moment.
@@ -64,7 +64,7 @@ def test_workers_share_the_queue_and_all_gpus_come_last(tmp_path: Path) -> None:
     ]
     assert any('--engine-args {"x": 1}' in x for x in ran)
     begun = [x for x in (out / "jobs.txt").read_text().splitlines() if "begins" in x]
-    assert begun[-1].endswith("all begins all|two|T|bf16")
+    assert begun[0].endswith("all begins all|two|T|bf16")
     assert any(x.startswith(",".join(map(str, range(cards))) + " measure") and "two" in x for x in ran)
     assert not [x for x in (out / "queue.txt").read_text().splitlines() if x]
 
