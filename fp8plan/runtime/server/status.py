@@ -1,0 +1,51 @@
+"""The status of a server, as its route GET /fp8plan/status answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fp8plan.version import __version__
+
+if TYPE_CHECKING:
+    from fp8plan.runtime.server.front import Front
+
+
+def status_of(front: Front, worker: Mapping[str, Any], named: str | None) -> dict[str, Any]:
+    """Return a server's status as JSON holds it.
+
+    backend, fp8plan_version, model
+    precision:   preset of fp8plan that runs; None for another quantisation
+    facts:       as runtime.worker.facts reads them
+    serving, refusal: whether the weights may be used, and why not
+    weights:     "version": number of the update that serves (0: the checkpoint); "name": a client's own for it
+    kv_scales:   None with a BF16 KV cache; "source", and "scales": layer -> {"q", "k", "v", and on the host "q_host"}
+    last_update: what the last complete one wrote and checked (runtime.server.updates)
+    last_failure: of an update since then; None if there was none
+
+    worker: answer of a worker's fp8plan_status; named: vLLM's own name of the weights
+    """
+    refusal = front.state.refusal or worker["refusal"]
+    scales = {"source": front.kv_source, "scales": worker["kv_scales"]} if front.state.fp8_kv else None
+    return {
+        "backend": "fp8plan",
+        "fp8plan_version": __version__,
+        "model": front.engine.vllm_config.model_config.model,
+        "precision": precision_of(front.facts),
+        "facts": front.facts,
+        "serving": refusal is None,
+        "refusal": refusal,
+        "weights": {"version": worker["version"], "name": named},
+        "kv_scales": scales,
+        "last_update": worker["last_update"],
+        "last_failure": front.failure,
+    }
+
+
+def precision_of(facts: Mapping[str, Any]) -> str | None:
+    """Return the preset that a worker's facts describe."""
+    quantised = [kind for kind in facts["layers"] if "Fp8" in kind]
+    fp8_kv = str(facts["kv_cache_dtype"]).startswith("fp8")
+    if any("PerBlock" not in kind for kind in quantised):
+        return None
+    return "+".join(["fp8_block"] * bool(quantised) + ["fp8_kv"] * fp8_kv) or "bf16"
