@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -99,12 +98,14 @@ def launched(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # An environment that was installed before these entry points has not got them.
-    paths = [str(entry_points(folder)), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    helpers = [ROOT, ROOT / "tests" / "runtime", ROOT / "tests" / "model"]
+    paths = [str(entry_points(folder)), *map(str, helpers), os.environ.get("PYTHONPATH", "")]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "VLLM_SERVER_DEV_MODE": "1"}
     env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_PLUGINS": plugins or ""}
     if plugins is None:
         del env["VLLM_PLUGINS"]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--port", str(port)]
+    command = [sys.executable, str(ROOT / "tests" / "runtime" / "warm_server.py"), "serve", str(model)]
+    command += ["--port", str(port)]
     command += ["--host", "127.0.0.1", "--weight-transfer-config", backend, *FLAGS, *flags]
     log = folder / "log"
     with log.open("wb") as out:
@@ -121,8 +122,10 @@ def entry_points(folder: Path) -> Path:
         info = folder / f"{name}-{version}.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    lines = [f"[{group}]\n" + "".join(f"{name} = {x}\n" for name, x in points.items()) for group, points in groups.items()]
-    (info / "entry_points.txt").write_text("\n".join(lines))
+    lines = [
+        line for group, all_of in groups.items() for line in (f"[{group}]", *(f"{n} = {x}" for n, x in all_of.items()))
+    ]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
     return folder
 
 
@@ -156,4 +159,4 @@ def outputs(server: Server, prompts: Any) -> list[tuple[list[int], list[float]]]
         assert answer.ok, answer.text
         (choice,) = answer.json()["choices"]
         found.append((choice["token_ids"], choice["logprobs"]["token_logprobs"]))
-    return json.loads(json.dumps(found), object_hook=None) and [(a, b) for a, b in found]
+    return found
