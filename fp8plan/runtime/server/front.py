@@ -89,7 +89,15 @@ class Front:
         """Return what runs and what its weights are (runtime.server.status)."""
         worker = (await self._drive(rpc("fp8plan_status")))[0]
         named = getattr(self.engine, "get_weight_version", None)
-        return status_of(self, worker, await named() if named else None)
+        return status_of(
+            self.state,
+            self.facts,
+            worker,
+            model=self.engine.vllm_config.model_config.model,
+            named=await named() if named else None,
+            kv_source=self.kv_source,
+            failure=self.failure,
+        )
 
     # ------------------------------------------------------------------------------------ before vLLM's own calls
 

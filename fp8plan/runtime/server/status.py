@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fp8plan.runtime.weight_sync.state import SyncState
 from fp8plan.version import __version__
 
-if TYPE_CHECKING:
-    from fp8plan.runtime.server.front import Front
 
-
-def status_of(front: Front, worker: Mapping[str, Any], named: str | None) -> dict[str, Any]:
+def status_of(
+    state: SyncState,
+    facts: Mapping[str, Any],
+    worker: Mapping[str, Any],
+    *,
+    model: str,
+    named: str | None,
+    kv_source: str | None,
+    failure: str | None,
+) -> dict[str, Any]:
     """Return a server's status as JSON holds it.
 
     backend, fp8plan_version, model
@@ -23,22 +30,22 @@ def status_of(front: Front, worker: Mapping[str, Any], named: str | None) -> dic
     last_update: what the last complete one wrote and checked (runtime.server.updates)
     last_failure: of an update since then; None if there was none
 
-    worker: answer of a worker's fp8plan_status; named: vLLM's own name of the weights
+    facts, worker: what a worker answers to fp8plan_attach and fp8plan_status; named: the client's name of the weights
     """
-    refusal = front.state.refusal or worker["refusal"]
-    scales = {"source": front.kv_source, "scales": worker["kv_scales"]} if front.state.fp8_kv else None
+    refusal = state.refusal or worker["refusal"]
+    scales = {"source": kv_source, "scales": worker["kv_scales"]} if state.fp8_kv else None
     return {
         "backend": "fp8plan",
         "fp8plan_version": __version__,
-        "model": front.engine.vllm_config.model_config.model,
-        "precision": precision_of(front.facts),
-        "facts": front.facts,
+        "model": model,
+        "precision": precision_of(facts),
+        "facts": dict(facts),
         "serving": refusal is None,
         "refusal": refusal,
         "weights": {"version": worker["version"], "name": named},
         "kv_scales": scales,
         "last_update": worker["last_update"],
-        "last_failure": front.failure,
+        "last_failure": failure,
     }
 
 

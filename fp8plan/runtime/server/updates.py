@@ -201,7 +201,7 @@ class Updates:
 
     def _begin(self, update: _Update) -> Streamed:
         sent, held, _ = self._known
-        update.scales = {name: [parts[p] for p in PARTS] for name, parts in live_scales(self._model).items()}
+        update.scales = {name: [parts[f"{p}_host"] for p in PARTS] for name, parts in live_scales(self._model).items()}
         update.written = True
         self._live.begin(NUMBER, SAMPLES, self.version, None)
         return Streamed(self._live, sent, held)
