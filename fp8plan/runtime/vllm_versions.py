@@ -176,9 +176,9 @@ PATCHES: Final = (
     ),
     Patch(
         "calls",
-        "StatelessProcessGroup, pack_tensors",
+        "StatelessProcessGroup",
         "server/cpu_transfer.py",
-        "the rendezvous and the packing of those transfers, without NCCL",
+        "the rendezvous of those transfers, and its store in the place of NCCL",
         platform="CPU",
     ),
     Patch(

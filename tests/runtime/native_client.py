@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 from frozen_imports import freeze_imports
 from tiny_models import BLOCK_SIZE, KV_BLOCKS, checkpoint
+from vllm_server import free_port
 
 BUFFER = 300_000  # bytes: some broadcasts for a tiny model, with fused groups cut in two
 SETTINGS: dict[str, Any] = {
@@ -116,10 +116,7 @@ def trainer_of(client: Any, packed: bool = True) -> Any:
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    info = NCCLTrainerInitInfo("127.0.0.1", port, 2, packed, BUFFER, rank=0)
+    info = NCCLTrainerInitInfo("127.0.0.1", free_port(), 2, packed, BUFFER, rank=0)
     return WeightTransferTrainerFactory.trainer_init(info, client=client, source=Source({}))
 
 

@@ -94,9 +94,7 @@ def refused(model: Path | str, *flags: str, plugins: str | None = PLUGINS, backe
 def launched(
     folder: Path, model: Path | str, flags: tuple[str, ...], plugins: str | None, backend: str
 ) -> tuple[str, subprocess.Popen[bytes], Path]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     # An environment that was installed before these entry points has not got them.
     helpers = [ROOT, ROOT / "tests" / "runtime", ROOT / "tests" / "model"]
     paths = [str(entry_points(folder)), *map(str, helpers), os.environ.get("PYTHONPATH", "")]
@@ -111,6 +109,13 @@ def launched(
     with log.open("wb") as out:
         process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
     return f"http://127.0.0.1:{port}", process, log
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        found: int = free.getsockname()[1]
+    return found
 
 
 def entry_points(folder: Path) -> Path:

@@ -41,9 +41,9 @@ _COLOCATED: Final = {
     "enable_expert_parallel": False,
 }
 
-# What TRL needs of a vLLM server (trl/scripts/vllm_serve.py, build_command and main).
-_SERVER_ENV: Final = {"VLLM_SERVER_DEV_MODE": "1"}
-_SERVER_FLAGS: Final = ("--weight-transfer-config", '{"backend": "nccl"}', "--max-logprobs", "-1")
+# What TRL needs of a vLLM server (trl/scripts/vllm_serve.py, build_command and main), with fp8plan's backend.
+_SERVER_ENV: Final = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "fp8plan"}
+_SERVER_FLAGS: Final = ("--weight-transfer-config", '{"backend": "fp8plan"}', "--max-logprobs", "-1")
 
 _SAMPLING_MODES: Final = {
     "token_tis": "token_truncate",
@@ -87,6 +87,11 @@ def trl_kv_scales(setup: EngineSetup, mode: str, kv_scales: str) -> str:
     """What the K and V scales of an FP8 cache are there: calibrated by fp8plan's trainer, else as the caller says."""
     check_kv_scales(kv_scales)
     return "calibrated" if mode != "server" and _by_fp8plan(setup) else kv_scales
+
+
+def server_command(setup: EngineSetup) -> str:
+    """The shell command of the server that runs a plan for TRL, with fp8plan's weight-transfer backend."""
+    return serve_command(vllm_kwargs(setup), vllm_env(setup) | _SERVER_ENV, _SERVER_FLAGS)
 
 
 def emit_trl(job: Job, kv_scales: str) -> str:

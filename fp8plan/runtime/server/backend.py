@@ -104,7 +104,7 @@ class Fp8PlanTransfer(NCCLWeightTransferEngine):
             torch.cuda.empty_cache()  # 0.26 uses other streams every time, and their buffers would never be used again
         if failures := list(filter(None, _over_ranks(arriving.failure))):
             raise ConfigError(failures[0])
-        self.updates.loaded(time.perf_counter() - begun)
+        self.updates.loaded(time.perf_counter() - begun, arriving.count)
 
     def _receive_on_cpu(self, update_info: Any, part: Any, arriving: Arriving) -> None:
         # How tensors are packed is said when the group is made from 0.28 on, and with the tensors before.

@@ -44,13 +44,10 @@ def meet(address: str, port: int, rank: int, world_size: int) -> StoreCommunicat
     return StoreCommunicator(StatelessProcessGroup.create(address, port, rank, world_size))
 
 
-def send(pairs: Iterable[tuple[str, torch.Tensor]], group: Any, buffer_bytes: int) -> None:
-    """Broadcast tensors from rank 0, packed as vLLM's `packed_nccl_broadcast_producer` packs them."""
-    from vllm.distributed.weight_transfer.packed_tensor import pack_tensors
-
-    stream = iter(pairs)
-    while (chunk := pack_tensors(stream, lambda pair: pair[1].detach(), buffer_bytes)) is not None:
-        group.broadcast(chunk.packed_tensor, src=0)
+def send(pairs: Iterable[tuple[str, torch.Tensor]], group: Any) -> None:
+    """Broadcast tensors from rank 0, each by itself."""
+    for _, tensor in pairs:
+        group.broadcast(tensor.detach().contiguous(), src=0)
 
 
 def receive(

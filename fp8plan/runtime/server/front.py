@@ -89,11 +89,13 @@ class Front:
         """Return what runs and what its weights are (runtime.server.status)."""
         worker = (await self._drive(rpc("fp8plan_status")))[0]
         named = getattr(self.engine, "get_weight_version", None)
+        cache = self.engine.vllm_config.cache_config
         return status_of(
             self.state,
             self.facts,
             worker,
             model=self.engine.vllm_config.model_config.model,
+            kv_cache_tokens=(cache.num_gpu_blocks or 0) * cache.block_size or None,
             named=await named() if named else None,
             kv_source=self.kv_source,
             failure=self.failure,
@@ -237,6 +239,8 @@ class Front:
 
     async def _answer(self, call: Call) -> Any:
         if call.what == "reset":
+            if self.engine.model_config.is_multimodal_model:
+                await self.engine.reset_encoder_cache()
             for pause_s in until_reset():
                 if await self.engine.reset_prefix_cache():
                     return None

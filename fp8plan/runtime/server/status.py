@@ -15,6 +15,7 @@ def status_of(
     worker: Mapping[str, Any],
     *,
     model: str,
+    kv_cache_tokens: int | None,
     named: str | None,
     kv_source: str | None,
     failure: str | None,
@@ -24,6 +25,7 @@ def status_of(
     backend, fp8plan_version, model
     precision:   preset of fp8plan that runs; None for another quantisation
     facts:       as runtime.worker.facts reads them
+    kv_cache_tokens: size of the pool; None: not known
     serving, refusal: whether the weights may be used, and why not
     weights:     "version": number of the update that serves (0: the checkpoint); "name": a client's own for it
     kv_scales:   None with a BF16 KV cache; "source", and "scales": layer -> {"q", "k", "v", and on the host "q_host"}
@@ -40,6 +42,7 @@ def status_of(
         "model": model,
         "precision": precision_of(facts),
         "facts": dict(facts),
+        "kv_cache_tokens": kv_cache_tokens,
         "serving": refusal is None,
         "refusal": refusal,
         "weights": {"version": worker["version"], "name": named},

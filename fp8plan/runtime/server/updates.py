@@ -67,6 +67,7 @@ class _Update:
     told: Manifest = ()
     sink: Streamed | Staged | None = None
     written: bool = False
+    messages: int = 0
     scales: dict[str, list[float]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -152,10 +153,11 @@ class Updates:
             self._live.abort()
             set_scales(self._model, update.scales)
 
-    def loaded(self, seconds: float) -> None:
-        """Note how long a part has taken to arrive and be written."""
-        spent = self._opened().seconds
-        spent["load"] = spent.get("load", 0.0) + seconds
+    def loaded(self, seconds: float, messages: int) -> None:
+        """Note how long a part has taken to arrive and be written, and in how many broadcasts it came."""
+        update = self._opened()
+        update.seconds["load"] = update.seconds.get("load", 0.0) + seconds
+        update.messages += messages
 
     @property
     def open(self) -> bool:
@@ -223,6 +225,7 @@ class Updates:
             "seconds": update.seconds | {"check": check["seconds"]},
             "tensors": len(update.told),
             "bytes": sum(sizes),
+            "chunks": update.messages,
             "compared": check["compared"],
             "weight_error": check["weight_error"],
         }
