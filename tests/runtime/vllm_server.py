@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -23,7 +24,6 @@ from fp8plan.runtime.vllm_versions import check_vllm_version
 
 ROOT = Path(__file__).parents[2]
 START_S = 300.0  # that a server may take to start on a busy machine
-PLUGINS = "fp8plan,fp8plan_cpu_kernels"
 BLOCK_FP8 = ("--quantization", "fp8_per_block")
 FP8_KV = ("--kv-cache-dtype", "fp8")
 BACKEND = '{"backend": "fp8plan"}'
@@ -68,11 +68,17 @@ class Server:
         return found
 
 
+def line_of(model: Path | str, *flags: str) -> str:
+    """A command line for an engine as tiny_models starts it."""
+    env = f"VLLM_SERVER_DEV_MODE=1 VLLM_PLUGINS=fp8plan vllm serve {model}"
+    return f"{env} {shlex.join(FLAGS)} {shlex.join(flags)} --weight-transfer-config {shlex.quote(BACKEND)}"
+
+
 @contextmanager
-def serving(model: Path | str, *flags: str, plugins: str | None = PLUGINS, backend: str = BACKEND) -> Iterator[Server]:
-    """A server, ended at the end. plugins: VLLM_PLUGINS; None: not set"""
+def serving(line: str) -> Iterator[Server]:
+    """The server of a command line, which says `NAME=value ... vllm serve MODEL ...`; ended at the end."""
     with tempfile.TemporaryDirectory(prefix="fp8plan-server-") as folder:
-        url, process, log = launched(Path(folder), model, flags, plugins, backend)
+        url, process, log = launched(Path(folder), shlex.split(line))
         try:
             wait_for(url, process, log)
             yield Server(url, process, log)
@@ -80,31 +86,18 @@ def serving(model: Path | str, *flags: str, plugins: str | None = PLUGINS, backe
             ended(process)
 
 
-def refused(model: Path | str, *flags: str, plugins: str | None = PLUGINS, backend: str = BACKEND) -> str:
-    """What a server prints that does not start."""
-    with tempfile.TemporaryDirectory(prefix="fp8plan-server-") as folder:
-        _, process, log = launched(Path(folder), model, flags, plugins, backend)
-        try:
-            assert process.wait(START_S) != 0
-        finally:
-            ended(process)
-        return log.read_text(errors="replace")
-
-
-def launched(
-    folder: Path, model: Path | str, flags: tuple[str, ...], plugins: str | None, backend: str
-) -> tuple[str, subprocess.Popen[bytes], Path]:
+def launched(folder: Path, words: list[str]) -> tuple[str, subprocess.Popen[bytes], Path]:
     port = free_port()
+    start = words.index("vllm")
+    told = dict(word.split("=", 1) for word in words[:start])
+    told["VLLM_PLUGINS"] += ",fp8plan_cpu_kernels"  # blockwise FP8 on any CPU
     # An environment that was installed before these entry points has not got them.
     helpers = [ROOT, ROOT / "tests" / "runtime", ROOT / "tests" / "model"]
     paths = [str(entry_points(folder)), *map(str, helpers), os.environ.get("PYTHONPATH", "")]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "VLLM_SERVER_DEV_MODE": "1"}
-    env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_PLUGINS": plugins or ""}
-    if plugins is None:
-        del env["VLLM_PLUGINS"]
-    command = [sys.executable, str(ROOT / "tests" / "runtime" / "warm_server.py"), "serve", str(model)]
-    command += ["--port", str(port)]
-    command += ["--host", "127.0.0.1", "--weight-transfer-config", backend, *FLAGS, *flags]
+    env = os.environ | told | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    command = [sys.executable, str(ROOT / "tests" / "runtime" / "warm_server.py"), *words[start + 1 :]]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
     log = folder / "log"
     with log.open("wb") as out:
         process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)

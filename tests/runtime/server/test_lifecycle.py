@@ -12,7 +12,7 @@ import requests
 from native_client import send, send_in_parts, trainer_of, without_cuda
 from tiny_models import PROMPTS, generate, started, weights
 from trl_runs import model
-from vllm_server import BLOCK_FP8, FP8_KV, Server, outputs, serving
+from vllm_server import BLOCK_FP8, FP8_KV, Server, line_of, outputs, serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -21,7 +21,7 @@ STATUS = "/fp8plan/status"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving(model(), *BLOCK_FP8, *FP8_KV) as found:
+    with serving(line_of(model(), *BLOCK_FP8, *FP8_KV)) as found:
         yield found
 
 
