@@ -12,7 +12,7 @@ import requests
 from native_client import send, send_in_parts, trainer_of, without_cuda
 from tiny_models import PROMPTS, generate, started, weights
 from trl_runs import model
-from vllm_server import BLOCK_FP8, FP8_KV, Server, line_of, outputs, serving
+from vllm_server import BLOCK_FP8, FP8_KV, Server, free_port, line_of, outputs, serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -130,16 +130,21 @@ def test_an_update_that_was_left_open_does_not_lock_out_the_next_trainer(server:
 
 
 class Running:
-    """A long request in a thread of its own."""
+    """A long request in a thread of its own, which runs by now."""
 
     def __init__(self, server: Server, tokens: int) -> None:
+        deadline = time.monotonic() + 60
+        self._begin(server, tokens)
+        while running(server) == 0:
+            assert time.monotonic() < deadline
+            if self.answers:  # it was over before it was seen
+                assert self.answers[0].ok, self.answers[0].text
+                self._begin(server, tokens)
+
+    def _begin(self, server: Server, tokens: int) -> None:
         self.answers: list[requests.Response] = []
         self.thread = threading.Thread(target=self._ask, args=(server, tokens))
         self.thread.start()
-        deadline = time.monotonic() + 30
-        while running(server) == 0:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
 
     def _ask(self, server: Server, tokens: int) -> None:
         self.answers.append(server.completion([1, 2, 3], max_tokens=tokens))
@@ -213,3 +218,63 @@ def test_another_backend_is_answered_with_what_to_type() -> None:
     answer = TestClient(app).get(STATUS)
     assert answer.status_code == 404
     assert """--weight-transfer-config '{"backend": "fp8plan"}'""" in answer.json()["error"]
+
+
+def digests_of_b(server: Server) -> tuple[Any, Any]:
+    """The server's parameters, and those of a fresh engine."""
+    with started("dense", "b", "fp8_block+fp8_kv") as engine:
+        return server.rpc("fp8plan_digests"), [engine.llm.collective_rpc("fp8plan_digests")[0]["ok"]]
+
+
+@pytest.mark.trl
+def test_trls_own_client_syncs(server: Server, trainer: Any) -> None:
+    """Its code to the last line, but for the check of the device before the rendezvous."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from trl.generation.vllm_client import VLLMClient, open_trainer_endpoint
+
+    client, sent = VLLMClient(server.url), weights("dense", "b")
+    info = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 2}
+    with ThreadPoolExecutor(1) as thread:
+        url = f"{server.url}/init_weight_transfer_engine"
+        joined = thread.submit(client._post, url, json={"init_info": info | {"packed": True}})
+        client.communicator = open_trainer_endpoint(info)
+        joined.result()
+    metadata = [(name, "bfloat16", list(tensor.shape)) for name, tensor in sent.items()]
+    for number in range(2):
+        client.update_named_params(metadata, iter(sent.items()))
+        client.reset_prefix_cache()
+        found = server.get(STATUS)
+        assert found["serving"], number
+    with client.weight_update():  # a tensor at a time
+        for name, tensor in sent.items():
+            client.update_named_param(name, tensor)
+    found, expected = digests_of_b(server)
+    assert found == expected
+    with pytest.raises(Exception, match=r"Request failed: 400.*missing: .*the old weights serve"):
+        client.update_named_params(metadata[1:], iter(list(sent.items())[1:]))
+    client.close_communicator()
+
+
+@pytest.mark.trl
+def test_the_client_of_trls_async_grpo_syncs_in_a_pause(server: Server, trainer: Any) -> None:
+    from accelerate import PartialState
+    from trl.experimental.async_grpo.vllm_client import VLLMClient
+    from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
+
+    PartialState(cpu=True)  # its logger asks for it
+    sent = weights("dense", "b")
+    send(trainer_of(trainer.client), weights("dense", "a"))  # the server listens to who has met it last
+    info = {"names": list(sent), "dtype_names": ["bfloat16"] * len(sent)}
+    info["shapes"] = [list(tensor.shape) for tensor in sent.values()]
+    client = WeightTransferClient(VLLMClient(server.url), info)
+    client.init_weight_transfer()
+    request = Running(server, 240)
+    client.pause()
+    client.send_weights(iter(sent.items()))
+    client.resume()
+    assert request.joined().ok
+    assert server.get(STATUS)["kv_scales"]["source"].endswith("kept while requests wait")
+    found, expected = digests_of_b(server)
+    assert found == expected
+    client.destroy()
