@@ -13,6 +13,7 @@ concern weights, on that one object:
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import aclosing, suppress
@@ -65,6 +66,7 @@ class Front:
         self.facts: dict[str, Any] = {}
         self.failure: str | None = None  # of the last update that was not complete
         self.kv_source: str | None = None
+        self.serve_s = 0.0  # that KV scales and the prefix cache have taken, the last time
         self._own: dict[str, Callable[..., Any]] = {name: getattr(engine, name) for name in WRAPPED}
         self._updating = False
         self._changed = asyncio.Condition()  # of who may generate
@@ -98,6 +100,7 @@ class Front:
             kv_cache_tokens=(cache.num_gpu_blocks or 0) * cache.block_size or None,
             named=await named() if named else None,
             kv_source=self.kv_source,
+            serve_s=self.serve_s,
             failure=self.failure,
         )
 
@@ -187,11 +190,12 @@ class Front:
 
     async def _serve(self) -> None:
         """Make the weights that the workers hold serve: measure KV scales, empty the prefix cache."""
+        self.serve_s = 0.0
         if self._unfinished():
             self.kv_source = f"{(self.kv_source or '1.0').partition(', kept')[0]}, kept while requests wait"
             self.state.refusal = None
             return
-        paused = await self.engine.is_paused()
+        paused, begun = await self.engine.is_paused(), time.perf_counter()
         await self._let(measuring=True)
         try:
             if paused:
@@ -201,6 +205,7 @@ class Front:
             if paused:
                 await self.engine.pause_generation(mode="keep")
             await self._let(measuring=False)
+            self.serve_s = time.perf_counter() - begun
 
     def _measured(self) -> Procedure:
         state = self.state

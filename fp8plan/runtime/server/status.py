@@ -18,6 +18,7 @@ def status_of(
     kv_cache_tokens: int | None,
     named: str | None,
     kv_source: str | None,
+    serve_s: float,
     failure: str | None,
 ) -> dict[str, Any]:
     """Return a server's status as JSON holds it.
@@ -29,12 +30,15 @@ def status_of(
     serving, refusal: whether the weights may be used, and why not
     weights:     "version": number of the update that serves (0: the checkpoint); "name": a client's own for it
     kv_scales:   None with a BF16 KV cache; "source", and "scales": layer -> {"q", "k", "v", and on the host "q_host"}
-    last_update: what the last complete one wrote and checked (runtime.server.updates)
+    last_update: what the last complete one wrote and checked (runtime.server.updates), and the seconds of each phase
     last_failure: of an update since then; None if there was none
 
     facts, worker: what a worker answers to fp8plan_attach and fp8plan_status; named: the client's name of the weights
     """
     refusal = state.refusal or worker["refusal"]
+    update = worker["last_update"]
+    if update is not None:
+        update = update | {"seconds": update["seconds"] | {"kv_scales": serve_s}}
     scales = {"source": kv_source, "scales": worker["kv_scales"]} if state.fp8_kv else None
     return {
         "backend": "fp8plan",
@@ -47,7 +51,7 @@ def status_of(
         "refusal": refusal,
         "weights": {"version": worker["version"], "name": named},
         "kv_scales": scales,
-        "last_update": worker["last_update"],
+        "last_update": update,
         "last_failure": failure,
     }
 
