@@ -36,7 +36,7 @@ def trained(folder: Path, *more: str) -> tuple[dict[str, Any], dict[str, Any], s
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    first, second = (json.loads(line.removeprefix("SEEN ")) for line in done.stdout.splitlines() if "SEEN" in line)
+    first, second = (json.loads(line.partition("SEEN ")[2]) for line in done.stdout.splitlines() if "SEEN" in line)
     return first, second, done.stderr
 
 

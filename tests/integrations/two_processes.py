@@ -32,7 +32,7 @@ def main(model: str, folder: str, url: str = "", port: str = "0") -> None:
         seen |= {"responses": trainer.plan.workload["prompts"] * trainer.plan.workload["samples"]}
         seen |= {"weights": [float(x.detach().double().sum()) for x in trainer.model.parameters()]}
         seen |= {"state": trainer.monitor.state_dict()["controller"]}
-    print(f"SEEN {json.dumps(seen)}", flush=True)
+    print(f"\nSEEN {json.dumps(seen)}", flush=True)
 
 
 if __name__ == "__main__":
