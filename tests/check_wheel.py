@@ -18,6 +18,14 @@ from pathlib import Path
 
 IMPORT_S = 0.030  # of processor time: a busy machine is slow, not wrong
 COMPILED = "fp8plan.model.schedule"
+# What every process of a user's vLLM does, if there is a vLLM: it must not break one that is not supported.
+PLUGIN = """
+import sys
+from importlib.metadata import entry_points
+(point,) = entry_points(group="vllm.general_plugins", name="fp8plan")
+point.load()
+print(sorted({"torch", "vllm"} & set(sys.modules)))
+"""
 IMPORT = "import time; begun = time.process_time(); import fp8plan; print(time.process_time() - begun)"
 OFFLINE = """
 import socket
@@ -45,7 +53,7 @@ def main(compiled: bool) -> None:
     assert package.origin is not None
     assert not Path(package.origin).is_relative_to(repository / "fp8plan"), "the wheel is tested, not the checkout"
     groups = {point.group for point in distribution("fp8plan").entry_points}
-    assert groups == {"console_scripts"}, f"no user's vLLM loads anything of ours, and it finds {groups}"
+    assert groups == {"console_scripts", "vllm.general_plugins", "vllm.endpoint_plugins"}, groups
     if compiled:
         for name in (
             "group_cache",
@@ -62,6 +70,7 @@ def main(compiled: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         seconds = min(float(python(folder, IMPORT)) for _ in range(7))
         assert seconds < IMPORT_S, f"import fp8plan takes {1e3 * seconds:.0f} ms"
+        assert python(folder, PLUGIN) == "[]\n", "the plugin imports what it only names"
         found = json.loads(python(folder, OFFLINE, "plan", "Qwen/Qwen3-8B", "--gpu", "h200", "--json"))
         assert found["model"] == "Qwen/Qwen3-8B"
         assert len(found["choices"]) == 4

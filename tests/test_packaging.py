@@ -42,7 +42,11 @@ def test_the_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:
     assert f"Version: {PROJECT['version']}\n" in metadata
     assert "License-Expression: Apache-2.0\n" in metadata
     assert wheel.read(info + "licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
-    assert "fp8plan = fp8plan.cli:main" in wheel.read(info + "entry_points.txt").decode()
+    assert wheel.read(info + "entry_points.txt").decode().split() == [
+        *"[console_scripts] fp8plan = fp8plan.cli:main".split(),
+        *"[vllm.endpoint_plugins] fp8plan = fp8plan.runtime.server.routes:Routes".split(),
+        *"[vllm.general_plugins] fp8plan = fp8plan.runtime.server.plugin:register".split(),
+    ]
 
 
 def test_the_wheel_has_no_benchmark_and_no_test(wheel: zipfile.ZipFile) -> None:
@@ -52,7 +56,7 @@ def test_the_wheel_has_no_benchmark_and_no_test(wheel: zipfile.ZipFile) -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_plans_offline_is_imported_in_no_time_and_gives_vllm_no_plugin(
+def test_the_wheel_plans_offline_is_imported_in_no_time_and_names_one_plugin(
     wheel: zipfile.ZipFile, tmp_path: Path
 ) -> None:
     """`make wheel` asks the same of the compiled one, in an environment of its own."""

@@ -26,8 +26,9 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, Linear, ModelShape
 from fp8plan.model.precision import Precision
 
-# Who starts the engine, the least demanding first.
+# Who starts the engine; and the same, the least demanding first.
 TARGETS: Final = ("vllm", "verl", "trl")
+_BY_DEMANDS: Final = ("vllm", "trl", "verl")
 
 
 class Size(NamedTuple):
@@ -48,23 +49,7 @@ def strictest(targets: Iterable[str]) -> str:
     """The target among several that can start the fewest layouts; "vllm" if there are none. What another of them cannot
     start all the same is refused when it is emitted.
     """
-    return max(targets, key=TARGETS.index, default="vllm")
-
-
-def why_not_trl(precision: Precision, tensor_parallel: int) -> str | None:
-    """The reason why no engine that TRL's processes start can run FP8 weights, whatever their sizes; None if one can.
-
-    TRL's own cannot: they are built without quantisation. fp8plan's can, in fp8plan.integrations.trl, which holds one
-    GPU. TRL's server mode hands BF16 tensors to vLLM's own weight transfer, which may well requantise them; that has
-    not been shown under TRL, so it is refused as well.
-    """
-    if precision.weights == "bf16" or tensor_parallel == 1:
-        return None
-    return (
-        f"TRL cannot sync {precision.name} on {tensor_parallel} GPUs: its own engines take no FP8 weights, and each of "
-        "fp8plan.integrations.trl has 1 GPU; plan with --tensor-parallel-size 1, or with --precision bf16 "
-        "--precision fp8_kv, or emit for verl or vllm"
-    )
+    return max(targets, key=_BY_DEMANDS.index, default="vllm")
 
 
 def why_not_shardable(
@@ -80,10 +65,8 @@ def why_not_shardable(
     check_target(target)
     if precision.weights == "bf16":
         return None
-    if target == "trl" and (reason := why_not_trl(precision, tensor_parallel)):
-        return reason
     layouts = shape.allowed_tensor_parallel(expert_parallel=expert_parallel)
-    if target != "verl":  # what TRL may run is fp8plan's own engine
+    if target != "verl":  # what TRL may run is fp8plan's own engine, or vLLM's server with fp8plan's backend
         return _why_not_padded(shape, precision) or _why_nothing_left(shape, precision, tensor_parallel, layouts)
     block = precision.weight_block[0]
 

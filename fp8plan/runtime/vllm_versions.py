@@ -161,6 +161,34 @@ PATCHES: Final = (
         platform="CUDA",
     ),
     Patch(
+        "extends",
+        "WeightTransferEngineFactory, NCCLWeightTransferEngine, receive_weights, set_weight_update_target, "
+        "get_world_group",
+        "server/plugin.py, server/backend.py",
+        "the backend `fp8plan` of vllm serve: vLLM's own transfers, into the live weights instead of a reload",
+    ),
+    Patch(
+        "extends",
+        "worker_cls, resolve_obj_by_qualname, __bases__",
+        "server/backend.py",
+        "a server with that backend: its worker's class has fp8plan's methods, as vLLM gives it those of "
+        "worker_extension_cls, which a plugin cannot set",
+    ),
+    Patch(
+        "calls",
+        "StatelessProcessGroup",
+        "server/cpu_transfer.py",
+        "the rendezvous of those transfers, and its store in the place of NCCL",
+        platform="CPU",
+    ),
+    Patch(
+        "wraps",
+        "generate, start_weight_update, update_weights, finish_weight_update, sleep, wake_up, output_processor",
+        "server/front.py",
+        "of one AsyncLLM, as long as a server with that backend lives: nobody else knows when KV scales can be "
+        "measured, and when weights must not be used",
+    ),
+    Patch(
         "reads",
         "resources.engine_dead, engine_manager.processes, EngineDeadError",
         "engine/base.py, engine/engine.py, engine/watched.py",

@@ -232,8 +232,8 @@ def test_what_fails_leaves_every_file_as_it_was(fp8plan: Callable[..., Done], mo
     Path("plan.json").write_text("older")
     Path("plan.json").chmod(0o640)
     both = ["--json", "plan.json", "--emit", "verl=verl.args"]
-    on_two = ["--tensor-parallel-size", "2", "--precision", "fp8_block", "--emit", "trl=trl.json"]
-    refused(fp8plan(*PLAN, *both, *on_two), "TRL cannot sync fp8_block")
+    on_four = ["--tensor-parallel-size", "2", "--data-parallel-size", "2", "--precision", "fp8_block"]
+    refused(fp8plan(*PLAN, *both, *on_four, "--emit", "trl=trl.json"), "TRL cannot run this plan")
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib", None)
         patch.setitem(sys.modules, "matplotlib.figure", None)

@@ -57,8 +57,8 @@ BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "plot to no folder": (["--plot", "absent/picture.png"], ("absent/picture.png", "no folder")),
     "emit for another engine": (["--emit", "sglang"], ("'sglang'", "vllm, verl, trl")),
     "emit what TRL cannot do": (
-        ["--emit", "trl", "--precision", "fp8_block", "--tensor-parallel-size", "2"],
-        ("TRL", "fp8_block", "--precision bf16 "),
+        ["--emit", "trl", "--precision", "fp8_block", "--tensor-parallel-size", "2", "--data-parallel-size", "2"],
+        ("TRL", "no FP8 weights", "it is one replica"),
     ),
     "unknown risk": (["--accept", "extreme"], ("--accept is 'extreme'", "low, moderate, high")),
     "unknown KV scales": (["--kv-scales", "none"], ("'none'", "calibrated, unit")),

@@ -6,22 +6,29 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tiny_models import cpu_plan
 from trl_runs import model
+from vllm_server import free_port, serving
+
+from fp8plan.model.emit.trl import server_command
 
 pytestmark = [pytest.mark.trl, pytest.mark.vllm, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_two_processes_train_one_policy_with_one_set_of_thresholds(tmp_path: Path) -> None:
+def trained(folder: Path, *more: str) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """What each of two processes has seen, and what they have logged. more: URL and PORT of a server"""
     helpers = [ROOT, *(ROOT / "tests" / name for name in ("", "integrations", "model", "runtime"))]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*launch, str(ROOT / "tests" / "integrations" / "two_processes.py"), model(), str(tmp_path)],
-        cwd=tmp_path,
+        [*launch, str(ROOT / "tests" / "integrations" / "two_processes.py"), model(), str(folder), *more],
+        cwd=folder,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, helpers)), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -29,7 +36,12 @@ def test_two_processes_train_one_policy_with_one_set_of_thresholds(tmp_path: Pat
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    first, second = (json.loads(line.removeprefix("SEEN ")) for line in done.stdout.splitlines() if "SEEN" in line)
+    first, second = (json.loads(line.partition("SEEN ")[2]) for line in done.stdout.splitlines() if "SEEN" in line)
+    return first, second, done.stderr
+
+
+def test_two_processes_train_one_policy_with_one_set_of_thresholds(tmp_path: Path) -> None:
+    first, second, stderr = trained(tmp_path)
     assert first["weights"] == second["weights"]
     assert first["state"] == second["state"]
     assert first["responses"] == second["responses"] == 16
@@ -38,4 +50,17 @@ def test_two_processes_train_one_policy_with_one_set_of_thresholds(tmp_path: Pat
     assert first["threshold_tis"] == second["threshold_tis"]
     # What the guard advises is said, and not done: both engines stay what they are.
     assert first["fp8_kv"] == second["fp8_kv"] == [1.0] * 3
-    assert "go on from a checkpoint with choice='bf16'" in done.stderr
+    assert "go on from a checkpoint with choice='bf16'" in stderr
+
+
+def test_two_processes_share_a_server(tmp_path: Path) -> None:
+    setup = replace(cpu_plan("fp8_kv").setup(), model=model())
+    with serving(server_command(setup)) as server:
+        first, second, stderr = trained(tmp_path, server.url, str(free_port()))
+        assert server.get("/fp8plan/status")["weights"]["version"] == 3
+    assert first["weights"] == second["weights"]
+    assert first["responses"] == second["responses"] == 32
+    assert first["k3_kl"] == second["k3_kl"]
+    assert all(0 < k3 < 0.05 for k3 in first["k3_kl"])
+    assert first["threshold_tis"] == second["threshold_tis"]
+    assert "is another program; end both" in stderr

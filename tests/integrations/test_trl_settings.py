@@ -35,10 +35,6 @@ def refused(match: str, tmp_path: Path, **settings: Any) -> None:
     [
         ({"plan": "fast"}, r"plan is 'fast', and there is no such file; allowed: \"auto\", a Plan, the path"),
         ({"plan": 3}, r"plan is 3; allowed: \"auto\""),
-        (
-            {"plan": "auto", "vllm_mode": "server"},
-            r"vllm_mode is 'server'.*allowed: GRPOConfig\(vllm_mode='col",
-        ),
         ({"plan": "auto", "use_vllm": False}, r"use_vllm is False; type: GRPOConfig\(use_vllm=True"),
         ({"plan": "auto", "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size is 2; allowed: 1"),
         ({"choice": "fp8_kv"}, "plan is None; type: plan='auto'"),
@@ -54,7 +50,7 @@ KV = cpu_plan("fp8_kv")
 @pytest.mark.parametrize(
     ("given", "settings", "match"),
     [
-        (plan(limits=TRL_LIMITS), {}, "the plan is for h200_sxm, and this trainer runs on the CPU"),
+        (plan(limits=TRL_LIMITS), {}, "the plan is for h200_sxm, and this trainer's engine runs on the CPU"),
         (
             KV,
             {"vllm_max_model_length": 64},

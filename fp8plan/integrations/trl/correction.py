@@ -17,7 +17,7 @@ from fp8plan.runtime.correction.settings import CorrectionSettings, Level, Mode,
 from fp8plan.runtime.guard.fallback import DEPTH
 
 if TYPE_CHECKING:
-    from fp8plan.runtime.engine.engine import RolloutEngine
+    from fp8plan.model.precision import Precision
     from fp8plan.runtime.monitor.record import Step
     from fp8plan.runtime.weight_sync.state import SyncReport
 
@@ -104,10 +104,9 @@ def ratio_of(step: Step, mask: torch.Tensor) -> torch.Tensor:
     return kept if step.weights is None else torch.as_tensor(step.weights, device=mask.device) * kept
 
 
-def metrics_of(step: Step, engine: RolloutEngine, report: SyncReport | None) -> dict[str, float]:
-    """What a step, the engine and its last sync have found, under the names of TRL's log. What is not known is left
-    out."""
-    preset = engine.launch.setup.precision
+def metrics_of(step: Step, preset: Precision, report: SyncReport | None) -> dict[str, float]:
+    """What a step and the last sync have found, and the precision that runs, under the names of TRL's log. What is not
+    known is left out."""
     found = {f"fp8plan/{name.partition('/')[2]}": step.metrics.get(name) for name in LOGGED}
     found |= {"fp8plan/fp8_weights": float(preset.weights != "bf16"), "fp8plan/fp8_kv": float(preset.kv == "fp8")}
     found |= dict(_judged(step)) | dict(_synced(report))

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from trl.generation.vllm_generation import VLLMGeneration, empty_cache
+from trl.generation.vllm_generation import empty_cache
 from trl.trainer.utils import ensure_master_addr_port
 
-from fp8plan.errors import ConfigError
+from fp8plan.integrations.trl.policy import PolicyTensors
 from fp8plan.runtime.engine.engine import RolloutEngine
-from fp8plan.runtime.weight_sync.manifest import dtype_named
+from fp8plan.runtime.weight_sync.manifest import Manifest
 from fp8plan.runtime.weight_sync.state import SyncReport
 
 # Starts the engine, with arguments of vllm.LLM that only TRL knows.
@@ -31,7 +29,7 @@ class EngineAsLlm:
         return getattr(self._engine.llm, name)
 
 
-class PlannedGeneration(VLLMGeneration):
+class PlannedGeneration(PolicyTensors):
     """TRL's VLLMGeneration, colocated, with a RolloutEngine for a vllm.LLM.
 
     start:       starts the engine
@@ -45,7 +43,6 @@ class PlannedGeneration(VLLMGeneration):
         self._start, self._before_sync = start, before_sync
         self.engine: RolloutEngine
         self.report: SyncReport | None = None
-        self._sent: list[tuple[str, str, list[int]]] | None = None  # names, dtypes and shapes, which stay the same
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:
@@ -80,40 +77,9 @@ class PlannedGeneration(VLLMGeneration):
             self.engine.wake_up()  # the KV cache, too: its scales are measured in it
             self._llm_weights_sleeping = False
         self._before_sync()
-        if self._sent is None:
-            dtypes = self._checkpoint_dtypes()
-            self._sent = [(name, dtypes.get(name, "bfloat16"), list(x.shape)) for name, x in self._tensors()]
-        self.report = self.engine.sync_weights(self._copies(self._sent), manifest=self._sent)
+        sent = self.announced()
+        self.report = self.engine.sync_weights(self.copies(sent), manifest=sent)
 
-    def _checkpoint_dtypes(self) -> dict[str, str]:
-        """The dtype of each of the checkpoint's tensors where it mixes BF16 with others (a router's bias in FP32)."""
-        dtypes = {entry.name: entry.dtype for entry in self.engine.state.expected or ()}
-        return dtypes if "bfloat16" in dtypes.values() else {}
-
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The policy's tensors under the checkpoint's names: parameters, and buffers that the checkpoint has.
-
-        Transformers holds all experts of a layer in one tensor, and renames some parts; that is undone here. Raises
-        ConfigError for a quantised policy.
-        """
-        from transformers.core_model_loading import revert_weight_conversion
-
-        policy = self.accelerator.unwrap_model(self.model)
-        known = {entry.name for entry in self.engine.state.expected or ()}
-        buffers = ((name, x) for name, x in policy.named_buffers() if name in known)
-        for name, tensor in chain(self._iter_named_params(), buffers):
-            if not tensor.is_floating_point():
-                raise ConfigError(
-                    f"{name} of the policy is {str(tensor.dtype).removeprefix('torch.')}; allowed with a plan: a "
-                    "policy in BF16 or FP32 (leave quantization_config out), or plan=None"
-                )
-            if known and name not in known:
-                yield from revert_weight_conversion(policy, {name: tensor}).items()
-            else:
-                yield name, tensor
-
-    def _copies(self, sent: Sequence[tuple[str, str, list[int]]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same as they are sent. Each is a copy, as TRL shards or unmerges one once it has handed out the next."""
-        dtypes = {name: dtype_named(dtype) for name, dtype, _ in sent}
-        for name, tensor in self._tensors():
-            yield name, tensor.detach().to(dtypes[name], copy=True)
+    @property
+    def expected(self) -> Manifest | None:
+        return self.engine.state.expected

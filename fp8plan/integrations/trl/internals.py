@@ -14,6 +14,7 @@ from typing import Any, Final
 from unittest.mock import patch
 
 import trl
+from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
@@ -30,11 +31,21 @@ METHODS: Final = {
         "_save_checkpoint",
         "_tokenize_prompts",
     ),
+    VLLMClient: (
+        "_finish_weight_update",
+        "_post",
+        "_start_weight_update",
+        "generate",
+        "get_server_info",
+        "get_world_size",
+        "init_communicator",
+        "update_named_params",
+    ),
     VLLMGeneration: ("_init_vllm", "_iter_named_params", "generate", "sync_weights"),
 }
 ARGUMENTS: Final = (
     "accelerator", "enable_sleep_mode", "gpu_memory_utilization", "max_model_length", "max_num_seqs", "mode", "model",
-    "model_impl", "tensor_parallel_size", "trust_remote_code",
+    "model_impl", "server_base_url", "tensor_parallel_size", "trust_remote_code",
 )  # fmt: skip
 
 

@@ -44,34 +44,37 @@ def check_args(args: Any) -> None:
     """Raise ConfigError for settings of TRL's that a plan does not go with, whatever it says."""
     if args is None or not args.use_vllm:
         raise ConfigError("plan is given, and use_vllm is False; type: GRPOConfig(use_vllm=True, vllm_mode='colocate')")
-    if args.vllm_mode != "colocate":
-        raise ConfigError(
-            f"plan is given, and vllm_mode is {args.vllm_mode!r}, where the engine is another program's; allowed: "
-            "GRPOConfig(vllm_mode='colocate'), or plan=None, with a server in bf16 or fp8_kv"
-        )
-    if args.vllm_tensor_parallel_size != 1:
+    if args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size != 1:
         raise ConfigError(
             f"plan is given, and vllm_tensor_parallel_size is {args.vllm_tensor_parallel_size}; allowed: 1, an engine "
-            "for each process, or plan=None"
+            "for each process, a server on as many GPUs (vllm_mode='server'), or plan=None"
         )
 
 
 def check_plan(plan: Plan, choice: int | str | None, args: Any, on_cpu: bool) -> None:
-    """Raise ConfigError for a plan of another engine than the one that TRL's settings ask for."""
+    """Raise ConfigError for a plan of another engine than the one that TRL's settings ask for. A server's limits are
+    compared with the plan's elsewhere (served.check_server).
+
+    on_cpu: whether the engine runs on a CPU
+    """
     picked, limits = plan.select(choice), plan.setup(choice).limits
     if find_gpu(plan.gpu).is_cpu != on_cpu:
         where = "the CPU" if on_cpu else "a GPU"
-        raise ConfigError(f"the plan is for {plan.gpu}, and this trainer runs on {where}; allowed: plan='auto'")
-    if picked.tensor_parallel != 1:
         raise ConfigError(
-            f"the plan's engine has {picked.tensor_parallel} GPUs; allowed: 1, as TRL's processes hold an engine each "
-            "(plan with --tensor-parallel-size 1)"
+            f"the plan is for {plan.gpu}, and this trainer's engine runs on {where}; allowed: plan='auto'"
         )
     longest = limits.max_model_len or 0
     if args.max_completion_length >= longest:
         raise ConfigError(
             f"max_completion_length is {args.max_completion_length}, and the plan's longest request has {longest} "
             "tokens; allowed: a plan for these responses (plan='auto'), or shorter ones"
+        )
+    if args.vllm_mode != "colocate":
+        return
+    if picked.tensor_parallel != 1:
+        raise ConfigError(
+            f"the plan's engine has {picked.tensor_parallel} GPUs; allowed: 1, as TRL's processes hold an engine each "
+            "(plan with --tensor-parallel-size 1), or a server (vllm_mode='server')"
         )
     told: dict[str, tuple[Any, float]] = {"vllm_max_model_length": (args.vllm_max_model_length, longest)}
     if not on_cpu:
@@ -83,17 +86,8 @@ def check_plan(plan: Plan, choice: int | str | None, args: Any, on_cpu: bool) ->
             )
 
 
-def plan_for(model: str, args: Any, responses: int, prompt_lengths: Lengths | None, on_cpu: bool) -> Plan:
-    """Plan the rollouts of one engine. The engine is TRL's, but for its precision.
-
-    model:     hub id or folder of the checkpoint
-    args:      the GRPOConfig
-    responses: of one engine in one rollout
-    prompt_lengths: tokens; None: UNKNOWN_PROMPT, or what the responses leave of the longest request
-
-    Raises what `fp8plan.plan` raises: ConfigError for a model that is not modelled or not found, CapacityError for one
-    that does not fit.
-    """
+def colocated_limits(model: str, args: Any, responses: int, on_cpu: bool) -> EngineLimits:
+    """The limits of the engine that TRL would start in this process. responses: of it in one rollout"""
     shape, gpu = ModelShape.from_hf(model), find_gpu("cpu" if on_cpu else "auto")
     limits = replace(
         EngineLimits.for_gpu(gpu, shape.recurrent),
@@ -101,15 +95,30 @@ def plan_for(model: str, args: Any, responses: int, prompt_lengths: Lengths | No
         max_num_seqs=responses,
         max_num_batched_tokens=max(BATCHED_TOKENS, responses),
     )
-    if not on_cpu:
-        limits = replace(limits, gpu_memory_utilization=args.vllm_gpu_memory_utilization)
+    return limits if on_cpu else replace(limits, gpu_memory_utilization=args.vllm_gpu_memory_utilization)
+
+
+def plan_for(
+    model: str, gpu: str, limits: EngineLimits, args: Any, responses: int, prompt_lengths: Lengths | None
+) -> Plan:
+    """Plan the rollouts of one engine, whose limits are given: only its precision is to be found.
+
+    model:     hub id or folder of the checkpoint
+    gpu:       as find_gpu takes it
+    args:      the GRPOConfig
+    responses: of one engine in one rollout
+    prompt_lengths: tokens; None: UNKNOWN_PROMPT, or what the responses leave of the longest request
+
+    Raises what `fp8plan.plan` raises: ConfigError for a model that is not modelled or not found, CapacityError for one
+    that does not fit.
+    """
     samples, longest = min(args.num_generations, responses), args.max_completion_length
     left = (limits.max_model_len or 0) - longest
     prompts = prompt_lengths or Fixed(max(1, min(UNKNOWN_PROMPT, left)))
     lengths = LogNormal(max(1.0, MEAN_SHARE * longest), SIGMA, longest)
     workload = Workload(ceil(responses / samples), samples, prompts, lengths)
     installed = check_vllm_version().partition("+")[0]
-    return make_plan(model, gpu, workload, limits=limits, engine_version=installed)
+    return make_plan(model, find_gpu(gpu), workload, limits=limits, engine_version=installed)
 
 
 def spread(count: int, most: int = MOST_PROMPTS) -> range:

@@ -7,7 +7,6 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,12 +16,18 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from fp8plan.errors import ConfigError
 from fp8plan.integrations.trl import correction, planning
+from fp8plan.integrations.trl.client import PlannedClient, Served
 from fp8plan.integrations.trl.generation import PlannedGeneration
 from fp8plan.integrations.trl.internals import check_trl, generating_with
+from fp8plan.integrations.trl.served import ServerEngine, check_server, gpu_of, limits_of
+from fp8plan.integrations.trl.server import PlannedServer
+from fp8plan.model.hardware import find_gpu
+from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.controller.laws import Controller
 from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.engine.engine import RolloutEngine
+from fp8plan.runtime.engine.launch import launch
 from fp8plan.runtime.guard.fallback import Action, stepped_down
 from fp8plan.runtime.monitor.monitor import Monitor
 from fp8plan.runtime.monitor.sinks import Sink
@@ -36,7 +41,7 @@ STATE_FILE: Final = "fp8plan.json"  # in a checkpoint
 
 
 class GRPOTrainer(trl.GRPOTrainer):
-    """trl.GRPOTrainer with a plan for its colocated engine.
+    """trl.GRPOTrainer with a plan for its engine, colocated or a server's.
 
     plan:       "auto": made here, from the model, the GPU and TRL's own settings; or a Plan, or the path of one's JSON.
                 None: all is TRL's own
@@ -46,13 +51,14 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     All other arguments are TRL's. `plan`, `rollout_engine` and `monitor` are then the Plan, the RolloutEngine and the
     Monitor; None without a plan. `rollout_engine.shutdown()` frees the engine's memory, `monitor.close()` the sinks.
+    With a server `rollout_engine` is a ServerEngine, which tells what the server runs and does not end it.
 
     In each step the engine gets the policy's weights, checked, with new KV scales for an FP8 cache. The Monitor's
     weights take the place of TRL's importance-sampling ratio. What the guard advises is done before the next sync; in
-    several processes a step down is only logged.
+    several processes, and with a server, a step down is only logged, with what to type.
 
     Raises ConfigError for a TRL whose inside is not known, for settings that a plan does not go with, for a plan of
-    another engine, and as `fp8plan.plan` and `RolloutEngine.from_plan` do.
+    another engine, for a server that runs something else, and as `fp8plan.plan` and `RolloutEngine.from_plan` do.
     """
 
     def __init__(
@@ -65,7 +71,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         **kwargs: Any,
     ) -> None:
         self.plan: Plan | None = None
-        self.rollout_engine: RolloutEngine | None = None
+        self.rollout_engine: RolloutEngine | ServerEngine | None = None
         self.monitor: Monitor | None = None
         if plan is None:
             if choice is not None or controller is not None or sinks:
@@ -77,12 +83,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.plan, self._choice = planning.read_plan(plan), choice
         self._advice: tuple[Action, Escalation | None] = (Action.NONE, None)
         try:
-            with generating_with(partial(PlannedGeneration, start=self._start, before_sync=self._follow_advice)):
+            with generating_with(self._generation):
                 super().__init__(*args, **kwargs)
             if self.rollout_engine is None:
                 raise ConfigError("TRL did not start the engine where it was expected to; type: plan=None")
             settings = correction.settings_for(self.args, self.plan.thresholds)
-            self.monitor = Monitor(settings, controller, sinks, plan=self.plan, engine=self.rollout_engine)
+            engine: Any = self.rollout_engine
+            self.monitor = Monitor(settings, controller, sinks, plan=self.plan, engine=engine)
         except BaseException:
             if self.rollout_engine is not None:
                 self.rollout_engine.shutdown()
@@ -90,15 +97,45 @@ class GRPOTrainer(trl.GRPOTrainer):
         # The mismatch is measured in any case; settings without a level leave all weights at 1.
         self.vllm_importance_sampling_correction = True
 
+    def _generation(self, *args: Any, **settings: Any) -> PlannedGeneration | PlannedServer:
+        """Make what TRL generates with. settings: of its VLLMGeneration"""
+        if settings["mode"] == "server":
+            return PlannedServer(*args, connect=self._connect, before_sync=self._follow_advice, **settings)
+        return PlannedGeneration(*args, start=self._start, before_sync=self._follow_advice, **settings)
+
     def _start(self, generation: PlannedGeneration, of_trl: dict[str, Any]) -> RolloutEngine:
         """Start the planned engine; plan first, if that was asked for."""
         on_cpu, model = self.accelerator.device.type == "cpu", generation.model.name_or_path
-        responses = generation.max_num_seqs
-        plan = self.plan or planning.plan_for(model, self.args, responses, self._prompt_lengths(), on_cpu)
-        planning.check_plan(plan, self._choice, self.args, on_cpu)
-        self.plan = replace(plan, thresholds=correction.thresholds_for(self.args, plan.thresholds))
-        self.rollout_engine = RolloutEngine.from_plan(self.plan, model, choice=self._choice, **of_trl)
+        if self.plan is None:
+            responses = generation.max_num_seqs
+            limits = planning.colocated_limits(model, self.args, responses, on_cpu)
+            self._plan_for(model, "cpu" if on_cpu else "auto", limits, responses)
+        plan = self._planned(on_cpu)
+        self.rollout_engine = RolloutEngine.from_plan(plan, model, choice=self._choice, **of_trl)
         return self.rollout_engine
+
+    def _connect(self, generation: PlannedServer, found: Served, client: PlannedClient | None) -> ServerEngine:
+        """Check the server that was found; plan for it first, if that was asked for."""
+        model = generation.model.name_or_path
+        gpu = "cpu" if found.status is None and self.accelerator.device.type == "cpu" else gpu_of(found)
+        on_cpu = find_gpu(gpu).is_cpu
+        if self.plan is None:
+            self._plan_for(model, gpu, limits_of(found.config, on_cpu), self.args.generation_batch_size)
+        plan = self._planned(on_cpu)
+        launched = launch(plan.setup(self._choice), model, precisions=plan.precisions_beside(self._choice))
+        check_server(found, launched)
+        self.rollout_engine = ServerEngine(launched, found, client)
+        return self.rollout_engine
+
+    def _plan_for(self, model: str, gpu: str, limits: EngineLimits, responses: int) -> None:
+        self.plan = planning.plan_for(model, gpu, limits, self.args, responses, self._prompt_lengths())
+
+    def _planned(self, on_cpu: bool) -> Plan:
+        """The plan, checked, with the thresholds to begin with."""
+        assert self.plan is not None
+        planning.check_plan(self.plan, self._choice, self.args, on_cpu)
+        self.plan = replace(self.plan, thresholds=correction.thresholds_for(self.args, self.plan.thresholds))
+        return self.plan
 
     def _prompt_lengths(self) -> Any:
         """Lengths of the dataset's prompts; None where prompts come from elsewhere, or hold more than text."""
@@ -123,7 +160,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         if action != Action.NONE and step.verdict is not None:
             logger.warning("fp8plan: %s", step.verdict.reason)
         self._advice = (action, step.decided.escalate)
-        self._log_step(correction.metrics_of(step, self._engine(), self.vllm_generation.report), ratio[mask.bool()])
+        preset = self._engine().launch.setup.precision
+        self._log_step(correction.metrics_of(step, preset, self.vllm_generation.report), ratio[mask.bool()])
         return output
 
     def _log_step(self, found: dict[str, float], ratio: torch.Tensor) -> None:
@@ -139,7 +177,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             every = self.accelerator.gather(getattr(known, name)())
             metrics[f"{LOGGED_RATIO}/{name}"][-1] = getattr(every, name)().item()
 
-    def _engine(self) -> RolloutEngine:
+    def _engine(self) -> RolloutEngine | ServerEngine:
         assert self.rollout_engine is not None
         return self.rollout_engine
 
@@ -151,10 +189,11 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _apply(self, action: Action, escalate: Escalation | None = None) -> None:
         """Do it in one process. Engines of several stay what they are, as vLLM ends the trainer's process group with an
         engine; they say what to type instead."""
-        if self.accelerator.num_processes == 1:
-            self._engine().apply(action, escalate)
+        engine = self._engine()
+        if self.accelerator.num_processes == 1 or isinstance(engine, ServerEngine):
+            engine.apply(action, escalate)
         elif action not in (Action.NONE, Action.RECALIBRATE_KV) or escalate == Escalation.STEP_DOWN:
-            running = self._engine().launch.precision
+            running = engine.launch.precision
             safer = stepped_down(running, action) if action != Action.NONE else "bf16"
             logger.warning(
                 "fp8plan advises a step down from %s, and engines of several processes are not started again in a run; "

@@ -1,7 +1,8 @@
 """A planned engine as arguments of TRL 1.16's GRPOConfig, and as the line or the server that goes with them.
 
 An engine on one GPU runs inside of the trainer's process: fp8plan's own, in fp8plan.integrations.trl, which keeps every
-plan. One on several GPUs is TRL's: colocated where that can keep the plan, else a vLLM server beside it.
+plan. One on several GPUs is TRL's own, colocated, where that can keep the plan; else a vLLM server beside it, with
+fp8plan's weight-transfer backend, and fp8plan's trainer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from fp8plan.model.emit.settings import (
     vllm_kwargs,
 )
 from fp8plan.model.setup import EngineSetup
-from fp8plan.model.shards import why_not_trl
 
 MODES: Final = ("auto", "colocate", "server")
 
@@ -41,9 +41,9 @@ _COLOCATED: Final = {
     "enable_expert_parallel": False,
 }
 
-# What TRL needs of a vLLM server (trl/scripts/vllm_serve.py, build_command and main).
-_SERVER_ENV: Final = {"VLLM_SERVER_DEV_MODE": "1"}
-_SERVER_FLAGS: Final = ("--weight-transfer-config", '{"backend": "nccl"}', "--max-logprobs", "-1")
+# What TRL needs of a vLLM server (trl/scripts/vllm_serve.py, build_command and main), with fp8plan's backend.
+_SERVER_ENV: Final = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "fp8plan"}
+_SERVER_FLAGS: Final = ("--weight-transfer-config", '{"backend": "fp8plan"}', "--max-logprobs", "-1")
 
 _SAMPLING_MODES: Final = {
     "token_tis": "token_truncate",
@@ -54,15 +54,13 @@ _SAMPLING_MODES: Final = {
 
 
 _LINE: Final = 'GRPOTrainer(..., plan="plan.json", choice="{}")  # from fp8plan.integrations.trl import GRPOTrainer'
-_SCALES: Final = "fp8plan's trainer measures the K and V scales after each weight sync"
+_SCALES: Final = "fp8plan measures the K and V scales after each weight sync"
 
 
 def trl_config(job: Job, mode: str = "auto") -> dict[str, Any]:
     """Keyword arguments of `trl.GRPOConfig`. Raises ConfigError for what TRL cannot do."""
     refuse_cpu(job.setup, "TRL")
     limits = job.setup.limits
-    if reason := why_not_trl(job.setup.precision, limits.tensor_parallel_size):
-        raise ConfigError(reason)
     samples = job.tokens("samples")
     if samples < 2:
         raise ConfigError("TRL's GRPO needs at least 2 samples per prompt, the workload has 1; use --samples 2 or more")
@@ -83,36 +81,47 @@ def trl_config(job: Job, mode: str = "auto") -> dict[str, Any]:
     return config
 
 
-def trl_kv_scales(setup: EngineSetup, mode: str, kv_scales: str) -> str:
-    """What the K and V scales of an FP8 cache are there: calibrated by fp8plan's trainer, else as the caller says."""
+def trl_kv_scales(setup: EngineSetup, kv_scales: str) -> str:
+    """What the K and V scales of an FP8 cache are there: calibrated, as TRL's own engine, which would leave them,
+    has no such cache. Else as the caller says."""
     check_kv_scales(kv_scales)
-    return "calibrated" if mode != "server" and _by_fp8plan(setup) else kv_scales
+    return "calibrated" if setup.precision.kv == "fp8" else kv_scales
+
+
+def server_command(setup: EngineSetup) -> str:
+    """The shell command of the server that runs a plan for TRL, with fp8plan's weight-transfer backend."""
+    return serve_command(vllm_kwargs(setup), vllm_env(setup) | _SERVER_ENV, _SERVER_FLAGS)
 
 
 def emit_trl(job: Job, kv_scales: str) -> str:
     """The settings as JSON {"grpo_config", "trainer", "command", "env", "notes"}.
 
-    trainer: the line that runs the plan inside of the trainer, or null if that is TRL's own GRPOTrainer
+    trainer: the line that runs the plan, or null if TRL's own GRPOTrainer does
     command: of the vLLM server, or null if vLLM runs inside of the trainer
     """
-    config, env = trl_config(job), vllm_env(job.setup)
-    command: str | None = None
-    trainer: str | None = None
-    notes = [replicas_note(job.setup, "the number of training processes decides it"), shared_gpu_note(job.setup)]
-    risk = risk_notes(job, "trl", kv_scales)
-    if config["vllm_mode"] == "server":
+    config, env, setup = trl_config(job), vllm_env(job.setup), job.setup
+    served = config["vllm_mode"] == "server"
+    ours = served or _by_fp8plan(setup)
+    notes = [replicas_note(setup, "the number of training processes decides it")]
+    if served:
         env |= _SERVER_ENV
-        command = serve_command(vllm_kwargs(job.setup), env, _SERVER_FLAGS)
-        notes = [
-            f"TRL's colocated engine cannot keep this plan: {'; '.join(_colocate_problems(job))}",
-            f"start the command first, on {job.setup.limits.tensor_parallel_size} GPU(s) that do not train",
-        ]
-    elif _by_fp8plan(job.setup):
-        trainer = _LINE.format(job.setup.precision.name)
+        where = f"on {setup.limits.tensor_parallel_size} GPU(s) that do not train, where fp8plan is installed"
+        problems = "; ".join(_colocate_problems(job))
+        notes += [f"TRL's colocated engine cannot keep this plan: {problems}", f"start the command first, {where}"]
+    else:
+        notes.append(shared_gpu_note(setup))
+    if ours:
         notes.insert(0, "save the plan with --json plan.json; TRL's own GRPOTrainer may run another engine")
-        if job.setup.precision.kv == "fp8":
-            risk = [_SCALES, *risk_notes(job, "trl", "calibrated")[1:]]
-    told = {"grpo_config": config, "trainer": trainer, "command": command, "env": env, "notes": notes + risk}
+    risk = risk_notes(job, "trl", kv_scales)
+    if setup.precision.kv == "fp8":
+        risk = [_SCALES, *risk[1:]]
+    told = {
+        "grpo_config": config,
+        "trainer": _LINE.format(setup.precision.name) if ours else None,
+        "command": server_command(setup) if served else None,
+        "env": env,
+        "notes": notes + risk,
+    }
     return json.dumps(told, indent=2)
 
 
@@ -137,7 +146,8 @@ def _colocate_problems(job: Job) -> list[str]:
     limits = job.setup.limits
     if _by_fp8plan(job.setup):
         return []
-    problems = [
+    problems = ["it takes no FP8 weights"] if job.setup.precision.weights != "bf16" else []
+    problems += [
         f"{name} is {value!r} there, the plan has {getattr(limits, name)!r}"
         for name, value in _COLOCATED.items()
         if getattr(limits, name) != value
@@ -155,11 +165,8 @@ def _colocate_problems(job: Job) -> list[str]:
 
 def _server_problems(setup: EngineSetup) -> list[str]:
     # A dense model with --data-parallel-size above 1 is refused by vLLM (trl/scripts/vllm_serve.py says so too).
-    replicas, preset = setup.limits.data_parallel_size, setup.precision
-    problems = [] if replicas == 1 else [f"it is one replica, the plan has {replicas}"]
-    if preset.weights != "bf16":
-        problems.append(f"nothing shows that it requantises {preset.name} at a sync")
-    return problems
+    replicas = setup.limits.data_parallel_size
+    return [] if replicas == 1 else [f"it is one replica, the plan has {replicas}"]
 
 
 def _correction(thresholds: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class Plan:
     A choice is named by its index, or by its precision: then it is that of the chosen layout, or where this cannot run,
     the fastest that can.
     `vllm_kwargs`, `env`, `verl_overrides` and `trl_config` translate the chosen choice, or the one that is named, and
-    raise ConfigError for what the target cannot do. verl and TRL leave K and V scales at 1.0; where that is riskier
+    raise ConfigError for what the target cannot do. vLLM and verl leave K and V scales at 1.0; where that is riskier
     than the plan accepts, it is a ConfigError too, unless `kv_scales="calibrated"` says that you calibrate them.
     """
 
@@ -195,27 +195,27 @@ class Plan:
         mode: "colocate" (vLLM inside the trainer's processes: of fp8plan.integrations.trl if the engine has one GPU),
               "server" (a `vllm serve` beside it; its command is in `emit("trl")`), or "auto": colocate where that can
               keep the plan, else server
-        kv_scales: "unit", as TRL leaves them, or "calibrated" if you calibrate them after each weight sync;
-              fp8plan.integrations.trl always does
+        kv_scales: means nothing here: fp8plan measures the scales of an FP8 cache after each weight sync, in
+              fp8plan.integrations.trl and in the server
         """
-        return trl_config(self._job("trl", choice, trl_kv_scales(self.setup(choice), mode, kv_scales)), mode)
+        return trl_config(self._job("trl", choice, trl_kv_scales(self.setup(choice), kv_scales)), mode)
 
     def emit(self, target: str, choice: int | str | None = None, kv_scales: str = "unit") -> str:
         """Text for `fp8plan emit` and `fp8plan plan --emit`.
 
         vllm: JSON {"engine_args", "env", "command", "notes"}
         verl: Hydra overrides to paste after `python -m verl.trainer.main_ppo \\`, comments behind them
-        trl:  JSON {"grpo_config", "trainer", "command", "env", "notes"}: the line with fp8plan.integrations.trl, or the
-              command of a vLLM server; null where there is none
+        trl:  JSON {"grpo_config", "trainer", "command", "env", "notes"}: the line with fp8plan.integrations.trl, and
+              the command of a vLLM server; null where there is none
 
-        kv_scales: "unit", as every target but fp8plan.integrations.trl leaves the K and V scales of an FP8 cache, or
-        "calibrated" if you calibrate them
+        kv_scales: "unit", as vllm and verl leave the K and V scales of an FP8 cache, or "calibrated" if you calibrate
+        them
 
         Raises ConfigError for an unknown target, for what the target cannot do, and where K and V scales of 1.0 are
         riskier than the plan accepts.
         """
         check_target(target)
-        there = trl_kv_scales(self.setup(choice), "auto", kv_scales) if target == "trl" else kv_scales
+        there = trl_kv_scales(self.setup(choice), kv_scales) if target == "trl" else kv_scales
         return _EMITTERS[target](self._job(target, choice, there), there)
 
     def _job(self, target: str, choice: int | str | None, kv_scales: str) -> Job:

@@ -145,17 +145,7 @@ class AsyncRolloutEngine(EngineBase):
 
     async def _drive(self, procedure: Generator[Call, Any, Answer]) -> Answer:
         """Run a procedure to its end, answering its calls."""
-        try:
-            call = next(procedure)
-            while True:
-                try:
-                    answer = await self._whole(self._answer(call))
-                except BaseException as error:
-                    call = procedure.throw(error)
-                else:
-                    call = procedure.send(answer)
-        except StopIteration as end:
-            return cast("Answer", end.value)
+        return await driven(procedure, lambda call: self._whole(self._answer(call)))
 
     async def _answer(self, call: Call) -> Any:
         if call.what == "restart":
@@ -231,3 +221,18 @@ class AsyncRolloutEngine(EngineBase):
         """Return what `act` gives. Raises NotServingError if the engine dies of it, or if there is none."""
         with self._noticing_death():
             return await act()
+
+
+async def driven(procedure: Generator[Call, Any, Answer], answer: Callable[[Call], Awaitable[Any]]) -> Answer:
+    """Run a procedure to its end under asyncio. answer: does what a Call asks for"""
+    try:
+        call = next(procedure)
+        while True:
+            try:
+                found = await answer(call)
+            except BaseException as error:
+                call = procedure.throw(error)
+            else:
+                call = procedure.send(found)
+    except StopIteration as end:
+        return cast("Answer", end.value)

@@ -29,15 +29,19 @@ from fp8plan.runtime.guard.fallback import Action, GuardSettings, GuardState, an
 from fp8plan.runtime.guard.guard import Guard, Verdict
 from fp8plan.runtime.guard.observation import EngineFacts
 from fp8plan.runtime.weight_sync.announce import plain
-from fp8plan.runtime.weight_sync.kv_calibration import kv_scales, refuse_calibration
+from fp8plan.runtime.weight_sync.kv_calibration import (
+    CALIBRATION_SEQUENCES,
+    CALIBRATION_TOKENS,
+    RANDOM,
+    kv_scales,
+    random_prompts,
+    refuse_calibration,
+)
 from fp8plan.runtime.weight_sync.kv_scales import PARTS, Scales
 from fp8plan.runtime.weight_sync.manifest import stored_wide
 from fp8plan.runtime.weight_sync.nccl import Rendezvous
 from fp8plan.runtime.weight_sync.procedure import clean, replace_weights
 from fp8plan.runtime.weight_sync.state import Call, Procedure, Scored, SyncReport, SyncSettings, SyncState, rpc
-
-# Sequences of the last rollout that KV scales are calibrated on, and tokens of each.
-CALIBRATION_SEQUENCES, CALIBRATION_TOKENS = 16, 1024
 
 
 class EngineBase:
@@ -242,11 +246,7 @@ class EngineBase:
             return _as_lists(given), "calibration prompts"
         if self._rollout:
             return self._rollout, "sequences of the last rollout"
-        import numpy as np
-
-        chance, length = np.random.default_rng(0), min(256, self._longest - 1)
-        tokens = chance.integers(0, self.state.vocabulary or 1000, (CALIBRATION_SEQUENCES, length))
-        return tokens.tolist(), "random tokens, as no rollout has run yet"
+        return random_prompts(self.state.vocabulary, self._longest - 1), RANDOM
 
     def _remember(self, outputs: Sequence[Any]) -> None:
         """Keep some sequences of a rollout for calibration, and note log-probs that are NaN."""

@@ -113,19 +113,28 @@ class Launch:
         runs_fp8_kv = str(facts["kv_cache_dtype"]).startswith("fp8")
         if runs_fp8_kv != self.fp8_kv:
             raise ConfigError(f"the KV cache runs as {facts['kv_cache_dtype']}, and {self.precision} was planned")
-        if self.fp8_kv and facts["attention"] not in LIVE_SCALES:
-            raise ConfigError(
-                f"attention runs as {facts['attention']}, which may keep the KV scales that it was started with; "
-                f"allowed with an FP8 KV cache: {', '.join(LIVE_SCALES)} (type attention_backend='TRITON_ATTN')"
-            )
-        if self.fp8_kv and facts["cudagraph_mode"] == "FULL":
-            raise ConfigError(
-                "cudagraph_mode is FULL, which hides prompts from KV calibration; allowed with an FP8 KV cache: "
-                "FULL_AND_PIECEWISE, vLLM's default, or any other"
-            )
+        if self.fp8_kv:
+            refuse_fixed_scales(facts)
         quantised = any("Fp8" in kind for kind in facts["layers"])
         if quantised != self.fp8_weights:
             raise ConfigError(f"the layers run as {', '.join(facts['layers'])}, and {self.precision} was planned")
+
+
+def refuse_fixed_scales(facts: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an engine with an FP8 KV cache whose scales cannot be measured or changed.
+
+    facts: of a worker (runtime.worker.facts)
+    """
+    if facts["attention"] not in LIVE_SCALES:
+        raise ConfigError(
+            f"attention runs as {facts['attention']}, which may keep the KV scales that it was started with; "
+            f"allowed with an FP8 KV cache: {', '.join(LIVE_SCALES)} (type attention_backend='TRITON_ATTN')"
+        )
+    if facts["cudagraph_mode"] == "FULL":
+        raise ConfigError(
+            "cudagraph_mode is FULL, which hides prompts from KV calibration; allowed with an FP8 KV cache: "
+            "FULL_AND_PIECEWISE, vLLM's default, or any other"
+        )
 
 
 def launch(

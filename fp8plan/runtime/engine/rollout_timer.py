@@ -6,14 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.engine.warm_up import compiled_files
 from fp8plan.runtime.guard.observation import Observation, observation_of
 
 if TYPE_CHECKING:
-    from fp8plan.runtime.engine.base import EngineBase
     from fp8plan.runtime.guard.guard import Guard, Verdict
 
 PREEMPTIONS: Final = "vllm:num_preemptions_total"  # vLLM's counter, in Prometheus's default registry
@@ -37,10 +36,17 @@ def judged(guard: Guard | None, observe: Callable[[], Observation | None]) -> Ju
         return Judged(seen, None, f"the last rollout cannot be compared: {error}")
 
 
+class Watched(Protocol):
+    """What has a guard: an engine."""
+
+    guard: Guard | None
+    guard_off: str | None
+
+
 class Judge:
     """The timer of an engine's rollouts; `last` is the last one, Judged, and waits until it is worked out."""
 
-    def __init__(self, engine: EngineBase) -> None:
+    def __init__(self, engine: Watched) -> None:
         self._engine = engine
         self._thread = ThreadPoolExecutor(1, "fp8plan-guard")  # one thread keeps the order
         self._judging: Future[Judged] | None = None
@@ -77,18 +83,29 @@ class Judge:
                 "preemptions": preemptions,
                 "compiled_files": compiled,
                 "kv_cache_tokens": cache.num_gpu_blocks * cache.block_size,
-                "kl_k3": self._kl_k3,
+                "kl_k3": self.heard(),
             }
-            self._kl_k3 = None
-            self._judging = self._thread.submit(self._judged, outputs, seconds, more)
+
+            def observe() -> Observation | None:
+                some = any(len(one.token_ids) for output in outputs for one in output.outputs)
+                return observation_of(outputs, seconds, **more) if some else None
+
+            self.judge(observe)
 
         return ended
 
-    def _judged(self, outputs: Sequence[Any], seconds: float, more: dict[str, Any]) -> Judged:
-        if not any(len(one.token_ids) for output in outputs for one in output.outputs):
-            return Judged()
-        found = judged(self._engine.guard, lambda: observation_of(outputs, seconds, **more))
-        if self._engine.guard is not None:
+    def heard(self) -> float | None:
+        """Return what was reported of the rollout before, once."""
+        found, self._kl_k3 = self._kl_k3, None
+        return found
+
+    def judge(self, observe: Callable[[], Observation | None]) -> None:
+        """Let the guard judge what `observe` gives, while the caller goes on."""
+        self._judging = self._thread.submit(self._judged, observe)
+
+    def _judged(self, observe: Callable[[], Observation | None]) -> Judged:
+        found = judged(self._engine.guard, observe)
+        if self._engine.guard is not None and found != Judged():
             self._engine.guard_off = found.off
         return found
 

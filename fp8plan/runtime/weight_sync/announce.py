@@ -46,13 +46,13 @@ def prepared(state: SyncState, manifest: Manifest) -> Generator[Call, Any, Check
         wide = manifests.stored_wide(state.expected)
         answers = yield from rpc("fp8plan_prepare", plain(manifest), state.settings.in_place, number, wide)
         groups = answers[0]["groups"]
-        _refuse_leftovers(manifest, [answer["taken"] for answer in answers])
+        refuse_leftovers(manifest, [answer["taken"] for answer in answers])
         numbers = {entry.name: number for number, entry in enumerate(manifest)}
         state.prepared[key] = Checked(number, groups, Counter(groups), numbers)
     return state.prepared[key]
 
 
-def _refuse_leftovers(manifest: Manifest, ranks: Sequence[Sequence[int]]) -> None:
+def refuse_leftovers(manifest: Manifest, ranks: Sequence[Sequence[int]]) -> None:
     """Raises ConfigError for a tensor that all ranks together do not load whole. vLLM's loaders take their part of a
     tensor that is too large without a word."""
     for entry, *taken in zip(manifest, *ranks, strict=True):

@@ -13,6 +13,11 @@ from fp8plan.runtime.weight_sync.state import Call, SyncState, rpc
 # Passes of the calibration prompts until none of its own scales clips: each at least doubles them.
 MOST_CALIBRATIONS = 12
 
+# Sequences of the last rollout that KV scales are calibrated on, and tokens of each; and what stands in for them.
+CALIBRATION_SEQUENCES, CALIBRATION_TOKENS = 16, 1024
+RANDOM_TOKENS: Final = 256
+RANDOM: Final = "random tokens, as no rollout has run yet"
+
 # Limits of a trainer's amax: with them, and any margin that makes sense, scales are normal numbers of float32.
 LEAST_AMAX: Final = 1e-30
 MOST_AMAX: Final = 1e30
@@ -96,6 +101,15 @@ def refuse_tokens(state: SyncState, what: str, sequences: Any) -> None:
         if wrong := [token for token in tokens if not 0 <= token < (vocabulary or token + 1)]:
             most = "0 or more" if vocabulary is None else f"0 to {vocabulary - 1:,}, the model's vocabulary"
             raise ConfigError(f"{what}: token id {wrong[0]}; allowed: {most}")
+
+
+def random_prompts(vocabulary: int | None, longest: int) -> list[list[int]]:
+    """Return token ids to calibrate with before the first rollout, at most `longest` each."""
+    import numpy as np
+
+    size = (CALIBRATION_SEQUENCES, min(RANDOM_TOKENS, longest))
+    found: list[list[int]] = np.random.default_rng(0).integers(0, vocabulary or 1000, size).tolist()
+    return found
 
 
 def _calibrate(state: SyncState, prompts: Sequence[Sequence[int]]) -> Generator[Call, Any, Amax]:

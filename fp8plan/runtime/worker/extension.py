@@ -41,6 +41,7 @@ class Fp8PlanWorker:
     """The mixin. Its names start with fp8plan_, so that they meet none of vLLM's."""
 
     model_runner: Any  # of vLLM's worker
+    weight_transfer_engine: Any
 
     @answering
     def fp8plan_facts(self) -> dict[str, Any]:
@@ -158,6 +159,34 @@ class Fp8PlanWorker:
         from fp8plan.runtime.worker.facts import digest
 
         return {name: digest(tensor.data) for name, tensor in self.model_runner.get_model().named_parameters()}
+
+    @answering
+    def fp8plan_attach(self) -> dict[str, Any]:
+        """Note that fp8plan's part of a server's front end is there; return what the engine is (worker_facts)."""
+        from fp8plan.runtime.worker.facts import worker_facts
+
+        self.weight_transfer_engine.attached = True
+        return worker_facts(self)
+
+    @answering
+    def fp8plan_status(self) -> dict[str, Any]:
+        """Read what a server's weights are: number of the update that serves, the last one's report, KV scales in use,
+        and why the weights must not be used, if so (runtime.server.updates)."""
+        from fp8plan.runtime.weight_sync.kv_scales import live_scales
+
+        engine = self.weight_transfer_engine
+        updates = getattr(engine, "updates", None)
+        if updates is None:
+            raise ConfigError(
+                f"the weight-transfer backend is {type(engine).__name__}; allowed here: fp8plan (start vllm serve with "
+                """--weight-transfer-config '{"backend": "fp8plan"}')"""
+            )
+        return {
+            "version": updates.version,
+            "refusal": updates.refusal,
+            "last_update": updates.report,
+            "kv_scales": live_scales(self.model_runner.get_model()),
+        }
 
     def _fp8plan_weights(self) -> LiveWeights:
         from fp8plan.runtime.worker.live_weights import LiveWeights

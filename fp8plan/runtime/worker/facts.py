@@ -18,17 +18,21 @@ def worker_facts(worker: Any) -> dict[str, Any]:
     kernels:   "gemm", "moe" -> name of the kernel
     e8m0:      whether DeepGEMM's scales are powers of two; None without blockwise FP8
     attention: class of its implementation
+    device:    product name of the GPU, or "cpu"
 
     and vllm_version, weight_bytes, kv_cache_dtype, cudagraph_mode and enforce_eager
     """
+    import torch
     import vllm
 
     model, config = worker.model_runner.get_model(), worker.vllm_config
     kinds = Counter(kind(layer) for layer in model.modules() if any(p is not None for p in layer._parameters.values()))
     attention = [layer for layer in model.modules() if hasattr(layer, "_k_scale") and hasattr(layer, "impl")]
+    device = next(model.parameters()).device
     tensors = {tensor.data_ptr(): tensor.nbytes for tensor in model.parameters()}
     return {
         "vllm_version": vllm.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "layers": dict(kinds),
         "weight_bytes": sum(tensors.values()),
         "kernels": _kernels(model),

@@ -1,14 +1,14 @@
 """A worker's end of a transfer: vLLM's own NCCL engine, whose tensors go to the live weights instead of into a reload.
 
-vLLM's engine is made when a trainer calls, not by its registry at start: registering would import vLLM wherever this
-package is imported, and vLLM's own RPCs could then write weights past the manifest and the self-check.
+It is made when the driver of a RolloutEngine calls, not by vLLM's registry at start: vLLM's own RPCs would write past
+the driver's state. A server has no such driver, and another engine, which is registered: runtime.server.backend.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -76,10 +76,19 @@ class Receiver(NCCLWeightTransferEngine):
         return arriving.count
 
 
-class Arriving:
-    """A stand-in for the model that vLLM loads into. After a failure, which is kept, it ignores the rest."""
+class Loads(Protocol):
+    """Live weights, or what stands before them."""
 
-    def __init__(self, live: LiveWeights, manifest: Manifest) -> None:
+    def load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None: ...
+
+
+class Arriving:
+    """A stand-in for the model that vLLM loads into. After a failure, which is kept, it ignores the rest.
+
+    live: where tensors go, by their numbers in the manifest; None with a failure that was there before
+    """
+
+    def __init__(self, live: Loads | None, manifest: Manifest) -> None:
         self.failure: str | None = None
         self.count = 0
         self._live = live
@@ -88,26 +97,26 @@ class Arriving:
 
     def load_weights(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
         self.count += 1
-        if self.failure is not None:
+        if self.failure is not None or self._live is None:
             return
         try:
-            self._write([self._numbers[name] for name, _ in pairs], [tensor for _, tensor in pairs])
+            self._write(self._live, [self._numbers[name] for name, _ in pairs], [tensor for _, tensor in pairs])
         except Exception as error:
             self.failure = str(error) if isinstance(error, Fp8PlanError) else f"{type(error).__name__}: {error}"
 
-    def _write(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+    def _write(self, live: Loads, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
         """Write on one stream, as vLLM's reload may keep tensors of one broadcast until the next, which is on another.
 
         The broadcast's stream waits for the writes, and vLLM for it before it lets go of the buffer. All tensors are
         views of that: recorded once, it is not used again while a kept one is read.
         """
         if self._stream is None:
-            return self._live.load(numbers, tensors)
+            return live.load(numbers, tensors)
         arrived = torch.cuda.current_stream()
         self._stream.wait_stream(arrived)
         tensors[0].record_stream(self._stream)
         with torch.cuda.stream(self._stream):
-            self._live.load(numbers, tensors)
+            live.load(numbers, tensors)
         arrived.wait_stream(self._stream)
         return None
 

@@ -19,6 +19,11 @@ from fp8plan.runtime.worker.program import Program
 if TYPE_CHECKING:
     import torch
 
+
+class IncompleteError(ConfigError):
+    """A parameter that a manifest does not fill, though nothing in the manifest is wrong."""
+
+
 ONE_EXPERTS: Final = re.compile(r"\.experts\.\d+\.")  # in the name of one expert's tensor
 
 
@@ -118,6 +123,23 @@ def prepare(worker: Any, manifest: Manifest, in_place: bool, wide: Sequence[str]
     )
 
 
+def rounded(model: torch.nn.Module, manifest: Manifest) -> Manifest:
+    """Return a manifest with BF16 for each FP32 tensor that fills a parameter which is not FP32: a trainer's master
+    weights, which vLLM's loaders round as they copy them."""
+    import torch
+
+    if all(entry.dtype != "float32" or entry.name.endswith(SCALE_SUFFIX) for entry in manifest):
+        return manifest
+    found = trace(model, _in_bf16(manifest))
+    wide = {name for name, homes in found.homes.items() if {found.dtypes[home] for home in homes} <= {torch.float32}}
+    return tuple(
+        entry._replace(dtype="bfloat16")
+        if entry.dtype == "float32" and entry.name not in wide and not entry.name.endswith(SCALE_SUFFIX)
+        else entry
+        for entry in manifest
+    )
+
+
 def _refuse_rounded(manifest: Manifest, found: LoadMap, wide: Sequence[str]) -> None:
     """Raises ConfigError for an FP32 tensor of which bits would be lost: a parameter that it fills is not FP32.
 
@@ -144,7 +166,7 @@ def _refuse_unknown(ignored: Sequence[str], config: Any, shares_experts: bool = 
 
 
 def _refuse_missing(found: LoadMap, layers: Mapping[str, torch.nn.Module]) -> None:
-    """Raises ConfigError for a parameter that is not filled, unless it is another name of one that is."""
+    """Raises IncompleteError for a parameter that is not filled, unless it is another name of one that is."""
 
     def address(module: str, param: str) -> int | None:
         live = layers[module]._parameters.get(param)
@@ -156,7 +178,7 @@ def _refuse_missing(found: LoadMap, layers: Mapping[str, torch.nn.Module]) -> No
         if count >= whole or (count == 0 and address(module, param) in filled):
             continue
         got = [name for name, copies in found.copies.items() if any(c[:2] == (module, param) for c in copies)]
-        raise ConfigError(
+        raise IncompleteError(
             f"missing: {whole - count} of {whole} elements of {module}.{param}, which got "
             f"{', '.join(got) or 'nothing'}; send every tensor of the model, a fused layer needs all its parts"
         )

@@ -1,0 +1,114 @@
+"""TRL's client of a vLLM server, which also asks for fp8plan's status, times rollouts, and works from a CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from trl.generation.vllm_client import VLLMClient
+from vllm.utils.network_utils import get_ip
+
+from fp8plan.errors import SyncError
+from fp8plan.runtime.server import cpu_transfer
+
+STATUS = "/fp8plan/status"
+PREEMPTIONS = "vllm:num_preemptions_total"
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A server as it was seen.
+
+    url, config: where it is, and its VllmConfig as a JSON tree
+    status:      fp8plan's (runtime.server.status); None if it has none
+    """
+
+    url: str
+    config: dict[str, Any]
+    status: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One call of `generate`: seconds, tokens of each response's prompt and of the response, and preemptions."""
+
+    seconds: float
+    prompt_lengths: list[int]
+    response_lengths: list[int]
+    prompt_ids: list[int]
+    preemptions: int
+
+
+class PlannedClient(VLLMClient):
+    """TRL's VLLMClient.
+
+    rollout: the last `generate`; None before it
+    """
+
+    rollout: Rollout | None = None
+
+    def seen(self) -> Served:
+        """Ask the server what it is. Raises what TRL raises for a server without its development endpoints."""
+        return Served(self.base_url, self.get_server_info(), self.status())
+
+    def status(self) -> dict[str, Any] | None:
+        """fp8plan's status of the server; None if it has none."""
+        answer = self.session.get(f"{self.base_url}{STATUS}", timeout=60)
+        return answer.json() if answer.status_code == 200 else None
+
+    def generate(self, prompts: Any, *args: Any, **how: Any) -> Any:
+        before, begun = self._preemptions(), time.perf_counter()
+        output = super().generate(prompts, *args, **how)
+        seconds, preempted = time.perf_counter() - begun, max(0, self._preemptions() - before)
+        responses = [len(tokens) for tokens in output["completion_ids"]]
+        each = len(responses) // max(1, len(output["prompt_ids"]))
+        ids = [number for number in range(len(output["prompt_ids"])) for _ in range(each)]
+        lengths = [len(output["prompt_ids"][number]) for number in ids]
+        self.rollout = Rollout(seconds, lengths, responses, ids, preempted)
+        return output
+
+    def _preemptions(self) -> int:
+        """Count the preemptions so far, by the server's metrics."""
+        lines = self.session.get(f"{self.base_url}/metrics", timeout=60).text.splitlines()
+        return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(PREEMPTIONS)))
+
+    def init_communicator(self, device: torch.device | str | int = 0) -> None:
+        """Meet the server's workers; from a CPU over vLLM's rendezvous alone, which TRL does not."""
+        if torch.device(device).type != "cpu":
+            super().init_communicator(device)
+            return
+        world_size = self.get_world_size() + 1
+        where: dict[str, Any] = {"master_address": get_ip(), "master_port": self.group_port}
+        info = where | {"rank_offset": 1, "world_size": world_size}
+        with ThreadPoolExecutor(1) as thread:
+            answer = thread.submit(self._post, f"{self.base_url}/init_weight_transfer_engine", json={"init_info": info})
+            self.communicator = cpu_transfer.meet(where["master_address"], self.group_port, 0, world_size)
+            answer.result()
+
+    def update_named_params(
+        self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Send tensors as TRL does. Raises SyncError with what the server says."""
+        try:
+            if isinstance(self.communicator, cpu_transfer.StoreCommunicator):
+                self._send_from_cpu(metadata, named_params)
+            else:
+                super().update_named_params(metadata, named_params)
+        except Exception as error:
+            raise SyncError(f"the server did not take the weights: {error}") from error
+
+    def _send_from_cpu(
+        self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, torch.Tensor]]
+    ) -> None:
+        names, dtypes, shapes = map(list, zip(*metadata, strict=True))
+        info = {"names": names, "dtype_names": dtypes, "shapes": shapes}
+        self._start_weight_update()
+        with ThreadPoolExecutor(1) as thread:
+            answer = thread.submit(self._post, f"{self.base_url}/update_weights", json={"update_info": info})
+            cpu_transfer.send(named_params, self.communicator)
+            answer.result()
+        self._finish_weight_update()

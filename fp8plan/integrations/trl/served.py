@@ -1,0 +1,213 @@
+"""The check of a server against a plan, and the server's engine as a Monitor and a trainer need it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from functools import cached_property
+from typing import Any, Final
+
+from fp8plan.errors import ConfigError, Fp8PlanError
+from fp8plan.integrations.trl.client import PlannedClient, Served
+from fp8plan.model.emit.trl import server_command
+from fp8plan.model.hardware import find_gpu
+from fp8plan.model.limits import EngineLimits
+from fp8plan.runtime.controller.state import Escalation
+from fp8plan.runtime.engine.launch import Launch
+from fp8plan.runtime.engine.rollout_timer import Judge
+from fp8plan.runtime.guard.fallback import Action, GuardSettings, stepped_down
+from fp8plan.runtime.guard.guard import Guard, Verdict
+from fp8plan.runtime.guard.observation import EngineFacts, Observation
+from fp8plan.runtime.weight_sync.kv_scales import PARTS
+from fp8plan.runtime.weight_sync.manifest import Manifest
+from fp8plan.runtime.weight_sync.state import SyncReport
+
+logger = logging.getLogger(__name__)
+
+# Limits that decide what a plan predicts and a server's command line sets.
+COMPARED: Final = (
+    "tensor_parallel_size", "data_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+    "enable_prefix_caching", "enable_expert_parallel",
+)  # fmt: skip
+
+
+def limits_of(config: Mapping[str, Any], on_cpu: bool) -> EngineLimits:
+    """The limits of a server. config: its VllmConfig as a JSON tree"""
+    model, scheduler = config["model_config"], config["scheduler_config"]
+    cache, parallel = config["cache_config"], config["parallel_config"]
+    imposed = cache.get("num_gpu_blocks_override")
+    found = {
+        "gpu_memory_utilization": None if on_cpu else cache["gpu_memory_utilization"],
+        "max_model_len": model["max_model_len"],
+        "max_num_seqs": scheduler["max_num_seqs"],
+        "max_num_batched_tokens": scheduler["max_num_batched_tokens"],
+        "block_size": cache["block_size"],
+        "enable_prefix_caching": cache["enable_prefix_caching"],
+        "tensor_parallel_size": parallel["tensor_parallel_size"],
+        "data_parallel_size": parallel["data_parallel_size"],
+        "async_scheduling": scheduler.get("async_scheduling"),
+        "enforce_eager": model["enforce_eager"],
+        "scheduler_reserve_full_isl": scheduler.get("scheduler_reserve_full_isl"),
+        # One block of vLLM's pool is its null block, which no request can use.
+        "num_gpu_blocks": imposed and imposed - 1,
+        "enable_expert_parallel": parallel.get("enable_expert_parallel"),
+    }
+    return EngineLimits(**{name: value for name, value in found.items() if value is not None})
+
+
+def gpu_of(served: Served) -> str:
+    """The name of the server's GPU; "auto" where the server does not say it."""
+    return find_gpu(served.status["facts"]["device"]).name if served.status else "auto"
+
+
+def check_server(served: Served, launched: Launch) -> None:
+    """Raise ConfigError, with the command to type, for a server that does not run what was planned."""
+    fault = next(_faults(served, launched), None)
+    if fault is not None:
+        line = server_command(launched.setup)
+        raise ConfigError(f"the server at {served.url} {fault}; end it, and type: {line}")
+
+
+def _faults(served: Served, launched: Launch) -> Iterator[str]:
+    config, status = served.config, served.status
+    backend = (config.get("weight_transfer_config") or {}).get("backend")
+    if backend != "fp8plan":
+        yield f"has the weight-transfer backend {backend}, and a plan needs fp8plan's"
+    if status is None:
+        yield "was started without VLLM_PLUGINS=fp8plan, by which it would say what it runs"
+        return
+    if status["precision"] != launched.precision:
+        yield (
+            f"runs {status['precision']}, and the plan is for {launched.precision} (choice={status['precision']!r} "
+            "takes the server as it is)"
+        )
+    limits = limits_of(config, launched.setup.gpu.is_cpu)
+    for name in COMPARED:
+        theirs, planned = getattr(limits, name), getattr(launched.limits, name)
+        if theirs != planned and planned is not None:
+            yield f"has {name} {theirs}, and the plan {planned}"
+    if config["model_config"].get("logprobs_mode") != "processed_logprobs":
+        yield f"gives {config['model_config'].get('logprobs_mode')}, and the correction needs processed_logprobs"
+    try:
+        launched.refuse_other(status["facts"])
+    except ConfigError as error:
+        yield f"cannot be used: {error}"
+
+
+class ServerEngine:
+    """The engine of a server, under the names by which a Monitor and a trainer use a RolloutEngine.
+
+    launch:    what was planned, and runs
+    guard:     compares rollouts with the prediction; None in all processes but the first, and if nothing can
+               (`guard_off` says why)
+    """
+
+    def __init__(self, launched: Launch, served: Served, client: PlannedClient | None) -> None:
+        assert served.status is not None
+        self.launch, self.url = launched, served.url
+        self.guard: Guard | None = None
+        self.guard_off: str | None = "the first process judges the rollouts" if client is None else None
+        self._status, self._client = served.status, client
+        self._limits = limits_of(served.config, launched.setup.gpu.is_cpu)
+        self._judge = Judge(self)
+        self._seen: object = None
+        if client is not None:
+            try:
+                self.guard = Guard(self.engine_facts(), GuardSettings())
+            except Fp8PlanError as error:  # a GPU without a profile: everything works but this comparison
+                self.guard_off = str(error)
+
+    @cached_property
+    def expected(self) -> Manifest | None:
+        """The tensors of the checkpoint; None if it is not on this machine."""
+        return self.launch.checkpoint()
+
+    def engine_facts(self) -> EngineFacts:
+        """The facts that the guard needs about the running engine."""
+        facts, setup = self._status["facts"], self.launch.setup
+        preset = setup.precision
+        backends = {f"attention.{preset.kv}": facts["attention"]} if facts["attention"] else {}
+        backends |= {f"{part}.{preset.gemm_dtype}": name for part, name in facts["kernels"].items()}
+        return EngineFacts(
+            model=setup.model if isinstance(setup.model, str) else setup.path,
+            gpu=setup.gpu.name,
+            engine_version=facts["vllm_version"].partition("+")[0],
+            precision=preset.name,
+            limits=self._limits,
+            kernel_backends=backends,
+            e8m0=facts["e8m0"],
+            cudagraph_mode=facts["cudagraph_mode"],
+        )
+
+    def observe(self) -> None:
+        """Let the guard judge the client's last rollout."""
+        rollout = None if self._client is None else self._client.rollout
+        if rollout is None or rollout is self._seen:
+            return
+        self._seen, kl = rollout, self._judge.heard()
+        rows = zip(rollout.prompt_lengths, rollout.response_lengths, rollout.prompt_ids, strict=True)
+        kept = [row for row in rows if row[1]]
+
+        def observed() -> Observation | None:
+            if not kept:
+                return None
+            prompts, responses, ids = zip(*kept, strict=True)
+            more = {"preemptions": rollout.preemptions, "kv_cache_tokens": self._status["kv_cache_tokens"]}
+            return Observation(rollout.seconds, prompts, responses, ids, kl_k3=kl, **more)
+
+        self._judge.judge(observed)
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The guard's verdict on the last rollout."""
+        return self._judge.last.verdict
+
+    @property
+    def observation(self) -> Observation | None:
+        """The last rollout, as the client saw it."""
+        return self._judge.last.observation
+
+    def report_kl(self, kl_k3: float) -> None:
+        """Report the k3 of the last rollout; the verdict on the next one counts it."""
+        self._judge.report_kl(kl_k3)
+
+    def apply(self, action: Action, escalate: Escalation | None = None) -> None:
+        """Say what to type: a server's engine is another program's. Its KV scales are measured at each sync anyway."""
+        if action in (Action.NONE, Action.RECALIBRATE_KV) and escalate != Escalation.STEP_DOWN:
+            return
+        running = self.launch.precision
+        safer = stepped_down(running, action) if action not in (Action.NONE, Action.RECALIBRATE_KV) else "bf16"
+        try:
+            line = server_command(self.launch.with_precision(safer).setup)
+        except ConfigError as error:
+            line = str(error)
+        logger.warning(
+            "fp8plan advises a step down from %s, and the server at %s is another program; end both, type: %s, and go "
+            "on from a checkpoint with choice=%r",
+            running,
+            self.url,
+            line,
+            safer,
+        )
+
+    def shutdown(self) -> None:
+        """Stop judging. The server goes on."""
+        self._judge.close()
+
+
+def report_of(status: Mapping[str, Any], seconds: float) -> SyncReport:
+    """The report of a sync, from what the server says of it. seconds: that it took, seen from here"""
+    update = status["last_update"]
+    scales = status["kv_scales"]
+    parts = {
+        layer: [float(found[part]) for part in PARTS] for layer, found in (scales or {"scales": {}})["scales"].items()
+    }
+    known = {field.name for field in fields(SyncReport)}
+    return SyncReport(
+        **{name: value for name, value in update.items() if name in known and name != "seconds"},
+        seconds=update["seconds"] | {"total": seconds},
+        kv_scales=parts if scales else None,
+        kv_source=scales and scales["source"],
+        scored_k3=None,
+    )

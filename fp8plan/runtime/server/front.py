@@ -1,0 +1,263 @@
+"""fp8plan's part of a server's front end: who may generate when, KV scales, and the status.
+
+A client's lifecycle calls, and all requests, pass through one object: the AsyncLLM. Front stands before the calls that
+concern weights, on that one object:
+
+- `start_weight_update` is refused while requests run, unless generation is paused;
+- what fails after the first write makes the server refuse to generate, until an update is complete;
+- at the end of `finish_weight_update` the KV scales are measured, by the last sequences that were generated, and the
+  prefix cache is emptied. Requests that a pause keeps would read their KV cache with scales that it was not written
+  with: while there are any, the scales stay what they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import aclosing, suppress
+from typing import Any, Final
+from uuid import uuid4
+
+from fp8plan.errors import SyncError
+from fp8plan.runtime.engine.async_engine import driven
+from fp8plan.runtime.engine.base import requests
+from fp8plan.runtime.engine.launch import refuse_fixed_scales
+from fp8plan.runtime.engine.warm_up import until_reset
+from fp8plan.runtime.server.status import status_of
+from fp8plan.runtime.weight_sync.kv_calibration import (
+    CALIBRATION_SEQUENCES,
+    CALIBRATION_TOKENS,
+    RANDOM,
+    kv_scales,
+    random_prompts,
+)
+from fp8plan.runtime.weight_sync.kv_scales import PARTS
+from fp8plan.runtime.weight_sync.procedure import clean
+from fp8plan.runtime.weight_sync.state import Call, Procedure, SyncSettings, SyncState, rpc
+
+LAST_SEQUENCES: Final = "the last sequences that were generated"
+WRAPPED: Final = ("generate", "start_weight_update", "update_weights", "finish_weight_update", "sleep", "wake_up")
+
+
+class UpdateError(SyncError, ValueError):
+    """An update that failed, or a request that would meet such weights.
+
+    A ValueError, so that vLLM answers with status 400 and this text: TRL's client tries again after a 500, and loses
+    what was said.
+    """
+
+
+class Front:
+    """The front end of one server; `opened` makes it.
+
+    engine: vLLM's AsyncLLM
+    state:  of the weights, as a RolloutEngine keeps it
+    facts:  what runs (runtime.worker.facts)
+    """
+
+    def __init__(self, engine: Any) -> None:
+        config = engine.vllm_config
+        self.engine = engine
+        self.state = SyncState(SyncSettings(), None, str(config.cache_config.cache_dtype).startswith("fp8"))
+        self.state.longest_prompt = config.model_config.max_model_len - 1
+        self.state.vocabulary = config.model_config.get_vocab_size()
+        self.facts: dict[str, Any] = {}
+        self.failure: str | None = None  # of the last update that was not complete
+        self.kv_source: str | None = None
+        self.serve_s = 0.0  # that KV scales and the prefix cache have taken, the last time
+        self._own: dict[str, Callable[..., Any]] = {name: getattr(engine, name) for name in WRAPPED}
+        self._updating = False
+        self._changed = asyncio.Condition()  # of who may generate
+        self._measuring = False
+        self._sequences: deque[list[int]] = deque(maxlen=CALIBRATION_SEQUENCES)
+
+    @classmethod
+    async def opened(cls, engine: Any) -> Front:
+        """Stand before an AsyncLLM that has just started. Raises ConfigError for one whose KV scales are fixed."""
+        front = cls(engine)
+        front.facts = (await front._drive(rpc("fp8plan_attach")))[0]
+        if front.state.fp8_kv:
+            refuse_fixed_scales(front.facts)
+            answers = await front._drive(rpc("fp8plan_kv_scales"))
+            front.state.kv_scales = {layer: [parts[p] for p in PARTS] for layer, parts in answers[0].items()}
+        await front._serve()
+        for name in WRAPPED:
+            setattr(engine, name, getattr(front, name))
+        return front
+
+    async def status(self) -> dict[str, Any]:
+        """Return what runs and what its weights are (runtime.server.status)."""
+        worker = (await self._drive(rpc("fp8plan_status")))[0]
+        named = getattr(self.engine, "get_weight_version", None)
+        cache = self.engine.vllm_config.cache_config
+        return status_of(
+            self.state,
+            self.facts,
+            worker,
+            model=self.engine.vllm_config.model_config.model,
+            kv_cache_tokens=(cache.num_gpu_blocks or 0) * cache.block_size or None,
+            named=await named() if named else None,
+            kv_source=self.kv_source,
+            serve_s=self.serve_s,
+            failure=self.failure,
+        )
+
+    # ------------------------------------------------------------------------------------ before vLLM's own calls
+
+    async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
+        """Generate one request, once the weights may be used. Raises UpdateError if they must not be."""
+        await self._admitted()
+        last = None
+        async with aclosing(self._own["generate"](*args, **kwargs)) as outputs:
+            async for last in outputs:
+                yield last
+        if last is not None and last.prompt_token_ids and self.state.fp8_kv:
+            tokens = [*last.prompt_token_ids, *last.outputs[0].token_ids]
+            self._sequences.append(tokens[: min(CALIBRATION_TOKENS, self.state.longest_prompt or 1)])
+
+    async def start_weight_update(self, *args: Any, **kwargs: Any) -> None:
+        """Open an update. One that a trainer has left open is ended first."""
+        if self._unfinished() and not await self.engine.is_paused():
+            raise UpdateError(
+                f"{self._unfinished()} requests are running, which would meet a mixture of weights; wait for them, "
+                "or pause generation before (POST /pause?mode=keep)"
+            )
+        if self._updating:
+            await self._release()
+        self._updating = True
+        try:
+            await self._own["start_weight_update"](*args, **kwargs)
+        except Exception as error:
+            raise await self._failed(error) from error
+
+    async def update_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Take one part of an update."""
+        try:
+            await self._own["update_weights"](*args, **kwargs)
+        except Exception as error:
+            raise await self._failed(error) from error
+
+    async def finish_weight_update(self, *args: Any, **kwargs: Any) -> None:
+        """Close an update: what the workers check, then KV scales and prefix cache. Then the new weights serve."""
+        try:
+            await self._own["finish_weight_update"](*args, **kwargs)
+            await self._serve()
+        except Exception as error:
+            await self._release()
+            raise await self._failed(error) from error
+        self.failure = None
+        await self._let(updating=False)
+
+    async def sleep(self, level: int = 1, *args: Any, **kwargs: Any) -> None:
+        """Sleep; at level 2 the weights are dropped, and an update must follow the wake-up."""
+        if level > 1:
+            self.state.refusal = "the engine slept at level 2, which drops its weights"
+        await self._own["sleep"](level, *args, **kwargs)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Wake up, and mend what that leaves: a KV cache of whatever lay in that memory, and KV scales of 1.0."""
+        await self._own["wake_up"](tags)
+        if tags is None or "kv_cache" in tags:
+            self.state.soiled = True
+            await self._drive(clean(self.state))
+        if self.state.kv_scales is not None:
+            await self._drive(rpc("fp8plan_set_kv_scales", self.state.kv_scales))
+
+    # ------------------------------------------------------------------------------------ how
+
+    async def _admitted(self) -> None:
+        """Wait while scales are measured, and while an update runs in a pause, as vLLM itself would."""
+        async with self._changed:
+            while self._measuring or (self._updating and await self.engine.is_paused()):
+                await self._changed.wait()
+        if self._updating:
+            raise UpdateError("an update of the weights is under way; pause generation before it, or wait")
+        if self.state.refusal is not None:
+            raise UpdateError(f"{self.state.refusal}; the server generates again after a complete update")
+
+    async def _let(self, **flags: bool) -> None:
+        """Set flags of who may generate, and tell those that wait."""
+        async with self._changed:
+            for name, value in flags.items():
+                setattr(self, f"_{name}", value)
+            self._changed.notify_all()
+
+    def _unfinished(self) -> int:
+        found: int = self.engine.output_processor.get_num_unfinished_requests()
+        return found
+
+    async def _serve(self) -> None:
+        """Make the weights that the workers hold serve: measure KV scales, empty the prefix cache."""
+        self.serve_s = 0.0
+        if self._unfinished():
+            self.kv_source = f"{(self.kv_source or '1.0').partition(', kept')[0]}, kept while requests wait"
+            self.state.refusal = None
+            return
+        paused, begun = await self.engine.is_paused(), time.perf_counter()
+        await self._let(measuring=True)
+        try:
+            if paused:
+                await self.engine.resume_generation()
+            await self._drive(self._measured())
+        finally:
+            if paused:
+                await self.engine.pause_generation(mode="keep")
+            await self._let(measuring=False)
+            self.serve_s = time.perf_counter() - begun
+
+    def _measured(self) -> Procedure:
+        state = self.state
+        yield from clean(state)
+        state.soiled = True  # until the new weights have shown that they are sound
+        prompts, source = list(self._sequences), LAST_SEQUENCES
+        if not prompts:
+            prompts, source = random_prompts(state.vocabulary, state.longest_prompt or 1), RANDOM
+        try:
+            self.kv_source = yield from kv_scales(state, None, prompts, source)
+        except Exception as error:
+            state.refusal = f"the KV scales could not be measured: {error}"
+            raise
+        yield Call("reset")
+        state.soiled, state.refusal = False, None
+
+    async def _failed(self, error: Exception) -> UpdateError:
+        """Note an update that failed; return the error to raise, which says what serves."""
+        text = str(error)
+        with suppress(Exception):
+            for answer in await self._drive(rpc("fp8plan_status")):
+                self.state.refusal = self.state.refusal or answer["refusal"]
+        serves = "the old weights serve" if self.state.refusal is None else "the server refuses to generate"
+        self.failure = text
+        await self._let(updating=False)
+        return error if isinstance(error, UpdateError) else UpdateError(f"{text}; {serves} until a complete update")
+
+    async def _release(self) -> None:
+        """End what vLLM's workers still count as an open update."""
+        for _ in range(2):  # the first fails where the backend has an update open, too
+            with suppress(Exception):
+                await self._own["finish_weight_update"]()
+
+    async def _drive(self, procedure: Generator[Call, Any, Any]) -> Any:
+        return await driven(procedure, self._answer)
+
+    async def _answer(self, call: Call) -> Any:
+        if call.what == "reset":
+            if self.engine.model_config.is_multimodal_model:
+                await self.engine.reset_encoder_cache()
+            for pause_s in until_reset():
+                if await self.engine.reset_prefix_cache():
+                    return None
+                await asyncio.sleep(pause_s)
+        if call.what == "generate":
+            prompts, params = requests(call)
+            return await asyncio.gather(*[self._last(prompt, params) for prompt in prompts])
+        method, arguments = call.arguments
+        return await self.engine.collective_rpc(method, args=arguments)
+
+    async def _last(self, prompt: Any, params: Any) -> Any:
+        output = None
+        async for output in self._own["generate"](prompt, params, f"fp8plan-{uuid4().hex}"):  # noqa: B007
+            pass
+        return output

@@ -1,0 +1,65 @@
+"""The status of a server, as its route GET /fp8plan/status answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fp8plan.runtime.weight_sync.state import SyncState
+from fp8plan.version import __version__
+
+
+def status_of(
+    state: SyncState,
+    facts: Mapping[str, Any],
+    worker: Mapping[str, Any],
+    *,
+    model: str,
+    kv_cache_tokens: int | None,
+    named: str | None,
+    kv_source: str | None,
+    serve_s: float,
+    failure: str | None,
+) -> dict[str, Any]:
+    """Return a server's status as JSON holds it.
+
+    backend, fp8plan_version, model
+    precision:   preset of fp8plan that runs; None for another quantisation
+    facts:       as runtime.worker.facts reads them
+    kv_cache_tokens: size of the pool; None: not known
+    serving, refusal: whether the weights may be used, and why not
+    weights:     "version": number of the update that serves (0: the checkpoint); "name": a client's own for it
+    kv_scales:   None with a BF16 KV cache; "source", and "scales": layer -> {"q", "k", "v", and on the host "q_host"}
+    last_update: what the last complete one wrote and checked (runtime.server.updates), and the seconds of each phase
+    last_failure: of an update since then; None if there was none
+
+    facts, worker: what a worker answers to fp8plan_attach and fp8plan_status; named: the client's name of the weights
+    """
+    refusal = state.refusal or worker["refusal"]
+    update = worker["last_update"]
+    if update is not None:
+        update = update | {"seconds": update["seconds"] | {"kv_scales": serve_s}}
+    scales = {"source": kv_source, "scales": worker["kv_scales"]} if state.fp8_kv else None
+    return {
+        "backend": "fp8plan",
+        "fp8plan_version": __version__,
+        "model": model,
+        "precision": precision_of(facts),
+        "facts": dict(facts),
+        "kv_cache_tokens": kv_cache_tokens,
+        "serving": refusal is None,
+        "refusal": refusal,
+        "weights": {"version": worker["version"], "name": named},
+        "kv_scales": scales,
+        "last_update": update,
+        "last_failure": failure,
+    }
+
+
+def precision_of(facts: Mapping[str, Any]) -> str | None:
+    """Return the preset that a worker's facts describe."""
+    quantised = [kind for kind in facts["layers"] if "Fp8" in kind]
+    fp8_kv = str(facts["kv_cache_dtype"]).startswith("fp8")
+    if any("PerBlock" not in kind for kind in quantised):
+        return None
+    return "+".join(["fp8_block"] * bool(quantised) + ["fp8_kv"] * fp8_kv) or "bf16"
