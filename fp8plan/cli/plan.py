@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -238,7 +236,7 @@ def plan_command(
         writers[str(plot)] = lambda path: draw(prediction, path, kv_scales or "unit")  # as --emit and `emit` do
     outputs.write(writers)
     print_notes(plan.warnings)  # after all that may fail, so that an error stands alone
-    _written(writers)
+    outputs.print_written(writers)
     if printed is not None:
         print(printed)
     else:
@@ -278,7 +276,7 @@ def emit_command(
         print(settings)
     else:
         outputs.write({output: outputs.text(settings)})
-        _written([output])
+        outputs.print_written([output])
 
 
 def _emissions(words: list[str]) -> list[tuple[str, str]]:
@@ -300,8 +298,3 @@ def _plot_file(plot: Path | None) -> list[tuple[str, str]]:
 
     check_suffix(plot)
     return [("--plot", str(plot))]
-
-
-def _written(files: Iterable[str]) -> None:
-    for file in files:
-        print(f"written: {file}", file=sys.stderr)
