@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from fp8plan.runtime.correction.settings import Rejection as Rejection
     from fp8plan.runtime.correction.settings import Thresholds as Thresholds
     from fp8plan.runtime.correction.verl import from_verl as from_verl
+    from fp8plan.runtime.doctor.doctor import Diagnosis as Diagnosis
+    from fp8plan.runtime.doctor.doctor import doctor as doctor
     from fp8plan.runtime.engine.async_engine import AsyncRolloutEngine as AsyncRolloutEngine
     from fp8plan.runtime.engine.engine import RolloutEngine as RolloutEngine
     from fp8plan.runtime.guard.fallback import GuardSettings as GuardSettings
@@ -84,6 +86,7 @@ _HOME = {
         "runtime.correction.correct": "Correction correct",
         "runtime.correction.settings": "CorrectionSettings Rejection Thresholds",
         "runtime.correction.verl": "from_verl",
+        "runtime.doctor.doctor": "Diagnosis doctor",
         "runtime.engine.async_engine": "AsyncRolloutEngine",
         "runtime.engine.engine": "RolloutEngine",
         "runtime.guard.fallback": "GuardSettings",
