@@ -23,7 +23,11 @@ from fp8plan.runtime.weight_sync.state import Call, Scored, SyncState, rpc
 MOST_PROMPTS: Final = 8
 PROMPT_TOKENS: Final = 256  # of a prompt whose decode is compared
 DECODED: Final = 32
-ALTERNATIVES: Final = 20  # vLLM's default of max_logprobs: what a distribution at another temperature is made of
+# Tokens of each distribution that one at another temperature is made of: what vLLM gives unless max_logprobs says more,
+# and what is enough.
+FEW: Final = 20
+ENOUGH: Final = 1024
+VOCABULARY: Final = 150_000  # where it is not known
 COLDEST, HOTTEST = 0.05, 20.0  # temperatures of a trainer that are looked for
 
 
@@ -62,15 +66,21 @@ def decode_against_prefill(prompts: Sequence[Sequence[int]]) -> Generator[Call, 
     return _compared(prefilled, decoded)
 
 
-def temperatures(scored: Sequence[Scored], sampled: float) -> Generator[Call, Any, Temperatures]:
+def temperatures(
+    scored: Sequence[Scored], sampled: float, most: int | None, vocabulary: int | None
+) -> Generator[Call, Any, Temperatures]:
     """Find the temperature at which the engine's log-probs are nearest to the trainer's.
 
+    most: vLLM's max_logprobs, -1 for all of the vocabulary; None: not known
+
     The engine tells the log-probs of the likeliest tokens at temperature 1. At another one they are divided by it and
-    normalised anew; what the rest of the vocabulary has is taken for one token.
+    normalised anew; what is left is spread evenly over the rest of the vocabulary.
     """
     from scipy.optimize import minimize_scalar
 
-    ask = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": ALTERNATIVES}
+    size = vocabulary or VOCABULARY
+    alternatives = min(FEW if most is None else ENOUGH if most < 0 else min(most, ENOUGH), size)
+    ask = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": alternatives}
     outputs = yield Call("generate", ([one.tokens for one in scored], ask))
     rows = [
         (row[token].logprob, [entry.logprob for entry in row.values()])
@@ -84,7 +94,7 @@ def temperatures(scored: Sequence[Scored], sampled: float) -> Generator[Call, An
         listed[number, : len(row)] = row
 
     def off(log_temperature: float) -> float:
-        return float(np.abs(trainer - at_temperature(tokens, listed, float(np.exp(log_temperature)))).mean())
+        return float(np.abs(trainer - at_temperature(tokens, listed, float(np.exp(log_temperature)), size)).mean())
 
     grid = np.linspace(np.log(COLDEST), np.log(HOTTEST), 61)  # it has more than one minimum where nothing fits
     near = grid[int(np.argmin([off(x) for x in grid]))]
@@ -93,13 +103,16 @@ def temperatures(scored: Sequence[Scored], sampled: float) -> Generator[Call, An
     return Temperatures(sampled, float(np.exp(best)), off(float(np.log(sampled))), off(best))
 
 
-def at_temperature(tokens: NDArray[np.float64], listed: NDArray[np.float64], temperature: float) -> NDArray[np.float64]:
-    """Log-probs at a temperature, from those at 1.
+def at_temperature(
+    tokens: NDArray[np.float64], listed: NDArray[np.float64], temperature: float, vocabulary: int
+) -> NDArray[np.float64]:
+    """Compute log-probs at a temperature from those at 1.
 
     tokens: [n] of the tokens; listed: [n, k] of the likeliest ones, the token among them, -inf where there are fewer
     """
-    rest = np.log(np.maximum(1 - np.exp(listed).sum(1, keepdims=True), 1e-12))
-    every = np.concatenate([listed, rest], 1) / temperature
+    others = np.maximum(vocabulary - np.isfinite(listed).sum(1), 1)
+    rest = np.log(np.maximum(1 - np.exp(listed).sum(1), 1e-12) / others) / temperature + np.log(others)
+    every = np.concatenate([listed / temperature, rest[:, None]], 1)
     return tokens / temperature - np.logaddexp.reduce(every, 1)  # type: ignore[no-any-return]
 
 

@@ -65,7 +65,8 @@ def observe_engine(engine: RolloutEngine, given: Given) -> Observed:
     notes, setup, state = Notes(), engine.launch.setup, engine.state
     last = notes.of("preemptions", lambda: engine.observation)
     sequences = engine.last_sequences if given.prompts is None else given.prompts
-    found = inside(engine.ask, state, given, sequences, notes)
+    most = None if engine.llm is None else engine.llm.llm_engine.model_config.max_logprobs
+    found = inside(engine.ask, state, given, sequences, notes, most)
     return Observed(
         target=f"RolloutEngine on {setup.gpu.name}",
         gpu=setup.gpu.name,
@@ -86,7 +87,7 @@ def observe_llm(llm: LLM, given: Given) -> Observed:
     notes, config = Notes(), llm.llm_engine.vllm_config
     state = SyncState(SyncSettings(), None, str(config.cache_config.cache_dtype).startswith("fp8"))
     state.longest_prompt, state.vocabulary = config.model_config.max_model_len - 1, config.model_config.get_vocab_size()
-    found = inside(asking_llm(llm), state, given, given.prompts or (), notes)
+    found = inside(asking_llm(llm), state, given, given.prompts or (), notes, config.model_config.max_logprobs)
     counts = notes.of("preemptions", lambda: counts_of(llm))
     facts: Mapping[str, Any] = found["ranks"][0] if found["ranks"] else {}
     gpu = notes.of("measured_kernels", lambda: given.gpu or ("cpu" if facts.get("device") == "cpu" else card("auto")))
@@ -103,18 +104,19 @@ def observe_llm(llm: LLM, given: Given) -> Observed:
 
 
 def inside(
-    ask: Ask, state: SyncState, given: Given, sequences: Sequence[Sequence[int]], notes: Notes
+    ask: Ask, state: SyncState, given: Given, sequences: Sequence[Sequence[int]], notes: Notes, most: int | None
 ) -> dict[str, Any]:
     """The fields of an Observed that workers and requests tell.
 
     state:     for what its settings, limits and manifests say
     sequences: prompts that the engine has had, which may be cached
+    most:      vLLM's max_logprobs
 
     What is cached is asked about first: all that follows is cached itself.
     """
     for what, tokens in (("prompts", sequences), ("scored", [one.tokens for one in given.scored])):
         refuse_tokens(state, what, tokens)
-    found = asked(ask, state, given, sequences, notes) if state.refusal is None else {}
+    found = asked(ask, state, given, sequences, notes, most) if state.refusal is None else {}
     ranks = notes.of("ranks", lambda: ask(rpc("fp8plan_facts"))) or []
     scales = notes.of("kv_scales", lambda: ask(rpc("fp8plan_kv_scales"))[0]) if state.fp8_kv and ranks else None
     runs = preset_of(ranks[0]) if ranks else None
@@ -125,8 +127,15 @@ def inside(
     return found
 
 
-def asked(ask: Ask, state: SyncState, given: Given, sequences: Sequence[Sequence[int]], notes: Notes) -> dict[str, Any]:
-    """The fields of an Observed that requests tell; the workers are needed for `kv_amax` alone."""
+def asked(
+    ask: Ask,
+    state: SyncState,
+    given: Given,
+    sequences: Sequence[Sequence[int]],
+    notes: Notes,
+    most: int | None = None,
+) -> dict[str, Any]:
+    """The fields of an Observed that requests tell; the workers are needed for `kv_amax` alone. most: max_logprobs"""
     prompts = probes(sequences, state)
 
     def tell(what: str, procedure: Generator[Call, Any, Any]) -> Any:
@@ -137,7 +146,9 @@ def asked(ask: Ask, state: SyncState, given: Given, sequences: Sequence[Sequence
         notes.unseen["prefix"] = "no prompt is known that the engine has had; give prompts"
     found["decode"] = tell("decode", asking.decode_against_prefill(prompts))
     if given.scored:
-        found["temperatures"] = tell("temperatures", asking.temperatures(given.scored, given.temperature))
+        found["temperatures"] = tell(
+            "temperatures", asking.temperatures(given.scored, given.temperature, most, state.vocabulary)
+        )
     if state.fp8_kv and sequences:  # what random tokens reach says nothing of scales
         found["kv_amax"] = tell("kv_amax", asking.amax_of(prompts))
     return found
