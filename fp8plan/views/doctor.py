@@ -30,9 +30,10 @@ def doctor_report(found: Diagnosis) -> RenderableType:
 
 
 def _todo(found: Diagnosis) -> Iterator[RenderableType]:
-    if not found.faults:
-        unseen = sum(one.state == State.UNKNOWN for one in found.findings)
-        yield Paragraph(f"No fault{f'; {unseen} checks could not be made' if unseen else ''}.")
-        return
     for one in found.faults:
         yield Paragraph(f"{one.fault}: type {one.todo}", indent=2)
+    unseen = [one for one in found.findings if one.state == State.UNKNOWN]
+    if not found.faults:
+        yield Paragraph(f"No fault{f'; {len(unseen)} checks could not be made' if unseen else ''}.")
+    for todo in dict.fromkeys(one.todo for one in unseen if one.todo):
+        yield Paragraph(f"To see more: {todo}", indent=2, style="dim")

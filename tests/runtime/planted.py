@@ -4,42 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-DIRT = 0.5
 
-
-def overwrite(worker: Any, name: str, value: float = DIRT) -> None:
+def overwrite(worker: Any, name: str, value: float = 0.5) -> None:
     """Write one value over a whole parameter."""
     parameters = dict(worker.model_runner.get_model().named_parameters())
     parameters[name].data.fill_(value)
 
 
-def miss_the_next_sync(worker: Any, rank: int) -> None:
-    """Have one rank write nothing in a sync, and notice nothing."""
-    import torch
+def remember(worker: Any, rank: int) -> None:
+    """Have one rank keep a copy of its weights."""
+    if worker.rank == rank:
+        parameters = worker.model_runner.get_model().named_parameters()
+        worker.remembered = {name: parameter.data.clone() for name, parameter in parameters}
 
-    if worker.rank != rank:
-        return
-    live = worker._fp8plan_weights()
-    begin = live.begin
 
-    def begun(*args: Any) -> None:
-        begin(*args)
-        running = live._running
-        running.samples.compare = lambda: {"compared": 0, "differ": [], "weight_error": None}
-        live.load = lambda numbers, tensors: running.flags.append((torch.zeros(0), [])) or running.done.update(numbers)
-
-    live.begin = begun
+def go_back(worker: Any, rank: int) -> None:
+    """Have one rank serve the weights that it remembers, as if it had missed all syncs since."""
+    if worker.rank == rank:
+        for name, parameter in worker.model_runner.get_model().named_parameters():
+            parameter.data.copy_(worker.remembered[name])
 
 
 def lose_the_next_commit(worker: Any, rank: int) -> None:
-    """Have one rank not hear that a sync has ended well."""
+    """Have one rank not hear that the next sync has ended well."""
     if worker.rank == rank:
         live = worker._fp8plan_weights()
         live.commit = lambda: vars(live).pop("commit")
-
-
-def mend(worker: Any) -> None:
-    """Take back what was planted in a worker's live weights."""
-    live = worker._fp8plan_weights()
-    for name in ("begin", "load", "commit"):
-        vars(live).pop(name, None)

@@ -140,7 +140,7 @@ def weights_of_ranks(state: SyncState | None, tensors: Any) -> Generator[Call, A
     compared: Sequence[Mapping[str, Any]] = [{}] * len(examined)
     if tensors is not None:
         if state is None:
-            raise ConfigError("weights= needs fp8plan's own engine; type: RolloutEngine.from_setup(...)")
+            raise ConfigError("weights= needs an engine of fp8plan's; type: RolloutEngine.from_setup(...)")
         sent = announced(state, tensors, None)
         checked = yield from prepared(state, sent)
         yield from rpc("fp8plan_compare", checked.number)

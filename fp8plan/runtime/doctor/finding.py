@@ -45,5 +45,7 @@ def fault(check: str, name: str, says: str, todo: str) -> Finding:
     return Finding(check, State.FAULT, says, name, todo)
 
 
-def unknown(check: str, says: str, todo: str | None = None) -> Finding:
-    return Finding(check, State.UNKNOWN, says, None, todo)
+def unknown(check: str, why: str) -> Finding:
+    """Nothing is known. why: "the reason; type: what to type to see it", or the reason alone"""
+    says, _, todo = why.partition("; type: ")
+    return Finding(check, State.UNKNOWN, says, None, todo or None)

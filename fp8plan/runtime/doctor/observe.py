@@ -143,7 +143,9 @@ def asked(
 
     found = {"prefix": tell("prefix", asking.cached_against_fresh(sequences)) if sequences else None}
     if not sequences:
-        notes.unseen["prefix"] = "no prompt is known that the engine has had; give prompts"
+        notes.unseen["prefix"] = (
+            "no prompt is known that the engine has had; type: doctor(..., prompts=), --prompts FILE"
+        )
     found["decode"] = tell("decode", asking.decode_against_prefill(prompts))
     if given.scored:
         found["temperatures"] = tell(

@@ -30,12 +30,20 @@ STATUS: Final = "/fp8plan/status"
 PATIENCE_S: Final = 120.0
 SAMPLE: Final = re.compile(r"^(vllm:\w+)(?:\{(.*)\})? (\S+)$", re.M)  # of Prometheus's text format
 LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+# Values of vLLM's CUDAGraphMode, as JSON has them.
+GRAPHS: Final = {
+    "0": "NONE",
+    "1": "PIECEWISE",
+    "2": "FULL",
+    "[2, 0]": "FULL_DECODE_ONLY",
+    "[2, 1]": "FULL_AND_PIECEWISE",
+}
 
 UNSEEN: Final = (
-    """this server does not tell; start it with --weight-transfer-config '{"backend": "fp8plan"}', or with """
-    "VLLM_SERVER_DEV_MODE=1 for a part of it"
+    """the server does not tell; type: vllm serve ... --weight-transfer-config '{"backend": "fp8plan"}', or for a part """
+    "of it VLLM_SERVER_DEV_MODE=1"
 )
-FROM_INSIDE: Final = "only fp8plan.doctor(engine) in the engine's own process compares weights"
+FROM_INSIDE: Final = "a server does not show its weights; type: fp8plan.doctor(engine) in the engine's own process"
 
 
 class Server:
@@ -128,7 +136,11 @@ def facts_of(info: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, A
     model, compilation = config.get("model_config") or {}, config.get("compilation_config") or {}
     facts = {name: model[name] for name in ("enforce_eager", "logprobs_mode") if name in model}
     if "cudagraph_mode" in compilation:
-        facts["cudagraph_mode"] = compilation["cudagraph_mode"]
+        facts["cudagraph_mode"] = GRAPHS.get(str(compilation["cudagraph_mode"]))
+    if "device" in (config.get("device_config") or {}):
+        facts["device"] = config["device_config"]["device"]
+    if "quantization" in model and model["quantization"] is None:
+        facts["e8m0"] = None  # no weights are FP8
     cache = [labels.get("cache_dtype") for labels, _ in metrics.get("vllm:cache_config_info", ())]
     return facts | ({"kv_cache_dtype": cache[0]} if cache and cache[0] else {})
 
@@ -156,7 +168,7 @@ def _output(answer: Mapping[str, Any]) -> Any:
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
     rows = [_row(row) for row in (choice.get("logprobs") or {}).get("top_logprobs") or ()]
     prompt = [None if row is None else _row(row) for row in choice.get("prompt_logprobs") or ()]
-    completion = SimpleNamespace(token_ids=choice["token_ids"], logprobs=_with_chosen(choice, rows))
+    completion = SimpleNamespace(token_ids=choice["token_ids"], logprobs=rows)
     return SimpleNamespace(outputs=[completion], prompt_logprobs=prompt, num_cached_tokens=details.get("cached_tokens"))
 
 
@@ -166,14 +178,6 @@ def _row(row: Mapping[str, Any]) -> dict[int, Any]:
         int(token.removeprefix("token_id:")): SimpleNamespace(logprob=x["logprob"] if isinstance(x, Mapping) else x)
         for token, x in row.items()
     }
-
-
-def _with_chosen(choice: Mapping[str, Any], rows: list[dict[int, Any]]) -> list[dict[int, Any]]:
-    """The rows of log-probs with the chosen tokens', which are told apart where none others are asked for."""
-    chosen = (choice.get("logprobs") or {}).get("token_logprobs") or ()
-    rows = rows or [{} for _ in chosen]
-    pairs = zip(rows, choice["token_ids"], chosen, strict=True)
-    return [row | {token: SimpleNamespace(logprob=logprob)} for row, token, logprob in pairs]
 
 
 def read_tokens(url: str, path: Path) -> list[list[int]]:

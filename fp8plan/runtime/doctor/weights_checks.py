@@ -17,11 +17,16 @@ MOST_K3: Final = 0.03
 NATS: Final = 0.05
 PART: Final = 0.6
 OTHER: Final = 0.05
-DIFFERS: Final = (
-    0.5  # nats that no precision explains: FP8 is off by up to 0.2 on average, other weights by more than 1
-)
-STALE: Final = 0.5  # share of a rank's tensors that are not the trainer's, from which on it missed a whole sync
+# Nats on average that no precision explains: FP8 is off by up to 0.2, other weights by more than 1.
+DIFFERS: Final = 0.5
+# Share of a rank's tensors that are not the trainer's from which on it missed a sync. Norms hardly change in training,
+# so it is not all of them; one layer of a model is far less.
+STALE: Final = 0.25
 
+NOT_GIVEN: Final = (
+    "the trainer's log-probs were not given; type: fp8plan.doctor(engine, scored=[fp8plan.Scored(tokens, logprobs)], "
+    "temperature=T)"
+)
 SYNC: Final = "engine.sync_weights(policy.state_dict())"
 
 
@@ -64,7 +69,9 @@ def weights(seen: Observed) -> Finding:
         return ok("weights", f"{compared} of {every} tensors are the trainer's{rest}")
     if seen.weights[0].changed is not None:
         return ok("weights", "sound, and as they were when last looked at")
-    return ok("weights", "sound: finite, no matrix of zeros (doctor(engine, weights=...) compares the trainer's)")
+    return ok(
+        "weights", "sound: finite, no matrix of zeros (the trainer's were not given: doctor(engine, weights=...))"
+    )
 
 
 def decode(seen: Observed) -> Finding:
@@ -99,8 +106,7 @@ def temperature(seen: Observed) -> Finding:
     """The trainer's log-probs are at the temperature that rollouts are sampled at, and so are the engine's."""
     found, mode = seen.temperatures, seen.facts.get("logprobs_mode", "")
     if found is None:
-        todo = "doctor(engine, scored=[fp8plan.Scored(tokens, trainer_logprobs)], temperature=T)"
-        return unknown("temperature", seen.unseen.get("temperatures", "the trainer's log-probs were not given"), todo)
+        return unknown("temperature", seen.unseen.get("temperatures", NOT_GIVEN))
     off, best, another = found.mean_abs, found.mean_abs_fitted, abs(found.fitted / found.sampled - 1) > OTHER
     if another and off > NATS and best <= min(PART * off, DIFFERS):
         says = (
@@ -121,7 +127,7 @@ def temperature(seen: Observed) -> Finding:
 def mismatch(seen: Observed) -> Finding:
     """The KL between trainer and rollout, as the run logged it, is within its limit."""
     if seen.kl_k3 is None:
-        return unknown("mismatch", seen.unseen.get("kl_k3", "only a run's log tells: fp8plan doctor run.jsonl"))
+        return unknown("mismatch", seen.unseen.get("kl_k3", "only a run's log tells; type: fp8plan doctor run.jsonl"))
     limit = MOST_K3 if seen.kl_limit is None else seen.kl_limit
     says = f"k3 {seen.kl_k3:.1e} per token, limit {limit:.1e}"
     if seen.kl_k3 <= limit:

@@ -27,12 +27,12 @@ def engine() -> Iterator[RolloutEngine]:
             yield engine
 
 
-def synced(engine: RolloutEngine, which: str, plant: Callable[..., None] | None = None) -> None:
-    """Sync weights, with a fault planted in one rank before, and taken back after."""
-    if plant is not None:
-        engine.llm.collective_rpc(plant, args=(STALE,))
+def synced(engine: RolloutEngine, which: str) -> None:
     engine.sync_weights(weights(KIND, which), kv_prompts=CALIBRATION)
-    engine.llm.collective_rpc(planted.mend)
+
+
+def plant(engine: RolloutEngine, fault: Callable[..., None]) -> None:
+    engine.llm.collective_rpc(fault, args=(STALE,))
 
 
 def found(engine: RolloutEngine, **given: Any) -> dict[str | None, str]:
@@ -42,7 +42,9 @@ def found(engine: RolloutEngine, **given: Any) -> dict[str | None, str]:
 def test_weights_that_one_rank_did_not_get(engine: RolloutEngine) -> None:
     synced(engine, "a")
     assert found(engine, weights=weights(KIND, "a")) == {}
-    synced(engine, "b", planted.miss_the_next_sync)
+    plant(engine, planted.remember)
+    synced(engine, "b")
+    plant(engine, planted.go_back)
     said = found(engine, weights=weights(KIND, "b"))
     assert said["stale_weights"].startswith(f"rank {STALE} serves other weights than the trainer's")
     synced(engine, "b")
@@ -51,6 +53,7 @@ def test_weights_that_one_rank_did_not_get(engine: RolloutEngine) -> None:
 
 def test_a_rank_that_did_not_hear_that_a_sync_ended(engine: RolloutEngine) -> None:
     synced(engine, "a")
-    synced(engine, "b", planted.lose_the_next_commit)
+    plant(engine, planted.lose_the_next_commit)
+    synced(engine, "b")
     version = engine.state.version
     assert found(engine)["stale_weights"] == f"rank {STALE} serves {version - 1}; weights {version} should serve"
