@@ -35,7 +35,7 @@ from fp8plan.model.workload import Fixed, LogNormal, Workload  # noqa: E402
 
 COMMANDS = (
     *("plan", "emit", "validate", "models", "profiles", "profiles import-aic"),
-    *("calibrate", "probe", "monitor", "report"),
+    *("calibrate", "probe", "monitor", "report", "import", "doctor"),
 )
 MEASURED = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0"
 VALIDATION, FAMILIES = (MEASURED / name / "rollouts.jsonl" for name in ("validation", "families"))

@@ -12,6 +12,7 @@ from fp8plan.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fp8plan.errors import Fp8PlanError as Fp8PlanError
+    from fp8plan.importers.records import import_rollouts as import_rollouts
     from fp8plan.model.architecture import ModelShape as ModelShape
     from fp8plan.model.hardware import Gpu as Gpu
     from fp8plan.model.hardware import find_gpu as find_gpu
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from fp8plan.model.plan.planner import plan as plan
     from fp8plan.model.precision import Precision as Precision
     from fp8plan.model.profile.library import load_profile as load_profile
+    from fp8plan.model.recorded import recorded_workload as recorded_workload
     from fp8plan.model.risk.budget import RiskBudget as RiskBudget
     from fp8plan.model.rl_step import StepTimes as StepTimes
     from fp8plan.model.rl_step import Trainer as Trainer
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from fp8plan.runtime.correction.settings import Rejection as Rejection
     from fp8plan.runtime.correction.settings import Thresholds as Thresholds
     from fp8plan.runtime.correction.verl import from_verl as from_verl
+    from fp8plan.runtime.doctor.doctor import Diagnosis as Diagnosis
+    from fp8plan.runtime.doctor.doctor import doctor as doctor
     from fp8plan.runtime.engine.async_engine import AsyncRolloutEngine as AsyncRolloutEngine
     from fp8plan.runtime.engine.engine import RolloutEngine as RolloutEngine
     from fp8plan.runtime.guard.fallback import GuardSettings as GuardSettings
@@ -62,6 +66,7 @@ _HOME = {
     name: f"fp8plan.{module}"
     for module, names in {
         "errors": "Fp8PlanError",
+        "importers.records": "import_rollouts",
         "model.architecture": "ModelShape",
         "model.hardware": "Gpu find_gpu gpu",
         "model.limits": "EngineLimits",
@@ -69,6 +74,7 @@ _HOME = {
         "model.plan.planner": "plan",
         "model.precision": "Precision",
         "model.profile.library": "load_profile",
+        "model.recorded": "recorded_workload",
         "model.risk.budget": "RiskBudget",
         "model.rl_step": "StepTimes Trainer",
         "model.setup": "EngineSetup",
@@ -80,6 +86,7 @@ _HOME = {
         "runtime.correction.correct": "Correction correct",
         "runtime.correction.settings": "CorrectionSettings Rejection Thresholds",
         "runtime.correction.verl": "from_verl",
+        "runtime.doctor.doctor": "Diagnosis doctor",
         "runtime.engine.async_engine": "AsyncRolloutEngine",
         "runtime.engine.engine": "RolloutEngine",
         "runtime.guard.fallback": "GuardSettings",

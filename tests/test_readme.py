@@ -83,7 +83,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name)
 def test_every_file_that_is_named_is_there(page: Path) -> None:
     folders = "fp8plan|profiles|benchmarks|examples|tests|docs"
-    within = "integrations|model|runtime|views|cli"  # of the package, as the architecture's page names them
+    within = "importers|integrations|model|runtime|views|cli"  # of the package, as the architecture's page names them
     inside = within if page.name == "architecture.md" else folders
     named = re.findall(rf"`((?:{folders}|{inside})/[\w./-]+)`", page.read_text())
     made = "profiles/GPU/"  # an example of a path to be made

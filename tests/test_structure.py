@@ -15,9 +15,11 @@ ROOT = Path(fp8plan.__file__).parent
 MOST_MODULES = 12  # of a folder
 
 # What may import what: a part imports its own and what stands above it.
-PARTS = tuple(f"fp8plan.{x}" for x in ("errors", "checks", "model", "runtime", "integrations", "views", "cli"))
+PARTS = tuple(
+    f"fp8plan.{x}" for x in ("errors", "checks", "model", "importers", "runtime", "integrations", "views", "cli")
+)
 MODEL = (
-    ("architecture", "configs", "hardware", "precision", "limits", "workload"),
+    ("architecture", "configs", "hardware", "precision", "limits", "workload", "recorded"),
     ("profile",),
     ("cost",),
     ("schedule",),

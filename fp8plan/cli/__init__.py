@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fp8plan.cli import measure, plan, run  # noqa: F401  (they add their commands to the app)
+from fp8plan.cli import doctor, imports, measure, plan, run  # noqa: F401  (they add their commands to the app)
 from fp8plan.cli.app import app
 from fp8plan.cli.streams import standard_streams
 from fp8plan.errors import Fp8PlanError

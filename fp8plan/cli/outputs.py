@@ -124,3 +124,9 @@ def text(content: str) -> Callable[[Path], None]:
         path.write_text(content.rstrip("\n") + "\n", encoding="utf-8")
 
     return writer
+
+
+def print_written(files: Iterable[str]) -> None:
+    """Say on stderr which files were written."""
+    for file in files:
+        print(f"written: {file}", file=sys.stderr)

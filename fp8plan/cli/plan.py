@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +12,7 @@ import typer
 from fp8plan.cli import outputs
 from fp8plan.cli.app import ENGINE, OUTPUT, TRAINER, WORKLOAD, GroupedCommand, app, given, print_notes, progress, show
 from fp8plan.cli.outputs import STDOUT
+from fp8plan.cli.workload import RESPONSES, asked_for
 from fp8plan.errors import ConfigError
 
 LENGTHS = "fixed:TOKENS, lognormal:mean=TOKENS,sigma=S,max=TOKENS (mean before clipping), or a .jsonl/.parquet trace"
@@ -35,8 +34,18 @@ class PlanCommand(GroupedCommand):
 def plan_command(
     model: Annotated[str, typer.Argument(help="hub id (Qwen/Qwen3-8B) or a folder with config.json")],
     gpu: Annotated[str, typer.Option(help="h200, h100, b200, ...; auto asks the driver")],
-    prompts: Annotated[int, typer.Option(rich_help_panel=WORKLOAD)] = 32,
-    samples: Annotated[int, typer.Option(help="responses per prompt", rich_help_panel=WORKLOAD)] = 16,
+    workload: Annotated[
+        Path | None,
+        typer.Option(
+            help="the last rollout in a file of rollout records (`import`, a Monitor's run file); goes alone",
+            metavar="FILE.jsonl",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = None,
+    prompts: Annotated[int | None, typer.Option(show_default="32", rich_help_panel=WORKLOAD)] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="responses per prompt", show_default="16", rich_help_panel=WORKLOAD)
+    ] = None,
     prompt_lengths: Annotated[
         str | None,
         typer.Option(
@@ -44,9 +53,11 @@ def plan_command(
         ),
     ] = None,
     response_lengths: Annotated[
-        str, typer.Option(help="the same", rich_help_panel=WORKLOAD)
-    ] = "lognormal:mean=6000,sigma=0.9,max=20480",
-    seed: Annotated[int, typer.Option(rich_help_panel=WORKLOAD)] = 0,
+        str | None, typer.Option(help="the same", show_default=RESPONSES, rich_help_panel=WORKLOAD)
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="of lengths that are drawn", show_default="0", rich_help_panel=WORKLOAD)
+    ] = None,
     gpus: Annotated[
         int | None,
         typer.Option(help="try every layout of so many GPUs: TP x DP, and with experts EP", rich_help_panel=ENGINE),
@@ -150,7 +161,6 @@ def plan_command(
     from fp8plan.model.risk.expected import RiskBudget
     from fp8plan.model.rl_step import Trainer
     from fp8plan.model.shards import strictest
-    from fp8plan.model.workload import Workload, parse_both_lengths
 
     card = find_gpu(gpu)
     wanted = _emissions(emit or [])
@@ -193,11 +203,11 @@ def plan_command(
         sync_bandwidth=None if sync_gb_per_s is None else sync_gb_per_s * 1e9,
     )
     scales = kv_scales or ("unit" if wanted else "calibrated")
-    prompt_tokens, response_tokens, notes = parse_both_lengths(prompt_lengths, response_lengths)
+    asked_workload, notes = asked_for(workload, prompts, samples, prompt_lengths, response_lengths, seed)
     prediction = predict(
         shape,
         card,
-        Workload(prompts, samples, prompt_tokens, response_tokens, seed),
+        asked_workload,
         limits=limits,
         gpus=gpus,
         gpus_per_node=gpus_per_node,
@@ -226,7 +236,7 @@ def plan_command(
         writers[str(plot)] = lambda path: draw(prediction, path, kv_scales or "unit")  # as --emit and `emit` do
     outputs.write(writers)
     print_notes(plan.warnings)  # after all that may fail, so that an error stands alone
-    _written(writers)
+    outputs.print_written(writers)
     if printed is not None:
         print(printed)
     else:
@@ -266,7 +276,7 @@ def emit_command(
         print(settings)
     else:
         outputs.write({output: outputs.text(settings)})
-        _written([output])
+        outputs.print_written([output])
 
 
 def _emissions(words: list[str]) -> list[tuple[str, str]]:
@@ -288,8 +298,3 @@ def _plot_file(plot: Path | None) -> list[tuple[str, str]]:
 
     check_suffix(plot)
     return [("--plot", str(plot))]
-
-
-def _written(files: Iterable[str]) -> None:
-    for file in files:
-        print(f"written: {file}", file=sys.stderr)

@@ -413,3 +413,14 @@ def test_a_local_folder_and_a_trace_work(fp8plan: Callable[..., Done]) -> None:
     assert local["choices"] == bundled["choices"]
     assert local["workload"]["max_response_tokens"] == 60
     assert local["workload"]["response_tokens"] == 180
+
+
+def test_yesterdays_rollout_is_the_workload(fp8plan: Callable[..., Done]) -> None:
+    rollout = {"prompt_ids": [0, 0, 1, 1], "prompt_lengths": [64] * 4, "response_lengths": [100, 200, 300, 400]}
+    Path("run.jsonl").write_text(json.dumps(rollout) + "\n")
+    plan = json.loads(fp8plan("plan", MODEL, "--gpu", "h200", "--workload", "run.jsonl", "--json").out)
+    work = plan["workload"]
+    assert (work["prompts"], work["samples"], work["response_tokens"]) == (2, 2, 1000)
+    assert work["response_lengths"]["source"] == "line 1 of run.jsonl"
+    both = fp8plan("plan", MODEL, "--gpu", "h200", "--workload", "run.jsonl", "--samples", 2, "--seed", 1)
+    refused(both, "both --workload and --samples, --seed", "run.jsonl says all of them")

@@ -12,15 +12,14 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.jsonl import read
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.profile.profile import ENGINE
+from fp8plan.model.recorded import batch_of
 from fp8plan.model.setup import EngineSetup
-from fp8plan.model.workload import MOST_TOKENS, Batch
+from fp8plan.model.workload import Batch
 from fp8plan.schemas import LIMITS, REQUIRED, RolloutRecord, check_version, checked
 
 
@@ -109,7 +108,7 @@ def _record(fields: dict[str, Any], number: int, where: str) -> Record:
         raise ConfigError(f"{where} lacks {', '.join(missing)}; a record needs {', '.join(REQUIRED)}")
     check_fields(fields, where)
     try:
-        batch, seconds = _batch(fields), _seconds(fields)
+        batch, seconds = batch_of(fields), _seconds(fields)
         limits = _limits(fields).holding(batch.longest)
     except Fp8PlanError as error:
         raise ConfigError(f"{where}: {error}") from None
@@ -123,27 +122,6 @@ def check_fields(fields: dict[str, Any], where: str) -> None:
     engine = checked(fields, RolloutRecord, where).engine or ENGINE
     if engine != ENGINE:
         raise ConfigError(f"{where}: engine is {engine!r}; allowed: {ENGINE}, the one that is modelled")
-
-
-def _batch(fields: dict[str, Any]) -> Batch:
-    prompts, responses = (_tokens(fields, name) for name in ("prompt_lengths", "response_lengths"))
-    if len(prompts) != len(responses):
-        raise ConfigError(f"{len(prompts)} prompt_lengths, {len(responses)} response_lengths; allowed: as many of each")
-    ids = fields.get("prompt_ids")
-    if ids is None:
-        return Batch(prompts, responses, np.arange(len(prompts)))
-    if len(ids) != len(prompts):
-        raise ConfigError(f"{len(ids)} prompt_ids for {len(prompts)} requests; allowed: one per request")
-    return Batch(prompts, responses, np.unique(list(map(str, ids)), return_inverse=True)[1].astype(np.int64))
-
-
-def _tokens(fields: dict[str, Any], name: str) -> Any:
-    lengths = fields[name]
-    wrong = [x for x in lengths if not 1 <= x <= MOST_TOKENS]
-    if wrong or not lengths:
-        found = f"it has {str(wrong[0])[:60]}" if wrong else "it is empty"
-        raise ConfigError(f"{name} must be a list of whole numbers of tokens, 1 to {MOST_TOKENS:,}; {found}")
-    return np.array(lengths, dtype=np.int64)
 
 
 def _limits(fields: dict[str, Any]) -> EngineLimits:

@@ -27,6 +27,7 @@ from fp8plan.runtime.engine.launch import Launch
 from fp8plan.runtime.engine.warm_up import prefill_prompts
 from fp8plan.runtime.guard.fallback import Action, GuardSettings, GuardState, answered, stepped_down
 from fp8plan.runtime.guard.guard import Guard, Verdict
+from fp8plan.runtime.guard.kernels import kernel_names
 from fp8plan.runtime.guard.observation import EngineFacts
 from fp8plan.runtime.weight_sync.announce import plain
 from fp8plan.runtime.weight_sync.kv_calibration import (
@@ -170,17 +171,15 @@ class EngineBase:
 
     def engine_facts(self) -> EngineFacts:
         """Return the facts that the guard needs about the running engine."""
-        setup, attention = self.launch.setup, self.facts["attention"]
+        setup = self.launch.setup
         preset = setup.precision
-        backends = {f"attention.{preset.kv}": attention} if attention else {}
-        backends |= {f"{part}.{preset.gemm_dtype}": name for part, name in self.facts["kernels"].items()}
         return EngineFacts(
             model=setup.model if isinstance(setup.model, str) else setup.path,
             gpu=setup.gpu.name,
             engine_version=self.facts["vllm_version"].partition("+")[0],
             precision=preset.name,
             limits=setup.limits,
-            kernel_backends=backends,
+            kernel_backends=kernel_names(self.facts, preset),
             e8m0=self.facts["e8m0"],
             cudagraph_mode=self.facts["cudagraph_mode"],
         )
@@ -248,13 +247,25 @@ class EngineBase:
             return self._rollout, "sequences of the last rollout"
         return random_prompts(self.state.vocabulary, self._longest - 1), RANDOM
 
+    @property
+    def last_sequences(self) -> list[list[int]]:
+        """Some sequences of the last rollout, prompt and response as token ids; none before the first."""
+        return self._rollout
+
+    def _asked(self, busy: int, procedure: Procedure) -> Procedure:
+        """Run a procedure that changes neither weights nor scales."""
+        with alone(self.state, busy):
+            refuse_dead(self.state)
+            refuse_asleep(self.state, None, None)
+            return (yield from procedure)
+
     def _remember(self, outputs: Sequence[Any]) -> None:
-        """Keep some sequences of a rollout for calibration, and note log-probs that are NaN."""
-        if self.state.fp8_kv:
-            most = min(CALIBRATION_TOKENS, self._longest - 1)
-            chosen = outputs[:: max(1, len(outputs) // CALIBRATION_SEQUENCES)][:CALIBRATION_SEQUENCES]
-            both = [[*(output.prompt_token_ids or ()), *output.outputs[0].token_ids][:most] for output in chosen]
-            self._rollout = both or self._rollout
+        """Keep some sequences of a rollout, to calibrate and to examine the engine with, and note log-probs that are
+        NaN."""
+        most = min(CALIBRATION_TOKENS, self._longest - 1)
+        chosen = outputs[:: max(1, len(outputs) // CALIBRATION_SEQUENCES)][:CALIBRATION_SEQUENCES]
+        both = [[*(output.prompt_token_ids or ()), *output.outputs[0].token_ids][:most] for output in chosen]
+        self._rollout = both or self._rollout
         sums = [one.cumulative_logprob for output in outputs for one in output.outputs]
         if any(x is not None and x != x for x in sums):  # NaN
             self.state.soiled = True

@@ -27,7 +27,7 @@ from fp8plan.runtime.engine.rollout_timer import Judge
 from fp8plan.runtime.engine.warm_up import freeze_garbage, until_reset
 from fp8plan.runtime.engine.watched import started_apart, watched
 from fp8plan.runtime.guard.fallback import Action, GuardSettings
-from fp8plan.runtime.weight_sync.state import Call, Scored, SyncReport, SyncSettings, rpc
+from fp8plan.runtime.weight_sync.state import Call, Procedure, Scored, SyncReport, SyncSettings, rpc
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
@@ -205,6 +205,14 @@ class RolloutEngine(EngineBase):
         """
         with self._calling():
             return self._drive(self._recalibrate(self._busy(), kv_amax, kv_prompts))
+
+    def ask(self, procedure: Procedure) -> Any:
+        """Run a procedure that changes neither weights nor scales, while no request runs (fp8plan.runtime.doctor).
+
+        Raises SyncError while requests run, NotServingError if the engine has died.
+        """
+        with self._calling():
+            return self._drive(self._asked(self._busy(), procedure))
 
     def kv_scales(self) -> dict[str, dict[str, float]]:
         """Return layer -> KV scales in use: "q", "k", "v" on the device, and "q_host", ... on the host."""

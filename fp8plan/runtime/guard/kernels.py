@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
+
+from fp8plan.model.precision import Precision
 
 # Kernels as profiles call them -> vLLM's names of the same, in its log (FLASH_ATTN) or of the class that runs it
 # (FlashAttentionImpl), as a pattern. It does not name its BF16 GEMM.
@@ -30,6 +33,13 @@ KNOWN_FOR: Final = {
     "(?i)marlin": ", which unpacks FP8 weights and multiplies in BF16",
     "(?i)triton": ", which is portable and seldom tuned for a shape",
 }
+
+
+def kernel_names(facts: Mapping[str, Any], preset: Precision) -> dict[str, str]:
+    """Name the kernels of a worker's facts as profiles name them: kernel -> its implementation."""
+    attention = facts.get("attention")
+    found = {f"attention.{preset.kv}": attention} if attention else {}
+    return found | {f"{part}.{preset.gemm_dtype}": name for part, name in facts["kernels"].items()}
 
 
 def fallback(kernel: str, measured: str | None, runs: str) -> str | None:

@@ -79,7 +79,10 @@ def replace_weights(
         with _timed(seconds, "begin"):
             yield from rpc("fp8plan_begin", checked.number, settings.samples, state.version, settings.rollback)
         with _timed(seconds, "load"):
-            yield from _load(state, pairs, sent, checked, counts)
+            if isinstance(pairs, RemoteSource):
+                yield from _received(pairs, sent, counts)
+            else:
+                counts |= yield from streamed(state, pairs, sent, checked, "fp8plan_load")
         with _timed(seconds, "finish"):
             answers = yield from rpc("fp8plan_finish")
             _refuse_difference(answers)
@@ -136,21 +139,22 @@ def _begun(pairs: Iterable[Any]) -> Iterable[Any]:
     return chain([first], given)
 
 
-def _load(
-    state: SyncState,
-    pairs: Iterable[Any] | RemoteSource,
-    manifest: Manifest,
-    checked: Checked,
-    counts: dict[str, int],
-) -> Procedure:
-    if isinstance(pairs, RemoteSource):
-        with released():
-            sending = pairs.start()
-        answers = yield from rpc("fp8plan_receive", True)
-        size = sum(entry.numel * manifests.dtype_named(entry.dtype).itemsize for entry in manifest)
-        counts.update(tensors=len(manifest), bytes=size, chunks=answers[0])
-        with released():
-            return sending and sending.result()
+def _received(source: RemoteSource, manifest: Manifest, counts: dict[str, int]) -> Procedure:
+    """Have the workers take what a trainer sends by itself."""
+    with released():
+        sending = source.start()
+    answers = yield from rpc("fp8plan_receive", True)
+    counts.update(tensors=len(manifest), bytes=_bytes(manifest, 0), chunks=answers[0])
+    with released():
+        return sending and sending.result()
+
+
+def streamed(
+    state: SyncState, pairs: Iterable[Any], manifest: Manifest, checked: Checked, method: str
+) -> Generator[Call, Any, dict[str, int]]:
+    """Give tensors to a worker's method, by complete groups; through shared memory, METHOD_staged, to another process.
+    Returns counts of tensors, bytes and chunks."""
+    counts = {"tensors": 0, "bytes": 0, "chunks": 0}
     stage: Stage | None = None
     try:
         for numbers, tensors in chunks(pairs, checked, state.settings.chunk_bytes):
@@ -158,19 +162,20 @@ def _load(
             counts["tensors"] += len(tensors)
             counts["bytes"] += sum(tensor.nbytes for tensor in tensors)
             if state.staged_on is None:
-                yield from rpc("fp8plan_load", numbers, tensors)
+                yield from rpc(method, numbers, tensors)
                 continue
             need = staged_bytes(tensors)
             if stage is None or stage.buffer.numel() < need:
                 if stage is not None:
                     stage.close()
-                stage = Stage(max(need, min(state.settings.chunk_bytes, _bytes(manifest))), state.staged_on)
+                stage = Stage(max(need, min(state.settings.chunk_bytes, _bytes(manifest, 256))), state.staged_on)
             layout = stage.pack(numbers, tensors)
-            yield from rpc("fp8plan_load_staged", stage.address, layout)
+            yield from rpc(f"{method}_staged", stage.address, layout)
             stage.close()  # all workers have it open: nothing is left behind, should this process be killed
     finally:
         if stage is not None:
             stage.close()
+    return counts
 
 
 def _refuse_scored(state: SyncState, scored: Scored | None) -> None:
@@ -255,5 +260,5 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     seconds[phase] = time.perf_counter() - begun
 
 
-def _bytes(manifest: Manifest) -> int:
-    return sum(entry.numel * manifests.dtype_named(entry.dtype).itemsize + 256 for entry in manifest)
+def _bytes(manifest: Manifest, padding: int) -> int:
+    return sum(entry.numel * manifests.dtype_named(entry.dtype).itemsize + padding for entry in manifest)

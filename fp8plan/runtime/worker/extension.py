@@ -67,8 +67,8 @@ class Fp8PlanWorker:
         }
 
     @answering
-    def fp8plan_begin(self, number: int, samples: int, seed: int, keep: str | None) -> None:
-        self._fp8plan_weights().begin(number, samples, seed, keep)
+    def fp8plan_begin(self, number: int, samples: int, version: int, keep: str | None) -> None:
+        self._fp8plan_weights().begin(number, samples, version, keep)
 
     @answering
     def fp8plan_load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
@@ -187,6 +187,35 @@ class Fp8PlanWorker:
             "last_update": updates.report,
             "kv_scales": live_scales(self.model_runner.get_model()),
         }
+
+    @answering
+    def fp8plan_examine(self) -> dict[str, Any]:
+        """Look for weights that no sync wrote, and for ones that cannot be right (runtime.worker.examine)."""
+        from fp8plan.runtime.worker.examine import examine
+
+        return examine(self)
+
+    @answering
+    def fp8plan_compare(self, number: int) -> None:
+        """Begin to compare the live weights with the tensors of a prepared manifest."""
+        self._fp8plan_comparison = self._fp8plan_weights().compare(number)
+
+    @answering
+    def fp8plan_compare_with(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        self._fp8plan_comparison.take(numbers, tensors)
+
+    @answering
+    def fp8plan_compare_with_staged(self, stage: Sequence[Any], layout: Sequence[Sequence[Any]]) -> None:
+        from fp8plan.runtime.weight_sync.shared_memory import opened, unpack
+
+        self._fp8plan_comparison.take(*unpack(opened(self, stage), layout))
+        self._fp8plan_wait()
+
+    @answering
+    def fp8plan_compared(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._fp8plan_comparison.result()
+        del self._fp8plan_comparison
+        return found
 
     def _fp8plan_weights(self) -> LiveWeights:
         from fp8plan.runtime.worker.live_weights import LiveWeights

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from fp8plan.model.emit.ignored import ROUTER_PATTERN
 from fp8plan.runtime.worker.layout_trial import kind
 
 if TYPE_CHECKING:
@@ -19,8 +21,10 @@ def worker_facts(worker: Any) -> dict[str, Any]:
     e8m0:      whether DeepGEMM's scales are powers of two; None without blockwise FP8
     attention: class of its implementation
     device:    product name of the GPU, or "cpu"
+    routers:   dtype of a router's weights -> how many routers have it
+    weights:   number of the sync that serves on this rank, 0: the checkpoint; None: not synced by fp8plan
 
-    and vllm_version, weight_bytes, kv_cache_dtype, cudagraph_mode and enforce_eager
+    and vllm_version, device, weight_bytes, kv_cache_dtype, cudagraph_mode, enforce_eager and logprobs_mode
     """
     import torch
     import vllm
@@ -41,6 +45,9 @@ def worker_facts(worker: Any) -> dict[str, Any]:
         "kv_cache_dtype": getattr(attention[0], "kv_cache_dtype", None) if attention else None,
         "cudagraph_mode": getattr(config.compilation_config.cudagraph_mode, "name", None),
         "enforce_eager": bool(config.model_config.enforce_eager),
+        "logprobs_mode": str(getattr(config.model_config, "logprobs_mode", "raw_logprobs")),
+        "routers": _routers(model),
+        "weights": getattr(getattr(worker, "_fp8plan_live", None), "version", None),
     }
 
 
@@ -51,6 +58,14 @@ def _kernels(model: Any) -> dict[str, str]:
     backends = [getattr(m, "fp8_backend", None) or getattr(m, "unquantized_backend", None) for m in methods]
     experts = [getattr(backend, "value", str(backend)) for backend in backends if backend is not None]
     return {part: names[0] for part, names in (("gemm", linear), ("moe", experts)) if names}
+
+
+def _routers(model: Any) -> dict[str, int]:
+    """Count the routers by the dtype of their weights. A router is known by its name, as where it is left in BF16."""
+    named = re.compile(ROUTER_PATTERN.removeprefix("re:"))
+    layers = [layer for name, layer in model.named_modules() if named.fullmatch(name)]
+    weights = [weight for layer in layers if (weight := layer._parameters.get("weight")) is not None]
+    return dict(Counter(str(weight.dtype).removeprefix("torch.") for weight in weights))
 
 
 def _uses_e8m0(model: Any) -> bool | None:

@@ -28,12 +28,15 @@ class LiveWeights:
 
     A sync is: prepare once for a manifest, then begin, load, finish and commit, or abort. Raises ConfigError from
     prepare, load and finish.
+
+    version: number of the sync that serves; 0 before the first
     """
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._model = worker.model_runner.get_model()
         self._device = next(self._model.parameters()).device
+        self.version = 0
         self._prepared: dict[int, tuple[Prepared, bool]] = {}
         self._running: _Running | None = None
 
@@ -51,10 +54,11 @@ class LiveWeights:
             self._prepared[number] = prepare(self._worker, manifest, in_place, wide), in_place
         return number, self._prepared[number][0]
 
-    def begin(self, number: int, samples: int, seed: int, keep: str | None) -> None:
+    def begin(self, number: int, samples: int, version: int, keep: str | None) -> None:
         """Open a sync of a prepared manifest.
 
-        samples: how many tensors to compare afterwards, chosen by seed
+        samples: how many tensors to compare afterwards
+        version: number of the sync that served before; other samples are chosen after each
         keep:    device of a copy of the weights to return to; None: no copy
         """
         prepared, in_place = self._prepared[number]
@@ -64,8 +68,8 @@ class LiveWeights:
         reload = NativeReload(self._worker, prepared.past) if prepared.binding.native else None
         if reload is not None:
             reload.open()
-        chosen = Samples(prepared.manifest, prepared.binding, samples, seed)
-        self._running = _Running(prepared, reload, chosen, snapshot)
+        chosen = Samples(prepared.manifest, prepared.binding, samples, version)
+        self._running = _Running(prepared, reload, chosen, version + 1, snapshot)
 
     def load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
         """Write tensors, by their numbers in the manifest. Raises ConfigError for one that is not as announced."""
@@ -125,7 +129,15 @@ class LiveWeights:
 
     def commit(self) -> None:
         """Keep the new weights, and let go of the copy of the old ones."""
+        self.version = self._open().version
         self._running = None
+
+    def compare(self, number: int) -> Comparison:
+        """Begin to compare the live weights with tensors of a prepared manifest, which are not written."""
+        prepared, in_place = self._prepared[number]
+        if prepared.moved:
+            _, prepared = self.prepare(prepared.manifest, in_place, number, prepared.wide)
+        return Comparison(prepared, self._device)
 
     def _open(self) -> _Running:
         if self._running is None:
@@ -160,11 +172,30 @@ class LiveWeights:
             torch.cuda.synchronize()
 
 
+class Comparison:
+    """The live weights beside tensors that stream past: a window of each tensor that is written in place."""
+
+    def __init__(self, prepared: Prepared, device: torch.device) -> None:
+        self._prepared, self._device = prepared, device
+        self._samples = Samples(prepared.manifest, prepared.binding, len(prepared.manifest), seed=0)
+
+    def take(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        """Take tensors, by their numbers in the manifest."""
+        moved = [tensor.to(self._device, non_blocking=True) for tensor in tensors]
+        self._samples.take({number: at for at, number in enumerate(numbers)}, moved)
+
+    def result(self) -> dict[str, Any]:
+        """Return how many tensors were compared, and the names of those that differ."""
+        found = self._samples.compare()
+        return {"compared": found["compared"], "differ": found["differ"], "of": len(self._prepared.manifest)}
+
+
 @dataclass(slots=True)
 class _Running:
     prepared: Prepared
     reload: NativeReload | None
     samples: Samples
+    version: int
     snapshot: Snapshot | None
     flags: list[tuple[torch.Tensor, list[str]]] = field(default_factory=list)
     done: set[int] = field(default_factory=set)

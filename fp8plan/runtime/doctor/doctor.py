@@ -1,0 +1,93 @@
+"""`fp8plan.doctor`: what really runs, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8plan.checks import is_number
+from fp8plan.errors import ConfigError
+from fp8plan.model.hardware import find_gpu
+from fp8plan.model.precision import precision as find_precision
+from fp8plan.runtime.doctor.checks import findings
+from fp8plan.runtime.doctor.finding import Finding, State
+from fp8plan.runtime.doctor.observe import Given, observe_engine, observe_llm
+from fp8plan.runtime.doctor.observed import Observed
+from fp8plan.runtime.weight_sync.state import Scored
+
+ALLOWED = "a RolloutEngine, a vllm.LLM, the URL of a vllm serve, a Monitor's run file, or a trainer's log"
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """The findings on one engine, one of each check, and what they were drawn from."""
+
+    target: str
+    findings: tuple[Finding, ...]
+    observed: Observed
+
+    @property
+    def faults(self) -> tuple[Finding, ...]:
+        """The findings that are faults."""
+        return tuple(one for one in self.findings if one.state == State.FAULT)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, as `fp8plan doctor --json` prints it."""
+        return {"target": self.target, "findings": [one.to_dict() for one in self.findings]}
+
+    def __str__(self) -> str:
+        """Return a line for each finding, and what to type for each fault."""
+        lines = [f"{one.check}: {one.state.value}: {one.says}" for one in self.findings]
+        todo = [f"{one.fault}: {one.todo}" for one in self.faults]
+        return "\n".join([self.target, *lines, *(["to mend it, type"] if todo else []), *todo])
+
+
+def doctor(
+    target: Any,
+    *,
+    prompts: Sequence[Sequence[int]] | None = None,
+    weights: Any = None,
+    scored: Scored | Sequence[Scored] = (),
+    temperature: float = 1.0,
+    gpu: str | None = None,
+    precision: str | None = None,
+) -> Diagnosis:
+    """Say what really runs, and what is wrong with it. It takes seconds, and changes neither weights nor scales.
+
+    target:      a RolloutEngine, a vllm.LLM, the URL of a `vllm serve`, a Monitor's run file, or a trainer's log
+    prompts:     token ids of prompts that the engine has had lately: whether the prefix cache still fits the weights
+                 shows on them; None: sequences of a RolloutEngine's last rollout
+    weights:     the trainer's tensors, as `sync_weights` takes them: every one is compared with the live one
+    scored:      sequences with the trainer's log-probs at `temperature`, one for each token but the first
+    temperature: of the rollouts
+    gpu, precision: what should run, where the target does not know: a GPU's name, and a preset
+
+    Raises ConfigError for another target, and for arguments that the engine does not take; SyncError or ConfigError
+    while requests run.
+    """
+    if not (is_number(temperature) and temperature > 0):
+        raise ConfigError(f"temperature is {temperature!r}; allowed: a number above 0")
+    if precision is not None:
+        find_precision(precision)
+    card = None if gpu is None else find_gpu(gpu).name
+    given = Given(prompts, weights, [scored] if isinstance(scored, Scored) else scored, temperature, card, precision)
+    seen = _observed(target, given)
+    return Diagnosis(seen.target, tuple(findings(seen)), seen)
+
+
+def _observed(target: Any, given: Given) -> Observed:
+    if isinstance(target, str) and target.startswith(("http://", "https://")):
+        from fp8plan.runtime.doctor.server import observe_server
+
+        return observe_server(target, given)
+    if isinstance(target, str | Path):
+        from fp8plan.runtime.doctor.files import observe_file
+
+        return observe_file(Path(target), given)
+    if hasattr(target, "last_sequences") and hasattr(target, "ask"):
+        return observe_engine(target, given)
+    if hasattr(target, "llm_engine") and hasattr(target, "collective_rpc"):
+        return observe_llm(target, given)
+    raise ConfigError(f"the target is a {type(target).__name__}; allowed: {ALLOWED}")

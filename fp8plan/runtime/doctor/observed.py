@@ -1,0 +1,133 @@
+"""All that the checks look at, as plain data. What could not be seen is None, and `unseen` says why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fp8plan.model.precision import PRESETS
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Log-probs of the same tokens from two ways through one engine.
+
+    tokens:   how many were compared
+    mean_abs: mean |difference|, in nats
+    k3:       mean k3 per token
+    cached:   of the prompts' tokens, how many came from the prefix cache; None: not known
+    """
+
+    tokens: int
+    mean_abs: float
+    k3: float
+    cached: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Temperatures:
+    """The trainer's log-probs beside the engine's of the same tokens, which can be had at any temperature.
+
+    sampled: temperature of the rollouts
+    fitted:  that at which the engine's log-probs are nearest to the trainer's
+    mean_abs, mean_abs_fitted: mean |difference| at both, in nats
+    """
+
+    sampled: float
+    fitted: float
+    mean_abs: float
+    mean_abs_fitted: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankWeights:
+    """The live weights of one rank.
+
+    unsound, changed: as runtime.worker.examine finds them; changed is None where nothing is known of before
+    differ, compared, of: tensors that are not the trainer's, of those compared, of all of them; None: nobody gave the
+                      trainer's. Only tensors that are written in place can be compared
+    """
+
+    unsound: Mapping[str, str] = field(default_factory=dict)
+    changed: Sequence[str] | None = None
+    differ: Sequence[str] | None = None
+    compared: int | None = None
+    of: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """Observations of one engine.
+
+    target:    what was looked at, in words
+    gpu:       name in fp8plan.model.hardware
+    precision: preset that was planned
+    runs:      preset that runs; None: not known, or none of fp8plan's
+    ranks:     facts of each worker (runtime.worker.facts); from a server or a file, those that it tells
+    kernels:   kernel, as profiles name it -> its implementation, as vLLM names it
+    measured_kernels: the same in the profile of this GPU and version
+    kv_scales: layer -> scales in use, on the device ("k") and on the host ("k_host")
+    kv_amax:   layer -> largest |q|, |k|, |v| of some prompts
+    preemptions, requests: since when `since` says
+    version:   number of the weights that should serve
+    refusal:   why the engine does not generate; None: it does
+    weights:   of each rank
+    decode:    log-probs of a decode beside those of a prefill of the same tokens
+    prefix:    the next token's log-prob with the prefix cache beside that without
+    temperatures: the trainer's log-probs
+    kl_k3:     mean k3 per token between trainer and rollout, as the run logged it
+    kl_limit:  its limit in that run
+    unseen:    field -> why it could not be seen, and what to type to see it
+    """
+
+    target: str
+    gpu: str | None = None
+    precision: str | None = None
+    runs: str | None = None
+    ranks: Sequence[Mapping[str, Any]] = ()
+    kernels: Mapping[str, str] | None = None
+    measured_kernels: Mapping[str, str] | None = None
+    kv_scales: Mapping[str, Mapping[str, float]] | None = None
+    kv_amax: Mapping[str, Sequence[float]] | None = None
+    preemptions: int | None = None
+    requests: int | None = None
+    since: str = "the engine's start"
+    version: int | None = None
+    refusal: str | None = None
+    weights: Sequence[RankWeights] | None = None
+    decode: Compared | None = None
+    prefix: Compared | None = None
+    temperatures: Temperatures | None = None
+    kl_k3: float | None = None
+    kl_limit: float | None = None
+    unseen: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Facts of the first rank; ranks run the same."""
+        return self.ranks[0] if self.ranks else {}
+
+    @property
+    def fp8_kv(self) -> bool | None:
+        """Whether the KV cache is FP8; None: not known."""
+        if self.runs is not None:
+            return PRESETS[self.runs].kv == "fp8"
+        dtype = self.facts.get("kv_cache_dtype")
+        return None if dtype is None else str(dtype).startswith("fp8")
+
+    @property
+    def cpu(self) -> bool:
+        return self.gpu == "cpu" or self.facts.get("device") == "cpu"
+
+
+def preset_of(facts: Mapping[str, Any]) -> str | None:
+    """The preset that a worker's facts describe; None if they tell too little, or describe none of fp8plan's."""
+    layers, dtype = facts.get("layers"), facts.get("kv_cache_dtype")
+    if layers is None or dtype is None:
+        return None
+    quantised = [kind for kind in layers if "Fp8" in kind]
+    if any("PerBlock" not in kind for kind in quantised):
+        return None
+    fp8_kv = str(dtype).startswith("fp8")
+    return "+".join(["fp8_block"] * bool(quantised) + ["fp8_kv"] * fp8_kv) or "bf16"

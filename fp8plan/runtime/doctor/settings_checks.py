@@ -1,0 +1,160 @@
+"""Checks of what an engine was made of: precision, kernels, scales of weights and KV cache, routers, graphs, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isclose
+from typing import Final
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.hardware import find_gpu
+from fp8plan.model.precision import E4M3_MAX, PRESETS
+from fp8plan.runtime.doctor.finding import Finding, fault, ok, unknown
+from fp8plan.runtime.doctor.observed import Observed
+from fp8plan.runtime.guard.causes import MANY_PREEMPTIONS
+from fp8plan.runtime.guard.kernels import fallback
+
+RECALIBRATE: Final = (
+    """engine.recalibrate_kv(); vllm serve: --weight-transfer-config '{"backend": "fp8plan"}', which measures them; """
+    "elsewhere: --kv-cache-dtype auto"
+)
+# How far the largest of a few prompts may be above what scales hold, which were measured on others.
+MOST_CLIP: Final = 1.25
+NOTHING: Final = "nothing tells"
+
+
+def precision(seen: Observed) -> Finding:
+    """The precision that runs is the one that was planned."""
+    layers: list[str] = list(seen.facts.get("layers", ()))
+    linears = sorted({kind.partition(" / ")[2] for kind in layers if "Linear" in kind})
+    cache = seen.facts.get("kv_cache_dtype")
+    parts = [f"linears {', '.join(linears)}"] * bool(linears) + [f"KV cache {cache}"] * bool(cache)
+    if not parts and seen.runs is None:
+        return unknown("precision", seen.unseen.get("ranks", NOTHING))
+    says = ": ".join([*([seen.runs] if seen.runs else []), ", ".join(parts)])
+    planned = None if seen.precision is None else PRESETS[seen.precision]
+    if planned is None or planned.name == seen.runs:
+        return ok("precision", says)
+    if seen.runs is None and not layers and seen.fp8_kv == (planned.kv == "fp8"):
+        return ok("precision", f"{says}; weights are not told")
+    todo = "start the engine as planned: RolloutEngine.from_plan(plan), or the flags of: fp8plan emit PLAN.json vllm"
+    return fault("precision", "wrong_precision", f"{says}; planned: {planned.name}", todo)
+
+
+def kernels(seen: Observed) -> Finding:
+    """The kernels are those that the profile was measured with."""
+    if seen.kernels is None:
+        return unknown("kernels", seen.unseen.get("kernels", seen.unseen.get("ranks", NOTHING)))
+    says = ", ".join(f"{kernel} {name}" for kernel, name in seen.kernels.items()) or "none that vLLM names"
+    measured = seen.measured_kernels
+    if measured is None:
+        return ok("kernels", f"{says} (not compared: {seen.unseen.get('measured_kernels', 'no profile')})")
+    told = [text for kernel, name in seen.kernels.items() if (text := fallback(kernel, measured.get(kernel), name))]
+    if not told:
+        return ok("kernels", says)
+    first, _, todo = told[0].partition(": ")
+    return fault("kernels", "wrong_kernel", "; ".join([first, *told[1:]]), todo)
+
+
+def e8m0(seen: Observed) -> Finding:
+    """Scales of FP8 weights are FP32, not powers of two, where the GPU does not ask for those."""
+    if "e8m0" not in seen.facts:
+        return unknown("e8m0", seen.unseen.get("ranks", NOTHING))
+    if seen.facts["e8m0"] is None:
+        return ok("e8m0", "no blockwise FP8 weights")
+    if not seen.facts["e8m0"]:
+        return ok("e8m0", "scales are FP32")
+    try:
+        wanted = seen.gpu is not None and find_gpu(seen.gpu).e8m0_scales
+    except ConfigError:
+        wanted = False
+    if wanted:
+        return ok("e8m0", f"scales are powers of two, as {seen.gpu} multiplies them")
+    return fault(
+        "e8m0",
+        "e8m0_on",
+        "DeepGEMM's scales are powers of two (E8M0): weights are rounded twice, to 3.7% RMS error instead of 2.6%",
+        "export VLLM_USE_DEEP_GEMM_E8M0=0, before vLLM is imported",
+    )
+
+
+def router(seen: Observed) -> Finding:
+    """Routers of experts are not quantised."""
+    routers = seen.facts.get("routers")
+    if routers is None:
+        return unknown("router", seen.unseen.get("ranks", NOTHING))
+    if not routers:
+        return ok("router", "no router")
+    says = ", ".join(f"{count} in {dtype}" for dtype, count in routers.items())
+    if not any(dtype.startswith(("float8", "int", "uint")) for dtype in routers):
+        return ok("router", says)
+    todo = """quantization_config={"ignore": ["re:.*mlp\\\\.gate$"]} (fp8plan emit PLAN.json vllm has the whole list)"""
+    return fault("router", "router_quantised", f"{says}: quantised routers pick other experts than the trainer's", todo)
+
+
+def cuda_graphs(seen: Observed) -> Finding:
+    """Decode steps run in CUDA graphs."""
+    if "cudagraph_mode" not in seen.facts and "enforce_eager" not in seen.facts:
+        return unknown("cuda_graphs", seen.unseen.get("ranks", NOTHING))
+    mode, eager = seen.facts.get("cudagraph_mode"), seen.facts.get("enforce_eager")
+    if seen.cpu:
+        return ok("cuda_graphs", "none on a CPU")
+    if eager or mode == "NONE":
+        why = "enforce_eager is set" if eager else "cudagraph_mode is NONE"
+        cost = "each decode step pays its launches: the tail of a rollout runs at the host's speed"
+        todo = "leave enforce_eager and cudagraph_mode unset"
+        return fault("cuda_graphs", "graphs_off", f"off: {why}; {cost}", todo)
+    if mode == "PIECEWISE":
+        says = "PIECEWISE: attention is launched outside of them; profiles were measured with FULL_AND_PIECEWISE"
+        return fault("cuda_graphs", "graphs_piecewise", says, "leave cudagraph_mode unset")
+    return ok("cuda_graphs", str(mode) if mode else "on")
+
+
+def kv_scales(seen: Observed) -> Finding:
+    """Scales of an FP8 KV cache are measured, the same on device and host, and clip nothing."""
+    if seen.fp8_kv is None:
+        return unknown("kv_scales", seen.unseen.get("ranks", NOTHING))
+    if not seen.fp8_kv:
+        return ok("kv_scales", "the KV cache is not FP8")
+    if not seen.kv_scales:
+        return unknown("kv_scales", seen.unseen.get("kv_scales", NOTHING))
+    parts = {layer: (scales["k"], scales["v"]) for layer, scales in seen.kv_scales.items()}
+    if all(pair == (1.0, 1.0) for pair in parts.values()):
+        says = f"1.0 in all {len(parts)} layers: |K| and |V| above {E4M3_MAX:.0f} are clipped, and nobody measured them"
+        return fault("kv_scales", "kv_scales_unit", says, RECALIBRATE)
+    torn = [layer for layer, found in seen.kv_scales.items() if any(_torn(found, part) for part in "kv")]
+    if torn:
+        says = f"the host's copy is another than the device's in {_some(torn)}: what reads it uses old scales"
+        return fault("kv_scales", "kv_scales_torn", says, RECALIBRATE)
+    amax = {layer: most[1:] for layer, most in (seen.kv_amax or {}).items() if layer in parts}
+    clips = {layer: max(most / scale for most, scale in zip(amax[layer], parts[layer], strict=True)) for layer in amax}
+    if wrong := {layer: most for layer, most in clips.items() if most > MOST_CLIP * E4M3_MAX}:
+        worst = max(wrong, key=wrong.__getitem__)
+        says = f"{_some(list(wrong))} clip: {worst} has seen {wrong[worst] / E4M3_MAX:.2f} times what its scale holds"
+        return fault("kv_scales", "kv_scales_clip", says, RECALIBRATE)
+    every = [scale for pair in parts.values() for scale in pair]
+    room = f", with room for {E4M3_MAX / max(clips.values()):.2f} times what was seen" if any(clips.values()) else ""
+    return ok("kv_scales", f"{min(every):.3g} to {max(every):.3g} in {len(parts)} layers{room}")
+
+
+def preemption(seen: Observed) -> Finding:
+    """Requests are seldom preempted."""
+    if seen.preemptions is None or not seen.requests:
+        return unknown("preemption", seen.unseen.get("preemptions", f"no request has finished since {seen.since}"))
+    says = f"{seen.preemptions:,} in {seen.requests:,} requests since {seen.since}"
+    if seen.preemptions <= MANY_PREEMPTIONS * seen.requests:
+        return ok("preemption", says)
+    larger = "VLLM_CPU_KVCACHE_SPACE" if seen.cpu else "gpu_memory_utilization or tensor_parallel_size"
+    todo = f"raise {larger}, lower max_num_seqs, or plan an FP8 KV cache (fp8plan plan ... --workload)"
+    return fault("preemption", "preemption_storm", f"{says}: each computes its request's tokens again", todo)
+
+
+def _torn(scales: Mapping[str, float], part: str) -> bool:
+    """Whether host and device have different scales; the device's are float32, the host's are not."""
+    host = scales.get(f"{part}_host")
+    return host is not None and not isclose(host, scales[part], rel_tol=1e-6)
+
+
+def _some(names: list[str]) -> str:
+    """The first names of a list, and how many there are."""
+    return f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''} ({len(names)})"

@@ -1,0 +1,151 @@
+"""Checks of the weights that serve, and of what comes out of them: log-probs by several ways that should agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+from typing import Final
+
+from fp8plan.runtime.doctor.finding import Finding, fault, ok, unknown
+from fp8plan.runtime.doctor.observed import Observed, RankWeights
+
+# k3 per token. Two ways through one engine show what kernels that add in another order leave, 0.0001 to 0.003; a broken
+# way shows 0.1 and more. Between trainer and FP8 rollout it is the risk budget's limit of high risk.
+MOST_K3: Final = 0.03
+# A trainer at another temperature: its log-probs are off by so many nats on average, and by at most this part of it at
+# a temperature that is so much another.
+NATS: Final = 0.05
+PART: Final = 0.6
+OTHER: Final = 0.05
+# Nats on average that no precision explains: FP8 is off by up to 0.2, other weights by more than 1.
+DIFFERS: Final = 0.5
+# Share of a rank's tensors that are not the trainer's from which on it missed a sync. Norms hardly change in training,
+# so it is not all of them; one layer of a model is far less.
+STALE: Final = 0.25
+
+NOT_GIVEN: Final = (
+    "the trainer's log-probs were not given; type: fp8plan.doctor(engine, scored=[fp8plan.Scored(tokens, logprobs)], "
+    "temperature=T)"
+)
+SYNC: Final = "engine.sync_weights(policy.state_dict())"
+
+
+def version(seen: Observed) -> Finding:
+    """Every rank serves the weights that should serve."""
+    if seen.refusal is not None:
+        return fault("version", "not_serving", f"the engine refuses to generate: {seen.refusal}", SYNC)
+    found = [facts.get("weights") for facts in seen.ranks]
+    numbers = [number or 0 for number in found]
+    if not numbers or (seen.version is None and not any(number is not None for number in found)):
+        return unknown("version", seen.unseen.get("version", "these weights were not synced by fp8plan"))
+    newest = max(numbers) if seen.version is None else seen.version
+    late = [f"rank {rank} serves {number}" for rank, number in enumerate(numbers) if number != newest]
+    if late:
+        return fault("version", "stale_weights", f"{', '.join(late)}; weights {newest} should serve", SYNC)
+    ranks = f" on {len(numbers)} ranks" if len(numbers) > 1 else ""
+    return ok("version", f"weights {newest}{ranks}" if newest else f"the checkpoint{ranks}")
+
+
+def weights(seen: Observed) -> Finding:
+    """Live weights are sound, changed by syncs alone, and the trainer's."""
+    if not seen.weights:
+        return unknown("weights", seen.unseen.get("weights", "nothing tells"))
+    if broken := _placed([[f"{name}: {what}" for name, what in one.unsound.items()] for one in seen.weights]):
+        return fault("weights", "corrupted_layer", _some(broken), SYNC)
+    if changed := _placed([one.changed or () for one in seen.weights]):
+        says = f"changed since they were last looked at, though no sync has come between: {_some(changed)}"
+        return fault("weights", "corrupted_layer", says, SYNC)
+    shares = {rank: len(one.differ or ()) / one.compared for rank, one in enumerate(seen.weights) if one.compared}
+    stale = [rank for rank, share in shares.items() if share >= STALE]
+    if stale:
+        where = f"rank {', '.join(map(str, stale))}" if len(seen.weights) > 1 else "the engine"
+        says = f"{where} serves other weights than the trainer's: {shares[stale[0]]:.0%} of the tensors differ"
+        return fault("weights", "stale_weights", says, SYNC)
+    if differ := _placed([one.differ or () for one in seen.weights]):
+        return fault("weights", "corrupted_layer", f"not what the trainer has: {_some(differ)}", SYNC)
+    if seen.weights[0].compared is not None:
+        compared, every = (sum(count or 0 for count in counts) for counts in _counts(seen.weights))
+        rest = "" if compared == every else "; the others go through vLLM's loaders, and were not compared"
+        return ok("weights", f"{compared} of {every} tensors are the trainer's{rest}")
+    if seen.weights[0].changed is not None:
+        return ok("weights", "sound, and as they were when last looked at")
+    return ok(
+        "weights", "sound: finite, no matrix of zeros (the trainer's were not given: doctor(engine, weights=...))"
+    )
+
+
+def decode(seen: Observed) -> Finding:
+    """A decode gives the log-probs of a prefill of the same tokens."""
+    found = seen.decode
+    if found is None:
+        return unknown("decode", seen.unseen.get("decode", "nothing was generated"))
+    says = f"k3 {found.k3:.1e} per token to a prefill of the same {found.tokens} tokens"
+    if found.k3 <= MOST_K3:
+        return ok("decode", says)
+    why = "" if isfinite(found.k3) else " (NaN: weights or KV cache are broken)"
+    todo = "enforce_eager=True, then another attention_backend, to see which of the two it is; else " + SYNC
+    return fault("decode", "decode_differs", f"{says}{why}; allowed: {MOST_K3:g}", todo)
+
+
+def prefix_cache(seen: Observed) -> Finding:
+    """What the prefix cache holds was written by the weights that serve."""
+    found = seen.prefix
+    if found is None:
+        return unknown("prefix_cache", seen.unseen.get("prefix", "nothing was generated"))
+    if found.cached == 0:
+        return ok("prefix_cache", f"none of {found.tokens} prompts was cached")
+    says = f"next tokens of {found.tokens} prompts: k3 {found.k3:.1e} with the cache and without"
+    if found.k3 <= MOST_K3:
+        return ok("prefix_cache", says)
+    says += f" ({found.mean_abs:.2f} nats): it holds keys and values of other weights"
+    todo = "llm.reset_prefix_cache() after each weight update; POST /reset_prefix_cache on a server"
+    return fault("prefix_cache", "prefix_cache_stale", says, todo)
+
+
+def temperature(seen: Observed) -> Finding:
+    """The trainer's log-probs are at the temperature that rollouts are sampled at, and so are the engine's."""
+    found, mode = seen.temperatures, seen.facts.get("logprobs_mode", "")
+    if found is None:
+        return unknown("temperature", seen.unseen.get("temperatures", NOT_GIVEN))
+    off, best, another = found.mean_abs, found.mean_abs_fitted, abs(found.fitted / found.sampled - 1) > OTHER
+    if another and off > NATS and best <= min(PART * off, DIFFERS):
+        says = (
+            f"the trainer's log-probs are at temperature {found.fitted:.2f}, rollouts are sampled at "
+            f"{found.sampled:g}: {off:.2f} nats off on average, {best:.3f} at its own"
+        )
+        todo = f"divide the trainer's logits by {found.sampled:g}, the temperature that the rollouts are sampled at"
+        return fault("temperature", "trainer_temperature", says, todo)
+    if off > DIFFERS:
+        says = f"the trainer's log-probs are {off:.2f} nats off the engine's, {best:.2f} at the best temperature"
+        return fault("temperature", "trainer_differs", says, f"{SYNC}; then look at tokens and chat template")
+    if mode.startswith("raw") and found.sampled != 1:
+        says = f"the engine's log-probs are at temperature 1 (logprobs_mode {mode}), samples at {found.sampled:g}"
+        return fault("temperature", "engine_temperature", says, "--logprobs-mode processed_logprobs")
+    return ok("temperature", f"the trainer's log-probs are at {found.sampled:g}: {found.mean_abs:.3f} nats off")
+
+
+def mismatch(seen: Observed) -> Finding:
+    """The KL between trainer and rollout, as the run logged it, is within its limit."""
+    if seen.kl_k3 is None:
+        return unknown("mismatch", seen.unseen.get("kl_k3", "only a run's log tells; type: fp8plan doctor run.jsonl"))
+    limit = MOST_K3 if seen.kl_limit is None else seen.kl_limit
+    says = f"k3 {seen.kl_k3:.1e} per token, limit {limit:.1e}"
+    if seen.kl_k3 <= limit:
+        return ok("mismatch", says)
+    todo = "doctor(engine, weights=..., scored=...) in the trainer's process says whether it is weights or temperature"
+    return fault("mismatch", "mismatch_high", says, todo)
+
+
+def _placed(ranks: Sequence[Sequence[str]]) -> list[str]:
+    """What is said of each rank in one list, with the rank where there are several."""
+    several = len(ranks) > 1
+    return [f"{text} (rank {rank})" if several else text for rank, texts in enumerate(ranks) for text in texts]
+
+
+def _counts(ranks: Sequence[RankWeights]) -> tuple[list[int | None], list[int | None]]:
+    """Tensors compared, and all tensors, of each rank."""
+    return [one.compared for one in ranks], [one.of for one in ranks]
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{f' and {len(names) - 3} others' if len(names) > 3 else ''}"

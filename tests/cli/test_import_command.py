@@ -1,0 +1,41 @@
+"""`fp8plan import`, and what `plan` and `validate` make of its records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command import Done, refused
+from trainer_logs import verl_dump
+from trl_runs import model as words_model
+from typed import MODEL
+
+from fp8plan.model.recorded import recorded_workload
+
+pytestmark = pytest.mark.verl
+
+RAN = ("--model", MODEL, "--gpu", "h200", "--precision", "bf16", "--engine-version", "0.26.0")
+
+
+def test_from_the_dump_to_a_plan_and_a_validation(fp8plan: Callable[..., Done], tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text("".join(f'{{"_step": {s}, "timing_s/gen": 0.5}}\n' for s in (1, 2)))
+    words = ("import", "verl", verl_dump(tmp_path / "d"), "--tokenizer", words_model(), "--log", tmp_path / "log.jsonl")
+    done = fp8plan(*words, *RAN, "--tensor-parallel-size", 2, "--data-parallel-size", 1, "-o", "run.jsonl")
+    assert (done.code, done.out, done.err) == (0, "", "written: run.jsonl\n")
+    workload, notes = recorded_workload("run.jsonl")
+    assert (workload.prompts, workload.samples_per_prompt, notes) == (2, 2, [])
+    plan = json.loads(fp8plan("plan", MODEL, "--gpu", "h200", "--workload", "run.jsonl", "--json").out)
+    assert plan["workload"]["response_tokens"] == 8
+    checked = json.loads(fp8plan("validate", "run.jsonl", "--json").out)
+    assert [row["seconds"] for row in checked["records"]] == [0.5, 0.5]
+    assert checked["records"][0]["tensor_parallel"] == 2
+    assert checked["records"][0]["predicted_s"] > 0
+
+
+def test_without_seconds_validate_names_them(fp8plan: Callable[..., Done], tmp_path: Path) -> None:
+    done = fp8plan("import", "verl", verl_dump(tmp_path), "--tokenizer", words_model(), *RAN)
+    Path("run.jsonl").write_text(done.out)
+    assert "not known: seconds;" in done.err
+    refused(fp8plan("validate", "run.jsonl"), "line 1", "lacks seconds")

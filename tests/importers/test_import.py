@@ -1,0 +1,256 @@
+"""`fp8plan import`: what verl, TRL and SkyRL write becomes records that `plan` and `validate` read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from trainer_logs import VERL_WRITERS, skyrl_batch, skyrl_dump, verl_dump
+from trl_runs import model as words_model
+from trl_runs import share_of_even, trainer_of
+
+from fp8plan.errors import ConfigError
+from fp8plan.importers.figures import figures
+from fp8plan.importers.records import import_rollouts
+
+VERL = pytest.mark.verl
+
+
+# --- verl
+
+
+@VERL
+@pytest.mark.parametrize("module", VERL_WRITERS)
+def test_verls_dumps(tmp_path: Path, module: str) -> None:
+    found = import_rollouts("verl", verl_dump(tmp_path, module=module), tokenizer=words_model())
+    assert [record["step"] for record in found.records] == [1, 2]
+    record = found.records[0]
+    assert record["prompt_ids"] == [0, 0, 1, 1]
+    assert record["prompt_lengths"] == [3, 3, 2, 2]
+    assert record["response_lengths"] == [2, 4, 1, 1]  # an empty text has its end
+    assert "seconds" not in record
+    (note,) = found.notes
+    assert "not known: model, gpu, engine_version, precision, seconds" in note
+    assert "--log, where verl logs timing_s/gen" in note
+
+
+@VERL
+@pytest.mark.parametrize("backend", ["file", "console", "tensorboard"])
+def test_seconds_come_from_verls_own_loggers(
+    tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import numpy as np
+    from verl.utils.tracking import Tracking
+
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "figures.jsonl"))
+    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "board"))
+    tracking = Tracking("project", "run", [backend])
+    for step in (1, 2):
+        mean = {"response_length/mean": 2.0, "training/rollout_probs_diff_mean": np.float64(0.25)}
+        tracking.log({"timing_s/gen": np.float64(10.5 + step), **mean}, step)
+    tracking.finish()
+    (tmp_path / "run.log").write_text(f"(TaskRunner pid=7) {capsys.readouterr().out}")
+    log = {"file": "figures.jsonl", "console": "run.log", "tensorboard": "board"}[backend]
+    folder = verl_dump(tmp_path / "dumps")
+    found = import_rollouts("verl", folder, tokenizer=words_model(), log=tmp_path / log, last=1)
+    (record,) = found.records
+    assert (record["step"], record["seconds"]) == (2, 12.5)
+    assert figures(tmp_path / log)[1]["training/rollout_probs_diff_mean"] == 0.25
+    assert not [note for note in found.notes if "tokens a response" in note]
+
+
+@VERL
+def test_another_tokenizers_count_is_told(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "data": {"response_length/mean": 4.0, "timing_s/gen": 1.0}}\n')
+    found = import_rollouts("verl", verl_dump(tmp_path), tokenizer=words_model(), log=tmp_path / "log.jsonl")
+    assert "step 1: 2.0 tokens a response by the text, 4.0 in the log (-50.0%)" in found.notes[0]
+    assert "timing_s/gen of 1 of 2 rollouts" in found.notes[1]
+
+
+# --- TRL: a real run, which trains on each generation batch twice
+
+
+@dataclass
+class Trained:
+    folder: Path
+    lengths: list[list[int]]  # of each rollout's completions, without special tokens
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    import torch
+    from trl import GRPOTrainer
+
+    torch.set_num_threads(1)
+
+    folder, seen = tmp_path_factory.mktemp("trl"), []
+
+    def reward(completion_ids: list[list[int]], **more: Any) -> list[float]:
+        seen.append([sum(token < 1022 for token in ids) for ids in completion_ids])
+        return share_of_even(completion_ids, **more)
+
+    settings = {"use_vllm": False, "log_completions": True, "steps_per_generation": 2, "max_steps": 4}
+    settings |= {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8}
+    settings |= {"save_strategy": "steps", "save_steps": 4, "report_to": ["tensorboard"]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trl_runs.share_of_even", reward)
+        trainer_of(GRPOTrainer, folder, **settings).train()
+    return Trained(folder, seen)
+
+
+@pytest.mark.trl
+def test_trls_completions(trained: Trained) -> None:
+    assert len(list(trained.folder.glob("completions/*.parquet"))) == 4
+    found = import_rollouts("trl", trained.folder, tokenizer=words_model())
+    assert [record["step"] for record in found.records] == [1, 3]  # 2 and 4 trained on the same completions
+    assert len(trained.lengths) == 2
+    for record, lengths in zip(found.records, trained.lengths, strict=True):
+        assert sorted(record["response_lengths"]) == sorted(max(1, x) for x in lengths)
+        assert record["prompt_lengths"] == [8] * 16
+        assert record["prompt_ids"] == [prompt for prompt in range(4) for _ in range(4)]
+    assert "trl logs no seconds of generation" in found.notes[-1]
+
+
+@pytest.mark.trl
+def test_trls_figures_agree_with_the_completions(trained: Trained) -> None:
+    state = trained.folder / "checkpoint-4" / "trainer_state.json"
+    mean = sum(trained.lengths[0]) / len(trained.lengths[0])
+    assert figures(state)[1]["completions/mean_length"] == pytest.approx(mean, rel=0.02)
+    (board,) = {path.parent for path in trained.folder.rglob("*tfevents*")}
+    assert figures(board)[1]["train/completions/mean_length"] == pytest.approx(mean, rel=0.02)
+    found = import_rollouts("trl", trained.folder, tokenizer=words_model(), log=state)
+    assert not [note for note in found.notes if "tokens a response" in note]
+
+
+def conversation(folder: Path, step: int, content: Any = "w1 w2") -> None:
+    """A file as TRL's `log` writes it, of messages."""
+    prompt, completion = [{"role": "user", "content": content}], [{"role": "assistant", "content": "w3 w4 w5"}]
+    table = {"step": [step] * 2, "prompt": [prompt] * 2, "completion": [completion] * 2, "advantage": [0.0] * 2}
+    pd.DataFrame(table).to_parquet(folder / f"completions_{step:05d}.parquet")
+
+
+def test_conversations_are_rendered_as_the_run_did(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    conversation(tmp_path, 5)
+    tokenizer = AutoTokenizer.from_pretrained(words_model())
+    tokenizer.chat_template = "{% for m in messages %}w7 w7 {{ m['content'] }}{% endfor %} w6"
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (record,) = import_rollouts("trl", tmp_path, tokenizer=str(tmp_path / "tokenizer")).records
+    assert record["prompt_lengths"] == [5, 5]
+    assert record["response_lengths"] == [3, 3]
+    with pytest.raises(ConfigError, match=r"cannot render .*chat_template.*give the one that the run used"):
+        import_rollouts("trl", tmp_path, tokenizer=words_model())
+
+
+def test_what_an_evaluation_wrote_over_is_left_out_by_name(tmp_path: Path) -> None:
+    for step in (5, 6):
+        pd.DataFrame({"step": [step], "prompt": ["w1"], "completion": ["w2 " * step]}).to_parquet(
+            tmp_path / f"completions_{step:05d}.parquet"
+        )
+    history = [{"step": 6, "completions/mean_length": 6.0}, {"step": 6, "eval_completions/mean_length": 3.0}]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    found = import_rollouts("trl", tmp_path, tokenizer=words_model(), log=tmp_path / "trainer_state.json")
+    assert [record["step"] for record in found.records] == [5]
+    assert found.notes[0] == "left out, as an evaluation wrote over them: steps 6"
+
+
+def test_images_are_refused(tmp_path: Path) -> None:
+    conversation(tmp_path, 5, [{"type": "image"}, {"type": "text", "text": "w1"}])
+    with pytest.raises(ConfigError, match="rollouts with images cannot be imported"):
+        import_rollouts("trl", tmp_path, tokenizer=words_model())
+
+
+# --- SkyRL
+
+REQUESTS = [([5, 6, 7], [1, 2]), ([8, 0], [1, 2, 3, 4]), ([5, 6, 7], [9]), ([8, 0], [0, 0, 0])]
+
+
+def test_skyrls_batches_need_no_tokenizer_and_no_skyrl(tmp_path: Path) -> None:
+    folder = tmp_path / "dumped_data"
+    folder.mkdir()
+    for step in (2, 10):
+        skyrl_dump(folder / f"global_step_{step}_training_input.pkl", *skyrl_batch(REQUESTS, padding=2))
+    (tmp_path / "log.jsonl").write_text('{"_step": 10, "timing/generate": 33.0}\n')
+    found = import_rollouts("skyrl", tmp_path, log=tmp_path / "log.jsonl")
+    assert [record["step"] for record in found.records] == [2, 10]
+    record = found.records[1]
+    assert record["prompt_ids"] == [0, 0, 1, 1]
+    assert record["prompt_lengths"] == [3, 3, 2, 2]
+    assert record["response_lengths"] == [2, 1, 4, 3]
+    assert record["seconds"] == 33.0
+    assert "timing/generate of 1 of 2" in found.notes[0]
+
+
+def test_a_pickle_runs_nothing(tmp_path: Path) -> None:
+    import pickle
+
+    class Attack:
+        def __reduce__(self) -> Any:
+            return (exec, (f"open({str(tmp_path / 'ran')!r}, 'w')",))
+
+    file = tmp_path / "global_step_1_training_input.pkl"
+    file.write_bytes(pickle.dumps(Attack()))
+    with pytest.raises(ConfigError, match=r"global_step_1_training_input.pkl as a SkyRL training batch"):
+        import_rollouts("skyrl", tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+# --- what cannot be used
+
+
+@pytest.mark.parametrize(
+    ("trainer", "told"),
+    [
+        ("verl", "trainer.rollout_data_dir=FOLDER"),
+        ("trl", "log_completions=True"),
+        ("skyrl", "trainer.dump_data_batch=true"),
+        ("slime", "unknown trainer 'slime'; allowed: verl, trl, skyrl"),
+    ],
+)
+def test_an_empty_folder_says_what_to_set(tmp_path: Path, trainer: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        import_rollouts(trainer, tmp_path)
+
+
+def line(folder: Path, text: str = '{"input": "w1", "output": "w2"}') -> Path:
+    (folder / "3.jsonl").write_text(text + "\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "told"),
+    [
+        (None, {}, "the log holds text, not tokens; give --tokenizer"),
+        (None, {"tokenizer": "./nowhere"}, "there is no tokenizer './nowhere'"),
+        (None, {"log": "none.jsonl"}, "there is no log none.jsonl"),
+        (None, {"engine": {"gpu": "h300"}}, "h300"),
+        (None, {"engine": {"precision": "fp9"}}, "unknown precision 'fp9'"),
+        (None, {"engine": {"model": "Qwen3-9B"}}, "Qwen3-9B"),
+        ("", {}, "has no lines"),
+        ('{"input": "w1"}', {}, 'line 1 of .*3.jsonl has no text "output"'),
+        ("{", {}, "line 1 of .*3.jsonl is not JSON"),
+    ],
+)
+def test_what_cannot_be_imported(tmp_path: Path, text: str | None, options: Any, told: str) -> None:
+    folder = line(tmp_path) if text is None else line(tmp_path, text)
+    with pytest.raises(ConfigError, match=told):
+        import_rollouts("verl", folder, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("log.txt", "step 1 of 5\n", "holds no figures of steps"),
+        ("trainer_state.json", "[]", "not a trainer's state"),
+        ("log.jsonl", '{"loss": 1}\n', "holds no figures of steps"),
+    ],
+)
+def test_a_log_without_figures(tmp_path: Path, name: str, content: str, told: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=told):
+        figures(tmp_path / name)

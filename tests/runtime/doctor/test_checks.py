@@ -1,0 +1,182 @@
+"""Every check by itself, on what was observed of an H200 engine: a healthy one, and one with each fault planted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fp8plan.runtime.doctor.checks import CHECKS, findings
+from fp8plan.runtime.doctor.finding import State
+from fp8plan.runtime.doctor.observed import Compared, Observed, RankWeights, Temperatures, preset_of
+
+FACTS: dict[str, Any] = {
+    "vllm_version": "0.26.0",
+    "device": "cuda",
+    "layers": {"QKVParallelLinear / Fp8PerBlockOnlineLinearMethod / FlashInferFp8DeepGEMM": 36, "RMSNorm": 73},
+    "kernels": {"gemm": "FlashInferFp8DeepGEMMDynamicBlockScaledKernel", "moe": "TRITON"},
+    "attention": "FlashAttentionImpl",
+    "e8m0": False,
+    "kv_cache_dtype": "fp8",
+    "cudagraph_mode": "FULL_AND_PIECEWISE",
+    "enforce_eager": False,
+    "logprobs_mode": "processed_logprobs",
+    "routers": {"bfloat16": 48},
+    "weights": 7,
+}
+SCALES = {f"layers.{n}": {"q": 1.0, "k": 0.02, "v": 0.01, "k_host": 0.02, "v_host": 0.01} for n in range(3)}
+SOUND = RankWeights(unsound={}, changed=[], differ=[], compared=290, of=290)
+HEALTHY = Observed(
+    target="an engine on two GPUs",
+    gpu="h200_sxm",
+    precision="fp8_block+fp8_kv",
+    runs="fp8_block+fp8_kv",
+    ranks=[FACTS, FACTS],
+    kernels={
+        "gemm.fp8_block": "FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
+        "moe.fp8_block": "TRITON",
+        "attention.fp8": "FlashAttentionImpl",
+    },
+    measured_kernels={
+        "gemm.fp8_block": "flashinfer_deep_gemm",
+        "moe.fp8_block": "triton",
+        "attention.fp8": "flash_attn_3",
+    },
+    kv_scales=SCALES,
+    kv_amax={layer: [3.0, 8.0, 4.0] for layer in SCALES},
+    preemptions=3,
+    requests=512,
+    version=7,
+    weights=[SOUND, SOUND],
+    decode=Compared(256, 0.02, 8e-4),
+    prefix=Compared(16, 0.01, 2e-4, cached=4096),
+    temperatures=Temperatures(0.6, 0.6, 0.02, 0.02),
+    kl_k3=2e-3,
+    kl_limit=1e-2,
+)
+
+
+def facts(**changes: Any) -> dict[str, Any]:
+    return {"ranks": [FACTS | changes] * 2}
+
+
+def ranks(second: RankWeights) -> dict[str, Any]:
+    return {"weights": [SOUND, second]}
+
+
+# fault -> (what is observed then, and what its finding must say)
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "kv_scales_unit": ({"kv_scales": {x: {"q": 1.0, "k": 1.0, "v": 1.0} for x in SCALES}}, "1.0 in all 3 layers"),
+    "kv_scales_torn": ({"kv_scales": SCALES | {"layers.1": SCALES["layers.1"] | {"v_host": 1.0}}}, "layers.1 (1)"),
+    "kv_scales_clip": ({"kv_amax": {"layers.2": [3.0, 8.0, 9.0]}}, "layers.2 has seen 2.01 times"),
+    "e8m0_on": (facts(e8m0=True), "rounded twice"),
+    "router_quantised": (facts(routers={"bfloat16": 2, "float8_e4m3fn": 46}), "46 in float8_e4m3fn"),
+    "graphs_off": (facts(enforce_eager=True), "enforce_eager is set"),
+    "graphs_piecewise": (facts(cudagraph_mode="PIECEWISE"), "PIECEWISE"),
+    "preemption_storm": ({"preemptions": 300}, "300 in 512 requests"),
+    "wrong_kernel": (
+        {"kernels": {"gemm.fp8_block": "MarlinFP8ScaledMMLinearKernel"}},
+        "measured with flashinfer_deep_gemm",
+    ),
+    "wrong_precision": ({"runs": "fp8_kv"}, "planned: fp8_block+fp8_kv"),
+    "not_serving": ({"refusal": "a sync has begun and not ended"}, "refuses to generate: a sync has begun"),
+    "decode_differs": ({"decode": Compared(256, 1.5, 0.8)}, "k3 8.0e-01"),
+    "prefix_cache_stale": ({"prefix": Compared(16, 2.0, 1.1, cached=4096)}, "of other weights"),
+    "trainer_temperature": ({"temperatures": Temperatures(0.6, 1.01, 0.4, 0.02)}, "are at temperature 1.01, rollouts"),
+    "trainer_differs": ({"temperatures": Temperatures(0.6, 0.61, 0.9, 0.88)}, "0.90 nats off the engine's"),
+    "engine_temperature": (facts(logprobs_mode="raw_logprobs"), "samples at 0.6"),
+    "mismatch_high": ({"kl_k3": 0.3}, "limit 1.0e-02"),
+}
+# Faults of weights, which may show in more than one way.
+STALE: dict[str, tuple[dict[str, Any], str]] = {
+    "by its number": ({"ranks": [FACTS, FACTS | {"weights": 6}]}, "rank 1 serves 6; weights 7 should serve"),
+    "by its tensors": (ranks(replace(SOUND, differ=[f"t{n}" for n in range(280)])), "rank 1 serves other weights"),
+}
+CORRUPTED: dict[str, tuple[dict[str, Any], str]] = {
+    "by the trainer's": (ranks(replace(SOUND, differ=["layers.7.mlp.down_proj.weight"])), "down_proj.weight (rank 1)"),
+    "by NaN": (
+        ranks(replace(SOUND, unsound={"layers.7.norm.weight": "NaN or Inf"})),
+        "norm.weight: NaN or Inf (rank 1)",
+    ),
+    "by an earlier look": (ranks(replace(SOUND, changed=["layers.7.o_proj.weight"])), "no sync has come between"),
+}
+
+
+def faults_of(seen: Observed) -> dict[str, str]:
+    """Names of the faults that are found, with what is said of them."""
+    return {one.fault: one.says for one in findings(seen) if one.state == State.FAULT and one.fault is not None}
+
+
+def test_a_healthy_engine_has_no_fault_and_nothing_is_unknown() -> None:
+    assert {one.check: one.state for one in findings(HEALTHY)} == {check.__name__: State.OK for check in CHECKS}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named_alone(name: str) -> None:
+    changes, says = FAULTS[name]
+    (found,) = [one for one in findings(replace(HEALTHY, **changes)) if one.state != State.OK]
+    assert found.fault == name
+    assert says in found.says
+    assert found.todo
+
+
+@pytest.mark.parametrize(("changes", "says"), STALE.values(), ids=STALE)
+def test_stale_weights_on_one_rank(changes: dict[str, Any], says: str) -> None:
+    found = faults_of(replace(HEALTHY, **changes))
+    assert list(found) == ["stale_weights"]
+    assert says in found["stale_weights"]
+
+
+@pytest.mark.parametrize(("changes", "says"), CORRUPTED.values(), ids=CORRUPTED)
+def test_one_corrupted_layer(changes: dict[str, Any], says: str) -> None:
+    found = faults_of(replace(HEALTHY, **changes))
+    assert list(found) == ["corrupted_layer"]
+    assert says in found["corrupted_layer"]
+
+
+def test_two_faults_are_both_named() -> None:
+    seen = replace(HEALTHY, **FAULTS["preemption_storm"][0], **FAULTS["kv_scales_unit"][0])
+    assert set(faults_of(seen)) == {"kv_scales_unit", "preemption_storm"}
+
+
+def test_what_was_not_seen_is_unknown_with_its_reason_and_no_fault() -> None:
+    found = findings(Observed(target="nothing", unseen={"ranks": "it does not tell", "decode": "it is down"}))
+    said = {one.check: one.says for one in found if one.state == State.UNKNOWN}
+    assert not [one for one in found if one.state == State.FAULT]
+    assert {"kernels", "e8m0", "router", "kv_scales", "cuda_graphs", "preemption", "weights"} <= set(said)
+    assert said["e8m0"] == "it does not tell"
+    assert said["decode"] == "it is down"
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "says"),
+    [
+        ({"gpu": "b200", **facts(e8m0=True)}, "e8m0", "as b200 multiplies them"),
+        ({"gpu": "cpu", **facts(enforce_eager=True)}, "cuda_graphs", "none on a CPU"),
+        ({"runs": "fp8_block", "precision": "fp8_block", **facts(kv_cache_dtype="auto")}, "kv_scales", "not FP8"),
+        ({"kv_amax": {x: [3.0, 11.0, 4.0] for x in SCALES}}, "kv_scales", "room for 0.81 times"),
+        ({"prefix": Compared(16, 9.0, 9.0, cached=0)}, "prefix_cache", "none of 16 prompts was cached"),
+        ({"measured_kernels": None, "unseen": {"measured_kernels": "no profile of it"}}, "kernels", "no profile of it"),
+        (ranks(replace(SOUND, compared=97, of=102)), "weights", "387 of 392 tensors"),
+    ],
+)
+def test_what_is_no_fault(changes: dict[str, Any], check: str, says: str) -> None:
+    (found,) = [one for one in findings(replace(HEALTHY, **changes)) if one.check == check]
+    assert found.state == State.OK
+    assert says in found.says
+
+
+@pytest.mark.parametrize(
+    ("layers", "dtype", "preset"),
+    [
+        (["X / UnquantizedLinearMethod"], "auto", "bf16"),
+        (["X / UnquantizedLinearMethod"], "fp8_e4m3", "fp8_kv"),
+        (["X / Fp8PerBlockOnlineLinearMethod / K"], "auto", "fp8_block"),
+        (["X / Fp8PerBlockOnlineLinearMethod / K"], "fp8", "fp8_block+fp8_kv"),
+        (["X / Fp8PerTensorOnlineLinearMethod / K"], "fp8", None),
+    ],
+)
+def test_the_preset_that_facts_describe(layers: list[str], dtype: str, preset: str | None) -> None:
+    assert preset_of({"layers": dict.fromkeys(layers, 1), "kv_cache_dtype": dtype}) == preset
+    assert preset_of({"kv_cache_dtype": dtype}) is None

@@ -1,0 +1,32 @@
+"""Faults planted inside vLLM's workers, as functions that they are handed. Importable there, so sent by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def overwrite(worker: Any, name: str, value: float = 0.5) -> None:
+    """Write one value over a whole parameter."""
+    parameters = dict(worker.model_runner.get_model().named_parameters())
+    parameters[name].data.fill_(value)
+
+
+def remember(worker: Any, rank: int) -> None:
+    """Have one rank keep a copy of its weights."""
+    if worker.rank == rank:
+        parameters = worker.model_runner.get_model().named_parameters()
+        worker.remembered = {name: parameter.data.clone() for name, parameter in parameters}
+
+
+def go_back(worker: Any, rank: int) -> None:
+    """Have one rank serve the weights that it remembers, as if it had missed all syncs since."""
+    if worker.rank == rank:
+        for name, parameter in worker.model_runner.get_model().named_parameters():
+            parameter.data.copy_(worker.remembered[name])
+
+
+def lose_the_next_commit(worker: Any, rank: int) -> None:
+    """Have one rank not hear that the next sync has ended well."""
+    if worker.rank == rank:
+        live = worker._fp8plan_weights()
+        live.commit = lambda: vars(live).pop("commit")
