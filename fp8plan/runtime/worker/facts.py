@@ -24,7 +24,7 @@ def worker_facts(worker: Any) -> dict[str, Any]:
     routers:   dtype of a router's weights -> how many routers have it
     weights:   number of the sync that serves on this rank, 0: the checkpoint; None: not synced by fp8plan
 
-    and vllm_version, device, weight_bytes, kv_cache_dtype, cudagraph_mode, enforce_eager and logprobs_mode
+    and vllm_version, weight_bytes, kv_cache_dtype, cudagraph_mode, enforce_eager and logprobs_mode
     """
     import torch
     import vllm

@@ -115,8 +115,11 @@ def test_only_decode_steps_of_all_requests_are_recorded(monkeypatch: pytest.Monk
 
 def test_steps_that_fill_prompts_are_told_apart() -> None:
     wanted = fills(100)
-    assert wanted([60, 50]) and wanted([100])
-    assert not wanted([99]) and not wanted([1, 200]) and not wanted([])
+    assert wanted([60, 50])
+    assert wanted([100])
+    assert not wanted([99])
+    assert not wanted([1, 200])
+    assert not wanted([])
 
 
 def test_without_such_a_step_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

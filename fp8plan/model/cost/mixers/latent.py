@@ -1,7 +1,8 @@
 """Multi-head latent attention (MLA) of one layer.
 
     part    = FLOPs of its key blocks / (BF16 peak / SMs * eff) + tile_seconds
-    decode  = |latent bytes / (bandwidth * eff), rounds of parts * part|_8 + absorbed_passes * queries' bytes / bandwidth
+    decode  = |latent bytes / (bandwidth * eff), rounds of parts * part|_8
+              + absorbed_passes * queries' bytes / bandwidth
     prefill = attention of as many KV heads as query heads, + the projection of the latents that were computed earlier,
               + rows of heads * prefill_row_seconds
     seconds = launch + decode + prefill

@@ -53,7 +53,7 @@ class MeasuredWorker:
         self._fp8plan_kernels = StepKernels(self.model_runner, wanted, steps)  # type: ignore[attr-defined]
 
     def fp8plan_kernels_end(self) -> tuple[list[tuple[str, float, float]], float]:
-        """The recorded kernels of a step on this GPU: (name, launches, microseconds), the longest first; and its tokens."""
+        """The kernels of a recorded step: (name, launches, microseconds), the longest first; and its tokens."""
         return self._fp8plan_kernels.end()
 
 
