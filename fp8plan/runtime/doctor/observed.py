@@ -44,7 +44,7 @@ class Temperatures:
 class RankWeights:
     """The live weights of one rank.
 
-    unsound, changed: as runtime.worker.examine finds them; changed is None where nothing is known of before
+    unsound, changed: as runtime.doctor.examine finds them; changed is None where nothing is known of before
     differ, compared, of: tensors that are not the trainer's, of those compared, of all of them; None: nobody gave the
                       trainer's. Only tensors that are written in place can be compared
     """

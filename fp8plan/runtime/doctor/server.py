@@ -40,8 +40,8 @@ GRAPHS: Final = {
 }
 
 UNSEEN: Final = (
-    """the server does not tell; type: vllm serve ... --weight-transfer-config '{"backend": "fp8plan"}', or for a part """
-    "of it VLLM_SERVER_DEV_MODE=1"
+    """the server does not tell; type: vllm serve ... --weight-transfer-config '{"backend": "fp8plan"}', or for a """
+    "part of it VLLM_SERVER_DEV_MODE=1"
 )
 FROM_INSIDE: Final = "a server does not show its weights; type: fp8plan.doctor(engine) in the engine's own process"
 

@@ -190,8 +190,8 @@ class Fp8PlanWorker:
 
     @answering
     def fp8plan_examine(self) -> dict[str, Any]:
-        """Look for weights that no sync wrote, and for ones that cannot be right (runtime.worker.examine)."""
-        from fp8plan.runtime.worker.examine import examine
+        """Look for weights that no sync wrote, and for ones that cannot be right (runtime.doctor.examine)."""
+        from fp8plan.runtime.doctor.examine import examine
 
         return examine(self)
 
