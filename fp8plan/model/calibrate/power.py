@@ -50,9 +50,8 @@ def power_coefficients(steps: Sequence[Windows], profile: Profile) -> dict[str, 
 
 
 def _computes_padding(run: Windows) -> bool:
-    """Whether a rollout's experts compute many more rows than are counted: in FP8 with a few tokens for each."""
-    setup = run.record.setup
-    return setup.precision.weights != "bf16" and bool(setup.shape.parts_of(Experts))
+    """Whether a rollout computes many more rows than are counted: experts do, with a few tokens for each."""
+    return bool(run.record.setup.shape.parts_of(Experts))
 
 
 def _used(run: Windows, profile: Profile, fastest: float) -> Array:

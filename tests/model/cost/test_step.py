@@ -26,6 +26,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, PRESETS, Precision
 from fp8plan.model.profile.library import datasheet_profile, load_profile
 from fp8plan.model.profile.profile import Profile
+from fp8plan.model.setup import EngineSetup
 
 FIELDS = QUANTITIES
 QWEN = "Qwen/Qwen3-8B"
@@ -399,3 +400,24 @@ def test_small_kernels_of_a_rank_of_two_are_those_of_half_the_model() -> None:
     profile = datasheet_profile(card)
     whole, split = (layer_cost(m, x, tp, card, profile).seconds for x, tp in ((shape, 2), (half, 1)))
     np.testing.assert_allclose(whole, split)
+
+
+def test_each_group_of_caches_has_a_block_table_of_each_request() -> None:
+    setup = EngineSetup("ibm-granite/granite-4.0-h-tiny", "h200", BF16)
+    built = setup.step_model(load_profile(setup.gpu)[0])
+    assert built.cache_groups == len(setup.kv_plan(0).groups) == 10  # 4 layers of attention, 36 of Mamba 2
+    batch = batch_of([(200, 300, 0, 0)])
+    found = built.timed(batch).scheduling.partials["host.groups.request_seconds"].item()
+    assert found == pytest.approx(200 * 9 * built.profile.coefficient("host.groups.request_seconds"))
+    assert "host.groups.request_seconds" not in model().timed(batch).scheduling.partials
+
+
+def test_layers_plan_their_own_parts_where_windows_differ() -> None:
+    """All layers of gpt-oss, of which half have a window; none of Qwen3. FlashAttention 3 is Hopper's."""
+    batch = batch_of([(8, 500, 0, 0), (0, 1, 700, 0)])
+    name = "attention_schedule.launch_seconds"
+    found = model("fp8plan/gpt-oss-20b-bf16").cost(batch).partials[name]
+    assert found[0] == pytest.approx(24 * datasheet_profile(gpu("h200")).coefficient(name), rel=0.01)
+    assert found[1] > 0
+    assert name not in model().cost(batch).partials
+    assert name not in model("fp8plan/gpt-oss-20b-bf16", card=gpu("b200")).cost(batch).partials

@@ -49,8 +49,21 @@ def test_a_rank_reads_every_latent_and_computes_its_heads_of_them() -> None:
     batch = decode(128, 8000)
     whole, rank = (cost(batch, V3, tp=tp).seconds.item() for tp in (1, 8))
     assert 128 * 8000 * latent_bytes(V3, BF16) / H200.memory_bandwidth < rank < whole
-    # Fewer heads than a tile has rows gain nothing.
-    assert cost(batch, V3, tp=8).seconds.item() == pytest.approx(cost(batch, V3, tp=2).seconds.item(), rel=1e-9)
+    # Fewer heads than a tile has rows gain nothing but what is copied for each.
+    kernels = [x.seconds - x.partials["mla.bf16.absorbed_passes"] for x in (cost(batch, V3, tp=tp) for tp in (2, 8))]
+    assert kernels[0].item() == pytest.approx(kernels[1].item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("precision", [BF16, FP8_KV])
+def test_what_is_copied_around_attention_goes_by_the_heads_of_a_rank(precision: Precision) -> None:
+    """Queries of a latent's width for each request and head, keys and values for each prompt token and head."""
+    name = f"mla.{precision.kv}"
+    passes, row = (PROFILE.coefficient(f"{name}.{x}") for x in ("absorbed_passes", "prefill_row_seconds"))
+    found = cost(decode(256, 300), precision=precision).partials[f"{name}.absorbed_passes"].item()
+    assert found == pytest.approx(passes * 256 * 16 * 576 * 2 / H200.memory_bandwidth)
+    for tp in (1, 2):
+        found = cost(prefill(4000), precision=precision, tp=tp).partials[f"{name}.prefill_row_seconds"].item()
+        assert found == pytest.approx(row * 4000 * 16 / tp)
 
 
 def test_prefill_after_a_cached_prefix_also_projects_the_prefix() -> None:
