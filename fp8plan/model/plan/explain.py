@@ -272,7 +272,7 @@ def _caveats(choices: Sequence[Choice], timed: Rollout, profile: Profile) -> lis
         )
     if any(c.available and c.expert_parallel for c in choices):
         sentences.append(
-            f"There is no measurement of expert parallelism on {profile.gpu}: its busiest GPU is modelled for even "
+            f"No measurement of expert parallelism was fitted on {profile.gpu}: its busiest GPU is modelled for even "
             "routing, and the intervals are wider."
         )
     return sentences

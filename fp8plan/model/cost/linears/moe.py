@@ -7,9 +7,10 @@ Around the two GEMMs the routed activations are gathered, quantised, activated, 
 own, which wait for each other: `activation_passes` over them.
 Tensor parallelism splits the intermediate size. With expert parallelism a rank has whole experts, and the layer lasts
 as long as on the busiest rank. All ranks have all tokens, as without it (use_all2all_kernels of FusedMoEParallelConfig
-is false where data_parallel_size is 1, in 0.26 and 0.30), so nothing else is exchanged. No engine with it was measured,
-and no fit has seen its kernels. `python -m benchmarks.expert_parallel` compares this with AIConfigurator's timings of
-them. The experts' biases are not modelled.
+is false where data_parallel_size is 1, in 0.26 and 0.30), so nothing else is exchanged. No fit has seen its kernels: a
+decode step of Qwen3-Next on two H200s takes 12 to 16% longer, one that fills prompts 30% (profiles/h200_sxm, families).
+`python -m benchmarks.expert_parallel` compares this with AIConfigurator's timings of them. The experts' biases are not
+modelled.
 """
 
 from __future__ import annotations
