@@ -119,15 +119,3 @@ class Observed:
     @property
     def cpu(self) -> bool:
         return self.gpu == "cpu" or self.facts.get("device") == "cpu"
-
-
-def preset_of(facts: Mapping[str, Any]) -> str | None:
-    """The preset that a worker's facts describe; None if they tell too little, or describe none of fp8plan's."""
-    layers, dtype = facts.get("layers"), facts.get("kv_cache_dtype")
-    if layers is None or dtype is None:
-        return None
-    quantised = [kind for kind in layers if "Fp8" in kind]
-    if any("PerBlock" not in kind for kind in quantised):
-        return None
-    fp8_kv = str(dtype).startswith("fp8")
-    return "+".join(["fp8_block"] * bool(quantised) + ["fp8_kv"] * fp8_kv) or "bf16"

@@ -20,11 +20,12 @@ from urllib.request import Request, urlopen
 from fp8plan.errors import ConfigError
 from fp8plan.model.precision import PRESETS
 from fp8plan.runtime.doctor.observe import Given, Notes, asked, card, measured_kernels
-from fp8plan.runtime.doctor.observed import Observed, preset_of
+from fp8plan.runtime.doctor.observed import Observed
 from fp8plan.runtime.doctor.sources import asking
 from fp8plan.runtime.guard.kernels import kernel_names
 from fp8plan.runtime.probe.prompts import read_prompts
 from fp8plan.runtime.weight_sync.state import Call, SyncSettings, SyncState
+from fp8plan.runtime.worker.facts import preset_of
 
 STATUS: Final = "/fp8plan/status"
 PATIENCE_S: Final = 120.0

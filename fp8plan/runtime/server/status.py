@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8plan.runtime.weight_sync.state import SyncState
+from fp8plan.runtime.worker.facts import preset_of
 from fp8plan.version import __version__
 
 
@@ -44,7 +45,7 @@ def status_of(
         "backend": "fp8plan",
         "fp8plan_version": __version__,
         "model": model,
-        "precision": precision_of(facts),
+        "precision": preset_of(facts),
         "facts": dict(facts),
         "kv_cache_tokens": kv_cache_tokens,
         "serving": refusal is None,
@@ -54,12 +55,3 @@ def status_of(
         "last_update": update,
         "last_failure": failure,
     }
-
-
-def precision_of(facts: Mapping[str, Any]) -> str | None:
-    """Return the preset that a worker's facts describe."""
-    quantised = [kind for kind in facts["layers"] if "Fp8" in kind]
-    fp8_kv = str(facts["kv_cache_dtype"]).startswith("fp8")
-    if any("PerBlock" not in kind for kind in quantised):
-        return None
-    return "+".join(["fp8_block"] * bool(quantised) + ["fp8_kv"] * fp8_kv) or "bf16"

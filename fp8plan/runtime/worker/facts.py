@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fp8plan.model.emit.ignored import ROUTER_PATTERN
@@ -49,6 +50,18 @@ def worker_facts(worker: Any) -> dict[str, Any]:
         "routers": _routers(model),
         "weights": getattr(getattr(worker, "_fp8plan_live", None), "version", None),
     }
+
+
+def preset_of(facts: Mapping[str, Any]) -> str | None:
+    """Return the preset that a worker's facts describe; None if they tell too little, or describe none of fp8plan's."""
+    layers, dtype = facts.get("layers"), facts.get("kv_cache_dtype")
+    if layers is None or dtype is None:
+        return None
+    quantised = [kind for kind in layers if "Fp8" in kind]
+    if any("PerBlock" not in kind for kind in quantised):
+        return None
+    fp8_kv = str(dtype).startswith("fp8")
+    return "+".join(["fp8_block"] * bool(quantised) + ["fp8_kv"] * fp8_kv) or "bf16"
 
 
 def _kernels(model: Any) -> dict[str, str]:

@@ -9,7 +9,8 @@ import pytest
 
 from fp8plan.runtime.doctor.checks import CHECKS, findings
 from fp8plan.runtime.doctor.finding import State
-from fp8plan.runtime.doctor.observed import Compared, Observed, RankWeights, Temperatures, preset_of
+from fp8plan.runtime.doctor.observed import Compared, Observed, RankWeights, Temperatures
+from fp8plan.runtime.worker.facts import preset_of
 
 FACTS: dict[str, Any] = {
     "vllm_version": "0.26.0",
