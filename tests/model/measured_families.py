@@ -25,11 +25,12 @@ def shape_of(model: str) -> ModelShape:
 
 
 def engines() -> list[dict[str, Any]]:
-    """One record of each engine, by model and precision."""
+    """One record of each engine, by model, precision and GPUs."""
     files = (FAMILIES / f"{name}.jsonl" for name in ("rollouts", "biased_routers", "engines"))
     records = [json.loads(line) for file in files for line in file.open()]
-    return list({(record["model"], record["precision"]): record for record in records}.values())
+    return list({engine_name(record): record for record in records}.values())
 
 
 def engine_name(record: dict[str, Any]) -> str:
-    return f"{record['model'].partition('/')[2]}-{record['precision']}"
+    gpus = f"-tp{record['tensor_parallel']}" if record["tensor_parallel"] > 1 else ""
+    return f"{record['model'].partition('/')[2]}-{record['precision']}{gpus}"

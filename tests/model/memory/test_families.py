@@ -37,7 +37,9 @@ PLANNED = [record for record in engines() if record["model"] != NATIVE_MXFP4]
 
 def limits_of(record: dict[str, Any]) -> EngineLimits:
     """What the engine was given. It chose its block size itself."""
-    return EngineLimits(**{name: record[name] for name in GIVEN})
+    ranks, experts = record["tensor_parallel"], bool(record.get("expert_parallel"))
+    given = {name: record[name] for name in GIVEN}
+    return EngineLimits(**given, tensor_parallel_size=ranks, enable_expert_parallel=experts)
 
 
 def planned(record: dict[str, Any]) -> MemoryPlan:
@@ -52,8 +54,8 @@ def kv_plan_of(record: dict[str, Any]) -> KvPlan:
 
 
 def test_many_engines_were_measured() -> None:
-    assert len(engines()) == 23
-    assert len(PLANNED) == 21
+    assert len(engines()) == 30
+    assert len(PLANNED) == 28
 
 
 @pytest.mark.parametrize("record", engines(), ids=engine_name)
@@ -92,12 +94,15 @@ def test_each_term_is_near_the_measured_one(record: dict[str, Any]) -> None:
     gemma, dense_first = "gemma" in record["model"], "DeepSeek" in record["model"]
     unexplained = "GLM-4.7" in record["model"] and "fp8_kv" in record["precision"]
     assert plan.requested_bytes == pytest.approx(memory["requested_bytes"], rel=1e-5)
-    assert plan.weights_bytes == pytest.approx(memory["weights_bytes"], rel=0.025 if gemma else 0.003)
+    assert plan.weights_bytes == pytest.approx(memory["weights_bytes"], rel=0.025 if gemma else 0.004)
     activations = pytest.approx(
         memory["peak_activation_bytes"], rel=0.15 if gemma else 0.3 if dense_first or unexplained else 0.04
     )
     assert plan.activation_bytes == activations
-    assert plan.non_torch_bytes == pytest.approx(memory["non_torch_bytes"], rel=0.06)
+    if record["tensor_parallel"] == 1:
+        assert plan.non_torch_bytes == pytest.approx(memory["non_torch_bytes"], rel=0.06)
+    else:  # NCCL's buffers are planned as on other hosts; two GPUs took 71 MB
+        assert memory["non_torch_bytes"] < plan.non_torch_bytes < 400 << 20
     near = 1100 if "GLM-4.7" in record["model"] else 260
     assert plan.cudagraph_bytes == pytest.approx(memory["cuda_graphs_estimated_bytes"], abs=near << 20)
 

@@ -29,25 +29,32 @@ def traces():
     return read_traces(FAMILIES.glob("*.trace.jsonl.gz"))
 
 
+def plan_has_windows(record: Record) -> bool:
+    return any(group.window for group in measured_kv(record).groups)
+
+
 def name_of(record: Record) -> str:
     return "-".join((record.fields["model"].rpartition("/")[2], record.fields["precision"], record.fields["workload"]))
 
 
 def test_many_rollouts_were_measured() -> None:
-    assert len(rollouts()) == 89
-    assert sum(record.fields["model"] == planned_name(NATIVE_MXFP4) for record in rollouts()) == 13
+    assert len(rollouts()) == 122
+    assert sum(record.fields["model"] == planned_name(NATIVE_MXFP4) for record in rollouts()) == 17
 
 
 @pytest.mark.parametrize("record", rollouts(), ids=name_of)
 def test_steps_hits_and_blocks_are_the_engines(record: Record) -> None:
-    """The engine may take a step more: its first one has only the requests that have arrived."""
+    """The engine may take a step more: its first one has only the requests that have arrived. With workers in processes
+    of their own, one more is in flight. Its blocks are read once a step, and those behind a window are gone by then.
+    """
     kv, fields, trace = measured_kv(record), record.fields, traces()[record.fields["key"]]
     plan = schedule_with(record.batch, kv, record.limits, longest_run=1)
-    assert 0 <= fields["steps_with_output"] - int((plan.sampled_requests > 0).sum()) <= 1
+    more = 2 if record.limits.tensor_parallel_size > 1 else 1
+    assert 0 <= fields["steps_with_output"] - int((plan.sampled_requests > 0).sum()) <= more
     assert plan.num_preemptions == fields["preemptions"] == 0
     assert plan.cached_tokens.sum() == fields["prefix_cache_hits"]
     used = np.array(trace["kv_usage"]) * kv.usable_blocks
-    assert plan.used_blocks.max() == pytest.approx(used.max(), rel=0.02)
+    assert plan.used_blocks.max() == pytest.approx(used.max(), rel=0.035 if plan_has_windows(record) else 0.02)
 
 
 @pytest.mark.parametrize("record", [x for x in rollouts() if x.fields["workload"] == "drain"], ids=name_of)
