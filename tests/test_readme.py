@@ -152,7 +152,16 @@ def test_the_snippets_that_plan_run() -> None:
 
 
 # What a command needs beside a checkout: a machine, an extra or a run of the user's own.
-NEEDS = ("--gpu auto", "fp8plan calibrate", "fp8plan probe", "import-aic", "run.jsonl", "MODEL", "./my-model")
+NEEDS = (
+    "--gpu auto",
+    "fp8plan calibrate",
+    "fp8plan doctor",
+    "fp8plan probe",
+    "import-aic",
+    "run.jsonl",
+    "MODEL",
+    "./my-model",
+)
 
 
 def commands(page: Path) -> list[str]:
