@@ -107,6 +107,10 @@ class EngineSetup:
 
     def step_model(self, profile: Profile, experts_hit: int | None = None) -> StepModel:
         """The cost model of one replica's steps. experts_hit: as in StepModel"""
-        # A CPU has no rare parts' coefficients, and its steps are no host's.
-        groups = 1 if self.gpu.is_cpu else len(self.kv_plan(0).groups)
-        return StepModel(self.shape, self.gpu, self.precision, self.limits, profile, experts_hit, groups)
+        return StepModel(self.shape, self.gpu, self.precision, self.limits, profile, experts_hit, self._cache_groups)
+
+    @cached_property
+    def _cache_groups(self) -> int:
+        """The groups of layers that have a block table; a fit asks for the step model thousands of times. A CPU's
+        profile has no coefficient of them: 1."""
+        return 1 if self.gpu.is_cpu else len(self.kv_plan(0).groups)

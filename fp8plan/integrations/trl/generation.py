@@ -12,7 +12,6 @@ from trl.trainer.utils import ensure_master_addr_port
 from fp8plan.integrations.trl.policy import PolicyTensors
 from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.weight_sync.manifest import Manifest
-from fp8plan.runtime.weight_sync.state import SyncReport
 
 # Starts the engine, with arguments of vllm.LLM that only TRL knows.
 Start = Callable[["PlannedGeneration", dict[str, Any]], RolloutEngine]
@@ -32,17 +31,14 @@ class EngineAsLlm:
 class PlannedGeneration(PolicyTensors):
     """TRL's VLLMGeneration, colocated, with a RolloutEngine for a vllm.LLM.
 
-    start:       starts the engine
-    before_sync: called before each sync: what a verdict advises is done there
+    start: starts the engine
 
     engine: the RolloutEngine
-    report: of the last sync; None before the first
     """
 
-    def __init__(self, *args: Any, start: Start, before_sync: Callable[[], None], **kwargs: Any) -> None:
-        self._start, self._before_sync = start, before_sync
+    def __init__(self, *args: Any, start: Start, **kwargs: Any) -> None:
+        self._start = start
         self.engine: RolloutEngine
-        self.report: SyncReport | None = None
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -11,14 +11,25 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.weight_sync.manifest import Manifest, dtype_named
+from fp8plan.runtime.weight_sync.state import SyncReport
 
 Sent = list[tuple[str, str, list[int]]]  # name, dtype and shape of each tensor
 
 
 class PolicyTensors(VLLMGeneration):
-    """TRL's VLLMGeneration, which knows how to gather a policy, with what an engine needs beside."""
+    """TRL's VLLMGeneration, which knows how to gather a policy, with what an engine needs beside.
+
+    before_sync: called before each sync: what a verdict advises is done or said there
+
+    report: of the last sync; None before the first
+    """
 
     _sent: Sent | None = None
+
+    def __init__(self, *args: Any, before_sync: Callable[[], None], **kwargs: Any) -> None:
+        self._before_sync = before_sync
+        self.report: SyncReport | None = None
+        super().__init__(*args, **kwargs)
 
     @property
     def expected(self) -> Manifest | None:

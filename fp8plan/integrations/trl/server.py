@@ -13,7 +13,6 @@ from fp8plan.integrations.trl.client import PlannedClient, Served
 from fp8plan.integrations.trl.policy import PolicyTensors
 from fp8plan.integrations.trl.served import ServerEngine, report_of
 from fp8plan.runtime.weight_sync.manifest import Manifest
-from fp8plan.runtime.weight_sync.state import SyncReport
 
 # Plans for the server and checks it, in every process; only the first has a client.
 Connect = Callable[["PlannedServer", Served, PlannedClient | None], ServerEngine]
@@ -22,17 +21,15 @@ Connect = Callable[["PlannedServer", Served, PlannedClient | None], ServerEngine
 class PlannedServer(PolicyTensors):
     """TRL's VLLMGeneration in server mode.
 
-    connect:     plans for the server that was found, and checks it
-    before_sync: called before each sync: what a verdict advises is said there
+    connect: plans for the server that was found, and checks it
 
     engine: the server's, as a Monitor needs it
-    report: of the last sync; None before the first, and in all processes but the first
+    report: stays None in all processes but the first
     """
 
-    def __init__(self, *args: Any, connect: Connect, before_sync: Callable[[], None], **kwargs: Any) -> None:
-        self._connect, self._before_sync = connect, before_sync
+    def __init__(self, *args: Any, connect: Connect, **kwargs: Any) -> None:
+        self._connect = connect
         self.engine: ServerEngine
-        self.report: SyncReport | None = None
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:

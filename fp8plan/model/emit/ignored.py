@@ -7,6 +7,7 @@ both.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Final
@@ -44,6 +45,11 @@ _NAMES: Final[Mapping[str, str]] = {
     "shared_up_proj": rf"{_SHARED}\.up_proj",
     "shared_down_proj": rf"{_SHARED}\.(down_proj|output_linear)",
 }
+
+
+def is_router(module: str) -> bool:
+    """Whether a module of this full name is a router, or the gate of a shared expert."""
+    return re.fullmatch(ROUTER_PATTERN.removeprefix("re:"), module) is not None
 
 
 def ignored(shape: ModelShape | None, tensor_parallel_size: int) -> list[str]:

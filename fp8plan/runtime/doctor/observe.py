@@ -91,12 +91,12 @@ def observe_llm(llm: LLM, given: Given) -> Observed:
     found = inside(asking_llm(llm), state, given, given.prompts or (), notes, config.model_config.max_logprobs)
     counts = notes.of("preemptions", lambda: counts_of(llm))
     facts: Mapping[str, Any] = found["ranks"][0] if found["ranks"] else {}
-    gpu = notes.of("measured_kernels", lambda: given.gpu or ("cpu" if facts.get("device") == "cpu" else card("auto")))
+    gpu, kernels = measured_on(given, facts, notes)
     return Observed(
         target=f"vllm.LLM of {config.model_config.model}",
         gpu=gpu,
         precision=given.precision,
-        measured_kernels=notes.of("measured_kernels", lambda: measured_kernels(gpu, facts)),
+        measured_kernels=kernels,
         preemptions=None if counts is None else counts[0],
         requests=None if counts is None else counts[1],
         **found,
@@ -172,6 +172,12 @@ def probes(sequences: Sequence[Sequence[int]], state: SyncState) -> list[list[in
 def card(name: str) -> str:
     """The name of a GPU in fp8plan.model.hardware. Raises ConfigError for one that it does not know."""
     return find_gpu(name).name
+
+
+def measured_on(given: Given, facts: Mapping[str, Any], notes: Notes) -> tuple[str | None, Mapping[str, str] | None]:
+    """The GPU that was given, or that is here, and the kernels that its profile was measured with."""
+    gpu = notes.of("measured_kernels", lambda: given.gpu or ("cpu" if facts.get("device") == "cpu" else card("auto")))
+    return gpu, notes.of("measured_kernels", lambda: measured_kernels(gpu, facts))
 
 
 def measured_kernels(gpu: str | None, facts: Mapping[str, Any]) -> Mapping[str, str] | None:

@@ -19,7 +19,7 @@ from urllib.request import Request, urlopen
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.precision import PRESETS
-from fp8plan.runtime.doctor.observe import Given, Notes, asked, card, measured_kernels
+from fp8plan.runtime.doctor.observe import Given, Notes, asked, measured_on
 from fp8plan.runtime.doctor.observed import Observed
 from fp8plan.runtime.doctor.sources import asking
 from fp8plan.runtime.guard.kernels import kernel_names
@@ -99,7 +99,7 @@ def observe_server(url: str, given: Given) -> Observed:
     refusal = status.get("refusal")
     told = {} if refusal else asked(answering(server, name), state, given, sequences, notes)
     runs = preset_of(facts)
-    gpu = notes.of("measured_kernels", lambda: given.gpu or ("cpu" if facts.get("device") == "cpu" else card("auto")))
+    gpu, kernels = measured_on(given, facts, notes)
     names = None if "kernels" not in facts else kernel_names(facts, PRESETS[runs]) if runs else facts["kernels"]
     return Observed(
         target=f"{server.url}, {name}",
@@ -108,7 +108,7 @@ def observe_server(url: str, given: Given) -> Observed:
         runs=runs,
         ranks=[facts] if facts else [],
         kernels=names,
-        measured_kernels=notes.of("measured_kernels", lambda: measured_kernels(gpu, facts)),
+        measured_kernels=kernels,
         kv_scales=(status.get("kv_scales") or {}).get("scales"),
         preemptions=total(metrics, "vllm:num_preemptions_total"),
         requests=total(metrics, "vllm:request_success_total"),

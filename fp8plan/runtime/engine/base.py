@@ -318,7 +318,7 @@ class EngineBase:
 
     def _advised(self, verdict: Verdict | Action | None, escalate: Escalation | None) -> Action:
         """Return what the guard advises; if that is nothing, its answer to the controller's escalation."""
-        action = verdict if isinstance(verdict, Action) else Action.NONE if verdict is None else verdict.action
+        action = verdict.action if isinstance(verdict, Verdict) else verdict or Action.NONE
         if action != Action.NONE or escalate is None:
             return action
         if self.guard is not None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fp8plan.model.emit.ignored import ROUTER_PATTERN
+from fp8plan.model.emit.ignored import is_router
 from fp8plan.runtime.worker.layout_trial import kind
 
 if TYPE_CHECKING:
@@ -75,8 +74,7 @@ def _kernels(model: Any) -> dict[str, str]:
 
 def _routers(model: Any) -> dict[str, int]:
     """Count the routers by the dtype of their weights. A router is known by its name, as where it is left in BF16."""
-    named = re.compile(ROUTER_PATTERN.removeprefix("re:"))
-    layers = [layer for name, layer in model.named_modules() if named.fullmatch(name)]
+    layers = [layer for name, layer in model.named_modules() if is_router(name)]
     weights = [weight for layer in layers if (weight := layer._parameters.get("weight")) is not None]
     return dict(Counter(str(weight.dtype).removeprefix("torch.") for weight in weights))
 

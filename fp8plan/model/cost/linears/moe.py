@@ -46,12 +46,11 @@ def padded_rows(routed: Array, hit: Array, tile: float | Array = TILE_ROWS) -> A
     return np.asarray(np.maximum(hit * tile, routed + hit * ((tile - 1) / 2)))
 
 
-def tile_rows(m: Array, on_rank: int, inner: int, precision: Precision, gpu: Gpu) -> float | Array:
-    """Rows of the smallest tile of `on_rank` experts of width `inner` at m tokens; shape of m, or one for all."""
+def tile_rows(m: Array, on_rank: int, inner: int, precision: Precision, gpu: Gpu) -> Array:
+    """Rows of the smallest tile of `on_rank` experts of width `inner` at m tokens, shape of m."""
     tuned = gpu.tuned_fp8_experts
-    if precision.weights == "bf16" or tuned is None or (on_rank, inner) in tuned:
-        return TILE_ROWS
-    return np.where(m > UNTUNED_TOKENS, float(UNTUNED_TILE_ROWS), float(TILE_ROWS))
+    untuned = precision.weights != "bf16" and tuned is not None and (on_rank, inner) not in tuned
+    return np.where(untuned & (m > UNTUNED_TOKENS), float(UNTUNED_TILE_ROWS), float(TILE_ROWS))
 
 
 def expert_bytes(experts: Experts, hidden: int, precision: Precision, slices: int) -> int:

@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from fp8plan.model.emit.ignored import is_router
 from fp8plan.runtime.measure.rollouts.engine_parts import engine_parts
 
 if TYPE_CHECKING:
     import torch
 
 # Names of parameters, as vLLM 0.26 and 0.30 have them in the models of fp8plan's families.
-ROUTER: Final = re.compile(r"\.(gate|router)(\.(wg|proj|layer|classifier))?\.weight$")
 BIAS: Final = re.compile(r"bias$")
 NORM: Final = re.compile(r"norm\w*\.weight$")
 LONGEST_NAME = 200
@@ -127,15 +127,17 @@ def spread_routers(named: Iterable[tuple[str, torch.nn.Parameter]]) -> int:
     import torch
 
     parameters = list(named)
-    routers = [value for name, value in parameters if ROUTER.search(name) and value.dim() == 2 and value.shape[0] > 1]
-    generator: dict[torch.device, torch.Generator] = {}
+    weights = ((name.removesuffix(".weight"), value) for name, value in parameters if name.endswith(".weight"))
+    routers = [value for name, value in weights if is_router(name) and value.dim() == 2 and value.shape[0] > 1]
+    if not routers:
+        return 0
+    device = routers[0].device  # a worker has one
+    source = torch.Generator(device=device).manual_seed(0)
     with torch.no_grad():
         for value in routers:
-            device = value.device
-            source = generator.setdefault(device, torch.Generator(device=device).manual_seed(len(generator)))
             new = torch.randn(value.shape, generator=source, device=device) / value.shape[1] ** 0.5
             value.copy_(new.to(value.dtype))
-        for name, value in parameters if routers else ():
+        for name, value in parameters:
             if BIAS.search(name):
                 value.zero_()
             elif NORM.search(name):

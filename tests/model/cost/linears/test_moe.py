@@ -43,15 +43,16 @@ def test_padded_rows_agree_with_random_loads() -> None:
 def test_untuned_fp8_experts_compute_larger_tiles_above_64_tokens() -> None:
     """vLLM ships a configuration for 128 experts of 768 in block FP8 on an H200, and none for 64 of 1,024."""
     m, untuned = np.array([64, 65]), Experts(64, 8, 1024)
-    assert tile_rows(m, 128, 768, FP8_BLOCK, H200) == tile_rows(m, 64, 1024, BF16, H200) == 16
-    assert tile_rows(m, 64, 1024, FP8_BLOCK, H200).tolist() == [16, 64]  # type: ignore[union-attr]
-    assert tile_rows(m, 64, 1024, FP8_BLOCK, gpu("b200")) == 16  # another kernel
+    assert (tile_rows(m, 128, 768, FP8_BLOCK, H200) == 16).all()
+    assert (tile_rows(m, 64, 1024, BF16, H200) == 16).all()
+    assert tile_rows(m, 64, 1024, FP8_BLOCK, H200).tolist() == [16, 64]
+    assert (tile_rows(m, 64, 1024, FP8_BLOCK, gpu("b200")) == 16).all()  # another kernel
     few, more = moe_cost(m, untuned, HIDDEN, FP8_BLOCK, 1, H200, PROFILE).seconds
     assert 1.08 < more / few < 1.25  # measured: 155 us with 96 tokens, 133 with 64
     few, more = moe_cost(m, EXPERTS, HIDDEN, FP8_BLOCK, 1, H200, PROFILE).seconds
     assert more / few < 1.01
-    # A rank of two has half of the width, for which nothing was tuned.
-    assert np.size(tile_rows(m, 128, 384 // 2, FP8_BLOCK, H200)) == 2
+    # A rank of four has a quarter of the width, for which nothing was tuned.
+    assert tile_rows(m, 128, 768 // 4, FP8_BLOCK, H200).tolist() == [16, 64]
 
 
 @given(st.integers(1, 512), st.data())
