@@ -19,9 +19,15 @@ pytestmark = pytest.mark.verl
 RAN = ("--model", MODEL, "--gpu", "h200", "--precision", "bf16", "--engine-version", "0.26.0")
 
 
-def test_from_the_dump_to_a_plan_and_a_validation(fp8plan: Callable[..., Done], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def tokenizer() -> str:
+    """The folder of a tokenizer. It is made before a test's stderr is read, as transformers shows its progress there."""
+    return str(words_model())
+
+
+def test_from_the_dump_to_a_plan_and_a_validation(tokenizer: str, fp8plan: Callable[..., Done], tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text("".join(f'{{"_step": {s}, "timing_s/gen": 0.5}}\n' for s in (1, 2)))
-    words = ("import", "verl", verl_dump(tmp_path / "d"), "--tokenizer", words_model(), "--log", tmp_path / "log.jsonl")
+    words = ("import", "verl", verl_dump(tmp_path / "d"), "--tokenizer", tokenizer, "--log", tmp_path / "log.jsonl")
     done = fp8plan(*words, *RAN, "--tensor-parallel-size", 2, "--data-parallel-size", 1, "-o", "run.jsonl")
     assert (done.code, done.out, done.err) == (0, "", "written: run.jsonl\n")
     workload, notes = recorded_workload("run.jsonl")
@@ -34,8 +40,8 @@ def test_from_the_dump_to_a_plan_and_a_validation(fp8plan: Callable[..., Done], 
     assert checked["records"][0]["predicted_s"] > 0
 
 
-def test_without_seconds_validate_names_them(fp8plan: Callable[..., Done], tmp_path: Path) -> None:
-    done = fp8plan("import", "verl", verl_dump(tmp_path), "--tokenizer", words_model(), *RAN)
+def test_without_seconds_validate_names_them(tokenizer: str, fp8plan: Callable[..., Done], tmp_path: Path) -> None:
+    done = fp8plan("import", "verl", verl_dump(tmp_path), "--tokenizer", tokenizer, *RAN)
     Path("run.jsonl").write_text(done.out)
     assert "not known: seconds;" in done.err
     refused(fp8plan("validate", "run.jsonl"), "line 1", "lacks seconds")
