@@ -1,4 +1,4 @@
-"""What a trainer logged in numbers, step by step: seconds of generation, mean lengths.
+"""The figures that a trainer logged, step by step: seconds of generation, mean lengths.
 
 FOLDER or events.out.tfevents.*   TensorBoard, of any trainer
 *.json                            trainer_state.json of a TRL checkpoint

@@ -1,4 +1,4 @@
-"""What a trainer's log holds of one rollout: the text of its prompts and responses, or how many tokens they have."""
+"""One rollout in a trainer's log: the text of its prompts and responses, or how many tokens they have."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def ratio_of(step: Step, mask: torch.Tensor) -> torch.Tensor:
 
 
 def metrics_of(step: Step, preset: Precision, report: SyncReport | None) -> dict[str, float]:
-    """What a step and the last sync have found, and the precision that runs, under the names of TRL's log. What is not
+    """The findings of a step and the last sync, and the precision that runs, under the names of TRL's log. What is not
     known is left out."""
     found = {f"fp8plan/{name.partition('/')[2]}": step.metrics.get(name) for name in LOGGED}
     found |= {"fp8plan/fp8_weights": float(preset.weights != "bf16"), "fp8plan/fp8_kv": float(preset.kv == "fp8")}

@@ -1,4 +1,4 @@
-"""What the integration leans on inside of TRL: its versions, the names that it overrides, and the one that it swaps.
+"""The parts of TRL that the integration leans on: its versions, the names that it overrides, and the one that it swaps.
 
 TRL builds its engine with a class that it finds by name, and has no argument for another. So that name is another class
 while a trainer is made, and only then. All else is overridden.

@@ -1,4 +1,4 @@
-"""What a model is made of, read from its config.json."""
+"""The parts that a model is made of, read from its config.json."""
 
 from fp8plan.model.architecture.parts import Experts, Linear
 from fp8plan.model.architecture.shape import ModelShape, bundled_models

@@ -63,7 +63,7 @@ class Attention:
         return Size("attention heads", self.heads), Size("KV heads", self.kv_heads, replicated=True)
 
     def caches(self, tp: int = 1) -> tuple[Cache, ...]:
-        """What it keeps on one rank: nothing where it reads another layer's."""
+        """Its cache on one rank: nothing where it reads another layer's."""
         if self.shares_kv:
             return ()
         per_token = kv_heads_of_rank(self.kv_heads, tp) * (self.head_dim + self.value_dim)
@@ -137,7 +137,7 @@ class LatentAttention:
         return (Size("attention heads", self.heads),)
 
     def caches(self, tp: int = 1) -> tuple[Cache, ...]:
-        """What it keeps on one rank, whatever the number of ranks: the latent with its rotated part (576 elements in
+        """Its cache on one rank, whatever the number of ranks: the latent with its rotated part (576 elements in
         DeepSeek-V3). Sparse attention in FP8 packs a token into 656 bytes, scales included (fp8_ds_mla)."""
         index = self.indexer.head_dim + self.indexer.head_dim // INDEX_BLOCK * 4 if self.indexer else 0
         return (Cache("latent", self.kv_lora_rank + self.qk_rope_head_dim, index_bytes_per_token=index),)

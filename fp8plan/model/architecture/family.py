@@ -80,7 +80,7 @@ class Family:
 
 
 def says(config: Fields, switch: Switch) -> bool:
-    """Whether a switch is on in this config."""
+    """Tell whether a switch is on in this config."""
     return config.flag(switch) if isinstance(switch, str) else switch
 
 

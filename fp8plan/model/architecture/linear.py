@@ -1,4 +1,4 @@
-"""What parts are made of: a weight matrix as vLLM runs it, and what a layer keeps of each token or request."""
+"""The material of parts: a weight matrix as vLLM runs it, and what a layer keeps of each token or request."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Linear(NamedTuple):
 
     @property
     def quantised(self) -> bool:
-        """Whether fp8_block quantises it on this rank."""
+        """Tell whether fp8_block quantises it on this rank."""
         return self.quantisable and (self.padded or self.k % INPUT_BLOCK == 0)
 
     @property
     def left_in_bf16(self) -> bool:
-        """Whether fp8_block leaves it in BF16 only because its inputs on this rank are no whole blocks."""
+        """Tell whether fp8_block leaves it in BF16 only because its inputs on this rank are no whole blocks."""
         return self.quantisable and not self.quantised
 
     @property
@@ -45,7 +45,7 @@ class Linear(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """What one layer keeps on one rank.
+    """The cache of one layer on one rank.
 
     full, latent: K and V (or the latent) of every token
     sliding:      of the last `window` tokens

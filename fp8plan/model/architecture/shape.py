@@ -131,13 +131,13 @@ class ModelShape:
         return w13._replace(n=inner * (w13.n // w2.k), k=hidden), w2._replace(n=hidden, k=inner)
 
     def caches(self, tensor_parallel_size: int = 1) -> tuple[Cache, ...]:
-        """What each layer keeps on one rank, in the order of the layers. A layer that keeps nothing has no entry."""
+        """The caches of each layer on one rank, in the order of the layers. A layer that keeps nothing has no entry."""
         tp = tensor_parallel_size
         return tuple(cache for layer in self.layers for mixer in mixers(layer) for cache in mixer.caches(tp))
 
     @cached_property
     def recurrent(self) -> bool:
-        """Whether some layers keep a state in place of keys and values; vLLM's is_hybrid, or is_attention_free."""
+        """Tell whether some layers keep a state in place of keys and values; vLLM's is_hybrid, or is_attention_free."""
         return any(cache.kind == "state" for cache in self.caches())
 
     @property
@@ -251,5 +251,5 @@ def _merged(found: Iterable[tuple[Linear, int]]) -> tuple[Linear, ...]:
 
 
 def _uneven(size: Size, tp: int) -> bool:
-    """Whether `tp` ranks can neither share the size equally nor, where that is done, keep equal copies."""
+    """Tell whether `tp` ranks can neither share the size equally nor, where that is done, keep equal copies."""
     return bool(size.size % tp) and not (size.replicated and tp % size.size == 0)

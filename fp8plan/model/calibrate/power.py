@@ -50,7 +50,7 @@ def power_coefficients(steps: Sequence[Windows], profile: Profile) -> dict[str, 
 
 
 def _computes_padding(run: Windows) -> bool:
-    """Whether a rollout computes many more rows than are counted: experts do, with a few tokens for each."""
+    """Tell whether a rollout computes many more rows than are counted: experts do, with a few tokens for each."""
     return bool(run.record.setup.shape.parts_of(Experts))
 
 

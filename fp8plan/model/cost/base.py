@@ -21,7 +21,7 @@ Array: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class WindowReads:
-    """What attention over one window reads in engine steps, as the fields of StepBatch of these names: (steps,).
+    """The reads of attention over one window in engine steps, as the fields of StepBatch of these names: (steps,).
 
     kind: "sliding": the last `window` tokens; "chunked": those of the current chunk of `window`
     """

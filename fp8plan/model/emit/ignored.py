@@ -48,7 +48,7 @@ _NAMES: Final[Mapping[str, str]] = {
 
 
 def is_router(module: str) -> bool:
-    """Whether a module of this full name is a router, or the gate of a shared expert."""
+    """Tell whether a module of this full name is a router, or the gate of a shared expert."""
     return re.fullmatch(ROUTER_PATTERN.removeprefix("re:"), module) is not None
 
 

@@ -82,7 +82,7 @@ def trl_config(job: Job, mode: str = "auto") -> dict[str, Any]:
 
 
 def trl_kv_scales(setup: EngineSetup, kv_scales: str) -> str:
-    """What the K and V scales of an FP8 cache are there: calibrated, as TRL's own engine, which would leave them,
+    """The K and V scales of an FP8 cache there: calibrated, as TRL's own engine, which would leave them,
     has no such cache. Else as the caller says."""
     check_kv_scales(kv_scales)
     return "calibrated" if setup.precision.kv == "fp8" else kv_scales

@@ -66,7 +66,7 @@ def group_layers(specs: Sequence[Spec], rules: KvRules) -> tuple[CacheGroup, ...
 
 
 def _one_type(specs: Sequence[Spec], rules: KvRules) -> bool:
-    """Whether all layers need the same blocks (is_kv_cache_spec_uniform, UniformTypeKVCacheSpecs.is_uniform_type).
+    """Tell whether all layers need the same blocks (is_kv_cache_spec_uniform, UniformTypeKVCacheSpecs.is_uniform_type).
 
     States of several sizes do by 0.26 only.
     """

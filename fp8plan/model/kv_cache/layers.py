@@ -1,4 +1,4 @@
-"""What the layers of a model keep, in bytes of a precision: what `plan_kv_cache` plans."""
+"""The caches that the layers of a model keep, in bytes of a precision: what `plan_kv_cache` plans."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def why_not_kept(shape: ModelShape, precision: Precision, on_cpu: bool = False) 
 
 
 def layer_caches(shape: ModelShape, precision: Precision, tensor_parallel_size: int = 1) -> tuple[LayerCache, ...]:
-    """What each layer keeps on one rank, in the order of the layers. A layer that keeps nothing has no entry, one with
-    an indexer has two."""
+    """The caches of each layer on one rank, in the order of the layers. A layer that keeps nothing has no entry, one
+    with an indexer has two."""
     tp = tensor_parallel_size
     found = (mixer for layer in shape.layers for mixer in mixers(layer))
     return tuple(cache for mixer in found for cache in _of_mixer(mixer, precision.kv_element_bytes, tp))
@@ -71,7 +71,7 @@ def _of_mixer(mixer: Mixer, kv_bytes: int, tp: int) -> Iterator[LayerCache]:
 
 
 def _sparse(mixer: Mixer) -> bool:
-    """Whether an indexer picks the tokens that it attends to."""
+    """Tell whether an indexer picks the tokens that it attends to."""
     return isinstance(mixer, LatentAttention) and (mixer.indexer is not None or mixer.shares_index)
 
 

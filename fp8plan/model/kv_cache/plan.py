@@ -39,13 +39,13 @@ class KvPlan:
 
     @property
     def specs(self) -> tuple[Spec, ...]:
-        """What the scheduler knows of each group: how its tokens fall into blocks, and not their bytes."""
+        """The scheduler's view of each group: how its tokens fall into blocks, and not their bytes."""
         return tuple(Spec(group.kind, group.block_size, group.window) for group in self.groups)
 
     @property
     def retains_all(self) -> bool:
-        """Whether the prefix cache finds all full blocks of windows and states, as by 0.26, and not only those where a
-        prompt ends (prefix_cache_retention_interval, which is 0 in 0.30)."""
+        """Tell whether the prefix cache finds all full blocks of windows and states, as by 0.26, and not only those
+        where a prompt ends (prefix_cache_retention_interval, which is 0 in 0.30)."""
         return self.rules.vllm == "0.26"
 
     @property
@@ -64,7 +64,7 @@ class KvPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the engine starts: one request of max_model_len fits.
+        """Tell whether the engine starts: one request of max_model_len fits.
 
         0.30 takes the null block off before it asks, 0.26 does not.
         """

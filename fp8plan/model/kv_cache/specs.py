@@ -29,7 +29,7 @@ StateMode: TypeAlias = Literal["none", "align", "all"]
 
 
 class LayerCache(NamedTuple):
-    """What one layer keeps on one rank, in bytes. A layer that reads another's KV keeps nothing and has none."""
+    """The cache of one layer on one rank, in bytes. A layer that reads another's KV keeps nothing and has none."""
 
     kind: CacheKind
     token_bytes: int = 0

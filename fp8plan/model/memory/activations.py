@@ -86,7 +86,7 @@ def _output(linears: tuple[Linear, ...]) -> int:
 
 
 def _dense_layers_come_first(shape: ModelShape) -> bool:
-    """Whether every dense MLP stands in a layer before the first experts."""
+    """Tell whether every dense MLP stands in a layer before the first experts."""
     kinds = [{type(part) for part in parts(layer)} for layer in shape.layers]
     first = next((i for i, kind in enumerate(kinds) if Experts in kind), len(kinds))
     return not any(Mlp in kind for kind in kinds[first:])

@@ -206,7 +206,7 @@ def whole_or_sliced(choices: Sequence[Choice], chosen: int, rollouts: Sequence[R
 
 
 def _difference(mine: Rollout, theirs: Rollout) -> str:
-    """What takes less time in the first of two rollouts, above all."""
+    """The parts that take less time in the first of two rollouts, above all."""
     if mine.preemptions < theirs.preemptions:
         return f"{mine.preemptions:,} preemptions instead of {theirs.preemptions:,}"
     spent = [{name: share * x.makespan_s for name, share in x.parts.items()} for x in (mine, theirs)]

@@ -48,7 +48,7 @@ def setting_of(
 
 
 def has_qk_norm(shape: ModelShape) -> bool:
-    """Whether the attention logits of every layer are those of normalised queries and keys.
+    """Tell whether the attention logits of every layer are those of normalised queries and keys.
 
     MLA counts as without, which is modelled and not measured: its RMSNorm (kv_a_layernorm) is on the latent, before the
     keys of each head are made of it by a matrix of any size, and the keys' rotated part has no norm at all. So the
@@ -59,12 +59,12 @@ def has_qk_norm(shape: ModelShape) -> bool:
 
 
 def has_qkv_bias(shape: ModelShape) -> bool:
-    """Whether queries, keys and values of some layer have biases."""
+    """Tell whether queries, keys and values of some layer have biases."""
     return any(part.qkv_bias for part, _ in shape.parts_of(Attention))
 
 
 def clipped_keys(shape: ModelShape) -> bool:
-    """Whether some layer has biased keys without a norm, which E4M3 at scale 1.0 clips."""
+    """Tell whether some layer has biased keys without a norm, which E4M3 at scale 1.0 clips."""
     return any(part.qkv_bias and part.qk_norm == "none" for part, _ in shape.parts_of(Attention))
 
 
@@ -101,7 +101,7 @@ def _name(mixer: Mixer) -> str:
 
 
 def _sub_layers(layer: Layer) -> list[Mixer | Mlp | Experts]:
-    """What adds to the residual stream, one part for each: what stands in parallel adds with its neighbour."""
+    """The additions to the residual stream, one part for each: what stands in parallel adds with its neighbour."""
     return [part for part in (layer.mixer, layer.mlp) if part is not None]
 
 

@@ -1,4 +1,4 @@
-"""What the simulated scheduler writes down of each row of steps, whatever shares the pool."""
+"""The notes that the simulated scheduler takes of each row of steps, whatever shares the pool."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from fp8plan.model.schedule.state import SchedulerState
 
 @dataclass(frozen=True, slots=True)
 class WindowWork:
-    """What attention over one window reads in each row of a schedule: int64 arrays of shape (rows,).
+    """The reads of attention over one window in each row of a schedule: int64 arrays of shape (rows,).
 
     `decode_kv_tokens` is summed over the steps of the row, not for its first step as that of Schedule: it does not grow
     evenly. The mean step of a row reads decode_kv_tokens / steps, and has as many query-key pairs.

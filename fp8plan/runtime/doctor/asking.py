@@ -1,4 +1,4 @@
-"""What an engine is asked, as procedures that do no input or output themselves (see runtime.weight_sync.procedure).
+"""The questions to an engine, as procedures that do no input or output themselves (see runtime.weight_sync.procedure).
 
 An engine here, and a server over HTTP, answer the same Calls. Nothing that is asked changes weights or scales.
 """

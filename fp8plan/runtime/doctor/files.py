@@ -66,7 +66,7 @@ def _known(gpu: str | None) -> str | None:
 
 
 def _facts(rollout: Mapping[str, Any]) -> dict[str, Any]:
-    """What a rollout record tells of an engine, as runtime.worker.facts names it."""
+    """The facts that a rollout record tells of an engine, as runtime.worker.facts names it."""
     facts = {name: rollout[name] for name in ("e8m0", "enforce_eager") if name in rollout}
     return facts | ({"vllm_version": rollout["engine_version"]} if rollout.get("engine_version") else {})
 

@@ -1,4 +1,4 @@
-"""What one check found."""
+"""The finding of one check."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class State(StrEnum):
-    """What a check came to. UNKNOWN: what it needs could not be seen."""
+    """The outcome of a check. UNKNOWN: what it needs could not be seen."""
 
     OK = "ok"
     FAULT = "fault"

@@ -28,7 +28,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What the user gives the doctor, all of it optional.
+    """The user's answers to the doctor, all of it optional.
 
     prompts: token ids of prompts that the engine has had lately
     weights: the trainer's tensors

@@ -110,7 +110,7 @@ class Observed:
 
     @property
     def fp8_kv(self) -> bool | None:
-        """Whether the KV cache is FP8; None: not known."""
+        """Tell whether the KV cache is FP8; None: not known."""
         if self.runs is not None:
             return PRESETS[self.runs].kv == "fp8"
         dtype = self.facts.get("kv_cache_dtype")

@@ -132,7 +132,7 @@ def total(metrics: Mapping[str, list[tuple[dict[str, str], float]]], name: str) 
 
 
 def facts_of(info: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """What a server's own pages tell of it, as runtime.worker.facts names it."""
+    """The facts that a server's own pages tell of it, as runtime.worker.facts names it."""
     config = info.get("vllm_config") or {}
     model, compilation = config.get("model_config") or {}, config.get("compilation_config") or {}
     facts = {name: model[name] for name in ("enforce_eager", "logprobs_mode") if name in model}

@@ -150,7 +150,7 @@ def preemption(seen: Observed) -> Finding:
 
 
 def _torn(scales: Mapping[str, float], part: str) -> bool:
-    """Whether host and device have different scales; the device's are float32, the host's are not."""
+    """Tell whether host and device have different scales; the device's are float32, the host's are not."""
     host = scales.get(f"{part}_host")
     return host is not None and not isclose(host, scales[part], rel_tol=1e-6)
 

@@ -88,7 +88,7 @@ def decode(seen: Observed) -> Finding:
 
 
 def prefix_cache(seen: Observed) -> Finding:
-    """What the prefix cache holds was written by the weights that serve."""
+    """Check that the prefix cache was written by the weights that serve."""
     found = seen.prefix
     if found is None:
         return unknown("prefix_cache", seen.unseen.get("prefix", "nothing was generated"))
@@ -137,7 +137,7 @@ def mismatch(seen: Observed) -> Finding:
 
 
 def _placed(ranks: Sequence[Sequence[str]]) -> list[str]:
-    """What is said of each rank in one list, with the rank where there are several."""
+    """The words on each rank in one list, with the rank where there are several."""
     several = len(ranks) > 1
     return [f"{text} (rank {rank})" if several else text for rank, texts in enumerate(ranks) for text in texts]
 

@@ -37,7 +37,7 @@ def judged(guard: Guard | None, observe: Callable[[], Observation | None]) -> Ju
 
 
 class Watched(Protocol):
-    """What has a guard: an engine."""
+    """Something with a guard: an engine."""
 
     guard: Guard | None
     guard_off: str | None

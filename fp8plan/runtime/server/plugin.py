@@ -1,4 +1,4 @@
-"""What fp8plan's entry points give to vLLM.
+"""The plugins that fp8plan's entry points give to vLLM.
 
 vllm.general_plugins:  `register`, which every process of vLLM calls. It names a weight-transfer backend and imports
                        nothing of it: only a server that is started with {"backend": "fp8plan"} ever does.

@@ -28,7 +28,7 @@ NUMBER: Final = 0  # of the one manifest that the worker remembers
 
 
 class Sink(Protocol):
-    """Where the tensors of a part go, by their numbers in `manifest`: what was announced in this update."""
+    """The places of the tensors of a part, by their numbers in `manifest`: what was announced in this update."""
 
     manifest: Manifest
 

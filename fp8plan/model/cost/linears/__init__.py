@@ -1,1 +1,1 @@
-"""What weight matrices cost: dense linears, and the routed experts."""
+"""The cost of weight matrices: dense linears, and the routed experts."""

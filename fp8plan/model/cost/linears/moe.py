@@ -81,7 +81,7 @@ def expert_flops(experts: Experts, hidden: int, slices: int) -> int:
 
 
 def skips_other_rows(gpu: Gpu, precision: Precision) -> bool:
-    """Whether the kernel that vLLM takes with expert parallelism activates the rows of its own experts only.
+    """Tell whether the kernel that vLLM takes with expert parallelism activates the rows of its own experts only.
 
     Triton's writes zeros for those of other ranks, which are activated like all others (write_zeros_to_output in
     fused_moe.py). FlashInfer's, for block FP8 on Hopper and for all on Blackwell, do not (oracle/fp8.py and

@@ -1,1 +1,1 @@
-"""What mixers cost beside their linears: softmax attention, MLA, and those that keep a state."""
+"""The cost of mixers beside their linears: softmax attention, MLA, and those that keep a state."""

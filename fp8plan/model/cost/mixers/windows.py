@@ -34,7 +34,7 @@ def _with(batch: StepBatch, reads: WindowReads) -> StepBatch:
 
 
 def _of_equal_requests(batch: StepBatch, kind: str, window: int) -> WindowReads:
-    """What a window leaves if all requests that decode in a step are equally long, and all its chunks of prefill."""
+    """The reads that a window leaves if all decoding requests of a step are equally long, and all its chunks."""
     requests, chunks = np.maximum(batch.decode_requests, 1), np.maximum(batch.prefill_requests, 1)
     context, after = batch.decode_kv_tokens / requests, batch.prefill_kv_tokens / chunks
     before = after - batch.prefill_tokens / chunks

@@ -58,12 +58,12 @@ class MeasuredWorker:
 
 
 def decodes(requests: int) -> Callable[[Sequence[int]], bool]:
-    """Whether each of exactly so many requests gets one token."""
+    """Tell whether each of exactly so many requests gets one token."""
     return lambda tokens: len(tokens) == requests == sum(tokens)
 
 
 def fills(prompt_tokens: int) -> Callable[[Sequence[int]], bool]:
-    """Whether at least so many tokens of prompts are filled and nothing else."""
+    """Tell whether at least so many tokens of prompts are filled and nothing else."""
     return lambda tokens: min(tokens, default=0) > 1 and sum(tokens) >= prompt_tokens
 
 
