@@ -21,7 +21,7 @@ RAN = ("--model", MODEL, "--gpu", "h200", "--precision", "bf16", "--engine-versi
 
 @pytest.fixture(scope="module")
 def tokenizer() -> str:
-    """The folder of a tokenizer. It is made before a test's stderr is read, as transformers shows its progress there."""
+    """The folder of a tokenizer, made before a test's stderr is read: transformers shows its progress there."""
     return str(words_model())
 
 
