@@ -17,6 +17,9 @@ from fp8plan.runtime.measure.kernels.sweep import Point
 Experts = tuple[int, int, int, int]
 TINY: Experts = (16, 2, 512, 256)
 MODELS = ("Qwen/Qwen3-30B-A3B", *MOE, "mistralai/Mixtral-8x7B-v0.1", "fp8plan/moe-7b")
+# Other proportions: wide models with few experts, and narrow experts in hundreds.
+OTHER_MODELS = ("deepseek-ai/DeepSeek-V2-Lite", "zai-org/GLM-4.7-Flash", "fp8plan/qwen3-next-16-layers")
+FEW_WIDE: tuple[Experts, ...] = ((32, 4, 3072, 3072), (16, 2, 4096, 6400))
 
 DTYPES = ("bf16", "fp8_block")
 SKEWS = ("even", "lognormal_0.5", "power_law_1.2")
@@ -59,6 +62,8 @@ def _full() -> Iterator[Key]:
     yield from product(DTYPES, [*layers, TINY], ("even",), TOKENS[::2] + TOKENS[-1:])
     yield from product(DTYPES, layers[:1], SKEWS[1:], (8, *FEW_TOKENS[2:]))
     yield from product(DTYPES, layers[1:], ("power_law_1.2",), (32, 128, 512, 4096))
+    others = [*map(experts_of, OTHER_MODELS), *FEW_WIDE]
+    yield from product(DTYPES, others, ("even",), TOKENS[::2] + TOKENS[-1:])
 
 
 def _point(dtype: str, layer: Experts, skew: str, tokens: int) -> Point:
