@@ -36,6 +36,7 @@ class Gpu:
     power_limit_watts:  of the GPU alone, as shipped; None where it is not known
     tuned_fp8_experts:  (experts, their intermediate size on one rank) for which vLLM ships a tuned configuration of its
                         block-FP8 Triton kernel; None where it takes another kernel
+    tuned_bf16_experts: the same of its BF16 kernel; None where it is not known
     """
 
     name: str
@@ -53,6 +54,7 @@ class Gpu:
     gpus_per_node: int = 8
     power_limit_watts: float | None = None
     tuned_fp8_experts: frozenset[tuple[int, int]] | None = None
+    tuned_bf16_experts: frozenset[tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
         if self.gpus_per_node < 1:

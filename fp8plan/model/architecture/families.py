@@ -72,7 +72,7 @@ _QWEN3_5: Final = Family(
     defaults={"attn_output_gate": True},
     own=_DELTA_OWN,
 )
-_GRANITE_MOE: Final = Moe(inner="intermediate_size", shared="shared_intermediate_size")
+_GRANITE_MOE: Final = Moe(inner="intermediate_size", shared="shared_intermediate_size", shared_stream=False)
 
 FAMILIES: Final[Mapping[str, Family]] = {
     # the first six

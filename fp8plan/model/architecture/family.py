@@ -26,6 +26,7 @@ class Moe:
     inner:        the field of one expert's width
     shared:       the field of the width of all shared experts together; "" if there are none, or
     shared_count: whether a field says how many shared experts of an expert's width there are
+    shared_stream: as in Experts
     sparse:       which layers have experts
     """
 
@@ -36,6 +37,7 @@ class Moe:
     gated: bool = True
     bias: bool = False
     shared_bias: Switch = False
+    shared_stream: bool = True
     router_bias: Switch = False
     router_scales: bool = False
     sparse: Callable[[Fields, int], Sequence[bool]] = lambda _, layers: [True] * layers
@@ -214,6 +216,7 @@ def experts(config: Fields, family: Family) -> Experts:
         gated=moe.gated,
         bias=moe.bias,
         shared_bias=says(config, moe.shared_bias),
+        shared_stream=moe.shared_stream,
         router_bias=says(config, moe.router_bias),
         router_scales=moe.router_scales,
     )

@@ -49,6 +49,7 @@ class Experts:
     gated: bool = True
     bias: bool = False  # of the experts' matrices (gpt-oss)
     shared_bias: bool = False
+    shared_stream: bool = True  # vLLM can run the shared experts beside the routed ones, on a stream of their own
     router_bias: bool = False  # a learned bias, or a correction of the scores, for each expert
     router_scales: bool = False  # learned scales of the router's input and of each expert's output (Gemma 4)
 

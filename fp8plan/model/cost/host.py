@@ -18,6 +18,8 @@ from fp8plan.model.architecture import Linear, ModelShape
 from fp8plan.model.architecture.parts import Attention, Experts, LatentAttention, Mlp
 from fp8plan.model.cost.base import Array, Cost, StepBatch, constant, norm4, times, traffic, zero
 from fp8plan.model.cost.mixers.attention import heads_per_rank
+from fp8plan.model.cost.mixers.of_model import mixers_of
+from fp8plan.model.cost.mixers.recurrent import KERNELS
 from fp8plan.model.cost.streaming import streaming_cost
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.model_runner import model_runner
@@ -35,7 +37,7 @@ def layer_cost(m: Array, shape: ModelShape, tensor_parallel: int, gpu: Gpu, prof
         total = total + rotary_cost(m, attention, tensor_parallel, gpu, profile).scaled(number)
     for latent, number in shape.parts_of(LatentAttention):
         total = total + latent_rotary_cost(m, latent, tensor_parallel, gpu, profile).scaled(number)
-    for elements, number in _activations(shape, tensor_parallel).items():
+    for elements, number in _activations(shape, tensor_parallel, gpu).items():
         total = total + _elementwise("activation", m, elements, gpu, profile).scaled(number)
     return total
 
@@ -74,13 +76,14 @@ def _elementwise(name: str, m: Array, elements: int, gpu: Gpu, profile: Profile)
     return streaming_cost(m, elements * BF16_BYTES, names, gpu, profile)
 
 
-def _activations(shape: ModelShape, tensor_parallel: int) -> dict[int, int]:
-    """The activations: elements of a row in and out -> layers. The routed experts' own are part of the grouped GEMM."""
+def _activations(shape: ModelShape, tensor_parallel: int, gpu: Gpu) -> dict[int, int]:
+    """The activations: elements of a row in and out -> layers. The routed experts' own are part of the grouped GEMM,
+    those of shared experts beside them of fp8plan.model.cost.linears.shared."""
     found: Counter[int] = Counter()
     for part, number in shape.counted:
         if isinstance(part, Mlp):
             found[(2 + part.gated) * (part.inner // tensor_parallel)] += number
-        elif isinstance(part, Experts) and part.shared_intermediate_size:
+        elif isinstance(part, Experts) and part.shared_intermediate_size and (gpu.is_cpu or not part.shared_stream):
             found[(2 + part.gated) * (part.shared_intermediate_size // tensor_parallel)] += number
         elif isinstance(part, Attention) and part.gated:  # the gate of its output
             found[3 * (part.heads // tensor_parallel) * part.value_dim] += number
@@ -141,7 +144,7 @@ def launches(
     (`refill` in its profile's steps/). Decode steps larger than the largest graph, and enforce_eager, which does not
     compile either, are taken to cost what those do: not measured.
     """
-    eager = np.where(graphed, 0.0, 1.0)
+    eager, in_parts = np.where(graphed, 0.0, 1.0), np.where(graphed & ~prefills, 0.0, 1.0)
     mixers = sum(number for part, number in shape.counted if not isinstance(part, Mlp | Experts))
     counts = {
         "host.piecewise_layer_seconds": np.where(graphed & prefills, float(mixers), 0.0),
@@ -153,7 +156,19 @@ def launches(
     if precision.weights == "fp8_block":
         inputs = sum(x.layers for x in layers if x.quantised) + 2 * experts  # of gate and up, and of down
         counts["host.eager_quantise_seconds"] = eager * inputs
-    return counts
+    return counts | {f"{kernel}.layer_seconds": in_parts * number for kernel, number in host_kernels(shape).items()}
+
+
+def host_kernels(shape: ModelShape) -> dict[str, int]:
+    """The mixers that take the host longer than attention -> how many layers have them.
+
+    They are a dozen kernels each, which Python launches one by one, and they come between two CUDA graphs as well.
+    """
+    found: Counter[str] = Counter()
+    for mixer, number in mixers_of(shape):
+        if not isinstance(mixer, Attention):
+            found["host.mla" if isinstance(mixer, LatentAttention) else f"host.{KERNELS[type(mixer)]}"] += number
+    return dict(found)
 
 
 def start_cost(requests: int, prompt_tokens: int, profile: Profile) -> Cost:

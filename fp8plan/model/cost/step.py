@@ -15,9 +15,10 @@ from fp8plan.model.architecture.parts import Experts
 from fp8plan.model.cost.base import QUANTITIES, Array, Cost, StepBatch, norm8, tokens_of, whole
 from fp8plan.model.cost.collective import all_reduce_cost, with_network
 from fp8plan.model.cost.components import Component, gradient_of, total_of, where_busy
-from fp8plan.model.cost.host import GROUPS, host_cost, launch_cost, launches, layer_cost, sampling_cost
+from fp8plan.model.cost.host import GROUPS, host_cost, host_kernels, launch_cost, launches, layer_cost, sampling_cost
 from fp8plan.model.cost.linears.gemm import gemm_cost, quantise_cost
 from fp8plan.model.cost.linears.moe import moe_cost
+from fp8plan.model.cost.linears.shared import overlapped, shared_cost
 from fp8plan.model.cost.mixers.of_model import SCHEDULE, caches_cost, kernels_of, mixer_costs, unscheduled_layers
 from fp8plan.model.cost.power import PowerLimit, power_limit, sm_seconds
 from fp8plan.model.cost.sustained import knows_power, of_clock, sustained, with_sustained
@@ -56,6 +57,7 @@ class StepModel:
         rare = {kernel for kernel in kernels_of(self.shape, self.precision) if f"{kernel}.".startswith(RARE_PARTS)}
         rare |= {SCHEDULE} if unscheduled_layers(self.shape, self.precision, self.profile) else set()
         rare |= {GROUPS} if self.cache_groups > 1 else set()
+        rare |= set(host_kernels(self.shape))
         object.__setattr__(self, "profile", with_kernels(self.profile, self.gpu, rare))
         if self._between_nodes:
             object.__setattr__(self, "profile", with_network(self.profile))
@@ -173,7 +175,10 @@ class StepModel:
 
     def _token_costs(self, m: Array, profile: Profile) -> dict[str, Cost]:
         """Components that depend on the padded token count `m` alone."""
-        tp, layers = self.limits.tensor_parallel_size, self.layers
+        tp = self.limits.tensor_parallel_size
+        kinds = [experts for experts, _ in self.shape.parts_of(Experts)]
+        shared = overlapped(self.layers, self.gpu, kinds)
+        layers = [x for x in self.layers if x not in shared]
         costs = {
             "gemm": gemm_cost(m, layers, self.precision, self.gpu, profile),
             "overhead": layer_cost(m, self.shape, tp, self.gpu, profile),
@@ -187,10 +192,12 @@ class StepModel:
             one = moe_cost(m, experts, self.shape.hidden_size, self.precision, tp, self.gpu, profile, hit, ranks)
             one = one.scaled(number)
             costs["moe"] = costs["moe"] + one if "moe" in costs else one
+        if shared:
+            costs["moe"] = costs["moe"] + shared_cost(m, shared, self.precision, self.gpu, profile)
         if self.precision.weights == "fp8_block":
             costs["quantise"] = quantise_cost(m, layers, self.precision, self.gpu, profile)
         if tp > 1:
-            reduced = 1 + sum(x.layers for x in layers if x.all_reduce)  # 1: the vocabulary-parallel embedding
+            reduced = 1 + sum(x.layers for x in self.layers if x.all_reduce)  # 1: the vocabulary-parallel embedding
             reduced += sum(number for _, number in self.shape.parts_of(Experts))
             message = m * float(self.shape.hidden_size * BF16_BYTES)
             costs["collective"] = all_reduce_cost(message, tp, self.gpu, profile).scaled(reduced)

@@ -232,6 +232,23 @@ def test_what_the_host_launches(name: str, layers: int, experts: int, quantised:
         assert counts == {key: values for key, values in expected.items() if any(values)}
 
 
+@pytest.mark.parametrize(
+    ("name", "mixer", "number"),
+    [
+        ("Qwen/Qwen3.5-9B", "delta_net", 24),
+        ("nvidia/Nemotron-H-8B-Base-8K", "mamba2", 24),
+        ("moonshotai/Moonlight-16B-A3B-Instruct", "mla", 27),
+    ],
+)
+def test_other_mixers_than_attention_take_the_host_longer(name: str, mixer: str, number: int) -> None:
+    """Their kernels are launched one by one unless the step is one graph."""
+    step, coefficient = model(name), f"host.{mixer}.layer_seconds"
+    batch = batch_of([(128, 1000, 0, 0), (128, 1000, 60, 0), (128, 1000, 800, 0)])
+    counts = step._host(batch)[1].partials[coefficient] / step.profile.coefficient(coefficient)
+    assert counts.round(6).tolist() == [0, number, number]
+    assert coefficient not in model().cost(batch).partials
+
+
 def test_launches_overlap_the_gpu_even_where_the_schedule_does_not() -> None:
     """One long prefill: its GPU time hides the launches. Two steps of few requests without graphs: they do not."""
     batch = batch_of([(0, 1, 16000, 0), (2, 100, 0, 0)])

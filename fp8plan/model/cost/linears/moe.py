@@ -30,7 +30,8 @@ from fp8plan.model.profile.profile import Profile
 TILE_ROWS = 16
 # Block FP8 without a tuned configuration takes the larger tile above so many tokens, filled or not (get_default_config
 # in fused_moe.py). 64 experts of 1,024, 8 a token, on an H200: 133 us with 64 tokens, 155 with 96. In BF16 the default
-# grows as well, but the tensor cores keep up with memory: 222 and 223 us.
+# grows as well, but the tensor cores keep up with memory: 222 and 223 us. With thousands of tokens they are slower than
+# in a tuned kernel, `untuned_compute_efficiency` (AIConfigurator's tables of the H200: 0.64 of the peak, tuned 0.76).
 UNTUNED_TILE_ROWS, UNTUNED_TOKENS = 64, 64
 
 HOPPER, BLACKWELL = 9, 10  # the first number of the compute capability
@@ -48,9 +49,14 @@ def padded_rows(routed: Array, hit: Array, tile: float | Array = TILE_ROWS) -> A
 
 def tile_rows(m: Array, on_rank: int, inner: int, precision: Precision, gpu: Gpu) -> Array:
     """Rows of the smallest tile of `on_rank` experts of width `inner` at m tokens, shape of m."""
-    tuned = gpu.tuned_fp8_experts
-    untuned = precision.weights != "bf16" and tuned is not None and (on_rank, inner) not in tuned
-    return np.where(untuned & (m > UNTUNED_TOKENS), float(UNTUNED_TILE_ROWS), float(TILE_ROWS))
+    larger = precision.weights != "bf16" and not is_tuned(on_rank, inner, precision, gpu)
+    return np.where(larger & (m > UNTUNED_TOKENS), float(UNTUNED_TILE_ROWS), float(TILE_ROWS))
+
+
+def is_tuned(on_rank: int, inner: int, precision: Precision, gpu: Gpu) -> bool:
+    """Tell whether vLLM has a configuration tuned for `on_rank` experts of width `inner`, as far as is known."""
+    shapes = gpu.tuned_bf16_experts if precision.weights == "bf16" else gpu.tuned_fp8_experts
+    return shapes is None or (on_rank, inner) in shapes
 
 
 def expert_bytes(experts: Experts, hidden: int, precision: Precision, slices: int) -> int:
@@ -112,6 +118,7 @@ def moe_cost(
     dtype = precision.gemm_dtype
     parts = ("bandwidth_efficiency", "compute_efficiency", "launch_seconds", "activation_passes")
     hbm, math, launch, passes = (f"moe.{dtype}.{x}" for x in parts)
+    untuned = f"moe.{dtype}.untuned_compute_efficiency"
     routed = computed = m * float(experts.experts_per_token)
     if ranks > 1:
         hit, computed = busiest_experts(m, experts, ranks, hit), busiest_rows(m, experts, ranks)
@@ -120,7 +127,10 @@ def moe_cost(
     width, inner = stored_sizes(experts, hidden, precision, slices)
     read = hit * expert_bytes(experts, hidden, precision, slices)
     matrices = 2 + experts.gated
-    tile = tile_rows(m, experts.most_on_a_rank(ranks), inner, precision, gpu)
+    on_rank = experts.most_on_a_rank(ranks)
+    if untuned in profile.coefficients and not is_tuned(on_rank, inner, precision, gpu):
+        math = untuned
+    tile = tile_rows(m, on_rank, inner, precision, gpu)
     flops = padded_rows(computed, hit, tile) * (2 * matrices * width * inner)
     grouped = norm2(
         traffic(read, gpu.memory_bandwidth, profile.named(hbm)),

@@ -55,6 +55,22 @@ def test_untuned_fp8_experts_compute_larger_tiles_above_64_tokens() -> None:
     assert tile_rows(m, 128, 768 // 4, FP8_BLOCK, H200).tolist() == [16, 64]
 
 
+def test_untuned_bf16_experts_are_slower_with_thousands_of_tokens() -> None:
+    """vLLM ships a configuration for 128 experts of 512 in BF16 on an H200, and none for 64 of 1,024."""
+    m, name = np.array([8, 16384]), "moe.bf16.untuned_compute_efficiency"
+    tuned, untuned = (
+        moe_cost(m, x, HIDDEN, BF16, 1, H200, PROFILE) for x in (Experts(128, 8, 512), Experts(64, 4, 1024))
+    )
+    assert name not in tuned.partials
+    assert untuned.partials[name][1] < -0.5 * untuned.seconds[1]
+    assert untuned.partials[name][0] > -0.05 * untuned.seconds[0]  # eight tokens wait for memory
+    kept = {key: x for key, x in PROFILE.coefficients.items() if key != name}
+    without = replace(PROFILE, coefficients=kept, log_covariance={})
+    faster = moe_cost(m, Experts(64, 4, 1024), HIDDEN, BF16, 1, H200, without).seconds  # a profile of an earlier day
+    assert 0.7 < faster[1] / untuned.seconds[1] < 0.95
+    assert name not in moe_cost(m, Experts(64, 4, 1024), HIDDEN, BF16, 1, gpu("l40s"), PROFILE).partials  # not known
+
+
 @given(st.integers(1, 512), st.data())
 def test_one_token_reads_k_experts_and_many_read_all(num_experts: int, data: st.DataObject) -> None:
     e = Experts(num_experts, data.draw(st.integers(1, num_experts)), 768)
