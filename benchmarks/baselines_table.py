@@ -18,7 +18,8 @@ from fp8plan.model.validate.accuracy import Accuracy, accuracy, cell_of, merged,
 from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import validate
 
-BASELINES, OF_FAMILIES = (Path(__file__).parent / "results" / f"baselines{x}.jsonl" for x in ("", "_families"))
+NAMES = ("baselines", "baselines_families", "baselines_held_out")
+BASELINES, OF_FAMILIES, OF_HELD_OUT = (Path(__file__).parent / "results" / f"{name}.jsonl" for name in NAMES)
 PRODUCT = "**fp8plan**"
 LABELS = {
     "datasheet profile": "fp8plan, uncalibrated (datasheet profile)",

@@ -89,10 +89,13 @@ def blocks() -> dict[str, str]:
     made["speed"] = table([RESULTS / "speed.jsonl", RESULTS / "aiconfigurator_time.jsonl"])
     measured = validate(read_records(VALIDATION))
     made["accuracy"] = accuracy_tables.tables(measured)
-    families = validate(read_records(FAMILIES))
-    made["families"] = accuracy_tables.families(families)
-    made["held-out families"] = accuracy_tables.families(validate(read_records(HELD_OUT)))
-    made["baselines of families"] = baselines_table.table(families.records, jsonl.rows(baselines_table.OF_FAMILIES))
+    for name, records, others in (
+        ("families", FAMILIES, baselines_table.OF_FAMILIES),
+        ("held-out families", HELD_OUT, baselines_table.OF_HELD_OUT),
+    ):
+        found = validate(read_records(records))
+        made[name] = accuracy_tables.families(found)
+        made[f"baselines of {name}"] = baselines_table.table(found.records, jsonl.rows(others))
     made["accuracy line"] = accuracy_tables.line(measured)
     made["baselines"] = baselines_table.table(measured.records, jsonl.rows(baselines_table.BASELINES))
     made["corrections"] = correction_speed.table()
