@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from fp8plan.runtime.correction.settings import Thresholds as Thresholds
     from fp8plan.runtime.correction.verl import from_verl as from_verl
     from fp8plan.runtime.doctor.doctor import Diagnosis as Diagnosis
+    from fp8plan.runtime.doctor.doctor import async_doctor as async_doctor
     from fp8plan.runtime.doctor.doctor import doctor as doctor
     from fp8plan.runtime.engine.async_engine import AsyncRolloutEngine as AsyncRolloutEngine
     from fp8plan.runtime.engine.engine import RolloutEngine as RolloutEngine
@@ -86,7 +87,7 @@ _HOME = {
         "runtime.correction.correct": "Correction correct",
         "runtime.correction.settings": "CorrectionSettings Rejection Thresholds",
         "runtime.correction.verl": "from_verl",
-        "runtime.doctor.doctor": "Diagnosis doctor",
+        "runtime.doctor.doctor": "Diagnosis async_doctor doctor",
         "runtime.engine.async_engine": "AsyncRolloutEngine",
         "runtime.engine.engine": "RolloutEngine",
         "runtime.guard.fallback": "GuardSettings",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import inspect
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
@@ -15,7 +17,10 @@ from fp8plan.runtime.doctor.checks import findings
 from fp8plan.runtime.doctor.finding import Finding, State
 from fp8plan.runtime.doctor.observe import Given, observe_engine, observe_llm
 from fp8plan.runtime.doctor.observed import Observed
-from fp8plan.runtime.weight_sync.state import Scored
+from fp8plan.runtime.weight_sync.state import Call, Scored
+
+if TYPE_CHECKING:
+    from fp8plan.runtime.engine.async_engine import AsyncRolloutEngine
 
 ALLOWED = "a RolloutEngine, a vllm.LLM, the URL of a vllm serve, a Monitor's run file, or a trainer's log"
 
@@ -67,13 +72,49 @@ def doctor(
     Raises ConfigError for another target, and for arguments that the engine does not take; SyncError or ConfigError
     while requests run.
     """
+    return _diagnosis(_observed(target, _given(prompts, weights, scored, temperature, gpu, precision)))
+
+
+async def async_doctor(
+    engine: AsyncRolloutEngine,
+    *,
+    prompts: Sequence[Sequence[int]] | None = None,
+    weights: Any = None,
+    scored: Scored | Sequence[Scored] = (),
+    temperature: float = 1.0,
+    gpu: str | None = None,
+    precision: str | None = None,
+) -> Diagnosis:
+    """Say what an AsyncRolloutEngine really runs: `doctor` for an engine of this event loop, which goes on meanwhile.
+
+    Takes and raises the same.
+    """
+    given = _given(prompts, weights, scored, temperature, gpu, precision)
+    loop = asyncio.get_running_loop()
+
+    def ask(procedure: Generator[Call, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(engine.ask(procedure), loop).result()
+
+    return _diagnosis(await asyncio.to_thread(observe_engine, engine, ask, given))
+
+
+def _given(
+    prompts: Sequence[Sequence[int]] | None,
+    weights: Any,
+    scored: Scored | Sequence[Scored],
+    temperature: float,
+    gpu: str | None,
+    precision: str | None,
+) -> Given:
     if not (is_number(temperature) and temperature > 0):
         raise ConfigError(f"temperature is {temperature!r}; allowed: a number above 0")
     if precision is not None:
         find_precision(precision)
     card = None if gpu is None else find_gpu(gpu).name
-    given = Given(prompts, weights, [scored] if isinstance(scored, Scored) else scored, temperature, card, precision)
-    seen = _observed(target, given)
+    return Given(prompts, weights, [scored] if isinstance(scored, Scored) else scored, temperature, card, precision)
+
+
+def _diagnosis(seen: Observed) -> Diagnosis:
     return Diagnosis(seen.target, tuple(findings(seen)), seen)
 
 
@@ -86,8 +127,10 @@ def _observed(target: Any, given: Given) -> Observed:
         from fp8plan.runtime.doctor.files import observe_file
 
         return observe_file(Path(target), given)
+    if inspect.iscoroutinefunction(getattr(target, "ask", None)):
+        raise ConfigError("the target is an AsyncRolloutEngine; type: await fp8plan.async_doctor(engine, ...)")
     if hasattr(target, "last_sequences") and hasattr(target, "ask"):
-        return observe_engine(target, given)
+        return observe_engine(target, target.ask, given)
     if hasattr(target, "llm_engine") and hasattr(target, "collective_rpc"):
         return observe_llm(target, given)
     raise ConfigError(f"the target is a {type(target).__name__}; allowed: {ALLOWED}")

@@ -21,7 +21,7 @@ from fp8plan.runtime.worker.facts import preset_of
 if TYPE_CHECKING:
     from vllm import LLM
 
-    from fp8plan.runtime.engine.engine import RolloutEngine
+    from fp8plan.runtime.engine.base import EngineBase
 
 Found = TypeVar("Found")
 
@@ -61,15 +61,15 @@ class Notes:
             return None
 
 
-def observe_engine(engine: RolloutEngine, given: Given) -> Observed:
-    """Observe an engine of fp8plan's."""
+def observe_engine(engine: EngineBase, ask: Ask, given: Given) -> Observed:
+    """Observe an engine of fp8plan's. ask: runs procedures on it"""
     notes, setup, state = Notes(), engine.launch.setup, engine.state
-    last = notes.of("preemptions", lambda: engine.observation)
+    last = getattr(engine, "observation", None)  # an AsyncRolloutEngine does not know which requests make a rollout
     sequences = engine.last_sequences if given.prompts is None else given.prompts
-    most = None if engine.llm is None else engine.llm.llm_engine.model_config.max_logprobs
-    found = inside(engine.ask, state, given, sequences, notes, most)
+    most = None if engine.llm is None else getattr(engine.llm, "llm_engine", engine.llm).model_config.max_logprobs
+    found = inside(ask, state, given, sequences, notes, most)
     return Observed(
-        target=f"RolloutEngine on {setup.gpu.name}",
+        target=f"{type(engine).__name__} on {setup.gpu.name}",
         gpu=setup.gpu.name,
         precision=given.precision or setup.precision.name,
         measured_kernels=notes.of("measured_kernels", lambda: measured_kernels(setup.gpu.name, engine.facts)),
@@ -175,8 +175,11 @@ def card(name: str) -> str:
 
 
 def measured_on(given: Given, facts: Mapping[str, Any], notes: Notes) -> tuple[str | None, Mapping[str, str] | None]:
-    """The GPU that was given, or that is here, and the kernels that its profile was measured with."""
-    gpu = notes.of("measured_kernels", lambda: given.gpu or ("cpu" if facts.get("device") == "cpu" else card("auto")))
+    """The GPU that was given, that the engine tells, or that is here, and the kernels that its profile was measured
+    with."""
+    told = facts.get("device")
+    here = "auto" if told in (None, "cuda") else told
+    gpu = notes.of("measured_kernels", lambda: given.gpu or card(here))
     return gpu, notes.of("measured_kernels", lambda: measured_kernels(gpu, facts))
 
 

@@ -112,6 +112,11 @@ class AsyncRolloutEngine(EngineBase):
         """Measure or set the KV scales without new weights, as RolloutEngine.recalibrate_kv does."""
         return await self._drive(self._recalibrate(self._busy(), kv_amax, kv_prompts))
 
+    async def ask(self, procedure: Generator[Call, Any, Answer]) -> Answer:
+        """Run a procedure that changes neither weights nor scales, as RolloutEngine.ask does."""
+        refuse_shut_down(self.state)
+        return await self._drive(self._asked(self._busy(), procedure))
+
     async def kv_scales(self) -> dict[str, dict[str, float]]:
         """Return layer -> KV scales in use: "q", "k", "v" on the device, and "q_host", ... on the host."""
         refuse_shut_down(self.state)

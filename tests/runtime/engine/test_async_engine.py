@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import pytest
 from tiny_models import CALIBRATION, PROMPTS, Outputs, checkpoint, cpu_plan, started_beside_references, weights
 
-from fp8plan.errors import LostEngineError, NotServingError, SyncError
+import fp8plan
+from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.runtime.engine.async_engine import AsyncRolloutEngine
 
 pytestmark = pytest.mark.vllm
@@ -52,9 +53,20 @@ def test_syncs_alternate_between_two_sets_of_weights(kind: str, precision: str) 
             await cancelled(engine)
             await engine.sync_weights(weights(kind, "a"), kv_prompts=CALIBRATION)
             assert await generate(engine) == expected["a"]
+            await examined(engine)
         finally:
             engine.shutdown()
         await after_shutdown(engine)
+
+    async def examined(engine: AsyncRolloutEngine) -> None:
+        """The doctor asks it in its event loop, and sees the weights that it was not told of."""
+        found = await fp8plan.async_doctor(engine, weights=weights(kind, "a"))
+        assert [one.says for one in found.faults] == []
+        assert found.target == "AsyncRolloutEngine on cpu"
+        other = await fp8plan.async_doctor(engine, weights=weights(kind, "b"))
+        assert [one.fault for one in other.faults] == ["stale_weights"]
+        with pytest.raises(ConfigError, match=r"await fp8plan\.async_doctor"):
+            fp8plan.doctor(engine)
 
     async def cancelled(engine: AsyncRolloutEngine) -> None:
         """Tasks that are cancelled at random moments leave no request, and weights that serve or are refused."""

@@ -14,9 +14,12 @@ from tiny_models import PROMPTS, generate, started, weights
 from trl_runs import model
 from vllm_server import BLOCK_FP8, FP8_KV, Server, free_port, line_of, outputs, serving
 
+import fp8plan
+
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 STATUS = "/fp8plan/status"
+UNSEEN_FROM_OUTSIDE = {"weights", "prefix_cache", "temperature", "mismatch"}  # the last three: nothing was given
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +70,17 @@ def test_vllms_name_of_the_weights_is_told(server: Server, trainer: Any) -> None
     trainer.client.finish_weight_update("step 7")
     assert server.get(STATUS)["weights"] == {"version": 2, "name": "step 7"}
     assert server.get("/weight_info") == {"weight_version": "step 7"}
+
+
+def test_the_doctor_sees_what_a_server_runs(server: Server) -> None:
+    """All that its status, its pages and its log-probs tell."""
+    found = fp8plan.doctor(server.url)
+    states = {one.check: one.state.value for one in found.findings}
+    assert found.faults == ()
+    assert {check for check, state in states.items() if state == "unknown"} == UNSEEN_FROM_OUTSIDE
+    assert found.observed.gpu == "cpu"  # which its workers tell
+    (fault,) = fp8plan.doctor(server.url, precision="fp8_block").faults
+    assert fault.fault == "wrong_precision"
 
 
 class SkipStart:
