@@ -59,14 +59,17 @@ def test_a_dense_model_is_left_alone() -> None:
 
 
 class Event:
-    def __init__(self, name: str, microseconds: float, device: str = "CUDA") -> None:
-        self._name, self._ns, self._device = name, microseconds * 1e3, device
+    def __init__(self, name: str, microseconds: float, device: str = "CUDA", at: float = 0.0) -> None:
+        self._name, self._ns, self._device, self._at = name, microseconds * 1e3, device, at * 1e3
 
     def name(self) -> str:
         return self._name
 
     def duration_ns(self) -> float:
         return self._ns
+
+    def start_ns(self) -> float:
+        return self._at
 
     def device_type(self) -> Any:
         return SimpleNamespace(name=self._device)
@@ -77,7 +80,7 @@ class Profile:
 
     def __init__(self, ran: list[str]) -> None:
         self.ran = ran
-        events = [Event("gemm", 10.0), Event("gemm", 20.0), Event("attention", 60.0)]
+        events = [Event("gemm", 10.0), Event("gemm", 20.0, at=15.0), Event("attention", 60.0, at=60.0)]
         events += [Event("execute_context_0", 900.0), Event("cudaLaunchKernel", 5.0, "CPU")]
         self.profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
 
@@ -104,13 +107,13 @@ def test_only_decode_steps_of_all_requests_are_recorded(monkeypatch: pytest.Monk
         runner.execute_model(
             SimpleNamespace(label=label, num_scheduled_tokens=tokens, total_num_scheduled_tokens=total)
         )
-    found, tokens = kernels.end()
+    found, tokens, span_us = kernels.end()
     assert ran == [
         "fill", "mixed", "start", "decode 0", "decode 1", "decode 2", "stop", "decode 3", "decode 4",
     ]  # fmt: skip
     assert runner.execute_model is execute
     assert found == [("attention", 0.33, 20.0), ("gemm", 0.67, 10.0)]
-    assert tokens == 2
+    assert (tokens, span_us) == (2, 40.0)
 
 
 def test_steps_that_fill_prompts_are_told_apart() -> None:
@@ -125,4 +128,4 @@ def test_steps_that_fill_prompts_are_told_apart() -> None:
 def test_without_such_a_step_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.profiler, "profile", lambda activities: Profile([]))
     runner = SimpleNamespace(execute_model=lambda scheduled: None)
-    assert StepKernels(runner, decodes(8), steps=4).end() == ([], 0.0)
+    assert StepKernels(runner, decodes(8), steps=4).end() == ([], 0.0, 0.0)

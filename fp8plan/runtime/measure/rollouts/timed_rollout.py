@@ -58,16 +58,17 @@ def timed(
 
 
 def decode_kernels(llm: Any, batch: int, context: int) -> dict[str, Any]:
-    """Kernels of the first GPU in a decode step of `batch` requests after `context` tokens, a mean of DECODE_STEPS.
+    """Kernels of a decode step of `batch` requests after `context` tokens, a mean of DECODE_STEPS.
 
-    kernels: [name, launches, microseconds] of a step; kernels_us: microseconds of all
+    kernels: [name, launches, microseconds] of a step of the first GPU; kernels_us: microseconds of all
+    span_us: as in worker.Recorded, of each GPU; other_gpus: kernels of the others, with tensor parallelism
     """
     tokens = 3 * DECODE_STEPS + FILLING_STEPS  # the first requests decode while prompts of the others are filled
     return _kernels(llm, batch, context, tokens, {"steps": DECODE_STEPS, "requests": batch})
 
 
 def prefill_kernels(llm: Any) -> dict[str, Any]:
-    """Kernels of the first GPU in a step that fills prompts, a mean of PREFILL_STEPS, as `decode_kernels`.
+    """Kernels of a step that fills prompts, a mean of PREFILL_STEPS, as `decode_kernels`.
 
     prefill_tokens: of a step, at least PREFILL_TOKENS
     """
@@ -84,9 +85,10 @@ def _kernels(llm: Any, prompts: int, context: int, response: int, recorded: Mapp
     empty_prefix_cache(llm)
     llm.collective_rpc("fp8plan_kernels_begin", kwargs=dict(recorded))
     llm.generate(token_prompts(work, llm.llm_engine.model_config.get_vocab_size()), params, use_tqdm=False)
-    found, tokens = llm.collective_rpc("fp8plan_kernels_end")[0]
-    filled = {"prefill_tokens": tokens} if "tokens" in recorded else {}
-    return {"kernels": found, "kernels_us": round(sum(us for *_, us in found), 1)} | filled
+    (found, tokens, _), *others = answers = llm.collective_rpc("fp8plan_kernels_end")
+    facts = {"kernels": found, "kernels_us": round(sum(us for *_, us in found), 1), "span_us": [x[2] for x in answers]}
+    facts |= {"prefill_tokens": tokens} if "tokens" in recorded else {}
+    return facts | ({"other_gpus": [x[0] for x in others]} if others else {})
 
 
 def empty_prefix_cache(llm: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fp8plan.model.emit.ignored import is_router
 from fp8plan.runtime.measure.rollouts.engine_parts import engine_parts
@@ -52,8 +52,8 @@ class MeasuredWorker:
         wanted = fills(tokens) if tokens else decodes(requests)
         self._fp8plan_kernels = StepKernels(self.model_runner, wanted, steps)  # type: ignore[attr-defined]
 
-    def fp8plan_kernels_end(self) -> tuple[list[tuple[str, float, float]], float]:
-        """The kernels of a recorded step: (name, launches, microseconds), the longest first; and its tokens."""
+    def fp8plan_kernels_end(self) -> Recorded:
+        """A recorded step, a mean."""
         return self._fp8plan_kernels.end()
 
 
@@ -65,6 +65,20 @@ def decodes(requests: int) -> Callable[[Sequence[int]], bool]:
 def fills(prompt_tokens: int) -> Callable[[Sequence[int]], bool]:
     """Tell whether at least so many tokens of prompts are filled and nothing else."""
     return lambda tokens: min(tokens, default=0) > 1 and sum(tokens) >= prompt_tokens
+
+
+class Recorded(NamedTuple):
+    """A mean of recorded steps.
+
+    kernels: (name, launches, microseconds), the longest first
+    tokens:  of all requests
+    span_us: microseconds of the GPU from the first kernel's begin to the last one's end, over the steps. More than the
+             kernels have: it waited for its host; less: they ran beside each other
+    """
+
+    kernels: list[tuple[str, float, float]]
+    tokens: float
+    span_us: float
 
 
 class StepKernels:
@@ -101,19 +115,23 @@ class StepKernels:
         torch.cuda.synchronize()
         act()
 
-    def end(self) -> tuple[list[tuple[str, float, float]], float]:
+    def end(self) -> Recorded:
         if self.running:
             self._at_rest(self.profile.stop)
         self.runner.execute_model = self.execute
         steps, found = self.steps - self.left, defaultdict(list)
         if not steps:
-            return [], 0.0
+            return Recorded([], 0.0, 0.0)
+        begun, ended = [], []
         results: Any = self.profile.profiler
         for event in results.kineto_results.events():
             if event.device_type().name == "CUDA" and not event.name().startswith(ANNOTATIONS):
                 found[event.name()[:LONGEST_NAME]].append(event.duration_ns() / 1e3)
+                begun.append(event.start_ns())
+                ended.append(event.start_ns() + event.duration_ns())
         rows = [(name, round(len(x) / steps, 2), round(sum(x) / steps, 2)) for name, x in found.items()]
-        return sorted(rows, key=lambda row: -row[2]), self.tokens / steps
+        span = (max(ended, default=0) - min(begun, default=0)) / 1e3
+        return Recorded(sorted(rows, key=lambda row: -row[2]), self.tokens / steps, round(span / steps, 2))
 
 
 def spread_routers(named: Iterable[tuple[str, torch.nn.Parameter]]) -> int:
