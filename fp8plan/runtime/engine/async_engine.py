@@ -153,11 +153,12 @@ class AsyncRolloutEngine(EngineBase):
             return await self._start()
         if call.what == "reset":
             return await self._reset_prefix_cache()
-        if call.what == "generate":
+        if call.what in ("generate", "score"):
             prompts, params = requests(call)
             tasks = [asyncio.ensure_future(self._last(prompt, params)) for prompt in prompts]
             try:
-                return await asyncio.gather(*tasks)
+                found = await asyncio.gather(*tasks)
+                return [found] if call.what == "score" else found
             finally:
                 for task in tasks:  # one that failed must not leave the others running
                     task.cancel()
