@@ -69,7 +69,7 @@ class FakeReplica:
 class FakeMembers:
     """The replicas as `Members` has them. faults: (number of a submitted call, replica) -> "dies" or "refuses"."""
 
-    def __init__(self, replicas: int, faults: Mapping[tuple[int, int], str] = {}) -> None:  # noqa: B006 -- never written
+    def __init__(self, replicas: int, faults: Mapping[tuple[int, int], str] = {}) -> None:
         self.living = {number: FakeReplica(number) for number in range(replicas)}
         self.lost: dict[int, str] = {}
         self.terms = SimpleNamespace(workers=1)

@@ -254,7 +254,7 @@ def test_once_none_is_left_the_fleet_refuses(fleet: RolloutFleet) -> None:
     kill(fleet, 1)
     with (
         pytest.warns(RuntimeWarning, match="replica 1 of the fleet is lost"),
-        pytest.raises(NotServingError, match=r"4 of 4 requests are unanswered.*replica 0: .*; replica 1: .*sync_weights"),
+        pytest.raises(NotServingError, match=r"4 of 4 requests are unanswered.*replica 0: .*; replica 1: "),
     ):
         fleet.generate(COPIES)
     with pytest.raises(NotServingError, match="call sync_weights with all weights, which starts it again"):

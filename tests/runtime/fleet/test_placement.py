@@ -27,7 +27,7 @@ def test_what_fits_is_let_through() -> None:
 @pytest.mark.parametrize(
     ("replicas", "have", "says"),
     [
-        (4, {"CPU": 64.0, "GPU": 6.0}, r"4 replicas of 2 GPU\(s\) .* the Ray cluster has 6 GPU\(s\) .*replicas=3, or add"),
+        (4, {"CPU": 64.0, "GPU": 6.0}, r"4 replicas of 2 GPU\(s\) .* has 6 GPU\(s\) .*allowed: replicas=3, or add"),
         (1, {"CPU": 64.0, "GPU": 1.0}, r"allowed: a replica on fewer GPUs, or add hosts"),
         (2, {"CPU": 64.0}, r"has 0 GPU\(s\) and 64 CPU\(s\)"),
     ],

@@ -114,12 +114,12 @@ def test_all_have_the_scales_of_the_largest_magnitudes() -> None:
 
 
 FAULTS = st.dictionaries(
-    st.tuples(st.integers(0, CALLS), st.integers(0, 2)), st.sampled_from(["dies", "refuses"]), max_size=4
+    st.tuples(st.integers(0, CALLS), st.integers(0, 2)), st.sampled_from(["dies", "refuses"]), min_size=2, max_size=5
 )
 
 
-@given(FAULTS, st.sampled_from([None, "cpu"]))
-def test_whatever_fails_whoever_serves_serves_the_same(faults: dict[tuple[int, int], str], copy: str | None) -> None:
+def check_who_serves(faults: dict[tuple[int, int], str], copy: str | None) -> None:
+    """Sync with faults; whoever serves afterwards serves the same, complete."""
     members, state = FakeMembers(3, faults), fresh(rollback=copy)
     failed = False
     try:
@@ -130,28 +130,42 @@ def test_whatever_fails_whoever_serves_serves_the_same(faults: dict[tuple[int, i
         assert failed
         return
     held = [replica.weights for replica in members.living.values()]
-    if state.refusal is None:  # whatever serves is complete, and the same in all
+    if state.refusal is None:
         value = float(state.version and 5.0)
         assert held == [{"w": value, "v": value}] * len(held)
         assert all(replica.scales == state.kv_scales for replica in members.living.values())
-        assert failed == (state.version == 0)
     else:
-        assert failed
-        assert copy is None or any(fault == "refuses" for fault in faults.values())
-    if not failed:
-        assert not any(replica.is_open for replica in members.living.values())
+        assert "refuses" in faults.values()
+    assert failed == (state.version == 0)
+    assert failed or not any(replica.is_open for replica in members.living.values())
 
 
-@given(st.integers(0, CALLS), st.integers(0, 1))
-def test_a_death_alone_never_costs_the_others_the_sync(call: int, replica: int) -> None:
-    members, state = FakeMembers(2, {(call, replica): "dies"}), fresh()
-    synced(members, state, 5.0)
-    assert state.version == 1
-    assert [one.weights for one in members.living.values()] == [{"w": 5.0, "v": 5.0}] * len(members.living)
+@pytest.mark.parametrize("copy", [None, "cpu"])
+@pytest.mark.parametrize("fault", ["dies", "refuses"])
+@pytest.mark.parametrize("call", range(CALLS))
+def test_whenever_one_fails_whoever_serves_serves_the_same(call: int, fault: str, copy: str | None) -> None:
+    for replica in range(3):
+        check_who_serves({(call, replica): fault}, copy)
+
+
+@given(FAULTS, st.sampled_from([None, "cpu"]))
+def test_whatever_fails_together_whoever_serves_serves_the_same(
+    faults: dict[tuple[int, int], str], copy: str | None
+) -> None:
+    check_who_serves(faults, copy)
+
+
+@pytest.mark.parametrize("call", range(CALLS))
+def test_a_death_alone_never_costs_the_others_the_sync(call: int) -> None:
+    for replica in range(2):
+        members, state = FakeMembers(2, {(call, replica): "dies"}), fresh()
+        synced(members, state, 5.0)
+        assert state.version == 1
+        assert [one.weights for one in members.living.values()] == [{"w": 5.0, "v": 5.0}] * len(members.living)
 
 
 def test_a_refusal_ends_the_sync_in_all() -> None:
-    members = FakeMembers(2, {(2, 1): "refuses"})  # the first chunk, whose answer is seen with the second
+    members = FakeMembers(2, {(2, 1): "refuses", (3, 1): "refuses"})  # both chunks; the first is seen with the second
     state = fresh(rollback="cpu")
     with pytest.raises(SyncError, match="replica 1: it says no; the weights of before it are back and serve"):
         synced(members, state, 5.0)
