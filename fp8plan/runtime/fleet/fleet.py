@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from fp8plan.checks import whole
-from fp8plan.errors import ConfigError, NotServingError
+from fp8plan.errors import ConfigError, NotServingError, SyncError
 from fp8plan.runtime.engine.access import alone, generating, refuse_dead, refuse_shut_down
 from fp8plan.runtime.engine.base import EngineBase
 from fp8plan.runtime.engine.launch import Launch, launch
@@ -31,6 +31,7 @@ from fp8plan.runtime.fleet.sync import Kept
 from fp8plan.runtime.guard.fallback import Action, GuardSettings
 from fp8plan.runtime.guard.observation import EngineFacts, Observation, observation_of
 from fp8plan.runtime.monitor.record import rollout_fields
+from fp8plan.runtime.weight_sync.nccl import RemoteSource
 from fp8plan.runtime.weight_sync.procedure import replace_weights
 from fp8plan.runtime.weight_sync.state import (
     Call,
@@ -76,6 +77,7 @@ class RolloutFleet(EngineBase):
         self._seen = SeenLengths(expected_tokens)
         self._kept: Kept | None = None
         self._finished: Finished | None = None
+        self._met: Any = None  # the line-up that met a trainer over NCCL
         self.waiting: set[int] = set()
         try:
             self._members.start(range(members.count), launched)
@@ -216,6 +218,12 @@ class RolloutFleet(EngineBase):
 
         Raises SyncError, whose message says which weights serve now.
         """
+        if isinstance(tensors, RemoteSource) and self._members.lineup != self._met:
+            workers = len(self._members.living) * self._members.terms.workers
+            raise SyncError(
+                "the replicas that live are not those that met the trainer; type: "
+                f"transfer = connect(fleet.join_transfer, workers={workers}). Nothing was sent"
+            )
         calls = self._calls(keep=self._keep)
         report = self._drive(self._revive_and_sync(self._busy(), tensors, manifest, kv_amax, kv_prompts, scored), calls)
         self.waiting.clear()
@@ -226,9 +234,10 @@ class RolloutFleet(EngineBase):
     def join_transfer(self, where: Rendezvous) -> None:
         """Meet a trainer that sends over NCCL to all workers of all replicas (fp8plan.runtime.weight_sync.nccl).
 
-        Replicas that are started later need another one. What comes this way is not kept for `replace`.
+        Once a replica has died or was replaced they must meet again. What comes this way is not kept for `replace`.
         """
         self._drive(self._join(self._busy(), where))
+        self._met = self._members.lineup
 
     def recalibrate_kv(self, *, kv_amax: Any = None, kv_prompts: Any = None) -> str | None:
         """Measure or set the KV scales of all replicas without new weights, as RolloutEngine.recalibrate_kv does."""

@@ -48,13 +48,14 @@ class Members:
     lost:   number -> what it died of, until another takes its place
     terms:  what each is started with
     sizes:  the longest request and the vocabulary of each engine, in tokens
+    born:   how many actors were started so far
     """
 
     def __init__(self, replicas: int, terms: Terms) -> None:
         self._ray = ray()
         self.terms = terms
         self._group = placed(replicas, terms.gpus, terms.cpus, terms.wait_s)
-        self._started = 0
+        self.born = 0
         self.count = replicas
         self.living: dict[int, Any] = {}
         self.lost: dict[int, str] = {}
@@ -78,6 +79,11 @@ class Members:
         if dead := made.keys() - found.keys():
             raise LostEngineError(f"the engine died while it started: {self.obituary(dead)}")
         self.sizes = next(iter(found.values()))
+
+    @property
+    def lineup(self) -> tuple[list[int], int]:
+        """What changes whenever an actor comes or goes."""
+        return sorted(self.living), self.born
 
     def submit(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         """Call a method of the living among these actors, without waiting. Each does what it is told in order."""
@@ -149,8 +155,8 @@ class Members:
     def _seeded(self, launched: Launch) -> Launch:
         """Give an engine a seed of its own: with vLLM's default all would sample the same numbers, and copies of a
         prompt in two replicas get the same response. A seed that was used is not used again."""
-        seed = int(launched.kwargs.get("seed") or 0) + self._started
-        self._started += 1
+        seed = int(launched.kwargs.get("seed") or 0) + self.born
+        self.born += 1
         return replace(launched, kwargs={**launched.kwargs, "seed": seed})
 
 

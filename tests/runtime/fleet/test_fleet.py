@@ -9,12 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import planted
 import pytest
 from tiny_models import CALIBRATION, PROMPTS, checkpoint, cpu_plan, weights
 
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.runtime.fleet.fleet import RolloutFleet
+from fp8plan.runtime.guard.fallback import Action
+from fp8plan.runtime.monitor.monitor import Monitor
+from fp8plan.runtime.monitor.sinks import Callback
+from fp8plan.runtime.weight_sync.nccl import RemoteSource
 from fp8plan.runtime.weight_sync.state import Call, SyncSettings, rpc
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
@@ -160,7 +165,9 @@ def test_a_rollout_is_routed_by_lengths_and_compared_with_the_static_split(fleet
     assert record["routing"]["static_tokens"] == 84
     assert set(fleet.verdicts) == {0, 1}
     assert fleet.verdict in fleet.verdicts.values()
-    fleet.report_kl(0.001)
+    written: list[Any] = []
+    Monitor(engine=fleet, sinks=[Callback(written.append)]).step(np.zeros((1, 2)), np.zeros((1, 2)))
+    assert (written[0]["data_parallel"], written[0]["response_lengths"]) == (2, lengths)
 
 
 def test_copies_of_a_prompt_get_different_responses_on_both(fleet: RolloutFleet) -> None:
@@ -182,6 +189,22 @@ def test_what_one_replica_refuses_none_serves(fleet: RolloutFleet, fresh: Fresh)
     with pytest.raises(SyncError, match=r"the manifest is empty.*the old weights serve, untouched"):
         fleet.sync_weights({})
     assert fleet.serves == [0, 1]
+
+
+def test_replicas_that_have_not_met_the_trainer_take_nothing_from_it(fleet: RolloutFleet) -> None:
+    remote = RemoteSource((), lambda: None)
+    with pytest.raises(SyncError, match=r"connect\(fleet.join_transfer, workers=2\)\. Nothing was sent"):
+        fleet.sync_weights(remote)
+
+
+def test_what_a_guard_asks_for_is_done_in_all(fleet: RolloutFleet, fresh: Fresh) -> None:
+    from vllm import SamplingParams
+
+    fleet.generate(COPIES, SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True))
+    fleet.apply(Action.RECALIBRATE_KV)  # on sequences of that rollout
+    first, second = fleet.kv_scales()
+    assert first == second != fresh.scales
+    fleet.recalibrate_kv(kv_prompts=CALIBRATION)
 
 
 def test_errors_of_a_request_reach_the_caller_and_harm_nobody(fleet: RolloutFleet) -> None:
