@@ -1,8 +1,8 @@
-"""Replicas without Ray or vLLM: what a fleet's Calls meet, as far as a sync goes."""
+"""Replicas without Ray or vLLM, as far as a fleet's Calls go."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +39,15 @@ class FakeReplica:
             self.weights[MANIFEST[number][0]] = float(tensor[0])
         return [{"ok": None}]
 
+    def took(self, action: Any) -> None:
+        self.heard.append(("took", action))
+
+    def facts(self) -> dict[str, Any]:
+        return {"vllm_version": "0.30.0"}
+
+    def kv_scales(self) -> dict[str, dict[str, float]]:
+        return {layer: dict(zip("qkv", parts, strict=True)) for layer, parts in self.scales.items()}
+
     def prepare(self, *_: Any) -> dict[str, Any]:
         return {"number": 0, "groups": [0, 1], "quantised": [], "taken": [2, 2]}
 
@@ -73,18 +82,39 @@ class FakeMembers:
         self.living = {number: FakeReplica(number) for number in range(replicas)}
         self.lost: dict[int, str] = {}
         self.terms = SimpleNamespace(workers=1)
-        self._faults, self._calls = faults, 0
+        self.count, self.born, self.sizes = replicas, replicas, (256, 1024)
+        self.faults, self.calls = dict(faults), 0
         self.put_count = 0
+
+    @property
+    def lineup(self) -> Any:
+        return sorted(self.living), self.born
+
+    def start(self, numbers: Iterable[int], launched: Any) -> None:
+        for number in numbers:
+            self.living[number] = FakeReplica(number)
+            self.lost.pop(number, None)
+            self.born += 1
+
+    def stop(self, numbers: Iterable[int] | None = None) -> None:
+        for number in list(self.living if numbers is None else numbers):
+            self.living.pop(number, None)
+
+    def close(self) -> None:
+        self.stop()
+
+    def get(self, reference: Any) -> Any:
+        return reference
 
     def put(self, value: Any) -> Any:
         self.put_count += 1
         return value
 
     def submit(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
-        call, self._calls = self._calls, self._calls + 1
+        call, self.calls = self.calls, self.calls + 1
         found = {}
         for number, given in arguments.items():
-            fault = self._faults.get((call, number))
+            fault = self.faults.get((call, number))
             if number not in self.living:
                 continue
             if fault == "refuses" and (method == "load" or given[0].what == "rpc"):

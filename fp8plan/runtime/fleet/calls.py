@@ -1,14 +1,12 @@
-"""The way of a procedure's Calls to replicas, and of a rollout's requests."""
+"""The way of a procedure's Calls to replicas, and of their answers back."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from fp8plan.errors import NotServingError
 from fp8plan.runtime.fleet.members import Members
-from fp8plan.runtime.fleet.requests import Requests
-from fp8plan.runtime.fleet.routing import routed
 from fp8plan.runtime.fleet.sync import STREAMED, addressed, merged, packed
 from fp8plan.runtime.weight_sync.state import Call
 
@@ -16,7 +14,7 @@ Answers = list[dict[str, Any]]
 
 
 class Calls:
-    """What answers the Calls of one procedure.
+    """The answerer of one procedure's Calls.
 
     numbers: replicas that are asked; None: all that live
     keep:    keep the chunks of tensors that pass in the object store
@@ -78,50 +76,3 @@ class Calls:
         if not answers:
             raise NotServingError(f"no replica is left ({self._members.obituary()}); the next sync_weights starts all")
         return merged(call, answers)
-
-
-class Dispatched(NamedTuple):
-    """Requests that have been answered.
-
-    outputs:  RequestOutputs, in the order of the requests
-    parts:    replica -> the requests that it answered, in the order in which it got them
-    seconds:  replica -> wall time of its parts
-    rerouted: requests whose replica died, which others then answered
-    """
-
-    outputs: list[Any]
-    parts: dict[int, list[int]]
-    seconds: dict[int, float]
-    rerouted: int
-
-
-def dispatched(members: Members, serving: Sequence[int], requests: Requests, expected: Sequence[float]) -> Dispatched:
-    """Have requests answered by these replicas. What a replica had when it died is asked of the others, from the start.
-
-    Raises NotServingError once none is left, and what vLLM raises for a request.
-    """
-    loads = requests.loads(expected)
-    outputs: list[Any] = [None] * len(loads)
-    parts: dict[int, list[int]] = {}
-    seconds: dict[int, float] = {}
-    rerouted, left = 0, list(range(len(loads)))
-    while left:
-        alive = [number for number in serving if number in members.living]
-        if not alive:
-            raise NotServingError(
-                f"{len(left)} of {len(loads)} requests are unanswered, and no replica that has the weights is left "
-                f"({members.obituary()}); the outputs of the others are lost, too. Type: fleet.sync_weights(...)"
-            )
-        split = routed([loads[request] for request in left], len(alive))
-        asked = {number: [left[at] for at in part] for number, part in zip(alive, split, strict=True) if part}
-        answers = members.collect(
-            members.submit("generate", {number: requests.take(part) for number, part in asked.items()})
-        )
-        for number, (found, took) in answers.items():
-            for request, output in zip(asked[number], found, strict=True):
-                outputs[request] = output
-            parts.setdefault(number, []).extend(asked[number])
-            seconds[number] = seconds.get(number, 0.0) + took
-        left = [request for number in asked.keys() - answers.keys() for request in asked[number]]
-        rerouted += len(left)
-    return Dispatched(outputs, parts, seconds, rerouted)

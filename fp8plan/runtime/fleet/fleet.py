@@ -12,7 +12,6 @@ weights; how a sync goes is runtime.fleet.sync, who gets which prompt is runtime
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
@@ -22,14 +21,15 @@ from fp8plan.errors import ConfigError, NotServingError, SyncError
 from fp8plan.runtime.engine.access import alone, generating, refuse_dead, refuse_shut_down
 from fp8plan.runtime.engine.base import EngineBase
 from fp8plan.runtime.engine.launch import Launch, launch
-from fp8plan.runtime.fleet.calls import Calls, dispatched
+from fp8plan.runtime.fleet.calls import Calls
 from fp8plan.runtime.fleet.members import Members, Terms
 from fp8plan.runtime.fleet.report import Finished, Routing
 from fp8plan.runtime.fleet.requests import Requests
-from fp8plan.runtime.fleet.routing import SeenLengths, given_lengths, mean_response
+from fp8plan.runtime.fleet.rollouts import Rollouts
+from fp8plan.runtime.fleet.routing import mean_response
 from fp8plan.runtime.fleet.sync import Kept
 from fp8plan.runtime.guard.fallback import Action, GuardSettings
-from fp8plan.runtime.guard.observation import EngineFacts, Observation, observation_of
+from fp8plan.runtime.guard.observation import EngineFacts, Observation
 from fp8plan.runtime.monitor.record import rollout_fields
 from fp8plan.runtime.weight_sync.nccl import RemoteSource
 from fp8plan.runtime.weight_sync.procedure import replace_weights
@@ -57,8 +57,6 @@ Answer = TypeVar("Answer")
 class RolloutFleet(EngineBase):
     """Replicas of one engine; `from_plan` or `from_setup` makes them. A context manager, which shuts them down.
 
-    waiting: replicas that live without the weights that serve; the next sync gives them
-
     A replica that dies drops out, with a warning that names it, and the others go on. Once none is left the fleet
     refuses to generate, and the next sync_weights starts all again. Calls after `shutdown` raise LostEngineError.
     """
@@ -74,11 +72,10 @@ class RolloutFleet(EngineBase):
     ) -> None:
         super().__init__(launched, settings, None, GuardSettings())
         self._members, self._keep = members, keep_weights
-        self._seen = SeenLengths(expected_tokens)
+        self._rollouts = Rollouts(members, expected_tokens)
         self._kept: Kept | None = None
-        self._finished: Finished | None = None
-        self._met: Any = None  # the line-up that met a trainer over NCCL
-        self.waiting: set[int] = set()
+        self._met: tuple[list[int], int] | None = None  # the line-up that met a trainer over NCCL
+        self._waiting: set[int] = set()
         try:
             self._members.start(range(members.count), launched)
             self._drive(self._opening())
@@ -120,10 +117,8 @@ class RolloutFleet(EngineBase):
         Uses the Ray that runs, or starts one on this host. Raises ConfigError without ray or with too few GPUs, and as
         RolloutEngine does.
         """
-        sizes = {name: vllm_kwargs.get(name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
-        workers = (sizes["tensor_parallel_size"] or setup.limits.tensor_parallel_size) * (
-            sizes["pipeline_parallel_size"] or 1
-        )
+        workers = vllm_kwargs.get("tensor_parallel_size", setup.limits.tensor_parallel_size)
+        workers *= vllm_kwargs.get("pipeline_parallel_size", 1)
         if workers > 1:  # in a placement group vLLM would place its workers by Ray itself, in other replicas' bundles
             vllm_kwargs.setdefault("distributed_executor_backend", "mp")
         launched = launch(setup, model_path, keep_bf16, vllm_kwargs, precisions)
@@ -174,32 +169,13 @@ class RolloutFleet(EngineBase):
         if self.state.generating:
             raise NotServingError("another generate is running; wait for it")
         with generating(self.state):
-            requests = Requests.of(prompts, sampling_params, kwargs)
-            names = requests.names
-            if expected_lengths is None:
-                expected = self._seen.expected(names)
-            else:
-                expected = given_lengths(expected_lengths, len(names))
-            begun = time.perf_counter()
             try:
-                done = dispatched(self._members, self.serves, requests, expected)
+                requests = Requests.of(prompts, sampling_params, kwargs)
+                outputs = self._rollouts.run(self.serves, requests, expected_lengths)
             finally:
                 self._count_dead()
-            seconds = time.perf_counter() - begun
-            self._remember(done.outputs)
-            samples = [[len(one.token_ids) for one in output.outputs if len(one.token_ids)] for output in done.outputs]
-            self._finished = None
-            if any(samples):
-                self._finished = Finished(
-                    observation_of(done.outputs, seconds),
-                    done.parts,
-                    [len(some) for some in samples],
-                    requests.loads(expected),
-                    done.seconds,
-                    done.rerouted,
-                )
-                self._seen.learn(names, [sum(some) / max(1, len(some)) for some in samples])
-            return done.outputs
+            self._remember(outputs)
+            return outputs
 
     def sync_weights(
         self,
@@ -226,7 +202,7 @@ class RolloutFleet(EngineBase):
             )
         calls = self._calls(keep=self._keep)
         report = self._drive(self._revive_and_sync(self._busy(), tensors, manifest, kv_amax, kv_prompts, scored), calls)
-        self.waiting.clear()
+        self._waiting.clear()
         sent = next(key[0] for key, checked in self.state.prepared.items() if checked.number == calls.number)
         self._kept = Kept(sent, calls.chunks) if calls.chunks else None
         return report
@@ -249,24 +225,22 @@ class RolloutFleet(EngineBase):
         That is the kept stream of the last sync, checked as then, and the KV scales of the others. Returns whether it
         serves now. Where nothing is kept (keep_weights=False, NCCL), or nothing serves, it waits for the next sync.
 
-        Raises ConfigError for a number that there is not, NotServingError if no other replica lives, SyncError if the
-        new one does not take the weights.
+        Raises ConfigError for a number that there is not, NotServingError if no replica lives (then sync_weights starts
+        all), SyncError if the new one does not take the weights.
         """
         refuse_shut_down(self.state)
         if not isinstance(number, int) or not 0 <= number < self._members.count:
             raise ConfigError(f"replica {number!r}; allowed: 0 to {self._members.count - 1}")
         with alone(self.state, self._busy()):
-            if self._members.living.keys() <= {number}:
-                self.state.dead = True
             refuse_dead(self.state)
             self._members.stop([number])
             self._members.start([number], self.launch)
             self.state.prepared.clear()  # the new one has not seen any manifest
-            self.waiting.add(number)
+            self._waiting.add(number)
             if self.state.refusal is None and (self.state.version == 0 or self._kept is not None):
                 self._seed(number)
-                self.waiting.discard(number)
-        return number not in self.waiting
+                self._waiting.discard(number)
+        return number in self.serves
 
     def ask(self, procedure: Procedure) -> Any:
         """Run a procedure that changes neither weights nor scales, while no request runs; it asks all replicas."""
@@ -290,7 +264,12 @@ class RolloutFleet(EngineBase):
     @property
     def serves(self) -> list[int]:
         """The replicas that live and have the weights that serve."""
-        return sorted(self._members.living.keys() - self.waiting)
+        return sorted(self._members.living.keys() - self._waiting)
+
+    @property
+    def waiting(self) -> list[int]:
+        """The replicas that live without the weights that serve; the next sync gives them."""
+        return sorted(self._members.living.keys() & self._waiting)
 
     @property
     def routing(self) -> Routing | None:
@@ -366,10 +345,11 @@ class RolloutFleet(EngineBase):
         return self._members.collect(self._members.submit(method, dict.fromkeys(self._members.living, arguments)))
 
     def _judged(self) -> Finished | None:
-        """Return the last rollout once the guards have judged it."""
-        if self._finished is not None and not self._finished.judgements:
-            self._finished = self._finished.judged(self._every("judgement"))
-        return self._finished
+        """Return the last rollout once the guards have judged it, and note why one cannot."""
+        done = self._rollouts.judged()
+        if done is not None:
+            self.guard_off = next((found.off for found in done.judgements.values() if found.off), None)
+        return done
 
     def _calls(self, numbers: Sequence[int] | None = None, keep: bool = False) -> Calls:
         return Calls(self._members, numbers, keep)
@@ -393,7 +373,7 @@ class RolloutFleet(EngineBase):
     def _restarted(self) -> None:
         """Start all replicas anew."""
         self._members.stop()
-        self.waiting.clear()
+        self._waiting.clear()
         self._members.start(range(self.replicas), self.launch)
 
     def _seed(self, number: int) -> None:
@@ -409,5 +389,9 @@ class RolloutFleet(EngineBase):
             sync = replace_weights(own, pairs, self._kept.manifest, kv_known=state.kv_scales)
             driven(sync, calls.answer)
         except BaseException as error:
-            self._members.lose(number, f"it did not take the weights that serve: {error}")
+            self._members.lose(number, "it did not take the weights that serve")
+            if isinstance(error, Exception):
+                raise SyncError(
+                    f"replica {number} did not take the weights that serve, and is lost; the others serve them: {error}"
+                ) from error
             raise

@@ -19,7 +19,7 @@ STOP_S = 30.0  # that a replica may take to shut vLLM down
 
 
 class Terms(NamedTuple):
-    """What every actor of a fleet is started with.
+    """The terms on which every actor of a fleet is started.
 
     workers: of vLLM in each replica, on a GPU each where device is "cuda"
     cpus:    that Ray reserves for a replica
@@ -72,9 +72,9 @@ class Members:
             self.lost.pop(number, None)
         try:
             found = self.collect(self.submit("start", dict.fromkeys(made, (terms.mode, terms.guard))))
-        except BaseException:
+        except BaseException as error:
             for number in made:
-                self.lose(number, "it did not start")
+                self._end(number, f"it did not start: {error}")
             raise
         if dead := made.keys() - found.keys():
             raise LostEngineError(f"the engine died while it started: {self.obituary(dead)}")
@@ -82,7 +82,7 @@ class Members:
 
     @property
     def lineup(self) -> tuple[list[int], int]:
-        """What changes whenever an actor comes or goes."""
+        """A value that changes whenever an actor comes or goes."""
         return sorted(self.living), self.born
 
     def submit(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
@@ -113,13 +113,18 @@ class Members:
         return answers
 
     def lose(self, number: int, why: str) -> None:
-        """Count a replica out, and end what is left of it."""
-        actor = self.living.pop(number, None)
-        if actor is not None:
-            self.lost[number] = why
-            with suppress(Exception):
-                self._ray.kill(actor)
+        """Count a replica out, warn of it, and end what is left of it."""
+        if self._end(number, why):
             warn(f"replica {number} of the fleet is lost: {why}; type: fleet.replace({number})")
+
+    def _end(self, number: int, why: str) -> bool:
+        actor = self.living.pop(number, None)
+        if actor is None:
+            return False
+        self.lost[number] = why
+        with suppress(Exception):
+            self._ray.kill(actor)
+        return True
 
     def obituary(self, numbers: Iterable[int] | None = None) -> str:
         """Say what replicas died of."""

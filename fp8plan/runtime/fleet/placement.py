@@ -66,9 +66,7 @@ def place(group: Any, number: int, gpus: int, cpus: float, env: dict[str, str]) 
     """Return the options of the actor in a bundle of the group."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    strategy = PlacementGroupSchedulingStrategy(
-        placement_group=group, placement_group_bundle_index=number, placement_group_capture_child_tasks=True
-    )
+    strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=number)
     return {
         "num_cpus": cpus,
         "num_gpus": gpus,

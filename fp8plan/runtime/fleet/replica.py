@@ -17,7 +17,7 @@ from fp8plan.runtime.weight_sync.state import Call, SyncSettings
 
 
 class Judgement(NamedTuple):
-    """What a replica's guard found in its part of the last rollout. off: why there is no verdict"""
+    """The findings of a replica's guard in its part of the last rollout. off: why there is no verdict"""
 
     observation: Observation | None
     verdict: Verdict | None

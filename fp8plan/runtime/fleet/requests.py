@@ -46,7 +46,7 @@ class Requests:
 
     @property
     def names(self) -> list[Hashable]:
-        """What tells each prompt from others."""
+        """The identity of each prompt."""
         return [name_of(prompt) for prompt in self.prompts]
 
 

@@ -42,7 +42,7 @@ def ray_here() -> Iterator[Any]:
 
 
 class Fresh:
-    """What a freshly started engine on the weights a has, and says."""
+    """A freshly started engine on the weights a: its bits, its scales and its words."""
 
     def __init__(self, fleet: RolloutFleet) -> None:
         self.bits = digests(fleet)[0]
