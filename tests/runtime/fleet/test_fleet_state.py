@@ -76,9 +76,7 @@ def test_one_that_is_given_nothing_waits_for_the_next_sync() -> None:
     assert not fleet.replace(1)
     assert (fleet.serves, fleet.waiting) == ([0], [1])
     members.lose(0, "it was killed")
-    with pytest.raises(
-        NotServingError, match=r"has the weights is left; .*Dead: replica 0: it was killed"
-    ):
+    with pytest.raises(NotServingError, match=r"has the weights is left; .*Dead: .*it was killed"):
         fleet.generate(["a prompt"])
     sync(fleet, 6.0)
     assert (fleet.serves, weights(members)) == ([1], {1: 6.0})
@@ -101,9 +99,7 @@ def test_one_that_does_not_take_the_weights_is_lost_and_the_others_serve() -> No
     fleet, members = made()
     sync(fleet, 5.0)
     members.calls, members.faults = 0, {(2, 1): "refuses"}
-    with pytest.raises(
-        SyncError, match="replica 1 did not take the weights .* is lost; the others serve"
-    ):
+    with pytest.raises(SyncError, match=r"replica 1 did not take the weights .* is lost; the others serve"):
         fleet.replace(1)
     assert (fleet.serves, fleet.waiting, list(fleet.deaths)) == ([0], [], [1])
     assert fleet.serving
