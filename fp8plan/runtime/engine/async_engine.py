@@ -145,9 +145,10 @@ class AsyncRolloutEngine(EngineBase):
 
     async def _drive(self, procedure: Generator[Call, Any, Answer]) -> Answer:
         """Run a procedure to its end, answering its calls."""
-        return await driven(procedure, lambda call: self._whole(self._answer(call)))
+        return await driven(procedure, lambda call: self._whole(self.answer(call)))
 
-    async def _answer(self, call: Call) -> Any:
+    async def answer(self, call: Call) -> Any:
+        """Do what a Call asks for, and return its answer. This is no call for users: it asks nobody whether it may."""
         if call.what == "restart":
             self._stop()
             return await self._start()
