@@ -31,20 +31,26 @@ FACTS = EngineFacts(
 KNOWN = ("each", "with noise", "the prompt's mean")
 
 
-def lengths(prompts: int, share: float, rng: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def lengths(
+    prompts: int, share: float, rng: np.random.Generator, mean: float = MEAN, longest: int = LONGEST
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Response lengths of two rollouts of the same prompts. share: of the log's variance that is the prompt's"""
     own = rng.normal(0, SIGMA * share**0.5, prompts).repeat(SAMPLES)
     logs = own + rng.normal(0, SIGMA * (1 - share) ** 0.5, (2, prompts * SAMPLES))
-    both = np.clip(np.rint(MEAN * np.exp(logs - SIGMA**2 / 2)), 1, LONGEST).astype(np.int64)
+    both = np.clip(np.rint(mean * np.exp(logs - SIGMA**2 / 2)), 1, longest).astype(np.int64)
     return both[0], both[1]
+
+
+def prompts_means(responses: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The mean length of each prompt's responses, once for each of them."""
+    return responses.reshape(-1, SAMPLES).mean(1).repeat(SAMPLES)
 
 
 def gains(prompts: int, replicas: int, share: float, seed: int) -> list[float]:
     """Makespans over the static split's, for each of KNOWN."""
     rng = np.random.default_rng(seed)
     now, before = lengths(prompts, share, rng)
-    means = before.reshape(prompts, SAMPLES).mean(1).repeat(SAMPLES)
-    expected = (now, now * rng.lognormal(0, NOISE, len(now)), means)
+    expected = (now, now * rng.lognormal(0, NOISE, len(now)), prompts_means(before))
     splits = [consecutive(len(now), replicas), *(routed(loads.tolist(), replicas) for loads in expected)]
     ids = np.arange(prompts).repeat(SAMPLES).tolist()
     seen = Observation(1.0, [PROMPT] * len(now), now, ids)

@@ -1,25 +1,26 @@
 """Time a RolloutFleet: N replicas on N GPUs, the trainer's weights on another one.
 
     python -m benchmarks.gpu.fleet --model Qwen/Qwen3-8B --replicas 3 --output fleet.jsonl                # four GPUs
-    python -m benchmarks.gpu.fleet --model Qwen/Qwen3-32B --replicas 1 --tensor-parallel 2 --output fleet.jsonl
+    python -m benchmarks.gpu.fleet --model Qwen/Qwen3-8B --replicas 2 --tensor-parallel 2 --trainer cpu --output ...
 
-What must be there beside vLLM and its dependencies: the wheel of ray (`pip download --no-deps ray`, 79 MB) and, where
-vLLM has not brought them, click, filelock, jsonschema, msgpack, packaging, protobuf, pyyaml and requests. The first GPU
-that CUDA_VISIBLE_DEVICES shows is the trainer's, in this process; Ray is started on the others. Weights are random, so
-no checkpoint is needed. On machines without NVLink multicast tensor parallelism runs without `fuse_allreduce_rms`.
+Bundle, beside vLLM and its dependencies: the wheel of ray (`pip download --no-deps ray`, 79 MB) and, where vLLM has not
+brought them, click, filelock, jsonschema, msgpack, packaging, protobuf, pyyaml and requests. The first GPU that
+CUDA_VISIBLE_DEVICES shows is the trainer's, in this process, and Ray is started on the others; with `--trainer cpu` the
+weights lie on the host, and Ray gets all GPUs. Weights are random, so no checkpoint is needed; /dev/shm must hold them
+twice. Tensor parallelism runs without `fuse_allreduce_rms`, which wants NVLink multicast.
 
 Rows, by "what":
-    fleet    what runs, how long it took to start, and the plan's prediction for the workload split statically
-    rollout  one warm rollout of a long-tailed batch: tokens/s beside the prediction for what ran, and its Routing. By
-             "routing": "static" (equal lengths expected), "last" (the lengths of a rollout before, with a noise of
-             sigma 0.3), "known" (the lengths that came)
+    fleet    what runs, how long it took to start, and the plan's prediction for the batch, split statically
+    rollout  one rollout of a long-tailed batch (benchmarks.fleet_routing): tokens/s beside the prediction for what ran,
+             and its Routing. By "routing": "static" (all expected to be equal), "last" (the mean of the prompt's
+             responses in another rollout), "known" (the lengths that came)
     copy     bytes per second of torch's copies: trainer's GPU to host, and to another GPU. What a sync cannot beat
     sync     a sync, by "way": "object_store" or "nccl", with its SyncReport and the floor: bytes / copy speed
     equal    live tensors that differ between the first replica and the others
     replace  seconds until a killed replica's place is filled and serves the same bits
     failed   a part that has ended with an error, which does not cost the others
 
-`--gpu cpu --model FOLDER --parts rollout sync replace` runs the same on a CPU, which shows that it works.
+`--gpu cpu --model FOLDER --precision fp8_kv` runs all but "copy" and "nccl" on a CPU, which shows that it works.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.fleet_routing import SAMPLES, SHARE, lengths, prompts_means
 from benchmarks.gpu.random_weights import checkpoint_entries, random_weights
 from benchmarks.gpu.source import source_hash
 from benchmarks.gpu.weight_sync import model_folder
@@ -47,17 +49,16 @@ from fp8plan.model.configs import find_config
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan
-from fp8plan.model.workload import Batch, LogNormal, Workload
+from fp8plan.model.workload import Trace, Workload
 from fp8plan.runtime.fleet.fleet import RolloutFleet
 from fp8plan.runtime.measure.machine import engine_facts, machine_facts
 from fp8plan.runtime.weight_sync.nccl import connect
 from fp8plan.runtime.weight_sync.state import rpc
 
 PARTS = ("rollout", "copy", "sync", "nccl", "replace")
-PROMPT = LogNormal(200, 0.5, 512)
-SIGMA = 0.9  # of response lengths, as in the rollout of DAPO
-GUESS = 0.3  # standard deviation of the log of a length that was seen in a rollout before
-REPEATS = 4  # the first warms up
+PROMPT = 256  # tokens
+REPEATS = 4  # of what takes seconds; the first warms up
+ROLLOUTS = 2  # of each routing
 COPIED = 1 << 30  # bytes
 MULTICAST = {"compilation_config": {"pass_config": {"fuse_allreduce_rms": False}}}
 
@@ -71,10 +72,10 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--precision", default="fp8_block+fp8_kv")
     parser.add_argument("--gpu", default="h200_sxm")
     parser.add_argument("--utilization", type=float, default=0.6, help="of each GPU's memory")
+    parser.add_argument("--trainer", default="cuda", choices=("cuda", "cpu"), help="where its weights lie")
     parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--samples", type=int, default=16, help="of each prompt, as requests of their own")
-    parser.add_argument("--mean", type=float, default=1500, help="tokens of a response")
-    parser.add_argument("--longest", type=int, default=8192, help="tokens of a response")
+    parser.add_argument("--mean", type=float, default=800, help="tokens of a response")
+    parser.add_argument("--longest", type=int, default=4096, help="tokens of a response")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--deadline", type=float, default=570, help="seconds after which everything is given up")
@@ -86,7 +87,7 @@ def main(words: list[str] | None = None) -> None:
 
 
 def start_ray(args: argparse.Namespace) -> None:
-    """Start Ray on all GPUs but the first that is visible; this process still sees them all."""
+    """Start Ray on the fleet's GPUs, the trainer's left out; this process still sees them all."""
     import ray
 
     if args.gpu == "cpu":
@@ -94,8 +95,9 @@ def start_ray(args: argparse.Namespace) -> None:
         return
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = args.replicas * args.tensor_parallel
-    seen = before.split(",") if before else [str(number) for number in range(1 + count)]
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seen[1 : 1 + count])
+    first = 1 if args.trainer == "cuda" else 0
+    seen = before.split(",") if before else [str(number) for number in range(first + count)]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seen[first : first + count])
     try:
         ray.init(num_gpus=count, num_cpus=args.replicas, include_dashboard=False)
     finally:
@@ -109,11 +111,14 @@ class Measurement:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.device = "cpu" if args.gpu == "cpu" else "cuda:0"
+        self.device = "cpu" if "cpu" in (args.gpu, args.trainer) else "cuda:0"
         self.facts = {"model": args.model, "precision": args.precision, "source": source_hash()}
         self.facts |= {"data_parallel": args.replicas, "tensor_parallel": args.tensor_parallel}
         self.facts |= machine_facts() | engine_facts() | {"ray_version": version("ray")}
-        self.workload = Workload(args.prompts, args.samples, PROMPT, LogNormal(args.mean, SIGMA, args.longest))
+        folder = Path(args.model).is_dir()
+        self.config, self.folder = (find_config(args.model)[0], args.model) if folder else model_folder(args.model)
+        rng = np.random.default_rng(0)
+        self.responses, self.before = lengths(args.prompts, SHARE, rng, args.mean, args.longest)
         self.speed = {"object_store": 0.0, "nccl": 0.0}  # bytes per second, of copies
 
     def run(self) -> None:
@@ -131,24 +136,25 @@ class Measurement:
         args = self.args
         limits = EngineLimits(
             gpu_memory_utilization=args.utilization if args.gpu != "cpu" else 0.92,
-            max_model_len=PROMPT.max + args.longest,
+            max_model_len=PROMPT + args.longest,
             max_num_seqs=256,
             max_num_batched_tokens=8192,
         )
+        came = Trace(tuple(self.responses.tolist()), "benchmarks.fleet_routing")
+        workload = Workload(args.prompts, SAMPLES, PROMPT, came)
         if args.gpu == "cpu":
             limits = replace(limits, block_size=128, num_gpu_blocks=256, enforce_eager=True)
-            made = plan(args.model, args.gpu, self.workload, limits=limits)
+            made = plan(args.model, args.gpu, workload, limits=limits)
         else:
             gpus = args.replicas * args.tensor_parallel
-            made = plan(args.model, args.gpu, self.workload, limits=limits, gpus=gpus)
+            made = plan(args.model, args.gpu, workload, limits=limits, gpus=gpus)
         wanted = (args.precision, args.tensor_parallel)
         return made, next(i for i, c in enumerate(made.choices) if (c.precision, c.tensor_parallel) == wanted)
 
     def started(self, made: Plan, choice: int) -> RolloutFleet:
         more = dict(MULTICAST) if self.args.tensor_parallel > 1 else {}
-        folder = self.args.model if Path(self.args.model).is_dir() else model_folder(self.args.model)[1]
         more |= {"load_format": "dummy", "skip_tokenizer_init": True} | self.args.engine_args
-        return RolloutFleet.from_plan(made, folder, choice=choice, replicas=self.args.replicas, **more)
+        return RolloutFleet.from_plan(made, self.folder, choice=choice, replicas=self.args.replicas, **more)
 
     def measure(self, fleet: RolloutFleet) -> None:
         weights = None
@@ -159,33 +165,27 @@ class Measurement:
             "nccl": lambda: self.over_nccl(fleet, weights),
             "replace": lambda: self.replaced(fleet, weights),
         }
-        for name in (part for part in PARTS if part in self.args.parts):
+        off = ("copy", "nccl") if self.device == "cpu" else ()
+        for name in (part for part in PARTS if part in self.args.parts and part not in off):
             if name in ("sync", "nccl", "replace") and weights is None:
-                weights = random_weights(checkpoint_entries(find_config(self.args.model)[0]), self.device)
+                weights = random_weights(checkpoint_entries(self.config), self.device)
             with self.noted(name):
                 parts[name]()
 
     def rollouts(self, fleet: RolloutFleet) -> None:
         """Run one batch with nothing known of its lengths, with a guess, and with all; in turns, as hosts drift."""
-        batch = self.workload.batch()
-        noise = np.random.default_rng(1).lognormal(0.0, GUESS, len(batch.responses))
-        expected = {
-            "static": np.ones(len(batch.responses)),
-            "last": batch.responses * noise,
-            "known": batch.responses,
-        }
-        for repeat in range(REPEATS):
-            for routing, lengths in expected.items():
-                self.rollout(fleet, batch, routing, lengths.tolist(), repeat)
+        known = {"static": np.ones(len(self.responses)), "last": prompts_means(self.before), "known": self.responses}
+        for repeat in range(ROLLOUTS):
+            for routing, expected in known.items():
+                self.rollout(fleet, routing, expected.tolist(), repeat)
 
-    def rollout(self, fleet: RolloutFleet, batch: Batch, routing: str, expected: list[float], repeat: int) -> None:
+    def rollout(self, fleet: RolloutFleet, routing: str, expected: list[float], repeat: int) -> None:
         from vllm import SamplingParams
 
         rng = np.random.default_rng(repeat)
-        lengths = dict(zip(batch.prompt_ids.tolist(), batch.prompts.tolist(), strict=True))
-        heads = {number: rng.integers(1, fleet.sizes()[1], tokens).tolist() for number, tokens in lengths.items()}
-        prompts = [{"prompt_token_ids": heads[number]} for number in batch.prompt_ids.tolist()]
-        each = batch.responses.tolist()
+        heads = rng.integers(1, fleet.sizes()[1], (self.args.prompts, PROMPT)).tolist()
+        prompts = [{"prompt_token_ids": head} for head in heads for _ in range(SAMPLES)]
+        each = self.responses.tolist()
         params = [SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False) for tokens in each]
         fleet.generate(prompts, params, expected_lengths=expected)
         found = fleet.routing
