@@ -253,7 +253,7 @@ class RolloutFleet(EngineBase):
 
     @property
     def replicas(self) -> int:
-        """How many replicas there are, the lost ones among them."""
+        """The number of replicas, the lost ones among them."""
         return self._members.count
 
     @property

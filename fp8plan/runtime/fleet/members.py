@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from textwrap import shorten
 from typing import Any, Literal, NamedTuple
 
 from fp8plan.errors import LostEngineError, NotServingError
@@ -16,6 +17,7 @@ from fp8plan.runtime.monitor.sinks import warn
 from fp8plan.runtime.weight_sync.state import SyncSettings
 
 STOP_S = 30.0  # that a replica may take to shut vLLM down
+MOST_WORDS = 400  # characters of a death's cause
 
 
 class Terms(NamedTuple):
@@ -166,6 +168,6 @@ class Members:
 
 
 def _short(error: Exception) -> str:
-    """Return the first line of what Ray says of a death, which is a page."""
-    text = str(error).strip().splitlines()
-    return text[0].rstrip(". :") if text else type(error).__name__
+    """Return the first and the last line of what Ray says of a death, which is a page."""
+    lines = [line.strip(" .:") for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return shorten(". ".join(dict.fromkeys((lines[0], lines[-1]))), MOST_WORDS)

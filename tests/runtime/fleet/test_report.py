@@ -1,4 +1,4 @@
-"""What routing gained over the static split: by the cost model, on the lengths that came."""
+"""The gain of routing over the static split: by the cost model, on the lengths that came."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who gets which request: pure functions, against what is known of them."""
+"""The split of requests between replicas: pure functions, against what is known of them."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_expected_lengths_that_make_no_sense_are_refused(lengths: list[float]) -
 
 
 class Params:
-    """What routing reads of vLLM's SamplingParams."""
+    """vLLM's SamplingParams, as far as routing reads them."""
 
     def __init__(self, max_tokens: int | None = None, n: int = 1) -> None:
         self.max_tokens, self.n = max_tokens, n
