@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from fp8plan.runtime.doctor.doctor import doctor as doctor
     from fp8plan.runtime.engine.async_engine import AsyncRolloutEngine as AsyncRolloutEngine
     from fp8plan.runtime.engine.engine import RolloutEngine as RolloutEngine
+    from fp8plan.runtime.fleet.fleet import RolloutFleet as RolloutFleet
     from fp8plan.runtime.guard.fallback import GuardSettings as GuardSettings
     from fp8plan.runtime.guard.observation import Observation as Observation
     from fp8plan.runtime.guard.observation import observation_of as observation_of
@@ -90,6 +91,7 @@ _HOME = {
         "runtime.doctor.doctor": "Diagnosis async_doctor doctor",
         "runtime.engine.async_engine": "AsyncRolloutEngine",
         "runtime.engine.engine": "RolloutEngine",
+        "runtime.fleet.fleet": "RolloutFleet",
         "runtime.guard.fallback": "GuardSettings",
         "runtime.guard.observation": "Observation observation_of",
         "runtime.mismatch.measure": "measure",

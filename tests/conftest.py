@@ -15,6 +15,7 @@ pytest.register_assert_rewrite("tiny_models")  # what its engines said shows in 
 os.environ.pop("FP8PLAN_PROFILES", None)  # what this machine's user has calibrated is not under test
 os.environ["XDG_DATA_HOME"] = "/nowhere"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; vLLM would take most of the machine's memory
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -27,7 +28,7 @@ if not GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # our kernels run in Triton's interpreter
 
 # Marker and the package it stands for. `make test` sets FP8PLAN_REQUIRE_INTEGRATIONS=1: there, a missing one fails.
-INTEGRATIONS = ("vllm", "verl", "trl", "triton")
+INTEGRATIONS = ("vllm", "verl", "trl", "ray", "triton")
 REQUIRED = os.environ.get("FP8PLAN_REQUIRE_INTEGRATIONS") == "1"
 
 

@@ -121,8 +121,9 @@ def test_the_snippets_of_python_name_what_there_is(code: str) -> None:
                 found = getattr(fp8plan, node.func.attr)
                 shown = set(inspect.signature(found).parameters)
                 assert {word.arg for word in node.keywords} <= shown, node.func.attr
-    methods = {"engine": fp8plan.RolloutEngine, "monitor": fp8plan.Monitor, "plan": fp8plan.Plan}
-    for owner, attribute in re.findall(r"\b(engine|monitor|plan)\.(\w+)\(", code):
+    methods = {"engine": fp8plan.RolloutEngine, "fleet": fp8plan.RolloutFleet}
+    methods |= {"monitor": fp8plan.Monitor, "plan": fp8plan.Plan}
+    for owner, attribute in re.findall(r"\b(engine|fleet|monitor|plan)\.(\w+)\(", code):
         if not re.search(rf"fp8plan\.{owner}\.{attribute}", code):
             assert hasattr(methods[owner], attribute), f"{owner}.{attribute}"
 

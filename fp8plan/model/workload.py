@@ -46,11 +46,12 @@ class Batch(NamedTuple):
         number that divides; where it does not, a prompt's samples may be parted here). Replicas without a request are
         left out."""
         bounds = np.linspace(0, len(self.prompts), min(replicas, len(self.prompts)) + 1).astype(int)
-        return [_renumber(Batch(*(column[a:b] for column in self))) for a, b in itertools.pairwise(bounds)]
+        return [self.take(slice(a, b)) for a, b in itertools.pairwise(bounds)]
 
-
-def _renumber(batch: Batch) -> Batch:
-    return batch._replace(prompt_ids=np.unique(batch.prompt_ids, return_inverse=True)[1].astype(np.int64))
+    def take(self, rows: Any) -> Batch:
+        """Some of the requests, by an index of numpy's, in its order; their prompts are numbered anew."""
+        chosen = Batch(*(column[rows] for column in self))
+        return chosen._replace(prompt_ids=np.unique(chosen.prompt_ids, return_inverse=True)[1].astype(np.int64))
 
 
 @dataclass(frozen=True, slots=True)

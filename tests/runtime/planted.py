@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+
+from fp8plan.errors import ConfigError
 
 
 def overwrite(worker: Any, name: str, value: float = 0.5) -> None:
@@ -30,3 +33,20 @@ def lose_the_next_commit(worker: Any, rank: int) -> None:
     if worker.rank == rank:
         live = worker._fp8plan_weights()
         live.commit = lambda: vars(live).pop("commit")
+
+
+def process(worker: Any) -> dict[str, int]:
+    """Say which process this is."""
+    return {"ok": os.getpid()}
+
+
+def refuse_the_next_finish(worker: Any) -> dict[str, None]:
+    """Have a worker find fault with the next sync, once all of it has been written."""
+    live = worker._fp8plan_weights()
+
+    def finish() -> None:
+        vars(live).pop("finish")
+        raise ConfigError("a planted fault")
+
+    live.finish = finish
+    return {"ok": None}

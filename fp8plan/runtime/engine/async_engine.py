@@ -150,19 +150,21 @@ class AsyncRolloutEngine(EngineBase):
 
     async def _drive(self, procedure: Generator[Call, Any, Answer]) -> Answer:
         """Run a procedure to its end, answering its calls."""
-        return await driven(procedure, lambda call: self._whole(self._answer(call)))
+        return await driven(procedure, lambda call: self._whole(self.answer(call)))
 
-    async def _answer(self, call: Call) -> Any:
+    async def answer(self, call: Call) -> Any:
+        """Do what a Call asks for, and return its answer. This is no call for users: it asks nobody whether it may."""
         if call.what == "restart":
             self._stop()
             return await self._start()
         if call.what == "reset":
             return await self._reset_prefix_cache()
-        if call.what == "generate":
+        if call.what in ("generate", "score"):
             prompts, params = requests(call)
             tasks = [asyncio.ensure_future(self._last(prompt, params)) for prompt in prompts]
             try:
-                return await asyncio.gather(*tasks)
+                found = await asyncio.gather(*tasks)
+                return [found] if call.what == "score" else found
             finally:
                 for task in tasks:  # one that failed must not leave the others running
                     task.cancel()

@@ -132,19 +132,28 @@ class EngineBase:
 
     def _opening(self) -> Procedure:
         """Take over an engine that has started: read what runs, refuse what was not planned, compile kernels."""
-        answers = yield from rpc("fp8plan_facts")
-        self.facts = answers[0]
-        self.launch.refuse_other(self.facts)
-        self.state.expected = self.launch.checkpoint()
-        running = self._front.model_config
-        self.state.longest_prompt, self.state.vocabulary = running.max_model_len - 1, running.get_vocab_size()
-        self.launch = self.launch.holding(running.max_model_len)
-        self.state.kv_scales = (yield from self._live_scales()) if self.state.fp8_kv else None
+        yield from self._read()
         if not self.launch.setup.gpu.is_cpu:
             for prompt in prefill_prompts(self.launch.setup, self._longest):
                 yield Call("generate", ([prompt], {"max_tokens": 1, "ignore_eos": True}))
             yield Call("reset")
         self._watch()
+
+    def _read(self) -> Procedure:
+        """Read what runs. Raises ConfigError for what was not planned."""
+        answers = yield from rpc("fp8plan_facts")
+        self.facts = answers[0]
+        self.launch.refuse_other(self.facts)
+        self.state.expected = self.launch.checkpoint()
+        longest, self.state.vocabulary = self.sizes()
+        self.state.longest_prompt = longest - 1
+        self.launch = self.launch.holding(longest)
+        self.state.kv_scales = (yield from self._live_scales()) if self.state.fp8_kv else None
+
+    def sizes(self) -> tuple[int, int]:
+        """Return the longest request and the model's vocabulary, in tokens."""
+        running = self._front.model_config
+        return running.max_model_len, running.get_vocab_size()
 
     @property
     def _longest(self) -> int:
@@ -345,7 +354,7 @@ class EngineBase:
 
 
 def requests(call: Call) -> tuple[list[dict[str, list[int]]], Any]:
-    """Return the prompts of a "generate" Call as vLLM takes them, and their SamplingParams."""
+    """Return the prompts of a "generate" or "score" Call as vLLM takes them, and their SamplingParams."""
     from vllm import SamplingParams
 
     prompts, settings = call.arguments

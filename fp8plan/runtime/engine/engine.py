@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fp8plan.errors import ConfigError, NotServingError
 from fp8plan.runtime.engine.access import generating, refuse_shut_down
@@ -27,7 +27,7 @@ from fp8plan.runtime.engine.rollout_timer import Judge
 from fp8plan.runtime.engine.warm_up import freeze_garbage, until_reset
 from fp8plan.runtime.engine.watched import started_apart, watched
 from fp8plan.runtime.guard.fallback import Action, GuardSettings
-from fp8plan.runtime.weight_sync.state import Call, Procedure, Scored, SyncReport, SyncSettings, rpc
+from fp8plan.runtime.weight_sync.state import Call, Procedure, Scored, SyncReport, SyncSettings, driven, rpc
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
@@ -296,29 +296,19 @@ class RolloutEngine(EngineBase):
         return whole
 
     def _drive(self, procedure: Generator[Call, Any, Answer]) -> Answer:
-        """Run a procedure to its end, answering its calls."""
-        try:
-            call = next(procedure)
-            while True:
-                try:
-                    let_in()
-                    answer = self._answer(call)
-                except BaseException as error:
-                    call = procedure.throw(error)
-                else:
-                    call = procedure.send(answer)
-        except StopIteration as end:
-            return cast("Answer", end.value)
+        return driven(procedure, self.answer)
 
-    def _answer(self, call: Call) -> Any:
+    def answer(self, call: Call) -> Any:
+        """Do what a Call asks for, and return its answer. This is no call for users: it asks nobody whether it may."""
         if call.what == "restart":
             self._stop()
             return self._start()
         if call.what == "reset":
             return self._reset_prefix_cache()
-        if call.what == "generate":
+        if call.what in ("generate", "score"):
             prompts, params = requests(call)
-            return self._finished(lambda: self.llm.generate(prompts, params, use_tqdm=False))
+            found = self._finished(lambda: self.llm.generate(prompts, params, use_tqdm=False))
+            return [found] if call.what == "score" else found
         if call.what in ("sleep", "wake_up"):
             return self._alive(lambda: getattr(self.llm, call.what)(*call.arguments))
         method, arguments = call.arguments

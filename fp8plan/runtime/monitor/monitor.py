@@ -43,6 +43,7 @@ from fp8plan.runtime.vllm_versions import check_torch
 
 if TYPE_CHECKING:
     from fp8plan.runtime.engine.engine import RolloutEngine
+    from fp8plan.runtime.fleet.fleet import RolloutFleet
     from fp8plan.runtime.mismatch.metrics import Mismatch, MismatchSums
     from fp8plan.runtime.mismatch.tokens import Array
     from fp8plan.runtime.monitor.record import Rollout
@@ -58,8 +59,8 @@ class Monitor:
     sinks:      where records go; opened here, on rank 0 only
     plan:       gives the controller its initial thresholds, and the KL to expect of the precision that runs: the
                 engine's, also after a step down; without an engine, that of the plan's choice
-    engine:     the RolloutEngine that samples. Its last rollout, its guard's verdict and its facts go into the record,
-                and it is told the KL (`report_kl`)
+    engine:     the RolloutEngine or RolloutFleet that samples. Its last rollout, its guard's verdict and its facts go
+                into the record, and it is told the KL (`report_kl`)
     guard:      without an engine: judges the rollouts that `step` is given, in the caller's time (1,536 responses of
                 20,000 tokens: 2 s)
     facts:      without an engine: facts about the one that runs, for the record; None: the guard's
@@ -85,7 +86,7 @@ class Monitor:
         sinks: Sequence[Sink] = (),
         *,
         plan: Plan | None = None,
-        engine: RolloutEngine | None = None,
+        engine: RolloutEngine | RolloutFleet | None = None,
         guard: Guard | None = None,
         facts: EngineFacts | None = None,
         group: Any = None,

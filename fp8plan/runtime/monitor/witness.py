@@ -18,6 +18,7 @@ from fp8plan.runtime.monitor.sinks import warn
 
 if TYPE_CHECKING:
     from fp8plan.runtime.engine.engine import RolloutEngine
+    from fp8plan.runtime.fleet.fleet import RolloutFleet
 
 
 class Witness:
@@ -26,7 +27,9 @@ class Witness:
     Raises ConfigError for an engine that does not judge its rollouts, or that comes with a guard or facts.
     """
 
-    def __init__(self, engine: RolloutEngine | None, guard: Guard | None, facts: EngineFacts | None) -> None:
+    def __init__(
+        self, engine: RolloutEngine | RolloutFleet | None, guard: Guard | None, facts: EngineFacts | None
+    ) -> None:
         if guard is not None:
             instance("guard", guard, Guard, "Guard(facts)")
         if engine is not None and (guard is not None or facts is not None):
@@ -64,7 +67,7 @@ class Witness:
             self.warn_once("guard", found.off)
         return found
 
-    def _by_engine(self, engine: RolloutEngine, mismatch: Mismatch) -> Judged:
+    def _by_engine(self, engine: RolloutEngine | RolloutFleet, mismatch: Mismatch) -> Judged:
         """The engine's verdict on its last rollout: once, however many steps train on it."""
         if mismatch.tokens and isfinite(mismatch.k3_robust):
             engine.report_kl(mismatch.k3_robust)

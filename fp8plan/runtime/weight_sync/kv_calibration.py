@@ -7,7 +7,7 @@ from operator import index
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.weight_sync.kv_scales import PARTS, Amax, clipped, largest, scales_from
+from fp8plan.runtime.weight_sync.kv_scales import PARTS, Amax, Scales, clipped, largest, scales_from
 from fp8plan.runtime.weight_sync.state import Call, SyncState, rpc
 
 # Passes of the calibration prompts until none of its own scales clips: each at least doubles them.
@@ -28,13 +28,21 @@ def kv_scales(
     amax: Mapping[str, Sequence[float]] | None,
     prompts: Sequence[Sequence[int]] | None,
     source: str,
+    known: Scales | None = None,
 ) -> Generator[Call, Any, str | None]:
     """Set KV scales by the trainer's amax, or by prompts that the live engine runs; return where they come from.
 
-    `refuse_calibration` must have let both pass. source: name of the prompts, which is returned for them
+    `refuse_calibration` must have let both pass.
+
+    source: name of the prompts, which is returned for them
+    known:  scales that another replica with the same weights has; nothing is measured then
     """
     if not state.fp8_kv:
         return None
+    if known is not None:
+        yield from rpc("fp8plan_set_kv_scales", known)
+        state.kv_scales = known
+        return "another replica"
     if amax is not None:
         found, source = {layer: list(parts) for layer, parts in amax.items()}, "trainer"
     else:

@@ -47,10 +47,11 @@ class Rendezvous:
     """The meeting place of trainer and workers, and how tensors are packed; the same at both ends.
 
     address, port: of the trainer's process, which listens there
-    world_size:    1 for the trainer, and the engine's workers (tensor x pipeline x data parallel)
+    world_size:    1 for the trainer, and the engine's workers (tensor x pipeline x data parallel), of all replicas
     buffer_bytes:  size of one broadcast, which its last tensor may exceed
     buffers:       broadcasts under way; each end holds one buffer more
     limit_s:       seconds after which a sync is broken off: the other end has died
+    first_rank:    of the engine's workers; a fleet gives each replica its own
 
     Raises ConfigError for values out of range.
     """
@@ -61,6 +62,7 @@ class Rendezvous:
     buffer_bytes: int = 1 << 28
     buffers: int = 2
     limit_s: float = 300.0
+    first_rank: int = 1
 
     def __post_init__(self) -> None:
         if self.world_size < 2 or self.buffer_bytes < 1 or self.buffers < 1 or not self.limit_s > 0:

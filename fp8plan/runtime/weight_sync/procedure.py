@@ -11,6 +11,9 @@ procedure serves an engine in this process, in another, and under asyncio. The o
    engine serves again.
 
 What fails between 2 and 4 leaves it refusing until a complete sync, or, with a copy kept, on the weights of before.
+
+With many workers, and with the replicas of a fleet, this is a commit in two phases: every step asks all of them, the
+first that says no ends the sync in all, and "commit" is the last one.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from math import isfinite
-from typing import Any
+from typing import Any, Final
 
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.runtime.engine.interrupts import released
@@ -32,8 +35,10 @@ from fp8plan.runtime.weight_sync.kv_calibration import kv_scales, refuse_calibra
 from fp8plan.runtime.weight_sync.kv_scales import Scales
 from fp8plan.runtime.weight_sync.manifest import Manifest, pair_of
 from fp8plan.runtime.weight_sync.nccl import RemoteSource
-from fp8plan.runtime.weight_sync.shared_memory import Stage, staged_bytes
+from fp8plan.runtime.weight_sync.shared_memory import Channel
 from fp8plan.runtime.weight_sync.state import Call, Checked, Procedure, Scored, SyncReport, SyncState, rpc
+
+CHECKED: Final = ("compared", "weight_error", "seconds")  # of a worker's self-check, in the report
 
 
 def replace_weights(
@@ -44,6 +49,7 @@ def replace_weights(
     kv_prompts: Sequence[Sequence[int]] | None = None,
     kv_source: str = "calibration prompts",
     scored: Scored | None = None,
+    kv_known: Scales | None = None,
 ) -> Generator[Call, Any, SyncReport]:
     """Send `source` (see manifest_of) and make it serve. The engine answers each Call.
 
@@ -51,6 +57,7 @@ def replace_weights(
     kv_amax:    largest |q|, |k|, |v| by layer from the trainer; else measured on `kv_prompts` (token ids)
     kv_source:  where those prompts come from, for the report
     scored:     a sequence that the new weights must score as the trainer has
+    kv_known:   KV scales of another replica with these weights, taken over instead of measured
 
     Raises SyncError; its message says which weights serve.
     """
@@ -62,7 +69,8 @@ def replace_weights(
             sent = announced(state, source, manifest)
             if isinstance(source, RemoteSource):
                 yield from rpc("fp8plan_receive", False)
-            refuse_calibration(state, kv_amax, kv_prompts)
+            if kv_known is None:
+                refuse_calibration(state, kv_amax, kv_prompts)
             _refuse_scored(state, scored)
             checked = yield from prepared(state, sent)
             pairs = source if isinstance(source, RemoteSource) else _begun(manifests.pairs_of(source))
@@ -89,7 +97,7 @@ def replace_weights(
         with _timed(seconds, "kv_scales"):
             yield from clean(state)
             state.soiled = True  # until they have shown that they are sound
-            used = yield from kv_scales(state, kv_amax, kv_prompts, kv_source)
+            used = yield from kv_scales(state, kv_amax, kv_prompts, kv_source, kv_known)
         with _timed(seconds, "reset"):
             yield Call("reset")
         with _timed(seconds, "score"):
@@ -111,6 +119,7 @@ def replace_weights(
         reloaded=done["reloaded"],
         why_reloaded=done["why_reloaded"],
         ignored=done["ignored"],
+        checks=[{key: answer["check"][key] for key in CHECKED} for answer in answers],
         compared=sum(answer["check"]["compared"] for answer in answers),
         weight_error=done["check"]["weight_error"],
         kv_scales=state.kv_scales,
@@ -152,29 +161,19 @@ def _received(source: RemoteSource, manifest: Manifest, counts: dict[str, int]) 
 def streamed(
     state: SyncState, pairs: Iterable[Any], manifest: Manifest, checked: Checked, method: str
 ) -> Generator[Call, Any, dict[str, int]]:
-    """Give tensors to a worker's method, by complete groups; through shared memory, METHOD_staged, to another process.
-    Returns counts of tensors, bytes and chunks."""
+    """Give tensors to a worker's method, by complete groups. Returns counts of tensors, bytes and chunks."""
     counts = {"tensors": 0, "bytes": 0, "chunks": 0}
-    stage: Stage | None = None
+    channel = Channel(state.staged_on, min(state.settings.chunk_bytes, _bytes(manifest, 256)))
     try:
         for numbers, tensors in chunks(pairs, checked, state.settings.chunk_bytes):
             counts["chunks"] += 1
             counts["tensors"] += len(tensors)
             counts["bytes"] += sum(tensor.nbytes for tensor in tensors)
-            if state.staged_on is None:
-                yield from rpc(method, numbers, tensors)
-                continue
-            need = staged_bytes(tensors)
-            if stage is None or stage.buffer.numel() < need:
-                if stage is not None:
-                    stage.close()
-                stage = Stage(max(need, min(state.settings.chunk_bytes, _bytes(manifest, 256))), state.staged_on)
-            layout = stage.pack(numbers, tensors)
-            yield from rpc(f"{method}_staged", stage.address, layout)
-            stage.close()  # all workers have it open: nothing is left behind, should this process be killed
+            name, arguments = channel.message(method, numbers, tensors)
+            yield from rpc(name, *arguments)
+            channel.close()  # all workers have it open: nothing is left behind, should this process be killed
     finally:
-        if stage is not None:
-            stage.close()
+        channel.close()
     return counts
 
 
@@ -196,17 +195,20 @@ def _refuse_scored(state: SyncState, scored: Scored | None) -> None:
 
 
 def _score(scored: Scored, limit: float) -> Generator[Call, Any, float]:
-    """Return the mean k3 between the trainer and the engine on a sequence. Raises ConfigError above the limit."""
+    """Return the mean k3 between the trainer and the engine on a sequence, the largest of all replicas. Raises
+    ConfigError above the limit."""
     settings = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-    (output,) = yield Call("generate", ([scored.tokens], settings))
-    found = [row[token].logprob for row, token in zip(output.prompt_logprobs[1:], scored.tokens[1:], strict=True)]
-    ratios = [float(trainer - engine) for trainer, engine in zip(scored.logprobs, found, strict=True)]
-    mean = sum(k3(min(ratio, LIMIT)) for ratio in ratios) / len(ratios)
-    if not mean <= limit:  # NaN is not
-        raise ConfigError(
-            f"the engine's log-probs differ from the trainer's: k3 {mean:.3g} per token; allowed: {limit:g}"
-        )
-    return mean
+    worst = 0.0
+    for (output,) in (yield Call("score", ([scored.tokens], settings))):
+        found = [row[token].logprob for row, token in zip(output.prompt_logprobs[1:], scored.tokens[1:], strict=True)]
+        ratios = [float(trainer - engine) for trainer, engine in zip(scored.logprobs, found, strict=True)]
+        mean = sum(k3(min(ratio, LIMIT)) for ratio in ratios) / len(ratios)
+        if not mean <= limit:  # NaN is not
+            raise ConfigError(
+                f"the engine's log-probs differ from the trainer's: k3 {mean:.3g} per token; allowed: {limit:g}"
+            )
+        worst = max(worst, mean)
+    return worst
 
 
 def clean(state: SyncState) -> Procedure:

@@ -72,6 +72,36 @@ class Stage:
             Path(self._path).unlink(missing_ok=True)
 
 
+class Channel:
+    """The way of chunks to an engine's workers: as they are within one process, else through one Stage, kept for all.
+
+    staged_on: device of the Stage; None: workers are in this process
+    nbytes:    its least size
+    """
+
+    def __init__(self, staged_on: str | None, nbytes: int) -> None:
+        self._staged_on, self._nbytes = staged_on, nbytes
+        self._stage: Stage | None = None
+
+    def message(
+        self, method: str, numbers: Sequence[int], tensors: Sequence[torch.Tensor]
+    ) -> tuple[str, tuple[Any, ...]]:
+        """Return the worker's method and arguments that hand over a chunk: METHOD_staged in another process."""
+        if self._staged_on is None:
+            return method, (numbers, tensors)
+        need = staged_bytes(tensors)
+        if self._stage is None or self._stage.buffer.numel() < need:
+            self.close()
+            self._stage = Stage(max(need, self._nbytes), self._staged_on)
+        layout = self._stage.pack(numbers, tensors)
+        return f"{method}_staged", (self._stage.address, layout)
+
+    def close(self) -> None:
+        """Remove the Stage's name, as Stage.close does."""
+        if self._stage is not None:
+            self._stage.close()
+
+
 def staged_bytes(tensors: Sequence[torch.Tensor]) -> int:
     """Count the bytes that `Stage.pack` needs for these tensors."""
     return sum(_padded(tensor.nbytes) for tensor in tensors)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from fp8plan.errors import ConfigError, LostEngineError
 from fp8plan.model.precision import precision
+from fp8plan.runtime.engine.interrupts import let_in
 from fp8plan.runtime.weight_sync.kv_scales import MARGIN, Scales
 from fp8plan.runtime.weight_sync.manifest import FORMATS, Manifest
 
@@ -19,15 +20,17 @@ class Call(NamedTuple):
     rpc:      (method, args) on every worker; answered by a list
     reset:    empty the prefix cache
     generate: (prompts as token ids, SamplingParams settings); answered by RequestOutputs
+    score:    the same on every replica; answered by a list of RequestOutputs for each
     restart:  end vLLM and start it again
     sleep, wake_up: (level,) and (tags,), as vLLM takes them
     """
 
-    what: Literal["rpc", "reset", "generate", "restart", "sleep", "wake_up"]
+    what: Literal["rpc", "reset", "generate", "score", "restart", "sleep", "wake_up"]
     arguments: tuple[Any, ...] = ()
 
 
 Procedure = Generator[Call, Any, Any]
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +155,7 @@ class SyncReport:
     kv_scales:    layer -> scales of q, k, v; None with a BF16 KV cache
     kv_source:    where those come from
     scored_k3:    mean k3 per token of the scored sequence; None without one
+    checks:       what the self-check of each worker found, by rank: "compared", "weight_error", "seconds"
     """
 
     version: int
@@ -169,6 +173,7 @@ class SyncReport:
     kv_scales: Scales | None
     kv_source: str | None
     scored_k3: float | None
+    checks: Sequence[Mapping[str, Any]] = ()
 
     def __str__(self) -> str:
         """Return one line for a log."""
@@ -185,12 +190,29 @@ class SyncReport:
 def rpc(method: str, *arguments: Any) -> Generator[Call, Any, list[Any]]:
     """Call a method of every worker, and return their answers.
 
-    Raises ConfigError with the first error among them, or LostEngineError if one says that the engine is lost.
+    Raises ConfigError with the first error among them, or LostEngineError if one says that the engine is lost. "who" in
+    an answer names whose it is; otherwise it is its rank's.
     """
     answers = yield Call("rpc", (method, arguments))
     kind = LostEngineError if any(answer.get("lost") for answer in answers) else ConfigError
     for rank, answer in enumerate(answers):
         if "error" in answer:
-            where = f"rank {rank}: " if len(answers) > 1 else ""
+            where = f"{answer.get('who', f'rank {rank}')}: " if len(answers) > 1 or "who" in answer else ""
             raise kind(f"{where}{answer['error']}")
     return [answer["ok"] for answer in answers]
+
+
+def driven(procedure: Generator[Call, Any, Answer], answer: Callable[[Call], Any]) -> Answer:
+    """Run a procedure to its end. answer: does what a Call asks for"""
+    try:
+        call = next(procedure)
+        while True:
+            try:
+                let_in()
+                found = answer(call)
+            except BaseException as error:
+                call = procedure.throw(error)
+            else:
+                call = procedure.send(found)
+    except StopIteration as end:
+        return cast("Answer", end.value)

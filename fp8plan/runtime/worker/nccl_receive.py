@@ -42,7 +42,7 @@ class Receiver(NCCLWeightTransferEngine):
         meeting = {
             "master_address": where.address,
             "master_port": where.port,
-            "rank_offset": 1,
+            "rank_offset": where.first_rank,
             "world_size": where.world_size,
         }
         self.init_transfer_engine(_made(self.init_info_cls, meeting | self._packing))

@@ -221,7 +221,7 @@ def unstarted(kind: type[EngineBase], monkeypatch: pytest.MonkeyPatch) -> tuple[
     engine._rollout, engine.state.kv_scales = [[1, 2, 3]], {"layer": [1.0] * 3}
     monkeypatch.setattr(engine, "_busy", lambda: answers.busy)
     later = kind is AsyncRolloutEngine
-    monkeypatch.setattr(engine, "_answer", answers.answer_later if later else answers.answer)
+    monkeypatch.setattr(engine, "answer", answers.answer_later if later else answers.answer)
     return engine, answers
 
 

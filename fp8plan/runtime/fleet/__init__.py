@@ -1,0 +1,1 @@
+"""Data-parallel replicas of one engine, as Ray actors."""

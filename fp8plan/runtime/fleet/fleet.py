@@ -1,0 +1,397 @@
+"""RolloutFleet: data-parallel replicas of a plan's engine, as Ray actors, that hold the same weights and KV scales.
+
+    with RolloutFleet.from_plan(plan, "Qwen/Qwen3-8B", replicas=4) as fleet:
+        for step in range(steps):
+            outputs = fleet.generate(prompts, sampling_params)
+            ...                                               # train on them
+            fleet.sync_weights(trainer.named_bf16_tensors())
+
+It is used as a RolloutEngine is. Ray places the replicas, on one host or several, and carries prompts, outputs and
+weights; how a sync goes is runtime.fleet.sync, who gets which prompt is runtime.fleet.routing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+
+from fp8plan.checks import whole
+from fp8plan.errors import ConfigError, NotServingError, SyncError
+from fp8plan.runtime.engine.access import alone, generating, refuse_dead, refuse_shut_down
+from fp8plan.runtime.engine.base import EngineBase
+from fp8plan.runtime.engine.launch import Launch, launch
+from fp8plan.runtime.fleet.calls import Calls
+from fp8plan.runtime.fleet.members import Members, Terms
+from fp8plan.runtime.fleet.report import Finished, Routing
+from fp8plan.runtime.fleet.requests import Requests
+from fp8plan.runtime.fleet.rollouts import Rollouts
+from fp8plan.runtime.fleet.routing import mean_response
+from fp8plan.runtime.fleet.sync import Kept
+from fp8plan.runtime.guard.fallback import Action, GuardSettings
+from fp8plan.runtime.guard.observation import EngineFacts, Observation
+from fp8plan.runtime.monitor.record import rollout_fields
+from fp8plan.runtime.weight_sync.nccl import RemoteSource
+from fp8plan.runtime.weight_sync.procedure import replace_weights
+from fp8plan.runtime.weight_sync.state import (
+    Call,
+    Procedure,
+    Scored,
+    SyncReport,
+    SyncSettings,
+    SyncState,
+    driven,
+    rpc,
+)
+
+if TYPE_CHECKING:
+    from fp8plan.model.plan.plan import Plan
+    from fp8plan.model.setup import EngineSetup
+    from fp8plan.runtime.controller.state import Escalation
+    from fp8plan.runtime.guard.guard import Verdict
+    from fp8plan.runtime.weight_sync.nccl import Rendezvous
+
+Answer = TypeVar("Answer")
+
+
+class RolloutFleet(EngineBase):
+    """Replicas of one engine; `from_plan` or `from_setup` makes them. A context manager, which shuts them down.
+
+    A replica that dies drops out, with a warning that names it, and the others go on. Once none is left the fleet
+    refuses to generate, and the next sync_weights starts all again. Calls after `shutdown` raise LostEngineError.
+    """
+
+    def __init__(
+        self,
+        launched: Launch,
+        settings: SyncSettings,
+        members: Members,
+        *,
+        expected_tokens: float = 1.0,
+        keep_weights: bool = True,
+    ) -> None:
+        super().__init__(launched, settings, None, GuardSettings())
+        self._members, self._keep = members, keep_weights
+        self._rollouts = Rollouts(members, expected_tokens)
+        self._kept: Kept | None = None
+        self._met: tuple[list[int], int] | None = None  # the line-up that met a trainer over NCCL
+        self._waiting: set[int] = set()
+        try:
+            self._members.start(range(members.count), launched)
+            self._drive(self._opening())
+        except BaseException:
+            self._members.close()
+            raise
+
+    @classmethod
+    def from_setup(
+        cls,
+        setup: EngineSetup,
+        model_path: str | None = None,
+        *,
+        replicas: int | None = None,
+        mode: Literal["inprocess", "multiprocess"] = "inprocess",
+        sync: SyncSettings | None = None,
+        guard: GuardSettings | None = None,
+        keep_bf16: tuple[int, int] = (0, 0),
+        precisions: Sequence[str] | None = None,
+        expected_tokens: float = 1.0,
+        keep_weights: bool = True,
+        cpus_per_replica: float = 1.0,
+        wait_s: float = 60.0,
+        env: Mapping[str, str] | None = None,
+        **vllm_kwargs: Any,
+    ) -> RolloutFleet:
+        """Start replicas of vLLM, each on tensor_parallel_size GPUs of one host.
+
+        model_path:       folder or Hugging Face id of the BF16 checkpoint, at hand on every host
+        replicas:         how many; the setup's data_parallel_size unless given
+        expected_tokens:  of a response to a prompt that was never seen
+        keep_weights:     keep what the last sync sent in Ray's object store, from which `replace` gives a new replica
+                          its weights: as many bytes of host memory, during a sync twice as many
+        cpus_per_replica: that Ray reserves for each
+        wait_s:           seconds to wait until Ray's cluster has free places
+        env:              environment variables of the replicas, beside their host's
+        the rest:         as RolloutEngine.from_setup takes it
+
+        Uses the Ray that runs, or starts one on this host. Raises ConfigError without ray or with too few GPUs, and as
+        RolloutEngine does.
+        """
+        workers = vllm_kwargs.get("tensor_parallel_size", setup.limits.tensor_parallel_size)
+        workers *= vllm_kwargs.get("pipeline_parallel_size", 1)
+        if workers > 1:  # in a placement group vLLM would place its workers by Ray itself, in other replicas' bundles
+            vllm_kwargs.setdefault("distributed_executor_backend", "mp")
+        launched = launch(setup, model_path, keep_bf16, vllm_kwargs, precisions)
+        settings = sync or SyncSettings.planned(launched.precision, remote=False)
+        terms = Terms(settings, mode, guard, workers, launched.device, cpus_per_replica, dict(env or {}), wait_s)
+        count = whole("replicas", setup.limits.data_parallel_size if replicas is None else replicas)
+        members = Members(count, terms)
+        return cls(launched, settings, members, expected_tokens=expected_tokens, keep_weights=keep_weights)
+
+    @classmethod
+    def from_plan(
+        cls, plan: Plan, model_path: str | None = None, *, choice: int | str | None = None, **settings: Any
+    ) -> RolloutFleet:
+        """Start the replicas of a plan, or as many as `replicas` says.
+
+        choice:   index into plan.choices, or a precision of the plan; the chosen one unless given
+        settings: as `from_setup` takes them; expected_tokens is what the plan's workload expects unless given
+
+        Raises ConfigError for a choice that the plan does not have, and as `from_setup` does.
+        """
+        precisions = plan.precisions_beside(choice)
+        settings = {"expected_tokens": mean_response(plan.workload)} | settings
+        return cls.from_setup(plan.setup(choice), model_path, precisions=precisions, **settings)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: Any = None,
+        *,
+        expected_lengths: Sequence[float] | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Generate as vllm.LLM.generate does, and return its RequestOutputs, in the order of the prompts.
+
+        expected_lengths: tokens to expect of one response to each prompt. None: what came of the same prompt when it
+                          was last sampled, or else `expected_tokens`. They decide only which replica gets a prompt
+
+        The requests of a replica that dies are answered by the others, from the start. Raises NotServingError once none
+        is left, while another generate runs, or while the weights must not be used.
+        """
+        refuse_shut_down(self.state)
+        if self.state.generating:
+            raise NotServingError("another generate is running; wait for it")
+        with generating(self.state):
+            try:
+                requests = Requests.of(prompts, sampling_params, kwargs)
+                outputs = self._rollouts.run(self.serves, requests, expected_lengths)
+            finally:
+                self._count_dead()
+            self._remember(outputs)
+            return outputs
+
+    def sync_weights(
+        self,
+        tensors: Any,
+        *,
+        manifest: Any = None,
+        kv_amax: Mapping[str, Sequence[float]] | None = None,
+        kv_prompts: Sequence[Sequence[int]] | None = None,
+        scored: Scored | None = None,
+    ) -> SyncReport:
+        """Make new weights serve in all replicas, or in none: RolloutEngine.sync_weights says what it takes.
+
+        The tensors are read once. Every replica that lives must have them, checked, before any may serve them; one that
+        dies meanwhile has no say. KV scales are the same in all: made of the largest magnitudes that any has seen, with
+        kv_prompts dealt out among them. Starts all replicas again if none lives.
+
+        Raises SyncError, whose message says which weights serve now.
+        """
+        if isinstance(tensors, RemoteSource) and self._members.lineup != self._met:
+            workers = len(self._members.living) * self._members.terms.workers
+            raise SyncError(
+                "the replicas that live are not those that met the trainer; type: "
+                f"transfer = connect(fleet.join_transfer, workers={workers}). Nothing was sent"
+            )
+        calls = self._calls(keep=self._keep)
+        report = self._drive(self._revive_and_sync(self._busy(), tensors, manifest, kv_amax, kv_prompts, scored), calls)
+        self._waiting.clear()
+        sent = next(key[0] for key, checked in self.state.prepared.items() if checked.number == calls.number)
+        self._kept = Kept(sent, calls.chunks) if calls.chunks else None
+        return report
+
+    def join_transfer(self, where: Rendezvous) -> None:
+        """Meet a trainer that sends over NCCL to all workers of all replicas (fp8plan.runtime.weight_sync.nccl).
+
+        Once a replica has died or was replaced they must meet again. What comes this way is not kept for `replace`.
+        """
+        self._drive(self._join(self._busy(), where))
+        self._met = self._members.lineup
+
+    def recalibrate_kv(self, *, kv_amax: Any = None, kv_prompts: Any = None) -> str | None:
+        """Measure or set the KV scales of all replicas without new weights, as RolloutEngine.recalibrate_kv does."""
+        return self._drive(self._recalibrate(self._busy(), kv_amax, kv_prompts))
+
+    def replace(self, number: int) -> bool:
+        """Start another replica in the place of one that died, or still lives, and give it what serves.
+
+        That is the kept stream of the last sync, checked as then, and the KV scales of the others. Returns whether it
+        serves now. Where nothing is kept (keep_weights=False, NCCL), or nothing serves, it waits for the next sync.
+
+        Raises ConfigError for a number that there is not, NotServingError if no replica lives (then sync_weights starts
+        all), SyncError if the new one does not take the weights.
+        """
+        refuse_shut_down(self.state)
+        if not isinstance(number, int) or not 0 <= number < self._members.count:
+            raise ConfigError(f"replica {number!r}; allowed: 0 to {self._members.count - 1}")
+        with alone(self.state, self._busy()):
+            refuse_dead(self.state)
+            self._members.stop([number])
+            self._members.start([number], self.launch)
+            self.state.prepared.clear()  # the new one has not seen any manifest
+            self._waiting.add(number)
+            if self.state.refusal is None and (self.state.version == 0 or self._kept is not None):
+                self._seed(number)
+                self._waiting.discard(number)
+        return number in self.serves
+
+    def ask(self, procedure: Procedure) -> Any:
+        """Run a procedure that changes neither weights nor scales, while no request runs; it asks all replicas."""
+        return self._drive(self._asked(self._busy(), procedure))
+
+    def kv_scales(self) -> list[dict[str, dict[str, float]]]:
+        """Return the KV scales in use on every worker, replica by replica: RolloutEngine.kv_scales says how."""
+        found: list[dict[str, dict[str, float]]] = self._drive(rpc("fp8plan_kv_scales"))
+        return found
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas, the lost ones among them."""
+        return self._members.count
+
+    @property
+    def deaths(self) -> dict[int, str]:
+        """The replicas that died -> what of; `replace` starts another in their place."""
+        return dict(self._members.lost)
+
+    @property
+    def serves(self) -> list[int]:
+        """The replicas that live and have the weights that serve."""
+        return sorted(self._members.living.keys() - self._waiting)
+
+    @property
+    def waiting(self) -> list[int]:
+        """The replicas that live without the weights that serve; the next sync gives them."""
+        return sorted(self._members.living.keys() & self._waiting)
+
+    @property
+    def routing(self) -> Routing | None:
+        """The routing of the last rollout beside the planner's static split; None before the first.
+
+        Both makespans are worked out when it is read.
+        """
+        done = self._judged()
+        return None if done is None else done.routing(super().engine_facts(), self.replicas)
+
+    @property
+    def verdicts(self) -> dict[int, Verdict | None]:
+        """The guards' verdicts on the last rollout, by replica, each on its own part."""
+        done = self._judged()
+        return {} if done is None else {number: found.verdict for number, found in done.judgements.items()}
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The verdict that asks for something, or else of the replica that fell furthest behind its prediction."""
+        found = [verdict for verdict in self.verdicts.values() if verdict is not None]
+        return min(found, key=lambda verdict: (verdict.action == Action.NONE, verdict.ratio), default=None)
+
+    @property
+    def observation(self) -> Observation | None:
+        """The lengths, seconds and preemptions of the last rollout, of all replicas together; None before the first."""
+        done = self._judged()
+        return None if done is None else done.observation
+
+    def report_kl(self, kl_k3: float) -> None:
+        """Report the trainer's mean k3 to the guards, as RolloutEngine.report_kl does."""
+        self._every("report_kl", kl_k3)
+
+    def apply(self, verdict: Verdict | Action | None, escalate: Escalation | None = None) -> None:
+        """Do in all replicas what a verdict advises, as RolloutEngine.apply does."""
+        if (action := self._advised(verdict, escalate)) != Action.NONE:
+            self._drive(self._apply(self._busy(), action))
+
+    def engine_facts(self) -> EngineFacts:
+        """Return the facts about the running engines, with data_parallel_size replicas."""
+        one = super().engine_facts()
+        return replace(one, limits=replace(one.limits, data_parallel_size=self.replicas))
+
+    def rollout_record(self) -> dict[str, Any]:
+        """Return the rollout record of the last rollout, with its Routing under "routing"; Monitor.step takes it."""
+        routing = self.routing
+        found = rollout_fields(self.observation, self.engine_facts())
+        return found if routing is None else found | {"routing": routing.to_dict()}
+
+    def shutdown(self) -> None:
+        """Stop all replicas and give their places back, for good: every later call raises LostEngineError."""
+        self.state.shut_down = True
+        self._members.close()
+        self._kept = None
+
+    def sizes(self) -> tuple[int, int]:
+        """Return the longest request and the model's vocabulary, in tokens."""
+        return self._members.sizes
+
+    def _opening(self) -> Procedure:
+        """Read what runs; each replica has opened its engine, and guards it."""
+        yield from self._read()
+
+    def _busy(self) -> int:
+        refuse_shut_down(self.state)
+        return self.state.generating
+
+    def _took(self, action: Action) -> None:
+        self._every("took", action)
+
+    def _every(self, method: str, *arguments: Any) -> dict[int, Any]:
+        """Call a method of every replica that lives."""
+        refuse_shut_down(self.state)
+        return self._members.collect(self._members.submit(method, dict.fromkeys(self._members.living, arguments)))
+
+    def _judged(self) -> Finished | None:
+        """Return the last rollout once the guards have judged it, and note why one cannot."""
+        done = self._rollouts.judged()
+        if done is not None:
+            self.guard_off = next((found.off for found in done.judgements.values() if found.off), None)
+        return done
+
+    def _calls(self, numbers: Sequence[int] | None = None, keep: bool = False) -> Calls:
+        return Calls(self._members, numbers, keep)
+
+    def _drive(self, procedure: Generator[Call, Any, Answer], calls: Calls | None = None) -> Answer:
+        """Run a procedure to its end; its Calls go to all replicas that live."""
+        refuse_shut_down(self.state)
+        calls = calls or self._calls()
+        return driven(procedure, lambda call: self._restarted() if call.what == "restart" else self._told(calls, call))
+
+    def _told(self, calls: Calls, call: Call) -> Any:
+        try:
+            return calls.answer(call)
+        finally:
+            self._count_dead()
+
+    def _count_dead(self) -> None:
+        if not self._members.living:
+            self.state.dead = True
+
+    def _restarted(self) -> None:
+        """Start all replicas anew."""
+        self._members.stop()
+        self._waiting.clear()
+        self._members.start(range(self.replicas), self.launch)
+
+    def _seed(self, number: int) -> None:
+        """Give a new replica the weights and KV scales that serve. It is lost if it does not take them."""
+        state, calls = self.state, self._calls([number])
+        try:
+            if self._kept is None:  # of the checkpoint, as all have
+                driven(self._rescale(), calls.answer)
+                return
+            own = SyncState(replace(state.settings, rollback=None), None, state.fp8_kv)
+            own.version, own.expected, own.quantised = state.version - 1, state.expected, state.quantised
+            pairs = self._kept.pairs(self._members.get)
+            sync = replace_weights(own, pairs, self._kept.manifest, kv_known=state.kv_scales)
+            driven(sync, calls.answer)
+        except BaseException as error:
+            self._members.lose(number, "it did not take the weights that serve")
+            if isinstance(error, Exception):
+                raise SyncError(
+                    f"replica {number} did not take the weights that serve, and is lost; the others serve them: {error}"
+                ) from error
+            raise

@@ -1,0 +1,173 @@
+"""The actors of a fleet: which of them live, what they answer, and what the others died of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from textwrap import shorten
+from typing import Any, Literal, NamedTuple
+
+from fp8plan.errors import LostEngineError, NotServingError
+from fp8plan.runtime.engine.launch import Launch
+from fp8plan.runtime.fleet.placement import place, placed, ray
+from fp8plan.runtime.fleet.replica import Replica
+from fp8plan.runtime.guard.fallback import GuardSettings
+from fp8plan.runtime.monitor.sinks import warn
+from fp8plan.runtime.weight_sync.state import SyncSettings
+
+STOP_S = 30.0  # that a replica may take to shut vLLM down
+MOST_WORDS = 400  # characters of a death's cause
+
+
+class Terms(NamedTuple):
+    """The terms on which every actor of a fleet is started.
+
+    workers: of vLLM in each replica, on a GPU each where device is "cuda"
+    cpus:    that Ray reserves for a replica
+    env:     further environment variables
+    wait_s:  seconds to wait for free places
+    """
+
+    settings: SyncSettings
+    mode: Literal["inprocess", "multiprocess"]
+    guard: GuardSettings | None
+    workers: int
+    device: str
+    cpus: float
+    env: dict[str, str]
+    wait_s: float
+
+    @property
+    def gpus(self) -> int:
+        return self.workers if self.device == "cuda" else 0
+
+
+class Members:
+    """The actors, by number. Places are reserved when this is made; `start` fills them.
+
+    living: number -> actor
+    lost:   number -> what it died of, until another takes its place
+    terms:  what each is started with
+    sizes:  the longest request and the vocabulary of each engine, in tokens
+    born:   how many actors were started so far
+    """
+
+    def __init__(self, replicas: int, terms: Terms) -> None:
+        self._ray = ray()
+        self.terms = terms
+        self._group = placed(replicas, terms.gpus, terms.cpus, terms.wait_s)
+        self.born = 0
+        self.count = replicas
+        self.living: dict[int, Any] = {}
+        self.lost: dict[int, str] = {}
+        self.sizes = (0, 0)
+
+    def start(self, numbers: Iterable[int], launched: Launch) -> None:
+        """Start engines in these places, at once. Raises what the first raises that does not start."""
+        terms, made = self.terms, {}
+        for number in numbers:
+            options = place(self._group, number, terms.gpus, terms.cpus, terms.env)
+            actor = self._ray.remote(Replica).options(**options)
+            made[number] = actor.remote(self._seeded(launched), terms.settings)
+            self.living[number] = made[number]
+            self.lost.pop(number, None)
+        try:
+            found = self.collect(self.submit("start", dict.fromkeys(made, (terms.mode, terms.guard))))
+        except BaseException as error:
+            for number in made:
+                self._end(number, f"it did not start: {error}")
+            raise
+        if dead := made.keys() - found.keys():
+            raise LostEngineError(f"the engine died while it started: {self.obituary(dead)}")
+        self.sizes = next(iter(found.values()))
+
+    @property
+    def lineup(self) -> tuple[list[int], int]:
+        """A value that changes whenever an actor comes or goes."""
+        return sorted(self.living), self.born
+
+    def submit(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+        """Call a method of the living among these actors, without waiting. Each does what it is told in order."""
+        return {
+            number: getattr(self.living[number], method).remote(*given)
+            for number, given in arguments.items()
+            if number in self.living
+        }
+
+    def collect(self, references: Mapping[int, Any]) -> dict[int, Any]:
+        """Wait for answers. Who dies is lost, and leaves none; an error of another kind is raised once all are in."""
+        from ray.exceptions import RayError, RayTaskError
+
+        answers, errors = {}, []
+        for number, reference in references.items():
+            try:
+                answers[number] = self._ray.get(reference)
+            except RayTaskError as error:  # it lives, and has raised something
+                if isinstance(error.cause, (NotServingError, LostEngineError)):
+                    self.lose(number, str(error.cause))
+                else:
+                    errors.append(error.cause)
+            except RayError as error:
+                self.lose(number, _short(error))
+        if errors:
+            raise errors[0]
+        return answers
+
+    def lose(self, number: int, why: str) -> None:
+        """Count a replica out, warn of it, and end what is left of it."""
+        if self._end(number, why):
+            warn(f"replica {number} of the fleet is lost: {why}; type: fleet.replace({number})")
+
+    def _end(self, number: int, why: str) -> bool:
+        actor = self.living.pop(number, None)
+        if actor is None:
+            return False
+        self.lost[number] = why
+        with suppress(Exception):
+            self._ray.kill(actor)
+        return True
+
+    def obituary(self, numbers: Iterable[int] | None = None) -> str:
+        """Say what replicas died of."""
+        chosen = sorted(self.lost if numbers is None else numbers)
+        return "; ".join(f"replica {number}: {self.lost[number]}" for number in chosen)
+
+    def stop(self, numbers: Iterable[int] | None = None) -> None:
+        """Shut engines down, and end their actors."""
+        chosen = [number for number in (self.living if numbers is None else numbers) if number in self.living]
+        with suppress(Exception):
+            asked = list(self.submit("stop", dict.fromkeys(chosen, ())).values())
+            self._ray.wait(asked, num_returns=len(asked), timeout=STOP_S)
+        for number in chosen:
+            with suppress(Exception):
+                self._ray.kill(self.living.pop(number))
+
+    def close(self) -> None:
+        """Stop all, and give their places back."""
+        from ray.util.placement_group import remove_placement_group
+
+        self.stop()
+        with suppress(Exception):
+            remove_placement_group(self._group)
+
+    def put(self, value: Any) -> Any:
+        """Put a value into Ray's object store, once for all who read it."""
+        return self._ray.put(value)
+
+    def get(self, reference: Any) -> Any:
+        """Read a value from Ray's object store, without a copy on this host."""
+        return self._ray.get(reference)
+
+    def _seeded(self, launched: Launch) -> Launch:
+        """Give an engine a seed of its own: with vLLM's default all would sample the same numbers, and copies of a
+        prompt in two replicas get the same response. A seed that was used is not used again."""
+        seed = int(launched.kwargs.get("seed") or 0) + self.born
+        self.born += 1
+        return replace(launched, kwargs={**launched.kwargs, "seed": seed})
+
+
+def _short(error: Exception) -> str:
+    """Return the first and the last line of what Ray says of a death, which is a page."""
+    lines = [line.strip(" .:") for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return shorten(". ".join(dict.fromkeys((lines[0], lines[-1]))), MOST_WORDS)

@@ -1,0 +1,79 @@
+"""The places of a fleet's replicas: one bundle of a Ray placement group for each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp8plan.errors import ConfigError
+
+
+def ray() -> Any:
+    """Return the ray package. Raises ConfigError if it is not installed."""
+    try:
+        import ray as package
+    except ImportError:
+        raise ConfigError(
+            "a fleet's replicas are Ray actors, and ray is not installed; type: pip install 'fp8plan[ray]'"
+        ) from None
+    return package
+
+
+def bundle(gpus: int, cpus: float) -> dict[str, float]:
+    """Return the resources of one replica. A bundle lies on one host, and so do all GPUs of a replica."""
+    return {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
+
+
+def placed(replicas: int, gpus: int, cpus: float, wait_s: float) -> Any:
+    """Reserve places for all replicas, near each other where possible. Starts or joins a Ray cluster if there is none.
+
+    gpus, cpus: of each replica; wait_s: seconds to wait for others to free theirs
+
+    Raises ConfigError if the cluster has too few, or they do not get free.
+    """
+    package = ray()
+    if not package.is_initialized():
+        package.init()
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    each = bundle(gpus, cpus)
+    refuse_too_few(each, replicas, package.cluster_resources())
+    group = placement_group([each] * replicas, strategy="PACK")
+    if not group.wait(wait_s):
+        free = package.available_resources()
+        remove_placement_group(group)
+        raise ConfigError(
+            f"places for {replicas} replicas of {_said(each)} on one host each did not get free in {wait_s:g} s; free "
+            f"now, on all hosts: {_said({kind: free.get(kind, 0) for kind in each})}. End what uses them, ask for "
+            "fewer replicas, or wait longer (wait_s=...)"
+        )
+    return group
+
+
+def refuse_too_few(each: dict[str, float], replicas: int, whole: dict[str, float]) -> None:
+    """Raises ConfigError if a cluster with these resources could never hold so many replicas."""
+    fit = min(int(whole.get(kind, 0) // amount) for kind, amount in each.items() if amount)
+    if fit < replicas:
+        have = _said({kind: whole.get(kind, 0) for kind in each})
+        more = "add hosts (ray start --address=...)"
+        allowed = f"replicas={fit}, or {more}" if fit else f"a replica on fewer GPUs, or {more}"
+        raise ConfigError(
+            f"{replicas} replicas of {_said(each)} each were asked for, and the Ray cluster has {have}; allowed: "
+            f"{allowed}"
+        )
+
+
+def place(group: Any, number: int, gpus: int, cpus: float, env: dict[str, str]) -> dict[str, Any]:
+    """Return the options of the actor in a bundle of the group."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=number)
+    return {
+        "num_cpus": cpus,
+        "num_gpus": gpus,
+        "scheduling_strategy": strategy,
+        "runtime_env": {"env_vars": env},
+    }
+
+
+def _said(resources: dict[str, float]) -> str:
+    return " and ".join(f"{amount:g} {kind}(s)" for kind, amount in sorted(resources.items(), reverse=True))

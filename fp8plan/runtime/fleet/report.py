@@ -1,0 +1,141 @@
+"""The report of a fleet's rollout: who answered what, and what the planner's static split would have given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fp8plan.errors import Fp8PlanError
+from fp8plan.model.hardware import find_gpu
+from fp8plan.model.profile.library import load_profile
+from fp8plan.model.rollout import rollout, schedules
+from fp8plan.runtime.fleet.routing import Split, consecutive, largest
+from fp8plan.runtime.guard.observation import EngineFacts, Observation
+from fp8plan.runtime.guard.prediction import with_blocks
+
+if TYPE_CHECKING:
+    from fp8plan.runtime.fleet.replica import Judgement
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """The routing of one rollout, beside the static split (consecutive parts, as the planner assumes).
+
+    replicas:        number of the replica that answered each request
+    expected:        tokens that were expected of each request, over its samples
+    tokens:          tokens that came, over its samples
+    seconds:         wall time of the whole call
+    replica_seconds: replica -> wall time of its part; of a replica that took over another's, both parts
+    routed_tokens, static_tokens: tokens that came of the replica with most, as routed and in the static split
+    predicted_routed_s, predicted_static_s: makespans that the cost model predicts of the lengths that came; None where
+                     it cannot (`off` says why). Their ratio is what routing gained; only the first was really run
+    rerouted:        requests whose replica died, which others then answered
+    """
+
+    replicas: Sequence[int]
+    expected: Sequence[float]
+    tokens: Sequence[int]
+    seconds: float
+    replica_seconds: Mapping[int, float]
+    routed_tokens: int
+    static_tokens: int
+    predicted_routed_s: float | None
+    predicted_static_s: float | None
+    rerouted: int
+    off: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for a record."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """Return one line for a log."""
+        said = f"{len(self.tokens)} requests in {self.seconds:.3f} s; most tokens of a replica: {self.routed_tokens:,}"
+        said += f" routed, {self.static_tokens:,} split statically"
+        if self.predicted_routed_s is not None and self.predicted_static_s is not None:
+            said += f"; predicted {self.predicted_routed_s:.3f} s and {self.predicted_static_s:.3f} s"
+        return said + (f"; {self.rerouted} requests routed again" if self.rerouted else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A rollout as it came: what a Routing is made of, once somebody asks.
+
+    observation: of all replicas together
+    parts:       replica -> the requests that it answered, in the order in which it got them
+    samples:     responses of each request that have tokens
+    expected, replica_seconds, rerouted: as in Routing
+    judgements:  what the replicas' guards said of their parts; empty until they were asked
+    """
+
+    observation: Observation
+    parts: Mapping[int, Sequence[int]]
+    samples: Sequence[int]
+    expected: Sequence[float]
+    replica_seconds: Mapping[int, float]
+    rerouted: int
+    judgements: Mapping[int, Judgement] = field(default_factory=dict)
+
+    def judged(self, judgements: Mapping[int, Judgement]) -> Finished:
+        """Return the same with the guards' judgements, and their counts in the observation."""
+        ours = {number: found for number, found in judgements.items() if number in self.parts}
+        seen = [found.observation for found in ours.values() if found.observation is not None]
+        whole = replace(
+            self.observation,
+            preemptions=sum(one.preemptions for one in seen),
+            kv_cache_tokens=seen[0].kv_cache_tokens if seen else None,
+            compiled_files=sum(one.compiled_files or 0 for one in seen) if seen else None,
+        )
+        return replace(self, observation=whole, judgements=ours)
+
+    def routing(self, facts: EngineFacts, count: int) -> Routing:
+        """Compare both splits. facts: of one replica; count: of replicas"""
+        rows = np.split(np.arange(sum(self.samples)), np.cumsum(self.samples)[:-1])
+        lengths = self.observation.response_lengths
+        tokens = [sum(lengths[row] for row in some) for some in rows]
+        splits: list[Split] = [[list(part) for part in self.parts.values()], consecutive(len(tokens), count)]
+        owner = {request: replica for replica, part in self.parts.items() for request in part}
+        predicted: list[float | None] = [None, None]
+        off = None
+        try:
+            by_row = [[np.concatenate([rows[n] for n in part]) for part in split if part] for split in splits]
+            predicted = [*makespans(facts, self.observation, by_row)]
+        except Fp8PlanError as error:
+            off = str(error)
+        return Routing(
+            replicas=[owner[request] for request in range(len(tokens))],
+            expected=self.expected,
+            tokens=tokens,
+            seconds=self.observation.seconds,
+            replica_seconds=self.replica_seconds,
+            routed_tokens=int(largest(splits[0], tokens)),
+            static_tokens=int(largest(splits[1], tokens)),
+            predicted_routed_s=predicted[0],
+            predicted_static_s=predicted[1],
+            rerouted=self.rerouted,
+            off=off,
+        )
+
+
+def makespans(facts: EngineFacts, seen: Observation, splits: Sequence[Sequence[Any]]) -> list[float]:
+    """Predict the makespan of each split of the responses that came, in seconds: of its slowest replica.
+
+    facts:  of one replica
+    splits: for each the rows of every replica
+
+    Raises ProfileError, ConfigError or CapacityError where the cost model cannot predict this engine.
+    """
+    batch = seen.batch
+    setup = facts.setup.holding(batch.longest)
+    if seen.kv_cache_tokens is not None:  # less vLLM's null block
+        setup = with_blocks(setup, setup.blocks_in(seen.kv_cache_tokens) - 1)
+    profile, _ = load_profile(find_gpu(facts.gpu), facts.engine_version)
+    memory, model = setup.memory(batch.longest), setup.step_model(profile)
+    found = []
+    for split in splits:
+        parts = [batch.take(rows) for rows in split]
+        found.append(rollout(schedules(parts, memory.kv, setup.limits), model).makespan_s)
+    return found

@@ -1,0 +1,134 @@
+"""One sync for all replicas: to its procedure (runtime.weight_sync.procedure) a fleet is an engine with more workers.
+
+Every Call goes to every replica, and their answers are put together as those of one engine. So the procedure's order is
+a commit in two phases: whatever one replica refuses ends the sync in all, and only "commit", when each has all weights,
+checked, and the same KV scales, makes them serve. A replica that dies has no say: it drops out, and the others go on.
+
+Nothing here does input or output; the tests drive it without Ray.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.weight_sync.manifest import Manifest, dtype_name, dtype_named
+from fp8plan.runtime.weight_sync.nccl_protocol import gathered
+from fp8plan.runtime.weight_sync.state import Call
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+# Worker's methods that are handed tensors, which travel through the object store.
+STREAMED: Final = ("fp8plan_load", "fp8plan_compare_with")
+
+# Where replicas that do the same must answer the same, and one of them speaks for all.
+ALIKE: Final = ("fp8plan_prepare",)
+
+
+def addressed(call: Call, position: int, replicas: int, workers: int) -> Call:
+    """Return a replica's part of a Call.
+
+    Prompts are dealt out. Over NCCL each replica's workers get ranks of their own; all else goes to each as it is.
+
+    position: of the replica among those that are asked; workers: of each replica
+    """
+    if call.what == "generate":
+        prompts, settings = call.arguments
+        return call._replace(arguments=(list(prompts)[position::replicas], settings))
+    if call.what == "rpc" and call.arguments[0] == "fp8plan_join":
+        method, (where,) = call.arguments
+        ranked = {**where, "first_rank": where["first_rank"] + position * workers}
+        return call._replace(arguments=(method, (ranked,)))
+    return call
+
+
+def merged(call: Call, answers: Mapping[int, Any]) -> Any:
+    """Put the replicas' answers to a Call together, as an engine would answer it.
+
+    answers: number of the replica -> its answer, in the order of `addressed`
+    """
+    if call.what == "generate":
+        parts = list(answers.values())
+        most = max(map(len, parts), default=0)
+        return [part[row] for row in range(most) for part in parts if row < len(part)]
+    if call.what == "score":
+        return [outputs for found in answers.values() for outputs in found]
+    if call.what == "rpc":
+        return _workers(call.arguments[0], answers)
+    return None
+
+
+def _workers(method: str, answers: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the answers of all workers; errors say whose they are."""
+    every = [
+        dict(answer) | ({"who": _who(replica, rank, len(found))} if "error" in answer else {})
+        for replica, found in answers.items()
+        for rank, answer in enumerate(found)
+    ]
+    if method not in ALIKE or any("error" in answer for answer in every):
+        return every
+    (first, ours), *others = answers.items()
+    for replica, theirs in others:
+        if theirs != ours:
+            text = f"it would load the manifest in another way than replica {first}; allowed: replicas of one plan"
+            return [{"error": text, "who": _who(replica, 0, 1)}]
+    return [dict(answer) for answer in ours]
+
+
+def _who(replica: int, rank: int, ranks: int) -> str:
+    return f"replica {replica}" + (f", rank {rank}" if ranks > 1 else "")
+
+
+class Packed(NamedTuple):
+    """A tensor as plain bytes: what processes on one host can read from the object store without a copy."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: np.ndarray[Any, Any]
+
+
+def packed(tensors: Sequence[torch.Tensor]) -> list[Packed]:
+    """Return tensors as bytes on the host."""
+    import torch
+
+    found = []
+    for tensor in tensors:
+        whole = gathered(tensor).cpu().contiguous()
+        found.append(Packed(dtype_name(whole.dtype), tuple(whole.shape), whole.reshape(-1).view(torch.uint8).numpy()))
+    return found
+
+
+def unpacked(parts: Sequence[Packed]) -> list[torch.Tensor]:
+    """Return the tensors of `packed`, as views of its bytes. Nobody may write to them: other replicas read them."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
+        flat = [torch.from_numpy(part.data) for part in parts]
+    return [x.view(dtype_named(part.dtype)).view(part.shape) for x, part in zip(flat, parts, strict=True)]
+
+
+@dataclass(slots=True)
+class Kept:
+    """The stream of one sync, as it lies in the object store: what a new replica is given.
+
+    manifest: of what was sent
+    chunks:   (numbers in the manifest, reference to their Packed tensors), in order
+    """
+
+    manifest: Manifest
+    chunks: list[tuple[Sequence[int], Any]]
+
+    def pairs(self, fetch: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the names and tensors again. fetch: reads a reference. Raises ConfigError if one is gone."""
+        for numbers, reference in self.chunks:
+            try:
+                tensors = unpacked(fetch(reference))
+            except Exception as error:
+                raise ConfigError(f"the weights are no longer in Ray's object store: {error}") from error
+            yield from zip((self.manifest[number].name for number in numbers), tensors, strict=True)

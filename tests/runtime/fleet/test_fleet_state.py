@@ -1,0 +1,156 @@
+"""A fleet's own state, without Ray or vLLM: who serves, who waits, and what a new replica is given."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fleet_fakes import MANIFEST, FakeMembers
+
+from fp8plan.errors import LostEngineError, NotServingError, SyncError
+from fp8plan.runtime.fleet.fleet import RolloutFleet
+from fp8plan.runtime.guard.fallback import Action
+from fp8plan.runtime.weight_sync.nccl import RemoteSource
+from fp8plan.runtime.weight_sync.state import SyncSettings
+
+PROMPTS = [[1, 2], [3]]
+
+
+class FakeLaunch(SimpleNamespace):
+    """A Launch, as far as a fleet asks it."""
+
+    fp8_kv, precision = True, "fp8_kv"
+
+    def refuse_other(self, facts: Any) -> None: ...
+
+    def checkpoint(self) -> None: ...
+
+    def holding(self, longest: int) -> FakeLaunch:
+        self.limits = SimpleNamespace(max_model_len=longest)
+        return self
+
+
+def made(replicas: int = 2, keep_weights: bool = True, **settings: Any) -> tuple[RolloutFleet, FakeMembers]:
+    members = FakeMembers(0)
+    members.count = replicas
+    launched: Any = FakeLaunch()
+    fleet = RolloutFleet(launched, SyncSettings(**settings), members, keep_weights=keep_weights)  # type: ignore[arg-type]
+    members.calls = 0
+    return fleet, members
+
+
+def sync(fleet: RolloutFleet, value: float) -> Any:
+    tensors = {name: torch.full((2,), value, dtype=torch.bfloat16) for name, _, _ in MANIFEST}
+    return fleet.sync_weights(tensors, kv_prompts=PROMPTS)
+
+
+def weights(members: FakeMembers) -> dict[int, Any]:
+    return {number: replica.weights["w"] for number, replica in members.living.items()}
+
+
+def test_a_replacement_is_given_weights_and_scales_that_serve() -> None:
+    fleet, members = made()
+    sync(fleet, 5.0)
+    members.lose(1, "it was killed")
+    assert (fleet.serves, fleet.deaths) == ([0], {1: "it was killed"})
+    assert fleet.replace(1)
+    assert weights(members) == {0: 5.0, 1: 5.0}
+    assert members.living[1].scales == fleet.state.kv_scales == members.living[0].scales
+    assert (fleet.serves, fleet.waiting, fleet.deaths, fleet.state.version) == ([0, 1], [], {}, 1)
+    assert sync(fleet, 6.0).version == 2  # the newcomer checks the manifest, too
+    assert weights(members) == {0: 6.0, 1: 6.0}
+
+
+def test_before_the_first_sync_a_replacement_has_the_checkpoint_and_the_scales() -> None:
+    fleet, members = made()
+    fleet.recalibrate_kv(kv_prompts=PROMPTS)
+    assert fleet.replace(0)
+    assert members.living[0].scales == fleet.state.kv_scales != {"layer": [1.0, 1.0, 1.0]}
+
+
+def test_one_that_is_given_nothing_waits_for_the_next_sync() -> None:
+    fleet, members = made(keep_weights=False)
+    sync(fleet, 5.0)
+    assert not fleet.replace(1)
+    assert (fleet.serves, fleet.waiting) == ([0], [1])
+    members.lose(0, "it was killed")
+    with pytest.raises(NotServingError, match=r"has the weights is left; .*Dead: .*it was killed"):
+        fleet.generate(["a prompt"])
+    sync(fleet, 6.0)
+    assert (fleet.serves, weights(members)) == ([1], {1: 6.0})
+
+
+def test_after_a_failed_sync_a_replacement_waits_as_all_do() -> None:
+    fleet, members = made()
+    sync(fleet, 5.0)
+    members.calls, members.faults = 0, {(3, 0): "refuses"}
+    with pytest.raises(SyncError, match="refuses to generate until a complete sync"):
+        sync(fleet, 6.0)
+    members.faults = {}
+    assert not fleet.replace(1)
+    assert members.living[1].weights["w"] == 0.0
+    sync(fleet, 7.0)
+    assert (fleet.serves, weights(members)) == ([0, 1], {0: 7.0, 1: 7.0})
+
+
+def test_one_that_does_not_take_the_weights_is_lost_and_the_others_serve() -> None:
+    fleet, members = made()
+    sync(fleet, 5.0)
+    members.calls, members.faults = 0, {(2, 1): "refuses"}
+    with pytest.raises(SyncError, match=r"replica 1 did not take the weights .* is lost; the others serve"):
+        fleet.replace(1)
+    assert (fleet.serves, fleet.waiting, list(fleet.deaths)) == ([0], [], [1])
+    assert fleet.serving
+
+
+def test_once_all_are_dead_the_next_sync_starts_all() -> None:
+    fleet, members = made()
+    sync(fleet, 5.0)
+    members.calls, members.faults = 0, {(1, 0): "dies", (2, 1): "dies"}
+    with pytest.raises(SyncError, match="the engine has died; the next sync_weights starts it again"):
+        sync(fleet, 6.0)
+    members.faults = {}
+    assert not fleet.serving
+    with pytest.raises(NotServingError, match="call sync_weights"):
+        fleet.replace(0)
+    sync(fleet, 7.0)
+    assert (fleet.serves, weights(members)) == ([0, 1], {0: 7.0, 1: 7.0})
+    assert fleet.serving
+
+
+def test_what_came_over_nccl_came_to_those_who_met_the_trainer() -> None:
+    fleet, members = made()
+    remote = RemoteSource((), lambda: None)
+    with pytest.raises(SyncError, match=r"connect\(fleet.join_transfer, workers=2\)\. Nothing was sent"):
+        fleet.sync_weights(remote)
+    fleet._met = members.lineup
+    members.lose(1, "it was killed")
+    with pytest.raises(SyncError, match="workers=1"):
+        fleet.sync_weights(remote)
+
+
+def test_stepping_down_starts_all_in_the_safer_precision() -> None:
+    fleet, members = made()
+    sync(fleet, 5.0)
+    stepped = FakeLaunch()
+    stepped.precision, stepped.fp8_kv = "bf16", False
+    vars(fleet.launch)["with_precision"] = {"bf16": stepped}.__getitem__
+    before = members.born
+    fleet.apply(Action.KV_TO_BF16)
+    assert members.born == before + 2
+    assert (fleet.launch.precision, fleet.state.fp8_kv) == ("bf16", False)
+    with pytest.raises(NotServingError, match="started again, with the weights of its checkpoint"):
+        fleet.generate(["a prompt"])
+    sync(fleet, 6.0)
+    assert fleet.serving
+
+
+def test_after_shutdown_nothing_is_done() -> None:
+    fleet, _ = made()
+    with fleet:
+        pass
+    for call in (lambda: sync(fleet, 5.0), lambda: fleet.replace(0), lambda: fleet.generate(["a"]), fleet.kv_scales):
+        with pytest.raises(LostEngineError, match="shut down"):
+            call()

@@ -1,0 +1,142 @@
+"""Replicas without Ray or vLLM, as far as a fleet's Calls go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from fp8plan.runtime.fleet.sync import unpacked
+from fp8plan.runtime.weight_sync.state import Call
+
+MANIFEST = [["w", "bfloat16", [2]], ["v", "bfloat16", [2]]]
+
+
+class FakeReplica:
+    """One worker, with two tensors: a stream is written at once, and a copy goes back where one was kept."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.weights: dict[str, Any] = {"w": 0.0, "v": 0.0}
+        self.scales: dict[str, list[float]] = {"layer": [1.0, 1.0, 1.0]}
+        self.copy: dict[str, Any] | None = None
+        self.is_open = False
+        self.heard: list[Any] = []
+
+    def answer(self, call: Call) -> Any:
+        if call.what == "score":
+            return [[]]
+        if call.what != "rpc":
+            return list(call.arguments[0]) if call.what == "generate" else None
+        method, arguments = call.arguments
+        self.heard.append((method, arguments))
+        return [{"ok": getattr(self, method.removeprefix("fp8plan_"), lambda *_: None)(*arguments)}]
+
+    def load(self, method: str, numbers: list[int], parts: Any) -> Any:
+        tensors = unpacked(parts)
+        self.heard.append((method, numbers))
+        for number, tensor in zip(numbers, tensors, strict=True):
+            self.weights[MANIFEST[number][0]] = float(tensor[0])
+        return [{"ok": None}]
+
+    def took(self, action: Any) -> None:
+        self.heard.append(("took", action))
+
+    def facts(self) -> dict[str, Any]:
+        return {"vllm_version": "0.30.0"}
+
+    def kv_scales(self) -> dict[str, dict[str, float]]:
+        return {layer: dict(zip("qkv", parts, strict=True)) for layer, parts in self.scales.items()}
+
+    def prepare(self, *_: Any) -> dict[str, Any]:
+        return {"number": 0, "groups": [0, 1], "quantised": [], "taken": [2, 2]}
+
+    def begin(self, number: int, samples: int, version: int, keep: str | None) -> None:
+        self.copy = None if keep is None else dict(self.weights)
+        self.is_open = True
+
+    def finish(self) -> dict[str, Any]:
+        done: dict[str, Any] = {"in_place": 2, "reloaded": 0, "why_reloaded": {}, "ignored": [], "layers": {}}
+        return done | {"check": {"differ": [], "compared": 2, "weight_error": None, "seconds": 0.0}}
+
+    def record_amax(self, on: bool) -> dict[str, list[float]] | None:
+        return None if on else {"layer": [1.0 + self.number, 2.0, 3.0 - self.number]}
+
+    def set_kv_scales(self, scales: dict[str, list[float]]) -> None:
+        self.scales = scales
+
+    def commit(self) -> None:
+        self.is_open = False
+
+    def abort(self) -> bool:
+        was_open, self.is_open = self.is_open, False
+        if self.copy is not None and was_open:
+            self.weights = self.copy
+        return self.copy is not None and was_open
+
+
+class FakeMembers:
+    """The replicas as `Members` has them. faults: (number of a submitted call, replica) -> "dies" or "refuses"."""
+
+    def __init__(self, replicas: int, faults: Mapping[tuple[int, int], str] = {}) -> None:
+        self.living = {number: FakeReplica(number) for number in range(replicas)}
+        self.lost: dict[int, str] = {}
+        self.terms = SimpleNamespace(workers=1)
+        self.count, self.born, self.sizes = replicas, replicas, (256, 1024)
+        self.faults, self.calls = dict(faults), 0
+        self.put_count = 0
+
+    @property
+    def lineup(self) -> Any:
+        return sorted(self.living), self.born
+
+    def start(self, numbers: Iterable[int], launched: Any) -> None:
+        for number in numbers:
+            self.living[number] = FakeReplica(number)
+            self.lost.pop(number, None)
+            self.born += 1
+
+    def stop(self, numbers: Iterable[int] | None = None) -> None:
+        for number in list(self.living if numbers is None else numbers):
+            self.living.pop(number, None)
+
+    def close(self) -> None:
+        self.stop()
+
+    def get(self, reference: Any) -> Any:
+        return reference
+
+    def put(self, value: Any) -> Any:
+        self.put_count += 1
+        return value
+
+    def submit(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+        call, self.calls = self.calls, self.calls + 1
+        found = {}
+        for number, given in arguments.items():
+            fault = self.faults.get((call, number))
+            if number not in self.living:
+                continue
+            if fault == "refuses" and (method == "load" or given[0].what == "rpc"):
+                found[number] = [{"error": "it says no"}]
+            elif fault == "dies":
+                found[number] = self
+            else:
+                found[number] = getattr(self.living[number], method)(*given)
+        return found
+
+    def collect(self, references: Mapping[int, Any]) -> dict[int, Any]:
+        answers = {}
+        for number, found in references.items():
+            if found is self:
+                self.lose(number, "it was killed")
+            else:
+                answers[number] = found
+        return answers
+
+    def lose(self, number: int, why: str) -> None:
+        self.living.pop(number, None)
+        self.lost[number] = why
+
+    def obituary(self) -> str:
+        return str(self.lost)
