@@ -1,0 +1,309 @@
+"""One arm, one seed: GRPO with fp8plan's engine and Monitor, step by step, from a checkpoint if there is one.
+
+What goes wrong is written to events.jsonl and mended: a sync that fails or does not arrive is done again, and an engine
+that has died is started by the next sync. The run ends only if that does not help.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+import fp8plan
+from benchmarks.learning import changes, predicted
+from benchmarks.learning.arms import CORRECTIONS, Arm, strength
+from benchmarks.learning.grpo import (
+    Batch,
+    Sample,
+    batch_of,
+    micro_batches,
+    samples_of,
+    token_losses,
+    train_logprobs,
+)
+from benchmarks.learning.policies import task_of
+from benchmarks.learning.state import RunFolder
+from fp8plan import schemas
+from fp8plan.errors import NotServingError, SyncError
+from fp8plan.jsonl import now
+from fp8plan.model.hardware import find_gpu
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.precision import E4M3_MAX
+from fp8plan.model.rl_step import StepTimes
+from fp8plan.runtime.engine.noise import held_back
+
+ATTEMPTS: Final = 3  # at a rollout or a sync
+PILOT, TRAIN = 1, 2  # what a seed is for
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings of a run, beside its arm's.
+
+    policy, checkpoint: its name, and the folder of its weights
+    prompts, samples:   of a rollout
+    learning_rate:      of AdamW, constant, times the arm's
+    micro_tokens:       padded tokens of a micro-batch
+    save_every, changes_every: steps; 0: never
+    memory:             share of the GPU's memory for the engine, whose trainer is on the same GPU
+    mode:               of RolloutEngine
+    """
+
+    policy: str
+    checkpoint: Path
+    device: str = "cpu"
+    steps: int = 40
+    prompts: int = 16
+    samples: int = 16
+    learning_rate: float = 1e-4
+    temperature: float = 1.0
+    clip: float = 0.2
+    max_norm: float = 1.0
+    micro_tokens: int = 16_384
+    save_every: int = 10
+    changes_every: int = 0
+    memory: float = 0.4
+    mode: Any = "inprocess"
+
+
+class Loop:
+    """A run of one arm. `run` does all of it."""
+
+    def __init__(
+        self, settings: Settings, arm: Arm, seed: int, folder: RunFolder, say: Callable[[str], Any] = print
+    ) -> None:
+        import transformers
+
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; vLLM would take most of the machine's
+        self.settings, self.arm, self.seed, self.folder, self.say = settings, arm, seed, folder, say
+        self.task, self.correction = task_of(settings.policy, settings.checkpoint), CORRECTIONS[arm.correction]
+        torch.manual_seed(seed)
+        saved = folder.load(settings.device)
+        self.step = 0 if saved is None else int(saved["step"])
+        self.policy = transformers.AutoModelForCausalLM.from_pretrained(settings.checkpoint, dtype=torch.float32)
+        self.policy.to(settings.device)
+        rate = settings.learning_rate * arm.rate
+        self.optimiser = torch.optim.AdamW(self.policy.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self.gpu = find_gpu("cpu" if settings.device == "cpu" else "auto")
+        longest = (self.task.max_prompt_tokens, self.task.max_response_tokens)
+        self.limits = replace(EngineLimits.for_gpu(self.gpu), max_model_len=sum(longest))
+        if settings.device != "cpu":
+            self.limits = replace(self.limits, gpu_memory_utilization=settings.memory)
+        shape, self.precision = (settings.prompts, settings.samples), arm.preset(settings.device)
+        self.plan = predicted.first_plan(settings.checkpoint, self.gpu.name, shape, longest, self.limits)
+        with held_back():
+            self.engine = fp8plan.RolloutEngine.from_plan(
+                self.plan, str(settings.checkpoint), choice=self.precision, skip_tokenizer_init=True,
+                mode=settings.mode, seed=seed + (self.step << 16),
+            )  # fmt: skip
+        if saved is not None:
+            self.policy.load_state_dict(saved["policy"])
+            self.optimiser.load_state_dict(saved["optimiser"])
+            self.plan = fp8plan.Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
+            self.tell("resumed", f"from the checkpoint of step {self.step}")
+        self.sync(0.0)
+        if saved is None:
+            self._pilot(shape)
+        sinks = [fp8plan.JsonLines(str(folder / "run.jsonl"))]
+        given = self.correction
+        self.monitor = fp8plan.Monitor(given.settings, given.controller, sinks, plan=self.plan, engine=self.engine)
+        if saved is not None:
+            self.monitor.load_state_dict(saved["monitor"])
+
+    def run(self) -> None:
+        """Do the steps that are left."""
+        while self.step < self.settings.steps:
+            self.one_step()
+            if self.settings.save_every and self.step % self.settings.save_every == 0:
+                self.save()
+        self.folder.write("done.json", {"steps": self.step, "date": now(), "reward_after": self.evaluate()})
+
+    def close(self) -> None:
+        self.monitor.close()
+        self.engine.shutdown()
+
+    def one_step(self) -> None:
+        """Rollout, correction, updates, sync."""
+        begun = time.perf_counter()
+        samples, rewards, rollout_s = self.rollout(self.settings.prompts, self.settings.samples, TRAIN, self.step)
+        batch = batch_of(samples, rewards, self.settings.samples).to(self.settings.device)
+        with torch.no_grad():
+            old = self.logprobs(batch)
+        mean = sum(rewards) / len(rewards)
+        versions = [self.engine.state.version] * len(samples)
+        found = self.monitor.step(
+            old, batch.rollout_logprobs, batch.mask, versions=versions, metrics={schemas.REWARD: mean}
+        )
+        before = self.tensors() if self._logs_changes() else {}
+        for _ in range(self.arm.updates):
+            self.update(batch, old, found)
+        self.step += 1
+        if before:
+            rate = self.settings.learning_rate * self.arm.rate
+            setting = {"policy": self.settings.policy, "learning_rate": rate, "step": self.step}
+            for row in changes.log_rows(changes.changed(before, self.tensors()), **setting):
+                self.folder.log("changes.jsonl", row)
+        trained = time.perf_counter()
+        if self.correction.follow:
+            self.follow(found)
+        if not self.arm.stale(self.step - 1) or not self.engine.serving:
+            self.sync(strength(self.arm.mismatch, self.step, self.settings.steps))
+        ended = time.perf_counter()
+        row = {"step": self.step, "date": now(), "reward": mean, "response_tokens": int(batch.mask.sum())}
+        row |= {"finished": sum(one.tokens[-1] in self.task.stop for one in samples) / len(samples)}
+        row |= {"rollout_s": rollout_s, "train_s": trained - begun - rollout_s, "sync_s": ended - trained}
+        self.folder.log("steps.jsonl", row | {"step_s": ended - begun, "precision": self.engine.launch.precision})
+        self.say(
+            f"step {self.step}: reward {mean:.3f}, k3 {found.mismatch.k3:.1e}, {found.decided.decision.value}, "
+            f"{ended - begun:.1f} s"
+        )
+
+    def rollout(self, prompts: int, samples: int, use: int, number: int) -> tuple[list[Sample], list[float], float]:
+        """Samples, their rewards, and seconds. An engine that does not serve gets its weights again."""
+        from vllm import SamplingParams
+
+        problems = [p for p in self.task.problems(prompts, (self.seed, use, number)) for _ in range(samples)]
+        given = [{"prompt_token_ids": one.prompt} for one in problems]
+        sampling = SamplingParams(
+            temperature=self.settings.temperature, max_tokens=self.task.max_response_tokens, logprobs=0,
+            stop_token_ids=list(self.task.stop), detokenize=False,
+        )  # fmt: skip
+        for left in reversed(range(ATTEMPTS)):
+            begun = time.perf_counter()
+            try:
+                found = samples_of(problems, self.engine.generate(given, sampling))
+                break
+            except NotServingError as error:
+                self.tell("rollout refused", error)
+                if not left:
+                    raise
+                self.sync(0.0)
+        seconds = time.perf_counter() - begun
+        return found, [self.task.reward(one.problem, one.tokens) for one in found], seconds
+
+    def logprobs(self, batch: Batch) -> torch.Tensor:
+        """The policy's log-probs of the batch, [rows, longest response]."""
+        found = torch.zeros_like(batch.rollout_logprobs)
+        for part in micro_batches(batch, self.settings.micro_tokens):
+            few = batch.rows(part)
+            found[part, : few.mask.shape[1]] = self._forward(few)
+        return found
+
+    def _forward(self, few: Batch) -> torch.Tensor:
+        with torch.autocast(self.settings.device, torch.bfloat16, enabled=self.settings.device != "cpu"):
+            return train_logprobs(self.policy, few, self.settings.temperature)
+
+    def update(self, batch: Batch, old: torch.Tensor, found: Any, apply: bool = True) -> None:
+        """One optimiser step on the batch. found: of Monitor.step; apply: False to time it alone"""
+        mask = batch.mask if found is None else found.mask
+        weights = None if found is None else found.weights
+        tokens = float(mask.sum().clamp(min=1))
+        norms = list[tuple[float, float]]()
+        for part in micro_batches(batch, self.settings.micro_tokens):
+            few = batch.rows(part)
+            kept = mask[part, : few.mask.shape[1]]
+            losses = token_losses(self._forward(few), old[part, : kept.shape[1]], few.advantages, self.settings.clip)
+            loss = losses * kept if weights is None else losses * kept * weights[part, : kept.shape[1]]
+            (loss.sum() / tokens).backward()
+            norms.append((self._norm2(), float(kept.sum())))
+        if apply:
+            if found is not None and len(norms) > 1 and norms[0][1]:  # the first gradient was over all the tokens
+                small, few_tokens = norms[0][0] * (tokens / norms[0][1]) ** 2, norms[0][1]
+                if self.arm.correction == "least_error":
+                    self.monitor.report_gradients(
+                        norm2_small=small, tokens_small=few_tokens, norm2_large=norms[-1][0], tokens_large=tokens
+                    )
+            torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.settings.max_norm)
+            self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+
+    def _norm2(self) -> float:
+        return float(sum(p.grad.square().sum() for p in self.policy.parameters() if p.grad is not None))
+
+    def follow(self, found: Any) -> None:
+        """Do what the controller asks for beyond thresholds.
+
+        What the guard advises because of the speed is in the record and not done: an arm stays what it is called.
+        """
+        if found.decided.escalate is not None:
+            before = self.engine.launch.precision
+            self.engine.apply(None, found.decided.escalate)
+            ran = f"{before}, then {self.engine.launch.precision}"
+            self.tell(found.decided.escalate.value, f"{ran}: {found.decided.reason}")
+
+    def tensors(self, noise: float = 0.0) -> dict[str, torch.Tensor]:
+        """The policy as the checkpoint has it, in BF16. noise: as a share of each matrix's RMS"""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        found = {name: x.detach().bfloat16() for name, x in self.policy.named_parameters()}
+        found = dict(revert_weight_conversion(self.policy, found))
+        if noise:
+            chance = torch.Generator(self.settings.device).manual_seed(self.seed * 100_003 + self.step)
+            for name, x in found.items():
+                if x.dim() == 2:
+                    drawn = torch.randn(x.shape, generator=chance, device=x.device)
+                    found[name] = (x.float() + noise * x.float().square().mean().sqrt() * drawn).bfloat16()
+        return found
+
+    def sync(self, noise: float) -> None:
+        """Make the policy's weights serve. What fails, or is not there afterwards, is sent again."""
+        kv = {}
+        if self.engine.state.fp8_kv and self.arm.kv_scales == "unit":
+            largest = E4M3_MAX / self.engine.state.settings.kv_margin
+            kv = {"kv_amax": {layer: [largest] * 3 for layer in self.engine.kv_scales()}}
+        for left in reversed(range(ATTEMPTS)):
+            before = self.engine.state.version
+            try:
+                self.engine.sync_weights(self.tensors(noise), **kv)
+                if self.engine.state.version > before:
+                    return
+                self.tell("stale", f"step {self.step}'s weights did not arrive, version {before} serves; sent again")
+            except SyncError as error:
+                self.tell("sync failed", error)
+                if not left:
+                    raise
+        raise SyncError(f"the weights of step {self.step} do not arrive; the engine serves version {before}")
+
+    def save(self) -> None:
+        state = {"policy": self.policy.state_dict(), "optimiser": self.optimiser.state_dict(), "step": self.step}
+        self.folder.save(state | {"monitor": self.monitor.state_dict()})
+
+    def evaluate(self) -> float:
+        """Mean reward on problems that are not trained on, the same ones at any time."""
+        _, rewards, _ = self.rollout(self.settings.prompts, self.settings.samples, PILOT, 0)
+        return sum(rewards) / len(rewards)
+
+    def tell(self, what: str, why: object) -> None:
+        self.folder.log("events.jsonl", {"step": self.step, "date": now(), "what": what, "why": str(why)})
+        self.say(f"step {self.step}: {what}: {why}")
+
+    def _logs_changes(self) -> bool:
+        every = self.settings.changes_every
+        return every > 0 and (self.step + 1) % every == 0
+
+    def _timed(self, batch: Batch) -> tuple[float, float]:
+        """Seconds of the log-probs of a batch, and of an update on it that is not applied."""
+        begun = time.perf_counter()
+        with torch.no_grad():
+            old = self.logprobs(batch)
+        between = time.perf_counter()
+        self.update(batch, old, None, apply=False)
+        return between - begun, time.perf_counter() - between
+
+    def _pilot(self, shape: tuple[int, int]) -> None:
+        """A rollout and an update that is not applied, both timed when warm; then the arm's plan, written."""
+        samples, rewards, _ = self.rollout(*shape, PILOT, 0)
+        batch = batch_of(samples, rewards, self.settings.samples).to(self.settings.device)
+        times = [self._timed(batch) for _ in range(2)][-1]
+        lengths = [(len(one.problem.prompt), len(one.tokens)) for one in samples]
+        steps = StepTimes(train_s=times[1] * self.arm.updates, logprob_s=times[0])
+        self.plan = predicted.plan_of_pilot(self.settings.checkpoint, self.gpu.name, shape, lengths, self.limits, steps)
+        self.folder.write("plan.json", self.plan.to_dict())
+        said = predicted.foreseen(self.plan, self.precision)
+        self.folder.write("predicted.json", said | {"pilot_reward": sum(rewards) / len(rewards)})
