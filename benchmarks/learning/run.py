@@ -29,7 +29,7 @@ from benchmarks.learning.state import RunFolder
 
 # Of a rollout and of a run, by device. AdamW's rates are where the tiny policies learn in some tens of steps.
 SIZES: Final[dict[str, dict[str, Any]]] = {
-    "cpu": {"steps": 30, "prompts": 16, "samples": 16, "learning_rate": 3e-4, "save_every": 10},
+    "cpu": {"steps": 60, "prompts": 64, "samples": 8, "learning_rate": 2e-3, "save_every": 10},
     "cuda": {"steps": 300, "prompts": 64, "samples": 16, "learning_rate": 3e-5, "save_every": 25}
     | {"micro_tokens": 65_536},
 }
