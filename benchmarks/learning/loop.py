@@ -37,8 +37,10 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import E4M3_MAX
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.runtime.engine.noise import held_back
+from fp8plan.runtime.guard.fallback import GuardSettings
 
 ATTEMPTS: Final = 3  # at a rollout or a sync
+ADVISES_NOTHING: Final = GuardSettings(patience=1 << 30)  # it judges each rollout; an arm stays what it is called
 PILOT, TRAIN = 1, 2  # what a seed is for
 
 
@@ -100,7 +102,7 @@ class Loop:
         with held_back():
             self.engine = fp8plan.RolloutEngine.from_plan(
                 self.plan, str(settings.checkpoint), choice=self.precision, skip_tokenizer_init=True,
-                mode=settings.mode, seed=seed + (self.step << 16),
+                mode=settings.mode, seed=seed + (self.step << 16), guard=ADVISES_NOTHING,
             )  # fmt: skip
         if saved is not None:
             self.policy.load_state_dict(saved["policy"])
@@ -227,10 +229,7 @@ class Loop:
         return float(sum(p.grad.square().sum() for p in self.policy.parameters() if p.grad is not None))
 
     def follow(self, found: Any) -> None:
-        """Do what the controller asks for beyond thresholds.
-
-        What the guard advises because of the speed is in the record and not done: an arm stays what it is called.
-        """
+        """Do what the controller asks for beyond thresholds."""
         if found.decided.escalate is not None:
             before = self.engine.launch.precision
             self.engine.apply(None, found.decided.escalate)

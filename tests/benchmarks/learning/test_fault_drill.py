@@ -100,7 +100,7 @@ class Drill:
 
     def kl_spike(self) -> None:
         """The engine gets weights with noise, so that the next rollout comes from another policy."""
-        self.loop.sync(0.5)
+        self.loop.sync(3.0)
 
     def stale_engine(self) -> None:
         """The next sync says that all went well and does nothing."""

@@ -92,5 +92,3 @@ def test_a_package_of_verifiers_checks_answers_in_words() -> None:
     assert task.problems(8, (1, 2)) == task.problems(8, (1, 2))
     with pytest.raises(ConfigError, match=r"a prompt of chain_sum has \d+ tokens; allowed: 10"):
         ReasoningGym("chain_sum", (), Words(), "Answer.", max_prompt_tokens=10).problems(1, (0,))
-
-
