@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.jsonl import rows as read
-from fp8plan.runtime.quantize.block_fp8 import quantize
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Row = dict[str, Any]
+COMMITTED: Final = Path(__file__).parent / "cpu"
 
 # Kind of layer -> what the name of its tensors holds. The first that fits counts.
 KINDS: Final = {
@@ -68,6 +68,8 @@ def changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[s
 def _codes(before: Tensor, after: Tensor) -> dict[str, int]:
     import torch
 
+    from fp8plan.runtime.quantize.block_fp8 import quantize
+
     (old, old_scale), (new, new_scale) = quantize(before), quantize(after)
     codes, scales = old.view(torch.uint8) != new.view(torch.uint8), old_scale != new_scale
     moved = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: codes.shape[0], : codes.shape[1]]
@@ -101,6 +103,11 @@ def table(rows: Iterable[Row]) -> str:
         cells = [policy, f"{rate:.0e}", kind, str(total["steps"]), _share(total["bf16"], total["values"]), *fp8]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def committed() -> str:
+    """The table of the committed raw logs, of tiny policies on a CPU."""
+    return table(row for path in sorted(COMMITTED.glob("*.jsonl")) for row in read(path))
 
 
 def _share(part: int, whole: int) -> str:

@@ -18,17 +18,10 @@ import torch
 import fp8plan
 from benchmarks.learning import changes, predicted
 from benchmarks.learning.arms import CORRECTIONS, Arm, strength
-from benchmarks.learning.grpo import (
-    Batch,
-    Sample,
-    batch_of,
-    micro_batches,
-    samples_of,
-    token_losses,
-    train_logprobs,
-)
+from benchmarks.learning.grpo import Sample, batch_of, samples_of
 from benchmarks.learning.policies import task_of
 from benchmarks.learning.state import RunFolder
+from benchmarks.learning.trainer import Trainer
 from fp8plan import schemas
 from fp8plan.errors import NotServingError, SyncError
 from fp8plan.jsonl import now
@@ -80,24 +73,24 @@ class Loop:
     def __init__(
         self, settings: Settings, arm: Arm, seed: int, folder: RunFolder, say: Callable[[str], Any] = print
     ) -> None:
-        import transformers
-
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; vLLM would take most of the machine's
         self.settings, self.arm, self.seed, self.folder, self.say = settings, arm, seed, folder, say
         self.task, self.correction = task_of(settings.policy, settings.checkpoint), CORRECTIONS[arm.correction]
         torch.manual_seed(seed)
         saved = folder.load(settings.device)
         self.step = 0 if saved is None else int(saved["step"])
-        self.policy = transformers.AutoModelForCausalLM.from_pretrained(settings.checkpoint, dtype=torch.float32)
-        self.policy.to(settings.device)
-        rate = settings.learning_rate * arm.rate
-        self.optimiser = torch.optim.AdamW(self.policy.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self.rate = settings.learning_rate * arm.rate
+        self.trainer = Trainer(
+            settings.checkpoint, settings.device, self.rate, settings.temperature, settings.clip, settings.max_norm,
+            settings.micro_tokens,
+        )  # fmt: skip
         self.gpu = find_gpu("cpu" if settings.device == "cpu" else "auto")
         longest = (self.task.max_prompt_tokens, self.task.max_response_tokens)
         self.limits = replace(EngineLimits.for_gpu(self.gpu), max_model_len=sum(longest))
         if settings.device != "cpu":
             self.limits = replace(self.limits, gpu_memory_utilization=settings.memory)
-        shape, self.precision = (settings.prompts, settings.samples), arm.preset(settings.device)
+        shape = (settings.prompts, settings.samples)
+        self.precision = arm.preset(settings.device) if saved is None else saved["precision"]
         self.plan = predicted.first_plan(settings.checkpoint, self.gpu.name, shape, longest, self.limits)
         with held_back():
             self.engine = fp8plan.RolloutEngine.from_plan(
@@ -105,8 +98,7 @@ class Loop:
                 mode=settings.mode, seed=seed + (self.step << 16), guard=ADVISES_NOTHING,
             )  # fmt: skip
         if saved is not None:
-            self.policy.load_state_dict(saved["policy"])
-            self.optimiser.load_state_dict(saved["optimiser"])
+            self.trainer.load_state_dict(saved["trainer"])
             self.plan = fp8plan.Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
             self.tell("resumed", f"from the checkpoint of step {self.step}")
         self.sync(0.0)
@@ -132,31 +124,29 @@ class Loop:
 
     def one_step(self) -> None:
         """Rollout, correction, updates, sync."""
-        begun = time.perf_counter()
+        begun = self.trainer.clock()
         samples, rewards, rollout_s = self.rollout(self.settings.prompts, self.settings.samples, TRAIN, self.step)
         batch = batch_of(samples, rewards, self.settings.samples).to(self.settings.device)
-        with torch.no_grad():
-            old = self.logprobs(batch)
+        old = self.trainer.logprobs(batch)
         mean = sum(rewards) / len(rewards)
         versions = [self.engine.state.version] * len(samples)
         found = self.monitor.step(
             old, batch.rollout_logprobs, batch.mask, versions=versions, metrics={schemas.REWARD: mean}
         )
-        before = self.tensors() if self._logs_changes() else {}
+        before = self.trainer.tensors() if self._logs_changes() else {}
         for _ in range(self.arm.updates):
-            self.update(batch, old, found)
+            noise = self.trainer.update(batch, old, found.mask, found.weights)
+        if noise is not None and self.arm.correction == "least_error":
+            self.monitor.report_gradients(**noise._asdict())
         self.step += 1
         if before:
-            rate = self.settings.learning_rate * self.arm.rate
-            setting = {"policy": self.settings.policy, "learning_rate": rate, "step": self.step}
-            for row in changes.log_rows(changes.changed(before, self.tensors()), **setting):
-                self.folder.log("changes.jsonl", row)
-        trained = time.perf_counter()
+            self._log_changes(before)
+        trained = self.trainer.clock()
         if self.correction.follow:
             self.follow(found)
         if not self.arm.stale(self.step - 1) or not self.engine.serving:
             self.sync(strength(self.arm.mismatch, self.step, self.settings.steps))
-        ended = time.perf_counter()
+        ended = self.trainer.clock()
         row = {"step": self.step, "date": now(), "reward": mean, "response_tokens": int(batch.mask.sum())}
         row |= {"finished": sum(one.tokens[-1] in self.task.stop for one in samples) / len(samples)}
         row |= {"rollout_s": rollout_s, "train_s": trained - begun - rollout_s, "sync_s": ended - trained}
@@ -189,45 +179,6 @@ class Loop:
         seconds = time.perf_counter() - begun
         return found, [self.task.reward(one.problem, one.tokens) for one in found], seconds
 
-    def logprobs(self, batch: Batch) -> torch.Tensor:
-        """The policy's log-probs of the batch, [rows, longest response]."""
-        found = torch.zeros_like(batch.rollout_logprobs)
-        for part in micro_batches(batch, self.settings.micro_tokens):
-            few = batch.rows(part)
-            found[part, : few.mask.shape[1]] = self._forward(few)
-        return found
-
-    def _forward(self, few: Batch) -> torch.Tensor:
-        with torch.autocast(self.settings.device, torch.bfloat16, enabled=self.settings.device != "cpu"):
-            return train_logprobs(self.policy, few, self.settings.temperature)
-
-    def update(self, batch: Batch, old: torch.Tensor, found: Any, apply: bool = True) -> None:
-        """One optimiser step on the batch. found: of Monitor.step; apply: False to time it alone"""
-        mask = batch.mask if found is None else found.mask
-        weights = None if found is None else found.weights
-        tokens = float(mask.sum().clamp(min=1))
-        norms = list[tuple[float, float]]()
-        for part in micro_batches(batch, self.settings.micro_tokens):
-            few = batch.rows(part)
-            kept = mask[part, : few.mask.shape[1]]
-            losses = token_losses(self._forward(few), old[part, : kept.shape[1]], few.advantages, self.settings.clip)
-            loss = losses * kept if weights is None else losses * kept * weights[part, : kept.shape[1]]
-            (loss.sum() / tokens).backward()
-            norms.append((self._norm2(), float(kept.sum())))
-        if apply:
-            if found is not None and len(norms) > 1 and norms[0][1]:  # the first gradient was over all the tokens
-                small, few_tokens = norms[0][0] * (tokens / norms[0][1]) ** 2, norms[0][1]
-                if self.arm.correction == "least_error":
-                    self.monitor.report_gradients(
-                        norm2_small=small, tokens_small=few_tokens, norm2_large=norms[-1][0], tokens_large=tokens
-                    )
-            torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.settings.max_norm)
-            self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
-
-    def _norm2(self) -> float:
-        return float(sum(p.grad.square().sum() for p in self.policy.parameters() if p.grad is not None))
-
     def follow(self, found: Any) -> None:
         """Do what the controller asks for beyond thresholds."""
         if found.decided.escalate is not None:
@@ -236,19 +187,9 @@ class Loop:
             ran = f"{before}, then {self.engine.launch.precision}"
             self.tell(found.decided.escalate.value, f"{ran}: {found.decided.reason}")
 
-    def tensors(self, noise: float = 0.0) -> dict[str, torch.Tensor]:
-        """The policy as the checkpoint has it, in BF16. noise: as a share of each matrix's RMS"""
-        from transformers.core_model_loading import revert_weight_conversion
-
-        found = {name: x.detach().bfloat16() for name, x in self.policy.named_parameters()}
-        found = dict(revert_weight_conversion(self.policy, found))
-        if noise:
-            chance = torch.Generator(self.settings.device).manual_seed(self.seed * 100_003 + self.step)
-            for name, x in found.items():
-                if x.dim() == 2:
-                    drawn = torch.randn(x.shape, generator=chance, device=x.device)
-                    found[name] = (x.float() + noise * x.float().square().mean().sqrt() * drawn).bfloat16()
-        return found
+    def tensors(self, noise: float) -> dict[str, torch.Tensor]:
+        """What is sent to the engine. noise: as a share of each matrix's RMS"""
+        return self.trainer.tensors(noise, self.seed * 100_003 + self.step)
 
     def sync(self, noise: float) -> None:
         """Make the policy's weights serve. What fails, or is not there afterwards, is sent again."""
@@ -270,8 +211,8 @@ class Loop:
         raise SyncError(f"the weights of step {self.step} do not arrive; the engine serves version {before}")
 
     def save(self) -> None:
-        state = {"policy": self.policy.state_dict(), "optimiser": self.optimiser.state_dict(), "step": self.step}
-        self.folder.save(state | {"monitor": self.monitor.state_dict()})
+        state = {"step": self.step, "precision": self.engine.launch.precision}
+        self.folder.save(state | {"trainer": self.trainer.state_dict(), "monitor": self.monitor.state_dict()})
 
     def evaluate(self) -> float:
         """Mean reward on problems that are not trained on, the same ones at any time."""
@@ -286,20 +227,16 @@ class Loop:
         every = self.settings.changes_every
         return every > 0 and (self.step + 1) % every == 0
 
-    def _timed(self, batch: Batch) -> tuple[float, float]:
-        """Seconds of the log-probs of a batch, and of an update on it that is not applied."""
-        begun = time.perf_counter()
-        with torch.no_grad():
-            old = self.logprobs(batch)
-        between = time.perf_counter()
-        self.update(batch, old, None, apply=False)
-        return between - begun, time.perf_counter() - between
+    def _log_changes(self, before: dict[str, torch.Tensor]) -> None:
+        setting = {"policy": self.settings.policy, "learning_rate": self.rate, "step": self.step}
+        for row in changes.log_rows(changes.changed(before, self.trainer.tensors()), **setting):
+            self.folder.log("changes.jsonl", row)
 
     def _pilot(self, shape: tuple[int, int]) -> None:
         """A rollout and an update that is not applied, both timed when warm; then the arm's plan, written."""
         samples, rewards, _ = self.rollout(*shape, PILOT, 0)
         batch = batch_of(samples, rewards, self.settings.samples).to(self.settings.device)
-        times = [self._timed(batch) for _ in range(2)][-1]
+        times = [self.trainer.timed(batch) for _ in range(2)][-1]
         lengths = [(len(one.problem.prompt), len(one.tokens)) for one in samples]
         steps = StepTimes(train_s=times[1] * self.arm.updates, logprob_s=times[0])
         self.plan = predicted.plan_of_pilot(self.settings.checkpoint, self.gpu.name, shape, lengths, self.limits, steps)

@@ -70,8 +70,8 @@ def foreseen(found: Plan, precision: str) -> dict[str, Any]:
 
 def observed(folder: RunFolder) -> dict[str, float | None]:
     """Medians over the steps of a run, its first left out: it warms up; reward: mean of the last tenth of the steps."""
-    steps, run = folder.rows("steps.jsonl")[1:], folder.rows("run.jsonl")[1:]
-    tail = steps[-max(1, len(steps) // 10) :]
+    every = folder.rows("steps.jsonl")
+    steps, run, tail = every[1:], folder.rows("run.jsonl")[1:], every[-max(1, len(every) // 10) :]
     found: dict[str, float | None] = {
         "rollout_s_per_token": _median([row["rollout_s"] / row["response_tokens"] for row in steps]),
         "step_s_per_token": _median([row["step_s"] / row["response_tokens"] for row in steps]),
@@ -86,7 +86,8 @@ def observed(folder: RunFolder) -> dict[str, float | None]:
 def table(runs: Mapping[tuple[str, int], RunFolder]) -> str:
     """Predicted beside observed, one line for each run (arm, seed), in Markdown."""
     head = (
-        "arm", "seed", "steps", "reward before", "reward, last tenth", "rollout speed-up, predicted", "observed",
+        "arm", "seed", "steps", "held-out reward before", "after", "reward, last tenth",
+        "rollout speed-up, predicted", "observed",
         "step speed-up, predicted", "observed", "k3, predicted (90%)", "observed", "raw ESS, predicted", "observed",
         "clipped, predicted", "observed", "least C",
     )  # fmt: skip
@@ -94,12 +95,12 @@ def table(runs: Mapping[tuple[str, int], RunFolder]) -> str:
     seen = {key: observed(folder) for key, folder in runs.items()}
     for (arm, seed), folder in runs.items():
         said, now, base = read_json(folder / "predicted.json"), seen[arm, seed], seen.get((baseline(arm), seed))
-        before = said["pilot_reward"]
         band = f"{_short(said['kl_k3'])} ({_short(said['kl_k3_low'])} to {_short(said['kl_k3_high'])})"
         low, high = said["kl_k3_low"], said["kl_k3_high"]
         miss = "" if None in (low, now["kl_k3"]) or low <= now["kl_k3"] <= high else " **outside**"
         cells = [
-            arm, str(seed), str(len(folder.rows("steps.jsonl"))), _short(before), _short(now["reward"]),
+            arm, str(seed), str(len(folder.rows("steps.jsonl"))), _short(said["pilot_reward"]), _short(_after(folder)),
+            _short(now["reward"]),
             _short(said["speedup"]), _ratio(base, now, "rollout_s_per_token"),
             _short(said["step_speedup"]), _ratio(base, now, "step_s_per_token"), band, _short(now["kl_k3"]) + miss,
             _short(said["ess_raw"]), _short(now["ess_raw"]), _short(said["clip_fraction"]),
@@ -107,6 +108,11 @@ def table(runs: Mapping[tuple[str, int], RunFolder]) -> str:
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _after(folder: RunFolder) -> float | None:
+    """The reward after the run, of the pilot's problems; None for a run that goes on."""
+    return float(read_json(folder / "done.json")["reward_after"]) if folder.done else None
 
 
 def read_json(path: Path) -> Any:

@@ -131,11 +131,13 @@ def one(given: argparse.Namespace) -> int:
     names = ("steps", "prompts", "samples", "learning_rate", "save_every", "micro_tokens")
     sizes |= {name: getattr(given, name) for name in names if getattr(given, name) is not None}
     settings = Settings(given.policy, folder / "model", given.device, changes_every=given.changes_every, **sizes)
-    loop = Loop(settings, arm_named(arm), int(seed), RunFolder(folder / given.one), lambda x: print(x, flush=True))
-    try:
-        loop.run()
-    finally:
-        loop.close()
+    target = RunFolder(folder / given.one)
+    with target.locked():
+        loop = Loop(settings, arm_named(arm), int(seed), target, lambda x: print(x, flush=True))
+        try:
+            loop.run()
+        finally:
+            loop.close()
     return 0
 
 

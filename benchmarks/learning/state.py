@@ -11,13 +11,16 @@ A run goes on from its checkpoint: lines of later steps are dropped first, so th
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from fp8plan import jsonl
+from fp8plan.errors import ConfigError
 
 LOGS: Final = ("run.jsonl", "steps.jsonl", "changes.jsonl")  # lines with a step
 
@@ -31,6 +34,16 @@ class RunFolder:
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder for this process. Raises ConfigError if another has it."""
+        with (self / "lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"another process runs {self.path}; wait for it, or end it") from None
+            yield
 
     @property
     def done(self) -> bool:

@@ -89,7 +89,7 @@ class Drill:
         """The next sync has a NaN in one weight."""
         good = self.loop.tensors
 
-        def spoilt(noise: float = 0.0) -> dict[str, torch.Tensor]:
+        def spoilt(noise: float) -> dict[str, torch.Tensor]:
             self.loop.tensors = good  # type: ignore[method-assign]
             found = good(noise)
             found["model.layers.1.self_attn.q_proj.weight"][3, 5] = float("nan")

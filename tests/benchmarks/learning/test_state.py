@@ -11,6 +11,7 @@ import torch
 from benchmarks.learning import predicted
 from benchmarks.learning.state import RunFolder
 from fp8plan import schemas
+from fp8plan.errors import ConfigError
 
 
 def log_steps(folder: RunFolder, *steps: int) -> None:
@@ -35,6 +36,17 @@ def test_a_run_goes_on_from_its_checkpoint_and_forgets_later_steps(tmp_path: Pat
     log_steps(again, 3)
     assert [row["step"] for row in again.rows("run.jsonl")] == [1, 2, 3]
     assert [row["step"] for row in again.rows("steps.jsonl")] == [1, 2, 3]
+
+
+def test_a_run_belongs_to_one_process(tmp_path: Path) -> None:
+    with (
+        RunFolder(tmp_path).locked(),
+        pytest.raises(ConfigError, match="another process runs"),
+        RunFolder(tmp_path).locked(),
+    ):
+        pass
+    with RunFolder(tmp_path).locked():
+        pass
 
 
 def test_a_run_that_never_saved_begins_again(tmp_path: Path) -> None:
@@ -69,6 +81,7 @@ def a_run(folder: Path, seconds: float, k3: float, reward: float) -> RunFolder:
         run.log("steps.jsonl", row | {"rollout_s": slow * seconds, "step_s": slow * seconds + 1.0})
         metrics = {schemas.K3: k3, schemas.ESS_RAW: 0.9, schemas.CLIP_FRACTION: 0.01, schemas.TIS: 2.0 - 0.01 * step}
         run.log("run.jsonl", {"step": step, "metrics": metrics})
+    run.write("done.json", {"reward_after": 0.7})
     return run
 
 
@@ -82,16 +95,17 @@ def test_what_was_observed_stands_beside_what_was_predicted(tmp_path: Path) -> N
     lines = predicted.table({("bf16", 0): bf16, ("fp8-adaptive", 0): fp8}).splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     rows = {cell[0]: dict(zip(range(len(cell)), cell, strict=True)) for cell in cells[2:]}
-    assert rows["fp8-adaptive"][6] == "1.5"  # 3 s to 2 s
-    assert rows["fp8-adaptive"][8] == "1.33"  # 4 s to 3 s
-    assert rows["fp8-adaptive"][10] == "0.05 **outside**"
-    assert rows["bf16"][10] == "0.005"
-    assert rows["bf16"][15] == predicted.UNSEEN  # without a correction, C moves nothing
+    assert rows["fp8-adaptive"][4] == "0.7"
+    assert rows["fp8-adaptive"][7] == "1.5"  # 3 s to 2 s
+    assert rows["fp8-adaptive"][9] == "1.33"  # 4 s to 3 s
+    assert rows["fp8-adaptive"][11] == "0.05 **outside**"
+    assert rows["bf16"][11] == "0.005"
+    assert rows["bf16"][16] == predicted.UNSEEN  # without a correction, C moves nothing
 
 
 def test_a_run_of_one_step_is_a_row_with_gaps(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "fp8" / "0")
     run.write("predicted.json", dict.fromkeys(predicted.FORESEEN) | {"pilot_reward": 0.4})
     run.log("steps.jsonl", {"step": 1, "reward": 0.5, "response_tokens": 10, "rollout_s": 1.0, "step_s": 2.0})
-    assert "| fp8 | 0 | 1 | 0.4 | - |" in predicted.table({("fp8", 0): run})
+    assert "| fp8 | 0 | 1 | 0.4 | - | 0.5 |" in predicted.table({("fp8", 0): run})
     assert json.loads((run / "predicted.json").read_text())["speedup"] is None
