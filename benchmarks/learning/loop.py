@@ -23,12 +23,13 @@ from benchmarks.learning.policies import task_of
 from benchmarks.learning.state import RunFolder
 from benchmarks.learning.trainer import Trainer
 from fp8plan import schemas
-from fp8plan.errors import NotServingError, SyncError
+from fp8plan.errors import NotServingError, ProfileError, SyncError
 from fp8plan.jsonl import now
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import E4M3_MAX
 from fp8plan.model.rl_step import StepTimes
+from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.engine.noise import held_back
 from fp8plan.runtime.guard.fallback import GuardSettings
 
@@ -91,22 +92,27 @@ class Loop:
             self.limits = replace(self.limits, gpu_memory_utilization=settings.memory)
         shape = (settings.prompts, settings.samples)
         self.precision = arm.preset(settings.device) if saved is None else saved["precision"]
-        self.plan = predicted.first_plan(settings.checkpoint, self.gpu.name, shape, longest, self.limits)
+        setup = EngineSetup(str(settings.checkpoint), self.gpu, self.precision, self.limits)
         with held_back():
-            self.engine = fp8plan.RolloutEngine.from_plan(
-                self.plan, str(settings.checkpoint), choice=self.precision, skip_tokenizer_init=True,
-                mode=settings.mode, seed=seed + (self.step << 16), guard=ADVISES_NOTHING,
-            )  # fmt: skip
+            self.engine = fp8plan.RolloutEngine.from_setup(
+                setup,
+                skip_tokenizer_init=True,
+                mode=settings.mode,
+                seed=seed + (self.step << 16),
+                guard=ADVISES_NOTHING,
+            )
         if saved is not None:
             self.trainer.load_state_dict(saved["trainer"])
-            self.plan = fp8plan.Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
             self.tell("resumed", f"from the checkpoint of step {self.step}")
         self.sync(0.0)
         if saved is None:
             self._pilot(shape)
+        plan = None
+        if (folder / "plan.json").is_file():
+            plan = fp8plan.Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
         sinks = [fp8plan.JsonLines(str(folder / "run.jsonl"))]
         given = self.correction
-        self.monitor = fp8plan.Monitor(given.settings, given.controller, sinks, plan=self.plan, engine=self.engine)
+        self.monitor = fp8plan.Monitor(given.settings, given.controller, sinks, plan=plan, engine=self.engine)
         if saved is not None:
             self.monitor.load_state_dict(saved["monitor"])
 
@@ -239,7 +245,13 @@ class Loop:
         times = [self.trainer.timed(batch) for _ in range(2)][-1]
         lengths = [(len(one.problem.prompt), len(one.tokens)) for one in samples]
         steps = StepTimes(train_s=times[1] * self.arm.updates, logprob_s=times[0])
-        self.plan = predicted.plan_of_pilot(self.settings.checkpoint, self.gpu.name, shape, lengths, self.limits, steps)
-        self.folder.write("plan.json", self.plan.to_dict())
-        said = predicted.foreseen(self.plan, self.precision)
+        try:
+            found: Any = predicted.plan_of_pilot(
+                self.settings.checkpoint, self.gpu.name, shape, lengths, self.limits, steps
+            )
+            self.folder.write("plan.json", found.to_dict())
+        except ProfileError as error:  # experts on a CPU: the run is worth its while without
+            found = error
+            self.tell("no plan", error)
+        said = predicted.foreseen(found, self.precision)
         self.folder.write("predicted.json", said | {"pilot_reward": sum(rewards) / len(rewards)})

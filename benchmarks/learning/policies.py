@@ -106,7 +106,8 @@ def task_of(name: str, folder: Path) -> Task:
 
 def fp8_linears(folder: Path) -> dict[str, bool]:
     """Each linear of the model -> whether blockwise FP8 takes it, on one GPU."""
-    return {linear.name: linear.quantised for linear in ModelShape.from_hf(str(folder)).linears(1)}
+    shape = ModelShape.from_hf(str(folder))
+    return {linear.name: linear.quantised for linear in (*shape.linears(1), *shape.expert_linears())}
 
 
 def _teach(policy: Policy, size: Size, folder: Path, device: str, seed: int) -> dict[str, Any]:

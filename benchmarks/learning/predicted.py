@@ -15,11 +15,12 @@ from typing import Any, Final
 from benchmarks.learning.arms import arm_named, baseline
 from benchmarks.learning.state import RunFolder
 from fp8plan import jsonl, schemas
+from fp8plan.errors import Fp8PlanError
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.rl_step import StepTimes
-from fp8plan.model.workload import Fixed, Trace, Workload
+from fp8plan.model.workload import Trace, Workload
 
 # What the plan says of a choice, under its own names.
 FORESEEN: Final = (
@@ -27,15 +28,6 @@ FORESEEN: Final = (
     "ess_raw", "clip_fraction", "makespan_s", "makespan_low_s", "makespan_high_s", "risk", "extrapolated",
 )  # fmt: skip
 UNSEEN: Final = "-"
-
-
-def first_plan(model: Path, gpu: str, shape: tuple[int, int], longest: tuple[int, int], limits: EngineLimits) -> Plan:
-    """A plan to start the engine with, before any length is known.
-
-    shape: prompts and samples; longest: prompt and response tokens
-    """
-    work = Workload(*shape, prompt_lengths=Fixed(longest[0]), response_lengths=Fixed(longest[1]))
-    return _plan(model, gpu, work, limits, None)
 
 
 def plan_of_pilot(
@@ -46,24 +38,23 @@ def plan_of_pilot(
     limits: EngineLimits,
     times: StepTimes,
 ) -> Plan:
-    """The plan of the arm. seen: lengths (prompt, response) of a pilot rollout; times: the trainer's own seconds"""
+    """The plan of the arm. seen: lengths (prompt, response) of a pilot rollout; times: the trainer's own seconds
+
+    Raises ProfileError where nothing was measured that could predict it.
+    """
+    import vllm
+
     prompts, responses = (tuple(lengths) for lengths in zip(*seen, strict=True))
     of_prompts = Trace(prompts[:: shape[1]], "the pilot rollout")  # samples of a prompt follow each other
-    of_responses = Trace(responses, "the pilot rollout")
-    return _plan(model, gpu, Workload(*shape, prompt_lengths=of_prompts, response_lengths=of_responses), limits, times)
-
-
-def _plan(model: Path, gpu: str, work: Workload, limits: EngineLimits, times: StepTimes | None) -> Plan:
-    from fp8plan.runtime.engine.noise import held_back
-
-    with held_back():
-        import vllm
+    work = Workload(*shape, prompt_lengths=of_prompts, response_lengths=Trace(responses, "the pilot rollout"))
     version = vllm.__version__.partition("+")[0]
     return plan(str(model), gpu, work, limits=limits, gpus=1, trainer=times, engine_version=version)
 
 
-def foreseen(found: Plan, precision: str) -> dict[str, Any]:
-    """What the plan says of a precision, for predicted.json."""
+def foreseen(found: Plan | Fp8PlanError, precision: str) -> dict[str, Any]:
+    """What the plan says of a precision, for predicted.json; why it says nothing, if there could be none."""
+    if isinstance(found, Fp8PlanError):
+        return dict.fromkeys(FORESEEN) | {"precision": precision, "warnings": [str(found)]}
     choice = found.select(precision)
     return {name: getattr(choice, name) for name in FORESEEN} | {"warnings": list(found.warnings)}
 

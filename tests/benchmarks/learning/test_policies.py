@@ -51,6 +51,7 @@ def test_blockwise_fp8_takes_every_linear_but_lm_head_and_the_router(kind: str, 
     taken = fp8_linears(tmp_path)
     assert {name for name, fp8 in taken.items() if not fp8} <= {"lm_head", "router"}
     assert {"qkv_proj", "o_proj"} <= {name for name, fp8 in taken.items() if fp8}
+    assert taken["experts_w2" if kind == "moe" else "down_proj"]
 
 
 def test_a_policy_is_taught_halfway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
