@@ -11,7 +11,6 @@ FOLDER/POLICY/model has the policy; FOLDER/POLICY/ARM/SEED a run (benchmarks/lea
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from typing import Any, Final
 
 from benchmarks.learning import predicted
 from benchmarks.learning.arms import ARMS, GROUPS, arm_named, chosen
-from benchmarks.learning.policies import POLICIES, fp8_linears, make
+from benchmarks.learning.policies import POLICIES
 from benchmarks.learning.state import RunFolder
 
 # Of a rollout and of a run, by device. AdamW's rates are where the tiny policies learn in some tens of steps.
@@ -41,16 +40,18 @@ def main(words: Sequence[str] | None = None) -> int:
     if given.one:
         return one(given)
     folder = given.folder / given.policy
+    failed: list[str] = []
     if not given.table:
-        make(given.policy, folder / "model", given.device, given.seed)
-        print(f"{given.policy}: blockwise FP8 takes {json.dumps(fp8_linears(folder / 'model'))}", flush=True)
+        # In a process of its own, which leaves nothing on the GPU.
+        made = [given.policy, str(folder / "model"), "--device", given.device, "--seed", str(given.seed)]
+        subprocess.run([sys.executable, "-m", f"{__package__}.policies", *made], check=True)
         failed = side_by_side(given, jobs(given.arms, given.seeds))
         if failed:
             print(f"failed, see their log.txt: {', '.join(failed)}", file=sys.stderr)
     text = predicted.table(found_runs(folder))
     (folder / "table.md").write_text(text + "\n", encoding="utf-8")
     print(text)
-    return 0
+    return 1 if failed else 0
 
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
