@@ -86,8 +86,8 @@ def table(runs: Mapping[tuple[str, int], RunFolder]) -> str:
     seen = {key: observed(folder) for key, folder in runs.items()}
     for (arm, seed), folder in runs.items():
         said, now, base = read_json(folder / "predicted.json"), seen[arm, seed], seen.get((baseline(arm), seed))
-        band = f"{_short(said['kl_k3'])} ({_short(said['kl_k3_low'])} to {_short(said['kl_k3_high'])})"
         low, high = said["kl_k3_low"], said["kl_k3_high"]
+        band = UNSEEN if low is None else f"{_short(said['kl_k3'])} ({_short(low)} to {_short(high)})"
         miss = "" if None in (low, now["kl_k3"]) or low <= now["kl_k3"] <= high else " **outside**"
         cells = [
             arm, str(seed), str(len(folder.rows("steps.jsonl"))), _short(said["pilot_reward"]), _short(_after(folder)),

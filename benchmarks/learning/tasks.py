@@ -138,8 +138,12 @@ class ReasoningGym:
         if not response or response[-1] not in self.stop:
             return 0.0
         said = final_word(self.tokenizer.decode(list(response), skip_special_tokens=True))
-        score = self._data(1, 0).score_answer(said, problem.key)
+        score = self._scorer.score_answer(said, problem.key)
         return float(score) if score >= 1.0 else 0.0  # it has partial scores for any text that holds the answer
+
+    @cached_property
+    def _scorer(self) -> Any:
+        return self._data(1, 0)
 
     def _prompt(self, question: str) -> list[int]:
         said = [{"role": "system", "content": self.instruction}, {"role": "user", "content": question}]

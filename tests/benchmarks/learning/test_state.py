@@ -107,5 +107,5 @@ def test_a_run_of_one_step_is_a_row_with_gaps(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "fp8" / "0")
     run.write("predicted.json", dict.fromkeys(predicted.FORESEEN) | {"pilot_reward": 0.4})
     run.log("steps.jsonl", {"step": 1, "reward": 0.5, "response_tokens": 10, "rollout_s": 1.0, "step_s": 2.0})
-    assert "| fp8 | 0 | 1 | 0.4 | - | 0.5 |" in predicted.table({("fp8", 0): run})
+    assert "| fp8 | 0 | 1 | 0.4 | - | 0.5 | - | - | - | - | - |" in predicted.table({("fp8", 0): run})
     assert json.loads((run / "predicted.json").read_text())["speedup"] is None
