@@ -60,8 +60,9 @@ def _long(_: Any) -> Task:
 
 
 def _sums(tokenizer: Any) -> Task:
-    settings = (("min_terms", 2), ("max_terms", 3), ("min_digits", 1), ("max_digits", 1))
-    return ReasoningGym("chain_sum", settings, tokenizer, "Think briefly, then end with the answer as a number.")
+    settings = (("min_terms", 2), ("max_terms", 2), ("min_digits", 1), ("max_digits", 1))
+    # Of 32 samples at temperature 1 one in eight was right; asked to think first, one in thirty.
+    return ReasoningGym("chain_sum", settings, tokenizer, "Answer with the number alone.")
 
 
 POLICIES: Final = {

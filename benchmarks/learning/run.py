@@ -32,7 +32,16 @@ SIZES: Final[dict[str, dict[str, Any]]] = {
     "cuda": {"steps": 300, "prompts": 64, "samples": 16, "learning_rate": 3e-5, "save_every": 25}
     | {"micro_tokens": 65_536},
 }
-RATES: Final = {"smollm2": 3e-6}  # a pretrained model's
+# Of a pretrained model, whose logits have 49,152 columns.
+OWN: Final[dict[str, dict[str, Any]]] = {"smollm2": {"learning_rate": 3e-6, "micro_tokens": 4096}}
+
+# Environment of each run, unless it is set: no hub; no compiler for vLLM's sampler. On a CPU one thread: those of a
+# trainer and an engine that share two cores wait for each other.
+ENV: Final = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+ENV_OF: Final = {
+    "cpu": {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+    "cuda": {"VLLM_USE_FLASHINFER_SAMPLER": "0"},
+}
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -110,7 +119,7 @@ def side_by_side(given: argparse.Namespace, runs: Sequence[tuple[str, int]]) -> 
             target.mkdir(parents=True, exist_ok=True)
             print(f"{name}: begins{f' on GPU {place}' if place else ''}", flush=True)
             words = [sys.executable, "-m", f"{__package__}.run", *given.words, "--device", given.device, "--one", name]
-            env = os.environ | ({"CUDA_VISIBLE_DEVICES": place} if place else {})
+            env = ENV | ENV_OF[given.device] | os.environ | ({"CUDA_VISIBLE_DEVICES": place} if place else {})
             with (target / "log.txt").open("a") as log:
                 code = subprocess.run(words, env=env, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
             print(f"{name}: {'done' if code == 0 else f'failed ({code})'}", flush=True)
@@ -128,7 +137,7 @@ def one(given: argparse.Namespace) -> int:
 
     arm, _, seed = given.one.rpartition("/")
     folder = given.folder / given.policy
-    sizes = SIZES[given.device] | ({"learning_rate": RATES[given.policy]} if given.policy in RATES else {})
+    sizes = SIZES[given.device] | OWN.get(given.policy, {})
     names = ("steps", "prompts", "samples", "learning_rate", "save_every", "micro_tokens")
     sizes |= {name: getattr(given, name) for name in names if getattr(given, name) is not None}
     settings = Settings(given.policy, folder / "model", given.device, changes_every=given.changes_every, **sizes)
