@@ -47,7 +47,7 @@ def main(run_file: str) -> None:
         logits = policy(torch.cat([prompts, responses], 1)).logits[:, prompts.shape[1] - 1 : -1] / TEMPERATURE
         train_logprobs = logits.log_softmax(-1).gather(-1, responses[..., None]).squeeze(-1)
 
-        found = monitor.step(train_logprobs, rollout_logprobs)
+        found = monitor.step(train_logprobs, rollout_logprobs, metrics={"critic/rewards/mean": rewards.mean()})
         loss = -(found.weights * advantages * train_logprobs * found.mask).sum() / found.mask.sum()
         optimizer.zero_grad()
         loss.backward()

@@ -145,6 +145,7 @@ class RunRecord(RolloutRecord, kw_only=True):
 
 
 # Names of metrics in a run record: verl's where verl has one.
+REWARD: Final = "critic/rewards/mean"  # of the training loop, which may give it to Monitor.step
 K3: Final = "rollout_corr/k3_kl"
 K3_ROBUST: Final = "fp8plan/k3_robust"
 SMOOTHED: Final = "fp8plan/kl_smoothed"

@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -75,7 +76,7 @@ def train(
     torch.manual_seed(seed)
     model = new_model(size).to(device)
     begun, losses = time.perf_counter(), []
-    for step, loss in enumerate(_steps(model, size, device, seed)):
+    for step, loss in enumerate(losses_of(model, size, device, documents(size, seed))):
         losses.append(loss)
         if step % 100 == 0 or step == size.steps - 1:
             progress(f"step {step}: loss {float(loss):.3f}, {time.perf_counter() - begun:.0f} s")
@@ -106,20 +107,31 @@ def write_prompts(size: Size, path: Path, count: int, seed: int = 0) -> None:
     path.write_text("".join(json.dumps({"prompt_token_ids": tokens}) + "\n" for tokens in found), encoding="utf-8")
 
 
-def _steps(model: Any, size: Size, device: str, seed: int) -> Iterator[Any]:
-    """Losses, one per step: AdamW, a tenth of the steps of warm-up, then a cosine down to 0."""
+def documents(size: Size, seed: int) -> Iterator[tuple[Any, Any]]:
+    """Batches of documents, as tokens and labels [batch, length], without end."""
     import torch
 
     language, chance = Language.of(size.vocabulary, seed), np.random.default_rng(seed)
+    while True:
+        tokens = torch.from_numpy(language.documents(size.batch, size.lines, chance))
+        yield tokens, tokens
+
+
+def losses_of(model: Any, size: Size, device: str, batches: Iterator[tuple[Any, Any]]) -> Iterator[Any]:
+    """Train; yield losses, one per step: AdamW, a tenth of the steps of warm-up, then a cosine down to 0.
+
+    batches: tokens and labels [batch, length]; a label of -100 is not learnt
+    """
+    import torch
+
     optimiser = torch.optim.AdamW(model.parameters(), size.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     warm = max(1, size.steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimiser, lambda n: min((n + 1) / warm, 0.5 * (1 + np.cos(np.pi * n / size.steps)))
     )
-    for _ in range(size.steps):
-        tokens = torch.from_numpy(language.documents(size.batch, size.lines, chance)).to(device)
+    for tokens, labels in islice(batches, size.steps):
         with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
-            loss = model(input_ids=tokens, labels=tokens).loss
+            loss = model(input_ids=tokens.to(device), labels=labels.to(device)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()

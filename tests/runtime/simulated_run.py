@@ -58,6 +58,7 @@ def simulated(steps: int = 500, seed: int = 0, begin: datetime = BEGIN) -> list[
 def _metrics(kl: float, smooth: float, limit: float, cap: float, sigma: float) -> dict[str, float | None]:
     above = float(min(0.2, 0.02 * sigma * np.exp(-np.log(cap) / (4 * sigma))))
     return {
+        "critic/rewards/mean": 0.9 - 0.5 * sigma,
         "rollout_corr/kl": kl * 0.95,
         "rollout_corr/k3_kl": kl,
         "fp8plan/k3_robust": kl * 0.9,

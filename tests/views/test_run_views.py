@@ -235,12 +235,12 @@ def test_values_that_stand_alone_are_drawn_as_points() -> None:
 
 def test_axes_tell_their_ticks_apart() -> None:
     made = figure(RUN, [])
+    axes = {axis.title.text: axis for axis in made.select_yaxes()}
     spread = np.ptp(np.log10([x["metrics"]["rollout_corr/k3_kl"] for x in RUN]))
-    assert made.layout.yaxis.dtick == (1 if spread >= 2 else "D2")
+    assert axes["KL k3 per token"].dtick == (1 if spread >= 2 else "D2")
     flat = figure([row | {"metrics": {"rollout_corr/k3_kl": 10.0 ** -row["step"]}} for row in RUN[:9]], [])
     assert flat.layout.yaxis.dtick == 1
-    assert made.layout.yaxis3.title.text == "effective sample size"
-    assert made.layout.yaxis3.tickformat == ".5~p"
+    assert axes["effective sample size"].tickformat == ".5~p"
 
 
 def test_a_picture_of_one_position_is_none() -> None:
@@ -304,6 +304,9 @@ def test_the_summary_is_of_the_whole_run() -> None:
     assert tiles["steps"] == "200"
     assert tiles["KL k3, median"] == f"{np.median(k3):.2e}"
     assert tiles["steps over the KL limit"] == percent(float(over))
+    rewards = [x["metrics"]["critic/rewards/mean"] for x in RUN]
+    first, last = f"{np.mean(rewards[:20]):.3g}", f"{np.mean(rewards[-20:]):.3g}"
+    assert tiles["mean reward, first and last tenth of the steps"] == f"{first} → {last}"
     assert tiles["raw ESS, least"] == percent(min(x["metrics"]["fp8plan/ess_raw"] for x in RUN))
 
 

@@ -134,6 +134,7 @@ class Monitor:
         versions: Any = None,
         rollout: Rollout = None,
         number: int | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> Step:
         """Measure, decide, correct, judge, record.
 
@@ -143,20 +144,22 @@ class Monitor:
         rollout:  the rollout's seconds and lengths as an Observation, or the fields of a rollout record; None: the
                   engine's last rollout, unless an earlier step had it
         number:   the step's number in the record; None: one more than before
+        metrics:  figures of the loop's own for the record, of the first rank; the report draws `schemas.REWARD`,
+                  "critic/rewards/mean". Names of the Monitor's own figures stay its own
 
         Weights made inside torch.inference_mode cannot be used in a loss: use torch.no_grad there.
-        Raises ConfigError for log-probs that do not fit together, for a `number` that is no whole number, and for
-        settings that differ between ranks; nothing is changed then. A malformed rollout is left out of the record, with
-        a warning.
+        Raises ConfigError for log-probs that do not fit together, for a `number` that is no whole number, for `metrics`
+        that are no numbers, and for settings that differ between ranks; nothing is changed then. A malformed rollout is
+        left out of the record, with a warning.
         """
         begun = time.perf_counter()
         done = self.steps + 1 if number is None else whole("number", number, 0, ", the step's")
-        rollout = self._checked(rollout, done)
+        rollout, own = self._checked(rollout, done), run_record.own_metrics(metrics)
         tokens = pack(train_logprobs, rollout_logprobs, mask, lengths)
         mismatch = measure(tokens, versions).reduced(self.group).metrics()
         update = self._decided(mismatch)
         correction = correct(tokens, replace(self.settings, thresholds=update[0]), self.group)
-        return self._concluded(done, begun, mismatch, update, correction, rollout)
+        return self._concluded(done, begun, mismatch, update, correction, rollout, own)
 
     def conclude(self, sums: MismatchSums, correction: Correction) -> Step | None:
         """Take in a step whose micro-batches were corrected one by one, with `thresholds`, and decide the next ones.
@@ -168,7 +171,7 @@ class Monitor:
         mismatch = sums.reduced(self.group).metrics()
         if not mismatch.tokens:
             return None
-        return self._concluded(self.steps + 1, begun, mismatch, self._decided(mismatch), correction, None)
+        return self._concluded(self.steps + 1, begun, mismatch, self._decided(mismatch), correction, None, {})
 
     def _decided(self, mismatch: Mismatch) -> Update:
         """The update that all ranks follow."""
@@ -176,7 +179,14 @@ class Monitor:
         return self._agreed(self.controller.update(self.state, mismatch))
 
     def _concluded(
-        self, number: int, begun: float, mismatch: Mismatch, update: Update, correction: Correction, rollout: Rollout
+        self,
+        number: int,
+        begun: float,
+        mismatch: Mismatch,
+        update: Update,
+        correction: Correction,
+        rollout: Rollout,
+        own: run_record.Metrics,
     ) -> Step:
         """Go on to the next state, judge and record."""
         _, state, decided = update
@@ -186,6 +196,7 @@ class Monitor:
         self.state, self.steps = state, number
         found = self._witness.judged(rollout, mismatch)
         metrics = {
+            **own,
             **run_record.mismatch_metrics(mismatch),
             **of_correction,
             **run_record.control_metrics(thresholds, state, len(decided.alarms)),

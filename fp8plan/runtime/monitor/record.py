@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from fp8plan import schemas
+from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import now, plain
 from fp8plan.model.limits import EngineLimits
@@ -100,6 +101,18 @@ def checked(rollout: Any) -> Observation | dict[str, Any] | None:
     if found.get("seconds") is not None:
         observation(found)
     return found
+
+
+def own_metrics(given: Mapping[str, Any] | None) -> Metrics:
+    """Figures of the loop's own. Raises ConfigError for what is no mapping of names to numbers."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"metrics is a {type(given).__name__}; allowed: a mapping of names to numbers, or None")
+    for name, value in given.items():
+        if not (isinstance(name, str) and (is_number(value, finite=False) or value != value)):
+            raise ConfigError(f"metrics has {name!r}: {value!r:.60}; allowed: names and numbers, as {{'reward': 0.5}}")
+    return {name: float(value) for name, value in given.items()}
 
 
 def mismatch_metrics(mismatch: Mismatch) -> Metrics:

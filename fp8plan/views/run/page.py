@@ -53,7 +53,7 @@ def page(reader: RunReader) -> str:
 def summary(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """Pairs of (label, figure) for the whole run."""
     k3, over, infinite = runs.shown_kl(rows), runs.over_limit(rows), runs.infinite_kl(rows)
-    tiles = [("steps", f"{len(rows):,}")]
+    tiles = [("steps", f"{len(rows):,}"), *_rewards(rows)]
     if not np.isnan(k3).all():
         tiles.append(("KL k3, median", f"{np.nanmedian(k3):.2e}"))
     if infinite.any():
@@ -73,6 +73,15 @@ def summary(rows: Sequence[Row]) -> list[tuple[str, str]]:
     if np.isfinite(share).any():
         tiles.append(("of the predicted speed, median", f"{np.nanmedian(share):.2f}x"))
     return tiles
+
+
+def _rewards(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """The reward of the first and of the last tenth of the steps, where the loop told it."""
+    rewards = column(rows, schemas.REWARD)
+    rewards = rewards[np.isfinite(rewards)]
+    tenth = max(1, rewards.size // 10)
+    first, last = (f"{part.mean():.3g}" if part.size else "" for part in (rewards[:tenth], rewards[-tenth:]))
+    return [("mean reward, first and last tenth of the steps", f"{first} → {last}")] if rewards.size else []
 
 
 def _span(reader: RunReader) -> str:

@@ -47,6 +47,7 @@ class Panel(NamedTuple):
 PERCENT: Final = ".5~p"  # 99.98% and 100% are told apart
 
 PANELS: Final = (
+    Panel("reward", (Trace("mean reward of the rollout", schemas.REWARD, BLACK),)),
     Panel(
         "KL k3 per token",
         (

@@ -139,7 +139,7 @@ def _table(rows: Sequence[Row], width: int, steps: int | None) -> Table:
 def lines(rows: Sequence[Row]) -> list[Line]:
     """The figures that these records have."""
     found = [_kl(rows), _ess(rows, "ESS", schemas.ESS), _ess(rows, "raw ESS", schemas.ESS_RAW)]
-    found += [_plain(rows, "TIS C", schemas.TIS), _band(rows)]
+    found = [_plain(rows, "reward", schemas.REWARD), *found, _plain(rows, "TIS C", schemas.TIS), _band(rows)]
     found += [_share(rows, "clipped", schemas.CLIP_FRACTION, "of tokens, ratio above C")]
     found += [_share(rows, "clipped mass", schemas.CLIPPED_MASS, "of the weight")]
     found += [_share(rows, "lost", schemas.LOST_TOKENS, "of tokens, weight 0"), _speed(rows)]

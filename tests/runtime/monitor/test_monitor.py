@@ -124,7 +124,8 @@ def test_a_record_has_what_the_views_read_and_validate_reads_it(tmp_path: Path) 
     path = tmp_path / "run.jsonl"
     with Monitor(sinks=[JsonLines(path)], guard=Guard(FACTS)) as monitor:
         for seed in range(3):
-            step = monitor.step(*batch(seed), versions=[seed] * 6, rollout=SEEN)
+            own = {schemas.REWARD: 0.5, schemas.TIS: 9.0}  # the second is the Monitor's to say
+            step = monitor.step(*batch(seed), versions=[seed] * 6, rollout=SEEN, metrics=own)
     assert monitor.failures == [0]
     row = json.loads(path.read_text().splitlines()[-1])  # as it stands there: RunReader drops the lengths
     model = simulated(1)[0]  # what the tests of the views show
@@ -136,6 +137,7 @@ def test_a_record_has_what_the_views_read_and_validate_reads_it(tmp_path: Path) 
     assert (row["step"], row["decision"], row["reason"]) == (3, step.decided.decision, step.decided.reason)
     assert row["thresholds"] == {"tis": step.thresholds.tis, "band": None}
     assert row["metrics"] == json.loads(json.dumps(dict(step.metrics)))
+    assert (row["metrics"][schemas.REWARD], row["metrics"][schemas.TIS]) == (0.5, step.thresholds.tis)
     assert list(row["versions"]) == ["2"]
     assert set(runs.ALARMS) == {x.value for x in Alarm}
     for record in read_records(path):
@@ -163,6 +165,15 @@ def test_the_fields_of_a_rollout_record_do_as_well_as_an_observation() -> None:
     assert one["guard"] == other["guard"]
     assert one["metrics"][schemas.TOKENS_PER_S] == pytest.approx(6 * 64 / 0.9)
     assert (other["boot"], other["response_lengths"]) == ("a1", one["response_lengths"])
+
+
+@pytest.mark.parametrize("metrics", [{"reward": "high"}, {"reward": None}, {3: 0.5}, [("reward", 0.5)]])
+def test_figures_of_the_loop_that_are_no_numbers_are_refused(metrics: Any) -> None:
+    monitor = Monitor()
+    with pytest.raises(ConfigError, match=r"metrics (has|is a) .*; allowed: "):
+        monitor.step(*batch(0), metrics=metrics)
+    assert monitor.steps == 0
+    assert monitor.step(*batch(0), metrics={"reward": float("nan")}).metrics["reward"] != 0  # a step stops for none
 
 
 def test_without_a_guard_the_speed_is_told_and_what_runs() -> None:

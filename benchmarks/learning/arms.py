@@ -1,0 +1,138 @@
+"""The arms of the experiment, as a table: what samples, how gradients are corrected, and what goes wrong meanwhile.
+
+FP8 is what runs at speed on the device: on a GPU blockwise FP8 weights and an FP8 KV cache; on a CPU the cache alone,
+as vLLM has no blockwise kernel for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.controller.laws import AdaptiveThresholds, ConstantThresholds, Controller, LeastErrorThresholds
+from fp8plan.runtime.correction.settings import CorrectionSettings, Thresholds
+
+FP8: Final = {"cpu": "fp8_kv", "cuda": "fp8_block+fp8_kv"}
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """How gradients are corrected.
+
+    follow: do what the controller asks for beyond thresholds (measure the KV scales again, step down), as a run with
+            fp8plan does; without it, an arm is what other stacks have
+    """
+
+    settings: CorrectionSettings
+    controller: Controller
+    follow: bool
+
+
+TIS: Final = CorrectionSettings(thresholds=Thresholds(2.0))
+CORRECTIONS: Final = {
+    "none": Correction(CorrectionSettings(level=None), ConstantThresholds(), follow=False),
+    "tis": Correction(TIS, ConstantThresholds(2.0), follow=False),
+    "adaptive": Correction(TIS, AdaptiveThresholds(), follow=True),
+    "least_error": Correction(TIS, LeastErrorThresholds(), follow=True),
+}
+
+# Scenario -> relative noise of the weights that are sent to the engine, by the share of the run that is over. The
+# trainer's own stay clean: what the engine samples then really comes from another policy.
+GROWN: Final = 0.12
+SPIKE, SPIKES, SPIKE_WIDTH = 0.2, (0.25, 0.5, 0.75), 0.02
+
+
+def strength(scenario: str, step: int, steps: int) -> float:
+    """Noise of the weights as a share of each matrix's RMS. Raises ConfigError for a scenario that there is not."""
+    at = step / steps
+    if scenario == "benign":
+        return 0.0
+    if scenario == "growing":
+        return GROWN * at
+    if scenario == "spiking":
+        return SPIKE if any(start <= at < start + max(SPIKE_WIDTH, 1 / steps) for start in SPIKES) else 0.0
+    raise ConfigError(f"mismatch is {scenario!r}; allowed: benign, growing, spiking")
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One arm.
+
+    precision:      a preset, or "fp8": FP8 of the device
+    correction:     a name in CORRECTIONS
+    kv_scales:      "measured" after each sync, or "unit": 1.0, as vLLM leaves them
+    mismatch:       a scenario of `strength`
+    updates:        optimiser steps on each rollout
+    sync_every:     steps between two syncs: above 1, rollouts are stale
+    rate:           times the policy's learning rate
+    seeds:          of the arm; 3 for those that are compared with a spread
+    """
+
+    precision: str = "fp8"
+    correction: str = "tis"
+    kv_scales: str = "measured"
+    mismatch: str = "benign"
+    updates: int = 1
+    sync_every: int = 1
+    rate: float = 1.0
+    seeds: int = 3
+
+    def preset(self, device: str) -> str:
+        """The name of the precision on a device, "cpu" or "cuda"."""
+        return FP8[device] if self.precision == "fp8" else self.precision
+
+    def stale(self, step: int) -> bool:
+        """True if no sync follows this step (0, 1, ...)."""
+        return (step + 1) % self.sync_every != 0
+
+
+MAIN: Final = {
+    "bf16": Arm("bf16", "none"),
+    "bf16-tis": Arm("bf16", "tis"),
+    "fp8": Arm(correction="none"),
+    "fp8-tis": Arm(),
+    "fp8-adaptive": Arm(correction="adaptive"),
+    "fp8-least-error": Arm(correction="least_error"),
+    "fp8-unit-kv": Arm(kv_scales="unit"),
+}
+# Each controller under each scenario.
+CONTROL: Final = {
+    f"{scenario}-{name.replace('_', '-')}": Arm(correction=name, mismatch=scenario)
+    for scenario in ("growing", "spiking")
+    for name in CORRECTIONS
+}
+# Where plain FP8 may begin to do harm, each with the BF16 that it is held against.
+HARDER: Final = {"high-rate": {"rate": 4.0}, "4-updates": {"updates": 4}, "stale": {"sync_every": 4}}
+MAP: Final = {
+    f"{name}-{what}": Arm(precision, correction, seeds=1, **changes)  # type: ignore[arg-type]
+    for name, changes in HARDER.items()
+    for what, precision, correction in (
+        ("bf16", "bf16", "none"),
+        ("fp8", "fp8", "none"),
+        ("fp8-adaptive", "fp8", "adaptive"),
+    )
+}
+GROUPS: Final = {"main": MAIN, "control": CONTROL, "map": MAP}
+ARMS: Final = MAIN | CONTROL | MAP
+BASELINES: Final = {f"{name}-{what}": f"{name}-bf16" for name in HARDER for what in ("bf16", "fp8", "fp8-adaptive")}
+
+
+def arm_named(name: str) -> Arm:
+    """Raises ConfigError for a name that is none of ARMS."""
+    if name not in ARMS:
+        raise ConfigError(f"arm is {name!r}; allowed: {', '.join(ARMS)}")
+    return ARMS[name]
+
+
+def chosen(words: list[str]) -> list[str]:
+    """The arms of a list of arms' and groups' names. Raises ConfigError for others."""
+    names = [name for word in words for name in GROUPS.get(word, [word])]
+    for name in names:
+        arm_named(name)
+    return list(dict.fromkeys(names))
+
+
+def baseline(name: str) -> str:
+    """The BF16 arm that an arm is held against."""
+    return BASELINES.get(name, "bf16")

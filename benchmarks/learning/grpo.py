@@ -1,0 +1,110 @@
+"""The parts of a GRPO step that talk to nobody: batches, advantages, log-probs and the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.learning.tasks import Problem
+
+SPREAD_FLOOR = 1e-6  # of a group's rewards
+
+
+class Sample(NamedTuple):
+    """One response: its problem, tokens and the engine's log-prob of each, in nats."""
+
+    problem: Problem
+    tokens: list[int]
+    logprobs: list[float]
+
+
+class Batch(NamedTuple):
+    """A rollout, padded on the right.
+
+    tokens:           [rows, length], prompt and response
+    first:            [rows], where the response begins
+    mask:             [rows, longest response], true where there is a token
+    rollout_logprobs: [rows, longest response]
+    advantages:       [rows, 1]
+    """
+
+    tokens: Tensor
+    first: Tensor
+    mask: Tensor
+    rollout_logprobs: Tensor
+    advantages: Tensor
+
+    def to(self, device: str) -> Batch:
+        return Batch(*(part.to(device) for part in self))
+
+    def rows(self, part: slice) -> Batch:
+        """Some rows, as long as their longest."""
+        few = Batch(*(x[part] for x in self))
+        longest = int(few.mask.sum(1).max()) if few.mask.numel() else 0
+        length = int((few.first + few.mask.sum(1)).max()) if few.mask.numel() else 0
+        cut = few._replace(mask=few.mask[:, :longest], rollout_logprobs=few.rollout_logprobs[:, :longest])
+        return cut._replace(tokens=few.tokens[:, :length])
+
+
+def samples_of(problems: Sequence[Problem], outputs: Sequence[Any]) -> list[Sample]:
+    """vLLM's outputs, in the order of the problems, with the log-prob of each sampled token."""
+    found = []
+    for problem, output in zip(problems, outputs, strict=True):
+        (one,) = output.outputs
+        logprobs = [at[token].logprob for token, at in zip(one.token_ids, one.logprobs, strict=True)]
+        found.append(Sample(problem, list(one.token_ids), logprobs))
+    return found
+
+
+def advantages(rewards: Tensor) -> Tensor:
+    """Rewards [prompts, samples] less their group's mean, over its standard deviation: 0 where all are equal.
+
+    GRPO, arXiv 2402.03300.
+    """
+    centred = rewards - rewards.mean(1, keepdim=True)
+    spread = rewards.std(1, keepdim=True) if rewards.shape[1] > 1 else torch.zeros_like(centred[:, :1])
+    return torch.where(spread > SPREAD_FLOOR, centred / spread.clamp(min=SPREAD_FLOOR), torch.zeros_like(centred))
+
+
+def batch_of(samples: Sequence[Sample], rewards: Sequence[float], group: int) -> Batch:
+    """The padded batch; samples of one prompt, `group` of them, follow each other."""
+    rows, longest = len(samples), max(len(one.tokens) for one in samples)
+    length = max(len(one.problem.prompt) + len(one.tokens) for one in samples)
+    tokens, mask = torch.zeros(rows, length, dtype=torch.long), torch.zeros(rows, longest, dtype=torch.bool)
+    logprobs, first = torch.zeros(rows, longest), torch.tensor([len(one.problem.prompt) for one in samples])
+    for row, one in enumerate(samples):
+        both = [*one.problem.prompt, *one.tokens]
+        tokens[row, : len(both)] = torch.tensor(both)
+        mask[row, : len(one.tokens)] = True
+        logprobs[row, : len(one.tokens)] = torch.tensor(one.logprobs)
+    found = advantages(torch.tensor(rewards).view(-1, group)).view(-1, 1)
+    return Batch(tokens, first, mask, logprobs, found)
+
+
+def micro_batches(batch: Batch, most_tokens: int) -> Iterator[slice]:
+    """Consecutive rows of at most so many padded tokens together, and of at least one row."""
+    rows = max(1, most_tokens // batch.tokens.shape[1])
+    for start in range(0, len(batch.tokens), rows):
+        yield slice(start, start + rows)
+
+
+def train_logprobs(policy: Any, batch: Batch, temperature: float) -> Tensor:
+    """The policy's log-prob of each response token, [rows, longest response]; 0 where there is none."""
+    logits = policy(batch.tokens, use_cache=False).logits.float() / temperature
+    steps = torch.arange(batch.mask.shape[1], device=batch.tokens.device)
+    at = (batch.first[:, None] + steps).clamp(max=batch.tokens.shape[1] - 1)
+    wanted = batch.tokens.gather(1, at)
+    found = logits.log_softmax(-1).gather(1, (at - 1)[..., None].expand(-1, -1, logits.shape[-1]))
+    return found.gather(-1, wanted[..., None]).squeeze(-1).masked_fill(~batch.mask, 0.0)
+
+
+def token_losses(new: Tensor, old: Tensor, advantage: Tensor, clip: float) -> Tensor:
+    """PPO's clipped loss of each token (arXiv 1707.06347): -min(r A, clip(r, 1 - clip, 1 + clip) A).
+
+    new, old: log-probs of the policy now, and before the first update on this rollout; the first has gradients
+    """
+    ratio = (new - old).exp()
+    return -torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)

@@ -1,0 +1,257 @@
+"""One arm, one seed: GRPO with fp8plan's engine and Monitor, step by step, from a checkpoint if there is one.
+
+What goes wrong is written to events.jsonl and mended: a sync that fails or does not arrive is done again, and an engine
+that has died is started by the next sync. The run ends only if that does not help.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+import fp8plan
+from benchmarks.learning import changes, predicted
+from benchmarks.learning.arms import CORRECTIONS, Arm, strength
+from benchmarks.learning.grpo import Sample, batch_of, samples_of
+from benchmarks.learning.policies import task_of
+from benchmarks.learning.state import RunFolder
+from benchmarks.learning.trainer import Trainer
+from fp8plan import schemas
+from fp8plan.errors import NotServingError, ProfileError, SyncError
+from fp8plan.jsonl import now
+from fp8plan.model.hardware import find_gpu
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.precision import E4M3_MAX
+from fp8plan.model.rl_step import StepTimes
+from fp8plan.model.setup import EngineSetup
+from fp8plan.runtime.engine.noise import held_back
+from fp8plan.runtime.guard.fallback import GuardSettings
+
+ATTEMPTS: Final = 3  # at a rollout or a sync
+ADVISES_NOTHING: Final = GuardSettings(patience=1 << 30)  # it judges each rollout; an arm stays what it is called
+PILOT, TRAIN = 1, 2  # what a seed is for
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings of a run, beside its arm's.
+
+    policy, checkpoint: its name, and the folder of its weights
+    prompts, samples:   of a rollout
+    learning_rate:      of AdamW, constant, times the arm's
+    micro_tokens:       padded tokens of a micro-batch
+    save_every, changes_every: steps; 0: never
+    memory:             share of the GPU's memory for the engine, whose trainer is on the same GPU
+    mode:               of RolloutEngine
+    """
+
+    policy: str
+    checkpoint: Path
+    device: str = "cpu"
+    steps: int = 40
+    prompts: int = 16
+    samples: int = 16
+    learning_rate: float = 1e-4
+    temperature: float = 1.0
+    clip: float = 0.2
+    max_norm: float = 1.0
+    micro_tokens: int = 16_384
+    save_every: int = 10
+    changes_every: int = 0
+    memory: float = 0.4
+    mode: Any = "inprocess"
+
+
+class Loop:
+    """A run of one arm. `run` does all of it."""
+
+    def __init__(
+        self, settings: Settings, arm: Arm, seed: int, folder: RunFolder, say: Callable[[str], Any] = print
+    ) -> None:
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; vLLM would take most of the machine's
+        self.settings, self.arm, self.seed, self.folder, self.say = settings, arm, seed, folder, say
+        self.task, self.correction = task_of(settings.policy, settings.checkpoint), CORRECTIONS[arm.correction]
+        torch.manual_seed(seed)
+        saved = folder.load(settings.device)
+        self.step = 0 if saved is None else int(saved["step"])
+        self.rate = settings.learning_rate * arm.rate
+        self.trainer = Trainer(
+            settings.checkpoint, settings.device, self.rate, settings.temperature, settings.clip, settings.max_norm,
+            settings.micro_tokens,
+        )  # fmt: skip
+        self.gpu = find_gpu("cpu" if settings.device == "cpu" else "auto")
+        longest = (self.task.max_prompt_tokens, self.task.max_response_tokens)
+        self.limits = replace(EngineLimits.for_gpu(self.gpu), max_model_len=sum(longest))
+        if settings.device != "cpu":
+            self.limits = replace(self.limits, gpu_memory_utilization=settings.memory)
+        shape = (settings.prompts, settings.samples)
+        self.precision = arm.preset(settings.device) if saved is None else saved["precision"]
+        setup = EngineSetup(str(settings.checkpoint), self.gpu, self.precision, self.limits)
+        with held_back():
+            self.engine = fp8plan.RolloutEngine.from_setup(
+                setup,
+                skip_tokenizer_init=True,
+                mode=settings.mode,
+                seed=seed + (self.step << 16),
+                guard=ADVISES_NOTHING,
+            )
+        if saved is not None:
+            self.trainer.load_state_dict(saved["trainer"])
+            self.tell("resumed", f"from the checkpoint of step {self.step}")
+        self.sync(0.0)
+        if saved is None:
+            self._pilot(shape)
+        plan = None
+        if (folder / "plan.json").is_file():
+            plan = fp8plan.Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
+        sinks = [fp8plan.JsonLines(str(folder / "run.jsonl"))]
+        given = self.correction
+        self.monitor = fp8plan.Monitor(given.settings, given.controller, sinks, plan=plan, engine=self.engine)
+        if saved is not None:
+            self.monitor.load_state_dict(saved["monitor"])
+
+    def run(self) -> None:
+        """Do the steps that are left."""
+        while self.step < self.settings.steps:
+            self.one_step()
+            if self.settings.save_every and self.step % self.settings.save_every == 0:
+                self.save()
+        self.folder.write("done.json", {"steps": self.step, "date": now(), "reward_after": self.evaluate()})
+
+    def close(self) -> None:
+        self.monitor.close()
+        self.engine.shutdown()
+
+    def one_step(self) -> None:
+        """Rollout, correction, updates, sync."""
+        begun = self.trainer.clock()
+        samples, rewards, rollout_s = self.rollout(self.settings.prompts, self.settings.samples, TRAIN, self.step)
+        batch = batch_of(samples, rewards, self.settings.samples).to(self.settings.device)
+        old = self.trainer.logprobs(batch)
+        mean = sum(rewards) / len(rewards)
+        versions = [self.engine.state.version] * len(samples)
+        found = self.monitor.step(
+            old, batch.rollout_logprobs, batch.mask, versions=versions, metrics={schemas.REWARD: mean}
+        )
+        before = self.trainer.tensors() if self._logs_changes() else {}
+        for _ in range(self.arm.updates):
+            noise = self.trainer.update(batch, old, found.mask, found.weights)
+        if noise is not None and self.arm.correction == "least_error":
+            self.monitor.report_gradients(**noise._asdict())
+        self.step += 1
+        if before:
+            self._log_changes(before)
+        trained = self.trainer.clock()
+        if self.correction.follow:
+            self.follow(found)
+        if not self.arm.stale(self.step - 1) or not self.engine.serving:
+            self.sync(strength(self.arm.mismatch, self.step, self.settings.steps))
+        ended = self.trainer.clock()
+        row = {"step": self.step, "date": now(), "reward": mean, "response_tokens": int(batch.mask.sum())}
+        row |= {"finished": sum(one.tokens[-1] in self.task.stop for one in samples) / len(samples)}
+        row |= {"rollout_s": rollout_s, "train_s": trained - begun - rollout_s, "sync_s": ended - trained}
+        self.folder.log("steps.jsonl", row | {"step_s": ended - begun, "precision": self.engine.launch.precision})
+        self.say(
+            f"step {self.step}: reward {mean:.3f}, k3 {found.mismatch.k3:.1e}, {found.decided.decision.value}, "
+            f"{ended - begun:.1f} s"
+        )
+
+    def rollout(self, prompts: int, samples: int, use: int, number: int) -> tuple[list[Sample], list[float], float]:
+        """Samples, their rewards, and seconds. An engine that does not serve gets its weights again."""
+        from vllm import SamplingParams
+
+        problems = [p for p in self.task.problems(prompts, (self.seed, use, number)) for _ in range(samples)]
+        given = [{"prompt_token_ids": one.prompt} for one in problems]
+        sampling = SamplingParams(
+            temperature=self.settings.temperature, max_tokens=self.task.max_response_tokens, logprobs=0,
+            stop_token_ids=list(self.task.stop), detokenize=False,
+        )  # fmt: skip
+        for left in reversed(range(ATTEMPTS)):
+            begun = time.perf_counter()
+            try:
+                found = samples_of(problems, self.engine.generate(given, sampling))
+                break
+            except NotServingError as error:
+                self.tell("rollout refused", error)
+                if not left:
+                    raise
+                self.sync(0.0)
+        seconds = time.perf_counter() - begun
+        return found, [self.task.reward(one.problem, one.tokens) for one in found], seconds
+
+    def follow(self, found: Any) -> None:
+        """Do what the controller asks for beyond thresholds."""
+        if found.decided.escalate is not None:
+            before = self.engine.launch.precision
+            self.engine.apply(None, found.decided.escalate)
+            ran = f"{before}, then {self.engine.launch.precision}"
+            self.tell(found.decided.escalate.value, f"{ran}: {found.decided.reason}")
+
+    def tensors(self, noise: float) -> dict[str, torch.Tensor]:
+        """What is sent to the engine. noise: as a share of each matrix's RMS"""
+        return self.trainer.tensors(noise, self.seed * 100_003 + self.step)
+
+    def sync(self, noise: float) -> None:
+        """Make the policy's weights serve. What fails, or is not there afterwards, is sent again."""
+        kv = {}
+        if self.engine.state.fp8_kv and self.arm.kv_scales == "unit":
+            largest = E4M3_MAX / self.engine.state.settings.kv_margin
+            kv = {"kv_amax": {layer: [largest] * 3 for layer in self.engine.kv_scales()}}
+        for left in reversed(range(ATTEMPTS)):
+            before = self.engine.state.version
+            try:
+                self.engine.sync_weights(self.tensors(noise), **kv)
+                if self.engine.state.version > before:
+                    return
+                self.tell("stale", f"step {self.step}'s weights did not arrive, version {before} serves; sent again")
+            except SyncError as error:
+                self.tell("sync failed", error)
+                if not left:
+                    raise
+        raise SyncError(f"the weights of step {self.step} do not arrive; the engine serves version {before}")
+
+    def save(self) -> None:
+        state = {"step": self.step, "precision": self.engine.launch.precision}
+        self.folder.save(state | {"trainer": self.trainer.state_dict(), "monitor": self.monitor.state_dict()})
+
+    def evaluate(self) -> float:
+        """Mean reward on problems that are not trained on, the same ones at any time."""
+        _, rewards, _ = self.rollout(self.settings.prompts, self.settings.samples, PILOT, 0)
+        return sum(rewards) / len(rewards)
+
+    def tell(self, what: str, why: object) -> None:
+        self.folder.log("events.jsonl", {"step": self.step, "date": now(), "what": what, "why": str(why)})
+        self.say(f"step {self.step}: {what}: {why}")
+
+    def _logs_changes(self) -> bool:
+        every = self.settings.changes_every
+        return every > 0 and (self.step + 1) % every == 0
+
+    def _log_changes(self, before: dict[str, torch.Tensor]) -> None:
+        setting = {"policy": self.settings.policy, "learning_rate": self.rate, "step": self.step}
+        for row in changes.log_rows(changes.changed(before, self.trainer.tensors()), **setting):
+            self.folder.log("changes.jsonl", row)
+
+    def _pilot(self, shape: tuple[int, int]) -> None:
+        """A rollout and an update that is not applied, both timed when warm; then the arm's plan, written."""
+        samples, rewards, _ = self.rollout(*shape, PILOT, 0)
+        batch = batch_of(samples, rewards, self.settings.samples).to(self.settings.device)
+        times = [self.trainer.timed(batch) for _ in range(2)][-1]
+        lengths = [(len(one.problem.prompt), len(one.tokens)) for one in samples]
+        steps = StepTimes(train_s=times[1] * self.arm.updates, logprob_s=times[0])
+        try:
+            found: Any = predicted.plan_of_pilot(
+                self.settings.checkpoint, self.gpu.name, shape, lengths, self.limits, steps
+            )
+            self.folder.write("plan.json", found.to_dict())
+        except ProfileError as error:  # experts on a CPU: the run is worth its while without
+            found = error
+            self.tell("no plan", error)
+        said = predicted.foreseen(found, self.precision)
+        self.folder.write("predicted.json", said | {"pilot_reward": sum(rewards) / len(rewards)})

@@ -1,0 +1,124 @@
+"""The plan of an arm, written before it, and the table that sets what was observed beside it.
+
+Rollout speed-up: the BF16 arm's seconds per token of a rollout over the arm's, medians over steps. Step speed-up: the
+same of a whole RL step. KL: median k3 over steps. ESS: of the untruncated weights. Clip rate: tokens with a ratio above
+C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from benchmarks.learning.arms import arm_named, baseline
+from benchmarks.learning.state import RunFolder
+from fp8plan import jsonl, schemas
+from fp8plan.errors import Fp8PlanError
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.plan.plan import Plan
+from fp8plan.model.plan.planner import plan
+from fp8plan.model.rl_step import StepTimes
+from fp8plan.model.workload import Trace, Workload
+
+# What the plan says of a choice, under its own names.
+FORESEEN: Final = (
+    "precision", "speedup", "speedup_low", "speedup_high", "step_speedup", "kl_k3", "kl_k3_low", "kl_k3_high",
+    "ess_raw", "clip_fraction", "makespan_s", "makespan_low_s", "makespan_high_s", "risk", "extrapolated",
+)  # fmt: skip
+UNSEEN: Final = "-"
+
+
+def plan_of_pilot(
+    model: Path,
+    gpu: str,
+    shape: tuple[int, int],
+    seen: Sequence[tuple[int, int]],
+    limits: EngineLimits,
+    times: StepTimes,
+) -> Plan:
+    """The plan of the arm. seen: lengths (prompt, response) of a pilot rollout; times: the trainer's own seconds
+
+    Raises ProfileError where nothing was measured that could predict it.
+    """
+    import vllm
+
+    prompts, responses = (tuple(lengths) for lengths in zip(*seen, strict=True))
+    of_prompts = Trace(prompts[:: shape[1]], "the pilot rollout")  # samples of a prompt follow each other
+    work = Workload(*shape, prompt_lengths=of_prompts, response_lengths=Trace(responses, "the pilot rollout"))
+    version = vllm.__version__.partition("+")[0]
+    return plan(str(model), gpu, work, limits=limits, gpus=1, trainer=times, engine_version=version)
+
+
+def foreseen(found: Plan | Fp8PlanError, precision: str) -> dict[str, Any]:
+    """What the plan says of a precision, for predicted.json; why it says nothing, if there could be none."""
+    if isinstance(found, Fp8PlanError):
+        return dict.fromkeys(FORESEEN) | {"precision": precision, "warnings": [str(found)]}
+    choice = found.select(precision)
+    return {name: getattr(choice, name) for name in FORESEEN} | {"warnings": list(found.warnings)}
+
+
+def observed(folder: RunFolder) -> dict[str, float | None]:
+    """Medians over the steps of a run, its first left out: it warms up; reward: mean of the last tenth of the steps."""
+    every = folder.rows("steps.jsonl")
+    steps, run, tail = every[1:], folder.rows("run.jsonl")[1:], every[-max(1, len(every) // 10) :]
+    found: dict[str, float | None] = {
+        "rollout_s_per_token": _median([row["rollout_s"] / row["response_tokens"] for row in steps]),
+        "step_s_per_token": _median([row["step_s"] / row["response_tokens"] for row in steps]),
+        "reward": sum(row["reward"] for row in tail) / len(tail) if tail else None,
+    }
+    for name, metric in (("kl_k3", schemas.K3), ("ess_raw", schemas.ESS_RAW), ("clip_fraction", schemas.CLIP_FRACTION)):
+        found[name] = _median([row["metrics"][metric] for row in run if row["metrics"].get(metric) is not None])
+    bounds = [row["metrics"][schemas.TIS] for row in run if row["metrics"].get(schemas.TIS)]
+    return found | {"lowest_c": min(bounds, default=None)}
+
+
+def table(runs: Mapping[tuple[str, int], RunFolder]) -> str:
+    """Predicted beside observed, one line for each run (arm, seed), in Markdown."""
+    head = (
+        "arm", "seed", "steps", "held-out reward before", "after", "reward, last tenth",
+        "rollout speed-up, predicted", "observed",
+        "step speed-up, predicted", "observed", "k3, predicted (90%)", "observed", "raw ESS, predicted", "observed",
+        "clipped, predicted", "observed", "least C",
+    )  # fmt: skip
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    seen = {key: observed(folder) for key, folder in runs.items()}
+    for (arm, seed), folder in runs.items():
+        said, now, base = read_json(folder / "predicted.json"), seen[arm, seed], seen.get((baseline(arm), seed))
+        low, high = said["kl_k3_low"], said["kl_k3_high"]
+        band = UNSEEN if low is None else f"{_short(said['kl_k3'])} ({_short(low)} to {_short(high)})"
+        miss = "" if None in (low, now["kl_k3"]) or low <= now["kl_k3"] <= high else " **outside**"
+        cells = [
+            arm, str(seed), str(len(folder.rows("steps.jsonl"))), _short(said["pilot_reward"]), _short(_after(folder)),
+            _short(now["reward"]),
+            _short(said["speedup"]), _ratio(base, now, "rollout_s_per_token"),
+            _short(said["step_speedup"]), _ratio(base, now, "step_s_per_token"), band, _short(now["kl_k3"]) + miss,
+            _short(said["ess_raw"]), _short(now["ess_raw"]), _short(said["clip_fraction"]),
+            _short(now["clip_fraction"]), _short(now["lowest_c"]) if arm_named(arm).correction != "none" else UNSEEN,
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _after(folder: RunFolder) -> float | None:
+    """The reward after the run, of the pilot's problems; None for a run that goes on."""
+    return float(read_json(folder / "done.json")["reward_after"]) if folder.done else None
+
+
+def read_json(path: Path) -> Any:
+    return jsonl.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def _ratio(base: Mapping[str, float | None] | None, now: Mapping[str, float | None], name: str) -> str:
+    if base is None or not base[name] or not now[name]:
+        return UNSEEN
+    return _short(base[name] / now[name])  # type: ignore[operator]
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return median(values) if values else None
+
+
+def _short(number: float | None) -> str:
+    return UNSEEN if number is None else f"{number:.3g}"

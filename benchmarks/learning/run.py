@@ -1,0 +1,167 @@
+"""The experiment: every arm and seed that is asked for, one process each, as many at once as there are GPUs.
+
+    python -m benchmarks.learning.run FOLDER --policy qk-norm --arms main control    # on a GPU machine: all its GPUs
+    python -m benchmarks.learning.run FOLDER --policy tiny-qk-norm --device cpu      # one after the other
+    python -m benchmarks.learning.run FOLDER --table                                 # predicted beside observed, again
+
+It can be broken off at any time: what is done stays, and the rest goes on from its checkpoints with the same command.
+FOLDER/POLICY/model has the policy; FOLDER/POLICY/ARM/SEED a run (benchmarks/learning/state.py says what).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Final
+
+from benchmarks.learning import predicted
+from benchmarks.learning.arms import ARMS, GROUPS, arm_named, chosen
+from benchmarks.learning.policies import POLICIES
+from benchmarks.learning.state import RunFolder
+
+# Of a rollout and of a run, by device. AdamW's rates are where the tiny policies learn in some tens of steps.
+SIZES: Final[dict[str, dict[str, Any]]] = {
+    "cpu": {"steps": 60, "prompts": 64, "samples": 8, "learning_rate": 2e-3, "save_every": 10},
+    "cuda": {"steps": 300, "prompts": 64, "samples": 16, "learning_rate": 3e-5, "save_every": 25}
+    | {"micro_tokens": 65_536},
+}
+# Of a pretrained model, whose logits have 49,152 columns.
+OWN: Final[dict[str, dict[str, Any]]] = {"smollm2": {"learning_rate": 3e-6, "micro_tokens": 4096}}
+
+# Environment of each run, unless it is set: no hub; no compiler for vLLM's sampler. On a CPU one thread: those of a
+# trainer and an engine that share two cores wait for each other.
+ENV: Final = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+ENV_OF: Final = {
+    "cpu": {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+    "cuda": {"VLLM_USE_FLASHINFER_SAMPLER": "0"},
+}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    given = arguments(words)
+    if given.one:
+        return one(given)
+    folder = given.folder / given.policy
+    failed: list[str] = []
+    if not given.table:
+        # In a process of its own, which leaves nothing on the GPU.
+        made = [given.policy, str(folder / "model"), "--device", given.device, "--seed", str(given.seed)]
+        subprocess.run([sys.executable, "-m", f"{__package__}.policies", *made], check=True)
+        failed = side_by_side(given, jobs(given.arms, given.seeds))
+        if failed:
+            print(f"failed, see their log.txt: {', '.join(failed)}", file=sys.stderr)
+    text = predicted.table(found_runs(folder))
+    (folder / "table.md").write_text(text + "\n", encoding="utf-8")
+    print(text)
+    return 1 if failed else 0
+
+
+def arguments(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {__package__}.run", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--policy", choices=POLICIES, default="tiny-qk-norm")
+    parser.add_argument("--arms", nargs="+", default=["main"], help=f"{', '.join([*GROUPS, *ARMS])}")
+    parser.add_argument("--seeds", type=int, help="of every arm; default: as the table of arms says")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
+    parser.add_argument("--seed", type=int, default=0, help="of the policy's own training")
+    for name in ("steps", "prompts", "samples", "save-every", "micro-tokens"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--changes-every", type=int, default=0, help="steps between two logs of change ratios")
+    parser.add_argument("--learning-rate", type=float)
+    parser.add_argument("--table", action="store_true", help="only write the table of what is there")
+    parser.add_argument("--one", metavar="ARM/SEED", help="this run alone, in this process")
+    given = parser.parse_args(words)
+    given.arms, given.words = chosen(given.arms), list(sys.argv[1:] if words is None else words)
+    if given.device is None:
+        given.device = "cuda" if gpus() else "cpu"
+    return given
+
+
+def jobs(arms: Sequence[str], seeds: int | None) -> list[tuple[str, int]]:
+    """(arm, seed) of every run: the first seed of every arm first, so that a short lease compares arms."""
+    most = {arm: seeds or arm_named(arm).seeds for arm in arms}
+    return [(arm, seed) for seed, arm in product(range(max(most.values(), default=0)), arms) if seed < most[arm]]
+
+
+def gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [x for x in given.split(",") if x]
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return [str(number) for number, _ in enumerate(listed.splitlines())]
+
+
+def side_by_side(given: argparse.Namespace, runs: Sequence[tuple[str, int]]) -> list[str]:
+    """Do all runs, one on each GPU at a time; on a CPU one at a time. Returns those that failed."""
+    places = gpus() if given.device == "cuda" else [""]
+    free: SimpleQueue[str] = SimpleQueue()
+    for place in places:
+        free.put(place)
+
+    def do(run: tuple[str, int]) -> str | None:
+        name, place = f"{run[0]}/{run[1]}", free.get()
+        target = given.folder / given.policy / name
+        try:
+            if (target / "done.json").is_file():
+                return None
+            target.mkdir(parents=True, exist_ok=True)
+            print(f"{name}: begins{f' on GPU {place}' if place else ''}", flush=True)
+            words = [sys.executable, "-m", f"{__package__}.run", *given.words, "--device", given.device, "--one", name]
+            env = ENV | ENV_OF[given.device] | os.environ | ({"CUDA_VISIBLE_DEVICES": place} if place else {})
+            with (target / "log.txt").open("a") as log:
+                code = subprocess.run(words, env=env, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+            print(f"{name}: {'done' if code == 0 else f'failed ({code})'}", flush=True)
+            return name if code else None
+        finally:
+            free.put(place)
+
+    with ThreadPoolExecutor(len(places)) as pool:
+        return [name for name in pool.map(do, runs) if name is not None]
+
+
+def one(given: argparse.Namespace) -> int:
+    """Do one run to its end, or go on with it."""
+    from benchmarks.learning.loop import Loop, Settings
+
+    arm, _, seed = given.one.rpartition("/")
+    folder = given.folder / given.policy
+    sizes = SIZES[given.device] | OWN.get(given.policy, {})
+    names = ("steps", "prompts", "samples", "learning_rate", "save_every", "micro_tokens")
+    sizes |= {name: getattr(given, name) for name in names if getattr(given, name) is not None}
+    settings = Settings(given.policy, folder / "model", given.device, changes_every=given.changes_every, **sizes)
+    target = RunFolder(folder / given.one)
+    with target.locked():
+        loop = Loop(settings, arm_named(arm), int(seed), target, lambda x: print(x, flush=True))
+        try:
+            loop.run()
+        finally:
+            loop.close()
+    return 0
+
+
+def found_runs(folder: Path) -> dict[tuple[str, int], RunFolder]:
+    """(arm, seed) -> the runs that have begun to train, in the order of the table of arms."""
+
+    def known() -> Iterator[tuple[tuple[str, int], RunFolder]]:
+        for arm in ARMS:
+            for path in sorted((folder / arm).glob("[0-9]*"), key=lambda x: int(x.name)):
+                if (path / "predicted.json").is_file() and (path / "steps.jsonl").is_file():
+                    yield (arm, int(path.name)), RunFolder(path)
+
+    return dict(known())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""The trainer's side of a GRPO step: the policy in FP32, AdamW, micro-batches, and the tensors that an engine takes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.learning.grpo import Batch, micro_batches, token_losses, train_logprobs
+
+
+class Noise(NamedTuple):
+    """Squared norms of the gradient of a micro-batch (small) and of the whole batch, as means over so many tokens.
+
+    What `Monitor.report_gradients` takes.
+    """
+
+    norm2_small: float
+    tokens_small: float
+    norm2_large: float
+    tokens_large: float
+
+
+class Trainer:
+    """A policy that is trained.
+
+    temperature:  of the log-probs, as the engine samples
+    clip:         of PPO's ratio, which matters from the second update on a rollout on
+    max_norm:     of the gradient
+    micro_tokens: padded tokens of a micro-batch
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        device: str,
+        rate: float,
+        temperature: float,
+        clip: float,
+        max_norm: float,
+        micro_tokens: int,
+    ) -> None:
+        import transformers
+
+        self.device, self.temperature, self.clip = device, temperature, clip
+        self.max_norm, self.micro_tokens = max_norm, micro_tokens
+        self.policy = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).to(device)
+        self.optimiser = torch.optim.AdamW(self.policy.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch) -> Tensor:
+        """The policy's log-probs of the batch, [rows, longest response]."""
+        found = torch.zeros_like(batch.rollout_logprobs)
+        for part in micro_batches(batch, self.micro_tokens):
+            few = batch.rows(part)
+            found[part, : few.mask.shape[1]] = self._forward(few)
+        return found
+
+    def update(self, batch: Batch, old: Tensor, mask: Tensor, weights: Tensor | None) -> Noise | None:
+        """One optimiser step. Returns the gradient's noise; None where there was but one micro-batch.
+
+        old, mask, weights: [rows, longest response]; log-probs before the first update, the tokens that count, and what
+        each weighs (None: 1)
+        """
+        noise = self._gradients(batch, old, mask, weights)
+        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_norm)
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        return noise
+
+    def timed(self, batch: Batch) -> tuple[float, float]:
+        """Seconds of the log-probs of a batch, and of gradients on it, which change nothing."""
+        begun = self.clock()
+        old = self.logprobs(batch)
+        between = self.clock()
+        self._gradients(batch, old, batch.mask, None)
+        self.optimiser.zero_grad(set_to_none=True)
+        return between - begun, self.clock() - between
+
+    def tensors(self, noise: float = 0.0, seed: int = 0) -> dict[str, Tensor]:
+        """The policy as its checkpoint has it, in BF16. noise: on each matrix, as a share of its RMS"""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        found = {name: x.detach().bfloat16() for name, x in self.policy.named_parameters()}
+        found = dict(revert_weight_conversion(self.policy, found))  # transformers holds all experts in one tensor
+        if noise:
+            chance = torch.Generator(self.device).manual_seed(seed)
+            for name, x in found.items():
+                if x.dim() == 2:
+                    drawn = torch.randn(x.shape, generator=chance, device=x.device)
+                    found[name] = (x.float() + noise * x.float().square().mean().sqrt() * drawn).bfloat16()
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"policy": self.policy.state_dict(), "optimiser": self.optimiser.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.policy.load_state_dict(state["policy"])
+        self.optimiser.load_state_dict(state["optimiser"])
+
+    def clock(self) -> float:
+        """The time when the device has done what it was given."""
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _forward(self, few: Batch) -> Tensor:
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.device != "cpu"):
+            return train_logprobs(self.policy, few, self.temperature)
+
+    def _gradients(self, batch: Batch, old: Tensor, mask: Tensor, weights: Tensor | None) -> Noise | None:
+        """Gradients of the mean loss over the tokens that count."""
+        tokens, first = float(mask.sum().clamp(min=1)), (0.0, 0.0)
+        parts = list(micro_batches(batch, self.micro_tokens))
+        for number, part in enumerate(parts):
+            few = batch.rows(part)
+            kept = mask[part, : few.mask.shape[1]]
+            losses = token_losses(self._forward(few), old[part, : kept.shape[1]], few.advantages, self.clip) * kept
+            losses = losses if weights is None else losses * weights[part, : kept.shape[1]]
+            (losses.sum() / tokens).backward()
+            if number == 0 and len(parts) > 1:
+                first = self._norm2(), float(kept.sum())
+        if not first[1]:
+            return None
+        # The first part's loss was over the tokens of the whole batch.
+        return Noise(first[0] * (tokens / first[1]) ** 2, first[1], self._norm2(), tokens)
+
+    def _norm2(self) -> float:
+        return float(sum(p.grad.square().sum() for p in self.policy.parameters() if p.grad is not None))

@@ -1,0 +1,76 @@
+"""The table of arms, and which runs come first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.learning.arms import ARMS, CORRECTIONS, FP8, Arm, arm_named, baseline, chosen, strength
+from benchmarks.learning.run import arguments, found_runs, jobs
+from benchmarks.learning.state import RunFolder
+from fp8plan.errors import ConfigError
+from fp8plan.model.precision import precision
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_every_arm_can_run_on_both_devices_and_has_a_baseline(name: str) -> None:
+    arm = arm_named(name)
+    for device in FP8:
+        assert precision(arm.preset(device)).name == arm.preset(device)
+    assert arm.correction in CORRECTIONS
+    base = arm_named(baseline(name))
+    assert base.precision == "bf16"
+    assert (base.updates, base.sync_every, base.rate) == (arm.updates, arm.sync_every, arm.rate)
+    assert strength(arm.mismatch, 0, 100) == 0
+
+
+def test_a_cpu_runs_what_is_fast_there() -> None:
+    assert {arm.preset("cpu") for arm in ARMS.values()} == {"bf16", "fp8_kv"}
+    assert {arm.preset("cuda") for arm in ARMS.values()} == {"bf16", "fp8_block+fp8_kv"}
+
+
+def test_mismatch_grows_or_comes_in_spikes() -> None:
+    growing = [strength("growing", step, 100) for step in range(100)]
+    assert growing == sorted(growing)
+    assert growing[-1] > 0.1
+    for steps in (20, 100, 300):
+        spiking = [strength("spiking", step, steps) for step in range(steps)]
+        assert 3 <= sum(x > 0 for x in spiking) <= 0.15 * steps
+    assert not any(strength("benign", step, 100) for step in range(100))
+    with pytest.raises(ConfigError, match="mismatch is 'none'; allowed: benign, growing, spiking"):
+        strength("none", 0, 100)
+
+
+def test_stale_rollouts_are_synced_every_few_steps() -> None:
+    assert [Arm(sync_every=4).stale(step) for step in range(8)] == [True, True, True, False] * 2
+    assert not Arm().stale(0)
+
+
+def test_groups_and_names_choose_arms_once() -> None:
+    assert chosen(["bf16", "main"])[0] == "bf16"
+    assert chosen(["bf16", "main"]).count("bf16") == 1
+    assert set(chosen(["main", "control", "map"])) == set(ARMS)
+    with pytest.raises(ConfigError, match="arm is 'fp9'; allowed: bf16"):
+        chosen(["fp9"])
+
+
+def test_every_arm_has_its_first_seed_before_any_has_its_second() -> None:
+    found = jobs(["bf16", "stale-fp8"], None)
+    assert found == [("bf16", 0), ("stale-fp8", 0), ("bf16", 1), ("bf16", 2)]
+    assert jobs(["bf16"], 1) == [("bf16", 0)]
+
+
+def test_one_run_gets_the_words_of_the_whole(tmp_path: Path) -> None:
+    words = [str(tmp_path), "--arms", "fp8", "--device", "cpu", "--steps", "3"]
+    given = arguments(words)
+    assert (given.arms, given.words, given.one) == (["fp8"], words, None)
+    assert arguments([*words, "--device", "cpu", "--one", "fp8/0"]).one == "fp8/0"
+
+
+def test_only_runs_that_have_begun_are_in_the_table(tmp_path: Path) -> None:
+    for name in ("fp8/10", "fp8/2", "bf16/0"):
+        RunFolder(tmp_path / name).write("predicted.json", {})
+        (tmp_path / name / "steps.jsonl").touch()
+    RunFolder(tmp_path / "fp8" / "0")
+    assert list(found_runs(tmp_path)) == [("bf16", 0), ("fp8", 2), ("fp8", 10)]

