@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -18,10 +18,8 @@ from fp8plan.runtime.engine.launch import Launch
 from fp8plan.runtime.engine.rollout_timer import Judge
 from fp8plan.runtime.guard.fallback import Action, GuardSettings, stepped_down
 from fp8plan.runtime.guard.guard import Guard, Verdict
-from fp8plan.runtime.guard.observation import EngineFacts, Observation
-from fp8plan.runtime.weight_sync.kv_scales import PARTS
+from fp8plan.runtime.guard.observation import EngineFacts, Observation, facts_of
 from fp8plan.runtime.weight_sync.manifest import Manifest
-from fp8plan.runtime.weight_sync.state import SyncReport
 
 logger = logging.getLogger(__name__)
 
@@ -125,20 +123,7 @@ class ServerEngine:
 
     def engine_facts(self) -> EngineFacts:
         """The facts that the guard needs about the running engine."""
-        facts, setup = self._status["facts"], self.launch.setup
-        preset = setup.precision
-        backends = {f"attention.{preset.kv}": facts["attention"]} if facts["attention"] else {}
-        backends |= {f"{part}.{preset.gemm_dtype}": name for part, name in facts["kernels"].items()}
-        return EngineFacts(
-            model=setup.model if isinstance(setup.model, str) else setup.path,
-            gpu=setup.gpu.name,
-            engine_version=facts["vllm_version"].partition("+")[0],
-            precision=preset.name,
-            limits=self._limits,
-            kernel_backends=backends,
-            e8m0=facts["e8m0"],
-            cudagraph_mode=facts["cudagraph_mode"],
-        )
+        return facts_of(replace(self.launch.setup, limits=self._limits), self._status["facts"])
 
     def observe(self) -> None:
         """Let the guard judge the client's last rollout."""
@@ -194,20 +179,3 @@ class ServerEngine:
     def shutdown(self) -> None:
         """Stop judging. The server goes on."""
         self._judge.close()
-
-
-def report_of(status: Mapping[str, Any], seconds: float) -> SyncReport:
-    """The report of a sync, from what the server says of it. seconds: that it took, seen from here"""
-    update = status["last_update"]
-    scales = status["kv_scales"]
-    parts = {
-        layer: [float(found[part]) for part in PARTS] for layer, found in (scales or {"scales": {}})["scales"].items()
-    }
-    known = {field.name for field in fields(SyncReport)}
-    return SyncReport(
-        **{name: value for name, value in update.items() if name in known and name != "seconds"},
-        seconds=update["seconds"] | {"total": seconds},
-        kv_scales=parts if scales else None,
-        kv_source=scales and scales["source"],
-        scored_k3=None,
-    )

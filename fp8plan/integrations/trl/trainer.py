@@ -15,6 +15,8 @@ import trl
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from fp8plan.errors import ConfigError
+from fp8plan.integrations.correction import metrics_of
+from fp8plan.integrations.planning import plan_for, read_plan
 from fp8plan.integrations.trl import correction, planning
 from fp8plan.integrations.trl.client import PlannedClient, Served
 from fp8plan.integrations.trl.generation import PlannedGeneration
@@ -80,7 +82,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             return
         check_trl()
         planning.check_args(inspect.signature(super().__init__).bind(*args, **kwargs).arguments.get("args"))
-        self.plan, self._choice = planning.read_plan(plan), choice
+        self.plan, self._choice = read_plan(plan), choice
         self._advice: tuple[Action, Escalation | None] = (Action.NONE, None)
         try:
             with generating_with(self._generation):
@@ -128,7 +130,15 @@ class GRPOTrainer(trl.GRPOTrainer):
         return self.rollout_engine
 
     def _plan_for(self, model: str, gpu: str, limits: EngineLimits, responses: int) -> None:
-        self.plan = planning.plan_for(model, gpu, limits, self.args, responses, self._prompt_lengths())
+        self.plan = plan_for(
+            model,
+            gpu,
+            limits,
+            responses=responses,
+            samples=self.args.num_generations,
+            longest_response=self.args.max_completion_length,
+            prompt_lengths=self._prompt_lengths(),
+        )
 
     def _planned(self, on_cpu: bool) -> Plan:
         """The plan, checked, with the thresholds to begin with."""
@@ -161,7 +171,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             logger.warning("fp8plan: %s", step.verdict.reason)
         self._advice = (action, step.decided.escalate)
         preset = self._engine().launch.setup.precision
-        self._log_step(correction.metrics_of(step, preset, self.vllm_generation.report), ratio[mask.bool()])
+        self._log_step(metrics_of(step, preset, self.vllm_generation.report), ratio[mask.bool()])
         return output
 
     def _log_step(self, found: dict[str, float], ratio: torch.Tensor) -> None:
