@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan import schemas
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.correction.settings import CorrectionSettings, Level, Mode, Rejection, Thresholds
-from fp8plan.runtime.guard.fallback import DEPTH
+from fp8plan.runtime.guard.fallback import DEPTH, Action, stepped_down
 
 if TYPE_CHECKING:
     from fp8plan.model.precision import Precision
@@ -78,3 +79,13 @@ def _synced(report: SyncReport | None) -> Iterator[tuple[str, float | None]]:
         yield "fp8plan/sync_s", report.seconds["total"]
         yield "fp8plan/sync_compared", float(report.compared)
         yield "fp8plan/weight_error", report.weight_error
+
+
+def safer_than(running: str, action: Action, escalate: Escalation | None) -> str | None:
+    """The precision that the guard, or else the controller, advises to step down to; None if that is not advised.
+
+    running: preset of the engine. KV scales are measured at each sync, so advice to do that needs nothing
+    """
+    if action not in (Action.NONE, Action.RECALIBRATE_KV):
+        return stepped_down(running, action)
+    return "bf16" if escalate == Escalation.STEP_DOWN and running != "bf16" else None

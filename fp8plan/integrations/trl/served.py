@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError, Fp8PlanError
+from fp8plan.integrations.correction import safer_than
 from fp8plan.integrations.trl.client import PlannedClient, Served
 from fp8plan.model.emit.trl import server_command
 from fp8plan.model.hardware import find_gpu
@@ -16,7 +17,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.engine.launch import Launch
 from fp8plan.runtime.engine.rollout_timer import Judge
-from fp8plan.runtime.guard.fallback import Action, GuardSettings, stepped_down
+from fp8plan.runtime.guard.fallback import Action, GuardSettings
 from fp8plan.runtime.guard.guard import Guard, Verdict
 from fp8plan.runtime.guard.observation import EngineFacts, Observation, facts_of
 from fp8plan.runtime.weight_sync.manifest import Manifest
@@ -159,10 +160,10 @@ class ServerEngine:
 
     def apply(self, action: Action, escalate: Escalation | None = None) -> None:
         """Say what to type: a server's engine is another program's. Its KV scales are measured at each sync anyway."""
-        if action in (Action.NONE, Action.RECALIBRATE_KV) and escalate != Escalation.STEP_DOWN:
-            return
         running = self.launch.precision
-        safer = stepped_down(running, action) if action not in (Action.NONE, Action.RECALIBRATE_KV) else "bf16"
+        safer = safer_than(running, action, escalate)
+        if safer is None:
+            return
         try:
             line = server_command(self.launch.with_precision(safer).setup)
         except ConfigError as error:

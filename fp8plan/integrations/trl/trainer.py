@@ -15,7 +15,7 @@ import trl
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from fp8plan.errors import ConfigError
-from fp8plan.integrations.correction import metrics_of
+from fp8plan.integrations.correction import metrics_of, safer_than
 from fp8plan.integrations.planning import plan_for, read_plan
 from fp8plan.integrations.trl import correction, planning
 from fp8plan.integrations.trl.client import PlannedClient, Served
@@ -30,7 +30,7 @@ from fp8plan.runtime.controller.laws import Controller
 from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.engine.launch import launch
-from fp8plan.runtime.guard.fallback import Action, stepped_down
+from fp8plan.runtime.guard.fallback import Action
 from fp8plan.runtime.monitor.monitor import Monitor
 from fp8plan.runtime.monitor.sinks import Sink
 
@@ -202,9 +202,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         engine = self._engine()
         if self.accelerator.num_processes == 1 or isinstance(engine, ServerEngine):
             engine.apply(action, escalate)
-        elif action not in (Action.NONE, Action.RECALIBRATE_KV) or escalate == Escalation.STEP_DOWN:
-            running = engine.launch.precision
-            safer = stepped_down(running, action) if action != Action.NONE else "bf16"
+        elif (safer := safer_than(running := engine.launch.precision, action, escalate)) is not None:
             logger.warning(
                 "fp8plan advises a step down from %s, and engines of several processes are not started again in a run; "
                 "go on from a checkpoint with choice=%r",

@@ -236,5 +236,18 @@ def text_of(error: Exception) -> str:
     return str(error) if isinstance(error, Fp8PlanError) else f"{type(error).__name__}: {error}"
 
 
+def over_ranks(mine: Any) -> list[Any]:
+    """Return what all ranks of the engine say."""
+    import torch
+    from vllm.distributed.parallel_state import get_world_group
+
+    group = get_world_group()
+    if group.world_size == 1:
+        return [mine]
+    found = [None] * group.world_size
+    torch.distributed.all_gather_object(found, mine, group=group.cpu_group)
+    return found
+
+
 def _add(seconds: dict[str, float], phase: str, begun: float) -> None:
     seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - begun
