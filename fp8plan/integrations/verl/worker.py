@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from verl.workers.rollout.vllm_rollout.utils import monkey_patch_compute_logits, vLLMColocateWorkerExtension
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.server.updates import Sink, Updates, over_ranks, text_of
+from fp8plan.runtime.server.updates import Updates, over_ranks, text_of
 from fp8plan.runtime.weight_sync.manifest import entry_of
 from fp8plan.runtime.worker.extension import Fp8PlanWorker, answering
 
@@ -38,20 +38,15 @@ class PlannedWorker(Fp8PlanWorker, vLLMColocateWorkerExtension):
         """
         from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
-        updates = self._fp8plan_updates()
-        updates.start()
-        buckets = Buckets(updates)
-        begun = time.perf_counter()
+        begun, buckets = time.perf_counter(), Buckets(self._fp8plan_updates)
         if peft_config is not None:
             buckets.failure = "verl sends a LoRA adapter; allowed: whole weights (model.lora.merge=True)"
-        try:
-            receiver = BucketedWeightReceiver(zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm)
-            receiver.receive_weights(on_bucket_received=lambda pairs, is_last: buckets.take(pairs))
-            if failures := list(filter(None, over_ranks(buckets.failure))):
-                raise ConfigError(failures[0])
-        except Exception as error:
-            updates.fail(text_of(error))
-            raise
+        receiver = BucketedWeightReceiver(zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm)
+        receiver.receive_weights(on_bucket_received=lambda pairs, is_last: buckets.take(pairs))
+        updates = self._fp8plan_updates()
+        if failures := list(filter(None, over_ranks(buckets.failure))):
+            updates.fail(failures[0])
+            raise ConfigError(failures[0])
         updates.loaded(time.perf_counter() - begun, buckets.count)
         updates.finish()
 
@@ -62,40 +57,33 @@ class PlannedWorker(Fp8PlanWorker, vLLMColocateWorkerExtension):
 
 
 class Buckets:
-    """The buckets of an update. After a failure, which is kept, the rest is ignored.
+    """The buckets of an update, which the first one opens. After a failure, which is kept, the rest is ignored.
+
+    updates: of the worker
 
     count: of the buckets that have come
     """
 
-    def __init__(self, updates: Updates) -> None:
+    def __init__(self, updates: Callable[[], Updates]) -> None:
         self.failure: str | None = None
         self.count = 0
         self._updates = updates
 
     def take(self, pairs: Pairs) -> None:
-        """Check what a bucket holds, and write it."""
+        """Check what a bucket holds, and write it. Raises nothing: the process that sends waits for an answer."""
         self.count += 1
-        if not pairs:  # the last one of an update may be empty
+        if self.failure is not None:
             return
-        sink: Sink | None = None
-        failure = self.failure
-        if failure is None:
-            try:
-                sink = self._updates.announce(tuple(entry_of(name, tensor) for name, tensor in pairs))
-            except Exception as error:
-                failure = text_of(error)
-        if sink is not None:
-            try:
-                self._write(sink, pairs)
-            except Exception as error:
-                failure = text_of(error)
-        self.failure = failure
+        try:
+            if self.count == 1:
+                self._updates().start()
+            if pairs:  # the last bucket may be empty
+                self._write(pairs)
+        except Exception as error:
+            self.failure = text_of(error)
 
-    @staticmethod
-    def _write(sink: Sink, pairs: Pairs) -> None:
-        """Write copies: verl uses a bucket's memory again, and vLLM's reload keeps a tensor until its layer is whole.
-
-        The numbers are those of the manifest as it has grown by this bucket.
-        """
+    def _write(self, pairs: Pairs) -> None:
+        """Write copies: verl uses a bucket's memory again, and vLLM's reload keeps tensors until a layer is whole."""
+        sink = self._updates().announce(tuple(entry_of(name, tensor) for name, tensor in pairs))
         numbers = {entry.name: number for number, entry in enumerate(sink.manifest)}
         sink.load([numbers[name] for name, _ in pairs], [tensor.clone() for _, tensor in pairs])

@@ -180,7 +180,8 @@ class Updates:
 
     def _check(self, sent: Manifest) -> None:
         """Let the live model, on every rank, check a whole manifest, and remember it."""
-        error: Exception | None = None
+        # As text: an error that is kept here would keep the callers' frames, and with them the memory that tensors came in.
+        fault: tuple[bool, str] | None = None
         taken: tuple[int, ...] = ()
         try:
             weights_in = "fp8_block" if any(entry.dtype == "float8_e4m3fn" for entry in sent) else "bf16"
@@ -190,9 +191,9 @@ class Updates:
             taken = prepared.taken
         except LostEngineError:
             raise
-        except Fp8PlanError as found:
-            error = found
-        answers = self._agree((error and (isinstance(error, IncompleteError), str(error)), taken))
+        except Fp8PlanError as error:
+            fault = isinstance(error, IncompleteError), str(error)
+        answers = self._agree((fault, taken))
         wrong = [answer for answer, _ in answers if answer is not None]
         for kind, others in ((ConfigError, False), (IncompleteError, True)):
             for incomplete, text in wrong:
