@@ -55,7 +55,7 @@ def small(*overrides: str) -> Any:
 
 def planned(precision: str) -> Plan:
     """A plan for small(), of an engine as tiny_models starts them."""
-    return replace(cpu_plan(precision), choices=tuple(map(predicted, PRESETS)))
+    return replace(cpu_plan(precision), choices=tuple(map(predicted, PRESETS)), thresholds={"token_tis": 2.0})
 
 
 @contextmanager

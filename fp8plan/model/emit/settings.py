@@ -20,7 +20,7 @@ from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import left_in_bf16
 
 # Where the scales of an FP8 KV cache come from: measured after each weight sync, as RolloutEngine does, or left at 1.0,
-# as vLLM, verl and TRL leave them.
+# as vLLM leaves them.
 KV_SCALES: Final = ("calibrated", "unit")
 
 
@@ -74,6 +74,13 @@ def workload_tokens(workload: Mapping[str, Any], key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"workload[{key!r}] is {value!r}; to emit a configuration it must be a whole number above 0")
     return value
+
+
+def measured_scales(setup: EngineSetup, kv_scales: str) -> str:
+    """The K and V scales of an FP8 cache in verl and TRL: calibrated, as only fp8plan's own engines have such a cache
+    there. Else as the caller says."""
+    check_kv_scales(kv_scales)
+    return "calibrated" if setup.precision.kv == "fp8" else kv_scales
 
 
 def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
@@ -178,6 +185,8 @@ def emit_vllm(job: Job, kv_scales: str) -> str:
         {"engine_args": kwargs, "env": env, "command": serve_command(kwargs, env), "notes": notes}, indent=2
     )
 
+
+MEASURED: Final = "fp8plan measures the K and V scales after each weight sync"
 
 # Why K and V scales stay at 1.0. vLLM: `calculate_kv_scales` measured them once, on the first batch; it is deprecated
 # in 0.26 and gone in 0.28, and each reload of weights puts 1.0 back (vllm/model_executor/layers/attention). verl and

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.emit.settings import (
+    MEASURED,
     Job,
-    check_kv_scales,
     refuse_cpu,
     replicas_note,
     risk_notes,
@@ -54,7 +54,6 @@ _SAMPLING_MODES: Final = {
 
 
 _LINE: Final = 'GRPOTrainer(..., plan="plan.json", choice="{}")  # from fp8plan.integrations.trl import GRPOTrainer'
-_SCALES: Final = "fp8plan measures the K and V scales after each weight sync"
 
 
 def trl_config(job: Job, mode: str = "auto") -> dict[str, Any]:
@@ -79,13 +78,6 @@ def trl_config(job: Job, mode: str = "auto") -> dict[str, Any]:
             "vllm_tensor_parallel_size": limits.tensor_parallel_size,
         }
     return config
-
-
-def trl_kv_scales(setup: EngineSetup, kv_scales: str) -> str:
-    """The K and V scales of an FP8 cache there: calibrated, as TRL's own engine, which would leave them,
-    has no such cache. Else as the caller says."""
-    check_kv_scales(kv_scales)
-    return "calibrated" if setup.precision.kv == "fp8" else kv_scales
 
 
 def server_command(setup: EngineSetup) -> str:
@@ -114,7 +106,7 @@ def emit_trl(job: Job, kv_scales: str) -> str:
         notes.insert(0, "save the plan with --json plan.json; TRL's own GRPOTrainer may run another engine")
     risk = risk_notes(job, "trl", kv_scales)
     if setup.precision.kv == "fp8":
-        risk = [_SCALES, *risk[1:]]
+        risk = [MEASURED, *risk[1:]]
     told = {
         "grpo_config": config,
         "trainer": _LINE.format(setup.precision.name) if ours else None,

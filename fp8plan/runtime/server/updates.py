@@ -180,7 +180,7 @@ class Updates:
 
     def _check(self, sent: Manifest) -> None:
         """Let the live model, on every rank, check a whole manifest, and remember it."""
-        # As text: an error that is kept here would keep the callers' frames, and with them the memory that tensors came in.
+        # As text: an error that is kept would keep its callers' frames, and with them the memory of the tensors.
         fault: tuple[bool, str] | None = None
         taken: tuple[int, ...] = ()
         try:
