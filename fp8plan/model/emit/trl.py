@@ -14,11 +14,10 @@ from typing import Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.emit.settings import (
-    MEASURED,
     Job,
+    measured_notes,
     refuse_cpu,
     replicas_note,
-    risk_notes,
     serve_command,
     shared_gpu_note,
     vllm_env,
@@ -85,7 +84,7 @@ def server_command(setup: EngineSetup) -> str:
     return serve_command(vllm_kwargs(setup), vllm_env(setup) | _SERVER_ENV, _SERVER_FLAGS)
 
 
-def emit_trl(job: Job, kv_scales: str) -> str:
+def emit_trl(job: Job, _: str) -> str:
     """The settings as JSON {"grpo_config", "trainer", "command", "env", "notes"}.
 
     trainer: the line that runs the plan, or null if TRL's own GRPOTrainer does
@@ -104,15 +103,12 @@ def emit_trl(job: Job, kv_scales: str) -> str:
         notes.append(shared_gpu_note(setup))
     if ours:
         notes.insert(0, "save the plan with --json plan.json; TRL's own GRPOTrainer may run another engine")
-    risk = risk_notes(job, "trl", kv_scales)
-    if setup.precision.kv == "fp8":
-        risk = [MEASURED, *risk[1:]]
     told = {
         "grpo_config": config,
         "trainer": _LINE.format(setup.precision.name) if ours else None,
         "command": server_command(setup) if served else None,
         "env": env,
-        "notes": notes + risk,
+        "notes": notes + measured_notes(job),
     }
     return json.dumps(told, indent=2)
 

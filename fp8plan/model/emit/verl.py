@@ -12,11 +12,10 @@ from typing import Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.emit.settings import (
-    MEASURED,
     Job,
+    measured_notes,
     refuse_cpu,
     replicas_note,
-    risk_notes,
     shared_gpu_note,
 )
 from fp8plan.model.setup import EngineSetup
@@ -38,14 +37,12 @@ def verl_overrides(job: Job) -> list[str]:
     return [f"{key}={_hydra(value)}" for key, value in settings.items()]
 
 
-def emit_verl(job: Job, kv_scales: str) -> str:
+def emit_verl(job: Job, _: str) -> str:
     """The overrides as shell words, to paste after `python -m verl.trainer.main_ppo \\`.
 
     Each but the last ends in a continuation. The comments come last: bash would drop what follows them on such a line.
     """
-    setup, risk = job.setup, risk_notes(job, "verl", kv_scales)
-    if setup.precision.kv == "fp8":
-        risk = [MEASURED, *risk[1:]]
+    setup = job.setup
     what = f"{_named(setup)} on {setup.gpu.name}, {setup.precision.name}"
     work = f"{job.tokens('prompts')} prompts x {job.tokens('samples')} samples"
     notes = [
@@ -54,7 +51,7 @@ def emit_verl(job: Job, kv_scales: str) -> str:
         f"planned for {work} per rollout: data.train_batch_size is yours to set",
         replicas_note(setup, "trainer.nnodes * trainer.n_gpus_per_node decides it"),
         shared_gpu_note(setup),
-        *risk,
+        *measured_notes(job),
     ]
     words = " \\\n".join(map(shlex.quote, verl_overrides(job)))
     return "\n".join([words, *(f"# {' '.join(note.split())}" for note in notes)])

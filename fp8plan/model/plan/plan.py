@@ -231,7 +231,7 @@ class Plan:
         )
         refused = {name: f"{why}; {self._way_out(picked, name)}" for name, why in picked.refused_by.items()}
         job = Job(self.setup(choice), self.workload, self.thresholds, expected, refused)
-        check_risk(job, target, kv_scales)
+        check_risk(job, kv_scales)
         return job
 
     def _way_out(self, choice: Choice, target: str) -> str:
