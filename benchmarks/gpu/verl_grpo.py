@@ -14,10 +14,10 @@ a tokenizer of numbered words, the prompts and the reward (verl_reward.py) are m
     failed   how a part has ended, and the end of its log
 
 On a machine without a registry, with torch 2.11, vLLM 0.26.0 and Python 3.12, bundle the wheels of verl==0.9.1,
-TransferQueue==0.1.10, tensordict==0.10.0, torchdata, hydra-core, omegaconf, antlr4-python3-runtime, codetiming, datasets,
-peft, accelerate, pylatexenc, pybind11, ray[default] and what those need (`pip download`), install them with --no-deps
-beside that vLLM, and fp8plan with its metadata (`pip install --no-deps .`), for the entry point. flash-attn is not
-needed. verl wants a transformers below 5.11, and vLLM has its own pin: look at both before.
+TransferQueue==0.1.10, tensordict==0.10.0, torchdata, hydra-core, omegaconf, antlr4-python3-runtime, codetiming,
+datasets, peft, accelerate, pylatexenc, pybind11, ray[default] and what those need (`pip download`), install them with
+--no-deps beside that vLLM, and fp8plan with its metadata (`pip install --no-deps .`), for the entry point. flash-attn
+is not needed. verl wants a transformers below 5.11, and vLLM has its own pin: look at both before.
 
 `--dry-run` makes the files, composes verl's configuration and prints the words, which works without a GPU.
 """
@@ -190,14 +190,14 @@ def run(part: str, words: list[str], folder: Path, told: Any) -> None:
     log, figures = folder / f"{part}.log", folder / f"{part}.jsonl"
     figures.unlink(missing_ok=True)
     env = os.environ | {"VERL_FILE_LOGGER_PATH": str(figures), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
-    about = {
-        "part": part,
-        "mode": told.mode,
-        "gpus": told.gpus,
-        "precision": told.precision if part != "stock" else "bf16",
-    }
+    precision = "bf16" if part == "stock" else told.precision
+    about = {"part": part, "mode": told.mode, "gpus": told.gpus, "precision": precision}
+
+    def note(what: str, **found: Any) -> None:
+        write(told.output, {"what": what} | about | found)
+
     versions = {name: version(name) for name in ("verl", "vllm", "torch")}
-    write(told.output, [about | versions | {"what": "command", "words": words, "source": source_hash()}])
+    note("command", words=words, source=source_hash(), versions=versions)
     begun = time.perf_counter()
     with log.open("wb") as out:
         line = [sys.executable, "-m", "verl.trainer.main_ppo", *words]
@@ -209,10 +209,11 @@ def run(part: str, words: list[str], folder: Path, told: Any) -> None:
             os.killpg(process.pid, signal.SIGTERM)
     seconds = time.perf_counter() - begun
     rows = steps_of(figures)
-    write(told.output, [about | {"what": "step"} | row for row in rows])
+    for row in rows:
+        note("step", **row)
     if code != 0:
-        write(told.output, [about | {"what": "failed", "code": code, "log": log.read_text(errors="replace")[-6000:]}])
-    write(told.output, [about | {"what": "done", "seconds": seconds, "steps": len(rows)} | medians(rows)])
+        note("failed", code=code, log=log.read_text(errors="replace")[-6000:])
+    note("done", seconds=seconds, steps=len(rows), **medians(rows))
 
 
 def steps_of(figures: Path) -> list[dict[str, Any]]:
