@@ -207,7 +207,8 @@ def test_one_run_writes_all_outputs(fp8plan: Callable[..., Done]) -> None:
         saved = fp8plan("emit", "plan.json", target)
         assert (saved.code, saved.err) == (0, "")
         assert saved.out == Path(name).read_text()
-    assert fp8plan(*PLAN, "--json", "--emit", "verl=again.args").out == Path("plan.json").read_text()
+    again = fp8plan(*PLAN, "--json", "--emit", "verl=again.args", "--emit", "vllm=again.json")
+    assert again.out == Path("plan.json").read_text()
     assert Path("again.args").read_text() == Path("verl.args").read_text()
 
 
