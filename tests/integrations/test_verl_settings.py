@@ -154,7 +154,7 @@ def test_what_cannot_be_is_refused(overrides: list[str], match: str) -> None:
         ("actor_rollout_ref.rollout.pipeline_model_parallel_size=2", "pipeline_model_parallel_size is 2; allowed: 1"),
         ("actor_rollout_ref.rollout.dtype=float16", "dtype is float16; allowed: bfloat16"),
         ("actor_rollout_ref.rollout.logprobs_mode=raw_logprobs", "allowed: processed_logprobs"),
-        ("actor_rollout_ref.rollout.qat.enable=True", "qat is on"),
+        ("++actor_rollout_ref.rollout.qat.enable=True", "qat is on"),
         ("actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded", "delta_sharded; allowed: one that"),
         ("actor_rollout_ref.model.lora_rank=8", "LoRA adapter; allowed: one that is merged"),
         ("algorithm.rollout_correction.bypass_mode=True", "bypass_mode is on"),

@@ -99,6 +99,9 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
             f"trainer.default_local_dir={tmp_path}",
             "algorithm.adv_estimator=grpo",
             f"actor_rollout_ref.actor.ppo_mini_batch_size={2 if mode == 'separate_async' else 8}",
+            f"actor_rollout_ref.rollout.checkpoint_engine.backend={'nccl' if mode == 'separate_async' else 'naive'}",
+            "actor_rollout_ref.rollout.nnodes=1",  # of engines on their own GPUs
+            "actor_rollout_ref.rollout.n_gpus_per_node=1",
             *overrides,
         )
         found = ours.planned(kinds[mode])(config=told)

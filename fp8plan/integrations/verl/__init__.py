@@ -2,3 +2,7 @@
 
 verl loads `plugin` at every `import verl` (entry point group verl.plugins); all else is imported where it is used.
 """
+
+from typing import Final
+
+NAME: Final = "fp8plan"  # of the rollout

@@ -17,9 +17,9 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, Final
 
-logger = logging.getLogger(__name__)
+from fp8plan.integrations.verl import NAME
 
-NAME: Final = "fp8plan"  # of the rollout
+logger = logging.getLogger(__name__)
 
 
 def install() -> None:

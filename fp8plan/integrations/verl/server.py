@@ -9,9 +9,9 @@ from typing import Any, Final
 import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
+from fp8plan.integrations.verl import NAME
 from fp8plan.integrations.verl.front import VerlFront
 from fp8plan.integrations.verl.internals import REPLICA, SERVER, check_verl
-from fp8plan.integrations.verl.plugin import NAME
 from fp8plan.integrations.verl.rollouts import Requests
 from fp8plan.integrations.verl.settings import handed_on
 from fp8plan.model.plan.plan import Plan

@@ -14,13 +14,12 @@ import msgspec
 from omegaconf import OmegaConf, open_dict
 
 from fp8plan.errors import ConfigError
-from fp8plan.integrations.verl.plugin import NAME
+from fp8plan.integrations.verl import NAME
 from fp8plan.model.risk.budget import Level
 from fp8plan.schemas import checked
 
 WHERE: Final = "actor_rollout_ref.rollout.custom.fp8plan"
 ROLLOUT: Final = "actor_rollout_ref.rollout"
-REWARD: Final = "reward.reward_model.enable", "reward.reward_model.rollout"
 PLANNED: Final = "fp8plan_plan"  # in `custom`: what the trainer hands on to the servers
 
 # Settings of a rollout: the only value that each may have, and why.
@@ -101,9 +100,18 @@ def _faults(config: Any) -> Iterator[str]:
         yield "algorithm.rollout_correction.bypass_mode is on, where there is nothing to correct; allowed: False"
     if rollout.tensor_model_parallel_size > (gpus := gpus_per_node(config)):
         yield f"{ROLLOUT}.tensor_model_parallel_size is {rollout.tensor_model_parallel_size}; allowed: {gpus}, a node's"
-    for on, what in (("distillation.enabled", "distillation.teacher_model.inference"), REWARD):
-        if OmegaConf.select(config, on) and OmegaConf.select(config, f"{what}.name") == NAME:
+    for what, name in _others(config):
+        if name == NAME:
             yield f"{what}.name is {NAME}; allowed: vllm, as these weights do not change"
+
+
+def _others(config: Any) -> Iterator[tuple[str, str]]:
+    """The rollouts of other models than the policy, which have its name unless they say another."""
+    if OmegaConf.select(config, "distillation.enabled"):
+        for teacher, found in config.distillation.teacher_models.items():
+            yield f"distillation.teacher_models.{teacher}.inference", found.inference.name
+    if config.reward.reward_model.enable:
+        yield "reward.reward_model.rollout", config.reward.reward_model.rollout.name
 
 
 def separate(config: Any) -> bool:
