@@ -111,6 +111,8 @@ def unextended() -> Iterator[None]:
     CPUWorker.__bases__ = tuple(base for base in before if not base.__module__.startswith("fp8plan"))
     yield
     CPUWorker.__bases__ = before
+    # Python keeps the way in which verl's mixin made instances, unless the class says another.
+    CPUWorker.__new__ = lambda kind, *_, **__: object.__new__(kind)
 
 
 def update(llm: Any, pairs: Iterable[tuple[str, Any]], **how: Any) -> dict[str, Any]:
