@@ -28,7 +28,7 @@ if not GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # our kernels run in Triton's interpreter
 
 # Marker and the package it stands for. `make test` sets FP8PLAN_REQUIRE_INTEGRATIONS=1: there, a missing one fails.
-INTEGRATIONS = ("vllm", "verl", "trl", "ray", "triton", "reasoning_gym", "gguf")
+INTEGRATIONS = ("vllm", "verl", "trl", "ray", "triton", "transfer_queue", "reasoning_gym", "gguf")
 REQUIRED = os.environ.get("FP8PLAN_REQUIRE_INTEGRATIONS") == "1"
 
 

@@ -113,9 +113,8 @@ def plan_command(
     kv_scales: Annotated[
         str | None,
         typer.Option(
-            help="of FP8 KV: calibrated after each weight sync, as RolloutEngine does, or unit: 1.0, as vLLM, verl and "
-            "TRL leave them",
-            show_default="unit with --emit, else calibrated",
+            help="of FP8 KV: calibrated after each weight sync, as fp8plan does, or unit: 1.0, as vLLM leaves them",
+            show_default="unit with --emit vllm, else calibrated",
         ),
     ] = None,
     train_s: Annotated[float | None, typer.Option(help="training, seconds a step", rich_help_panel=TRAINER)] = None,
@@ -202,7 +201,8 @@ def plan_command(
         logprob_tokens_per_s=logprob_tokens_per_s,
         sync_bandwidth=None if sync_gb_per_s is None else sync_gb_per_s * 1e9,
     )
-    scales = kv_scales or ("unit" if wanted else "calibrated")
+    at_one = kv_scales is None and any(target == "vllm" for target, _ in wanted)
+    scales = kv_scales or ("unit" if at_one else "calibrated")
     asked_workload, notes = asked_for(workload, prompts, samples, prompt_lengths, response_lengths, seed)
     prediction = predict(
         shape,
@@ -221,8 +221,8 @@ def plan_command(
         progress=progress("predicting"),
         workers=os.cpu_count() or 1,
     )
-    if wanted and kv_scales is None and any(choice.unit_kv_scales for choice in prediction.plan.choices):
-        notes.append("K and V scales are 1.0, as --emit's targets leave them; if you calibrate: --kv-scales calibrated")
+    if at_one and any(choice.unit_kv_scales for choice in prediction.plan.choices):
+        notes.append("K and V scales are 1.0, as vLLM leaves them; if you calibrate: --kv-scales calibrated")
     plan = replace(prediction.plan, warnings=(*prediction.plan.warnings, *notes))
     prediction = replace(prediction, plan=plan)
     made = {file: plan.emit(target, kv_scales=scales) for target, file in wanted}
@@ -233,7 +233,7 @@ def plan_command(
     if plot is not None:
         from fp8plan.views.plan.plot import draw
 
-        writers[str(plot)] = lambda path: draw(prediction, path, kv_scales or "unit")  # as --emit and `emit` do
+        writers[str(plot)] = lambda path: draw(prediction, path, kv_scales or "unit")  # as `emit` does
     outputs.write(writers)
     print_notes(plan.warnings)  # after all that may fail, so that an error stands alone
     outputs.print_written(writers)
@@ -253,7 +253,8 @@ def emit_command(
         str | None, typer.Option(help="another precision of the plan, or its number", show_default="the chosen one")
     ] = None,
     kv_scales: Annotated[
-        str, typer.Option(help="of FP8 KV: unit (1.0, as the targets leave them), or calibrated if you calibrate them")
+        str,
+        typer.Option(help="for vllm, of FP8 KV: unit (1.0, as vLLM leaves them), or calibrated if you calibrate them"),
     ] = "unit",
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="FILE", help="file to write", show_default="stdout")

@@ -60,17 +60,27 @@ class HookSettings(msgspec.Struct, frozen=True):
 
     def controller(self) -> Controller:
         """The law of the thresholds. Raises ConfigError for what cannot be."""
-        start = self.correction().thresholds
-        kl = {name: x for name in ("target_kl", "limit_kl") if (x := getattr(self, name)) is not None}
-        if self.thresholds == "constant":
-            if "target_kl" in kl:
-                raise ConfigError("target_kl with constant thresholds; allowed: only adaptive ones have a target")
-            return ConstantThresholds(start.tis, start.band, **kl)
-        return AdaptiveThresholds(start.tis, start.band, self.level, **kl)
+        return controller_for(self.correction(), self.thresholds, self.target_kl, self.limit_kl)
 
     def read_plan(self) -> Plan | None:
         """The plan, or None without one. Raises ConfigError for what is no plan."""
         return None if self.plan is None else Plan.from_json(self.plan)
+
+
+def controller_for(
+    correction: CorrectionSettings, law: str, target_kl: float | None, limit_kl: float | None
+) -> Controller:
+    """The law that moves a correction's thresholds; the arguments are those of HookSettings.
+
+    Raises ConfigError for a target of constant thresholds, and for what cannot be.
+    """
+    start = correction.thresholds
+    kl: dict[str, Any] = {name: x for name, x in (("target_kl", target_kl), ("limit_kl", limit_kl)) if x is not None}
+    if law == "constant":
+        if "target_kl" in kl:
+            raise ConfigError("target_kl with constant thresholds; allowed: only adaptive ones have a target")
+        return ConstantThresholds(start.tis, start.band, **kl)
+    return AdaptiveThresholds(start.tis, start.band, correction.level or "token", **kl)
 
 
 def settings_at(path: str | os.PathLike[str] | None = None) -> HookSettings:

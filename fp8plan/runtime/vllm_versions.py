@@ -164,7 +164,7 @@ PATCHES: Final = (
         "extends",
         "WeightTransferEngineFactory, NCCLWeightTransferEngine, receive_weights, set_weight_update_target, "
         "get_world_group",
-        "server/plugin.py, server/backend.py",
+        "server/plugin.py, server/backend.py, server/updates.py",
         "the backend `fp8plan` of vllm serve: vLLM's own transfers, into the live weights instead of a reload",
     ),
     Patch(
@@ -184,9 +184,9 @@ PATCHES: Final = (
     Patch(
         "wraps",
         "generate, start_weight_update, update_weights, finish_weight_update, sleep, wake_up, output_processor",
-        "server/front.py",
-        "of one AsyncLLM, as long as a server with that backend lives: nobody else knows when KV scales can be "
-        "measured, and when weights must not be used",
+        "server/front.py, server/lifecycle.py",
+        "of one AsyncLLM, as long as a server with that backend lives, or one of verl's: nobody else knows when KV "
+        "scales can be measured, and when weights must not be used",
     ),
     Patch(
         "reads",

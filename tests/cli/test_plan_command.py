@@ -6,6 +6,7 @@ import html
 import io
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -206,7 +207,8 @@ def test_one_run_writes_all_outputs(fp8plan: Callable[..., Done]) -> None:
         saved = fp8plan("emit", "plan.json", target)
         assert (saved.code, saved.err) == (0, "")
         assert saved.out == Path(name).read_text()
-    assert fp8plan(*PLAN, "--json", "--emit", "verl=again.args").out == Path("plan.json").read_text()
+    again = fp8plan(*PLAN, "--json", "--emit", "verl=again.args", "--emit", "vllm=again.json")
+    assert again.out == Path("plan.json").read_text()
     assert Path("again.args").read_text() == Path("verl.args").read_text()
 
 
@@ -313,7 +315,7 @@ def test_a_saved_plan_is_emitted(fp8plan: Callable[..., Done], monkeypatch: pyte
     monkeypatch.setattr(sys, "stdin", io.StringIO(Path("plan.json").read_text()))
     done = fp8plan("emit", "-", "verl", "-o", "verl.args")
     assert (done.code, done.out, done.err) == (0, "", "written: verl.args\n")
-    assert "actor_rollout_ref.rollout.name=vllm" in Path("verl.args").read_text()
+    assert "actor_rollout_ref.rollout.name=fp8plan" in Path("verl.args").read_text()
     monkeypatch.setattr(sys, "stdin", io.StringIO(Path("plan.json").read_text()))
     assert fp8plan("emit", "-", "verl").out == Path("verl.args").read_text()
     Path("torn.json").write_text(Path("plan.json").read_text()[:-50])
@@ -345,20 +347,23 @@ def test_settings_are_planned_for_the_kv_scales_that_their_target_leaves(fp8plan
     saved = json.loads(Path("plan.json").read_text())
     assert (saved["kv_scales"], saved["budget"]["accept"]) == ("calibrated", "moderate")
     assert saved["choices"][saved["chosen"]]["precision"] == "fp8_kv"
-    refused(fp8plan("emit", "plan.json", "verl"), "fp8_kv at 1.0", "risk is high", "accepts moderate", "unit")
-    assert "is yours" in fp8plan("emit", "plan.json", "verl", "--kv-scales", "calibrated").out
+    refused(fp8plan("emit", "plan.json", "vllm"), "fp8_kv at 1.0", "risk is high", "accepts moderate", "unit")
+    assert "is yours" in fp8plan("emit", "plan.json", "vllm", "--kv-scales", "calibrated").out
+    for trainer in ("verl", "trl"):
+        assert "measures the K and V scales" in fp8plan("emit", "plan.json", trainer).out
+        assert "measures the K and V scales" in fp8plan(*LARGE, "--emit", trainer).out
 
     words = [*LARGE, "--json", "plan.json"]
-    done = fp8plan(*words, "--emit", "verl")
-    assert "kv_cache_dtype=fp8" not in done.out
-    assert "note: K and V scales are 1.0, as --emit's targets leave them" in done.err
+    done = fp8plan(*words, "--emit", "vllm")
+    assert '"kv_cache_dtype": "auto"' in done.out
+    assert "note: K and V scales are 1.0, as vLLM leaves them" in done.err
     saved = json.loads(Path("plan.json").read_text())
     assert (saved["kv_scales"], saved["choices"][saved["chosen"]]["precision"]) == ("unit", "bf16")
-    told = fp8plan(*words, "--emit", "verl", "--kv-scales", "calibrated")
-    assert "kv_cache_dtype=fp8" in told.out
+    told = fp8plan(*words, "--emit", "vllm", "--kv-scales", "calibrated")
+    assert '"kv_cache_dtype": "fp8"' in told.out
     assert "note: K and V" not in told.err
-    accepted = fp8plan(*words, "--emit", "verl", "--accept", "high")
-    assert "kv_cache_dtype=fp8" in accepted.out
+    accepted = fp8plan(*words, "--emit", "vllm", "--accept", "high")
+    assert '"kv_cache_dtype": "fp8"' in accepted.out
     assert "risk high" in accepted.out
 
 
@@ -378,7 +383,7 @@ def test_emit_prints_what_its_target_reads(fp8plan: Callable[..., Done]) -> None
     assert trl["trainer"].startswith('GRPOTrainer(..., plan="plan.json", choice="fp8_block+fp8_kv")')
     verl = fp8plan(*PLAN, "--emit", "verl", "--precision", "fp8_block").out
     overrides = dict(word.split("=", 1) for word in shlex.split(verl.replace("\\\n", " "), comments=True))
-    assert overrides["actor_rollout_ref.rollout.quantization"] == "fp8"
+    assert overrides["+actor_rollout_ref.rollout.custom.fp8plan.choice"] == "fp8_block"
     assert overrides["actor_rollout_ref.rollout.n"] == "2"
 
 
@@ -387,7 +392,7 @@ def test_what_is_emitted_for_verl_is_what_verl_can_start(fp8plan: Callable[..., 
     words = ["plan", model, "--gpu", "h200", *SMALL, "--tensor-parallel-size", str(size), "--accept", "high"]
     done = fp8plan(*words, "--emit", "verl")
     assert done.code == 0
-    assert "actor_rollout_ref.rollout.quantization=null" in done.out
+    assert re.search(r"custom\.fp8plan\.choice=(bf16|fp8_kv) ", done.out)
     refused = fp8plan(*words, "--emit", "verl", "--precision", "fp8_block")
     assert refused.code == 2
     assert "and with FP8 weights verl takes multiples of 128" in refused.err

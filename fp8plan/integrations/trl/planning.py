@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
-from pathlib import Path
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
@@ -13,31 +12,11 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
-from fp8plan.model.plan.planner import plan as make_plan
-from fp8plan.model.workload import Fixed, Lengths, LogNormal, Trace, Workload
-from fp8plan.runtime.vllm_versions import check_vllm_version
+from fp8plan.model.workload import Trace
 
-ALLOWED: Final = '"auto", a Plan, the path of a plan\'s JSON, or None'
-
-# Of responses before the first was seen: the default of `fp8plan plan`, as a share of the longest, and its sigma.
-MEAN_SHARE, SIGMA = 0.3, 0.9
 MOST_PROMPTS: Final = 256  # whose lengths are looked at, spread over the dataset
-UNKNOWN_PROMPT: Final = 1024  # tokens, as `fp8plan plan` takes it
 # TRL's token budget of a step, which leaves memory to the trainer.
 BATCHED_TOKENS: Final = 4096
-
-
-def read_plan(given: Any) -> Plan | None:
-    """Return the Plan that was given, or that the file holds; None for "auto". Raises ConfigError for anything else."""
-    if isinstance(given, Plan):
-        return given
-    if given == "auto":
-        return None
-    if not isinstance(given, (str, Path)):
-        raise ConfigError(f"plan is {given!r}; allowed: {ALLOWED}")
-    if not Path(given).is_file():
-        raise ConfigError(f"plan is {str(given)!r}, and there is no such file; allowed: {ALLOWED}")
-    return Plan.from_json(Path(given).read_text(encoding="utf-8"))
 
 
 def check_args(args: Any) -> None:
@@ -96,29 +75,6 @@ def colocated_limits(model: str, args: Any, responses: int, on_cpu: bool) -> Eng
         max_num_batched_tokens=max(BATCHED_TOKENS, responses),
     )
     return limits if on_cpu else replace(limits, gpu_memory_utilization=args.vllm_gpu_memory_utilization)
-
-
-def plan_for(
-    model: str, gpu: str, limits: EngineLimits, args: Any, responses: int, prompt_lengths: Lengths | None
-) -> Plan:
-    """Plan the rollouts of one engine, whose limits are given: only its precision is to be found.
-
-    model:     hub id or folder of the checkpoint
-    gpu:       as find_gpu takes it
-    args:      the GRPOConfig
-    responses: of one engine in one rollout
-    prompt_lengths: tokens; None: UNKNOWN_PROMPT, or what the responses leave of the longest request
-
-    Raises what `fp8plan.plan` raises: ConfigError for a model that is not modelled or not found, CapacityError for one
-    that does not fit.
-    """
-    samples, longest = min(args.num_generations, responses), args.max_completion_length
-    left = (limits.max_model_len or 0) - longest
-    prompts = prompt_lengths or Fixed(max(1, min(UNKNOWN_PROMPT, left)))
-    lengths = LogNormal(max(1.0, MEAN_SHARE * longest), SIGMA, longest)
-    workload = Workload(ceil(responses / samples), samples, prompts, lengths)
-    installed = check_vllm_version().partition("+")[0]
-    return make_plan(model, find_gpu(gpu), workload, limits=limits, engine_version=installed)
 
 
 def spread(count: int, most: int = MOST_PROMPTS) -> range:

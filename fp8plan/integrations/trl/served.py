@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError, Fp8PlanError
+from fp8plan.integrations.correction import safer_than
 from fp8plan.integrations.trl.client import PlannedClient, Served
 from fp8plan.model.emit.trl import server_command
 from fp8plan.model.hardware import find_gpu
@@ -16,12 +17,10 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.engine.launch import Launch
 from fp8plan.runtime.engine.rollout_timer import Judge
-from fp8plan.runtime.guard.fallback import Action, GuardSettings, stepped_down
+from fp8plan.runtime.guard.fallback import Action, GuardSettings
 from fp8plan.runtime.guard.guard import Guard, Verdict
-from fp8plan.runtime.guard.observation import EngineFacts, Observation
-from fp8plan.runtime.weight_sync.kv_scales import PARTS
+from fp8plan.runtime.guard.observation import EngineFacts, Observation, facts_of
 from fp8plan.runtime.weight_sync.manifest import Manifest
-from fp8plan.runtime.weight_sync.state import SyncReport
 
 logger = logging.getLogger(__name__)
 
@@ -125,20 +124,7 @@ class ServerEngine:
 
     def engine_facts(self) -> EngineFacts:
         """The facts that the guard needs about the running engine."""
-        facts, setup = self._status["facts"], self.launch.setup
-        preset = setup.precision
-        backends = {f"attention.{preset.kv}": facts["attention"]} if facts["attention"] else {}
-        backends |= {f"{part}.{preset.gemm_dtype}": name for part, name in facts["kernels"].items()}
-        return EngineFacts(
-            model=setup.model if isinstance(setup.model, str) else setup.path,
-            gpu=setup.gpu.name,
-            engine_version=facts["vllm_version"].partition("+")[0],
-            precision=preset.name,
-            limits=self._limits,
-            kernel_backends=backends,
-            e8m0=facts["e8m0"],
-            cudagraph_mode=facts["cudagraph_mode"],
-        )
+        return facts_of(replace(self.launch.setup, limits=self._limits), self._status["facts"])
 
     def observe(self) -> None:
         """Let the guard judge the client's last rollout."""
@@ -174,10 +160,10 @@ class ServerEngine:
 
     def apply(self, action: Action, escalate: Escalation | None = None) -> None:
         """Say what to type: a server's engine is another program's. Its KV scales are measured at each sync anyway."""
-        if action in (Action.NONE, Action.RECALIBRATE_KV) and escalate != Escalation.STEP_DOWN:
-            return
         running = self.launch.precision
-        safer = stepped_down(running, action) if action not in (Action.NONE, Action.RECALIBRATE_KV) else "bf16"
+        safer = safer_than(running, action, escalate)
+        if safer is None:
+            return
         try:
             line = server_command(self.launch.with_precision(safer).setup)
         except ConfigError as error:
@@ -194,20 +180,3 @@ class ServerEngine:
     def shutdown(self) -> None:
         """Stop judging. The server goes on."""
         self._judge.close()
-
-
-def report_of(status: Mapping[str, Any], seconds: float) -> SyncReport:
-    """The report of a sync, from what the server says of it. seconds: that it took, seen from here"""
-    update = status["last_update"]
-    scales = status["kv_scales"]
-    parts = {
-        layer: [float(found[part]) for part in PARTS] for layer, found in (scales or {"scales": {}})["scales"].items()
-    }
-    known = {field.name for field in fields(SyncReport)}
-    return SyncReport(
-        **{name: value for name, value in update.items() if name in known and name != "seconds"},
-        seconds=update["seconds"] | {"total": seconds},
-        kv_scales=parts if scales else None,
-        kv_source=scales and scales["source"],
-        scored_k3=None,
-    )

@@ -11,7 +11,8 @@ from accelerate.utils import broadcast_object_list
 from fp8plan.errors import SyncError
 from fp8plan.integrations.trl.client import PlannedClient, Served
 from fp8plan.integrations.trl.policy import PolicyTensors
-from fp8plan.integrations.trl.served import ServerEngine, report_of
+from fp8plan.integrations.trl.served import ServerEngine
+from fp8plan.runtime.server.status import report_of
 from fp8plan.runtime.weight_sync.manifest import Manifest
 
 # Plans for the server and checks it, in every process; only the first has a client.

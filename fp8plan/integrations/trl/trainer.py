@@ -15,6 +15,8 @@ import trl
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from fp8plan.errors import ConfigError
+from fp8plan.integrations.correction import metrics_of, safer_than
+from fp8plan.integrations.planning import plan_for, read_plan
 from fp8plan.integrations.trl import correction, planning
 from fp8plan.integrations.trl.client import PlannedClient, Served
 from fp8plan.integrations.trl.generation import PlannedGeneration
@@ -28,7 +30,7 @@ from fp8plan.runtime.controller.laws import Controller
 from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.engine.launch import launch
-from fp8plan.runtime.guard.fallback import Action, stepped_down
+from fp8plan.runtime.guard.fallback import Action
 from fp8plan.runtime.monitor.monitor import Monitor
 from fp8plan.runtime.monitor.sinks import Sink
 
@@ -80,7 +82,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             return
         check_trl()
         planning.check_args(inspect.signature(super().__init__).bind(*args, **kwargs).arguments.get("args"))
-        self.plan, self._choice = planning.read_plan(plan), choice
+        self.plan, self._choice = read_plan(plan), choice
         self._advice: tuple[Action, Escalation | None] = (Action.NONE, None)
         try:
             with generating_with(self._generation):
@@ -128,7 +130,15 @@ class GRPOTrainer(trl.GRPOTrainer):
         return self.rollout_engine
 
     def _plan_for(self, model: str, gpu: str, limits: EngineLimits, responses: int) -> None:
-        self.plan = planning.plan_for(model, gpu, limits, self.args, responses, self._prompt_lengths())
+        self.plan = plan_for(
+            model,
+            gpu,
+            limits,
+            responses=responses,
+            samples=self.args.num_generations,
+            longest_response=self.args.max_completion_length,
+            prompt_lengths=self._prompt_lengths(),
+        )
 
     def _planned(self, on_cpu: bool) -> Plan:
         """The plan, checked, with the thresholds to begin with."""
@@ -161,7 +171,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             logger.warning("fp8plan: %s", step.verdict.reason)
         self._advice = (action, step.decided.escalate)
         preset = self._engine().launch.setup.precision
-        self._log_step(correction.metrics_of(step, preset, self.vllm_generation.report), ratio[mask.bool()])
+        self._log_step(metrics_of(step, preset, self.vllm_generation.report), ratio[mask.bool()])
         return output
 
     def _log_step(self, found: dict[str, float], ratio: torch.Tensor) -> None:
@@ -192,9 +202,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         engine = self._engine()
         if self.accelerator.num_processes == 1 or isinstance(engine, ServerEngine):
             engine.apply(action, escalate)
-        elif action not in (Action.NONE, Action.RECALIBRATE_KV) or escalate == Escalation.STEP_DOWN:
-            running = engine.launch.precision
-            safer = stepped_down(running, action) if action != Action.NONE else "bf16"
+        elif (safer := safer_than(running := engine.launch.precision, action, escalate)) is not None:
             logger.warning(
                 "fp8plan advises a step down from %s, and engines of several processes are not started again in a run; "
                 "go on from a checkpoint with choice=%r",

@@ -20,7 +20,7 @@ from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import left_in_bf16
 
 # Where the scales of an FP8 KV cache come from: measured after each weight sync, as RolloutEngine does, or left at 1.0,
-# as vLLM, verl and TRL leave them.
+# as vLLM leaves them.
 KV_SCALES: Final = ("calibrated", "unit")
 
 
@@ -74,6 +74,13 @@ def workload_tokens(workload: Mapping[str, Any], key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"workload[{key!r}] is {value!r}; to emit a configuration it must be a whole number above 0")
     return value
+
+
+def measured_scales(setup: EngineSetup, kv_scales: str) -> str:
+    """The K and V scales of an FP8 cache in verl and TRL: calibrated, as only fp8plan's own engines have such a cache
+    there. Else as the caller says."""
+    check_kv_scales(kv_scales)
+    return "calibrated" if setup.precision.kv == "fp8" else kv_scales
 
 
 def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
@@ -171,7 +178,7 @@ def serve_command(kwargs: dict[str, Any], env: dict[str, str], extra: tuple[str,
 def emit_vllm(job: Job, kv_scales: str) -> str:
     """The settings as JSON {"engine_args", "env", "command", "notes"}."""
     kwargs, env = vllm_kwargs(job.setup), vllm_env(job.setup)
-    notes = [*_left_in_bf16(job.setup), *risk_notes(job, "vllm", kv_scales)]
+    notes = [*_left_in_bf16(job.setup), *risk_notes(job, kv_scales)]
     if job.setup.limits.data_parallel_size > 1:
         notes.insert(0, replicas_note(job.setup, "start this engine once per replica"))
     return json.dumps(
@@ -179,14 +186,15 @@ def emit_vllm(job: Job, kv_scales: str) -> str:
     )
 
 
+MEASURED: Final = "fp8plan measures the K and V scales after each weight sync"
+
 # Why K and V scales stay at 1.0. vLLM: `calculate_kv_scales` measured them once, on the first batch; it is deprecated
-# in 0.26 and gone in 0.28, and each reload of weights puts 1.0 back (vllm/model_executor/layers/attention). verl and
-# TRL have no setting for them, and reload weights in every step.
-_NAMES: Final = {"vllm": "vLLM", "verl": "verl 0.9.1", "trl": "TRL 1.16"}
+# in 0.26 and gone in 0.28, and each reload of weights puts 1.0 back (vllm/model_executor/layers/attention). What
+# fp8plan runs inside of verl and TRL measures them.
 
 
-def check_risk(job: Job, target: str, kv_scales: str) -> None:
-    """Raise ConfigError if a risk that the plan accepts becomes one that it does not, because `target` leaves K and V
+def check_risk(job: Job, kv_scales: str) -> None:
+    """Raise ConfigError if a risk that the plan accepts becomes one that it does not, because vLLM leaves K and V
     scales at 1.0.
     """
     check_kv_scales(kv_scales)
@@ -197,20 +205,20 @@ def check_risk(job: Job, target: str, kv_scales: str) -> None:
     if not budget.accepts(risk) or budget.accepts(at_one["risk"]):
         return
     raise ConfigError(
-        f"{_NAMES[target]} leaves the K and V scales of {job.setup.precision.name} at 1.0: there the risk is "
+        f"vLLM leaves the K and V scales of {job.setup.precision.name} at 1.0: there the risk is "
         f"{at_one['risk']} (KL k3 up to {at_one['kl_k3_high']:.2g}), and the plan, made for calibrated scales, accepts "
         f"{budget.accept} at most; plan again with --kv-scales unit or --accept {at_one['risk']}, emit another choice, "
         "or say --kv-scales calibrated if you calibrate them after each weight sync"
     )
 
 
-def risk_notes(job: Job, target: str, kv_scales: str) -> list[str]:
-    """Notes on the expected mismatch of the emitted settings, and on the K and V scales that it assumes."""
+def risk_notes(job: Job, kv_scales: str) -> list[str]:
+    """Notes on the expected mismatch of vLLM's own engine, and on the K and V scales that it assumes."""
     known = job.expected
     planned = (known.kl_k3, known.kl_k3_high, known.risk)
     if job.setup.precision.kv != "fp8":
         return _risk_note("expected mismatch", *planned)
-    stay, counted = f"{_NAMES[target]} leaves K and V scales at 1.0", known.kv_scales == "calibrated"
+    stay, counted = "vLLM leaves K and V scales at 1.0", known.kv_scales == "calibrated"
     if kv_scales == "calibrated":
         role = "and the plan counts on it" if counted else "and the plan, made for scales of 1.0, does not count on it"
         expected = _risk_note("expected mismatch" if counted else "expected mismatch at 1.0", *planned)
@@ -221,6 +229,14 @@ def risk_notes(job: Job, target: str, kv_scales: str) -> list[str]:
         return [advice]
     expected = _risk_note("expected mismatch at 1.0", at_one["kl_k3"], at_one["kl_k3_high"], at_one["risk"])
     return [advice, *expected, *(_risk_note("the plan's own, for calibrated scales", *planned) if counted else [])]
+
+
+def measured_notes(job: Job) -> list[str]:
+    """Notes on the expected mismatch where fp8plan runs, and measures the K and V scales."""
+    known = job.expected
+    fp8, counted = job.setup.precision.kv == "fp8", known.kv_scales == "calibrated"
+    what = "expected mismatch" if counted or not fp8 else "expected mismatch at 1.0"
+    return [*([MEASURED] if fp8 else []), *_risk_note(what, known.kl_k3, known.kl_k3_high, known.risk)]
 
 
 def _risk_note(what: str, kl: float | None, kl_high: float | None, risk: str | None) -> list[str]:

@@ -15,10 +15,9 @@ from typing import Any, Final
 from fp8plan.errors import ConfigError
 from fp8plan.model.emit.settings import (
     Job,
-    check_kv_scales,
+    measured_notes,
     refuse_cpu,
     replicas_note,
-    risk_notes,
     serve_command,
     shared_gpu_note,
     vllm_env,
@@ -54,7 +53,6 @@ _SAMPLING_MODES: Final = {
 
 
 _LINE: Final = 'GRPOTrainer(..., plan="plan.json", choice="{}")  # from fp8plan.integrations.trl import GRPOTrainer'
-_SCALES: Final = "fp8plan measures the K and V scales after each weight sync"
 
 
 def trl_config(job: Job, mode: str = "auto") -> dict[str, Any]:
@@ -81,19 +79,12 @@ def trl_config(job: Job, mode: str = "auto") -> dict[str, Any]:
     return config
 
 
-def trl_kv_scales(setup: EngineSetup, kv_scales: str) -> str:
-    """The K and V scales of an FP8 cache there: calibrated, as TRL's own engine, which would leave them,
-    has no such cache. Else as the caller says."""
-    check_kv_scales(kv_scales)
-    return "calibrated" if setup.precision.kv == "fp8" else kv_scales
-
-
 def server_command(setup: EngineSetup) -> str:
     """The shell command of the server that runs a plan for TRL, with fp8plan's weight-transfer backend."""
     return serve_command(vllm_kwargs(setup), vllm_env(setup) | _SERVER_ENV, _SERVER_FLAGS)
 
 
-def emit_trl(job: Job, kv_scales: str) -> str:
+def emit_trl(job: Job, _: str) -> str:
     """The settings as JSON {"grpo_config", "trainer", "command", "env", "notes"}.
 
     trainer: the line that runs the plan, or null if TRL's own GRPOTrainer does
@@ -112,15 +103,12 @@ def emit_trl(job: Job, kv_scales: str) -> str:
         notes.append(shared_gpu_note(setup))
     if ours:
         notes.insert(0, "save the plan with --json plan.json; TRL's own GRPOTrainer may run another engine")
-    risk = risk_notes(job, "trl", kv_scales)
-    if setup.precision.kv == "fp8":
-        risk = [_SCALES, *risk[1:]]
     told = {
         "grpo_config": config,
         "trainer": _LINE.format(setup.precision.name) if ours else None,
         "command": server_command(setup) if served else None,
         "env": env,
-        "notes": notes + risk,
+        "notes": notes + measured_notes(job),
     }
     return json.dumps(told, indent=2)
 

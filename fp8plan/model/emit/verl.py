@@ -1,4 +1,7 @@
-"""A planned engine as Hydra overrides for verl 0.9.1 (verl/trainer/config/ppo_trainer.yaml)."""
+"""A planned engine as Hydra overrides for verl 0.9.1 (verl/trainer/config/ppo_trainer.yaml), with fp8plan's rollouts.
+
+What the plan's file says to fp8plan.integrations.verl is not said again, but for the limits that verl has words for.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,15 @@ from typing import Any, Final
 from fp8plan.errors import ConfigError
 from fp8plan.model.emit.settings import (
     Job,
-    given_block_size,
+    measured_notes,
     refuse_cpu,
     replicas_note,
-    risk_notes,
     shared_gpu_note,
-    vllm_env,
 )
 from fp8plan.model.setup import EngineSetup
 
 _ROLLOUT: Final = "actor_rollout_ref.rollout"
+PLAN_FILE: Final = "plan.json"
 _CORRECTION: Final = "algorithm.rollout_correction"
 _PLAIN_TEXT: Final = re.compile(r"[A-Za-z/][\w./-]*")  # what Hydra's grammar takes without quotes
 _RESERVED: Final = {"null", "true", "false", "inf", "nan"}
@@ -32,13 +34,10 @@ def verl_overrides(job: Job) -> list[str]:
     if reason := job.refused.get("verl"):
         raise ConfigError(f"verl cannot start {setup.precision.name} of {_named(setup)}: {reason}")
     settings = {**_model_settings(job), **_rollout_settings(job), **_correction(job.thresholds)}
-    for name, value in vllm_env(setup).items():
-        # Ray starts the engine's processes elsewhere: a variable of the launching shell need not reach them.
-        settings[f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}"] = value
     return [f"{key}={_hydra(value)}" for key, value in settings.items()]
 
 
-def emit_verl(job: Job, kv_scales: str) -> str:
+def emit_verl(job: Job, _: str) -> str:
     """The overrides as shell words, to paste after `python -m verl.trainer.main_ppo \\`.
 
     Each but the last ends in a continuation. The comments come last: bash would drop what follows them on such a line.
@@ -47,11 +46,12 @@ def emit_verl(job: Job, kv_scales: str) -> str:
     what = f"{_named(setup)} on {setup.gpu.name}, {setup.precision.name}"
     work = f"{job.tokens('prompts')} prompts x {job.tokens('samples')} samples"
     notes = [
-        f"fp8plan: {what}; the end of: python -m verl.trainer.main_ppo ...",
+        f"fp8plan: {what}; the end of: python -m verl.trainer.main_ppo ..., with fp8plan installed on each node",
+        f"save the plan with --json {PLAN_FILE}, where verl's trainer runs; give its full path if that is elsewhere",
         f"planned for {work} per rollout: data.train_batch_size is yours to set",
         replicas_note(setup, "trainer.nnodes * trainer.n_gpus_per_node decides it"),
         shared_gpu_note(setup),
-        *risk_notes(job, "verl", kv_scales),
+        *measured_notes(job),
     ]
     words = " \\\n".join(map(shlex.quote, verl_overrides(job)))
     return "\n".join([words, *(f"# {' '.join(note.split())}" for note in notes)])
@@ -72,11 +72,7 @@ def _model_settings(job: Job) -> dict[str, Any]:
 def _rollout_settings(job: Job) -> dict[str, Any]:
     limits, preset = job.setup.limits, job.setup.precision
     settings: dict[str, Any] = {
-        "name": "vllm",
-        "dtype": "bfloat16",
-        # verl's "fp8" is FP8_BLOCK: 128x128 weights, dynamic activations, `mlp.gate` left out, and its own weight
-        # sync (verl/workers/rollout/vllm_rollout/vllm_async_server.py, _apply_quantization).
-        "quantization": "fp8" if preset.weights == "fp8_block" else None,
+        "name": "fp8plan",
         "n": job.tokens("samples"),
         "tensor_model_parallel_size": limits.tensor_parallel_size,
         # verl's replicas are the GPUs divided by the tensor-parallel size; this key is vLLM's own data parallelism.
@@ -87,23 +83,13 @@ def _rollout_settings(job: Job) -> dict[str, Any]:
         "max_num_batched_tokens": limits.max_num_batched_tokens,
         "enable_prefix_caching": limits.enable_prefix_caching,
         "enforce_eager": limits.enforce_eager,
-        "calculate_log_probs": True,
-        "logprobs_mode": "processed_logprobs",
-    }
-    engine: dict[str, Any] = {
-        **given_block_size(job.setup),
-        "async_scheduling": limits.async_scheduling,
-        "scheduler_reserve_full_isl": limits.scheduler_reserve_full_isl,
     }
     if limits.expert_ranks > 1:
         # Any number above 1 is vLLM's enable_expert_parallel (vllm_async_server.py), and RolloutConfig wants this one.
         settings["expert_parallel_size"] = limits.expert_ranks
-    if preset.kv == "fp8":
-        engine["kv_cache_dtype"] = "fp8"
-    if limits.num_gpu_blocks is not None:
-        engine["num_gpu_blocks_override"] = limits.num_gpu_blocks + 1  # and the null block, as in vllm_kwargs
+    ours = {"plan": PLAN_FILE, "choice": preset.name}
     return {f"{_ROLLOUT}.{key}": value for key, value in settings.items()} | {
-        f"+{_ROLLOUT}.engine_kwargs.vllm.{key}": value for key, value in engine.items()
+        f"+{_ROLLOUT}.custom.fp8plan.{key}": value for key, value in ours.items()
     }
 
 

@@ -14,11 +14,12 @@ from fp8plan.model.emit.settings import (
     check_kv_scales,
     check_risk,
     emit_vllm,
+    measured_scales,
     vllm_env,
     vllm_kwargs,
     workload_tokens,
 )
-from fp8plan.model.emit.trl import emit_trl, trl_config, trl_kv_scales
+from fp8plan.model.emit.trl import emit_trl, trl_config
 from fp8plan.model.emit.verl import emit_verl, verl_overrides
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.choice import Choice, plain_fields, several_layouts
@@ -64,8 +65,8 @@ class Plan:
     A choice is named by its index, or by its precision: then it is that of the chosen layout, or where this cannot run,
     the fastest that can.
     `vllm_kwargs`, `env`, `verl_overrides` and `trl_config` translate the chosen choice, or the one that is named, and
-    raise ConfigError for what the target cannot do. vLLM and verl leave K and V scales at 1.0; where that is riskier
-    than the plan accepts, it is a ConfigError too, unless `kv_scales="calibrated"` says that you calibrate them.
+    raise ConfigError for what the target cannot do. vLLM leaves K and V scales at 1.0; where that is riskier than the
+    plan accepts, it is a ConfigError too, unless `kv_scales="calibrated"` says that you calibrate them.
     """
 
     model: str
@@ -181,11 +182,11 @@ class Plan:
         return vllm_env(self.setup(choice))
 
     def verl_overrides(self, choice: int | str | None = None, kv_scales: str = "unit") -> list[str]:
-        """Hydra overrides for `python -m verl.trainer.main_ppo` (verl 0.9.1).
+        """Hydra overrides for `python -m verl.trainer.main_ppo` (verl 0.9.1), with fp8plan.integrations.verl.
 
-        kv_scales: "unit", as verl leaves them, or "calibrated" if you calibrate them after each weight sync
+        kv_scales: means nothing here: fp8plan measures the scales of an FP8 cache after each weight sync
         """
-        return verl_overrides(self._job("verl", choice, kv_scales))
+        return verl_overrides(self._job("verl", choice, measured_scales(self.setup(choice), kv_scales)))
 
     def trl_config(
         self, choice: int | str | None = None, mode: str = "auto", kv_scales: str = "unit"
@@ -198,7 +199,7 @@ class Plan:
         kv_scales: means nothing here: fp8plan measures the scales of an FP8 cache after each weight sync, in
               fp8plan.integrations.trl and in the server
         """
-        return trl_config(self._job("trl", choice, trl_kv_scales(self.setup(choice), kv_scales)), mode)
+        return trl_config(self._job("trl", choice, measured_scales(self.setup(choice), kv_scales)), mode)
 
     def emit(self, target: str, choice: int | str | None = None, kv_scales: str = "unit") -> str:
         """Text for `fp8plan emit` and `fp8plan plan --emit`.
@@ -208,14 +209,13 @@ class Plan:
         trl:  JSON {"grpo_config", "trainer", "command", "env", "notes"}: the line with fp8plan.integrations.trl, and
               the command of a vLLM server; null where there is none
 
-        kv_scales: "unit", as vllm and verl leave the K and V scales of an FP8 cache, or "calibrated" if you calibrate
-        them
+        kv_scales: "unit", as vllm leaves the K and V scales of an FP8 cache, or "calibrated" if you calibrate them
 
         Raises ConfigError for an unknown target, for what the target cannot do, and where K and V scales of 1.0 are
         riskier than the plan accepts.
         """
         check_target(target)
-        there = trl_kv_scales(self.setup(choice), kv_scales) if target == "trl" else kv_scales
+        there = kv_scales if target == "vllm" else measured_scales(self.setup(choice), kv_scales)
         return _EMITTERS[target](self._job(target, choice, there), there)
 
     def _job(self, target: str, choice: int | str | None, kv_scales: str) -> Job:
@@ -231,7 +231,7 @@ class Plan:
         )
         refused = {name: f"{why}; {self._way_out(picked, name)}" for name, why in picked.refused_by.items()}
         job = Job(self.setup(choice), self.workload, self.thresholds, expected, refused)
-        check_risk(job, target, kv_scales)
+        check_risk(job, kv_scales)
         return job
 
     def _way_out(self, choice: Choice, target: str) -> str:

@@ -27,8 +27,7 @@ from fp8plan.runtime.engine.launch import Launch
 from fp8plan.runtime.engine.warm_up import prefill_prompts
 from fp8plan.runtime.guard.fallback import Action, GuardSettings, GuardState, answered, stepped_down
 from fp8plan.runtime.guard.guard import Guard, Verdict
-from fp8plan.runtime.guard.kernels import kernel_names
-from fp8plan.runtime.guard.observation import EngineFacts
+from fp8plan.runtime.guard.observation import EngineFacts, facts_of
 from fp8plan.runtime.weight_sync.announce import plain
 from fp8plan.runtime.weight_sync.kv_calibration import (
     CALIBRATION_SEQUENCES,
@@ -180,18 +179,7 @@ class EngineBase:
 
     def engine_facts(self) -> EngineFacts:
         """Return the facts that the guard needs about the running engine."""
-        setup = self.launch.setup
-        preset = setup.precision
-        return EngineFacts(
-            model=setup.model if isinstance(setup.model, str) else setup.path,
-            gpu=setup.gpu.name,
-            engine_version=self.facts["vllm_version"].partition("+")[0],
-            precision=preset.name,
-            limits=setup.limits,
-            kernel_backends=kernel_names(self.facts, preset),
-            e8m0=self.facts["e8m0"],
-            cudagraph_mode=self.facts["cudagraph_mode"],
-        )
+        return facts_of(self.launch.setup, self.facts)
 
     def _revive_and_sync(
         self,

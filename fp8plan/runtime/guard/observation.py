@@ -16,6 +16,7 @@ from fp8plan.model.precision import Precision
 from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import MOST_TOKENS, Batch
+from fp8plan.runtime.guard.kernels import kernel_names
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -57,6 +58,25 @@ class EngineFacts:
     def eager(self) -> bool:
         """Return whether the engine runs without any CUDA graphs."""
         return self.limits.enforce_eager or self.cudagraph_mode == "NONE"
+
+
+def facts_of(setup: EngineSetup, facts: Mapping[str, Any]) -> EngineFacts:
+    """The facts that the guard needs about an engine.
+
+    setup: what was planned, with the engine's own limits
+    facts: of a worker (runtime.worker.facts)
+    """
+    preset = setup.precision
+    return EngineFacts(
+        model=setup.model if isinstance(setup.model, str) else setup.path,
+        gpu=setup.gpu.name,
+        engine_version=facts["vllm_version"].partition("+")[0],
+        precision=preset.name,
+        limits=setup.limits,
+        kernel_backends=kernel_names(facts, preset),
+        e8m0=facts["e8m0"],
+        cudagraph_mode=facts["cudagraph_mode"],
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.server import cpu_transfer
 from fp8plan.runtime.server.plugin import BACKEND, PLUGINS
-from fp8plan.runtime.server.updates import Sink, Updates, text_of
+from fp8plan.runtime.server.updates import Sink, Updates, over_ranks, text_of
 from fp8plan.runtime.weight_sync.manifest import read_manifest
 from fp8plan.runtime.weight_sync.nccl_protocol import wait
 from fp8plan.runtime.worker.extension import Fp8PlanWorker
@@ -52,7 +51,7 @@ class Fp8PlanTransfer(NCCLWeightTransferEngine):
         # vLLM gives the engine its model, and not the worker.
         held = SimpleNamespace(get_model=lambda: model, model_config=self.model_config, vllm_config=vllm_config)
         worker = SimpleNamespace(model_runner=held, vllm_config=vllm_config, device=device)
-        self.updates = Updates(worker, _over_ranks)
+        self.updates = Updates(worker, over_ranks)
 
     def init_transfer_engine(self, init_info: Any) -> None:
         """Meet the trainer. Returns once it has come."""
@@ -90,7 +89,7 @@ class Fp8PlanTransfer(NCCLWeightTransferEngine):
         except Exception as error:
             failure = text_of(error)
         arriving = Arriving(sink, () if sink is None else sink.manifest)
-        arriving.failure = next(filter(None, _over_ranks(failure)), None)
+        arriving.failure = next(filter(None, over_ranks(failure)), None)
         begun = time.perf_counter()
         if self.device.type == "cpu":
             self._receive_on_cpu(update_info, part, arriving)
@@ -102,7 +101,7 @@ class Fp8PlanTransfer(NCCLWeightTransferEngine):
             finally:
                 self.reset_weight_update_target()
             torch.cuda.empty_cache()  # 0.26 uses other streams every time, and their buffers would never be used again
-        if failures := list(filter(None, _over_ranks(arriving.failure))):
+        if failures := list(filter(None, over_ranks(arriving.failure))):
             raise ConfigError(failures[0])
         self.updates.loaded(time.perf_counter() - begun, arriving.count)
 
@@ -134,13 +133,3 @@ def _extend(worker_cls: str) -> None:
     kind = resolve_obj_by_qualname(worker_cls)
     if not issubclass(kind, Fp8PlanWorker):
         kind.__bases__ += (Fp8PlanWorker,)
-
-
-def _over_ranks(mine: Any) -> list[Any]:
-    """Return what all ranks of the engine say."""
-    group = get_world_group()
-    if group.world_size == 1:
-        return [mine]
-    found = [None] * group.world_size
-    torch.distributed.all_gather_object(found, mine, group=group.cpu_group)
-    return found

@@ -1,13 +1,15 @@
 """fp8plan's part of a server's front end: who may generate when, KV scales, and the status.
 
-A client's lifecycle calls, and all requests, pass through one object: the AsyncLLM. Front stands before the calls that
-concern weights, on that one object:
+All requests pass through one object, the AsyncLLM, and so do the calls that concern weights. Front stands before these,
+on that one object:
 
-- `start_weight_update` is refused while requests run, unless generation is paused;
+- while weights are updated nothing generates: requests wait in a pause, and are refused else;
 - what fails after the first write makes the server refuse to generate, until an update is complete;
-- at the end of `finish_weight_update` the KV scales are measured, by the last sequences that were generated, and the
-  prefix cache is emptied. Requests that a pause keeps would read their KV cache with scales that it was not written
-  with: while there are any, the scales stay what they are.
+- after an update the KV scales are measured, by the last sequences that were generated, and the prefix cache is
+  emptied. Requests that a pause keeps would read their KV cache with scales that it was not written with: while there
+  are any, the scales stay what they are.
+
+By which calls an update comes, a kind of Front knows: vLLM's own (runtime.server.lifecycle), or a trainer's.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import aclosing, suppress
-from typing import Any, Final
+from typing import Any, ClassVar, Final, Self
 from uuid import uuid4
 
 from fp8plan.errors import SyncError
@@ -38,7 +40,6 @@ from fp8plan.runtime.weight_sync.procedure import clean
 from fp8plan.runtime.weight_sync.state import Call, Procedure, SyncSettings, SyncState, rpc
 
 LAST_SEQUENCES: Final = "the last sequences that were generated"
-WRAPPED: Final = ("generate", "start_weight_update", "update_weights", "finish_weight_update", "sleep", "wake_up")
 
 
 class UpdateError(SyncError, ValueError):
@@ -55,7 +56,12 @@ class Front:
     engine: vLLM's AsyncLLM
     state:  of the weights, as a RolloutEngine keeps it
     facts:  what runs (runtime.worker.facts)
+
+    wrapped: names of the AsyncLLM's methods that its own stand before
     """
+
+    wrapped: ClassVar[tuple[str, ...]] = ("generate", "sleep", "wake_up")
+    asks_facts: ClassVar[str] = "fp8plan_facts"  # the workers' method
 
     def __init__(self, engine: Any) -> None:
         config = engine.vllm_config
@@ -67,23 +73,23 @@ class Front:
         self.failure: str | None = None  # of the last update that was not complete
         self.kv_source: str | None = None
         self.serve_s = 0.0  # that KV scales and the prefix cache have taken, the last time
-        self._own: dict[str, Callable[..., Any]] = {name: getattr(engine, name) for name in WRAPPED}
+        self._own: dict[str, Callable[..., Any]] = {name: getattr(engine, name) for name in self.wrapped}
         self._updating = False
         self._changed = asyncio.Condition()  # of who may generate
         self._measuring = False
         self._sequences: deque[list[int]] = deque(maxlen=CALIBRATION_SEQUENCES)
 
     @classmethod
-    async def opened(cls, engine: Any) -> Front:
+    async def opened(cls, engine: Any) -> Self:
         """Stand before an AsyncLLM that has just started. Raises ConfigError for one whose KV scales are fixed."""
         front = cls(engine)
-        front.facts = (await front._drive(rpc("fp8plan_attach")))[0]
+        front.facts = (await front._drive(rpc(cls.asks_facts)))[0]
         if front.state.fp8_kv:
             refuse_fixed_scales(front.facts)
             answers = await front._drive(rpc("fp8plan_kv_scales"))
             front.state.kv_scales = {layer: [parts[p] for p in PARTS] for layer, parts in answers[0].items()}
         await front._serve()
-        for name in WRAPPED:
+        for name in cls.wrapped:
             setattr(engine, name, getattr(front, name))
         return front
 
@@ -117,39 +123,6 @@ class Front:
             tokens = [*last.prompt_token_ids, *last.outputs[0].token_ids]
             self._sequences.append(tokens[: min(CALIBRATION_TOKENS, self.state.longest_prompt or 1)])
 
-    async def start_weight_update(self, *args: Any, **kwargs: Any) -> None:
-        """Open an update. One that a trainer has left open is ended first."""
-        if self._unfinished() and not await self.engine.is_paused():
-            raise UpdateError(
-                f"{self._unfinished()} requests are running, which would meet a mixture of weights; wait for them, "
-                "or pause generation before (POST /pause?mode=keep)"
-            )
-        if self._updating:
-            await self._release()
-        self._updating = True
-        try:
-            await self._own["start_weight_update"](*args, **kwargs)
-        except Exception as error:
-            raise await self._failed(error) from error
-
-    async def update_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Take one part of an update."""
-        try:
-            await self._own["update_weights"](*args, **kwargs)
-        except Exception as error:
-            raise await self._failed(error) from error
-
-    async def finish_weight_update(self, *args: Any, **kwargs: Any) -> None:
-        """Close an update: what the workers check, then KV scales and prefix cache. Then the new weights serve."""
-        try:
-            await self._own["finish_weight_update"](*args, **kwargs)
-            await self._serve()
-        except Exception as error:
-            await self._release()
-            raise await self._failed(error) from error
-        self.failure = None
-        await self._let(updating=False)
-
     async def sleep(self, level: int = 1, *args: Any, **kwargs: Any) -> None:
         """Sleep; at level 2 the weights are dropped, and an update must follow the wake-up."""
         if level > 1:
@@ -176,6 +149,14 @@ class Front:
             raise UpdateError("an update of the weights is under way; pause generation before it, or wait")
         if self.state.refusal is not None:
             raise UpdateError(f"{self.state.refusal}; the server generates again after a complete update")
+
+    async def _refuse_running(self, how: str) -> None:
+        """Raise UpdateError while requests run, unless generation is paused. how: what to do about it"""
+        if self._unfinished() and not await self.engine.is_paused():
+            raise UpdateError(
+                f"{self._unfinished()} requests are running, which would meet a mixture of weights; wait for them, or "
+                f"{how}"
+            )
 
     async def _let(self, **flags: bool) -> None:
         """Set flags of who may generate, and tell those that wait."""
@@ -232,12 +213,6 @@ class Front:
         self.failure = text
         await self._let(updating=False)
         return error if isinstance(error, UpdateError) else UpdateError(f"{text}; {serves} until a complete update")
-
-    async def _release(self) -> None:
-        """End what vLLM's workers still count as an open update."""
-        for _ in range(2):  # the first fails where the backend has an update open, too
-            with suppress(Exception):
-                await self._own["finish_weight_update"]()
 
     async def _drive(self, procedure: Generator[Call, Any, Any]) -> Any:
         return await driven(procedure, self._answer)

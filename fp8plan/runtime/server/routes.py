@@ -8,7 +8,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.server.front import Front
+from fp8plan.runtime.server.lifecycle import LifecycleFront
 from fp8plan.runtime.server.plugin import BACKEND
 
 STATUS: Final = "/fp8plan/status"
@@ -21,7 +21,7 @@ router = APIRouter()
 @router.get(STATUS)
 async def status(request: Request) -> JSONResponse:
     """Answer what serves (runtime.server.status); 404 on a server with another backend."""
-    front: Front | None = getattr(request.app.state, "fp8plan", None)
+    front: LifecycleFront | None = getattr(request.app.state, "fp8plan", None)
     if front is None:
         return JSONResponse({"error": ANOTHER + TYPE}, status_code=404)
     return JSONResponse(await front.status())
@@ -44,4 +44,4 @@ class Routes:
         servers = getattr(args, "api_server_count", None) or 1
         if servers > 1:
             raise ConfigError(f"--api-server-count is {servers}; allowed: 1, as one process must see all requests")
-        state.fp8plan = await Front.opened(engine_client)
+        state.fp8plan = await LifecycleFront.opened(engine_client)

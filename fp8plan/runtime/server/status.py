@@ -1,11 +1,13 @@
-"""The status of a server, as its route GET /fp8plan/status answers it."""
+"""The status of a server, as its route GET /fp8plan/status answers it, and the report of a sync in it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
-from fp8plan.runtime.weight_sync.state import SyncState
+from fp8plan.runtime.weight_sync.kv_scales import PARTS
+from fp8plan.runtime.weight_sync.state import SyncReport, SyncState
 from fp8plan.runtime.worker.facts import preset_of
 from fp8plan.version import __version__
 
@@ -55,3 +57,20 @@ def status_of(
         "last_update": update,
         "last_failure": failure,
     }
+
+
+def report_of(status: Mapping[str, Any], seconds: float) -> SyncReport:
+    """The report of a sync, from what the server says of it. seconds: that it took, seen from here"""
+    update = status["last_update"]
+    scales = status["kv_scales"]
+    parts = {
+        layer: [float(found[part]) for part in PARTS] for layer, found in (scales or {"scales": {}})["scales"].items()
+    }
+    known = {field.name for field in fields(SyncReport)}
+    return SyncReport(
+        **{name: value for name, value in update.items() if name in known and name != "seconds"},
+        seconds=update["seconds"] | {"total": seconds},
+        kv_scales=parts if scales else None,
+        kv_source=scales and scales["source"],
+        scored_k3=None,
+    )

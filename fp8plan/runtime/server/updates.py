@@ -180,7 +180,8 @@ class Updates:
 
     def _check(self, sent: Manifest) -> None:
         """Let the live model, on every rank, check a whole manifest, and remember it."""
-        error: Exception | None = None
+        # As text: an error that is kept would keep its callers' frames, and with them the memory of the tensors.
+        fault: tuple[bool, str] | None = None
         taken: tuple[int, ...] = ()
         try:
             weights_in = "fp8_block" if any(entry.dtype == "float8_e4m3fn" for entry in sent) else "bf16"
@@ -190,9 +191,9 @@ class Updates:
             taken = prepared.taken
         except LostEngineError:
             raise
-        except Fp8PlanError as found:
-            error = found
-        answers = self._agree((error and (isinstance(error, IncompleteError), str(error)), taken))
+        except Fp8PlanError as error:
+            fault = isinstance(error, IncompleteError), str(error)
+        answers = self._agree((fault, taken))
         wrong = [answer for answer, _ in answers if answer is not None]
         for kind, others in ((ConfigError, False), (IncompleteError, True)):
             for incomplete, text in wrong:
@@ -234,6 +235,19 @@ class Updates:
 def text_of(error: Exception) -> str:
     """Return an error's message; of one that fp8plan has not raised, with its kind."""
     return str(error) if isinstance(error, Fp8PlanError) else f"{type(error).__name__}: {error}"
+
+
+def over_ranks(mine: Any) -> list[Any]:
+    """Return what all ranks of the engine say."""
+    import torch
+    from vllm.distributed.parallel_state import get_world_group
+
+    group = get_world_group()
+    if group.world_size == 1:
+        return [mine]
+    found = [None] * group.world_size
+    torch.distributed.all_gather_object(found, mine, group=group.cpu_group)
+    return found
 
 
 def _add(seconds: dict[str, float], phase: str, begun: float) -> None:

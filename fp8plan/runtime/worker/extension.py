@@ -15,6 +15,7 @@ from fp8plan.errors import ConfigError, Fp8PlanError, LostEngineError
 if TYPE_CHECKING:
     import torch
 
+    from fp8plan.runtime.server.updates import Updates
     from fp8plan.runtime.weight_sync.kv_scales import AmaxRecorder
     from fp8plan.runtime.worker.live_weights import LiveWeights
     from fp8plan.runtime.worker.nccl_receive import Receiver
@@ -174,13 +175,7 @@ class Fp8PlanWorker:
         and why the weights must not be used, if so (runtime.server.updates)."""
         from fp8plan.runtime.weight_sync.kv_scales import live_scales
 
-        engine = self.weight_transfer_engine
-        updates = getattr(engine, "updates", None)
-        if updates is None:
-            raise ConfigError(
-                f"the weight-transfer backend is {type(engine).__name__}; allowed here: fp8plan (start vllm serve with "
-                """--weight-transfer-config '{"backend": "fp8plan"}')"""
-            )
+        updates = self._fp8plan_updates()
         return {
             "version": updates.version,
             "refusal": updates.refusal,
@@ -216,6 +211,17 @@ class Fp8PlanWorker:
         found: dict[str, Any] = self._fp8plan_comparison.result()
         del self._fp8plan_comparison
         return found
+
+    def _fp8plan_updates(self) -> Updates:
+        """Return the updates of a server's weights. Raises ConfigError where the backend is another."""
+        engine = self.weight_transfer_engine
+        updates: Updates | None = getattr(engine, "updates", None)
+        if updates is None:
+            raise ConfigError(
+                f"the weight-transfer backend is {type(engine).__name__}; allowed here: fp8plan (start vllm serve with "
+                """--weight-transfer-config '{"backend": "fp8plan"}')"""
+            )
+        return updates
 
     def _fp8plan_weights(self) -> LiveWeights:
         from fp8plan.runtime.worker.live_weights import LiveWeights

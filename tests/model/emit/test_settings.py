@@ -188,33 +188,15 @@ def test_verl_composes_and_validates_the_overrides(precision: str) -> None:
     plan = layout(2, 4, limits=LIMITS, thresholds={"token_tis": 2.0})
     config = compose(plan.verl_overrides(plans.index(precision)))
     rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
-    fp8_weights, fp8_kv = PRESETS[precision].weights == "fp8_block", PRESETS[precision].kv == "fp8"
-    assert rollout.name == "vllm"
-    assert rollout.quantization == ("fp8" if fp8_weights else None)
-    assert rollout.engine_kwargs["vllm"].get("kv_cache_dtype") == ("fp8" if fp8_kv else None)
+    assert rollout.name == "fp8plan"
+    assert rollout.custom["fp8plan"] == {"plan": "plan.json", "choice": precision}
+    assert (rollout.quantization, dict(rollout.engine_kwargs["vllm"])) == (None, {})
     assert (rollout.tensor_model_parallel_size, rollout.data_parallel_size) == (2, 1)
     assert (rollout.n, rollout.prompt_length, rollout.response_length) == (8, 1024, 7168)
     assert (rollout.gpu_memory_utilization, rollout.max_model_len) == (0.71, 9000)
     assert (rollout.max_num_seqs, rollout.max_num_batched_tokens) == (77, 2222)
     assert (rollout.enable_prefix_caching, rollout.enforce_eager) == (False, True)
-    assert rollout.calculate_log_probs is True
-    told = rollout.engine_kwargs["vllm"]
-    assert (told["block_size"], told["num_gpu_blocks_override"]) == (32, 501)
-    assert (told["async_scheduling"], told["scheduler_reserve_full_isl"]) == (False, False)
     assert config.actor_rollout_ref.model.path == "Qwen/Qwen3-8B"
-    env = config.ray_kwargs.ray_init.runtime_env.get("env_vars", {})
-    assert env.get("VLLM_USE_DEEP_GEMM_E8M0") == ("0" if fp8_weights else None)
-
-
-@pytest.mark.verl
-@pytest.mark.vllm
-def test_what_verl_hands_to_vllm_is_a_word_vllm_knows(tiny_moe: str) -> None:
-    from vllm import EngineArgs
-
-    plan = plans.plan(limits=LIMITS, chosen=plans.index("fp8_kv"))
-    engine = compose(plan.verl_overrides()).actor_rollout_ref.rollout.engine_kwargs.vllm
-    args = EngineArgs(model=tiny_moe, **engine)
-    assert args.kv_cache_dtype == "fp8"
 
 
 def verl_keeps(thresholds: dict[str, Any], log_ratios: list[list[float]]) -> tuple[Any, Any]:
@@ -309,8 +291,7 @@ def test_the_verl_text_pastes_into_a_shell_and_reaches_verl(name: str, tmp_path:
     assert words == ["-m", "verl.trainer.main_ppo", "data.train_files=a.parquet", *plan.verl_overrides()]
     config = compose(words[2:])
     assert config.actor_rollout_ref.model.path == model
-    assert config.actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype == "fp8"
-    assert config.ray_kwargs.ray_init.runtime_env.env_vars.VLLM_USE_DEEP_GEMM_E8M0 == "0"
+    assert config.actor_rollout_ref.rollout.custom.fp8plan.choice == "fp8_block+fp8_kv"
     comments = [line for line in text.splitlines() if line.startswith("# ")]
     assert any("8 in all" in line for line in comments)
 
@@ -335,10 +316,10 @@ def scaled(risk: str = "moderate", at_one: str = "moderate", gpus: int = 2, **ch
     return plans.plan(**{"limits": plans.TRL_LIMITS, "choices": choices, "chosen": 1, **changes})
 
 
-@pytest.mark.parametrize(("target", "name"), [("vllm", "vLLM"), ("verl", "verl 0.9.1")])
-def test_what_is_emitted_says_that_kv_scales_stay_at_one_and_what_that_costs(target: str, name: str) -> None:
+def test_what_is_emitted_says_that_kv_scales_stay_at_one_and_what_that_costs() -> None:
+    target = "vllm"
     text = scaled().emit(target)
-    assert f"{name} leaves K and V scales at 1.0; fp8plan.RolloutEngine measures them" in text
+    assert "vLLM leaves K and V scales at 1.0; fp8plan.RolloutEngine measures them" in text
     assert "expected mismatch at 1.0: KL k3 0.003, up to 0.045, risk moderate" in text
     assert "the plan's own, for calibrated scales: KL k3 0.002, up to 0.008, risk moderate" in text
     assert "calibrated" not in scaled(kv_scales="unit").emit(target)
@@ -354,9 +335,8 @@ def test_what_is_emitted_says_that_kv_scales_stay_at_one_and_what_that_costs(tar
     assert "expected mismatch: KL k3 0.002, up to 0.008, risk low" in bf16
 
 
-@pytest.mark.parametrize("target", ["vllm", "verl"])
-def test_scales_of_one_that_the_plan_does_not_accept_are_refused(target: str) -> None:
-    plan = scaled(at_one="high")
+def test_scales_of_one_that_the_plan_does_not_accept_are_refused() -> None:
+    target, plan = "vllm", scaled(at_one="high")
     ways_out = (
         r"risk is high \(KL k3 up to 0\.045\).* accepts moderate.*--kv-scales unit or --accept high.*calibrated if"
     )
@@ -414,12 +394,16 @@ def test_trl_still_has_no_word_for_kv_scales() -> None:
     assert not [f.name for kind in (GRPOConfig, ScriptArguments) for f in fields(kind) if "kv_scale" in f.name]
 
 
-def test_settings_of_a_trainer_refuse_them_too() -> None:
-    translate = scaled(at_one="high").verl_overrides
-    with pytest.raises(ConfigError, match=r"leaves the K and V scales of fp8_kv at 1\.0"):
-        translate()
-    assert translate(kv_scales="calibrated")
-    assert translate("bf16")
+def test_for_verl_the_scales_are_measured() -> None:
+    plan = scaled(at_one="high")
+    told = plan.emit("verl")
+    assert "# fp8plan measures the K and V scales after each weight sync" in told
+    assert "# expected mismatch: KL k3 0.002, up to 0.008, risk moderate" in told
+    assert "1.0" not in told.partition("# fp8plan measures")[2]
+    assert plan.verl_overrides()
+    assert "scales" not in plan.emit("verl", "bf16")
+    with pytest.raises(ConfigError, match="kv_scales is 'none'"):
+        plan.emit("verl", kv_scales="none")
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,7 @@ def test_a_precision_names_that_of_the_chosen_layout_or_else_its_fastest() -> No
     plan = plans.plan(choices=rollouts)
     assert plan.index("fp8_kv") == 3
     assert plan.vllm_kwargs("fp8_kv")["tensor_parallel_size"] == 2
-    assert "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=fp8" in plan.verl_overrides("fp8_kv")
+    assert "+actor_rollout_ref.rollout.custom.fp8plan.choice=fp8_kv" in plan.verl_overrides("fp8_kv")
     chosen = plans.choice("bf16", makespan_s=9.0, rl_step_s=60.0)
     steps = (chosen, kv(2, makespan_s=7.0, rl_step_s=50.0), kv(4, makespan_s=9.0, rl_step_s=40.0))
     assert plans.plan(choices=steps).select("fp8_kv").tensor_parallel == 4

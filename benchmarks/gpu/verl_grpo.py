@@ -1,0 +1,237 @@
+"""Run verl's GRPO with fp8plan's rollouts, and the same command without them beside it.
+
+    python -m benchmarks.gpu.verl_grpo --output verl_grpo.jsonl                       # one GPU, Qwen3-0.6B's shape
+    python -m benchmarks.gpu.verl_grpo --gpus 2 --tensor-parallel 2 --output verl_grpo.jsonl
+    python -m benchmarks.gpu.verl_grpo --gpus 2 --mode separate_async --output verl_grpo.jsonl
+
+Both parts are the real `python -m verl.trainer.main_ppo` on the same random weights, prompts and seeds: "stock" with
+rollout.name=vllm in BF16, "fp8plan" with the plugin's line and a precision. Nothing is downloaded: the model's folder,
+a tokenizer of numbered words, the prompts and the reward (verl_reward.py) are made here. Rows, by "what":
+
+    command  the words of main_ppo
+    step     step and rollout seconds, reward, KL, thresholds and the other figures that verl logged for a step
+    done     seconds of the whole part, and the medians of its steps but the first two
+    failed   how a part has ended, and the end of its log
+
+On a machine without a registry, with torch 2.11, vLLM 0.26.0 and Python 3.12, bundle the wheels of verl==0.9.1,
+TransferQueue==0.1.10, tensordict==0.10.0, torchdata, hydra-core, omegaconf, antlr4-python3-runtime, codetiming,
+datasets, peft, accelerate, pylatexenc, pybind11, ray[default] and what those need (`pip download`), install them with
+--no-deps beside that vLLM, and fp8plan with its metadata (`pip install --no-deps .`), for the entry point. flash-attn
+is not needed. verl wants a transformers below 5.11, and vLLM has its own pin: look at both before.
+
+`--dry-run` makes the files, composes verl's configuration and prints the words, which works without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any, Final
+
+from benchmarks.gpu import verl_reward
+from benchmarks.gpu.source import source_hash
+from fp8plan.jsonl import write
+from fp8plan.model.configs import find_config
+
+PARTS: Final = ("stock", "fp8plan")
+PROMPT, RESPONSE, BATCH, SAMPLES = 64, 512, 32, 8  # tokens, tokens, prompts, responses to each
+WORDS: Final = 32  # of a prompt
+
+# Figures of a step that are kept, by verl's names. Those of fp8plan are all kept.
+KEPT: Final = (
+    "timing_s/step", "timing_s/gen", "timing_s/update_weights", "timing_s/old_log_prob", "timing_s/adv",
+    "timing_s/update_actor", "critic/score/mean", "response_length/mean", "rollout_corr/kl", "rollout_corr/k3_kl",
+    "rollout_corr/rollout_is_mean", "training/rollout_probs_diff_mean", "actor/entropy", "actor/grad_norm",
+)  # fmt: skip
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog=f"python -m {__package__}.verl_grpo", description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="Qwen/Qwen3-0.6B", help="whose config.json gets random weights; or a folder")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--precision", default="fp8_block+fp8_kv")
+    parser.add_argument("--mode", choices=("sync", "colocate_async", "separate_async"), default="sync")
+    parser.add_argument("--gpus", type=int, default=1, help="with separate_async one of them trains, the others sample")
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--limit-s", type=float, default=540.0, help="after which a part is ended")
+    parser.add_argument("--folder", type=Path, help="for the model and the prompts; kept, and used again")
+    parser.add_argument("--dry-run", action="store_true")
+    told = parser.parse_args(words)
+    folder = (told.folder or Path(mkdtemp(prefix="verl-grpo-"))).absolute()
+    make(folder, told.model)
+    for part in told.parts:
+        line = command(part, folder, told)
+        if told.dry_run:
+            print(json.dumps({"what": "command", "part": part, "words": compose(line)}))
+        else:
+            run(part, line, folder, told)
+
+
+def make(folder: Path, model: str) -> None:
+    """Make the model's folder and the prompts, unless they are there."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if (folder / "prompts.parquet").is_file():
+        return
+    config = AutoConfig.for_model(**find_config(model)[0])
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "model")
+    tokenizer_of(config.vocab_size).save_pretrained(folder / "model")
+    rows = [prompt(number) for number in range(64 * BATCH)]
+    Dataset.from_list(rows).to_parquet(folder / "prompts.parquet")
+
+
+def tokenizer_of(size: int) -> Any:
+    """A tokenizer of `size` words: "w7" is token 7."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = {f"w{number}": number for number in range(size - 2)} | {"<pad>": size - 2, "<eos>": size - 1}
+    words = Tokenizer(models.WordLevel(names, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    found = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+    found.chat_template = "{% for message in messages %}w1 {{ message['content'] }} w2 {% endfor %}"
+    return found
+
+
+def prompt(number: int) -> dict[str, Any]:
+    """A row of verl's dataset."""
+    text = " ".join(f"w{(7 * number + word) % 1000}" for word in range(WORDS))
+    return {
+        "data_source": "numbered words",
+        "prompt": [{"role": "user", "content": text}],
+        "reward_model": {"style": "rule", "ground_truth": ""},
+        "extra_info": {"index": number},
+    }
+
+
+def command(part: str, folder: Path, told: Any) -> list[str]:
+    """The words after `python -m verl.trainer.main_ppo`: one command for both parts, but for the plugin's."""
+    separate = told.mode == "separate_async"
+    trains = 1 if separate else told.gpus
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    settings: dict[str, Any] = {
+        "algorithm.adv_estimator": "grpo",
+        "data.train_files": folder / "prompts.parquet",
+        "data.val_files": folder / "prompts.parquet",
+        "data.train_batch_size": BATCH,
+        "data.max_prompt_length": PROMPT,
+        "data.max_response_length": RESPONSE,
+        "data.seed": 0,
+        "reward.custom_reward_function.path": verl_reward.__file__,
+        "actor_rollout_ref.model.path": folder / "model",
+        "actor_rollout_ref.model.use_remove_padding": False,  # that needs flash-attn
+        "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
+        f"{actor}.optim.lr": 1e-5,
+        f"{actor}.ppo_mini_batch_size": BATCH // 4 if separate else BATCH,
+        f"{actor}.ppo_micro_batch_size_per_gpu": 16,
+        f"{actor}.use_kl_loss": False,
+        f"{rollout}.n": SAMPLES,
+        f"{rollout}.tensor_model_parallel_size": told.tensor_parallel,
+        f"{rollout}.gpu_memory_utilization": 0.8 if separate else 0.4,
+        f"{rollout}.max_model_len": PROMPT + RESPONSE,
+        f"{rollout}.max_num_seqs": BATCH * SAMPLES,
+        f"{rollout}.log_prob_micro_batch_size_per_gpu": 16,
+        f"{rollout}.calculate_log_probs": True,
+        f"{rollout}.name": "vllm",
+        "trainer.v1.trainer_mode": told.mode,
+        "trainer.n_gpus_per_node": trains,
+        "trainer.nnodes": 1,
+        "trainer.logger": "[console,file]",
+        "trainer.val_before_train": False,
+        "trainer.test_freq": -1,
+        "trainer.save_freq": -1,
+        "trainer.resume_mode": "disable",
+        "trainer.total_training_steps": told.steps,
+        "trainer.default_local_dir": folder / part,
+    }
+    if separate:
+        settings |= {
+            f"{rollout}.nnodes": 1,
+            f"{rollout}.n_gpus_per_node": told.gpus - 1,
+            f"{rollout}.checkpoint_engine.backend": "nccl",
+            "actor_rollout_ref.hybrid_engine": False,
+        }
+    if told.tensor_parallel > 1:  # its workspace wants NVLink multicast, which is off where this was written
+        settings[f"+{rollout}.engine_kwargs.vllm.compilation_config"] = "{pass_config:{fuse_allreduce_rms:false}}"
+    if part == "fp8plan":
+        ours = f"+{rollout}.custom.fp8plan"
+        settings |= {f"{rollout}.name": "fp8plan", f"{ours}.choice": told.precision, f"{ours}.accept": "high"}
+        settings[f"{ours}.run_file"] = folder / "run.jsonl"
+    return [f"{name}={value}" for name, value in settings.items()]
+
+
+def compose(words: list[str]) -> list[str]:
+    """The words, once verl's own configuration has taken them."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_module
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        hydra_compose("ppo_trainer", overrides=words)
+    return words
+
+
+def run(part: str, words: list[str], folder: Path, told: Any) -> None:
+    """Run a part to its end, and write its rows."""
+    log, figures = folder / f"{part}.log", folder / f"{part}.jsonl"
+    figures.unlink(missing_ok=True)
+    env = os.environ | {"VERL_FILE_LOGGER_PATH": str(figures), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
+    precision = "bf16" if part == "stock" else told.precision
+    about = {"part": part, "mode": told.mode, "gpus": told.gpus, "precision": precision}
+
+    def note(what: str, **found: Any) -> None:
+        write(told.output, {"what": what} | about | found)
+
+    versions = {name: version(name) for name in ("verl", "vllm", "torch")}
+    note("command", words=words, source=source_hash(), versions=versions)
+    begun = time.perf_counter()
+    with log.open("wb") as out:
+        line = [sys.executable, "-m", "verl.trainer.main_ppo", *words]
+        process = subprocess.Popen(line, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code: int | str = process.wait(told.limit_s)
+        except subprocess.TimeoutExpired:
+            code = f"ended after {told.limit_s:g} s"
+            os.killpg(process.pid, signal.SIGTERM)
+    seconds = time.perf_counter() - begun
+    rows = steps_of(figures)
+    for row in rows:
+        note("step", **row)
+    if code != 0:
+        note("failed", code=code, log=log.read_text(errors="replace")[-6000:])
+    note("done", seconds=seconds, steps=len(rows), **medians(rows))
+
+
+def steps_of(figures: Path) -> list[dict[str, Any]]:
+    """The figures that are kept of each step in verl's log."""
+    lines = figures.read_text().splitlines() if figures.is_file() else []
+    return [{"step": row["step"]} | kept(row["data"]) for row in map(json.loads, lines)]
+
+
+def kept(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in data.items() if name in KEPT or name.startswith("fp8plan/")}
+
+
+def medians(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Medians of the steps' seconds, without the first two, in which engines warm up."""
+    names = [name for name in KEPT if name.startswith("timing_s/")]
+    found = {name: [row[name] for row in rows[2:] if name in row] for name in names}
+    return {name: statistics.median(values) for name, values in found.items() if values}
+
+
+if __name__ == "__main__":
+    main()

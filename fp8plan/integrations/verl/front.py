@@ -1,0 +1,69 @@
+"""fp8plan's part of a server of verl's: when its new weights may serve."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, Self
+
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.server.front import Front
+
+ALL: Final = frozenset(("weights", "kv_cache"))  # vLLM's tags of what sleeps
+UNMEASURED: Final = "new weights are there, and the KV cache is not, by which their scales are measured"
+
+
+class VerlFront(Front):
+    """A Front before an AsyncLLM that verl puts to sleep, gives weights, and wakes up part by part.
+
+    New weights serve once nothing sleeps: verl gives them while the KV cache is away, and the scales of an FP8 cache
+    are measured by running prompts.
+
+    seen: what runs and what its weights are (runtime.server.status), as of the last time that weights began to serve:
+          a worker that sleeps cannot be asked
+    """
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self.seen: dict[str, Any] = {}
+        self._asleep: frozenset[str] = frozenset()
+        self._waiting = False  # new weights, for what still sleeps
+
+    @classmethod
+    async def opened(cls, engine: Any) -> Self:
+        front = await super().opened(engine)
+        front.seen = await front.status()
+        return front
+
+    async def update(self, call: Callable[[], Awaitable[list[dict[str, Any]]]]) -> None:
+        """Take an update of the weights. call: has the workers take it, and returns their answers
+
+        Raises UpdateError, which says which weights serve, for one that a worker refuses.
+        """
+        await self._refuse_running("abort them before (verl: abort_all_requests)")
+        self._updating = True
+        try:
+            for answer in await call():
+                if "error" in answer:
+                    raise ConfigError(answer["error"])
+        except Exception as error:
+            raise await self._failed(error) from error
+        self.failure, self.state.refusal, self._waiting = None, UNMEASURED, True
+        await self._let(updating=False)
+        await self._serve_new()
+
+    async def sleep(self, level: int = 1, *args: Any, **kwargs: Any) -> None:
+        """Sleep; at level 2 the weights are dropped, and an update must follow the wake-up."""
+        await super().sleep(level, *args, **kwargs)
+        self._asleep = ALL
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Wake up what the tags name; once that is all, weights that have come meanwhile serve."""
+        await super().wake_up(tags)
+        self._asleep -= ALL if tags is None else frozenset(tags)
+        await self._serve_new()
+
+    async def _serve_new(self) -> None:
+        if self._waiting and not self._asleep:
+            await self._serve()
+            self._waiting = False
+            self.seen = await self.status()

@@ -1,0 +1,102 @@
+"""The entry point of group verl.plugins: puts fp8plan's names where verl looks for a rollout and for a trainer.
+
+verl loads this module at every `import verl`, in all its processes, also where nobody uses fp8plan. So importing it
+imports nothing of verl: a name is registered when verl itself has imported the registry. What a name stands for is
+imported when verl takes it, and what is wrong then (another verl, say) is raised there: verl logs what a plugin raises
+while it loads at level DEBUG only.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any, Final
+
+from fp8plan.integrations.verl import NAME
+
+logger = logging.getLogger(__name__)
+
+
+def install() -> None:
+    """Register with the registries that verl has imported, and with the others once it does."""
+    for name, register in REGISTRIES.items():
+        if name in sys.modules:
+            _registered(register, sys.modules[name])
+    if not any(isinstance(finder, AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, AfterImport())
+
+
+class AfterImport(MetaPathFinder):
+    """Registers with each of REGISTRIES as soon as it was imported."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        register = REGISTRIES.get(fullname)
+        spec = None if register is None else PathFinder.find_spec(fullname, path, target)
+        if register is None or spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def executed(module: ModuleType) -> None:
+            execute(module)
+            _registered(register, module)
+
+        spec.loader.exec_module = executed  # type: ignore[method-assign]
+        return spec
+
+
+def _registered(register: Callable[[Any], None], module: ModuleType) -> None:
+    """Register with a module. Must not break a verl that does without fp8plan, and is heard where one does not."""
+    try:
+        register(module)
+    except Exception as error:
+        logger.warning(
+            "fp8plan does not know this verl (%s: %s), so rollout.name=%s will not be found; type: pip install "
+            "'fp8plan[verl]'",
+            module.__name__,
+            error,
+            NAME,
+        )
+
+
+def _client(module: Any) -> None:
+    """Let verl's own client of a vLLM server, in each of the trainer's workers, speak to fp8plan's."""
+    module._ROLLOUT_REGISTRY[NAME, "async"] = module._ROLLOUT_REGISTRY["vllm", "async"]
+
+
+def _replica(module: Any) -> None:
+    def load() -> Any:
+        from fp8plan.integrations.verl.server import PlannedReplica
+
+        return PlannedReplica
+
+    module.RolloutReplicaRegistry.register(NAME, load)
+
+
+def _trainers(module: Any) -> None:
+    registry = module.trainer_base.TRAINER_REGISTRY
+    registry.update({mode: partial(trainer_of, stock) for mode, stock in registry.items()})
+
+
+def trainer_of(stock: Any, config: Any) -> Any:
+    """verl's trainer of a mode; with fp8plan's rollouts, the planned one. stock: its class; config: verl's"""
+    if config.actor_rollout_ref.rollout.name != NAME:
+        return stock(config=config)
+    from fp8plan.integrations.verl.trainer import planned
+
+    return planned(stock)(config=config)
+
+
+REGISTRIES: Final[dict[str, Callable[[Any], None]]] = {
+    "verl.workers.rollout.base": _client,
+    "verl.workers.rollout.replica": _replica,
+    "verl.trainer.ppo.v1": _trainers,
+}
+
+install()

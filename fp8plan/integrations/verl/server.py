@@ -1,0 +1,109 @@
+"""verl's vLLM server with a planned engine, and the replica that starts it."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any, Final
+
+import ray
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+
+from fp8plan.integrations.verl import NAME
+from fp8plan.integrations.verl.front import VerlFront
+from fp8plan.integrations.verl.internals import REPLICA, SERVER, check_verl
+from fp8plan.integrations.verl.rollouts import Requests
+from fp8plan.integrations.verl.settings import handed_on
+from fp8plan.model.plan.plan import Plan
+from fp8plan.runtime.engine.launch import launch
+from fp8plan.runtime.guard.observation import facts_of
+
+WORKER: Final = "fp8plan.integrations.verl.worker.PlannedWorker"
+UPDATE: Final = "update_weights_from_ipc"
+OF_VERL: Final = ("model", "worker_extension_cls", "skip_tokenizer_init")  # arguments of vLLM's that stay verl's
+
+
+class PlannedServer(vLLMHttpServer):
+    """verl's server of one replica. Its engine's precision and limits are the plan's; all else is verl's.
+
+    Raises ConfigError for what vLLM, the GPU or the settings do not allow, and where no trainer has handed on a plan.
+    """
+
+    def _validate_configs(self) -> None:
+        check_verl({vLLMHttpServer: SERVER})
+        super()._validate_configs()
+        self._plan = Plan.from_json(handed_on(self.config.custom))
+        self._requests = Requests()
+        self._front: VerlFront
+
+    def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
+        super()._preprocess_engine_kwargs(engine_kwargs)
+        self._launch = launch(
+            self._plan.setup(),
+            self.model_config.local_path,
+            more=dict(engine_kwargs),
+            precisions=self._plan.precisions_beside(),
+        )
+        self._launch.prepare()
+        engine_kwargs |= {name: value for name, value in self._launch.kwargs.items() if name not in OF_VERL}
+
+    def _apply_quantization(self) -> tuple[None, dict[str, Any]]:
+        """Leave verl's own FP8 out: the launch says how vLLM quantises."""
+        return None, {}
+
+    def _get_worker_extension_cls(self) -> str:
+        return WORKER
+
+    async def run_server(self, args: Any) -> None:
+        """Start the engine, and check that what runs is what was planned."""
+        await super().run_server(args)
+        self._front = await VerlFront.opened(self.engine)
+        self._launch = self._launch.holding(self.engine.model_config.max_model_len)
+        self._launch.refuse_other(self._front.facts)
+
+    async def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a method of every worker, as verl's own does, and return their answers.
+
+        An update of the weights is checked, and serves when nothing sleeps any more; raises UpdateError if it is
+        refused.
+        """
+        call = partial(self.engine.collective_rpc, method=method, timeout=timeout, args=args, kwargs=kwargs)
+        if method == UPDATE:
+            return await self._front.update(call)
+        return await call()
+
+    async def generate(self, prompt_ids: Any, sampling_params: Any, request_id: str, *args: Any, **more: Any) -> Any:
+        """Generate one request as verl's own does, and count it in."""
+        begun = time.perf_counter()
+        found = await super().generate(prompt_ids, sampling_params, request_id, *args, **more)
+        self._requests.add(begun, time.perf_counter(), list(prompt_ids), len(found.token_ids))
+        return found
+
+    async def fp8plan_begin(self) -> None:
+        """Begin to count the requests of a rollout."""
+        self._requests.clear()
+
+    async def fp8plan_seen(self) -> dict[str, Any]:
+        """Return {"status", "facts", "rollout"}: what serves (VerlFront.seen), the EngineFacts of the engine, and the
+        fields of the rollout's Observation, or None without requests."""
+        observed = self._requests.observed()
+        if observed is not None:
+            observed["kv_cache_tokens"] = self._front.seen["kv_cache_tokens"]
+        return {
+            "status": self._front.seen,
+            "facts": facts_of(self._launch.setup, self._front.facts),
+            "rollout": observed,
+        }
+
+
+class PlannedReplica(vLLMReplica):
+    """verl's replica, of PlannedServers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_verl({vLLMReplica: REPLICA})
+        super().__init__(*args, **kwargs)
+        self.server_class = ray.remote(PlannedServer)
+
+    def _get_server_name_prefix(self) -> str:
+        """Return the prefix by which verl's client looks for the server: the rollout's name."""
+        return f"{NAME}_"

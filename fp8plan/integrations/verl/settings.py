@@ -1,0 +1,145 @@
+"""What verl's configuration says to fp8plan, in actor_rollout_ref.rollout.custom.fp8plan, and what does not go with it.
+
+    +actor_rollout_ref.rollout.custom.fp8plan.plan=/path/plan.json
+
+Every key may be left out. Settings lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Literal
+
+import msgspec
+from omegaconf import OmegaConf, open_dict
+
+from fp8plan.errors import ConfigError
+from fp8plan.integrations.verl import NAME
+from fp8plan.model.risk.budget import Level
+from fp8plan.schemas import checked
+
+WHERE: Final = "actor_rollout_ref.rollout.custom.fp8plan"
+ROLLOUT: Final = "actor_rollout_ref.rollout"
+PLANNED: Final = "fp8plan_plan"  # in `custom`: what the trainer hands on to the servers
+
+# Settings of a rollout: the only value that each may have, and why.
+FIXED: Final[Mapping[str, tuple[Any, str]]] = {
+    "quantization": (None, "the precision comes from the plan"),
+    "quantization_config_file": (None, "the precision comes from the plan"),
+    "data_parallel_size": (1, "a replica is one engine"),
+    "pipeline_model_parallel_size": (1, "a replica is one engine"),
+    "dtype": ("bfloat16", "FP8 is made of BF16"),
+    "logprobs_mode": ("processed_logprobs", "the correction needs the log-probs of what was sampled"),
+}
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """The keys of custom.fp8plan.
+
+    plan:       path of a plan's JSON, where the trainer runs; null: made at the start, from verl's own settings
+    choice:     index into the plan's choices, or one of its precisions; null: the chosen one
+    accept:     highest risk that a plan made here may choose: low, moderate (also if it is null) or high
+    gpu:        of a plan made here; "auto": the one of the machine where verl's trainer runs
+    correct:    false: the mismatch is measured, and all weights are 1
+    thresholds: "adaptive" (AdaptiveThresholds) or "constant"
+    target_kl, limit_kl: of the controller, in nats per token; null: its default. A plan's prediction goes before
+    run_file:   path of a file for `fp8plan monitor`, where the trainer runs; null: none is written
+    """
+
+    plan: str | None = None
+    choice: int | str | None = None
+    accept: Level | None = None
+    gpu: str = "auto"
+    correct: bool = True
+    thresholds: Literal["adaptive", "constant"] = "adaptive"
+    target_kl: float | None = None
+    limit_kl: float | None = None
+    run_file: str | None = None
+
+
+def settings_in(config: Any) -> Settings:
+    """The settings in verl's configuration. Raises ConfigError for what cannot be."""
+    custom = config.actor_rollout_ref.rollout.get("custom") or {}
+    data = custom.get(NAME) or {}
+    if OmegaConf.is_config(data):
+        data = OmegaConf.to_container(data, resolve=True)
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{WHERE} is {data!r}; allowed: keys, as in +{WHERE}.accept=moderate")
+    allowed = Settings.__struct_fields__
+    if unknown := sorted(set(map(str, data)) - set(allowed)):
+        raise ConfigError(f"{WHERE} has {', '.join(unknown)}; allowed: {', '.join(allowed)}")
+    found = checked(dict(data), Settings, WHERE)
+    if found.plan is not None and found.accept is not None:
+        raise ConfigError(f"{WHERE} has plan and accept; allowed: one of them, as a plan says what it accepts")
+    return found
+
+
+def refuse(config: Any) -> None:
+    """Raise ConfigError for settings of verl's that fp8plan's rollouts do not go with."""
+    fault = next(_faults(config), None)
+    if fault is not None:
+        raise ConfigError(f"{fault}; or type {ROLLOUT}.name=vllm, without fp8plan")
+
+
+def _faults(config: Any) -> Iterator[str]:
+    actor, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    for name, (allowed, why) in FIXED.items():
+        if (found := rollout.get(name, allowed)) != allowed:
+            yield f"{ROLLOUT}.{name} is {found}; allowed: {'null' if allowed is None else allowed}, as {why}"
+    if (rollout.get("qat") or {}).get("enable"):
+        yield f"{ROLLOUT}.qat is on; allowed: off, as the precision comes from the plan"
+    if rollout.checkpoint_engine.backend == "delta_sharded":
+        yield f"{ROLLOUT}.checkpoint_engine.backend is delta_sharded; allowed: one that sends whole tensors, as nccl"
+    mtp = rollout.get("mtp") or {}
+    if mtp.get("enable") and mtp.get("enable_rollout"):
+        yield f"{ROLLOUT}.mtp is on, and no sync reaches its draft; allowed: enable_rollout=False"
+    lora = actor.model.get("lora") or {}
+    if max(lora.get("rank") or 0, actor.model.get("lora_rank") or 0) > 0 and not lora.get("merge"):
+        yield "the policy has a LoRA adapter; allowed: one that is merged, actor_rollout_ref.model.lora.merge=True"
+    if (config.algorithm.get("rollout_correction") or {}).get("bypass_mode"):
+        yield "algorithm.rollout_correction.bypass_mode is on, where there is nothing to correct; allowed: False"
+    if rollout.tensor_model_parallel_size > (gpus := gpus_per_node(config)):
+        yield f"{ROLLOUT}.tensor_model_parallel_size is {rollout.tensor_model_parallel_size}; allowed: {gpus}, a node's"
+    for what, name in _others(config):
+        if name == NAME:
+            yield f"{what}.name is {NAME}; allowed: vllm, as these weights do not change"
+
+
+def _others(config: Any) -> Iterator[tuple[str, str]]:
+    """The rollouts of other models than the policy, which have its name unless they say another."""
+    if OmegaConf.select(config, "distillation.enabled"):
+        for teacher, found in config.distillation.teacher_models.items():
+            yield f"distillation.teacher_models.{teacher}.inference", found.inference.name
+    if config.reward.reward_model.enable:
+        yield "reward.reward_model.rollout", config.reward.reward_model.rollout.name
+
+
+def separate(config: Any) -> bool:
+    """True if the engines that sample have GPUs of their own."""
+    return bool(config.trainer.v1.trainer_mode == "separate_async")
+
+
+def gpus_per_node(config: Any) -> int:
+    """GPUs of a node that samples."""
+    return int((config.actor_rollout_ref.rollout if separate(config) else config.trainer).n_gpus_per_node)
+
+
+def hand_on(config: Any, plan: str, max_model_len: int) -> None:
+    """Write into verl's configuration what its servers and its agents need to know. plan: as JSON"""
+    rollout = config.actor_rollout_ref.rollout
+    with open_dict(rollout):
+        rollout.custom = {**(rollout.get("custom") or {}), PLANNED: plan}
+        rollout.max_model_len = max_model_len
+        rollout.calculate_log_probs = True  # of what was sampled: without them nothing can be corrected
+
+
+def handed_on(custom: Any) -> str:
+    """The plan that `hand_on` wrote, in a server. Raises ConfigError where no trainer of fp8plan's has."""
+    found: str | None = (custom or {}).get(PLANNED)
+    if found is None:
+        raise ConfigError(
+            f"rollout.name={NAME} has no plan: verl's trainer is not fp8plan's; allowed: python -m "
+            "verl.trainer.main_ppo with trainer.use_v1=True and a trainer_mode of verl's, where fp8plan is installed "
+            "and VERL_USE_EXTERNAL_PLUGINS is not 'none'"
+        )
+    return found

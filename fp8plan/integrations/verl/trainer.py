@@ -1,0 +1,204 @@
+"""verl's trainers with planned rollouts: the plan before anything starts, then thresholds, figures and verdicts."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import ray
+from omegaconf import OmegaConf
+from verl.trainer.ppo.v1 import PPOTrainer, trainer_base
+
+from fp8plan.errors import ConfigError, Fp8PlanError
+from fp8plan.integrations.correction import metrics_of, safer_than, settings_of
+from fp8plan.integrations.settings import controller_for
+from fp8plan.integrations.verl.internals import CORRECTION, TRAINER, check_verl, correcting_with
+from fp8plan.integrations.verl.planning import plan_of
+from fp8plan.integrations.verl.settings import WHERE, Settings, hand_on, refuse, separate, settings_in
+from fp8plan.model.plan.plan import Plan
+from fp8plan.runtime.correction.settings import CorrectionSettings
+from fp8plan.runtime.correction.verl import from_verl
+from fp8plan.runtime.guard.fallback import Action
+from fp8plan.runtime.guard.guard import Guard
+from fp8plan.runtime.guard.observation import EngineFacts, Observation
+from fp8plan.runtime.monitor.monitor import Monitor
+from fp8plan.runtime.monitor.record import Step
+from fp8plan.runtime.monitor.sinks import JsonLines
+from fp8plan.runtime.server.status import report_of
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE: Final = "fp8plan.json"  # in the folder of a checkpoint
+
+
+@cache
+def planned(stock: type[Any]) -> type[Any]:
+    """The planned trainer of a mode. stock: verl's own class"""
+    return type(f"Planned{stock.__name__}", (PlannedTrainer, stock), {})
+
+
+class PlannedTrainer:
+    """What a planned trainer has before one of verl's: verl's methods, each with fp8plan's part.
+
+    plan:    what its engines run
+    monitor: measures, decides and records each batch; there once the engines run
+
+    Raises ConfigError, before anything is started, for a verl whose inside is not known, and for settings that cannot
+    be.
+    """
+
+    config: Any
+    global_steps: int
+    trainer_mode: str
+
+    def __init__(self, config: Any) -> None:
+        check_verl({PPOTrainer: TRAINER, trainer_base: (CORRECTION,)})
+        self._settings = settings_in(config)
+        refuse(config)
+        self._correction, self.plan = started_with(plan_of(config, self._settings), config, self._settings)
+        self._planned = self.plan.setup()
+        for text in (*self.plan.reasons, *self.plan.warnings):
+            logger.info("fp8plan: %s", text)
+        hand_on(config, self.plan.to_json(), self._planned.limits.max_model_len or 0)
+        self.monitor: Monitor
+        super().__init__(config=config)  # type: ignore[call-arg]
+
+    def init(self) -> None:
+        """Start the engines and sync them, as verl does, and then what watches them."""
+        super().init()  # type: ignore[misc]
+        self.monitor = monitor_for(self.plan, self._correction, self._settings, self._seen()[0]["facts"], self._timed)
+        if self.global_steps:
+            self._load_state()
+
+    @property
+    def _timed(self) -> bool:
+        """True if a rollout is one batch, which begins and ends between two syncs."""
+        return self.trainer_mode == "sync"
+
+    def on_sample_begin(self) -> None:
+        super().on_sample_begin()  # type: ignore[misc]
+        if self._timed:
+            ray.get([server.fp8plan_begin.remote() for server in self._servers()])
+
+    def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        """Compute advantages as verl does, where it corrects for the mismatch with the Monitor's weights and mask."""
+        corrected = []
+
+        def correct(data: Any, _: Any) -> tuple[Any, dict[str, float]]:
+            corrected.append(True)
+            step, figures = self._step(data)
+            return corrected_by(step, data), figures
+
+        with correcting_with(correct):
+            found = super()._compute_advantage(batch, metrics)  # type: ignore[misc]
+        if not corrected:
+            raise ConfigError(
+                "verl's batch has no rollout_log_probs, so nothing was corrected; allowed: an agent loop that returns "
+                "the log-probs of what it sampled, or actor_rollout_ref.rollout.name=vllm"
+            )
+        return found
+
+    def _step(self, data: Any) -> tuple[Step, dict[str, float]]:
+        """Let the Monitor see a batch. Return its findings, and the figures for verl's log."""
+        seen = self._seen()
+        rollouts = [x["rollout"] for x in seen if x["rollout"] is not None] if self._timed else []
+        slowest = max(rollouts, key=lambda x: x["seconds"], default=None)  # it decides when the rollout ends
+        batch = data.batch
+        step = self.monitor.step(
+            batch["old_log_probs"],
+            batch["rollout_log_probs"],
+            batch["response_mask"].bool(),
+            rollout=None if slowest is None else Observation(**slowest),
+        )
+        status = seen[0]["status"]
+        report = None if status["last_update"] is None else report_of(status, status["last_update"]["seconds"]["total"])
+        of_verl = {name: x for name, x in step.metrics.items() if name.startswith("rollout_corr/") and x is not None}
+        self._advise(step)
+        return step, of_verl | metrics_of(step, self._planned.precision, report)
+
+    def _advise(self, step: Step) -> None:
+        """Log what the guard, or else the controller, advises: verl's engines are not started again in a run."""
+        action = Action.NONE if step.verdict is None else step.verdict.action
+        running = self._planned.precision.name
+        safer = safer_than(running, action, step.decided.escalate)
+        if safer is not None:
+            why = step.decided.reason if step.verdict is None or action == Action.NONE else step.verdict.reason
+            logger.warning(
+                "fp8plan advises a step down from %s: %s; go on from a checkpoint with +%s.choice=%s", running, why,
+                WHERE, safer,
+            )  # fmt: skip
+
+    def _servers(self) -> list[Any]:
+        """The servers that are asked: with engines on their own GPUs, those, as the others come and go."""
+        managers = self._rollout_server_managers()  # type: ignore[attr-defined]
+        asked = managers[-1:] if separate(self.config) else managers
+        return [replica.servers[0] for manager in asked for replica in manager.get_replicas()]
+
+    def _seen(self) -> list[dict[str, Any]]:
+        """What each server says (PlannedServer.fp8plan_seen)."""
+        found: list[dict[str, Any]] = ray.get([server.fp8plan_seen.remote() for server in self._servers()])
+        return found
+
+    def _save_checkpoint(self) -> None:
+        super()._save_checkpoint()  # type: ignore[misc]
+        folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
+        (folder / STATE_FILE).write_text(json.dumps(self.monitor.state_dict()), encoding="utf-8")
+
+    def _load_state(self) -> None:
+        """Go on with the thresholds and the guard's memory of the checkpoint that verl has resumed from."""
+        trainer = self.config.trainer
+        resumed = trainer.resume_mode == "resume_path"
+        step = f"global_step_{self.global_steps}"
+        folder = Path(trainer.resume_from_path) if resumed else Path(trainer.default_local_dir) / step
+        if (folder / STATE_FILE).is_file():
+            self.monitor.load_state_dict(json.loads((folder / STATE_FILE).read_text(encoding="utf-8")))
+
+
+def started_with(plan: Plan, config: Any, settings: Settings) -> tuple[CorrectionSettings, Plan]:
+    """The correction to begin with, and the plan with its thresholds: those of verl's rollout_correction if the user
+    has asked for one there, else the plan's.
+
+    Raises ConfigError for what cannot be corrected so.
+    """
+    if not settings.correct:
+        return CorrectionSettings(level=None), replace(plan, thresholds={})
+    of_verl = config.algorithm.get("rollout_correction") or {}
+    if of_verl.get("rollout_is") is None and of_verl.get("rollout_rs") is None:
+        return settings_of(plan.thresholds), plan
+    return from_verl(OmegaConf.to_container(of_verl, resolve=True)), replace(plan, thresholds={})
+
+
+def monitor_for(
+    plan: Plan, correction: CorrectionSettings, settings: Settings, facts: EngineFacts, timed: bool
+) -> Monitor:
+    """The Monitor of a run.
+
+    facts: of one of its engines
+    timed: whether rollouts can be timed, and so judged. Without a profile of the GPU nothing can
+    """
+    guard = None
+    if timed:
+        try:
+            guard = Guard(facts)
+        except Fp8PlanError as error:
+            logger.warning("fp8plan does not compare rollouts with a prediction: %s", error)
+    law = None if correction.level is None else controller_for(
+        correction, settings.thresholds, settings.target_kl, settings.limit_kl
+    )  # fmt: skip
+    sinks = [] if settings.run_file is None else [JsonLines(settings.run_file)]
+    return Monitor(correction, law, sinks, plan=plan, guard=guard, facts=facts)
+
+
+def corrected_by(step: Step, data: Any) -> Any:
+    """verl's batch with a step's mask, and its weights if it has any, in the dtypes of verl's own."""
+    import torch
+
+    batch = data.batch
+    batch["response_mask"] = torch.as_tensor(step.mask).to(batch["response_mask"].dtype)
+    if step.weights is not None:
+        batch["rollout_is_weights"] = torch.as_tensor(step.weights)
+    return data

@@ -1,0 +1,54 @@
+"""The front end of a server that is synced by vLLM's own weight-transfer lifecycle: start, parts, finish."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any, ClassVar
+
+from fp8plan.runtime.server.front import Front
+
+
+class LifecycleFront(Front):
+    """A Front before the lifecycle's calls.
+
+    `start_weight_update` is refused while requests run, unless generation is paused. At the end of
+    `finish_weight_update` the new weights serve.
+    """
+
+    wrapped: ClassVar = (*Front.wrapped, "start_weight_update", "update_weights", "finish_weight_update")
+    asks_facts: ClassVar = "fp8plan_attach"
+
+    async def start_weight_update(self, *args: Any, **kwargs: Any) -> None:
+        """Open an update. One that a trainer has left open is ended first."""
+        await self._refuse_running("pause generation before (POST /pause?mode=keep)")
+        if self._updating:
+            await self._release()
+        self._updating = True
+        try:
+            await self._own["start_weight_update"](*args, **kwargs)
+        except Exception as error:
+            raise await self._failed(error) from error
+
+    async def update_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Take one part of an update."""
+        try:
+            await self._own["update_weights"](*args, **kwargs)
+        except Exception as error:
+            raise await self._failed(error) from error
+
+    async def finish_weight_update(self, *args: Any, **kwargs: Any) -> None:
+        """Close an update: what the workers check, then KV scales and prefix cache. Then the new weights serve."""
+        try:
+            await self._own["finish_weight_update"](*args, **kwargs)
+            await self._serve()
+        except Exception as error:
+            await self._release()
+            raise await self._failed(error) from error
+        self.failure = None
+        await self._let(updating=False)
+
+    async def _release(self) -> None:
+        """End what vLLM's workers still count as an open update."""
+        for _ in range(2):  # the first fails where the backend has an update open, too
+            with suppress(Exception):
+                await self._own["finish_weight_update"]()

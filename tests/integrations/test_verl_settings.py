@@ -1,0 +1,283 @@
+"""What verl's configuration means to fp8plan, what is refused, and how verl finds the plugin."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from trl_runs import model
+from verl_parts import config, planned, small
+from vllm_server import ROOT, entry_points
+
+import fp8plan
+from fp8plan.errors import ConfigError
+from fp8plan.integrations.planning import MEAN_SHARE, SIGMA
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.plan.plan import Plan
+from fp8plan.model.risk.budget import RiskBudget
+from fp8plan.model.workload import Fixed, LogNormal, Workload
+from fp8plan.runtime.vllm_versions import check_vllm_version
+
+pytestmark = pytest.mark.verl
+
+OURS = "actor_rollout_ref.rollout.custom.fp8plan"
+
+
+# ------------------------------------------------------------------------------------------------ the plugin
+
+
+def run(code: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Code in a fresh process, in which verl finds the entry points of pyproject.toml."""
+    paths = [str(entry_points(folder)), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | env
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+
+
+def test_the_entry_point_is_the_plugin() -> None:
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["verl.plugins"]
+    assert list(points) == ["fp8plan"]
+    loaded = EntryPoint("fp8plan", points["fp8plan"], "verl.plugins").load()
+    assert loaded.NAME == "fp8plan"
+
+
+def test_import_verl_registers_the_rollout_and_imports_nothing_more(tmp_path: Path) -> None:
+    done = run(
+        "import sys, verl\n"
+        "assert 'verl.workers.rollout.base' not in sys.modules, 'verl is as light as before'\n"
+        "from verl.workers.rollout.base import _ROLLOUT_REGISTRY as client\n"
+        "from verl.workers.rollout.replica import get_rollout_replica_class\n"
+        "assert client['fp8plan', 'async'] == client['vllm', 'async']\n"
+        "assert 'vllm' not in sys.modules\n"
+        "print(get_rollout_replica_class('fp8plan').__name__)\n",
+        tmp_path,
+    )
+    assert done.stdout.splitlines()[-1:] == ["PlannedReplica"], done.stderr
+
+
+@pytest.mark.parametrize("named", ["vllm", "fp8plan"])
+def test_the_trainer_is_planned_where_the_rollout_is(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp8plan.integrations.verl import plugin
+
+    made: list[Any] = []
+    trainer = SimpleNamespace(planned=lambda stock: lambda config: made.append((stock, config)))
+    monkeypatch.setitem(sys.modules, "fp8plan.integrations.verl.trainer", trainer)
+    told = config(f"actor_rollout_ref.rollout.name={named}")
+    stock = SimpleNamespace
+    registry: dict[str, Any] = {"sync": stock}
+    plugin._trainers(SimpleNamespace(trainer_base=SimpleNamespace(TRAINER_REGISTRY=registry)))
+    found = registry["sync"](config=told)
+    assert made == ([] if named == "vllm" else [(stock, told)])
+    assert named == "fp8plan" or found.config is told
+
+
+def test_a_verl_without_its_registries_is_heard_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    from fp8plan.integrations.verl import plugin
+
+    plugin._registered(plugin._client, SimpleNamespace(__name__="verl.workers.rollout.base"))  # type: ignore[arg-type]
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "fp8plan does not know this verl (verl.workers.rollout.base: " in record.getMessage()
+    assert "type: pip install 'fp8plan[verl]'" in record.getMessage()
+
+
+def test_another_verl_is_an_error_at_the_first_use(tmp_path: Path) -> None:
+    code = (
+        "import verl\n"
+        "from fp8plan.integrations.verl import internals\n"
+        "internals.version = lambda package: '0.10.0'\n"
+        "from verl.workers.rollout.replica import get_rollout_replica_class\n"
+        "get_rollout_replica_class('fp8plan')(0, None, None)\n"
+    )
+    said = run(code, tmp_path).stderr.rstrip()
+    assert said.endswith(
+        "ConfigError: verl 0.10.0 with rollout.name=fp8plan is not supported; allowed: 0.9.1; type: pip install "
+        "'verl==0.9.1', or actor_rollout_ref.rollout.name=vllm"
+    )
+
+
+def test_a_verl_whose_inside_has_changed_is_refused_with_what_is_gone() -> None:
+    from fp8plan.integrations.verl.internals import check_verl
+
+    with pytest.raises(ConfigError, match=r"lacks what rollout\.name=fp8plan needs of it: SimpleNamespace\.fit; type"):
+        check_verl({SimpleNamespace: ("__init__", "fit")})
+
+
+def test_a_server_that_no_trainer_of_ours_has_told_a_plan_says_so() -> None:
+    from fp8plan.integrations.verl.settings import handed_on
+
+    with pytest.raises(ConfigError, match=r"rollout\.name=fp8plan has no plan: .*trainer\.use_v1=True"):
+        handed_on({"other": 1})
+
+
+# ------------------------------------------------------------------------------------------------ the settings
+
+
+def settings(*overrides: str) -> Any:
+    from fp8plan.integrations.verl.settings import settings_in
+
+    return settings_in(config(*overrides))
+
+
+def test_hydra_composes_the_settings() -> None:
+    found = settings(f"+{OURS}.plan=plan.json", f"+{OURS}.choice=fp8_kv", f"+{OURS}.limit_kl=0.1")
+    assert (found.plan, found.choice, found.limit_kl, found.accept) == ("plan.json", "fp8_kv", 0.1, None)
+    assert settings().plan is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "match"),
+    [
+        ([f"+{OURS}.plam=a"], rf"{OURS} has plam; allowed: plan, choice, accept"),
+        ([f"+{OURS}=moderate"], rf"{OURS} is 'moderate'; allowed: keys, as in \+{OURS}\.accept=moderate"),
+        ([f"+{OURS}.accept=all"], "accept"),
+        ([f"+{OURS}.accept=low", f"+{OURS}.plan=a"], "has plan and accept; allowed: one of them"),
+    ],
+)
+def test_what_cannot_be_is_refused(overrides: list[str], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        settings(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "match"),
+    [
+        ("actor_rollout_ref.rollout.quantization=fp8", "quantization is fp8; allowed: null, as the precision"),
+        ("actor_rollout_ref.rollout.data_parallel_size=2", "data_parallel_size is 2; allowed: 1"),
+        ("actor_rollout_ref.rollout.pipeline_model_parallel_size=2", "pipeline_model_parallel_size is 2; allowed: 1"),
+        ("actor_rollout_ref.rollout.dtype=float16", "dtype is float16; allowed: bfloat16"),
+        ("actor_rollout_ref.rollout.logprobs_mode=raw_logprobs", "allowed: processed_logprobs"),
+        ("++actor_rollout_ref.rollout.qat.enable=True", "qat is on"),
+        ("actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded", "delta_sharded; allowed: one that"),
+        ("actor_rollout_ref.model.lora_rank=8", "LoRA adapter; allowed: one that is merged"),
+        ("algorithm.rollout_correction.bypass_mode=True", "bypass_mode is on"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=16", "is 16; allowed: 8, a node's"),
+        ("distillation.enabled=True", "teacher_model.inference.name is fp8plan; allowed: vllm"),
+    ],
+)
+def test_what_fp8plans_rollouts_do_not_go_with_is_refused(override: str, match: str) -> None:
+    from fp8plan.integrations.verl.settings import refuse
+
+    with pytest.raises(ConfigError, match=match):
+        refuse(config(override))
+    refuse(config())
+
+
+def test_another_rollout_backend_is_verls_own() -> None:
+    from verl.workers.rollout.base import get_rollout_class
+
+    with pytest.raises(AssertionError, match="Rollout fp8plan-sglang with mode async not found"):
+        get_rollout_class("fp8plan-sglang")
+
+
+# ------------------------------------------------------------------------------------------------ the plan
+
+
+def plan_of(told: Any) -> Plan:
+    from fp8plan.integrations.verl.planning import plan_of
+    from fp8plan.integrations.verl.settings import settings_in
+
+    return plan_of(told, settings_in(told))
+
+
+def test_a_plan_made_from_verls_configuration_equals_one_made_by_hand() -> None:
+    found = plan_of(
+        config(
+            "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+            "actor_rollout_ref.rollout.gpu_memory_utilization=0.6",
+            "actor_rollout_ref.rollout.max_num_seqs=256",
+            "actor_rollout_ref.rollout.n=8",
+            "data.train_batch_size=32",
+            "data.max_prompt_length=512",
+            "data.max_response_length=4096",
+            "trainer.n_gpus_per_node=8",
+            f"+{OURS}.gpu=h200",
+            f"+{OURS}.accept=high",
+        )
+    )
+    limits = EngineLimits(
+        gpu_memory_utilization=0.6,
+        max_model_len=40960,
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        tensor_parallel_size=2,
+        data_parallel_size=4,
+    )
+    by_hand = fp8plan.plan(
+        "Qwen/Qwen3-8B",
+        "h200",
+        Workload(32, 8, Fixed(512), LogNormal(MEAN_SHARE * 4096, SIGMA, 4096)),
+        limits=limits,
+        target="verl",
+        budget=RiskBudget(accept="high"),
+        engine_version=check_vllm_version().partition("+")[0],
+    )
+    assert found == by_hand
+
+
+def test_engines_on_their_own_gpus_are_counted_there() -> None:
+    from fp8plan.integrations.verl.planning import limits_of
+
+    told = config(
+        "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
+        "trainer.v1.trainer_mode=separate_async",
+        "actor_rollout_ref.rollout.nnodes=3",
+        "actor_rollout_ref.rollout.n_gpus_per_node=8",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=4",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.num_gpu_blocks_override=101",
+    )
+    limits = limits_of(told, "h200")
+    assert (limits.data_parallel_size, limits.tensor_parallel_size, limits.num_gpu_blocks) == (6, 4, 100)
+
+
+def of_file(folder: Path, plan: Plan, *overrides: str) -> Any:
+    (folder / "plan.json").write_text(plan.to_json())
+    return small(f"+{OURS}.plan={folder}/plan.json", *overrides)
+
+
+def test_the_plan_of_a_file_is_taken_with_its_choice(tmp_path: Path) -> None:
+    given = planned("fp8_kv")
+    assert plan_of(of_file(tmp_path, given)) == given
+    other = plan_of(of_file(tmp_path, given, f"+{OURS}.choice=bf16"))
+    assert other.choices[other.chosen].precision == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "match"),
+    [
+        (["actor_rollout_ref.rollout.max_num_seqs=16"], r"is 16, and the plan has 8; type: .*max_num_seqs=8"),
+        (["actor_rollout_ref.rollout.max_model_len=512"], "max_model_len is 512, and the plan has 256"),
+        (["actor_rollout_ref.rollout.tensor_model_parallel_size=2"], "tensor_model_parallel_size is 2"),
+        (["data.max_response_length=512"], r"are 576 tokens together, and the plan's longest request has 256"),
+    ],
+)  # fmt: skip
+def test_a_plan_of_another_engine_is_refused(tmp_path: Path, overrides: list[str], match: str) -> None:
+    with pytest.raises(ConfigError, match=f"{match}.*or plan again: fp8plan plan MODEL"):
+        plan_of(of_file(tmp_path, planned("fp8_kv"), *overrides))
+
+
+def test_sizes_that_are_no_whole_blocks_are_refused_in_fp8(tmp_path: Path) -> None:
+    ragged = replace(planned("fp8_block"), model=model("ragged"))
+    with pytest.raises(ConfigError, match=r"with FP8 weights verl takes multiples of 128"):
+        plan_of(of_file(tmp_path, ragged))
+    assert plan_of(of_file(tmp_path, ragged, f"+{OURS}.choice=fp8_kv"))
+
+
+def test_what_is_handed_on_reaches_a_server_as_verl_makes_its_configuration() -> None:
+    from verl.utils.config import omega_conf_to_dataclass
+
+    from fp8plan.integrations.verl.settings import hand_on, handed_on
+
+    told, plan = small("+actor_rollout_ref.rollout.custom.mine=1"), planned("fp8_kv")
+    hand_on(told, plan.to_json(), 256)
+    rollout = omega_conf_to_dataclass(told.actor_rollout_ref.rollout)
+    assert Plan.from_json(handed_on(rollout.custom)) == plan
+    assert (rollout.custom["mine"], rollout.calculate_log_probs, rollout.max_model_len) == (1, True, 256)
