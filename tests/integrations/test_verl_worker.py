@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import planted
 import pytest
 from native_client import digests_of
 from tiny_models import started, weights
@@ -84,6 +85,14 @@ def test_nan_is_named_and_the_weights_must_not_be_used(llm: Any, references: Any
     assert "not finite" in status(llm)["refusal"]
     assert update(llm, weights("dense", "b").items()) == {"ok": None}
     assert status(llm)["refusal"] is None
+    assert digests_of(llm) == references["b"]
+
+
+def test_weights_that_are_not_what_was_sent_must_not_be_used(llm: Any, references: Any) -> None:
+    llm.collective_rpc(planted.corrupt_the_next_update)
+    assert "the live weights differ from what was sent" in update(llm, weights("dense", "a").items())["error"]
+    assert "differ from what was sent" in status(llm)["refusal"]
+    assert update(llm, weights("dense", "b").items()) == {"ok": None}
     assert digests_of(llm) == references["b"]
 
 

@@ -50,3 +50,23 @@ def refuse_the_next_finish(worker: Any) -> dict[str, None]:
 
     live.finish = finish
     return {"ok": None}
+
+
+def corrupt_the_next_update(worker: Any) -> dict[str, None]:
+    """Flip the signs of all weights of the next update over verl's transport, once all of it has been written.
+
+    Not of their scales: a weight is the product of both. Only then, as vLLM's reload, which some layers go through, has
+    other tensors in the model's places until it is closed.
+    """
+    live = worker._fp8plan_updates()._live
+    close = live._close
+
+    def corrupted(running: Any) -> None:
+        vars(live).pop("_close")
+        close(running)
+        for name, parameter in worker.model_runner.get_model().named_parameters():
+            if not name.endswith("scale_inv"):
+                parameter.data.copy_(-parameter.data.float())
+
+    live._close = corrupted
+    return {"ok": None}
