@@ -18,7 +18,7 @@ FP8: Final = {"cpu": "fp8_kv", "cuda": "fp8_block+fp8_kv"}
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """How gradients are corrected.
+    """A correction of gradients.
 
     follow: do what the controller asks for beyond thresholds (measure the KV scales again, step down), as a run with
             fp8plan does; without it, an arm is what other stacks have
@@ -119,7 +119,7 @@ BASELINES: Final = {f"{name}-{what}": f"{name}-bf16" for name in HARDER for what
 
 
 def arm_named(name: str) -> Arm:
-    """Raises ConfigError for a name that is none of ARMS."""
+    """The arm of this name. Raises ConfigError for one that is none of ARMS."""
     if name not in ARMS:
         raise ConfigError(f"arm is {name!r}; allowed: {', '.join(ARMS)}")
     return ARMS[name]

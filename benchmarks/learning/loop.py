@@ -21,6 +21,7 @@ from benchmarks.learning.arms import CORRECTIONS, Arm, strength
 from benchmarks.learning.grpo import Sample, batch_of, samples_of
 from benchmarks.learning.policies import task_of
 from benchmarks.learning.state import RunFolder
+from benchmarks.learning.tasks import PILOT, TRAIN
 from benchmarks.learning.trainer import Trainer
 from fp8plan import schemas
 from fp8plan.errors import NotServingError, ProfileError, SyncError
@@ -35,7 +36,6 @@ from fp8plan.runtime.guard.fallback import GuardSettings
 
 ATTEMPTS: Final = 3  # at a rollout or a sync
 ADVISES_NOTHING: Final = GuardSettings(patience=1 << 30)  # it judges each rollout; an arm stays what it is called
-PILOT, TRAIN = 1, 2  # what a seed is for
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ class Loop:
             self.tell(found.decided.escalate.value, f"{ran}: {found.decided.reason}")
 
     def tensors(self, noise: float) -> dict[str, torch.Tensor]:
-        """What is sent to the engine. noise: as a share of each matrix's RMS"""
+        """The tensors that are sent to the engine. noise: as a share of each matrix's RMS"""
         return self.trainer.tensors(noise, self.seed * 100_003 + self.step)
 
     def sync(self, noise: float) -> None:
@@ -221,7 +221,7 @@ class Loop:
         self.folder.save(state | {"trainer": self.trainer.state_dict(), "monitor": self.monitor.state_dict()})
 
     def evaluate(self) -> float:
-        """Mean reward on problems that are not trained on, the same ones at any time."""
+        """Mean reward on the pilot's problems, the same ones at any time."""
         _, rewards, _ = self.rollout(self.settings.prompts, self.settings.samples, PILOT, 0)
         return sum(rewards) / len(rewards)
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.gpu.structured_model import Size, losses_of
 from benchmarks.learning import smollm2
-from benchmarks.learning.tasks import STOP, VOCABULARY, ReasoningGym, Recurrence, Task
+from benchmarks.learning.tasks import LENGTHS, STOP, TEACH, VOCABULARY, ReasoningGym, Recurrence, Task
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 
@@ -77,7 +77,7 @@ POLICIES: Final = {
 
 
 def policy_named(name: str) -> Policy:
-    """Raises ConfigError for a name that is none of POLICIES."""
+    """The policy of this name. Raises ConfigError for one that is none of POLICIES."""
     if name not in POLICIES:
         raise ConfigError(f"policy is {name!r}; allowed: {', '.join(POLICIES)}")
     return POLICIES[name]
@@ -119,7 +119,7 @@ def _teach(policy: Policy, size: Size, folder: Path, device: str, seed: int) -> 
     task = policy.task(None)
     assert isinstance(task, Recurrence)
     model, losses = new_model(policy.kind, size).to(device), list[float]()
-    enough = WRONG_PER_ANSWER / float(np.mean([len(x.key) for x in task.problems(512, (seed, 1))]))
+    enough = WRONG_PER_ANSWER / float(np.mean([len(x.key) for x in task.problems(512, (seed, LENGTHS, 0))]))
     for loss in losses_of(model, size, device, answers(task, size.batch, seed)):
         losses.append(float(loss))
         if len(losses) >= SETTLED and np.mean(losses[-SETTLED:]) < enough:
@@ -138,7 +138,7 @@ def answers(task: Recurrence, batch: int, seed: int) -> Iterator[tuple[Any, Any]
     length = task.max_prompt_tokens + task.max_response_tokens
     for number in range(1 << 30):
         tokens, labels = torch.full((batch, length), STOP), torch.full((batch, length), IGNORED)
-        for row, problem in enumerate(task.problems(batch, (seed, 2, number))):
+        for row, problem in enumerate(task.problems(batch, (seed, TEACH, number))):
             start, stop = len(problem.prompt), len(problem.prompt) + len(problem.key)
             tokens[row, :stop] = torch.tensor([*problem.prompt, *problem.key])
             labels[row, start:stop] = tokens[row, start:stop]

@@ -52,7 +52,7 @@ def plan_of_pilot(
 
 
 def foreseen(found: Plan | Fp8PlanError, precision: str) -> dict[str, Any]:
-    """What the plan says of a precision, for predicted.json; why it says nothing, if there could be none."""
+    """The plan's figures of a precision, for predicted.json; why there are none, if there could be no plan."""
     if isinstance(found, Fp8PlanError):
         return dict.fromkeys(FORESEEN) | {"precision": precision, "warnings": [str(found)]}
     choice = found.select(precision)
@@ -77,7 +77,7 @@ def observed(folder: RunFolder) -> dict[str, float | None]:
 def table(runs: Mapping[tuple[str, int], RunFolder]) -> str:
     """Predicted beside observed, one line for each run (arm, seed), in Markdown."""
     head = (
-        "arm", "seed", "steps", "held-out reward before", "after", "reward, last tenth",
+        "arm", "seed", "steps", "reward on the pilot's problems, before", "after", "reward, last tenth",
         "rollout speed-up, predicted", "observed",
         "step speed-up, predicted", "observed", "k3, predicted (90%)", "observed", "raw ESS, predicted", "observed",
         "clipped, predicted", "observed", "least C",

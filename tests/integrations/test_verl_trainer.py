@@ -104,7 +104,7 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
             "actor_rollout_ref.rollout.n_gpus_per_node=1",
             *overrides,
         )
-        found = ours.planned(kinds[mode])(config=told)
+        found = ours.planned_class(kinds[mode])(config=told)
         found.init()
         return found
 

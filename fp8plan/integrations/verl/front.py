@@ -48,8 +48,10 @@ class VerlFront(Front):
         except Exception as error:
             raise await self._failed(error) from error
         self.failure, self.state.refusal, self._waiting = None, UNMEASURED, True
-        await self._let(updating=False)
-        await self._serve_new()
+        try:
+            await self._serve_new()
+        finally:
+            await self._let(updating=False)
 
     async def sleep(self, level: int = 1, *args: Any, **kwargs: Any) -> None:
         """Sleep; at level 2 the weights are dropped, and an update must follow the wake-up."""

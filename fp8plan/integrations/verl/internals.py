@@ -31,7 +31,7 @@ def check_verl(needed: Mapping[Any, Sequence[str]]) -> None:
     needed: object of verl's -> names that it must have
     """
     found = version("verl")
-    hint = f"type: pip install 'verl=={TESTED}', or actor_rollout_ref.rollout.name=vllm"
+    hint = f"type: pip install 'verl[verl-core]=={TESTED}', or actor_rollout_ref.rollout.name=vllm"
     if found != TESTED:
         raise ConfigError(f"verl {found} with rollout.name=fp8plan is not supported; allowed: {TESTED}; {hint}")
     if gone := [

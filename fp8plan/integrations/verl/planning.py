@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
@@ -34,9 +35,10 @@ def plan_of(config: Any, settings: Settings) -> Plan:
     Raises ConfigError for a plan of another engine, and what `fp8plan.plan` raises.
     """
     if settings.plan is None:
-        made = planned(config, settings)
+        made = made_plan(config, settings)
         return replace(made, chosen=made.index(settings.choice))
-    read = read_plan(settings.plan)
+    allowed = f"the full path of a plan's JSON where verl's trainer runs, which is in {Path.cwd()}"
+    read = read_plan(settings.plan, allowed)
     if read is None:
         raise ConfigError(f"plan is {settings.plan!r}; allowed: a path, or none of it for a plan that is made here")
     plan = replace(read, chosen=read.index(settings.choice))
@@ -46,7 +48,7 @@ def plan_of(config: Any, settings: Settings) -> Plan:
     return plan
 
 
-def planned(config: Any, settings: Settings) -> Plan:
+def made_plan(config: Any, settings: Settings) -> Plan:
     """Plan the rollouts of verl's configuration. Only the precision is to be found."""
     model, data = str(config.actor_rollout_ref.model.path), config.data
     samples = int(config.actor_rollout_ref.rollout.n)
@@ -92,7 +94,7 @@ def _gpus(config: Any) -> int:
 
 
 def _faults(plan: Plan, config: Any) -> Iterator[str]:
-    """What is planned otherwise than verl's configuration says, with what to type."""
+    """Yield what is planned otherwise than verl's configuration says, with what to type."""
     setup, rollout, data = plan.setup(), config.actor_rollout_ref.rollout, config.data
     limits = setup.limits
     told: dict[str, tuple[Any, Any]] = {word: (rollout[word], getattr(limits, name)) for name, word in WORDS.items()}

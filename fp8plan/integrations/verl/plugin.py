@@ -88,9 +88,9 @@ def trainer_of(stock: Any, config: Any) -> Any:
     """verl's trainer of a mode; with fp8plan's rollouts, the planned one. stock: its class; config: verl's"""
     if config.actor_rollout_ref.rollout.name != NAME:
         return stock(config=config)
-    from fp8plan.integrations.verl.trainer import planned
+    from fp8plan.integrations.verl.trainer import planned_class
 
-    return planned(stock)(config=config)
+    return planned_class(stock)(config=config)
 
 
 REGISTRIES: Final[dict[str, Callable[[Any], None]]] = {

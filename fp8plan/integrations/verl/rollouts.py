@@ -9,7 +9,7 @@ from fp8plan.runtime.engine.rollout_timer import counts
 
 
 @dataclass(slots=True)
-class Requests:
+class RolloutLog:
     """The requests since the last `clear`: rows of (begun, ended) in seconds, tokens of prompt and response, prompt."""
 
     rows: list[tuple[float, float, int, int, int]] = field(default_factory=list)

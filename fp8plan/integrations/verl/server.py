@@ -12,7 +12,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 from fp8plan.integrations.verl import NAME
 from fp8plan.integrations.verl.front import VerlFront
 from fp8plan.integrations.verl.internals import REPLICA, SERVER, check_verl
-from fp8plan.integrations.verl.rollouts import Requests
+from fp8plan.integrations.verl.rollouts import RolloutLog
 from fp8plan.integrations.verl.settings import handed_on
 from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.engine.launch import launch
@@ -33,7 +33,7 @@ class PlannedServer(vLLMHttpServer):
         check_verl({vLLMHttpServer: SERVER})
         super()._validate_configs()
         self._plan = Plan.from_json(handed_on(self.config.custom))
-        self._requests = Requests()
+        self._requests = RolloutLog()
         self._front: VerlFront
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What verl's configuration says to fp8plan, in actor_rollout_ref.rollout.custom.fp8plan, and what does not go with it.
+"""The settings of fp8plan in verl's configuration, actor_rollout_ref.rollout.custom.fp8plan, and what refuses them.
 
     +actor_rollout_ref.rollout.custom.fp8plan.plan=/path/plan.json
 
@@ -96,6 +96,11 @@ def _faults(config: Any) -> Iterator[str]:
     lora = actor.model.get("lora") or {}
     if max(lora.get("rank") or 0, actor.model.get("lora_rank") or 0) > 0 and not lora.get("merge"):
         yield "the policy has a LoRA adapter; allowed: one that is merged, actor_rollout_ref.model.lora.merge=True"
+    if config.algorithm.get("rollout_correction", {}) is None:
+        yield (
+            "algorithm.rollout_correction is null, and verl then corrects nothing; allowed: leave it out, and to "
+            f"measure only +{WHERE}.correct=False"
+        )
     if (config.algorithm.get("rollout_correction") or {}).get("bypass_mode"):
         yield "algorithm.rollout_correction.bypass_mode is on, where there is nothing to correct; allowed: False"
     if rollout.tensor_model_parallel_size > (gpus := gpus_per_node(config)):

@@ -36,13 +36,13 @@ STATE_FILE: Final = "fp8plan.json"  # in the folder of a checkpoint
 
 
 @cache
-def planned(stock: type[Any]) -> type[Any]:
+def planned_class(stock: type[Any]) -> type[Any]:
     """The planned trainer of a mode. stock: verl's own class"""
     return type(f"Planned{stock.__name__}", (PlannedTrainer, stock), {})
 
 
 class PlannedTrainer:
-    """What a planned trainer has before one of verl's: verl's methods, each with fp8plan's part.
+    """The methods of a planned trainer that stand before verl's: each is verl's, with fp8plan's part.
 
     plan:    what its engines run
     monitor: measures, decides and records each batch; there once the engines run
@@ -139,7 +139,7 @@ class PlannedTrainer:
         return [replica.servers[0] for manager in asked for replica in manager.get_replicas()]
 
     def _seen(self) -> list[dict[str, Any]]:
-        """What each server says (PlannedServer.fp8plan_seen)."""
+        """Ask each server what it has seen (PlannedServer.fp8plan_seen)."""
         found: list[dict[str, Any]] = ray.get([server.fp8plan_seen.remote() for server in self._servers()])
         return found
 

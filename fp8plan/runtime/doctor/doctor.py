@@ -87,8 +87,13 @@ async def async_doctor(
 ) -> Diagnosis:
     """Say what an AsyncRolloutEngine really runs: `doctor` for an engine of this event loop, which goes on meanwhile.
 
-    Takes and raises the same.
+    Takes the same. Raises the same, and ConfigError for another engine.
     """
+    if not inspect.iscoroutinefunction(getattr(engine, "ask", None)):
+        raise ConfigError(
+            f"the engine is a {type(engine).__name__}; allowed: an AsyncRolloutEngine. For {ALLOWED} type: "
+            "fp8plan.doctor(...)"
+        )
     given = _given(prompts, weights, scored, temperature, gpu, precision)
     loop = asyncio.get_running_loop()
 
@@ -129,6 +134,8 @@ def _observed(target: Any, given: Given) -> Observed:
         return observe_file(Path(target), given)
     if inspect.iscoroutinefunction(getattr(target, "ask", None)):
         raise ConfigError("the target is an AsyncRolloutEngine; type: await fp8plan.async_doctor(engine, ...)")
+    if hasattr(target, "replicas"):
+        raise ConfigError("the target is a RolloutFleet, which the doctor does not know; allowed: " + ALLOWED)
     if hasattr(target, "last_sequences") and hasattr(target, "ask"):
         return observe_engine(target, target.ask, given)
     if hasattr(target, "llm_engine") and hasattr(target, "collective_rpc"):

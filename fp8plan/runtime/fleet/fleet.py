@@ -195,7 +195,7 @@ class RolloutFleet(EngineBase):
         Raises SyncError, whose message says which weights serve now.
         """
         if isinstance(tensors, RemoteSource) and self._members.lineup != self._met:
-            workers = len(self._members.living) * self._members.terms.workers
+            workers = (len(self._members.living) or self.replicas) * self._members.terms.workers
             raise SyncError(
                 "the replicas that live are not those that met the trainer; type: "
                 f"transfer = connect(fleet.join_transfer, workers={workers}). Nothing was sent"
@@ -233,13 +233,16 @@ class RolloutFleet(EngineBase):
             raise ConfigError(f"replica {number!r}; allowed: 0 to {self._members.count - 1}")
         with alone(self.state, self._busy()):
             refuse_dead(self.state)
-            self._members.stop([number])
-            self._members.start([number], self.launch)
-            self.state.prepared.clear()  # the new one has not seen any manifest
-            self._waiting.add(number)
-            if self.state.refusal is None and (self.state.version == 0 or self._kept is not None):
-                self._seed(number)
-                self._waiting.discard(number)
+            try:
+                self._members.stop([number])
+                self._members.start([number], self.launch)
+                self.state.prepared.clear()  # the new one has not seen any manifest
+                self._waiting.add(number)
+                if self.state.refusal is None and (self.state.version == 0 or self._kept is not None):
+                    self._seed(number)
+                    self._waiting.discard(number)
+            finally:
+                self._count_dead()
         return number in self.serves
 
     def ask(self, procedure: Procedure) -> Any:

@@ -50,7 +50,7 @@ def placed(replicas: int, gpus: int, cpus: float, wait_s: float) -> Any:
 
 
 def refuse_too_few(each: dict[str, float], replicas: int, whole: dict[str, float]) -> None:
-    """Raises ConfigError if a cluster with these resources could never hold so many replicas."""
+    """Refuse a cluster whose resources could never hold so many replicas: raise ConfigError."""
     fit = min(int(whole.get(kind, 0) // amount) for kind, amount in each.items() if amount)
     if fit < replicas:
         have = _said({kind: whole.get(kind, 0) for kind in each})

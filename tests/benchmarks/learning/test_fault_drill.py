@@ -19,10 +19,10 @@ import torch
 
 from benchmarks.learning import loop as learning
 from benchmarks.learning.arms import Arm
-from benchmarks.learning.loop import PILOT, Loop, Settings
+from benchmarks.learning.loop import Loop, Settings
 from benchmarks.learning.policies import TINY, new_model
 from benchmarks.learning.state import RunFolder
-from benchmarks.learning.tasks import Problem
+from benchmarks.learning.tasks import PILOT, Problem
 from fp8plan import schemas
 from fp8plan.model.validate.records import read_records
 

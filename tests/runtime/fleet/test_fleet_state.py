@@ -129,6 +129,9 @@ def test_what_came_over_nccl_came_to_those_who_met_the_trainer() -> None:
     members.lose(1, "it was killed")
     with pytest.raises(SyncError, match="workers=1"):
         fleet.sync_weights(remote)
+    members.lose(0, "it was killed")
+    with pytest.raises(SyncError, match="workers=2"):  # all start again where they meet
+        fleet.sync_weights(remote)
 
 
 def test_stepping_down_starts_all_in_the_safer_precision() -> None:
