@@ -67,7 +67,7 @@ def test_the_trainer_is_planned_where_the_rollout_is(named: str, monkeypatch: py
     from fp8plan.integrations.verl import plugin
 
     made: list[Any] = []
-    trainer = SimpleNamespace(planned=lambda stock: lambda config: made.append((stock, config)))
+    trainer = SimpleNamespace(planned_class=lambda stock: lambda config: made.append((stock, config)))
     monkeypatch.setitem(sys.modules, "fp8plan.integrations.verl.trainer", trainer)
     told = config(f"actor_rollout_ref.rollout.name={named}")
     stock = SimpleNamespace
