@@ -99,7 +99,7 @@ def test_another_verl_is_an_error_at_the_first_use(tmp_path: Path) -> None:
     said = run(code, tmp_path).stderr.rstrip()
     assert said.endswith(
         "ConfigError: verl 0.10.0 with rollout.name=fp8plan is not supported; allowed: 0.9.1; type: pip install "
-        "'verl==0.9.1', or actor_rollout_ref.rollout.name=vllm"
+        "'verl[verl-core]==0.9.1', or actor_rollout_ref.rollout.name=vllm"
     )
 
 
