@@ -53,7 +53,7 @@ def main(compiled: bool) -> None:
     assert package.origin is not None
     assert not Path(package.origin).is_relative_to(repository / "fp8plan"), "the wheel is tested, not the checkout"
     groups = {point.group for point in distribution("fp8plan").entry_points}
-    assert groups == {"console_scripts", "vllm.general_plugins", "vllm.endpoint_plugins"}, groups
+    assert groups == {"console_scripts", "verl.plugins", "vllm.general_plugins", "vllm.endpoint_plugins"}, groups
     if compiled:
         for name in (
             "group_cache",

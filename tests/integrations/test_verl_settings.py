@@ -78,9 +78,12 @@ def test_the_trainer_is_planned_where_the_rollout_is(named: str, monkeypatch: py
     assert named == "fp8plan" or found.config is told
 
 
-def test_a_verl_without_its_registries_is_heard_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_verl_without_its_registries_is_heard_and_goes_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from fp8plan.integrations.verl import plugin
 
+    monkeypatch.setattr(plugin.logger, "disabled", False)  # another test's library may have set up logging anew
     plugin._registered(plugin._client, SimpleNamespace(__name__="verl.workers.rollout.base"))  # type: ignore[arg-type]
     (record,) = caplog.records
     assert record.levelname == "WARNING"

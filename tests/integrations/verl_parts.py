@@ -63,6 +63,7 @@ def planned(precision: str) -> Plan:
 def installed() -> Iterator[None]:
     """An environment in which packages ask for `vllm` by that name, and for fp8plan's entry points."""
     helpers = [ROOT, *(ROOT / "tests" / name for name in ("integrations", "runtime", "model", "cpu_kernels"))]
+    before = dict(os.environ)  # verl's server and its workers leave their ranks there
     with tempfile.TemporaryDirectory(prefix="fp8plan-verl-") as folder, pytest.MonkeyPatch.context() as patch:
         paths = [str(entry_points(Path(folder))), *map(str, helpers)]
         patch.setattr(sys, "path", [*paths, *sys.path])
@@ -70,6 +71,8 @@ def installed() -> Iterator[None]:
         patch.setenv("VERL_USE_EXTERNAL_MODULES", "verl_cpu_platform")
         patch.setenv("VLLM_PLUGINS", "fp8plan_cpu_kernels")  # blockwise FP8 on any CPU
         yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
 
 
 JOB = f"test-{os.getpid()}"  # verl's sockets are named by Ray's job

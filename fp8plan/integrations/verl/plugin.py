@@ -57,8 +57,8 @@ def _registered(register: Callable[[Any], None], module: ModuleType) -> None:
         register(module)
     except Exception as error:
         logger.warning(
-            "fp8plan does not know this verl (%s: %s), so rollout.name=%s will not be found; type: pip install "
-            "'fp8plan[verl]'",
+            "fp8plan does not know this verl (%s: %s), so rollout.name=%s will not be found; type: "
+            "pip install 'fp8plan[verl]'",
             module.__name__,
             error,
             NAME,

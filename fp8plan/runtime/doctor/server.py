@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
+from uuid import uuid4
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.precision import PRESETS
@@ -24,6 +25,7 @@ from fp8plan.runtime.doctor.observed import Observed
 from fp8plan.runtime.doctor.sources import asking
 from fp8plan.runtime.guard.kernels import kernel_names
 from fp8plan.runtime.probe.prompts import read_prompts
+from fp8plan.runtime.server.plugin import PROBE
 from fp8plan.runtime.weight_sync.state import Call, SyncSettings, SyncState
 from fp8plan.runtime.worker.facts import preset_of
 
@@ -56,7 +58,8 @@ class Server:
     def text(self, path: str, body: Mapping[str, Any] | None = None) -> str:
         """Return the answer to a GET, or with a body to a POST. Raises ConfigError without one, or for an error."""
         data = None if body is None else json.dumps(body).encode()
-        request = Request(self.url + path, data, {"Content-Type": "application/json"} if body is not None else {})
+        headers = {"Content-Type": "application/json", "X-Request-Id": f"{PROBE}-{uuid4().hex}"}
+        request = Request(self.url + path, data, headers if body is not None else {})
         try:
             with urlopen(request, timeout=PATIENCE_S) as answer:
                 found: str = answer.read().decode()

@@ -27,6 +27,7 @@ from fp8plan.runtime.engine.async_engine import driven
 from fp8plan.runtime.engine.base import requests
 from fp8plan.runtime.engine.launch import refuse_fixed_scales
 from fp8plan.runtime.engine.warm_up import until_reset
+from fp8plan.runtime.server.plugin import PROBE
 from fp8plan.runtime.server.status import status_of
 from fp8plan.runtime.weight_sync.kv_calibration import (
     CALIBRATION_SEQUENCES,
@@ -119,7 +120,7 @@ class Front:
         async with aclosing(self._own["generate"](*args, **kwargs)) as outputs:
             async for last in outputs:
                 yield last
-        if last is not None and last.prompt_token_ids and self.state.fp8_kv:
+        if last is not None and last.prompt_token_ids and self.state.fp8_kv and PROBE not in last.request_id:
             tokens = [*last.prompt_token_ids, *last.outputs[0].token_ids]
             self._sequences.append(tokens[: min(CALIBRATION_TOKENS, self.state.longest_prompt or 1)])
 

@@ -17,6 +17,7 @@ from fp8plan.runtime.vllm_versions import check_vllm_version
 logger = logging.getLogger(__name__)
 
 BACKEND: Final = "fp8plan"
+PROBE: Final = "fp8plan-doctor"  # in the ids of requests that are no rollout's
 PLUGINS: Final = "VLLM_PLUGINS"  # vLLM's own variable: names of the plugins that it may load, by commas
 
 

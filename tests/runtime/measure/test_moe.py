@@ -10,7 +10,7 @@ from fp8plan.model.calibrate.held_out import MOE, is_held_out
 from fp8plan.runtime.measure.grids import moe as grid
 
 
-@pytest.mark.parametrize(("name", "least", "most"), [("quick", 50, 70), ("full", 180, 260)])
+@pytest.mark.parametrize(("name", "least", "most"), [("quick", 50, 70), ("full", 280, 340)])
 def test_points_are_unique_and_can_be_run(name: str, least: int, most: int) -> None:
     points = grid.points(name)
     assert least <= len(points) <= most
@@ -23,7 +23,7 @@ def test_points_are_unique_and_can_be_run(name: str, least: int, most: int) -> N
 
 
 def test_every_shape_is_measured_in_both_dtypes() -> None:
-    layers = {grid.experts_of(model) for model in grid.MODELS} | {grid.TINY}
+    layers = {grid.experts_of(model) for model in (*grid.MODELS, *grid.OTHER_MODELS)} | {grid.TINY, *grid.FEW_WIDE}
     for dtype in grid.DTYPES:
         points = [p.shape for p in grid.points("full") if p.kernel == f"moe.{dtype}"]
         assert {(p["experts"], p["top_k"], p["hidden"], p["inner"]) for p in points} == layers

@@ -79,7 +79,9 @@ def test_the_doctor_sees_what_a_server_runs(server: Server) -> None:
     assert found.faults == ()
     assert {check for check, state in states.items() if state == "unknown"} == UNSEEN_FROM_OUTSIDE
     assert found.observed.gpu == "cpu"  # which its workers tell
+    source = server.get(STATUS)["kv_scales"]["source"]
     (fault,) = fp8plan.doctor(server.url, precision="fp8_block").faults
+    assert server.get(STATUS)["kv_scales"]["source"] == source
     assert fault.fault == "wrong_precision"
 
 
@@ -148,8 +150,9 @@ class Running:
 
     def __init__(self, server: Server, tokens: int) -> None:
         deadline = time.monotonic() + 60
+        before = figure(server, "vllm:prompt_tokens_total")  # the running ones are as of the engine's last step
         self._begin(server, tokens)
-        while running(server) == 0:
+        while running(server) == 0 or figure(server, "vllm:prompt_tokens_total") == before:
             assert time.monotonic() < deadline
             if self.answers:  # it was over before it was seen
                 assert self.answers[0].ok, self.answers[0].text
@@ -169,10 +172,14 @@ class Running:
         return answer
 
 
-def running(server: Server) -> float:
+def figure(server: Server, name: str) -> float:
+    """A figure of the server's metrics, of all its engines."""
     text = requests.get(f"{server.url}/metrics", timeout=30).text
-    lines = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running")]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name + "{"))
+
+
+def running(server: Server) -> float:
+    return figure(server, "vllm:num_requests_running")
 
 
 def test_running_requests_are_not_given_a_mixture_of_weights(server: Server, trainer: Any) -> None:
