@@ -150,12 +150,13 @@ class Running:
 
     def __init__(self, server: Server, tokens: int) -> None:
         deadline = time.monotonic() + 60
-        before = figure(server, "vllm:prompt_tokens_total")  # the running ones are as of the engine's last step
+        _, before = figures(server)
         self._begin(server, tokens)
-        while running(server) == 0 or figure(server, "vllm:prompt_tokens_total") == before:
+        while (now := figures(server))[0] == 0 or now[1] == before:
             assert time.monotonic() < deadline
             if self.answers:  # it was over before it was seen
                 assert self.answers[0].ok, self.answers[0].text
+                before = now[1]
                 self._begin(server, tokens)
 
     def _begin(self, server: Server, tokens: int) -> None:
@@ -172,14 +173,16 @@ class Running:
         return answer
 
 
-def figure(server: Server, name: str) -> float:
-    """A figure of the server's metrics, of all its engines."""
-    text = requests.get(f"{server.url}/metrics", timeout=30).text
-    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name + "{"))
+def figures(server: Server) -> tuple[float, float]:
+    """The requests that run, as of the engine's last step, and the prompt tokens that it has filled since its start."""
+    lines = requests.get(f"{server.url}/metrics", timeout=30).text.splitlines()
+    names = "vllm:num_requests_running{", "vllm:prompt_tokens_total{"
+    runs, filled = (sum(float(line.split()[-1]) for line in lines if line.startswith(name)) for name in names)
+    return runs, filled
 
 
 def running(server: Server) -> float:
-    return figure(server, "vllm:num_requests_running")
+    return figures(server)[0]
 
 
 def test_running_requests_are_not_given_a_mixture_of_weights(server: Server, trainer: Any) -> None:
