@@ -7,8 +7,8 @@ from typing import Any
 
 import planted
 import pytest
-from native_client import digests_of
-from tiny_models import started, weights
+from native_client import digests_of, digests_of_fresh
+from tiny_models import weights
 from verl_parts import engine_of, update
 
 pytestmark = [pytest.mark.verl, pytest.mark.vllm]
@@ -25,13 +25,7 @@ def test_experts_are_synced_too() -> None:
 
 @pytest.fixture(scope="module")
 def references() -> dict[str, dict[str, int]]:
-    """Digests of the parameters of fresh engines on each set of weights."""
-    found = {}
-    for which in "ab":
-        with started("dense", which, "fp8_block") as engine:
-            found[which] = engine.llm.collective_rpc("fp8plan_digests")[0]["ok"]
-    assert found["a"] != found["b"]
-    return found
+    return digests_of_fresh("dense", "fp8_block")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from frozen_imports import freeze_imports
-from tiny_models import BLOCK_SIZE, KV_BLOCKS, checkpoint
+from tiny_models import BLOCK_SIZE, KV_BLOCKS, checkpoint, started
 from vllm_server import free_port
 
 BUFFER = 300_000  # bytes: some broadcasts for a tiny model, with fused groups cut in two
@@ -61,6 +61,16 @@ def engine_of(kind: str, which: str = "a", **settings: Any) -> Any:
 
 def ended(llm: Any) -> None:
     llm.llm_engine.engine_core.shutdown()
+
+
+def digests_of_fresh(kind: str, precision: str) -> dict[str, dict[str, int]]:
+    """Digests of the parameters of fresh engines on each set of weights, which differ."""
+    found = {}
+    for which in "ab":
+        with started(kind, which, precision) as engine:
+            found[which] = digests_of(engine.llm)
+    assert found["a"] != found["b"]
+    return found
 
 
 def digests_of(llm: Any) -> dict[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ import trl
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from fp8plan.errors import ConfigError
+from fp8plan.integrations.checkpoint import load_state, save_state
 from fp8plan.integrations.correction import metrics_of, safer_than
 from fp8plan.integrations.planning import plan_for, read_plan
 from fp8plan.integrations.trl import correction, planning
@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 # What TRL puts out when it corrects for the mismatch, and what its correction logs.
 NEEDED: Final = ("completion_mask", "importance_sampling_ratio", "old_per_token_logps", "sampling_per_token_logps")
 LOGGED_RATIO: Final = "sampling/importance_sampling_ratio"
-STATE_FILE: Final = "fp8plan.json"  # in a checkpoint
 
 
 class GRPOTrainer(trl.GRPOTrainer):
@@ -214,15 +213,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         super()._save_checkpoint(model, trial)
         if self.monitor is not None and self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            (folder / STATE_FILE).write_text(json.dumps(self.monitor.state_dict()), encoding="utf-8")
+            save_state(self.monitor, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Go on with the thresholds, the guard's memory and the precision of a checkpoint, too."""
         super()._load_optimizer_and_scheduler(checkpoint)
-        saved = None if checkpoint is None else Path(checkpoint) / STATE_FILE
-        if self.monitor is None or saved is None or not saved.is_file():
+        if self.monitor is None or checkpoint is None or not load_state(self.monitor, Path(checkpoint)):
             return
-        self.monitor.load_state_dict(json.loads(saved.read_text(encoding="utf-8")))
         guard, running = self._engine().guard, self._engine().launch.precision
         if guard is not None and guard.precision_for(running) != running:
             self._apply(guard.state.rung)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import ray
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1 import PPOTrainer, trainer_base
 
 from fp8plan.errors import ConfigError, Fp8PlanError
+from fp8plan.integrations.checkpoint import load_state, save_state
 from fp8plan.integrations.correction import metrics_of, safer_than, settings_of
 from fp8plan.integrations.settings import controller_for
 from fp8plan.integrations.verl.internals import CORRECTION, TRAINER, check_verl, correcting_with
@@ -31,8 +31,6 @@ from fp8plan.runtime.monitor.sinks import JsonLines
 from fp8plan.runtime.server.status import report_of
 
 logger = logging.getLogger(__name__)
-
-STATE_FILE: Final = "fp8plan.json"  # in the folder of a checkpoint
 
 
 @cache
@@ -146,7 +144,7 @@ class PlannedTrainer:
     def _save_checkpoint(self) -> None:
         super()._save_checkpoint()  # type: ignore[misc]
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
-        (folder / STATE_FILE).write_text(json.dumps(self.monitor.state_dict()), encoding="utf-8")
+        save_state(self.monitor, folder)
 
     def _load_state(self) -> None:
         """Go on with the thresholds and the guard's memory of the checkpoint that verl has resumed from."""
@@ -154,8 +152,7 @@ class PlannedTrainer:
         resumed = trainer.resume_mode == "resume_path"
         step = f"global_step_{self.global_steps}"
         folder = Path(trainer.resume_from_path) if resumed else Path(trainer.default_local_dir) / step
-        if (folder / STATE_FILE).is_file():
-            self.monitor.load_state_dict(json.loads((folder / STATE_FILE).read_text(encoding="utf-8")))
+        load_state(self.monitor, folder)
 
 
 def started_with(plan: Plan, config: Any, settings: Settings) -> tuple[CorrectionSettings, Plan]:

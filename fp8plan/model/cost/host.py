@@ -83,11 +83,16 @@ def _activations(shape: ModelShape, tensor_parallel: int, gpu: Gpu) -> dict[int,
     for part, number in shape.counted:
         if isinstance(part, Mlp):
             found[(2 + part.gated) * (part.inner // tensor_parallel)] += number
-        elif isinstance(part, Experts) and part.shared_intermediate_size and (gpu.is_cpu or not part.shared_stream):
+        elif isinstance(part, Experts) and part.shared_intermediate_size and not runs_beside(part, gpu):
             found[(2 + part.gated) * (part.shared_intermediate_size // tensor_parallel)] += number
         elif isinstance(part, Attention) and part.gated:  # the gate of its output
             found[3 * (part.heads // tensor_parallel) * part.value_dim] += number
     return dict(found)
+
+
+def runs_beside(experts: Experts, gpu: Gpu) -> bool:
+    """Tell whether shared experts can run beside the routed ones: on GPUs, in the families that vLLM builds so."""
+    return experts.shared_stream and not gpu.is_cpu
 
 
 def sampling_cost(batch: StepBatch, shape: ModelShape, gpu: Gpu, profile: Profile) -> Cost:

@@ -23,17 +23,8 @@ from fp8plan.model.profile.profile import ASSUMED, ENGINE, Profile, parsed
 OWN_PROFILES = "FP8PLAN_PROFILES"  # environment variable
 
 # Kernels that few models have. A profile need not have measured them: the datasheet lends its own (`with_kernels`).
-RARE_PARTS = (
-    "mla.",
-    "delta_net.",
-    "mamba2.",
-    "short_conv.",
-    "host.groups.",
-    "host.mla.",
-    "host.delta_net.",
-    "host.mamba2.",
-    "host.short_conv.",
-)
+_MIXERS = ("mla.", "delta_net.", "mamba2.", "short_conv.")
+RARE_PARTS = (*_MIXERS, "host.groups.", *(f"host.{mixer}" for mixer in _MIXERS))
 
 
 class ProfileEntry(NamedTuple):

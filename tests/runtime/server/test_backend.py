@@ -6,21 +6,25 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from native_client import InProcess, digests_of, ended, engine_of, send, send_in_parts, trainer_of, without_cuda
-from tiny_models import quantised, started, weights
+from native_client import (
+    InProcess,
+    digests_of,
+    digests_of_fresh,
+    ended,
+    engine_of,
+    send,
+    send_in_parts,
+    trainer_of,
+    without_cuda,
+)
+from tiny_models import quantised, weights
 
 pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
 def references() -> dict[str, dict[str, int]]:
-    """Digests of the parameters of fresh engines on each set of weights."""
-    found = {}
-    for which in "ab":
-        with started("dense", which, "fp8_block") as engine:
-            found[which] = engine.llm.collective_rpc("fp8plan_digests")[0]["ok"]
-    assert found["a"] != found["b"]
-    return found
+    return digests_of_fresh("dense", "fp8_block")
 
 
 @pytest.fixture(scope="module")

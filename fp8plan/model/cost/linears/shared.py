@@ -16,7 +16,7 @@ import numpy as np
 from fp8plan.model.architecture import Linear
 from fp8plan.model.architecture.parts import Experts
 from fp8plan.model.cost.base import Array, Cost, traffic
-from fp8plan.model.cost.host import activation_cost
+from fp8plan.model.cost.host import activation_cost, runs_beside
 from fp8plan.model.cost.linears.gemm import gemm_cost, quantise_cost
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import Precision
@@ -26,8 +26,8 @@ STREAM_TOKENS = 256
 
 
 def overlapped(linears: Sequence[Linear], gpu: Gpu, experts: Sequence[Experts]) -> list[Linear]:
-    """The matrices of shared experts that can run beside the routed ones: on GPUs, in the families that do it."""
-    if gpu.is_cpu or not all(x.shared_stream for x in experts):
+    """The matrices of shared experts that can run beside the routed ones."""
+    if not all(runs_beside(x, gpu) for x in experts):
         return []
     return [linear for linear in linears if linear.name.startswith("shared_")]
 
