@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import socket
 from importlib.util import find_spec
 
 import pytest
@@ -20,6 +22,9 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; vLLM would take mos
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+with socket.socket() as free:  # for trainers of one process: each of pytest's workers its own
+    free.bind(("127.0.0.1", 0))
+    os.environ.setdefault("MASTER_PORT", str(free.getsockname()[1]))
 # A shell without job control starts what runs in its background with SIGINT ignored, and so would be what tests press.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -47,6 +52,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(message)
     if item.get_closest_marker("gpu") and not GPU:
         pytest.skip("no NVIDIA GPU")
+
+
+def pytest_runtest_call() -> None:
+    """fp8plan's loggers are heard, whatever a library that an earlier test imported has done to logging."""
+    logging.disable(logging.NOTSET)
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "fp8plan" and isinstance(logger, logging.Logger):
+            logger.disabled, logger.propagate, logger.level = False, True, logging.NOTSET
+    logging.root.setLevel(logging.WARNING)  # after the others: it empties the caches of what is heard
 
 
 # A busy machine is slow, not wrong; tests of speed say so themselves. The same examples each time, so that a failure is

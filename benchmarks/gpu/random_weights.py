@@ -19,8 +19,9 @@ def checkpoint_entries(config: Mapping[str, Any]) -> Manifest:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
 
+    whole = AutoConfig.for_model(**{"pad_token_id": None} | config)  # Qwen3-Next's has no default for it
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(whole, dtype=torch.bfloat16)
     saved = revert_weight_conversion(model, model.state_dict())
     if config.get("tie_word_embeddings"):
         saved.pop("lm_head.weight", None)

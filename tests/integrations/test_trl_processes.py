@@ -36,7 +36,8 @@ def trained(folder: Path, *more: str) -> tuple[dict[str, Any], dict[str, Any], s
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    first, second = (json.loads(line.partition("SEEN ")[2]) for line in done.stdout.splitlines() if "SEEN" in line)
+    said = done.stdout.split("SEEN ")[1:]  # of two processes, so that what one says may follow on the other's line
+    first, second = (json.JSONDecoder().raw_decode(text)[0] for text in said)
     return first, second, done.stderr
 
 

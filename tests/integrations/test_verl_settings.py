@@ -83,7 +83,6 @@ def test_a_verl_without_its_registries_is_heard_and_goes_on(
 ) -> None:
     from fp8plan.integrations.verl import plugin
 
-    monkeypatch.setattr(plugin.logger, "disabled", False)  # another test's library may have set up logging anew
     plugin._registered(plugin._client, SimpleNamespace(__name__="verl.workers.rollout.base"))  # type: ignore[arg-type]
     (record,) = caplog.records
     assert record.levelname == "WARNING"

@@ -205,9 +205,6 @@ def test_a_checkpoint_carries_the_thresholds_on(
 def test_a_step_down_that_is_advised_is_said_with_what_to_type(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from fp8plan.integrations.verl import trainer as ours
-
-    monkeypatch.setattr(ours.logger, "disabled", False)  # another test's library may have set up logging anew
     found = trainer()
     for seed in range(30):
         step(found, batch_of(2.0, seed), monkeypatch)
