@@ -76,7 +76,7 @@ for card in $(seq 0 $((cards - 1))); do
     mkdir -p "$caches/$card"
     [ -n "${DEEP_GEMM:-}" ] && cp -r "$DEEP_GEMM/vllm" "$DEEP_GEMM/trtllm" "$caches/$card/"
 done
-if grep -q '^all|' "$out/queue.txt"; then
+if [ "$cards" -gt 1 ] && grep -q '^all|' "$out/queue.txt"; then
     (on "$(seq -s , 0 $((cards - 1)))"; pair all all 0 $((cards * each)))
 fi
 for card in $(seq 0 $((cards - 1))); do

@@ -1,24 +1,26 @@
 #!/usr/bin/env bash
 # What one H200 still has to measure, the most wanted first. On a machine with vLLM 0.26 on the PYTHONPATH:
-#     bash benchmarks/h200.sh FOLDER [experts] [sync] [probe] [correction]
+#     bash benchmarks/h200.sh FOLDER [attention] [experts] [sync] [probe] [correction]
 # FOLDER gets the raw records, a log of each part and `done` when all is over. Nothing else may run beside `sync` and
 # `correction`: they are timed.
 set -u
 out=$(realpath -m "$1"); shift
-parts=${*:-experts sync probe correction}
+parts=${*:-attention sync probe correction}
 cd "$(dirname "$0")/.."
 mkdir -p "$out"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 
-# experts -> kernels/moe.jsonl: the profile's rows and those of the full grid that it lacks, about 3 minutes. Then
-# `fp8plan calibrate --fit-only` on a copy of the profile's folder with them
-experts() {
-    local rows=profiles/h200_sxm/vllm-0.26.0/kernels/moe.jsonl
+# attention -> kernels/attention.jsonl, experts -> kernels/moe.jsonl: the profile's rows and those of the full grid that
+# it lacks (110 points of experts took 45 s). Then `fp8plan calibrate --fit-only` on a copy of the profile's folder with
+# them and with the rows of kernels/machines.jsonl
+grid() { # NAME: of a file of kernels
     mkdir -p "$out/kernels"
-    cp "$rows" "$out/kernels"
-    timeout 400 python3 -m fp8plan.runtime.measure.kernels.moe --output "$out/kernels" --grid full --gpu h200 \
-        --seconds 300 > "$out/experts.log" 2>&1
+    cp "profiles/h200_sxm/vllm-0.26.0/kernels/$1.jsonl" "$out/kernels"
+    timeout 400 python3 -m "fp8plan.runtime.measure.kernels.$1" --output "$out/kernels" --grid full --gpu h200 \
+        --seconds 300 > "$out/$1.log" 2>&1
 }
+attention() { grid attention; }
+experts() { grid moe; }
 
 # sync -> weight_sync.jsonl: replaces the rows of Qwen3-30B-A3B in profiles/h200_sxm/vllm-0.26.0/weight_sync
 sync() {

@@ -179,9 +179,30 @@ def transfer_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def family_table(rows: Sequence[Row]) -> str:
+    """A line for each model with parts of other families: seconds of its syncs, and how many tensors are equal."""
+    lines = [
+        "| model, precision | sent | reload | in place | first | tensors equal | after a rollback |",
+        "|" + 7 * "---|",
+    ]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        mine = one_machine([row for row in rows if row["model"] == model], ("step", "stock", "equal", "rollback"))
+        steps, stock = _of(mine, "step"), _seconds(_of(mine, "stock")[1:], lambda row: float(row["seconds"]))
+        whole, (*_, equal) = _seconds(steps[1:], _total), _of(mine, "equal")
+        same = equal["tensors"] - len(equal["differ"])
+        restored = all(row["equal"] for row in _of(mine, "rollback"))
+        lines.append(
+            f"| {_short(model)}, {steps[0]['precision']} | {steps[0]['report']['bytes'] / 1e9:.0f} GB | {stock:.1f} s | "
+            f"**{whole:.1f} s** ({stock / whole:.1f}x) | {_total(steps[0]):.1f} s | {same:,} of {equal['tensors']:,} | "
+            f"{'all as before' if restored else 'some differ'} |"
+        )
+    return "\n".join(lines)
+
+
 def tables(folder: Path = MEASURED) -> dict[str, str]:
     quantise = read(folder / "quantize.jsonl")
     return {
+        "syncs of families": family_table(read(folder.with_name("families") / "weight_sync.jsonl")),
         "quantisers": quantiser_table(quantise),
         "syncs": sync_table(read(folder / "weight_sync.jsonl"), quantise),
         "transfers": transfer_table(read(folder / "transfer.jsonl")),

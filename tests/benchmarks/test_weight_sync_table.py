@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import weight_sync_table
-from weight_sync_table import NEEDED, NOT_MEASURED, column, one_machine, sync_table
+from weight_sync_table import NEEDED, NOT_MEASURED, column, family_table, one_machine, sync_table
 
 from fp8plan.errors import ConfigError
 
@@ -110,3 +110,14 @@ def test_each_column_names_its_machine_and_its_source(monkeypatch: pytest.Monkey
         "Each column is one machine's: Qwen3-8B of 2026-11-22 (boot bbbbbbbb); "
         "other of 2026-11-22 (boot cccccccc, source abc)."
     )
+
+
+def test_a_family_is_a_line_that_says_whether_all_is_equal() -> None:
+    kinds = {"equal": {"tensors": 1200, "differ": []}, "rollback": {"equal": True}}
+    whole = [one | {"precision": "fp8_block"} for one in run()] + [row(what, **more) for what, more in kinds.items()]
+    good = "| Qwen3-8B, fp8_block | 16 GB | 0.5 s | **0.1 s** (6.7x) | 9.1 s | 1,200 of 1,200 | all as before |"
+    assert family_table(whole).splitlines()[-1] == good
+    bad = [*whole[:-2], row("equal", tensors=1200, differ=["a", "b"]), row("rollback", equal=False)]
+    assert family_table(bad).splitlines()[-1].endswith("| 1,198 of 1,200 | some differ |")
+    with pytest.raises(ConfigError, match="lacks equal"):
+        family_table(whole[:-2])

@@ -8,7 +8,7 @@
 
 Kernels say how each GEMM and attention scales with its shape; engine steps say what is between them: launches, small
 kernels, sampling, the host. Both are fitted at once, so neither has to be subtracted from the other. The coefficients
-of rare parts are fitted after that, with all others as they are.
+of rare parts are fitted after that, with all others as they are, unless their kernels were timed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from fp8plan.model.calibrate.held_out import is_held_out
 from fp8plan.model.calibrate.kernel_rows import hull, layer_residuals, observe, read_all
 from fp8plan.model.calibrate.power import power_coefficients
 from fp8plan.model.cost.base import QUANTITIES, Array, Cost, together
+from fp8plan.model.cost.mixers.attention import NARROW
 from fp8plan.model.hardware import Gpu, find_gpu
-from fp8plan.model.profile.library import RARE_PARTS, datasheet_profile, without_rare_parts
+from fp8plan.model.profile.library import RARE_PARTS, WIDE_HEADS, datasheet_profile, without_rare_parts
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.validate.records import read_records
 
@@ -75,7 +76,7 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
     _check_same(steps, card, engine_version)
     sheet, kept = datasheet_profile(card, engine_version), ~is_held_out(rows)
     rare = step_windows(folder / "families")
-    prior = without_rare_parts(sheet)
+    prior = without_rare_parts(sheet, timed=_timed_rare_parts(rows))
     prior = replace(prior, coefficients=prior.coefficients | power_coefficients([*steps, *rare], sheet))
     observations = [*observe(rows[kept], card), observe_steps(steps)]
     found = fit(observations, prior)
@@ -118,7 +119,8 @@ def with_rare_parts(profile: Profile, steps: Sequence[Windows], prior: Profile) 
         coefficients=prior.coefficients | profile.coefficients,
         log_covariance=prior.log_covariance | profile.log_covariance,
     )
-    rare = [name for name in prior.coefficients if name.startswith(RARE_PARTS)]
+    measured = profile.coefficients
+    rare = [name for name in prior.coefficients if name.startswith(RARE_PARTS) and name not in measured]
     used = [x.cost(started).partials.keys() & set(rare) for x in steps]
     names = [name for name in rare if any(name in mine for mine in used)]
     having = [x for x, mine in zip(steps, used, strict=True) if mine]
@@ -129,6 +131,11 @@ def with_rare_parts(profile: Profile, steps: Sequence[Windows], prior: Profile) 
         covariance[name] = covariance[name] | {name: covariance[name][name] + BETWEEN_MODELS**2}
     kept = {name: value for name, value in found.coefficients.items() if name not in unmeasured}
     return replace(found, coefficients=kept, log_covariance=covariance)
+
+
+def _timed_rare_parts(rows: pd.DataFrame) -> set[str]:
+    """The rare parts that the timings of kernels cover."""
+    return {WIDE_HEADS} if "head_dim" in rows and (rows.head_dim > NARROW).any() else set()
 
 
 def measured_version(folder: Path) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +24,8 @@ OWN_PROFILES = "FP8PLAN_PROFILES"  # environment variable
 
 # Kernels that few models have. A profile need not have measured them: the datasheet lends its own (`with_kernels`).
 _MIXERS = ("mla.", "delta_net.", "mamba2.", "short_conv.")
-RARE_PARTS = (*_MIXERS, "host.groups.", *(f"host.{mixer}" for mixer in _MIXERS))
+WIDE_HEADS = "wide_attention."
+RARE_PARTS = (*_MIXERS, WIDE_HEADS, "host.groups.", *(f"host.{mixer}" for mixer in _MIXERS))
 
 
 class ProfileEntry(NamedTuple):
@@ -200,10 +201,15 @@ def with_kernels(profile: Profile, gpu: Gpu, kernels: Iterable[str]) -> Profile:
     )
 
 
-def without_rare_parts(profile: Profile) -> Profile:
-    """The profile without the coefficients of RARE_PARTS."""
-    common = {name: value for name, value in profile.coefficients.items() if not name.startswith(RARE_PARTS)}
-    covariance = {name: profile.log_covariance[name] for name in common if name in profile.log_covariance}
+def without_rare_parts(profile: Profile, timed: Container[str] = ()) -> Profile:
+    """The profile without the coefficients of RARE_PARTS. timed: those that stay, as coefficients begin"""
+    parts = tuple(part for part in RARE_PARTS if part not in timed)
+    common = {name: value for name, value in profile.coefficients.items() if not name.startswith(parts)}
+    covariance = {
+        name: {other: value for other, value in row.items() if other in common}
+        for name, row in profile.log_covariance.items()
+        if name in common
+    }
     notes = {name: note for name, note in profile.notes.items() if name in common}
     return replace(profile, coefficients=common, log_covariance=covariance, notes=notes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +21,23 @@ from fp8plan.model.calibrate.profile_of import (
     BETWEEN_CARDS,
     STEPS,
     Calibration,
+    _timed_rare_parts,
     calibrate,
     kernel_rows,
     measured_version,
     step_windows,
+    with_rare_parts,
 )
 from fp8plan.model.cost.base import QUANTITIES
+from fp8plan.model.profile.library import (
+    RARE_PARTS,
+    WIDE_HEADS,
+    datasheet_profile,
+    load_profile,
+    profile_path,
+    profiles_path,
+    without_rare_parts,
+)
 from fp8plan.model.profile.profile import Profile
 
 pytestmark = pytest.mark.slow
@@ -272,3 +284,25 @@ def test_shapes_are_held_out_wherever_they_come_from() -> None:
         ]
     )
     assert is_held_out(rows).tolist() == [True, True, False, True, False, True, False]
+
+
+def test_rare_parts_are_fitted_to_steps_unless_their_kernels_were_timed(folder: Path) -> None:
+    sheet = datasheet_profile(H200)
+    wide = [name for name in sheet.coefficients if name.startswith(WIDE_HEADS)]
+    narrow = kernel_rows(folder / "kernels")
+    timed = pd.concat([narrow, pd.DataFrame({"kernel": ["attention_decode.bf16"], "head_dim": [256]})])
+    assert _timed_rare_parts(narrow) == set()
+    assert _timed_rare_parts(timed) == {WIDE_HEADS}
+    assert wide
+    assert not set(wide) & set(without_rare_parts(sheet).coefficients)
+    assert {x for x in without_rare_parts(sheet, {WIDE_HEADS}).coefficients if x.startswith(RARE_PARTS)} == set(wide)
+
+    shipped = load_profile(H200)[0]
+    steps = step_windows(profile_path(profiles_path(), H200.name, "0.26.0").parent / "families")
+    steps = [x for x in steps if x.record.fields["model"] == "Qwen/Qwen3.5-9B"]
+    [of_bf16] = [name for name in wide if "bf16" in name]
+    assert (
+        with_rare_parts(without_rare_parts(shipped), steps, sheet).coefficients[of_bf16] != sheet.coefficients[of_bf16]
+    )
+    known = without_rare_parts(replace(shipped, coefficients=shipped.coefficients | {of_bf16: 1e-9}), {WIDE_HEADS})
+    assert with_rare_parts(known, steps, sheet).coefficients[of_bf16] == 1e-9

@@ -54,8 +54,8 @@ def kv_plan_of(record: dict[str, Any]) -> KvPlan:
 
 
 def test_many_engines_were_measured() -> None:
-    assert len(engines()) == 30
-    assert len(PLANNED) == 28
+    assert len(engines()) == 34
+    assert len(PLANNED) == 32
 
 
 @pytest.mark.parametrize("record", engines(), ids=engine_name)
@@ -94,9 +94,10 @@ def test_each_term_is_near_the_measured_one(record: dict[str, Any]) -> None:
     gemma, dense_first = "gemma" in record["model"], "DeepSeek" in record["model"]
     unexplained = "GLM-4.7" in record["model"] and "fp8_kv" in record["precision"]
     assert plan.requested_bytes == pytest.approx(memory["requested_bytes"], rel=1e-5)
-    assert plan.weights_bytes == pytest.approx(memory["weights_bytes"], rel=0.025 if gemma else 0.004)
+    unplanned = 512 << 20 if gemma else 0  # its longer rotary table (fp8plan.model.memory.weights)
+    assert plan.weights_bytes + unplanned == pytest.approx(memory["weights_bytes"], rel=0.004)
     activations = pytest.approx(
-        memory["peak_activation_bytes"], rel=0.15 if gemma else 0.3 if dense_first or unexplained else 0.04
+        memory["peak_activation_bytes"], rel=0.17 if gemma else 0.3 if dense_first or unexplained else 0.04
     )
     assert plan.activation_bytes == activations
     if record["tensor_parallel"] == 1:

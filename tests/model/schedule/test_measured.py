@@ -38,8 +38,8 @@ def name_of(record: Record) -> str:
 
 
 def test_many_rollouts_were_measured() -> None:
-    assert len(rollouts()) == 122
-    assert sum(record.fields["model"] == planned_name(NATIVE_MXFP4) for record in rollouts()) == 17
+    assert len(rollouts()) == 142
+    assert sum(record.fields["model"] == planned_name(NATIVE_MXFP4) for record in rollouts()) == 21
 
 
 @pytest.mark.parametrize("record", rollouts(), ids=name_of)

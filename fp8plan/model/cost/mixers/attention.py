@@ -1,9 +1,9 @@
 """Softmax attention of one layer: paged decode, chunked prefill, and what is written to the KV cache before.
 
-    part    = bytes of its key blocks / sm_bandwidth + their tokens * token_seconds + tile_seconds
+    part    = bytes of its key blocks / sm_bandwidth + their tokens * (token_seconds + wide) + tile_seconds
     decode  = |KV bytes of all / (bandwidth * eff), rounds of parts * part|_8 + join, where requests were cut
     prefill = (tiles / SMs * mean tile + TAIL * longest tile) + ceil(tiles / SMs) * tile_seconds
-              tile = its pairs * (FLOPs of a pair / (peak / SMs * eff) + pair_seconds)
+              tile = its pairs * (FLOPs of a pair / (peak / SMs * eff) + pair_seconds + wide)
     seconds = launch + decode + prefill
 
 Decode: an SM takes one KV head of one request, or a part of it, at a time (`parts_of`). Without rounds the model missed
@@ -14,6 +14,8 @@ attention has a window, which begins anywhere in a block.
 Why limits of an SM: FP8 KV does not halve the time, on no Hopper GPU. Converting E4M3 in the inner loop costs an SM its
 time, per byte and per token: heads of 64 are slower per byte. `tile` is the fixed work of a part, which decides short
 contexts. A backend without such limits has no `decode_sm_bandwidth` and no `decode_token_seconds`.
+Wide heads: beyond 128 elements FlashAttention 3 has kernels of their own, which take longer for a token than its bytes
+say, above all with FP8 KV. Gemma 3 12B (256) on an H200 decodes 256 requests in 25 ms with BF16 KV, and in 27 with FP8.
 Prefill: a tile is TILE_ROWS query rows of one KV head, all query heads of its group packed together. The softmax of a
 pair takes time that does not depend on the head's size (`pair_seconds`).
 A window or a chunk leaves less to read (`windows.seen`); what is read takes as long as elsewhere.
@@ -28,7 +30,7 @@ import numpy as np
 
 from fp8plan.model.architecture.linear import kv_heads_of_rank
 from fp8plan.model.architecture.parts import Attention
-from fp8plan.model.cost.base import Array, Cost, StepBatch, norm8, times, traffic
+from fp8plan.model.cost.base import Array, Cost, StepBatch, norm8, times, traffic, zero
 from fp8plan.model.cost.mixers.windows import seen
 from fp8plan.model.cost.streaming import streaming_cost
 from fp8plan.model.hardware import Gpu
@@ -40,6 +42,7 @@ SHARE, KV_BLOCK = 1.1, 128  # of an SM's share, and tokens: how FlashAttention 3
 MOST_CUTS = 32  # flash_attn_max_num_splits_for_cuda_graph of vLLM 0.26
 TILE_ROWS = 128
 TAIL = 0.12  # of the longest tile, for which the other SMs wait at the end: fitted to profiles/h200_sxm
+NARROW, WIDE = 128, 256  # elements of a head: the most of the common kernels, and the most of all
 UNEVEN_GROUP = 1.06  # a group that does not divide a tile is loaded row by row: 4% (BF16) and 7% (FP8) there too
 
 
@@ -141,6 +144,7 @@ def _decode(
         part = part + traffic(share * each, 1.0, coefficient("sm_bandwidth"))
     if f"{prefix}.decode_token_seconds" in profile.coefficients:
         part = part + times(share, *coefficient("token_seconds"))
+    part = part + _of_wide_heads(share * (attention.head_dim / WIDE), "decode_token", attention, precision, profile)
     read = norm8(traffic(bytes_, gpu.memory_bandwidth, coefficient("bandwidth_efficiency")), part.scaled(rounds))
     if cuts:
         read = read + times(np.where(parts > heads, 1.0, 0.0), *coefficient("join_seconds"))
@@ -177,4 +181,24 @@ def prefill_cost(b: StepBatch, attention: Attention, precision: Precision, tp: i
     # The efficiency is of the BF16 peak for FP8 KV too: FA3's FP8 prefill is measured no faster than its BF16 one.
     peak = gpu.bf16_flops / gpu.sm_count
     cost = traffic(pairs * 2 * (attention.head_dim + attention.value_dim), peak, profile.named(efficiency))
+    beyond = (attention.head_dim - NARROW) / (WIDE - NARROW)
+    cost = cost + _of_wide_heads(pairs * beyond, "prefill_pair", attention, precision, profile)
     return cost + times(pairs, *profile.named(pair)) + times(np.ceil(tiles / gpu.sm_count), *profile.named(tile))
+
+
+def _of_wide_heads(count: Array, part: str, attention: Attention, precision: Precision, profile: Profile) -> Cost:
+    """What kernels of wide heads take more for `count` tokens or pairs, where the profile's backend has such kernels.
+
+    In AIConfigurator's tables of an H200 (vLLM 0.24) a token of a head of 64, 128, 192 and 256 takes an SM 7.7, 11.9,
+    23.0 and 29.2 ns in BF16, 6.6, 11.0, 27.2 and 33.4 ns in FP8; without this it would be 16.2 and 20.4, 14.4 and 18.1.
+    Its FP8 prefill takes 1.2 and 1.5 times as long as without, its BF16 prefill as long.
+    """
+    name = f"{wide_kernel(precision)}.{part}_seconds"
+    if attention.head_dim <= NARROW or name not in profile.coefficients:
+        return zero(count)
+    return times(count, *profile.named(name))
+
+
+def wide_kernel(precision: Precision) -> str:
+    """The name of what kernels of wide heads cost more, as its coefficients begin."""
+    return f"wide_attention.{precision.kv}"

@@ -11,10 +11,12 @@ from fp8plan.model.architecture.parts import Attention, Experts, LatentAttention
 from fp8plan.model.cost.base import Array, Cost, StepBatch, times, zero
 from fp8plan.model.cost.mixers.attention import (
     FLASH_ATTENTION_3,
+    NARROW,
     attention_cost,
     cache_cost,
     flops_per_pair,
     kv_bytes_per_token,
+    wide_kernel,
 )
 from fp8plan.model.cost.mixers.latent import (
     decode_flops,
@@ -90,6 +92,8 @@ def kernels_of(shape: ModelShape, precision: Precision) -> set[str]:
     for mixer, _ in mixers_of(shape):
         if isinstance(mixer, Attention):
             found.add(f"attention.{precision.kv}")
+            if mixer.head_dim > NARROW:
+                found.add(wide_kernel(precision))
         elif isinstance(mixer, LatentAttention):
             found |= {f"mla.{precision.kv}"} | ({"mla.index"} if mixer.indexer else set())
         else:
