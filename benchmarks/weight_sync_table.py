@@ -189,10 +189,10 @@ def family_table(rows: Sequence[Row]) -> str:
         mine = one_machine([row for row in rows if row["model"] == model], ("step", "stock", "equal", "rollback"))
         steps, stock = _of(mine, "step"), _seconds(_of(mine, "stock")[1:], lambda row: float(row["seconds"]))
         whole, (*_, equal) = _seconds(steps[1:], _total), _of(mine, "equal")
-        same = equal["tensors"] - len(equal["differ"])
+        same, sent = equal["tensors"] - len(equal["differ"]), steps[0]["report"]["bytes"]
         restored = all(row["equal"] for row in _of(mine, "rollback"))
         lines.append(
-            f"| {_short(model)}, {steps[0]['precision']} | {steps[0]['report']['bytes'] / 1e9:.0f} GB | {stock:.1f} s | "
+            f"| {_short(model)}, {steps[0]['precision']} | {sent / 1e9:.0f} GB | {stock:.1f} s | "
             f"**{whole:.1f} s** ({stock / whole:.1f}x) | {_total(steps[0]):.1f} s | {same:,} of {equal['tensors']:,} | "
             f"{'all as before' if restored else 'some differ'} |"
         )
