@@ -53,14 +53,16 @@ def bytes_bound(model: Engine, batch: StepBatch) -> Array:
 
 def flops_bound(model: Engine, batch: StepBatch) -> Array:
     """Seconds of the FLOPs at the datasheet's peak of each dtype, shape (steps,)."""
-    return np.asarray(sum(flops_by_dtype(model, batch).values()))
+    return np.asarray(sum(flops_by_kind(model, batch).values()))
 
 
-def flops_by_dtype(model: Engine, batch: StepBatch) -> dict[str, Array]:
-    """ "bf16" and "fp8" -> seconds of the FLOPs in it at the datasheet's peak, shape (steps,)."""
+def flops_by_kind(model: Engine, batch: StepBatch) -> dict[str, Array]:
+    """ "bf16", "fp8", "bf16_experts" and "fp8_experts" -> seconds of the FLOPs in that dtype at the datasheet's peak,
+    those of routed experts apart and without padding, shape (steps,).
+    """
     tp, precision, shape, gpu = model.limits.tensor_parallel_size, model.precision, model.shape, model.gpu
     tokens = tokens_of(batch)
-    per_token = {"bf16": 0.0, "fp8": 0.0}
+    per_token = dict.fromkeys(("bf16", "fp8", "bf16_experts", "fp8_experts"), 0.0)
     for x in model.layers:
         dtype = linear_dtype(x, precision)
         per_token[dtype.partition("_")[0]] += 2 * x.n * x.k * x.layers / peak_flops(gpu, dtype)
@@ -69,8 +71,8 @@ def flops_by_dtype(model: Engine, batch: StepBatch) -> dict[str, Array]:
             experts.experts_per_token * number * expert_flops(experts, shape.hidden_size, model.limits.expert_slices)
         )
         peak = peak_flops(gpu, precision.gemm_dtype) * model.limits.expert_ranks
-        per_token[precision.gemm_dtype.partition("_")[0]] += routed / peak
-    seconds = {dtype: tokens * each for dtype, each in per_token.items()}
+        per_token[f"{precision.gemm_dtype.partition('_')[0]}_experts"] += routed / peak
+    seconds = {kind: tokens * each for kind, each in per_token.items()}
     seconds["bf16"] = seconds["bf16"] + batch.sampled_requests * (2 * model.head.n * model.head.k / gpu.bf16_flops)
     for mixer, number in mixers_of(shape):
         dtype = precision.kv if isinstance(mixer, Attention | LatentAttention) else "bf16"

@@ -1,6 +1,6 @@
 """The SM clock that a GPU's power limit leaves in each step.
 
-    watts   = idle * clock + (memory * seconds of its bytes + bf16, fp8 * seconds of their FLOPs) / seconds
+    watts   = idle * clock + (memory * seconds of its bytes + math * seconds of its FLOPs) / seconds
     seconds = other + sm / clock
     clock   = 1, or less where the watts would be above the limit: then such that they are the limit
 
@@ -21,12 +21,13 @@ from typing import NamedTuple
 import numpy as np
 
 from fp8plan.model.cost.base import Array, Cost, StepBatch
-from fp8plan.model.cost.bounds import Engine, bytes_bound, flops_by_dtype
+from fp8plan.model.cost.bounds import Engine, bytes_bound, flops_by_kind
 from fp8plan.model.cost.sustained import POWER, knows_power, of_clock
 from fp8plan.model.profile.profile import Profile
 
 IDLE, MEMORY = POWER, "power.memory_watts"
 MATH = {"bf16": "power.bf16_watts", "fp8": "power.fp8_watts"}
+EXPERTS = {"bf16_experts": "power.bf16_expert_watts", "fp8_experts": "power.fp8_expert_watts"}
 LEAST_CLOCK = 0.4  # no step comes near
 
 
@@ -90,5 +91,14 @@ def power_limit(engine: Engine, batch: StepBatch, seconds: Array, sm: Array, pro
 def _joules(engine: Engine, batch: StepBatch, profile: Profile) -> dict[str, Array]:
     """Energy of a step's bytes and of its FLOPs, by coefficient, each of shape (steps,)."""
     seconds = {MEMORY: bytes_bound(engine, batch)}
-    seconds |= {MATH[dtype]: x for dtype, x in flops_by_dtype(engine, batch).items()}
+    for kind, x in flops_by_kind(engine, batch).items():
+        name = watts_of(kind, profile)
+        seconds[name] = seconds[name] + x if name in seconds else x
     return {name: profile.coefficient(name) * x for name, x in seconds.items()}
+
+
+def watts_of(kind: str, profile: Profile) -> str:
+    """The coefficient for a kind of FLOPs. A profile that knows no experts has a GEMM's for them."""
+    if kind in EXPERTS and EXPERTS[kind] in profile.coefficients:
+        return EXPERTS[kind]
+    return MATH[kind.removesuffix("_experts")]

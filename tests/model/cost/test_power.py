@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.model.cost.base import StepBatch
-from fp8plan.model.cost.bounds import bytes_bound, flops_bound, flops_by_dtype
-from fp8plan.model.cost.power import IDLE, MATH, MEMORY, power_limit
+from fp8plan.model.cost.bounds import bytes_bound, flops_bound, flops_by_kind
+from fp8plan.model.cost.power import EXPERTS, IDLE, MATH, MEMORY, power_limit
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
@@ -43,7 +43,7 @@ def test_a_step_at_the_limit_draws_the_limit(steps: list[tuple[float, float]], w
     sm = seconds * [share for _, share in steps]
     limit = power_limit(engine, batch, seconds, sm, PROFILE)
     use = {MEMORY: bytes_bound(engine, batch)}
-    use |= {MATH[dtype]: x for dtype, x in flops_by_dtype(engine, batch).items()}
+    use |= {(MATH | EXPERTS)[kind]: x for kind, x in flops_by_kind(engine, batch).items()}
     joules = sum(PROFILE.coefficient(name) * x for name, x in use.items())
     free = PROFILE.coefficient(IDLE) + joules / seconds
     if limit is None:
@@ -77,12 +77,15 @@ def test_fp8_kv_speeds_up_what_is_not_attention() -> None:
     assert sum(fp8.values()) < sum(bf16.values())
 
 
+@pytest.mark.parametrize(("name", "limit"), [("Qwen/Qwen3-8B", 550.0), ("Qwen/Qwen3-30B-A3B", 450.0)])
 @pytest.mark.parametrize("precision", ["bf16", "fp8_block+fp8_kv"])
-def test_partials_by_finite_differences(precision: str) -> None:
-    model, batch, small = step_model(precision, watts=550.0), decode(200, 512), 1e-6
+def test_partials_by_finite_differences(precision: str, name: str, limit: float) -> None:
+    model, batch, small = step_model(precision, limit, name), decode(200, 512), 1e-6
     cost = model.cost(batch)
     assert model.timed(batch).limit is not None
-    for name in ("gemm.bf16.compute_efficiency", "overhead.layer_seconds", IDLE, MEMORY, *MATH.values()):
+    watts = (IDLE, MEMORY, *MATH.values(), *EXPERTS.values())
+    assert set(watts) & cost.partials.keys()
+    for name in ("gemm.bf16.compute_efficiency", "overhead.layer_seconds", *watts):
         if name not in cost.partials:
             continue
         value = PROFILE.coefficients[name]
@@ -94,8 +97,31 @@ def test_partials_by_finite_differences(precision: str) -> None:
         assert (np.abs(cost.partials[name] - slope) < 0.04 * cost.seconds).all()  # the share of SMs moves, too
 
 
-def test_bounds_by_dtype_add_up() -> None:
+def test_bounds_by_kind_add_up() -> None:
     for precision in ("bf16", "fp8_block", "fp8_kv", "fp8_block+fp8_kv"):
         model, batch = step_model(precision, name="Qwen/Qwen3-30B-A3B"), decode(64, 256)
-        np.testing.assert_allclose(sum(flops_by_dtype(model, batch).values()), flops_bound(model, batch))
-        assert (flops_by_dtype(model, batch)["fp8"] > 0).all() == (precision != "bf16")
+        found = flops_by_kind(model, batch)
+        np.testing.assert_allclose(sum(found.values()), flops_bound(model, batch))
+        assert (found["fp8"] > 0).all() == (precision != "bf16")
+        assert (found["fp8_experts"] > 0).all() == ("fp8_block" in precision)
+        assert (found["bf16_experts"] > 0).all() == ("fp8_block" not in precision)
+
+
+def test_prompts_of_experts_run_at_the_clock_that_was_measured() -> None:
+    """16,000 prompt tokens of 2,000 each, on an H200: families/held_out.jsonl, which no fit has seen."""
+    tokens, chunks, nothing = np.array([16000.0]), np.array([8.0]), np.zeros(1)
+    batch = StepBatch(nothing, nothing, tokens, chunks, tokens, tokens * 2001 / 2, chunks)
+    for name in ("fp8plan/gpt-oss-20b-bf16", "moonshotai/Moonlight-16B-A3B-Instruct"):
+        limit = step_model(name=name).timed(batch).limit
+        assert limit is not None
+        assert limit.clock.item() * 1980 == pytest.approx(1650, rel=0.12)
+
+
+def test_a_profile_that_knows_no_experts_counts_them_as_gemms() -> None:
+    model, batch = step_model(watts=550.0, name="Qwen/Qwen3-30B-A3B"), decode(512)
+    kept = {name: value for name, value in PROFILE.coefficients.items() if name not in EXPERTS.values()}
+    without = replace(model, profile=replace(PROFILE, coefficients=kept, log_covariance={}))
+    as_gemms = {name: PROFILE.coefficients[MATH[kind.removesuffix("_experts")]] for kind, name in EXPERTS.items()}
+    alike = replace(model, profile=replace(PROFILE, coefficients=kept | as_gemms, log_covariance={}))
+    np.testing.assert_allclose(without.seconds(batch), alike.seconds(batch))
+    assert (model.seconds(batch) > without.seconds(batch)).all()
