@@ -35,6 +35,7 @@ from fp8plan.runtime.engine.noise import held_back
 from fp8plan.runtime.guard.fallback import GuardSettings
 
 ATTEMPTS: Final = 3  # at a rollout or a sync
+POOL: Final = 0.7  # KV cache, of an engine's share of a GPU that several runs share
 ADVISES_NOTHING: Final = GuardSettings(patience=1 << 30)  # it judges each rollout; an arm stays what it is called
 
 
@@ -47,7 +48,8 @@ class Settings:
     learning_rate:      of AdamW, constant, times the arm's
     micro_tokens:       padded tokens of a micro-batch
     save_every, changes_every: steps; 0: never
-    memory:             share of the GPU's memory for the engine, whose trainer is on the same GPU
+    memory:             share of the GPU's memory for the engines, whose trainers are on the same GPU
+    at_once:            runs that share the GPU
     mode:               of RolloutEngine
     """
 
@@ -65,6 +67,7 @@ class Settings:
     save_every: int = 10
     changes_every: int = 0
     memory: float = 0.4
+    at_once: int = 1
     mode: Any = "inprocess"
 
 
@@ -88,9 +91,11 @@ class Loop:
         self.gpu = find_gpu("cpu" if settings.device == "cpu" else "auto")
         longest = (self.task.max_prompt_tokens, self.task.max_response_tokens)
         self.limits = replace(EngineLimits.for_gpu(self.gpu), max_model_len=sum(longest))
+        shape, share, more = (settings.prompts, settings.samples), settings.memory / settings.at_once, {}
         if settings.device != "cpu":
-            self.limits = replace(self.limits, gpu_memory_utilization=settings.memory)
-        shape = (settings.prompts, settings.samples)
+            self.limits = replace(self.limits, gpu_memory_utilization=share)
+            if settings.at_once > 1:  # vLLM would take for its own what others take while it looks
+                more["kv_cache_memory_bytes"] = int(POOL * share * self.gpu.memory_bytes)
         self.precision = arm.preset(settings.device) if saved is None else saved["precision"]
         setup = EngineSetup(str(settings.checkpoint), self.gpu, self.precision, self.limits)
         with held_back():
@@ -100,6 +105,7 @@ class Loop:
                 mode=settings.mode,
                 seed=seed + (self.step << 16),
                 guard=ADVISES_NOTHING,
+                **more,
             )
         if saved is not None:
             self.trainer.load_state_dict(saved["trainer"])
@@ -254,4 +260,5 @@ class Loop:
             found = error
             self.tell("no plan", error)
         said = predicted.foreseen(found, self.precision)
-        self.folder.write("predicted.json", said | {"pilot_reward": sum(rewards) / len(rewards)})
+        said |= {"pilot_reward": sum(rewards) / len(rewards), "at_once": self.settings.at_once}
+        self.folder.write("predicted.json", said)

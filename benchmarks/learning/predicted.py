@@ -86,6 +86,7 @@ def table(runs: Mapping[tuple[str, int], RunFolder]) -> str:
     seen = {key: observed(folder) for key, folder in runs.items()}
     for (arm, seed), folder in runs.items():
         said, now, base = read_json(folder / "predicted.json"), seen[arm, seed], seen.get((baseline(arm), seed))
+        base = base if said.get("at_once", 1) == 1 else None  # the seconds of runs that share a device say nothing
         low, high = said["kl_k3_low"], said["kl_k3_high"]
         band = UNSEEN if low is None else f"{_short(said['kl_k3'])} ({_short(low)} to {_short(high)})"
         miss = "" if None in (low, now["kl_k3"]) or low <= now["kl_k3"] <= high else " **outside**"

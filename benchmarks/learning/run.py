@@ -78,6 +78,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, help="of every arm; default: as the table of arms says")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     parser.add_argument("--seed", type=int, default=0, help="of the policy's own training")
+    parser.add_argument("--at-once", type=int, default=1, help="runs that share a GPU: their seconds say nothing then")
     for name in ("steps", "prompts", "samples", "save-every", "micro-tokens"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--changes-every", type=int, default=0, help="steps between two logs of change ratios")
@@ -86,6 +87,8 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--one", metavar="ARM/SEED", help="this run alone, in this process")
     given = parser.parse_args(words)
     given.arms, given.words = chosen(given.arms), list(sys.argv[1:] if words is None else words)
+    if given.at_once < 1:
+        raise ConfigError(f"--at-once is {given.at_once}; allowed: 1 and more")
     if given.device is None:
         given.device = "cuda" if gpus() else "cpu"
     return given
@@ -109,8 +112,8 @@ def gpus() -> list[str]:
 
 
 def side_by_side(given: argparse.Namespace, runs: Sequence[tuple[str, int]]) -> list[str]:
-    """Do all runs, one on each GPU at a time; on a CPU one at a time. Returns those that failed."""
-    places = gpus() if given.device == "cuda" else [""]
+    """Do all runs, --at-once on each GPU or on the CPU. Returns those that failed."""
+    places = given.at_once * (gpus() if given.device == "cuda" else [""])
     free: SimpleQueue[str] = SimpleQueue()
     for place in places:
         free.put(place)
@@ -145,7 +148,9 @@ def one(given: argparse.Namespace) -> int:
     sizes = SIZES[given.device] | OWN.get(given.policy, {})
     names = ("steps", "prompts", "samples", "learning_rate", "save_every", "micro_tokens")
     sizes |= {name: getattr(given, name) for name in names if getattr(given, name) is not None}
-    settings = Settings(given.policy, folder / "model", given.device, changes_every=given.changes_every, **sizes)
+    settings = Settings(
+        given.policy, folder / "model", given.device, changes_every=given.changes_every, at_once=given.at_once, **sizes
+    )
     target = RunFolder(folder / given.one)
     with target.locked():
         loop = Loop(settings, arm_named(arm), int(seed), target, lambda x: print(x, flush=True))

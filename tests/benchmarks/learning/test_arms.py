@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Barrier
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from benchmarks.learning import run
 from benchmarks.learning.arms import ARMS, CORRECTIONS, FP8, Arm, arm_named, baseline, chosen, strength
-from benchmarks.learning.run import arguments, found_runs, jobs
+from benchmarks.learning.run import arguments, found_runs, jobs, side_by_side
 from benchmarks.learning.state import RunFolder
 from fp8plan.errors import ConfigError
 from fp8plan.model.precision import precision
@@ -66,6 +70,24 @@ def test_one_run_gets_the_words_of_the_whole(tmp_path: Path) -> None:
     given = arguments(words)
     assert (given.arms, given.words, given.one) == (["fp8"], words, None)
     assert arguments([*words, "--device", "cpu", "--one", "fp8/0"]).one == "fp8/0"
+
+
+def test_as_many_runs_share_a_gpu_as_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = arguments([str(tmp_path), "--device", "cuda", "--at-once", "3"])
+    together, seen = Barrier(3), []
+
+    def did(words: list[str], **more: Any) -> SimpleNamespace:
+        together.wait(timeout=20)  # breaks unless three are here
+        seen.append((words[-1], more["env"]["CUDA_VISIBLE_DEVICES"]))
+        return SimpleNamespace(returncode=int(words[-1] == "fp8/1"))
+
+    monkeypatch.setattr(run, "gpus", lambda: ["5"])
+    monkeypatch.setattr(run.subprocess, "run", did)
+    runs = [("bf16", 0), ("fp8", 0), ("bf16", 1), ("fp8", 1), ("fp8-tis", 0), ("fp8-tis", 1)]
+    assert side_by_side(given, runs) == ["fp8/1"]
+    assert sorted(seen) == sorted((f"{arm}/{seed}", "5") for arm, seed in runs)
+    with pytest.raises(ConfigError, match="--at-once is 0; allowed: 1 and more"):
+        arguments([str(tmp_path), "--at-once", "0"])
 
 
 def test_only_runs_that_have_begun_are_in_the_table(tmp_path: Path) -> None:

@@ -102,6 +102,11 @@ def test_what_was_observed_stands_beside_what_was_predicted(tmp_path: Path) -> N
     assert rows["bf16"][11] == "0.005"
     assert rows["bf16"][16] == predicted.UNSEEN  # without a correction, C moves nothing
 
+    said = predicted.read_json(fp8 / "predicted.json")
+    fp8.write("predicted.json", said | {"at_once": 2})
+    line = predicted.table({("bf16", 0): bf16, ("fp8-adaptive", 0): fp8}).splitlines()[-1].split("|")[1:-1]
+    assert [line[at].strip() for at in (7, 9, 11)] == [predicted.UNSEEN, predicted.UNSEEN, "0.05 **outside**"]
+
 
 def test_a_run_of_one_step_is_a_row_with_gaps(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "fp8" / "0")
