@@ -56,7 +56,7 @@ def _short(_: Any) -> Task:
 
 
 def _long(_: Any) -> Task:
-    return Recurrence(digits=3, terms=690)
+    return Recurrence(digits=3, terms=300)
 
 
 def _sums(tokenizer: Any) -> Task:
