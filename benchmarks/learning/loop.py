@@ -128,6 +128,7 @@ class Loop:
             self.one_step()
             if self.settings.save_every and self.step % self.settings.save_every == 0:
                 self.save()
+        self.sync(0.0)  # the trainer's own weights, whatever was planted
         self.folder.write("done.json", {"steps": self.step, "date": now(), "reward_after": self.evaluate()})
 
     def close(self) -> None:
