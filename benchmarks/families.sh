@@ -4,7 +4,7 @@
 # QUEUE (benchmarks/families/queue.txt) has a job a line, the most wanted first:
 #     one|CELLS|MODEL|PRECISION              CELLS: a list of cells in benchmarks/families
 #     one|sync|MODEL|PRECISION|ENGINE_ARGS   benchmarks.gpu.weight_sync; ENGINE_ARGS is JSON
-#     all|CELLS|MODEL|PRECISION              an engine on all GPUs, before all jobs on one
+#     all|CELLS|MODEL|PRECISION              an engine on all GPUs, before all jobs on one; left out where there is one GPU
 # Two workers share a GPU, or all of them, with half of its cores each: one has its engine there, while the other has
 # imported vLLM and waits. No job begins after SECONDS. Experts are drawn evenly, by vLLM's own simulation. DEEP_GEMM
 # names a folder of compiled kernels to start from (benchmarks.gpu.compile_deep_gemm): without it the first engine of a

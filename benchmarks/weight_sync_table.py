@@ -4,7 +4,7 @@
 
 Medians. A column is of one machine, the last that measured all it needs, and of the last run there of each kind. The
 first sync, which also checks the manifest and tries the shortcut, has a row of its own, and the first of each other
-kind, which may compile, is left out.
+kind, which may compile, is left out. A table before it has the models of other families, beside the folder.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from fp8plan.jsonl import rows as read
 
 ROOT = Path(__file__).resolve().parent.parent
 MEASURED = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0" / "weight_sync"
+FAMILIES = MEASURED.with_name("families") / "weight_sync.jsonl"
 Row = dict[str, Any]
 
 GROUPS = {"8b": "Qwen3-8B, all linears", "experts_up": "384 experts of 768 x 2048"}
@@ -185,14 +186,15 @@ def family_table(rows: Sequence[Row]) -> str:
         "| model, precision | sent | reload | in place | first | tensors equal | after a rollback |",
         "|" + 7 * "---|",
     ]
-    for model in dict.fromkeys(row["model"] for row in rows):
-        mine = one_machine([row for row in rows if row["model"] == model], ("step", "stock", "equal", "rollback"))
+    for model, precision in dict.fromkeys((row["model"], row["precision"]) for row in rows):
+        mine = [row for row in rows if (row["model"], row["precision"]) == (model, precision)]
+        mine = one_machine(mine, ("step", "stock", "equal", "rollback"))
         steps, stock = _of(mine, "step"), _seconds(_of(mine, "stock")[1:], lambda row: float(row["seconds"]))
-        whole, (*_, equal) = _seconds(steps[1:], _total), _of(mine, "equal")
+        whole, [equal] = _seconds(steps[1:], _total), [x for x in _of(mine, "equal") if x["other"] == "stock"]
         same, sent = equal["tensors"] - len(equal["differ"]), steps[0]["report"]["bytes"]
         restored = all(row["equal"] for row in _of(mine, "rollback"))
         lines.append(
-            f"| {_short(model)}, {steps[0]['precision']} | {sent / 1e9:.0f} GB | {stock:.1f} s | "
+            f"| {_short(model)}, {precision} | {sent / 1e9:.0f} GB | {stock:.1f} s | "
             f"**{whole:.1f} s** ({stock / whole:.1f}x) | {_total(steps[0]):.1f} s | {same:,} of {equal['tensors']:,} | "
             f"{'all as before' if restored else 'some differ'} |"
         )
@@ -202,7 +204,7 @@ def family_table(rows: Sequence[Row]) -> str:
 def tables(folder: Path = MEASURED) -> dict[str, str]:
     quantise = read(folder / "quantize.jsonl")
     return {
-        "syncs of families": family_table(read(folder.with_name("families") / "weight_sync.jsonl")),
+        "syncs of families": family_table(read(FAMILIES)),
         "quantisers": quantiser_table(quantise),
         "syncs": sync_table(read(folder / "weight_sync.jsonl"), quantise),
         "transfers": transfer_table(read(folder / "transfer.jsonl")),

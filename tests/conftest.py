@@ -24,7 +24,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 with socket.socket() as free:  # for trainers of one process: each of pytest's workers its own
     free.bind(("127.0.0.1", 0))
-    os.environ.setdefault("MASTER_PORT", str(free.getsockname()[1]))
+    os.environ["MASTER_PORT"] = str(free.getsockname()[1])  # in place of the one inherited from pytest's controller
 # A shell without job control starts what runs in its background with SIGINT ignored, and so would be what tests press.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -55,12 +55,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_runtest_call() -> None:
-    """fp8plan's loggers are heard, whatever a library that an earlier test imported has done to logging."""
+    """fp8plan's loggers are heard, whatever a library that an earlier test imported has done to logging.
+
+    A level that a fixture has set through caplog is undone as well: set it in the test.
+    """
     logging.disable(logging.NOTSET)
+    logging.root.setLevel(logging.WARNING)
     for name, logger in logging.root.manager.loggerDict.items():
         if name.partition(".")[0] == "fp8plan" and isinstance(logger, logging.Logger):
-            logger.disabled, logger.propagate, logger.level = False, True, logging.NOTSET
-    logging.root.setLevel(logging.WARNING)  # after the others: it empties the caches of what is heard
+            logger.disabled, logger.propagate = False, True
+            logger.setLevel(logging.NOTSET)
 
 
 # A busy machine is slow, not wrong; tests of speed say so themselves. The same examples each time, so that a failure is

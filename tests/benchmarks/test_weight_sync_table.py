@@ -113,11 +113,15 @@ def test_each_column_names_its_machine_and_its_source(monkeypatch: pytest.Monkey
 
 
 def test_a_family_is_a_line_that_says_whether_all_is_equal() -> None:
-    kinds = {"equal": {"tensors": 1200, "differ": []}, "rollback": {"equal": True}}
-    whole = [one | {"precision": "fp8_block"} for one in run()] + [row(what, **more) for what, more in kinds.items()]
+    native = row("equal", tensors=1200, differ=["a"], other="native")
+    equal, rollback = row("equal", tensors=1200, differ=[], other="stock"), row("rollback", equal=True)
+    whole = [one | {"precision": "fp8_block"} for one in (*run(), equal, native, rollback)]
     good = "| Qwen3-8B, fp8_block | 16 GB | 0.5 s | **0.1 s** (6.7x) | 9.1 s | 1,200 of 1,200 | all as before |"
     assert family_table(whole).splitlines()[-1] == good
-    bad = [*whole[:-2], row("equal", tensors=1200, differ=["a", "b"]), row("rollback", equal=False)]
-    assert family_table(bad).splitlines()[-1].endswith("| 1,198 of 1,200 | some differ |")
+    worse = row("equal", tensors=1200, differ=["a", "b"], other="stock"), row("rollback", equal=False)
+    bad = [one | {"precision": "bf16"} for one in (*run(), *worse)]
+    both = family_table([*whole, *bad]).splitlines()
+    assert both[-2] == good
+    assert both[-1].endswith("| 1,198 of 1,200 | some differ |")
     with pytest.raises(ConfigError, match="lacks equal"):
-        family_table(whole[:-2])
+        family_table(whole[:-3])

@@ -40,10 +40,10 @@ def power_coefficients(steps: Sequence[Windows], profile: Profile) -> dict[str, 
     fastest = max(float(x.record.fields["sm_mhz"]) for x in runs)
     used = np.array([_used(x, profile, fastest) for x in runs])
     kinds = [MATH, EXPERTS] if used[:, len(COMMON) :].any() else [MATH]
-    names = [IDLE, MEMORY, *(name for kind in kinds for name in kind.values())]
+    names = [*COMMON, *EXPERTS.values()] if EXPERTS in kinds else [*COMMON]
     watts = np.array([float(x.record.fields["power_w"]) for x in runs])
     weights = np.sqrt([min(x.record.seconds, MOST_SECONDS) for x in runs]) / READING_SD
-    typical = np.linalg.lstsq(used[:, :3], watts, rcond=None)[0][2]
+    typical = np.linalg.lstsq(used[:, [0, 1, 2, *range(len(COMMON), len(names), 2)]], watts, rcond=None)[0][2]
     ratios = np.zeros((len(kinds), len(names)))
     for row, kind in zip(ratios, kinds, strict=True):
         bf16, fp8 = (names.index(name) for name in kind.values())

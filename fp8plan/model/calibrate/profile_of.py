@@ -76,7 +76,7 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
     _check_same(steps, card, engine_version)
     sheet, kept = datasheet_profile(card, engine_version), ~is_held_out(rows)
     rare = step_windows(folder / "families")
-    prior = without_rare_parts(sheet, timed=_timed_rare_parts(rows))
+    prior = without_rare_parts(sheet, timed_rare_parts(rows[kept]))
     prior = replace(prior, coefficients=prior.coefficients | power_coefficients([*steps, *rare], sheet))
     observations = [*observe(rows[kept], card), observe_steps(steps)]
     found = fit(observations, prior)
@@ -133,9 +133,12 @@ def with_rare_parts(profile: Profile, steps: Sequence[Windows], prior: Profile) 
     return replace(found, coefficients=kept, log_covariance=covariance)
 
 
-def _timed_rare_parts(rows: pd.DataFrame) -> set[str]:
-    """The rare parts that the timings of kernels cover."""
-    return {WIDE_HEADS} if "head_dim" in rows and (rows.head_dim > NARROW).any() else set()
+def timed_rare_parts(rows: pd.DataFrame) -> set[str]:
+    """The coefficients of rare parts that timings of kernels cover, as they begin."""
+    if "head_dim" not in rows:
+        return set()
+    kernels = rows.kernel[rows.head_dim > NARROW].str.extract(r"^attention_(decode|prefill)\.(\w+)$").dropna()
+    return {f"{WIDE_HEADS}{dtype}.{phase}_" for phase, dtype in kernels.itertuples(index=False)}
 
 
 def measured_version(folder: Path) -> str:

@@ -6,7 +6,9 @@
 
 clock: of the SMs, as a fraction of the highest. sm: seconds of the step that SMs decide at the highest clock; other:
 those that memory or launches decide. Seconds of bytes and FLOPs are at the datasheet's peaks
-(fp8plan.model.cost.bounds), so that a coefficient is the watts of its use at the peak.
+(fp8plan.model.cost.bounds), so that a coefficient is the watts of its use at the peak. Math is that of GEMMs and
+attention, and that of routed experts, each in BF16 and FP8: vLLM's Triton kernels for experts take about 1.5 times the
+energy for a FLOP. Prompts of gpt-oss with BF16 experts run at 1,650 MHz on an H200, and not at 1,980.
 
 Why: what a step does beside its slowest part costs clock, too. On an H200, 512 requests of Qwen3-8B after prompts of
 200 tokens run at 1,770 MHz with a BF16 KV cache and at 1,965 MHz with half its bytes. Attention takes equally long in
@@ -92,13 +94,13 @@ def _joules(engine: Engine, batch: StepBatch, profile: Profile) -> dict[str, Arr
     """Energy of a step's bytes and of its FLOPs, by coefficient, each of shape (steps,)."""
     seconds = {MEMORY: bytes_bound(engine, batch)}
     for kind, x in flops_by_kind(engine, batch).items():
-        name = watts_of(kind, profile)
+        name = _watts_of(kind, profile)
         seconds[name] = seconds[name] + x if name in seconds else x
     return {name: profile.coefficient(name) * x for name, x in seconds.items()}
 
 
-def watts_of(kind: str, profile: Profile) -> str:
-    """The coefficient for a kind of FLOPs. A profile that knows no experts has a GEMM's for them."""
+def _watts_of(kind: str, profile: Profile) -> str:
+    """The coefficient of a kind of FLOPs; without one for experts, that of GEMMs."""
     if kind in EXPERTS and EXPERTS[kind] in profile.coefficients:
         return EXPERTS[kind]
     return MATH[kind.removesuffix("_experts")]

@@ -25,7 +25,7 @@ from fp8plan.model.cost.base import Cost
 from fp8plan.model.profile.profile import Profile
 
 CLOCK, MEMORY = "clock.sustained_efficiency", "memory.sustained_efficiency"
-POWER = "power.idle_watts"  # the others of fp8plan.model.cost.power come with it
+POWER = "power.idle_watts"  # the others of fp8plan.model.cost.power come with it, but for those of experts
 SM_RATES = ("compute_efficiency", "sm_bandwidth")
 SM_TIMES = ("decode_tile_seconds", "decode_token_seconds", "prefill_tile_seconds", "prefill_pair_seconds")
 

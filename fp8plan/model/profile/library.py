@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -165,7 +166,7 @@ def datasheet_profile(gpu: Gpu, engine_version: str = "0.26.0", profiles_dir: Pa
     path = (profiles_dir or profiles_path()) / "datasheet.json"
     if not path.is_file():
         raise ProfileError(f"{path} is missing: reinstall fp8plan")
-    sheet = parsed(path.read_text(), str(path), Datasheet)
+    sheet = _datasheet(path, path.stat().st_mtime_ns)
     common = Coefficients() if gpu.is_cpu else sheet.common
     own = sheet.by_architecture.get(gpu.architecture, Coefficients())
     facts = common.coefficients | own.coefficients
@@ -186,6 +187,12 @@ def datasheet_profile(gpu: Gpu, engine_version: str = "0.26.0", profiles_dir: Pa
     )
 
 
+@lru_cache(maxsize=8)
+def _datasheet(path: Path, changed: int) -> Datasheet:
+    """The parsed file. changed: when, so that a new one is read"""
+    return parsed(path.read_text(), str(path), Datasheet)
+
+
 def with_kernels(profile: Profile, gpu: Gpu, kernels: Iterable[str]) -> Profile:
     """The profile with the datasheet's coefficients of those `kernels` that it has none of, and a note on each."""
     missing = tuple(f"{x}." for x in kernels if not any(name.startswith(f"{x}.") for name in profile.coefficients))
@@ -193,6 +200,8 @@ def with_kernels(profile: Profile, gpu: Gpu, kernels: Iterable[str]) -> Profile:
         return profile
     sheet = datasheet_profile(gpu, profile.engine_version)
     names = [name for name in sheet.coefficients if name.startswith(missing)]
+    if not names:  # a kernel of other GPUs
+        return profile
     return replace(
         profile,
         coefficients=profile.coefficients | {name: sheet.coefficients[name] for name in names},
@@ -201,10 +210,14 @@ def with_kernels(profile: Profile, gpu: Gpu, kernels: Iterable[str]) -> Profile:
     )
 
 
-def without_rare_parts(profile: Profile, timed: Container[str] = ()) -> Profile:
-    """The profile without the coefficients of RARE_PARTS. timed: those that stay, as coefficients begin"""
-    parts = tuple(part for part in RARE_PARTS if part not in timed)
-    common = {name: value for name, value in profile.coefficients.items() if not name.startswith(parts)}
+def without_rare_parts(profile: Profile, timed: Iterable[str] = ()) -> Profile:
+    """The profile without the coefficients of RARE_PARTS. timed: those that stay, as they begin"""
+    stay = tuple(timed)
+    common = {
+        name: value
+        for name, value in profile.coefficients.items()
+        if not name.startswith(RARE_PARTS) or name.startswith(stay)
+    }
     covariance = {
         name: {other: value for other, value in row.items() if other in common}
         for name, row in profile.log_covariance.items()

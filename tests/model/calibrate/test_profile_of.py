@@ -21,11 +21,11 @@ from fp8plan.model.calibrate.profile_of import (
     BETWEEN_CARDS,
     STEPS,
     Calibration,
-    _timed_rare_parts,
     calibrate,
     kernel_rows,
     measured_version,
     step_windows,
+    timed_rare_parts,
     with_rare_parts,
 )
 from fp8plan.model.cost.base import QUANTITIES
@@ -286,23 +286,30 @@ def test_shapes_are_held_out_wherever_they_come_from() -> None:
     assert is_held_out(rows).tolist() == [True, True, False, True, False, True, False]
 
 
-def test_rare_parts_are_fitted_to_steps_unless_their_kernels_were_timed(folder: Path) -> None:
-    sheet = datasheet_profile(H200)
-    wide = [name for name in sheet.coefficients if name.startswith(WIDE_HEADS)]
-    narrow = kernel_rows(folder / "kernels")
-    timed = pd.concat([narrow, pd.DataFrame({"kernel": ["attention_decode.bf16"], "head_dim": [256]})])
-    assert _timed_rare_parts(narrow) == set()
-    assert _timed_rare_parts(timed) == {WIDE_HEADS}
-    assert wide
-    assert not set(wide) & set(without_rare_parts(sheet).coefficients)
-    assert {x for x in without_rare_parts(sheet, {WIDE_HEADS}).coefficients if x.startswith(RARE_PARTS)} == set(wide)
+def test_rare_parts_are_fitted_to_steps_unless_their_kernels_were_timed() -> None:
+    sheet, shipped = datasheet_profile(H200), load_profile(H200)[0]
+    wide = {name for name in sheet.coefficients if name.startswith(WIDE_HEADS)}
+    rows = pd.DataFrame({"kernel": ["attention_decode.bf16", "attention_decode.fp8", "kv_write.fp8"]})
+    assert timed_rare_parts(rows.assign(head_dim=128)) == timed_rare_parts(rows) == set()
+    timed = timed_rare_parts(rows.assign(head_dim=[256, 128, 256]))
+    assert timed == {f"{WIDE_HEADS}bf16.decode_"}
+    assert not {name for name in without_rare_parts(sheet).coefficients if name.startswith(RARE_PARTS)}
+    left = {name for name in without_rare_parts(sheet, timed).coefficients if name.startswith(RARE_PARTS)}
+    [of_bf16] = {name for name in wide if "bf16" in name}
+    assert left == {of_bf16}
 
-    shipped = load_profile(H200)[0]
     steps = step_windows(profile_path(profiles_path(), H200.name, "0.26.0").parent / "families")
     steps = [x for x in steps if x.record.fields["model"] == "Qwen/Qwen3.5-9B"]
-    [of_bf16] = [name for name in wide if "bf16" in name]
-    assert (
-        with_rare_parts(without_rare_parts(shipped), steps, sheet).coefficients[of_bf16] != sheet.coefficients[of_bf16]
-    )
-    known = without_rare_parts(replace(shipped, coefficients=shipped.coefficients | {of_bf16: 1e-9}), {WIDE_HEADS})
-    assert with_rare_parts(known, steps, sheet).coefficients[of_bf16] == 1e-9
+    without = with_rare_parts(without_rare_parts(shipped), steps, sheet).coefficients
+    assert all(without[name] != sheet.coefficients[name] for name in wide)
+    known = without_rare_parts(replace(shipped, coefficients=shipped.coefficients | {of_bf16: 1e-9}), timed)
+    found = with_rare_parts(known, steps, sheet).coefficients
+    assert found[of_bf16] == 1e-9
+    assert all(found[name] != sheet.coefficients[name] for name in wide - {of_bf16})
+
+
+def test_timings_of_wide_heads_reach_the_fit(tmp_path: Path) -> None:
+    rows = [decodes(heads=[*HEADS[:2], (16, 4, 256)])]
+    found = calibrate(write(tmp_path, GPU, RUNS[:2], rows, noise=0.02), H200, "0.26.0").profile
+    measured = {name for name in found.coefficients if name.startswith(WIDE_HEADS)}
+    assert measured == {f"{WIDE_HEADS}bf16.decode_token_seconds"}

@@ -1,9 +1,9 @@
 """Softmax attention of one layer: paged decode, chunked prefill, and what is written to the KV cache before.
 
-    part    = bytes of its key blocks / sm_bandwidth + their tokens * (token_seconds + wide) + tile_seconds
+    part    = bytes of its key blocks / sm_bandwidth + their tokens * token_seconds + tile_seconds (+ wide heads)
     decode  = |KV bytes of all / (bandwidth * eff), rounds of parts * part|_8 + join, where requests were cut
     prefill = (tiles / SMs * mean tile + TAIL * longest tile) + ceil(tiles / SMs) * tile_seconds
-              tile = its pairs * (FLOPs of a pair / (peak / SMs * eff) + pair_seconds + wide)
+              tile = its pairs * (FLOPs of a pair / (peak / SMs * eff) + pair_seconds) (+ wide heads)
     seconds = launch + decode + prefill
 
 Decode: an SM takes one KV head of one request, or a part of it, at a time (`parts_of`). Without rounds the model missed
@@ -35,6 +35,7 @@ from fp8plan.model.cost.mixers.windows import seen
 from fp8plan.model.cost.streaming import streaming_cost
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import BF16_BYTES, FP8_BYTES, Precision
+from fp8plan.model.profile.library import WIDE_HEADS
 from fp8plan.model.profile.profile import Profile
 
 FLASH_ATTENTION_3 = "flash_attn_3"
@@ -42,7 +43,7 @@ SHARE, KV_BLOCK = 1.1, 128  # of an SM's share, and tokens: how FlashAttention 3
 MOST_CUTS = 32  # flash_attn_max_num_splits_for_cuda_graph of vLLM 0.26
 TILE_ROWS = 128
 TAIL = 0.12  # of the longest tile, for which the other SMs wait at the end: fitted to profiles/h200_sxm
-NARROW, WIDE = 128, 256  # elements of a head: the most of the common kernels, and the most of all
+NARROW, WIDE = 128, 256  # elements of a head: of FlashAttention 3's common kernels at most, and of its widest
 UNEVEN_GROUP = 1.06  # a group that does not divide a tile is loaded row by row: 4% (BF16) and 7% (FP8) there too
 
 
@@ -144,7 +145,7 @@ def _decode(
         part = part + traffic(share * each, 1.0, coefficient("sm_bandwidth"))
     if f"{prefix}.decode_token_seconds" in profile.coefficients:
         part = part + times(share, *coefficient("token_seconds"))
-    part = part + _of_wide_heads(share * (attention.head_dim / WIDE), "decode_token", attention, precision, profile)
+    part = part + _wide_cost(share * (attention.head_dim / WIDE), "decode_token", attention, precision, profile)
     read = norm8(traffic(bytes_, gpu.memory_bandwidth, coefficient("bandwidth_efficiency")), part.scaled(rounds))
     if cuts:
         read = read + times(np.where(parts > heads, 1.0, 0.0), *coefficient("join_seconds"))
@@ -182,16 +183,20 @@ def prefill_cost(b: StepBatch, attention: Attention, precision: Precision, tp: i
     peak = gpu.bf16_flops / gpu.sm_count
     cost = traffic(pairs * 2 * (attention.head_dim + attention.value_dim), peak, profile.named(efficiency))
     beyond = (attention.head_dim - NARROW) / (WIDE - NARROW)
-    cost = cost + _of_wide_heads(pairs * beyond, "prefill_pair", attention, precision, profile)
+    cost = cost + _wide_cost(pairs * beyond, "prefill_pair", attention, precision, profile)
     return cost + times(pairs, *profile.named(pair)) + times(np.ceil(tiles / gpu.sm_count), *profile.named(tile))
 
 
-def _of_wide_heads(count: Array, part: str, attention: Attention, precision: Precision, profile: Profile) -> Cost:
-    """What kernels of wide heads take more for `count` tokens or pairs, where the profile's backend has such kernels.
+def _wide_cost(count: Array, part: str, attention: Attention, precision: Precision, profile: Profile) -> Cost:
+    """Extra seconds of FlashAttention 3's kernels for wide heads; zero for other heads, and where the profile has no
+    such coefficient.
+
+    count: tokens or pairs, each as a share of one of a head of WIDE elements
 
     In AIConfigurator's tables of an H200 (vLLM 0.24) a token of a head of 64, 128, 192 and 256 takes an SM 7.7, 11.9,
-    23.0 and 29.2 ns in BF16, 6.6, 11.0, 27.2 and 33.4 ns in FP8; without this it would be 16.2 and 20.4, 14.4 and 18.1.
-    Its FP8 prefill takes 1.2 and 1.5 times as long as without, its BF16 prefill as long.
+    23.0 and 29.2 ns in BF16, 6.6, 11.0, 27.2 and 33.4 ns in FP8. Without this it would be 16.2 and 20.4, 14.4 and 18.1:
+    the difference grows as the head. FP8 prefill takes 1.2 and 1.5 times as long as without, which grows as what is
+    beyond NARROW. BF16 prefill, also that of MLA, takes as long as without, and has no such coefficient.
     """
     name = f"{wide_kernel(precision)}.{part}_seconds"
     if attention.head_dim <= NARROW or name not in profile.coefficients:
@@ -200,5 +205,5 @@ def _of_wide_heads(count: Array, part: str, attention: Attention, precision: Pre
 
 
 def wide_kernel(precision: Precision) -> str:
-    """The name of what kernels of wide heads cost more, as its coefficients begin."""
-    return f"wide_attention.{precision.kv}"
+    """The prefix of the coefficients of wide heads."""
+    return f"{WIDE_HEADS}{precision.kv}"
