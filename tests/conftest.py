@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
@@ -52,19 +51,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(message)
     if item.get_closest_marker("gpu") and not GPU:
         pytest.skip("no NVIDIA GPU")
-
-
-def pytest_runtest_call() -> None:
-    """fp8plan's loggers are heard, whatever a library that an earlier test imported has done to logging.
-
-    A level that a fixture has set through caplog is undone as well: set it in the test.
-    """
-    logging.disable(logging.NOTSET)
-    logging.root.setLevel(logging.WARNING)
-    for name, logger in logging.root.manager.loggerDict.items():
-        if name.partition(".")[0] == "fp8plan" and isinstance(logger, logging.Logger):
-            logger.disabled, logger.propagate = False, True
-            logger.setLevel(logging.NOTSET)
 
 
 # A busy machine is slow, not wrong; tests of speed say so themselves. The same examples each time, so that a failure is

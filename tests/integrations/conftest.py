@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
 
 import frameworks
 import pytest
@@ -20,3 +21,16 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     frameworks.install(monkeypatch, place, PolicyLossRegistry=frameworks.PolicyLossRegistry)
     yield
     micro_batches.stop()
+
+
+@pytest.fixture
+def warnings_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], list[str]]:
+    """The list that a module's warnings go to from now on. caplog misses some: frameworks set up logging anew."""
+
+    def listen(module: ModuleType) -> list[str]:
+        said: list[str] = []
+        hearing = SimpleNamespace(warning=lambda text, *args: said.append(text % args), info=lambda *_: None)
+        monkeypatch.setattr(module, "logger", hearing)
+        return said
+
+    return listen
