@@ -33,7 +33,7 @@ class PolicyTensors(VLLMGeneration):
 
     @property
     def expected(self) -> Manifest | None:
-        """The tensors of the checkpoint; None where they are not known."""
+        """The tensors of the checkpoint; None where they are not known. A colocated engine and a server each know."""
         raise NotImplementedError
 
     def announced(self) -> Sent:

@@ -20,7 +20,7 @@ from fp8plan.model.profile.profile import Profile
 
 LEAST_SECONDS, MOST_SECONDS = 0.9, 4.0  # shorter: the sampling misses too much; longer: no better known than that
 LEAST_RUNS = 12
-COMMON = (IDLE, MEMORY, *MATH.values())
+ALWAYS = (IDLE, MEMORY)
 READING_SD = 40.0  # watts between a run and the fit, of cards and of what is not modelled
 # Few rollouts are bound by FP8 FLOPs, so their energy is not left to the readings alone: 0.75 of BF16's for each FLOP,
 # 1.5 times the watts at a peak twice as high. Assumed. With 0.15 instead of 0.05, readings make it 1.64, as they count
@@ -39,16 +39,18 @@ def power_coefficients(steps: Sequence[Windows], profile: Profile) -> dict[str, 
         return {}
     fastest = max(float(x.record.fields["sm_mhz"]) for x in runs)
     used = np.array([_used(x, profile, fastest) for x in runs])
-    kinds = [MATH, EXPERTS] if used[:, len(COMMON) :].any() else [MATH]
-    names = [*COMMON, *EXPERTS.values()] if EXPERTS in kinds else [*COMMON]
+    kinds = [MATH, EXPERTS] if used[:, len(ALWAYS) + len(MATH) :].any() else [MATH]
+    names = [*ALWAYS, *(name for kind in kinds for name in kind.values())]
+    used = used[:, : len(names)]
     watts = np.array([float(x.record.fields["power_w"]) for x in runs])
     weights = np.sqrt([min(x.record.seconds, MOST_SECONDS) for x in runs]) / READING_SD
-    typical = np.linalg.lstsq(used[:, [0, 1, 2, *range(len(COMMON), len(names), 2)]], watts, rcond=None)[0][2]
+    without_fp8 = ["fp8" not in name for name in names]
+    typical = np.linalg.lstsq(used[:, without_fp8], watts, rcond=None)[0][len(ALWAYS)]
     ratios = np.zeros((len(kinds), len(names)))
     for row, kind in zip(ratios, kinds, strict=True):
         bf16, fp8 = (names.index(name) for name in kind.values())
         row[bf16], row[fp8] = -FP8_RATIO / (FP8_RATIO_SD * typical), 1 / (FP8_RATIO_SD * typical)
-    equations = np.vstack([used[:, : len(names)] * weights[:, None], ratios])
+    equations = np.vstack([used * weights[:, None], ratios])
     found = np.linalg.lstsq(equations, np.append(watts * weights, np.zeros(len(kinds))), rcond=None)[0]
     if (found <= 0).any():
         return {}

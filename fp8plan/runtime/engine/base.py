@@ -126,7 +126,7 @@ class EngineBase:
         gc.collect()
 
     def _shut_down(self) -> None:
-        """Call vLLM's own shutdown."""
+        """Call vLLM's own shutdown: each kind of engine has another."""
         raise NotImplementedError
 
     def _opening(self) -> Procedure:

@@ -46,7 +46,7 @@ def test_full_holds_quick_and_every_kernel_of_it() -> None:
 
 
 def test_held_out_heads_are_measured_and_differ_from_those_to_fit() -> None:
-    models = (*grid.MODELS, *grid.WIDE_HEADS), held_out.ATTENTION
+    models = (*grid.MODELS, *grid.WIDE_MODELS), held_out.ATTENTION
     fit, apart = (pd.DataFrame(map(grid.heads_of, some)) for some in models)
     assert not held_out.is_held_out(fit).any()
     assert held_out.is_held_out(apart).all()

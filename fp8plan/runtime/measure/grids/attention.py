@@ -30,7 +30,7 @@ MODELS = (
     "Qwen/Qwen2.5-1.5B",
     "fp8plan/dense-50m",
 )
-WIDE_HEADS = ("Qwen/Qwen3.5-9B", "fp8plan/qwen3-next-16-layers")  # of 256 elements, with 4 and 2 KV heads
+WIDE_MODELS = ("Qwen/Qwen3.5-9B", "fp8plan/qwen3-next-16-layers")  # of 256 elements, with 4 and 2 KV heads
 
 KV_DTYPES = {"bf16": 2, "fp8": 1}  # bytes per element
 BLOCK_SIZE = 16  # tokens; vLLM's default on this backend
@@ -76,7 +76,7 @@ def _full() -> Iterator[Key]:
     yield from _quick()
     yield from _decode(REFERENCE, BATCHES, CONTEXTS)
     yield from _decode(REFERENCE, FEW_BATCHES[2:], (512, 1024, 2048, 4096), skew=UNEQUAL)
-    for model in (*MODELS, *WIDE_HEADS, *ATTENTION):
+    for model in (*MODELS, *WIDE_MODELS, *ATTENTION):
         yield from _decode(model, FEW_BATCHES[1:-1], FEW_CONTEXTS[::2])
         yield from _decode(model, (64, 256), (1024,), skew=UNEQUAL)
         yield from _prefill(model, CHUNKS[1::3], (1,), (0, 4096))
