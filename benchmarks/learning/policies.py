@@ -91,7 +91,7 @@ def make(name: str, folder: Path, device: str = "cpu", seed: int = 0, say: Calla
     if policy.size is None:
         smollm2.write(folder)
     else:
-        facts = _teach(policy, policy.size, folder, device, seed)
+        facts = _teach(policy, policy.size, folder, device, seed, say)
         say(f"{name}: {json.dumps(facts)}")
 
 
@@ -111,7 +111,9 @@ def fp8_linears(folder: Path) -> dict[str, bool]:
     return {linear.name: linear.quantised for linear in (*shape.linears(1), *shape.expert_linears())}
 
 
-def _teach(policy: Policy, size: Size, folder: Path, device: str, seed: int) -> dict[str, Any]:
+def _teach(
+    policy: Policy, size: Size, folder: Path, device: str, seed: int, say: Callable[[str], Any]
+) -> dict[str, Any]:
     """Train until about every fifth answer is right, and save. Returns what was done."""
     import torch
 
@@ -122,6 +124,8 @@ def _teach(policy: Policy, size: Size, folder: Path, device: str, seed: int) -> 
     enough = WRONG_PER_ANSWER / float(np.mean([len(x.key) for x in task.problems(512, (seed, LENGTHS, 0))]))
     for loss in losses_of(model, size, device, answers(task, size.batch, seed)):
         losses.append(float(loss))
+        if len(losses) % 100 == 0:
+            say(f"step {len(losses)}: loss {np.mean(losses[-SETTLED:]):.4f}, wanted {enough:.4f}")
         if len(losses) >= SETTLED and np.mean(losses[-SETTLED:]) < enough:
             break
     model.to(torch.bfloat16).save_pretrained(folder)
