@@ -77,13 +77,14 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
     sheet, kept = datasheet_profile(card, engine_version), ~is_held_out(rows)
     rare = step_windows(folder / "families")
     prior = without_rare_parts(sheet, timed_rare_parts(rows[kept]))
-    prior = replace(prior, coefficients=prior.coefficients | power_coefficients([*steps, *rare], sheet))
+    prior = with_power(prior, [*steps, *rare], sheet)
     observations = [*observe(rows[kept], card), observe_steps(steps)]
     found = fit(observations, prior)
-    with_layers = replace(prior, layers=layer_residuals(rows[kept], card, found.profile))
-    if any(with_layers.layers.values()):
-        found = fit(observations, with_layers)  # again: engine steps run the layers that were timed
-    leaving_out = LeavingOut(observations, with_layers, found)
+    # Again: engine steps run the layers that were timed, and how much small kernels move is known by now.
+    again = replace(prior, layers=layer_residuals(rows[kept], card, found.profile))
+    again = with_power(again, [*steps, *rare], with_rare_parts(found.profile, rare, sheet))
+    found = fit(observations, again)
+    leaving_out = LeavingOut(observations, again, found)
     unseen = leaving_out.errors()
     never = {x.kernel: x.errors(found.profile) for x in observe(rows[~kept], card)}
     errors = []
@@ -93,7 +94,7 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
         number, worst = never.get(x.kernel, np.zeros(0)).size, float(np.max(np.abs(np.expm1(elsewhere))))
         errors.append(KernelError(x.kernel, x.seconds.size, number, before, fitted, _median(elsewhere), worst))
     profile = replace(
-        with_rare_parts(found.profile, rare, sheet) if rare else found.profile,
+        with_rare_parts(found.profile, rare, sheet),
         kind="calibrated",
         source=_source(rows, steps),
         residuals={kernel: robust_sd(values) for kernel, values in unseen.items()},
@@ -109,11 +110,19 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
     return Calibration(profile, tuple(errors))
 
 
+def with_power(profile: Profile, steps: Sequence[Windows], known: Profile) -> Profile:
+    """The profile with the power coefficients of these rollouts' readings. known: by which small kernels move bytes"""
+    return replace(profile, coefficients=profile.coefficients | power_coefficients(steps, known))
+
+
 def with_rare_parts(profile: Profile, steps: Sequence[Windows], prior: Profile) -> Profile:
-    """The profile with the coefficients of the rare parts of these rollouts' models, fitted to their steps.
+    """The profile with the coefficients of the rare parts of these rollouts' models, fitted to their steps; as it is
+    without rollouts.
 
     prior: the datasheet profile, from which they start
     """
+    if not steps:
+        return profile
     started = replace(
         profile,
         coefficients=prior.coefficients | profile.coefficients,

@@ -6,6 +6,7 @@ gathered; attention and sampling are evaluated per step. No loop runs over steps
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +21,7 @@ from fp8plan.model.cost.linears.gemm import gemm_cost, quantise_cost
 from fp8plan.model.cost.linears.moe import moe_cost
 from fp8plan.model.cost.linears.shared import overlapped, shared_cost
 from fp8plan.model.cost.mixers.of_model import SCHEDULE, caches_cost, kernels_of, mixer_costs, unscheduled_layers
-from fp8plan.model.cost.power import PowerLimit, power_limit, sm_seconds
+from fp8plan.model.cost.power import Load, PowerLimit, power_limit, sm_seconds
 from fp8plan.model.cost.sustained import knows_power, of_clock, sustained, with_sustained
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits
@@ -68,8 +69,7 @@ class StepModel:
         components = self._gpu_components(batch)
         limit = None
         if knows_power(self.profile):
-            sm = sum((component.gathered(sm_seconds(component.cost)) for component in components), np.zeros(1))
-            limit = power_limit(self, batch, total_of(components), sm, self.profile)
+            limit = power_limit(self, batch, self._load(components), self.profile)
         return TimedSteps(self, components, *self._host(batch), limit)
 
     def seconds(self, batch: StepBatch) -> Array:
@@ -84,12 +84,16 @@ class StepModel:
         gpu = components[0].per_step()
         for component in components[1:]:
             gpu = gpu + component.per_step()
-        sm = sm_seconds(gpu)
-        limit = power_limit(self, batch, gpu.seconds, sm, self.profile)
+        load = self._load(components)
+        limit = power_limit(self, batch, load, self.profile)
         if limit is not None:
             partials = {name: partial * limit.slope_of(name) for name, partial in gpu.partials.items()}
-            gpu = Cost(limit.of(gpu.seconds, sm), partials | limit.watts)
+            gpu = Cost(limit.of(load.seconds, load.sm), partials | limit.watts)
         return self.joined(gpu, *self._host(batch))
+
+    def load(self, batch: StepBatch) -> Load:
+        """The load of each step on the GPU, at its highest clock."""
+        return self._load(self._gpu_components(batch))
 
     def joined(self, gpu: Cost, scheduling: Cost, launching: Cost) -> Cost:
         """The cost of steps in which GPU and host work at the same time.
@@ -159,6 +163,11 @@ class StepModel:
         graphed = tokens_of(batch) <= max(cudagraph_capture_sizes(self.limits), default=0)
         launched = launches(graphed, batch.prefill_tokens > 0, self.shape, self.layers, self.precision)
         return host_cost(batch, self.cache_groups, self.profile), launch_cost(launched, self.profile)
+
+    def _load(self, components: Sequence[Component]) -> Load:
+        """The load of all components together."""
+        each = [Load.of(component, self._sustained) for component in components]
+        return Load(*(sum(parts, np.zeros(1)) for parts in zip(*each, strict=True)))
 
     def _gpu_components(self, batch: StepBatch) -> list[Component]:
         tp, tokens, profile = self.limits.tensor_parallel_size, tokens_of(batch), self._sustained

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from fp8plan.model.cost.base import StepBatch
 from fp8plan.model.cost.bounds import bytes_bound, flops_bound, flops_by_kind
-from fp8plan.model.cost.power import EXPERTS, IDLE, MATH, MEMORY, power_limit
+from fp8plan.model.cost.power import EXPERTS, IDLE, MATH, MEMORY, RECURRENT, Load, power_limit, uses
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.profile.library import load_profile
+from fp8plan.model.profile.library import load_profile, profiles_path
 from fp8plan.model.setup import EngineSetup
+from fp8plan.model.validate.records import read_records
 
 H200 = find_gpu("h200")
 PROFILE = load_profile(H200, "0.26.0")[0]
@@ -34,17 +35,16 @@ def decode(*requests: int, context: int = 300) -> StepBatch:
 
 
 @given(
-    st.lists(st.tuples(st.floats(1e-4, 0.1), st.floats(0, 1)), min_size=1, max_size=4),
+    st.lists(st.tuples(st.floats(1e-4, 0.1), st.floats(0, 1), st.floats(0, 0.5)), min_size=1, max_size=4),
     st.floats(250, 2000),
 )
-def test_a_step_at_the_limit_draws_the_limit(steps: list[tuple[float, float]], watts: float) -> None:
+def test_a_step_at_the_limit_draws_the_limit(steps: list[tuple[float, float, float]], watts: float) -> None:
     engine, batch = step_model(watts=watts), decode(*range(64, 64 + len(steps)))
-    seconds = np.array([s for s, _ in steps])
-    sm = seconds * [share for _, share in steps]
-    limit = power_limit(engine, batch, seconds, sm, PROFILE)
-    use = {MEMORY: bytes_bound(engine, batch)}
-    use |= {(MATH | EXPERTS)[kind]: x for kind, x in flops_by_kind(engine, batch).items()}
-    joules = sum(PROFILE.coefficient(name) * x for name, x in use.items())
+    seconds = np.array([s for s, *_ in steps])
+    sm, streamed = (seconds * [x[part] for x in steps] for part in (1, 2))
+    load = Load(seconds, sm, streamed, recurrent=0.3 * sm)
+    limit = power_limit(engine, batch, load, PROFILE)
+    joules = sum(PROFILE.coefficient(name) * x for name, x in uses(engine, batch, load).items())
     free = PROFILE.coefficient(IDLE) + joules / seconds
     if limit is None:
         assert (free <= watts * (1 + 1e-9)).all()
@@ -83,7 +83,7 @@ def test_partials_by_finite_differences(precision: str, model_name: str, limit: 
     model, batch, small = step_model(precision, limit, model_name), decode(200, 512), 1e-6
     cost = model.cost(batch)
     assert model.timed(batch).limit is not None
-    watts = (IDLE, MEMORY, *MATH.values(), *EXPERTS.values())
+    watts = (IDLE, MEMORY, RECURRENT, *MATH.values(), *EXPERTS.values())
     dtype = "bf16" if precision == "bf16" else "fp8"
     assert (np.abs(cost.partials[EXPERTS[f"{dtype}_experts"]]).max() > 0) == ("A3B" in model_name)
     for name in ("gemm.bf16.compute_efficiency", "overhead.layer_seconds", *watts):
@@ -106,14 +106,39 @@ def test_bounds_by_kind_add_up() -> None:
         assert (found["bf16_experts"] > 0).all() == ("fp8_block" not in precision)
 
 
-def test_prompts_of_experts_run_at_the_clock_that_was_measured() -> None:
-    """16,000 prompt tokens of 2,000 each, on an H200: families/held_out.jsonl, which no fit has seen."""
+def test_prompts_run_at_the_clock_that_was_measured() -> None:
+    """Steps of 16,000 prompt tokens on an H200, by families/held_out.jsonl, which no fit has seen.
+
+    The worst is Moonlight in BF16: 1,650 MHz, where 1,847 are predicted.
+    """
     tokens, chunks, nothing = np.array([16000.0]), np.array([8.0]), np.zeros(1)
     batch = StepBatch(nothing, nothing, tokens, chunks, tokens, tokens * 2001 / 2, chunks)
-    for name in ("fp8plan/gpt-oss-20b-bf16", "moonshotai/Moonlight-16B-A3B-Instruct"):
-        limit = step_model(name=name).timed(batch).limit
-        assert limit is not None
-        assert limit.clock.item() * 1980 == pytest.approx(1650, rel=0.12)
+    errors = []
+    for record in read_records(profiles_path() / "h200_sxm/vllm-0.26.0/families/held_out.jsonl"):
+        if record.fields["workload"] == "prefill" and record.fields["tensor_parallel"] == 1:
+            limit = record.setup.step_model(PROFILE).timed(batch).limit
+            clock = 1.0 if limit is None else limit.clock.item()
+            errors.append(clock * 1980 / record.fields["sm_mhz"] - 1)
+    assert len(errors) > 10
+    assert np.median(np.abs(errors)) < 0.06
+    assert np.max(np.abs(errors)) < 0.13
+
+
+def test_activations_that_small_kernels_move_are_bytes() -> None:
+    """By hand: a layer of Qwen3-8B reads and writes tokens of 4,096 elements in BF16 many times, its caches once."""
+    model, nothing = step_model(), np.zeros(1)
+    one, two = (
+        StepBatch(nothing, nothing, tokens, np.ones(1), tokens, tokens * tokens / 2, np.ones(1))
+        for tokens in (np.array([8192.0]), np.array([16384.0]))
+    )
+    streamed = (model.load(two).streamed - model.load(one).streamed) * H200.memory_bandwidth / 8192
+    per_layer = streamed.item() / (36 * 2 * 4096)  # passes over the hidden state
+    assert 10 < per_layer < 40
+    assert model.load(one).seconds.item() > model.load(one).sm.item() > 0
+    used = uses(model, one, model.load(one))
+    assert used[MEMORY] > bytes_bound(model, one)
+    assert set(used) == {MEMORY, RECURRENT, *MATH.values(), *EXPERTS.values()}
+    assert (used[MATH["bf16"]] == flops_by_kind(model, one)["bf16"]).all()
 
 
 def test_a_profile_that_knows_no_experts_counts_them_as_gemms() -> None:
