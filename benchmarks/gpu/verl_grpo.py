@@ -13,11 +13,7 @@ a tokenizer of numbered words, the prompts and the reward (verl_reward.py) are m
     done     seconds of the whole part, and the medians of its steps but the first two
     failed   how a part has ended, and the end of its log
 
-On a machine without a registry, with torch 2.11, vLLM 0.26.0 and Python 3.12, bundle the wheels of verl==0.9.1,
-TransferQueue==0.1.10, tensordict==0.10.0, torchdata, hydra-core, omegaconf, antlr4-python3-runtime, codetiming,
-datasets, peft, accelerate, pylatexenc, pybind11, ray[default] and what those need (`pip download`), install them with
---no-deps beside that vLLM, and fp8plan with its metadata (`pip install --no-deps .`), for the entry point. flash-attn
-is not needed. verl wants a transformers below 5.11, and vLLM has its own pin: look at both before.
+On a machine without a registry: verl_bundle.sh. flash-attn is not needed.
 
 `--dry-run` makes the files, composes verl's configuration and prints the words, which works without a GPU.
 """

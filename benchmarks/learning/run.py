@@ -30,7 +30,7 @@ from fp8plan.errors import ConfigError
 # Of a rollout and of a run, by device. AdamW's rates are where the tiny policies learn in some tens of steps.
 SIZES: Final[dict[str, dict[str, Any]]] = {
     "cpu": {"steps": 60, "prompts": 64, "samples": 8, "learning_rate": 2e-3, "save_every": 10},
-    "cuda": {"steps": 150, "prompts": 64, "samples": 8, "learning_rate": 1e-4, "save_every": 25},
+    "cuda": {"steps": 50, "prompts": 32, "samples": 8, "learning_rate": 1e-4, "save_every": 25},
 }
 # Of a pretrained model, whose logits have 49,152 columns.
 OWN: Final[dict[str, dict[str, Any]]] = {"smollm2": {"learning_rate": 3e-6, "micro_tokens": 4096}}

@@ -1,8 +1,8 @@
 """Tasks whose answers a program checks: prompts as tokens, and the reward of a response in [0, 1].
 
 Recurrence     x(n+1) = x(n) + x(n-1) mod 10^digits, from two given terms until a term is 0. Digits are tokens. For
-               models that are trained here. One digit gives answers of up to 17 tokens, three of 434 in the mean and
-               901 at most (300 terms), of very different lengths, as rollouts of reasoning have
+               models that are trained here. One digit gives answers of up to 17 tokens, three of 291 in the mean and
+               601 at most (200 terms), of very different lengths, as rollouts of reasoning have
 ReasoningGym   a task of the package reasoning-gym, in words, for a chat model
 """
 
