@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from scipy.optimize import nnls
 
 from fp8plan.model.calibrate.engine_steps import Windows
 from fp8plan.model.cost.base import Array
@@ -32,7 +33,8 @@ FP8_RATIOS = ((MATH, 1.25, 0.1), (EXPERTS, 1.5, 0.25))
 
 def power_coefficients(steps: Sequence[Windows], profile: Profile) -> dict[str, float]:
     """The coefficients of fp8plan.model.cost.power; none without power readings of LEAST_RUNS rollouts, or where the
-    GPU's limit is not known. Those of experts and of recurrent layers are there if a rollout had some.
+    GPU's limit is not known. Those of experts and of recurrent layers are there if a rollout had some that drew more
+    than nothing.
     """
     runs = [x for x in steps if x.record.fields.get("power_w") and x.record.fields.get("sm_mhz")]
     runs = [x for x in runs if x.record.seconds >= LEAST_SECONDS and x.record.setup.gpu.power_limit_watts]
@@ -54,10 +56,9 @@ def power_coefficients(steps: Sequence[Windows], profile: Profile) -> dict[str, 
         bf16, fp8 = (names.index(name) for name in kind.values())
         row[bf16], row[fp8] = -ratio / (sd * typical), 1 / (sd * typical)
     equations = np.vstack([used * weights[:, None], held])
-    found = np.linalg.lstsq(equations, np.append(watts * weights, np.zeros(len(ratios))), rcond=None)[0]
-    if (found <= 0).any():
-        return {}
-    return dict(zip(names, found.tolist(), strict=True))
+    found, _ = nnls(equations, np.append(watts * weights, np.zeros(len(ratios))))
+    known = {name: float(value) for name, value in zip(names, found, strict=True) if value > 0}
+    return known if known.keys() >= {IDLE, MEMORY, *MATH.values()} else {}
 
 
 def _used(run: Windows, profile: Profile, fastest: float) -> Array:

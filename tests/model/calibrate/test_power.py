@@ -54,6 +54,14 @@ def test_of_dense_models_alone_nothing_is_known_about_experts(measured: list[Win
     assert found == {name: pytest.approx(PLANTED[name], rel=0.05) for name in (IDLE, MEMORY, RECURRENT, *MATH.values())}
 
 
+def test_what_draws_nothing_is_left_out(measured: list[Windows], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PLANTED, RECURRENT, -20.0)  # as noise might have it
+    found = power_coefficients([with_watts(x, 0.0) for x in measured], SHEET)
+    assert found.keys() == PLANTED.keys() - {RECURRENT}
+    monkeypatch.setitem(PLANTED, MEMORY, -200.0)
+    assert power_coefficients([with_watts(x, 0.0) for x in measured], SHEET) == {}
+
+
 def test_experts_take_more_for_a_flop_than_gemms(measured: list[Windows]) -> None:
     found = power_coefficients(measured, load_profile(find_gpu("h200"), "0.26.0")[0])
     for kind, name in MATH.items():
