@@ -12,16 +12,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import pandas as pd
 from scipy.optimize import nnls
 
 from fp8plan.model.calibrate.engine_steps import Windows
-from fp8plan.model.cost.base import Array
 from fp8plan.model.cost.power import EXPERTS, IDLE, MATH, MEMORY, RECURRENT, uses
 from fp8plan.model.profile.profile import Profile
 
 LEAST_SECONDS, MOST_SECONDS = 0.9, 4.0  # shorter: the sampling misses too much; longer: no better known than that
 LEAST_RUNS = 12
-NAMES = (IDLE, MEMORY, RECURRENT, *MATH.values(), *EXPERTS.values())
+NAMES = [IDLE, MEMORY, RECURRENT, *MATH.values(), *EXPERTS.values()]
 READING_SD = 40.0  # watts between a run and the fit, of cards and of what is not modelled
 # FP8's watts at its peak over BF16's, with a standard deviation, as few rollouts are bound by FP8 FLOPs. Of GEMMs: the
 # middle of two. Readings alone make it 1.4, but they count the padding of decode steps as FP8 FLOPs. Long GEMMs, which
@@ -41,29 +41,27 @@ def power_coefficients(steps: Sequence[Windows], profile: Profile) -> dict[str, 
     if len(runs) < LEAST_RUNS:
         return {}
     fastest = max(float(x.record.fields["sm_mhz"]) for x in runs)
-    used = np.array([_used(x, profile, fastest) for x in runs])
-    ratios = [x for x in FP8_RATIOS if used[:, [NAMES.index(name) for name in x[0].values()]].any()]
+    used = pd.DataFrame([_used(x, profile, fastest) for x in runs], columns=NAMES)
+    ratios = [x for x in FP8_RATIOS if used[[*x[0].values()]].any(axis=None)]
     of_ratios = {name for kind, *_ in ratios for name in kind.values()}
-    names = [name for name, column in zip(NAMES, used.T, strict=True) if column.any() or name in of_ratios]
-    used = used[:, [NAMES.index(name) for name in names]]
+    names = [name for name in NAMES if used[name].any() or name in of_ratios]
     watts = np.array([float(x.record.fields["power_w"]) for x in runs])
     weights = np.sqrt([min(x.record.seconds, MOST_SECONDS) for x in runs]) / READING_SD
     without_fp8 = [name for name in names if "fp8" not in name]
-    first = np.linalg.lstsq(used[:, [names.index(name) for name in without_fp8]], watts, rcond=None)[0]
-    typical = first[without_fp8.index(MATH["bf16"])]
+    typical = np.linalg.lstsq(used[without_fp8], watts, rcond=None)[0][without_fp8.index(MATH["bf16"])]
     held = np.zeros((len(ratios), len(names)))
     for row, (kind, ratio, sd) in zip(held, ratios, strict=True):
         bf16, fp8 = (names.index(name) for name in kind.values())
         row[bf16], row[fp8] = -ratio / (sd * typical), 1 / (sd * typical)
-    equations = np.vstack([used * weights[:, None], held])
+    equations = np.vstack([used[names].to_numpy() * weights[:, None], held])
     found, _ = nnls(equations, np.append(watts * weights, np.zeros(len(ratios))))
     known = {name: float(value) for name, value in zip(names, found, strict=True) if value > 0}
     return known if known.keys() >= {IDLE, MEMORY, *MATH.values()} else {}
 
 
-def _used(run: Windows, profile: Profile, fastest: float) -> Array:
-    """A rollout's clock, and its mean use of memory and of each kind of math, as fractions of their peaks."""
+def _used(run: Windows, profile: Profile, fastest: float) -> list[float]:
+    """A rollout's clock and its mean use of what draws power, as NAMES has them, as fractions of their peaks."""
     engine, times = run.record.setup.step_model(profile), run.weights.sum(axis=0)
     used = uses(engine, run.batch, engine.load(run.batch))
     shares = [float(times @ used[name]) / float(run.seconds.sum()) for name in NAMES[1:]]
-    return np.array([float(run.record.fields["sm_mhz"]) / fastest, *shares])
+    return [float(run.record.fields["sm_mhz"]) / fastest, *shares]

@@ -67,10 +67,7 @@ class StepModel:
     def timed(self, batch: StepBatch) -> TimedSteps:
         """The steps with the cost of each part, for callers that ask several questions about them."""
         components = self._gpu_components(batch)
-        limit = None
-        if knows_power(self.profile):
-            limit = power_limit(self, batch, self._load(components), self.profile)
-        return TimedSteps(self, components, *self._host(batch), limit)
+        return TimedSteps(self, components, *self._host(batch), self._power_limit(batch, components))
 
     def seconds(self, batch: StepBatch) -> Array:
         """Seconds of each step, shape (steps,)."""
@@ -84,11 +81,10 @@ class StepModel:
         gpu = components[0].per_step()
         for component in components[1:]:
             gpu = gpu + component.per_step()
-        load = self._load(components)
-        limit = power_limit(self, batch, load, self.profile)
+        limit = self._power_limit(batch, components)
         if limit is not None:
             partials = {name: partial * limit.slope_of(name) for name, partial in gpu.partials.items()}
-            gpu = Cost(limit.of(load.seconds, load.sm), partials | limit.watts)
+            gpu = Cost(limit.of(gpu.seconds, sm_seconds(gpu)), partials | limit.watts)
         return self.joined(gpu, *self._host(batch))
 
     def load(self, batch: StepBatch) -> Load:
@@ -163,6 +159,10 @@ class StepModel:
         graphed = tokens_of(batch) <= max(cudagraph_capture_sizes(self.limits), default=0)
         launched = launches(graphed, batch.prefill_tokens > 0, self.shape, self.layers, self.precision)
         return host_cost(batch, self.cache_groups, self.profile), launch_cost(launched, self.profile)
+
+    def _power_limit(self, batch: StepBatch, components: Sequence[Component]) -> PowerLimit | None:
+        """The effect of the power limit on the steps, without asking for their load where nothing knows the power."""
+        return power_limit(self, batch, self._load(components), self.profile) if knows_power(self.profile) else None
 
     def _load(self, components: Sequence[Component]) -> Load:
         """The load of all components together."""
