@@ -42,6 +42,7 @@ from fp8plan.model.configs import find_config
 PARTS: Final = ("stock", "fp8plan")
 PROMPT, RESPONSE, BATCH, SAMPLES = 64, 512, 32, 8  # tokens, tokens, prompts, responses to each
 WORDS: Final = 32  # of a prompt
+CPUS: Final = 64  # that Ray counts: verl's stores and workers ask for one each, and wait for ever where there are fewer
 
 # Figures of a step that are kept, by verl's names. Those of fp8plan are all kept.
 KEPT: Final = (
@@ -60,6 +61,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--mode", choices=("sync", "colocate_async", "separate_async"), default="sync")
     parser.add_argument("--gpus", type=int, default=1, help="with separate_async one of them trains, the others sample")
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--memory", type=float, help="share of a GPU for an engine; 0.4, of its own GPU 0.8")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--limit-s", type=float, default=540.0, help="after which a part is ended")
     parser.add_argument("--folder", type=Path, help="for the model and the prompts; kept, and used again")
@@ -138,12 +140,13 @@ def command(part: str, folder: Path, told: Any) -> list[str]:
         f"{actor}.use_kl_loss": False,
         f"{rollout}.n": SAMPLES,
         f"{rollout}.tensor_model_parallel_size": told.tensor_parallel,
-        f"{rollout}.gpu_memory_utilization": 0.8 if separate else 0.4,
+        f"{rollout}.gpu_memory_utilization": told.memory or (0.8 if separate else 0.4),
         f"{rollout}.max_model_len": PROMPT + RESPONSE,
         f"{rollout}.max_num_seqs": BATCH * SAMPLES,
         f"{rollout}.log_prob_micro_batch_size_per_gpu": 16,
         f"{rollout}.calculate_log_probs": True,
         f"{rollout}.name": "vllm",
+        "ray_kwargs.ray_init.num_cpus": CPUS,
         "trainer.v1.trainer_mode": told.mode,
         "trainer.n_gpus_per_node": trains,
         "trainer.nnodes": 1,

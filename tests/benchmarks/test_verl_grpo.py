@@ -24,7 +24,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def told(**changes: Any) -> Any:
     return SimpleNamespace(
-        **{"mode": "sync", "gpus": 1, "tensor_parallel": 1, "steps": 20, "precision": "fp8_kv"} | changes
+        **{"mode": "sync", "gpus": 1, "tensor_parallel": 1, "steps": 20, "precision": "fp8_kv", "memory": None}
+        | changes
     )
 
 
