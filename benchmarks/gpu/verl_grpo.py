@@ -94,14 +94,15 @@ def make(folder: Path, model: str) -> None:
 
 
 def tokenizer_of(size: int) -> Any:
-    """A tokenizer of `size` words: "w7" is token 7."""
+    """A tokenizer of `size` words: "w7" is token 7. verl looks for a newline and the end of a turn among Qwen's."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    names = {f"w{number}": number for number in range(size - 2)} | {"<pad>": size - 2, "<eos>": size - 1}
+    names = {f"w{number}": number for number in range(size - 3)}
+    names |= {"\n": size - 3, "<pad>": size - 2, "<|im_end|>": size - 1}
     words = Tokenizer(models.WordLevel(names, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    found = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+    words.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    found = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<|im_end|>")
     found.chat_template = "{% for message in messages %}w1 {{ message['content'] }} w2 {% endfor %}"
     return found
 
