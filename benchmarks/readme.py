@@ -22,7 +22,7 @@ import correction_speed  # noqa: E402
 import probe_table  # noqa: E402
 import weight_sync_table  # noqa: E402
 from control import report as control_report  # noqa: E402
-from learning import changes  # noqa: E402
+from learning import changes, evidence  # noqa: E402
 from speed import RESULTS, table  # noqa: E402
 
 import fp8plan  # noqa: E402
@@ -104,6 +104,7 @@ def blocks() -> dict[str, str]:
     made["probe"] = probe_table.table()
     made["control"] = control_report.short_table()
     made["change ratios"] = changes.committed()
+    made |= {kind.__name__: kind("qk-norm") for kind in (evidence.learnt, evidence.timed, evidence.doubt)}
     made["public names"] = public_names()
     made |= {f"help {command}": help_text(command) for command in COMMANDS}
     return made | weight_sync_table.tables()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Row = dict[str, Any]
-COMMITTED: Final = Path(__file__).parent / "cpu"
+COMMITTED: Final = ("cpu/*.jsonl", "h200/shared/*/*/*/changes.jsonl.gz")  # beside this file
 
 # Kind of layer -> what the name of its tensors holds. The first that fits counts.
 KINDS: Final = {
@@ -106,8 +106,9 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def committed() -> str:
-    """The table of the committed raw logs, of tiny policies on a CPU."""
-    return table(row for path in sorted(COMMITTED.glob("*.jsonl")) for row in read(path))
+    """The table of the committed raw logs: of tiny policies and SmolLM2 on a CPU, of larger ones on an H200."""
+    here = Path(__file__).parent
+    return table(row for pattern in COMMITTED for path in sorted(here.glob(pattern)) for row in read(path))
 
 
 def _share(part: int, whole: int) -> str:

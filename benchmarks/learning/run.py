@@ -166,8 +166,9 @@ def found_runs(folder: Path) -> dict[tuple[str, int], RunFolder]:
     def known() -> Iterator[tuple[tuple[str, int], RunFolder]]:
         for arm in ARMS:
             for path in sorted((folder / arm).glob("[0-9]*"), key=lambda x: int(x.name)):
-                if (path / "predicted.json").is_file() and (path / "steps.jsonl").is_file():
-                    yield (arm, int(path.name)), RunFolder(path)
+                run = RunFolder(path)
+                if (path / "predicted.json").is_file() and run.has("steps.jsonl"):
+                    yield (arm, int(path.name)), run
 
     return dict(known())
 

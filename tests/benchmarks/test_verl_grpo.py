@@ -18,7 +18,7 @@ pytestmark = pytest.mark.verl
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("verl")
-    verl_grpo.make(path, model())
+    verl_grpo.make(path, model(), verl_grpo.VOCABULARY)
     return path
 
 

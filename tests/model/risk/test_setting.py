@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from family_configs import config_of, shape_of
 from uniform_models import uniform
 
+from fp8plan import jsonl, schemas
 from fp8plan.model.architecture import ModelShape, bundled_models
 from fp8plan.model.architecture.parts import Attention, LatentAttention
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, FP8_KV, PRESETS
+from fp8plan.model.risk import setting
 from fp8plan.model.risk.expected import mismatch_risk
 from fp8plan.model.risk.fit import read_observations
-from fp8plan.model.risk.setting import Setting, setting_of, unmeasured_parts
+from fp8plan.model.risk.setting import SMALL, SMALLEST_FITTED, Setting, setting_of, unmeasured_parts
 
+ROOT = Path(__file__).resolve().parents[3]
 LENGTHS = [2000.0] * 8
 ALIKE = [
     name
@@ -28,6 +33,12 @@ def of(name: str, **changes: Any) -> ModelShape:
     return shape_of(config_of(name, changes), name)
 
 
+@pytest.fixture
+def whatever_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No model counts as small: those of these tests are, but for their parts."""
+    monkeypatch.setattr(setting, "SMALLEST_FITTED", 0)
+
+
 @pytest.mark.parametrize("name", ALIKE)
 def test_layers_alike_are_counted_as_they_are(name: str) -> None:
     shape = ModelShape.from_hf(name)
@@ -35,7 +46,7 @@ def test_layers_alike_are_counted_as_they_are(name: str) -> None:
     norm = shape.parts_of(Attention)[0][0].qk_norm == "head"
     assert setting_of(shape, BF16) == Setting(layers, layers, layers, moe, norm, False, False, True)
     assert setting_of(shape, FP8_BLOCK_KV, False, 2).quantised_layers == 2
-    assert unmeasured_parts(shape) == ()
+    assert unmeasured_parts(shape) == (() if shape.num_parameters > SMALLEST_FITTED else (SMALL,))
 
 
 @pytest.mark.parametrize(
@@ -98,6 +109,7 @@ def test_a_latent_has_no_qk_norm_and_no_clipped_keys() -> None:
     assert calibrated.level != "low"
 
 
+@pytest.mark.usefixtures("whatever_size")
 def test_one_layer_of_clipped_keys_is_enough() -> None:
     clean = uniform(num_layers=4, num_attention_heads=8, num_key_value_heads=8, head_dim=128, qk_norm=True)
     biased = replace(clean.layers[0], mixer=Attention(8, 8, 128, qkv_bias=True))
@@ -119,6 +131,7 @@ def test_one_layer_of_clipped_keys_is_enough() -> None:
         ("granitemoehybrid", ("state-space layers",)),
     ],
 )
+@pytest.mark.usefixtures("whatever_size")
 def test_what_nobody_measured_is_wider_and_said(name: str, parts: tuple[str, ...], precision: Any) -> None:
     shape = of(name)
     assert unmeasured_parts(shape) == parts
@@ -139,3 +152,32 @@ def test_the_published_runs_with_state_space_layers_are_within_their_range() -> 
         assert row.setting.moe
         risk = mismatch_risk(shape, FP8_BLOCK if row.setting.fp8_weights else BF16, LENGTHS)
         assert risk.kl_k3_low < row.kl < risk.kl_k3_high  # type: ignore[operator]
+
+
+MEASURED = [  # config, record of the KL at the start of a run
+    *(("structured", name, f"profiles/h200_sxm/vllm-0.26.0/probe/{name}.json") for name in PRESETS),
+    ("qk_norm", "bf16", "benchmarks/learning/h200/shared/qk-norm/bf16/0/run.jsonl.gz"),
+    ("qk_norm", "fp8_block+fp8_kv", "benchmarks/learning/h200/shared/qk-norm/fp8/0/run.jsonl.gz"),
+]
+SIZES = {
+    "structured": {"vocab_size": 16_384, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 16,
+                   "num_attention_heads": 6, "num_key_value_heads": 2},
+    "qk_norm": {"vocab_size": 256, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
+                "num_attention_heads": 4, "num_key_value_heads": 2},
+}  # fmt: skip
+
+
+COMMON = {"model_type": "qwen3", "head_dim": 128, "max_position_embeddings": 8192, "tie_word_embeddings": False}
+
+
+@pytest.mark.parametrize(("model", "precision", "record"), MEASURED)
+def test_what_was_measured_of_small_models_is_within_their_range(model: str, precision: str, record: str) -> None:
+    """Their spread was taken from these records, and from SmolLM2: that the range is not narrower than they are."""
+    path = ROOT / record
+    first = jsonl.rows(path)[0] if path.suffix == ".gz" else json.loads(path.read_text())["precisions"][0]
+    seen = first["metrics"][schemas.K3] if "metrics" in first else first["figures"]["kl_k3"]["value"]
+    shape = ModelShape.from_config(COMMON | SIZES[model], model, "a test")
+    assert shape.num_parameters < SMALLEST_FITTED
+    risk = mismatch_risk(shape, PRESETS[precision], LENGTHS, e8m0=False)
+    assert risk.kl_k3_low < seen < risk.kl_k3_high
+    assert any(SMALL in reason for reason in risk.reasons)

@@ -1,0 +1,55 @@
+"""Copy what is worth keeping of runs into a folder that is committed: all their records, compressed.
+
+    python -m benchmarks.learning.keep FOLDER/POLICY TARGET
+
+Runs that shared a GPU lose what only a check of their speed needs: the lengths of every request, and the guard's
+verdicts. Checkpoints and plans stay where they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from benchmarks.learning.predicted import read_json
+from benchmarks.learning.run import found_runs
+from benchmarks.learning.state import RunFolder
+from fp8plan import jsonl
+
+KEPT: Final = ("predicted.json", "done.json")
+LOGS: Final = ("run.jsonl", "steps.jsonl", "changes.jsonl", "events.jsonl")
+OF_SPEED: Final = ("prompt_lengths", "response_lengths", "prompt_ids", "guard")
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog=f"python -m {__package__}.keep")
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("target", type=Path)
+    given = parser.parse_args(words)
+    for (arm, seed), run in found_runs(given.runs).items():
+        keep(run, given.target / arm / str(seed))
+    training = given.runs / "model" / "training.json"
+    if training.is_file():
+        shutil.copy(training, given.target)
+
+
+def keep(run: RunFolder, target: Path) -> None:
+    """Copy a run's records into a folder, which is made."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in KEPT:
+        if (run / name).is_file():
+            shutil.copy(run / name, target)
+    left_out = () if read_json(run / "predicted.json").get("at_once", 1) == 1 else OF_SPEED
+    for name in LOGS:
+        if rows := run.rows(name):
+            lines = (jsonl.line({key: x for key, x in row.items() if key not in left_out}) for row in rows)
+            # Without a time stamp: the same rows make the same bytes.
+            (target / f"{name}.gz").write_bytes(gzip.compress(b"".join(lines), mtime=0))
+
+
+if __name__ == "__main__":
+    main()

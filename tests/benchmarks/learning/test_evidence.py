@@ -1,0 +1,78 @@
+"""What is kept of runs, and the tables that are made of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.learning import evidence, predicted
+from benchmarks.learning.keep import main as keep
+from benchmarks.learning.run import found_runs
+from benchmarks.learning.state import RunFolder
+from fp8plan import schemas
+
+
+def a_run(folder: Path, at_once: int, after: float) -> RunFolder:
+    run = RunFolder(folder)
+    said = dict.fromkeys((*predicted.FORESEEN, "pilot_reward"), 1.0)
+    run.write("predicted.json", said | {"at_once": at_once, "precision": "bf16", "warnings": []})
+    for step in range(1, 21):
+        row = {"step": step, "reward": 0.5, "response_tokens": 100, "rollout_s": 3.0, "train_s": 1.0}
+        run.log("steps.jsonl", row | {"sync_s": 0.5, "step_s": 4.5})
+        metrics = {schemas.K3: 0.1 / step, schemas.ESS_RAW: 0.9, schemas.CLIP_FRACTION: 0.01, schemas.TIS: 1.5}
+        metrics[evidence.DOUBT] = 2.0 / step
+        run.log("run.jsonl", {"step": step, "prompt_lengths": [1] * 4, "guard": {}, "metrics": metrics})
+    run.write("done.json", {"reward_after": after})
+    (folder / "checkpoint.pt").write_bytes(b"large")
+    return run
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for seed, after in enumerate((0.6, 0.8)):
+        a_run(tmp_path / "runs" / "fp8-tis" / str(seed), 8, after)
+    a_run(tmp_path / "runs" / "bf16" / "0", 1, 0.7)
+    target = tmp_path / "kept" / "shared" / "qk-norm"
+    keep([str(tmp_path / "runs"), str(target)])
+    monkeypatch.setattr(evidence, "SHARED", target.parent)
+    monkeypatch.setattr(evidence, "ALONE", target.parent)
+    return target
+
+
+def test_runs_are_kept_whole_but_for_what_is_large_or_says_nothing(kept: Path) -> None:
+    runs = found_runs(kept)
+    assert list(runs) == [("bf16", 0), ("fp8-tis", 0), ("fp8-tis", 1)]
+    shared, alone = runs["fp8-tis", 0].rows("run.jsonl"), runs["bf16", 0].rows("run.jsonl")
+    assert [row["step"] for row in shared] == list(range(1, 21))
+    assert set(alone[0]) - set(shared[0]) == {"prompt_lengths", "guard"}
+    assert not list(kept.rglob("checkpoint.pt"))
+    before = {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()}
+    keep([str(kept.parents[2] / "runs"), str(kept)])  # a second time changes nothing
+    assert {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.usefixtures("kept")
+def test_an_arm_is_a_line_with_its_spread_over_seeds() -> None:
+    lines = evidence.learnt("qk-norm").splitlines()
+    assert lines[2].startswith("| bf16 | 1 | 1.00 | 0.70 |")
+    assert lines[3].startswith("| fp8-tis | 2 | 1.00 (1.00-1.00) | 0.70 (0.60-0.80) |")
+    assert lines[3].endswith("| 1.50 |")
+    assert (
+        evidence.timed("qk-norm").splitlines()[2]
+        == "| bf16 | 0 | 20 | 1.00 s (1.00-1.00) | 3.00 s | 1.00 s | 0.50 s | 4.50 s |"
+    )
+
+
+@pytest.mark.usefixtures("kept")
+def test_the_kl_stands_beside_the_policys_doubt() -> None:
+    cells = evidence.doubt("qk-norm").splitlines()[2].split(" | ")
+    assert float(cells[1]) == pytest.approx(2 * 0.29290, rel=0.02)  # mean of 1 / step over steps 1 to 10
+    assert cells[5:] == ["5.0e-02", "5.0e-02 |"]
+
+
+def test_a_run_that_goes_on_is_no_result_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = a_run(tmp_path / "qk-norm" / "bf16" / "0", 8, 0.7)
+    (run / "done.json").unlink()
+    monkeypatch.setattr(evidence, "SHARED", tmp_path)
+    assert len(evidence.learnt("qk-norm").splitlines()) == 2
