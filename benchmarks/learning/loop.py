@@ -261,5 +261,6 @@ class Loop:
             found = error
             self.tell("no plan", error)
         said = predicted.foreseen(found, self.precision)
-        said |= {"pilot_reward": sum(rewards) / len(rewards), "at_once": self.settings.at_once}
+        said |= {name: getattr(self.settings, name) for name in ("at_once", "mode")}
+        said["pilot_reward"] = sum(rewards) / len(rewards)
         self.folder.write("predicted.json", said)

@@ -80,6 +80,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, default=1, help="runs that share a GPU: their seconds say nothing then")
     for name in ("steps", "prompts", "samples", "save-every", "micro-tokens"):
         parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--mode", choices=("inprocess", "multiprocess"), default="inprocess", help="of the engine")
     parser.add_argument("--changes-every", type=int, default=0, help="steps between two logs of change ratios")
     parser.add_argument("--learning-rate", type=float)
     parser.add_argument("--table", action="store_true", help="only write the table of what is there")
@@ -147,9 +148,8 @@ def one(given: argparse.Namespace) -> int:
     sizes = SIZES[given.device] | OWN.get(given.policy, {})
     names = ("steps", "prompts", "samples", "learning_rate", "save_every", "micro_tokens")
     sizes |= {name: getattr(given, name) for name in names if getattr(given, name) is not None}
-    settings = Settings(
-        given.policy, folder / "model", given.device, changes_every=given.changes_every, at_once=given.at_once, **sizes
-    )
+    sizes |= {"changes_every": given.changes_every, "at_once": given.at_once, "mode": given.mode}
+    settings = Settings(given.policy, folder / "model", given.device, **sizes)
     target = RunFolder(folder / given.one)
     with target.locked():
         loop = Loop(settings, arm_named(arm), int(seed), target, lambda x: print(x, flush=True))
