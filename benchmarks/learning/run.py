@@ -82,7 +82,8 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--mode", choices=("inprocess", "multiprocess"), default="inprocess", help="of the engine")
     parser.add_argument("--changes-every", type=int, default=0, help="steps between two logs of change ratios")
-    parser.add_argument("--learning-rate", type=float)
+    for name in ("learning-rate", "memory"):
+        parser.add_argument(f"--{name}", type=float)
     parser.add_argument("--table", action="store_true", help="only write the table of what is there")
     parser.add_argument("--one", metavar="ARM/SEED", help="this run alone, in this process")
     given = parser.parse_args(words)
@@ -146,7 +147,7 @@ def one(given: argparse.Namespace) -> int:
     arm, _, seed = given.one.rpartition("/")
     folder = given.folder / given.policy
     sizes = SIZES[given.device] | OWN.get(given.policy, {})
-    names = ("steps", "prompts", "samples", "learning_rate", "save_every", "micro_tokens")
+    names = ("steps", "prompts", "samples", "learning_rate", "save_every", "micro_tokens", "memory")
     sizes |= {name: getattr(given, name) for name in names if getattr(given, name) is not None}
     sizes |= {"changes_every": given.changes_every, "at_once": given.at_once, "mode": given.mode}
     settings = Settings(given.policy, folder / "model", given.device, **sizes)
