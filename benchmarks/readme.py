@@ -20,6 +20,7 @@ import baselines_table  # noqa: E402
 import correction_gpu_table  # noqa: E402
 import correction_speed  # noqa: E402
 import probe_table  # noqa: E402
+import verl_outputs  # noqa: E402
 import weight_sync_table  # noqa: E402
 from control import report as control_report  # noqa: E402
 from learning import changes, evidence  # noqa: E402
@@ -101,6 +102,7 @@ def blocks() -> dict[str, str]:
     made["baselines"] = baselines_table.table(measured.records, jsonl.rows(baselines_table.BASELINES))
     made["corrections"] = correction_speed.table()
     made["corrections on a GPU"] = correction_gpu_table.table()
+    made["verl outputs"] = verl_outputs.table()
     made["probe"] = probe_table.table()
     made["control"] = control_report.short_table()
     made["change ratios"] = changes.committed()

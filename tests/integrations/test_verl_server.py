@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import warm_processes  # noqa: F401 -- it changes how vLLM starts processes
 from tiny_models import PROMPTS, started, weights
 from verl_parts import Served, serving
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 from fp8plan.errors import SyncError
+from fp8plan.integrations.verl.front import VerlFront
+from fp8plan.runtime.server.front import Front
 
 pytestmark = [pytest.mark.verl, pytest.mark.vllm, pytest.mark.slow]
 
@@ -69,6 +75,81 @@ def test_a_rollout_is_timed_from_its_first_request_to_its_last(served: Served) -
     assert rollout["response_lengths"] == [5, 5, 5]
     assert rollout["prompt_ids"][0] == rollout["prompt_ids"][2] != rollout["prompt_ids"][1]
     assert 0 < rollout["seconds"] < 60
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_tokens": 1}, {"prompt_logprobs": 2}, {"logprobs": False}, {"stop": None}, {"stop_token_ids": None}],
+    ids=lambda settings: next(iter(settings), "as verl asks"),
+)
+def test_a_request_gets_what_verls_own_server_gives(
+    settings: dict[str, Any], served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    third = served.answer([1, 2, 3], "to stop at").token_ids[2]
+    settings |= {"stop": [f"w{third}"]} if "stop" in settings else {}
+    settings |= {"stop_token_ids": [third]} if "stop_token_ids" in settings else {}
+
+    def answer(name: str) -> Any:
+        served.do(served.server.clear_kv_cache())
+        return served.answer([1, 2, 3], name, **settings)
+
+    ours = answer("ours")
+    monkeypatch.setattr(VerlFront, "_outputs", Front._outputs)
+    assert ours == answer("verl's")
+    stops = {"stop", "stop_token_ids"} & settings.keys()
+    assert len(ours.token_ids) == (3 if stops else settings.get("max_tokens", 5))
+    assert ours.stop_reason == "completed"
+
+
+def test_requests_over_http_get_an_output_for_each_token(served: Served) -> None:
+    async def outputs(kind: RequestOutputKind) -> list[Any]:
+        params = SamplingParams(max_tokens=4, ignore_eos=True, output_kind=kind)
+        return [one async for one in served.server.engine.generate({"prompt_token_ids": [1, 2]}, params, kind.name)]
+
+    added, last = served.do(outputs(RequestOutputKind.CUMULATIVE))
+    assert (added.outputs, added.finished, last.finished) == ([], False, True)
+    assert (len(last.outputs[0].token_ids), last.outputs[0].text) == (4, "")
+    streamed = served.do(outputs(RequestOutputKind.DELTA))
+    assert [len(one.outputs[0].token_ids) for one in streamed] == [1, 1, 1, 1]
+    assert "".join(one.outputs[0].text for one in streamed).count("w") == 4
+
+
+def test_an_abort_gives_the_tokens_so_far_and_does_not_wait_for_a_first_one(served: Served) -> None:
+    """Twelve requests for an engine that runs eight at once."""
+    states = served.server.engine.output_processor.request_states
+    asked = [served.ask([number, 2, 3], f"aborted {number}", max_tokens=240) for number in range(12)]
+    _wait(lambda: sum(state.detokenizer.num_output_tokens() > 3 for state in states.values()) == 8)
+    detokenizers = {state.prompt_token_ids[0]: state.detokenizer for state in list(states.values())}
+    assert served.server._admitting == 0
+    assert served.do(served.server.abort_all_requests())["aborted_count"] == 12
+    found = [one.result(10) for one in asked]
+    assert [one.token_ids for one in found] == [detokenizers[number].output_token_ids for number in range(12)]
+    lengths = sorted(len(one.token_ids) for one in found)
+    assert lengths[:4] == [0, 0, 0, 0]
+    assert 3 < lengths[4] <= lengths[-1] < 240
+    assert {(one.stop_reason, len(one.log_probs) - len(one.token_ids)) for one in found} == {("aborted", 0)}
+    served.do(served.server.resume_generation())
+    partial = found[0]
+    resumed = served.answer([0, 2, 3, *partial.token_ids], "resumed", max_tokens=4)
+    assert (len(resumed.token_ids), resumed.stop_reason) == (4, "completed")
+
+
+def test_a_request_whose_caller_is_gone_leaves_the_engine(served: Served) -> None:
+    states = served.server.engine.output_processor.request_states
+    asked = served.ask([5, 6], "given up", max_tokens=250)
+    _wait(lambda: any(state.detokenizer.num_output_tokens() for state in states.values()))
+    (state,) = states.values()
+    assert asked.cancel()
+    _wait(lambda: not states)
+    assert state.detokenizer.num_output_tokens() < 250
+    assert len(served.answer([5, 6], "after it").token_ids) == 5
+
+
+def _wait(until: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.002)
 
 
 def test_a_refused_sync_is_an_error_and_garbage_does_not_generate(served: Served) -> None:

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Coroutine, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -137,8 +138,11 @@ class Served:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
 
+    def begin(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def do(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(240)
+        return self.begin(work).result(240)
 
     def rpc(self, method: str) -> Any:
         """What the worker answers to one of fp8plan's methods."""
@@ -148,7 +152,7 @@ class Served:
         """Send tensors as verl's ServerAdapter does (workers/rollout/vllm_rollout/vllm_rollout.py, update_weights)."""
         arguments = {"peft_config": None, "base_sync_done": True, "use_shm": True} | how
         call = self.server.collective_rpc("update_weights_from_ipc", timeout=None, args=(), kwargs=arguments)
-        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        future = self.begin(call)
         send(pairs)
         future.result(60)
         self.do(self.server.clear_kv_cache())
@@ -162,10 +166,13 @@ class Served:
         self.sync(pairs, step)
         self.do(self.server.wake_up(tags=["kv_cache"]))
 
-    def answer(self, prompt: list[int], name: str = "request", **settings: Any) -> Any:
-        """One request, sampled as tiny_models.answer samples."""
+    def ask(self, prompt: list[int], name: str = "request", **settings: Any) -> Future[Any]:
+        """Begin one request, sampled as tiny_models.answer samples."""
         how = {"temperature": 1.0, "seed": 1, "max_tokens": 5, "ignore_eos": True, "logprobs": True} | settings
-        return self.do(self.server.generate(prompt, how, name))
+        return self.begin(self.server.generate(prompt, how, name))
+
+    def answer(self, prompt: list[int], name: str = "request", **settings: Any) -> Any:
+        return self.ask(prompt, name, **settings).result(240)
 
     def end(self) -> None:
         self.do(_ended(self.server))

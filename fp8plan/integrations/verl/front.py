@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Final, Self
 
 from fp8plan.errors import ConfigError
+from fp8plan.integrations.verl.outputs import of_verl, two_outputs
 from fp8plan.runtime.server.front import Front
 
 ALL: Final = frozenset(("weights", "kv_cache"))  # vLLM's tags of what sleeps
@@ -63,6 +64,12 @@ class VerlFront(Front):
         await super().wake_up(tags)
         self._asleep -= ALL if tags is None else frozenset(tags)
         await self._serve_new()
+
+    def _outputs(self, prompt: Any, sampling_params: Any, request_id: str, **more: Any) -> AsyncGenerator[Any]:
+        """Return the outputs of a request: two for one of verl's own, and for one over HTTP what vLLM gives."""
+        if of_verl(sampling_params):
+            return two_outputs(self.engine, prompt, sampling_params, request_id, **more)
+        return super()._outputs(prompt, sampling_params, request_id, **more)
 
     async def _serve_new(self) -> None:
         if self._waiting and not self._asleep:

@@ -117,7 +117,7 @@ class Front:
         """Generate one request, once the weights may be used. Raises UpdateError if they must not be."""
         await self._admitted()
         last = None
-        async with aclosing(self._own["generate"](*args, **kwargs)) as outputs:
+        async with aclosing(self._outputs(*args, **kwargs)) as outputs:
             async for last in outputs:
                 yield last
         if last is not None and last.prompt_token_ids and self.state.fp8_kv and PROBE not in last.request_id:
@@ -140,6 +140,11 @@ class Front:
             await self._drive(rpc("fp8plan_set_kv_scales", self.state.kv_scales))
 
     # ------------------------------------------------------------------------------------ how
+
+    def _outputs(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
+        """Return the outputs of a request that may generate."""
+        outputs: AsyncGenerator[Any] = self._own["generate"](*args, **kwargs)
+        return outputs
 
     async def _admitted(self) -> None:
         """Wait while scales are measured, and while an update runs in a pause, as vLLM itself would."""

@@ -1,0 +1,55 @@
+"""The outputs of a request of verl's: that the engine has it, and the finished one.
+
+verl asks an AsyncLLM for cumulative outputs, one for each token, and needs two of them. The first one tells it that the
+engine has the request: a pause waits for that, and then aborts the request. The last one is the answer. What vLLM does
+for those between (text that verl never reads, an object, a wake-up of a task) costs the server's one Python thread
+more than all else that it does for a token: benchmarks/verl_outputs.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+
+def of_verl(sampling_params: Any) -> bool:
+    """True for a request of verl's own, which leaves the kind of its outputs at vLLM's default, cumulative; those over
+    HTTP name another.
+    """
+    from vllm.sampling_params import RequestOutputKind
+
+    return bool(sampling_params.output_kind is RequestOutputKind.CUMULATIVE)
+
+
+async def two_outputs(
+    engine: Any, prompt: Any, sampling_params: Any, request_id: str, **more: Any
+) -> AsyncGenerator[Any]:
+    """Generate one request as an AsyncLLM's `generate` does; yield an output without tokens once the engine has it,
+    and the finished one, which after an abort holds the tokens so far.
+
+    more: other arguments of the AsyncLLM's add_request
+    """
+    from vllm.outputs import RequestOutput
+
+    answer = await engine.add_request(request_id, prompt, enough(sampling_params), **more)
+    try:
+        yield RequestOutput(request_id, None, None, None, [], finished=False)
+        finished = await answer.get()
+    except (asyncio.CancelledError, GeneratorExit):  # nobody waits for it any more
+        await engine.abort(answer.request_id, internal=True)
+        raise
+    yield finished
+
+
+def enough(sampling_params: Any) -> Any:
+    """The same vllm.SamplingParams, but for the finished output alone, text only where stop strings are looked for in
+    it, and log-probs in lists instead of an object for each, which Python's garbage collector would visit.
+    """
+    from vllm.sampling_params import RequestOutputKind
+
+    found = sampling_params.clone()
+    found.output_kind = RequestOutputKind.FINAL_ONLY
+    found.detokenize = bool(found.stop)
+    found.flat_logprobs = found.prompt_logprobs is None  # vLLM 0.26 has no slice of flat ones for a prompt of one token
+    return found
