@@ -38,11 +38,14 @@ def test_mismatch_grows_or_comes_in_spikes() -> None:
     growing = [strength("growing", step, 100) for step in range(100)]
     assert growing == sorted(growing)
     assert growing[-1] > 0.1
+    lasting = [strength("lasting", step, 100) for step in range(100)]
+    assert lasting == sorted(lasting)
+    assert set(lasting[30:]) == {pytest.approx(strength("growing", 100, 100))}
     for steps in (20, 100, 300):
         spiking = [strength("spiking", step, steps) for step in range(steps)]
         assert 3 <= sum(x > 0 for x in spiking) <= 0.15 * steps
     assert not any(strength("benign", step, 100) for step in range(100))
-    with pytest.raises(ConfigError, match="mismatch is 'none'; allowed: benign, growing, spiking"):
+    with pytest.raises(ConfigError, match="mismatch is 'none'; allowed: benign, growing, lasting, spiking"):
         strength("none", 0, 100)
 
 
