@@ -1,6 +1,6 @@
 """Run verl's GRPO with fp8plan's rollouts, and the same command without them beside it.
 
-    python -m benchmarks.gpu.verl_grpo --output verl_grpo.jsonl                       # one GPU, Qwen3-0.6B's shape
+    python -m benchmarks.gpu.verl_grpo --output verl_grpo.jsonl                       # one GPU, Qwen3-1.7B's layers
     python -m benchmarks.gpu.verl_grpo --gpus 2 --tensor-parallel 2 --output verl_grpo.jsonl
     python -m benchmarks.gpu.verl_grpo --gpus 2 --mode separate_async --output verl_grpo.jsonl
 
@@ -11,7 +11,7 @@ a tokenizer of numbered words, the prompts and the reward (verl_reward.py) are m
     command  the words of main_ppo
     step     step and rollout seconds, reward, KL, thresholds and the other figures that verl logged for a step
     done     seconds of the whole part, and the medians of its steps but the first two
-    failed   how a part has ended, and the end of its log
+    failed   the same of a part that did not come to its end; how it has ended, and the end of its log
 
 On a machine without a registry: verl_bundle.sh. flash-attn is not needed.
 
@@ -36,13 +36,14 @@ from typing import Any, Final
 
 from benchmarks.gpu import verl_reward
 from benchmarks.gpu.source import source_hash
+from fp8plan.errors import ConfigError
 from fp8plan.jsonl import now, write
 from fp8plan.model.configs import find_config
 
 PARTS: Final = ("stock", "fp8plan")
 PROMPT, RESPONSE, BATCH, SAMPLES = 64, 512, 32, 8  # tokens, tokens, prompts, responses to each
 WORDS: Final = 32  # of a prompt
-# With Qwen3's 151,936 the trainer took 35 s for what the engine had sampled in 8 s: logits of 16 x 576 tokens each.
+# With Qwen3-0.6B's own 151,936 the trainer took 35 s for what the engine had sampled in 8 s.
 VOCABULARY: Final = 8192
 CPUS: Final = 64  # that Ray counts: verl's stores and workers ask for one each, and wait for ever where there are fewer
 
@@ -56,8 +57,8 @@ KEPT: Final = (
 
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}.verl_grpo", description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", default="Qwen/Qwen3-0.6B", help="whose config.json gets random weights; or a folder")
-    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="of the model; its own is for its tokenizer")
+    parser.add_argument("--model", default="Qwen/Qwen3-1.7B", help="whose config.json gets random weights; or a folder")
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="words of the model, instead of its own")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--precision", default="fp8_block+fp8_kv")
@@ -81,19 +82,32 @@ def main(words: list[str] | None = None) -> None:
 
 
 def make(folder: Path, model: str, vocabulary: int) -> None:
-    """Make the model's folder and the prompts, unless they are there. vocabulary: words of the model"""
+    """Make the model's folder and the prompts, unless they are there. vocabulary: words of the model
+
+    Raises ConfigError for a folder with another model.
+    """
     import torch
     from datasets import Dataset
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if (folder / "prompts.parquet").is_file():
-        return
     config = AutoConfig.for_model(**find_config(model)[0] | {"vocab_size": vocabulary})
+    if (folder / "prompts.parquet").is_file():
+        found = AutoConfig.from_pretrained(folder / "model")
+        if sizes(found) != sizes(config):
+            raise ConfigError(
+                f"{folder} has a model of (layers, width, words) {sizes(found)}, and {sizes(config)} is asked for; "
+                "give another --folder"
+            )
+        return
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "model")
     tokenizer_of(config.vocab_size).save_pretrained(folder / "model")
     rows = [prompt(number) for number in range(64 * BATCH)]
     Dataset.from_list(rows).to_parquet(folder / "prompts.parquet")
+
+
+def sizes(config: Any) -> tuple[int, int, int]:
+    return config.num_hidden_layers, config.hidden_size, config.vocab_size
 
 
 def tokenizer_of(size: int) -> Any:
@@ -195,6 +209,7 @@ def run(part: str, words: list[str], folder: Path, told: Any) -> None:
     env = os.environ | {"VERL_FILE_LOGGER_PATH": str(figures), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
     precision = "bf16" if part == "stock" else told.precision
     about = {"part": part, "mode": told.mode, "gpus": told.gpus, "precision": precision}
+    about |= {"model": told.model, "vocabulary": told.vocabulary}
 
     def note(what: str, **found: Any) -> None:
         write(told.output, {"what": what} | about | found)
@@ -214,9 +229,8 @@ def run(part: str, words: list[str], folder: Path, told: Any) -> None:
     rows = steps_of(figures)
     for row in rows:
         note("step", **row)
-    if code != 0:
-        note("failed", code=code, log=log.read_text(errors="replace")[-6000:])
-    note("done", seconds=seconds, steps=len(rows), **medians(rows))
+    failure = {} if code == 0 else {"code": code, "log": log.read_text(errors="replace")[-6000:]}
+    note("failed" if failure else "done", seconds=seconds, steps=len(rows), **medians(rows), **failure)
 
 
 def machine() -> str:

@@ -1,6 +1,6 @@
 """Change ratios: the share of a layer's values that one update changed, in BF16 and as the engine's E4M3.
 
-    python -m benchmarks.learning.changes RAW.jsonl [RAW.jsonl ...]      the table, from the raw logs
+    python -m benchmarks.learning.changes [RAW.jsonl ...]      the table, from raw logs; without any, the committed ones
 
 A sparse weight sync is to be designed from these. BF16 is what a trainer sends; E4M3 are the codes of blockwise
 quantisation (128 x 128 of each checkpoint tensor, FP32 scales), which change less often than the values they stand for,
@@ -118,9 +118,9 @@ def _share(part: int, whole: int) -> str:
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}.changes")
-    parser.add_argument("raw", nargs="+", type=Path, help="changes.jsonl of runs")
+    parser.add_argument("raw", nargs="*", type=Path, help="changes.jsonl of runs; default: those that are committed")
     given = parser.parse_args(words)
-    print(table(row for path in given.raw for row in read(path)))
+    print(table(row for path in given.raw for row in read(path)) if given.raw else committed())
 
 
 if __name__ == "__main__":

@@ -33,7 +33,10 @@ def by_arm(folder: Path) -> dict[str, list[RunFolder]]:
 
 
 def learnt(policy: str) -> str:
-    """A line for each arm of a policy, in Markdown: means over seeds, and the lowest and highest."""
+    """A line for each arm of a policy, in Markdown: means over seeds, and the lowest and highest.
+
+    KL, ESS and clipped tokens of a run are medians over its steps but the first.
+    """
     lines = [
         "| arm | seeds | reward before | after | KL k3 | raw ESS | clipped | least C |",
         "|---|---|---|---|---|---|---|---|",
@@ -43,15 +46,19 @@ def learnt(policy: str) -> str:
         before = [read_json(run / "predicted.json")["pilot_reward"] for run in runs]
         after = [read_json(run / "done.json")["reward_after"] for run in runs]
         figures = [[one[name] for one in seen] for name in ("kl_k3", "ess_raw", "clip_fraction")]
-        bounds = UNSEEN if ARMS[arm].correction == "none" else f"{min(one['lowest_c'] or 0 for one in seen):.2f}"
+        bounds = [one["lowest_c"] for one in seen if one["lowest_c"] and ARMS[arm].correction != "none"]
+        least = f"{min(bounds):.2f}" if bounds else UNSEEN
         cells = [arm, str(len(runs)), _spread(before, ".2f"), _spread(after, ".2f")]
         cells += [_spread(each, kind) for each, kind in zip(figures, (".1e", ".3f", ".2g"), strict=True)]
-        lines.append(f"| {' | '.join([*cells, bounds])} |")
+        lines.append(f"| {' | '.join([*cells, least])} |")
     return "\n".join(lines)
 
 
 def timed(policy: str) -> str:
-    """A line for each run that had the GPU for itself, in Markdown: seconds predicted and observed."""
+    """A line for each run that had the GPU for itself, in Markdown: seconds predicted, and medians of those observed.
+
+    The first step is left out.
+    """
     lines = [
         "| arm | seed | steps | rollout, predicted (90%) | observed | training | sync | whole step |",
         "|---|---|---|---|---|---|---|---|",

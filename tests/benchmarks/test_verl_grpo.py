@@ -11,6 +11,7 @@ import pytest
 from trl_runs import model
 
 from benchmarks.gpu import verl_grpo, verl_reward
+from fp8plan.errors import ConfigError
 
 pytestmark = pytest.mark.verl
 
@@ -27,6 +28,12 @@ def told(**changes: Any) -> Any:
         **{"mode": "sync", "gpus": 1, "tensor_parallel": 1, "steps": 20, "precision": "fp8_kv", "memory": None}
         | changes
     )
+
+
+def test_a_folder_with_another_model_is_not_used(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r", 8192\), and .*, 4096\) is asked for; give another --folder"):
+        verl_grpo.make(folder, model(), 4096)
+    verl_grpo.make(folder, model(), verl_grpo.VOCABULARY)
 
 
 def test_the_reward_is_the_share_of_even_words() -> None:

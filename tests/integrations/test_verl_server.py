@@ -101,7 +101,9 @@ def test_a_request_gets_what_verls_own_server_gives(
     assert ours.stop_reason == "completed"
 
 
-def test_requests_over_http_get_an_output_for_each_token(served: Served) -> None:
+def test_requests_of_another_kind_than_verls_get_an_output_for_each_token(served: Served) -> None:
+    """As those over HTTP, which ask for DELTA."""
+
     async def outputs(kind: RequestOutputKind) -> list[Any]:
         params = SamplingParams(max_tokens=4, ignore_eos=True, output_kind=kind)
         return [one async for one in served.server.engine.generate({"prompt_token_ids": [1, 2]}, params, kind.name)]
@@ -143,6 +145,24 @@ def test_a_request_whose_caller_is_gone_leaves_the_engine(served: Served) -> Non
     _wait(lambda: not states)
     assert state.detokenizer.num_output_tokens() < 250
     assert len(served.answer([5, 6], "after it").token_ids) == 5
+
+
+def test_a_request_that_fails_in_the_front_end_leaves_the_engine(served: Served) -> None:
+    states = served.server.engine.output_processor.request_states
+    asked = served.ask([7, 8], "to fail", max_tokens=250)
+    _wait(lambda: any(state.detokenizer.num_output_tokens() for state in states.values()))
+    (state,) = states.values()
+    served.do(_called(lambda: state.queue.put(RuntimeError("broken output"))))
+    with pytest.raises(RuntimeError, match="broken output"):
+        asked.result(10)
+    _wait(lambda: not states)
+    assert state.detokenizer.num_output_tokens() < 250
+    assert len(served.answer([7, 8], "after that").token_ids) == 5
+
+
+async def _called(function: Callable[[], Any]) -> None:
+    """Call a function in the server's event loop."""
+    function()
 
 
 def _wait(until: Callable[[], bool], seconds: float = 20.0) -> None:

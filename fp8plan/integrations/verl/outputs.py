@@ -8,7 +8,6 @@ more than all else that it does for a token: benchmarks/verl_outputs.py.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -31,12 +30,15 @@ async def two_outputs(
     more: other arguments of the AsyncLLM's add_request
     """
     from vllm.outputs import RequestOutput
+    from vllm.v1.engine.exceptions import EngineDeadError
 
     answer = await engine.add_request(request_id, prompt, enough(sampling_params), **more)
     try:
         yield RequestOutput(request_id, None, None, None, [], finished=False)
         finished = await answer.get()
-    except (asyncio.CancelledError, GeneratorExit):  # nobody waits for it any more
+    except EngineDeadError:
+        raise
+    except BaseException:  # nobody waits for it any more, if it was cancelled
         await engine.abort(answer.request_id, internal=True)
         raise
     yield finished

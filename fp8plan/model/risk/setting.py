@@ -25,7 +25,8 @@ STATE_SPACE_SD: Final = log(4.0)
 
 # The same for small models. Of three that were measured, at the start of a run and without this, one of 126M was at
 # 0.05 to 0.2 of what the theory says (profiles/.../probe), one of 25M at 0.07 in BF16 and 0.7 in FP8
-# (benchmarks/learning/h200), and SmolLM2-135M on a CPU at 3.2: log factors of RMS 1.8, of which the fit knows 0.5.
+# (benchmarks/learning/h200), and SmolLM2-135M on a CPU at 3.2 (benchmarks/learning/cpu/smollm2_probe.json). The means
+# of each model's log factors have an RMS of 1.8, of which the fit knows 0.5.
 SMALL_SD: Final = log(5.5)
 
 
