@@ -39,6 +39,7 @@ from benchmarks.gpu.source import source_hash
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import now, write
 from fp8plan.model.configs import find_config
+from fp8plan.runtime.measure.machine import gpu_facts
 
 PARTS: Final = ("stock", "fp8plan")
 PROMPT, RESPONSE, BATCH, SAMPLES = 64, 512, 32, 8  # tokens, tokens, prompts, responses to each
@@ -215,7 +216,7 @@ def run(part: str, words: list[str], folder: Path, told: Any) -> None:
         write(told.output, {"what": what} | about | found)
 
     versions = {name: version(name) for name in ("verl", "vllm", "torch")}
-    note("command", date=now(), machine=machine(), words=words, source=source_hash(), versions=versions)
+    note("command", date=now(), **gpu_facts(), words=words, source=source_hash(), versions=versions)
     begun = time.perf_counter()
     with log.open("wb") as out:
         line = [sys.executable, "-m", "verl.trainer.main_ppo", *words]
@@ -231,12 +232,6 @@ def run(part: str, words: list[str], folder: Path, told: Any) -> None:
         note("step", **row)
     failure = {} if code == 0 else {"code": code, "log": log.read_text(errors="replace")[-6000:]}
     note("failed" if failure else "done", seconds=seconds, steps=len(rows), **medians(rows), **failure)
-
-
-def machine() -> str:
-    """The GPUs and their driver."""
-    asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def steps_of(figures: Path) -> list[dict[str, Any]]:

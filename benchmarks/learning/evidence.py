@@ -1,6 +1,6 @@
 """The tables of docs/evidence/learning.md: what the committed runs on an H200 have learnt, by arm.
 
-python -m benchmarks.learning.evidence
+python -m benchmarks.learning.evidence      prints them; `make tables` writes them into the page
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from statistics import fmean, median
 from typing import Final
 
 from benchmarks.learning.arms import ARMS
-from benchmarks.learning.predicted import observed, read_json
+from benchmarks.learning.predicted import UNSEEN, observed, read_json
 from benchmarks.learning.run import found_runs
 from benchmarks.learning.state import RunFolder
 from fp8plan import schemas
 
 H200: Final = Path(__file__).parent / "h200"
 SHARED, ALONE = H200 / "shared", H200 / "alone"  # runs that shared a GPU, and runs that had it for themselves
-UNSEEN: Final = "-"
 DOUBT: Final = "rollout_corr/rollout_log_ppl"  # -log p of sampled tokens, mean over sequences, in nats
 
 
