@@ -65,7 +65,7 @@ class AdaptiveThresholds:
 
     tis, band:   initial thresholds on pi_train / pi_rollout; None: that one is not controlled. A plan's come first
     level:       whose ratios they bound: "token", "sequence" or "geometric"; Monitor gives that of its settings
-    target_kl:   KL up to which the thresholds stay where they begin. The upper end of what a plan predicts comes first
+    target_kl:   KL up to which the thresholds stay where they begin. What a plan expects at most comes first
     gain:        exponent of the law: log thresholds go with KL ^ -gain. At 30 times the target, 0.2 halves them
     narrowest:   smallest share of their initial log distance from 1
     max_clipped: share of the weight; tightening stops where it would cut away more (TIS)

@@ -345,8 +345,9 @@ class Planned:
 
     thresholds = {"token_tis": 1.5, "token_mis": [0.4, 3.0], "geometric_mis": [0.99, 1.01]}  # noqa: RUF012
 
-    def __init__(self, kl_k3_high: float | None) -> None:
+    def __init__(self, kl_k3_high: float | None, kl_k3: float | None = None) -> None:
         self.kl_k3_high = kl_k3_high
+        self.kl_k3 = kl_k3 if kl_k3_high is None or kl_k3 is not None else kl_k3_high / 2
 
     def select(self, choice: int | str | None = None) -> Planned:
         return self if choice is None else Planned({"bf16": 1e-4, 2: 0.5}[choice])
@@ -365,6 +366,8 @@ def test_a_plan_gives_the_start_and_the_expected_kl():
     assert (state.target_kl, state.limit_kl) == (1e-3, 0.03)
     assert after(AdaptiveThresholds(), [SEEN[3e-3]] * 9, state)[0].tis < 1.5
     assert AdaptiveThresholds(target_kl=0.02).initial(Planned(None)).target_kl == 0.02  # type: ignore[arg-type]
+    # An interval that is wide because little is known does not let the KL grow by as much.
+    assert AdaptiveThresholds().initial(Planned(0.15, 0.008)).target_kl == pytest.approx(0.024)  # type: ignore[arg-type]
     state = AdaptiveThresholds(tis=None, band=(0.5, 5.0)).initial(plan)
     assert (state.tis, state.band) == (None, (0.4, 3.0))
     assert AdaptiveThresholds(tis=None, band=(0.5, 5.0), level="geometric").initial(plan).band == (0.99, 1.01)

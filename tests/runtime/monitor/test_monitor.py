@@ -231,7 +231,7 @@ class Launched(Engine):
 
 
 KLS = {"bf16": 0.001, "fp8_block": 0.02, "fp8_block+fp8_kv": 0.2}
-PLAN = plan(choices=tuple(choice(name, kl_k3_high=kl) for name, kl in KLS.items()), chosen=2)
+PLAN = plan(choices=tuple(choice(name, kl_k3=kl / 2, kl_k3_high=kl) for name, kl in KLS.items()), chosen=2)
 
 
 @pytest.mark.parametrize("controller", [AdaptiveThresholds(), LeastErrorThresholds(), ConstantThresholds()])
