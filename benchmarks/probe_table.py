@@ -1,8 +1,9 @@
-"""The mismatch of four precisions, measured on an H200 on a small model that was trained there, from committed files.
+"""The mismatch of four precisions, measured on an H200 on a small model, from committed files.
 
-    python benchmarks/probe_table.py profiles/h200_sxm/vllm-0.26.0/probe
+    python benchmarks/probe_table.py profiles/h200_sxm/vllm-0.26.0/probe            # a model that was trained there
+    python benchmarks/probe_table.py profiles/h200_sxm/vllm-0.26.0/probe/smollm2    # SmolLM2-135M-Instruct
 
-What made them: `bash benchmarks/h200.sh FOLDER probe`.
+What made them: `bash benchmarks/h200.sh FOLDER probe`, and `fp8plan probe` (profiles/README.md).
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MEASURED = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0" / "probe"
+SMOLLM2 = MEASURED / "smollm2"
 PRECISIONS = ("bf16", "fp8_kv", "fp8_block", "fp8_block+fp8_kv")
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """precision -> what the probe said of it; and "training" -> of the model."""
-    found = {name: json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in PRECISIONS}
-    return found | {"training": json.loads((folder / "training.json").read_text(encoding="utf-8"))}
+    """precision -> what the probe said of it; and "training" -> of the model, if it was trained there."""
+    names = [*PRECISIONS, *(["training"] if (folder / "training.json").is_file() else [])]
+    return {name: json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in names}
 
 
 def table(folder: Path = MEASURED) -> str:
@@ -44,13 +46,15 @@ def table(folder: Path = MEASURED) -> str:
 
 
 def _about(found: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> str:
-    training, probe = found["training"], found["bf16"]
+    training, probe = found.get("training"), found["bf16"]
+    model = probe["model"]
+    if training is not None:
+        model = f"{training['parameters'] / 1e6:.0f}M parameters, trained to a loss of {training['last_loss']:.2f}"
     scales = sorted({str(row["facts"]["kv_scales"]) for row in rows.values()} - {"None"})
     return (
-        f"{training['parameters'] / 1e6:.0f}M parameters, trained to a loss of {training['last_loss']:.2f}; "
-        f"{probe['prompts']} prompts x {probe['samples']} samples of at most {probe['max_tokens']} tokens, temperature "
-        f"{probe['temperature']:g}; KV scales from {', '.join(scales)}; vLLM {probe['engine_version']} on one "
-        f"{probe['gpu']} against {probe['reference']}, {probe['date']}."
+        f"{model}; {probe['prompts']} prompts x {probe['samples']} samples of at most {probe['max_tokens']} tokens, "
+        f"temperature {probe['temperature']:g}; KV scales from {', '.join(scales)}; vLLM {probe['engine_version']} on "
+        f"one {probe['gpu']} against {probe['reference']}, {probe['date']}."
     )
 
 

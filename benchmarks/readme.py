@@ -106,7 +106,9 @@ def blocks() -> dict[str, str]:
     made["probe"] = probe_table.table()
     made["control"] = control_report.short_table()
     made["change ratios"] = changes.committed()
-    made |= {kind.__name__: kind("qk-norm") for kind in (evidence.learnt, evidence.timed, evidence.doubt)}
+    made["probe of smollm2"] = probe_table.table(probe_table.SMOLLM2)
+    made |= {kind.__name__: kind("qk-norm") for kind in (evidence.learnt, evidence.doubt, evidence.drill)}
+    made |= {kind.__name__: kind(*evidence.OF_SPEED) for kind in (evidence.timed, evidence.gained, evidence.again)}
     made["public names"] = public_names()
     made |= {f"help {command}": help_text(command) for command in COMMANDS}
     return made | weight_sync_table.tables()

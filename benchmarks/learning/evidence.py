@@ -9,16 +9,20 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import Final
+from tempfile import NamedTemporaryFile
+from typing import Any, Final, NamedTuple
 
-from benchmarks.learning.arms import ARMS
-from benchmarks.learning.predicted import UNSEEN, observed, read_json
+from benchmarks.learning.arms import ARMS, baseline
+from benchmarks.learning.predicted import UNSEEN, observed, read_json, speedups
 from benchmarks.learning.run import found_runs
-from benchmarks.learning.state import RunFolder
-from fp8plan import schemas
+from benchmarks.learning.state import DRILL, RunFolder
+from fp8plan import jsonl, schemas
+from fp8plan.model.validate.records import read_records
+from fp8plan.model.validate.validate import validate
 
 H200: Final = Path(__file__).parent / "h200"
 SHARED, ALONE = H200 / "shared", H200 / "alone"  # runs that shared a GPU, and runs that had it for themselves
+OF_SPEED: Final = ("qk-norm", "wide")  # the policies that ran alone
 DOUBT: Final = "rollout_corr/rollout_log_ppl"  # -log p of sampled tokens, mean over sequences, in nats
 
 
@@ -53,22 +57,98 @@ def learnt(policy: str) -> str:
     return "\n".join(lines)
 
 
-def timed(policy: str) -> str:
-    """A line for each run that had the GPU for itself, in Markdown: seconds predicted, and medians of those observed.
+class Alone(NamedTuple):
+    """A run that had the GPU for itself.
 
-    The first step is left out.
+    disturbed: steps in which another run was on the GPU after all, as machine.json says
     """
+
+    policy: str
+    arm: str
+    seed: int
+    run: RunFolder
+    disturbed: set[int]
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """The rows of a log that count: not the first step's, nor those of disturbed ones."""
+        return [row for row in self.run.rows(name)[1:] if row["step"] not in self.disturbed]
+
+
+def alone(policies: Sequence[str]) -> list[Alone]:
+    """The runs of these policies that had the GPU for themselves, in the order of the table of arms."""
+    disturbed = read_json(H200 / "machine.json").get("disturbed_steps", {})
+    return [
+        Alone(policy, arm, seed, run, set(disturbed.get(f"{policy}/{arm}/{seed}", ())))
+        for policy in policies
+        for (arm, seed), run in found_runs(ALONE / policy).items()
+    ]
+
+
+def timed(*policies: str) -> str:
+    """A line for each run that had the GPU for itself, in Markdown: seconds predicted, and medians of those seen."""
     lines = [
-        "| arm | seed | steps | rollout, predicted (90%) | observed | training | sync | whole step |",
+        "| policy | arm | steps | rollout, predicted (90%) | observed | training | sync | whole step |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for (arm, seed), run in found_runs(ALONE / policy).items():
-        said, steps = read_json(run / "predicted.json"), run.rows("steps.jsonl")
-        seconds = [median(row[f"{part}_s"] for row in steps[1:]) for part in ("rollout", "train", "sync", "step")]
+    for one in alone(policies):
+        said, steps = read_json(one.run / "predicted.json"), one.rows("steps.jsonl")
+        seconds = [median(row[f"{part}_s"] for row in steps) for part in ("rollout", "train", "sync", "step")]
         low, high = said["makespan_low_s"], said["makespan_high_s"]
-        cells = [arm, str(seed), str(len(steps)), f"{said['makespan_s']:.2f} s ({low:.2f}-{high:.2f})"]
-        cells += [f"{x:.2f} s" for x in seconds]
-        lines.append(f"| {' | '.join(cells)} |")
+        cells = [one.policy, one.arm, str(len(steps)), f"{said['makespan_s']:.2f} s ({low:.2f}-{high:.2f})"]
+        lines.append(f"| {' | '.join([*cells, *(f'{x:.2f} s' for x in seconds)])} |")
+    return "\n".join(lines)
+
+
+def gained(*policies: str) -> str:
+    """A line for each FP8 run that had the GPU for itself, in Markdown: speed-ups and KL of its plan, and those seen.
+
+    Observed: seconds per token of BF16's step over those of the same step of the run, whose problems are the same; the
+    median over steps, and the lowest and highest. KL: k3 of the plan, and the median seen.
+    """
+    lines = [
+        "| policy | arm | steps | rollout, predicted | seen | step, predicted | seen | k3, predicted | seen |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    runs = {(one.policy, one.arm, one.seed): one for one in alone(policies)}
+    for (policy, arm, seed), one in runs.items():
+        base = runs.get((policy, baseline(arm), seed))
+        if base is None or base is one:
+            continue
+        said, kl = read_json(one.run / "predicted.json"), observed(one.run)["kl_k3"]
+        but = base.disturbed | one.disturbed
+        rollout, step = (speedups(base.run, one.run, part, but) for part in ("rollout", "step"))
+        band = f"{said['speedup']:.2f} ({said['speedup_low']:.2f}-{said['speedup_high']:.2f})"
+        k3 = f"{said['kl_k3']:.1e} ({said['kl_k3_low']:.1e}-{said['kl_k3_high']:.1e})"
+        cells = [policy, arm, str(len(rollout)), band, _middle(rollout), f"{said['step_speedup']:.2f}"]
+        lines.append(f"| {' | '.join([*cells, _middle(step), k3, UNSEEN if kl is None else f'{kl:.1e}'])} |")
+    return "\n".join(lines)
+
+
+def again(*policies: str) -> str:
+    """A line for each run that had the GPU for itself, in Markdown: its rollouts as predicted from their own lengths.
+
+    Errors of the seconds of `generate`, (predicted - measured) / measured. The profile is today's, the plan's may have
+    been another.
+    """
+    lines = ["| policy | arm | steps | median error | lowest | highest |", "|---|---|---|---|---|---|"]
+    for one in alone(policies):
+        rows = [row | {"model": str(ALONE / one.policy)} for row in one.rows("run.jsonl")]
+        with NamedTemporaryFile(suffix=".jsonl") as file:
+            Path(file.name).write_bytes(b"".join(map(jsonl.line, rows)))
+            errors = [row["error"] for row in validate(read_records(file.name)).records]
+        cells = [f"{x:+.1%}" for x in (median(errors), min(errors), max(errors))]
+        lines.append(f"| {' | '.join([one.policy, one.arm, str(len(rows)), *cells])} |")
+    return "\n".join(lines)
+
+
+def drill(policy: str) -> str:
+    """A line for each fault of the drill, in Markdown: how the reward on held-out prompts changed over it."""
+    found = read_json(SHARED / policy / DRILL / "drill.json")
+    lines = [
+        "| fault | after step | change of the reward three steps later | its standard error |",
+        "|---|---|---|---|",
+    ]
+    lines += [f"| {x['fault']} | {x['step']} | {x['change']:+.3f} | {x['error']:.3f} |" for x in found["scars"]]
     return "\n".join(lines)
 
 
@@ -90,6 +170,10 @@ def doubt(policy: str, steps: int = 10) -> str:
     return "\n".join(lines)
 
 
+def _middle(values: Sequence[float]) -> str:
+    return f"{median(values):.2f} ({min(values):.2f}-{max(values):.2f})" if values else UNSEEN
+
+
 def _spread(values: Sequence[float | None], kind: str) -> str:
     known = [x for x in values if x is not None]
     if not known:
@@ -99,4 +183,12 @@ def _spread(values: Sequence[float | None], kind: str) -> str:
 
 
 if __name__ == "__main__":
-    print(learnt("qk-norm"), timed("qk-norm"), doubt("qk-norm"), sep="\n\n")
+    print(
+        learnt("qk-norm"),
+        timed(*OF_SPEED),
+        gained(*OF_SPEED),
+        again(*OF_SPEED),
+        doubt("qk-norm"),
+        drill("qk-norm"),
+        sep="\n\n",
+    )

@@ -17,10 +17,11 @@ from typing import Final
 
 from benchmarks.learning.predicted import read_json
 from benchmarks.learning.run import found_runs
-from benchmarks.learning.state import RunFolder
+from benchmarks.learning.state import DRILL, RunFolder
 from fp8plan import jsonl
 
-KEPT: Final = ("predicted.json", "done.json")
+KEPT: Final = ("predicted.json", "done.json", "drill.json")
+OF_MODEL: Final = ("training.json", "config.json")  # with its config, `validate` can say again what was to be expected
 LOGS: Final = ("run.jsonl", "steps.jsonl", "changes.jsonl", "events.jsonl")
 OF_SPEED: Final = ("prompt_lengths", "response_lengths", "prompt_ids", "guard")
 
@@ -32,9 +33,11 @@ def main(words: Sequence[str] | None = None) -> None:
     given = parser.parse_args(words)
     for (arm, seed), run in found_runs(given.runs).items():
         keep(run, given.target / arm / str(seed))
-    training = given.runs / "model" / "training.json"
-    if training.is_file():
-        shutil.copy(training, given.target)
+    if (given.runs / DRILL).is_dir():
+        keep(RunFolder(given.runs / DRILL), given.target / DRILL)
+    for name in OF_MODEL:
+        if (given.runs / "model" / name).is_file():
+            shutil.copy(given.runs / "model" / name, given.target)
 
 
 def keep(run: RunFolder, target: Path) -> None:

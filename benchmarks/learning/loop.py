@@ -19,14 +19,14 @@ import fp8plan
 from benchmarks.learning import changes, predicted
 from benchmarks.learning.arms import CORRECTIONS, Arm, strength
 from benchmarks.learning.grpo import Sample, batch_of, samples_of
-from benchmarks.learning.policies import task_of
+from benchmarks.learning.policies import policy_named, task_of
 from benchmarks.learning.state import RunFolder
-from benchmarks.learning.tasks import PILOT, TRAIN
+from benchmarks.learning.tasks import PILOT, TRAIN, Task
 from benchmarks.learning.trainer import Trainer
 from fp8plan import schemas
 from fp8plan.errors import NotServingError, ProfileError, SyncError
 from fp8plan.jsonl import now
-from fp8plan.model.hardware import find_gpu
+from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import E4M3_MAX
 from fp8plan.model.rl_step import StepTimes
@@ -35,7 +35,7 @@ from fp8plan.runtime.engine.noise import held_back
 from fp8plan.runtime.guard.fallback import GuardSettings
 
 ATTEMPTS: Final = 3  # at a rollout or a sync
-POOL: Final = 0.7  # KV cache, of an engine's share of a GPU that several runs share
+POOL: Final = 0.7  # KV cache, of an engine's share of a GPU
 ADVISES_NOTHING: Final = GuardSettings(patience=1 << 30)  # it judges each rollout; an arm stays what it is called
 
 
@@ -71,6 +71,18 @@ class Settings:
     mode: Any = "inprocess"
 
 
+def limits_of(gpu: Gpu, task: Task, share: float) -> tuple[EngineLimits, dict[str, int]]:
+    """The limits of an engine for a task that has a share of a GPU's memory, and vLLM's argument for its KV cache.
+
+    Left alone, vLLM would take for its own what others take while it looks. A CPU is not shared.
+    """
+    limits = replace(EngineLimits.for_gpu(gpu), max_model_len=task.max_prompt_tokens + task.max_response_tokens)
+    if gpu.is_cpu:
+        return limits, {}
+    pool = {"kv_cache_memory_bytes": int(POOL * share * gpu.memory_bytes)}
+    return replace(limits, gpu_memory_utilization=share), pool
+
+
 class Loop:
     """A run of one arm. `run` does all of it."""
 
@@ -86,16 +98,10 @@ class Loop:
         self.rate = settings.learning_rate * arm.rate
         self.trainer = Trainer(
             settings.checkpoint, settings.device, self.rate, settings.temperature, settings.clip, settings.max_norm,
-            settings.micro_tokens,
+            settings.micro_tokens, policy_named(settings.policy).frozen_layers,
         )  # fmt: skip
         self.gpu = find_gpu("cpu" if settings.device == "cpu" else "auto")
-        longest = (self.task.max_prompt_tokens, self.task.max_response_tokens)
-        self.limits = replace(EngineLimits.for_gpu(self.gpu), max_model_len=sum(longest))
-        shape, share, more = (settings.prompts, settings.samples), settings.memory / settings.at_once, {}
-        if settings.device != "cpu":
-            self.limits = replace(self.limits, gpu_memory_utilization=share)
-            if settings.at_once > 1:  # vLLM would take for its own what others take while it looks
-                more["kv_cache_memory_bytes"] = int(POOL * share * self.gpu.memory_bytes)
+        self.limits, pool = limits_of(self.gpu, self.task, settings.memory / settings.at_once)
         self.precision = arm.preset(settings.device) if saved is None else saved["precision"]
         setup = EngineSetup(str(settings.checkpoint), self.gpu, self.precision, self.limits)
         with held_back():
@@ -105,14 +111,15 @@ class Loop:
                 mode=settings.mode,
                 seed=seed + (self.step << 16),
                 guard=ADVISES_NOTHING,
-                **more,
+                **pool,
             )
+        say("the engine is there")
         if saved is not None:
             self.trainer.load_state_dict(saved["trainer"])
             self.tell("resumed", f"from the checkpoint of step {self.step}")
         self.sync(0.0)
         if saved is None:
-            self._pilot(shape)
+            self._pilot((settings.prompts, settings.samples))
         plan = None
         if (folder / "plan.json").is_file():
             plan = fp8plan.Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
@@ -177,7 +184,7 @@ class Loop:
         given = [{"prompt_token_ids": one.prompt} for one in problems]
         sampling = SamplingParams(
             temperature=self.settings.temperature, max_tokens=self.task.max_response_tokens, logprobs=0,
-            stop_token_ids=list(self.task.stop), detokenize=False,
+            stop_token_ids=list(self.task.stop), detokenize=False, flat_logprobs=True,
         )  # fmt: skip
         for left in reversed(range(ATTEMPTS)):
             begun = time.perf_counter()

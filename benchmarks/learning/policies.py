@@ -20,6 +20,7 @@ import numpy as np
 
 from benchmarks.gpu.structured_model import Size, losses_of
 from benchmarks.learning import smollm2
+from benchmarks.learning.grow import Growth, grow
 from benchmarks.learning.tasks import LENGTHS, STOP, TEACH, VOCABULARY, ReasoningGym, Recurrence, Task
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
@@ -38,12 +39,21 @@ class Policy:
     size: of what is trained here; None: it comes trained
     task: of a tokenizer, which only SmolLM2's takes
     cpu:  small enough for two cores
+    from_: name of the policy that it is grown from
+    growth: what it is grown to; the layers that are added are not trained, nor are the embeddings below them
     """
 
     kind: str
     size: Size | None
     task: Callable[[Any], Task]
     cpu: bool
+    from_: str = ""
+    growth: Growth | None = None
+
+    @property
+    def frozen_layers(self) -> int:
+        """The lowest layers, which are not trained."""
+        return self.growth.layers - self.size.layers if self.growth and self.size else 0
 
 
 TINY: Final = Size(VOCABULARY, 128, 256, 2, 2, 2, 64, batch=32, lines=4, steps=600, learning_rate=5e-3)
@@ -73,6 +83,10 @@ POLICIES: Final = {
     "qk-norm": Policy("qk_norm", LARGE, _long, cpu=False),
     "plain": Policy("plain", LARGE, _long, cpu=False),
     "moe": Policy("moe", LARGE, _long, cpu=False),
+    # The widths and the depth of Qwen3-8B, for which FP8 is faster. The 25M one answers in it.
+    "wide": Policy(
+        "qk_norm", LARGE, _long, cpu=False, from_="qk-norm", growth=Growth(8, heads=32, kv_heads=8, layers=36)
+    ),
     "smollm2": Policy("smollm2", None, _sums, cpu=True),
 }
 
@@ -85,11 +99,18 @@ def policy_named(name: str) -> Policy:
 
 
 def make(name: str, folder: Path, device: str = "cpu", seed: int = 0, say: Callable[[str], Any] = print) -> None:
-    """Write the policy's checkpoint, unless it is there. The same seed gives the same weights on a CPU."""
+    """Write the policy's checkpoint, unless it is there. The same seed gives the same weights on a CPU.
+
+    folder: FOLDER/NAME/model; what a policy is grown from is looked for beside it, and made if it is not there
+    """
     policy = policy_named(name)
     if (folder / "config.json").is_file():
         return
-    if policy.size is None:
+    if policy.growth is not None:
+        small = folder.parent.parent / policy.from_ / folder.name
+        make(policy.from_, small, device, seed, say)
+        grow(small, folder, policy.growth, seed)
+    elif policy.size is None:
         smollm2.write(folder)
     else:
         facts = _teach(policy, policy.size, folder, device, seed, say)

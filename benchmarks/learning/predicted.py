@@ -1,13 +1,13 @@
 """The plan of an arm, written before it, and the table that sets what was observed beside it.
 
-Rollout speed-up: the BF16 arm's seconds per token of a rollout over the arm's, medians over steps. Step speed-up: the
-same of a whole RL step. KL: median k3 over steps. ESS: of the untruncated weights. Clip rate: tokens with a ratio above
-C.
+Rollout speed-up: the BF16 arm's seconds per token of a rollout over the arm's, of the same step, as both draw the same
+problems in it; the median over steps. Step speed-up: the same of a whole RL step. KL: median k3 over steps. ESS: of the
+untruncated weights. Clip rate: tokens with a ratio above C.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -62,16 +62,24 @@ def foreseen(found: Plan | Fp8PlanError, precision: str) -> dict[str, Any]:
 def observed(folder: RunFolder) -> dict[str, float | None]:
     """Medians over the steps of a run, its first left out: it warms up; reward: mean of the last tenth of the steps."""
     every = folder.rows("steps.jsonl")
-    steps, run, tail = every[1:], folder.rows("run.jsonl")[1:], every[-max(1, len(every) // 10) :]
-    found: dict[str, float | None] = {
-        "rollout_s_per_token": _median([row["rollout_s"] / row["response_tokens"] for row in steps]),
-        "step_s_per_token": _median([row["step_s"] / row["response_tokens"] for row in steps]),
-        "reward": sum(row["reward"] for row in tail) / len(tail) if tail else None,
-    }
+    run, tail = folder.rows("run.jsonl")[1:], every[-max(1, len(every) // 10) :]
+    found: dict[str, float | None] = {"reward": sum(row["reward"] for row in tail) / len(tail) if tail else None}
     for name, metric in (("kl_k3", schemas.K3), ("ess_raw", schemas.ESS_RAW), ("clip_fraction", schemas.CLIP_FRACTION)):
         found[name] = _median([row["metrics"][metric] for row in run if row["metrics"].get(metric) is not None])
     bounds = [row["metrics"][schemas.TIS] for row in run if row["metrics"].get(schemas.TIS)]
     return found | {"lowest_c": min(bounds, default=None)}
+
+
+def speedups(base: RunFolder, run: RunFolder, part: str, left_out: Collection[int] = ()) -> list[float]:
+    """The observed speed-ups of a run over the BF16 run of the same seed, one for each step that is in both.
+
+    part: "rollout" or "step"; left_out: steps that do not count, beside the first
+    """
+    seconds = []
+    for folder in (base, run):
+        rows = [row for row in folder.rows("steps.jsonl")[1:] if row["step"] not in left_out]
+        seconds.append({row["step"]: row[f"{part}_s"] / row["response_tokens"] for row in rows})
+    return [seconds[0][step] / seconds[1][step] for step in sorted(seconds[0].keys() & seconds[1].keys())]
 
 
 def table(runs: Mapping[tuple[str, int], RunFolder]) -> str:
@@ -85,7 +93,7 @@ def table(runs: Mapping[tuple[str, int], RunFolder]) -> str:
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     seen = {key: observed(folder) for key, folder in runs.items()}
     for (arm, seed), folder in runs.items():
-        said, now, base = read_json(folder / "predicted.json"), seen[arm, seed], seen.get((baseline(arm), seed))
+        said, now, base = read_json(folder / "predicted.json"), seen[arm, seed], runs.get((baseline(arm), seed))
         base = base if said.get("at_once", 1) == 1 else None  # the seconds of runs that share a device say nothing
         low, high = said["kl_k3_low"], said["kl_k3_high"]
         band = UNSEEN if low is None else f"{_short(said['kl_k3'])} ({_short(low)} to {_short(high)})"
@@ -93,8 +101,8 @@ def table(runs: Mapping[tuple[str, int], RunFolder]) -> str:
         cells = [
             arm, str(seed), str(len(folder.rows("steps.jsonl"))), _short(said["pilot_reward"]), _short(_after(folder)),
             _short(now["reward"]),
-            _short(said["speedup"]), _ratio(base, now, "rollout_s_per_token"),
-            _short(said["step_speedup"]), _ratio(base, now, "step_s_per_token"), band, _short(now["kl_k3"]) + miss,
+            _short(said["speedup"]), _observed_speedup(base, folder, "rollout"),
+            _short(said["step_speedup"]), _observed_speedup(base, folder, "step"), band, _short(now["kl_k3"]) + miss,
             _short(said["ess_raw"]), _short(now["ess_raw"]), _short(said["clip_fraction"]),
             _short(now["clip_fraction"]), _short(now["lowest_c"]) if arm_named(arm).correction != "none" else UNSEEN,
         ]  # fmt: skip
@@ -111,10 +119,8 @@ def read_json(path: Path) -> Any:
     return jsonl.parse(path.read_text(encoding="utf-8"), str(path))
 
 
-def _ratio(base: Mapping[str, float | None] | None, now: Mapping[str, float | None], name: str) -> str:
-    if base is None or not base[name] or not now[name]:
-        return UNSEEN
-    return _short(base[name] / now[name])  # type: ignore[operator]
+def _observed_speedup(base: RunFolder | None, folder: RunFolder, part: str) -> str:
+    return UNSEEN if base is None else _short(_median(speedups(base, folder, part)))
 
 
 def _median(values: Sequence[float]) -> float | None:

@@ -32,8 +32,11 @@ SIZES: Final[dict[str, dict[str, Any]]] = {
     "cpu": {"steps": 60, "prompts": 64, "samples": 8, "learning_rate": 2e-3, "save_every": 10},
     "cuda": {"steps": 50, "prompts": 32, "samples": 8, "learning_rate": 1e-4, "save_every": 25},
 }
-# Of a pretrained model, whose logits have 49,152 columns.
-OWN: Final[dict[str, dict[str, Any]]] = {"smollm2": {"learning_rate": 3e-6, "micro_tokens": 4096}}
+OWN: Final[dict[str, dict[str, Any]]] = {
+    "smollm2": {"learning_rate": 3e-6, "micro_tokens": 4096},  # pretrained; its logits have 49,152 columns
+    # AdamW moves each of 8 copies of a unit by the rate. A checkpoint would have 40 GB.
+    "wide": {"learning_rate": 1.25e-5, "micro_tokens": 8192, "save_every": 0},
+}
 
 # Environment of each run, unless it is set: no hub; no compiler for vLLM's sampler. On a CPU one thread: those of a
 # trainer and an engine that share two cores wait for each other.
@@ -146,7 +149,7 @@ def one(given: argparse.Namespace) -> int:
 
     arm, _, seed = given.one.rpartition("/")
     folder = given.folder / given.policy
-    sizes = SIZES[given.device] | OWN.get(given.policy, {})
+    sizes = sizes_of(given.policy, given.device)
     names = ("steps", "prompts", "samples", "learning_rate", "save_every", "micro_tokens", "memory")
     sizes |= {name: getattr(given, name) for name in names if getattr(given, name) is not None}
     sizes |= {"changes_every": given.changes_every, "at_once": given.at_once, "mode": given.mode}
@@ -159,6 +162,11 @@ def one(given: argparse.Namespace) -> int:
         finally:
             loop.close()
     return 0
+
+
+def sizes_of(policy: str, device: str) -> dict[str, Any]:
+    """The settings of a policy's runs on a device, unless others are asked for."""
+    return SIZES[device] | OWN.get(policy, {})
 
 
 def found_runs(folder: Path) -> dict[tuple[str, int], RunFolder]:

@@ -59,7 +59,10 @@ def write(folder: Path) -> None:
     model.load_state_dict(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, assign=True)
     model.tie_weights()
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    # transformers 5.17 takes the first token's name for it: no answer would ever have ended.
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)
+    tokenizer.save_pretrained(folder)
 
 
 def weights_file() -> Path:

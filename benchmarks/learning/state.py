@@ -22,6 +22,7 @@ from typing import Any, Final
 from fp8plan import jsonl
 from fp8plan.errors import ConfigError
 
+DRILL: Final = "drill"  # the folder of a fault drill, beside those of arms
 LOGS: Final = ("run.jsonl", "steps.jsonl", "changes.jsonl")  # lines with a step
 
 

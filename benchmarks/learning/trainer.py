@@ -31,6 +31,7 @@ class Trainer:
     clip:         of PPO's ratio, which matters from the second update on a rollout on
     max_norm:     of the gradient
     micro_tokens: padded tokens of a micro-batch
+    frozen_layers: the lowest layers, which are not trained, and are in BF16 on a GPU; nor are the embeddings then
     """
 
     def __init__(
@@ -42,12 +43,18 @@ class Trainer:
         clip: float,
         max_norm: float,
         micro_tokens: int,
+        frozen_layers: int = 0,
     ) -> None:
         import transformers
 
         self.device, self.temperature, self.clip = device, temperature, clip
         self.max_norm, self.micro_tokens = max_norm, micro_tokens
-        self.policy = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).to(device)
+        self.policy = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        if frozen_layers:
+            layers = self.policy.model.layers[:frozen_layers].requires_grad_(False)
+            layers.to(torch.float32 if device == "cpu" else torch.bfloat16)
+            self.policy.get_input_embeddings().requires_grad_(False)
+        self.policy.to(device)
         self.optimiser = torch.optim.AdamW(self.policy.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
 
     @torch.no_grad()

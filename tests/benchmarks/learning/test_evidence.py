@@ -12,14 +12,17 @@ from benchmarks.learning.run import found_runs
 from benchmarks.learning.state import RunFolder
 from fp8plan import schemas
 
+ROW = {"step": 21, "response_tokens": 1, "reward": 0.5}
 
-def a_run(folder: Path, at_once: int, after: float) -> RunFolder:
+
+def a_run(folder: Path, at_once: int, after: float, slower: float = 1.0) -> RunFolder:
     run = RunFolder(folder)
     said = dict.fromkeys((*predicted.FORESEEN, "pilot_reward"), 1.0)
     run.write("predicted.json", said | {"at_once": at_once, "precision": "bf16", "warnings": []})
     for step in range(1, 21):
-        row = {"step": step, "reward": 0.5, "response_tokens": 100, "rollout_s": 3.0, "train_s": 1.0}
-        run.log("steps.jsonl", row | {"sync_s": 0.5, "step_s": 4.5})
+        tokens = 100 * step  # the arms draw the same problems in a step, other ones in the next
+        row = {"step": step, "reward": 0.5, "response_tokens": tokens, "rollout_s": 3.0 * slower, "train_s": 1.0}
+        run.log("steps.jsonl", row | {"sync_s": 0.5, "step_s": 3.0 * slower + 1.5})
         metrics = {schemas.K3: 0.1 / step, schemas.ESS_RAW: 0.9, schemas.CLIP_FRACTION: 0.01, schemas.TIS: 1.5}
         metrics[evidence.DOUBT] = 2.0 / step
         run.log("run.jsonl", {"step": step, "prompt_lengths": [1] * 4, "guard": {}, "metrics": metrics})
@@ -60,7 +63,7 @@ def test_an_arm_is_a_line_with_its_spread_over_seeds() -> None:
     assert lines[3].endswith("| 1.50 |")
     assert (
         evidence.timed("qk-norm").splitlines()[2]
-        == "| bf16 | 0 | 20 | 1.00 s (1.00-1.00) | 3.00 s | 1.00 s | 0.50 s | 4.50 s |"
+        == "| qk-norm | bf16 | 19 | 1.00 s (1.00-1.00) | 3.00 s | 1.00 s | 0.50 s | 4.50 s |"
     )
 
 
@@ -76,3 +79,35 @@ def test_a_run_that_goes_on_is_no_result_yet(tmp_path: Path, monkeypatch: pytest
     (run / "done.json").unlink()
     monkeypatch.setattr(evidence, "SHARED", tmp_path)
     assert len(evidence.learnt("qk-norm").splitlines()) == 2
+
+
+def test_speed_ups_are_of_the_same_step_of_both_arms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = a_run(tmp_path / "alone" / "wide" / "bf16" / "0", 1, 0.7, slower=1.5)
+    fast = a_run(tmp_path / "alone" / "wide" / "fp8" / "0", 1, 0.7)
+    for run, seconds in ((base, 99.0), (fast, 1.0)):  # a step that was disturbed
+        run.log("steps.jsonl", dict.fromkeys(("rollout_s", "train_s", "sync_s", "step_s"), seconds) | ROW)
+    base.log("steps.jsonl", ROW | {"step": 22, "rollout_s": 99.0, "step_s": 99.0})  # in the BF16 arm alone
+    assert predicted.speedups(base, fast, "rollout", [21, 22]) == pytest.approx([1.5] * 19)
+    assert predicted.speedups(base, fast, "step", [21, 22]) == pytest.approx([6.0 / 4.5] * 19)
+    assert max(predicted.speedups(base, fast, "rollout")) == pytest.approx(99.0)
+    assert predicted.speedups(base, fast, "step", range(30)) == []
+    monkeypatch.setattr(evidence, "H200", tmp_path)
+    monkeypatch.setattr(evidence, "ALONE", tmp_path / "alone")
+    (tmp_path / "machine.json").write_text('{"disturbed_steps": {"wide/bf16/0": [21, 22]}}')
+    (line,) = evidence.gained("wide").splitlines()[2:]
+    assert line.startswith("| wide | fp8 | 19 | 1.00 (1.00-1.00) | 1.50 (1.50-1.50) | 1.00 | 1.33 (1.33-1.33) |")
+    assert evidence.timed("wide").splitlines()[2].startswith("| wide | bf16 | 19 | 1.00 s (1.00-1.00) | 4.50 s |")
+
+
+def test_rollouts_are_predicted_again_from_their_own_lengths() -> None:
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in evidence.again("wide").splitlines()[2:]]
+    assert [row[:3] for row in rows] == [["wide", "bf16", "3"], ["wide", "fp8", "5"]]
+    assert all(abs(float(row[3].rstrip("%"))) < 10 for row in rows)
+
+
+def test_the_drill_is_kept_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = a_run(tmp_path / "runs" / "drill", 1, 0.7)
+    run.write("drill.json", {"scars": [{"fault": "engine killed", "step": 16, "change": -0.0304, "error": 0.02}]})
+    keep([str(tmp_path / "runs"), str(tmp_path / "shared" / "qk-norm")])
+    monkeypatch.setattr(evidence, "SHARED", tmp_path / "shared")
+    assert evidence.drill("qk-norm").splitlines()[2:] == ["| engine killed | 16 | -0.030 | 0.020 |"]

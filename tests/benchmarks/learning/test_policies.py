@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 import torch
 
 from benchmarks.learning import policies, smollm2
+from benchmarks.learning.grow import Growth, grow
 from benchmarks.learning.policies import LARGE, POLICIES, TINY, answers, fp8_linears, new_model, policy_named
-from benchmarks.learning.tasks import GO, STOP, Recurrence
+from benchmarks.learning.tasks import GO, STOP, VOCABULARY, Recurrence
+from benchmarks.learning.trainer import Trainer
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.quantize.block_fp8 import BLOCK
 
@@ -101,6 +104,7 @@ def test_smollm2_answers_in_words(tmp_path: Path) -> None:
     policies.make("smollm2", tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert tokenizer.eos_token == "<|im_end|>"
     asked = [{"role": "user", "content": "What is the capital of France?"}]
     text = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
     given = tokenizer(text, add_special_tokens=False, return_tensors="pt")
@@ -108,3 +112,35 @@ def test_smollm2_answers_in_words(tmp_path: Path) -> None:
     assert "Paris" in tokenizer.decode(told)
     taken = fp8_linears(tmp_path)
     assert [name for name, fp8 in taken.items() if fp8] == ["down_proj"]  # the others' inputs are 576, no whole blocks
+
+
+def test_a_grown_policy_answers_as_the_small_one(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    size = replace(TINY, heads=4)  # two queries to a key, as the large one has
+    torch.manual_seed(0)
+    small = new_model("qk_norm", size)
+    small.save_pretrained(tmp_path / "small")
+    grow(tmp_path / "small", tmp_path / "large", Growth(4, heads=16, kv_heads=4, layers=30))
+    large = AutoModelForCausalLM.from_pretrained(tmp_path / "large", dtype=torch.float32)
+    config = large.config
+    assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (512, 1024, 30)
+    assert (config.num_attention_heads, config.num_key_value_heads) == (16, 4)
+    tokens = torch.randint(0, VOCABULARY, (2, 40))
+    with torch.no_grad():
+        expected, found = small(tokens).logits, large(tokens).logits
+        shuffled = large(tokens.flip(1)).logits
+    spread = float(expected.std())
+    assert (found - expected).abs().max() < 0.05 * spread  # the weights are in BF16
+    assert (shuffled - expected).abs().max() > spread
+
+
+def test_what_a_policy_was_grown_by_is_not_trained(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    new_model("qk_norm", TINY).save_pretrained(tmp_path)
+    trainer = Trainer(tmp_path, "cpu", 1e-3, 1.0, 0.2, 1.0, 4096, frozen_layers=1)
+    trained = {name for name, x in trainer.policy.named_parameters() if x.requires_grad}
+    assert {name.partition(".layers.")[2][:1] for name in trained if ".layers." in name} == {"1"}
+    assert {name for name in trained if ".layers." not in name} == {"model.norm.weight", "lm_head.weight"}
+    assert policy_named("wide").frozen_layers == 28
+    assert policy_named("qk-norm").frozen_layers == 0
