@@ -29,10 +29,16 @@ class Correction:
     follow: bool
 
 
+def _constant(c: float) -> Correction:
+    return Correction(CorrectionSettings(thresholds=Thresholds(c)), ConstantThresholds(c), follow=False)
+
+
 TIS: Final = CorrectionSettings(thresholds=Thresholds(2.0))
+# The constants but 2 tell a law that moves C from a law that only ends at a better C.
+CONSTANTS: Final = {"tis": 2.0, "tis_1.1": 1.1, "tis_1.4": 1.4, "tis_5": 5.0}
 CORRECTIONS: Final = {
     "none": Correction(CorrectionSettings(level=None), ConstantThresholds(), follow=False),
-    "tis": Correction(TIS, ConstantThresholds(2.0), follow=False),
+    **{name: _constant(c) for name, c in CONSTANTS.items()},
     "adaptive": Correction(TIS, AdaptiveThresholds(), follow=True),
     "least_error": Correction(TIS, LeastErrorThresholds(), follow=True),
 }
