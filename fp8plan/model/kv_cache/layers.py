@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from fp8plan.errors import ConfigError
@@ -63,11 +63,13 @@ def layer_caches(shape: ModelShape, precision: Precision, tensor_parallel_size: 
     return tuple(cache for mixer in found for cache in _of_mixer(mixer, precision.kv_element_bytes, tp))
 
 
-def _of_mixer(mixer: Mixer, kv_bytes: int, tp: int) -> Iterator[LayerCache]:
-    for cache in mixer.caches(tp):
-        yield in_bytes(cache, kv_bytes, _sparse(mixer))
+@lru_cache
+def _of_mixer(mixer: Mixer, kv_bytes: int, tp: int) -> tuple[LayerCache, ...]:
+    """The caches of one mixer. Most layers of a model are equal, and a search plans memory thousands of times."""
+    found = tuple(in_bytes(cache, kv_bytes, _sparse(mixer)) for cache in mixer.caches(tp))
     if isinstance(mixer, LatentAttention) and mixer.indexer is not None:
-        yield indexer_cache(mixer.indexer.head_dim)
+        return *found, indexer_cache(mixer.indexer.head_dim)
+    return found
 
 
 def _sparse(mixer: Mixer) -> bool:
