@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# On the GPU machine, once: unpack what pack.sh made and was copied to ~/lease, and write ~/lease.env.
+set -euo pipefail
+mkdir -p ~/res ~/fp8plan
+cp -r benchmarks fp8plan profiles pyproject.toml ~/fp8plan # later calls change the tree under a job that runs
+cat ~/lease/[0-3]/part | tar -C ~ -xJf - &
+tar -C ~/lease -xJf ~/lease/4/verl.tar.xz &
+cat ~/lease/[5-7]/part | tar -C ~ -xf - &
+for part in $(jobs -p); do wait "$part"; done
+cp -r ~/lease/site/. ~/site
+python3 -m zipfile -e ~/lease/4/fp8plan-*.whl ~/site # for its entry points
+
+cat > ~/lease.env <<'EOF'
+cd ~/fp8plan
+export PYTHONPATH=$HOME/fp8plan:$HOME/site:$HOME/smol VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+alone() { # COMMAND...: after the other jobs that measure time, and with the learning stopped
+    (
+        flock 9
+        pkill -STOP -f 'benchmarks.learning'
+        "$@"
+        pkill -CONT -f 'benchmarks.learning'
+    ) 9> ~/alone.lock
+}
+EOF
+(. ~/lease.env && python3 -c "import vllm, verl, fp8plan; print('vLLM', vllm.__version__)")

@@ -1,0 +1,2 @@
+. ~/lease.env
+alone bash benchmarks/families.sh ~/res/families 600

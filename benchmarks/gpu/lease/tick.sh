@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# One beat of a lease: start jobs, wait, and bring back what there is.
+#     bash benchmarks/gpu/lease/tick.sh SECONDS [JOB...]
+# JOB: a script in jobs/, started unless it was; its log is ~/res/JOB.log. What it writes to ~/res comes back.
+set -u
+here=$(dirname "$0")
+seconds=${1:?usage: tick.sh SECONDS [JOB...]}
+shift
+mkdir -p ~/started ~/res
+for job in "$@"; do
+    mkdir ~/started/"$job" 2> /dev/null || continue
+    cp "$here/jobs/$job.sh" ~/started/"$job"
+    setsid bash ~/started/"$job/$job.sh" > ~/res/"$job".log 2>&1 < /dev/null &
+done
+sleep "$seconds"
+tail -n 2 ~/res/*.log
+nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader
+tar -C ~ --exclude='*.safetensors' --exclude='*.pt' -czf "$OUT/res.tgz" res
