@@ -32,10 +32,11 @@ def register() -> None:
 
 
 def _hide_amx() -> None:
-    """Make vLLM take its AVX-512 kernels: with AMX other layers are packed, tolerances differ, and 0.30 may die.
+    """Make vLLM take its AVX-512 kernels: with AMX it packs other layers, and tolerances are another's.
 
-    Its attention and small linears use AMX tiles at once, for which a process must first ask the kernel (Linux,
-    ARCH_REQ_XCOMP_PERM). oneDNN asks when it is first used; where a tiny model never uses it, the process ends in SIGILL.
+    vLLM 0.30 may die of AMX, too: an engine of a tiny model ended in SIGILL on a machine of CI, and does here once
+    torch says that there is AMX. The likely cause: a process must ask Linux for AMX tiles before it uses them,
+    oneDNN asks, and so small a model never calls oneDNN.
     """
     import torch
 
