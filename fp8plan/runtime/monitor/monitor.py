@@ -35,7 +35,7 @@ from fp8plan.runtime.mismatch.measure import measure
 from fp8plan.runtime.mismatch.ranks import gathered, rank
 from fp8plan.runtime.mismatch.tokens import pack
 from fp8plan.runtime.monitor import record as run_record
-from fp8plan.runtime.monitor.controller import suited
+from fp8plan.runtime.monitor.controller import feasible, suited
 from fp8plan.runtime.monitor.record import Step
 from fp8plan.runtime.monitor.sinks import Sink, Sinks, warn
 from fp8plan.runtime.monitor.witness import Witness
@@ -73,7 +73,8 @@ class Monitor:
 
     It does what the guard advises, and if the guard advises nothing, what `escalate` says. With another engine, the
     training loop acts on the word itself: "recalibrate_kv", and if that has not helped `patience` steps later,
-    "step_down" to a precision with less FP8.
+    "step_down" to a precision with less FP8. An engine that runs BF16 has nothing to step down to: `escalate` is None
+    then, and `step.decided.reason` says so.
 
     `failures` counts, for each sink, the records that it did not take: a sink never stops training.
     Raises ConfigError for what cannot work, for a sink that cannot be opened, and without torch.
@@ -176,7 +177,10 @@ class Monitor:
     def _decided(self, mismatch: Mismatch) -> Update:
         """The update that all ranks follow."""
         self._follow_precision()
-        return self._agreed(self.controller.update(self.state, mismatch))
+        thresholds, state, decided = self.controller.update(self.state, mismatch)
+        facts = self._witness.running() if decided.escalate is not None else None
+        running = None if facts is None else facts.precision
+        return self._agreed((thresholds, state, feasible(decided, state.strained, running)))
 
     def _concluded(
         self,

@@ -301,10 +301,6 @@ def test_at_a_bound_it_says_so_and_escalates_one_thing_after_the_other(controlle
     steps = [None, None]
     down = Escalation.STEP_DOWN
     assert said == [*steps, Escalation.RECALIBRATE_KV, *steps, down, *steps, down]
-    assert (
-        "6 steps in a row beyond what thresholds can do: step down"
-        in controller.update(replace(state, strained=5), SEEN[kl])[2].reason
-    )
     # One batch that is well again ends it, though the smoothed KL is not.
     _, state, decided = controller.update(state, SEEN[1e-3])
     assert (decided.escalate, state.strained) == (None, 0)

@@ -554,14 +554,26 @@ def test_only_token_weights_have_the_least_error(level: Any) -> None:
         Monitor(settings, AdaptiveThresholds())
 
 
-def test_what_thresholds_cannot_do_is_in_the_record() -> None:
+@pytest.mark.parametrize(
+    ("running", "asked"),
+    [
+        (None, ["recalibrate_kv", "step_down"]),
+        ("fp8_kv", ["recalibrate_kv", "step_down"]),
+        ("fp8_block", ["step_down", "step_down"]),
+        ("bf16", []),
+    ],
+)
+def test_what_thresholds_cannot_do_is_in_the_record_if_the_engine_can(running: str | None, asked: list[str]) -> None:
     taken: list[Any] = []
-    monitor = Monitor(controller=AdaptiveThresholds(max_clipped=0.01), sinks=[Callback(taken.append)])
+    facts = None if running is None else replace(FACTS, precision=running)
+    monitor = Monitor(controller=AdaptiveThresholds(max_clipped=0.01), sinks=[Callback(taken.append)], facts=facts)
     for seed in range(9):
         monitor.step(*batch(seed, sigma=0.8, rows=32))
-    asked = [row["escalate"] for row in taken]
-    assert [x for x in asked if x] == ["recalibrate_kv", "step_down"]
-    assert "recalibrate the scales" in taken[asked.index("recalibrate_kv")]["reason"]
+    assert [row["escalate"] for row in taken if row["escalate"]] == asked
+    due = [row["reason"].partition("beyond what thresholds can do: ")[2] for row in taken]
+    words = {"recalibrate_kv": "recalibrate the scales", "step_down": "step down"}
+    expected = [words[x] for x in asked] or ["no precision is safer than bf16"] * 2
+    assert [text.startswith(start) for text, start in zip(filter(None, due), expected, strict=True)] == [True, True]
 
 
 @pytest.mark.parametrize("more", [{"guard": Guard(FACTS)}, {"facts": FACTS}])
