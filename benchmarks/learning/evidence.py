@@ -1,4 +1,4 @@
-"""The tables of docs/evidence/learning.md: what the committed runs on an H200 have learnt, by arm.
+"""The tables of docs/evidence/learning.md: what the committed runs have learnt, by arm.
 
 python -m benchmarks.learning.evidence      prints them; `make tables` writes them into the page
 """
@@ -8,18 +8,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from tempfile import NamedTemporaryFile
 from typing import Any, Final, NamedTuple
 
-from benchmarks.learning.arms import ARMS, baseline
+from benchmarks.learning.arms import ARMS, CORRECTIONS, baseline
 from benchmarks.learning.predicted import UNSEEN, observed, read_json, speedups
 from benchmarks.learning.run import found_runs
 from benchmarks.learning.state import DRILL, RunFolder
 from fp8plan import jsonl, schemas
 from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import validate
+from fp8plan.runtime.controller.laws import ConstantThresholds
 
+CPU: Final = Path(__file__).parent / "cpu" / "tiny-qk-norm"
 H200: Final = Path(__file__).parent / "h200"
 SHARED, ALONE = H200 / "shared", H200 / "alone"  # runs that shared a GPU, and runs that had it for themselves
 OF_SPEED: Final = ("qk-norm", "wide")  # the policies that ran alone
@@ -141,6 +143,37 @@ def again(*policies: str) -> str:
     return "\n".join(lines)
 
 
+def corrected(path: Path = CPU / "control.jsonl") -> str:
+    """A line for each correction under each mismatch, in Markdown: rewards after the run, and beside C = 2.
+
+    Means over seeds with their standard errors. The difference is over the seeds that both have, which begin with the
+    same weights and draw the same problems. KL and C are of the last tenth of the steps.
+    """
+    lines = [
+        "| mismatch | correction | seeds | reward before | after | less that of C = 2 | KL k3, at last | C, at last |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    runs = {(row["arm"], row["seed"]): row for row in jsonl.rows(path)}
+    for arm in [name for name in ARMS if any(name == found for found, _ in runs)]:
+        mine = {seed: row for (name, seed), row in runs.items() if name == arm}
+        usual = f"{ARMS[arm].mismatch}-tis"
+        apart = [
+            row["reward_after"] - runs[usual, seed]["reward_after"]
+            for seed, row in mine.items()
+            if (usual, seed) in runs
+        ]
+        kls, bounds = (
+            [x for row in mine.values() for x in row[name][-max(1, len(row[name]) // 10) :]]
+            for name in ("kl_k3", "tis")
+        )
+        c = UNSEEN if ARMS[arm].correction == "none" else f"{fmean(bounds):.2f}"
+        cells = [ARMS[arm].mismatch, _name(ARMS[arm].correction), str(len(mine))]
+        cells += [_mean([row[f"reward_{when}"] for row in mine.values()]) for when in ("before", "after")]
+        cells += [UNSEEN if arm == usual else _mean(apart, "+"), f"{fmean(kls):.2g}", c]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def drill(policy: str) -> str:
     """A line for each fault of the drill, in Markdown: how the reward on held-out prompts changed over it."""
     found = read_json(SHARED / policy / DRILL / "drill.json")
@@ -170,6 +203,20 @@ def doubt(policy: str, steps: int = 10) -> str:
     return "\n".join(lines)
 
 
+def _name(correction: str) -> str:
+    """A correction as the page calls it."""
+    law = CORRECTIONS[correction]
+    if isinstance(law.controller, ConstantThresholds):
+        return "none" if law.settings.level is None else f"token TIS, C = {law.controller.tis:g}"
+    return f"`{type(law.controller).__name__}`"
+
+
+def _mean(values: Sequence[float], sign: str = "") -> str:
+    """A mean, and its standard error if there is more than one value."""
+    error = f" ± {stdev(values) / len(values) ** 0.5:.2f}" if len(values) > 1 else ""
+    return f"{fmean(values):{sign}.2f}{error}" if values else UNSEEN
+
+
 def _middle(values: Sequence[float]) -> str:
     return f"{median(values):.2f} ({min(values):.2f}-{max(values):.2f})" if values else UNSEEN
 
@@ -190,5 +237,6 @@ if __name__ == "__main__":
         again(*OF_SPEED),
         doubt("qk-norm"),
         drill("qk-norm"),
+        corrected(),
         sep="\n\n",
     )

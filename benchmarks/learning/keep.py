@@ -1,6 +1,7 @@
 """Copy what is worth keeping of runs into a folder that is committed: all their records, compressed.
 
     python -m benchmarks.learning.keep FOLDER/POLICY TARGET
+    python -m benchmarks.learning.keep FOLDER/POLICY TARGET.jsonl       a line for each run: the figures of its steps
 
 Runs that shared a GPU lose what only a check of their speed needs: the lengths of every request, and the guard's
 verdicts. Checkpoints and plans stay where they are.
@@ -13,12 +14,12 @@ import gzip
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from benchmarks.learning.predicted import read_json
 from benchmarks.learning.run import found_runs
 from benchmarks.learning.state import DRILL, RunFolder
-from fp8plan import jsonl
+from fp8plan import jsonl, schemas
 
 KEPT: Final = ("predicted.json", "done.json", "drill.json")
 OF_MODEL: Final = ("training.json", "config.json")  # with its config, `validate` can say again what was to be expected
@@ -29,8 +30,16 @@ OF_SPEED: Final = ("prompt_lengths", "response_lengths", "prompt_ids", "guard")
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}.keep")
     parser.add_argument("runs", type=Path)
-    parser.add_argument("target", type=Path)
+    parser.add_argument("target", type=Path, help="a folder; or a file, NAME.jsonl")
     given = parser.parse_args(words)
+    if given.target.suffix == ".jsonl":
+        lines = [
+            jsonl.line({"arm": arm, "seed": seed, **figures(run)})
+            for (arm, seed), run in found_runs(given.runs).items()
+            if run.done
+        ]
+        given.target.write_bytes(b"".join(lines))
+        return
     for (arm, seed), run in found_runs(given.runs).items():
         keep(run, given.target / arm / str(seed))
     if (given.runs / DRILL).is_dir():
@@ -52,6 +61,22 @@ def keep(run: RunFolder, target: Path) -> None:
             lines = (jsonl.line({key: x for key, x in row.items() if key not in left_out}) for row in rows)
             # Without a time stamp: the same rows make the same bytes.
             (target / f"{name}.gz").write_bytes(gzip.compress(b"".join(lines), mtime=0))
+
+
+def figures(run: RunFolder) -> dict[str, Any]:
+    """Rewards before and after a run, and of each step: the reward in training, the KL, C, and the precision."""
+    before, done = read_json(run / "predicted.json"), read_json(run / "done.json")
+    metrics = [row["metrics"] for row in run.rows("run.jsonl")]
+    steps = run.rows("steps.jsonl")
+    return {
+        "date": done["date"],
+        "reward_before": round(before["pilot_reward"], 4),
+        "reward_after": round(done["reward_after"], 4),
+        "reward": [round(row["reward"], 3) for row in steps],
+        "kl_k3": [float(f"{one[schemas.K3]:.3g}") for one in metrics],
+        "tis": [None if one.get(schemas.TIS) is None else round(one[schemas.TIS], 3) for one in metrics],
+        "precision": [row["precision"] for row in steps],
+    }
 
 
 if __name__ == "__main__":

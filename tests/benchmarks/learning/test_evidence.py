@@ -22,11 +22,12 @@ def a_run(folder: Path, at_once: int, after: float, slower: float = 1.0) -> RunF
     for step in range(1, 21):
         tokens = 100 * step  # the arms draw the same problems in a step, other ones in the next
         row = {"step": step, "reward": 0.5, "response_tokens": tokens, "rollout_s": 3.0 * slower, "train_s": 1.0}
+        row["precision"] = "fp8_kv"
         run.log("steps.jsonl", row | {"sync_s": 0.5, "step_s": 3.0 * slower + 1.5})
         metrics = {schemas.K3: 0.1 / step, schemas.ESS_RAW: 0.9, schemas.CLIP_FRACTION: 0.01, schemas.TIS: 1.5}
         metrics[evidence.DOUBT] = 2.0 / step
         run.log("run.jsonl", {"step": step, "prompt_lengths": [1] * 4, "guard": {}, "metrics": metrics})
-    run.write("done.json", {"reward_after": after})
+    run.write("done.json", {"reward_after": after, "date": "2026-11-24"})
     (folder / "checkpoint.pt").write_bytes(b"large")
     return run
 
@@ -111,3 +112,19 @@ def test_the_drill_is_kept_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyP
     keep([str(tmp_path / "runs"), str(tmp_path / "shared" / "qk-norm")])
     monkeypatch.setattr(evidence, "SHARED", tmp_path / "shared")
     assert evidence.drill("qk-norm").splitlines()[2:] == ["| engine killed | 16 | -0.030 | 0.020 |"]
+
+
+def test_corrections_stand_beside_a_constant_over_the_seeds_that_both_have(tmp_path: Path) -> None:
+    for arm, rewards in (("lasting-tis", (0.5, 0.7, 0.9)), ("lasting-adaptive", (0.6, 0.9))):
+        for seed, after in enumerate(rewards):
+            a_run(tmp_path / "runs" / arm / str(seed), 2, after)
+    going = a_run(tmp_path / "runs" / "lasting-none" / "0", 2, 0.1)
+    (going / "done.json").unlink()
+    target = tmp_path / "control.jsonl"
+    keep([str(tmp_path / "runs"), str(target)])
+    lines = evidence.corrected(target).splitlines()[2:]
+    # The error of 0.1 and 0.2 is half of their difference.
+    assert lines == [
+        "| lasting | token TIS, C = 2 | 3 | 1.00 ± 0.00 | 0.70 ± 0.12 | - | 0.0051 | 1.50 |",
+        "| lasting | `AdaptiveThresholds` | 2 | 1.00 ± 0.00 | 0.75 ± 0.15 | +0.15 ± 0.05 | 0.0051 | 1.50 |",
+    ]
