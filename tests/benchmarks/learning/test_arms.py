@@ -42,11 +42,12 @@ def test_mismatch_grows_or_comes_in_spikes() -> None:
     assert lasting == sorted(lasting)
     assert set(lasting[30:]) == {strength("growing", 100, 100)}
     assert lasting[29] < lasting[30]
+    assert [strength("moderate", step, 100) * 2 for step in range(100)] == pytest.approx(lasting)
     for steps in (20, 100, 300):
         spiking = [strength("spiking", step, steps) for step in range(steps)]
         assert 3 <= sum(x > 0 for x in spiking) <= 0.15 * steps
     assert not any(strength("benign", step, 100) for step in range(100))
-    with pytest.raises(ConfigError, match="mismatch is 'none'; allowed: benign, growing, lasting, spiking"):
+    with pytest.raises(ConfigError, match="mismatch is 'none'; allowed: benign, growing, lasting, moderate, spiking"):
         strength("none", 0, 100)
 
 
