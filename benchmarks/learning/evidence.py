@@ -12,11 +12,12 @@ from statistics import fmean, median, stdev
 from tempfile import NamedTemporaryFile
 from typing import Any, Final, NamedTuple
 
-from benchmarks.learning.arms import ARMS, CORRECTIONS, baseline
+from benchmarks.learning.arms import ARMS, CONTROL, CORRECTIONS, baseline
 from benchmarks.learning.predicted import UNSEEN, observed, read_json, speedups
 from benchmarks.learning.run import found_runs
 from benchmarks.learning.state import DRILL, RunFolder
 from fp8plan import jsonl, schemas
+from fp8plan.errors import ConfigError
 from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import validate
 from fp8plan.runtime.controller.laws import ConstantThresholds
@@ -40,20 +41,25 @@ def by_arm(folder: Path) -> dict[str, list[RunFolder]]:
 def learnt(policy: str) -> str:
     """A line for each arm of a policy, in Markdown: means over seeds, and the lowest and highest.
 
-    KL, ESS and clipped tokens of a run are medians over its steps but the first.
+    KL, ESS and clipped tokens of a run are medians over its steps but the first. The difference to BF16 is over the
+    seeds that both have, with its standard error.
     """
     lines = [
-        "| arm | seeds | reward before | after | KL k3 | raw ESS | clipped | least C |",
-        "|---|---|---|---|---|---|---|---|",
+        "| arm | seeds | reward before | after | less BF16's | KL k3 | raw ESS | clipped | least C |",
+        "|" + "---|" * 9,
     ]
-    for arm, runs in by_arm(SHARED / policy).items():
+    found = by_arm(SHARED / policy)
+    rewards = {arm: {_seed(run): _reward_after(run) for run in runs} for arm, runs in found.items()}
+    for arm, runs in found.items():
         seen = [observed(run) for run in runs]
         before = [read_json(run / "predicted.json")["pilot_reward"] for run in runs]
-        after = [read_json(run / "done.json")["reward_after"] for run in runs]
+        after, beside = rewards[arm], rewards.get(baseline(arm), {})
+        apart = [reward - beside[seed] for seed, reward in after.items() if seed in beside]
         figures = [[one[name] for one in seen] for name in ("kl_k3", "ess_raw", "clip_fraction")]
         bounds = [one["lowest_c"] for one in seen if one["lowest_c"] and ARMS[arm].correction != "none"]
         least = f"{min(bounds):.2f}" if bounds else UNSEEN
-        cells = [arm, str(len(runs)), _spread(before, ".2f"), _spread(after, ".2f")]
+        cells = [arm, str(len(runs)), _spread(before, ".2f"), _spread(list(after.values()), ".2f")]
+        cells += [UNSEEN if arm == baseline(arm) else _mean(apart, "+")]
         cells += [_spread(each, kind) for each, kind in zip(figures, (".1e", ".3f", ".2g"), strict=True)]
         lines.append(f"| {' | '.join([*cells, least])} |")
     return "\n".join(lines)
@@ -105,7 +111,8 @@ def gained(*policies: str) -> str:
     """A line for each FP8 run that had the GPU for itself, in Markdown: speed-ups and KL of its plan, and those seen.
 
     Observed: seconds per token of BF16's step over those of the same step of the run, whose problems are the same; the
-    median over steps, and the lowest and highest. KL: k3 of the plan, and the median seen.
+    median over steps, and the lowest and highest. KL: k3 of the plan, and the median seen, of all steps but the first.
+    A star: the plan went beyond what its profile had measured.
     """
     lines = [
         "| policy | arm | steps | rollout, predicted | seen | step, predicted | seen | k3, predicted | seen |",
@@ -121,7 +128,8 @@ def gained(*policies: str) -> str:
         rollout, step = (speedups(base.run, one.run, part, but) for part in ("rollout", "step"))
         band = f"{said['speedup']:.2f} ({said['speedup_low']:.2f}-{said['speedup_high']:.2f})"
         k3 = f"{said['kl_k3']:.1e} ({said['kl_k3_low']:.1e}-{said['kl_k3_high']:.1e})"
-        cells = [policy, arm, str(len(rollout)), band, _middle(rollout), f"{said['step_speedup']:.2f}"]
+        name = f"{policy} *" if said["extrapolated"] else policy
+        cells = [name, arm, str(len(rollout)), band, _middle(rollout), f"{said['step_speedup']:.2f}"]
         lines.append(f"| {' | '.join([*cells, _middle(step), k3, UNSEEN if kl is None else f'{kl:.1e}'])} |")
     return "\n".join(lines)
 
@@ -148,13 +156,17 @@ def corrected(path: Path = CPU / "control.jsonl") -> str:
 
     Means over seeds with their standard errors. The difference is over the seeds that both have, which begin with the
     same weights and draw the same problems. KL and C are of the last tenth of the steps.
+
+    Raises ConfigError if there is no such file.
     """
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist; type: python -m benchmarks.learning.keep FOLDER/POLICY {path}")
     lines = [
         "| mismatch | correction | seeds | reward before | after | less that of C = 2 | KL k3, at last | C, at last |",
         "|---|---|---|---|---|---|---|---|",
     ]
     runs = {(row["arm"], row["seed"]): row for row in jsonl.rows(path)}
-    for arm in [name for name in ARMS if any(name == found for found, _ in runs)]:
+    for arm in [name for name in CONTROL if any(name == found for found, _ in runs)]:
         mine = {seed: row for (name, seed), row in runs.items() if name == arm}
         usual = f"{ARMS[arm].mismatch}-tis"
         apart = [
@@ -201,6 +213,14 @@ def doubt(policy: str, steps: int = 10) -> str:
         cells = [f"{x:.1e}" for x in (*doubts, *kls, *(kl / x for kl, x in zip(kls, doubts, strict=True)))]
         lines.append(f"| {' | '.join([arm, *cells])} |")
     return "\n".join(lines)
+
+
+def _seed(run: RunFolder) -> int:
+    return int(run.path.name)
+
+
+def _reward_after(run: RunFolder) -> float:
+    return float(read_json(run / "done.json")["reward_after"])
 
 
 def _name(correction: str) -> str:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from fp8plan.errors import ConfigError
+
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
@@ -24,7 +26,8 @@ class Growth:
     """A larger model.
 
     copies:   of every hidden and every intermediate unit
-    heads:    attention heads; kv_heads: of keys and values. Multiples of the small model's
+    heads:    attention heads; kv_heads: of keys and values, a multiple of the small model's. For each of those there
+              are as many heads as in the small model, or a multiple of it
     layers:   in all; those that are added are the first
     """
 
@@ -38,6 +41,8 @@ def grow(small: Path, folder: Path, growth: Growth, seed: int = 0) -> None:
     """Write the checkpoint of a grown Qwen3, in BF16.
 
     small: the folder of a Qwen3 whose embeddings are not tied to lm_head
+
+    Raises ConfigError for heads that would leave one of the small model's without a copy.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -108,6 +113,11 @@ def heads(config: Any, growth: Growth) -> tuple[list[int], list[int]]:
     """Map each head of the large model to that of the small one which it copies: of queries, and of keys and values."""
     few = config.num_key_value_heads
     group, each = config.num_attention_heads // few, growth.heads // growth.kv_heads
+    if growth.kv_heads % few or growth.heads % growth.kv_heads or each % group:
+        raise ConfigError(
+            f"{growth.heads} heads and {growth.kv_heads} KV heads; allowed: a multiple of {few} KV heads, with a "
+            f"multiple of {group} heads each"
+        )
     keys = [one for one in range(few) for _ in range(growth.kv_heads // few)]
     return [group * key + number % group for key in keys for number in range(each)], keys
 

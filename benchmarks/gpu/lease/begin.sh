@@ -13,7 +13,7 @@ python3 -m zipfile -e ~/lease/4/fp8plan-*.whl ~/site # for its entry points
 cat > ~/lease.env <<'EOF'
 cd ~/fp8plan
 export PYTHONPATH=$HOME/fp8plan:$HOME/site:$HOME/smol VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
-alone() { # COMMAND...: after the other jobs that measure time, and with the learning stopped
+alone() { # COMMAND...: after the other jobs that measure time, and with what learns stopped
     (
         flock 9
         pkill -STOP -f 'benchmarks.learning'

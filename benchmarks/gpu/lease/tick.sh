@@ -8,6 +8,7 @@ seconds=${1:?usage: tick.sh SECONDS [JOB...]}
 shift
 mkdir -p ~/started ~/res
 for job in "$@"; do
+    [ -f "$here/jobs/$job.sh" ] || { echo "no job $job; there are $(ls "$here/jobs")" >&2; exit 2; }
     mkdir ~/started/"$job" 2> /dev/null || continue
     cp "$here/jobs/$job.sh" ~/started/"$job"
     setsid bash ~/started/"$job/$job.sh" > ~/res/"$job".log 2>&1 < /dev/null &

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fp8plan.runtime.mismatch.metrics import Mismatch
 
 KL_MEMORY: Final = 0.7  # of the last step's smoothed KL: a half-life of two steps
-# Of the expected KL. The theory's own 90% interval ends at 2.6 to 2.9 times, for models like those it was fitted to. Of
+# Of the expected KL. The theory's own 90% interval ends at 2.4 to 2.9 times, for models like those it was fitted to. Of
 # others, small ones above all, it is wider because less is known, and that should not loosen thresholds.
 MARGIN: Final = 3.0
 KL_LEAP: Final = 100.0  # times the limit, or the KL so far, that a batch may count: no single one rules for long after

@@ -27,7 +27,7 @@ class Decision(StrEnum):
 class Alarm(StrEnum):
     """A figure that no threshold repairs, or that KL alone does not show. No alarm loosens a threshold."""
 
-    KL = "kl"  # smoothed robust KL above the plan's range, or the limit
+    KL = "kl"  # smoothed robust KL above the limit, and above what the plan expects at most
     BROKEN = "broken"  # KL beyond what any correction repairs
     RAW_ESS = "raw_ess"
     CHI2 = "chi2"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
@@ -10,31 +11,28 @@ from fp8plan.errors import ConfigError
 from fp8plan.runtime.controller.laws import AdaptiveThresholds, ConstantThresholds, Controller
 from fp8plan.runtime.controller.state import Decided, Escalation
 from fp8plan.runtime.correction.settings import CorrectionSettings
-from fp8plan.runtime.guard.fallback import Action, GuardState, answered
 
-WORDS: Final = {
+ADVICE: Final = {
     Escalation.RECALIBRATE_KV: "recalibrate the scales of an FP8 KV cache",
     Escalation.STEP_DOWN: "step down to a safer precision",
-    None: "no precision is safer than {running}, so FP8 is not the cause; fp8plan.doctor(engine) looks for others, "
-    "such as old weights and sampling settings",
+    None: "there is no safer precision left to step down to; fp8plan.doctor(engine) looks for other causes, such as "
+    "old weights and sampling settings",
 }
 
 
-def feasible(decided: Decided, strained: int, running: str | None) -> Decided:
+def feasible(decided: Decided, strained: int, can: Callable[[Escalation], bool]) -> Decided:
     """The decision with an escalation that the engine can follow, and the reason for it in words.
 
-    Where there is no FP8 KV cache to recalibrate, it steps down at once. In BF16 it escalates to nothing.
+    Where there is nothing to recalibrate, it steps down at once. Where there is nothing to step down to, it escalates
+    to nothing.
 
     strained: steps in a row beyond what thresholds can do
-    running:  preset of the engine; None: not known, so that all can be followed
+    can:      whether the engine can follow an escalation
     """
     if decided.escalate is None:
         return decided
-    wanted = [decided.escalate, *([Escalation.STEP_DOWN] if decided.escalate == Escalation.RECALIBRATE_KV else [])]
-    can = [x for x in wanted if running is None or answered(GuardState(), running, x)[1] != Action.NONE]
-    escalate = can[0] if can else None
-    due = WORDS[escalate].format(running=running)
-    reason = f"{decided.reason}; {strained} steps in a row beyond what thresholds can do: {due}"
+    escalate = next((x for x in (decided.escalate, Escalation.STEP_DOWN) if can(x)), None)
+    reason = f"{decided.reason}; {strained} steps in a row beyond what thresholds can do: {ADVICE[escalate]}"
     return replace(decided, escalate=escalate, reason=reason)
 
 

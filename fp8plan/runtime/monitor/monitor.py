@@ -73,8 +73,8 @@ class Monitor:
 
     It does what the guard advises, and if the guard advises nothing, what `escalate` says. With another engine, the
     training loop acts on the word itself: "recalibrate_kv", and if that has not helped `patience` steps later,
-    "step_down" to a precision with less FP8. An engine that runs BF16 has nothing to step down to: `escalate` is None
-    then, and `step.decided.reason` says so.
+    "step_down" to a precision with less FP8. Where the engine has nothing left to step down to, `escalate` is None, and
+    `step.decided.reason` says so.
 
     `failures` counts, for each sink, the records that it did not take: a sink never stops training.
     Raises ConfigError for what cannot work, for a sink that cannot be opened, and without torch.
@@ -178,9 +178,7 @@ class Monitor:
         """The update that all ranks follow."""
         self._follow_precision()
         thresholds, state, decided = self.controller.update(self.state, mismatch)
-        facts = self._witness.running() if decided.escalate is not None else None
-        running = None if facts is None else facts.precision
-        return self._agreed((thresholds, state, feasible(decided, state.strained, running)))
+        return self._agreed((thresholds, state, feasible(decided, state.strained, self._witness.can)))
 
     def _concluded(
         self,

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from fp8plan.checks import instance
 from fp8plan.errors import ConfigError
+from fp8plan.model.precision import PRESETS
+from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.engine.rollout_timer import Judged, judged
+from fp8plan.runtime.guard.fallback import Action, GuardState, answered
 from fp8plan.runtime.guard.guard import Guard
 from fp8plan.runtime.guard.observation import EngineFacts, Observation
 from fp8plan.runtime.mismatch.metrics import Mismatch
@@ -92,6 +95,15 @@ class Witness:
             text = f"the engine does not say what runs: {error}. Training goes on without it in the records"
             self.warn_once("engine", text)
             return None
+
+    def can(self, escalation: Escalation) -> bool:
+        """Return False if the engine that runs has nothing left to do for an escalation. True if that is not known."""
+        if self.guard is not None:
+            return self.guard.answer(escalation) != Action.NONE
+        facts = self.running()
+        if facts is None or facts.precision not in PRESETS:
+            return True
+        return answered(GuardState(), facts.precision, escalation)[1] != Action.NONE
 
     def warn_once(self, of: str, text: str) -> None:
         if of not in self._warned:

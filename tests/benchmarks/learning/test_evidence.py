@@ -60,7 +60,7 @@ def test_runs_are_kept_whole_but_for_what_is_large_or_says_nothing(kept: Path) -
 def test_an_arm_is_a_line_with_its_spread_over_seeds() -> None:
     lines = evidence.learnt("qk-norm").splitlines()
     assert lines[2].startswith("| bf16 | 1 | 1.00 | 0.70 |")
-    assert lines[3].startswith("| fp8-tis | 2 | 1.00 (1.00-1.00) | 0.70 (0.60-0.80) |")
+    assert lines[3].startswith("| fp8-tis | 2 | 1.00 (1.00-1.00) | 0.70 (0.60-0.80) | -0.10 |")  # of the one seed
     assert lines[3].endswith("| 1.50 |")
     assert (
         evidence.timed("qk-norm").splitlines()[2]
@@ -96,7 +96,7 @@ def test_speed_ups_are_of_the_same_step_of_both_arms(tmp_path: Path, monkeypatch
     monkeypatch.setattr(evidence, "ALONE", tmp_path / "alone")
     (tmp_path / "machine.json").write_text('{"disturbed_steps": {"wide/bf16/0": [21, 22]}}')
     (line,) = evidence.gained("wide").splitlines()[2:]
-    assert line.startswith("| wide | fp8 | 19 | 1.00 (1.00-1.00) | 1.50 (1.50-1.50) | 1.00 | 1.33 (1.33-1.33) |")
+    assert line.startswith("| wide * | fp8 | 19 | 1.00 (1.00-1.00) | 1.50 (1.50-1.50) | 1.00 | 1.33 (1.33-1.33) |")
     assert evidence.timed("wide").splitlines()[2].startswith("| wide | bf16 | 19 | 1.00 s (1.00-1.00) | 4.50 s |")
 
 

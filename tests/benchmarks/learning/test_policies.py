@@ -135,6 +135,14 @@ def test_a_grown_policy_answers_as_the_small_one(tmp_path: Path) -> None:
     assert (shuffled - expected).abs().max() > spread
 
 
+def test_a_growth_that_would_lose_heads_is_refused(tmp_path: Path) -> None:
+    new_model("qk_norm", replace(TINY, heads=4)).save_pretrained(tmp_path)  # two queries to each of two keys
+    with pytest.raises(
+        ConfigError, match="8 heads and 8 KV heads; allowed: a multiple of 2 KV heads, with a multiple of 2"
+    ):
+        grow(tmp_path, tmp_path / "large", Growth(4, heads=8, kv_heads=8, layers=4))
+
+
 def test_what_a_policy_was_grown_by_is_not_trained(tmp_path: Path) -> None:
     torch.manual_seed(0)
     new_model("qk_norm", TINY).save_pretrained(tmp_path)

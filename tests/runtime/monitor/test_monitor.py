@@ -36,6 +36,7 @@ from fp8plan.runtime.controller.laws import (
 )
 from fp8plan.runtime.correction.correct import CorrectionSettings, Rejection, Thresholds, correct
 from fp8plan.runtime.correction.verl import from_verl
+from fp8plan.runtime.guard.fallback import Action
 from fp8plan.runtime.guard.guard import Guard
 from fp8plan.runtime.guard.observation import EngineFacts, Observation
 from fp8plan.runtime.mismatch.measure import measure
@@ -561,6 +562,7 @@ def test_only_token_weights_have_the_least_error(level: Any) -> None:
         ("fp8_kv", ["recalibrate_kv", "step_down"]),
         ("fp8_block", ["step_down", "step_down"]),
         ("bf16", []),
+        ("of another stack", ["recalibrate_kv", "step_down"]),
     ],
 )
 def test_what_thresholds_cannot_do_is_in_the_record_if_the_engine_can(running: str | None, asked: list[str]) -> None:
@@ -572,8 +574,16 @@ def test_what_thresholds_cannot_do_is_in_the_record_if_the_engine_can(running: s
     assert [row["escalate"] for row in taken if row["escalate"]] == asked
     due = [row["reason"].partition("beyond what thresholds can do: ")[2] for row in taken]
     words = {"recalibrate_kv": "recalibrate the scales", "step_down": "step down"}
-    expected = [words[x] for x in asked] or ["no precision is safer than bf16"] * 2
+    expected = [words[x] for x in asked] or ["there is no safer precision left"] * 2
     assert [text.startswith(start) for text, start in zip(filter(None, due), expected, strict=True)] == [True, True]
+
+
+def test_what_the_guard_has_done_already_is_not_advised_again() -> None:
+    monitor = Monitor(controller=AdaptiveThresholds(max_clipped=0.01), guard=Guard(FACTS))
+    assert monitor.guard is not None
+    monitor.guard.took(Action.RECALIBRATE_KV)
+    asked = [monitor.step(*batch(seed, sigma=0.8, rows=32)).decided.escalate for seed in range(9)]
+    assert [x for x in asked if x] == ["step_down", "step_down"]
 
 
 @pytest.mark.parametrize("more", [{"guard": Guard(FACTS)}, {"facts": FACTS}])
