@@ -6,7 +6,7 @@ python -m benchmarks.learning.evidence      prints them; `make tables` writes th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, median, stdev
 from tempfile import NamedTemporaryFile
@@ -93,17 +93,24 @@ def alone(policies: Sequence[str]) -> list[Alone]:
 
 
 def timed(*policies: str) -> str:
-    """A line for each run that had the GPU for itself, in Markdown: seconds predicted, and medians of those seen."""
+    """A line for each run that had the GPU for itself, in Markdown: seconds predicted, and medians of those seen.
+
+    Of seconds per token of a rollout, the lowest and highest, too.
+    """
     lines = [
-        "| policy | arm | steps | rollout, predicted (90%) | observed | training | sync | whole step |",
-        "|---|---|---|---|---|---|---|---|",
+        "| policy | arm | steps | rollout, predicted (90%) | observed | per token | training | sync | whole step |",
+        "|" + "---|" * 9,
     ]
     for one in alone(policies):
         said, steps = read_json(one.run / "predicted.json"), one.rows("steps.jsonl")
         seconds = [median(row[f"{part}_s"] for row in steps) for part in ("rollout", "train", "sync", "step")]
         low, high = said["makespan_low_s"], said["makespan_high_s"]
         cells = [one.policy, one.arm, str(len(steps)), f"{said['makespan_s']:.2f} s ({low:.2f}-{high:.2f})"]
-        lines.append(f"| {' | '.join([*cells, *(f'{x:.2f} s' for x in seconds)])} |")
+        cells += [f"{x:.2f} s" for x in seconds]
+        cells.insert(
+            5, _spread([1e6 * row["rollout_s"] / row["response_tokens"] for row in steps], ".0f", median, " µs")
+        )
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -129,8 +136,10 @@ def gained(*policies: str) -> str:
         band = f"{said['speedup']:.2f} ({said['speedup_low']:.2f}-{said['speedup_high']:.2f})"
         k3 = f"{said['kl_k3']:.1e} ({said['kl_k3_low']:.1e}-{said['kl_k3_high']:.1e})"
         name = f"{policy} *" if said["extrapolated"] else policy
-        cells = [name, arm, str(len(rollout)), band, _middle(rollout), f"{said['step_speedup']:.2f}"]
-        lines.append(f"| {' | '.join([*cells, _middle(step), k3, UNSEEN if kl is None else f'{kl:.1e}'])} |")
+        cells = [name, arm, str(len(rollout)), band, _spread(rollout, ".2f", median), f"{said['step_speedup']:.2f}"]
+        lines.append(
+            f"| {' | '.join([*cells, _spread(step, '.2f', median), k3, UNSEEN if kl is None else f'{kl:.1e}'])} |"
+        )
     return "\n".join(lines)
 
 
@@ -237,16 +246,15 @@ def _mean(values: Sequence[float], sign: str = "") -> str:
     return f"{fmean(values):{sign}.2f}{error}" if values else UNSEEN
 
 
-def _middle(values: Sequence[float]) -> str:
-    return f"{median(values):.2f} ({min(values):.2f}-{max(values):.2f})" if values else UNSEEN
-
-
-def _spread(values: Sequence[float | None], kind: str) -> str:
+def _spread(
+    values: Sequence[float | None], kind: str, middle: Callable[[list[float]], float] = fmean, unit: str = ""
+) -> str:
+    """The mean, or another middle, with the lowest and highest if there is more than one value."""
     known = [x for x in values if x is not None]
     if not known:
         return UNSEEN
     ends = f" ({min(known):{kind}}-{max(known):{kind}})" if len(known) > 1 else ""
-    return f"{fmean(known):{kind}}{ends}"
+    return f"{middle(known):{kind}}{unit}{ends}"
 
 
 if __name__ == "__main__":

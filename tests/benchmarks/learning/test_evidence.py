@@ -64,7 +64,7 @@ def test_an_arm_is_a_line_with_its_spread_over_seeds() -> None:
     assert lines[3].endswith("| 1.50 |")
     assert (
         evidence.timed("qk-norm").splitlines()[2]
-        == "| qk-norm | bf16 | 19 | 1.00 s (1.00-1.00) | 3.00 s | 1.00 s | 0.50 s | 4.50 s |"
+        == "| qk-norm | bf16 | 19 | 1.00 s (1.00-1.00) | 3.00 s | 2727 µs (1500-15000) | 1.00 s | 0.50 s | 4.50 s |"
     )
 
 
