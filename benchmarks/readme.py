@@ -108,6 +108,7 @@ def blocks() -> dict[str, str]:
     made["change ratios"] = changes.committed()
     made["probe of smollm2"] = probe_table.table(probe_table.SMOLLM2)
     made |= {kind.__name__: kind("qk-norm") for kind in (evidence.learnt, evidence.doubt, evidence.drill)}
+    made["corrected"] = evidence.corrected()
     made |= {kind.__name__: kind(*evidence.OF_SPEED) for kind in (evidence.timed, evidence.gained, evidence.again)}
     made["public names"] = public_names()
     made |= {f"help {command}": help_text(command) for command in COMMANDS}
