@@ -47,8 +47,10 @@ CORRECTIONS: Final = {
 # trainer's own stay clean: what the engine samples then really comes from another policy.
 # On a CPU 0.12 left k3 at 0.01, and no arm apart from another; with 0.6 it grows from 0.004 to 0.3.
 GROWN: Final = 0.6
-MODERATE: Final = 0.3  # as lasting, and less: on a CPU a k3 of about 0.1, with which corrected runs still learn
-RISE: Final = 0.3  # of a run, in which a lasting mismatch grows; a growing one is large in a run's last steps only
+# Mismatches that grow over RISE of a run, and stay; a growing one is large in a run's last steps only. With the
+# moderate one, on a CPU a k3 of about 0.1, corrected runs still learn.
+LASTING: Final = {"lasting": GROWN, "moderate": 0.3}
+RISE: Final = 0.3
 SPIKE, SPIKES, SPIKE_WIDTH = 0.8, (0.25, 0.5, 0.75), 0.02
 
 
@@ -59,8 +61,8 @@ def strength(scenario: str, step: int, steps: int) -> float:
         return 0.0
     if scenario == "growing":
         return GROWN * at
-    if scenario in ("lasting", "moderate"):
-        return (GROWN if scenario == "lasting" else MODERATE) * min(1.0, at / RISE)
+    if scenario in LASTING:
+        return LASTING[scenario] * min(1.0, at / RISE)
     if scenario == "spiking":
         return SPIKE if any(start <= at < start + max(SPIKE_WIDTH, 1 / steps) for start in SPIKES) else 0.0
     raise ConfigError(f"mismatch is {scenario!r}; allowed: benign, growing, lasting, moderate, spiking")
@@ -110,7 +112,7 @@ MAIN: Final = {
 # Each controller under each scenario.
 CONTROL: Final = {
     f"{scenario}-{name.replace('_', '-')}": Arm(correction=name, mismatch=scenario)
-    for scenario in ("growing", "lasting", "moderate", "spiking")
+    for scenario in ("growing", *LASTING, "spiking")
     for name in CORRECTIONS
 }
 # Where plain FP8 may begin to do harm, each with the BF16 that it is held against.

@@ -13,7 +13,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any, Final, NamedTuple
 
 from benchmarks.learning.arms import ARMS, CONTROL, CORRECTIONS, baseline
-from benchmarks.learning.predicted import UNSEEN, observed, read_json, speedups
+from benchmarks.learning.predicted import UNSEEN, last_tenth, observed, read_json, reward_after, speedups
 from benchmarks.learning.run import found_runs
 from benchmarks.learning.state import DRILL, RunFolder
 from fp8plan import jsonl, schemas
@@ -29,12 +29,12 @@ OF_SPEED: Final = ("qk-norm", "wide")  # the policies that ran alone
 DOUBT: Final = "rollout_corr/rollout_log_ppl"  # -log p of sampled tokens, mean over sequences, in nats
 
 
-def by_arm(folder: Path) -> dict[str, list[RunFolder]]:
-    """Arm -> its runs that came to their end, by seed, in the order of the table of arms."""
-    found = defaultdict[str, list[RunFolder]](list)
-    for (arm, _), run in found_runs(folder).items():
+def by_arm(folder: Path) -> dict[str, dict[int, RunFolder]]:
+    """Arm -> seed -> its run, of those that came to their end, in the order of the table of arms."""
+    found = defaultdict[str, dict[int, RunFolder]](dict)
+    for (arm, seed), run in found_runs(folder).items():
         if run.done:
-            found[arm].append(run)
+            found[arm][seed] = run
     return dict(found)
 
 
@@ -49,10 +49,10 @@ def learnt(policy: str) -> str:
         "|" + "---|" * 9,
     ]
     found = by_arm(SHARED / policy)
-    rewards = {arm: {_seed(run): _reward_after(run) for run in runs} for arm, runs in found.items()}
+    rewards = {arm: {seed: reward_after(run) for seed, run in runs.items()} for arm, runs in found.items()}
     for arm, runs in found.items():
-        seen = [observed(run) for run in runs]
-        before = [read_json(run / "predicted.json")["pilot_reward"] for run in runs]
+        seen = [observed(run) for run in runs.values()]
+        before = [read_json(run / "predicted.json")["pilot_reward"] for run in runs.values()]
         after, beside = rewards[arm], rewards.get(baseline(arm), {})
         apart = [reward - beside[seed] for seed, reward in after.items() if seed in beside]
         figures = [[one[name] for one in seen] for name in ("kl_k3", "ess_raw", "clip_fraction")]
@@ -103,14 +103,13 @@ def timed(*policies: str) -> str:
     ]
     for one in alone(policies):
         said, steps = read_json(one.run / "predicted.json"), one.rows("steps.jsonl")
-        seconds = [median(row[f"{part}_s"] for row in steps) for part in ("rollout", "train", "sync", "step")]
+        rollout, *others = (
+            f"{median(row[f'{part}_s'] for row in steps):.2f} s" for part in ("rollout", "train", "sync", "step")
+        )
+        each = _spread([1e6 * row["rollout_s"] / row["response_tokens"] for row in steps], ".0f", median, " µs")
         low, high = said["makespan_low_s"], said["makespan_high_s"]
         cells = [one.policy, one.arm, str(len(steps)), f"{said['makespan_s']:.2f} s ({low:.2f}-{high:.2f})"]
-        cells += [f"{x:.2f} s" for x in seconds]
-        cells.insert(
-            5, _spread([1e6 * row["rollout_s"] / row["response_tokens"] for row in steps], ".0f", median, " µs")
-        )
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join([*cells, rollout, each, *others])} |")
     return "\n".join(lines)
 
 
@@ -137,9 +136,8 @@ def gained(*policies: str) -> str:
         k3 = f"{said['kl_k3']:.1e} ({said['kl_k3_low']:.1e}-{said['kl_k3_high']:.1e})"
         name = f"{policy} *" if said["extrapolated"] else policy
         cells = [name, arm, str(len(rollout)), band, _spread(rollout, ".2f", median), f"{said['step_speedup']:.2f}"]
-        lines.append(
-            f"| {' | '.join([*cells, _spread(step, '.2f', median), k3, UNSEEN if kl is None else f'{kl:.1e}'])} |"
-        )
+        cells += [_spread(step, ".2f", median), k3, UNSEEN if kl is None else f"{kl:.1e}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -175,7 +173,8 @@ def corrected(path: Path = CPU / "control.jsonl") -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     runs = {(row["arm"], row["seed"]): row for row in jsonl.rows(path)}
-    for arm in [name for name in CONTROL if any(name == found for found, _ in runs)]:
+    arms = {arm for arm, _ in runs}
+    for arm in (name for name in CONTROL if name in arms):
         mine = {seed: row for (name, seed), row in runs.items() if name == arm}
         usual = f"{ARMS[arm].mismatch}-tis"
         apart = [
@@ -183,10 +182,7 @@ def corrected(path: Path = CPU / "control.jsonl") -> str:
             for seed, row in mine.items()
             if (usual, seed) in runs
         ]
-        kls, bounds = (
-            [x for row in mine.values() for x in row[name][-max(1, len(row[name]) // 10) :]]
-            for name in ("kl_k3", "tis")
-        )
+        kls, bounds = ([x for row in mine.values() for x in last_tenth(row[name])] for name in ("kl_k3", "tis"))
         c = UNSEEN if ARMS[arm].correction == "none" else f"{fmean(bounds):.2f}"
         cells = [ARMS[arm].mismatch, _name(ARMS[arm].correction), str(len(mine))]
         cells += [_mean([row[f"reward_{when}"] for row in mine.values()]) for when in ("before", "after")]
@@ -215,21 +211,13 @@ def doubt(policy: str, steps: int = 10) -> str:
     for arm, runs in by_arm(SHARED / policy).items():
         if ARMS[arm].mismatch != "benign":
             continue
-        rows = [[row["metrics"] for row in run.rows("run.jsonl")] for run in runs]
+        rows = [[row["metrics"] for row in run.rows("run.jsonl")] for run in runs.values()]
         parts = [[m for of_run in rows for m in of_run[part]] for part in (slice(steps), slice(-steps, None))]
         doubts = [fmean(m[DOUBT] for m in part) for part in parts]
         kls = [fmean(m[schemas.K3] for m in part) for part in parts]
         cells = [f"{x:.1e}" for x in (*doubts, *kls, *(kl / x for kl, x in zip(kls, doubts, strict=True)))]
         lines.append(f"| {' | '.join([arm, *cells])} |")
     return "\n".join(lines)
-
-
-def _seed(run: RunFolder) -> int:
-    return int(run.path.name)
-
-
-def _reward_after(run: RunFolder) -> float:
-    return float(read_json(run / "done.json")["reward_after"])
 
 
 def _name(correction: str) -> str:

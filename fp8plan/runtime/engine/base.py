@@ -25,8 +25,8 @@ from fp8plan.runtime.engine.access import (
 )
 from fp8plan.runtime.engine.launch import Launch
 from fp8plan.runtime.engine.warm_up import prefill_prompts
-from fp8plan.runtime.guard.fallback import Action, GuardSettings, GuardState, answered, stepped_down
-from fp8plan.runtime.guard.guard import Guard, Verdict
+from fp8plan.runtime.guard.fallback import Action, GuardSettings, stepped_down
+from fp8plan.runtime.guard.guard import Guard, Verdict, answer
 from fp8plan.runtime.guard.observation import EngineFacts, facts_of
 from fp8plan.runtime.weight_sync.announce import plain
 from fp8plan.runtime.weight_sync.kv_calibration import (
@@ -318,9 +318,7 @@ class EngineBase:
         action = verdict.action if isinstance(verdict, Verdict) else verdict or Action.NONE
         if action != Action.NONE or escalate is None:
             return action
-        if self.guard is not None:
-            return self.guard.answer(escalate)
-        return answered(GuardState(), self.launch.precision, escalate)[1]
+        return answer(self.guard, self.launch.precision, escalate)
 
     def _apply(self, busy: int, action: Action) -> Procedure:
         """Do what the guard advises, and tell the guard."""

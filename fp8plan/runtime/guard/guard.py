@@ -145,6 +145,14 @@ class Guard:
         self.state = GuardState.from_dict(data)
 
 
+def answer(guard: Guard | None, precision: str, escalation: Escalation) -> Action:
+    """Choose what an engine is to do for an escalation: as its guard says; without one, as if no rung were taken yet.
+
+    precision: preset of the engine. Raises ConfigError for another name, where there is no guard.
+    """
+    return answered(GuardState(), precision, escalation)[1] if guard is None else guard.answer(escalation)
+
+
 def update(
     state: GuardState,
     observation: Observation,

@@ -12,8 +12,8 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.precision import PRESETS
 from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.engine.rollout_timer import Judged, judged
-from fp8plan.runtime.guard.fallback import Action, GuardState, answered
-from fp8plan.runtime.guard.guard import Guard
+from fp8plan.runtime.guard.fallback import Action
+from fp8plan.runtime.guard.guard import Guard, answer
 from fp8plan.runtime.guard.observation import EngineFacts, Observation
 from fp8plan.runtime.mismatch.metrics import Mismatch
 from fp8plan.runtime.monitor import record as run_record
@@ -98,12 +98,10 @@ class Witness:
 
     def can(self, escalation: Escalation) -> bool:
         """Return False if the engine that runs has nothing left to do for an escalation. True if that is not known."""
-        if self.guard is not None:
-            return self.guard.answer(escalation) != Action.NONE
-        facts = self.running()
+        facts = self.running() if self.guard is None else self.guard.facts
         if facts is None or facts.precision not in PRESETS:
             return True
-        return answered(GuardState(), facts.precision, escalation)[1] != Action.NONE
+        return answer(self.guard, facts.precision, escalation) != Action.NONE
 
     def warn_once(self, of: str, text: str) -> None:
         if of not in self._warned:
