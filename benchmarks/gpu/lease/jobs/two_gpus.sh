@@ -1,0 +1,11 @@
+# For a machine of two GPUs: verl on one GPU, with fp8plan's line and without it, side by side; TRL's server mode; verl on both GPUs.
+. ~/lease.env
+verl() { # NAME PART [OPTION...]
+    python3 -m benchmarks.gpu.verl_grpo --model Qwen/Qwen3-0.6B --parts "$2" --output ~/res/verl_grpo."$1".jsonl --folder ~/res/"$1" "${@:3}"
+}
+CUDA_VISIBLE_DEVICES=0 RAY_TMPDIR=/tmp/r0 verl verl-fp8plan fp8plan &
+CUDA_VISIBLE_DEVICES=1 RAY_TMPDIR=/tmp/r1 verl verl-stock stock &
+wait
+python3 -m benchmarks.gpu.trl_server --output ~/res/trl_server.jsonl --deadline 300
+verl verl-two fp8plan --gpus 2 --limit-s 420
+verl verl-two stock --gpus 2 --limit-s 420
