@@ -8,7 +8,8 @@ tar -C ~/lease -xJf ~/lease/4/verl.tar.xz &
 cat ~/lease/[5-9]/part | tar -C ~ -xf - &
 for part in $(jobs -p); do wait "$part"; done
 cp -r ~/lease/site/. ~/site
-for wheel in ~/lease/4/*.whl; do python3 -m zipfile -e "$wheel" ~/site; done # fp8plan's is there for its entry points
+python3 -m zipfile -e ~/lease/4/fp8plan-*.whl ~/site # for its entry points
+python3 -m zipfile -e ~/lease/4/trl-*.whl ~/trl # apart: verl 0.9.1 imports from a TRL that it finds what TRL 1.16 no longer has
 
 cat > ~/lease.env <<'EOF'
 cd ~/fp8plan
@@ -22,4 +23,4 @@ alone() { # COMMAND...: after the other jobs that measure time, and with what le
     ) 9> ~/alone.lock
 }
 EOF
-(. ~/lease.env && python3 -c "import vllm, verl, trl, fp8plan; print('vLLM', vllm.__version__)")
+(. ~/lease.env && python3 -c "import vllm, verl, fp8plan; print('vLLM', vllm.__version__)")

@@ -6,6 +6,6 @@ verl() { # NAME PART [OPTION...]
 CUDA_VISIBLE_DEVICES=0 RAY_TMPDIR=/tmp/r0 verl verl-fp8plan fp8plan &
 CUDA_VISIBLE_DEVICES=1 RAY_TMPDIR=/tmp/r1 verl verl-stock stock &
 wait
-python3 -m benchmarks.gpu.trl_server --output ~/res/trl_server.jsonl --deadline 300
+PYTHONPATH=$PYTHONPATH:$HOME/trl python3 -m benchmarks.gpu.trl_server --output ~/res/trl_server.jsonl --deadline 400
 verl verl-two fp8plan --gpus 2 --limit-s 420
 verl verl-two stock --gpus 2 --limit-s 420
