@@ -29,7 +29,7 @@ from fp8plan.runtime.monitor.sinks import JsonLines
 
 pytestmark = [pytest.mark.trl, pytest.mark.vllm, pytest.mark.slow]
 
-STEPS = 8
+STEPS = 12  # most is learnt after the seventh: after 8 the reward was up by 0.1 to 0.5, and once by less than 0.05
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_the_plan_is_made_for_the_servers_limits_and_the_trainers_batch(run: Run
 def test_the_policy_learns_on_the_servers_rollouts(run: Run) -> None:
     rewards = run.logged("reward")
     assert len(rewards) == STEPS
-    assert max(rewards[-2:]) > rewards[0] + 0.03  # 0.1 as a rule; batches, and so samples, depend on the load: 0.05 once
+    assert rewards[-1] > rewards[0] + 0.2  # 0.48 as a rule; batches, and so samples, depend on the load
     assert run.logged("fp8plan/fp8_kv") == [1.0] * STEPS
     assert run.logged("fp8plan/fp8_weights") == [0.0] * STEPS
 

@@ -1,8 +1,10 @@
-# For a machine of two GPUs: verl on one GPU, with fp8plan's line and without it, side by side; TRL's server mode; verl on both GPUs.
+# For two GPUs: verl on one, with fp8plan's line and without it, side by side; TRL's server mode; verl on both.
 . ~/lease.env
 verl() { # NAME PART [OPTION...]
-    python3 -m benchmarks.gpu.verl_grpo --model Qwen/Qwen3-0.6B --parts "$2" --output ~/res/verl_grpo."$1".jsonl --folder ~/res/"$1" "${@:3}"
+    python3 -m benchmarks.gpu.verl_grpo --model Qwen/Qwen3-0.6B --parts "$2" --output ~/res/verl_grpo."$1".jsonl \
+        --folder ~/res/"$1" "${@:3}"
 }
+python3 -m benchmarks.gpu.compile_deep_gemm --models Qwen/Qwen3-0.6B --processes 28 # or TRL's server takes over 300 s
 CUDA_VISIBLE_DEVICES=0 RAY_TMPDIR=/tmp/r0 verl verl-fp8plan fp8plan &
 CUDA_VISIBLE_DEVICES=1 RAY_TMPDIR=/tmp/r1 verl verl-stock stock &
 wait
