@@ -9,7 +9,7 @@ cat ~/lease/[5-9]/part | tar -C ~ -xf - &
 for part in $(jobs -p); do wait "$part"; done
 cp -r ~/lease/site/. ~/site
 python3 -m zipfile -e ~/lease/4/fp8plan-*.whl ~/site # for its entry points
-python3 -m zipfile -e ~/lease/4/trl-*.whl ~/trl # apart: verl 0.9.1 cannot be imported beside TRL 1.16
+python3 -m zipfile -e ~/lease/4/trl-*.whl ~/trl # apart: verl 0.9.1 builds no model beside TRL 1.16
 
 cat > ~/lease.env <<'EOF'
 cd ~/fp8plan
