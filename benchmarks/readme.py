@@ -20,6 +20,7 @@ import baselines_table  # noqa: E402
 import correction_gpu_table  # noqa: E402
 import correction_speed  # noqa: E402
 import probe_table  # noqa: E402
+import trainer_tables  # noqa: E402
 import verl_outputs  # noqa: E402
 import weight_sync_table  # noqa: E402
 from control import report as control_report  # noqa: E402
@@ -103,6 +104,8 @@ def blocks() -> dict[str, str]:
     made["corrections"] = correction_speed.table()
     made["corrections on a GPU"] = correction_gpu_table.table()
     made["verl outputs"] = verl_outputs.table()
+    made |= {"verl on GPUs": trainer_tables.verl(), "verl outputs on a GPU": trainer_tables.verl_outputs()}
+    made["trl on GPUs"] = trainer_tables.trl()
     made["probe"] = probe_table.table()
     made["control"] = control_report.short_table()
     made["change ratios"] = changes.committed()

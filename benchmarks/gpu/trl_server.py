@@ -38,7 +38,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 from benchmarks.gpu.source import source_hash
-from fp8plan.jsonl import write
+from fp8plan.jsonl import now, write
 from fp8plan.model.configs import find_config
 from fp8plan.model.emit.trl import server_command
 from fp8plan.model.hardware import find_gpu
@@ -77,9 +77,10 @@ def main(words: list[str] | None = None) -> None:
 
 
 def note(args: argparse.Namespace, part: str, what: str, **found: Any) -> None:
-    packages = {f"{name}_version": version(name) for name in ("trl", "transformers")}
-    facts = {"part": part, "precision": args.precision, "model": args.model, "source": source_hash()} | packages
-    facts |= machine_facts() | engine_facts() | {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    facts = {"part": part, "precision": args.precision, "date": now()}
+    if what == "server":  # not with a sync: asking the GPU takes time
+        facts |= {f"{name}_version": version(name) for name in ("trl", "transformers")} | {"source": source_hash()}
+        facts |= {"model": args.model} | machine_facts() | engine_facts()
     write(args.output, {"what": what} | facts | found)
     print(f"[{time.strftime('%H:%M:%S')}] {part} {what} {json.dumps(found)[:600]}", flush=True)
 

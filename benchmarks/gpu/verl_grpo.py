@@ -4,9 +4,10 @@
     python -m benchmarks.gpu.verl_grpo --gpus 2 --tensor-parallel 2 --output verl_grpo.jsonl
     python -m benchmarks.gpu.verl_grpo --gpus 2 --mode separate_async --output verl_grpo.jsonl
 
-Both parts are the real `python -m verl.trainer.main_ppo` on the same random weights, prompts and seeds: "stock" with
-rollout.name=vllm in BF16, "fp8plan" with the plugin's line and a precision. Nothing is downloaded: the model's folder,
-a tokenizer of numbered words, the prompts and the reward (verl_reward.py) are made here. Rows, by "what":
+All parts are the real `python -m verl.trainer.main_ppo` on the same random weights, prompts and seeds: "stock" with
+rollout.name=vllm in BF16, "fp8plan" with the plugin's line and a precision, "bf16" with that line in BF16, which tells
+FP8's gain from that of fewer outputs. Nothing is downloaded: the model's folder, a tokenizer of numbered words, the
+prompts, the reward (verl_reward.py) and the sampler (verl_sampler.py) are made here. Rows, by "what":
 
     command  the words of main_ppo
     step     step and rollout seconds, reward, KL, thresholds and the other figures that verl logged for a step
@@ -41,10 +42,9 @@ from fp8plan.jsonl import now, write
 from fp8plan.model.configs import find_config
 from fp8plan.runtime.measure.machine import gpu_facts
 
-PARTS: Final = ("stock", "fp8plan")
+PARTS: Final = ("stock", "bf16", "fp8plan")
 PROMPT, RESPONSE, BATCH, SAMPLES = 64, 512, 32, 8  # tokens, tokens, prompts, responses to each
 WORDS: Final = 32  # of a prompt
-# With Qwen3-0.6B's own 151,936 the trainer took 35 s for what the engine had sampled in 8 s.
 VOCABULARY: Final = 8192
 CPUS: Final = 64  # that Ray counts: verl's stores and workers ask for one each, and wait for ever where there are fewer
 
@@ -63,6 +63,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--precision", default="fp8_block+fp8_kv")
+    parser.add_argument("--target-kl", type=float, help="KL k3 above which thresholds tighten; the plan's")
     parser.add_argument("--mode", choices=("sync", "colocate_async", "separate_async"), default="sync")
     parser.add_argument("--gpus", type=int, default=1, help="with separate_async one of them trains, the others sample")
     parser.add_argument("--tensor-parallel", type=int, default=1)
@@ -137,7 +138,7 @@ def prompt(number: int) -> dict[str, Any]:
 
 
 def command(part: str, folder: Path, told: Any) -> list[str]:
-    """The words after `python -m verl.trainer.main_ppo`: one command for both parts, but for the plugin's."""
+    """The words after `python -m verl.trainer.main_ppo`: one command for all parts, but for the plugin's."""
     separate = told.mode == "separate_async"
     trains = 1 if separate else told.gpus
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -153,7 +154,7 @@ def command(part: str, folder: Path, told: Any) -> list[str]:
         "actor_rollout_ref.model.path": folder / "model",
         "actor_rollout_ref.model.use_remove_padding": False,  # that needs flash-attn
         "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
-        # Without flash-attn's cross entropy verl 0.9.1 takes log-probs token by token in Python: 36 s of a 44 s step.
+        # Without it and flash-attn verl 0.9.1 takes log-probs token by token in Python: 34 s of a step of 43 s.
         "actor_rollout_ref.model.use_fused_kernels": True,
         f"{actor}.optim.lr": 1e-5,
         f"{actor}.ppo_mini_batch_size": BATCH // 4 if separate else BATCH,
@@ -186,13 +187,22 @@ def command(part: str, folder: Path, told: Any) -> list[str]:
             f"{rollout}.checkpoint_engine.backend": "nccl",
             "actor_rollout_ref.hybrid_engine": False,
         }
+    if told.mode == "sync":  # the other modes have a sampler of their own
+        settings["trainer.v1.sampler.custom_sampler.path"] = Path(__file__).with_name("verl_sampler.py")
+        settings["trainer.v1.sampler.custom_sampler.name"] = "Impatient"
     if told.tensor_parallel > 1:  # its workspace wants NVLink multicast, which is off where this was written
         settings[f"+{rollout}.engine_kwargs.vllm.compilation_config"] = "{pass_config:{fuse_allreduce_rms:false}}"
-    if part == "fp8plan":
+    if part != "stock":
         ours = f"+{rollout}.custom.fp8plan"
-        settings |= {f"{rollout}.name": "fp8plan", f"{ours}.choice": told.precision, f"{ours}.accept": "high"}
-        settings[f"{ours}.run_file"] = folder / "run.jsonl"
+        settings |= {f"{rollout}.name": "fp8plan", f"{ours}.choice": precision(part, told), f"{ours}.accept": "high"}
+        settings[f"{ours}.run_file"] = folder / f"{part}.run.jsonl"
+        if told.target_kl:
+            settings[f"{ours}.target_kl"] = told.target_kl
     return [f"{name}={value}" for name, value in settings.items()]
+
+
+def precision(part: str, told: Any) -> str:
+    return told.precision if part == "fp8plan" else "bf16"
 
 
 def compose(words: list[str]) -> list[str]:
@@ -210,8 +220,7 @@ def run(part: str, words: list[str], folder: Path, told: Any) -> None:
     log, figures = folder / f"{part}.log", folder / f"{part}.jsonl"
     figures.unlink(missing_ok=True)
     env = os.environ | {"VERL_FILE_LOGGER_PATH": str(figures), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
-    precision = "bf16" if part == "stock" else told.precision
-    about = {"part": part, "mode": told.mode, "gpus": told.gpus, "precision": precision}
+    about = {"part": part, "mode": told.mode, "gpus": told.gpus, "precision": precision(part, told)}
     about |= {"model": told.model, "vocabulary": told.vocabulary}
 
     def note(what: str, **found: Any) -> None:

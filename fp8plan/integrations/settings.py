@@ -33,7 +33,7 @@ class HookSettings(msgspec.Struct, frozen=True):
     band:        (low, high) that MIS or IcePop begins with; null: 0.5 to 2
     veto:        as in CorrectionSettings
     thresholds:  "adaptive" (AdaptiveThresholds) or "constant"
-    target_kl, limit_kl: of the controller, in nats per token; null: its default. A plan's prediction goes before
+    target_kl, limit_kl: of the controller, in nats per token; null: as the plan expects, or else its default
     plan:        a plan's file, whose choice gives the thresholds to begin with and the KL to expect
     run_file:    file for `fp8plan monitor`; null: none is written
     share:       whether the ranks add up what they see (see micro_batches); null: as the hook says

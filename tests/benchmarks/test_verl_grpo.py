@@ -25,7 +25,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def told(**changes: Any) -> Any:
     return SimpleNamespace(
-        **{"mode": "sync", "gpus": 1, "tensor_parallel": 1, "steps": 20, "precision": "fp8_kv", "memory": None}
+        **{"mode": "sync", "gpus": 1, "tensor_parallel": 1, "steps": 20, "precision": "fp8_kv"}
+        | {"memory": None, "target_kl": None}
         | changes
     )
 
@@ -50,6 +51,16 @@ def test_verl_loads_the_reward_from_its_file(folder: Path) -> None:
     assert get_custom_reward_fn(config)("", "w2 w3", "") == 0.5
 
 
+def test_verl_builds_a_sampler_that_does_not_wait_for_two_seconds(folder: Path) -> None:
+    from hydra import compose, initialize_config_module
+    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=verl_grpo.command("stock", folder, told()))
+    trainer = SimpleNamespace(config=config, trainer_mode="sync", _add_prompts_to_generate=None)
+    assert PPOTrainerSync._build_replay_buffer(trainer).poll_interval == 0.1
+
+
 def test_verls_dataset_takes_the_prompts_and_their_tokens_fit(folder: Path) -> None:
     from datasets import load_dataset
     from transformers import AutoTokenizer
@@ -64,11 +75,12 @@ def test_verls_dataset_takes_the_prompts_and_their_tokens_fit(folder: Path) -> N
 
 
 @pytest.mark.parametrize("mode", ["sync", "separate_async"])
-def test_verl_composes_both_commands_which_differ_by_the_plugins_words(folder: Path, mode: str) -> None:
+def test_verl_composes_all_commands_which_differ_by_the_plugins_words(folder: Path, mode: str) -> None:
     given = told(mode=mode, gpus=2)
-    stock, ours = (verl_grpo.compose(verl_grpo.command(part, folder, given)) for part in verl_grpo.PARTS)
-    differ = set(ours) ^ set(stock) - {f"trainer.default_local_dir={folder / part}" for part in verl_grpo.PARTS}
-    assert all("fp8plan" in word or word.endswith("rollout.name=vllm") for word in differ)
+    stock, *ours = (set(verl_grpo.compose(verl_grpo.command(part, folder, given))) for part in verl_grpo.PARTS)
+    own = {f"trainer.default_local_dir={folder / part}" for part in verl_grpo.PARTS}
+    for differ in ((words ^ stock) - own for words in ours):
+        assert all("fp8plan" in word or word.endswith("rollout.name=vllm") for word in differ)
 
 
 def test_fp8plan_takes_its_command(folder: Path) -> None:

@@ -155,11 +155,13 @@ assert not loaded, loaded
 
 
 def test_a_plan_beside_the_settings_says_what_kl_to_expect(tmp_path: Path) -> None:
-    """Paths are relative to the settings' file; a prediction goes before target_kl."""
+    """Paths are relative to the settings' file; target_kl goes before a prediction."""
     choices = tuple(predicted(name, kl_k3=0.2, kl_k3_high=0.3) for name in PRESETS)
     planned = saved(choices=choices)
     (tmp_path / "plan.json").write_text(planned.to_json())
-    path = settings_file(tmp_path, plan="plan.json", target_kl=0.001)
-    batches = running(settings_at(path))
+    batches = running(settings_at(settings_file(tmp_path, plan="plan.json")))
     assert batches.monitor.state == Monitor(plan=planned).state
     assert batches.monitor.state.target_kl == 0.3
+    (tmp_path / "told").mkdir()
+    told = settings_at(settings_file(tmp_path / "told", plan="../plan.json", target_kl=0.001))
+    assert running(told).monitor.state.target_kl == 0.001

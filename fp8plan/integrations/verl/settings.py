@@ -42,7 +42,7 @@ class Settings(msgspec.Struct, frozen=True):
     gpu:        of a plan made here; "auto": the one of the machine where verl's trainer runs
     correct:    false: the mismatch is measured, and all weights are 1
     thresholds: "adaptive" (AdaptiveThresholds) or "constant"
-    target_kl, limit_kl: of the controller, in nats per token; null: its default. A plan's prediction goes before
+    target_kl, limit_kl: of the controller, in nats per token; null: as the plan expects, or else its default
     run_file:   path of a file for `fp8plan monitor`, where the trainer runs; null: none is written
     """
 

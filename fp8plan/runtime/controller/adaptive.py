@@ -64,7 +64,7 @@ class AdaptiveThresholds:
 
     tis, band:   initial thresholds on pi_train / pi_rollout; None: that one is not controlled. A plan's come first
     level:       whose ratios they bound: "token", "sequence" or "geometric"; Monitor gives that of its settings
-    target_kl:   KL up to which the thresholds stay where they begin. What a plan expects at most comes first
+    target_kl:   KL up to which the thresholds stay where they begin; None: what a plan expects at most, or else 0.01
     gain:        exponent of the law: log thresholds go with KL ^ -gain. At 30 times the target, 0.2 halves them
     narrowest:   smallest share of their initial log distance from 1
     max_clipped: share of the weight; tightening stops where it would cut away more (TIS)
@@ -82,7 +82,7 @@ class AdaptiveThresholds:
     tis: float | None = 2.0
     band: tuple[float, float] | None = None
     level: Ratios = "token"
-    target_kl: float = RiskBudget().low_kl
+    target_kl: float | None = None
     gain: float = 0.2
     narrowest: float = 0.4
     max_clipped: float = 0.5
@@ -98,17 +98,17 @@ class AdaptiveThresholds:
         _check_start(self.tis, self.band)
         if self.tis is None and self.band is None:
             raise ConfigError("tis and band are None; allowed: one to control, or ConstantThresholds(None)")
-        for name in ("target_kl", "limit_kl", "gain", "narrowest", "max_clipped", "min_kept", "dead_band"):
+        for name in ("limit_kl", "gain", "narrowest", "max_clipped", "min_kept", "dead_band"):
             if not is_number(getattr(self, name), finite=name != "limit_kl"):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: a finite number")
         if not (isinstance(self.slew, (tuple, list)) and len(self.slew) == 2 and all(map(is_number, self.slew))):
             raise ConfigError(f"slew is {self.slew!r}; allowed: two factors above 1, (tighten, relax)")
         if self.level not in LEVELS:
             raise ConfigError(f"level is {self.level!r}; allowed: {', '.join(LEVELS)}")
-        if not (self.target_kl > 0 and self.limit_kl > 0 and self.gain > 0):
-            raise ConfigError(
-                f"target_kl is {self.target_kl!r}, limit_kl {self.limit_kl!r}, gain {self.gain!r}; allowed: above 0"
-            )
+        if not (self.limit_kl > 0 and self.gain > 0):
+            raise ConfigError(f"limit_kl is {self.limit_kl!r}, gain {self.gain!r}; allowed: above 0")
+        if self.target_kl is not None and not (is_number(self.target_kl, finite=True) and self.target_kl > 0):
+            raise ConfigError(f"target_kl is {self.target_kl!r}; allowed: a finite number above 0, or None")
         if not (0 < self.narrowest <= 1 and 0 < self.max_clipped <= 1 and 0 < self.min_kept < 1):
             raise ConfigError(
                 f"narrowest is {self.narrowest!r}, max_clipped {self.max_clipped!r}, min_kept {self.min_kept!r}; "
@@ -131,7 +131,7 @@ class AdaptiveThresholds:
         predicted = predicted_kl(plan, choice)
         return AdaptiveState(
             tis=tis, band=band, start_tis=tis, start_band=band,
-            target_kl=predicted or self.target_kl, limit_kl=max(self.limit_kl, predicted),
+            target_kl=self.target_kl or predicted or RiskBudget().low_kl, limit_kl=max(self.limit_kl, predicted),
         )  # fmt: skip
 
     def resume(self, saved: ControllerState, fresh: AdaptiveState) -> AdaptiveState:

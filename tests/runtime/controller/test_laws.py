@@ -361,7 +361,10 @@ def test_a_plan_gives_the_start_and_the_expected_kl():
     state = AdaptiveThresholds().initial(Planned(1e-3))  # type: ignore[arg-type]
     assert (state.target_kl, state.limit_kl) == (1e-3, 0.03)
     assert after(AdaptiveThresholds(), [SEEN[3e-3]] * 9, state)[0].tis < 1.5
-    assert AdaptiveThresholds(target_kl=0.02).initial(Planned(None)).target_kl == 0.02  # type: ignore[arg-type]
+    assert AdaptiveThresholds().initial(Planned(None)).target_kl == 0.01  # type: ignore[arg-type]
+    for expected in (None, 0.2):  # a target that somebody gives goes before the plan's
+        law = AdaptiveThresholds(target_kl=0.02)
+        assert law.initial(Planned(expected)).target_kl == 0.02  # type: ignore[arg-type]
     # An interval that is wide because little is known does not let the KL grow by as much.
     assert AdaptiveThresholds().initial(Planned(0.15, 0.008)).target_kl == pytest.approx(0.024)  # type: ignore[arg-type]
     state = AdaptiveThresholds(tis=None, band=(0.5, 5.0)).initial(plan)

@@ -1,0 +1,126 @@
+"""Tables of real trainers' runs on GPUs, with fp8plan and without it, from committed measurements.
+
+    python benchmarks/trainer_tables.py
+
+`bash benchmarks/gpu/lease/jobs/two_gpus.sh` made them: benchmarks.gpu.verl_grpo and benchmarks.gpu.trl_server.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tables import table
+
+from fp8plan import jsonl
+
+RESULTS = Path(__file__).parent / "results"
+VERL, TRL = RESULTS / "verl_h200.jsonl", RESULTS / "trl_server_h200.jsonl"
+STEPS = 20  # of a run that came to its end
+WARM = 2  # steps at the beginning whose times do not count: engines warm up
+
+Row = dict[str, Any]
+
+
+def verl() -> str:
+    """A row for each run of verl's main_ppo that came to its end: medians of its seconds, and what it learnt."""
+    return table(
+        ("verl", "GPUs", "mode", "rollout (s)", "weight sync (s)", "step (s)", "reward", "KL k3", "threshold"),
+        (_verl(run) for run in _runs(jsonl.rows(VERL)) if len(_steps(run)) == STEPS),
+    )
+
+
+def _verl(run: list[Row]) -> tuple[str, ...]:
+    told, steps = run[0], _steps(run)
+    ours = "fp8plan/threshold_tis" in steps[0]
+    seconds = (_median(steps, f"timing_s/{name}") for name in ("gen", "update_weights", "step"))
+    return (
+        f"{'fp8plan' if ours else 'stock'}, `{told['precision']}`",
+        str(told["gpus"]),
+        told["mode"],
+        *(f"{value:.2f}" for value in seconds),
+        _from_to(steps, "critic/score/mean", ".3f"),
+        _from_to(steps, "rollout_corr/k3_kl", ".1e"),
+        _from_to(steps, "fp8plan/threshold_tis", ".3g") if ours else "",
+    )
+
+
+def trl() -> str:
+    """A row for each part of TRL's server mode that came to its end."""
+    return table(
+        (
+            "TRL's server mode",
+            "start (s)",
+            "sync, first (s)",
+            "sync (s)",
+            "sync, longest (s)",
+            "KV scales (s)",
+            "step (s)",
+        ),
+        (_trl(run) for run in _runs(jsonl.rows(TRL), "server") if any(row["what"] == "done" for row in run)),
+    )
+
+
+def _trl(run: list[Row]) -> tuple[str, ...]:
+    syncs = [row for row in run if row["what"] == "sync"]
+    seconds = [row["seconds"] for row in syncs]
+    scales = [row["report"]["seconds"]["kv_scales"] for row in syncs if row["report"]]
+    steps = [row for row in _steps(run) if "step_time" in row]
+    return (
+        f"{run[0]['part']}, `{run[0]['precision']}`",
+        f"{run[0]['start_s']:.0f}",
+        f"{seconds[0]:.2f}",
+        f"{median(seconds[WARM:]):.2f}",
+        f"{max(seconds[WARM:]):.2f}",
+        f"{median(scales[WARM:]):.2f}" if scales else "not renewed",
+        f"{_median(steps, 'step_time'):.2f}",
+    )
+
+
+def verl_outputs() -> str:
+    """Tokens/s of fp8plan's rollouts before it asked vLLM for fewer outputs (the first run of the file) and after."""
+    names = ("an output for each token, as verl asks", "finished requests")
+    runs = [run for run in _runs(jsonl.rows(VERL)) if "fp8plan/tokens_per_s" in _steps(run)[0]]
+    figures = ("fp8plan/tokens_per_s", "fp8plan/predicted_tokens_per_s")
+    found = ([_median(_steps(run), name) for name in figures] for run in runs[:2])
+    return table(
+        ("vLLM is asked for", "tokens/s", "predicted", "of it"),
+        ((n, f"{had:,.0f}", f"{told:,.0f}", f"{had / told:.0%}") for n, (had, told) in zip(names, found, strict=True)),
+    )
+
+
+def _runs(rows: Iterable[Row], first: str = "command") -> Iterator[list[Row]]:
+    """The rows of one run after the other; a run begins with a row of what `first` says."""
+    run: list[Row] = []
+    for row in rows:
+        if row["what"] == first and run:
+            yield run
+            run = []
+        if run or row["what"] == first:
+            run.append(row)
+    yield run
+
+
+def _steps(run: Iterable[Row]) -> list[Row]:
+    return [row for row in run if row["what"] == "step"]
+
+
+def _median(steps: Iterable[Row], name: str) -> float:
+    return float(median(row[name] for row in list(steps)[WARM:]))
+
+
+def _from_to(steps: list[Row], name: str, form: str) -> str:
+    first, last = (format(steps[at][name], form) for at in (0, -1))
+    return first if first == last else f"{first} to {last}"
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
+    print(verl(), verl_outputs(), trl(), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()
