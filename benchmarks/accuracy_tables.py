@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tables import table
 
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.validate.accuracy import Accuracy, accuracy, by_group, merged, noise_floor, speedups, spreads
@@ -89,17 +90,15 @@ def _halves(result: Validation) -> str:
 
 
 def _by(title: str, cells: Sequence[Cell], name: Callable[[Cell], str], names: Iterable[str]) -> str:
-    head = f"| by {title} | cells | makespan MAPE | bias | worst | speed-up error, points | worst |"
-    lines = [head, "|---|---|---|---|---|---|---|"]
-    gains = _gains(cells)
+    gains, rows = _gains(cells), []
     for wanted in names:
         chosen = [cell for cell in cells if name(cell) == wanted]
         found: Accuracy = accuracy(chosen)
         points = np.abs([gains[id(cell)] for cell in chosen if id(cell) in gains])
-        speed = f"{points.mean():.1f} | {points.max():.1f}" if points.size else "- | -"
-        errors = f"{found.makespan_mape:.1%} | {found.makespan_bias:+.1%} | {found.makespan_worst:.1%}"
-        lines.append(f"| {wanted} | {len(chosen)} | {errors} | {speed} |")
-    return "\n".join(lines)
+        speed = (f"{points.mean():.1f}", f"{points.max():.1f}") if points.size else ("-", "-")
+        errors = (f"{found.makespan_mape:.1%}", f"{found.makespan_bias:+.1%}", f"{found.makespan_worst:.1%}")
+        rows.append((wanted, str(len(chosen)), *errors, *speed))
+    return table((f"by {title}", "cells", "makespan MAPE", "bias", "worst", "speed-up error, points", "worst"), rows)
 
 
 def _gains(cells: Sequence[Cell]) -> dict[int, float]:

@@ -11,6 +11,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import tables
+
 from fp8plan import jsonl
 
 RESULTS = Path(__file__).parent / "results" / "correction_h200.jsonl"
@@ -27,14 +29,12 @@ Row = dict[str, Any]
 def kernel_table(rows: list[Row]) -> str:
     """Each fused kernel alone, beside a copy."""
     found = {r["kernel"]: r for r in rows if r.get("form") == "padded_bool" and "kernel" in r and not r.get("tried")}
-    lines = ["| kernel | takes | GB/s | of a copy | of a copy of as many bytes |", "|---|---|---|---|---|"]
+    lines = []
     for name, does in KERNELS.items():
         row = found[name]
-        lines.append(
-            f"| {name}: {does} | {1e6 * row['seconds']:.0f} us | {row['gb_per_s']:,.0f} | {row['of_copy']:.0%} | "
-            f"{row['of_copy_same_bytes']:.0%} |"
-        )
-    return "\n".join(lines)
+        shares = (f"{row['of_copy']:.0%}", f"{row['of_copy_same_bytes']:.0%}")
+        lines.append((f"{name}: {does}", f"{1e6 * row['seconds']:.0f} us", f"{row['gb_per_s']:,.0f}", *shares))
+    return tables.table(("kernel", "takes", "GB/s", "of a copy", "of a copy of as many bytes"), lines)
 
 
 def function_table(rows: list[Row]) -> str:
@@ -42,11 +42,11 @@ def function_table(rows: list[Row]) -> str:
     found = {(r["what"], r["form"], r["path"]): r for r in rows if r.get("path")}
     forms = {"padded_int64": "padded, mask int64", "packed": "packed"}
     heads = [f"{form}, {way}" for form in forms.values() for way in ("fused", "torch's operations")]
-    lines = ["| call | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads)]
+    lines = []
     for what, name in FUNCTIONS.items():
         cells = [f"{1e3 * found[what, form, way]['seconds']:.1f} ms" for form in forms for way in ("fused", "torch")]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append((name, *cells))
+    return tables.table(("call", *heads), lines)
 
 
 def table(path: Path = RESULTS) -> str:

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import tables
+
 ROOT = Path(__file__).resolve().parent.parent
 MEASURED = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0" / "probe"
 SMOLLM2 = MEASURED / "smollm2"
@@ -31,18 +33,13 @@ def table(folder: Path = MEASURED) -> str:
     found = read(folder)
     rows = {name: found[name]["precisions"][0] for name in PRECISIONS}
     floor = rows["bf16"]["figures"]["kl_k3"]["value"]
-    lines = [
-        "| precision | KL k3 (90%) | of bf16's | raw ESS | tokens beyond 2x (90%) | expected (90%) | tokens |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    heads = ("precision", "KL k3 (90%)", "of bf16's", "raw ESS", "tokens beyond 2x (90%)", "expected (90%)", "tokens")
+    lines = []
     for name, row in rows.items():
-        figures = row["figures"]
-        lines.append(
-            f"| {name} | {_spread(figures['kl_k3'])} | {figures['kl_k3']['value'] / floor:.1f}x | "
-            f"{figures['ess_raw']['value']:.4f} | {_shares(figures['ratio_above_2'])} | {_spread(row['predicted'])} | "
-            f"{row['tokens']:,} |"
-        )
-    return "\n".join([*lines, "", _about(found, rows)])
+        kl, ess, beyond = (row["figures"][figure] for figure in ("kl_k3", "ess_raw", "ratio_above_2"))
+        figures = (_spread(kl), f"{kl['value'] / floor:.1f}x", f"{ess['value']:.4f}", _shares(beyond))
+        lines.append((name, *figures, _spread(row["predicted"]), f"{row['tokens']:,}"))
+    return f"{tables.table(heads, lines)}\n\n{_about(found, rows)}"
 
 
 def _about(found: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> str:

@@ -20,12 +20,13 @@ import baselines_table  # noqa: E402
 import correction_gpu_table  # noqa: E402
 import correction_speed  # noqa: E402
 import probe_table  # noqa: E402
+import speed  # noqa: E402
 import trainer_tables  # noqa: E402
 import verl_outputs  # noqa: E402
 import weight_sync_table  # noqa: E402
 from control import report as control_report  # noqa: E402
 from learning import changes, evidence  # noqa: E402
-from speed import RESULTS, table  # noqa: E402
+from tables import table  # noqa: E402
 
 import fp8plan  # noqa: E402
 from fp8plan import jsonl  # noqa: E402
@@ -47,18 +48,15 @@ HELD_OUT = FAMILIES.with_name("held_out.jsonl")
 
 def plan_table(answer: Plan) -> str:
     """The table of `make plan`, in fewer columns."""
-    lines = [
-        "| precision | rollout (90%) | speed-up | tokens/s | KV tokens | preemptions | tail | KL k3 (90%) | risk |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ("precision", "rollout (90%)", "speed-up", "tokens/s", "KV tokens", "preemptions", "tail")
+    rows = []
     for index, c in enumerate(answer.choices):
         name = f"**{c.precision}** (chosen)" if index == answer.chosen else c.precision
-        lines.append(
-            f"| {name} | {c.makespan_s:,.0f} s ({c.makespan_low_s:,.0f}-{c.makespan_high_s:,.0f}) | {c.speedup:.2f}x | "
-            f"{c.output_tokens_per_s:,.0f} | {c.kv_cache_tokens:,} | {c.preemptions:,} | {c.tail_fraction:.0%} | "
-            f"{c.kl_k3:.1e} ({c.kl_k3_low:.0e}-{c.kl_k3_high:.0e}) | {c.risk} |"
-        )
-    return "\n".join(lines)
+        seconds = f"{c.makespan_s:,.0f} s ({c.makespan_low_s:,.0f}-{c.makespan_high_s:,.0f})"
+        counts = (f"{c.output_tokens_per_s:,.0f}", f"{c.kv_cache_tokens:,}", f"{c.preemptions:,}")
+        kl = f"{c.kl_k3:.1e} ({c.kl_k3_low:.0e}-{c.kl_k3_high:.0e})"
+        rows.append((name, seconds, f"{c.speedup:.2f}x", *counts, f"{c.tail_fraction:.0%}", kl, c.risk))
+    return table((*heads, "KL k3 (90%)", "risk"), rows)
 
 
 def pages() -> list[Path]:
@@ -89,7 +87,7 @@ def blocks() -> dict[str, str]:
     """Name of a marked block -> its text."""
     work = Workload(32, 16, Fixed(1024), LogNormal(6000, 0.9, 20480))
     made = {"plan": plan_table(plan("Qwen/Qwen3-8B", "h200_sxm", work))}
-    made["speed"] = table([RESULTS / "speed.jsonl", RESULTS / "aiconfigurator_time.jsonl"])
+    made["speed"] = speed.table([speed.RESULTS / "speed.jsonl", speed.RESULTS / "aiconfigurator_time.jsonl"])
     measured = validate(read_records(VALIDATION))
     made["accuracy"] = accuracy_tables.tables(measured)
     for name, records, others in (

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import tables
 
 from fp8plan import jsonl
 from fp8plan.model.limits import EngineLimits
@@ -125,7 +126,7 @@ def growth() -> list[dict[str, object]]:
 
 
 def table(paths: list[Path]) -> str:
-    lines = ["| what | median | min | max | of what |", "|---|---|---|---|---|"]
+    lines = []
     for path in paths:
         for row in jsonl.rows(path):
             facts = [f"{row[key]:,} {key.replace('_', ' ')}" for key in ("response_tokens", "events") if key in row]
@@ -135,9 +136,9 @@ def table(paths: list[Path]) -> str:
             if "us_per_event_log2_event" in row:
                 facts.append(f"{row['us_per_event_log2_event']:.2f} us per event x log2(events)")
             facts += [row["command"]] if "command" in row else []
-            times = " | ".join(f"{row[key] * 1e3:,.1f} ms" for key in ("median_s", "min_s", "max_s"))
-            lines.append(f"| {row['what']} | {times} | {'; '.join(facts)} |")
-    return "\n".join(lines)
+            times = (f"{row[key] * 1e3:,.1f} ms" for key in ("median_s", "min_s", "max_s"))
+            lines.append((row["what"], *times, "; ".join(facts)))
+    return tables.table(("what", "median", "min", "max", "of what"), lines)
 
 
 def main() -> None:

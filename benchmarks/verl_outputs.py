@@ -25,6 +25,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import tables
+
 RESULTS = Path(__file__).parent / "results" / "verl_outputs.jsonl"
 PROMPT = 64  # tokens
 VOCABULARY = 32768
@@ -235,10 +237,9 @@ def table(path: Path = RESULTS) -> str:
     from fp8plan import jsonl
 
     rows = jsonl.rows(path)
-    lines = [
-        "| asked for | requests x tokens | all | messages | outputs | queues, tasks, reader | garbage collection |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    parts = ("messages", "outputs", "queues, tasks, reader")
+    heads = ("asked for", "requests x tokens", "all", *parts, "garbage collection")
+    lines = []
     for what, tokens in dict.fromkeys((row["what"], row["tokens"]) for row in rows):
         of_way = [row for row in rows if (row["what"], row["tokens"]) == (what, tokens)]
         all_us, decode_us, process_us, collect_us = (
@@ -246,10 +247,10 @@ def table(path: Path = RESULTS) -> str:
             for name in ("seconds", "decode_s", "process_s", "collect_s")
         )
         cells = [f"{us:.1f}" for us in (all_us, decode_us, process_us, all_us - decode_us - process_us, collect_us)]
-        lines.append(f"| {what} | {rows[0]['requests']} x {tokens:,} | {' | '.join(cells)} |")
+        lines.append((what, f"{rows[0]['requests']} x {tokens:,}", *cells))
     row = rows[0]
     made = f"Medians of {len(of_way)} runs, in microseconds, on {row['date']}; {row['cpu_model']}, vLLM {row['vllm']}"
-    return "\n".join(lines) + f"\n\n{made}, Python {row['python']}."
+    return f"{tables.table(heads, lines)}\n\n{made}, Python {row['python']}."
 
 
 def main() -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tables import table
+
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import rows as read
 
@@ -54,10 +56,9 @@ def sync_table(rows: Sequence[Row], quantise: Sequence[Row]) -> str:
     copy = max(row["gb_per_s"] for row in quantise if row["kernel"] == "copy") * 1e9
     measured = [one_machine([row for row in rows if row["model"] == model], NEEDED) for model in MODELS]
     columns = [column(found, copy) for found in measured]
-    lines = ["| sync of | " + " | ".join(map(_short, MODELS)) + " |", "|---|---|---|"]
-    lines += [f"| {name} | " + " | ".join(found[name] for found in columns) + " |" for name in columns[0]]
+    lines = ((name, *(found[name] for found in columns)) for name in columns[0])
     where = "; ".join(f"{_short(model)} {_machine(found)}" for model, found in zip(MODELS, measured, strict=True))
-    return "\n".join([*lines, "", f"Each column is one machine's: {where}."])
+    return f"{table(('sync of', *map(_short, MODELS)), lines)}\n\nEach column is one machine's: {where}."
 
 
 def one_machine(rows: Sequence[Row], needed: Collection[str]) -> list[Row]:
@@ -168,24 +169,20 @@ def transfer_table(rows: Sequence[Row]) -> str:
         "fp8_block": "E4M3 and scales, of 256 MiB",
     }
     quantise = median(row["seconds"] for row in rows if row["what"] == "quantise")
-    lines = ["| sent | GB | transfer and quantising | GB/s | of a copy | whole sync |", "|---|---|---|---|---|---|"]
+    lines = []
     for kind, name in names.items():
         syncs = [row for row in rows if row["what"] == "sync" and row["format"] == kind][1:]
         load = median(row["report"]["seconds"]["load"] for row in syncs) + (quantise if kind == "fp8_block" else 0)
         sent = syncs[0]["report"]["bytes"] / 1e9
         whole = median(_total(row) for row in syncs) + (quantise if kind == "fp8_block" else 0)
-        lines.append(
-            f"| {name} | {sent:.1f} | {load:.3f} s | {sent / load:.0f} | {sent / load / copy:.0%} | {whole:.3f} s |"
-        )
-    return "\n".join(lines)
+        speed = (f"{sent / load:.0f}", f"{sent / load / copy:.0%}")
+        lines.append((name, f"{sent:.1f}", f"{load:.3f} s", *speed, f"{whole:.3f} s"))
+    return table(("sent", "GB", "transfer and quantising", "GB/s", "of a copy", "whole sync"), lines)
 
 
 def family_table(rows: Sequence[Row]) -> str:
     """A line for each model with parts of other families: seconds of its syncs, and how many tensors are equal."""
-    lines = [
-        "| model, precision | sent | reload | in place | first | tensors equal | after a rollback |",
-        "|" + 7 * "---|",
-    ]
+    lines = []
     for model, precision in dict.fromkeys((row["model"], row["precision"]) for row in rows):
         mine = [row for row in rows if (row["model"], row["precision"]) == (model, precision)]
         mine = one_machine(mine, ("step", "stock", "equal", "rollback"))
@@ -193,12 +190,12 @@ def family_table(rows: Sequence[Row]) -> str:
         whole, [equal] = _seconds(steps[1:], _total), [x for x in _of(mine, "equal") if x["other"] == "stock"]
         same, sent = equal["tensors"] - len(equal["differ"]), steps[0]["report"]["bytes"]
         restored = all(row["equal"] for row in _of(mine, "rollback"))
-        lines.append(
-            f"| {_short(model)}, {precision} | {sent / 1e9:.0f} GB | {stock:.1f} s | "
-            f"**{whole:.1f} s** ({stock / whole:.1f}x) | {_total(steps[0]):.1f} s | {same:,} of {equal['tensors']:,} | "
-            f"{'all as before' if restored else 'some differ'} |"
-        )
-    return "\n".join(lines)
+        seconds = (f"{stock:.1f} s", f"**{whole:.1f} s** ({stock / whole:.1f}x)", f"{_total(steps[0]):.1f} s")
+        after = (f"{same:,} of {equal['tensors']:,}", "all as before" if restored else "some differ")
+        lines.append((f"{_short(model)}, {precision}", f"{sent / 1e9:.0f} GB", *seconds, *after))
+    return table(
+        ("model, precision", "sent", "reload", "in place", "first", "tensors equal", "after a rollback"), lines
+    )
 
 
 def tables(folder: Path = MEASURED) -> dict[str, str]:

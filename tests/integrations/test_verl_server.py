@@ -74,7 +74,7 @@ def test_a_rollout_is_timed_from_its_first_request_to_its_last(served: Served) -
     assert rollout["prompt_lengths"] == [len(PROMPTS[0]), len(PROMPTS[1]), len(PROMPTS[0])]
     assert rollout["response_lengths"] == [5, 5, 5]
     assert rollout["prompt_ids"][0] == rollout["prompt_ids"][2] != rollout["prompt_ids"][1]
-    assert 0 < rollout["seconds"] < 60
+    assert 0 < rollout["arrival_s"] < rollout["seconds"] < 60
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ class RolloutLog:
         preemptions, compiled = (max(0, now - then) for now, then in zip(counts(), self.before, strict=True))
         return {
             "seconds": max(ended) - min(begun),
+            "arrival_s": max(begun) - min(begun),
             "prompt_lengths": list(prompts),
             "response_lengths": list(responses),
             "prompt_ids": list(ids),

@@ -40,6 +40,7 @@ class Cause(StrEnum):
     KERNEL_FALLBACK = "kernel_fallback"
     E8M0 = "e8m0"
     KV_POOL = "kv_pool"
+    ARRIVALS = "arrivals"
     HOST = "host"
     UNKNOWN = "unknown"
 
@@ -129,6 +130,13 @@ def _disturbances(case: Case) -> Iterator[Found]:
     if slow is not None and slow >= case.settings.slow_host:
         text = f"a loop on the host took {slow:.2f} times the fastest seen: give the engine quiet cores (taskset)"
         yield Found(Cause.HOST, text)
+    came = observation.arrival_s or 0.0
+    if came >= case.settings.least_loss * prediction.makespan_s:
+        text = (
+            f"the last request came {seconds(came)} s after the first, and the prediction begins with all of them: the "
+            "trainer's own work before the engine (chat templates, tokens, calls between processes) is slow"
+        )
+        yield Found(Cause.ARRIVALS, text, came)
     expected = prediction.rollout.preemptions
     if observation.preemptions > 2 * expected + MANY_PREEMPTIONS * len(observation.response_lengths):
         text = (

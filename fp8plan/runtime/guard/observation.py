@@ -90,6 +90,7 @@ class Observation:
     kv_cache_tokens:  size of the measured pool, num_gpu_blocks * block_size; None: the predicted one
     compiled_files:   kernels compiled meanwhile (`warm_up.compiled_files`); None: nobody looked
     longest_step_s:   longest engine step; None: not known
+    arrival_s:        from the arrival of the first request to that of the last; None: not known, or all came at once
     host_slowdown:    as `watch.Watch` measures it; None: not known
     kl_k3:            mean k3 per token between trainer and rollout; None: not known
 
@@ -104,11 +105,12 @@ class Observation:
     kv_cache_tokens: int | None = None
     compiled_files: int | None = None
     longest_step_s: float | None = None
+    arrival_s: float | None = None
     host_slowdown: float | None = None
     kl_k3: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("seconds", "longest_step_s", "host_slowdown", "kl_k3"):
+        for name in ("seconds", "longest_step_s", "arrival_s", "host_slowdown", "kl_k3"):
             _check_number(name, getattr(self, name), above_zero=name == "seconds", optional=name != "seconds")
         for name in ("preemptions", "compiled_files", "kv_cache_tokens"):
             value = getattr(self, name)

@@ -168,7 +168,10 @@ def rollout_fields(rollout: Rollout, facts: EngineFacts | None) -> dict[str, Any
     found: dict[str, Any] = {} if facts is None else engine_fields(facts)
     if rollout is None or isinstance(rollout, Mapping):
         return {**found, **(rollout or {})}
-    found |= {name: getattr(rollout, name) for name in ("seconds", "preemptions", "compiled_files", "host_slowdown")}
+    found |= {
+        name: getattr(rollout, name)
+        for name in ("seconds", "preemptions", "compiled_files", "arrival_s", "host_slowdown")
+    }
     found |= {name: list(getattr(rollout, name)) for name in ("prompt_lengths", "response_lengths")}
     if rollout.prompt_ids is not None:
         found["prompt_ids"] = list(rollout.prompt_ids)

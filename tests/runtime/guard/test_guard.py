@@ -306,6 +306,17 @@ def test_a_pause_without_a_compile_is_the_hosts() -> None:
     assert "1.80 times" in named.sentence
 
 
+def test_requests_that_come_late_explain_a_gap() -> None:
+    record = pick("Qwen3-8B", "fp8_block", "batch 8")
+    late = replace(slower(record, 1.5), arrival_s=record.seconds / 3)
+    (named,) = found(record, Cause.ARRIVALS, late)
+    assert named.lost_s == late.arrival_s
+    assert f"{seconds(record.seconds / 3)} s after the first" in named.sentence
+    assert not found(record, Cause.UNKNOWN, late)
+    assert not found(record, Cause.ARRIVALS, replace(late, arrival_s=1e-3))
+    assert not found(record, Cause.ARRIVALS, replace(observed(record), arrival_s=record.seconds / 3))  # no gap
+
+
 def test_a_gap_without_any_cause_is_unknown_and_causes_are_ordered_by_what_they_cost() -> None:
     record = pick("Qwen3-14B", "bf16", "KV-starved")
     case = slower(record, 1.5)
