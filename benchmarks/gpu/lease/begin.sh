@@ -9,6 +9,7 @@ if [ -e ~/lease/5 ]; then cat ~/lease/[5-9]/part | tar -C ~ -xf - & fi # SmolLM2
 for part in $(jobs -p); do wait "$part"; done
 cp -r ~/lease/site/. ~/site
 python3 -m zipfile -e ~/lease/4/fp8plan-*.whl ~/site # for its entry points
+[ ! -e ~/lease/4/deep_gemm.tgz ] || tar -C ~ -xzf ~/lease/4/deep_gemm.tgz # kernels of an earlier lease
 python3 -m zipfile -e ~/lease/4/trl-*.whl ~/trl # apart: verl 0.9.1 builds no model beside TRL 1.16
 
 cat > ~/lease.env <<'EOF'

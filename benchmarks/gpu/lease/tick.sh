@@ -18,3 +18,4 @@ sleep "$seconds"
 tail -n 2 ~/res/*.log
 nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader
 tar -C ~ --exclude='*.safetensors' --exclude='*.pt' -czf "$OUT/res.tgz" res
+[ ! -e ~/.cache/vllm/deep_gemm ] || tar -C ~ -czf "$OUT/deep_gemm.tgz" .cache/vllm/deep_gemm
