@@ -15,13 +15,19 @@ python3 -m zipfile -e ~/lease/4/trl-*.whl ~/trl # apart: verl 0.9.1 builds no mo
 cat > ~/lease.env <<'EOF'
 cd ~/fp8plan
 export PYTHONPATH=$HOME/fp8plan:$HOME/site:$HOME/smol VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
-alone() { # COMMAND...: after the other jobs that measure time, and with what learns stopped
+alone() { # COMMAND...: after the other jobs that measure time, and with what learns stopped; in a lane, at once
+    [ -z "${LANES:-}" ] || { "$@"; return; }
     (
         flock 9
-        pkill -STOP -f 'benchmarks.learning'
+        learners STOP
         "$@"
-        pkill -CONT -f 'benchmarks.learning'
+        learners CONT
     ) 9> ~/alone.lock
+}
+learners() { # SIGNAL: to the process groups of the jobs that learn
+    for job in learning policies; do
+        [ ! -e ~/started/$job/group ] || kill -"$1" -- -"$(cat ~/started/$job/group)" 2> /dev/null
+    done
 }
 EOF
 (. ~/lease.env && python3 -c "import vllm, verl, fp8plan; print('vLLM', vllm.__version__)")

@@ -13,6 +13,7 @@ for job in "$@"; do
     mkdir ~/started/"$job" 2> /dev/null || continue
     cp "$here/jobs/$job.sh" ~/started/"$job"
     setsid bash ~/started/"$job/$job.sh" > ~/res/"$job".log 2>&1 < /dev/null &
+    echo $! > ~/started/"$job"/group
 done
 sleep "$seconds"
 tail -n 2 ~/res/*.log
