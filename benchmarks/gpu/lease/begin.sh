@@ -5,7 +5,8 @@ mkdir -p ~/res ~/fp8plan
 cp -r benchmarks fp8plan profiles pyproject.toml ~/fp8plan # later calls change the tree under a job that runs
 cat ~/lease/[0-3]/part | tar -C ~ -xJf - &
 tar -C ~/lease -xJf ~/lease/4/verl.tar.xz &
-if [ -e ~/lease/5 ]; then cat ~/lease/[5-9]/part | tar -C ~ -xf - & fi # SmolLM2, for jobs/policies.sh alone
+if [ -e ~/lease/5 ]; then tar -C ~ -xJf ~/lease/5/cupy.tar.xz & fi # for verl's separate_async alone
+if [ -e ~/lease/6 ]; then cat ~/lease/[6-9]/part | tar -C ~ -xf - & fi # SmolLM2, for jobs/policies.sh alone
 for part in $(jobs -p); do wait "$part"; done
 cp -r ~/lease/site/. ~/site
 python3 -m zipfile -e ~/lease/4/fp8plan-*.whl ~/site # for its entry points
