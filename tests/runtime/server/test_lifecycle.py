@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -173,11 +173,14 @@ class Running:
         return answer
 
 
-def kept_by_a_pause(server: Server) -> Running:
+def kept_by_a_pause(server: Server, pause: Callable[[], None] | None = None) -> Running:
     """A request that a pause has met while it ran; on a busy machine one may be over before the pause comes."""
     for _ in range(20):
         request = Running(server, 240)
-        requests.post(f"{server.url}/pause", params={"mode": "keep"}, timeout=30).raise_for_status()
+        if pause is None:
+            requests.post(f"{server.url}/pause", params={"mode": "keep"}, timeout=30).raise_for_status()
+        else:
+            pause()
         request.thread.join(0.5)
         if request.thread.is_alive():
             return request
@@ -315,8 +318,7 @@ def test_the_client_of_trls_async_grpo_syncs_in_a_pause(server: Server, trainer:
     info["shapes"] = [list(tensor.shape) for tensor in sent.values()]
     client = WeightTransferClient(VLLMClient(server.url), info)
     client.init_weight_transfer()
-    request = Running(server, 240)
-    client.pause()
+    request = kept_by_a_pause(server, client.pause)
     client.send_weights(iter(sent.items()))
     client.resume()
     assert request.joined().ok
