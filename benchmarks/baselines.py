@@ -2,7 +2,7 @@
 
 `make baselines` runs this in AIConfigurator's environment. benchmarks/results/baselines.jsonl gets one line per method
 and cell (a group, a precision and an imposed KV size: what a prediction depends on, so repeated runs share it) with the
-predicted seconds, or why there are none. benchmarks/baselines_table.py sums it up. Methods:
+predicted seconds, or why there are none. benchmarks/tables/baselines.py sums it up. Methods:
 
 roofline           per step the larger of bytes / bandwidth and FLOPs / peak of the datasheet, on fp8plan's schedule
 datasheet profile  fp8plan with profiles/datasheet.json, whatever was measured since

@@ -15,18 +15,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import accuracy_tables  # noqa: E402
-import baselines_table  # noqa: E402
-import correction_gpu_table  # noqa: E402
 import correction_speed  # noqa: E402
-import probe_table  # noqa: E402
 import speed  # noqa: E402
-import trainer_tables  # noqa: E402
 import verl_outputs  # noqa: E402
-import weight_sync_table  # noqa: E402
 from control import report as control_report  # noqa: E402
 from learning import changes, evidence  # noqa: E402
-from tables import table  # noqa: E402
+from tables import accuracy, baselines, correction_gpu, markdown, probe, trainers, weight_sync  # noqa: E402
 
 import fp8plan  # noqa: E402
 from fp8plan import jsonl  # noqa: E402
@@ -56,7 +50,7 @@ def plan_table(answer: Plan) -> str:
         counts = (f"{c.output_tokens_per_s:,.0f}", f"{c.kv_cache_tokens:,}", f"{c.preemptions:,}")
         kl = f"{c.kl_k3:.1e} ({c.kl_k3_low:.0e}-{c.kl_k3_high:.0e})"
         rows.append((name, seconds, f"{c.speedup:.2f}x", *counts, f"{c.tail_fraction:.0%}", kl, c.risk))
-    return table((*heads, "KL k3 (90%)", "risk"), rows)
+    return markdown.table((*heads, "KL k3 (90%)", "risk"), rows)
 
 
 def pages() -> list[Path]:
@@ -89,31 +83,31 @@ def blocks() -> dict[str, str]:
     made = {"plan": plan_table(plan("Qwen/Qwen3-8B", "h200_sxm", work))}
     made["speed"] = speed.table([speed.RESULTS / "speed.jsonl", speed.RESULTS / "aiconfigurator_time.jsonl"])
     measured = validate(read_records(VALIDATION))
-    made["accuracy"] = accuracy_tables.tables(measured)
+    made["accuracy"] = accuracy.tables(measured)
     for name, records, others in (
-        ("families", FAMILIES, baselines_table.OF_FAMILIES),
-        ("held-out families", HELD_OUT, baselines_table.OF_HELD_OUT),
+        ("families", FAMILIES, baselines.OF_FAMILIES),
+        ("held-out families", HELD_OUT, baselines.OF_HELD_OUT),
     ):
         found = validate(read_records(records))
-        made[name] = accuracy_tables.families(found)
-        made[f"baselines of {name}"] = baselines_table.table(found.records, jsonl.rows(others))
-    made["accuracy line"] = accuracy_tables.line(measured)
-    made["baselines"] = baselines_table.table(measured.records, jsonl.rows(baselines_table.BASELINES))
+        made[name] = accuracy.families(found)
+        made[f"baselines of {name}"] = baselines.table(found.records, jsonl.rows(others))
+    made["accuracy line"] = accuracy.line(measured)
+    made["baselines"] = baselines.table(measured.records, jsonl.rows(baselines.BASELINES))
     made["corrections"] = correction_speed.table()
-    made["corrections on a GPU"] = correction_gpu_table.table()
+    made["corrections on a GPU"] = correction_gpu.table()
     made["verl outputs"] = verl_outputs.table()
-    made |= {"verl on GPUs": trainer_tables.verl(), "verl outputs on a GPU": trainer_tables.verl_outputs()}
-    made["trl on GPUs"] = trainer_tables.trl()
-    made["probe"] = probe_table.table()
+    made |= {"verl on GPUs": trainers.verl(), "verl outputs on a GPU": trainers.verl_outputs()}
+    made["trl on GPUs"] = trainers.trl()
+    made["probe"] = probe.table()
     made["control"] = control_report.short_table()
     made["change ratios"] = changes.committed()
-    made["probe of smollm2"] = probe_table.table(probe_table.SMOLLM2)
+    made["probe of smollm2"] = probe.table(probe.SMOLLM2)
     made |= {kind.__name__: kind("qk-norm") for kind in (evidence.learnt, evidence.doubt, evidence.drill)}
     made["corrected"] = evidence.corrected()
     made |= {kind.__name__: kind(*evidence.OF_SPEED) for kind in (evidence.timed, evidence.gained, evidence.again)}
     made["public names"] = public_names()
     made |= {f"help {command}": help_text(command) for command in COMMANDS}
-    return made | weight_sync_table.tables()
+    return made | weight_sync.tables()
 
 
 def filled(page: str, made: dict[str, str]) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import tables
+from tables import markdown
 
 from fp8plan import jsonl
 from fp8plan.model.limits import EngineLimits
@@ -138,7 +138,7 @@ def table(paths: list[Path]) -> str:
             facts += [row["command"]] if "command" in row else []
             times = (f"{row[key] * 1e3:,.1f} ms" for key in ("median_s", "min_s", "max_s"))
             lines.append((row["what"], *times, "; ".join(facts)))
-    return tables.table(("what", "median", "min", "max", "of what"), lines)
+    return markdown.table(("what", "median", "min", "max", "of what"), lines)
 
 
 def main() -> None:

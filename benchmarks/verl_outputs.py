@@ -25,7 +25,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import tables
+from tables import markdown
 
 RESULTS = Path(__file__).parent / "results" / "verl_outputs.jsonl"
 PROMPT = 64  # tokens
@@ -250,7 +250,7 @@ def table(path: Path = RESULTS) -> str:
         lines.append((what, f"{rows[0]['requests']} x {tokens:,}", *cells))
     row = rows[0]
     made = f"Medians of {len(of_way)} runs, in microseconds, on {row['date']}; {row['cpu_model']}, vLLM {row['vllm']}"
-    return f"{tables.table(heads, lines)}\n\n{made}, Python {row['python']}."
+    return f"{markdown.table(heads, lines)}\n\n{made}, Python {row['python']}."
 
 
 def main() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import aic
 import baselines
-import baselines_table
 import numpy as np
 import pytest
 
+from benchmarks.tables import baselines as baselines_table
 from fp8plan.errors import ConfigError
 from fp8plan.model.cost.base import StepBatch
 from fp8plan.model.hardware import gpu

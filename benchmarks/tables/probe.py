@@ -1,7 +1,7 @@
 """The mismatch of four precisions, measured on an H200 on a small model, from committed files.
 
-    python benchmarks/probe_table.py profiles/h200_sxm/vllm-0.26.0/probe            # a model that was trained there
-    python benchmarks/probe_table.py profiles/h200_sxm/vllm-0.26.0/probe/smollm2    # SmolLM2-135M-Instruct
+    python -m benchmarks.tables.probe profiles/h200_sxm/vllm-0.26.0/probe            # a model that was trained there
+    python -m benchmarks.tables.probe profiles/h200_sxm/vllm-0.26.0/probe/smollm2    # SmolLM2-135M-Instruct
 
 What made them: `bash benchmarks/h200.sh FOLDER probe`, and `fp8plan probe` (profiles/README.md).
 """
@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import tables
+from benchmarks.tables import markdown
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0" / "probe"
 SMOLLM2 = MEASURED / "smollm2"
 PRECISIONS = ("bf16", "fp8_kv", "fp8_block", "fp8_block+fp8_kv")
@@ -39,7 +39,7 @@ def table(folder: Path = MEASURED) -> str:
         kl, ess, beyond = (row["figures"][figure] for figure in ("kl_k3", "ess_raw", "ratio_above_2"))
         figures = (_spread(kl), f"{kl['value'] / floor:.1f}x", f"{ess['value']:.4f}", _shares(beyond))
         lines.append((name, *figures, _spread(row["predicted"]), f"{row['tokens']:,}"))
-    return f"{tables.table(heads, lines)}\n\n{_about(found, rows)}"
+    return f"{markdown.table(heads, lines)}\n\n{_about(found, rows)}"
 
 
 def _about(found: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import accuracy_tables
 import pytest
 
+from benchmarks.tables import accuracy
 from fp8plan.model.validate.validate import Validation
 
 
@@ -31,7 +31,7 @@ ROWS = [
 def tables(rows: list[dict[str, Any]]) -> str:
     figures = {"makespan_mape": 0.0, "makespan_worst": 0.0, "speedup_mae_points": None, "speedup_worst_points": None}
     found = Validation(rows, [], **figures, coverage=0.8, interval_median_halfwidth=0.0642, warnings=())  # type: ignore[arg-type]
-    return accuracy_tables.tables(found)
+    return accuracy.tables(found)
 
 
 def lines(text: str) -> list[str]:

@@ -1,6 +1,6 @@
 """Tables of real trainers' runs on GPUs, with fp8plan and without it, from committed measurements.
 
-    python benchmarks/trainer_tables.py
+    python -m benchmarks.tables.trainers
 
 `bash benchmarks/gpu/lease/jobs/two_gpus.sh` made them: benchmarks.gpu.verl_grpo and benchmarks.gpu.trl_server.
 """
@@ -13,11 +13,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tables import table
-
+from benchmarks.tables.markdown import table
 from fp8plan import jsonl
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 VERL, TRL = RESULTS / "verl_h200.jsonl", RESULTS / "trl_server_h200.jsonl"
 STEPS = 20  # of a run that came to its end
 WARM = 2  # steps at the beginning whose times do not count: engines warm up

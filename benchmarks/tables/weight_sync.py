@@ -1,6 +1,6 @@
 """Table of the time that a weight sync and its quantiser take on an H200, from the committed measurements.
 
-    python benchmarks/weight_sync_table.py profiles/h200_sxm/vllm-0.26.0/weight_sync
+    python -m benchmarks.tables.weight_sync profiles/h200_sxm/vllm-0.26.0/weight_sync
 
 Medians. A column is of one machine, the last that measured all it needs, and of the last run there of each kind. The
 first sync, which also checks the manifest and tries the shortcut, has a row of its own, and the first of each other
@@ -15,12 +15,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tables import table
-
+from benchmarks.tables.markdown import table
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import rows as read
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0" / "weight_sync"
 FAMILIES = MEASURED.with_name("families") / "weight_sync.jsonl"
 Row = dict[str, Any]

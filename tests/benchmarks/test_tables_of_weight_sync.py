@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import weight_sync_table
-from weight_sync_table import NEEDED, NOT_MEASURED, column, family_table, one_machine, sync_table
 
+from benchmarks.tables import weight_sync
+from benchmarks.tables.weight_sync import NEEDED, NOT_MEASURED, column, family_table, one_machine, sync_table
 from fp8plan.errors import ConfigError
 
 GB = 1_000_000_000
@@ -102,7 +102,7 @@ def test_the_last_machine_that_measured_all_is_taken() -> None:
 
 
 def test_each_column_names_its_machine_and_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_sync_table, "MODELS", (MODEL, "other"))
+    monkeypatch.setattr(weight_sync, "MODELS", (MODEL, "other"))
     other = [one | {"model": "other", "source": "abc"} for one in run(boot="c" * 36)]
     text = sync_table([*run(), *run(boot="9" * 36)[:4], *other], COPY)
     assert "| BF16 tensors sent | 16.0 GB | 16.0 GB |" in text

@@ -1,6 +1,6 @@
 """One table of every method's errors on the same measured cells, from rollout records and baselines.jsonl.
 
-`python benchmarks/baselines_table.py RECORDS [--baselines FILE]` prints it. Runs where fp8plan runs; AIConfigurator is
+`python -m benchmarks.tables.baselines RECORDS [--baselines FILE]` prints it. Runs where fp8plan runs; AIConfigurator is
 not needed.
 """
 
@@ -19,7 +19,7 @@ from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import validate
 
 NAMES = ("baselines", "baselines_families", "baselines_held_out")
-BASELINES, OF_FAMILIES, OF_HELD_OUT = (Path(__file__).parent / "results" / f"{name}.jsonl" for name in NAMES)
+BASELINES, OF_FAMILIES, OF_HELD_OUT = (Path(__file__).parents[1] / "results" / f"{name}.jsonl" for name in NAMES)
 PRODUCT = "**fp8plan**"
 LABELS = {
     "datasheet profile": "fp8plan, uncalibrated (datasheet profile)",

@@ -1,6 +1,6 @@
 """Table of the time that mismatch and correction of a batch take on an H200, from committed measurements.
 
-    python benchmarks/correction_gpu_table.py
+    python -m benchmarks.tables.correction_gpu
 
 `bash benchmarks/h200.sh FOLDER correction` made them. of_copy_same_bytes compares with a copy of as many bytes.
 """
@@ -11,11 +11,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import tables
-
+from benchmarks.tables import markdown
 from fp8plan import jsonl
 
-RESULTS = Path(__file__).parent / "results" / "correction_h200.jsonl"
+RESULTS = Path(__file__).parents[1] / "results" / "correction_h200.jsonl"
 KERNELS = {  # name -> what it does
     "gather": "mask and both sides, padded, to packed tokens",
     "weigh": "weights of token TIS and their sums",
@@ -34,7 +33,7 @@ def kernel_table(rows: list[Row]) -> str:
         row = found[name]
         shares = (f"{row['of_copy']:.0%}", f"{row['of_copy_same_bytes']:.0%}")
         lines.append((f"{name}: {does}", f"{1e6 * row['seconds']:.0f} us", f"{row['gb_per_s']:,.0f}", *shares))
-    return tables.table(("kernel", "takes", "GB/s", "of a copy", "of a copy of as many bytes"), lines)
+    return markdown.table(("kernel", "takes", "GB/s", "of a copy", "of a copy of as many bytes"), lines)
 
 
 def function_table(rows: list[Row]) -> str:
@@ -46,7 +45,7 @@ def function_table(rows: list[Row]) -> str:
     for what, name in FUNCTIONS.items():
         cells = [f"{1e3 * found[what, form, way]['seconds']:.1f} ms" for form in forms for way in ("fused", "torch")]
         lines.append((name, *cells))
-    return tables.table(("call", *heads), lines)
+    return markdown.table(("call", *heads), lines)
 
 
 def table(path: Path = RESULTS) -> str:

@@ -1,6 +1,6 @@
 """The accuracy of fp8plan's predictions as the documentation states it: totals, then by model, precision and workload.
 
-`python benchmarks/accuracy_tables.py RECORDS` prints it.
+`python -m benchmarks.tables.accuracy RECORDS` prints it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tables import table
 
+from benchmarks.tables.markdown import table
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.validate.accuracy import Accuracy, accuracy, by_group, merged, noise_floor, speedups, spreads
 from fp8plan.model.validate.records import read_records

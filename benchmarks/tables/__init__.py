@@ -1,0 +1,1 @@
+"""Tables of README.md and docs/, from committed measurements. `make tables` writes them."""
