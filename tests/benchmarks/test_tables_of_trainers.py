@@ -1,0 +1,42 @@
+"""The tables of trainers' runs, and the function that writes any of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.tables import trainers
+from benchmarks.tables.markdown import table
+
+
+def a_run(steps: int, **more: Any) -> list[dict[str, Any]]:
+    """The rows of a run of verl's, whose first two steps are slow and whose reward rises to 1."""
+    begun = {"what": "command", "gpus": 1, "mode": "sync", "precision": "bf16"}
+    rows = [
+        {"what": "step", "timing_s/gen": 9.0 if number < 2 else 3.0, "critic/score/mean": (number + 1) / steps}
+        | {f"timing_s/{name}": 1.0 for name in ("update_weights", "step")}
+        | {"rollout_corr/k3_kl": 0.001}
+        | more
+        for number in range(steps)
+    ]
+    return [begun, *rows, {"what": "done"}]
+
+
+def test_a_run_that_did_not_come_to_its_end_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"what": "note"}, *a_run(4), *a_run(20), *a_run(20, **{"fp8plan/threshold_tis": 2.0})]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    monkeypatch.setattr(trainers, "VERL", tmp_path / "rows.jsonl")
+    lines = trainers.verl().splitlines()
+    assert lines[2:] == [
+        "| stock, `bf16` | 1 | sync | 3.00 | 1.00 | 1.00 | 0.050 to 1.000 | 1.0e-03 |  |",
+        "| fp8plan, `bf16` | 1 | sync | 3.00 | 1.00 | 1.00 | 0.050 to 1.000 | 1.0e-03 | 2 |",
+    ]
+
+
+def test_a_row_of_another_length_is_refused() -> None:
+    assert table(("a", "b"), [("1", "2")]) == "| a | b |\n|---|---|\n| 1 | 2 |"
+    with pytest.raises(ValueError, match="a row of 1 cells under 2 heads"):
+        table(("a", "b"), [("1",)])
