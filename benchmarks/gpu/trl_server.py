@@ -78,7 +78,7 @@ def main(words: list[str] | None = None) -> None:
 
 def note(args: argparse.Namespace, part: str, what: str, **found: Any) -> None:
     facts = {"part": part, "precision": args.precision, "date": now()}
-    if what == "server":  # not with a sync: asking the GPU takes time
+    if what in ("server", "failed"):  # not with a sync: asking the GPU takes time
         facts |= {f"{name}_version": version(name) for name in ("trl", "transformers")} | {"source": source_hash()}
         facts |= {"model": args.model} | machine_facts() | engine_facts()
     write(args.output, {"what": what} | facts | found)

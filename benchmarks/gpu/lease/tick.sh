@@ -6,7 +6,7 @@ set -u
 here=$(dirname "$0")
 seconds=${1:?usage: tick.sh SECONDS [JOB...]}
 shift
-[ -e ~/lease.env ] || { echo "a bare machine: the one before went back. Run begin.sh" >&2; exit 2; }
+[ -e ~/lease.env ] || { echo "no lease.env: begin.sh has not run here, or failed; or this is another machine" >&2; exit 2; }
 mkdir -p ~/started ~/res
 for job in "$@"; do
     [ -f "$here/jobs/$job.sh" ] || { echo "no job $job; there are $(ls "$here/jobs")" >&2; exit 2; }
@@ -19,4 +19,6 @@ sleep "$seconds"
 tail -n 2 ~/res/*.log
 nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader
 tar -C ~ --exclude='*.safetensors' --exclude='*.pt' -czf "$OUT/res.tgz" res
-[ ! -e ~/.cache/vllm/deep_gemm ] || tar -C ~ -czf "$OUT/deep_gemm.tgz" .cache/vllm/deep_gemm
+cd
+kernels=$(ls -d .cache/vllm/deep_gemm .tensorrt_llm 2> /dev/null)
+[ -z "$kernels" ] || tar -czf "$OUT/kernels.tgz" $kernels

@@ -64,7 +64,7 @@ class AdaptiveThresholds:
 
     tis, band:   initial thresholds on pi_train / pi_rollout; None: that one is not controlled. A plan's come first
     level:       whose ratios they bound: "token", "sequence" or "geometric"; Monitor gives that of its settings
-    target_kl:   KL up to which the thresholds stay where they begin; None: what a plan expects at most, or else 0.01
+    target_kl:   KL up to which the thresholds stay where they begin; None: up to thrice what a plan expects, or 0.01
     gain:        exponent of the law: log thresholds go with KL ^ -gain. At 30 times the target, 0.2 halves them
     narrowest:   smallest share of their initial log distance from 1
     max_clipped: share of the weight; tightening stops where it would cut away more (TIS)

@@ -84,7 +84,8 @@ def causes(case: Case) -> tuple[Found, ...]:
     found = [*_of_the_engine(case)]
     if not case.within:
         found += _disturbances(case)
-        if not any(x.gap for x in found):
+        gap = case.observation.seconds - case.prediction.makespan_s
+        if not any(x.gap and (x.cause != Cause.ARRIVALS or (x.lost_s or 0.0) > gap / 2) for x in found):
             found.append(_unknown(case))
     least = case.settings.least_loss * case.prediction.makespan_s
     found += [x for x in _in_the_prediction(case) if (x.lost_s or 0.0) >= least]
@@ -133,10 +134,10 @@ def _disturbances(case: Case) -> Iterator[Found]:
     came = observation.arrival_s or 0.0
     if came >= case.settings.least_loss * prediction.makespan_s:
         text = (
-            f"the last request came {seconds(came)} s after the first, and the prediction begins with all of them: the "
-            "trainer's own work before the engine (chat templates, tokens, calls between processes) is slow"
+            f"the last request came {seconds(came)} s after the first, and the prediction begins with all of them: "
+            "work before the engine is slow (chat templates, tokens, calls between processes), or answers take several turns"
         )
-        yield Found(Cause.ARRIVALS, text, came)
+        yield Found(Cause.ARRIVALS, text, min(came, observation.seconds - prediction.makespan_s))
     expected = prediction.rollout.preemptions
     if observation.preemptions > 2 * expected + MANY_PREEMPTIONS * len(observation.response_lengths):
         text = (

@@ -309,10 +309,14 @@ def test_a_pause_without_a_compile_is_the_hosts() -> None:
 def test_requests_that_come_late_explain_a_gap() -> None:
     record = pick("Qwen3-8B", "fp8_block", "batch 8")
     late = replace(slower(record, 1.5), arrival_s=record.seconds / 3)
+    gap = late.seconds / 3
     (named,) = found(record, Cause.ARRIVALS, late)
-    assert named.lost_s == late.arrival_s
+    assert named.lost_s == pytest.approx(min(gap, record.seconds / 3))
     assert f"{seconds(record.seconds / 3)} s after the first" in named.sentence
     assert not found(record, Cause.UNKNOWN, late)
+    (early,) = found(record, Cause.ARRIVALS, replace(late, arrival_s=gap / 3))
+    assert early.lost_s == pytest.approx(gap / 3)
+    assert found(record, Cause.UNKNOWN, replace(late, arrival_s=gap / 3))  # most of the gap has another cause
     assert not found(record, Cause.ARRIVALS, replace(late, arrival_s=1e-3))
     assert not found(record, Cause.ARRIVALS, replace(observed(record), arrival_s=record.seconds / 3))  # no gap
 

@@ -1,5 +1,6 @@
 # For two GPUs: `cells` on the first with half of the cores; `learning`, then `policies`, on the second with the others.
 . ~/lease.env
+[ "$(nvidia-smi -L | grep -c H200)" = 2 ] || { echo "cells want H200s: $(nvidia-smi -L)"; exit 1; }
 export LANES=1
 half=$(($(nproc) / 2))
 lane() { # GPU CORES JOB...
