@@ -135,7 +135,7 @@ def _disturbances(case: Case) -> Iterator[Found]:
     if came >= case.settings.least_loss * prediction.makespan_s:
         text = (
             f"the last request came {seconds(came)} s after the first, and the prediction begins with all of them: "
-            "work before the engine is slow (chat templates, tokens, calls between processes), or answers take several turns"
+            "work before the engine is slow (templates, tokens, calls between processes), or answers take several turns"
         )
         yield Found(Cause.ARRIVALS, text, min(came, observation.seconds - prediction.makespan_s))
     expected = prediction.rollout.preemptions
