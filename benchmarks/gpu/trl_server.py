@@ -21,7 +21,6 @@ import faulthandler
 import json
 import os
 import shlex
-import signal
 import socket
 import statistics
 import subprocess
@@ -30,13 +29,14 @@ import time
 import traceback
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+from benchmarks.gpu.process import end
 from benchmarks.gpu.source import source_hash
 from fp8plan.jsonl import now, write
 from fp8plan.model.configs import find_config
@@ -158,12 +158,7 @@ def serving(words: list[str], log: Path, patience_s: float) -> Iterator[str]:
             time.sleep(0.5)
         yield url
     finally:
-        with suppress(ProcessLookupError):  # it has ended by itself
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+        end(process)
 
 
 def answers(url: str) -> bool:

@@ -24,19 +24,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Final
 
 from benchmarks.gpu import verl_reward
+from benchmarks.gpu.process import end
 from benchmarks.gpu.source import source_hash
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import now, write
@@ -237,9 +236,7 @@ def run(part: str, words: list[str], folder: Path, told: Any) -> None:
             code: int | str = process.wait(told.limit_s)
         except subprocess.TimeoutExpired:
             code = f"ended after {told.limit_s:g} s"
-            os.killpg(process.pid, signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(60)
+            end(process)
     seconds = time.perf_counter() - begun
     rows = steps_of(figures)
     for row in rows:

@@ -30,5 +30,9 @@ learners() { # SIGNAL: to the process groups of the jobs that learn
         [ ! -e ~/started/$job/group ] || kill -"$1" -- -"$(cat ~/started/$job/group)" 2> /dev/null
     done
 }
+verl() { # NAME PART [OPTION...]
+    python3 -m benchmarks.gpu.verl_grpo --model Qwen/Qwen3-0.6B --parts "$2" --output ~/res/verl_grpo."$1".jsonl \
+        --folder ~/res/"$1" "${@:3}"
+}
 EOF
 (. ~/lease.env && python3 -c "import vllm, verl, fp8plan; print('vLLM', vllm.__version__)")

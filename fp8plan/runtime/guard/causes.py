@@ -74,6 +74,11 @@ class Case(NamedTuple):
     settings: GuardSettings
     within: bool
 
+    @property
+    def gap_s(self) -> float:
+        """Seconds that the rollout took beyond its prediction."""
+        return self.observation.seconds - self.prediction.makespan_s
+
     def again(self, setup: EngineSetup) -> Simulated:
         """The same work predicted on another engine."""
         return again(setup, self.observation, self.profile, self.prediction.ran.schedules)
@@ -84,9 +89,11 @@ def causes(case: Case) -> tuple[Found, ...]:
     found = [*_of_the_engine(case)]
     if not case.within:
         found += _disturbances(case)
-        gap = case.observation.seconds - case.prediction.makespan_s
-        if not any(x.gap and (x.cause != Cause.ARRIVALS or (x.lost_s or 0.0) > gap / 2) for x in found):
-            found.append(_unknown(case))
+        known = [x for x in found if x.gap]
+        rest = case.gap_s - sum(x.lost_s or 0.0 for x in known)
+        # How much late requests explain is known, so that they do not hide the rest.
+        if all(x.cause == Cause.ARRIVALS for x in known) and rest >= case.gap_s / 2:
+            found.append(_unknown(case, rest))
     least = case.settings.least_loss * case.prediction.makespan_s
     found += [x for x in _in_the_prediction(case) if (x.lost_s or 0.0) >= least]
     found += _no_gain(case)
@@ -137,7 +144,7 @@ def _disturbances(case: Case) -> Iterator[Found]:
             f"the last request came {seconds(came)} s after the first, and the prediction begins with all of them: "
             "work before the engine is slow (templates, tokens, calls between processes), or answers take several turns"
         )
-        yield Found(Cause.ARRIVALS, text, min(came, observation.seconds - prediction.makespan_s))
+        yield Found(Cause.ARRIVALS, text, min(came, case.gap_s))
     expected = prediction.rollout.preemptions
     if observation.preemptions > 2 * expected + MANY_PREEMPTIONS * len(observation.response_lengths):
         text = (
@@ -159,12 +166,12 @@ def _stall(case: Case) -> tuple[float | None, str]:
     return (longest - usual if longest > 2 * usual else None), words
 
 
-def _unknown(case: Case) -> Found:
-    gap = case.observation.seconds - case.prediction.makespan_s
+def _unknown(case: Case, rest: float) -> Found:
+    """The cause of the seconds of a gap that no other one explains. rest: how many"""
     cpu = find_gpu(case.facts.gpu).is_cpu
     where, machine = ("the host (top)", "cpu") if cpu else ("the GPU and the host (nvidia-smi, top)", "auto")
     text = (
-        f"{seconds(gap)} s more than predicted, and nothing that was looked at explains it: look for other processes "
+        f"{seconds(rest)} s more than predicted, and nothing that was looked at explains it: look for other processes "
         f"on {where}, or measure this machine (fp8plan calibrate --gpu {machine})"
     )
     return Found(Cause.UNKNOWN, text)

@@ -316,7 +316,8 @@ def test_requests_that_come_late_explain_a_gap() -> None:
     assert not found(record, Cause.UNKNOWN, late)
     (early,) = found(record, Cause.ARRIVALS, replace(late, arrival_s=gap / 3))
     assert early.lost_s == pytest.approx(gap / 3)
-    assert found(record, Cause.UNKNOWN, replace(late, arrival_s=gap / 3))  # most of the gap has another cause
+    (unknown,) = found(record, Cause.UNKNOWN, replace(late, arrival_s=gap / 3))  # most of the gap has another cause
+    assert unknown.sentence.startswith(f"{seconds(2 * gap / 3)} s more than predicted")
     assert not found(record, Cause.ARRIVALS, replace(late, arrival_s=1e-3))
     assert not found(record, Cause.ARRIVALS, replace(observed(record), arrival_s=record.seconds / 3))  # no gap
 

@@ -1,10 +1,6 @@
 # For two GPUs: verl on one each, with fp8plan's line in FP8 and in BF16; TRL's server mode; verl that trains on one GPU
 # and samples on the other.
 . ~/lease.env
-verl() { # NAME PART [OPTION...]
-    python3 -m benchmarks.gpu.verl_grpo --model Qwen/Qwen3-0.6B --parts "$2" --output ~/res/verl_grpo."$1".jsonl \
-        --folder ~/res/"$1" "${@:3}"
-}
 python3 -m benchmarks.gpu.compile_deep_gemm --models Qwen/Qwen3-0.6B --processes 24 & # or TRL's server takes over 300 s
 CUDA_VISIBLE_DEVICES=0 RAY_TMPDIR=/tmp/r0 verl verl-fp8plan fp8plan &
 CUDA_VISIBLE_DEVICES=1 RAY_TMPDIR=/tmp/r1 verl verl-bf16 bf16 &

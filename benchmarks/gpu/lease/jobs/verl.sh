@@ -1,2 +1,3 @@
 . ~/lease.env
-alone python3 -m benchmarks.gpu.verl_grpo --model Qwen/Qwen3-1.7B --output ~/res/verl_grpo.jsonl --folder ~/verl
+alone python3 -m benchmarks.gpu.verl_grpo --model Qwen/Qwen3-1.7B --parts stock fp8plan --output ~/res/verl_grpo.jsonl \
+    --folder ~/verl

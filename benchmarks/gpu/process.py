@@ -1,0 +1,18 @@
+"""A program that a measurement has started, with all that it starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from contextlib import suppress
+
+
+def end(process: subprocess.Popen[bytes], patience_s: float = 60.0) -> None:
+    """End a process group, which was begun by start_new_session; kill it after patience_s."""
+    with suppress(ProcessLookupError):  # it has ended by itself
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
