@@ -30,6 +30,13 @@ learners() { # SIGNAL: to the process groups of the jobs that learn
         [ ! -e ~/started/$job/group ] || kill -"$1" -- -"$(cat ~/started/$job/group)" 2> /dev/null
     done
 }
+kernels() { # MODEL[@RANKS]...: compile the FP8 kernels of those that have none yet
+    local model todo=()
+    for model in "$@"; do [ -e ~/compiled/"${model//\//.}" ] || todo+=("$model"); done
+    [ ${#todo[@]} = 0 ] || python3 -m benchmarks.gpu.compile_deep_gemm --models "${todo[@]}" --processes $(($(nproc) - 4))
+    mkdir -p ~/compiled
+    for model in "${todo[@]}"; do touch ~/compiled/"${model//\//.}"; done
+}
 verl() { # NAME PART [OPTION...]
     python3 -m benchmarks.gpu.verl_grpo --model Qwen/Qwen3-0.6B --parts "$2" --output ~/res/verl_grpo."$1".jsonl \
         --folder ~/res/"$1" "${@:3}"

@@ -3,7 +3,7 @@
 . ~/lease.env
 cells() {
     for model in Qwen/Qwen3-14B Qwen/Qwen3-30B-A3B; do
-        python3 -m benchmarks.gpu.compile_deep_gemm --models "$model" --processes 12
+        kernels "$model"
         python3 -m fp8plan.runtime.measure.rollouts.run --cells fp8plan/runtime/measure/cells/validation.json \
             --model "$model" --workload "batch 512" --trace --timeout 600 --output ~/res/validation.jsonl
     done

@@ -3,6 +3,6 @@
 fleet() {
     python3 -m benchmarks.gpu.fleet --model Qwen/Qwen3-8B --output ~/res/fleet.jsonl "$@"
 }
-python3 -m benchmarks.gpu.compile_deep_gemm --models Qwen/Qwen3-8B --processes 28
+kernels Qwen/Qwen3-8B
 fleet --replicas 2 --trainer cpu --parts rollout sync replace
 fleet --replicas 1 --parts rollout copy sync nccl

@@ -1,7 +1,19 @@
-# For two GPUs: `cells` on the first with half of the cores; `learning`, then `policies`, on the second with the others.
+# For two H200s: layouts over both (the lines of `all` in benchmarks/families/queue.txt). Then, with half of the cores each,
+# `cells` on the first; `modes` and `learning`, whose policy is taught while kernels compile, on the second.
 . ~/lease.env
 [ "$(nvidia-smi -L | grep -c H200)" = 2 ] || { echo "cells want H200s: $(nvidia-smi -L)"; exit 1; }
 export LANES=1
+policy=~/res/learning/qk-norm/model
+CUDA_VISIBLE_DEVICES=1 python3 -m benchmarks.learning.policies qk-norm "$policy" --device cuda &
+kernels Qwen/Qwen3-14B Qwen/Qwen3-30B-A3B fp8plan/qwen3-next-16-layers@2 ByteDance-Seed/Seed-OSS-36B-Instruct@2
+wait
+mkdir -p ~/modes ~/kernels ~/res/layouts
+ln -s "$policy" ~/modes/qk-norm
+cp -r ~/.cache/vllm ~/kernels/vllm
+cp -r ~/.tensorrt_llm ~/kernels/trtllm
+grep '^all|' benchmarks/families/queue.txt > ~/layouts.txt
+DEEP_GEMM=~/kernels bash benchmarks/families.sh ~/res/layouts 420 ~/layouts.txt
+
 half=$(($(nproc) / 2))
 lane() { # GPU CORES JOB...
     for job in "${@:3}"; do
@@ -9,5 +21,5 @@ lane() { # GPU CORES JOB...
     done
 }
 lane 0 "0-$((half - 1))" cells &
-lane 1 "$half-$((2 * half - 1))" learning policies &
+lane 1 "$half-$((2 * half - 1))" modes learning &
 wait
