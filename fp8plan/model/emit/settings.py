@@ -110,7 +110,7 @@ def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
     if setup.gpu.is_cpu:
         del kwargs["gpu_memory_utilization"]  # VLLM_CPU_KVCACHE_SPACE takes its place
     if preset.weights == "fp8_block":
-        kwargs |= online_quantisation(setup)
+        kwargs |= online_quantisation(setup) | expert_kernels(setup)
     if limits.num_gpu_blocks is not None:
         # One block of vLLM's pool is its null block, which no request can use (vllm/v1/core/block_pool.py).
         kwargs["num_gpu_blocks_override"] = limits.num_gpu_blocks + 1
@@ -122,6 +122,16 @@ def online_quantisation(setup: EngineSetup) -> dict[str, Any]:
     left_out = ignored(_known_shape(setup), setup.limits.tensor_parallel_size)
     config = {"linear": "fp8_per_block", "moe": "fp8_per_block", "ignore": left_out}
     return {"quantization": "online", "quantization_config": config}
+
+
+def expert_kernels(setup: EngineSetup) -> dict[str, Any]:
+    """The argument of `vllm.LLM` that keeps Triton's kernels for FP8 experts, which are those that were measured.
+
+    With expert parallelism on Hopper vLLM 0.26 and 0.30 would take FlashInfer's CUTLASS ones (fused_moe/oracle/fp8.py).
+    FlashInfer compiles them first: an engine on two H200s was not there after seven minutes.
+    """
+    limits, capability = setup.limits, setup.gpu.compute_capability
+    return {"moe_backend": "triton"} if limits.expert_ranks > 1 and capability == (9, 0) else {}
 
 
 def _known_shape(setup: EngineSetup) -> ModelShape | None:

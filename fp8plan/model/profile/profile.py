@@ -77,7 +77,7 @@ class Profile:
     def layout_error(self, tensor_parallel_size: int, expert_parallel: bool = False) -> float:
         """The standard deviation of log step time that an unmeasured layout adds; 0 for a layout that was measured.
 
-        expert_parallel: its GPUs share out whole experts, which nobody measured: it counts as a doubling of its own
+        expert_parallel: its GPUs share out whole experts, which no fit has seen: it counts as a doubling of its own
         """
         doublings = min(abs(math.log2(tensor_parallel_size / size)) for size in self.tensor_parallel)
         return UNMEASURED_DOUBLING_SD * math.sqrt(doublings + expert_parallel)

@@ -10,7 +10,7 @@ from typing import Any
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.configs import find_config
-from fp8plan.model.emit.settings import online_quantisation, vllm_env, vllm_kwargs
+from fp8plan.model.emit.settings import expert_kernels, online_quantisation, vllm_env, vllm_kwargs
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import precision
 from fp8plan.model.setup import EngineSetup
@@ -176,7 +176,8 @@ def launch(
     limits = replace(setup.limits, **{name: value for name, value in kwargs.items() if name in known})
     runs = replace(setup, model=model if local else setup.model, limits=replace(limits, data_parallel_size=1))
     if preset.weights == "fp8_block":
-        kwargs |= online_quantisation(runs)  # `more` may cut the model into other sizes than the setup
+        # `more` may cut the model into other sizes than the setup, and name other kernels.
+        kwargs = expert_kernels(runs) | kwargs | online_quantisation(runs)
         _keep_bf16(kwargs, keep_bf16, config)
     elif any(keep_bf16):
         raise ConfigError(f"keep_bf16 is {keep_bf16}, and {preset.name} has no FP8 weights; leave it out")

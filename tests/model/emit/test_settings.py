@@ -19,11 +19,14 @@ import pytest
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.configs import bundled_configs
+from fp8plan.model.emit.settings import vllm_kwargs
 from fp8plan.model.emit.trl import _COLOCATED
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.risk.budget import RiskBudget
+from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import TARGETS, refusals
 
 # No field at its default, so that one that gets lost shows.
@@ -149,6 +152,18 @@ def test_the_serve_command_says_the_same_as_the_kwargs(tiny_moe: str) -> None:
     assert {name: getattr(parsed, name) for name in told["engine_args"]} == {
         name: getattr(direct, name) for name in told["engine_args"]
     }
+
+
+@pytest.mark.parametrize(("gpu", "expected"), [("h200", "triton"), ("b200", None)])
+def test_fp8_experts_in_parallel_keep_the_kernels_that_were_measured(gpu: str, expected: str | None) -> None:
+    """On Hopper, where vLLM would take others; without expert parallelism or in BF16 it takes Triton's by itself."""
+    limits = EngineLimits(tensor_parallel_size=2, enable_expert_parallel=True)
+
+    def backend(precision: str, limits: EngineLimits) -> Any:
+        return vllm_kwargs(EngineSetup("Qwen/Qwen3-30B-A3B", find_gpu(gpu), precision, limits)).get("moe_backend")
+
+    assert backend("fp8_block", limits) == expected
+    assert backend("bf16", limits) is backend("fp8_block", EngineLimits(tensor_parallel_size=2)) is None
 
 
 def test_fp8_weights_keep_their_fp32_scales() -> None:

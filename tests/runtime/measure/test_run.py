@@ -160,6 +160,21 @@ def test_a_timeout_ends_the_engine_and_all_it_started(
     assert not _alive(process)
 
 
+@pytest.mark.vllm
+def test_waiting_for_its_turn_is_none_of_an_engines_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "late.py").write_text(
+        "import json, pathlib, sys, time\n"
+        "job = json.loads(pathlib.Path(sys.argv[1]).read_text())\n"
+        "time.sleep(2)\n"
+        "pathlib.Path(job['turn']).touch()\n"
+    )
+    monkeypatch.setattr(run_rollouts, "CHILD", "late")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv(run_rollouts.TURN, str(tmp_path / "turn"))
+    cells(tmp_path, setting(tmp_path))
+    assert measure(tmp_path, "--timeout", "1") == 0
+
+
 def _alive(process: int) -> bool:
     """Whether it runs; one that ended and was not waited for by its adopter does not."""
     for _ in range(50):

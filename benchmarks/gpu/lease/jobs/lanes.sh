@@ -1,14 +1,12 @@
 # For two H200s: layouts over both (the lines of `all` in benchmarks/families/queue.txt). Then, with half of the cores each,
-# `cells` on the first; `modes` and `learning`, whose policy is taught while kernels compile, on the second.
+# `cells` on the first; `learning`, whose policy is taught while kernels compile, on the second.
 . ~/lease.env
 [ "$(nvidia-smi -L | grep -c H200)" = 2 ] || { echo "cells want H200s: $(nvidia-smi -L)"; exit 1; }
 export LANES=1
-policy=~/res/learning/qk-norm/model
-CUDA_VISIBLE_DEVICES=1 python3 -m benchmarks.learning.policies qk-norm "$policy" --device cuda &
-kernels Qwen/Qwen3-14B Qwen/Qwen3-30B-A3B fp8plan/qwen3-next-16-layers@2 ByteDance-Seed/Seed-OSS-36B-Instruct@2
+CUDA_VISIBLE_DEVICES=1 python3 -m benchmarks.learning.policies qk-norm ~/res/learning/qk-norm/model --device cuda &
+kernels Qwen/Qwen3-30B-A3B fp8plan/qwen3-next-16-layers@2 ByteDance-Seed/Seed-OSS-36B-Instruct@2
 wait
-mkdir -p ~/modes ~/kernels ~/res/layouts
-ln -s "$policy" ~/modes/qk-norm
+mkdir -p ~/kernels ~/res/layouts
 cp -r ~/.cache/vllm ~/kernels/vllm
 cp -r ~/.tensorrt_llm ~/kernels/trtllm
 grep '^all|' benchmarks/families/queue.txt > ~/layouts.txt
@@ -21,5 +19,5 @@ lane() { # GPU CORES JOB...
     done
 }
 lane 0 "0-$((half - 1))" cells &
-lane 1 "$half-$((2 * half - 1))" modes learning &
+lane 1 "$half-$((2 * half - 1))" learning &
 wait

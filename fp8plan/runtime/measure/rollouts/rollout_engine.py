@@ -52,6 +52,7 @@ def measure(job: Mapping[str, Any], note: Callable[[str], None]) -> None:
     from vllm import LLM
 
     with wait_for_turn():
+        Path(job["turn"]).touch()
         _measure(job, note, LLM)
 
 

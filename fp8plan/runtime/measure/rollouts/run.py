@@ -34,6 +34,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="full",
         help="of workloads that name none; short: responses clipped",
     )
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds one engine may take in all")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds an engine may take, its turn once come")
     parser.add_argument("--trace", action="store_true", help="write every engine step")
     parser.add_argument(
         "--kernels", action="store_true", help="after the rollouts, time the kernels of a few decode steps"
@@ -136,7 +137,9 @@ def _run(job: dict[str, Any], timeout_s: float) -> str | None:
     with open(job["log"], "ab") as log, tempfile.TemporaryDirectory() as folder:
         notes, start = os.dup(2), log.tell()
         file = Path(folder) / "job.json"
-        file.write_text(json.dumps(job | {"notes_fd": notes, "log_start": start}), encoding="utf-8")
+        turn = Path(folder) / "turn"  # which the child makes when it has it
+        told = job | {"notes_fd": notes, "log_start": start, "turn": str(turn)}
+        file.write_text(json.dumps(told), encoding="utf-8")
         root = str(Path(fp8plan.__file__).resolve().parents[1])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         child = subprocess.Popen(
@@ -149,6 +152,8 @@ def _run(job: dict[str, Any], timeout_s: float) -> str | None:
         )
         os.close(notes)
         try:
+            while TURN in os.environ and not turn.exists() and child.poll() is None:
+                time.sleep(0.2)
             status = child.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return f"killed after {timeout_s:.0f} s; last line of the log: {_last_line(job['log'])}"
