@@ -19,7 +19,7 @@ import correction_speed  # noqa: E402
 import speed  # noqa: E402
 import verl_outputs  # noqa: E402
 from control import report as control_report  # noqa: E402
-from learning import changes, evidence  # noqa: E402
+from learning import changes, engine_modes, evidence  # noqa: E402
 from tables import accuracy, baselines, correction_gpu, markdown, probe, trainers, weight_sync  # noqa: E402
 
 import fp8plan  # noqa: E402
@@ -103,7 +103,7 @@ def blocks() -> dict[str, str]:
     made["change ratios"] = changes.committed()
     made["probe of smollm2"] = probe.table(probe.SMOLLM2)
     made |= {kind.__name__: kind("qk-norm") for kind in (evidence.learnt, evidence.doubt, evidence.drill)}
-    made["corrected"] = evidence.corrected()
+    made |= {"corrected": evidence.corrected(), "engine modes": engine_modes.table()}
     made |= {kind.__name__: kind(*evidence.OF_SPEED) for kind in (evidence.timed, evidence.gained, evidence.again)}
     made["public names"] = public_names()
     made |= {f"help {command}": help_text(command) for command in COMMANDS}

@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.gpu.source import source_hash
-from benchmarks.learning.loop import limits_of
-from benchmarks.learning.tasks import TRAIN, Recurrence
+from benchmarks.learning.predicted import limits_of
+from benchmarks.learning.tasks import TRAIN, Problem, Recurrence
 from fp8plan.jsonl import now, write
-from fp8plan.model.hardware import find_gpu
+from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.measure.machine import machine_facts
 
@@ -40,6 +40,8 @@ WAYS: Final[dict[str, dict[str, Any]]] = {
     "flat": {"logprobs": 0, "flat_logprobs": True},
 }
 MODES: Final = ("inprocess", "multiprocess")
+TASK: Final = Recurrence(digits=3, terms=200)
+PROMPTS, SAMPLES = 32, 8
 FUNCTIONS: Final = 30
 PATIENCE_S: Final = 600.0  # for the other processes
 
@@ -51,8 +53,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--memory", type=float, default=0.1, help="share of the GPU's memory")
     parser.add_argument("--gpu", default="auto", help="or cpu, to try it")
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--prompts", type=int, default=PROMPTS)
+    parser.add_argument("--samples", type=int, default=SAMPLES)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--together", nargs=2, metavar=("FOLDER", "N"), help="one of N processes that share a folder")
     parser.add_argument("--output", type=Path, required=True)
@@ -64,17 +66,25 @@ def main(words: Sequence[str] | None = None) -> None:
             measure(given, precision, mode)
 
 
+def requests(prompts: int = PROMPTS, samples: int = SAMPLES) -> list[Problem]:
+    """The requests of a rollout, each with an answer of the length that its response gets."""
+    return [one for one in TASK.problems(prompts, (0, TRAIN, 1)) for _ in range(samples)]
+
+
+def setup_of(model: Path, gpu: Gpu, precision: str, memory: float) -> tuple[EngineSetup, dict[str, int]]:
+    """What runs, and vLLM's argument for its KV cache. memory: share of the GPU's"""
+    limits, pool = limits_of(gpu, TASK, memory)
+    return EngineSetup(str(model), gpu, precision, limits), pool
+
+
 def measure(given: argparse.Namespace, precision: str, mode: Any) -> None:
     """Time all ways in one engine."""
     import vllm
 
     import fp8plan
 
-    task = Recurrence(digits=3, terms=200)
-    problems = [one for one in task.problems(given.prompts, (0, TRAIN, 1)) for _ in range(given.samples)]
-    gpu = find_gpu(given.gpu)
-    limits, pool = limits_of(gpu, task, given.memory)
-    setup = EngineSetup(str(given.model), gpu, precision, limits)
+    problems = requests(given.prompts, given.samples)
+    setup, pool = setup_of(given.model, find_gpu(given.gpu), precision, given.memory)
     engine = fp8plan.RolloutEngine.from_setup(setup, skip_tokenizer_init=True, mode=mode, **pool)
     row = {
         "date": now(),

@@ -12,6 +12,7 @@ from statistics import fmean, median, stdev
 from tempfile import NamedTemporaryFile
 from typing import Any, Final, NamedTuple
 
+from benchmarks.learning import engine_modes
 from benchmarks.learning.arms import ARMS, CONTROL, CORRECTIONS, baseline
 from benchmarks.learning.predicted import UNSEEN, last_tenth, observed, read_json, reward_after, speedups
 from benchmarks.learning.run import found_runs
@@ -251,6 +252,7 @@ if __name__ == "__main__":
         timed(*OF_SPEED),
         gained(*OF_SPEED),
         again(*OF_SPEED),
+        engine_modes.table(),
         doubt("qk-norm"),
         drill("qk-norm"),
         corrected(),

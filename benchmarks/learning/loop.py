@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,13 +21,12 @@ from benchmarks.learning.arms import CORRECTIONS, Arm, strength
 from benchmarks.learning.grpo import Sample, batch_of, samples_of
 from benchmarks.learning.policies import policy_named, task_of
 from benchmarks.learning.state import RunFolder
-from benchmarks.learning.tasks import PILOT, TRAIN, Task
+from benchmarks.learning.tasks import PILOT, TRAIN
 from benchmarks.learning.trainer import Trainer
 from fp8plan import schemas
 from fp8plan.errors import NotServingError, ProfileError, SyncError
 from fp8plan.jsonl import now
-from fp8plan.model.hardware import Gpu, find_gpu
-from fp8plan.model.limits import EngineLimits
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import E4M3_MAX
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.setup import EngineSetup
@@ -35,7 +34,6 @@ from fp8plan.runtime.engine.noise import held_back
 from fp8plan.runtime.guard.fallback import GuardSettings
 
 ATTEMPTS: Final = 3  # at a rollout or a sync
-POOL: Final = 0.7  # KV cache, of an engine's share of a GPU
 ADVISES_NOTHING: Final = GuardSettings(patience=1 << 30)  # it judges each rollout; an arm stays what it is called
 
 
@@ -71,18 +69,6 @@ class Settings:
     mode: Any = "inprocess"
 
 
-def limits_of(gpu: Gpu, task: Task, share: float) -> tuple[EngineLimits, dict[str, int]]:
-    """The limits of an engine for a task that has a share of a GPU's memory, and vLLM's argument for its KV cache.
-
-    Left alone, vLLM would take for its own what others take while it looks. A CPU is not shared.
-    """
-    limits = replace(EngineLimits.for_gpu(gpu), max_model_len=task.max_prompt_tokens + task.max_response_tokens)
-    if gpu.is_cpu:
-        return limits, {}
-    pool = {"kv_cache_memory_bytes": int(POOL * share * gpu.memory_bytes)}
-    return replace(limits, gpu_memory_utilization=share), pool
-
-
 class Loop:
     """A run of one arm. `run` does all of it."""
 
@@ -101,7 +87,7 @@ class Loop:
             settings.micro_tokens, policy_named(settings.policy).frozen_layers,
         )  # fmt: skip
         self.gpu = find_gpu("cpu" if settings.device == "cpu" else "auto")
-        self.limits, pool = limits_of(self.gpu, self.task, settings.memory / settings.at_once)
+        self.limits, pool = predicted.limits_of(self.gpu, self.task, settings.memory / settings.at_once)
         self.precision = arm.preset(settings.device) if saved is None else saved["precision"]
         setup = EngineSetup(str(settings.checkpoint), self.gpu, self.precision, self.limits)
         with held_back():

@@ -1,4 +1,4 @@
-"""The plan of an arm, written before it, and the table that sets what was observed beside it.
+"""The limits and the plan of an arm, written before it, and the table that sets what was observed beside it.
 
 Rollout speed-up: the BF16 arm's seconds per token of a rollout over the arm's, of the same step, as both draw the same
 problems in it; the median over steps. Step speed-up: the same of a whole RL step. KL: median k3 over steps. ESS: of the
@@ -8,14 +8,17 @@ untruncated weights. Clip rate: tokens with a ratio above C.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
 from benchmarks.learning.arms import arm_named, baseline
 from benchmarks.learning.state import RunFolder
+from benchmarks.learning.tasks import Task
 from fp8plan import jsonl, schemas
 from fp8plan.errors import Fp8PlanError
+from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan
@@ -28,6 +31,19 @@ FORESEEN: Final = (
     "ess_raw", "clip_fraction", "makespan_s", "makespan_low_s", "makespan_high_s", "risk", "extrapolated",
 )  # fmt: skip
 UNSEEN: Final = "-"
+POOL: Final = 0.7  # KV cache, of an engine's share of a GPU
+
+
+def limits_of(gpu: Gpu, task: Task, share: float) -> tuple[EngineLimits, dict[str, int]]:
+    """The limits of an engine for a task that has a share of a GPU's memory, and vLLM's argument for its KV cache.
+
+    Left alone, vLLM would take for its own what others take while it looks. A CPU is not shared.
+    """
+    limits = replace(EngineLimits.for_gpu(gpu), max_model_len=task.max_prompt_tokens + task.max_response_tokens)
+    if gpu.is_cpu:
+        return limits, {}
+    pool = {"kv_cache_memory_bytes": int(POOL * share * gpu.memory_bytes)}
+    return replace(limits, gpu_memory_utilization=share), pool
 
 
 def plan_of_pilot(
