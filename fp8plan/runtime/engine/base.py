@@ -24,7 +24,7 @@ from fp8plan.runtime.engine.access import (
     refuse_shut_down,
 )
 from fp8plan.runtime.engine.launch import Launch
-from fp8plan.runtime.engine.warm_up import prefill_prompts
+from fp8plan.runtime.engine.warm_up import warm_up_batches
 from fp8plan.runtime.guard.fallback import Action, GuardSettings, stepped_down
 from fp8plan.runtime.guard.guard import Guard, Verdict, answer
 from fp8plan.runtime.guard.observation import EngineFacts, facts_of
@@ -133,8 +133,8 @@ class EngineBase:
         """Take over an engine that has started: read what runs, refuse what was not planned, compile kernels."""
         yield from self._read()
         if not self.launch.setup.gpu.is_cpu:
-            for prompt in prefill_prompts(self.launch.setup, self._longest):
-                yield Call("generate", ([prompt], {"max_tokens": 1, "ignore_eos": True}))
+            for prompts in warm_up_batches(self.launch.setup, self._longest):
+                yield Call("generate", (prompts, {"max_tokens": 1, "ignore_eos": True}))
             yield Call("reset")
         self._watch()
 

@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 
 from fp8plan.errors import ConfigError, SyncError
@@ -14,6 +15,8 @@ from fp8plan.model.setup import EngineSetup
 
 # Token counts by the nearest of which vLLM picks the tiles of its MoE kernel (vllm/model_executor/layers/fused_moe).
 MOE_TILES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
+
+DIGIT = 32  # of a prompt's number, in two tokens: some vocabularies are small
 
 # With async scheduling vLLM frees the last blocks a moment after the last token is out.
 RESET_TRIES, RESET_WAIT_S = 50, 0.1
@@ -45,19 +48,40 @@ def deep_gemm_rows(setup: EngineSetup, most: int) -> list[int]:
     return rows_of_every_kernel([(x.n, x.k) for x in linears if x.quantised], most, setup.gpu.sm_count)
 
 
-def prefill_prompts(setup: EngineSetup, max_model_len: int) -> list[list[int]]:
-    """Return prompts that, run one by one, meet every kernel of a step.
+def warm_up_batches(setup: EngineSetup, max_model_len: int) -> list[list[list[int]]]:
+    """Return batches of prompts that, run one after the other, meet every kernel of a step.
 
-    Their lengths are MOE_TILES, odd and even, and `deep_gemm_rows`; the longest is one token short of max_model_len.
+    A batch has as many tokens as a step may have: MOE_TILES, odd and even, and `deep_gemm_rows`. It is one prompt
+    where that leaves room for a response. Else it begins with a prompt of one token: an engine in a process of its own
+    is busy with that while the others arrive, and then has them in one step, as a rule.
 
     Requests reach the engine one by one, so the first step of a rollout holds any number of tokens: a rollout as
-    warm-up does not meet the kernels of every one. Each prompt repeats a token of its own, or the prefix cache would
-    have all but its end.
+    warm-up does not meet the kernels of every one. Each prompt begins as no other does, or the prefix cache would have
+    all but its end.
     """
-    longest = max_model_len - 1
-    tiles = {min(tokens + odd, longest) for tokens in MOE_TILES for odd in (0, 1)}
-    lengths = tiles | {tokens for tokens in deep_gemm_rows(setup, max_model_len) if tokens <= longest}
-    return [[token] * length for token, length in enumerate(sorted(lengths))]
+    longest, limits = max_model_len - 1, setup.limits
+    steps = {tokens + odd for tokens in MOE_TILES for odd in (0, 1)}
+    steps |= set(deep_gemm_rows(setup, limits.max_num_batched_tokens))
+    batches = [_split(tokens, longest) for tokens in sorted(steps) if tokens <= limits.max_num_batched_tokens]
+    number, found = count(), []
+    for lengths in batches:
+        if len(lengths) <= limits.max_num_seqs:
+            found.append([_prompt(next(number), length) for length in lengths])
+    return found
+
+
+def _split(tokens: int, longest: int) -> list[int]:
+    """The lengths of a batch's prompts, none above `longest`."""
+    if tokens <= longest:
+        return [tokens]
+    whole, rest = divmod(tokens, longest)
+    return [1, *[longest] * whole, *[rest] * (rest > 0)]
+
+
+def _prompt(number: int, length: int) -> list[int]:
+    """A prompt of small tokens whose first two are the number's digits."""
+    high, low = divmod(number, DIGIT)
+    return [high, *[low] * (length - 1)]
 
 
 def until_reset() -> Iterator[float]:

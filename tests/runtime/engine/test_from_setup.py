@@ -91,6 +91,24 @@ def test_the_kernels_of_an_unknown_model_are_not_warmed_up(opt: tuple[str, dict[
     assert deep_gemm_rows(EngineSetup("Qwen/Qwen3-0.6B", "h200", "fp8_block"), 1024)
 
 
+@pytest.mark.parametrize("max_model_len", [609, 40960])
+def test_a_warm_up_has_steps_of_every_kernel(max_model_len: int) -> None:
+    """Also of those for more tokens than one prompt can have, which the first step of a rollout may."""
+    from fp8plan.runtime.engine.warm_up import MOE_TILES, deep_gemm_rows, warm_up_batches
+
+    limits = EngineLimits(max_num_batched_tokens=8192)
+    setup = EngineSetup("Qwen/Qwen3-0.6B", "h200", "fp8_block", limits)
+    batches = warm_up_batches(setup, max_model_len)
+    steps = [sum(map(len, batch[len(batch) > 1 :])) for batch in batches]  # but for the token before the others
+    assert {*MOE_TILES, *deep_gemm_rows(setup, 8192)} <= set(steps)
+    assert max(steps) <= 8192
+    assert max(len(prompt) for batch in batches for prompt in batch) < max_model_len
+    assert all(len(batch) == 1 or len(batch[0]) == 1 for batch in batches)
+    begins = [tuple(prompt[:2]) for batch in batches for prompt in batch if len(prompt) > 1]
+    assert len(begins) == len(set(begins))
+    assert max(map(max, begins)) < 64
+
+
 def test_one_engine_is_one_replica(opt: tuple[str, dict[str, Any]]) -> None:
     """The guard compares the rollouts of this engine alone."""
     setup = EngineSetup(opt[0], "h200", "bf16", EngineLimits(data_parallel_size=4))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8plan.model.setup import EngineSetup
-from fp8plan.runtime.engine.warm_up import prefill_prompts
+from fp8plan.runtime.engine.warm_up import warm_up_batches
 from fp8plan.runtime.measure.rollouts.timed_rollout import timed
 
 # A short warm-up clips responses here: long enough to fill the batch, short enough to cost a few seconds.
@@ -28,12 +28,12 @@ def warm_up(llm: Any, prompts: Sequence[Any], responses: Sequence[int], kind: st
 
 
 def prefill_ladder(llm: Any, fields: Mapping[str, Any]) -> list[int]:
-    """Run the prompts, one by one, that meet every kernel of the model in a record's fields. Return their lengths."""
+    """Run the batches of prompts that meet every kernel of the model in a record's fields. Return their tokens."""
     from vllm import SamplingParams
 
     setup = EngineSetup(fields["model"], fields["gpu"], fields["precision"])
-    prompts = prefill_prompts(setup, llm.llm_engine.model_config.max_model_len)
-    for prompt in prompts:
+    batches = warm_up_batches(setup, llm.llm_engine.model_config.max_model_len)
+    for prompts in batches:
         params = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False, logprobs=0)
-        llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-    return [len(prompt) for prompt in prompts]
+        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return [sum(map(len, prompts)) for prompts in batches]
