@@ -6,7 +6,7 @@
 #     one|sync|MODEL|PRECISION|ENGINE_ARGS   benchmarks.gpu.weight_sync; ENGINE_ARGS is JSON
 #     all|CELLS|MODEL|PRECISION              an engine on all GPUs, before all jobs on one; left out where there is one GPU
 # Two workers share a GPU, or all of them, with half of its cores each: one has its engine there, while the other has
-# imported vLLM and waits. No job begins after SECONDS. Experts are drawn evenly, by vLLM's own simulation. DEEP_GEMM
+# imported vLLM and waits. No job begins after SECONDS, none goes on for more than TIMEOUT (600). Experts are drawn evenly, by vLLM's own simulation. DEEP_GEMM
 # names a folder of compiled kernels to start from (benchmarks.gpu.compile_deep_gemm): without it the first engine of a
 # model with FP8 weights compiles for minutes.
 set -u
@@ -44,7 +44,7 @@ run() { # NAME KIND CELLS MODEL PRECISION [ENGINE_ARGS], with the cores in $core
             --output "$out/weight_sync.$name.jsonl"
     else
         FP8PLAN_MEASURE_TURN=$out/turn.$name taskset -c "$cores" $measure --cells "benchmarks/families/$cells.json" \
-            --model "$model" --precision "$precision" --trace --kernels --timeout 600 --output "$out/$cells.$name.jsonl" \
+            --model "$model" --precision "$precision" --trace --kernels --timeout "${TIMEOUT:-600}" --output "$out/$cells.$name.jsonl" \
             --env VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random
     fi
 }

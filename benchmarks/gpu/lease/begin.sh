@@ -37,6 +37,10 @@ kernels() { # MODEL[@RANKS]...: compile the FP8 kernels of those that have none 
     mkdir -p ~/compiled
     for model in "${todo[@]}"; do touch ~/compiled/"${model//\//.}"; done
 }
+trl_server() {
+    PYTHONPATH=$PYTHONPATH:$HOME/trl python3 -m benchmarks.gpu.trl_server --output ~/res/trl_server.jsonl --deadline 400 \
+        --parts stock fp8plan
+}
 verl() { # NAME PART [OPTION...]
     python3 -m benchmarks.gpu.verl_grpo --model Qwen/Qwen3-0.6B --parts "$2" --output ~/res/verl_grpo."$1".jsonl \
         --folder ~/res/"$1" "${@:3}"

@@ -1,16 +1,17 @@
-# For two H200s: layouts over both (the lines of `all` in benchmarks/families/queue.txt). Then, with half of the cores each,
-# `cells` on the first; `learning`, whose policy is taught while kernels compile, on the second.
+# For two H200s: layouts over both (the lines of `all` in benchmarks/families/queue.txt), then TRL's server mode. Then,
+# with half of the cores each, `cells` on the first; `learning`, whose policy is taught while kernels compile, on the second.
 . ~/lease.env
 [ "$(nvidia-smi -L | grep -c H200)" = 2 ] || { echo "cells want H200s: $(nvidia-smi -L)"; exit 1; }
 export LANES=1
 CUDA_VISIBLE_DEVICES=1 python3 -m benchmarks.learning.policies qk-norm ~/res/learning/qk-norm/model --device cuda &
-kernels Qwen/Qwen3-30B-A3B fp8plan/qwen3-next-16-layers@2 ByteDance-Seed/Seed-OSS-36B-Instruct@2
+kernels Qwen/Qwen3-0.6B Qwen/Qwen3-30B-A3B fp8plan/qwen3-next-16-layers@2 ByteDance-Seed/Seed-OSS-36B-Instruct@2
 wait
 mkdir -p ~/kernels ~/res/layouts
 cp -r ~/.cache/vllm ~/kernels/vllm
 cp -r ~/.tensorrt_llm ~/kernels/trtllm
 grep '^all|' benchmarks/families/queue.txt > ~/layouts.txt
-DEEP_GEMM=~/kernels bash benchmarks/families.sh ~/res/layouts 420 ~/layouts.txt
+TIMEOUT=240 DEEP_GEMM=~/kernels bash benchmarks/families.sh ~/res/layouts 420 ~/layouts.txt
+trl_server
 
 half=$(($(nproc) / 2))
 lane() { # GPU CORES JOB...

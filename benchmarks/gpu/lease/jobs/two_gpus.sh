@@ -5,6 +5,5 @@ kernels Qwen/Qwen3-0.6B & # or TRL's server takes over 300 s
 CUDA_VISIBLE_DEVICES=0 RAY_TMPDIR=/tmp/r0 verl verl-fp8plan fp8plan &
 CUDA_VISIBLE_DEVICES=1 RAY_TMPDIR=/tmp/r1 verl verl-bf16 bf16 &
 wait
-PYTHONPATH=$PYTHONPATH:$HOME/trl python3 -m benchmarks.gpu.trl_server --output ~/res/trl_server.jsonl --deadline 400 \
-    --parts stock fp8plan
+trl_server
 verl verl-async fp8plan --gpus 2 --mode separate_async
