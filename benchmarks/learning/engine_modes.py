@@ -68,7 +68,8 @@ def _predicted(row: dict[str, Any]) -> Rollout:
     """The script's rollout on the machine of one of its rows, as today's model predicts it."""
     gpu, policy = find_gpu(row["gpu_product"]), POLICIES / Path(row["model"]).name
     setup, _ = setup_of(policy, gpu, row["precision"], row["memory"])
-    prompts, responses = (np.array([len(one[part]) for one in requests()]) for part in range(2))
+    asked = requests()
+    prompts, responses = np.array([(len(one.prompt), len(one.key)) for one in asked]).T
     profile, _ = load_profile(gpu, row["engine"].removeprefix("vLLM "))
     return simulate(setup, Batch(prompts, responses, np.arange(len(prompts)) // SAMPLES), profile).rollout
 

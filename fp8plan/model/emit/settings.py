@@ -128,7 +128,7 @@ def expert_kernels(setup: EngineSetup) -> dict[str, Any]:
     """The argument of `vllm.LLM` that keeps Triton's kernels for FP8 experts, which are those that were measured.
 
     With expert parallelism on Hopper vLLM 0.26 and 0.30 would take FlashInfer's CUTLASS ones (fused_moe/oracle/fp8.py).
-    FlashInfer compiles them first: an engine on two H200s was not there after seven minutes.
+    An engine on two H200s was not ready with them after seven minutes, probably as FlashInfer compiles them first.
     """
     limits, capability = setup.limits, setup.gpu.compute_capability
     return {"moe_backend": "triton"} if limits.expert_ranks > 1 and capability == (9, 0) else {}

@@ -7,6 +7,7 @@ are kept, missing ones take vLLM's default.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -109,7 +110,7 @@ def _record(fields: dict[str, Any], number: int, where: str) -> Record:
     check_fields(fields, where)
     try:
         batch, seconds = batch_of(fields), _seconds(fields)
-        limits = _limits(fields).holding(batch.longest)
+        limits = recorded_limits(fields).holding(batch.longest)
     except Fp8PlanError as error:
         raise ConfigError(f"{where}: {error}") from None
     return Record(number, batch, limits, seconds, _group(fields, batch, limits), fields)
@@ -124,7 +125,8 @@ def check_fields(fields: dict[str, Any], where: str) -> None:
         raise ConfigError(f"{where}: engine is {engine!r}; allowed: {ENGINE}, the one that is modelled")
 
 
-def _limits(fields: dict[str, Any]) -> EngineLimits:
+def recorded_limits(fields: Mapping[str, Any]) -> EngineLimits:
+    """The limits of the engine of a record. Raises ConfigError if the KV cache has fewer than two blocks."""
     card = find_gpu(fields["gpu"])
     given = {name: fields[name] for name in LIMITS if fields.get(name) is not None}
     for name in ("tensor_parallel", "data_parallel"):

@@ -10,7 +10,7 @@ from typing import Any
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.configs import find_config
-from fp8plan.model.emit.settings import expert_kernels, online_quantisation, vllm_env, vllm_kwargs
+from fp8plan.model.emit.settings import vllm_env, vllm_kwargs
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import precision
 from fp8plan.model.setup import EngineSetup
@@ -161,10 +161,7 @@ def launch(
         if more.get(name, allowed) != allowed:
             raise ConfigError(f"{name} is {more[name]!r}; allowed: {allowed!r}: {why}")
     setup.check_precision()
-    kwargs = vllm_kwargs(setup) | {"disable_log_stats": False} | dict(more) | {"worker_extension_cls": EXTENSION}
-    if model_path is not None:
-        kwargs["model"] = str(model_path)
-    model = str(kwargs["model"])
+    model = str(setup.path if model_path is None else model_path)
     local = (Path(model) / "config.json").is_file()
     config = _config(Path(model).resolve() if local else model, setup.path)
     if "quantization_config" in config:
@@ -173,11 +170,11 @@ def launch(
             "checkpoint that the trainer started from, which vLLM quantises while it loads"
         )
     known = {field.name for field in fields(EngineLimits)}
-    limits = replace(setup.limits, **{name: value for name, value in kwargs.items() if name in known})
+    limits = replace(setup.limits, **{name: value for name, value in more.items() if name in known})
     runs = replace(setup, model=model if local else setup.model, limits=replace(limits, data_parallel_size=1))
+    kwargs = vllm_kwargs(runs) | {"model": model, "disable_log_stats": False} | dict(more)
+    kwargs["worker_extension_cls"] = EXTENSION
     if preset.weights == "fp8_block":
-        # `more` may cut the model into other sizes than the setup, and name other kernels.
-        kwargs = expert_kernels(runs) | kwargs | online_quantisation(runs)
         _keep_bf16(kwargs, keep_bf16, config)
     elif any(keep_bf16):
         raise ConfigError(f"keep_bf16 is {keep_bf16}, and {preset.name} has no FP8 weights; leave it out")

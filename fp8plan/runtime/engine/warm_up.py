@@ -16,7 +16,7 @@ from fp8plan.model.setup import EngineSetup
 # Token counts by the nearest of which vLLM picks the tiles of its MoE kernel (vllm/model_executor/layers/fused_moe).
 MOE_TILES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
 
-DIGIT = 32  # of a prompt's number, in two tokens: some vocabularies are small
+BASE = 32  # of the digits with which a prompt begins: some vocabularies are small
 
 # With async scheduling vLLM frees the last blocks a moment after the last token is out.
 RESET_TRIES, RESET_WAIT_S = 50, 0.1
@@ -52,8 +52,9 @@ def warm_up_batches(setup: EngineSetup, max_model_len: int) -> list[list[list[in
     """Return batches of prompts that, run one after the other, meet every kernel of a step.
 
     A batch has as many tokens as a step may have: MOE_TILES, odd and even, and `deep_gemm_rows`. It is one prompt
-    where that leaves room for a response. Else it begins with a prompt of one token: an engine in a process of its own
-    is busy with that while the others arrive, and then has them in one step, as a rule.
+    where that leaves room for a response. Else one token comes before: an engine in a process of its own is busy with
+    that while the other prompts arrive, and then has them in one step, as a rule. An engine in the caller's process
+    has all in one step; a kernel is seldom for one number of tokens alone.
 
     Requests reach the engine one by one, so the first step of a rollout holds any number of tokens: a rollout as
     warm-up does not meet the kernels of every one. Each prompt begins as no other does, or the prefix cache would have
@@ -79,9 +80,9 @@ def _split(tokens: int, longest: int) -> list[int]:
 
 
 def _prompt(number: int, length: int) -> list[int]:
-    """A prompt of small tokens whose first two are the number's digits."""
-    high, low = divmod(number, DIGIT)
-    return [high, *[low] * (length - 1)]
+    """A prompt of small tokens that begins with the number's digits."""
+    digits = [number // BASE**2, number // BASE % BASE, number % BASE]
+    return (digits + digits[-1:] * length)[:length]
 
 
 def until_reset() -> Iterator[float]:

@@ -26,7 +26,7 @@ WAY_BACK: Final = {
     "gemm": "leave linear_backend, VLLM_DISABLED_KERNELS, VLLM_USE_DEEP_GEMM and VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER "
     "unset, and install flashinfer as this vLLM demands it",
     "attention": "leave attention_backend unset",
-    "moe": "leave moe_backend and VLLM_USE_DEEP_GEMM unset",
+    "moe": "leave VLLM_USE_DEEP_GEMM unset, and moe_backend as a plan has it",
 }
 
 KNOWN_FOR: Final = {

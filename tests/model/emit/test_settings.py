@@ -19,7 +19,7 @@ import pytest
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.configs import bundled_configs
-from fp8plan.model.emit.settings import vllm_kwargs
+from fp8plan.model.emit.settings import serve_command, vllm_kwargs
 from fp8plan.model.emit.trl import _COLOCATED
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
@@ -164,6 +164,8 @@ def test_fp8_experts_in_parallel_keep_the_kernels_that_were_measured(gpu: str, e
 
     assert backend("fp8_block", limits) == expected
     assert backend("bf16", limits) is backend("fp8_block", EngineLimits(tensor_parallel_size=2)) is None
+    kwargs = vllm_kwargs(EngineSetup("Qwen/Qwen3-30B-A3B", find_gpu(gpu), "fp8_block", limits))
+    assert ("--moe-backend triton" in serve_command(kwargs, {})) is (expected is not None)
 
 
 def test_fp8_weights_keep_their_fp32_scales() -> None:

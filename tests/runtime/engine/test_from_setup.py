@@ -91,7 +91,22 @@ def test_the_kernels_of_an_unknown_model_are_not_warmed_up(opt: tuple[str, dict[
     assert deep_gemm_rows(EngineSetup("Qwen/Qwen3-0.6B", "h200", "fp8_block"), 1024)
 
 
-@pytest.mark.parametrize("max_model_len", [609, 40960])
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, "triton"),
+        ({"tensor_parallel_size": 2, "enable_expert_parallel": True, "moe_backend": "auto"}, "auto"),
+        ({"tensor_parallel_size": 1}, None),
+        ({"enable_expert_parallel": False}, None),
+    ],
+)
+def test_the_kernels_of_experts_are_those_of_what_runs(more: dict[str, Any], expected: str | None) -> None:
+    limits = EngineLimits(tensor_parallel_size=2, enable_expert_parallel=True)
+    setup = EngineSetup("Qwen/Qwen3-30B-A3B", "h200", "fp8_block", limits)
+    assert launch(setup, more=more).kwargs.get("moe_backend") == expected
+
+
+@pytest.mark.parametrize("max_model_len", [64, 609, 40960])
 def test_a_warm_up_has_steps_of_every_kernel(max_model_len: int) -> None:
     """Also of those for more tokens than one prompt can have, which the first step of a rollout may."""
     from fp8plan.runtime.engine.warm_up import MOE_TILES, deep_gemm_rows, warm_up_batches
@@ -104,9 +119,9 @@ def test_a_warm_up_has_steps_of_every_kernel(max_model_len: int) -> None:
     assert max(steps) <= 8192
     assert max(len(prompt) for batch in batches for prompt in batch) < max_model_len
     assert all(len(batch) == 1 or len(batch[0]) == 1 for batch in batches)
-    begins = [tuple(prompt[:2]) for batch in batches for prompt in batch if len(prompt) > 1]
+    begins = [tuple(prompt[:3]) for batch in batches for prompt in batch if len(prompt) > 2]
     assert len(begins) == len(set(begins))
-    assert max(map(max, begins)) < 64
+    assert max(map(max, begins)) < 32
 
 
 def test_one_engine_is_one_replica(opt: tuple[str, dict[str, Any]]) -> None:

@@ -14,9 +14,13 @@ TIMEOUT=240 DEEP_GEMM=~/kernels bash benchmarks/families.sh ~/res/layouts 420 ~/
 trl_server
 
 half=$(($(nproc) / 2))
-lane() { # GPU CORES JOB...
+lane() { # GPU CORES JOB...: with caches of its own, as a record counts what is compiled
+    mkdir ~/lane"$1"
+    cp -r ~/kernels/. ~/lane"$1"
+    export CUDA_VISIBLE_DEVICES=$1 VLLM_CACHE_ROOT=~/lane$1/vllm TRTLLM_DG_CACHE_DIR=~/lane$1/trtllm
+    export TRITON_CACHE_DIR=~/lane$1/triton TORCHINDUCTOR_CACHE_DIR=~/lane$1/inductor
     for job in "${@:3}"; do
-        CUDA_VISIBLE_DEVICES=$1 taskset -c "$2" bash "benchmarks/gpu/lease/jobs/$job.sh" > ~/res/"$job".log 2>&1
+        taskset -c "$2" bash "benchmarks/gpu/lease/jobs/$job.sh" > ~/res/"$job".log 2>&1
     done
 }
 lane 0 "0-$((half - 1))" cells &

@@ -51,6 +51,7 @@ from fp8plan.runtime.measure.notes import note
 from fp8plan.runtime.measure.rollouts.rollout_engine import TURN
 
 ERRORS = 12
+WAITS = 3  # times the time of an engine is the longest wait for its turn
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="full",
         help="of workloads that name none; short: responses clipped",
     )
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds an engine may take, its turn once come")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds an engine may take, once it is its turn")
     parser.add_argument("--trace", action="store_true", help="write every engine step")
     parser.add_argument(
         "--kernels", action="store_true", help="after the rollouts, time the kernels of a few decode steps"
@@ -152,14 +153,24 @@ def _run(job: dict[str, Any], timeout_s: float) -> str | None:
         )
         os.close(notes)
         try:
-            while TURN in os.environ and not turn.exists() and child.poll() is None:
-                time.sleep(0.2)
+            if TURN in os.environ and not _came(turn, child, WAITS * timeout_s):
+                return f"its turn did not come within {WAITS * timeout_s:.0f} s"
             status = child.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return f"killed after {timeout_s:.0f} s; last line of the log: {_last_line(job['log'])}"
         finally:
             _kill(child)
     return f"exit status {status}; {_cause(job['log'], start)}" if status else None
+
+
+def _came(turn: Path, child: subprocess.Popen[bytes], patience_s: float) -> bool:
+    """Wait until the child has its turn or has ended. False: it has neither."""
+    until = time.monotonic() + patience_s
+    while not turn.exists() and child.poll() is None:
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.2)
+    return True
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:

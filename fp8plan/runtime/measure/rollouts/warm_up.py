@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8plan.model.setup import EngineSetup
+from fp8plan.model.validate.records import recorded_limits
 from fp8plan.runtime.engine.warm_up import warm_up_batches
 from fp8plan.runtime.measure.rollouts.timed_rollout import timed
 
@@ -31,7 +32,7 @@ def prefill_ladder(llm: Any, fields: Mapping[str, Any]) -> list[int]:
     """Run the batches of prompts that meet every kernel of the model in a record's fields. Return their tokens."""
     from vllm import SamplingParams
 
-    setup = EngineSetup(fields["model"], fields["gpu"], fields["precision"])
+    setup = EngineSetup(fields["model"], fields["gpu"], fields["precision"], recorded_limits(fields))
     batches = warm_up_batches(setup, llm.llm_engine.model_config.max_model_len)
     for prompts in batches:
         params = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False, logprobs=0)
