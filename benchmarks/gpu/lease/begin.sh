@@ -33,13 +33,14 @@ learners() { # SIGNAL: to the process groups of the jobs that learn
 kernels() { # MODEL[@RANKS]...: compile the FP8 kernels of those that have none yet
     local model todo=()
     for model in "$@"; do [ -e ~/compiled/"${model//\//.}" ] || todo+=("$model"); done
-    [ ${#todo[@]} = 0 ] || python3 -m benchmarks.gpu.compile_deep_gemm --models "${todo[@]}" --processes $(($(nproc) - 4))
+    [ ${#todo[@]} -gt 0 ] || return 0
+    python3 -m benchmarks.gpu.compile_deep_gemm --models "${todo[@]}" --processes $(($(nproc) - 4))
     mkdir -p ~/compiled
     for model in "${todo[@]}"; do touch ~/compiled/"${model//\//.}"; done
 }
 trl_server() {
-    PYTHONPATH=$PYTHONPATH:$HOME/trl python3 -m benchmarks.gpu.trl_server --output ~/res/trl_server.jsonl --deadline 400 \
-        --parts stock fp8plan
+    PYTHONPATH=$PYTHONPATH:$HOME/trl python3 -m benchmarks.gpu.trl_server --output ~/res/trl_server.jsonl \
+        --deadline 400 --parts stock fp8plan
 }
 verl() { # NAME PART [OPTION...]
     python3 -m benchmarks.gpu.verl_grpo --model Qwen/Qwen3-0.6B --parts "$2" --output ~/res/verl_grpo."$1".jsonl \

@@ -6,7 +6,7 @@ set -u
 here=$(dirname "$0")
 seconds=${1:?usage: tick.sh SECONDS [JOB...]}
 shift
-[ -e ~/lease.env ] || { echo "no lease.env: begin.sh has not run here, or failed; or this is another machine" >&2; exit 2; }
+[ -e ~/lease.env ] || { echo "no lease.env: begin.sh has not run here, or failed" >&2; exit 2; }
 mkdir -p ~/started ~/res
 for job in "$@"; do
     [ -f "$here/jobs/$job.sh" ] || { echo "no job $job; there are $(ls "$here/jobs")" >&2; exit 2; }
