@@ -1,5 +1,6 @@
 # For two H200s: layouts over both (the lines of `all` in benchmarks/families/queue.txt), then TRL's server mode. Then,
-# with half of the cores each, `cells` on the first; `learning`, whose policy is taught while kernels compile, on the second.
+# with half of the cores each, `cells` on the first; on the second `learning`, whose policy is taught while kernels
+# compile.
 . ~/lease.env
 [ "$(nvidia-smi -L | grep -c H200)" = 2 ] || { echo "cells want H200s: $(nvidia-smi -L)"; exit 1; }
 export LANES=1
