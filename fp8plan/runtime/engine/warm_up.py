@@ -64,11 +64,8 @@ def warm_up_batches(setup: EngineSetup, max_model_len: int) -> list[list[list[in
     steps = {tokens + odd for tokens in MOE_TILES for odd in (0, 1)}
     steps |= set(deep_gemm_rows(setup, limits.max_num_batched_tokens))
     batches = [_split(tokens, longest) for tokens in sorted(steps) if tokens <= limits.max_num_batched_tokens]
-    number, found = count(), []
-    for lengths in batches:
-        if len(lengths) <= limits.max_num_seqs:
-            found.append([_prompt(next(number), length) for length in lengths])
-    return found
+    number = count()
+    return [[_prompt(next(number), x) for x in lengths] for lengths in batches if len(lengths) <= limits.max_num_seqs]
 
 
 def _split(tokens: int, longest: int) -> list[int]:
