@@ -17,7 +17,7 @@ from benchmarks.tables.markdown import table
 from fp8plan import jsonl
 
 RESULTS = Path(__file__).parents[1] / "results"
-VERL, TRL = RESULTS / "verl_h200.jsonl", RESULTS / "trl_server_h200.jsonl"
+VERL, VERL_H100, TRL = (RESULTS / f"{name}.jsonl" for name in ("verl_h200", "verl_h100", "trl_server_h200"))
 WARM = 2  # steps at the beginning whose times do not count: engines warm up
 
 Row = dict[str, Any]
@@ -26,7 +26,7 @@ Row = dict[str, Any]
 def verl() -> str:
     """A row for each run of verl's main_ppo that came to its end: medians of its seconds, and what it learnt."""
     heads = ("verl", "GPUs", "mode", "rollout (s)", "weight sync (s)", "step (s)", "reward", "KL k3", "threshold")
-    return table(heads, (_verl(run) for run in _runs(jsonl.rows(VERL)) if _ended(run)))
+    return table(heads, (_verl(run) for file in (VERL, VERL_H100) for run in _runs(jsonl.rows(file)) if _ended(run)))
 
 
 def _verl(run: list[Row]) -> tuple[str, ...]:
@@ -37,12 +37,12 @@ def _verl(run: list[Row]) -> tuple[str, ...]:
     sampler = any("custom_sampler" in word for word in told["words"])
     return (
         f"{'fp8plan' if ours else 'stock'}, `{told['precision']}`" + (f", target {target[0]}" if target else ""),
-        str(told["gpus"]),
+        f"{told['gpus']} {told['gpu_product'].split()[1]}",  # NVIDIA H200, NVIDIA H100 80GB HBM3
         told["mode"] + (", looks every 0.1 s" if sampler else ""),
         *(f"{value:.2f}" for value in seconds),
         _from_to(steps, "critic/score/mean", ".3f"),
         _from_to(steps, "rollout_corr/k3_kl", ".1e"),
-        _from_to(steps, "fp8plan/threshold_tis", ".3g") if ours else "",
+        _span([row["fp8plan/threshold_tis"] for row in steps], ".3g") if ours else "",
     )
 
 
@@ -120,8 +120,13 @@ def _median(steps: Iterable[Row], name: str) -> float:
 
 
 def _from_to(steps: list[Row], name: str, form: str) -> str:
-    first, last = (format(steps[at][name], form) for at in (0, -1))
-    return first if first == last else f"{first} to {last}"
+    """The first step's figure and the last one's."""
+    return " to ".join(format(steps[at][name], form) for at in (0, -1))
+
+
+def _span(values: list[float], form: str) -> str:
+    """The lowest and the highest, or what all of them are."""
+    return " to ".join(dict.fromkeys(format(value, form) for value in (min(values), max(values))))
 
 
 def main() -> None:

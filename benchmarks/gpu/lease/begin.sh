@@ -40,7 +40,7 @@ kernels() { # MODEL[@RANKS]...: compile the FP8 kernels of those that have none 
 }
 trl_server() {
     PYTHONPATH=$PYTHONPATH:$HOME/trl python3 -m benchmarks.gpu.trl_server --output ~/res/trl_server.jsonl \
-        --deadline 400 --parts stock fp8plan
+        --deadline 400 --parts stock fp8plan --gpu "$(nvidia-smi -L | grep -q H100 && echo h100_sxm || echo h200_sxm)"
 }
 verl() { # NAME PART [OPTION...]
     python3 -m benchmarks.gpu.verl_grpo --model Qwen/Qwen3-0.6B --parts "$2" --output ~/res/verl_grpo."$1".jsonl \
