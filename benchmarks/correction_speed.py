@@ -135,13 +135,12 @@ def monitor_step(tokens: int, sequences: int) -> dict[str, float]:
 
 def table(path: Path = RESULTS) -> str:
     """The medians of the committed runs, in Markdown."""
+    from benchmarks.tables import markdown
     from fp8plan import jsonl
 
     rows = jsonl.rows(path)
-    lines = [
-        "| on a batch of | verl 0.9.1 | fp8plan | faster | verl, CPU time | fp8plan, CPU time | extra memory |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    heads = ("on a batch of", "verl 0.9.1", "fp8plan", "faster", "verl, CPU time", "fp8plan, CPU time", "extra memory")
+    lines = []
     for what in CONFIG:
         theirs, ours = (
             {name: statistics.median(row[name] for row in rows if (row["what"], row["who"]) == (what, who))
@@ -156,14 +155,15 @@ def table(path: Path = RESULTS) -> str:
             *(f"{one['cpu_seconds']:.2f} s" for one in (theirs, ours)),
             f"{gigabytes} GB ({ours['extra_bytes'] / theirs['extra_bytes']:.0%})",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(cells)
     (step,) = (row for row in rows if row["what"] == MONITOR)
-    lines.append(f"| {step['tokens']:,} packed tokens, {MONITOR}, best of five | | {step['seconds']:.2f} s | | | | |")
+    of_step = f"{step['tokens']:,} packed tokens, {MONITOR}, best of five"
+    lines.append([of_step, "", f"{step['seconds']:.2f} s", "", "", "", ""])
     machine = (
         f"{rows[0]['cpu_model']}, {rows[0]['threads']} threads, {step['what']} one; torch {rows[0]['torch_version']}"
     )
     runs = sum((row["what"], row["who"]) == (what, "verl") for row in rows)
-    return "\n".join(lines) + f"\n\nElse medians of {runs} runs, on {rows[0]['date']}; {machine}."
+    return f"{markdown.table(heads, lines)}\n\nElse medians of {runs} runs, on {rows[0]['date']}; {machine}."
 
 
 def main() -> None:

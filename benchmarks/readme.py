@@ -19,7 +19,9 @@ import correction_speed  # noqa: E402
 import speed  # noqa: E402
 import verl_outputs  # noqa: E402
 from control import report as control_report  # noqa: E402
-from learning import changes, engine_modes, evidence  # noqa: E402
+from learning import changes  # noqa: E402
+from learning.evidence import engine_modes, learnt  # noqa: E402
+from learning.evidence import speed as learning_speed  # noqa: E402
 from tables import accuracy, baselines, correction_gpu, markdown, probe, trainers, weight_sync  # noqa: E402
 
 import fp8plan  # noqa: E402
@@ -102,9 +104,10 @@ def blocks() -> dict[str, str]:
     made["control"] = control_report.short_table()
     made["change ratios"] = changes.committed()
     made["probe of smollm2"] = probe.table(probe.SMOLLM2)
-    made |= {kind.__name__: kind("qk-norm") for kind in (evidence.learnt, evidence.doubt, evidence.drill)}
-    made |= {"corrected": evidence.corrected(), "engine modes": engine_modes.table()}
-    made |= {kind.__name__: kind(*evidence.OF_SPEED) for kind in (evidence.timed, evidence.gained, evidence.again)}
+    made |= {kind.__name__: kind("qk-norm") for kind in (learnt.learnt, learnt.doubt, learnt.drill)}
+    made |= {"corrected": learnt.corrected(), "engine modes": engine_modes.ways()}
+    of_speed = (learning_speed.timed, learning_speed.gained, learning_speed.again)
+    made |= {kind.__name__: kind(*learning_speed.OF_SPEED) for kind in of_speed}
     made["public names"] = public_names()
     made |= {f"help {command}": help_text(command) for command in COMMANDS}
     return made | weight_sync.tables()

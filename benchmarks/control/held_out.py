@@ -16,13 +16,14 @@ from benchmarks.control.baselines import GRID
 from benchmarks.control.methods import Factory, methods
 from benchmarks.control.run import measured_noise_tokens
 from benchmarks.control.scenarios import SCENARIOS, SEQUENCES, Scenario
+from benchmarks.tables.markdown import table
 
 PROBLEMS = (1, 2)
 SHOWN = ("adaptive", "least error", "least error, noise unknown")
 SAVED = Path(__file__).parent / "held_out.md"
 
 
-def compare(seed: int, scenarios: Sequence[Scenario] = SCENARIOS, sizes: Sequence[int] = SEQUENCES) -> list[str]:
+def compare(seed: int, scenarios: Sequence[Scenario] = SCENARIOS, sizes: Sequence[int] = SEQUENCES) -> list[list[str]]:
     """Rows of the table for the problem of this seed, with samples of its own and its own noise scale."""
     before = simulate.PROBLEM_SEED, simulate.SAMPLE_SEED
     simulate.PROBLEM_SEED, simulate.SAMPLE_SEED = seed, 1_000 + seed
@@ -33,21 +34,21 @@ def compare(seed: int, scenarios: Sequence[Scenario] = SCENARIOS, sizes: Sequenc
         simulate.PROBLEM_SEED, simulate.SAMPLE_SEED = before
 
 
-def row(seed: int, scenario: Scenario, sequences: int, offered: Mapping[str, Factory]) -> str:
+def row(seed: int, scenario: Scenario, sequences: int, offered: Mapping[str, Factory]) -> list[str]:
     fixed = [f"fixed {c:g}" for c in GRID]
     chosen = {name: offered[name] for name in ("C=2", *SHOWN, *fixed)}
     errors = {name: trace.mse for name, trace in simulate.run(scenario, sequences, chosen).traces.items()}
     best = np.min([errors[name] for name in fixed], axis=0)
     figures = [errors[name].sum() for name in SHOWN] + [best.sum()]
-    cells = " | ".join(f"{figure / errors['C=2'].sum():.3f}" for figure in figures)
-    return f"| {seed} | {scenario.name} | {sequences:,} | {cells} |"
+    cells = (f"{figure / errors['C=2'].sum():.3f}" for figure in figures)
+    return [str(seed), scenario.name, f"{sequences:,}", *cells]
 
 
 def main() -> None:
     with ProcessPoolExecutor(2) as pool:
         rows = [row for found in pool.map(compare, PROBLEMS) for row in found]
-    head = "| problem | scenario | sequences | " + " | ".join((*SHOWN, "best each step")) + " |"
-    text = "\n".join(["# Problems that nothing was tuned on\n", head, "| --- " * (4 + len(SHOWN)) + "|", *rows]) + "\n"
+    made = table(("problem", "scenario", "sequences", *SHOWN, "best each step"), rows)
+    text = f"# Problems that nothing was tuned on\n\n{made}\n"
     SAVED.write_text(text, encoding="utf-8")
     print(text)
 

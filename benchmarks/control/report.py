@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.tables import markdown
+
 FOLDER = Path(__file__).parent
 COLOURS = {"kl": "#000000", "C=2": "#E69F00", "adaptive": "#0072B2", "least error": "#009E73"}  # Okabe and Ito's
 TODAY = ("C=1.5", "C=2", "C=5", "untruncated", "uncorrected", "staleness")
@@ -39,18 +41,16 @@ def short_table(folder: Path = FOLDER) -> str:
     rows = json.loads((folder / "results.json").read_text("utf-8"))["results"]
     sizes = " / ".join(f"{row['sequences']:,}" for row in rows if row["scenario"] == rows[0]["scenario"])
     columns = {"C = 1.5": "C=1.5", "C = 5": "C=5", **{name: name for name in OURS}}
-    lines = [
-        f"| mismatch | {' | '.join(columns)} | the best C of every single step |",
-        "|---" * (len(columns) + 2) + "|",
-    ]
+    lines = []
     for scenario in dict.fromkeys(row["scenario"] for row in rows):
         of = [row for row in rows if row["scenario"] == scenario]
         found = [[row["methods"][name]["mse"] for row in of] for name in columns.values()]
         found.append([row["best_each_step"]["mse"] for row in of])
         at_two = [row["methods"]["C=2"]["mse"] for row in of]
         cells = (" / ".join(f"{x / y:.2f}" for x, y in zip(one, at_two, strict=True)) for one in found)
-        lines.append(f"| {scenario.replace('_', ' ')} | {' | '.join(cells)} |")
-    return "\n".join(lines) + f"\n\nBatches of {sizes} sequences."
+        lines.append([scenario.replace("_", " "), *cells])
+    made = markdown.table(("mismatch", *columns, "the best C of every single step"), lines)
+    return f"{made}\n\nBatches of {sizes} sequences."
 
 
 INTRODUCTION = """# Every law of the thresholds against what is done today
@@ -107,14 +107,14 @@ def trained(rows: Sequence[Row]) -> str:
         key = (row["optimiser"], row["scenario"], f"{row['sequences']:,}")
         lines.setdefault(key, []).append(f"{row['mean']:.2f} ± {row['standard_error']:.2f}")
     body = [[*key, *cells] for key, cells in sorted(lines.items(), key=lambda item: item[0][0])]
-    return LOOP + "\n" + _markdown([["optimiser", "scenario", "sequences", *compared], *body])
+    return f"{LOOP}\n{markdown.table(('optimiser', 'scenario', 'sequences', *compared), body)}\n"
 
 
 def _table(rows: Sequence[Row], names: Sequence[str], figure: str, bounds: bool = False, against: str = "C=2") -> str:
     header = ["scenario", "sequences", "KL", *(name.removeprefix("law: ") for name in names if name != against)]
     if bounds:
         header += ["best fixed", "best each step", f"{against}, absolute"]
-    lines = [header]
+    lines = []
     for row in rows:
         base = row["methods"][against][figure]
         cells = [_bold(row["methods"][name][figure] / base, name) for name in names if name != against]
@@ -123,7 +123,7 @@ def _table(rows: Sequence[Row], names: Sequence[str], figure: str, bounds: bool 
             cells += [f"{best['mse'] / base:.3f} (C={best['c']:g})", f"{row['best_each_step']['mse'] / base:.3f}"]
             cells += [f"{base:.3g}"]
         lines.append([row["scenario"], f"{row['sequences']:,}", f"{row['kl'][1]:.2g}", *cells])
-    return _markdown(lines)
+    return markdown.table(header, lines) + "\n"
 
 
 def _bold(value: float, name: str) -> str:
@@ -148,10 +148,11 @@ def costs(rows: Sequence[Row], name: str = "adaptive", against: str = "C=2") -> 
 
 
 def _behaviour(rows: Sequence[Row], name: str) -> str:
-    lines = [
-        ["scenario", "sequences", "bias^2", "variance", "bias^2 at C=2", "variance at C=2", "regret", "weight lost",
-         "steps that moved C", "churn", "lag, steps"],
-    ]  # fmt: skip
+    heads = (
+        "scenario", "sequences", "bias^2", "variance", "bias^2 at C=2", "variance at C=2", "regret", "weight lost",
+        "steps that moved C", "churn", "lag, steps",
+    )  # fmt: skip
+    lines = []
     for row in rows:
         ours, two = row["methods"][name], row["methods"]["C=2"]
         regret = ours["mse"] / row["best_fixed"]["mse"] - 1
@@ -161,12 +162,7 @@ def _behaviour(rows: Sequence[Row], name: str) -> str:
              f"{two['bias2']:.3g}", f"{two['variance']:.3g}", f"{regret:+.1%}", f"{ours['lost']:.1%}",
              f"{ours['moves']:.0%}", f"{ours['churn']:.3f}", lag]
         )  # fmt: skip
-    return _markdown(lines)
-
-
-def _markdown(lines: Sequence[Sequence[str]]) -> str:
-    head, *body = lines
-    return "".join("| " + " | ".join(line) + " |\n" for line in [head, ["---"] * len(head), *body])
+    return markdown.table(heads, lines) + "\n"
 
 
 def picture(rows: Sequence[Row], path: Path) -> None:

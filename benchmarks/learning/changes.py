@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from benchmarks.tables import markdown
 from fp8plan.jsonl import rows as read
 
 if TYPE_CHECKING:
@@ -94,15 +95,14 @@ def table(rows: Iterable[Row]) -> str:
         total["steps"] += 1
         for name in COUNTS:
             total[name] += row[name]
-    head = "| policy | learning rate | layers | steps | BF16 | E4M3 | E4M3 where the scale stays | scales |"
-    lines = [head, "|" + "---|" * 8]
+    heads = ("policy", "learning rate", "layers", "steps", "BF16", "E4M3", "E4M3 where the scale stays", "scales")
+    lines = []
     order = [*KINDS, "other"]
     for (policy, rate, kind), total in sorted(sums.items(), key=lambda x: (x[0][0], x[0][1], order.index(x[0][2]))):
         fp8 = [_share(total[name], total["values"]) for name in ("e4m3", "e4m3_where_scale_kept")]
         fp8 = [*fp8, _share(total["scales"], total["blocks"])] if total["blocks"] else ["-"] * 3
-        cells = [policy, f"{rate:.0e}", kind, str(total["steps"]), _share(total["bf16"], total["values"]), *fp8]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([policy, f"{rate:.0e}", kind, str(total["steps"]), _share(total["bf16"], total["values"]), *fp8])
+    return markdown.table(heads, lines)
 
 
 def committed() -> str:

@@ -16,6 +16,7 @@ from typing import Any, Final
 from benchmarks.learning.arms import arm_named, baseline
 from benchmarks.learning.state import RunFolder
 from benchmarks.learning.tasks import Task
+from benchmarks.tables import markdown
 from fp8plan import jsonl, schemas
 from fp8plan.errors import Fp8PlanError
 from fp8plan.model.hardware import Gpu
@@ -111,7 +112,7 @@ def table(runs: Mapping[tuple[str, int], RunFolder]) -> str:
         "step speed-up, predicted", "observed", "k3, predicted (90%)", "observed", "raw ESS, predicted", "observed",
         "clipped, predicted", "observed", "least C",
     )  # fmt: skip
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    lines = []
     seen = {key: observed(folder) for key, folder in runs.items()}
     for (arm, seed), folder in runs.items():
         said, now, base = read_json(folder / "predicted.json"), seen[arm, seed], runs.get((baseline(arm), seed))
@@ -127,8 +128,8 @@ def table(runs: Mapping[tuple[str, int], RunFolder]) -> str:
             _short(said["ess_raw"]), _short(now["ess_raw"]), _short(said["clip_fraction"]),
             _short(now["clip_fraction"]), _short(now["lowest_c"]) if arm_named(arm).correction != "none" else UNSEEN,
         ]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return markdown.table(head, lines)
 
 
 def reward_after(folder: RunFolder) -> float:

@@ -78,8 +78,7 @@ def _totals(cells: Sequence[Cell], noise: float, largest: float) -> str:
     others = sum(bool(x["predicted_preemptions"]) for x in cells if not x["preemptions"])
     if others:
         rows[4] = (rows[4][0], f"{counts}; predicted but not measured in {others} cells")
-    head = f"| {len(cells)} cells, {len(by_group(cells))} groups | |"
-    return "\n".join([head, "|---|---|", *(f"| {name} | {text} |" for name, text in rows)])
+    return table((f"{len(cells)} cells, {len(by_group(cells))} groups", ""), rows)
 
 
 def _halves(result: Validation) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tables import markdown
 from fp8plan import jsonl
 from fp8plan.errors import ConfigError
 from fp8plan.model.precision import PRESETS
@@ -60,8 +61,7 @@ def table(rows: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]])
         "median spread of repeated runs on one card. Warned: AIConfigurator answers, and adds that the batch exceeds "
         f"the KV cache and that the answer is inaccurate. Baselines of {when}; {'; '.join(made_by)}."
     )
-    markdown = ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *body)]
-    return "\n".join([*markdown, "", notes])
+    return f"{markdown.table(head, body)}\n\n{notes}"
 
 
 def predictions(lines: Sequence[Mapping[str, Any]]) -> dict[str, Predictions]:

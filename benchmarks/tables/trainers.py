@@ -8,7 +8,7 @@ benchmarks.gpu.verl_grpo and benchmarks.gpu.trl_server made them, as the rows by
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,9 +40,9 @@ def _verl(run: list[Row]) -> tuple[str, ...]:
         f"{told['gpus']} {told['gpu_product'].split()[1]}",  # NVIDIA H200, NVIDIA H100 80GB HBM3
         told["mode"] + (", looks every 0.1 s" if sampler else ""),
         *(f"{value:.2f}" for value in seconds),
-        _from_to(steps, "critic/score/mean", ".3f"),
-        _from_to(steps, "rollout_corr/k3_kl", ".1e"),
-        _span([row["fp8plan/threshold_tis"] for row in steps], ".3g") if ours else "",
+        _from_to([row["critic/score/mean"] for row in steps], ".3f"),
+        _from_to([row["rollout_corr/k3_kl"] for row in steps], ".1e"),
+        _from_to(sorted(row["fp8plan/threshold_tis"] for row in steps), ".3g") if ours else "",
     )
 
 
@@ -119,14 +119,9 @@ def _median(steps: Iterable[Row], name: str) -> float:
     return float(median(row[name] for row in list(steps)[WARM:]))
 
 
-def _from_to(steps: list[Row], name: str, form: str) -> str:
-    """The first step's figure and the last one's."""
-    return " to ".join(format(steps[at][name], form) for at in (0, -1))
-
-
-def _span(values: list[float], form: str) -> str:
-    """The lowest and the highest, or what all of them are."""
-    return " to ".join(dict.fromkeys(format(value, form) for value in (min(values), max(values))))
+def _from_to(values: Sequence[float], form: str) -> str:
+    """The first value and the last, or what both are."""
+    return " to ".join(dict.fromkeys(format(values[at], form) for at in (0, -1)))
 
 
 def main() -> None:

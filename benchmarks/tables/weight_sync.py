@@ -39,15 +39,15 @@ NOT_MEASURED = "not measured"
 def quantiser_table(rows: Sequence[Row]) -> str:
     """GB/s of every quantiser, and as a share of the fastest copy."""
     copy = max(row["gb_per_s"] for row in rows if row["kernel"] == "copy")
-    heads = " | ".join(GROUPS.values())
-    lines = [f"| quantiser | {heads} |", "|---|" + "---|" * len(GROUPS)]
+    lines = []
     for name, wanted in QUANTISERS.items():
         cells = []
         for group in GROUPS:
             (row,) = (r for r in rows if wanted | {"group": group} == {k: r.get(k) for k in [*wanted, "group"]})
             cells.append(f"{row['gb_per_s']:,.0f} GB/s, {row['gb_per_s'] / copy:.0%}")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join([*lines, f"| a copy, read and written | {copy:,.0f} GB/s |" + " |" * (len(GROUPS) - 1)])
+        lines.append([name, *cells])
+    lines.append(["a copy, read and written", f"{copy:,.0f} GB/s", *[""] * (len(GROUPS) - 1)])
+    return table(("quantiser", *GROUPS.values()), lines)
 
 
 def sync_table(rows: Sequence[Row], quantise: Sequence[Row]) -> str:

@@ -113,7 +113,7 @@ def test_committed_results_of_training_and_of_held_out_problems_are_reproduced()
         returns = loop.train("spikes", 16, name, "Adam", RESULTS[0]["noise_tokens"])
         assert np.mean(returns) == pytest.approx(saved["spikes", 16, name, "Adam"], abs=0.002)
     (row,) = held_out.compare(1, [scenarios.SCENARIOS[0]], [16])
-    assert row in held_out.SAVED.read_text().splitlines()
+    assert f"| {' | '.join(row)} |" in held_out.SAVED.read_text().splitlines()
 
 
 def test_the_committed_table_is_of_the_committed_results():

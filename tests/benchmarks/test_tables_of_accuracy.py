@@ -43,7 +43,7 @@ def test_totals_by_hand() -> None:
     mape, bias = (bf16 + 0.25) / 4, (bf16 - 0.25) / 4
     points = 100 * (2.2 - 2.02)
     expected = [
-        "| 4 cells, 2 groups | |",
+        "| 4 cells, 2 groups |  |",
         "|---|---|",
         f"| makespan | MAPE {mape:.1%}, worst 25.0%, bias {bias:+.1%} |",
         f"| speed-up over BF16 | mean error {(points + 50) / 2:.1f} points, worst 50.0 |",

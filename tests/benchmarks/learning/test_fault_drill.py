@@ -27,7 +27,7 @@ from benchmarks.learning.drill import (
     Scar,
     noticed,
 )  # fmt: skip
-from benchmarks.learning.evidence import SHARED
+from benchmarks.learning.evidence.learnt import SHARED
 from benchmarks.learning.loop import Settings
 from benchmarks.learning.policies import TINY, new_model
 from benchmarks.learning.predicted import read_json

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.gpu.engine_modes import SAMPLES, requests, setup_of
 from benchmarks.learning.predicted import UNSEEN
-from benchmarks.tables import markdown
+from benchmarks.tables.markdown import table
 from fp8plan import jsonl
 from fp8plan.errors import ConfigError
 from fp8plan.model.hardware import find_gpu
@@ -23,16 +23,16 @@ from fp8plan.model.rollout import Rollout
 from fp8plan.model.simulate import simulate
 from fp8plan.model.workload import Batch
 
-RESULTS: Final = Path(__file__).parents[1] / "results" / "engine_modes_h200.jsonl"
-POLICIES: Final = Path(__file__).parent / "h200" / "shared"
-STEPS: Final = Path(__file__).parents[2] / "profiles" / "h200_sxm" / "vllm-0.26.0" / "steps"
+RESULTS: Final = Path(__file__).parents[2] / "results" / "engine_modes_h200.jsonl"
+POLICIES: Final = Path(__file__).parents[1] / "h200" / "shared"
+STEPS: Final = Path(__file__).parents[3] / "profiles" / "h200_sxm" / "vllm-0.26.0" / "steps"
 SAME_LAYERS: Final = "fp8plan/dense-50m"  # as the policy; the profile was fitted to its steps
 OWN: Final = "its own"
 PROCESSES: Final = {"inprocess": "the caller's", "multiprocess": OWN}
 HEADS = ("precision", "engine's process", "log-probs", "seconds", "predicted (90%)", "error", "log-probs, a token")
 
 
-def table(path: Path = RESULTS) -> str:
+def ways(path: Path = RESULTS) -> str:
     """A line for each way to run the rollout, in Markdown: its seconds, beside the prediction.
 
     A star: not the rollout, but the sum of as many of the steps that the profile was fitted to.
@@ -61,7 +61,7 @@ def table(path: Path = RESULTS) -> str:
         cells += [f"{told.makespan_s:.2f} s ({told.makespan_low_s:.2f}-{told.makespan_high_s:.2f})"]
         cells += [f"{told.makespan_s / min(each) - 1:+.1%}", cost]
         lines.append(cells)
-    return markdown.table(HEADS, lines)
+    return table(HEADS, lines)
 
 
 def _predicted(row: dict[str, Any]) -> Rollout:
