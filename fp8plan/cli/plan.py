@@ -225,7 +225,8 @@ def plan_command(
         notes.append("K and V scales are 1.0, as vLLM leaves them; if you calibrate: --kv-scales calibrated")
     plan = replace(prediction.plan, warnings=(*prediction.plan.warnings, *notes))
     prediction = replace(prediction, plan=plan)
-    made = {file: plan.emit(target, kv_scales=scales) for target, file in wanted}
+    plan_file = None if as_json in (None, STDOUT) else os.path.abspath(as_json)
+    made = {file: plan.emit(target, kv_scales=scales, plan_file=plan_file) for target, file in wanted}
     if as_json is not None:
         made[as_json] = plan.to_json()
     printed = made.pop(STDOUT, None)
@@ -272,7 +273,8 @@ def emit_command(
     if output != STDOUT and os.path.realpath(output) == os.path.realpath(plan):
         raise ConfigError(f"--output {output} is the plan itself; give the settings a file of their own")
     is_number = choice is not None and choice.isdecimal() and len(choice) < 10  # int() refuses thousands of digits
-    settings = saved.emit(target, int(choice or 0) if is_number else choice, kv_scales)
+    plan_file = None if plan == STDOUT else os.path.abspath(plan)
+    settings = saved.emit(target, int(choice or 0) if is_number else choice, kv_scales, plan_file)
     if output == STDOUT:
         print(settings)
     else:

@@ -90,6 +90,26 @@ class EngineSetup:
         if not self.gpu.is_cpu and (reason := self.gpu.why_not(self.precision)):
             raise ConfigError(f"{self.precision.name}: {reason}; allowed: bf16, or another GPU")
 
+    def check_model(self, model: str) -> None:
+        """Raise ConfigError if a checkpoint has other layers than this engine's model. A checkpoint whose config cannot
+        be read here passes.
+
+        model: its hub id or folder
+        """
+        try:
+            found = ModelShape.from_hf(model)
+        except ConfigError:
+            return
+        planned = self.shape
+        if (found.hidden_size, found.layers) == (planned.hidden_size, planned.layers):
+            return
+        there, here = (f"{x.num_layers} layers of width {x.hidden_size}" for x in (planned, found))
+        differ = f"both have {here}, of other parts" if there == here else f"{there}, and {here}"
+        raise ConfigError(
+            f"the plan is for {planned.name}, and the model is {model} ({differ}); "
+            f"plan again: fp8plan plan {model} --gpu {self.gpu.name}"
+        )
+
     def memory(self, longest_request: int | None = None) -> MemoryPlan:
         """The memory of one rank, and its KV pool; raises as `memory_plan` does."""
         return memory_plan(self.shape, self.precision, self.gpu, self.limits, longest_request)

@@ -207,7 +207,7 @@ def test_fp8_weights_and_experts_are_synced_colocated_from_the_file_of_a_plan(tm
     from fp8plan.runtime.quantize.block_fp8 import quantize
 
     path = tmp_path / "plan.json"
-    made = replace(cpu_plan("fp8_block+fp8_kv"), choices=tuple(map(predicted, PRESETS)))
+    made = replace(cpu_plan("fp8_block+fp8_kv"), model=model("moe"), choices=tuple(map(predicted, PRESETS)))
     path.write_text(made.to_json())
     with started(tmp_path, plan=path, policy=model("moe"), max_steps=2) as trainer:
         trainer.train()

@@ -161,13 +161,13 @@ LINE = (
 def test_another_precision_is_an_error_with_the_line_to_type(server: Server, tmp_path: Path) -> None:
     what = rf"runs fp8_kv, and the plan is for bf16 \(choice='fp8_kv' takes .*--kv-cache-dtype auto .*{LINE[-48:]}"
     refused(server, what, tmp_path, choice="bf16")
-    made = replace(cpu_plan("fp8_block+fp8_kv"), choices=tuple(map(predicted, PRESETS)))
+    made = replace(cpu_plan("fp8_block+fp8_kv"), model=model(), choices=tuple(map(predicted, PRESETS)))
     what = r"runs fp8_kv, and the plan is for fp8_block\+fp8_kv.*--quantization online --quantization-config"
     refused(server, what, tmp_path, plan=made, choice=None)
 
 
 def test_other_limits_are_an_error_with_the_line_to_type(server: Server, tmp_path: Path) -> None:
-    made = cpu_plan("fp8_kv", max_num_seqs=4)
+    made = replace(cpu_plan("fp8_kv", max_num_seqs=4), model=model())
     refused(server, rf"has max_num_seqs 8, and the plan 4; end it, and type: .*{LINE}", tmp_path, plan=made)
 
 

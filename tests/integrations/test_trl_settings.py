@@ -56,6 +56,11 @@ KV = cpu_plan("fp8_kv")
             {"vllm_max_model_length": 64},
             r"length is 64, and the plan has 256; type: GRPOConfig\(vllm",
         ),
+        (
+            KV,
+            {},
+            "the plan is for Qwen/Qwen3-8B, and the model is .*36 layers of width 4096, and 3 layers of width 256",
+        ),
         (KV, {"max_completion_length": 256}, "max_completion_length is 256, and the plan's longest request has 256"),
         (replace(KV, choices=tuple(replace(c, tensor_parallel=2) for c in KV.choices)), {}, "has 2 GPUs; allowed: 1"),
     ],

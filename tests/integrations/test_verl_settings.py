@@ -272,7 +272,18 @@ def test_sizes_that_are_no_whole_blocks_are_refused_in_fp8(tmp_path: Path) -> No
     ragged = replace(planned("fp8_block"), model=model("ragged"))
     with pytest.raises(ConfigError, match=r"with FP8 weights verl takes multiples of 128"):
         plan_of(of_file(tmp_path, ragged))
-    assert plan_of(of_file(tmp_path, ragged, f"+{OURS}.choice=fp8_kv"))
+    path = f"actor_rollout_ref.model.path={model('ragged')}"
+    assert plan_of(of_file(tmp_path, ragged, path, f"+{OURS}.choice=fp8_kv"))
+
+
+def test_a_plan_of_another_model_is_refused(tmp_path: Path) -> None:
+    other = replace(planned("fp8_kv"), model="Qwen/Qwen3-8B")
+    with pytest.raises(
+        ConfigError, match=r"is for Qwen/Qwen3-8B, and the model is .*; plan again: fp8plan plan .* cpu"
+    ):
+        plan_of(of_file(tmp_path, other))
+    unread = "actor_rollout_ref.model.path=hdfs://models/mine"  # by the trainer alone
+    assert plan_of(of_file(tmp_path, other, unread))
 
 
 def test_what_is_handed_on_reaches_a_server_as_verl_makes_its_configuration() -> None:

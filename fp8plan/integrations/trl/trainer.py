@@ -111,7 +111,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             responses = generation.max_num_seqs
             limits = planning.colocated_limits(model, self.args, responses, on_cpu)
             self._plan_for(model, "cpu" if on_cpu else "auto", limits, responses)
-        plan = self._planned(on_cpu)
+        plan = self._planned(model, on_cpu)
         self.rollout_engine = RolloutEngine.from_plan(plan, model, choice=self._choice, **of_trl)
         return self.rollout_engine
 
@@ -122,7 +122,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         on_cpu = find_gpu(gpu).is_cpu
         if self.plan is None:
             self._plan_for(model, gpu, limits_of(found.config, on_cpu), self.args.generation_batch_size)
-        plan = self._planned(on_cpu)
+        plan = self._planned(model, on_cpu)
         launched = launch(plan.setup(self._choice), model, precisions=plan.precisions_beside(self._choice))
         check_server(found, launched)
         self.rollout_engine = ServerEngine(launched, found, client)
@@ -139,10 +139,11 @@ class GRPOTrainer(trl.GRPOTrainer):
             prompt_lengths=self._prompt_lengths(),
         )
 
-    def _planned(self, on_cpu: bool) -> Plan:
-        """The plan, checked, with the thresholds to begin with."""
+    def _planned(self, model: str, on_cpu: bool) -> Plan:
+        """The plan, checked, with the thresholds to begin with. model: that is trained"""
         assert self.plan is not None
         planning.check_plan(self.plan, self._choice, self.args, on_cpu)
+        self.plan.setup(self._choice).check_model(model)
         self.plan = replace(self.plan, thresholds=correction.thresholds_for(self.args, self.plan.thresholds))
         return self.plan
 

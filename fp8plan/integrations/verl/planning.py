@@ -45,6 +45,7 @@ def plan_of(config: Any, settings: Settings) -> Plan:
     fault = next(_faults(plan, config), None)
     if fault is not None:
         raise ConfigError(f"{fault}, or plan again: fp8plan plan MODEL --gpu GPU --emit verl --json {settings.plan}")
+    plan.setup().check_model(str(config.actor_rollout_ref.model.path))
     return plan
 
 

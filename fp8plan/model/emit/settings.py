@@ -41,6 +41,9 @@ class Expected:
     budget: RiskBudget
 
 
+UNWRITTEN: Final = "plan.json"  # in settings of a plan that has no file yet
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """The input from which a trainer's settings are made.
@@ -49,13 +52,29 @@ class Job:
     workload:   prompts, samples, max_prompt_tokens, max_response_tokens, and whatever else describes it
     thresholds: of the correction; bounds are on pi_train / pi_rollout
     refused:    target -> why it cannot start this engine though vLLM can, and what to do instead
+    choice:     the plan's own word for the engine: its precision, or its number where several layouts have that
+    plan_file:  full path of the plan; None: it has not been written
     """
 
     setup: EngineSetup
     workload: Mapping[str, Any]
     thresholds: Mapping[str, Any]
     expected: Expected
+    choice: int | str
+    plan_file: str | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def plan(self) -> str:
+        """The plan's file in the settings."""
+        return self.plan_file or UNWRITTEN
+
+    @property
+    def plan_note(self) -> str:
+        """What is to be done about the plan's file."""
+        if self.plan_file is None:
+            return f"save the plan with --json {UNWRITTEN}, and give its full path where the trainer runs"
+        return "the plan's path is this machine's; where the trainer runs elsewhere, give that of a copy there"
 
     def tokens(self, key: str) -> int:
         """One of the workload's counts. Raises ConfigError if the workload does not have it."""

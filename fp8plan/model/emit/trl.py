@@ -52,7 +52,7 @@ _SAMPLING_MODES: Final = {
 }
 
 
-_LINE: Final = 'GRPOTrainer(..., plan="plan.json", choice="{}")  # from fp8plan.integrations.trl import GRPOTrainer'
+_IMPORT: Final = "# from fp8plan.integrations.trl import GRPOTrainer"
 
 
 def trl_config(job: Job, mode: str = "auto") -> dict[str, Any]:
@@ -93,19 +93,20 @@ def emit_trl(job: Job, _: str) -> str:
     config, env, setup = trl_config(job), vllm_env(job.setup), job.setup
     served = config["vllm_mode"] == "server"
     ours = served or _by_fp8plan(setup)
-    notes = [replicas_note(setup, "the number of training processes decides it")]
+    notes = []
     if served:
         env |= _SERVER_ENV
         where = f"on {setup.limits.tensor_parallel_size} GPU(s) that do not train, where fp8plan is installed"
         problems = "; ".join(_colocate_problems(job))
         notes += [f"TRL's colocated engine cannot keep this plan: {problems}", f"start the command first, {where}"]
     else:
-        notes.append(shared_gpu_note(setup))
+        notes += [replicas_note(setup, "the number of training processes decides it"), shared_gpu_note(setup)]
     if ours:
-        notes.insert(0, "save the plan with --json plan.json; TRL's own GRPOTrainer may run another engine")
+        notes.insert(0, f"{job.plan_note}; TRL's own GRPOTrainer may run another engine")
+    plan, choice = map(json.dumps, (job.plan, job.choice))
     told = {
         "grpo_config": config,
-        "trainer": _LINE.format(setup.precision.name) if ours else None,
+        "trainer": f"GRPOTrainer(..., plan={plan}, choice={choice})  {_IMPORT}" if ours else None,
         "command": server_command(setup) if served else None,
         "env": env,
         "notes": notes + measured_notes(job),

@@ -21,7 +21,6 @@ from fp8plan.model.emit.settings import (
 from fp8plan.model.setup import EngineSetup
 
 _ROLLOUT: Final = "actor_rollout_ref.rollout"
-PLAN_FILE: Final = "plan.json"
 _CORRECTION: Final = "algorithm.rollout_correction"
 _PLAIN_TEXT: Final = re.compile(r"[A-Za-z/][\w./-]*")  # what Hydra's grammar takes without quotes
 _RESERVED: Final = {"null", "true", "false", "inf", "nan"}
@@ -47,7 +46,7 @@ def emit_verl(job: Job, _: str) -> str:
     work = f"{job.tokens('prompts')} prompts x {job.tokens('samples')} samples"
     notes = [
         f"fp8plan: {what}; the end of: python -m verl.trainer.main_ppo ..., with fp8plan installed on each node",
-        f"save the plan with --json {PLAN_FILE}, where verl's trainer runs; give its full path if that is elsewhere",
+        job.plan_note,
         f"planned for {work} per rollout: data.train_batch_size is yours to set",
         replicas_note(setup, "trainer.nnodes * trainer.n_gpus_per_node decides it"),
         shared_gpu_note(setup),
@@ -70,7 +69,7 @@ def _model_settings(job: Job) -> dict[str, Any]:
 
 
 def _rollout_settings(job: Job) -> dict[str, Any]:
-    limits, preset = job.setup.limits, job.setup.precision
+    limits = job.setup.limits
     settings: dict[str, Any] = {
         "name": "fp8plan",
         "n": job.tokens("samples"),
@@ -87,7 +86,7 @@ def _rollout_settings(job: Job) -> dict[str, Any]:
     if limits.expert_ranks > 1:
         # Any number above 1 is vLLM's enable_expert_parallel (vllm_async_server.py), and RolloutConfig wants this one.
         settings["expert_parallel_size"] = limits.expert_ranks
-    ours = {"plan": PLAN_FILE, "choice": preset.name}
+    ours = {"plan": job.plan, "choice": job.choice}
     return {f"{_ROLLOUT}.{key}": value for key, value in settings.items()} | {
         f"+{_ROLLOUT}.custom.fp8plan.{key}": value for key, value in ours.items()
     }

@@ -170,12 +170,15 @@ class Plan:
         cut = self.select(choice).cut
         return tuple(c.precision for c in self.choices if c.available and c.cut == cut)
 
-    def vllm_kwargs(self, choice: int | str | None = None) -> dict[str, Any]:
+    def vllm_kwargs(self, choice: int | str | None = None, kv_scales: str = "unit") -> dict[str, Any]:
         """Arguments of `vllm.LLM` or `vllm.EngineArgs` for one replica (vLLM 0.26 and later).
 
-        An engine made from these alone keeps K and V scales at 1.0; `RolloutEngine.from_plan` measures them.
+        kv_scales: as in `emit`. An engine made from these alone keeps K and V scales at 1.0; `RolloutEngine.from_plan`
+                   measures them
+
+        Raises ConfigError where K and V scales of 1.0 are riskier than the plan accepts.
         """
-        return vllm_kwargs(self.setup(choice))
+        return vllm_kwargs(self._job("vllm", choice, kv_scales).setup)
 
     def env(self, choice: int | str | None = None) -> dict[str, str]:
         """Environment variables to set before vLLM is imported."""
@@ -201,7 +204,9 @@ class Plan:
         """
         return trl_config(self._job("trl", choice, measured_scales(self.setup(choice), kv_scales)), mode)
 
-    def emit(self, target: str, choice: int | str | None = None, kv_scales: str = "unit") -> str:
+    def emit(
+        self, target: str, choice: int | str | None = None, kv_scales: str = "unit", plan_file: str | None = None
+    ) -> str:
         """Text for `fp8plan emit` and `fp8plan plan --emit`.
 
         vllm: JSON {"engine_args", "env", "command", "notes"}
@@ -210,15 +215,16 @@ class Plan:
               the command of a vLLM server; null where there is none
 
         kv_scales: "unit", as vllm leaves the K and V scales of an FP8 cache, or "calibrated" if you calibrate them
+        plan_file: full path of this plan's JSON, which a trainer's settings name; None: "plan.json", and a note says so
 
         Raises ConfigError for an unknown target, for what the target cannot do, and where K and V scales of 1.0 are
         riskier than the plan accepts.
         """
         check_target(target)
         there = kv_scales if target == "vllm" else measured_scales(self.setup(choice), kv_scales)
-        return _EMITTERS[target](self._job(target, choice, there), there)
+        return _EMITTERS[target](self._job(target, choice, there, plan_file), there)
 
-    def _job(self, target: str, choice: int | str | None, kv_scales: str) -> Job:
+    def _job(self, target: str, choice: int | str | None, kv_scales: str, plan_file: str | None = None) -> Job:
         """The input of `target`'s settings for one choice. Raises ConfigError if its K and V scales are too risky."""
         picked = self.select(choice)
         expected = Expected(
@@ -230,7 +236,9 @@ class Plan:
             self.budget,
         )
         refused = {name: f"{why}; {self._way_out(picked, name)}" for name, why in picked.refused_by.items()}
-        job = Job(self.setup(choice), self.workload, self.thresholds, expected, refused)
+        number = self.index(choice)
+        word = picked.precision if self.index(picked.precision) == number else number
+        job = Job(self.setup(choice), self.workload, self.thresholds, expected, word, plan_file, refused)
         check_risk(job, kv_scales)
         return job
 
