@@ -52,6 +52,7 @@ CPUS: Final = 64  # that Ray counts: verl's stores and workers ask for one each,
 KEPT: Final = (
     "timing_s/step", "timing_s/gen", "timing_s/update_weights", "timing_s/old_log_prob", "timing_s/adv",
     "timing_s/update_actor", "critic/score/mean", "response_length/mean", "rollout_corr/kl", "rollout_corr/k3_kl",
+    "training/off_policy/trajectory_staleness/mean", "training/off_policy/trajectory_spans/mean",
     "rollout_corr/rollout_is_mean", "training/rollout_probs_diff_mean", "actor/entropy", "actor/grad_norm",
 )  # fmt: skip
 
@@ -220,6 +221,7 @@ def run(part: str, words: list[str], folder: Path, told: Any) -> None:
     log, figures = folder / f"{part}.log", folder / f"{part}.jsonl"
     figures.unlink(missing_ok=True)
     env = os.environ | {"VERL_FILE_LOGGER_PATH": str(figures), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
+    env["VERL_LOGGING_LEVEL"] = "WARNING"  # verl 0.9.1's separate_async dies of one of its lines at INFO
     about = {"part": part, "mode": told.mode, "gpus": told.gpus, "precision": precision(part, told)}
     about |= {"model": told.model, "vocabulary": told.vocabulary}
 

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from fp8plan.jsonl import parse
+
 if TYPE_CHECKING:
     from fp8plan.runtime.monitor.monitor import Monitor
 
@@ -13,14 +15,20 @@ STATE_FILE: Final = "fp8plan.json"
 
 
 def save_state(monitor: Monitor, checkpoint: Path) -> None:
-    """Write the state into the folder of a checkpoint."""
-    (checkpoint / STATE_FILE).write_text(json.dumps(monitor.state_dict()), encoding="utf-8")
+    """Write the state into the folder of a checkpoint, whole or not at all."""
+    part = checkpoint / f"{STATE_FILE}.part"
+    part.write_text(json.dumps(monitor.state_dict()), encoding="utf-8")
+    part.replace(checkpoint / STATE_FILE)
 
 
 def load_state(monitor: Monitor, checkpoint: Path) -> bool:
-    """Go on with the state in the folder of a checkpoint. Return False if there is none."""
+    """Go on with the state in the folder of a checkpoint. Return False if there is none.
+
+    Raises ConfigError for a file that is not JSON.
+    """
     file = checkpoint / STATE_FILE
     if not file.is_file():
         return False
-    monitor.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
+    where = f"{file}, without which thresholds begin anew,"
+    monitor.load_state_dict(parse(file.read_text(encoding="utf-8"), where))
     return True

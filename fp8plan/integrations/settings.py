@@ -55,6 +55,8 @@ class HookSettings(msgspec.Struct, frozen=True):
 
     def correction(self) -> CorrectionSettings:
         """How gradients are corrected, with the thresholds to begin with. Raises ConfigError for what cannot be."""
+        if self.band is not None and self.mode == "tis":
+            raise ConfigError('band with mode \'tis\', which has none; allowed: "mode": "mis", or tis alone')
         start = Thresholds(self.tis) if self.mode == "tis" else Thresholds(None, self.band or (0.5, 2.0))
         return CorrectionSettings(self.level, self.mode, start, veto=self.veto)
 

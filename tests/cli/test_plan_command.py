@@ -209,7 +209,10 @@ def test_one_run_writes_all_outputs(fp8plan: Callable[..., Done]) -> None:
         assert saved.out == Path(name).read_text()
     again = fp8plan(*PLAN, "--json", "--emit", "verl=again.args", "--emit", "vllm=again.json")
     assert again.out == Path("plan.json").read_text()
-    assert Path("again.args").read_text() == Path("verl.args").read_text()
+    assert f"fp8plan.plan={Path.cwd()}/plan.json" in Path("verl.args").read_text()
+    unwritten = Path("again.args").read_text()
+    assert "fp8plan.plan=plan.json" in unwritten
+    assert "# save the plan with --json plan.json" in unwritten
 
 
 def test_json_alone_prints_wherever_it_stands(fp8plan: Callable[..., Done]) -> None:

@@ -58,6 +58,7 @@ def test_micro_batches_of_a_step_add_up_to_the_whole_batch() -> None:
         ({"tis": 0.5}, "tis begins at 0.5; allowed: above 1"),
         ({"level": "word"}, "level is 'word'; allowed: token, sequence, geometric"),
         ({"level": None}, "level is None; allowed: text"),
+        ({"band": [0.8, 1.2]}, "band with mode 'tis', which has none; allowed"),
         ({"mode": "mis", "band": [2.0, 0.5]}, "band is (2.0, 0.5); allowed: (low, high)"),
         ({"thresholds": "constant", "target_kl": 0.01}, "target_kl with constant thresholds"),
         ({"plan": "no.json"}, "fp8plan plan MODEL --gpu GPU --json plan.json"),

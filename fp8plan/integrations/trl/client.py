@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,11 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from requests.exceptions import RequestException
 from trl.generation.vllm_client import VLLMClient
 from vllm.utils.network_utils import get_ip
 
 from fp8plan.errors import SyncError
 from fp8plan.runtime.server import cpu_transfer
+
+logger = logging.getLogger(__name__)
 
 STATUS = "/fp8plan/status"
 PREEMPTIONS = "vllm:num_preemptions_total"
@@ -63,7 +67,8 @@ class PlannedClient(VLLMClient):
     def generate(self, prompts: Any, *args: Any, **how: Any) -> Any:
         before, begun = self._preemptions(), time.perf_counter()
         output = super().generate(prompts, *args, **how)
-        seconds, preempted = time.perf_counter() - begun, max(0, self._preemptions() - before)
+        seconds, after = time.perf_counter() - begun, self._preemptions()
+        preempted = 0 if before is None or after is None else max(0, after - before)
         responses = [len(tokens) for tokens in output["completion_ids"]]
         each = len(responses) // max(1, len(output["prompt_ids"]))
         ids = [number for number in range(len(output["prompt_ids"])) for _ in range(each)]
@@ -71,9 +76,13 @@ class PlannedClient(VLLMClient):
         self.rollout = Rollout(seconds, lengths, responses, ids, preempted)
         return output
 
-    def _preemptions(self) -> int:
-        """Count the preemptions so far, by the server's metrics."""
-        lines = self.session.get(f"{self.base_url}/metrics", timeout=60).text.splitlines()
+    def _preemptions(self) -> int | None:
+        """Count the preemptions so far, by the server's metrics. None if it does not tell: that costs no rollout."""
+        try:
+            lines = self.session.get(f"{self.base_url}/metrics", timeout=60).text.splitlines()
+        except RequestException as error:
+            logger.warning("the server's preemptions are not counted: %s", error)
+            return None
         return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(PREEMPTIONS)))
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:

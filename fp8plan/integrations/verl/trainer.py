@@ -20,6 +20,7 @@ from fp8plan.integrations.verl.internals import CORRECTION, TRAINER, check_verl,
 from fp8plan.integrations.verl.planning import plan_of
 from fp8plan.integrations.verl.settings import WHERE, Settings, hand_on, refuse, separate, settings_in
 from fp8plan.model.plan.plan import Plan
+from fp8plan.runtime.controller.laws import Controller
 from fp8plan.runtime.correction.settings import CorrectionSettings
 from fp8plan.runtime.correction.verl import from_verl
 from fp8plan.runtime.guard.fallback import Action
@@ -59,6 +60,7 @@ class PlannedTrainer:
         refuse(config)
         self._correction, self.plan = started_with(plan_of(config, self._settings), config, self._settings)
         self._planned = self.plan.setup()
+        law_of(self._correction, self._settings)  # which refuses what cannot be, before engines start
         for text in (*self.plan.reasons, *self.plan.warnings):
             logger.info("fp8plan: %s", text)
         hand_on(config, self.plan.to_json(), self._planned.limits.max_model_len or 0)
@@ -79,8 +81,7 @@ class PlannedTrainer:
 
     def on_sample_begin(self) -> None:
         super().on_sample_begin()  # type: ignore[misc]
-        if self._timed:
-            ray.get([server.fp8plan_begin.remote() for server in self._servers()])
+        ray.get([server.fp8plan_begin.remote() for server in self._servers()])
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Compute advantages as verl does, where it corrects for the mismatch with the Monitor's weights and mask."""
@@ -183,11 +184,15 @@ def monitor_for(
             guard = Guard(facts)
         except Fp8PlanError as error:
             logger.warning("fp8plan does not compare rollouts with a prediction: %s", error)
-    law = None if correction.level is None else controller_for(
-        correction, settings.thresholds, settings.target_kl, settings.limit_kl
-    )  # fmt: skip
     sinks = [] if settings.run_file is None else [JsonLines(settings.run_file)]
-    return Monitor(correction, law, sinks, plan=plan, guard=guard, facts=facts)
+    return Monitor(correction, law_of(correction, settings), sinks, plan=plan, guard=guard, facts=facts)
+
+
+def law_of(correction: CorrectionSettings, settings: Settings) -> Controller | None:
+    """The law of the thresholds; None where nothing is corrected. Raises ConfigError for what cannot be."""
+    if correction.level is None:
+        return None
+    return controller_for(correction, settings.thresholds, settings.target_kl, settings.limit_kl)
 
 
 def corrected_by(step: Step, data: Any) -> Any:

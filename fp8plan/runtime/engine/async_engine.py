@@ -99,7 +99,7 @@ class AsyncRolloutEngine(EngineBase):
                 async for output in outputs:
                     yield output
             if output is not None:
-                self._remember([output])
+                self._remember([output], more=True)
 
     async def apply(self, verdict: Verdict | Action | None, escalate: Escalation | None = None) -> None:
         """Do what a verdict, or a Monitor's escalation, asks for, as RolloutEngine.apply does."""

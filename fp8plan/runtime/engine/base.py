@@ -256,13 +256,15 @@ class EngineBase:
             refuse_asleep(self.state, None, None)
             return (yield from procedure)
 
-    def _remember(self, outputs: Sequence[Any]) -> None:
+    def _remember(self, outputs: Sequence[Any], more: bool = False) -> None:
         """Keep some sequences of a rollout, to calibrate and to examine the engine with, and note log-probs that are
-        NaN."""
+        NaN. more: beside those of outputs before
+        """
         most = min(CALIBRATION_TOKENS, self._longest - 1)
         chosen = outputs[:: max(1, len(outputs) // CALIBRATION_SEQUENCES)][:CALIBRATION_SEQUENCES]
         both = [[*(output.prompt_token_ids or ()), *output.outputs[0].token_ids][:most] for output in chosen]
-        self._rollout = both or self._rollout
+        if both:
+            self._rollout = [*(self._rollout if more else ()), *both][-CALIBRATION_SEQUENCES:]
         sums = [one.cumulative_logprob for output in outputs for one in output.outputs]
         if any(x is not None and x != x for x in sums):  # NaN
             self.state.soiled = True

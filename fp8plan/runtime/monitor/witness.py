@@ -71,10 +71,15 @@ class Witness:
         return found
 
     def _by_engine(self, engine: RolloutEngine | RolloutFleet, mismatch: Mismatch) -> Judged:
-        """The engine's verdict on its last rollout: once, however many steps train on it."""
-        if mismatch.tokens and isfinite(mismatch.k3_robust):
-            engine.report_kl(mismatch.k3_robust)
-        found = Judged(engine.observation, engine.verdict, engine.guard_off)
+        """The engine's verdict on its last rollout: once, however many steps train on it. An engine that cannot tell,
+        as it has died perhaps, must not cost the step.
+        """
+        try:
+            if mismatch.tokens and isfinite(mismatch.k3_robust):
+                engine.report_kl(mismatch.k3_robust)
+            found = Judged(engine.observation, engine.verdict, engine.guard_off)
+        except Exception as error:
+            found = Judged(off=f"the engine does not say how its rollout was: {error}")
         if found.observation is not None and found.observation is self._rollout:
             return Judged()
         self._rollout = found.observation

@@ -176,7 +176,9 @@ class Front:
         return found
 
     async def _serve(self) -> None:
-        """Make the weights that the workers hold serve: measure KV scales, empty the prefix cache."""
+        """Make the weights that the workers hold serve: measure KV scales, empty the prefix cache. While a pause keeps
+        requests, neither is done: their keys and values are there.
+        """
         self.serve_s = 0.0
         if self._unfinished():
             self.kv_source = f"{(self.kv_source or '1.0').partition(', kept')[0]}, kept while requests wait"

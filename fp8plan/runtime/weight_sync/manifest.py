@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fp8plan.errors import ConfigError
+from fp8plan.jsonl import parse
 from fp8plan.runtime.quantize.block_fp8 import scale_shape
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ def read_manifest(given: Any) -> Manifest:
 
 def checkpoint_manifest(folder: str | Path) -> Manifest | None:
     """Read the manifest of a Hugging Face folder from the headers of its safetensors files; None if it has none."""
-    files = sorted(Path(folder).glob("*.safetensors"))
+    files = _checkpoint_files(Path(folder))
     if not files:
         return None
     from safetensors import safe_open
@@ -168,6 +169,17 @@ def checkpoint_manifest(folder: str | Path) -> Manifest | None:
                 tensor = file.get_slice(name)
                 found.append(Entry(name, SAFETENSORS_DTYPES.get(tensor.get_dtype(), ""), tuple(tensor.get_shape())))
     return tuple(found)
+
+
+def _checkpoint_files(folder: Path) -> list[Path]:
+    """The safetensors files that vLLM loads: those of the index, where there is one. Beside them a folder may have the
+    same weights under other names, as consolidated.safetensors of Mistral's.
+    """
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    listed = parse(index.read_text(encoding="utf-8"), str(index))["weight_map"]
+    return [folder / name for name in sorted(set(listed.values()))]
 
 
 SAFETENSORS_DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "float8_e4m3fn"}

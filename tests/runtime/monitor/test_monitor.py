@@ -263,6 +263,9 @@ def test_an_engine_that_cannot_say_what_runs_costs_no_step() -> None:
         def engine_facts(self) -> EngineFacts:
             raise RuntimeError("it has died")
 
+        def report_kl(self, kl_k3: float) -> None:
+            raise RuntimeError("it has died")
+
     taken: list[Any] = []
     monitor = Monitor(sinks=[Callback(taken.append)], engine=Dead())  # type: ignore[arg-type]
     with pytest.warns(RuntimeWarning, match="it has died"):

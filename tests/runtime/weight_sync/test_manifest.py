@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -115,6 +116,11 @@ def test_a_checkpoint_is_read_from_its_headers(tmp_path: Path) -> None:
     found = checkpoint_manifest(tmp_path)
     assert found is not None
     assert sorted(found) == sorted(KNOWN)
+    save_file({"layers.0.attention.wq.weight": torch.zeros(2, 2)}, tmp_path / "consolidated.safetensors")
+    index = {"weight_map": dict.fromkeys(names[:2], "model-00001-of-00002.safetensors")}
+    index["weight_map"] |= dict.fromkeys(names[2:], "model-00002-of-00002.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))  # as Mistral's, which vLLM goes by
+    assert checkpoint_manifest(tmp_path) == found
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

@@ -2,4 +2,5 @@
 . ~/lease.env
 kernels Qwen/Qwen3-0.6B # or the servers take over 300 s
 trl_server
-verl verl-async fp8plan --gpus 2 --mode separate_async
+python3 -c "import verl.checkpoint_engine as engines; print(engines.NCCLCheckpointEngine)" # None: without CuPy
+verl verl-async fp8plan --gpus 2 --mode separate_async --limit-s 1100
