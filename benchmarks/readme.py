@@ -93,7 +93,7 @@ def blocks() -> dict[str, str]:
         found = validate(read_records(records))
         made[name] = accuracy.families(found)
         made[f"baselines of {name}"] = baselines.table(found.records, jsonl.rows(others))
-    made["accuracy line"] = accuracy.line(measured)
+    made["accuracy line"] = accuracy.line(measured, validate(read_records(HELD_OUT)))
     made["baselines"] = baselines.table(measured.records, jsonl.rows(baselines.BASELINES))
     made["corrections"] = correction_speed.table()
     made["corrections on a GPU"] = correction_gpu.table()

@@ -195,10 +195,11 @@ def _does_not_fit(
             f"{'' if several else f' of {kv.block_size}'}; raise num_gpu_blocks or lower max_model_len"
         )
     needed, available = (blocks + 1) * kv.block_bytes, plan.available_bytes
+    left = f"available {available / GIB:.2f} GiB" if available > 0 else "and nothing is left for it"
     return (
         f"{shape.name} in {precision.name} does not fit {gpu.product} with tensor_parallel_size "
         f"{limits.tensor_parallel_size}: one request of {tokens} tokens needs {needed / GIB:.2f} GiB of KV cache, "
-        f"available {available / GIB:.2f} GiB ({plan.requested_bytes / GIB:.1f} requested, weights "
+        f"{left} ({plan.requested_bytes / GIB:.1f} requested, weights "
         f"{plan.weights_bytes / GIB:.1f}, activations {plan.activation_bytes / GIB:.1f}, other "
         f"{(plan.non_torch_bytes + plan.cudagraph_bytes) / GIB:.1f}); try "
         f"{_ways_out(shape, precision, gpu, limits, plan, tokens)}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -22,11 +23,10 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.precision import PRESETS
 from fp8plan.runtime.doctor.observe import Given, Notes, asked, measured_on
 from fp8plan.runtime.doctor.observed import Observed
-from fp8plan.runtime.doctor.sources import asking
 from fp8plan.runtime.guard.kernels import kernel_names
 from fp8plan.runtime.probe.prompts import read_prompts
 from fp8plan.runtime.server.plugin import PROBE
-from fp8plan.runtime.weight_sync.state import Call, SyncSettings, SyncState
+from fp8plan.runtime.weight_sync.state import Call, SyncSettings, SyncState, driven
 from fp8plan.runtime.worker.facts import preset_of
 
 STATUS: Final = "/fp8plan/status"
@@ -158,7 +158,7 @@ def answering(server: Server, model: str) -> Any:
         prompts, settings = call.arguments
         return [_output(server.json("/v1/completions", _body(model, prompt, settings))) for prompt in prompts]
 
-    return asking(answer)
+    return partial(driven, answer=answer)
 
 
 def _body(model: str, prompt: Any, settings: Mapping[str, Any]) -> dict[str, Any]:

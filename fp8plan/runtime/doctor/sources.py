@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from fp8plan.errors import ConfigError, NotServingError
 from fp8plan.runtime.engine.base import requests
-from fp8plan.runtime.weight_sync.state import Call
+from fp8plan.runtime.weight_sync.state import Call, driven
 from fp8plan.runtime.worker.extension import EXTENSION, Fp8PlanWorker
 
 if TYPE_CHECKING:
@@ -24,25 +25,6 @@ class Ask(Protocol):
     """Runs a procedure of Calls to its end. Raises an Fp8PlanError for a Call that this engine does not answer."""
 
     def __call__(self, procedure: Generator[Call, Any, Any]) -> Any: ...
-
-
-def asking(answer: Callable[[Call], Any]) -> Ask:
-    """Return what runs a procedure by `answer`, which answers one Call."""
-
-    def ask(procedure: Generator[Call, Any, Any]) -> Any:
-        try:
-            call = next(procedure)
-            while True:
-                try:
-                    found = answer(call)
-                except BaseException as error:
-                    call = procedure.throw(error)
-                else:
-                    call = procedure.send(found)
-        except StopIteration as end:
-            return end.value
-
-    return ask
 
 
 def asking_llm(llm: LLM) -> Ask:
@@ -70,7 +52,7 @@ def asking_llm(llm: LLM) -> Ask:
             first = (str(error) or type(error).__name__).splitlines()[0]
             raise ConfigError(f"its workers do not answer ({first:.120}); type: {ATTACH}") from error
 
-    return asking(answer)
+    return partial(driven, answer=answer)
 
 
 def counts_of(llm: LLM) -> Counts:

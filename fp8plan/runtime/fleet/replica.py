@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.engine.launch import Launch
+from fp8plan.runtime.engine.rollout_timer import Judged
 from fp8plan.runtime.fleet.sync import Packed, unpacked
 from fp8plan.runtime.guard.fallback import Action, GuardSettings
-from fp8plan.runtime.guard.guard import Verdict
-from fp8plan.runtime.guard.observation import Observation
 from fp8plan.runtime.weight_sync.shared_memory import Channel
 from fp8plan.runtime.weight_sync.state import Call, SyncSettings
-
-
-class Judgement(NamedTuple):
-    """The findings of a replica's guard in its part of the last rollout. off: why there is no verdict"""
-
-    observation: Observation | None
-    verdict: Verdict | None
-    off: str | None
 
 
 class Replica:
@@ -61,9 +52,9 @@ class Replica:
         outputs = self._engine.generate(prompts, sampling_params, **more)
         return outputs, time.perf_counter() - begun
 
-    def judgement(self) -> Judgement:
+    def judgement(self) -> Judged:
         """Wait for the guard's verdict on the last rollout."""
-        return Judgement(self._engine.observation, self._engine.verdict, self._engine.guard_off)
+        return Judged(self._engine.observation, self._engine.verdict, self._engine.guard_off)
 
     def report_kl(self, kl_k3: float) -> None:
         """Tell the guard the KL of the last rollout."""

@@ -17,7 +17,7 @@ from fp8plan.runtime.guard.observation import EngineFacts, Observation
 from fp8plan.runtime.guard.prediction import with_blocks
 
 if TYPE_CHECKING:
-    from fp8plan.runtime.fleet.replica import Judgement
+    from fp8plan.runtime.engine.rollout_timer import Judged
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,9 @@ class Finished:
     expected: Sequence[float]
     replica_seconds: Mapping[int, float]
     rerouted: int
-    judgements: Mapping[int, Judgement] = field(default_factory=dict)
+    judgements: Mapping[int, Judged] = field(default_factory=dict)
 
-    def judged(self, judgements: Mapping[int, Judgement]) -> Finished:
+    def judged(self, judgements: Mapping[int, Judged]) -> Finished:
         """Return the same with the guards' judgements, and their counts in the observation."""
         ours = {number: found for number, found in judgements.items() if number in self.parts}
         seen = [found.observation for found in ours.values() if found.observation is not None]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.model.emit.ignored import is_router
 from fp8plan.runtime.worker.layout_trial import kind
 
 if TYPE_CHECKING:
     import torch
+
+PART: Final = 1 << 24  # bytes that are summed up at once
 
 
 def worker_facts(worker: Any) -> dict[str, Any]:
@@ -93,10 +95,10 @@ def digest(tensor: torch.Tensor) -> int:
     """Return a checksum of a tensor's bits: the sum of its 32-bit words, each times its place (modulo 2^64)."""
     import torch
 
-    data = torch.nn.functional.pad(tensor.contiguous().view(-1).view(torch.uint8), (0, -tensor.nbytes % 4))
-    words, total = data.view(torch.int32), 0
-    for start in range(0, words.numel(), 1 << 26):  # a part at a time: a word takes 16 bytes meanwhile
-        part = words[start : start + (1 << 26)].long()
-        places = torch.arange(start + 1, start + 1 + part.numel(), device=part.device)
-        total += int((part * places).sum())
+    data, total = tensor.contiguous().view(-1).view(torch.uint8), 0
+    for start in range(0, data.numel(), PART):  # a part at a time: a word takes over 24 bytes meanwhile
+        part = data[start : start + PART]
+        words = torch.nn.functional.pad(part, (0, -part.numel() % 4)).clone().view(torch.int32).long()
+        places = torch.arange(start // 4 + 1, start // 4 + 1 + words.numel(), device=words.device)
+        total += int((words * places).sum())
     return total % 2**64

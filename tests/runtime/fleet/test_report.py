@@ -11,7 +11,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.simulate import simulate
-from fp8plan.runtime.fleet.replica import Judgement
+from fp8plan.runtime.engine.rollout_timer import Judged
 from fp8plan.runtime.fleet.report import Finished, makespans
 from fp8plan.runtime.fleet.routing import consecutive
 from fp8plan.runtime.guard.observation import EngineFacts, Observation
@@ -74,9 +74,9 @@ def test_an_engine_that_cannot_be_predicted_still_counts_tokens() -> None:
 
 
 def test_the_observation_adds_up_what_the_replicas_saw() -> None:
-    def seen(preemptions: int) -> Judgement:
+    def seen(preemptions: int) -> Judged:
         one = Observation(1.0, [1], [1], preemptions=preemptions, kv_cache_tokens=640, compiled_files=1)
-        return Judgement(one, None, None)
+        return Judged(one, None, None)
 
     whole = finished(APART).judged({0: seen(2), 1: seen(3), 5: seen(100)}).observation  # 5 took no part
     assert (whole.preemptions, whole.kv_cache_tokens, whole.compiled_files) == (5, 640, 2)

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from fp8plan.model.precision import E4M3_MAX
+
 if TYPE_CHECKING:
     import torch
 
 FILLED_AT_ONCE = 2**28  # elements
-E4M3_MAX = 448.0
 
 
 def l2_bytes() -> int:
