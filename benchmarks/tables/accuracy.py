@@ -51,13 +51,13 @@ def line(result: Validation, families: Validation) -> str:
     found, of_others = (accuracy(merged_cells, noise) for merged_cells, noise in both)
     single = max(abs(row["error"]) for row in result.records)
     return (
-        "Of real rollouts of vLLM 0.26 on H200s that no fit has seen, the makespan is off by "
+        "Of real rollouts of vLLM 0.26 on H200s that no fit has seen, makespans are off by "
         f"{found.makespan_mape:.1%} on average (worst {found.makespan_worst:.1%}) in {cells} cells, and by "
         f"{of_others.makespan_mape:.1%} "
-        f"({of_others.makespan_worst:.1%}) in {others} of model families that no fit has seen. The speed-up is off by "
+        f"({of_others.makespan_worst:.1%}) in {others} of model families held out whole. The speed-up is off by "
         f"{found.speedup_mae_points:.1f} and {of_others.speedup_mae_points:.1f} points; the fastest precision is named "
-        f"right in {found.ranked_right} of {found.ranked} and {of_others.ranked_right} of {of_others.ranked} groups. A "
-        f"repeated cell counts as the median of its runs, of which single ones are up to {single:.0%} off."
+        f"right in {found.ranked_right} of {found.ranked} and {of_others.ranked_right} of {of_others.ranked} groups. "
+        f"Repeats count as their median; single runs are up to {single:.0%} off."
     )
 
 
