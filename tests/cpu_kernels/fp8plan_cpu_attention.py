@@ -34,9 +34,8 @@ def register() -> None:
         if not _is_fp8(kv_cache_dtype):
             write(*given)
             return
-        *tensors, slots, _ = given
+        keys, values, key_cache, value_cache, slots, _ = given
         kept = slots >= 0
-        keys, values, key_cache, value_cache = tensors
         for rows, cache, scale in ((keys, key_cache, k_scale), (values, value_cache, v_scale)):
             scaled = (rows[: len(slots)][kept].float() / scale).clamp(-E4M3_MAX, E4M3_MAX)
             block, offset = slots[kept] // cache.shape[2], slots[kept] % cache.shape[2]
