@@ -105,6 +105,8 @@ def blocks() -> dict[str, str]:
     made["change ratios"] = changes.committed()
     made["probe of smollm2"] = probe.table(probe.SMOLLM2)
     made |= {kind.__name__: kind("qk-norm") for kind in (learnt.learnt, learnt.doubt, learnt.drill)}
+    made |= {"learnt smollm2": learnt.learnt("smollm2")}
+    made |= {f"in training {policy}": learnt.in_training(policy) for policy in ("qk-norm", "moe")}
     made |= {"corrected": learnt.corrected(), "engine modes": engine_modes.ways()}
     of_speed = (learning_speed.timed, learning_speed.gained, learning_speed.again)
     made |= {kind.__name__: kind(*learning_speed.OF_SPEED) for kind in of_speed}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
@@ -20,6 +20,8 @@ from fp8plan.runtime.controller.laws import ConstantThresholds
 
 CPU: Final = Path(__file__).parents[1] / "cpu" / "tiny-qk-norm"
 SHARED: Final = Path(__file__).parents[1] / "h200" / "shared"  # runs that shared a GPU
+BROKEN_OFF: Final = SHARED.with_name("broken_off")  # likewise, but the lease ended before they did
+PARTS: Final = (slice(0, 5), slice(20, 30), slice(-10, None))  # of steps, whose rewards are told
 DOUBT: Final = "rollout_corr/rollout_log_ppl"  # -log p of sampled tokens, mean over sequences, in nats
 
 
@@ -55,6 +57,29 @@ def _learnt(found: Mapping[str, Mapping[int, RunFolder]]) -> Iterator[list[str]]
             cells.append(spread([one[name] for one in seen], kind))
         bounds = [one["lowest_c"] for one in seen if one["lowest_c"] and ARMS[arm].correction != "none"]
         yield [*cells, f"{min(bounds):.2f}" if bounds else UNSEEN]
+
+
+def in_training(policy: str) -> str:
+    """A line for each arm of the runs that a lease's end broke off, in Markdown: rewards of what the engine sampled.
+
+    Means over steps and over seeds, with the lowest and highest seed. KL and C are of the last ten steps.
+    """
+    arms = defaultdict[str, list[RunFolder]](list)
+    for (arm, _), run in found_runs(BROKEN_OFF / policy).items():
+        arms[arm].append(run)
+    heads = ("arm", "seeds", "steps", "reward, steps 1-5", "21-30", "last ten", "KL k3, last ten", "C, last ten")
+    return table(heads, ([arm, *_in_training(arm, runs)] for arm, runs in arms.items()))
+
+
+def _in_training(arm: str, runs: Sequence[RunFolder]) -> Iterator[str]:
+    rewards = [[row["reward"] for row in run.rows("steps.jsonl")] for run in runs]
+    metrics = [[row["metrics"] for row in run.rows("run.jsonl")][PARTS[-1]] for run in runs]
+    yield from (str(len(runs)), str(min(map(len, rewards))))
+    for part in PARTS:
+        yield spread([fmean(of_run[part]) if of_run[part] else None for of_run in rewards], ".2f")
+    yield spread([fmean(m[schemas.K3] for m in late) for late in metrics], ".1e")
+    uncorrected = ARMS[arm].correction == "none"
+    yield UNSEEN if uncorrected else spread([fmean(m[schemas.TIS] for m in late) for late in metrics], ".2f")
 
 
 def corrected(path: Path = CPU / "control.jsonl") -> str:

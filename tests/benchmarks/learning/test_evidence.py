@@ -84,6 +84,21 @@ def test_a_run_that_goes_on_is_no_result_yet(tmp_path: Path, monkeypatch: pytest
     assert len(learnt.learnt("qk-norm").splitlines()) == 2
 
 
+def test_a_run_that_was_broken_off_shows_its_rewards_in_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed, reward in enumerate((0.25, 0.75)):
+        run = a_run(tmp_path / "qk-norm" / "lasting-tis" / str(seed), 8, 0.7)
+        (run / "done.json").unlink()
+        run.log("steps.jsonl", ROW | {"reward": reward})
+    monkeypatch.setattr(learnt, "BROKEN_OFF", tmp_path)
+    kl = sum(0.1 / step for step in range(11, 21)) / 10
+    (line,) = learnt.in_training("qk-norm").splitlines()[2:]
+    cells = ["lasting-tis", "2", "21", "0.50 (0.50-0.50)", "0.50 (0.25-0.75)"]
+    cells += ["0.50 (0.47-0.53)", f"{kl:.1e} ({kl:.1e}-{kl:.1e})", "1.50 (1.50-1.50)"]
+    assert line == f"| {' | '.join(cells)} |"
+
+
 def test_speed_ups_are_of_the_same_step_of_both_arms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = a_run(tmp_path / "alone" / "wide" / "bf16" / "0", 1, 0.7, slower=1.5)
     fast = a_run(tmp_path / "alone" / "wide" / "fp8" / "0", 1, 0.7)

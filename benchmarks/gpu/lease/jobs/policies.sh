@@ -1,8 +1,15 @@
-# What plain FP8 does to policies without QK-norm, with experts, and to a real language model.
+# What plain FP8 does to a real language model, and to policies with experts and without QK-norm: one policy after the
+# other, its arms at once.
 . ~/lease.env
 flock ~/alone.lock true # what began before it is over
-for policy in plain moe smollm2; do
+export OMP_NUM_THREADS=1
+teach() { # POLICY
+    python3 -m benchmarks.learning.policies "$1" ~/res/learning/"$1"/model --device cuda
+}
+teach moe &
+teach plain &
+for policy in smollm2 moe plain; do
+    [ $policy = smollm2 ] || wait
     python3 -m benchmarks.learning.run ~/res/learning --policy $policy --arms bf16 fp8 fp8-adaptive --seeds 1 \
-        --at-once 3 --memory 0.1 --changes-every 25 &
+        --at-once 3 --memory 0.1 --changes-every 25
 done
-wait
