@@ -6,10 +6,11 @@ export OMP_NUM_THREADS=1
 teach() { # POLICY
     python3 -m benchmarks.learning.policies "$1" ~/res/learning/"$1"/model --device cuda
 }
-teach moe &
 teach plain &
-for policy in smollm2 moe plain; do
+teach moe &
+kernels benchmarks/learning/h200/shared/{smollm2,qk-norm} # folders with a config.json; the others have qk-norm's layers
+for policy in smollm2 plain moe; do
     [ $policy = smollm2 ] || wait
-    python3 -m benchmarks.learning.run ~/res/learning --policy $policy --arms bf16 fp8 fp8-adaptive --seeds 1 \
-        --at-once 3 --memory 0.1 --changes-every 25
+    python3 -m benchmarks.learning.run ~/res/learning --policy $policy --arms bf16 fp8 fp8-adaptive \
+        --seeds $([ $policy = smollm2 ] && echo 3 || echo 1) --at-once 3 --memory 0.1 --changes-every 25
 done
