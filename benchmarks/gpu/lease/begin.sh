@@ -38,6 +38,9 @@ kernels() { # MODEL[@RANKS]...: compile the FP8 kernels of those that have none 
     mkdir -p ~/compiled
     for model in "${todo[@]}"; do touch ~/compiled/"${model//\//.}"; done
 }
+teach() { # POLICY: of benchmarks/learning
+    python3 -m benchmarks.learning.policies "$1" ~/res/learning/"$1"/model --device cuda
+}
 trl_server() {
     PYTHONPATH=$PYTHONPATH:$HOME/trl python3 -m benchmarks.gpu.trl_server --output ~/res/trl_server.jsonl \
         --deadline 400 --parts stock fp8plan --gpu "$(nvidia-smi -L | grep -q H100 && echo h100_sxm || echo h200_sxm)"

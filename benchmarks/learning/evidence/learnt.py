@@ -21,15 +21,16 @@ from fp8plan.runtime.controller.laws import ConstantThresholds
 CPU: Final = Path(__file__).parents[1] / "cpu" / "tiny-qk-norm"
 SHARED: Final = Path(__file__).parents[1] / "h200" / "shared"  # runs that shared a GPU
 BROKEN_OFF: Final = SHARED.with_name("broken_off")  # likewise, but the lease ended before they did
-PARTS: Final = (slice(0, 5), slice(20, 30), slice(-10, None))  # of steps, whose rewards are told
+LATE: Final = slice(-10, None)  # steps
+PARTS: Final = {"steps 1-5": slice(0, 5), "21-30": slice(20, 30), "last ten": LATE}
 DOUBT: Final = "rollout_corr/rollout_log_ppl"  # -log p of sampled tokens, mean over sequences, in nats
 
 
-def by_arm(folder: Path) -> dict[str, dict[int, RunFolder]]:
-    """Arm -> seed -> its run, of those that came to their end, in the order of the table of arms."""
+def by_arm(folder: Path, unfinished: bool = False) -> dict[str, dict[int, RunFolder]]:
+    """Arm -> seed -> its run, in the order of the table of arms. unfinished: those too that did not end"""
     found = defaultdict[str, dict[int, RunFolder]](dict)
     for (arm, seed), run in found_runs(folder).items():
-        if run.done:
+        if run.done or unfinished:
             found[arm][seed] = run
     return dict(found)
 
@@ -62,20 +63,20 @@ def _learnt(found: Mapping[str, Mapping[int, RunFolder]]) -> Iterator[list[str]]
 def in_training(policy: str) -> str:
     """A line for each arm of the runs that a lease's end broke off, in Markdown: rewards of what the engine sampled.
 
-    Means over steps and over seeds, with the lowest and highest seed. KL and C are of the last ten steps.
+    Means over steps and over seeds, with the lowest and highest seed. KL and C are of the last ten steps. Steps are
+    those of the shortest run.
     """
-    arms = defaultdict[str, list[RunFolder]](list)
-    for (arm, _), run in found_runs(BROKEN_OFF / policy).items():
-        arms[arm].append(run)
-    heads = ("arm", "seeds", "steps", "reward, steps 1-5", "21-30", "last ten", "KL k3, last ten", "C, last ten")
-    return table(heads, ([arm, *_in_training(arm, runs)] for arm, runs in arms.items()))
+    first, *rest = PARTS
+    heads = ("arm", "seeds", "steps", f"reward, {first}", *rest, "KL k3, last ten", "C, last ten")
+    arms = by_arm(BROKEN_OFF / policy, unfinished=True)
+    return table(heads, ([arm, *_in_training(arm, list(runs.values()))] for arm, runs in arms.items()))
 
 
 def _in_training(arm: str, runs: Sequence[RunFolder]) -> Iterator[str]:
     rewards = [[row["reward"] for row in run.rows("steps.jsonl")] for run in runs]
-    metrics = [[row["metrics"] for row in run.rows("run.jsonl")][PARTS[-1]] for run in runs]
+    metrics = [[row["metrics"] for row in run.rows("run.jsonl")][LATE] for run in runs]
     yield from (str(len(runs)), str(min(map(len, rewards))))
-    for part in PARTS:
+    for part in PARTS.values():
         yield spread([fmean(of_run[part]) if of_run[part] else None for of_run in rewards], ".2f")
     yield spread([fmean(m[schemas.K3] for m in late) for late in metrics], ".1e")
     uncorrected = ARMS[arm].correction == "none"

@@ -79,7 +79,8 @@ class Witness:
                 engine.report_kl(mismatch.k3_robust)
             found = Judged(engine.observation, engine.verdict, engine.guard_off)
         except Exception as error:
-            self.warn_once("guard", text := f"the engine does not say how its rollout was: {error}")
+            text = f"the engine does not say how its rollout was: {error}"
+            self.warn_once("guard", text)
             return Judged(off=text)
         if found.observation is not None and found.observation is self._rollout:
             return Judged()

@@ -4,8 +4,9 @@
 . ~/lease.env
 [ "$(nvidia-smi -L | grep -c H200)" = 2 ] || { echo "cells want H200s: $(nvidia-smi -L)"; exit 1; }
 export LANES=1
-CUDA_VISIBLE_DEVICES=1 python3 -m benchmarks.learning.policies qk-norm ~/res/learning/qk-norm/model --device cuda &
-kernels Qwen/Qwen3-0.6B Qwen/Qwen3-30B-A3B fp8plan/qwen3-next-16-layers@2 ByteDance-Seed/Seed-OSS-36B-Instruct@2
+CUDA_VISIBLE_DEVICES=1 teach qk-norm &
+kernels Qwen/Qwen3-0.6B Qwen/Qwen3-30B-A3B fp8plan/qwen3-next-16-layers@2 ByteDance-Seed/Seed-OSS-36B-Instruct@2 \
+    benchmarks/learning/h200/shared/qk-norm
 wait
 mkdir -p ~/kernels ~/res/layouts
 cp -r ~/.cache/vllm ~/kernels/vllm

@@ -7,7 +7,7 @@ flock ~/alone.lock true # what began before it is over
 export OMP_NUM_THREADS=1 # twelve runs share 16 cores
 arms=(lasting-none lasting-tis lasting-adaptive lasting-least-error lasting-tis-1.1) # the most wanted first
 arms+=(fp8-unit-kv fp8-least-error bf16)
-python3 -m benchmarks.learning.policies qk-norm ~/res/learning/qk-norm/model --device cuda &
+teach qk-norm &
 kernels benchmarks/learning/h200/shared/qk-norm # a folder with its config.json
 wait
 python3 -m benchmarks.learning.run ~/res/learning --policy qk-norm --arms "${arms[@]}" --seeds 3 --at-once 12 \

@@ -3,9 +3,6 @@
 . ~/lease.env
 flock ~/alone.lock true # what began before it is over
 export OMP_NUM_THREADS=1
-teach() { # POLICY
-    python3 -m benchmarks.learning.policies "$1" ~/res/learning/"$1"/model --device cuda
-}
 teach plain &
 teach moe &
 kernels benchmarks/learning/h200/shared/{smollm2,qk-norm} # folders with a config.json; the others have qk-norm's layers
