@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Row = dict[str, Any]
-COMMITTED: Final = ("cpu/*.jsonl", "h200/shared/*/*/*/changes.jsonl.gz")  # beside this file
+COMMITTED: Final = ("cpu/*.jsonl", "h[12]00/shared/*/*/*/changes.jsonl.gz")  # beside this file
 
 # Kind of layer -> what the name of its tensors holds. The first that fits counts.
 KINDS: Final = {

@@ -18,6 +18,7 @@ import msgspec
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import parse
 from fp8plan.model.plan.plan import Plan
+from fp8plan.runtime.controller.alarms import beginning
 from fp8plan.runtime.controller.laws import AdaptiveThresholds, ConstantThresholds, Controller
 from fp8plan.runtime.correction.settings import CorrectionSettings, Level, Mode, Thresholds
 from fp8plan.schemas import checked
@@ -32,8 +33,9 @@ class HookSettings(msgspec.Struct, frozen=True):
     tis:         C that TIS begins with
     band:        (low, high) that MIS or IcePop begins with; null: 0.5 to 2
     veto:        as in CorrectionSettings
-    thresholds:  "adaptive" (AdaptiveThresholds) or "constant"
-    target_kl, limit_kl: of the controller, in nats per token; null: as the plan expects, or else its default
+    thresholds:  "constant", or "adaptive" (AdaptiveThresholds)
+    target_kl:   of adaptive ones, in nats per token; null: as the plan expects, or else its default
+    limit_kl:    of either, likewise
     plan:        a plan's file, whose choice gives the thresholds to begin with and the KL to expect
     run_file:    file for `fp8plan monitor`; null: none is written
     share:       whether the ranks add up what they see (see micro_batches); null: as the hook says
@@ -46,7 +48,7 @@ class HookSettings(msgspec.Struct, frozen=True):
     tis: float = 2.0
     band: tuple[float, float] | None = None
     veto: float | None = None
-    thresholds: Literal["adaptive", "constant"] = "adaptive"
+    thresholds: Literal["constant", "adaptive"] = "constant"
     target_kl: float | None = None
     limit_kl: float | None = None
     plan: str | None = None
@@ -62,7 +64,7 @@ class HookSettings(msgspec.Struct, frozen=True):
 
     def controller(self) -> Controller:
         """The law of the thresholds. Raises ConfigError for what cannot be."""
-        return controller_for(self.correction(), self.thresholds, self.target_kl, self.limit_kl)
+        return controller_for(self.correction(), self.thresholds, self.target_kl, self.limit_kl, self.read_plan())
 
     def read_plan(self) -> Plan | None:
         """The plan, or None without one. Raises ConfigError for what is no plan."""
@@ -70,19 +72,23 @@ class HookSettings(msgspec.Struct, frozen=True):
 
 
 def controller_for(
-    correction: CorrectionSettings, law: str, target_kl: float | None, limit_kl: float | None
+    correction: CorrectionSettings,
+    law: str,
+    target_kl: float | None,
+    limit_kl: float | None,
+    plan: Plan | None = None,
 ) -> Controller:
-    """The law that moves a correction's thresholds; the arguments are those of HookSettings.
+    """The law of a correction's thresholds; the arguments are those of HookSettings. A plan's thresholds go before its.
 
     Raises ConfigError for a target of constant thresholds, and for what cannot be.
     """
-    start = correction.thresholds
+    level, start = correction.level or "token", correction.thresholds
     kl: dict[str, Any] = {name: x for name, x in (("target_kl", target_kl), ("limit_kl", limit_kl)) if x is not None}
     if law == "constant":
         if "target_kl" in kl:
-            raise ConfigError("target_kl with constant thresholds; allowed: only adaptive ones have a target")
-        return ConstantThresholds(start.tis, start.band, **kl)
-    return AdaptiveThresholds(start.tis, start.band, correction.level or "token", **kl)
+            raise ConfigError('target_kl with constant thresholds, which have none; allowed: thresholds "adaptive"')
+        return ConstantThresholds(*beginning(plan, level, start.tis, start.band), **kl)
+    return AdaptiveThresholds(start.tis, start.band, level, **kl)
 
 
 def settings_at(path: str | os.PathLike[str] | None = None) -> HookSettings:

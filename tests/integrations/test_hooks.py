@@ -29,6 +29,7 @@ from hook_batches import (
 
 from fp8plan.errors import ConfigError
 from fp8plan.integrations import micro_batches, prime_rl, skyrl, slime
+from fp8plan.runtime.controller.laws import AdaptiveThresholds
 from fp8plan.runtime.correction.correct import Correction, CorrectionSettings, Thresholds, correct
 from fp8plan.runtime.mismatch.tokens import pack
 from fp8plan.runtime.monitor.monitor import Monitor
@@ -194,7 +195,7 @@ def hook_step(framework: str, seed: int, sigma: float, settings: str) -> float:
 def test_thresholds_follow_the_kl_and_the_run_file_says_so(
     framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = settings_file(tmp_path, run_file="run.jsonl")
+    path = settings_file(tmp_path, run_file="run.jsonl", thresholds="adaptive")
     monkeypatch.setenv("FP8PLAN_MONITOR", path)
     if framework == "skyrl":
         skyrl.register(path)
@@ -204,7 +205,7 @@ def test_thresholds_follow_the_kl_and_the_run_file_says_so(
     assert 1 < found[5] < found[3] < 2.0
     assert found[5] < found[-1]
     # The same batches, seen whole, lead a Monitor to the same thresholds.
-    monitor, whole = Monitor(), []
+    monitor, whole = Monitor(controller=AdaptiveThresholds()), []
     for seed, sigma in enumerate(spread):
         monitor.step(*both(2 * seed, sigma), lengths=LENGTHS * 2)
         whole.append(monitor.thresholds.tis)

@@ -55,12 +55,12 @@ def test_micro_batches_of_a_step_add_up_to_the_whole_batch() -> None:
     [
         ({"C": 2.0}, "have C; allowed: level, mode, tis, band"),
         ({"tis": "two"}, "tis is 'two'; allowed: a number"),
-        ({"tis": 0.5}, "tis begins at 0.5; allowed: above 1"),
+        ({"tis": 0.5, "thresholds": "adaptive"}, "tis begins at 0.5; allowed: above 1"),
         ({"level": "word"}, "level is 'word'; allowed: token, sequence, geometric"),
         ({"level": None}, "level is None; allowed: text"),
         ({"band": [0.8, 1.2]}, "band with mode 'tis', which has none; allowed"),
         ({"mode": "mis", "band": [2.0, 0.5]}, "band is (2.0, 0.5); allowed: (low, high)"),
-        ({"thresholds": "constant", "target_kl": 0.01}, "target_kl with constant thresholds"),
+        ({"target_kl": 0.01}, 'target_kl with constant thresholds, which have none; allowed: thresholds "adaptive"'),
         ({"plan": "no.json"}, "fp8plan plan MODEL --gpu GPU --json plan.json"),
         ([1], "are a list; allowed: a JSON object"),
         ("{", "hook's settings in"),
@@ -156,13 +156,14 @@ assert not loaded, loaded
 
 
 def test_a_plan_beside_the_settings_says_what_kl_to_expect(tmp_path: Path) -> None:
-    """Paths are relative to the settings' file; target_kl goes before a prediction."""
+    """And which thresholds to hold. Paths are relative to the settings' file; target_kl goes before a prediction."""
     choices = tuple(predicted(name, kl_k3=0.2, kl_k3_high=0.3) for name in PRESETS)
-    planned = saved(choices=choices)
+    planned = saved(choices=choices, thresholds={"token_tis": 1.5})
     (tmp_path / "plan.json").write_text(planned.to_json())
     batches = running(settings_at(settings_file(tmp_path, plan="plan.json")))
     assert batches.monitor.state == Monitor(plan=planned).state
-    assert batches.monitor.state.target_kl == 0.3
+    assert (batches.monitor.state.limit_kl, batches.monitor.state.tis) == (0.3, 1.5)
     (tmp_path / "told").mkdir()
-    told = settings_at(settings_file(tmp_path / "told", plan="../plan.json", target_kl=0.001))
-    assert running(told).monitor.state.target_kl == 0.001
+    adaptive = {"plan": "../plan.json", "thresholds": "adaptive", "target_kl": 0.001}
+    told = running(settings_at(settings_file(tmp_path / "told", **adaptive)))
+    assert (told.monitor.state.target_kl, told.monitor.state.tis) == (0.001, 1.5)

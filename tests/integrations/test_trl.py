@@ -156,7 +156,7 @@ def test_trls_log_has_fp8plans_figures(run: Run) -> None:
     records = [json.loads(line) for line in (run.folder / "run.jsonl").read_text().splitlines()][:STEPS]
     assert [row["metrics"]["rollout_corr/k3_kl"] for row in records] == pytest.approx(k3)
     bounds = run.logged("fp8plan/threshold_tis")
-    assert bounds == [row["thresholds"]["tis"] for row in records]  # they adapt, and TRL's loss gets them
+    assert bounds == [row["thresholds"]["tis"] for row in records]  # and TRL's loss gets them
     assert bounds[0] == run.plan.thresholds["token_tis"]
     largest = run.logged("sampling/importance_sampling_ratio/max")
     assert all(ratio <= bound * (1 + 1e-6) for ratio, bound in zip(largest, bounds, strict=True))

@@ -157,7 +157,7 @@ def test_with_constant_thresholds_it_is_verls_own_correction(
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
 def test_thresholds_tighten_when_the_kl_rises(trainer: Trainer, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = trainer(mode=mode)
+    found = trainer(f"+{OURS}.thresholds=adaptive", mode=mode)
     seen = [step(found, batch_of(noise, seed), monkeypatch)[1] for seed, noise in enumerate([0.05] * 3 + [1.0] * 6)]
     bounds = [metrics["fp8plan/threshold_tis"] for metrics in seen]
     assert bounds[0] == bounds[2] == found.plan.thresholds["token_tis"]
@@ -190,14 +190,15 @@ def test_a_batch_without_log_probs_is_one_clear_error(trainer: Trainer, monkeypa
 def test_a_checkpoint_carries_the_thresholds_on(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = trainer()
+    adaptive = f"+{OURS}.thresholds=adaptive"
+    found = trainer(adaptive)
     for seed in range(5):
         metrics = step(found, batch_of(1.0, seed), monkeypatch)[1]
     found.global_steps = 5
     (tmp_path / "global_step_5").mkdir()
     found._save_checkpoint()
     assert json.loads((tmp_path / "global_step_5" / "fp8plan.json").read_text())["steps"] == 5
-    resumed = trainer("+trainer.at=5")
+    resumed = trainer(adaptive, "+trainer.at=5")
     assert resumed.monitor.steps == 5
     assert resumed.monitor.thresholds.tis == metrics["fp8plan/threshold_tis"] < found.plan.thresholds["token_tis"]
 

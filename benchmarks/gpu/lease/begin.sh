@@ -5,7 +5,7 @@ mkdir -p ~/res ~/fp8plan
 cp -r benchmarks fp8plan profiles pyproject.toml ~/fp8plan # later calls change the tree under a job that runs
 cat ~/lease/[0-3]/part | tar -C ~ -xJf - &
 tar -C ~/lease -xJf ~/lease/4/verl.tar.xz &
-if [ -e ~/lease/5 ]; then cat ~/lease/[5-9]/part | tar -C ~ -xf - & fi # SmolLM2, for jobs/policies.sh alone
+if [ -e ~/lease/5 ]; then cat ~/lease/[5-9]/part | tar -C ~ -xf - & fi # SmolLM2, for jobs/learning.sh alone
 for part in $(jobs -p); do wait "$part"; done
 cp -r ~/lease/site/. ~/site
 python3 -m zipfile -e ~/lease/4/fp8plan-*.whl ~/site # for its entry points
@@ -16,25 +16,15 @@ cat > ~/lease.env <<'EOF'
 cd ~/fp8plan
 export PYTHONPATH=$HOME/fp8plan:$HOME/site:$HOME/smol VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 export RAY_memory_monitor_refresh_ms=0 # the machine's memory grows while it is used, which Ray does not see
-alone() { # COMMAND...: after the other jobs that measure time, and with what learns stopped; in a lane, at once
-    [ -z "${LANES:-}" ] || { "$@"; return; }
-    (
-        flock 9
-        learners STOP
-        "$@"
-        learners CONT
-    ) 9> ~/alone.lock
-}
-learners() { # SIGNAL: to the process groups of the jobs that learn
-    for job in learning policies; do
-        [ ! -e ~/started/$job/group ] || kill -"$1" -- -"$(cat ~/started/$job/group)" 2> /dev/null
-    done
+alone() { # COMMAND...: after the other jobs that measure time
+    (flock 9 && "$@") 9> ~/alone.lock
 }
 kernels() { # MODEL[@RANKS]...: compile the FP8 kernels of those that have none yet
     local model todo=()
     for model in "$@"; do [ -e ~/compiled/"${model//\//.}" ] || todo+=("$model"); done
     [ ${#todo[@]} -gt 0 ] || return 0
-    python3 -m benchmarks.gpu.compile_deep_gemm --models "${todo[@]}" --processes $(($(nproc) - 4))
+    python3 -m benchmarks.gpu.compile_deep_gemm --models "${todo[@]}" \
+        --processes $(($(nproc --all) - 4)) # without --all, nproc says what OMP_NUM_THREADS is
     mkdir -p ~/compiled
     for model in "${todo[@]}"; do touch ~/compiled/"${model//\//.}"; done
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
@@ -18,41 +18,65 @@ from fp8plan import jsonl, schemas
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.controller.laws import ConstantThresholds
 
-CPU: Final = Path(__file__).parents[1] / "cpu" / "tiny-qk-norm"
-SHARED: Final = Path(__file__).parents[1] / "h200" / "shared"  # runs that shared a GPU
-BROKEN_OFF: Final = SHARED.with_name("broken_off")  # likewise, but the lease ended before they did
+# Figures of the tiny policy's runs, of 512 sequences a step and of 32.
+LARGE_BATCHES, SMALL_BATCHES = (
+    Path(__file__).parents[1] / "cpu" / "tiny-qk-norm" / name for name in ("control.jsonl", "small_batches.jsonl")
+)
+# Folders of policies. Of runs that shared a GPU, whole; and of those that the end of a lease broke off.
+H200, H100 = ((Path(__file__).parents[1] / gpu / "shared") for gpu in ("h200", "h100"))
+H200_BROKEN_OFF, H100_BROKEN_OFF = (shared.with_name("broken_off") for shared in (H200, H100))
+DOUBTED: Final = (H200 / "qk-norm", H100 / "moe", H100_BROKEN_OFF / "plain", H100 / "smollm2")
 LATE: Final = slice(-10, None)  # steps
 PARTS: Final = {"steps 1-5": slice(0, 5), "21-30": slice(20, 30), "last ten": LATE}
 DOUBT: Final = "rollout_corr/rollout_log_ppl"  # -log p of sampled tokens, mean over sequences, in nats
 
 
-def by_arm(folder: Path, unfinished: bool = False) -> dict[str, dict[int, RunFolder]]:
-    """Arm -> seed -> its run, in the order of the table of arms. unfinished: those too that did not end"""
-    found = defaultdict[str, dict[int, RunFolder]](dict)
-    for (arm, seed), run in found_runs(folder).items():
-        if run.done or unfinished:
-            found[arm][seed] = run
-    return dict(found)
+Runs = dict[tuple[Path, int], RunFolder]  # by the folder of the policy, and the seed
 
 
-def learnt(policy: str) -> str:
-    """A line for each arm of a policy, in Markdown: means over seeds, and the lowest and highest.
+def by_arm(*policies: Path, unfinished: bool = False) -> dict[str, Runs]:
+    """Arm -> its runs in the folders of policies, in the order of the table of arms.
+
+    unfinished: those too that did not end
+    """
+    found = defaultdict[str, Runs](dict)
+    for policy in policies:
+        for (arm, seed), run in found_runs(policy).items():
+            if run.done or unfinished:
+                found[arm][policy, seed] = run
+    return {arm: found[arm] for arm in ARMS if arm in found}
+
+
+def learnt(*policies: Path) -> str:
+    """A line for each arm in the folders of policies, in Markdown: means over seeds, and the lowest and highest.
 
     KL, ESS and clipped tokens of a run are medians over its steps but the first. The difference to BF16 is over the
     seeds that both have, with its standard error.
     """
-    heads = ("arm", "seeds", "reward before", "after", "less BF16's", "KL k3", "raw ESS", "clipped", "least C")
-    return table(heads, _learnt(by_arm(SHARED / policy)))
+    heads = (
+        "arm",
+        "seeds",
+        "reward before",
+        "after",
+        "gained",
+        "less BF16's",
+        "KL k3",
+        "raw ESS",
+        "clipped",
+        "least C",
+    )
+    return table(heads, _learnt(by_arm(*policies)))
 
 
-def _learnt(found: Mapping[str, Mapping[int, RunFolder]]) -> Iterator[list[str]]:
+def _learnt(found: Mapping[str, Runs]) -> Iterator[list[str]]:
     rewards = {arm: {seed: reward_after(run) for seed, run in runs.items()} for arm, runs in found.items()}
     for arm, runs in found.items():
         seen = [observed(run) for run in runs.values()]
         before = [read_json(run / "predicted.json")["pilot_reward"] for run in runs.values()]
         after, beside = rewards[arm], rewards.get(baseline(arm), {})
         apart = [reward - beside[seed] for seed, reward in after.items() if seed in beside]
-        cells = [arm, str(len(runs)), spread(before, ".2f"), spread(list(after.values()), ".2f")]
+        gained = [end - start for start, end in zip(before, after.values(), strict=True)]
+        cells = [arm, str(len(runs)), *(spread(x, ".2f") for x in (before, list(after.values()), gained))]
         cells += [UNSEEN if arm == baseline(arm) else mean(apart, "+")]
         for name, kind in (("kl_k3", ".1e"), ("ess_raw", ".3f"), ("clip_fraction", ".2g")):
             cells.append(spread([one[name] for one in seen], kind))
@@ -60,30 +84,34 @@ def _learnt(found: Mapping[str, Mapping[int, RunFolder]]) -> Iterator[list[str]]
         yield [*cells, f"{min(bounds):.2f}" if bounds else UNSEEN]
 
 
-def in_training(policy: str) -> str:
-    """A line for each arm of the runs that a lease's end broke off, in Markdown: rewards of what the engine sampled.
+def in_training(*policies: Path, against: str) -> str:
+    """A line for each arm of runs of which some were broken off, in Markdown: rewards of what the engine sampled.
 
-    Means over steps and over seeds, with the lowest and highest seed. KL and C are of the last ten steps. Steps are
-    those of the shortest run.
+    Means over steps and over seeds, with the lowest and highest seed. KL, C and the difference to the arm `against`,
+    with its standard error, are of the last ten steps; steps are those of the shortest run.
     """
     first, *rest = PARTS
-    heads = ("arm", "seeds", "steps", f"reward, {first}", *rest, "KL k3, last ten", "C, last ten")
-    arms = by_arm(BROKEN_OFF / policy, unfinished=True)
-    return table(heads, ([arm, *_in_training(arm, list(runs.values()))] for arm, runs in arms.items()))
+    heads = ("arm", "seeds", "steps", f"reward, {first}", *rest, f"less `{against}`", "KL k3, last ten", "C, last ten")
+    arms = by_arm(*policies, unfinished=True)
+    of_mismatch = {arm: runs for arm, runs in arms.items() if ARMS[arm].mismatch == ARMS[against].mismatch}
+    return table(heads, ([arm, *_in_training(arm, runs, arms[against])] for arm, runs in of_mismatch.items()))
 
 
-def _in_training(arm: str, runs: Sequence[RunFolder]) -> Iterator[str]:
-    rewards = [[row["reward"] for row in run.rows("steps.jsonl")] for run in runs]
-    metrics = [[row["metrics"] for row in run.rows("run.jsonl")][LATE] for run in runs]
-    yield from (str(len(runs)), str(min(map(len, rewards))))
+def _in_training(arm: str, runs: Runs, beside: Runs) -> Iterator[str]:
+    rewards = {key: [row["reward"] for row in run.rows("steps.jsonl")] for key, run in runs.items()}
+    metrics = [[row["metrics"] for row in run.rows("run.jsonl")][LATE] for run in runs.values()]
+    yield from (str(len(runs)), str(min(map(len, rewards.values()))))
     for part in PARTS.values():
-        yield spread([fmean(of_run[part]) if of_run[part] else None for of_run in rewards], ".2f")
+        yield spread([fmean(of_run[part]) for of_run in rewards.values()], ".2f")
+    others = {key: [row["reward"] for row in run.rows("steps.jsonl")] for key, run in beside.items()}
+    apart = [fmean(rewards[key][LATE]) - fmean(others[key][LATE]) for key in rewards if key in others]
+    yield UNSEEN if runs == beside else mean(apart, "+")
     yield spread([fmean(m[schemas.K3] for m in late) for late in metrics], ".1e")
     uncorrected = ARMS[arm].correction == "none"
     yield UNSEEN if uncorrected else spread([fmean(m[schemas.TIS] for m in late) for late in metrics], ".2f")
 
 
-def corrected(path: Path = CPU / "control.jsonl") -> str:
+def corrected(path: Path) -> str:
     """A line for each correction under each mismatch, in Markdown: rewards after the run, and beside C = 2.
 
     Means over seeds with their standard errors. The difference is over the seeds that both have, which begin with the
@@ -112,26 +140,27 @@ def _corrected(runs: Mapping[str, Mapping[int, dict[str, Any]]]) -> Iterator[lis
         yield [*cells, UNSEEN if arm == usual else mean(apart, "+"), f"{fmean(kls):.2g}", c]
 
 
-def drill(policy: str) -> str:
+def drill(policy: Path) -> str:
     """A line for each fault of the drill, in Markdown: how the reward on held-out prompts changed over it."""
-    found = read_json(SHARED / policy / DRILL / "drill.json")
+    found = read_json(policy / DRILL / "drill.json")
     return table(
         ("fault", "after step", "change of the reward three steps later", "its standard error"),
         ((x["fault"], str(x["step"]), f"{x['change']:+.3f}", f"{x['error']:.3f}") for x in found["scars"]),
     )
 
 
-def doubt(policy: str, steps: int = 10) -> str:
+def doubt(*policies: Path, steps: int = 10) -> str:
     """A line for each arm without added mismatch, in Markdown: k3 beside the policy's own doubt, -log p of its tokens.
 
-    Means over seeds and over the first and the last steps.
+    Means over seeds and over the first and the last steps, also of runs that did not end.
     """
-    heads = ("arm", "-log p, first steps", "last", "k3, first", "last", "k3 / -log p, first", "last")
-    benign = {arm: runs for arm, runs in by_arm(SHARED / policy).items() if ARMS[arm].mismatch == "benign"}
-    return table(heads, ([arm, *_doubts(runs, steps)] for arm, runs in benign.items()))
+    heads = ("policy", "arm", "-log p, first steps", "last", "k3, first", "last", "k3 / -log p, first", "last")
+    found = [(policy.name, arm, runs) for policy in policies for arm, runs in by_arm(policy, unfinished=True).items()]
+    benign = (one for one in found if ARMS[one[1]].mismatch == "benign")
+    return table(heads, ([policy, arm, *_doubts(runs, steps)] for policy, arm, runs in benign))
 
 
-def _doubts(runs: Mapping[int, RunFolder], steps: int) -> list[str]:
+def _doubts(runs: Runs, steps: int) -> list[str]:
     rows = [[row["metrics"] for row in run.rows("run.jsonl")] for run in runs.values()]
     parts = [[m for of_run in rows for m in of_run[part]] for part in (slice(steps), slice(-steps, None))]
     doubts, kls = ([fmean(m[name] for m in part) for part in parts] for name in (DOUBT, schemas.K3))

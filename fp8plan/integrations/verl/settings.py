@@ -41,8 +41,9 @@ class Settings(msgspec.Struct, frozen=True):
     accept:     highest risk that a plan made here may choose: low, moderate (also if it is null) or high
     gpu:        of a plan made here; "auto": the one of the machine where verl's trainer runs
     correct:    false: the mismatch is measured, and all weights are 1
-    thresholds: "adaptive" (AdaptiveThresholds) or "constant"
-    target_kl, limit_kl: of the controller, in nats per token; null: as the plan expects, or else its default
+    thresholds: "constant", or "adaptive" (AdaptiveThresholds)
+    target_kl:  of adaptive ones, in nats per token; null: as the plan expects, or else its default
+    limit_kl:   of either, likewise
     run_file:   path of a file for `fp8plan monitor`, where the trainer runs; null: none is written
     """
 
@@ -51,7 +52,7 @@ class Settings(msgspec.Struct, frozen=True):
     accept: Level | None = None
     gpu: str = "auto"
     correct: bool = True
-    thresholds: Literal["adaptive", "constant"] = "adaptive"
+    thresholds: Literal["constant", "adaptive"] = "constant"
     target_kl: float | None = None
     limit_kl: float | None = None
     run_file: str | None = None

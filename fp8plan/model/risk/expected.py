@@ -183,7 +183,7 @@ def recommended_thresholds(
     sequence_bounds: tuple[float, float] = (0.5, 2.0),
     budget: RiskBudget | None = None,
 ) -> ThresholdAdvice:
-    """The thresholds to start the correction with at this risk. The adaptive controller moves them from there."""
+    """The thresholds to start the correction with at this risk. A controller may move them from there."""
     budget = budget or RiskBudget()
     lengths = _checked(response_lengths, 2.0, sequence_bounds)
     threshold = TOKEN_TIS[risk.level]

@@ -1,4 +1,4 @@
-"""The default law: thresholds tighten when the KL rises, and relax when it falls.
+"""Thresholds that tighten when the KL rises, and relax when it falls.
 
 `reach` is how far the thresholds are from 1, as a share of where they begin: log C = reach x log C0, and both ends of a
 band likewise. So one law serves C = 2, a band of [0.5, 5] and a geometric band of [0.999, 1.001]. With KL for the
@@ -17,8 +17,8 @@ and C stay where they are: otherwise they would be widest where the mismatch is 
 When the limits stand in the way of a KL above its target, or the thresholds are as tight as they get, the decision says
 AT_BOUND. After `patience` such steps in a row it also says what to do instead (Escalation).
 
-The law does not minimise the error of one step's gradient. A tighter C trades variance for bias, which large batches do
-not average out; benchmarks/control/table.md shows where that costs.
+A tighter C trades variance for bias, which large batches do not average out. In RL runs under a mismatch that lasts it
+cost reward, which is why the law is not the default: docs/evidence/thresholds.md and benchmarks/control/table.md.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Thresholds of the correction, decided anew for every batch from its own mismatch.
 
-    controller = AdaptiveThresholds()                             frozen settings
+    controller = ConstantThresholds()                             frozen settings
     state = controller.initial(plan)                              explicit state, saved with the checkpoint
     thresholds, state, decided = controller.update(state, mismatch)           pure; thresholds for this very batch
     state = controller.resume(ControllerState.from_dict(saved), controller.initial(plan))        from state.to_dict()
 
 Three laws share this protocol:
 
-AdaptiveThresholds    the default: tighter as the KL rises above its target, at every level (controller/adaptive.py)
-LeastErrorThresholds  opt-in: the least squared error of one step's gradient, which loosens as the mismatch grows
+ConstantThresholds    the default, as in RL runs under a mismatch no law was better (docs/evidence/thresholds.md)
+AdaptiveThresholds    tighter as the KL rises above its target, at every level (controller/adaptive.py)
+LeastErrorThresholds  the least squared error of one step's gradient, which loosens as the mismatch grows
                       (controller/least_error.py has the laws that were considered, and what was measured)
-ConstantThresholds    what everybody else has: it makes the protocol testable
 
 C does not change this step's mismatch, which comes from outside with drifts, steps and spikes: there is no loop to
 close, so none of them integrates. Figures that are not numbers move nothing. Alarms (robust KL, raw ESS, chi2, tails, a
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
     from fp8plan.runtime.mismatch.metrics import Mismatch
 
-PATIENCE: Final = 3  # batches that an escalation has to help, before the next one
+PATIENCE: Final = 3  # batches with a KL above its limit, before an escalation, and those that it then has to help
 
 
 @dataclass(frozen=True, slots=True)
 class ConstantThresholds:
-    """The same thresholds in every step. The alarms sound all the same.
+    """The same thresholds in every step. A KL that stays above its limit escalates.
 
     tis, band: bounds on pi_train / pi_rollout, as in Thresholds
     limit_kl:  k3 per token above which the KL alarm sounds, unless a plan predicts a range for the model
@@ -80,8 +80,11 @@ class ConstantThresholds:
             return thresholds, state, NO_DATA
         seen = observed(state, mismatch)
         found = alarms(mismatch, seen.kl or 0.0, seen.limit_kl, self.limits)
-        seen = replace(seen, strained=strain(seen.strained, False, Alarm.BROKEN in found, PATIENCE))
-        decided = Decided(Decision.HOLD, "constant thresholds", found, escalation(seen.strained, PATIENCE))
+        above = min(mismatch.k3_robust, seen.kl or 0.0) > seen.limit_kl  # the batch's own: one that is well ends it
+        seen = replace(seen, strained=strain(seen.strained, above, Alarm.BROKEN in found, PATIENCE))
+        relation = "above" if above else "within"
+        reason = f"constant thresholds; KL {seen.kl:.2g} is {relation} its limit of {seen.limit_kl:.2g}"
+        decided = Decided(Decision.HOLD, reason, found, escalation(seen.strained, PATIENCE))
         return thresholds, seen, decided
 
 

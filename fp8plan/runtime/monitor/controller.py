@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.controller.alarms import beginning
 from fp8plan.runtime.controller.laws import AdaptiveThresholds, ConstantThresholds, Controller
 from fp8plan.runtime.controller.state import Decided, Escalation
 from fp8plan.runtime.correction.settings import CorrectionSettings
+
+if TYPE_CHECKING:
+    from fp8plan.model.plan.plan import Plan
 
 ADVICE: Final = {
     Escalation.RECALIBRATE_KV: "recalibrate the scales of an FP8 KV cache",
@@ -36,18 +39,18 @@ def feasible(decided: Decided, strained: int, can: Callable[[Escalation], bool])
     return replace(decided, escalate=escalate, reason=reason)
 
 
-def suited(settings: CorrectionSettings, given: Controller | None) -> Controller:
+def suited(settings: CorrectionSettings, given: Controller | None, plan: Plan | None = None) -> Controller:
     """The controller given, or the default one, for the threshold that the mode uses, at the settings' level.
+
+    The default one holds the thresholds of the plan, or else of the settings.
 
     Raises ConfigError for a controller that does not fit the settings.
     """
     used, other = ("tis", "band") if settings.mode == "tis" else ("band", "tis")
     if given is None:
-        start: dict[str, Any] = {used: getattr(settings.thresholds, used), other: None}
-        if settings.level is not None and start[used] is not None:
-            with suppress(ConfigError):  # a start that cannot tighten
-                return AdaptiveThresholds(**start, level=settings.level)
-        return ConstantThresholds(**start)
+        start = replace(settings.thresholds, **{other: None})
+        planned = None if settings.level is None else plan
+        return ConstantThresholds(*beginning(planned, settings.level or "token", start.tis, start.band))
     if not isinstance(given, Controller):
         raise ConfigError(f"controller is {given!r}; allowed: AdaptiveThresholds(), or another controller")
     name = type(given).__name__

@@ -50,12 +50,11 @@ if TYPE_CHECKING:
 
 
 class Monitor:
-    """One call per training step: measure, adapt the thresholds, correct, judge the rollout, write the record.
+    """One call per training step: measure, decide the thresholds, correct, judge the rollout, write the record.
 
     settings:   how gradients are corrected; their thresholds are where the controller begins; None: token TIS, C = 2
-    controller: AdaptiveThresholds, which tighten when the KL rises, at every level; LeastErrorThresholds, for
-                token-level weights alone; or ConstantThresholds. None: the first, or the last where there is nothing to
-                tighten (no weights, C = 1, or a band that does not lie around 1)
+    controller: ConstantThresholds; AdaptiveThresholds, which tighten when the KL rises, at every level; or
+                LeastErrorThresholds, for token-level weights alone. None: constant, those of the plan or of the settings
     sinks:      where records go; opened here, on rank 0 only
     plan:       gives the controller its initial thresholds, and the KL to expect of the precision that runs: the
                 engine's, also after a step down; without an engine, that of the plan's choice
@@ -99,7 +98,7 @@ class Monitor:
         self.settings = CorrectionSettings() if settings is None else settings
         instance("settings", self.settings, CorrectionSettings, "CorrectionSettings(level='token')")
         # Each law has a state of its own, which it alone is given.
-        self.controller: Any = suited(self.settings, controller)
+        self.controller: Any = suited(self.settings, controller, plan)
         self.engine, self.facts, self.group = engine, facts, group
         self._plan = plan
         self._planned_for = self._precision()

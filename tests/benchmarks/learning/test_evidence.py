@@ -41,7 +41,6 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     target = tmp_path / "kept" / "shared" / "qk-norm"
     keep([str(tmp_path / "runs"), str(target)])
     (target.parents[1] / "machine.json").write_text("{}")
-    monkeypatch.setattr(learnt, "SHARED", target.parent)
     monkeypatch.setattr(speed, "ALONE", target.parent)
     return target
 
@@ -58,11 +57,12 @@ def test_runs_are_kept_whole_but_for_what_is_large_or_says_nothing(kept: Path) -
     assert {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.usefixtures("kept")
-def test_an_arm_is_a_line_with_its_spread_over_seeds() -> None:
-    lines = learnt.learnt("qk-norm").splitlines()
-    assert lines[2].startswith("| bf16 | 1 | 1.00 | 0.70 |")
-    assert lines[3].startswith("| fp8-tis | 2 | 1.00 (1.00-1.00) | 0.70 (0.60-0.80) | -0.10 |")  # of the one seed
+def test_an_arm_is_a_line_with_its_spread_over_seeds(kept: Path) -> None:
+    lines = learnt.learnt(kept).splitlines()
+    assert lines[2].startswith("| bf16 | 1 | 1.00 | 0.70 | -0.30 | - |")
+    of_one_seed = "-0.10"
+    gained = "-0.30 (-0.40--0.20)"
+    assert lines[3].startswith(f"| fp8-tis | 2 | 1.00 (1.00-1.00) | 0.70 (0.60-0.80) | {gained} | {of_one_seed} |")
     assert lines[3].endswith("| 1.50 |")
     assert (
         speed.timed("qk-norm").splitlines()[2]
@@ -70,33 +70,50 @@ def test_an_arm_is_a_line_with_its_spread_over_seeds() -> None:
     )
 
 
-@pytest.mark.usefixtures("kept")
-def test_the_kl_stands_beside_the_policys_doubt() -> None:
-    cells = learnt.doubt("qk-norm").splitlines()[2].split(" | ")
-    assert float(cells[1]) == pytest.approx(2 * 0.29290, rel=0.02)  # mean of 1 / step over steps 1 to 10
-    assert cells[5:] == ["5.0e-02", "5.0e-02 |"]
+def test_the_same_seed_on_another_machine_is_another_run(kept: Path, tmp_path: Path) -> None:
+    a_run(tmp_path / "elsewhere" / "fp8-tis" / "0", 8, 1.0)
+    a_run(tmp_path / "elsewhere" / "bf16" / "0", 8, 0.9)
+    line = learnt.learnt(kept, tmp_path / "elsewhere").splitlines()[3]
+    assert line.startswith("| fp8-tis | 3 | 1.00 (1.00-1.00) | 0.80 (0.60-1.00) |")
+    assert "| +0.00 ± 0.10 |" in line  # -0.1 here, +0.1 there
 
 
-def test_a_run_that_goes_on_is_no_result_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = a_run(tmp_path / "qk-norm" / "bf16" / "0", 8, 0.7)
+def test_the_kl_stands_beside_the_policys_doubt(kept: Path) -> None:
+    cells = learnt.doubt(kept).splitlines()[2].split(" | ")
+    assert cells[:2] == ["| qk-norm", "bf16"]
+    assert float(cells[2]) == pytest.approx(2 * 0.29290, rel=0.02)  # mean of 1 / step over steps 1 to 10
+    assert cells[6:] == ["5.0e-02", "5.0e-02 |"]
+
+
+def test_a_run_that_goes_on_is_no_result_yet(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "bf16" / "0", 8, 0.7)
     (run / "done.json").unlink()
-    monkeypatch.setattr(learnt, "SHARED", tmp_path)
-    assert len(learnt.learnt("qk-norm").splitlines()) == 2
+    assert len(learnt.learnt(tmp_path).splitlines()) == 2
 
 
-def test_a_run_that_was_broken_off_shows_its_rewards_in_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for seed, reward in enumerate((0.25, 0.75)):
-        run = a_run(tmp_path / "qk-norm" / "lasting-tis" / str(seed), 8, 0.7)
-        (run / "done.json").unlink()
-        run.log("steps.jsonl", ROW | {"reward": reward})
-    monkeypatch.setattr(learnt, "BROKEN_OFF", tmp_path)
+def test_runs_that_were_broken_off_show_their_rewards_in_training(tmp_path: Path) -> None:
+    for arm, better in (("lasting-tis", 0.0), ("lasting-none", 0.25), ("bf16", 0.0)):
+        for seed, reward in enumerate((0.25, 0.75)):
+            run = a_run(tmp_path / arm / str(seed), 8, 0.7)
+            (run / "done.json").unlink()
+            run.log("steps.jsonl", ROW | {"reward": reward + better})
     kl = sum(0.1 / step for step in range(11, 21)) / 10
-    (line,) = learnt.in_training("qk-norm").splitlines()[2:]
-    cells = ["lasting-tis", "2", "21", "0.50 (0.50-0.50)", "0.50 (0.25-0.75)"]
-    cells += ["0.50 (0.47-0.53)", f"{kl:.1e} ({kl:.1e}-{kl:.1e})", "1.50 (1.50-1.50)"]
-    assert line == f"| {' | '.join(cells)} |"
+    tis, none = (
+        [
+            "2",
+            "21",
+            "0.50 (0.50-0.50)",
+            f"{0.5 + x:.2f} ({0.25 + x:.2f}-{0.75 + x:.2f})",
+            *late,
+            f"{kl:.1e} ({kl:.1e}-{kl:.1e})",
+        ]
+        for x, late in ((0.0, ("0.50 (0.47-0.53)", "-")), (0.25, ("0.53 (0.50-0.55)", "+0.03 ± 0.00")))
+    )
+    # Without bf16, which has another mismatch.
+    assert learnt.in_training(tmp_path, against="lasting-tis").splitlines()[2:] == [
+        f"| {' | '.join(['lasting-none', *none, '-'])} |",
+        f"| {' | '.join(['lasting-tis', *tis, '1.50 (1.50-1.50)'])} |",
+    ]
 
 
 def test_speed_ups_are_of_the_same_step_of_both_arms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,12 +139,11 @@ def test_rollouts_are_predicted_again_from_their_own_lengths() -> None:
     assert all(abs(float(row[3].rstrip("%"))) < 10 for row in rows)
 
 
-def test_the_drill_is_kept_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drill_is_kept_and_shown(tmp_path: Path) -> None:
     run = a_run(tmp_path / "runs" / "drill", 1, 0.7)
     run.write("drill.json", {"scars": [{"fault": "engine killed", "step": 16, "change": -0.0304, "error": 0.02}]})
     keep([str(tmp_path / "runs"), str(tmp_path / "shared" / "qk-norm")])
-    monkeypatch.setattr(learnt, "SHARED", tmp_path / "shared")
-    assert learnt.drill("qk-norm").splitlines()[2:] == ["| engine killed | 16 | -0.030 | 0.020 |"]
+    assert learnt.drill(tmp_path / "shared" / "qk-norm").splitlines()[2:] == ["| engine killed | 16 | -0.030 | 0.020 |"]
 
 
 def test_corrections_stand_beside_a_constant_over_the_seeds_that_both_have(tmp_path: Path) -> None:

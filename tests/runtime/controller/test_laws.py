@@ -316,7 +316,7 @@ def test_limits_that_the_initial_thresholds_pass_are_no_alarm_while_the_kl_is_as
 
 @pytest.mark.parametrize("controller", [AdaptiveThresholds(), LeastErrorThresholds(), ConstantThresholds()])
 def test_a_kl_beyond_repair_escalates_at_once(controller):
-    state, said = after(controller, [SEEN[0.1]] * 2)[1], []
+    state, said = after(controller, [SEEN[1e-3]] * 2)[1], []
     for _ in range(8):
         _, state, decided = controller.update(state, mismatch_of(gaussian(1.0) - 3.0))
         said.append((Alarm.BROKEN in decided.alarms, decided.escalate))

@@ -86,7 +86,8 @@ def same(one: Step, other: Step) -> None:
 
 def test_a_step_is_its_parts_in_order() -> None:
     settings = CorrectionSettings(thresholds=Thresholds(tis=1.5))
-    monitor, controller = Monitor(settings), AdaptiveThresholds(tis=1.5)
+    controller = AdaptiveThresholds(tis=1.5)
+    monitor = Monitor(settings, controller)
     state = controller.initial(None)
     for seed in range(8):
         given = batch(seed, sigma=0.2 + 0.1 * seed)
@@ -437,7 +438,7 @@ def test_a_checkpoint_of_other_thresholds_or_of_another_grid_is_refused() -> Non
     band = CorrectionSettings(mode="icepop", thresholds=Thresholds(None, (0.5, 5.0)))
     saved = Monitor().state_dict()
     with pytest.raises(ConfigError, match="of the same thresholds"):
-        Monitor(band).load_state_dict(saved)
+        Monitor(band, AdaptiveThresholds(band=(0.5, 5.0))).load_state_dict(saved)
     least = Monitor(controller=LeastErrorThresholds())
     saved = least.state_dict()
     saved["controller"]["tail"] = [0.1, 0.0]
@@ -516,20 +517,34 @@ def test_gradient_norms_that_nobody_uses_are_told_to_be_unused_once(controller: 
 LOOSE = CorrectionSettings(mode="icepop", thresholds=Thresholds(None, (0.5, 5.0)))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        CorrectionSettings(),
-        LOOSE,
-        replace(LOOSE, mode="mis"),
-        CorrectionSettings(level="sequence", thresholds=Thresholds(5.0)),
-        CorrectionSettings(level="geometric", thresholds=Thresholds(1.5)),
-        replace(LOOSE, level="geometric", thresholds=Thresholds(None, (0.6, 1.7))),
-    ],
+OF_EVERY_KIND = (
+    CorrectionSettings(),
+    LOOSE,
+    replace(LOOSE, mode="mis"),
+    CorrectionSettings(level="sequence", thresholds=Thresholds(5.0)),
+    CorrectionSettings(level="geometric", thresholds=Thresholds(1.5)),
+    replace(LOOSE, level="geometric", thresholds=Thresholds(None, (0.6, 1.7))),
 )
-def test_the_default_tightens_when_the_kl_rises_and_never_loosens(settings: CorrectionSettings) -> None:
-    """Default settings, k3 of normal log ratios from 1e-4 to 0.3."""
-    monitor, first = Monitor(settings), settings.thresholds
+
+
+@pytest.mark.parametrize("settings", OF_EVERY_KIND)
+def test_the_default_holds_and_asks_for_help_when_the_kl_stays_high(settings: CorrectionSettings) -> None:
+    """Default settings, normal log ratios of k3 1e-3 and 0.1."""
+    monitor = Monitor(settings, facts=FACTS)
+    steps = [monitor.step(*batch(n, sigma=(2 * kl) ** 0.5, rows=64)) for n, kl in enumerate([1e-3] * 3 + [0.1] * 8)]
+    assert {one.thresholds for one in steps} == {settings.thresholds}
+    asked = [number for number, one in enumerate(steps) if one.decided.escalate is not None]
+    assert [steps[number].decided.escalate for number in asked] == ["recalibrate_kv", "step_down"]
+    assert asked[1] - asked[0] == 3
+    assert asked[0] >= 5
+    assert "is above its limit of 0.03" in steps[asked[0]].decided.reason
+
+
+@pytest.mark.parametrize("settings", OF_EVERY_KIND)
+def test_adaptive_thresholds_tighten_when_the_kl_rises_and_never_loosen(settings: CorrectionSettings) -> None:
+    """At every level and in every mode, k3 of normal log ratios from 1e-4 to 0.3."""
+    first = settings.thresholds
+    monitor = Monitor(settings, AdaptiveThresholds(first.tis, first.band))
     upper, kept = [], []
     for number, kl in enumerate((1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.1, 0.3, 0.3, 0.3)):
         step = monitor.step(*batch(number, sigma=(2 * kl) ** 0.5, rows=64))

@@ -1,14 +1,24 @@
-# A mismatch that grows and stays: what the laws and constants are worth. The arms of FP8 that have one seed yet, and BF16
-# beside them, as the policy is taught anew. Each of twelve that begin at once would compile the same 120 kernels, which
-# took five minutes on 2026-11-25; so they are compiled while the policy is taught. Twelve runs take about 90 GiB, and with
-# the job `policies` beside them 13 s a step: better a lease of its own.
+# What corrections are worth under a mismatch that lasts, the arms of FP8 without one, and the other policies, on two GPUs
+# of 78 GiB. Each then has five runs of the policy of 25M parameters, two of the one with experts and one of SmolLM2. With
+# kernels that were compiled before, 30 minutes should do. On 2026-11-25 each engine compiled its own, and what had not
+# ended then were `plain` and three third seeds.
 . ~/lease.env
-flock ~/alone.lock true # what began before it is over
-export OMP_NUM_THREADS=1 # twelve runs share 16 cores
-arms=(lasting-none lasting-tis lasting-adaptive lasting-least-error lasting-tis-1.1) # the most wanted first
-arms+=(fp8-unit-kv fp8-least-error bf16)
-teach qk-norm &
-kernels benchmarks/learning/h200/shared/qk-norm # a folder with its config.json
+export OMP_NUM_THREADS=1
+CUDA_VISIBLE_DEVICES=0 teach qk-norm &
+CUDA_VISIBLE_DEVICES=1 teach moe &
+CUDA_VISIBLE_DEVICES=1 teach plain &
+kernels benchmarks/learning/h200/shared/{qk-norm,smollm2} # folders with a config.json; the others have qk-norm's layers
 wait
-python3 -m benchmarks.learning.run ~/res/learning --policy qk-norm --arms "${arms[@]}" --seeds 3 --at-once 12 \
-    --memory 0.24 --micro-tokens 8192 --changes-every 25
+
+learn() { # POLICY AT_ONCE MEMORY SEEDS ARM...: memory: the share of a GPU for all engines of these at once
+    python3 -m benchmarks.learning.run ~/res/learning --policy "$1" --at-once "$2" --memory "$3" --seeds "$4" \
+        --arms "${@:5}" --changes-every 25 --micro-tokens "$([ "$1" = smollm2 ] && echo 4096 || echo 8192)"
+}
+learn moe 2 0.12 1 bf16 fp8 fp8-adaptive &
+(
+    learn smollm2 1 0.06 3 bf16 fp8 fp8-adaptive
+    learn plain 2 0.07 1 bf16 fp8 fp8-adaptive
+) &
+lasting=(lasting-none lasting-tis lasting-adaptive lasting-least-error lasting-tis-1.1) # the most wanted first
+learn qk-norm 5 0.175 3 "${lasting[@]}" fp8-unit-kv fp8-least-error bf16
+wait
