@@ -21,5 +21,5 @@ def spread(
     known = [x for x in values if x is not None]
     if not known:
         return UNSEEN
-    ends = f" ({min(known):{kind}}-{max(known):{kind}})" if len(known) > 1 else ""
+    ends = f" ({min(known):{kind}} to {max(known):{kind}})" if len(known) > 1 else ""
     return f"{middle(known):{kind}}{unit}{ends}"

@@ -58,7 +58,7 @@ def ways(path: Path = RESULTS) -> str:
         if without and way != "none":
             cost = f"{1e6 * (min(each) - min(without)) / told.output_tokens:.1f} µs"
         cells = [precision, process, way, ", ".join(f"{one:.2f}" for one in each)]
-        cells += [f"{told.makespan_s:.2f} s ({told.makespan_low_s:.2f}-{told.makespan_high_s:.2f})"]
+        cells += [f"{told.makespan_s:.2f} s ({told.makespan_low_s:.2f} to {told.makespan_high_s:.2f})"]
         cells += [f"{told.makespan_s / min(each) - 1:+.1%}", cost]
         lines.append(cells)
     return table(HEADS, lines)

@@ -75,7 +75,7 @@ def _timed(one: Alone) -> list[str]:
     )
     each = spread([1e6 * row["rollout_s"] / row["response_tokens"] for row in steps], ".0f", median, " µs")
     low, high = said["makespan_low_s"], said["makespan_high_s"]
-    predicted = f"{said['makespan_s']:.2f} s ({low:.2f}-{high:.2f})"
+    predicted = f"{said['makespan_s']:.2f} s ({low:.2f} to {high:.2f})"
     return [one.policy, one.arm, str(len(steps)), predicted, rollout, each, *others]
 
 
@@ -99,8 +99,8 @@ def _gained(found: Sequence[Alone]) -> Iterator[list[str]]:
         said, kl = read_json(one.run / "predicted.json"), observed(one.run)["kl_k3"]
         but = base.disturbed | one.disturbed
         rollout, step = (speedups(base.run, one.run, part, but) for part in ("rollout", "step"))
-        band = f"{said['speedup']:.2f} ({said['speedup_low']:.2f}-{said['speedup_high']:.2f})"
-        k3 = f"{said['kl_k3']:.1e} ({said['kl_k3_low']:.1e}-{said['kl_k3_high']:.1e})"
+        band = f"{said['speedup']:.2f} ({said['speedup_low']:.2f} to {said['speedup_high']:.2f})"
+        k3 = f"{said['kl_k3']:.1e} ({said['kl_k3_low']:.1e} to {said['kl_k3_high']:.1e})"
         name = f"{policy} *" if said["extrapolated"] else policy
         seen = (spread(rollout, ".2f", median), spread(step, ".2f", median), UNSEEN if kl is None else f"{kl:.1e}")
         yield [name, arm, str(len(rollout)), band, seen[0], f"{said['step_speedup']:.2f}", seen[1], k3, seen[2]]

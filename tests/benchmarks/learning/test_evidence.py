@@ -61,12 +61,14 @@ def test_an_arm_is_a_line_with_its_spread_over_seeds(kept: Path) -> None:
     lines = learnt.learnt(kept).splitlines()
     assert lines[2].startswith("| bf16 | 1 | 1.00 | 0.70 | -0.30 | - |")
     of_one_seed = "-0.10"
-    gained = "-0.30 (-0.40--0.20)"
-    assert lines[3].startswith(f"| fp8-tis | 2 | 1.00 (1.00-1.00) | 0.70 (0.60-0.80) | {gained} | {of_one_seed} |")
+    gained = "-0.30 (-0.40 to -0.20)"
+    assert lines[3].startswith(
+        f"| fp8-tis | 2 | 1.00 (1.00 to 1.00) | 0.70 (0.60 to 0.80) | {gained} | {of_one_seed} |"
+    )
     assert lines[3].endswith("| 1.50 |")
     assert (
         speed.timed("qk-norm").splitlines()[2]
-        == "| qk-norm | bf16 | 19 | 1.00 s (1.00-1.00) | 3.00 s | 2727 µs (1500-15000) | 1.00 s | 0.50 s | 4.50 s |"
+        == "| qk-norm | bf16 | 19 | 1.00 s (1.00 to 1.00) | 3.00 s | 2727 µs (1500 to 15000) | 1.00 s | 0.50 s | 4.50 s |"
     )
 
 
@@ -74,7 +76,7 @@ def test_the_same_seed_on_another_machine_is_another_run(kept: Path, tmp_path: P
     a_run(tmp_path / "elsewhere" / "fp8-tis" / "0", 8, 1.0)
     a_run(tmp_path / "elsewhere" / "bf16" / "0", 8, 0.9)
     line = learnt.learnt(kept, tmp_path / "elsewhere").splitlines()[3]
-    assert line.startswith("| fp8-tis | 3 | 1.00 (1.00-1.00) | 0.80 (0.60-1.00) |")
+    assert line.startswith("| fp8-tis | 3 | 1.00 (1.00 to 1.00) | 0.80 (0.60 to 1.00) |")
     assert "| +0.00 ± 0.10 |" in line  # -0.1 here, +0.1 there
 
 
@@ -102,17 +104,17 @@ def test_runs_that_were_broken_off_show_their_rewards_in_training(tmp_path: Path
         [
             "2",
             "21",
-            "0.50 (0.50-0.50)",
-            f"{0.5 + x:.2f} ({0.25 + x:.2f}-{0.75 + x:.2f})",
+            "0.50 (0.50 to 0.50)",
+            f"{0.5 + x:.2f} ({0.25 + x:.2f} to {0.75 + x:.2f})",
             *late,
-            f"{kl:.1e} ({kl:.1e}-{kl:.1e})",
+            f"{kl:.1e} ({kl:.1e} to {kl:.1e})",
         ]
-        for x, late in ((0.0, ("0.50 (0.47-0.53)", "-")), (0.25, ("0.53 (0.50-0.55)", "+0.03 ± 0.00")))
+        for x, late in ((0.0, ("0.50 (0.47 to 0.53)", "-")), (0.25, ("0.53 (0.50 to 0.55)", "+0.03 ± 0.00")))
     )
     # Without bf16, which has another mismatch.
     assert learnt.in_training(tmp_path, against="lasting-tis").splitlines()[2:] == [
         f"| {' | '.join(['lasting-none', *none, '-'])} |",
-        f"| {' | '.join(['lasting-tis', *tis, '1.50 (1.50-1.50)'])} |",
+        f"| {' | '.join(['lasting-tis', *tis, '1.50 (1.50 to 1.50)'])} |",
     ]
 
 
@@ -129,8 +131,10 @@ def test_speed_ups_are_of_the_same_step_of_both_arms(tmp_path: Path, monkeypatch
     monkeypatch.setattr(speed, "ALONE", tmp_path / "alone")
     (tmp_path / "machine.json").write_text('{"disturbed_steps": {"wide/bf16/0": [21, 22]}}')
     (line,) = speed.gained("wide").splitlines()[2:]
-    assert line.startswith("| wide * | fp8 | 19 | 1.00 (1.00-1.00) | 1.50 (1.50-1.50) | 1.00 | 1.33 (1.33-1.33) |")
-    assert speed.timed("wide").splitlines()[2].startswith("| wide | bf16 | 19 | 1.00 s (1.00-1.00) | 4.50 s |")
+    assert line.startswith(
+        "| wide * | fp8 | 19 | 1.00 (1.00 to 1.00) | 1.50 (1.50 to 1.50) | 1.00 | 1.33 (1.33 to 1.33) |"
+    )
+    assert speed.timed("wide").splitlines()[2].startswith("| wide | bf16 | 19 | 1.00 s (1.00 to 1.00) | 4.50 s |")
 
 
 def test_rollouts_are_predicted_again_from_their_own_lengths() -> None:
