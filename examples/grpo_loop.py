@@ -53,7 +53,7 @@ def main(run_file: str) -> None:
         loss.backward()
         optimizer.step()
 
-        # Recalibrate or step down, should the guard advise it, or thresholds do no more; a sync must follow.
+        # Recalibrate or step down, should the guard advise it, or the KL be beyond repair; a sync must follow.
         engine.apply(found.verdict, found.decided.escalate)
         engine.sync_weights({name: tensor.bfloat16() for name, tensor in policy.state_dict().items()})
         print(

@@ -32,8 +32,8 @@ def loss(inputs: Any, settings: str | None = None) -> Any:
     settings: path of the settings; None: the file that FP8PLAN_MONITOR names
 
     Weights are fp8plan's, detached. This replaces prime-rl's default loss: there is no DPPO mask and no KL term.
-    Returns prime-rl's LossOutputs, with figures of sequences that have tokens. Thresholds move from one optimiser step
-    to the next. Raises ConfigError for settings that cannot be.
+    Returns prime-rl's LossOutputs, with figures of sequences that have tokens. Adaptive thresholds move
+    from one optimiser step to the next. Raises ConfigError for settings that cannot be.
     """
     import torch
     from prime_rl.trainer.rl.loss import LossOutputs

@@ -61,8 +61,8 @@ def policy_loss(
     settings: as `register` read them; None: those of FP8PLAN_MONITOR
     base:     SkyRL's loss, one of BASES
 
-    Weights are of old_log_probs against rollout_logprobs. Returns (loss, figures). Thresholds move from one optimiser
-    step to the next. Raises ConfigError without rollout_logprobs, and for settings that cannot be.
+    Weights are of old_log_probs against rollout_logprobs. Returns (loss, figures). Adaptive thresholds move
+    from one optimiser step to the next. Raises ConfigError without rollout_logprobs, and for settings that cannot be.
     """
     import torch
     from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry

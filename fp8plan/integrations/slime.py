@@ -40,8 +40,8 @@ def correct(
     response_lengths: of each response, tokens
     kwargs:          what later versions of slime may add, which is not used
 
-    Returns (pg_loss, masks, figures [tokens] each, which slime averages over the masks that came in). Thresholds move
-    from one optimiser step to the next. Raises ConfigError for settings that cannot be.
+    Returns (pg_loss, masks, figures [tokens] each, which slime averages over the masks that came in). Adaptive
+    thresholds move from one optimiser step to the next. Raises ConfigError for settings that cannot be.
     """
     import torch
 

@@ -110,8 +110,8 @@ some = torch.nn.Parameter(torch.ones(1))
 some.grad = torch.ones(1)
 optimiser = torch.optim.SGD([some])
 chance = torch.Generator().manual_seed(rank)
-shared = running(HookSettings(run_file=folder + "/shared.jsonl"))
-alone = running(HookSettings(run_file=folder + "/alone.jsonl", share=False))
+shared = running(HookSettings(thresholds="adaptive", run_file=folder + "/shared.jsonl"))
+alone = running(HookSettings(thresholds="adaptive", run_file=folder + "/alone.jsonl", share=False))
 found = []
 for step in range(4):
     for _ in range(1 + rank):  # ranks may have different numbers of micro-batches

@@ -47,7 +47,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     plan:       "auto": made here, from the model, the GPU and TRL's own settings; or a Plan, or the path of one's JSON.
                 None: all is TRL's own
     choice:     index into the plan's choices, or one of its precisions; the chosen one unless given
-    controller: moves the thresholds of the correction, as in Monitor
+    controller: decides the thresholds of the correction, as in Monitor
     sinks:      where records go, as in Monitor, such as [fp8plan.JsonLines("run.jsonl")]
 
     All other arguments are TRL's. `plan`, `rollout_engine` and `monitor` are then the Plan, the RolloutEngine and the

@@ -188,10 +188,10 @@ def monitor_for(
     return Monitor(correction, law_of(correction, settings), sinks, plan=plan, guard=guard, facts=facts)
 
 
-def law_of(correction: CorrectionSettings, settings: Settings) -> Controller | None:
-    """The law of the thresholds; None where nothing is corrected. Raises ConfigError for what cannot be."""
-    if correction.level is None:
-        return None
+def law_of(correction: CorrectionSettings, settings: Settings) -> Controller:
+    """The law of the thresholds. Raises ConfigError for what cannot be, such as adaptive ones of no correction."""
+    if correction.level is None and settings.thresholds == "adaptive":
+        raise ConfigError(f'{WHERE}.thresholds is "adaptive" and nothing is corrected; allowed: "constant"')
     return controller_for(correction, settings.thresholds, settings.target_kl, settings.limit_kl)
 
 

@@ -1,1 +1,1 @@
-"""The laws that adapt the thresholds of the correction."""
+"""The laws that decide the thresholds of the correction."""

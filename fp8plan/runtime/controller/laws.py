@@ -7,7 +7,7 @@
 
 Three laws share this protocol:
 
-ConstantThresholds    the default, as in RL runs under a mismatch no law was better (docs/evidence/thresholds.md)
+ConstantThresholds    the default, as under a mismatch that lasts no law trained better (docs/evidence/thresholds.md)
 AdaptiveThresholds    tighter as the KL rises above its target, at every level (controller/adaptive.py)
 LeastErrorThresholds  the least squared error of one step's gradient, which loosens as the mismatch grows
                       (controller/least_error.py has the laws that were considered, and what was measured)
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
     from fp8plan.runtime.mismatch.metrics import Mismatch
 
-PATIENCE: Final = 3  # batches with a KL above its limit, before an escalation, and those that it then has to help
+PATIENCE: Final = 3  # batches that an escalation has to help, before the next one
 
 
 @dataclass(frozen=True, slots=True)
 class ConstantThresholds:
-    """The same thresholds in every step. A KL that stays above its limit escalates.
+    """The same thresholds in every step. The alarms sound all the same, and a KL beyond repair escalates.
 
     tis, band: bounds on pi_train / pi_rollout, as in Thresholds
     limit_kl:  k3 per token above which the KL alarm sounds, unless a plan predicts a range for the model
@@ -80,11 +80,8 @@ class ConstantThresholds:
             return thresholds, state, NO_DATA
         seen = observed(state, mismatch)
         found = alarms(mismatch, seen.kl or 0.0, seen.limit_kl, self.limits)
-        above = min(mismatch.k3_robust, seen.kl or 0.0) > seen.limit_kl  # the batch's own: one that is well ends it
-        seen = replace(seen, strained=strain(seen.strained, above, Alarm.BROKEN in found, PATIENCE))
-        relation = "above" if above else "within"
-        reason = f"constant thresholds; KL {seen.kl:.2g} is {relation} its limit of {seen.limit_kl:.2g}"
-        decided = Decided(Decision.HOLD, reason, found, escalation(seen.strained, PATIENCE))
+        seen = replace(seen, strained=strain(seen.strained, False, Alarm.BROKEN in found, PATIENCE))
+        decided = Decided(Decision.HOLD, "constant thresholds", found, escalation(seen.strained, PATIENCE))
         return thresholds, seen, decided
 
 

@@ -54,7 +54,7 @@ class Monitor:
 
     settings:   how gradients are corrected; their thresholds are where the controller begins; None: token TIS, C = 2
     controller: ConstantThresholds; AdaptiveThresholds, which tighten when the KL rises, at every level; or
-                LeastErrorThresholds, for token-level weights alone. None: constant, those of the plan or of the settings
+                LeastErrorThresholds, for token-level weights alone. None: the first, of the plan or of the settings
     sinks:      where records go; opened here, on rank 0 only
     plan:       gives the controller its initial thresholds, and the KL to expect of the precision that runs: the
                 engine's, also after a step down; without an engine, that of the plan's choice
@@ -65,13 +65,13 @@ class Monitor:
     facts:      without an engine: facts about the one that runs, for the record; None: the guard's
     group:      process group of the ranks that share the batch; None: all
 
-    When thresholds can do no more, `step.decided.escalate` says what to do instead. With a RolloutEngine, call before
-    the next sync
+    When the mismatch is beyond what thresholds can do, `step.decided.escalate` says what to do instead. With a
+    RolloutEngine, call before the next sync
 
         engine.apply(step.verdict, step.decided.escalate)
 
     It does what the guard advises, and if the guard advises nothing, what `escalate` says. With another engine, the
-    training loop acts on the word itself: "recalibrate_kv", and if that has not helped `patience` steps later,
+    training loop acts on the word itself: "recalibrate_kv", and if that has not helped some steps later,
     "step_down" to a precision with less FP8. Where the engine has nothing left to step down to, `escalate` is None, and
     `step.decided.reason` says so.
 

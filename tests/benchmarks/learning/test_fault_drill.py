@@ -27,7 +27,7 @@ from benchmarks.learning.drill import (
     Scar,
     noticed,
 )  # fmt: skip
-from benchmarks.learning.evidence.learnt import SHARED
+from benchmarks.learning.evidence.learnt import H200
 from benchmarks.learning.loop import Settings
 from benchmarks.learning.policies import TINY, new_model
 from benchmarks.learning.predicted import read_json
@@ -112,7 +112,7 @@ def test_the_reward_curve_shows_no_scar(drill: Drill) -> None:
 
 
 def test_on_an_h200_each_fault_was_noticed_and_left_no_scar(tmp_path: Path) -> None:
-    folder = RunFolder(SHARED / "qk-norm" / DRILL)
+    folder = RunFolder(H200 / "qk-norm" / DRILL)
     assert noticed(folder)
     scars = read_json(folder / "drill.json")["scars"]
     assert [x["step"] for x in scars] == list(NAMES)

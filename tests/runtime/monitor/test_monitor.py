@@ -18,7 +18,7 @@ import correction_speed
 import numpy as np
 import pytest
 import torch
-from plans import choice, plan
+from plans import choice, plan, saved
 from simulated_run import simulated
 
 from fp8plan import schemas
@@ -528,16 +528,21 @@ OF_EVERY_KIND = (
 
 
 @pytest.mark.parametrize("settings", OF_EVERY_KIND)
-def test_the_default_holds_and_asks_for_help_when_the_kl_stays_high(settings: CorrectionSettings) -> None:
+def test_the_default_holds_whatever_the_kl_and_the_alarm_sounds(settings: CorrectionSettings) -> None:
     """Default settings, normal log ratios of k3 1e-3 and 0.1."""
-    monitor = Monitor(settings, facts=FACTS)
+    monitor = Monitor(settings)
     steps = [monitor.step(*batch(n, sigma=(2 * kl) ** 0.5, rows=64)) for n, kl in enumerate([1e-3] * 3 + [0.1] * 8)]
     assert {one.thresholds for one in steps} == {settings.thresholds}
-    asked = [number for number, one in enumerate(steps) if one.decided.escalate is not None]
-    assert [steps[number].decided.escalate for number in asked] == ["recalibrate_kv", "step_down"]
-    assert asked[1] - asked[0] == 3
-    assert asked[0] >= 5
-    assert "is above its limit of 0.03" in steps[asked[0]].decided.reason
+    assert ["kl" in one.decided.alarms for one in (steps[2], steps[-1])] == [False, True]
+    assert {one.decided.escalate for one in steps} == {None}
+
+
+@pytest.mark.parametrize(("settings", "planned"), [(CorrectionSettings(), 1.5), (CorrectionSettings(level=None), 2.0)])
+def test_the_default_holds_what_the_plan_recommends_where_something_is_corrected(
+    settings: CorrectionSettings, planned: float
+) -> None:
+    monitor = Monitor(settings, plan=saved(thresholds={"token_tis": 1.5}))
+    assert monitor.step(*batch(0, sigma=1.0)).thresholds == Thresholds(planned)
 
 
 @pytest.mark.parametrize("settings", OF_EVERY_KIND)
