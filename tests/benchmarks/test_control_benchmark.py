@@ -124,8 +124,11 @@ def ratio(row, method="least error", against="C=2"):
     return row["methods"][method]["mse"] / row["methods"][against]["mse"]
 
 
-def test_what_is_claimed_of_the_default():
-    """Nothing without mismatch; what tightening costs, and where: in large batches. README says these figures."""
+def test_what_is_claimed_of_adaptive_thresholds():
+    """Nothing without mismatch; what tightening costs, and where: in large batches.
+
+    docs/evidence/thresholds.md says these figures.
+    """
     tis = {key: ratio(row, "adaptive") for key, row in BY.items()}
     band = {key: ratio(row, "adaptive band", "icepop [0.5, 5]") for key, row in BY.items()}
     assert {tis["none", n] for n in scenarios.SEQUENCES} == {1.0}

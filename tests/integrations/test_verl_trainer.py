@@ -180,6 +180,12 @@ def test_without_a_correction_all_weights_are_verls(trainer: Trainer, monkeypatc
     assert metrics["fp8plan/k3_kl"] > 0.01
 
 
+def test_without_a_correction_there_is_a_limit_and_nothing_adapts(trainer: Trainer) -> None:
+    assert trainer(f"+{OURS}.correct=False", f"+{OURS}.limit_kl=0.5").monitor.state.limit_kl == 0.5
+    with pytest.raises(ConfigError, match=r"thresholds is \"adaptive\" and nothing is corrected; allowed"):
+        trainer(f"+{OURS}.correct=False", f"+{OURS}.thresholds=adaptive")
+
+
 def test_a_batch_without_log_probs_is_one_clear_error(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = batch_of(0.1)
     del batch["rollout_log_probs"]

@@ -138,7 +138,7 @@ def test_ratios_that_spread_are_never_met_by_a_wider_threshold(controller, hold)
     assert tighter or last.decision is Decision.AT_BOUND
 
 
-def test_the_default_of_token_tis_over_growing_kl():
+def test_c_of_token_tis_over_growing_kl():
     state, chosen = AdaptiveThresholds().initial(), []
     for kl in KLS:
         for seed in range(15):
