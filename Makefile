@@ -31,13 +31,13 @@ plan: $(VENV)/.installed
 # A small model is taught halfway here; then GRPO takes it further, sampled by vLLM with an FP8 KV cache. Two to five
 # minutes on two cores. One thread: those of a trainer and an engine that share two cores wait for each other.
 DEMO := build/demo
-DEMO_RUN := $(DEMO)/tiny-qk-norm/fp8-adaptive/0
+DEMO_RUN := $(DEMO)/tiny-qk-norm/fp8-tis/0
 DEMO_ENV := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=ERROR HF_HUB_OFFLINE=1
 
 demo: $(TEST_VENV)/.installed
 	rm -rf $(DEMO)
 	$(DEMO_ENV) $(TEST_VENV)/bin/python -m benchmarks.learning.policies tiny-qk-norm $(DEMO)/tiny-qk-norm/model
-	$(DEMO_ENV) $(TEST_VENV)/bin/python -m benchmarks.learning.run $(DEMO) --device cpu --one fp8-adaptive/0
+	$(DEMO_ENV) $(TEST_VENV)/bin/python -m benchmarks.learning.run $(DEMO) --device cpu --one fp8-tis/0
 	$(TEST_VENV)/bin/fp8plan monitor $(DEMO_RUN)/run.jsonl --once
 	$(TEST_VENV)/bin/fp8plan report $(DEMO_RUN)/run.jsonl -o $(DEMO)/report.html
 

@@ -20,8 +20,7 @@ import speed  # noqa: E402
 import verl_outputs  # noqa: E402
 from control import report as control_report  # noqa: E402
 from learning import changes  # noqa: E402
-from learning.evidence import engine_modes, learnt  # noqa: E402
-from learning.evidence import speed as learning_speed  # noqa: E402
+from learning.evidence.tables import tables as learning_tables  # noqa: E402
 from tables import accuracy, baselines, correction_gpu, markdown, probe, trainers, weight_sync  # noqa: E402
 
 import fp8plan  # noqa: E402
@@ -104,20 +103,9 @@ def blocks() -> dict[str, str]:
     made["control"] = control_report.short_table()
     made["change ratios"] = changes.committed()
     made["probe of smollm2"] = probe.table(probe.SMOLLM2)
-    h200, h100, broken_off = learnt.H200, learnt.H100, (learnt.H200_BROKEN_OFF, learnt.H100_BROKEN_OFF)
-    made |= {kind.__name__: kind(h200 / "qk-norm") for kind in (learnt.learnt, learnt.drill)}
-    made["doubt"] = learnt.doubt(*learnt.DOUBTED)
-    made |= {f"learnt {policy} on H100s": learnt.learnt(h100 / policy) for policy in ("qk-norm", "moe")}
-    made["learnt smollm2"] = learnt.learnt(h200 / "smollm2", h100 / "smollm2")
-    made["lasting"] = learnt.in_training(broken_off[0] / "qk-norm", h100 / "qk-norm", against="lasting-tis")
-    made["in training plain"] = learnt.in_training(broken_off[1] / "plain", against="bf16")
-    made |= {"corrected": learnt.corrected(learnt.LARGE_BATCHES), "engine modes": engine_modes.ways()}
-    made["corrected in small batches"] = learnt.corrected(learnt.SMALL_BATCHES)
-    of_speed = (learning_speed.timed, learning_speed.gained, learning_speed.again)
-    made |= {kind.__name__: kind(*learning_speed.OF_SPEED) for kind in of_speed}
     made["public names"] = public_names()
     made |= {f"help {command}": help_text(command) for command in COMMANDS}
-    return made | weight_sync.tables()
+    return made | learning_tables() | weight_sync.tables()
 
 
 def filled(page: str, made: dict[str, str]) -> str:

@@ -6,7 +6,7 @@ as vLLM has no blockwise kernel for it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from fp8plan.errors import ConfigError
@@ -149,3 +149,9 @@ def chosen(words: list[str]) -> list[str]:
 def baseline(name: str) -> str:
     """The BF16 arm that an arm is held against."""
     return BASELINES.get(name, "bf16")
+
+
+def uncorrected(name: str) -> str | None:
+    """The arm that differs from an arm in having no correction, alone; None if there is no such arm."""
+    wanted = replace(ARMS[name], correction="none")
+    return next((other for other, arm in ARMS.items() if replace(arm, seeds=wanted.seeds) == wanted), None)

@@ -18,9 +18,9 @@ import msgspec
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import parse
 from fp8plan.model.plan.plan import Plan
-from fp8plan.runtime.controller.alarms import beginning
-from fp8plan.runtime.controller.laws import AdaptiveThresholds, ConstantThresholds, Controller
+from fp8plan.runtime.controller.laws import AdaptiveThresholds, Controller
 from fp8plan.runtime.correction.settings import CorrectionSettings, Level, Mode, Thresholds
+from fp8plan.runtime.monitor.controller import constant
 from fp8plan.schemas import checked
 
 VARIABLE: Final = "FP8PLAN_MONITOR"
@@ -82,13 +82,13 @@ def controller_for(
 
     Raises ConfigError for a target of constant thresholds, and for what cannot be.
     """
-    level, start = correction.level or "token", correction.thresholds
     kl: dict[str, Any] = {name: x for name, x in (("target_kl", target_kl), ("limit_kl", limit_kl)) if x is not None}
     if law == "constant":
         if "target_kl" in kl:
             raise ConfigError('target_kl with constant thresholds, which have none; allowed: thresholds "adaptive"')
-        return ConstantThresholds(*beginning(plan, level, start.tis, start.band), **kl)
-    return AdaptiveThresholds(start.tis, start.band, level, **kl)
+        return constant(correction, plan, **kl)
+    start = correction.thresholds
+    return AdaptiveThresholds(start.tis, start.band, correction.level or "token", **kl)
 
 
 def settings_at(path: str | os.PathLike[str] | None = None) -> HookSettings:

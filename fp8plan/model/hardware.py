@@ -94,7 +94,10 @@ class Gpu:
 
 # vllm/model_executor/kernels/linear, 0.30: with AMX it widens the weights and multiplies in BF16 (W8A16), without it
 # refuses. A KV cache in FP8 is only storage; the CPU backend has it, on x86 with AVX-512 or AMX (cpu_attn.py).
-_NO_BLOCK_FP8_ON_CPU = "vLLM's CPU backend has no blockwise FP8 GEMM (W8A8); the KV cache alone can be FP8 there"
+_NO_BLOCK_FP8_ON_CPU = (
+    "vLLM's CPU backend has no blockwise FP8 GEMM (W8A8); the KV cache alone can be FP8 there, on x86 with AVX-512 or "
+    "AMX"
+)
 
 # gpus.json maps a name to its facts. A fact is a value, or [value, its source]. A GPU that is `like` another differs
 # from it in the facts it names itself, and has none of its aliases.

@@ -156,7 +156,7 @@ PATCHES: Final = (
     Patch(
         "calls",
         "packed_nccl_broadcast_producer, trainer_init, group.group, group.destroy",
-        "weight_sync/nccl.py, weight_sync/nccl_protocol.py",
+        "weight_sync/nccl/transfer.py, weight_sync/nccl/protocol.py",
         "the trainer's end of them, and broken off when an end has died",
         platform="CUDA",
     ),

@@ -34,5 +34,6 @@ def test_json(fp8plan: Callable[..., Done]) -> None:
 def test_what_cannot_be_looked_at_is_refused(fp8plan: Callable[..., Done]) -> None:
     Path("prompts.jsonl").write_text('{"prompt": "a"}\n')
     refused(fp8plan("doctor", "none.jsonl"), "there is no log none.jsonl")
+    refused(fp8plan("doctor", "localhost:8000"), "no file localhost:8000; for a server type: http://localhost:8000")
     refused(fp8plan("doctor", "log.jsonl", "--prompts", "prompts.jsonl"), "--prompts are for a server")
     refused(fp8plan("doctor", "log.jsonl", "--precision", "fp9"), "unknown precision 'fp9'")

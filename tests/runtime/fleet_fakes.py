@@ -81,7 +81,7 @@ class FakeMembers:
     def __init__(self, replicas: int, faults: Mapping[tuple[int, int], str] = {}) -> None:
         self.living = {number: FakeReplica(number) for number in range(replicas)}
         self.lost: dict[int, str] = {}
-        self.terms = SimpleNamespace(workers=1)
+        self.terms = SimpleNamespace(workers=1, guard=None)
         self.count, self.born, self.sizes = replicas, replicas, (256, 1024)
         self.faults, self.calls = dict(faults), 0
         self.put_count = 0

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import NamedTemporaryFile
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.learning.arms import baseline
-from benchmarks.learning.evidence.cells import spread
+from benchmarks.learning.evidence.places import ALONE
+from benchmarks.learning.evidence.seeds import spread
 from benchmarks.learning.predicted import UNSEEN, observed, read_json, speedups
 from benchmarks.learning.run import found_runs
 from benchmarks.learning.state import RunFolder
@@ -17,9 +18,6 @@ from benchmarks.tables.markdown import table
 from fp8plan import jsonl
 from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import validate
-
-ALONE: Final = Path(__file__).parents[1] / "h200" / "alone"
-OF_SPEED: Final = ("qk-norm", "wide")  # the policies that ran alone
 
 
 class Alone(NamedTuple):

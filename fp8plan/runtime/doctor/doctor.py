@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from fp8plan.runtime.engine.async_engine import AsyncRolloutEngine
 
 ALLOWED = "a RolloutEngine, a vllm.LLM, the URL of a vllm serve, a Monitor's run file, or a trainer's log"
+HOST_AND_PORT: Final = re.compile(r"[\w.-]+:\d+/?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,8 @@ def _observed(target: Any, given: Given) -> Observed:
         from fp8plan.runtime.doctor.server import observe_server
 
         return observe_server(target, given)
+    if isinstance(target, str) and HOST_AND_PORT.fullmatch(target) and not Path(target).exists():
+        raise ConfigError(f"there is no file {target}; for a server type: http://{target}")
     if isinstance(target, str | Path):
         from fp8plan.runtime.doctor.files import observe_file
 

@@ -171,11 +171,15 @@ class EngineBase:
             if any(self.launch.keep_bf16):
                 raise ConfigError("the cost model knows no layers kept in BF16 (keep_bf16)")
             if self.guard is None:
-                self.guard = Guard(self.engine_facts(), self._guard_settings)
+                self.guard = self._guarding()
             else:
                 self.guard.engine_changed(self.engine_facts())
         except Fp8PlanError as error:  # a GPU without a profile: everything works but this comparison
             self.guard, self.guard_off = None, str(error)
+
+    def _guarding(self) -> Guard:
+        """Return a guard of the engine that runs. Raises as Guard does."""
+        return Guard(self.engine_facts(), self._guard_settings)
 
     def engine_facts(self) -> EngineFacts:
         """Return the facts that the guard needs about the running engine."""

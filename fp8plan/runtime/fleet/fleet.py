@@ -23,6 +23,7 @@ from fp8plan.runtime.engine.base import EngineBase
 from fp8plan.runtime.engine.launch import Launch, launch
 from fp8plan.runtime.fleet.calls import Calls
 from fp8plan.runtime.fleet.members import Members, Terms
+from fp8plan.runtime.fleet.memory import FleetGuard
 from fp8plan.runtime.fleet.report import Finished, Routing
 from fp8plan.runtime.fleet.requests import Requests
 from fp8plan.runtime.fleet.rollouts import Rollouts
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
     from fp8plan.model.setup import EngineSetup
     from fp8plan.runtime.controller.state import Escalation
-    from fp8plan.runtime.guard.guard import Verdict
+    from fp8plan.runtime.guard.guard import Guard, Verdict
     from fp8plan.runtime.weight_sync.nccl import Rendezvous
 
 Answer = TypeVar("Answer")
@@ -70,7 +71,7 @@ class RolloutFleet(EngineBase):
         expected_tokens: float = 1.0,
         keep_weights: bool = True,
     ) -> None:
-        super().__init__(launched, settings, None, GuardSettings())
+        super().__init__(launched, settings, None, members.terms.guard or GuardSettings())
         self._members, self._keep = members, keep_weights
         self._rollouts = Rollouts(members, expected_tokens)
         self._kept: Kept | None = None
@@ -236,6 +237,7 @@ class RolloutFleet(EngineBase):
             try:
                 self._members.stop([number])
                 self._members.start([number], self.launch)
+                self._remind()
                 self.state.prepared.clear()  # the new one has not seen any manifest
                 self._waiting.add(number)
                 if self.state.refusal is None and (self.state.version == 0 or self._kept is not None):
@@ -334,13 +336,19 @@ class RolloutFleet(EngineBase):
     def _opening(self) -> Procedure:
         """Read what runs; each replica has opened its engine, and guards it."""
         yield from self._read()
+        self._watch()
+        self._remind()
+
+    def _guarding(self) -> Guard:
+        return FleetGuard(self.engine_facts(), self._guard_settings, lambda action: self._every("took", action))
+
+    def _remind(self) -> None:
+        if isinstance(self.guard, FleetGuard):
+            self.guard.remind()
 
     def _busy(self) -> int:
         refuse_shut_down(self.state)
         return self.state.generating
-
-    def _took(self, action: Action) -> None:
-        self._every("took", action)
 
     def _every(self, method: str, *arguments: Any) -> dict[int, Any]:
         """Call a method of every replica that lives."""

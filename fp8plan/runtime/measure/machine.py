@@ -108,8 +108,13 @@ def _card() -> Any:
 
 
 def _first_visible(nvml: Any) -> Any:
-    """The device that CUDA calls 0: CUDA_VISIBLE_DEVICES names it by its number or its UUID."""
+    """The device that CUDA calls 0: CUDA_VISIBLE_DEVICES names it by its number or its UUID.
+
+    Raises NVMLError where it hides all of them, being empty or -1.
+    """
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    if first in ("", "-1"):
+        raise nvml.NVMLError(nvml.NVML_ERROR_NOT_FOUND)
     if first.startswith(("GPU-", "MIG-")):
         return nvml.nvmlDeviceGetHandleByUUID(first)
     return nvml.nvmlDeviceGetHandleByIndex(int(first) if first.isdecimal() else 0)

@@ -46,11 +46,9 @@ def suited(settings: CorrectionSettings, given: Controller | None, plan: Plan | 
 
     Raises ConfigError for a controller that does not fit the settings.
     """
-    used, other = ("tis", "band") if settings.mode == "tis" else ("band", "tis")
     if given is None:
-        start = replace(settings.thresholds, **{other: None})
-        planned = None if settings.level is None else plan
-        return ConstantThresholds(*beginning(planned, settings.level or "token", start.tis, start.band))
+        return constant(settings, plan)
+    used, other = _used(settings)
     if not isinstance(given, Controller):
         raise ConfigError(f"controller is {given!r}; allowed: AdaptiveThresholds(), or another controller")
     name = type(given).__name__
@@ -69,3 +67,15 @@ def suited(settings: CorrectionSettings, given: Controller | None, plan: Plan | 
             "AdaptiveThresholds()"
         )
     return replace(given, **alone)
+
+
+def constant(settings: CorrectionSettings, plan: Plan | None, **kl: Any) -> ConstantThresholds:
+    """The thresholds of the plan, or else of the settings, as constants. kl: limit_kl, if it is not the default"""
+    start = replace(settings.thresholds, **{_used(settings)[1]: None})
+    planned = None if settings.level is None else plan
+    return ConstantThresholds(*beginning(planned, settings.level or "token", start.tis, start.band), **kl)
+
+
+def _used(settings: CorrectionSettings) -> tuple[str, str]:
+    """The name of the threshold that the mode uses, and that of the other."""
+    return ("tis", "band") if settings.mode == "tis" else ("band", "tis")

@@ -20,7 +20,7 @@ from fp8plan.runtime.server import cpu_transfer
 from fp8plan.runtime.server.plugin import BACKEND, PLUGINS
 from fp8plan.runtime.server.updates import Sink, Updates, over_ranks, text_of
 from fp8plan.runtime.weight_sync.manifest import read_manifest
-from fp8plan.runtime.weight_sync.nccl_protocol import wait
+from fp8plan.runtime.weight_sync.nccl.protocol import wait
 from fp8plan.runtime.worker.extension import Fp8PlanWorker
 from fp8plan.runtime.worker.nccl_receive import Arriving
 

@@ -78,6 +78,7 @@ class Front:
         self._updating = False
         self._changed = asyncio.Condition()  # of who may generate
         self._measuring = False
+        self._inside = 0  # requests that may generate, also while vLLM turns their text into tokens
         self._sequences: deque[list[int]] = deque(maxlen=CALIBRATION_SEQUENCES)
 
     @classmethod
@@ -117,9 +118,13 @@ class Front:
         """Generate one request, once the weights may be used. Raises UpdateError if they must not be."""
         await self._admitted()
         last = None
-        async with aclosing(self._outputs(*args, **kwargs)) as outputs:
-            async for last in outputs:
-                yield last
+        self._inside += 1
+        try:
+            async with aclosing(self._outputs(*args, **kwargs)) as outputs:
+                async for last in outputs:
+                    yield last
+        finally:
+            self._inside -= 1
         if last is not None and last.prompt_token_ids and self.state.fp8_kv and PROBE not in last.request_id:
             tokens = [*last.prompt_token_ids, *last.outputs[0].token_ids]
             self._sequences.append(tokens[: min(CALIBRATION_TOKENS, self.state.longest_prompt or 1)])
@@ -172,8 +177,8 @@ class Front:
             self._changed.notify_all()
 
     def _unfinished(self) -> int:
-        found: int = self.engine.output_processor.get_num_unfinished_requests()
-        return found
+        counted: int = self.engine.output_processor.get_num_unfinished_requests()
+        return max(self._inside, counted)
 
     async def _serve(self) -> None:
         """Make the weights that the workers hold serve: measure KV scales, empty the prefix cache. While a pause keeps

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fp8plan.errors import SyncError
 from fp8plan.runtime.engine.interrupts import released
 from fp8plan.runtime.weight_sync.manifest import pair_of
-from fp8plan.runtime.weight_sync.nccl_protocol import gathered
+from fp8plan.runtime.weight_sync.nccl.protocol import gathered
 from fp8plan.runtime.weight_sync.state import Checked
 
 if TYPE_CHECKING:

@@ -178,7 +178,10 @@ def _checkpoint_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
-    listed = parse(index.read_text(encoding="utf-8"), str(index))["weight_map"]
+    data = parse(index.read_text(encoding="utf-8"), str(index))
+    listed = data.get("weight_map") if isinstance(data, dict) else None
+    if not isinstance(listed, dict):
+        raise ConfigError(f"{index} has no weight_map; allowed: name of a tensor -> file, as save_pretrained writes it")
     return [folder / name for name in sorted(set(listed.values()))]
 
 

@@ -39,6 +39,7 @@ class LiveWeights:
         self.version = 0
         self._prepared: dict[int, tuple[Prepared, bool]] = {}
         self._running: _Running | None = None
+        self._touched = False  # by the sync that was begun last
 
     def prepare(
         self, manifest: Manifest, in_place: bool = True, number: int | None = None, wide: Sequence[str] = ()
@@ -61,12 +62,14 @@ class LiveWeights:
         version: number of the sync that served before; other samples are chosen after each
         keep:    device of a copy of the weights to return to; None: no copy
         """
+        self._touched = False
         prepared, in_place = self._prepared[number]
         if prepared.moved:
             _, prepared = self.prepare(prepared.manifest, in_place, number, prepared.wide)
         snapshot = None if keep is None else Snapshot(self._model, keep)
         reload = NativeReload(self._worker, prepared.past) if prepared.binding.native else None
         if reload is not None:
+            self._touched = True
             reload.open()
         chosen = Samples(prepared.manifest, prepared.binding, samples, version)
         self._running = _Running(prepared, reload, chosen, version + 1, snapshot)
@@ -84,6 +87,7 @@ class LiveWeights:
                 name, sent = running.prepared.manifest[number].name, f"{tensor.dtype} {list(tensor.shape)}"
                 raise ConfigError(f"{name} is {sent}; announced: {dtype} {list(shape)}")
         moved = [t if t.device == self._device else t.to(self._device, non_blocking=True) for t in tensors]
+        self._touched = True
         with torch.no_grad():
             running.flags.append((program.run(moved, self._device), program.names))
             running.samples.take(program.positions, moved)
@@ -153,17 +157,18 @@ class LiveWeights:
         self._wait()
 
     def abort(self) -> bool:
-        """End a sync that failed. Return whether the weights of before it are back (a copy was kept)."""
+        """End a sync that failed. Return whether the weights are those of before it: a copy came back, or none was
+        written, as where the copy did not fit into memory."""
         running, self._running = self._running, None
         if running is None:
-            return False
+            return not self._touched
         if running.reload is not None:
             running.reload.abandon()
         if running.snapshot is not None:
             running.snapshot.restore()
             refresh(self._model)
         self._wait()
-        return running.snapshot is not None
+        return running.snapshot is not None or not self._touched
 
     def _wait(self) -> None:
         if self._device.type == "cuda":

@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from fp8plan.errors import Fp8PlanError
 from fp8plan.runtime.weight_sync.manifest import Manifest
 from fp8plan.runtime.weight_sync.nccl import Rendezvous
-from fp8plan.runtime.weight_sync.nccl_protocol import agree, digest, limited, wait, working
+from fp8plan.runtime.weight_sync.nccl.protocol import agree, digest, limited, wait, working
 
 if TYPE_CHECKING:
     from fp8plan.runtime.worker.live_weights import LiveWeights

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.learning import run
-from benchmarks.learning.arms import ARMS, CORRECTIONS, FP8, Arm, arm_named, baseline, chosen, strength
+from benchmarks.learning.arms import ARMS, CORRECTIONS, FP8, Arm, arm_named, baseline, chosen, strength, uncorrected
 from benchmarks.learning.run import arguments, found_runs, jobs, side_by_side
 from benchmarks.learning.state import RunFolder
 from fp8plan.errors import ConfigError
@@ -54,6 +54,21 @@ def test_mismatch_grows_or_comes_in_spikes() -> None:
 def test_stale_rollouts_are_synced_every_few_steps() -> None:
     assert [Arm(sync_every=4).stale(step) for step in range(8)] == [True, True, True, False] * 2
     assert not Arm().stale(0)
+
+
+@pytest.mark.parametrize(
+    ("arm", "other"),
+    [
+        ("fp8-adaptive", "fp8"),
+        ("bf16-tis", "bf16"),
+        ("lasting-tis-1.1", "lasting-none"),
+        ("stale-fp8-adaptive", "stale-fp8"),
+        ("fp8", "fp8"),
+        ("fp8-unit-kv", None),  # no arm has scales of 1.0 and no correction
+    ],
+)
+def test_a_correction_is_held_against_the_arm_without_one(arm: str, other: str | None) -> None:
+    assert uncorrected(arm) == other
 
 
 def test_groups_and_names_choose_arms_once() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from benchmarks.learning import predicted
-from benchmarks.learning.evidence import learnt, speed
+from benchmarks.learning.evidence import corrections, learnt, speed
 from benchmarks.learning.keep import main as keep
 from benchmarks.learning.run import found_runs
 from benchmarks.learning.state import RunFolder
@@ -59,8 +60,9 @@ def test_runs_are_kept_whole_but_for_what_is_large_or_says_nothing(kept: Path) -
 
 def test_an_arm_is_a_line_with_its_spread_over_seeds(kept: Path) -> None:
     lines = learnt.learnt(kept).splitlines()
-    assert lines[2].startswith("| bf16 | 1 | 1.00 | 0.70 | -0.30 | - |")
-    cells = ["1.00 (1.00 to 1.00)", "0.70 (0.60 to 0.80)", "-0.30 (-0.40 to -0.20)", "-0.10"]  # the last of one seed
+    assert lines[2].startswith("| bf16 | 1 | 1.00 | 0.70 | -0.30 | - | - |")
+    # Less BF16's: of the one seed that both have. No run is uncorrected.
+    cells = ["1.00 (1.00 to 1.00)", "0.70 (0.60 to 0.80)", "-0.30 (-0.40 to -0.20)", "-0.10", "-"]
     assert lines[3].startswith(f"| fp8-tis | 2 | {' | '.join(cells)} |")
     assert lines[3].endswith("| 1.50 |")
     cells = ["1.00 s (1.00 to 1.00)", "3.00 s", "2727 µs (1500 to 15000)", "1.00 s", "0.50 s", "4.50 s"]
@@ -153,9 +155,35 @@ def test_corrections_stand_beside_a_constant_over_the_seeds_that_both_have(tmp_p
     (going / "done.json").unlink()
     target = tmp_path / "control.jsonl"
     keep([str(tmp_path / "runs"), str(target)])
-    lines = learnt.corrected(target).splitlines()[2:]
+    lines = corrections.corrected(target).splitlines()[2:]
     # The error of 0.1 and 0.2 is half of their difference.
     assert lines == [
         "| lasting | token TIS, C = 2 | 3 | 1.00 ± 0.00 | 0.70 ± 0.12 | - | 0.0051 | 1.50 |",
         "| lasting | `AdaptiveThresholds` | 2 | 1.00 ± 0.00 | 0.75 ± 0.15 | +0.15 ± 0.05 | 0.0051 | 1.50 |",
+    ]
+
+
+def test_laws_stand_beside_c_of_2_in_runs_and_in_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewards = {"lasting-tis": (0.5, 0.7), "lasting-adaptive": (0.6, 0.9), "lasting-none": (0.1, 0.4)}
+    for arm, after in rewards.items():
+        for seed, reward in enumerate(after):
+            a_run(tmp_path / "runs" / arm / str(seed), 2, reward)
+    broken_off = a_run(tmp_path / "more" / "lasting-adaptive" / "0", 2, 0.0)
+    broken_off.log("steps.jsonl", ROW | {"reward": 1.5})  # the mean of the last ten steps is 0.1 above the others'
+    (broken_off / "done.json").unlink()
+    a_run(tmp_path / "more" / "lasting-tis" / "0", 2, 0.0)
+    keep([str(tmp_path / "runs"), str(tmp_path / "lines.jsonl")])
+    whole, both = (tmp_path / "runs",), (tmp_path / "runs", tmp_path / "more")
+    settings = {
+        "whole": partial(corrections.of_runs, learnt.rewards_after, *whole),
+        "late": partial(corrections.of_runs, learnt.rewards_late, *both, unfinished=True),
+        "lines": partial(corrections.of_lines, tmp_path / "lines.jsonl"),
+    }
+    rows = tuple(corrections.Setting(name, 8, "lasting", measure) for name, measure in settings.items())
+    monkeypatch.setattr(corrections, "SETTINGS", rows)
+    kl = f"{sum(0.1 / step for step in range(11, 21)) / 10:.1g}"
+    assert corrections.laws().splitlines()[2:] == [
+        f"| whole | 8 | lasting | 2 | {kl} | -0.35 ± 0.05 | +0.15 ± 0.05 | - |",
+        f"| late | 8 | lasting | 3 | {kl} | +0.00 ± 0.00 | +0.03 ± 0.03 | - |",
+        f"| lines | 8 | lasting | 2 | {kl} | -0.35 ± 0.05 | +0.15 ± 0.05 | - |",
     ]

@@ -27,7 +27,7 @@ from benchmarks.learning.drill import (
     Scar,
     noticed,
 )  # fmt: skip
-from benchmarks.learning.evidence.learnt import H200
+from benchmarks.learning.evidence.places import H200
 from benchmarks.learning.loop import Settings
 from benchmarks.learning.policies import TINY, new_model
 from benchmarks.learning.predicted import read_json

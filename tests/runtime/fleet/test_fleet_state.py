@@ -10,8 +10,11 @@ import torch
 from fleet_fakes import MANIFEST, FakeMembers
 
 from fp8plan.errors import LostEngineError, NotServingError, SyncError
+from fp8plan.model.limits import EngineLimits
+from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.fleet.fleet import RolloutFleet
 from fp8plan.runtime.guard.fallback import Action
+from fp8plan.runtime.guard.observation import EngineFacts
 from fp8plan.runtime.weight_sync.nccl import RemoteSource
 from fp8plan.runtime.weight_sync.state import SyncSettings
 
@@ -21,7 +24,7 @@ PROMPTS = [[1, 2], [3]]
 class FakeLaunch(SimpleNamespace):
     """A Launch, as far as a fleet asks it."""
 
-    fp8_kv, precision = True, "fp8_kv"
+    fp8_kv, precision, keep_bf16 = True, "fp8_kv", (1, 1)  # which has no guard
 
     def refuse_other(self, facts: Any) -> None: ...
 
@@ -148,6 +151,22 @@ def test_stepping_down_starts_all_in_the_safer_precision() -> None:
         fleet.generate(["a prompt"])
     sync(fleet, 6.0)
     assert fleet.serving
+
+
+def test_every_replica_knows_the_rungs_that_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = EngineFacts("Qwen/Qwen3-8B", "h200_sxm", "0.26.0", "fp8_kv", EngineLimits(data_parallel_size=2))
+    monkeypatch.setattr(FakeLaunch, "keep_bf16", (0, 0))
+    monkeypatch.setattr(RolloutFleet, "engine_facts", lambda fleet: facts)
+    fleet, members = made()
+    assert fleet.guard is not None
+    assert fleet._advised(None, Escalation.RECALIBRATE_KV) == Action.RECALIBRATE_KV
+    fleet.guard.load_state_dict(
+        {"rung": "recalibrate_kv", "slow": 0, "mismatched": 0}
+    )  # as a Monitor's checkpoint does
+    assert fleet._advised(None, Escalation.RECALIBRATE_KV) == Action.NONE
+    fleet.replace(1)
+    heard = [[what for what in replica.heard if what[0] == "took"] for replica in members.living.values()]
+    assert heard[0][0] == heard[1][0] == ("took", Action.RECALIBRATE_KV)
 
 
 def test_after_shutdown_nothing_is_done() -> None:

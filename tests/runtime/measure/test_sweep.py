@@ -352,6 +352,15 @@ def test_the_first_visible_gpu_is_the_one_reported(
     assert machine._first_visible(Nvml) == asked
 
 
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_where_no_gpu_is_visible_none_is_reported(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
+    pynvml = pytest.importorskip("pynvml")
+    for name in ("nvmlInit", "nvmlShutdown"):
+        monkeypatch.setattr(pynvml, name, lambda: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert machine.gpu_facts() == machine.NOTHING
+
+
 @pytest.mark.parametrize("size", [1, 1 << 16, 5 << 20, 100 << 20, 10 << 30])
 def test_copies_fill_the_cache_four_times_within_limits(size: int) -> None:
     l2 = 60 << 20

@@ -444,6 +444,21 @@ def test_a_copy_that_is_kept_comes_back(keeping: Subject, fault: str) -> None:
     assert generate(keeping.engine) == keeping.references["b"]
 
 
+def test_a_copy_that_does_not_fit_leaves_the_old_weights(keeping: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise MemoryError("no memory left")
+
+    keeping.engine.sync_weights(weights(keeping.kind, "a"))
+    with monkeypatch.context() as patch:
+        patch.setattr("fp8plan.runtime.worker.live_weights.Snapshot", full)
+        with pytest.raises(SyncError, match="no memory left; the weights of before it are back and serve"):
+            keeping.engine.sync_weights(keeping.sends())
+    assert keeping.engine.serving
+    assert generate(keeping.engine) == keeping.references["a"]
+    keeping.engine.sync_weights(keeping.sends())
+    assert keeping.serves("b")
+
+
 def test_a_copy_of_weights_that_did_not_serve_does_not_serve_either(keeping: Subject) -> None:
     keeping.engine.sync_weights(weights(keeping.kind, "a"))
     keeping.engine.sleep(level=2)  # drops the weights on a GPU; a CPU does nothing, and the engine refuses all the same

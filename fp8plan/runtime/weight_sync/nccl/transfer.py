@@ -20,14 +20,15 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.weight_sync.manifest import Manifest, manifest_of, read_manifest
-from fp8plan.runtime.weight_sync.nccl_protocol import (
+from fp8plan.runtime.weight_sync.nccl.lane import Lane
+from fp8plan.runtime.weight_sync.nccl.protocol import (
     agree,
     completed,
     digest,
@@ -97,8 +98,8 @@ class TrainerTransfer:
         self._where = where
         self._device = torch.device(device or f"cuda:{torch.cuda.current_device()}")
         # A thread of its own: vLLM changes the current stream of the thread in which it opens NCCL.
-        self._thread = ThreadPoolExecutor(1, "fp8plan-transfer")
-        self._group = self._thread.submit(self._meet)
+        self._lane = Lane("fp8plan-transfer")
+        self._group = self._lane.submit(self._meet)
 
     def ready(self) -> TrainerTransfer:
         """Return itself, once all workers have come. Raises ConfigError without NCCL, and what vLLM raises."""
@@ -110,7 +111,7 @@ class TrainerTransfer:
 
         manifest: for an iterator, which must keep its order. Raises SyncError if either end failed.
         """
-        self._thread.submit(self._send, pairs, self.source(pairs, manifest).manifest).result()
+        self._lane.submit(self._send, pairs, self.source(pairs, manifest).manifest).result()
 
     def source(self, pairs: Any, manifest: Any = None) -> RemoteSource:
         """Return what `sync_weights` takes in this very process: the same tensors, sent while the workers receive."""
@@ -119,7 +120,7 @@ class TrainerTransfer:
             raise ConfigError(
                 "an iterator does not say what it will send; allowed: manifest=[(name, dtype, shape), ...]"
             )
-        return RemoteSource(announced, lambda: self._thread.submit(self._send, pairs, announced))
+        return RemoteSource(announced, lambda: self._lane.submit(self._send, pairs, announced))
 
     @staticmethod
     def follow(pairs: Iterable[tuple[str, Any]]) -> None:

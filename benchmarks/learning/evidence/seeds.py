@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from statistics import fmean, stdev
 
 from benchmarks.learning.predicted import UNSEEN
@@ -12,6 +12,14 @@ def mean(values: Sequence[float], sign: str = "") -> str:
     """A mean, and its standard error if there is more than one value."""
     error = f" ± {stdev(values) / len(values) ** 0.5:.2f}" if len(values) > 1 else ""
     return f"{fmean(values):{sign}.2f}{error}" if values else UNSEEN
+
+
+def apart(mine: Mapping[Hashable, float], beside: Mapping[Hashable, float]) -> str:
+    """The mean difference of an arm to another over the seeds that both have, with its standard error.
+
+    Runs of the same seed begin with the same weights and draw the same problems. An arm beside itself is UNSEEN.
+    """
+    return UNSEEN if mine == beside else mean([mine[seed] - beside[seed] for seed in mine if seed in beside], "+")
 
 
 def spread(

@@ -1,0 +1,136 @@
+"""What corrections are worth under a mismatch that was made: tables of every setting, and of every law in one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Final, NamedTuple
+
+from benchmarks.learning.arms import ARMS, CONTROL, CORRECTIONS
+from benchmarks.learning.evidence.learnt import LATE, Runs, by_arm, rewards_after, rewards_late
+from benchmarks.learning.evidence.places import H100, H200, H200_BROKEN_OFF, LARGE_BATCHES, SMALL_BATCHES
+from benchmarks.learning.evidence.seeds import apart, mean
+from benchmarks.learning.predicted import UNSEEN, last_tenth
+from benchmarks.tables.markdown import table
+from fp8plan import jsonl, schemas
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.controller.laws import ConstantThresholds
+
+USUAL: Final = "tis"  # the correction that others are held against: token TIS at C = 2
+LAWS: Final = ("none", "adaptive", "least_error")
+
+
+def corrected(path: Path) -> str:
+    """A line for each correction under each mismatch, in Markdown: rewards after the run, and beside C = 2.
+
+    Means over seeds with their standard errors. KL and C are of the last tenth of the steps.
+
+    Raises ConfigError if there is no such file.
+    """
+    heads = ("mismatch", "correction", "seeds", "reward before", "after", "less that of C = 2")
+    return table((*heads, "KL k3, at last", "C, at last"), _corrected(_rows(path)))
+
+
+def _rows(path: Path) -> dict[str, dict[Hashable, dict[str, Any]]]:
+    """Arm -> seed -> the line of a run that `benchmarks.learning.keep` wrote."""
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist; type: python -m benchmarks.learning.keep FOLDER/POLICY {path}")
+    runs = defaultdict[str, dict[Hashable, dict[str, Any]]](dict)
+    for row in jsonl.rows(path):
+        runs[row["arm"]][row["seed"]] = row
+    return runs
+
+
+def _corrected(runs: Mapping[str, Mapping[Hashable, dict[str, Any]]]) -> Iterator[list[str]]:
+    after = {arm: {seed: row["reward_after"] for seed, row in of_arm.items()} for arm, of_arm in runs.items()}
+    for arm in (name for name in CONTROL if name in runs):
+        scenario, correction, rows = ARMS[arm].mismatch, ARMS[arm].correction, runs[arm].values()
+        kls, bounds = ([x for row in rows for x in last_tenth(row[name])] for name in ("kl_k3", "tis"))
+        cells = [scenario, _name(correction), str(len(rows)), mean([row["reward_before"] for row in rows])]
+        cells += [mean(list(after[arm].values())), apart(after[arm], after.get(_arm(scenario, USUAL), {}))]
+        yield [*cells, f"{fmean(kls):.2g}", UNSEEN if correction == "none" else f"{fmean(bounds):.2f}"]
+
+
+class Measured(NamedTuple):
+    """Runs by arm, then by seed: their rewards, and their mean k3 over the last ten steps."""
+
+    rewards: dict[str, dict[Hashable, float]]
+    kls: dict[str, dict[Hashable, float]]
+
+
+def of_lines(path: Path) -> Measured:
+    """What was measured of runs of which a line each was kept."""
+    runs = _rows(path).items()
+    rewards = {arm: {seed: row["reward_after"] for seed, row in rows.items()} for arm, rows in runs}
+    return Measured(
+        rewards, {arm: {seed: fmean(row["kl_k3"][LATE]) for seed, row in rows.items()} for arm, rows in runs}
+    )
+
+
+def of_runs(reward: Callable[[Runs], dict[Hashable, float]], *policies: Path, unfinished: bool = False) -> Measured:
+    """What was measured of the runs in the folders of policies. reward: which of their rewards"""
+    found = by_arm(*policies, unfinished=unfinished)
+    kls = {arm: {key: _late_kl(run.rows("run.jsonl")) for key, run in runs.items()} for arm, runs in found.items()}
+    return Measured({arm: reward(runs) for arm, runs in found.items()}, kls)
+
+
+def _late_kl(rows: list[dict[str, Any]]) -> float:
+    return fmean(row["metrics"][schemas.K3] for row in rows[LATE])
+
+
+class Setting(NamedTuple):
+    """A line of `laws`: runs in Markdown, with a link; sequences in a step; the mismatch."""
+
+    runs: str
+    batch: int
+    mismatch: str
+    measure: Callable[[], Measured]
+
+
+ON_GPUS: Final = "[25M parameters](learning.md#a-mismatch-that-lasts), two H100s"
+WITH_H200: Final = "these and two of an H200 that were broken off: reward in the last ten steps"
+ON_H200: Final = "[25M parameters](learning.md#on-an-h200), an H200"
+TINY: Final = "[tiny](learning_cpu.md), a CPU"
+TINY_SMALL: Final = "[tiny](learning_cpu.md#small-batches), a CPU"
+BROKEN_OFF: Final = partial(of_runs, rewards_late, H200_BROKEN_OFF / "qk-norm", H100 / "qk-norm", unfinished=True)
+SETTINGS: Final = (
+    Setting(ON_GPUS, 256, "lasting", partial(of_runs, rewards_after, H100 / "qk-norm")),
+    Setting(WITH_H200, 256, "lasting", BROKEN_OFF),
+    Setting(ON_H200, 256, "growing", partial(of_runs, rewards_after, H200 / "qk-norm")),
+    *(Setting(TINY, 512, name, partial(of_lines, LARGE_BATCHES)) for name in ("lasting", "growing", "moderate")),
+    *(Setting(TINY_SMALL, 32, name, partial(of_lines, SMALL_BATCHES)) for name in ("lasting", "moderate")),
+)
+
+
+def laws() -> str:
+    """A line for each setting, in Markdown: rewards with no correction and with each law, less those of C = 2.
+
+    Means over the seeds that both have, with their standard errors. The seeds are those that C = 2 shares with
+    `AdaptiveThresholds`; k3 is that of C = 2 over the last ten steps.
+    """
+    heads = ("runs", "batch", "mismatch", "seeds", "k3 at last", *map(_name, LAWS))
+    return table(heads, map(_laws, SETTINGS))
+
+
+def _laws(setting: Setting) -> list[str]:
+    rewards, kls = setting.measure()
+    usual, adaptive = (_arm(setting.mismatch, name) for name in (USUAL, "adaptive"))
+    seeds = len(rewards[usual].keys() & rewards[adaptive].keys())
+    others = (rewards.get(_arm(setting.mismatch, name), {}) for name in LAWS)
+    cells = [setting.runs, str(setting.batch), setting.mismatch, str(seeds), f"{fmean(kls[usual].values()):.1g}"]
+    return [*cells, *(apart(other, rewards[usual]) for other in others)]
+
+
+def _arm(mismatch: str, correction: str) -> str:
+    return f"{mismatch}-{correction.replace('_', '-')}"
+
+
+def _name(correction: str) -> str:
+    """A correction as the pages call it."""
+    law = CORRECTIONS[correction]
+    if isinstance(law.controller, ConstantThresholds):
+        return "none" if law.settings.level is None else f"token TIS, C = {law.controller.tis:g}"
+    return f"`{type(law.controller).__name__}`"

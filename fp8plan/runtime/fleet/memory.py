@@ -1,0 +1,36 @@
+"""The guard of a whole fleet: it remembers, and its replicas' guards judge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fp8plan.runtime.guard.fallback import Action, GuardSettings
+from fp8plan.runtime.guard.guard import Guard
+from fp8plan.runtime.guard.observation import EngineFacts
+
+
+class FleetGuard(Guard):
+    """A Guard whose replicas' guards know of every rung that it has taken, also of those from a checkpoint.
+
+    tell: tells the replicas that live which rung was taken
+    """
+
+    def __init__(self, facts: EngineFacts, settings: GuardSettings, tell: Callable[[Action], Any]) -> None:
+        super().__init__(facts, settings)
+        self._tell = tell
+
+    def took(self, action: Action) -> None:
+        """Note that a rung was taken, here and in the replicas."""
+        super().took(action)
+        self.remind()
+
+    def load_state_dict(self, data: Mapping[str, Any]) -> None:
+        """Go on from a saved state, and the replicas with its rung."""
+        super().load_state_dict(data)
+        self.remind()
+
+    def remind(self) -> None:
+        """Tell the replicas, of which some may be new, which rung was taken."""
+        if self.state.rung != Action.NONE:
+            self._tell(self.state.rung)

@@ -1,0 +1,65 @@
+"""Who may generate when, with an AsyncLLM that is only as much of one as a Front asks for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fp8plan.runtime.server.front import UpdateError
+from fp8plan.runtime.server.lifecycle import LifecycleFront
+
+
+class Engine:
+    """It tokenises a prompt for as long as it is not told to go on; vLLM counts the request only from then on."""
+
+    vllm_config = SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        model_config=SimpleNamespace(max_model_len=16, get_vocab_size=lambda: 8),
+    )
+    output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: 0)
+
+    def __init__(self) -> None:
+        self.go_on, self.calls = asyncio.Event(), list[str]()
+
+    async def generate(self, *_: Any) -> AsyncGenerator[Any]:
+        await self.go_on.wait()
+        yield SimpleNamespace(prompt_token_ids=[1], outputs=[], request_id="0")
+
+    async def is_paused(self) -> bool:
+        return False
+
+    async def start_weight_update(self) -> None:
+        self.calls.append("start_weight_update")
+
+    async def other(self, *_: Any) -> None: ...
+
+    sleep = wake_up = update_weights = finish_weight_update = other
+
+
+@pytest.mark.parametrize("ends", ["answered", "cancelled"])
+def test_a_request_that_is_being_tokenised_counts_as_running(ends: str) -> None:
+    async def meeting() -> None:
+        engine = Engine()
+        front = LifecycleFront(engine)
+
+        async def one() -> list[Any]:
+            return [found async for found in front.generate("a prompt")]
+
+        request = asyncio.create_task(one())
+        await asyncio.sleep(0)
+        with pytest.raises(UpdateError, match="1 requests are running, which would meet a mixture of weights"):
+            await front.start_weight_update()
+        assert engine.calls == []
+        if ends == "answered":
+            engine.go_on.set()
+        else:
+            request.cancel()
+        await asyncio.wait({request})
+        await front.start_weight_update()
+        assert engine.calls == ["start_weight_update"]
+
+    asyncio.run(meeting())
