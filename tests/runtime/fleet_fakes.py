@@ -22,6 +22,7 @@ class FakeReplica:
         self.copy: dict[str, Any] | None = None
         self.is_open = False
         self.heard: list[Any] = []
+        self.rung: Any = None
 
     def answer(self, call: Call) -> Any:
         if call.what == "score":
@@ -39,8 +40,8 @@ class FakeReplica:
             self.weights[MANIFEST[number][0]] = float(tensor[0])
         return [{"ok": None}]
 
-    def took(self, action: Any) -> None:
-        self.heard.append(("took", action))
+    def remember(self, rung: Any) -> None:
+        self.rung = rung
 
     def facts(self) -> dict[str, Any]:
         return {"vllm_version": "0.30.0"}

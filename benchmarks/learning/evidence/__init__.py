@@ -1,4 +1,4 @@
-"""The tables of docs/evidence/learning.md, thresholds.md and risk.md that are made of the committed runs.
+"""The tables of docs/evidence that are made of the committed runs.
 
 python -m benchmarks.learning.evidence      prints them; `make tables` writes them into the pages
 """

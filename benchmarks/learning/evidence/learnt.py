@@ -91,7 +91,8 @@ def _in_training(arm: str, runs: Runs, beside: Runs) -> Iterator[str]:
     yield from (str(len(runs)), str(min(map(len, rewards.values()))))
     for part in PARTS.values():
         yield spread([fmean(of_run[part]) for of_run in rewards.values()], ".2f")
-    yield apart(rewards_late(runs), rewards_late(beside))
+    late = rewards_late(runs)
+    yield apart(late, late if runs is beside else rewards_late(beside))
     yield spread([fmean(m[schemas.K3] for m in late) for late in metrics], ".1e")
     yield (
         UNSEEN

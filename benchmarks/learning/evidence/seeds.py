@@ -19,7 +19,7 @@ def apart(mine: Mapping[Hashable, float], beside: Mapping[Hashable, float]) -> s
 
     Runs of the same seed begin with the same weights and draw the same problems. An arm beside itself is UNSEEN.
     """
-    return UNSEEN if mine == beside else mean([mine[seed] - beside[seed] for seed in mine if seed in beside], "+")
+    return UNSEEN if mine is beside else mean([mine[seed] - beside[seed] for seed in mine if seed in beside], "+")
 
 
 def spread(

@@ -173,13 +173,17 @@ class EngineBase:
             if self.guard is None:
                 self.guard = self._guarding()
             else:
-                self.guard.engine_changed(self.engine_facts())
+                self.guard.engine_changed(self._guarded_facts())
         except Fp8PlanError as error:  # a GPU without a profile: everything works but this comparison
             self.guard, self.guard_off = None, str(error)
 
+    def _guarded_facts(self) -> EngineFacts:
+        """Return the facts of what the guard looks at."""
+        return self.engine_facts()
+
     def _guarding(self) -> Guard:
         """Return a guard of the engine that runs. Raises as Guard does."""
-        return Guard(self.engine_facts(), self._guard_settings)
+        return Guard(self._guarded_facts(), self._guard_settings)
 
     def engine_facts(self) -> EngineFacts:
         """Return the facts that the guard needs about the running engine."""

@@ -339,8 +339,15 @@ class RolloutFleet(EngineBase):
         self._watch()
         self._remind()
 
+    def _guarded_facts(self) -> EngineFacts:
+        return super().engine_facts()  # of one replica
+
     def _guarding(self) -> Guard:
-        return FleetGuard(self.engine_facts(), self._guard_settings, lambda action: self._every("took", action))
+        return FleetGuard(self._guarded_facts(), self._guard_settings, self._tell)
+
+    def _tell(self, rung: Action) -> None:
+        if not self.state.shut_down:
+            self._every("remember", rung)
 
     def _remind(self) -> None:
         if isinstance(self.guard, FleetGuard):
@@ -358,7 +365,7 @@ class RolloutFleet(EngineBase):
     def _judged(self) -> Finished | None:
         """Return the last rollout once the guards have judged it, and note why one cannot."""
         done = self._rollouts.judged()
-        if done is not None:
+        if done is not None and self.guard is not None:
             self.guard_off = next((found.off for found in done.judgements.values() if found.off), None)
         return done
 

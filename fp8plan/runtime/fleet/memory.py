@@ -1,4 +1,4 @@
-"""The guard of a whole fleet: it remembers, and its replicas' guards judge."""
+"""The guard of a whole fleet: it remembers what was done, and its replicas' guards judge."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from fp8plan.runtime.guard.observation import EngineFacts
 
 
 class FleetGuard(Guard):
-    """A Guard whose replicas' guards know of every rung that it has taken, also of those from a checkpoint.
+    """A Guard whose rung is that of all replicas' guards, also of one from a checkpoint.
 
-    tell: tells the replicas that live which rung was taken
+    It judges no rollout itself, so that the counts of its state stay 0.
+
+    facts: of one replica
+    tell:  tells the replicas that live which rung was taken
     """
 
     def __init__(self, facts: EngineFacts, settings: GuardSettings, tell: Callable[[Action], Any]) -> None:
@@ -26,11 +29,10 @@ class FleetGuard(Guard):
         self.remind()
 
     def load_state_dict(self, data: Mapping[str, Any]) -> None:
-        """Go on from a saved state, and the replicas with its rung."""
+        """Go on from a saved state, and the replicas with its rung. Raises ConfigError as a Guard does."""
         super().load_state_dict(data)
         self.remind()
 
     def remind(self) -> None:
-        """Tell the replicas, of which some may be new, which rung was taken."""
-        if self.state.rung != Action.NONE:
-            self._tell(self.state.rung)
+        """Tell the replicas, of which some may be new, the rung."""
+        self._tell(self.state.rung)

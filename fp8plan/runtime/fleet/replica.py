@@ -10,7 +10,7 @@ from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.engine.launch import Launch
 from fp8plan.runtime.engine.rollout_timer import Judged
 from fp8plan.runtime.fleet.sync import Packed, unpacked
-from fp8plan.runtime.guard.fallback import Action, GuardSettings
+from fp8plan.runtime.guard.fallback import Action, GuardSettings, GuardState
 from fp8plan.runtime.weight_sync.shared_memory import Channel
 from fp8plan.runtime.weight_sync.state import Call, SyncSettings
 
@@ -60,10 +60,11 @@ class Replica:
         """Tell the guard the KL of the last rollout."""
         self._engine.report_kl(kl_k3)
 
-    def took(self, action: Action) -> None:
-        """Tell the guard what was done."""
-        if self._engine.guard is not None:
-            self._engine.guard.took(action)
+    def remember(self, rung: Action) -> None:
+        """Tell the guard the deepest rung that the fleet has taken."""
+        guard = self._engine.guard
+        if guard is not None and guard.state.rung != rung:
+            guard.state = GuardState(rung=rung)
 
     def stop(self) -> None:
         """Shut vLLM down: its own processes would outlive this one's."""

@@ -18,7 +18,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import aclosing, suppress
+from contextlib import ExitStack, aclosing, suppress
 from typing import Any, ClassVar, Final, Self
 from uuid import uuid4
 
@@ -78,7 +78,7 @@ class Front:
         self._updating = False
         self._changed = asyncio.Condition()  # of who may generate
         self._measuring = False
-        self._inside = 0  # requests that may generate, also while vLLM turns their text into tokens
+        self._entering = 0  # requests that may generate, of which vLLM has not shown an output yet
         self._sequences: deque[list[int]] = deque(maxlen=CALIBRATION_SEQUENCES)
 
     @classmethod
@@ -118,13 +118,13 @@ class Front:
         """Generate one request, once the weights may be used. Raises UpdateError if they must not be."""
         await self._admitted()
         last = None
-        self._inside += 1
-        try:
+        with ExitStack() as entering:
+            self._entering += 1
+            entering.callback(self._entered)
             async with aclosing(self._outputs(*args, **kwargs)) as outputs:
                 async for last in outputs:
+                    entering.close()
                     yield last
-        finally:
-            self._inside -= 1
         if last is not None and last.prompt_token_ids and self.state.fp8_kv and PROBE not in last.request_id:
             tokens = [*last.prompt_token_ids, *last.outputs[0].token_ids]
             self._sequences.append(tokens[: min(CALIBRATION_TOKENS, self.state.longest_prompt or 1)])
@@ -150,6 +150,9 @@ class Front:
         """Return the outputs of a request that may generate."""
         outputs: AsyncGenerator[Any] = self._own["generate"](*args, **kwargs)
         return outputs
+
+    def _entered(self) -> None:
+        self._entering -= 1
 
     async def _admitted(self) -> None:
         """Wait while scales are measured, and while an update runs in a pause, as vLLM itself would."""
@@ -178,11 +181,11 @@ class Front:
 
     def _unfinished(self) -> int:
         counted: int = self.engine.output_processor.get_num_unfinished_requests()
-        return max(self._inside, counted)
+        return max(self._entering, counted)  # vLLM does not count those whose text it still turns into tokens
 
     async def _serve(self) -> None:
         """Make the weights that the workers hold serve: measure KV scales, empty the prefix cache. While a pause keeps
-        requests, neither is done: their keys and values are there.
+        requests, neither is done: their keys and values are there, or may come at any moment.
         """
         self.serve_s = 0.0
         if self._unfinished():

@@ -180,9 +180,12 @@ def _checkpoint_files(folder: Path) -> list[Path]:
         return sorted(folder.glob("*.safetensors"))
     data = parse(index.read_text(encoding="utf-8"), str(index))
     listed = data.get("weight_map") if isinstance(data, dict) else None
-    if not isinstance(listed, dict):
+    if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
         raise ConfigError(f"{index} has no weight_map; allowed: name of a tensor -> file, as save_pretrained writes it")
-    return [folder / name for name in sorted(set(listed.values()))]
+    files = [folder / name for name in sorted(set(listed.values()))]
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise ConfigError(f"{index} names {missing[0]}, which is not there; download the checkpoint again")
+    return files
 
 
 SAFETENSORS_DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "float8_e4m3fn"}

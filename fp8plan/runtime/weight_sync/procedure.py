@@ -10,7 +10,7 @@ procedure serves an engine in this process, in another, and under asyncio. The o
 4. KV scales are measured or set, the prefix cache is emptied, a sequence that the trainer has scored is scored, and the
    engine serves again.
 
-What fails between 2 and 4 leaves it refusing until a complete sync, or, with a copy kept, on the weights of before.
+What fails after the first write leaves it refusing until a complete sync, or, with a copy kept, on the old weights.
 
 With many workers, and with the replicas of a fleet, this is a commit in two phases: every step asks all of them, the
 first that says no ends the sync in all, and "commit" is the last one.
@@ -242,7 +242,7 @@ def _fail(state: SyncState, error: BaseException, before: str | None, scales: Sc
             yield Call("reset")
             yield from clean(state)
             state.refusal = before  # a copy of weights that must not be used does not make them better
-            what = what if before else "the weights of before it are back and serve"
+            what = what if before else "the old weights serve"
     except Exception as second:
         state.dead = state.dead or isinstance(second, LostEngineError)
         if state.dead:

@@ -39,7 +39,7 @@ class LiveWeights:
         self.version = 0
         self._prepared: dict[int, tuple[Prepared, bool]] = {}
         self._running: _Running | None = None
-        self._touched = False  # by the sync that was begun last
+        self._touched = False  # by the sync that was begun last; stays so when that is committed
 
     def prepare(
         self, manifest: Manifest, in_place: bool = True, number: int | None = None, wide: Sequence[str] = ()
@@ -68,11 +68,11 @@ class LiveWeights:
             _, prepared = self.prepare(prepared.manifest, in_place, number, prepared.wide)
         snapshot = None if keep is None else Snapshot(self._model, keep)
         reload = NativeReload(self._worker, prepared.past) if prepared.binding.native else None
+        chosen = Samples(prepared.manifest, prepared.binding, samples, version)
+        self._running = _Running(prepared, reload, chosen, version + 1, snapshot)
         if reload is not None:
             self._touched = True
             reload.open()
-        chosen = Samples(prepared.manifest, prepared.binding, samples, version)
-        self._running = _Running(prepared, reload, chosen, version + 1, snapshot)
 
     def load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
         """Write tensors, by their numbers in the manifest. Raises ConfigError for one that is not as announced."""
@@ -157,8 +157,8 @@ class LiveWeights:
         self._wait()
 
     def abort(self) -> bool:
-        """End a sync that failed. Return whether the weights are those of before it: a copy came back, or none was
-        written, as where the copy did not fit into memory."""
+        """End a sync that failed. Return whether the weights are sure to be those of before it: a copy came back, or
+        the sync had begun and written nothing, as where the copy did not fit into memory."""
         running, self._running = self._running, None
         if running is None:
             return not self._touched

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from fleet_fakes import MANIFEST, FakeMembers
 from fp8plan.errors import LostEngineError, NotServingError, SyncError
 from fp8plan.model.limits import EngineLimits
 from fp8plan.runtime.controller.state import Escalation
+from fp8plan.runtime.engine.base import EngineBase
 from fp8plan.runtime.fleet.fleet import RolloutFleet
 from fp8plan.runtime.guard.fallback import Action
 from fp8plan.runtime.guard.observation import EngineFacts
@@ -154,19 +156,34 @@ def test_stepping_down_starts_all_in_the_safer_precision() -> None:
 
 
 def test_every_replica_knows_the_rungs_that_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = EngineFacts("Qwen/Qwen3-8B", "h200_sxm", "0.26.0", "fp8_kv", EngineLimits(data_parallel_size=2))
+    facts = EngineFacts("Qwen/Qwen3-8B", "h200_sxm", "0.26.0", "fp8_kv", EngineLimits())
     monkeypatch.setattr(FakeLaunch, "keep_bf16", (0, 0))
-    monkeypatch.setattr(RolloutFleet, "engine_facts", lambda fleet: facts)
+    monkeypatch.setattr(EngineBase, "engine_facts", lambda fleet: replace(facts, precision=fleet.launch.precision))
+
+    def known() -> set[Any]:
+        return {replica.rung for replica in members.living.values()}
+
     fleet, members = made()
     assert fleet.guard is not None
+    assert known() == {Action.NONE}
     assert fleet._advised(None, Escalation.RECALIBRATE_KV) == Action.RECALIBRATE_KV
-    fleet.guard.load_state_dict(
-        {"rung": "recalibrate_kv", "slow": 0, "mismatched": 0}
-    )  # as a Monitor's checkpoint does
+    fleet._rollout = PROMPTS
+    fleet.apply(None, Escalation.RECALIBRATE_KV)
+    assert known() == {Action.RECALIBRATE_KV}
     assert fleet._advised(None, Escalation.RECALIBRATE_KV) == Action.NONE
     fleet.replace(1)
-    heard = [[what for what in replica.heard if what[0] == "took"] for replica in members.living.values()]
-    assert heard[0][0] == heard[1][0] == ("took", Action.RECALIBRATE_KV)
+    assert known() == {Action.RECALIBRATE_KV}
+    fleet.guard.load_state_dict({"rung": "none", "slow": 0, "mismatched": 0})  # of a Monitor's checkpoint
+    assert known() == {Action.NONE}
+    stepped = FakeLaunch()
+    stepped.precision, stepped.fp8_kv = "bf16", False
+    vars(fleet.launch)["with_precision"] = {"bf16": stepped}.__getitem__
+    born = members.born
+    fleet.apply(Action.KV_TO_BF16)
+    assert members.born == born + 2
+    assert known() == {fleet.guard.state.rung} == {Action.KV_TO_BF16}
+    fleet.shutdown()
+    fleet.guard.load_state_dict({"rung": "none", "slow": 0, "mismatched": 0})  # nobody is left to be told
 
 
 def test_after_shutdown_nothing_is_done() -> None:

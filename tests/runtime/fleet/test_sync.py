@@ -167,7 +167,7 @@ def test_a_death_alone_never_costs_the_others_the_sync(call: int) -> None:
 def test_a_refusal_ends_the_sync_in_all() -> None:
     members = FakeMembers(2, {(2, 1): "refuses", (3, 1): "refuses"})  # both chunks; the first is seen with the second
     state = fresh(rollback="cpu")
-    with pytest.raises(SyncError, match="replica 1: it says no; the weights of before it are back and serve"):
+    with pytest.raises(SyncError, match="replica 1: it says no; the old weights serve"):
         synced(members, state, 5.0)
     assert [replica.weights for replica in members.living.values()] == [{"w": 0.0, "v": 0.0}] * 2
     assert state.version == 0

@@ -49,6 +49,10 @@ def test_a_request_that_is_being_tokenised_counts_as_running(ends: str) -> None:
         async def one() -> list[Any]:
             return [found async for found in front.generate("a prompt")]
 
+        seen = front.generate("another")
+        engine.go_on.set()
+        await anext(seen)  # vLLM counts it itself from then on
+        engine.go_on.clear()
         request = asyncio.create_task(one())
         await asyncio.sleep(0)
         with pytest.raises(UpdateError, match="1 requests are running, which would meet a mixture of weights"):

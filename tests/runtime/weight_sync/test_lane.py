@@ -23,6 +23,17 @@ def test_things_are_done_in_turn_and_errors_are_the_futures() -> None:
         failed.result()
 
 
+def test_what_is_cancelled_in_time_is_not_done_and_costs_nobody_else() -> None:
+    lane, go_on, done = Lane("of a test"), threading.Event(), list[int]()
+    first = lane.submit(go_on.wait)
+    cancelled = lane.submit(done.append, 1)
+    assert cancelled.cancel()
+    go_on.set()
+    lane.submit(done.append, 2).result(timeout=10)
+    assert first.result()
+    assert done == [2]
+
+
 def test_the_thread_ends_with_its_lane() -> None:
     lane = Lane("that ends")
     thread = lane.submit(threading.current_thread).result()

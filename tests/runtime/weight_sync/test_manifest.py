@@ -121,10 +121,13 @@ def test_a_checkpoint_is_read_from_its_headers(tmp_path: Path) -> None:
     index["weight_map"] |= dict.fromkeys(names[2:], "model-00002-of-00002.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))  # as Mistral's, which vLLM goes by
     assert checkpoint_manifest(tmp_path) == found
-    for broken in ({}, []):
+    for broken in ({}, [], {"weight_map": {"a": 1}}):
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(broken))
         with pytest.raises(ConfigError, match=r"index\.json has no weight_map; allowed: name of a tensor -> file"):
             checkpoint_manifest(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-3.safetensors"}}')
+    with pytest.raises(ConfigError, match=r"index\.json names model-3\.safetensors, which is not there"):
+        checkpoint_manifest(tmp_path)
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

@@ -436,7 +436,7 @@ def test_a_copy_that_is_kept_comes_back(keeping: Subject, fault: str) -> None:
     scored = Scored([1, 2, 3], [-50.0, -50.0]) if fault == "not as scored" else None
     if scored:
         spoil, says = lambda tensors: tensors, "differ from the trainer's"
-    with pytest.raises(SyncError, match=f"{says}.*the weights of before it are back and serve"):
+    with pytest.raises(SyncError, match=f"{says}.*the old weights serve"):
         keeping.engine.sync_weights(spoil(keeping.sends()), scored=scored)
     assert keeping.engine.serving
     assert generate(keeping.engine) == keeping.references["a"]
@@ -451,7 +451,7 @@ def test_a_copy_that_does_not_fit_leaves_the_old_weights(keeping: Subject, monke
     keeping.engine.sync_weights(weights(keeping.kind, "a"))
     with monkeypatch.context() as patch:
         patch.setattr("fp8plan.runtime.worker.live_weights.Snapshot", full)
-        with pytest.raises(SyncError, match="no memory left; the weights of before it are back and serve"):
+        with pytest.raises(SyncError, match="no memory left; the old weights serve"):
             keeping.engine.sync_weights(keeping.sends())
     assert keeping.engine.serving
     assert generate(keeping.engine) == keeping.references["a"]

@@ -346,7 +346,7 @@ def test_a_copy_that_comes_back_comes_with_its_scales(fault: str) -> None:
         scored = Scored([1, 2, 3], [-50.0, -50.0]) if fault == "the scored sequence" else None
         if scored is None:
             sent["model.norm.weight"][3] = float("nan")
-        with pytest.raises(SyncError, match="the weights of before it are back and serve"):
+        with pytest.raises(SyncError, match="the old weights serve"):
             engine.sync_weights(sent, kv_prompts=CALIBRATION, scored=scored)
         assert engine.kv_scales() == before
         assert generate(engine, cold=True) == said

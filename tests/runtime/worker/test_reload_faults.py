@@ -148,7 +148,7 @@ def test_a_sync_that_fails_inside_vllms_reload_is_healed_by_the_next(
 ) -> None:
     settings(in_place=False, rollback=rollback)
     before, digests = subject.tensors(), subject.worker("fp8plan_digests")
-    says = "refuses to generate until a complete" if rollback is None else "the weights of before it are back and serve"
+    says = "refuses to generate until a complete" if rollback is None else "the old weights serve"
     with monkeypatch.context() as patch:
         fault(patch, subject.model, 3)
         with pytest.raises(SyncError, match=f"no memory left.*{says}"):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import finalize
 
 
@@ -18,25 +18,28 @@ class Lane:
     """
 
     def __init__(self, name: str) -> None:
-        self._work = SimpleQueue[Callable[[], None] | None]()
+        self._work = SimpleQueue[_Call | None]()
         Thread(target=_done_in_turn, args=(self._work,), name=name, daemon=True).start()
         finalize(self, self._work.put, None)
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Call a function once all before it are done; the Future has its answer, or what it raised."""
         future = Future[Any]()
-
-        def call() -> None:
-            try:
-                future.set_result(function(*arguments))
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._work.put(call)
+        self._work.put(_Call(future, function, arguments))
         return future
 
 
-def _done_in_turn(work: SimpleQueue[Callable[[], None] | None]) -> None:
+class _Call(NamedTuple):
+    future: Future[Any]
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+def _done_in_turn(work: SimpleQueue[_Call | None]) -> None:
     while (call := work.get()) is not None:
-        call()
-        del call  # it may hold the last reference to the Lane
+        if call.future.set_running_or_notify_cancel():
+            try:
+                call.future.set_result(call.function(*call.arguments))
+            except BaseException as error:
+                call.future.set_exception(error)
+        del call  # what it holds must not outlive it here: the trainer's tensors, or the last reference to the Lane
