@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.gpu.source import source_hash
+from benchmarks.learning.policies.tasks import TRAIN, Problem, Recurrence
 from benchmarks.learning.predicted import limits_of
-from benchmarks.learning.tasks import TRAIN, Problem, Recurrence
 from fp8plan.jsonl import now, write
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.setup import EngineSetup

@@ -25,10 +25,10 @@ import torch
 from benchmarks.learning.arms import SPIKE as NOISE
 from benchmarks.learning.arms import Arm
 from benchmarks.learning.loop import Loop, Settings
-from benchmarks.learning.policies import POLICIES
+from benchmarks.learning.policies.table import POLICIES
+from benchmarks.learning.policies.tasks import PILOT
 from benchmarks.learning.run import SIZES, sizes_of
 from benchmarks.learning.state import DRILL, RunFolder
-from benchmarks.learning.tasks import PILOT
 from fp8plan import schemas
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import now

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.learning.tasks import Problem
+from benchmarks.learning.policies.tasks import Problem
 
 SPREAD_FLOOR = 1e-6  # of a group's rewards
 

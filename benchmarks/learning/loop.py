@@ -19,9 +19,10 @@ import fp8plan
 from benchmarks.learning import changes, predicted
 from benchmarks.learning.arms import CORRECTIONS, Arm, strength
 from benchmarks.learning.grpo import Sample, batch_of, samples_of
-from benchmarks.learning.policies import policy_named, task_of
+from benchmarks.learning.policies.make import task_of
+from benchmarks.learning.policies.table import policy_named
+from benchmarks.learning.policies.tasks import PILOT, TRAIN
 from benchmarks.learning.state import RunFolder
-from benchmarks.learning.tasks import PILOT, TRAIN
 from benchmarks.learning.trainer import Trainer
 from fp8plan import schemas
 from fp8plan.errors import NotServingError, ProfileError, SyncError

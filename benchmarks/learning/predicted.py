@@ -14,8 +14,8 @@ from statistics import median
 from typing import Any, Final
 
 from benchmarks.learning.arms import arm_named, baseline
+from benchmarks.learning.policies.tasks import Task
 from benchmarks.learning.state import RunFolder
-from benchmarks.learning.tasks import Task
 from benchmarks.tables import markdown
 from fp8plan import jsonl, schemas
 from fp8plan.errors import Fp8PlanError

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from benchmarks.learning import predicted
 from benchmarks.learning.arms import ARMS, GROUPS, arm_named, chosen
-from benchmarks.learning.policies import POLICIES
+from benchmarks.learning.policies.table import POLICIES
 from benchmarks.learning.state import RunFolder
 from fp8plan.errors import ConfigError
 

@@ -41,6 +41,8 @@ from fp8plan.runtime.weight_sync.procedure import clean
 from fp8plan.runtime.weight_sync.state import Call, Procedure, SyncSettings, SyncState, rpc
 
 LAST_SEQUENCES: Final = "the last sequences that were generated"
+# Hundredths of a second in which a request that vLLM does not count becomes tokens, or, if it was aborted, ends.
+SETTLES: Final = 100
 
 
 class UpdateError(SyncError, ValueError):
@@ -166,7 +168,13 @@ class Front:
 
     async def _refuse_running(self, how: str) -> None:
         """Raise UpdateError while requests run, unless generation is paused. how: what to do about it"""
-        if self._unfinished() and not await self.engine.is_paused():
+        if self._unfinished() and await self.engine.is_paused():
+            return
+        for _ in range(SETTLES):
+            if self._entering <= self._counted():
+                break
+            await asyncio.sleep(0.01)
+        if self._unfinished():
             raise UpdateError(
                 f"{self._unfinished()} requests are running, which would meet a mixture of weights; wait for them, or "
                 f"{how}"
@@ -180,8 +188,12 @@ class Front:
             self._changed.notify_all()
 
     def _unfinished(self) -> int:
-        counted: int = self.engine.output_processor.get_num_unfinished_requests()
-        return max(self._entering, counted)  # vLLM does not count those whose text it still turns into tokens
+        return max(self._entering, self._counted())
+
+    def _counted(self) -> int:
+        """The requests that vLLM counts: not those whose text it still turns into tokens."""
+        found: int = self.engine.output_processor.get_num_unfinished_requests()
+        return found
 
     async def _serve(self) -> None:
         """Make the weights that the workers hold serve: measure KV scales, empty the prefix cache. While a pause keeps

@@ -29,10 +29,11 @@ from benchmarks.learning.drill import (
 )  # fmt: skip
 from benchmarks.learning.evidence.places import H200
 from benchmarks.learning.loop import Settings
-from benchmarks.learning.policies import TINY, new_model
+from benchmarks.learning.policies.table import TINY
+from benchmarks.learning.policies.tasks import Problem
+from benchmarks.learning.policies.teach import new_model
 from benchmarks.learning.predicted import read_json
 from benchmarks.learning.state import DRILL, RunFolder
-from benchmarks.learning.tasks import Problem
 from fp8plan import schemas
 from fp8plan.model.validate.records import read_records
 

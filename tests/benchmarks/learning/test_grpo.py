@@ -18,8 +18,9 @@ from benchmarks.learning.grpo import (
     token_losses,
     train_logprobs,
 )
-from benchmarks.learning.policies import TINY, new_model
-from benchmarks.learning.tasks import Problem
+from benchmarks.learning.policies.table import TINY
+from benchmarks.learning.policies.tasks import Problem
+from benchmarks.learning.policies.teach import new_model
 
 
 def sample(prompt: list[int], response: list[int]) -> Sample:

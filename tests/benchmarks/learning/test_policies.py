@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.learning import policies, smollm2
-from benchmarks.learning.grow import Growth, grow
-from benchmarks.learning.policies import LARGE, POLICIES, TINY, answers, fp8_linears, new_model, policy_named
-from benchmarks.learning.tasks import GO, STOP, VOCABULARY, Recurrence
+from benchmarks.learning.policies import smollm2, teach
+from benchmarks.learning.policies.grow import Growth, grow
+from benchmarks.learning.policies.make import fp8_linears, make
+from benchmarks.learning.policies.table import LARGE, POLICIES, TINY, policy_named
+from benchmarks.learning.policies.tasks import GO, STOP, VOCABULARY, Recurrence
+from benchmarks.learning.policies.teach import IGNORED, answers, new_model
 from benchmarks.learning.trainer import Trainer
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.quantize.block_fp8 import BLOCK
@@ -42,8 +44,8 @@ def test_labels_are_of_the_answer_alone() -> None:
         assert tokens.shape == labels.shape
         for row, learnt in zip(tokens, labels, strict=True):
             first = row.tolist().index(GO) + 1
-            answer = learnt[learnt != policies.IGNORED].tolist()
-            assert (learnt[:first] == policies.IGNORED).all()
+            answer = learnt[learnt != IGNORED].tolist()
+            assert (learnt[:first] == IGNORED).all()
             assert answer == row[first : first + len(answer)].tolist()
             assert answer[-1] == STOP
 
@@ -58,15 +60,15 @@ def test_blockwise_fp8_takes_every_linear_but_lm_head_and_the_router(kind: str, 
 
 
 def test_a_policy_is_taught_halfway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policies, "WRONG_PER_ANSWER", 12.0)  # about what digits by chance have: a few steps
+    monkeypatch.setattr(teach, "WRONG_PER_ANSWER", 12.0)  # about what digits by chance have: a few steps
     said: list[str] = []
-    policies.make("tiny-plain", tmp_path, say=said.append)
+    make("tiny-plain", tmp_path, say=said.append)
     assert '"steps": ' in said[0]
     assert {"config.json", "model.safetensors", "training.json"} <= {path.name for path in tmp_path.iterdir()}
-    policies.make("tiny-plain", tmp_path, say=said.append)  # it is there
+    make("tiny-plain", tmp_path, say=said.append)  # it is there
     assert len(said) == 1
     with pytest.raises(ConfigError, match="policy is 'gpt'; allowed: tiny-qk-norm"):
-        policies.make("gpt", tmp_path)
+        make("gpt", tmp_path)
 
 
 def test_rows_of_rotary_heads_come_back_from_llama_cpp() -> None:
@@ -101,7 +103,7 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 def test_smollm2_answers_in_words(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    policies.make("smollm2", tmp_path)
+    make("smollm2", tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert tokenizer.eos_token == "<|im_end|>"

