@@ -35,7 +35,7 @@ from fp8plan.runtime.engine.noise import held_back
 from fp8plan.runtime.guard.fallback import GuardSettings
 
 ATTEMPTS: Final = 3  # at a rollout or a sync
-ADVISES_NOTHING: Final = GuardSettings(patience=1 << 30)  # it judges each rollout; an arm stays what it is called
+ADVISES_NOTHING: Final = GuardSettings(patience=None)  # it judges each rollout; an arm stays what it is called
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,10 @@ SETTINGS: Final = (
     Setting(ON_GPUS, 256, "lasting", partial(of_runs, rewards_after, H100 / "qk-norm")),
     Setting(WITH_H200, 256, "lasting", BROKEN_OFF),
     Setting(ON_H200, 256, "growing", partial(of_runs, rewards_after, H200 / "qk-norm")),
-    *(Setting(TINY, 512, name, partial(of_lines, LARGE_BATCHES)) for name in ("lasting", "growing", "moderate")),
+    *(
+        Setting(TINY, 512, name, partial(of_lines, LARGE_BATCHES))
+        for name in ("lasting", "growing", "spiking", "moderate")
+    ),
     *(Setting(TINY_SMALL, 32, name, partial(of_lines, SMALL_BATCHES)) for name in ("lasting", "moderate")),
 )
 

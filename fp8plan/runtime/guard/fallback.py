@@ -59,7 +59,7 @@ class GuardSettings:
 
     slack:      a rollout is as fast as predicted down to the lower end of the 90% interval / (1 + slack): cards of one
                 kind differ by 2 to 6%, which the interval does not know
-    patience:   rollouts in a row that show a symptom before a step down
+    patience:   rollouts in a row that show a symptom before a step down; None: the guard judges, and never advises one
     margin:     what a step down must gain in speed, a fraction
     kl_limit:   mean k3 per token above which there is a mismatch, where a plan calls the risk high; None: ignore it
     kl_release: the mismatch is over at this share of the limit
@@ -74,7 +74,7 @@ class GuardSettings:
     """
 
     slack: float = 0.05
-    patience: int = 3
+    patience: int | None = 3
     margin: float = 0.05
     kl_limit: float | None = RiskBudget().moderate_kl
     kl_release: float = 0.8
@@ -87,12 +87,16 @@ class GuardSettings:
         for name in ("slack", "margin", "least_loss", "stall_s", "slow_host"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: a number of at least 0")
-        if not (isinstance(self.patience, int) and self.patience >= 1):
-            raise ConfigError(f"patience is {self.patience!r}; allowed: a whole number of at least 1")
+        if self.patience is not None and not (isinstance(self.patience, int) and self.patience >= 1):
+            raise ConfigError(f"patience is {self.patience!r}; allowed: a whole number of at least 1, or None")
         if not (self.kl_limit is None or self.kl_limit > 0):
             raise ConfigError(f"kl_limit is {self.kl_limit!r}; allowed: a number above 0, or None")
         if not 0 < self.kl_release <= 1:
             raise ConfigError(f"kl_release is {self.kl_release!r}; allowed: above 0, at most 1")
+
+    def lost_patience(self, rollouts: int) -> bool:
+        """Return whether so many rollouts in a row are enough to act."""
+        return self.patience is not None and rollouts >= self.patience
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,18 +170,18 @@ def decide(state: GuardState, symptoms: Symptoms, settings: GuardSettings) -> tu
     if best > least and not symptoms.excused:
         faster = next(x for x, gain in gains.items() if gain > least)
         what = f"{symptoms.expected[faster]:,.0f} tokens/s are expected after {faster}"
-        if state.slow >= settings.patience:
+        if settings.lost_patience(state.slow):
             wanted[faster] = f"{what}, {state.slow} rollouts in a row"
         else:
-            waiting.append(f"{what}: rollout {state.slow} of {settings.patience} in a row before it is taken")
+            waiting.append(f"{what}: {_waits(state.slow, 'it is taken', settings)}")
     if kl is not None and limit is not None and kl > limit:
         what = f"KL {kl:.3g} is over its limit {limit:g}"
         if not rungs:
             waiting.append(f"{what}, and there is nothing left to step down to from {symptoms.precision}")
-        elif state.mismatched >= settings.patience:
+        elif settings.lost_patience(state.mismatched):
             wanted[rungs[0]] = f"{what}, {state.mismatched} rollouts in a row"
         else:
-            waiting.append(f"{what}: rollout {state.mismatched} of {settings.patience} in a row before {rungs[0]}")
+            waiting.append(f"{what}: {_waits(state.mismatched, rungs[0], settings)}")
     if wanted:
         action = max(wanted, key=lambda x: DEPTH[x])
         return GuardState(rung=action), action, f"{action}, because {' and '.join(wanted.values())}"
@@ -200,3 +204,10 @@ def _nothing_to_do(symptoms: Symptoms, gains: Mapping[Action, float]) -> str:
         return f"there is nothing faster to step down to from {symptoms.precision}"
     listed = ", ".join(f"{symptoms.expected[x]:,.0f} tokens/s after {x}" for x in gains)
     return f"no step down, because none is expected to be much faster ({listed})"
+
+
+def _waits(rollouts: int, what: str, settings: GuardSettings) -> str:
+    """How long the guard waits yet for what it will do, in words."""
+    if settings.patience is None:
+        return f"rollout {rollouts} in a row; this guard only judges (patience is None)"
+    return f"rollout {rollouts} of {settings.patience} in a row before {what}"

@@ -163,6 +163,11 @@ def test_corrections_stand_beside_a_constant_over_the_seeds_that_both_have(tmp_p
     ]
 
 
+def test_the_committed_runs_have_every_setting_of_the_laws() -> None:
+    rows = corrections.laws().splitlines()[2:]
+    assert [row.split(" | ")[2] for row in rows] == [setting.mismatch for setting in corrections.SETTINGS]
+
+
 def test_laws_stand_beside_c_of_2_in_runs_and_in_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rewards = {"lasting-tis": (0.5, 0.7), "lasting-adaptive": (0.6, 0.9), "lasting-none": (0.1, 0.4)}
     for arm, after in rewards.items():

@@ -109,6 +109,13 @@ def test_reasons_say_how_far_it_is() -> None:
     assert why == "1,500 tokens/s are expected after kv_to_bf16: rollout 1 of 3 in a row before it is taken"
 
 
+def test_without_patience_it_only_judges() -> None:
+    judges = GuardSettings(patience=None)
+    assert set(follow([seen("fp8_kv", HIGH_KL, kv_to_bf16=1.5)] * 9, judges)) == {Action.NONE}
+    _, _, why = decide(GuardState(mismatched=8), seen("fp8_kv", HIGH_KL), judges)
+    assert why == "KL 0.05 is over its limit 0.03: rollout 9 in a row; this guard only judges (patience is None)"
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_what_is_left_of_a_precision(name: str) -> None:
     before = precision(name)
