@@ -11,9 +11,9 @@ from fp8plan.runtime.guard.observation import EngineFacts
 
 
 class FleetGuard(Guard):
-    """A Guard whose rung is that of all replicas' guards, also of one from a checkpoint.
+    """A Guard that tells all replicas' guards the rung that the fleet has taken, also one of a checkpoint.
 
-    It judges no rollout itself, so that the counts of its state stay 0.
+    It judges no rollout itself, so that it counts nothing.
 
     facts: of one replica
     tell:  tells the replicas that live which rung was taken

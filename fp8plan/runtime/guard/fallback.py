@@ -59,7 +59,8 @@ class GuardSettings:
 
     slack:      a rollout is as fast as predicted down to the lower end of the 90% interval / (1 + slack): cards of one
                 kind differ by 2 to 6%, which the interval does not know
-    patience:   rollouts in a row that show a symptom before a step down; None: the guard judges, and never advises one
+    patience:   rollouts in a row that show a symptom before a step down; None: verdicts never advise one, and a
+                controller's escalation is answered all the same
     margin:     what a step down must gain in speed, a fraction
     kl_limit:   mean k3 per token above which there is a mismatch, where a plan calls the risk high; None: ignore it
     kl_release: the mismatch is over at this share of the limit

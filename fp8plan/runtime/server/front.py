@@ -167,14 +167,17 @@ class Front:
             raise UpdateError(f"{self.state.refusal}; the server generates again after a complete update")
 
     async def _refuse_running(self, how: str) -> None:
-        """Raise UpdateError while requests run, unless generation is paused. how: what to do about it"""
+        """Raise UpdateError while requests run, unless generation is paused.
+
+        Requests that vLLM does not count get a second to show whether they run. how: what to do about those that do
+        """
         if self._unfinished() and await self.engine.is_paused():
             return
         for _ in range(SETTLES):
             if self._entering <= self._counted():
                 break
             await asyncio.sleep(0.01)
-        if self._unfinished():
+        if self._unfinished() and not await self.engine.is_paused():
             raise UpdateError(
                 f"{self._unfinished()} requests are running, which would meet a mixture of weights; wait for them, or "
                 f"{how}"

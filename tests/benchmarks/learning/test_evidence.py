@@ -164,8 +164,14 @@ def test_corrections_stand_beside_a_constant_over_the_seeds_that_both_have(tmp_p
 
 
 def test_the_committed_runs_have_every_setting_of_the_laws() -> None:
-    rows = corrections.laws().splitlines()[2:]
-    assert [row.split(" | ")[2] for row in rows] == [setting.mismatch for setting in corrections.SETTINGS]
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in corrections.laws().splitlines()[2:]]
+    assert [row[3] for row in rows if row[2] == "growing" and "GPU" not in row[0]] == ["1", "7"]
+    assert all(int(row[3]) > 1 for row in rows if "H200" not in row[0] or row[2] != "growing")
+    unseen = {(row[1], row[2], column) for row in rows for column in range(5, 8) if row[column] == "-"}
+    assert unseen == {
+        ("256", "growing", 7),
+        *(("32", name, column) for name in ("lasting", "moderate") for column in (5, 7)),
+    }
 
 
 def test_laws_stand_beside_c_of_2_in_runs_and_in_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
