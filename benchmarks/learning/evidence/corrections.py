@@ -45,13 +45,17 @@ def _rows(path: Path) -> dict[str, dict[Hashable, dict[str, Any]]]:
 
 
 def _corrected(runs: Mapping[str, Mapping[Hashable, dict[str, Any]]]) -> Iterator[list[str]]:
-    after = {arm: {seed: row["reward_after"] for seed, row in of_arm.items()} for arm, of_arm in runs.items()}
+    after = _after(runs)
     for arm in (name for name in CONTROL if name in runs):
         scenario, correction, rows = ARMS[arm].mismatch, ARMS[arm].correction, runs[arm].values()
         kls, bounds = ([x for row in rows for x in last_tenth(row[name])] for name in ("kl_k3", "tis"))
         cells = [scenario, _name(correction), str(len(rows)), mean([row["reward_before"] for row in rows])]
         cells += [mean(list(after[arm].values())), apart(after[arm], after.get(_arm(scenario, USUAL), {}))]
         yield [*cells, f"{fmean(kls):.2g}", UNSEEN if correction == "none" else f"{fmean(bounds):.2f}"]
+
+
+def _after(runs: Mapping[str, Mapping[Hashable, dict[str, Any]]]) -> dict[str, dict[Hashable, float]]:
+    return {arm: {seed: row["reward_after"] for seed, row in rows.items()} for arm, rows in runs.items()}
 
 
 class Measured(NamedTuple):
@@ -63,11 +67,9 @@ class Measured(NamedTuple):
 
 def of_lines(path: Path) -> Measured:
     """What was measured of runs of which a line each was kept."""
-    runs = _rows(path).items()
-    rewards = {arm: {seed: row["reward_after"] for seed, row in rows.items()} for arm, rows in runs}
-    return Measured(
-        rewards, {arm: {seed: fmean(row["kl_k3"][LATE]) for seed, row in rows.items()} for arm, rows in runs}
-    )
+    runs = _rows(path)
+    kls = {arm: {seed: fmean(row["kl_k3"][LATE]) for seed, row in rows.items()} for arm, rows in runs.items()}
+    return Measured(_after(runs), kls)
 
 
 def of_runs(reward: Callable[[Runs], dict[Hashable, float]], *policies: Path, unfinished: bool = False) -> Measured:
@@ -96,15 +98,13 @@ ON_H200: Final = "[25M parameters](learning.md#on-an-h200), an H200"
 TINY: Final = "[tiny](learning_cpu.md), a CPU"
 TINY_SMALL: Final = "[tiny](learning_cpu.md#small-batches), a CPU"
 BROKEN_OFF: Final = partial(of_runs, rewards_late, H200_BROKEN_OFF / "qk-norm", H100 / "qk-norm", unfinished=True)
+LARGE, SMALL = (partial(of_lines, path) for path in (LARGE_BATCHES, SMALL_BATCHES))
 SETTINGS: Final = (
     Setting(ON_GPUS, 256, "lasting", partial(of_runs, rewards_after, H100 / "qk-norm")),
     Setting(WITH_H200, 256, "lasting", BROKEN_OFF),
     Setting(ON_H200, 256, "growing", partial(of_runs, rewards_after, H200 / "qk-norm")),
-    *(
-        Setting(TINY, 512, name, partial(of_lines, LARGE_BATCHES))
-        for name in ("lasting", "growing", "spiking", "moderate")
-    ),
-    *(Setting(TINY_SMALL, 32, name, partial(of_lines, SMALL_BATCHES)) for name in ("lasting", "moderate")),
+    *(Setting(TINY, 512, name, LARGE) for name in ("lasting", "growing", "spiking", "moderate")),
+    *(Setting(TINY_SMALL, 32, name, SMALL) for name in ("lasting", "moderate")),
 )
 
 
@@ -115,11 +115,12 @@ def laws() -> str:
     `AdaptiveThresholds`; k3 is that of C = 2 over the last ten steps.
     """
     heads = ("runs", "batch", "mismatch", "seeds", "k3 at last", *map(_name, LAWS))
-    return table(heads, map(_laws, SETTINGS))
+    measured = {measure: measure() for measure in dict.fromkeys(setting.measure for setting in SETTINGS)}
+    return table(heads, (_laws(setting, measured[setting.measure]) for setting in SETTINGS))
 
 
-def _laws(setting: Setting) -> list[str]:
-    rewards, kls = setting.measure()
+def _laws(setting: Setting, measured: Measured) -> list[str]:
+    rewards, kls = measured
     usual, adaptive = (_arm(setting.mismatch, name) for name in (USUAL, "adaptive"))
     seeds = len(rewards[usual].keys() & rewards[adaptive].keys())
     others = (rewards.get(_arm(setting.mismatch, name), {}) for name in LAWS)

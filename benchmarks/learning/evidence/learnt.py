@@ -82,23 +82,22 @@ def in_training(*policies: Path, against: str) -> str:
     heads = ("arm", "seeds", "steps", f"reward, {first}", *rest, f"less `{against}`", "KL k3, last ten", "C, last ten")
     arms = by_arm(*policies, unfinished=True)
     of_mismatch = {arm: runs for arm, runs in arms.items() if ARMS[arm].mismatch == ARMS[against].mismatch}
-    return table(heads, ([arm, *_in_training(arm, runs, arms[against])] for arm, runs in of_mismatch.items()))
+    late = {arm: rewards_late(runs) for arm, runs in of_mismatch.items()}
+    return table(
+        heads, ([arm, *_in_training(arm, runs, apart(late[arm], late[against]))] for arm, runs in of_mismatch.items())
+    )
 
 
-def _in_training(arm: str, runs: Runs, beside: Runs) -> Iterator[str]:
+def _in_training(arm: str, runs: Runs, less: str) -> Iterator[str]:
     rewards = {key: [row["reward"] for row in run.rows("steps.jsonl")] for key, run in runs.items()}
     metrics = [[row["metrics"] for row in run.rows("run.jsonl")][LATE] for run in runs.values()]
     yield from (str(len(runs)), str(min(map(len, rewards.values()))))
     for part in PARTS.values():
         yield spread([fmean(of_run[part]) for of_run in rewards.values()], ".2f")
-    late = rewards_late(runs)
-    yield apart(late, late if runs is beside else rewards_late(beside))
+    yield less
     yield spread([fmean(m[schemas.K3] for m in late) for late in metrics], ".1e")
-    yield (
-        UNSEEN
-        if ARMS[arm].correction == "none"
-        else spread([fmean(m[schemas.TIS] for m in late) for late in metrics], ".2f")
-    )
+    bounds = [] if ARMS[arm].correction == "none" else [fmean(m[schemas.TIS] for m in late) for late in metrics]
+    yield spread(bounds, ".2f")  # UNSEEN where there are none
 
 
 def drill(policy: Path) -> str:

@@ -51,6 +51,16 @@ def sync(fleet: RolloutFleet, value: float) -> Any:
     return fleet.sync_weights(tensors, kv_prompts=PROMPTS)
 
 
+def step_down(fleet: RolloutFleet, members: FakeMembers) -> None:
+    """Step down to BF16, which starts both replicas again."""
+    stepped = FakeLaunch()
+    stepped.precision, stepped.fp8_kv = "bf16", False
+    vars(fleet.launch)["with_precision"] = {"bf16": stepped}.__getitem__
+    before = members.born
+    fleet.apply(Action.KV_TO_BF16)
+    assert members.born == before + 2
+
+
 def weights(members: FakeMembers) -> dict[int, Any]:
     return {number: replica.weights["w"] for number, replica in members.living.items()}
 
@@ -142,12 +152,7 @@ def test_what_came_over_nccl_came_to_those_who_met_the_trainer() -> None:
 def test_stepping_down_starts_all_in_the_safer_precision() -> None:
     fleet, members = made()
     sync(fleet, 5.0)
-    stepped = FakeLaunch()
-    stepped.precision, stepped.fp8_kv = "bf16", False
-    vars(fleet.launch)["with_precision"] = {"bf16": stepped}.__getitem__
-    before = members.born
-    fleet.apply(Action.KV_TO_BF16)
-    assert members.born == before + 2
+    step_down(fleet, members)
     assert (fleet.launch.precision, fleet.state.fp8_kv) == ("bf16", False)
     with pytest.raises(NotServingError, match="started again, with the weights of its checkpoint"):
         fleet.generate(["a prompt"])
@@ -175,12 +180,7 @@ def test_every_replica_knows_the_rungs_that_were_taken(monkeypatch: pytest.Monke
     assert known() == {Action.RECALIBRATE_KV}
     fleet.guard.load_state_dict({"rung": "none", "slow": 0, "mismatched": 0})  # of a Monitor's checkpoint
     assert known() == {Action.NONE}
-    stepped = FakeLaunch()
-    stepped.precision, stepped.fp8_kv = "bf16", False
-    vars(fleet.launch)["with_precision"] = {"bf16": stepped}.__getitem__
-    born = members.born
-    fleet.apply(Action.KV_TO_BF16)
-    assert members.born == born + 2
+    step_down(fleet, members)
     assert known() == {fleet.guard.state.rung} == {Action.KV_TO_BF16}
     fleet.shutdown()
     fleet.guard.load_state_dict({"rung": "none", "slow": 0, "mismatched": 0})  # nobody is left to be told
