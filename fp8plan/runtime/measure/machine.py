@@ -87,6 +87,11 @@ def gpu_power_w() -> float | None:
     return _ask(lambda nvml: float(nvml.nvmlDeviceGetPowerUsage(_card())) / 1e3)
 
 
+def gpu_energy_j() -> float | None:
+    """Joules that the first visible GPU has used since its driver was loaded; None where NVML does not say."""
+    return _ask(lambda nvml: float(nvml.nvmlDeviceGetTotalEnergyConsumption(_card())) / 1e3)
+
+
 def _ask(question: Callable[[Any], Answer]) -> Answer | None:
     try:
         import pynvml

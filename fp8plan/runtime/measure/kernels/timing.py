@@ -1,11 +1,14 @@
 """Seconds of one GPU kernel, or of a few: many calls in one CUDA graph, on cold weights, the median of its replays.
 
 A step of the engine is a graph replay, so kernels are timed inside one: no launch gaps from Python, as in decoding.
+`graph_seconds` is short, so that the power limit hardly matters; `sustained_seconds` runs until clock and power have
+settled, and reads them.
 """
 
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp8plan.runtime.measure.machine import sm_clock_mhz
+from fp8plan.runtime.measure.machine import gpu_energy_j, gpu_power_w, sm_clock_mhz
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +30,11 @@ LEAST_REPLAYS, MOST_REPLAYS = 5, 40
 CALLS_PER_REPLAY = 64  # where they are short, so that a replay is long against the resolution of events (0.5 us)
 COPIED_BY = "memcpy", "kernel"
 AHEAD_CYCLES = 2_000_000  # about 1 ms in which the GPU waits, while Python queues what is timed
+SETTLE_S, SUSTAINED_S = (
+    1.0,
+    2.0,
+)  # until NVML's readings, means over a second, are of this kernel; and while it is timed
+QUEUED_S = 0.05  # of work that the GPU has ahead meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +48,19 @@ class Timing:
     spread: float
     replays: int
     sm_mhz: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SustainedTiming(Timing):
+    """One timing of a kernel that runs for seconds. replays: batches of QUEUED_S that were timed
+
+    sm_mhz:   mean of the readings meanwhile
+    power_w:  mean of NVML's readings meanwhile, which a rollout's record has, too; None where NVML does not say
+    energy_w: the same by NVML's counter of energy, over the same seconds
+    """
+
+    power_w: float | None = None
+    energy_w: float | None = None
 
 
 def copies(bytes_per_call: int, l2_bytes: int) -> int:
@@ -69,19 +90,76 @@ def graph_seconds(calls: Sequence[Call], budget_s: float = 0.03) -> Timing:
     """
     import torch
 
-    stream = _stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        _run(calls)
-        torch.cuda.synchronize()
-        one_pass = _elapsed(lambda: _run(calls), 1)[0]
-        rounds = max(1, min(-(-CALLS_PER_REPLAY // len(calls)), int(budget_s / LEAST_REPLAYS / one_pass)))
-        graph = torch.cuda.CUDAGraph()
-        with _uncollected(), torch.cuda.graph(graph, stream=stream):
-            for _ in range(rounds):
-                _run(calls)
+    with torch.cuda.stream(_stream()):
+        graph, number = _captured(calls, budget_s)
         first = min(_elapsed(graph.replay, 2))
-        return _timing(graph.replay, first, rounds * len(calls), budget_s)
+        return _timing(graph.replay, first, number, budget_s)
+
+
+def sustained_seconds(calls: Sequence[Call], settle_s: float = SETTLE_S, run_s: float = SUSTAINED_S) -> SustainedTiming:
+    """Time one call of `calls` (the same work on different data) while the GPU does nothing else, and its power.
+
+    They are repeated for `settle_s` seconds untimed and for `run_s` seconds timed. Raises what the calls raise.
+    """
+    import torch
+
+    with torch.cuda.stream(_stream()):
+        graph, number = _captured(calls, QUEUED_S)
+        batch = max(1, round(QUEUED_S / min(_elapsed(graph.replay, 2))))
+        _repeated(graph.replay, batch, settle_s)
+        begun, joules = time.monotonic(), gpu_energy_j()
+        each, clocks, powers = _repeated(graph.replay, batch, run_s)
+        used, took = gpu_energy_j(), time.monotonic() - begun
+    low, median, high = np.percentile(each, (10, 50, 90))
+    return SustainedTiming(
+        seconds=float(np.mean(each)) / (batch * number),
+        spread=float((high - low) / median),
+        replays=len(each),
+        sm_mhz=round(np.mean(clocks)) if clocks else None,
+        power_w=float(np.mean(powers)) if powers else None,
+        energy_w=None if used is None or joules is None else (used - joules) / took,
+    )
+
+
+def _repeated(replay: Callable[[], Any], batch: int, seconds: float) -> tuple[list[float], list[int], list[float]]:
+    """Seconds of each batch of replays, for `seconds` together, with the clocks and watts that NVML reads meanwhile.
+
+    The GPU always has the next batch queued while it is asked.
+    """
+    import torch
+
+    events, readings, begun = [torch.cuda.Event(enable_timing=True)], [], time.monotonic()
+    events[0].record()
+    while time.monotonic() - begun < seconds:
+        for _ in range(batch):
+            replay()
+        events.append(torch.cuda.Event(enable_timing=True))
+        events[-1].record()
+        events[-2].synchronize()
+        readings.append((sm_clock_mhz(), gpu_power_w()))
+    events[-1].synchronize()
+    each = [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
+    return each, [x for x, _ in readings if x is not None], [x for _, x in readings if x is not None]
+
+
+def _captured(calls: Sequence[Call], budget_s: float) -> tuple[Any, int]:
+    """A CUDA graph of the calls, and how many it has: LEAST_REPLAYS of it take `budget_s`, or it has each call once.
+
+    To be called on the stream that captures.
+    """
+    import torch
+
+    stream = _stream()
+    stream.wait_stream(torch.cuda.default_stream())
+    _run(calls)
+    torch.cuda.synchronize()
+    one_pass = _elapsed(lambda: _run(calls), 1)[0]
+    rounds = max(1, min(-(-CALLS_PER_REPLAY // len(calls)), int(budget_s / LEAST_REPLAYS / one_pass)))
+    graph = torch.cuda.CUDAGraph()
+    with _uncollected(), torch.cuda.graph(graph, stream=stream):
+        for _ in range(rounds):
+            _run(calls)
+    return graph, rounds * len(calls)
 
 
 def eager_seconds(calls: Sequence[Call], budget_s: float = 0.03) -> Timing:

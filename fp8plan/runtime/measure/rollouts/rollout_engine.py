@@ -35,7 +35,7 @@ from fp8plan.schemas import VERSIONS
 # profile): first steps of 0.9 to 11.5 s with and at most 0.15 s without; later ones of 3.5 s and more, against pauses
 # of up to 0.8 s that are the front end's own.
 FIRST_STALL_S, STALL_S = 0.5, 1.0
-PROFILED = ((16, 512), (256, 320))  # requests, prompt tokens of each
+PROFILED = ((16, 512), (256, 320), (512, 192))  # requests, prompt tokens of each
 TURN = "FP8PLAN_MEASURE_TURN"
 
 
