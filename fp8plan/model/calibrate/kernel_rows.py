@@ -81,6 +81,14 @@ def observe(rows: pd.DataFrame, card: Gpu) -> list[Observations]:
     return [_observe(str(kernel), group, card) for kernel, group in rows.groupby("kernel")]
 
 
+def cost_alone(kernel: str, rows: pd.DataFrame, card: Gpu, profile: Profile) -> Cost:
+    """The cost of each row of `kernel` by `profile` as it is, with the layers that were timed."""
+    name, _, dtype = kernel.partition(".")
+    rows = rows.reset_index(drop=True)
+    shapes = [(part.index.to_numpy(), part) for _, part in rows.groupby(list(QUANTITIES[name][0]), sort=False)]
+    return _scattered([(index, _COSTS[name](part, dtype, card, profile)) for index, part in shapes], len(rows))
+
+
 def layer_residuals(rows: pd.DataFrame, card: Gpu, profile: Profile) -> dict[str, dict[str, list[list[float]]]]:
     """The error that the coefficients of `profile` leave on each layer in `rows`, in the form of the profile's field
     `layers`.
@@ -187,32 +195,44 @@ def _quantise(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Co
     return quantise_cost(rows.m.to_numpy(), [one], FP8_BLOCK, card, profile)
 
 
+def decode_batch(rows: pd.DataFrame) -> StepBatch:
+    """The steps that rows of attention_decode time."""
+    batch, none = rows.batch.to_numpy(), np.zeros(len(rows))
+    return StepBatch(batch, batch * rows.context.to_numpy(), none, none, none, none, batch)
+
+
+def prefill_batch(rows: pd.DataFrame) -> StepBatch:
+    """The steps that rows of attention_prefill time."""
+    chunks, chunk, context = (rows[name].to_numpy() for name in ("chunks", "chunk", "context"))
+    tokens, none = chunks * chunk, np.zeros(len(rows))
+    pairs = tokens * context + chunks * chunk * (chunk + 1) / 2
+    return StepBatch(none, none, tokens, chunks, tokens + chunks * context, pairs, chunks)
+
+
 def _decode(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
-    batch, context = rows.batch.to_numpy(), rows.context.to_numpy()
-    none = np.zeros(len(rows))
-    steps = StepBatch(batch, batch * context, none, none, none, none, batch)
-    attention, precision = _attention(rows), PRECISIONS[dtype]
+    steps, attention, precision = decode_batch(rows), attention_of(rows), PRECISIONS[dtype]
     block = key_block(attention.head_dim)
-    edge = -context % block  # equal contexts; the others end anywhere in a block
+    edge = -rows.context.to_numpy() % block  # equal contexts; the others end anywhere in a block
     if "skew" in rows:
         edge = np.where(rows["skew"] == "even", edge, block / 2)
     return attention_cost(steps, attention, precision, 1, card, profile, edge)
 
 
 def _prefill(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
-    chunks, chunk, context = (rows[name].to_numpy() for name in ("chunks", "chunk", "context"))
-    tokens, none = chunks * chunk, np.zeros(len(rows))
-    pairs = tokens * context + chunks * chunk * (chunk + 1) / 2
-    steps = StepBatch(none, none, tokens, chunks, tokens + chunks * context, pairs, chunks)
-    return attention_cost(steps, _attention(rows), PRECISIONS[dtype], 1, card, profile)
+    return attention_cost(prefill_batch(rows), attention_of(rows), PRECISIONS[dtype], 1, card, profile)
 
 
 def _moe(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
-    experts, top_k, hidden, inner = (int(rows[name].iloc[0]) for name in ("experts", "top_k", "hidden", "inner"))
-    routed, hit = Experts(experts, top_k, inner), None
+    (routed, hidden), hit = experts_of(rows), None
     if "hit" in rows and rows.hit.notna().all():  # what the routing of the timed tokens really hit
         hit = rows.hit.to_numpy()
     return moe_cost(rows.tokens.to_numpy(), routed, hidden, PRECISIONS[dtype], 1, card, profile, hit)
+
+
+def experts_of(rows: pd.DataFrame) -> tuple[Experts, int]:
+    """The experts of rows of one layer, and the model's width."""
+    experts, top_k, hidden, inner = (int(rows[name].iloc[0]) for name in ("experts", "top_k", "hidden", "inner"))
+    return Experts(experts, top_k, inner), hidden
 
 
 def _kv_write(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
@@ -230,7 +250,7 @@ def _norm(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
 
 
 def _rotary(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
-    return rotary_cost(rows.m.to_numpy(), _attention(rows), 1, card, profile)
+    return rotary_cost(rows.m.to_numpy(), attention_of(rows), 1, card, profile)
 
 
 def _activation(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
@@ -245,7 +265,8 @@ def _all_reduce(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> 
     return all_reduce_cost(rows.bytes.to_numpy(), int(rows.gpus.iloc[0]), card, profile)
 
 
-def _attention(rows: pd.DataFrame) -> Attention:
+def attention_of(rows: pd.DataFrame) -> Attention:
+    """The heads of rows of one layout."""
     heads, kv_heads, head_dim = (int(rows[name].iloc[0]) for name in ("heads", "kv_heads", "head_dim"))
     return Attention(heads, kv_heads, head_dim)
 

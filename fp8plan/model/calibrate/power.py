@@ -1,67 +1,139 @@
-"""The power coefficients that fit the power readings of measured rollouts: least squares, without any time.
+"""The power coefficients that fit power readings, of rollouts and of single kernels: least squares, without any time.
 
-    mean watts = idle * clock + (memory * seconds of its bytes + math * seconds of its FLOPs
-                 + recurrent * seconds of recurrent layers) / seconds
+    mean watts = idle + sum of watts * seconds over what was used / seconds
 
-Math is that of GEMMs and attention, and that of routed experts, each in BF16 and FP8. Readings are NVML's, sampled
-during each rollout (fp8plan.runtime.measure.rollouts.watch). They hold at the limit, too, where the clock falls.
+What is used: fp8plan.model.cost.power. Readings are NVML's, sampled during each rollout
+(fp8plan.runtime.measure.rollouts.watch) and while single kernels ran for seconds
+(fp8plan.runtime.measure.kernels.power). They hold at the limit, too, where the seconds are longer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
 from scipy.optimize import nnls
 
 from fp8plan.model.calibrate.engine_steps import Windows
-from fp8plan.model.cost.power import EXPERTS, IDLE, MATH, MEMORY, RECURRENT, uses
+from fp8plan.model.calibrate.kernel_rows import (
+    PRECISIONS,
+    attention_of,
+    cost_alone,
+    decode_batch,
+    experts_of,
+    prefill_batch,
+)
+from fp8plan.model.cost.base import Array, StepBatch
+from fp8plan.model.cost.linears.gemm import peak_flops
+from fp8plan.model.cost.linears.moe import expert_bytes, expert_flops
+from fp8plan.model.cost.mixers.of_model import bytes_read, flops
+from fp8plan.model.cost.power import EXPERTS, IDLE, MATH, MEMORY, RUNNING, running_seconds, uses
+from fp8plan.model.hardware import Gpu
 from fp8plan.model.profile.profile import Profile
 
-LEAST_SECONDS, MOST_SECONDS = 0.9, 4.0  # shorter: the sampling misses too much; longer: no better known than that
-LEAST_RUNS = 12
-NAMES = [IDLE, MEMORY, RECURRENT, *MATH.values(), *EXPERTS.values()]
-READING_SD = 40.0  # watts between a run and the fit, of cards and of what is not modelled
-# FP8's watts at its peak over BF16's, with a standard deviation, as few rollouts are bound by FP8 FLOPs. Of GEMMs: the
-# middle of two. Readings alone make it 1.4, but they count the padding of decode steps as FP8 FLOPs. Long GEMMs, which
-# run where the limit holds the clock, make it 1.1: BF16 reached 702 TFLOP/s at 1,500 MHz and FP8 1,255 at 1,605, which
-# is 790 and 840 W at the peaks without those of clock and memory (16,384 x 51,200 x 5,120 in
-# profiles/h200_sxm/vllm-0.26.0/kernels/gemm.jsonl). Of experts: assumed.
-FP8_RATIOS = ((MATH, 1.25, 0.1), (EXPERTS, 1.5, 0.25))
+LEAST_SECONDS, MOST_SECONDS = 0.9, 4.0  # of a rollout. Shorter: the sampling misses too much; longer: no better known
+LEAST_READINGS = 12
+NAMES = (IDLE, MEMORY, *MATH.values(), *EXPERTS.values(), *RUNNING.values())
+# Watts between a reading and the fit: of rollouts, with what is not modelled of them, and of kernels.
+ROLLOUT_SD, KERNEL_SD = 30.0, 25.0
+# A coefficient is about as large as the one that would count in its place, with this standard deviation, and the watts
+# of FP8 math as those of BF16: all are of one GPU, and few readings are bound by each.
+LIKE = {MATH["fp8"]: MATH["bf16"], EXPERTS["bf16_experts"]: MATH["bf16"], EXPERTS["fp8_experts"]: MATH["fp8"]}
+LIKE |= {name: RUNNING["kernels"] for name in RUNNING.values() if name != RUNNING["kernels"]}
+LIKE_SD = 300.0
+
+Uses = Mapping[str, Array]
 
 
-def power_coefficients(steps: Sequence[Windows], profile: Profile) -> dict[str, float]:
-    """The coefficients of fp8plan.model.cost.power; none without power readings of LEAST_RUNS rollouts, or where the
-    GPU's limit is not known. Those of experts and of recurrent layers are there if a rollout had some that drew more
-    than nothing.
+def power_coefficients(steps: Sequence[Windows], profile: Profile, kernels: pd.DataFrame) -> dict[str, float]:
+    """The coefficients of fp8plan.model.cost.power; none with fewer than LEAST_READINGS, or where the GPU's limit is
+    not known. Of experts and of recurrent layers there are some if a reading had any.
+
+    kernels: rows of kernels/power.jsonl
     """
-    runs = [x for x in steps if x.record.fields.get("power_w") and x.record.fields.get("sm_mhz")]
-    runs = [x for x in runs if x.record.seconds >= LEAST_SECONDS and x.record.setup.gpu.power_limit_watts]
-    if len(runs) < LEAST_RUNS:
+    runs = [x for x in steps if x.record.fields.get("power_w") and x.record.setup.gpu.power_limit_watts]
+    runs = [x for x in runs if x.record.seconds >= LEAST_SECONDS]
+    if not steps or len(runs) + len(kernels) < LEAST_READINGS:
         return {}
-    fastest = max(float(x.record.fields["sm_mhz"]) for x in runs)
-    used = pd.DataFrame([_used(x, profile, fastest) for x in runs], columns=NAMES)
-    ratios = [x for x in FP8_RATIOS if used[[*x[0].values()]].any(axis=None)]
-    of_ratios = {name for kind, *_ in ratios for name in kind.values()}
-    names = [name for name in NAMES if used[name].any() or name in of_ratios]
-    watts = np.array([float(x.record.fields["power_w"]) for x in runs])
-    weights = np.sqrt([min(x.record.seconds, MOST_SECONDS) for x in runs]) / READING_SD
-    without_fp8 = [name for name in names if "fp8" not in name]
-    typical = np.linalg.lstsq(used[without_fp8], watts, rcond=None)[0][without_fp8.index(MATH["bf16"])]
-    held = np.zeros((len(ratios), len(names)))
-    for row, (kind, ratio, sd) in zip(held, ratios, strict=True):
-        bf16, fp8 = (names.index(name) for name in kind.values())
-        row[bf16], row[fp8] = -ratio / (sd * typical), 1 / (sd * typical)
-    equations = np.vstack([used[names].to_numpy() * weights[:, None], held])
-    found, _ = nnls(equations, np.append(watts * weights, np.zeros(len(ratios))))
+    equations = [_of_rollout(x, profile) for x in runs]
+    equations += _of_kernels(kernels, steps[0].record.setup.gpu, profile)
+    used = pd.DataFrame([shares for shares, *_ in equations], columns=list(NAMES)).fillna(0.0)
+    watts, weights = np.array([rest for _, *rest in equations]).T
+    names = [name for name in NAMES if used[name].any()]
+    alike = [(name, LIKE[name]) for name in names if LIKE.get(name) in names]
+    held = np.array([[(x == name) - (x == other) for x in names] for name, other in alike], dtype=float) / LIKE_SD
+    matrix = np.vstack([used[names].to_numpy() * weights[:, None], held.reshape(-1, len(names))])
+    found, _ = nnls(matrix, np.append(watts * weights, np.zeros(len(alike))))
     known = {name: float(value) for name, value in zip(names, found, strict=True) if value > 0}
-    return known if known.keys() >= {IDLE, MEMORY, *MATH.values()} else {}
+    return known if known.keys() >= {IDLE, RUNNING["kernels"]} else {}
 
 
-def _used(run: Windows, profile: Profile, fastest: float) -> list[float]:
-    """A rollout's clock and its mean use of what draws power, as NAMES has them, as fractions of their peaks."""
-    engine, times = run.record.setup.step_model(profile), run.weights.sum(axis=0)
-    used = uses(engine, run.batch, engine.load(run.batch))
-    shares = [float(times @ used[name]) / float(run.seconds.sum()) for name in NAMES[1:]]
-    return [float(run.record.fields["sm_mhz"]) / fastest, *shares]
+def _of_rollout(run: Windows, profile: Profile) -> tuple[dict[str, float], float, float]:
+    """The mean use of each coefficient in a rollout, its watts, and the weight of both."""
+    engine, times = run.record.setup.step_model(profile, run.record.fields.get("experts_hit")), run.weights.sum(axis=0)
+    used, lasted = uses(engine, run.batch, engine.load(run.batch)), float(run.seconds.sum())
+    shares = {name: float((times * seconds).sum()) / lasted for name, seconds in used.items()}
+    weight = np.sqrt(min(run.record.seconds, MOST_SECONDS) / MOST_SECONDS) / ROLLOUT_SD
+    return shares | {IDLE: 1.0}, float(run.record.fields["power_w"]), float(weight)
+
+
+def _of_kernels(rows: pd.DataFrame, card: Gpu, profile: Profile) -> Iterator[tuple[dict[str, float], float, float]]:
+    """The same of single kernels."""
+    for kernel, part in rows.groupby("kernel"):
+        used = kernel_uses(str(kernel), part, card, profile)
+        for i, (watts, lasted) in enumerate(zip(part.power_w, part.seconds, strict=True)):
+            shares = {name: float(seconds[i] / lasted) for name, seconds in used.items()}
+            yield shares | {IDLE: 1.0}, float(watts), 1 / KERNEL_SD
+
+
+def kernel_uses(kernel: str, rows: pd.DataFrame, card: Gpu, profile: Profile) -> Uses:
+    """Coefficient -> seconds of what one call draws it for, each of shape (rows,).
+
+    They run for as long as `profile` predicts, without a limit.
+    """
+    name, _, dtype = kernel.partition(".")
+    running, read, math = _KINDS.get(name, _small)(dtype, rows)
+    seconds = {RUNNING[running]: running_seconds(cost_alone(kernel, rows, card, profile))}
+    seconds[MEMORY] = read / card.memory_bandwidth
+    return seconds | {coefficient: x / peak_flops(card, dtype) for coefficient, x in math.items()}
+
+
+Kind = tuple[str, Array, dict[str, Array]]  # of RUNNING, bytes read, math's coefficient -> FLOPs
+
+
+def _gemm(dtype: str, rows: pd.DataFrame) -> Kind:
+    m, n, k = (rows[name].to_numpy(float) for name in ("m", "n", "k"))
+    read = [PRECISIONS[dtype].linear_bytes(int(x), int(y), True) for x, y in zip(n, k, strict=True)]
+    return "kernels", np.array(read, dtype=float), {MATH[_math(dtype)]: 2 * m * n * k}
+
+
+def _attention(batch: Callable[[pd.DataFrame], StepBatch]) -> Callable[[str, pd.DataFrame], Kind]:
+    def kind(dtype: str, rows: pd.DataFrame) -> Kind:
+        steps, heads, precision = batch(rows), attention_of(rows), PRECISIONS[dtype]
+        return f"attention_{dtype}", bytes_read(steps, heads, precision, 1), {MATH[dtype]: flops(steps, heads, 1)}
+
+    return kind
+
+
+def _experts(dtype: str, rows: pd.DataFrame) -> Kind:
+    experts, hidden = experts_of(rows)
+    read = rows.hit.to_numpy() * expert_bytes(experts, hidden, PRECISIONS[dtype], 1)
+    math = rows.tokens.to_numpy() * float(experts.experts_per_token * expert_flops(experts, hidden, 1))
+    return f"experts_{_math(dtype)}", read, {EXPERTS[f"{_math(dtype)}_experts"]: math}
+
+
+def _small(dtype: str, rows: pd.DataFrame) -> Kind:
+    return "kernels", np.zeros(len(rows)), {}
+
+
+def _math(dtype: str) -> str:
+    return dtype.partition("_")[0]
+
+
+_KINDS: dict[str, Callable[[str, pd.DataFrame], Kind]] = {
+    "gemm": _gemm,
+    "attention_decode": _attention(decode_batch),
+    "attention_prefill": _attention(prefill_batch),
+    "moe": _experts,
+}

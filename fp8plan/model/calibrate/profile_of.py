@@ -1,6 +1,7 @@
 """The profile that fits a folder of measurements, and how wrong it was before and is now.
 
     FOLDER/kernels/*.jsonl              timings of single kernels (runtime.measure.kernels.gemm, attention, moe, ...)
+    FOLDER/kernels/power.jsonl          their power (runtime.measure.kernels.power)
     FOLDER/steps/rollouts.jsonl         rollouts whose steps are fitted (fp8plan.runtime.measure.rollouts.run --trace)
     FOLDER/steps/rollouts.trace.jsonl.gz
     FOLDER/families/rollouts.jsonl      rollouts of models with rare parts (MLA, states), if there are any; with a trace
@@ -35,6 +36,7 @@ from fp8plan.model.profile.profile import Profile
 from fp8plan.model.validate.records import read_records
 
 STEPS = "engine steps"
+POWER_ROWS, COURSE_ROWS = "power.jsonl", "clock_course.jsonl"  # of kernels that ran for seconds, which are no timings
 # sd of one cell between cards of one GPU model: Qwen3-8B, 8 requests, on four H200s: 2.96, 2.97, 3.06 and 3.05 s
 # (validation/anchor.jsonl and first_look of the H200's profile). No calibration of one card can know better.
 BETWEEN_CARDS = 0.017
@@ -71,18 +73,20 @@ class Calibration:
 def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
     """Fit everything measured in `folder`. Raises ConfigError without engine steps, the least it needs."""
     rows, steps = kernel_rows(folder / "kernels"), step_windows(folder / "steps")
+    powers = power_rows(folder / "kernels")
     if not steps:
         raise _no_rollouts(folder)
     _check_same(steps, card, engine_version)
     sheet, kept = datasheet_profile(card, engine_version), ~is_held_out(rows)
     rare = step_windows(folder / "families")
     prior = without_rare_parts(sheet, timed_rare_parts(rows[kept]))
-    prior = with_power(prior, [*steps, *rare], sheet)
+    prior = with_power(prior, [*steps, *rare], sheet, powers)
     observations = [*observe(rows[kept], card), observe_steps(steps)]
     found = fit(observations, prior)
     # Again: engine steps run the layers that were timed, and how much small kernels move is known by now.
     again = replace(prior, layers=layer_residuals(rows[kept], card, found.profile))
-    again = with_power(again, [*steps, *rare], with_rare_parts(found.profile, rare, sheet))
+    known = replace(with_rare_parts(found.profile, rare, sheet), layers=again.layers)
+    again = with_power(again, [*steps, *rare], known, powers)
     found = fit(observations, again)
     leaving_out = LeavingOut(observations, again, found)
     unseen = leaving_out.errors()
@@ -110,9 +114,12 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
     return Calibration(profile, tuple(errors))
 
 
-def with_power(profile: Profile, steps: Sequence[Windows], known: Profile) -> Profile:
-    """The profile with the power coefficients of these rollouts' readings. known: by which small kernels move bytes"""
-    return replace(profile, coefficients=profile.coefficients | power_coefficients(steps, known))
+def with_power(profile: Profile, steps: Sequence[Windows], known: Profile, kernels: pd.DataFrame) -> Profile:
+    """The profile with the power coefficients of the readings of rollouts and single kernels.
+
+    known: the profile that says how long kernels run
+    """
+    return replace(profile, coefficients=profile.coefficients | power_coefficients(steps, known, kernels))
 
 
 def with_rare_parts(profile: Profile, steps: Sequence[Windows], prior: Profile) -> Profile:
@@ -167,8 +174,14 @@ def _no_rollouts(folder: Path) -> ConfigError:
 
 def kernel_rows(folder: Path) -> pd.DataFrame:
     """All timings of single kernels; empty where none was measured."""
-    files = [x for x in sorted(folder.glob("*.jsonl")) if not x.name.endswith((".failed.jsonl", "machines.jsonl"))]
-    return read_all(files)
+    others = (".failed.jsonl", "machines.jsonl", POWER_ROWS, COURSE_ROWS)
+    return read_all(x for x in sorted(folder.glob("*.jsonl")) if not x.name.endswith(others))
+
+
+def power_rows(folder: Path) -> pd.DataFrame:
+    """The power readings of single kernels; empty where none was measured."""
+    rows = read_all(x for x in [folder / POWER_ROWS] if x.is_file())
+    return rows[rows.power_w.notna()] if len(rows) else rows
 
 
 def _check_same(steps: Sequence[Windows], card: Gpu, engine_version: str) -> None:

@@ -1,27 +1,29 @@
-"""The SM clock that a GPU's power limit leaves in each step.
+"""The time that a GPU's power limit leaves a step: at least as long as its energy takes at the limit.
 
-    watts   = idle * clock + (memory * seconds of its bytes + math * seconds of its FLOPs
-              + recurrent * seconds of recurrent layers) / seconds
-    seconds = other + sm / clock
-    clock   = 1, or less where the watts would be above the limit: then such that they are the limit
+    joules  = sum of watts * seconds over what the step uses
+    seconds = max(seconds, joules / (LIMIT_SHARE * limit - idle))
 
-clock: of the SMs, as a fraction of the highest. sm: seconds of the step that SMs decide at the highest clock; other:
-those that memory or launches decide. Seconds of bytes and FLOPs are at the datasheet's peaks
-(fp8plan.model.cost.bounds), so that a coefficient is the watts of its use at the peak. Bytes are those of weights and
-caches, and those of activations that small kernels move between GEMMs: in FP8 prompts of Qwen3.5-35B-A3B these are
-four fifths of all, and without them its 665 W could not be explained. Math is that of GEMMs and attention, and that of
-routed experts, each in BF16 and FP8: vLLM's Triton kernels for experts take more energy for a FLOP. Prompts of gpt-oss
-with BF16 experts run at 1,650 MHz on an H200, and not at 1,980. Recurrent layers draw for each second: their FLOPs are
-far below the peak, but SMs are busy with vectors.
+Uses, with a coefficient each: the seconds in which kernels run, for GEMMs and small kernels together, attention over
+each KV dtype, experts of each dtype, and layers that keep a state; the bytes of weights and caches, and the FLOPs of
+GEMMs and attention and of experts in each dtype, in seconds at the datasheet's peak (fp8plan.model.cost.bounds). What a
+kernel is launched for draws nothing beside `idle`.
 
-Why: what a step does beside its slowest part costs clock, too. On an H200, 512 requests of Qwen3-8B after prompts of
-200 tokens run at 1,770 MHz with a BF16 KV cache and at 1,965 MHz with half its bytes. Attention takes equally long in
-both, as SMs limit it, but steps are 6% shorter with FP8 KV (profiles/h200_sxm/vllm-0.26.0/power).
+Why: kernels alone, each run for seconds on an H200 (profiles/h200_sxm/vllm-0.26.0/kernels/power.jsonl), draw nearly as
+much whatever they do. Most reach the limit: GEMMs of 64 rows, which read weights, as well as those of 16,384. Decode
+attention over a BF16 cache draws 692 W, over an FP8 one of the same length 521 W in the same time, which is what FP8 KV
+gains with many short requests. Two regulators hold the clock. One acts within a millisecond and knows no average: BF16
+GEMMs run at 1,590 MHz from the first one on, FP8 ones at 1,530, small kernels at 1,980 (clock_course.jsonl beside it),
+so that the timings of single kernels have it in them. The other holds the mean power, after some 50 ms: those GEMMs
+then take 1.2 times as long. It is the one that is modelled here. Energy decides, not the clock: at a lower clock a
+kernel draws less for longer. An earlier form had watts of bytes and FLOPs alone, and math that slows with the clock
+that NVML reads. It missed readings near the limit that no fit had seen by 39 W (RMS), this one by 25 W
+(tests/model/cost/test_power.py).
 A profile without these coefficients has one clock for all steps: fp8plan.model.cost.sustained.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,89 +31,107 @@ import numpy as np
 from fp8plan.model.cost.base import Array, Cost, StepBatch
 from fp8plan.model.cost.bounds import Engine, bytes_bound, flops_by_kind
 from fp8plan.model.cost.components import Component
-from fp8plan.model.cost.sustained import POWER, knows_power, of_clock
+from fp8plan.model.cost.sustained import POWER, knows_power
+from fp8plan.model.precision import Precision
 from fp8plan.model.profile.profile import Profile
 
-IDLE, MEMORY, RECURRENT = POWER, "power.memory_watts", "power.recurrent_watts"
+# Readings at the limit of 700 W: 690 to 699 W of single kernels, 670 to 687 of rollouts, whose first second counts too.
+LIMIT_SHARE = 0.98
+
+IDLE, MEMORY = POWER, "power.memory_watts"
 MATH = {"bf16": "power.bf16_watts", "fp8": "power.fp8_watts"}
 EXPERTS = {"bf16_experts": "power.bf16_expert_watts", "fp8_experts": "power.fp8_expert_watts"}
-AS_GEMMS = {name: MATH[kind.removesuffix("_experts")] for kind, name in EXPERTS.items()}
-LEAST_CLOCK = 0.4  # no step comes near
-SMALL = ("overhead.", "quantise", "kv_write.")  # coefficients of kernels that stream activations begin so
+RUNNING = {
+    "kernels": "power.running.kernel_watts",
+    "attention_bf16": "power.running.attention_bf16_watts",
+    "attention_fp8": "power.running.attention_fp8_watts",
+    "experts_bf16": "power.running.experts_bf16_watts",
+    "experts_fp8": "power.running.experts_fp8_watts",
+    "recurrent": "power.running.recurrent_watts",
+}
+# What counts for a coefficient that a profile does not have.
+INSTEAD = {name: MATH[kind.removesuffix("_experts")] for kind, name in EXPERTS.items()}
+INSTEAD |= dict.fromkeys(RUNNING.values(), RUNNING["kernels"])
+LAUNCHES = ("launch_seconds", "layer_seconds", "step_seconds")  # coefficients of launches end so
 
 
 class Load(NamedTuple):
-    """Seconds of steps at the highest clock, each of shape (steps,).
+    """Seconds of steps on the GPU without a limit, each of shape (steps,).
 
-    seconds:   of all kernels
-    sm:        of those, what SMs decide
-    streamed:  what moving activations would take at the datasheet's bandwidth
-    recurrent: of all, those of layers that keep a state
+    seconds: of all kernels
+    running: kind of RUNNING -> of those, without their launches
     """
 
     seconds: Array
-    sm: Array
-    streamed: Array
-    recurrent: Array
-
-    @classmethod
-    def of(cls, component: Component, profile: Profile) -> Load:
-        """The load of a component by `profile`."""
-        name, cost, _ = component
-        each = (cost.seconds, sm_seconds(cost), streamed_seconds(cost, profile), cost.seconds * (name == "recurrent"))
-        return cls(*map(component.gathered, each))
+    running: dict[str, Array]
 
 
 class PowerLimit(NamedTuple):
     """The effect of the power limit on steps, each of shape (steps,).
 
-    clock: of the SMs, as a fraction of the highest
-    slope: d seconds / d seconds at the highest clock, of what does not depend on the clock
-    watts: power coefficient -> d seconds / d log(coefficient)
+    stretch: seconds with the limit over seconds without it, at least 1
+    slopes:  kind of RUNNING -> d seconds / d seconds without it, of what those kernels run
+    watts:   power coefficient -> d seconds / d log(coefficient)
     """
 
-    clock: Array
-    slope: Array
+    stretch: Array
+    slopes: dict[str, Array]
     watts: dict[str, Array]
 
-    def of(self, seconds: Array, sm: Array) -> Array:
-        """Seconds of parts of the steps that would take `seconds`, `sm` of them decided by SMs."""
-        return np.asarray(seconds + sm * (1 / self.clock - 1))
+    @property
+    def free(self) -> Array:
+        """d seconds / d seconds of launches: 1 for a step that the limit does not reach, else 0."""
+        return np.where(self.stretch > 1, 0.0, 1.0)
 
-    def slope_of(self, coefficient: str) -> Array:
-        """d seconds / d seconds at the highest clock, of what `coefficient` decides."""
-        return self.slope / self.clock if of_clock(coefficient) else self.slope
+    def cost(self, cost: Cost, kind: str) -> Cost:
+        """What a cost of kernels of this kind, per step, comes to."""
+        slopes = {True: self.free, False: self.slopes[kind]}
+        partials = {name: partial * slopes[of_launches(name)] for name, partial in cost.partials.items()}
+        return Cost(cost.seconds * self.stretch, partials)
+
+    def gradient(self, component: Component, kind: str, weights: Array) -> dict[str, float]:
+        """d sum(weights * seconds) / d log(coefficient), of what `component` takes."""
+        launches, others = (component.gradient(weights * slope) for slope in (self.free, self.slopes[kind]))
+        return {name: (launches if of_launches(name) else others)[name] for name in others}
 
     def rows(self, rows: slice) -> PowerLimit:
-        return PowerLimit(self.clock[rows], self.slope[rows], {name: x[rows] for name, x in self.watts.items()})
+        cut = ({name: x[rows] for name, x in found.items()} for found in (self.slopes, self.watts))
+        return PowerLimit(self.stretch[rows], *cut)
 
 
-def sm_seconds(cost: Cost) -> Array:
-    """Seconds of a cost that SMs decide: what it would gain with a clock without end."""
-    total = np.zeros(cost.seconds.shape)
-    for name, partial in cost.partials.items():
-        if power := of_clock(name):
-            total -= power * partial
-    return total
+def of_launches(name: str) -> bool:
+    """Tell whether a coefficient is the seconds of launches."""
+    return name.endswith(LAUNCHES)
 
 
-def streamed_seconds(cost: Cost, profile: Profile) -> Array:
-    """Seconds, at the datasheet's bandwidth, of the activations that small kernels move."""
-    total = np.zeros(cost.seconds.shape)
-    for name, partial in cost.partials.items():
-        if name.endswith("passes"):  # over activations, as fast as memory
-            total += partial
-        elif name.startswith(SMALL) and name.endswith("bandwidth_efficiency"):
-            total -= partial * profile.coefficient(name)
-    return total
+def kind_of(component: str, precision: Precision) -> str:
+    """The kind of RUNNING of a line of the breakdown."""
+    if component == "attention":
+        return f"attention_{precision.kv}"
+    if component == "moe":
+        return f"experts_{precision.gemm_dtype.partition('_')[0]}"
+    return component if component in RUNNING else "kernels"
+
+
+def running_seconds(cost: Cost) -> Array:
+    """Seconds of a cost without those of launches."""
+    launches = [partial for name, partial in cost.partials.items() if of_launches(name)]
+    return np.asarray(cost.seconds - sum(launches, np.zeros(1)))
+
+
+def load_of(components: Sequence[Component], precision: Precision) -> Load:
+    """The load of steps with these lines of the breakdown."""
+    running: dict[str, Array] = {}
+    for component in components:
+        kind, seconds = kind_of(component.name, precision), component.gathered(running_seconds(component.cost))
+        running[kind] = running[kind] + seconds if kind in running else seconds
+    return Load(sum((component.seconds() for component in components), np.zeros(1)), running)
 
 
 def uses(engine: Engine, batch: StepBatch, load: Load) -> dict[str, Array]:
-    """Coefficient -> seconds of what draws it, those of bytes and FLOPs at the datasheet's peak, each of
-    shape (steps,).
-    """
+    """Coefficient -> seconds of what draws it, each of shape (steps,)."""
     math = {(MATH | EXPERTS)[kind]: seconds for kind, seconds in flops_by_kind(engine, batch).items()}
-    return {MEMORY: bytes_bound(engine, batch) + load.streamed, RECURRENT: load.recurrent} | math
+    return {MEMORY: bytes_bound(engine, batch)} | math | {RUNNING[kind]: x for kind, x in load.running.items()}
 
 
 def power_limit(engine: Engine, batch: StepBatch, load: Load, profile: Profile) -> PowerLimit | None:
@@ -121,30 +141,30 @@ def power_limit(engine: Engine, batch: StepBatch, load: Load, profile: Profile) 
     limit = engine.gpu.power_limit_watts
     if limit is None or not knows_power(profile):
         return None
-    seconds, idle = load.seconds, profile.coefficient(IDLE)
-    used = _joules(uses(engine, batch, load), profile)
-    joules = np.asarray(sum(used.values()))
-    over = idle * seconds + joules > limit * seconds
-    if not over.any():
+    idle = profile.coefficient(IDLE)
+    left = max(LIMIT_SHARE * limit - idle, 1.0)
+    used = joules_by_coefficient(uses(engine, batch, load), profile)
+    least = np.asarray(sum(used.values())) / left
+    held = least > load.seconds
+    if not held.any():
         return None
-    # seconds * (limit - idle * clock) = joules is a quadratic equation of the clock.
-    sm = np.clip(load.sm, 1e-3 * seconds, seconds)
-    other = seconds - sm
-    a, b, c = idle * other, idle * sm + joules - limit * other, -limit * sm
-    root = 2 * c / (-b - np.sqrt(np.maximum(b * b - 4 * a * c, 0.0)))  # this form holds for a = 0, too
-    clock = np.where(over, np.clip(root, LEAST_CLOCK, 1.0), 1.0)
-    longer, left = other + sm / clock, limit - idle * clock
-    slope = np.where(over, 1 / (1 + sm * left / (clock**2 * idle * longer)), 1.0)
-    used[IDLE] = idle * clock * longer
-    return PowerLimit(clock, slope, {name: x * (1 - slope) / left for name, x in used.items()})
+    slopes = {kind: np.where(held, _watts(RUNNING[kind], profile)[1] / left, 1.0) for kind in RUNNING}
+    watts = {name: np.where(held, joules / left, 0.0) for name, joules in used.items()}
+    watts[IDLE] = np.where(held, least * idle / left, 0.0)
+    return PowerLimit(np.where(held, least / np.where(held, load.seconds, 1.0), 1.0), slopes, watts)
 
 
-def _joules(used: dict[str, Array], profile: Profile) -> dict[str, Array]:
-    """Energy of these uses, by coefficient; without one for experts, theirs counts as that of GEMMs."""
+def joules_by_coefficient(used: Mapping[str, Array], profile: Profile) -> dict[str, Array]:
+    """The energy of these uses beside that of an idle GPU, by the coefficient that counts for each."""
     found: dict[str, Array] = {}
     for use, seconds in used.items():
-        name = use if use in profile.coefficients else AS_GEMMS.get(use, use)
-        if name in profile.coefficients:
-            joules = profile.coefficient(name) * seconds
-            found[name] = found[name] + joules if name in found else joules
+        name, watts = _watts(use, profile)
+        if name is not None:
+            found[name] = found.get(name, np.zeros(1)) + watts * seconds
     return found
+
+
+def _watts(use: str, profile: Profile) -> tuple[str | None, float]:
+    """The coefficient that counts for a use, and its value; (None, 0) where the profile has none."""
+    name = use if use in profile.coefficients else INSTEAD.get(use, use)
+    return (name, profile.coefficient(name)) if name in profile.coefficients else (None, 0.0)

@@ -13,7 +13,7 @@ import numpy as np
 
 from fp8plan.model.architecture import Linear, ModelShape
 from fp8plan.model.architecture.parts import Experts
-from fp8plan.model.cost.base import QUANTITIES, Array, Cost, StepBatch, norm8, tokens_of, whole
+from fp8plan.model.cost.base import QUANTITIES, Array, Cost, StepBatch, norm8, tokens_of, whole, zero
 from fp8plan.model.cost.collective import all_reduce_cost, with_network
 from fp8plan.model.cost.components import Component, gradient_of, total_of, where_busy
 from fp8plan.model.cost.host import GROUPS, host_cost, host_kernels, launch_cost, launches, layer_cost, sampling_cost
@@ -21,8 +21,8 @@ from fp8plan.model.cost.linears.gemm import gemm_cost, quantise_cost
 from fp8plan.model.cost.linears.moe import moe_cost
 from fp8plan.model.cost.linears.shared import overlapped, shared_cost
 from fp8plan.model.cost.mixers.of_model import SCHEDULE, caches_cost, kernels_of, mixer_costs, unscheduled_layers
-from fp8plan.model.cost.power import Load, PowerLimit, power_limit, sm_seconds
-from fp8plan.model.cost.sustained import knows_power, of_clock, sustained, with_sustained
+from fp8plan.model.cost.power import Load, PowerLimit, kind_of, load_of, power_limit
+from fp8plan.model.cost.sustained import knows_power, sustained, with_sustained
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import cudagraph_capture_sizes
@@ -78,18 +78,16 @@ class StepModel:
         shape (steps,).
         """
         components = self._gpu_components(batch)
-        gpu = components[0].per_step()
-        for component in components[1:]:
-            gpu = gpu + component.per_step()
         limit = self._power_limit(batch, components)
-        if limit is not None:
-            partials = {name: partial * limit.slope_of(name) for name, partial in gpu.partials.items()}
-            gpu = Cost(limit.of(gpu.seconds, sm_seconds(gpu)), partials | limit.watts)
-        return self.joined(gpu, *self._host(batch))
+        gpu = zero(batch.decode_requests)
+        for component in components:
+            cost = component.per_step()
+            gpu = gpu + (limit.cost(cost, kind_of(component.name, self.precision)) if limit else cost)
+        return self.joined(gpu.plus_partials(limit.watts if limit else {}), *self._host(batch))
 
     def load(self, batch: StepBatch) -> Load:
-        """The load of each step on the GPU, at its highest clock."""
-        return self._load(self._gpu_components(batch))
+        """The load of each step on the GPU, without a power limit."""
+        return load_of(self._gpu_components(batch), self.precision)
 
     def joined(self, gpu: Cost, scheduling: Cost, launching: Cost) -> Cost:
         """The cost of steps in which GPU and host work at the same time.
@@ -162,12 +160,9 @@ class StepModel:
 
     def _power_limit(self, batch: StepBatch, components: Sequence[Component]) -> PowerLimit | None:
         """The effect of the power limit on the steps, without asking for their load where nothing knows the power."""
-        return power_limit(self, batch, self._load(components), self.profile) if knows_power(self.profile) else None
-
-    def _load(self, components: Sequence[Component]) -> Load:
-        """The load of all components together."""
-        each = [Load.of(component, self._sustained) for component in components]
-        return Load(*(sum(parts, np.zeros(1)) for parts in zip(*each, strict=True)))
+        if not knows_power(self.profile):
+            return None
+        return power_limit(self, batch, load_of(components, self.precision), self.profile)
 
     def _gpu_components(self, batch: StepBatch) -> list[Component]:
         tp, tokens, profile = self.limits.tensor_parallel_size, tokens_of(batch), self._sustained
@@ -218,7 +213,7 @@ class TimedSteps:
     """The steps of one batch, evaluated once."""
 
     model: StepModel
-    components: list[Component]  # of the GPU, at its highest clock
+    components: list[Component]  # of the GPU, without a power limit
     scheduling: Cost
     launching: Cost
     limit: PowerLimit | None
@@ -268,16 +263,16 @@ class TimedSteps:
         """d sum(weights * seconds of the GPU) / d log(coefficient)"""
         if self.limit is None:
             return gradient_of(self.components, weights)
-        found = gradient_of(self.components, weights * self.limit.slope)
-        of_sm = gradient_of(self.components, weights * self.limit.slope / self.limit.clock)
-        found |= {name: value for name, value in of_sm.items() if of_clock(name)}
-        return found | {name: float((weights * x).sum()) for name, x in self.limit.watts.items()}
+        found = {name: float((weights * x).sum()) for name, x in self.limit.watts.items()}
+        for component in self.components:
+            kind = kind_of(component.name, self.model.precision)
+            for name, value in self.limit.gradient(component, kind, weights).items():
+                found[name] = found.get(name, 0.0) + value
+        return found
 
     def _limited(self, component: Component) -> Array:
-        """Seconds of a component in each step, by the clock that the power limit leaves."""
-        if self.limit is None:
-            return component.seconds()
-        return self.limit.of(component.seconds(), component.gathered(sm_seconds(component.cost)))
+        """Seconds of a component in each step, with the power limit."""
+        return component.seconds() * (1.0 if self.limit is None else self.limit.stretch)
 
     def _gpu_seconds(self) -> Array:
         return sum(map(self._limited, self.components), np.zeros(1))

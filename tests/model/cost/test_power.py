@@ -1,4 +1,4 @@
-"""The clock that the power limit leaves: laws of one step, and what was measured on an H200."""
+"""The time that the power limit leaves: laws of one step, and what was measured on an H200."""
 
 from __future__ import annotations
 
@@ -9,18 +9,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp8plan.model.calibrate.engine_steps import read_traces, windows
 from fp8plan.model.cost.base import StepBatch
 from fp8plan.model.cost.bounds import bytes_bound, flops_bound, flops_by_kind
-from fp8plan.model.cost.power import EXPERTS, IDLE, MATH, MEMORY, RECURRENT, Load, power_limit, uses
+from fp8plan.model.cost.power import (
+    EXPERTS,
+    IDLE,
+    INSTEAD,
+    LIMIT_SHARE,
+    MATH,
+    MEMORY,
+    RUNNING,
+    Load,
+    joules_by_coefficient,
+    kind_of,
+    power_limit,
+    uses,
+)
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_KV
 from fp8plan.model.profile.library import load_profile, profiles_path
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.validate.records import read_records
 
 H200 = find_gpu("h200")
 PROFILE = load_profile(H200, "0.26.0")[0]
+WATTS = (IDLE, MEMORY, *MATH.values(), *EXPERTS.values(), *RUNNING.values())
 
 
 def step_model(precision: str = "bf16", watts: float | None = 700.0, name: str = "Qwen/Qwen3-8B") -> StepModel:
@@ -35,65 +51,66 @@ def decode(*requests: int, context: int = 300) -> StepBatch:
 
 
 @given(
-    st.lists(st.tuples(st.floats(1e-4, 0.1), st.floats(0, 1), st.floats(0, 0.5)), min_size=1, max_size=4),
+    st.lists(st.tuples(st.floats(1e-4, 0.1), st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=4),
     st.floats(250, 2000),
 )
 def test_a_step_at_the_limit_draws_the_limit(steps: list[tuple[float, float, float]], watts: float) -> None:
     engine, batch = step_model(watts=watts), decode(*range(64, 64 + len(steps)))
     seconds = np.array([s for s, *_ in steps])
-    sm, streamed = (seconds * [x[part] for x in steps] for part in (1, 2))
-    load = Load(seconds, sm, streamed, recurrent=0.3 * sm)
+    shares = (seconds * [x[part] / 2 for x in steps] for part in (1, 2))
+    load = Load(seconds, dict(zip(("kernels", "attention_bf16"), shares, strict=True)))
     limit = power_limit(engine, batch, load, PROFILE)
-    joules = sum(PROFILE.coefficient(name) * x for name, x in uses(engine, batch, load).items())
+    joules = sum(joules_by_coefficient(uses(engine, batch, load), PROFILE).values())
+    most = LIMIT_SHARE * watts
     free = PROFILE.coefficient(IDLE) + joules / seconds
     if limit is None:
-        assert (free <= watts * (1 + 1e-9)).all()
+        assert (free <= most * (1 + 1e-9)).all()
         return
-    longer = limit.of(seconds, np.clip(sm, 1e-3 * seconds, seconds))
-    drawn = PROFILE.coefficient(IDLE) * limit.clock + joules / longer
-    assert ((limit.clock == 1) == (free <= watts)).all()
-    held = (limit.clock < 1) & (limit.clock > 0.4)
-    np.testing.assert_allclose(drawn[held], watts, rtol=1e-6)
-    assert (longer >= seconds).all()
-    assert ((limit.slope > 0) & (limit.slope <= 1)).all()
+    drawn = PROFILE.coefficient(IDLE) + joules / (seconds * limit.stretch)
+    assert ((limit.stretch == 1) == (free <= most)).all()
+    np.testing.assert_allclose(drawn[limit.stretch > 1], most, rtol=1e-6)
+    assert (limit.stretch >= 1).all()
+    assert ((limit.free == 0) == (limit.stretch > 1)).all()
 
 
-def test_without_a_limit_steps_are_at_their_highest_clock() -> None:
+def test_without_a_limit_steps_are_as_long_as_their_kernels() -> None:
     batch = decode(2, 256, 512, context=100)
-    free, held = step_model(watts=None), step_model(watts=650.0)
+    free, held = step_model(watts=None), step_model(watts=600.0)
     assert free.timed(batch).limit is None
     assert (held.seconds(batch) > free.seconds(batch)).tolist() == [False, True, True]
     np.testing.assert_allclose(held.cost(batch).seconds, held.seconds(batch))
     np.testing.assert_allclose(sum(held.breakdown(batch).values()), held.seconds(batch))
 
 
-def test_fp8_kv_speeds_up_what_is_not_attention() -> None:
-    """Half the bytes leave watts for the SMs: 512 short requests on an H200 were 1.03x as fast (profile's power/)."""
-    batch = decode(512, context=330)
-    bf16, fp8 = (step_model(precision).breakdown(batch) for precision in ("bf16", "fp8_kv"))
-    free = (step_model(precision, watts=None).breakdown(batch) for precision in ("bf16", "fp8_kv"))
-    assert fp8["gemm"] < 0.98 * bf16["gemm"]
-    np.testing.assert_allclose(*(x["gemm"] for x in free))
-    assert sum(fp8.values()) < sum(bf16.values())
+def test_an_fp8_cache_leaves_watts_for_the_rest() -> None:
+    """512 short requests of Qwen3-14B on an H200 draw the limit with a BF16 cache (validation/)."""
+    batch = decode(512, context=200)
+    bf16, fp8 = (step_model(precision, name="Qwen/Qwen3-14B") for precision in ("bf16", "fp8_kv"))
+    assert fp8.breakdown(batch)["gemm"] < 0.98 * bf16.breakdown(batch)["gemm"]
+    assert (fp8.seconds(batch) < bf16.seconds(batch)).all()
+    free = (replace(x, gpu=replace(H200, power_limit_watts=None)).breakdown(batch)["gemm"] for x in (bf16, fp8))
+    np.testing.assert_allclose(*free)
 
 
-@pytest.mark.parametrize(("model_name", "limit"), [("Qwen/Qwen3-8B", 550.0), ("Qwen/Qwen3-30B-A3B", 450.0)])
+@pytest.mark.parametrize(("model_name", "limit"), [("Qwen/Qwen3-8B", 550.0), ("Qwen/Qwen3-30B-A3B", 500.0)])
 @pytest.mark.parametrize("precision", ["bf16", "fp8_block+fp8_kv"])
 def test_partials_by_finite_differences(precision: str, model_name: str, limit: float) -> None:
-    model, batch, small = step_model(precision, limit, model_name), decode(200, 512), 1e-6
-    cost = model.cost(batch)
-    assert model.timed(batch).limit is not None
-    watts = (IDLE, MEMORY, RECURRENT, *MATH.values(), *EXPERTS.values())
+    model, batch, small = step_model(precision, limit, model_name), decode(2, 200, 512), 1e-6
+    cost, held = model.cost(batch), model.timed(batch).limit
+    assert held is not None
+    assert (held.stretch > 1).any()
     dtype = "bf16" if precision == "bf16" else "fp8"
     assert (np.abs(cost.partials[EXPERTS[f"{dtype}_experts"]]).max() > 0) == ("A3B" in model_name)
-    for name in ("gemm.bf16.compute_efficiency", "overhead.layer_seconds", *watts):
+    weights, gradient = np.array([3.0, 2.0, 1.0]), model.timed(batch).gradient(np.array([3.0, 2.0, 1.0]))
+    for name in ("gemm.bf16.compute_efficiency", "overhead.layer_seconds", "norm.launch_seconds", *WATTS):
         value = PROFILE.coefficients[name]
         sides = [
             replace(model, profile=replace(PROFILE, coefficients=PROFILE.coefficients | {name: value * np.exp(s)}))
             for s in (small, -small)
         ]
         slope = (sides[0].seconds(batch) - sides[1].seconds(batch)) / (2 * small)
-        assert (np.abs(cost.partials[name] - slope) < 0.04 * cost.seconds).all()  # the share of SMs moves, too
+        np.testing.assert_allclose(cost.partials.get(name, 0.0 * slope), slope, atol=2e-4 * cost.seconds.max())
+        assert gradient.get(name, 0.0) == pytest.approx(float(weights @ slope), abs=1e-3 * cost.seconds.max())
 
 
 def test_bounds_by_kind_add_up() -> None:
@@ -106,46 +123,49 @@ def test_bounds_by_kind_add_up() -> None:
         assert (found["bf16_experts"] > 0).all() == ("fp8_block" not in precision)
 
 
-def test_prompts_run_at_the_clock_that_was_measured() -> None:
-    """Steps of 16,000 prompt tokens on an H200, by families/held_out.jsonl, which no fit has seen.
+def test_readings_at_the_limit_are_explained() -> None:
+    """Watts of rollouts on an H200 at 640 W and more that no fit has seen, over the seconds that were measured.
 
-    The worst is Moonlight in BF16: 1,650 MHz, where 1,847 are predicted.
+    Those that were only watts of bytes and FLOPs missed them by 39 W (root mean square), 76 W at worst.
     """
-    tokens, chunks, nothing = np.array([16000.0]), np.array([8.0]), np.zeros(1)
-    batch = StepBatch(nothing, nothing, tokens, chunks, tokens, tokens * 2001 / 2, chunks)
     errors = []
-    for record in read_records(profiles_path() / "h200_sxm/vllm-0.26.0/families/held_out.jsonl"):
-        if record.fields["workload"] == "prefill" and record.fields["tensor_parallel"] == 1:
-            limit = record.setup.step_model(PROFILE).timed(batch).limit
-            clock = 1.0 if limit is None else limit.clock.item()
-            errors.append(clock * 1980 / record.fields["sm_mhz"] - 1)
-    assert len(errors) > 10
-    assert np.median(np.abs(errors)) < 0.06
-    assert np.max(np.abs(errors)) < 0.13
+    folder = profiles_path() / "h200_sxm/vllm-0.26.0/families"
+    traces = read_traces([folder / "held_out.trace.jsonl.gz"])
+    for record in read_records(folder / "held_out.jsonl"):
+        if (record.fields.get("power_w") or 0) > 640 and record.fields["tensor_parallel"] == 1:
+            run = windows(record, traces[record.fields["key"]])
+            model, times = record.setup.step_model(PROFILE), run.weights.sum(axis=0)
+            joules = joules_by_coefficient(uses(model, run.batch, model.load(run.batch)), PROFILE)
+            watts = PROFILE.coefficient(IDLE) + float(times @ sum(joules.values())) / float(run.seconds.sum())
+            errors.append(watts - record.fields["power_w"])
+    assert len(errors) > 20
+    assert np.sqrt(np.mean(np.square(errors))) < 26
+    assert np.abs(errors).max() < 65
 
 
-def test_activations_that_small_kernels_move_are_bytes() -> None:
-    """By hand: a layer of Qwen3-8B reads and writes tokens of 4,096 elements in BF16 many times, its caches once."""
-    model, nothing = step_model(), np.zeros(1)
-    one, two = (
-        StepBatch(nothing, nothing, tokens, np.ones(1), tokens, tokens * tokens / 2, np.ones(1))
-        for tokens in (np.array([8192.0]), np.array([16384.0]))
-    )
-    streamed = (model.load(two).streamed - model.load(one).streamed) * H200.memory_bandwidth / 8192
-    per_layer = streamed.item() / (36 * 2 * 4096)  # passes over the hidden state
-    assert 10 < per_layer < 40
-    assert model.load(one).seconds.item() > model.load(one).sm.item() > 0
-    used = uses(model, one, model.load(one))
-    assert used[MEMORY] > bytes_bound(model, one)
-    assert set(used) == {MEMORY, RECURRENT, *MATH.values(), *EXPERTS.values()}
-    assert (used[MATH["bf16"]] == flops_by_kind(model, one)["bf16"]).all()
+def test_each_line_of_the_breakdown_has_a_kind() -> None:
+    assert [kind_of("attention", x) for x in (BF16, FP8_KV)] == ["attention_bf16", "attention_fp8"]
+    assert [kind_of("moe", x) for x in (BF16, FP8_BLOCK)] == ["experts_bf16", "experts_fp8"]
+    assert [kind_of(name, BF16) for name in ("recurrent", "gemm", "sampling")] == ["recurrent", "kernels", "kernels"]
 
 
-def test_a_profile_that_knows_no_experts_counts_them_as_gemms() -> None:
+def test_what_launches_draws_nothing_beside_an_idle_gpu() -> None:
+    model, batch = step_model(), decode(1)
+    load = model.load(batch)
+    assert 0 < sum(load.running.values()).item() < load.seconds.item()
+    used = uses(model, batch, load)
+    assert set(used) == {MEMORY, *MATH.values(), *EXPERTS.values(), RUNNING["kernels"], RUNNING["attention_bf16"]}
+    assert (used[MEMORY] == bytes_bound(model, batch)).all()
+    assert (used[MATH["bf16"]] == flops_by_kind(model, batch)["bf16"]).all()
+
+
+def test_a_coefficient_that_a_profile_lacks_is_another_one() -> None:
     model, batch = step_model(watts=550.0, name="Qwen/Qwen3-30B-A3B"), decode(512)
-    kept = {name: value for name, value in PROFILE.coefficients.items() if name not in EXPERTS.values()}
-    without = replace(model, profile=replace(PROFILE, coefficients=kept, log_covariance={}))
-    as_gemms = {name: PROFILE.coefficients[MATH[kind.removesuffix("_experts")]] for kind, name in EXPERTS.items()}
-    alike = replace(model, profile=replace(PROFILE, coefficients=kept | as_gemms, log_covariance={}))
-    np.testing.assert_allclose(without.seconds(batch), alike.seconds(batch))
-    assert (model.seconds(batch) > without.seconds(batch)).all()
+    lacking = EXPERTS["bf16_experts"], RUNNING["experts_bf16"], RUNNING["attention_bf16"]
+    kept = {name: value for name, value in PROFILE.coefficients.items() if name not in lacking}
+    alike = {name: PROFILE.coefficients[INSTEAD[name]] for name in lacking}
+    without, same = (
+        replace(model, profile=replace(PROFILE, coefficients=x, log_covariance={})) for x in (kept, kept | alike)
+    )
+    np.testing.assert_allclose(without.seconds(batch), same.seconds(batch))
+    assert not np.allclose(model.seconds(batch), without.seconds(batch))

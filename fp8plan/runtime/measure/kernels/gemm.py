@@ -142,7 +142,8 @@ def model_config() -> Iterator[None]:
         from vllm.config import get_current_vllm_config
 
         text = SimpleNamespace(model_type="qwen3")  # on Blackwell some types are kept from DeepGEMM; this is not one
-        get_current_vllm_config().model_config = SimpleNamespace(dtype=torch.bfloat16, hf_text_config=text)
+        model = SimpleNamespace(dtype=torch.bfloat16, hf_text_config=text, is_diffusion=False)
+        get_current_vllm_config().model_config = model
         yield
 
 

@@ -90,9 +90,9 @@ def graph_seconds(calls: Sequence[Call], budget_s: float = 0.03) -> Timing:
     """
     import torch
 
-    with torch.cuda.stream(_stream()):
-        graph, number = _captured(calls, budget_s)
-        first = min(_elapsed(graph.replay, 2))
+    with torch.cuda.stream(stream()):
+        graph, number = captured(calls, budget_s)
+        first = min(elapsed(graph.replay, 2))
         return _timing(graph.replay, first, number, budget_s)
 
 
@@ -103,9 +103,9 @@ def sustained_seconds(calls: Sequence[Call], settle_s: float = SETTLE_S, run_s: 
     """
     import torch
 
-    with torch.cuda.stream(_stream()):
-        graph, number = _captured(calls, QUEUED_S)
-        batch = max(1, round(QUEUED_S / min(_elapsed(graph.replay, 2))))
+    with torch.cuda.stream(stream()):
+        graph, number = captured(calls, QUEUED_S)
+        batch = max(1, round(QUEUED_S / min(elapsed(graph.replay, 2))))
         _repeated(graph.replay, batch, settle_s)
         begun, joules = time.monotonic(), gpu_energy_j()
         each, clocks, powers = _repeated(graph.replay, batch, run_s)
@@ -142,21 +142,21 @@ def _repeated(replay: Callable[[], Any], batch: int, seconds: float) -> tuple[li
     return each, [x for x, _ in readings if x is not None], [x for _, x in readings if x is not None]
 
 
-def _captured(calls: Sequence[Call], budget_s: float) -> tuple[Any, int]:
+def captured(calls: Sequence[Call], budget_s: float) -> tuple[Any, int]:
     """A CUDA graph of the calls, and how many it has: LEAST_REPLAYS of it take `budget_s`, or it has each call once.
 
     To be called on the stream that captures.
     """
     import torch
 
-    stream = _stream()
-    stream.wait_stream(torch.cuda.default_stream())
+    on = stream()
+    on.wait_stream(torch.cuda.default_stream())
     _run(calls)
     torch.cuda.synchronize()
-    one_pass = _elapsed(lambda: _run(calls), 1)[0]
+    one_pass = elapsed(lambda: _run(calls), 1)[0]
     rounds = max(1, min(-(-CALLS_PER_REPLAY // len(calls)), int(budget_s / LEAST_REPLAYS / one_pass)))
     graph = torch.cuda.CUDAGraph()
-    with _uncollected(), torch.cuda.graph(graph, stream=stream):
+    with _uncollected(), torch.cuda.graph(graph, stream=on):
         for _ in range(rounds):
             _run(calls)
     return graph, rounds * len(calls)
@@ -168,12 +168,12 @@ def eager_seconds(calls: Sequence[Call], budget_s: float = 0.03) -> Timing:
 
     _run(calls)
     torch.cuda.synchronize()
-    first = _elapsed(lambda: _run(calls), 1, ahead=0)[0]
+    first = elapsed(lambda: _run(calls), 1, ahead=0)[0]
     return _timing(lambda: _run(calls), first, len(calls), budget_s, ahead=0)
 
 
 @cache
-def _stream() -> Any:
+def stream() -> Any:
     """The stream that all captures share, because cuBLAS keeps a workspace for each stream."""
     import torch
 
@@ -204,12 +204,12 @@ def _timing(
 ) -> Timing:
     number = int(min(max(LEAST_REPLAYS, budget_s / first_s), MOST_REPLAYS))
     clocks: list[int | None] = []
-    replays = _elapsed(replay, number, ahead, lambda: clocks.append(sm_clock_mhz()))
+    replays = elapsed(replay, number, ahead, lambda: clocks.append(sm_clock_mhz()))
     low, median, high = np.percentile(replays, (10, 50, 90)) / calls
     return Timing(float(median), float((high - low) / median), number, clocks[0])
 
 
-def _elapsed(
+def elapsed(
     replay: Callable[[], Any],
     number: int,
     ahead: int = AHEAD_CYCLES,
