@@ -24,7 +24,7 @@ from fp8plan.model.setup import default_limits
 from fp8plan.runtime.measure.notes import note
 
 PACKAGE = __spec__.parent
-KERNELS = ("gemm", "attention", "moe", "elementwise")
+KERNELS = ("gemm", "attention", "moe", "elementwise", "power")
 CELLS = {"quick": "quick.json", "full": "fit.json"}
 CPU_CELLS = "cpu.json"  # whatever the grid: kernels are timed on GPUs only, so steps must say it all
 LONGEST_ENGINE_S = 900

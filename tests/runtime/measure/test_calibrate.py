@@ -97,7 +97,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Machine]:
     return make
 
 
-ORDER = ["gemm", "attention", "moe", "elementwise", "rollouts"]
+ORDER = ["gemm", "attention", "moe", "elementwise", "power", "rollouts"]
 
 
 @pytest.mark.parametrize("grid", ["quick", "full"])
@@ -170,7 +170,7 @@ def test_the_commands_that_are_started_know_their_arguments(tmp_path: Path) -> N
         points = [json.loads(line) for line in done.stdout.splitlines()]
         assert {point["kernel"] for point in points} <= set(only[1:])
         assert f"{len(points)} points are left" in done.stderr
-        assert len(points) > 20
+        assert len(points) >= 10
         assert not list(tmp_path.iterdir())
 
 

@@ -43,7 +43,7 @@ def test_more_rows_never_cost_less(linear: Linear) -> None:
 
 
 def test_cublas_takes_tiles_as_wide_as_fill_the_sms() -> None:
-    """Layers of Qwen3-14B and Llama-3.2-1B, which no fit has seen, at 96 to 1,024 rows: 3% off instead of 6 (medians)."""
+    """Layers of Qwen3-14B and Llama-3.2-1B, which no fit has seen, with 96 to 1,024 rows: 3% off, not 6 (medians)."""
     rows = pd.read_json(profiles_path() / "h200_sxm/vllm-0.26.0/kernels/gemm.jsonl", lines=True)
     rows = rows[(rows.kernel == "gemm.bf16") & is_held_out(rows) & rows.m.between(96, 1024)]
     of_five = replace(PROFILE, kernel_backends={**PROFILE.kernel_backends, "gemm.bf16": "cublas"})
