@@ -1,7 +1,8 @@
 """The time that a GPU's power limit leaves a step: at least as long as its energy takes at the limit.
 
     joules  = sum of watts * seconds over what the step uses
-    seconds = max(seconds, joules / (LIMIT_SHARE * limit - idle))
+    least   = joules / (LIMIT_SHARE * limit - idle)
+    seconds = (seconds^16 + least^16)^(1/16)
 
 Uses, with a coefficient each: the seconds in which kernels run, for GEMMs and small kernels together, attention over
 each KV dtype, experts of each dtype, and layers that keep a state; the bytes of weights and caches, and the FLOPs of
@@ -35,8 +36,11 @@ from fp8plan.model.cost.sustained import POWER, knows_power
 from fp8plan.model.precision import Precision
 from fp8plan.model.profile.profile import Profile
 
-# Readings at the limit of 700 W: 690 to 699 W of single kernels, 670 to 687 of rollouts, whose first second counts too.
-LIMIT_SHARE = 0.98
+LIMIT_SHARE = 0.99  # single kernels at the limit of 700 W read 690 to 699 W
+# A step near the limit is slower than either, as its kernels draw now more, now less. Of 8, 12, 16, 32 and no end, 16
+# describes the rollouts near the limit best to which the watts are fitted.
+KNEE = 16
+NEAR = 0.7  # of the limit's seconds; below, the sixteenth power makes less than a thousandth
 
 IDLE, MEMORY = POWER, "power.memory_watts"
 MATH = {"bf16": "power.bf16_watts", "fp8": "power.fp8_watts"}
@@ -70,18 +74,15 @@ class PowerLimit(NamedTuple):
     """The effect of the power limit on steps, each of shape (steps,).
 
     stretch: seconds with the limit over seconds without it, at least 1
-    slopes:  kind of RUNNING -> d seconds / d seconds without it, of what those kernels run
+    free:    d seconds / d seconds without it, of launches
+    slopes:  kind of RUNNING -> the same of what those kernels run
     watts:   power coefficient -> d seconds / d log(coefficient)
     """
 
     stretch: Array
+    free: Array
     slopes: dict[str, Array]
     watts: dict[str, Array]
-
-    @property
-    def free(self) -> Array:
-        """d seconds / d seconds of launches: 1 for a step that the limit does not reach, else 0."""
-        return np.where(self.stretch > 1, 0.0, 1.0)
 
     def cost(self, cost: Cost, kind: str) -> Cost:
         """What a cost of kernels of this kind, per step, comes to."""
@@ -96,7 +97,7 @@ class PowerLimit(NamedTuple):
 
     def rows(self, rows: slice) -> PowerLimit:
         cut = ({name: x[rows] for name, x in found.items()} for found in (self.slopes, self.watts))
-        return PowerLimit(self.stretch[rows], *cut)
+        return PowerLimit(self.stretch[rows], self.free[rows], *cut)
 
 
 def of_launches(name: str) -> bool:
@@ -135,7 +136,7 @@ def uses(engine: Engine, batch: StepBatch, load: Load) -> dict[str, Array]:
 
 
 def power_limit(engine: Engine, batch: StepBatch, load: Load, profile: Profile) -> PowerLimit | None:
-    """The effect of the power limit on steps with this load. None where no step reaches the limit, or where GPU or
+    """The effect of the power limit on steps with this load. None where no step comes near the limit, or where GPU or
     profile do not know the power.
     """
     limit = engine.gpu.power_limit_watts
@@ -145,13 +146,14 @@ def power_limit(engine: Engine, batch: StepBatch, load: Load, profile: Profile) 
     left = max(LIMIT_SHARE * limit - idle, 1.0)
     used = joules_by_coefficient(uses(engine, batch, load), profile)
     least = np.asarray(sum(used.values())) / left
-    held = least > load.seconds
-    if not held.any():
+    ratio = least / np.where(load.seconds > 0, load.seconds, 1.0)
+    if (ratio < NEAR).all():
         return None
-    slopes = {kind: np.where(held, _watts(RUNNING[kind], profile)[1] / left, 1.0) for kind in RUNNING}
-    watts = {name: np.where(held, joules / left, 0.0) for name, joules in used.items()}
-    watts[IDLE] = np.where(held, least * idle / left, 0.0)
-    return PowerLimit(np.where(held, least / np.where(held, load.seconds, 1.0), 1.0), slopes, watts)
+    stretch = (1 + ratio**KNEE) ** (1 / KNEE)
+    free, bound = stretch ** (1 - KNEE), (ratio / stretch) ** (KNEE - 1)  # d seconds / d those without, and / d least
+    slopes = {kind: free + bound * (_watts(name, profile)[1] / left) for kind, name in RUNNING.items()}
+    watts = {name: bound * joules / left for name, joules in used.items()} | {IDLE: bound * least * idle / left}
+    return PowerLimit(stretch, free, slopes, watts)
 
 
 def joules_by_coefficient(used: Mapping[str, Array], profile: Profile) -> dict[str, Array]:

@@ -19,6 +19,7 @@ from fp8plan.model.cost.power import (
     LIMIT_SHARE,
     MATH,
     MEMORY,
+    NEAR,
     RUNNING,
     Load,
     joules_by_coefficient,
@@ -54,30 +55,29 @@ def decode(*requests: int, context: int = 300) -> StepBatch:
     st.lists(st.tuples(st.floats(1e-4, 0.1), st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=4),
     st.floats(250, 2000),
 )
-def test_a_step_at_the_limit_draws_the_limit(steps: list[tuple[float, float, float]], watts: float) -> None:
+def test_a_step_draws_the_limit_at_most(steps: list[tuple[float, float, float]], watts: float) -> None:
     engine, batch = step_model(watts=watts), decode(*range(64, 64 + len(steps)))
     seconds = np.array([s for s, *_ in steps])
     shares = (seconds * [x[part] / 2 for x in steps] for part in (1, 2))
     load = Load(seconds, dict(zip(("kernels", "attention_bf16"), shares, strict=True)))
     limit = power_limit(engine, batch, load, PROFILE)
     joules = sum(joules_by_coefficient(uses(engine, batch, load), PROFILE).values())
-    most = LIMIT_SHARE * watts
-    free = PROFILE.coefficient(IDLE) + joules / seconds
+    most = LIMIT_SHARE * watts - PROFILE.coefficient(IDLE)
+    ratio = joules / seconds / most
     if limit is None:
-        assert (free <= most * (1 + 1e-9)).all()
+        assert (ratio < NEAR).all()
         return
-    drawn = PROFILE.coefficient(IDLE) + joules / (seconds * limit.stretch)
-    assert ((limit.stretch == 1) == (free <= most)).all()
-    np.testing.assert_allclose(drawn[limit.stretch > 1], most, rtol=1e-6)
-    assert (limit.stretch >= 1).all()
-    assert ((limit.free == 0) == (limit.stretch > 1)).all()
+    assert (limit.stretch >= np.maximum(1, ratio) * (1 - 1e-12)).all()
+    assert (limit.stretch <= 1.045 * np.maximum(1, ratio)).all()  # 2^(1/16) where energy and kernels need as long
+    np.testing.assert_allclose(limit.stretch[ratio < NEAR], 1, rtol=1e-3)
+    np.testing.assert_allclose((limit.stretch / ratio)[ratio > 1.5], 1, rtol=1e-3)
 
 
 def test_without_a_limit_steps_are_as_long_as_their_kernels() -> None:
     batch = decode(2, 256, 512, context=100)
     free, held = step_model(watts=None), step_model(watts=600.0)
     assert free.timed(batch).limit is None
-    assert (held.seconds(batch) > free.seconds(batch)).tolist() == [False, True, True]
+    assert (held.seconds(batch) > 1.05 * free.seconds(batch)).tolist() == [False, True, True]
     np.testing.assert_allclose(held.cost(batch).seconds, held.seconds(batch))
     np.testing.assert_allclose(sum(held.breakdown(batch).values()), held.seconds(batch))
 
@@ -98,7 +98,7 @@ def test_partials_by_finite_differences(precision: str, model_name: str, limit: 
     model, batch, small = step_model(precision, limit, model_name), decode(2, 200, 512), 1e-6
     cost, held = model.cost(batch), model.timed(batch).limit
     assert held is not None
-    assert (held.stretch > 1).any()
+    assert (held.stretch > 1.01).any()
     dtype = "bf16" if precision == "bf16" else "fp8"
     assert (np.abs(cost.partials[EXPERTS[f"{dtype}_experts"]]).max() > 0) == ("A3B" in model_name)
     weights, gradient = np.array([3.0, 2.0, 1.0]), model.timed(batch).gradient(np.array([3.0, 2.0, 1.0]))
