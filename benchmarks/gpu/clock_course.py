@@ -5,7 +5,7 @@
 The kernels are those of fp8plan.runtime.measure.grids.power. Each runs after a second of rest for three seconds. A row
 has, of each stretch of them, when it ended, the seconds of a call, and the clock of the SMs: cycles of their own
 counters over nanoseconds of the global timer, read before and after, a median over SMs. NVML's clock is a reading now
-and then, and higher: 1,459 MHz where BF16 GEMMs of 512 rows run at 1,316.
+and then, and higher: 1,459 MHz where BF16 GEMMs of 512 rows run at 1,316. It needs CuPy.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def course(calls: Sequence[timing.Call], stamps: Stamps) -> list[dict[str, float
             found.append(stamps(timing.stream()))
             event.record()
         torch.cuda.synchronize()
-    gained = np.diff(np.array([x.get() for x in found]).astype(float), axis=0)  # (stretches, SMs, 2)
+    gained = np.diff(np.array([x.get() for x in found]), axis=0).astype(float)  # (stretches, SMs, 2)
     clocks = np.median(gained[:, :, 0] / gained[:, :, 1], axis=1) * 1e3
     each = np.array([before.elapsed_time(after) / 1e3 for before, after in pairwise(events)])
     rows = zip(np.cumsum(each), each / (np.array(counts) * number), clocks, strict=True)

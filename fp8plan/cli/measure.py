@@ -110,7 +110,7 @@ def calibrate_command(
     output: Annotated[
         Path | None, typer.Option(help="folder of measurements and profile.json; default: where plans look for it")
     ] = None,
-    grid: Annotated[Grid, typer.Option(help="quick: about ten minutes; full: about forty")] = Grid.quick,
+    grid: Annotated[Grid, typer.Option(help="quick: about 15 minutes; full: about forty")] = Grid.quick,
     fit_only: Annotated[bool, typer.Option("--fit-only", help="fit what is measured already")] = False,
 ) -> None:
     """Measure this GPU, and fit its profile.

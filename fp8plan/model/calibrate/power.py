@@ -35,8 +35,10 @@ from fp8plan.model.profile.profile import Profile
 LEAST_SECONDS, MOST_SECONDS = 0.9, 4.0  # of a rollout. Shorter: the sampling misses too much; longer: no better known
 LEAST_READINGS = 12
 NAMES = (IDLE, MEMORY, *MATH.values(), *EXPERTS.values(), *RUNNING.values())
-# Watts between a reading and the fit: of rollouts, with what is not modelled of them, and of kernels.
+# Weights, in watts: of a kernel's reading nearly as much as of a long rollout's, as little else runs at the limit. (The
+# fit leaves 36 and 59 W, RMS, the latter mostly of kernels of a few microseconds.)
 ROLLOUT_SD, KERNEL_SD = 30.0, 25.0
+LEAST_WATTS = 0.1  # instead of none: a coefficient that is missing would be another's
 # A coefficient is about as large as the one that would count in its place, with this standard deviation, and the watts
 # of FP8 math as those of BF16: all are of one GPU, and few readings are bound by each.
 LIKE = {MATH["fp8"]: MATH["bf16"], EXPERTS["bf16_experts"]: MATH["bf16"], EXPERTS["fp8_experts"]: MATH["fp8"]}
@@ -52,9 +54,10 @@ def power_coefficients(steps: Sequence[Windows], profile: Profile, kernels: pd.D
 
     kernels: rows of kernels/power.jsonl
     """
-    runs = [x for x in steps if x.record.fields.get("power_w") and x.record.setup.gpu.power_limit_watts]
-    runs = [x for x in runs if x.record.seconds >= LEAST_SECONDS]
-    if not steps or len(runs) + len(kernels) < LEAST_READINGS:
+    if not steps or steps[0].record.setup.gpu.power_limit_watts is None:
+        return {}
+    runs = [x for x in steps if x.record.fields.get("power_w") and x.record.seconds >= LEAST_SECONDS]
+    if len(runs) + len(kernels) < LEAST_READINGS:
         return {}
     equations = [_of_rollout(x, profile) for x in runs]
     equations += _of_kernels(kernels, steps[0].record.setup.gpu, profile)
@@ -65,8 +68,8 @@ def power_coefficients(steps: Sequence[Windows], profile: Profile, kernels: pd.D
     held = np.array([[(x == name) - (x == other) for x in names] for name, other in alike], dtype=float) / LIKE_SD
     matrix = np.vstack([used[names].to_numpy() * weights[:, None], held.reshape(-1, len(names))])
     found, _ = nnls(matrix, np.append(watts * weights, np.zeros(len(alike))))
-    known = {name: float(value) for name, value in zip(names, found, strict=True) if value > 0}
-    return known if known.keys() >= {IDLE, RUNNING["kernels"]} else {}
+    known = {name: max(float(value), LEAST_WATTS) for name, value in zip(names, found, strict=True)}
+    return known if min(known.get(name, 0.0) for name in (IDLE, RUNNING["kernels"])) > LEAST_WATTS else {}
 
 
 def _of_rollout(run: Windows, profile: Profile) -> tuple[dict[str, float], float, float]:

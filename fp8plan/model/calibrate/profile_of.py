@@ -119,7 +119,8 @@ def with_power(profile: Profile, steps: Sequence[Windows], known: Profile, kerne
 
     known: the profile that says how long kernels run
     """
-    return replace(profile, coefficients=profile.coefficients | power_coefficients(steps, known, kernels))
+    others = {name: value for name, value in profile.coefficients.items() if not name.startswith("power.")}
+    return replace(profile, coefficients=others | power_coefficients(steps, known, kernels))
 
 
 def with_rare_parts(profile: Profile, steps: Sequence[Windows], prior: Profile) -> Profile:

@@ -4,7 +4,7 @@ The clock: the power cap holds it below that of a short burst. An H200 multiplie
 for the first tens of milliseconds and at 700 from then on (rows of gemm.bf16 in profiles/h200_sxm/vllm-0.26.0/kernels
 below 1 ms and above 6 ms), so that in engines what is bound by SMs is slower by `clock.sustained_efficiency`. What is
 bound by launches is not, nor the fixed part of a GEMM's wave. One factor for all loads, unless a profile knows what
-the kinds of work draw: then each step has a clock of its own (fp8plan.model.cost.power), and this one is only that of
+kernels draw: then the power limit is that of each step (fp8plan.model.cost.power), and this factor is only that of
 kernels timed for long.
 
 The memory: engine steps find `memory.sustained_efficiency` of the bandwidth that kernels found, 2.5% less on H200s.
@@ -25,7 +25,7 @@ from fp8plan.model.cost.base import Cost
 from fp8plan.model.profile.profile import Profile
 
 CLOCK, MEMORY = "clock.sustained_efficiency", "memory.sustained_efficiency"
-POWER = "power.idle_watts"  # the others of fp8plan.model.cost.power come with it, but for those of experts
+POWER = "power.running.kernel_watts"  # a profile that has it knows fp8plan.model.cost.power
 SM_RATES = ("compute_efficiency", "sm_bandwidth")
 SM_TIMES = ("decode_tile_seconds", "decode_token_seconds", "prefill_tile_seconds", "prefill_pair_seconds")
 
@@ -59,8 +59,8 @@ def with_sustained(cost: Cost, profile: Profile, only: str | None = None) -> Cos
 
 def _factors(profile: Profile, only: str | None) -> dict[str, Callable[[str], int]]:
     """The power of each factor in the coefficient called `name`, for the factors that the profile has."""
-    powers = {CLOCK: of_clock, MEMORY: _of_memory}
-    if only is None and knows_power(profile):  # which says the clock of each step: fp8plan.model.cost.power
+    powers = {CLOCK: _of_clock, MEMORY: _of_memory}
+    if only is None and knows_power(profile):  # by which each step at the power limit is as long as its energy takes
         del powers[CLOCK]
     return {name: power for name, power in powers.items() if name in profile.coefficients and only in (None, name)}
 
@@ -71,7 +71,7 @@ def knows_power(profile: Profile) -> bool:
 
 
 @cache
-def of_clock(name: str) -> int:
+def _of_clock(name: str) -> int:
     """The power of the clock in a coefficient: 1 for work per second of an SM, -1 for seconds of its work."""
     return int(name.endswith(SM_RATES)) - int(name.endswith(SM_TIMES))
 

@@ -11,7 +11,7 @@ import pytest
 
 from fp8plan.model.architecture.parts import Experts
 from fp8plan.model.calibrate.engine_steps import Windows
-from fp8plan.model.calibrate.power import LEAST_READINGS, NAMES, kernel_uses, power_coefficients
+from fp8plan.model.calibrate.power import LEAST_READINGS, LEAST_WATTS, NAMES, kernel_uses, power_coefficients
 from fp8plan.model.calibrate.profile_of import power_rows, step_windows
 from fp8plan.model.cost.power import EXPERTS, IDLE, MATH, MEMORY, RUNNING, uses
 from fp8plan.model.hardware import find_gpu
@@ -68,14 +68,16 @@ def test_of_dense_models_alone_nothing_is_known_about_experts(measured: list[Win
     dense = [planted(x, PLANTED) for x in measured if not x.record.setup.shape.parts_of(Experts)]
     others = planted_kernels(kernels[~kernels.kernel.str.startswith("moe")], PLANTED)
     found = power_coefficients(dense, PROFILE, others)
-    assert not found.keys() & {*EXPERTS.values(), RUNNING["experts_bf16"], RUNNING["experts_fp8"]}
-    assert found == {name: pytest.approx(PLANTED[name], rel=0.1, abs=15) for name in found}
+    of_experts = {*EXPERTS.values(), RUNNING["experts_bf16"], RUNNING["experts_fp8"]}
+    known = PLANTED.keys() - of_experts
+    assert found == {name: pytest.approx(PLANTED[name], rel=0.1, abs=15) for name in known}
 
 
-def test_what_draws_nothing_is_left_out(measured: list[Windows], kernels: pd.DataFrame) -> None:
+def test_what_draws_nothing_is_not_another_coefficient(measured: list[Windows], kernels: pd.DataFrame) -> None:
     watts = PLANTED | {MEMORY: -60.0}  # as noise might have it
     found = power_coefficients([planted(x, watts) for x in measured], PROFILE, planted_kernels(kernels, watts))
-    assert found.keys() == PLANTED.keys() - {MEMORY}
+    assert found.keys() == PLANTED.keys()
+    assert found[MEMORY] == LEAST_WATTS
 
 
 def test_an_h200_draws_near_its_limit_whatever_runs(measured: list[Windows], kernels: pd.DataFrame) -> None:
@@ -97,6 +99,12 @@ def test_single_kernels_are_explained(kernels: pd.DataFrame) -> None:
         errors += list(PROFILE.coefficients[IDLE] + joules / part.seconds - part.power_w)
     assert len(errors) > 30
     assert np.median(np.abs(errors)) < 30
+
+
+def test_a_gpu_whose_limit_is_not_known_has_none(measured: list[Windows], kernels: pd.DataFrame) -> None:
+    elsewhere = [replace(x, record=replace(x.record, fields=x.record.fields | {"gpu": "h100_sxm"})) for x in measured]
+    assert find_gpu("h100_sxm").power_limit_watts is None
+    assert power_coefficients(elsewhere, PROFILE, kernels) == {}
 
 
 def test_too_few_readings_give_nothing(measured: list[Windows], kernels: pd.DataFrame) -> None:

@@ -1,8 +1,8 @@
 """Seconds of one GPU kernel, or of a few: many calls in one CUDA graph, on cold weights, the median of its replays.
 
 A step of the engine is a graph replay, so kernels are timed inside one: no launch gaps from Python, as in decoding.
-`graph_seconds` is short, so that the power limit hardly matters; `sustained_seconds` runs until clock and power have
-settled, and reads them.
+`graph_seconds` is short, so that the limit of the mean power hardly matters; `sustained_seconds` runs until clock and
+power have settled, and reads them (fp8plan.model.cost.power).
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ LEAST_REPLAYS, MOST_REPLAYS = 5, 40
 CALLS_PER_REPLAY = 64  # where they are short, so that a replay is long against the resolution of events (0.5 us)
 COPIED_BY = "memcpy", "kernel"
 AHEAD_CYCLES = 2_000_000  # about 1 ms in which the GPU waits, while Python queues what is timed
-SETTLE_S, SUSTAINED_S = (
-    1.0,
-    2.0,
-)  # until NVML's readings, means over a second, are of this kernel; and while it is timed
+SETTLE_S = 1.0  # NVML's watts are means over a second: until they are of this kernel
+SUSTAINED_S = 2.0
 QUEUED_S = 0.05  # of work that the GPU has ahead meanwhile
 
 
@@ -56,7 +54,7 @@ class SustainedTiming(Timing):
 
     sm_mhz:   mean of the readings meanwhile
     power_w:  mean of NVML's readings meanwhile, which a rollout's record has, too; None where NVML does not say
-    energy_w: the same by NVML's counter of energy, over the same seconds
+    energy_w: the same by NVML's counter of energy, over the same seconds: up to 31 W from it on an H200
     """
 
     power_w: float | None = None
@@ -124,7 +122,7 @@ def sustained_seconds(calls: Sequence[Call], settle_s: float = SETTLE_S, run_s: 
 def _repeated(replay: Callable[[], Any], batch: int, seconds: float) -> tuple[list[float], list[int], list[float]]:
     """Seconds of each batch of replays, for `seconds` together, with the clocks and watts that NVML reads meanwhile.
 
-    The GPU always has the next batch queued while it is asked.
+    The GPU always runs a batch while NVML is asked.
     """
     import torch
 

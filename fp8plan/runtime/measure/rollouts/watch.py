@@ -2,7 +2,7 @@
 
 Virtual machines share their host, and a rollout of a small model is bound by Python: the same cell took 3.2, 3.4 and
 4.5 s in a row (profiles/README.md). Nothing but these figures can say, without looking at the prediction, which was
-disturbed. A GPU at its power cap lowers its clock (fp8plan.model.cost.sustained).
+disturbed. A GPU at its power limit lowers its clock (fp8plan.model.cost.power).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from fp8plan.model.architecture import Linear
 from fp8plan.model.calibrate.held_out import is_held_out
 from fp8plan.model.cost.linears.deep_gemm import choose, rows_of_every_kernel
 from fp8plan.model.cost.linears.gemm import gemm_cost, quantise_cost
-from fp8plan.model.cost.linears.tiles import SWAPPED_ROWS
+from fp8plan.model.cost.linears.tiles import SWAPPED_ROWS, gemm_backend
 from fp8plan.model.hardware import gpu
 from fp8plan.model.precision import BF16, FP8_BLOCK, Precision
 from fp8plan.model.profile.library import load_profile, profiles_path
@@ -43,19 +43,16 @@ def test_more_rows_never_cost_less(linear: Linear) -> None:
 
 
 def test_cublas_takes_tiles_as_wide_as_fill_the_sms() -> None:
-    """Layers of Qwen3-14B and Llama-3.2-1B, which no fit has seen, with 96 to 1,024 rows: 3% off, not 6 (medians)."""
+    """Layers of Qwen3-14B and Llama-3.2-1B that no fit has seen are 3% off with 96 to 1,024 rows (median)."""
     rows = pd.read_json(profiles_path() / "h200_sxm/vllm-0.26.0/kernels/gemm.jsonl", lines=True)
     rows = rows[(rows.kernel == "gemm.bf16") & is_held_out(rows) & rows.m.between(96, 1024)]
-    of_five = replace(PROFILE, kernel_backends={**PROFILE.kernel_backends, "gemm.bf16": "cublas"})
-    errors = []
-    for profile in (PROFILE, of_five):
-        predicted = [
-            gemm_cost(np.array([m]), one(n, k), BF16, H200, profile).seconds.item()
-            for m, n, k in rows[["m", "n", "k"]].astype(int).itertuples(index=False)
-        ]
-        errors.append(float(np.median(np.abs(np.array(predicted) / rows.seconds - 1))))
+    predicted = [
+        gemm_cost(np.array([m]), one(n, k), BF16, H200, PROFILE).seconds.item()
+        for m, n, k in rows[["m", "n", "k"]].astype(int).itertuples(index=False)
+    ]
     assert len(rows) > 15
-    assert errors[0] < 0.04 < errors[1]
+    assert np.median(np.abs(np.array(predicted) / rows.seconds - 1)) < 0.04
+    assert gemm_backend(PROFILE, "bf16") == "nvjet"
 
 
 def test_deep_gemm_has_the_cliffs_it_has_on_an_h200() -> None:
