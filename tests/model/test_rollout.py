@@ -178,12 +178,15 @@ def test_what_both_precisions_share_does_not_widen_their_speed_up() -> None:
 
 @pytest.fixture(scope="module")
 def measured_speedups() -> list[tuple[float, float, float, float]]:
-    """(log error of bf16, log error of the other precision, log of what was measured over predicted, half-width)."""
+    """(log error of bf16, log error of the other precision, log of what was measured over predicted, half-width), of
+    rollouts whose host was not slow: that is an error in common.
+    """
     found = []
     profile = load_profile(H200)[0]
     groups: dict[str, list[tuple[Record, Rollout]]] = {}
     for record in read_records(profiles_path() / "h200_sxm/vllm-0.26.0/validation/rollouts.jsonl"):
-        groups.setdefault(record.group, []).append((record, simulated(record, profile).rollout))
+        if (record.fields.get("host_slowdown") or 1) < 1.75:  # a guard names the host from 1.5 on
+            groups.setdefault(record.group, []).append((record, simulated(record, profile).rollout))
     for rows in groups.values():
         bf16 = [row for row in rows if row[0].fields["precision"] == "bf16"]
         if not bf16:
@@ -200,8 +203,8 @@ def test_nine_of_ten_measured_speed_ups_lie_in_their_interval(
     measured_speedups: list[tuple[float, float, float, float]],
 ) -> None:
     base, other, apart, halfwidth = np.array(measured_speedups).T
-    assert apart.size == 80
-    assert 0.88 <= np.mean(np.abs(apart) <= halfwidth) <= 0.98  # all but two of 80 at most
+    assert apart.size == 65
+    assert 0.88 <= np.mean(np.abs(apart) <= halfwidth) <= 0.98  # all but two at most
     assert np.median(halfwidth) < 0.08
     assert np.corrcoef(base, other)[0, 1] == pytest.approx(SHARED_ERROR, abs=0.05)
 

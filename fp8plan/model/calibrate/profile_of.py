@@ -100,7 +100,7 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
     profile = replace(
         with_rare_parts(found.profile, rare, sheet),
         kind="calibrated",
-        source=_source(rows, steps),
+        source=_source(rows, powers, steps),
         residuals={kernel: robust_sd(values) for kernel, values in unseen.items()},
         model_error=model_error(steps, leaving_out),
         hull=_hull(rows, steps),
@@ -253,9 +253,11 @@ def _hull(rows: pd.DataFrame, steps: Sequence[Windows]) -> dict[str, dict[str, t
     return of_kernels | {STEPS: ranges}
 
 
-def _source(rows: pd.DataFrame, steps: Sequence[Windows]) -> str:
+def _source(rows: pd.DataFrame, powers: pd.DataFrame, steps: Sequence[Windows]) -> str:
     fields = [x.record.fields for x in steps]
     cards = sorted({str(x.get("gpu_uuid") or f"{x.get('cpu_count')} cores of {x.get('cpu_model')}") for x in fields})
     engines = len({x.engine for x in steps})
-    kernels = f"{len(rows)} timings of {rows.kernel.nunique()} kernels and " if len(rows) else ""
-    return f"{kernels}{len(steps)} rollouts of {engines} engines, measured on {', '.join(cards)}"
+    kernels = [f"{len(rows)} timings of {rows.kernel.nunique()} kernels"] if len(rows) else []
+    kernels += [f"{len(powers)} readings of their power"] if len(powers) else []
+    rollouts = f"{len(steps)} rollouts of {engines} engines, measured on {', '.join(cards)}"
+    return " and ".join(filter(None, [", ".join(kernels), rollouts]))

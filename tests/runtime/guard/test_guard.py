@@ -72,9 +72,26 @@ def slower(record: Record, factor: float) -> Observation:
 # Real rollouts
 
 
+def on_a_slow_host(record: Record) -> bool:
+    """Tell whether its cores took nearly twice the fastest loop, where the record says so."""
+    return (record.fields.get("host_slowdown") or 1.0) > 1.75
+
+
+@pytest.mark.slow
+def test_where_the_host_was_slow_it_is_named() -> None:
+    """Six runs of Qwen3-30B-A3B with 512 requests took 13 to 27% longer than predicted, no others did."""
+    judgements = [judged(record) for record in records("rollouts") if on_a_slow_host(record)]
+    late = [verdict for verdict in judgements if not verdict.within]
+    assert len(judgements) > 25
+    assert len(late) == 6
+    assert {x.cause for verdict in late for x in verdict.causes} == {Cause.HOST}
+    assert {verdict.action for verdict in judgements} == {Action.NONE}
+
+
 @pytest.mark.slow
 def test_healthy_rollouts_are_as_predicted_and_cost_the_guard_next_to_nothing() -> None:
-    healthy = records("rollouts")
+    healthy = [record for record in records("rollouts") if not on_a_slow_host(record)]
+    assert len(healthy) > 80
     begun = time.process_time()
     verdicts = [judged(record) for record in healthy]
     spent = time.process_time() - begun
