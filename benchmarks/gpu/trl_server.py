@@ -49,6 +49,7 @@ from fp8plan.runtime.measure.machine import engine_facts, machine_facts
 TRAINER, SERVER = "0", "1"  # GPUs
 PARTS = ("fp8plan", "stock")
 PROMPT, COMPLETION, BATCH, GENERATIONS = 64, 256, 64, 8
+ACCUMULATED = 4  # parts of a batch that the trainer takes one after the other: the logits of all at once fill an H100
 
 
 def main(words: list[str] | None = None) -> None:
@@ -192,7 +193,8 @@ def train(args: argparse.Namespace) -> None:
         vllm_mode="server",
         vllm_server_base_url=args.train,
         vllm_group_port=free_port(),
-        per_device_train_batch_size=BATCH,
+        per_device_train_batch_size=BATCH // ACCUMULATED,
+        gradient_accumulation_steps=ACCUMULATED,
         num_generations=GENERATIONS,
         max_completion_length=COMPLETION,
         learning_rate=1e-5,

@@ -28,12 +28,15 @@ kernels() { # MODEL[@RANKS]...: compile the FP8 kernels of those that have none 
     mkdir -p ~/compiled
     for model in "${todo[@]}"; do touch ~/compiled/"${model//\//.}"; done
 }
+gpu() {
+    nvidia-smi -L | grep -q H100 && echo h100_sxm || echo h200_sxm
+}
 teach() { # POLICY: of benchmarks/learning
     python3 -m benchmarks.learning.policies "$1" ~/res/learning/"$1"/model --device cuda
 }
 trl_server() {
     PYTHONPATH=$PYTHONPATH:$HOME/trl python3 -m benchmarks.gpu.trl_server --output ~/res/trl_server.jsonl \
-        --deadline 400 --parts stock fp8plan --gpu "$(nvidia-smi -L | grep -q H100 && echo h100_sxm || echo h200_sxm)"
+        --deadline 400 --parts stock fp8plan --gpu "$(gpu)"
 }
 verl() { # NAME PART [OPTION...]
     python3 -m benchmarks.gpu.verl_grpo --model Qwen/Qwen3-0.6B --parts "$2" --output ~/res/verl_grpo."$1".jsonl \

@@ -270,6 +270,13 @@ def test_the_cells_for_the_first_look_starve_bf16_and_not_fp8_kv(
     assert [" 0 preemptions" in line for line in starved] == [False, False, True, True]
 
 
+def test_cells_can_be_measured_on_another_gpu_than_they_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cell_files, "engine_version", lambda: "0.26.0")
+    options = cell_files.Options(tmp_path / "out.jsonl", "full", False, {}, (), gpu="h100")
+    (job,) = cell_files.jobs(cells(tmp_path, setting(tmp_path)), options)
+    assert job["fields"]["gpu"] == "h100_sxm"
+
+
 # Lines as vLLM 0.26 formats them (sources named in engine_log), numbers invented.
 LOG = """(EngineCore pid=9) INFO [gpu/model_runner.py:306] Model loading took 9.44 GiB and 1.250000 seconds
 INFO [flash_attn.py:776] Using FlashAttention version 3

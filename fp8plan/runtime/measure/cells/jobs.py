@@ -64,6 +64,7 @@ class Options:
     models: tuple[str, ...] = ()  # likewise
     workloads: tuple[str, ...] = ()  # likewise, by their names
     kernels: bool = False
+    gpu: str | None = None  # in the place of the one that the cells name
 
     def beside(self, ending: str) -> Path:
         return self.output.with_name(f"{self.output.stem}.{ending}")
@@ -82,6 +83,8 @@ def jobs(cells: Path, options: Options) -> list[dict[str, Any]]:
         _known(setting, SETTING | OPTIONAL | LIMITS, SETTING, f"setting {number} of {cells}")
         if options.models and setting["model"] not in options.models:
             continue
+        if options.gpu is not None:
+            setting = setting | {"gpu": options.gpu}
         for name in setting["precisions"]:
             if not options.precisions or name in options.precisions:
                 found.append(_job(_in_folder(setting, cells), number, precision(name).name, release, done, options))

@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--precision", action="append", choices=list(PRESETS), default=[], help="only these; repeat")
     parser.add_argument("--model", action="append", default=[], help="only this model of the cells; repeat")
     parser.add_argument("--workload", action="append", default=[], help="only the workload of this name; repeat")
+    parser.add_argument("--gpu", help="measure the cells on this GPU, whichever they name")
     parser.add_argument(
         "--warmup",
         choices=WARMUPS,
@@ -86,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             models=tuple(given.model),
             workloads=tuple(given.workload),
             kernels=given.kernels,
+            gpu=given.gpu,
         )
         work = jobs(given.cells, options)
         failures = [] if given.dry_run else run_jobs(work, options, given.timeout)
