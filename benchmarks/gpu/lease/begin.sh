@@ -28,6 +28,13 @@ kernels() { # MODEL[@RANKS]...: compile the FP8 kernels of those that have none 
     mkdir -p ~/compiled
     for model in "${todo[@]}"; do touch ~/compiled/"${model//\//.}"; done
 }
+emptied() { # wait until what used the GPUs has gone
+    for _ in $(seq 30); do
+        nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits | awk '$1 > 3000 { exit 1 }' && return
+        sleep 2
+    done
+    nvidia-smi --query-compute-apps=pid,used_memory --format=csv
+}
 gpu() {
     nvidia-smi -L | grep -q H100 && echo h100_sxm || echo h200_sxm
 }
