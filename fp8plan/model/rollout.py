@@ -141,7 +141,7 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
 
 
 def step_batch(plan: Schedule) -> StepBatch:
-    """The mean step of each row."""
+    """The mean step of each row. A row of one step follows the row before it; in longer ones most follow their like."""
     return StepBatch(
         decode_requests=plan.decode_requests,
         decode_kv_tokens=plan.decode_kv_tokens + plan.decode_requests * (plan.steps - 1) / 2,
@@ -154,6 +154,7 @@ def step_batch(plan: Schedule) -> StepBatch:
             WindowReads(x.kind, x.window, x.decode_kv_tokens / plan.steps, x.prefill_kv_tokens, x.prefill_pairs)
             for x in plan.windows
         ),
+        follows=plan.steps == 1,
     )
 
 

@@ -35,7 +35,10 @@ class WindowReads:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The work of engine steps. Every field but `windows` is a float64 or int64 array of shape (steps,)."""
+    """The work of engine steps. Every field but `windows` is a float64 or int64 array of shape (steps,).
+
+    follows: bool, whether each step comes right after the one before it in these arrays; None: none of them does
+    """
 
     decode_requests: Array  # requests that get one token each
     decode_kv_tokens: Array  # KV tokens those requests read, summed over them
@@ -45,9 +48,10 @@ class StepBatch:
     prefill_pairs: Array  # query-key pairs the chunks attend to, summed (attention FLOPs)
     sampled_requests: Array  # rows through lm_head and the sampler
     windows: tuple[WindowReads, ...] = ()  # one for each window of the model's attention
+    follows: Array | None = None
 
 
-QUANTITIES = tuple(field.name for field in fields(StepBatch) if field.name != "windows")
+QUANTITIES = tuple(field.name for field in fields(StepBatch) if field.name not in ("windows", "follows"))
 READS = tuple(field.name for field in fields(WindowReads) if field.name not in ("kind", "window"))
 
 
@@ -61,7 +65,14 @@ def joined(batches: Sequence[StepBatch]) -> StepBatch:
         WindowReads(same[0].kind, same[0].window, **together(same, READS))
         for same in zip(*(batch.windows for batch in batches), strict=True)
     )
-    return StepBatch(**together(batches, QUANTITIES), windows=windows)
+    follows = np.concatenate([following(batch) for batch in batches])
+    return StepBatch(**together(batches, QUANTITIES), windows=windows, follows=follows)
+
+
+def following(batch: StepBatch) -> Array:
+    """Whether each step comes right after the one before it, bool of shape (steps,). The first follows none."""
+    steps = np.arange(batch.decode_requests.size)
+    return (steps > 0) & (False if batch.follows is None else batch.follows)
 
 
 def tokens_of(batch: StepBatch) -> Array:

@@ -3,8 +3,8 @@
 On the GPU, per layer: norms with the residual's addition, rotary embedding, activation, and the gaps between kernels
 (`layer_cost`); per step: input preparation and sampling (`sampling_cost`). On the host: scheduling, and launching what
 is not in one CUDA graph (`host_cost`, `launch_cost`). With async scheduling the host prepares step t + 1 while the GPU
-runs step t, so a step lasts about as long as the slower of them. Once per rollout the requests have to reach the engine
-(`start_cost`).
+runs step t, so a step lasts about as long as the slower of them (`fp8plan.model.cost.step`). Once per rollout the
+requests have to reach the engine (`start_cost`).
 """
 
 from __future__ import annotations

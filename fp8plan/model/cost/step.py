@@ -13,7 +13,7 @@ import numpy as np
 
 from fp8plan.model.architecture import Linear, ModelShape
 from fp8plan.model.architecture.parts import Experts
-from fp8plan.model.cost.base import QUANTITIES, Array, Cost, StepBatch, norm8, tokens_of, whole, zero
+from fp8plan.model.cost.base import QUANTITIES, Array, Cost, StepBatch, following, norm8, tokens_of, whole, zero
 from fp8plan.model.cost.collective import all_reduce_cost, with_network
 from fp8plan.model.cost.components import Component, gradient_of, total_of, where_busy
 from fp8plan.model.cost.host import GROUPS, host_cost, host_kernels, launch_cost, launches, layer_cost, sampling_cost
@@ -29,6 +29,8 @@ from fp8plan.model.memory import cudagraph_capture_sizes
 from fp8plan.model.precision import BF16_BYTES, Precision
 from fp8plan.model.profile.library import RARE_PARTS, with_kernels
 from fp8plan.model.profile.profile import Profile
+
+NEXT = " of next"  # marks the derivatives of the next step's seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,9 @@ class StepModel:
     def timed(self, batch: StepBatch) -> TimedSteps:
         """The steps with the cost of each part, for callers that ask several questions about them."""
         components = self._gpu_components(batch)
-        return TimedSteps(self, components, *self._host(batch), self._power_limit(batch, components))
+        scheduling, launching = self._host(batch)
+        limit = self._power_limit(batch, components)
+        return TimedSteps(self, components, scheduling, launching, limit, self._led(batch, launching))
 
     def seconds(self, batch: StepBatch) -> Array:
         """Seconds of each step, shape (steps,)."""
@@ -83,21 +87,27 @@ class StepModel:
         for component in components:
             cost = component.per_step()
             gpu = gpu + (limit.cost(cost, kind_of(component.name, self.precision)) if limit else cost)
-        return self.joined(gpu.plus_partials(limit.watts if limit else {}), *self._host(batch))
+        gpu = gpu.plus_partials(limit.watts if limit else {})
+        scheduling, launching = self._host(batch)
+        ahead = lead(gpu, scheduling + launching, self._led(batch, launching))
+        return self.joined(gpu, scheduling, launching, ahead)
 
     def load(self, batch: StepBatch) -> Load:
         """The load of each step on the GPU, without a power limit."""
         return load_of(self._gpu_components(batch), self.precision)
 
-    def joined(self, gpu: Cost, scheduling: Cost, launching: Cost) -> Cost:
+    def joined(self, gpu: Cost, scheduling: Cost, launching: Cost, ahead: Cost) -> Cost:
         """The cost of steps in which GPU and host work at the same time.
 
+        ahead: the result of `lead`
+
         Overlapped, a step lasts as long as the slower of the two. Where both need as long, now one is late, now the
-        other: at 350 requests Qwen3-1.7B on an H200 takes 10% longer than either. Without async scheduling the GPU
-        waits for the schedule, but not for the launches of its next kernels. A CPU computes where it is called.
+        other: at 350 requests Qwen3-1.7B on an H200 takes 10% longer than either. The host has `ahead` more for it: it
+        begins while the GPU still runs the step before. Without async scheduling the GPU waits for the schedule, but
+        not for the launches of its next kernels. A CPU computes where it is called.
         """
         if self.limits.async_scheduling:
-            return norm8(gpu, scheduling + launching)
+            return norm8(ahead + gpu, scheduling + launching) + ahead.scaled(-1.0)
         return scheduling + (gpu + launching if self.gpu.is_cpu else norm8(gpu, launching))
 
     def breakdown(self, batch: StepBatch) -> dict[str, Array]:
@@ -158,6 +168,16 @@ class StepModel:
         launched = launches(graphed, batch.prefill_tokens > 0, self.shape, self.layers, self.precision)
         return host_cost(batch, self.cache_groups, self.profile), launch_cost(launched, self.profile)
 
+    def _led(self, batch: StepBatch, launching: Cost) -> Array:
+        """Whether the host launches each step part by part and begins while the GPU runs the one before, (steps,).
+
+        Not in models with recurrent layers: versions of vLLM before 0.30 read their prompts' lengths back from the GPU,
+        and wait for it. With a lead for them too, a fit describes the H200's families/rollouts.jsonl by 2.4% (MAPE)
+        instead of 2.2%.
+        """
+        ahead = self.limits.async_scheduling and not self.shape.recurrent
+        return following(batch) & (launching.seconds > 0) & ahead
+
     def _power_limit(self, batch: StepBatch, components: Sequence[Component]) -> PowerLimit | None:
         """The effect of the power limit on the steps, without asking for their load where nothing knows the power."""
         if not knows_power(self.profile):
@@ -217,12 +237,15 @@ class TimedSteps:
     scheduling: Cost
     launching: Cost
     limit: PowerLimit | None
+    led: Array  # whether the host begins each step while the one before it runs
 
     def rows(self, rows: slice) -> TimedSteps:
-        """The steps selected by `rows`."""
+        """The steps selected by `rows`. The first of them follows none."""
         components = [component.rows(rows) for component in self.components]
-        limit = self.limit and self.limit.rows(rows)
-        return TimedSteps(self.model, components, self.scheduling.rows(rows), self.launching.rows(rows), limit)
+        scheduling, launching = self.scheduling.rows(rows), self.launching.rows(rows)
+        led = self.led[rows].copy()
+        led[:1] = False
+        return TimedSteps(self.model, components, scheduling, launching, self.limit and self.limit.rows(rows), led)
 
     def seconds(self) -> Array:
         return self._joined(1.0, 1.0)
@@ -250,11 +273,18 @@ class TimedSteps:
         scheduling, launching = Component("", self.scheduling, None), Component("", self.launching, None)
         groups = {"gpu": self.components, "scheduling": [scheduling], "launching": [launching]}
         totals = {name: total_of(parts) for name, parts in groups.items()} | {"gpu": self._gpu_seconds()}
-        joined = self.model.joined(*(Cost(seconds, {name: seconds}) for name, seconds in totals.items()))
+        own, given = (
+            [Cost(seconds, {name + whose: seconds}) for name, seconds in totals.items()] for whose in ("", NEXT)
+        )
+        ahead = lead(given[0], given[1] + given[2], self.led)
+        joined = self.model.joined(own[0], own[1], own[2], ahead)
         gradient: dict[str, float] = {}
         for name, parts in groups.items():
-            slope = joined.partials[name] / np.where(totals[name] > 0, totals[name], 1.0)  # d step / d its seconds
-            found = self._gpu_gradient(weights * slope) if name == "gpu" else gradient_of(parts, weights * slope)
+            moved = weights * joined.partials[name]  # d all steps / d log(seconds of each step)
+            if name + NEXT in joined.partials:  # what a step takes is time for the next one's launches
+                moved[:-1] += (weights * joined.partials[name + NEXT])[1:]
+            slope = moved / np.where(totals[name] > 0, totals[name], 1.0)
+            found = self._gpu_gradient(slope) if name == "gpu" else gradient_of(parts, slope)
             for coefficient, value in found.items():
                 gradient[coefficient] = gradient.get(coefficient, 0.0) + value
         return gradient
@@ -280,7 +310,9 @@ class TimedSteps:
     def _joined(self, gpu: float, host: float) -> Array:
         """Seconds of each step if the GPU and the host took so many times as long, shape (steps,)."""
         parts = (self._gpu_seconds() * gpu, self.scheduling.seconds * host, self.launching.seconds * host)
-        return self.model.joined(*(Cost(seconds, {}) for seconds in parts)).seconds
+        on_gpu, scheduling, launching = (Cost(seconds, {}) for seconds in parts)
+        ahead = lead(on_gpu, scheduling + launching, self.led)
+        return self.model.joined(on_gpu, scheduling, launching, ahead).seconds
 
     def _sigma(self, gradient: dict[str, float], total: float) -> float:
         """Standard deviation of the log of a `total` with this gradient: the coefficients' covariance, the model error,
@@ -290,6 +322,21 @@ class TimedSteps:
         variance = float(g @ profile.covariance(list(gradient)) @ g)
         unmeasured = profile.layout_error(*self.model.limits.cut)
         return float(np.sqrt(variance + profile.model_error**2 + unmeasured**2))
+
+
+def lead(gpu: Cost, host: Cost, led: Array) -> Cost:
+    """Seconds that the GPU still runs the step before each step when the host is done with it; 0 where not `led`.
+
+    gpu, host: of all steps in order
+    led:       bool, the result of StepModel._led
+
+    vLLM schedules and launches a step as soon as the one before it runs. So a host that needs long for a step also has
+    the time that it had to spare in the step before. When a prompt of 654 tokens joins 234 requests of Qwen3-30B-A3B on
+    an H200, steps of 25 ms are followed by 64, 7 and 24: 64 in which the host launches the step with the prompt, and
+    the GPU has 25 + 30 to run, and 7 until the next step is launched.
+    """
+    spare = norm8(gpu, host) + host.scaled(-1.0)
+    return spare.rows(np.arange(led.size) - 1).scaled(np.where(led, 1.0, 0.0))
 
 
 def _distinct(values: Array) -> tuple[Array, Array]:

@@ -261,6 +261,75 @@ def test_launches_overlap_the_gpu_even_where_the_schedule_does_not() -> None:
     assert gpu_s[1] < launching[1]
 
 
+def in_order(batch: StepBatch) -> StepBatch:
+    return changed(batch, follows=np.full(batch.decode_requests.size, True))
+
+
+def seconds_of_a_queue_of_two(gpu_s: np.ndarray, host_s: np.ndarray, in_parts: np.ndarray) -> float:
+    """The end of steps that vLLM schedules and launches while the step before runs: it keeps two of them in its queue.
+
+    in_parts: whether the GPU begins a step before all of it is launched
+    """
+    host, running, last = 0.0, 0.0, 0.0  # the ends of what was launched, of the last step but one, and of the last
+    for on_gpu, on_host, parts in zip(gpu_s, host_s, in_parts, strict=True):
+        host = max(host, running) + on_host
+        running, last = last, max(last + on_gpu, host) if parts else max(last, host) + on_gpu
+    return last
+
+
+# Qwen3-30B-A3B decodes for longer than the host needs, Qwen3-1.7B for little longer. Its prompts are short.
+@pytest.mark.parametrize(("name", "prompt"), [("Qwen/Qwen3-30B-A3B", 650), (QWEN, 800), ("Qwen/Qwen3-1.7B", 800)])
+@pytest.mark.parametrize("prompts_at", [(6,), (6, 7, 8), (6, 8, 10), (3, 9, 10)])
+def test_prompts_that_join_decode_take_as_long_as_in_a_queue_of_two(
+    name: str, prompt: int, prompts_at: tuple[int, ...]
+) -> None:
+    """Nearly: where both need as long, the GPU waits for a late host."""
+    batch = in_order(batch_of([(200, 1500, prompt if i in prompts_at else 0, 0) for i in range(16)]))
+    step = model(name, profile=load_profile(gpu("h200"))[0])
+    timed = step.timed(batch)
+    host_s = timed.scheduling.seconds + timed.launching.seconds
+    expected = seconds_of_a_queue_of_two(timed._gpu_seconds(), host_s, timed.launching.seconds > 0)
+    assert step.seconds(batch).sum() == pytest.approx(expected, rel=0.025)
+
+
+def test_a_long_step_before_hides_launches() -> None:
+    rows = [(240, 2000, 0, 0), (240, 2000, 650, 0), (241, 2000, 0, 0)]
+    batch = batch_of(rows)
+    step = model("Qwen/Qwen3-30B-A3B", profile=load_profile(gpu("h200"))[0])
+    alone, after = step.seconds(batch), step.seconds(in_order(batch))
+    spare = alone[0] - step.timed(batch).scheduling.seconds[0]
+    assert alone[1] - after[1] == pytest.approx(spare, rel=0.2)
+    assert after[[0, 2]].tolist() == alone[[0, 2]].tolist()  # in one graph, and so launched in time anyway
+    assert after[1] > step.timed(batch)._gpu_seconds()[1]
+    assert step.timed(in_order(batch)).rows(slice(1, 3)).seconds()[0] == alone[1]  # nothing before it
+
+
+@pytest.mark.parametrize(
+    ("name", "asynchronous"), [("Qwen/Qwen3-30B-A3B", False), ("Qwen/Qwen3-Next-80B-A3B-Instruct", True)]
+)
+def test_a_host_that_waits_for_the_gpu_has_no_lead(name: str, asynchronous: bool) -> None:
+    batch, step = batch_of([(200, 2000, 0, 0), (200, 2000, 650, 0)]), model(name, async_scheduling=asynchronous)
+    assert step.seconds(in_order(batch)).tolist() == step.seconds(batch).tolist()
+
+
+def test_slopes_of_steps_in_order_by_finite_differences() -> None:
+    """A step's coefficients move the next step, too."""
+    batch = in_order(batch_of([(240, 2000, 0, 0), (240, 2000, 650, 0), (241, 2000, 700, 0), (242, 2000, 100, 0)]))
+    weights, small = np.array([3.0, 1.0, 2.0, 1.0]), 1e-5
+    step = model("Qwen/Qwen3-30B-A3B", profile=load_profile(gpu("h200"))[0])
+
+    def total(name: str, log: float) -> float:
+        values = step.profile.coefficients | {name: step.profile.coefficients[name] * np.exp(log)}
+        return float(weights @ replace(step, profile=replace(step.profile, coefficients=values)).seconds(batch))
+
+    found, partials = step.timed(batch).gradient(weights), step.cost(batch).partials
+    assert found.keys() == partials.keys()
+    for name, slope in found.items():
+        expected = (total(name, small) - total(name, -small)) / (2 * small)
+        assert slope == pytest.approx(expected, abs=1e-7)
+        assert weights @ partials[name] == pytest.approx(expected, abs=1e-7)
+
+
 def test_a_sum_of_powers_does_not_overflow() -> None:
     parts = [Cost(np.array([3e200, 0.0]), {"a": np.array([3e200, 0.0])}), Cost(np.array([4e200, 0.0]), {})]
     found = norm8(*parts)
