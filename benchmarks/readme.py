@@ -21,7 +21,7 @@ import verl_outputs  # noqa: E402
 from control import report as control_report  # noqa: E402
 from learning import changes  # noqa: E402
 from learning.evidence.tables import tables as learning_tables  # noqa: E402
-from tables import accuracy, baselines, correction_gpu, markdown, probe, trainers, weight_sync  # noqa: E402
+from tables import accuracy, baselines, correction_gpu, fleet, markdown, probe, trainers, weight_sync  # noqa: E402
 
 import fp8plan  # noqa: E402
 from fp8plan import jsonl  # noqa: E402
@@ -98,7 +98,7 @@ def blocks() -> dict[str, str]:
     made["corrections on a GPU"] = correction_gpu.table()
     made["verl outputs"] = verl_outputs.table()
     made |= {"verl on GPUs": trainers.verl(), "verl outputs on a GPU": trainers.verl_outputs()}
-    made["trl on GPUs"] = trainers.trl()
+    made |= {"trl on GPUs": trainers.trl(), "fleet on GPUs": fleet.committed()}
     made["probe"] = probe.table()
     made["control"] = control_report.short_table()
     made["change ratios"] = changes.committed()

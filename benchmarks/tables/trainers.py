@@ -17,7 +17,9 @@ from benchmarks.tables.markdown import table
 from fp8plan import jsonl
 
 RESULTS = Path(__file__).parents[1] / "results"
-VERL, VERL_H100, TRL = (RESULTS / f"{name}.jsonl" for name in ("verl_h200", "verl_h100", "trl_server_h200"))
+VERL, VERL_H100, TRL, TRL_H100 = (
+    RESULTS / f"{name}.jsonl" for name in ("verl_h200", "verl_h100", "trl_server_h200", "trl_server_h100")
+)
 WARM = 2  # steps at the beginning whose times do not count: engines warm up
 
 Row = dict[str, Any]
@@ -37,7 +39,7 @@ def _verl(run: list[Row]) -> tuple[str, ...]:
     sampler = any("custom_sampler" in word for word in told["words"])
     return (
         f"{'fp8plan' if ours else 'stock'}, `{told['precision']}`" + (f", target {target[0]}" if target else ""),
-        f"{told['gpus']} {told['gpu_product'].split()[1]}",  # NVIDIA H200, NVIDIA H100 80GB HBM3
+        f"{told['gpus']} {_gpu(told)}",
         told["mode"] + (", looks every 0.1 s" if sampler else ""),
         *(f"{value:.2f}" for value in seconds),
         _from_to([row["critic/score/mean"] for row in steps], ".3f"),
@@ -48,18 +50,10 @@ def _verl(run: list[Row]) -> tuple[str, ...]:
 
 def trl() -> str:
     """A row for each part of TRL's server mode that came to its end."""
-    return table(
-        (
-            "TRL's server mode",
-            "start (s)",
-            "sync, first (s)",
-            "sync (s)",
-            "sync, longest (s)",
-            "KV scales (s)",
-            "step (s)",
-        ),
-        (_trl(run) for run in _runs(jsonl.rows(TRL), "server") if any(row["what"] == "done" for row in run)),
-    )
+    syncs = ("start (s)", "sync, first (s)", "sync (s)", "sync, longest (s)", "KV scales (s)")
+    runs = (run for file in (TRL, TRL_H100) for run in _runs(jsonl.rows(file), "server"))
+    ended = (run for run in runs if any(row["what"] == "done" for row in run))
+    return table(("TRL's server mode", "GPUs", *syncs, "step (s)", "mean weight"), map(_trl, ended))
 
 
 def _trl(run: list[Row]) -> tuple[str, ...]:
@@ -69,12 +63,14 @@ def _trl(run: list[Row]) -> tuple[str, ...]:
     steps = [row for row in _steps(run) if "step_time" in row]
     return (
         f"{run[0]['part']}, `{run[0]['precision']}`",
+        f"2 {_gpu(run[0])}",
         f"{run[0]['start_s']:.0f}",
         f"{seconds[0]:.2f}",
         f"{median(seconds[WARM:]):.2f}",
         f"{max(seconds[WARM:]):.2f}",
         f"{median(scales[WARM:]):.2f}" if scales else "not renewed",
         f"{_median(steps, 'step_time'):.2f}",
+        f"{_median(steps, 'sampling.importance_sampling_ratio.mean'):.2f}",
     )
 
 
@@ -109,6 +105,12 @@ def _ended(run: Iterable[Row]) -> bool:
     """Return whether a run did all its steps, and enough of them to have medians."""
     ends = {row["what"] for row in run}
     return "done" in ends and "failed" not in ends and len(_steps(run)) > WARM
+
+
+def _gpu(row: Row) -> str:
+    """The GPU's name in `NVIDIA H200` and `NVIDIA H100 80GB HBM3`."""
+    name: str = row["gpu_product"].split()[1]
+    return name
 
 
 def _steps(run: Iterable[Row]) -> list[Row]:
