@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import correction_speed  # noqa: E402
 import speed  # noqa: E402
+import trl_outputs  # noqa: E402
 import verl_outputs  # noqa: E402
 from control import report as control_report  # noqa: E402
 from learning import changes  # noqa: E402
@@ -96,7 +97,7 @@ def blocks() -> dict[str, str]:
     made["baselines"] = baselines.table(measured.records, jsonl.rows(baselines.BASELINES))
     made["corrections"] = correction_speed.table()
     made["corrections on a GPU"] = correction_gpu.table()
-    made["verl outputs"] = verl_outputs.table()
+    made |= {"verl outputs": verl_outputs.table(), "trl outputs": trl_outputs.table()}
     made |= {"verl on GPUs": trainers.verl(), "verl outputs on a GPU": trainers.verl_outputs()}
     made |= {"trl on GPUs": trainers.trl(), "fleet on GPUs": fleet.committed()}
     made["probe"] = probe.table()

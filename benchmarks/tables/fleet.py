@@ -59,8 +59,8 @@ def syncs(rows: list[Row]) -> str:
 
 
 def committed() -> str:
-    """Both tables of the committed measurement, and what a replacement took."""
-    rows = list(jsonl.rows(MEASURED))
+    """Both tables of the fleet of two replicas, and what a replacement took."""
+    rows = [row for row in jsonl.rows(MEASURED) if row.get("data_parallel") == 2]
     (begun,) = (row for row in rows if row["what"] == "fleet")
     (filled,) = (row for row in rows if row["what"] == "replace")
     took = f"The fleet started in {begun['start_s']:.0f} s, and the place of a killed replica was filled in "

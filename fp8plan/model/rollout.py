@@ -20,7 +20,7 @@ Z90 = 1.6449  # a normal variable stays within +-Z90 standard deviations 90% of 
 TAIL_SHARE = 0.25
 # Correlation of the log errors of two precisions on one layout that the coefficients do not explain: 0.39 over the 65
 # speed-ups in profiles/h200_sxm/vllm-0.26.0/validation/rollouts.jsonl whose hosts were not slow, plus or minus 0.10;
-# the 90% interval holds 97%. A slow host is an error in common: with it, it is 0.62 over 86.
+# the 90% interval holds 97%. A slow host is an error in common: with it, it is 0.63 over 86.
 SHARED_ERROR = 0.35
 
 

@@ -146,6 +146,25 @@ def test_thresholds_and_metrics_are_those_of_colocated_mode(run: Run) -> None:
     assert {len(row["rollout"]["response_lengths"]) for row in records if "rollout" in row} <= {32}
 
 
+def test_rollouts_by_fp8plans_route_are_trls(server: Server) -> None:
+    from trl.generation.vllm_client import VLLMClient
+
+    from fp8plan.integrations.trl.client import PlannedClient, sampling_of
+
+    client, prompts = PlannedClient(base_url=server.url, connection_timeout=10), [[1, 2, 3], [5], [7, 8]]
+    for more in ({"seed": 3}, {"seed": 4, "stop": ["w7", "w8"], "stop_token_ids": [11]}):
+        how: dict[str, Any] = {"n": 2, "max_tokens": 12, "temperature": 0.9, "generation_kwargs": more}
+        expected = VLLMClient.generate(client, prompts, **how)
+        assert [len(x) for x in expected["completion_ids"]] != [0] * 6
+        assert client._rolled_out(prompts, sampling_of(prompts, **how)) == expected
+    with pytest.raises(Exception, match=r"400, .*max_tokens must be at least 1, got -1"):
+        client.generate(prompts, max_tokens=-1)
+    with pytest.raises(Exception, match=r"400, .*'colour'; allowed: arguments of vllm.SamplingParams"):
+        client._rolled_out(prompts, {"colour": "red"})
+    with pytest.raises(Exception, match=r"400, .*256"):
+        client.generate([[1] * 300], max_tokens=1)
+
+
 def refused(server: Server, match: str, folder: Path, **settings: Any) -> None:
     from fp8plan.integrations.trl import GRPOTrainer
 

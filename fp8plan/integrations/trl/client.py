@@ -1,13 +1,16 @@
-"""TRL's client of a vLLM server, which also asks for fp8plan's status, times rollouts, and works from a CPU."""
+"""TRL's client of a vLLM server, which also asks for fp8plan's status and for rollouts without text, times them, and
+works from a CPU."""
 
 from __future__ import annotations
 
+import inspect
 import logging
+import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from requests.exceptions import RequestException
@@ -16,11 +19,19 @@ from vllm.utils.network_utils import get_ip
 
 from fp8plan.errors import SyncError
 from fp8plan.runtime.server import cpu_transfer
+from fp8plan.runtime.server.plugin import ROLLOUT, STATUS
 
 logger = logging.getLogger(__name__)
 
-STATUS = "/fp8plan/status"
-PREEMPTIONS = "vllm:num_preemptions_total"
+PREEMPTIONS: Final = "vllm:num_preemptions_total"
+
+# Arguments of TRL's `generate` that are vLLM's sampling parameters, and those of its generation_kwargs that mean the
+# same to vLLM's engine as to its route for completions.
+SAMPLING: Final = ("n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens")
+MORE_SAMPLING: Final = frozenset(
+    {"seed", "frequency_penalty", "presence_penalty", "ignore_eos", "min_tokens", "stop", "stop_token_ids"}
+)
+LOWEST: Final = -9999.0  # log-prob that vLLM's own routes give in the place of a lower one
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +58,25 @@ class Rollout:
     preemptions: int
 
 
+def sampling_of(*args: Any, **how: Any) -> dict[str, Any] | None:
+    """vLLM's sampling parameters of a call of TRL's `VLLMClient.generate`; None for one that needs more than tokens
+    and their own log-probs, or prompts that are text.
+    """
+    call = inspect.signature(VLLMClient.generate).bind(None, *args, **how)
+    call.apply_defaults()
+    told = call.arguments
+    more = told["generation_kwargs"] or {}
+    plain = told["features"] is None and told["structured_outputs_regex"] is None and told["logprobs"] == 0
+    if not plain or more.keys() - MORE_SAMPLING or any(isinstance(prompt, str) for prompt in told["prompts"]):
+        return None
+    return {name: told[name] for name in SAMPLING} | more
+
+
+def known(logprob: float) -> float | None:
+    """A log-prob as TRL has it: None where it is not a number."""
+    return None if math.isnan(logprob) else max(logprob, LOWEST)
+
+
 class PlannedClient(VLLMClient):
     """TRL's VLLMClient.
 
@@ -65,8 +95,14 @@ class PlannedClient(VLLMClient):
         return answer.json() if answer.status_code == 200 else None
 
     def generate(self, prompts: Any, *args: Any, **how: Any) -> Any:
+        """Generate as TRL does. What needs no text comes by fp8plan's own route: the same tokens and log-probs, without
+        the objects and the JSON that vLLM's makes for each token in the server's one Python thread.
+        """
         before, begun = self._preemptions(), time.perf_counter()
-        output = super().generate(prompts, *args, **how)
+        sampling = sampling_of(prompts, *args, **how)
+        output = None if sampling is None else self._rolled_out(prompts, sampling)
+        if output is None:
+            output = super().generate(prompts, *args, **how)
         seconds, after = time.perf_counter() - begun, self._preemptions()
         preempted = 0 if before is None or after is None else max(0, after - before)
         responses = [len(tokens) for tokens in output["completion_ids"]]
@@ -75,6 +111,20 @@ class PlannedClient(VLLMClient):
         lengths = [len(output["prompt_ids"][number]) for number in ids]
         self.rollout = Rollout(seconds, lengths, responses, ids, preempted)
         return output
+
+    def _rolled_out(self, prompts: list[list[int]], sampling: dict[str, Any]) -> dict[str, Any] | None:
+        """The output of `generate` by fp8plan's route; None if the server has it not. Raises what TRL raises."""
+        asked = {"prompts": prompts, "sampling": sampling}
+        answer = self.session.post(f"{self.base_url}{ROLLOUT}", json=asked)
+        if answer.status_code == 404:
+            return None
+        if answer.status_code != 200:
+            raise Exception(f"Request failed: {answer.status_code}, {answer.text}")
+        found = answer.json()
+        logprobs = [[[known(x)] for x in response] for response in found["logprobs"]]
+        tokens = found["token_ids"]
+        ids = [[[token] for token in response] for response in tokens]
+        return {"prompt_ids": prompts, "completion_ids": tokens, "logprobs": logprobs, "logprob_token_ids": ids}
 
     def _preemptions(self) -> int | None:
         """Count the preemptions so far, by the server's metrics. None if it does not tell: that costs no rollout."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from fp8plan.runtime.server.rollout import enough
+
 
 def of_verl(sampling_params: Any) -> bool:
     """True for a request of verl's own, which leaves the kind of its outputs at vLLM's default, cumulative; those over
@@ -42,16 +44,3 @@ async def two_outputs(
         await engine.abort(answer.request_id, internal=True)
         raise
     yield finished
-
-
-def enough(sampling_params: Any) -> Any:
-    """The same vllm.SamplingParams, but for the finished output alone, text only where stop strings are looked for in
-    it, and log-probs in lists instead of an object for each, which Python's garbage collector would visit.
-    """
-    from vllm.sampling_params import RequestOutputKind
-
-    found = sampling_params.clone()
-    found.output_kind = RequestOutputKind.FINAL_ONLY
-    found.detokenize = bool(found.stop)
-    found.flat_logprobs = found.prompt_logprobs is None  # vLLM 0.26 has no slice of flat ones for a prompt of one token
-    return found

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 BACKEND: Final = "fp8plan"
 PROBE: Final = "fp8plan-doctor"  # in the ids of requests that are no rollout's
+STATUS: Final = "/fp8plan/status"
+ROLLOUT: Final = "/v1/fp8plan/rollout"  # vLLM asks for its --api-key below /v1
 PLUGINS: Final = "VLLM_PLUGINS"  # vLLM's own variable: names of the plugins that it may load, by commas
 
 

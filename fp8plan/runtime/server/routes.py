@@ -1,30 +1,61 @@
-"""The HTTP route of a server with the backend, as a vLLM endpoint plugin (vllm/plugins/endpoint_plugins)."""
+"""The HTTP routes of a server with the backend, as a vLLM endpoint plugin (vllm/plugins/endpoint_plugins)."""
 
 from __future__ import annotations
 
+import json
 from typing import Any, Final
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
+from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.server.lifecycle import LifecycleFront
-from fp8plan.runtime.server.plugin import BACKEND
+from fp8plan.runtime.server.plugin import BACKEND, ROLLOUT, STATUS
+from fp8plan.runtime.server.rollout import rolled_out
 
-STATUS: Final = "/fp8plan/status"
 ANOTHER: Final = "this server has another weight-transfer backend; type: "
 TYPE: Final = """--weight-transfer-config '{"backend": "fp8plan"}'"""
 
 router = APIRouter()
 
 
+class Rollout(BaseModel):
+    """What is to be generated: runtime.server.rollout.rolled_out says what the fields are."""
+
+    prompts: list[list[int]]
+    sampling: dict[str, Any] = {}
+
+
 @router.get(STATUS)
-async def status(request: Request) -> JSONResponse:
+async def status(request: Request) -> Response:
     """Answer what serves (runtime.server.status); 404 on a server with another backend."""
-    front: LifecycleFront | None = getattr(request.app.state, "fp8plan", None)
+    front = _front(request)
+    return _refused(404, ANOTHER + TYPE) if front is None else JSONResponse(await front.status())
+
+
+@router.post(ROLLOUT)
+@with_cancellation  # type: ignore[untyped-decorator]
+async def rollout(asked: Rollout, raw_request: Request) -> Response:
+    """Answer tokens and log-probs of responses to many prompts; 400 for what must not or cannot be generated."""
+    front = _front(raw_request)
     if front is None:
-        return JSONResponse({"error": ANOTHER + TYPE}, status_code=404)
-    return JSONResponse(await front.status())
+        return _refused(404, ANOTHER + TYPE)
+    try:
+        found = await rolled_out(front.generate, asked.prompts, asked.sampling)
+    except ValueError as error:
+        return _refused(400, str(error))
+    return Response(json.dumps(found, separators=(",", ":")), media_type="application/json")
+
+
+def _front(request: Request) -> LifecycleFront | None:
+    found: LifecycleFront | None = getattr(request.app.state, "fp8plan", None)
+    return found
+
+
+def _refused(code: int, why: str) -> JSONResponse:
+    return JSONResponse({"error": why}, status_code=code)
 
 
 class Routes:

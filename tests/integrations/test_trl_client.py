@@ -1,0 +1,100 @@
+"""Which of TRL's requests go by fp8plan's route for rollouts, and what becomes of the others."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.trl
+
+PROMPTS = [[1, 2], [3]]
+
+
+class Session:
+    """Of requests: what was posted to where, and the answers of a server with the route, or without it."""
+
+    def __init__(self, status: int = 200) -> None:
+        self.status, self.posted = status, list[tuple[str, Any]]()
+
+    def post(self, url: str, json: Any) -> Any:
+        self.posted.append((url, json))
+        if url.endswith("/v1/completions"):
+            logprobs = {"tokens": ["token_id:7"], "token_logprobs": [-0.25], "top_logprobs": [{"token_id:7": -0.25}]}
+            choice = {"token_ids": [7], "logprobs": logprobs}
+            return answer(200, {"choices": [choice | {"prompt_token_ids": prompt} for prompt in json["prompt"]]})
+        return answer(self.status, {"token_ids": [[7], [7]], "logprobs": [[-0.25], [-0.25]]})
+
+    def get(self, url: str, timeout: float) -> Any:
+        return answer(200, "")
+
+
+def answer(status: int, told: Any) -> Any:
+    text = told if isinstance(told, str) else json.dumps(told)
+    return SimpleNamespace(status_code=status, text=text, json=lambda: json.loads(text))
+
+
+def client_of(session: Session) -> Any:
+    from fp8plan.integrations.trl.client import PlannedClient
+
+    client = PlannedClient.__new__(PlannedClient)
+    client.base_url, client.session, client.model = "http://server", session, "a-model"
+    return client
+
+
+def routes(session: Session) -> list[str]:
+    return [url.removeprefix("http://server") for url, _ in session.posted]
+
+
+def test_token_prompts_go_by_the_route_with_all_that_is_told_of_sampling() -> None:
+    client = client_of(session := Session())
+    found = client.generate(PROMPTS, temperature=0.7, max_tokens=1, generation_kwargs={"seed": 5})
+    sampling = {"n": 1, "repetition_penalty": 1.0, "temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    assert session.posted == [
+        ("http://server/v1/fp8plan/rollout", {"prompts": PROMPTS, "sampling": sampling | {"max_tokens": 1, "seed": 5}})
+    ]
+    assert (found["prompt_ids"], found["completion_ids"]) == (PROMPTS, [[7], [7]])
+    assert (found["logprobs"], found["logprob_token_ids"]) == ([[[-0.25]]] * 2, [[[7]]] * 2)
+    assert client.rollout.response_lengths == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"logprobs": 2},
+        {"logprobs": None},
+        {"structured_outputs_regex": "a"},
+        {"generation_kwargs": {"bad_words": ["a"]}},
+    ],
+    ids=str,
+)
+def test_what_needs_more_than_tokens_goes_trls_way(how: dict[str, Any]) -> None:
+    client = client_of(session := Session())
+    client.generate(PROMPTS, max_tokens=1, **how)
+    assert routes(session) == ["/v1/completions"]
+
+
+def test_text_prompts_go_trls_way() -> None:
+    client = client_of(session := Session())
+    client.generate(["w1 w2"], max_tokens=1)
+    assert routes(session) == ["/v1/completions"]
+
+
+def test_a_server_without_the_route_is_asked_trls_way_and_answers_the_same() -> None:
+    client = client_of(session := Session(status=404))
+    assert client.generate(PROMPTS, max_tokens=1) == client_of(Session()).generate(PROMPTS, max_tokens=1)
+    assert routes(session) == ["/v1/fp8plan/rollout", "/v1/completions"]
+
+
+def test_what_the_server_refuses_is_trls_error() -> None:
+    with pytest.raises(Exception, match=r"Request failed: 400, .*logprobs"):
+        client_of(Session(status=400)).generate(PROMPTS, max_tokens=1)
+
+
+@pytest.mark.parametrize(("logprob", "known_as"), [(-0.5, -0.5), (float("nan"), None), (float("-inf"), -9999.0)])
+def test_log_probs_are_as_vllms_own_routes_and_trl_have_them(logprob: float, known_as: float | None) -> None:
+    from fp8plan.integrations.trl.client import known
+
+    assert known(logprob) == known_as
