@@ -2,7 +2,7 @@
 
     python -m benchmarks.tables.fleet
 
-benchmarks.gpu.fleet made them, in benchmarks/gpu/lease/jobs/fleet.sh.
+benchmarks.gpu.fleet made them, as the first row of their file says.
 """
 
 from __future__ import annotations
