@@ -155,14 +155,23 @@ def test_rollouts_by_fp8plans_route_are_trls(server: Server) -> None:
     for more in ({"seed": 3}, {"seed": 4, "stop": ["w7", "w8"], "stop_token_ids": [11]}):
         how: dict[str, Any] = {"n": 2, "max_tokens": 12, "temperature": 0.9, "generation_kwargs": more}
         expected = VLLMClient.generate(client, prompts, **how)
-        assert [len(x) for x in expected["completion_ids"]] != [0] * 6
         assert client._rolled_out(prompts, sampling_of(prompts, **how)) == expected
+        assert (min(map(len, expected["completion_ids"])) < 12) == ("stop" in more)
+    told = {"prompts": prompts, "sampling": {"seed": 5.0, "max_tokens": "3", "ignore_eos": 1, "stop_token_ids": [1]}}
+    answer = requests.post(f"{server.url}/v1/fp8plan/rollout", json=told, timeout=60).json()
+    assert [len(tokens) for tokens in answer["token_ids"]] == [3] * 3
+    assert answer["finish_reasons"] == ["length"] * 3
     with pytest.raises(Exception, match=r"400, .*max_tokens must be at least 1, got -1"):
         client.generate(prompts, max_tokens=-1)
-    with pytest.raises(Exception, match=r"400, .*'colour'; allowed: arguments of vllm.SamplingParams"):
-        client._rolled_out(prompts, {"colour": "red"})
-    with pytest.raises(Exception, match=r"400, .*256"):
-        client.generate([[1] * 300], max_tokens=1)
+    with pytest.raises(Exception, match=r"400, .*a prompt has 250 tokens and max_tokens is 7; allowed: 256 of both"):
+        client.generate([[1], [1] * 250], max_tokens=7)
+    for told in (
+        {"prompts": [[-1]]},
+        {"prompts": [[1]], "max_tokens": 3},
+        {"prompts": [[1]], "sampling": {"seed": "x"}},
+    ):
+        assert requests.post(f"{server.url}/v1/fp8plan/rollout", json=told, timeout=60).status_code == 400
+    assert client.generate([[1]], max_tokens=2)["prompt_ids"] == [[1]]  # none of these has cost the engine
 
 
 def refused(server: Server, match: str, folder: Path, **settings: Any) -> None:

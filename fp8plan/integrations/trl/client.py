@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,18 +19,11 @@ from vllm.utils.network_utils import get_ip
 from fp8plan.errors import SyncError
 from fp8plan.runtime.server import cpu_transfer
 from fp8plan.runtime.server.plugin import ROLLOUT, STATUS
+from fp8plan.runtime.server.rollout import SAMPLING
 
 logger = logging.getLogger(__name__)
 
 PREEMPTIONS: Final = "vllm:num_preemptions_total"
-
-# Arguments of TRL's `generate` that are vLLM's sampling parameters, and those of its generation_kwargs that mean the
-# same to vLLM's engine as to its route for completions.
-SAMPLING: Final = ("n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens")
-MORE_SAMPLING: Final = frozenset(
-    {"seed", "frequency_penalty", "presence_penalty", "ignore_eos", "min_tokens", "stop", "stop_token_ids"}
-)
-LOWEST: Final = -9999.0  # log-prob that vLLM's own routes give in the place of a lower one
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +59,10 @@ def sampling_of(*args: Any, **how: Any) -> dict[str, Any] | None:
     told = call.arguments
     more = told["generation_kwargs"] or {}
     plain = told["features"] is None and told["structured_outputs_regex"] is None and told["logprobs"] == 0
-    if not plain or more.keys() - MORE_SAMPLING or any(isinstance(prompt, str) for prompt in told["prompts"]):
+    text = any(isinstance(prompt, str) for prompt in told["prompts"])
+    if text or not plain or told["max_tokens"] is None or more.keys() - set(SAMPLING):
         return None
-    return {name: told[name] for name in SAMPLING} | more
-
-
-def known(logprob: float) -> float | None:
-    """A log-prob as TRL has it: None where it is not a number."""
-    return None if math.isnan(logprob) else max(logprob, LOWEST)
+    return {name: told[name] for name in SAMPLING if name in told} | more
 
 
 class PlannedClient(VLLMClient):
@@ -84,6 +72,7 @@ class PlannedClient(VLLMClient):
     """
 
     rollout: Rollout | None = None
+    _lacks_route = False  # of the server, once it has said so
 
     def seen(self) -> Served:
         """Ask the server what it is. Raises what TRL raises for a server without its development endpoints."""
@@ -100,7 +89,7 @@ class PlannedClient(VLLMClient):
         """
         before, begun = self._preemptions(), time.perf_counter()
         sampling = sampling_of(prompts, *args, **how)
-        output = None if sampling is None else self._rolled_out(prompts, sampling)
+        output = None if sampling is None or self._lacks_route else self._rolled_out(prompts, sampling)
         if output is None:
             output = super().generate(prompts, *args, **how)
         seconds, after = time.perf_counter() - begun, self._preemptions()
@@ -117,11 +106,12 @@ class PlannedClient(VLLMClient):
         asked = {"prompts": prompts, "sampling": sampling}
         answer = self.session.post(f"{self.base_url}{ROLLOUT}", json=asked)
         if answer.status_code == 404:
+            self._lacks_route = True
             return None
         if answer.status_code != 200:
             raise Exception(f"Request failed: {answer.status_code}, {answer.text}")
         found = answer.json()
-        logprobs = [[[known(x)] for x in response] for response in found["logprobs"]]
+        logprobs = [[[logprob] for logprob in response] for response in found["logprobs"]]
         tokens = found["token_ids"]
         ids = [[[token] for token in response] for response in tokens]
         return {"prompt_ids": prompts, "completion_ids": tokens, "logprobs": logprobs, "logprob_token_ids": ids}

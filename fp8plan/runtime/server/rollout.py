@@ -1,53 +1,103 @@
 """A rollout of many prompts in one request: tokens and their log-probs, and nothing else.
 
 A trainer needs no text, no top log-probs and no object for each token. vLLM's route for completions makes them all, in
-the server's one Python thread, and those of a whole batch at its end (docs/evidence/speed.md, "Outputs of a server").
+the server's one Python thread, and those of a whole batch at its end (docs/evidence/speed.md, "Outputs of TRL's
+server").
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Final
 from uuid import uuid4
 
 from fp8plan.errors import ConfigError
 
 Generate = Callable[[Any, Any, str], AsyncGenerator[Any, None]]  # an AsyncLLM's, or what stands before it
 
+# Sampling parameters that mean the same to vLLM's engine as to its route for completions.
+SAMPLING: Final = (
+    "n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "frequency_penalty",
+    "presence_penalty", "ignore_eos", "min_tokens", "stop", "stop_token_ids",
+)  # fmt: skip
+LOWEST: Final = -9999.0  # log-prob that vLLM's own routes give in the place of a lower one
 
-async def rolled_out(generate: Generate, prompts: list[list[int]], sampling: dict[str, Any]) -> dict[str, Any]:
-    """Generate for all prompts; return "token_ids" and "logprobs" of each response, those of a prompt together.
 
+async def rolled_out(
+    generate: Generate, config: Any, prompts: Sequence[list[int]], sampling: dict[str, Any]
+) -> dict[str, Any]:
+    """Generate for all prompts; return "token_ids", "logprobs" and "finish_reasons" of each response, those of a prompt
+    together.
+
+    config:   vLLM's ModelConfig
     prompts:  token ids
-    sampling: arguments of vllm.SamplingParams; "n" is the number of responses to each prompt
+    sampling: of SAMPLING; "n" is the number of responses to each prompt
 
-    Raises ConfigError for arguments that vLLM does not know, and what `generate` raises for the first prompt that
-    fails, after which no other runs on.
+    Raises ConfigError, or an error of vLLM's own, for what cannot be sampled, and what `generate` raises for the first
+    prompt that fails, after which no other runs on. RuntimeError: vLLM ended a response with an error.
     """
-    from vllm import SamplingParams
-
-    try:
-        params = enough(SamplingParams(**{**sampling, "logprobs": 0}))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"sampling is {sampling}: {error}; allowed: arguments of vllm.SamplingParams") from error
+    params = sampling_params(sampling, most_tokens(config))
+    longest = max(map(len, prompts), default=0)
+    if longest + params.max_tokens > config.max_model_len:
+        raise ConfigError(
+            f"a prompt has {longest} tokens and max_tokens is {params.max_tokens}; allowed: {config.max_model_len} of "
+            "both (max_model_len)"
+        )
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_finished(generate, tokens, params)) for tokens in prompts]
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
     responses = [response for task in tasks for response in task.result().outputs]
+    reasons = [response.finish_reason for response in responses]
+    if "error" in reasons:
+        raise RuntimeError("vLLM ended a response with an error; the server's log says which")
     return {
         "token_ids": [list(response.token_ids) for response in responses],
         "logprobs": [sampled_logprobs(response) for response in responses],
+        "finish_reasons": reasons,
     }
+
+
+def sampling_params(sampling: dict[str, Any], most: int | None) -> Any:
+    """The vllm.SamplingParams of a rollout. most: tokens of a response at most; None: as many as are asked for
+
+    Types are converted as in vLLM's route, 5.0 to 5: the engine's process would take a wrong one and end for it.
+
+    Raises ConfigError for another name than those of SAMPLING, and for a value that vLLM does not take.
+    """
+    import msgspec
+    from vllm import SamplingParams
+
+    allowed = f"allowed: {', '.join(SAMPLING)}"
+    if unknown := sorted(sampling.keys() - set(SAMPLING)):
+        raise ConfigError(f"sampling has {', '.join(unknown)}; {allowed}")
+    given = {name: value for name, value in sampling.items() if value is not None}
+    try:
+        found = msgspec.convert(given | {"logprobs": 0}, SamplingParams, strict=False)
+    except (msgspec.ValidationError, TypeError, ValueError) as error:
+        raise ConfigError(f"sampling is {sampling}: {error}; {allowed}, as vllm.SamplingParams takes them") from error
+    if most is not None:
+        found.max_tokens = min(found.max_tokens, most)
+    return enough(found)
+
+
+def most_tokens(config: Any) -> int | None:
+    """The tokens that the server's generation config lets a response have, as vLLM's routes read it; None: no limit."""
+    if config.generation_config not in ("auto", "vllm"):
+        found: int | None = config.get_diff_sampling_param().get("max_tokens")
+        return found
+    return (config.override_generation_config or {}).get("max_new_tokens")
 
 
 async def _finished(generate: Generate, tokens: list[int], params: Any) -> Any:
     """The finished output of a prompt."""
+    from vllm.inputs.engine import tokens_input
+
     output = None
-    async with aclosing(generate({"prompt_token_ids": tokens}, params, f"fp8plan-rollout-{uuid4().hex}")) as outputs:
+    async with aclosing(generate(tokens_input(tokens), params, f"fp8plan-rollout-{uuid4().hex}")) as outputs:
         async for output in outputs:  # noqa: B007
             pass
     return output
@@ -70,5 +120,5 @@ def sampled_logprobs(response: Any) -> list[float]:
     """The log-probs of a response's own tokens. response: a CompletionOutput of `enough` with log-probs of 0 others"""
     found = response.logprobs
     if len(found.logprobs) == len(response.token_ids):
-        return list(found.logprobs)
-    return [found[at][token].logprob for at, token in enumerate(response.token_ids)]
+        return [max(logprob, LOWEST) for logprob in found.logprobs]
+    return [max(found[at][token].logprob, LOWEST) for at, token in enumerate(response.token_ids)]

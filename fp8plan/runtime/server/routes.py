@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel
-from vllm.entrypoints.serve.utils.api_utils import with_cancellation
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.server.lifecycle import LifecycleFront
@@ -21,15 +20,15 @@ TYPE: Final = """--weight-transfer-config '{"backend": "fp8plan"}'"""
 router = APIRouter()
 
 
-class Rollout(BaseModel):
+class Rollout(BaseModel, extra="forbid"):
     """What is to be generated: runtime.server.rollout.rolled_out says what the fields are."""
 
-    prompts: list[list[int]]
+    prompts: list[list[Annotated[int, Field(ge=0)]]]
     sampling: dict[str, Any] = {}
 
 
 @router.get(STATUS)
-async def status(request: Request) -> Response:
+async def status(request: Request) -> JSONResponse:
     """Answer what serves (runtime.server.status); 404 on a server with another backend."""
     front = _front(request)
     return _refused(404, ANOTHER + TYPE) if front is None else JSONResponse(await front.status())
@@ -37,16 +36,17 @@ async def status(request: Request) -> Response:
 
 @router.post(ROLLOUT)
 @with_cancellation  # type: ignore[untyped-decorator]
-async def rollout(asked: Rollout, raw_request: Request) -> Response:
+@load_aware_call  # type: ignore[untyped-decorator]
+async def rollout(asked: Rollout, raw_request: Request) -> JSONResponse:
     """Answer tokens and log-probs of responses to many prompts; 400 for what must not or cannot be generated."""
     front = _front(raw_request)
     if front is None:
         return _refused(404, ANOTHER + TYPE)
     try:
-        found = await rolled_out(front.generate, asked.prompts, asked.sampling)
-    except ValueError as error:
+        config = front.engine.vllm_config.model_config
+        return JSONResponse(await rolled_out(front.generate, config, asked.prompts, asked.sampling))
+    except ValueError as error:  # also a log-prob that is not a number, which JSON has no word for
         return _refused(400, str(error))
-    return Response(json.dumps(found, separators=(",", ":")), media_type="application/json")
 
 
 def _front(request: Request) -> LifecycleFront | None:
