@@ -182,6 +182,18 @@ PATCHES: Final = (
         platform="CPU",
     ),
     Patch(
+        "calls",
+        "with_cancellation, load_aware_call",
+        "server/routes.py",
+        "a rollout whose client goes away ends, and is counted, as by vLLM's own routes",
+    ),
+    Patch(
+        "calls",
+        "tokens_input, RequestOutputKind, flat_logprobs",
+        "server/rollout.py",
+        "prompts of tokens, and finished outputs with log-probs in lists, without text",
+    ),
+    Patch(
         "wraps",
         "generate, start_weight_update, update_weights, finish_weight_update, sleep, wake_up, output_processor",
         "server/front.py, server/lifecycle.py",
