@@ -19,50 +19,39 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.process import end
+from benchmarks.gpu.trl_server import checkpoint, free_port, wait_for
 from benchmarks.tables import markdown
 from fp8plan import jsonl
 
 RESULTS = Path(__file__).parent / "results" / "trl_outputs.jsonl"
 WAYS = {"TRL's own client": False, "fp8plan's": True}
 MODEL = "fp8plan/dense-9m"
-PROMPT, PORT = 64, 8123
+PROMPT = 64
 PATIENCE_S = 180.0
 
 
 @contextmanager
 def serving(model: str, length: int, requests: int) -> Iterator[tuple[str, int]]:
     """The URL of a server with fp8plan's backend, and the id of its front end's process."""
+    url = f"http://127.0.0.1:{(port := free_port())}"
     words = ["--model", model, "--dtype", "bfloat16", "--max-model-len", str(length), "--max-num-seqs", str(requests)]
-    words += ["--enforce-eager", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--port", str(PORT)]
+    words += ["--enforce-eager", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--port", str(port)]
     words += ["--weight-transfer-config", '{"backend": "fp8plan"}']
     env = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "fp8plan", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+    with tempfile.NamedTemporaryFile() as log:
+        process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
         try:
-            yield answering(f"http://127.0.0.1:{PORT}", process, log), process.pid
+            wait_for(url, process, Path(log.name), PATIENCE_S)
+            yield url, process.pid
         finally:
-            process.terminate()
-            process.wait(60)
-
-
-def answering(url: str, process: subprocess.Popen[bytes], log: Any) -> str:
-    """The URL, once the server answers. Raises RuntimeError with the end of its log if it does not."""
-    until = time.monotonic() + PATIENCE_S
-    while time.monotonic() < until and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return url
-        except OSError:
-            time.sleep(0.5)
-    log.seek(0)
-    raise RuntimeError(f"the server did not start: {log.read().decode(errors='replace')[-2000:]}")
+            end(process)
 
 
 def cpu_s(process: int) -> float:
@@ -118,7 +107,6 @@ def main() -> None:
     given = parser.parse_args()
     from importlib.metadata import version
 
-    from benchmarks.gpu.trl_server import checkpoint
     from fp8plan.integrations.trl.client import PlannedClient
     from fp8plan.runtime.measure.machine import machine_facts
     from fp8plan.runtime.vllm_versions import check_vllm_version

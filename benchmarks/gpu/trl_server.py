@@ -152,14 +152,19 @@ def serving(words: list[str], log: Path, patience_s: float) -> Iterator[str]:
     with log.open("wb") as out:
         process = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
     try:
-        until = time.monotonic() + patience_s
-        while not answers(f"{url}/health"):
-            if process.poll() is not None or time.monotonic() > until:
-                raise RuntimeError(f"the server did not start: {log.read_text(errors='replace')[-3000:]}")
-            time.sleep(0.5)
+        wait_for(url, process, log, patience_s)
         yield url
     finally:
         end(process)
+
+
+def wait_for(url: str, process: subprocess.Popen[bytes], log: Path, patience_s: float) -> None:
+    """Wait until a server answers. Raises RuntimeError with the end of its log if it does not."""
+    until = time.monotonic() + patience_s
+    while not answers(f"{url}/health"):
+        if process.poll() is not None or time.monotonic() > until:
+            raise RuntimeError(f"the server did not start: {log.read_text(errors='replace')[-3000:]}")
+        time.sleep(0.5)
 
 
 def answers(url: str) -> bool:

@@ -25,11 +25,10 @@ from fp8plan.runtime.doctor.observe import Given, Notes, asked, measured_on
 from fp8plan.runtime.doctor.observed import Observed
 from fp8plan.runtime.guard.kernels import kernel_names
 from fp8plan.runtime.probe.prompts import read_prompts
-from fp8plan.runtime.server.plugin import PROBE
+from fp8plan.runtime.server.plugin import PROBE, STATUS
 from fp8plan.runtime.weight_sync.state import Call, SyncSettings, SyncState, driven
 from fp8plan.runtime.worker.facts import preset_of
 
-STATUS: Final = "/fp8plan/status"
 PATIENCE_S: Final = 120.0
 SAMPLE: Final = re.compile(r"^(vllm:\w+)(?:\{(.*)\})? (\S+)$", re.M)  # of Prometheus's text format
 LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')

@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import ExitStack, aclosing, suppress
 from typing import Any, ClassVar, Final, Self
-from uuid import uuid4
 
 from fp8plan.errors import SyncError
 from fp8plan.runtime.engine.async_engine import driven
@@ -28,6 +27,7 @@ from fp8plan.runtime.engine.base import requests
 from fp8plan.runtime.engine.launch import refuse_fixed_scales
 from fp8plan.runtime.engine.warm_up import until_reset
 from fp8plan.runtime.server.plugin import PROBE
+from fp8plan.runtime.server.rollout import finished
 from fp8plan.runtime.server.status import status_of
 from fp8plan.runtime.weight_sync.kv_calibration import (
     CALIBRATION_SEQUENCES,
@@ -258,12 +258,6 @@ class Front:
                 await asyncio.sleep(pause_s)
         if call.what == "generate":
             prompts, params = requests(call)
-            return await asyncio.gather(*[self._last(prompt, params) for prompt in prompts])
+            return await asyncio.gather(*[finished(self._own["generate"], prompt, params) for prompt in prompts])
         method, arguments = call.arguments
         return await self.engine.collective_rpc(method, args=arguments)
-
-    async def _last(self, prompt: Any, params: Any) -> Any:
-        output = None
-        async for output in self._own["generate"](prompt, params, f"fp8plan-{uuid4().hex}"):  # noqa: B007
-            pass
-        return output

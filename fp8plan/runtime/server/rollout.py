@@ -38,6 +38,8 @@ async def rolled_out(
     Raises ConfigError, or an error of vLLM's own, for what cannot be sampled, and what `generate` raises for the first
     prompt that fails, after which no other runs on. RuntimeError: vLLM ended a response with an error.
     """
+    from vllm.inputs.engine import tokens_input
+
     params = sampling_params(sampling, most_tokens(config))
     longest = max(map(len, prompts), default=0)
     if longest + params.max_tokens > config.max_model_len:
@@ -47,7 +49,7 @@ async def rolled_out(
         )
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_finished(generate, tokens, params)) for tokens in prompts]
+            tasks = [group.create_task(finished(generate, tokens_input(tokens), params)) for tokens in prompts]
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
     responses = [response for task in tasks for response in task.result().outputs]
@@ -92,12 +94,10 @@ def most_tokens(config: Any) -> int | None:
     return (config.override_generation_config or {}).get("max_new_tokens")
 
 
-async def _finished(generate: Generate, tokens: list[int], params: Any) -> Any:
-    """The finished output of a prompt."""
-    from vllm.inputs.engine import tokens_input
-
+async def finished(generate: Generate, prompt: Any, params: Any) -> Any:
+    """The last output of a request."""
     output = None
-    async with aclosing(generate(tokens_input(tokens), params, f"fp8plan-rollout-{uuid4().hex}")) as outputs:
+    async with aclosing(generate(prompt, params, f"fp8plan-{uuid4().hex}")) as outputs:
         async for output in outputs:  # noqa: B007
             pass
     return output
