@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import requests
 from plans import predicted
-from tiny_models import cpu_plan
+from tiny_models import VOCABULARY, cpu_plan
 from tiny_models import started as engine_started
 from trl_runs import COMPLETION, PROMPT, model, started, trainer_of
 from vllm_server import Server, free_port, serving
@@ -99,6 +99,45 @@ def run(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Run:
         )
 
 
+def test_rollouts_by_fp8plans_route_are_trls(server: Server) -> None:
+    from trl.generation.vllm_client import VLLMClient
+
+    from fp8plan.integrations.trl.client import PlannedClient, sampling_of
+
+    client, prompts = PlannedClient(base_url=server.url, connection_timeout=10), [[1, 2, 3], [5], [7, 8]]
+
+    def answered(**more: Any) -> list[list[int]]:
+        asked: dict[str, Any] = {"n": 2, "max_tokens": 12, "temperature": 0.9}
+        asked["generation_kwargs"] = {"seed": 3, "ignore_eos": True} | more
+        expected = VLLMClient.generate(client, prompts, **asked)
+        assert client._rolled_out(prompts, sampling_of(prompts, **asked)) == expected
+        found: list[list[int]] = expected["completion_ids"]
+        return found
+
+    whole = answered()
+    assert [len(tokens) for tokens in whole] == [12] * 6
+    token, (at, word) = whole[0][4], next((at, it) for at, it in enumerate(whole[2]) if it < VOCABULARY - 2)
+    ended = answered(stop=[f"w{word}"], stop_token_ids=[token])
+    assert len(ended[0]) <= 5
+    assert len(ended[2]) <= at + 1
+    assert all(tokens == full[: len(tokens)] for tokens, full in zip(ended, whole, strict=True))
+    told = {"prompts": prompts, "sampling": {"seed": 5.0, "max_tokens": "3", "ignore_eos": 1, "stop_token_ids": [1]}}
+    answer = requests.post(f"{server.url}/v1/fp8plan/rollout", json=told, timeout=60).json()
+    assert [len(tokens) for tokens in answer["token_ids"]] == [3] * 3
+    assert answer["finish_reasons"] == ["length"] * 3
+    with pytest.raises(Exception, match=r"400, .*max_tokens must be at least 1, got -1"):
+        client.generate(prompts, max_tokens=-1)
+    with pytest.raises(Exception, match=r"400, .*a prompt has 250 tokens and max_tokens is 7; allowed: 256 of both"):
+        client.generate([[1], [1] * 250], max_tokens=7)
+    for told in (
+        {"prompts": [[-1]]},
+        {"prompts": [[1]], "max_tokens": 3},
+        {"prompts": [[1]], "sampling": {"seed": "x"}},
+    ):
+        assert requests.post(f"{server.url}/v1/fp8plan/rollout", json=told, timeout=60).status_code == 400
+    assert client.generate([[1]], max_tokens=2)["prompt_ids"] == [[1]]  # none of these has cost the engine
+
+
 def test_the_plan_is_made_for_the_servers_limits_and_the_trainers_batch(run: Run) -> None:
     assert (run.plan.gpu, run.plan.model) == ("cpu", model())
     assert (run.plan.workload["prompts"], run.plan.workload["samples"]) == (4, 8)
@@ -144,34 +183,6 @@ def test_thresholds_and_metrics_are_those_of_colocated_mode(run: Run) -> None:
     assert bounds[0] == run.plan.thresholds["token_tis"]
     assert {row["precision"] for row in records} == {"fp8_kv"}
     assert {len(row["rollout"]["response_lengths"]) for row in records if "rollout" in row} <= {32}
-
-
-def test_rollouts_by_fp8plans_route_are_trls(server: Server) -> None:
-    from trl.generation.vllm_client import VLLMClient
-
-    from fp8plan.integrations.trl.client import PlannedClient, sampling_of
-
-    client, prompts = PlannedClient(base_url=server.url, connection_timeout=10), [[1, 2, 3], [5], [7, 8]]
-    for more in ({"seed": 3}, {"seed": 4, "stop": ["w7", "w8"], "stop_token_ids": [11]}):
-        how: dict[str, Any] = {"n": 2, "max_tokens": 12, "temperature": 0.9, "generation_kwargs": more}
-        expected = VLLMClient.generate(client, prompts, **how)
-        assert client._rolled_out(prompts, sampling_of(prompts, **how)) == expected
-        assert (min(map(len, expected["completion_ids"])) < 12) == ("stop" in more)
-    told = {"prompts": prompts, "sampling": {"seed": 5.0, "max_tokens": "3", "ignore_eos": 1, "stop_token_ids": [1]}}
-    answer = requests.post(f"{server.url}/v1/fp8plan/rollout", json=told, timeout=60).json()
-    assert [len(tokens) for tokens in answer["token_ids"]] == [3] * 3
-    assert answer["finish_reasons"] == ["length"] * 3
-    with pytest.raises(Exception, match=r"400, .*max_tokens must be at least 1, got -1"):
-        client.generate(prompts, max_tokens=-1)
-    with pytest.raises(Exception, match=r"400, .*a prompt has 250 tokens and max_tokens is 7; allowed: 256 of both"):
-        client.generate([[1], [1] * 250], max_tokens=7)
-    for told in (
-        {"prompts": [[-1]]},
-        {"prompts": [[1]], "max_tokens": 3},
-        {"prompts": [[1]], "sampling": {"seed": "x"}},
-    ):
-        assert requests.post(f"{server.url}/v1/fp8plan/rollout", json=told, timeout=60).status_code == 400
-    assert client.generate([[1]], max_tokens=2)["prompt_ids"] == [[1]]  # none of these has cost the engine
 
 
 def refused(server: Server, match: str, folder: Path, **settings: Any) -> None:
