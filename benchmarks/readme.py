@@ -32,6 +32,7 @@ from fp8plan.model.plan.planner import plan  # noqa: E402
 from fp8plan.model.validate.records import read_records  # noqa: E402
 from fp8plan.model.validate.validate import validate  # noqa: E402
 from fp8plan.model.workload import Fixed, LogNormal, Workload  # noqa: E402
+from fp8plan.views.report import power  # noqa: E402
 
 COMMANDS = (
     *("plan", "emit", "validate", "models", "profiles", "profiles import-aic"),
@@ -50,7 +51,7 @@ def plan_table(answer: Plan) -> str:
         name = f"**{c.precision}** (chosen)" if index == answer.chosen else c.precision
         seconds = f"{c.makespan_s:,.0f} s ({c.makespan_low_s:,.0f}-{c.makespan_high_s:,.0f})"
         counts = (f"{c.output_tokens_per_s:,.0f}", f"{c.kv_cache_tokens:,}", f"{c.preemptions:,}")
-        kl = f"{c.kl_k3:.1e} ({c.kl_k3_low:.0e}-{c.kl_k3_high:.0e})"
+        kl = f"{power(c.kl_k3)} ({power(c.kl_k3_low)}-{power(c.kl_k3_high)})"
         rows.append((name, seconds, f"{c.speedup:.2f}x", *counts, f"{c.tail_fraction:.0%}", kl, c.risk))
     return markdown.table((*heads, "KL k3 (90%)", "risk"), rows)
 

@@ -168,7 +168,8 @@ PREDICTED_HIGH: Final = "fp8plan/predicted_tokens_per_s_high"
 def check_version(data: Any, what: str, where: str, error: type[Fp8PlanError] = ConfigError) -> None:
     """Raise `error` unless `data` is an object with a version of the schema `what` that this fp8plan reads."""
     if not isinstance(data, Mapping):
-        raise error(f"{where} is a {type(data).__name__}; allowed: a JSON object")
+        word = KINDS.get(type(data), "")
+        raise error(f"{where} is {WORDS.get(word, type(data).__name__)}; allowed: a JSON object")
     version, ours = data.get("schema_version", FIRST), VERSIONS[what].partition(".")[0]
     if not isinstance(version, str) or not re.fullmatch(r"\d+\.\d+", version):
         raise error(f"{where}: schema_version is {version!r}; allowed: text such as {VERSIONS[what]!r}")

@@ -44,6 +44,7 @@ from benchmarks.fleet_routing import SAMPLES, SHARE, lengths, prompts_means
 from benchmarks.gpu.random_weights import checkpoint_entries, random_weights
 from benchmarks.gpu.source import source_hash
 from benchmarks.gpu.weight_sync import model_folder
+from fp8plan.errors import ConfigError
 from fp8plan.jsonl import write
 from fp8plan.model.configs import find_config
 from fp8plan.model.limits import EngineLimits
@@ -122,8 +123,8 @@ class Measurement:
         self.speed = {"object_store": 0.0, "nccl": 0.0}  # bytes per second, of copies
 
     def run(self) -> None:
-        made, choice = self.planned()
         with self.noted("fleet"):
+            made, choice = self.planned()
             begun = time.perf_counter()
             with self.started(made, choice) as fleet:
                 picked = made.choices[choice]
@@ -148,8 +149,7 @@ class Measurement:
         else:
             gpus = args.replicas * args.tensor_parallel
             made = plan(args.model, args.gpu, workload, limits=limits, gpus=gpus)
-        wanted = (args.precision, args.tensor_parallel)
-        return made, next(i for i, c in enumerate(made.choices) if (c.precision, c.tensor_parallel) == wanted)
+        return made, choice_of(made, args.precision, args.tensor_parallel)
 
     def started(self, made: Plan, choice: int) -> RolloutFleet:
         more = dict(MULTICAST) if self.args.tensor_parallel > 1 else {}
@@ -272,6 +272,15 @@ class Measurement:
         except Exception as error:
             trace = traceback.format_exc()[-3000:]
             self.note("failed", part=part, error=f"{type(error).__name__}: {error}", trace=trace)
+
+
+def choice_of(made: Plan, precision: str, tensor_parallel: int) -> int:
+    """The index of a plan's choice. Raises ConfigError if the plan has none in that precision and layout."""
+    layouts = [(choice.precision, choice.tensor_parallel) for choice in made.choices]
+    if (precision, tensor_parallel) not in layouts:
+        has = ", ".join(f"{name} ({size})" for name, size in layouts)
+        raise ConfigError(f"the plan has no {precision} with --tensor-parallel {tensor_parallel}; allowed: {has}")
+    return layouts.index((precision, tensor_parallel))
 
 
 if __name__ == "__main__":

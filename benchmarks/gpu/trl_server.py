@@ -33,7 +33,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.gpu.process import end
@@ -63,18 +63,20 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--deadline", type=float, default=560, help="seconds for one part")
     parser.add_argument("--train", metavar="URL", help=argparse.SUPPRESS)  # this very file, as the trainer of a part
+    parser.add_argument("--folder", help=argparse.SUPPRESS)  # of the trainer's model
     args = parser.parse_args(words)
     if args.train:
         faulthandler.dump_traceback_later(args.deadline, exit=True)  # a collective that hangs cannot be interrupted
-        train(args)
+        with TemporaryDirectory() as folder:
+            train(args, folder)
         return
-    if not Path(args.model).is_dir():
-        args.model = checkpoint(args.model)
-    for part in args.parts:
-        try:
-            run(part, args)
-        except Exception as error:  # one part that fails must not lose the other
-            note(args, part, "failed", error=f"{type(error).__name__}: {error}", trace=traceback.format_exc()[-3000:])
+    with checkpoint(args.model) as args.folder:
+        for part in args.parts:
+            try:
+                run(part, args)
+            except Exception as error:  # one part that fails must not lose the other
+                told = f"{type(error).__name__}: {error}"
+                note(args, part, "failed", error=told, trace=traceback.format_exc()[-3000:])
 
 
 def note(args: argparse.Namespace, part: str, what: str, **found: Any) -> None:
@@ -86,33 +88,43 @@ def note(args: argparse.Namespace, part: str, what: str, **found: Any) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {part} {what} {json.dumps(found)[:600]}", flush=True)
 
 
-def checkpoint(name: str) -> str:
-    """A folder with random BF16 weights for a model's config.json, and a tokenizer in which word "w7" is token 7."""
+@contextmanager
+def checkpoint(name: str) -> Iterator[str]:
+    """The folder `name`; of a model the folder that `randomise` fills, until the end."""
+    if Path(name).is_dir():
+        yield name
+        return
+    with TemporaryDirectory() as folder:
+        randomise(name, folder)
+        yield folder
+
+
+def randomise(name: str, folder: str) -> None:
+    """Write random BF16 weights for a model's config.json, and a tokenizer in which word "w7" is token 7."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     config = {key: value for key, value in find_config(name)[0].items() if not key.startswith("_")}
     torch.manual_seed(0)
-    folder = mkdtemp()
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16).save_pretrained(folder)
     size = config["vocab_size"]
     words = {f"w{number}": number for number in range(size - 2)} | {"<pad>": size - 2, "<eos>": size - 1}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
-    return folder
 
 
 def run(part: str, args: argparse.Namespace) -> None:
-    """Start the server of a part, and train beside it."""
+    """Start the server of a part, and train beside it. The trainer gets what is left of the deadline."""
     log = args.output.with_suffix(f".{part}.log")
     begun = time.perf_counter()
     with serving(command_of(part, args), log, args.deadline) as url:
         note(args, part, "server", start_s=time.perf_counter() - begun, command=shlex.join(command_of(part, args)))
         words = [sys.executable, "-m", f"{__package__}.trl_server", "--train", url, "--parts", part]
-        for name in ("model", "output", "precision", "steps", "gpu", "deadline"):
+        for name in ("model", "folder", "output", "precision", "steps", "gpu"):
             words += [f"--{name}", str(getattr(args, name))]
+        words += ["--deadline", str(args.deadline - (time.perf_counter() - begun))]
         with log.open("ab") as out:
             env = os.environ | {"CUDA_VISIBLE_DEVICES": TRAINER}
             done = subprocess.run(words, env=env, stdout=out, stderr=out, check=False)
@@ -135,7 +147,7 @@ def command_of(part: str, args: argparse.Namespace) -> list[str]:
         async_scheduling=limits.async_scheduling,
         enforce_eager=limits.enforce_eager,
     )
-    line = server_command(EngineSetup(args.model, gpu, args.precision, limits))
+    line = server_command(EngineSetup(args.folder, gpu, args.precision, limits))
     return shlex.split(line if part == "fp8plan" else line.replace('"fp8plan"', '"nccl"'))
 
 
@@ -182,8 +194,8 @@ def free_port() -> int:
     return found
 
 
-def train(args: argparse.Namespace) -> None:
-    """Run GRPO against the server, and time its syncs."""
+def train(args: argparse.Namespace, folder: str) -> None:
+    """Run GRPO against the server, and time its syncs. folder: for what the trainer writes"""
     import trl
     from datasets import Dataset
 
@@ -191,7 +203,7 @@ def train(args: argparse.Namespace) -> None:
     on_cpu = find_gpu(args.gpu).is_cpu
     prompts = [" ".join(f"w{(7 * row + word) % 1000}" for word in range(PROMPT)) for row in range(256)]
     config = trl.GRPOConfig(
-        output_dir=mkdtemp(),
+        output_dir=folder,
         use_cpu=on_cpu,
         bf16=not on_cpu,
         use_vllm=True,
@@ -224,10 +236,10 @@ def made(part: str, args: argparse.Namespace, config: Any, prompts: Any) -> Any:
     if part == "stock":
         from trl import GRPOTrainer as Stock
 
-        return Stock(args.model, share_of_even, config, prompts)
+        return Stock(args.folder, share_of_even, config, prompts)
     from fp8plan.integrations.trl import GRPOTrainer
 
-    return GRPOTrainer(args.model, share_of_even, config, prompts, plan="auto", choice=args.precision)
+    return GRPOTrainer(args.folder, share_of_even, config, prompts, plan="auto", choice=args.precision)
 
 
 def share_of_even(completion_ids: list[list[int]], **_: Any) -> list[float]:

@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.tables.markdown import table
+from benchmarks.tables.trainers import runs_of
 from fp8plan import jsonl
 
 MEASURED = Path(__file__).parents[1] / "results" / "fleet_h100.jsonl"
@@ -28,7 +29,7 @@ def rollouts(rows: list[Row]) -> str:
     """A row for each routing: its warm rollout, beside the prediction of that routing."""
     lines = []
     for routing, known in ROUTINGS.items():
-        (row,) = (r for r in rows if r["what"] == "rollout" and r["routing"] == routing and r["warm"])
+        *_, row = (r for r in rows if r["what"] == "rollout" and r["routing"] == routing and r["warm"])
         found = row["report"]
         seconds, predicted = found["seconds"], found["predicted_routed_s"]
         figures = (
@@ -59,12 +60,18 @@ def syncs(rows: list[Row]) -> str:
 
 
 def committed() -> str:
-    """Both tables of the fleet of two replicas, and what a replacement took."""
-    rows = [row for row in jsonl.rows(MEASURED) if row.get("data_parallel") == 2]
-    (begun,) = (row for row in rows if row["what"] == "fleet")
-    (filled,) = (row for row in rows if row["what"] == "replace")
+    """Both tables of the last run of two replicas that came to its end, and what a replacement took."""
+    *_, rows = (run for run in runs_of(jsonl.rows(MEASURED), "fleet") if _ended(run) and run[0]["data_parallel"] == 2)
+    begun, (filled,) = rows[0], (row for row in rows if row["what"] == "replace")
     took = f"The fleet started in {begun['start_s']:.0f} s, and the place of a killed replica was filled in "
     return "\n\n".join((rollouts(rows), syncs(rows), f"{took}{filled['seconds']:.0f} s."))
+
+
+def _ended(run: list[Row]) -> bool:
+    """Return whether a run measured all that the tables show."""
+    did = {row["what"] for row in run}
+    failed = {row["part"] for row in run if row["what"] == "failed"} - {"fleet"}  # which did not start, after this run
+    return did >= {"rollout", "sync", "equal", "replace"} and not failed
 
 
 def main() -> None:

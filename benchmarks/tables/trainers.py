@@ -28,7 +28,7 @@ Row = dict[str, Any]
 def verl() -> str:
     """A row for each run of verl's main_ppo that came to its end: medians of its seconds, and what it learnt."""
     heads = ("verl", "GPUs", "mode", "rollout (s)", "weight sync (s)", "step (s)", "reward", "KL k3", "threshold")
-    return table(heads, (_verl(run) for file in (VERL, VERL_H100) for run in _runs(jsonl.rows(file)) if _ended(run)))
+    return table(heads, (_verl(run) for file in (VERL, VERL_H100) for run in runs_of(jsonl.rows(file)) if _ended(run)))
 
 
 def _verl(run: list[Row]) -> tuple[str, ...]:
@@ -51,16 +51,15 @@ def _verl(run: list[Row]) -> tuple[str, ...]:
 def trl() -> str:
     """A row for each part of TRL's server mode that came to its end."""
     syncs = ("start (s)", "sync, first (s)", "sync (s)", "sync, longest (s)", "KV scales (s)")
-    runs = (run for file in (TRL, TRL_H100) for run in _runs(jsonl.rows(file), "server"))
-    ended = (run for run in runs if any(row["what"] == "done" for row in run))
-    return table(("TRL's server mode", "GPUs", *syncs, "step (s)", "mean weight"), map(_trl, ended))
+    runs = (run for file in (TRL, TRL_H100) for run in runs_of(jsonl.rows(file), "server"))
+    return table(("TRL's server mode", "GPUs", *syncs, "step (s)", "mean weight"), map(_trl, filter(_trl_ended, runs)))
 
 
 def _trl(run: list[Row]) -> tuple[str, ...]:
     syncs = [row for row in run if row["what"] == "sync"]
     seconds = [row["seconds"] for row in syncs]
     scales = [row["report"]["seconds"]["kv_scales"] for row in syncs if row["report"]]
-    steps = [row for row in _steps(run) if "step_time" in row]
+    steps = _trl_steps(run)
     return (
         f"{run[0]['part']}, `{run[0]['precision']}`",
         f"2 {_gpu(run[0])}",
@@ -74,11 +73,21 @@ def _trl(run: list[Row]) -> tuple[str, ...]:
     )
 
 
+def _trl_ended(run: list[Row]) -> bool:
+    """Return whether a part did all its steps, and enough of them to have medians. What fails later is another's."""
+    return any(row["what"] == "done" for row in run) and len(_trl_steps(run)) > WARM
+
+
+def _trl_steps(run: list[Row]) -> list[Row]:
+    """The rows of steps, without the summary that TRL logs at the end."""
+    return [row for row in _steps(run) if "step_time" in row]
+
+
 def verl_outputs() -> str:
     """Tokens/s of fp8plan's first two runs: before it asked vLLM for fewer outputs, and after."""
     figures = ("fp8plan/tokens_per_s", "fp8plan/predicted_tokens_per_s")
     names = ("an output for each token, as verl asks", "finished requests")
-    runs = [found for run in _runs(jsonl.rows(VERL)) if (found := _steps(run)) and figures[0] in found[0]]
+    runs = [found for run in runs_of(jsonl.rows(VERL)) if (found := _steps(run)) and figures[0] in found[0]]
     found = ((len(steps) - WARM, *(_median(steps, name) for name in figures)) for steps in runs[:2])
     return table(
         ("vLLM is asked for", "steps", "tokens/s", "predicted", "of it"),
@@ -89,7 +98,7 @@ def verl_outputs() -> str:
     )
 
 
-def _runs(rows: Iterable[Row], first: str = "command") -> Iterator[list[Row]]:
+def runs_of(rows: Iterable[Row], first: str = "command") -> Iterator[list[Row]]:
     """The rows of one run after the other; a run begins with a row of what `first` says."""
     run: list[Row] = []
     for row in rows:

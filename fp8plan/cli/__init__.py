@@ -9,14 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from fp8plan.cli import doctor, imports, measure, plan, run  # noqa: F401  (they add their commands to the app)
-from fp8plan.cli.app import app
+from fp8plan.cli.app import UsageError, app
 from fp8plan.cli.streams import standard_streams
 from fp8plan.errors import Fp8PlanError
 
 BAD_INPUT, INTERRUPTED = 2, 130  # exit codes; 130 is 128 + SIGINT
-
-# typer's errors of usage. Which package they come from depends on its version: click, or a copy inside typer.
-UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 def main() -> None:

@@ -12,6 +12,9 @@ from typer.core import TyperCommand
 
 T = TypeVar("T")
 
+# typer's errors of usage. Which package they come from depends on its version: click, or a copy inside typer.
+UsageError: Any = typer.BadParameter.__mro__[1]
+
 # Help is plain text: rich's boxes break long option names at 80 columns, and rich takes [aic] for markup.
 app = typer.Typer(
     name="fp8plan",

@@ -10,7 +10,19 @@ from typing import Annotated, Any
 import typer
 
 from fp8plan.cli import outputs
-from fp8plan.cli.app import ENGINE, OUTPUT, TRAINER, WORKLOAD, GroupedCommand, app, given, print_notes, progress, show
+from fp8plan.cli.app import (
+    ENGINE,
+    OUTPUT,
+    TRAINER,
+    WORKLOAD,
+    GroupedCommand,
+    UsageError,
+    app,
+    given,
+    print_notes,
+    progress,
+    show,
+)
 from fp8plan.cli.outputs import STDOUT
 from fp8plan.cli.workload import RESPONSES, asked_for
 from fp8plan.errors import ConfigError
@@ -20,14 +32,24 @@ VLLM_S = "vLLM's for this GPU"  # a default
 
 
 class PlanCommand(GroupedCommand):
-    """A command whose `--json` may stand alone, and then prints: typer wants a value always, or never."""
+    """A command whose `--json` may stand alone, and then prints: typer wants a value always, or never.
+
+    A word behind it is its file only if it ends in .json; else it may be the model.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words = [
             f"--json={STDOUT}" if word == "--json" and not (after == STDOUT or after.endswith(".json")) else word
             for word, after in pairwise([*args, ""])
         ]
-        return super().parse_args(ctx, words)
+        try:
+            return super().parse_args(ctx, words)
+        except UsageError as error:
+            behind = [after for word, after in pairwise(args) if word == "--json" and not after.startswith("-")]
+            if behind and "unexpected extra argument" in error.format_message():
+                allowed = "a name that ends in .json, or none, which prints"
+                raise ConfigError(f"--json is {behind[0]!r}; allowed: {allowed}; type: --json plan.json") from None
+            raise
 
 
 @app.command("plan", cls=PlanCommand)

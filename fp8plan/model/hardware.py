@@ -167,7 +167,7 @@ def find_gpu(name: str) -> Gpu:
     known |= {alias: known[name] for name, row in _TABLE.items() for alias in row.get("aliases", ())}
     if key in known:
         return known[key]
-    near = dict.fromkeys(known[match].name for match in get_close_matches(key, known, n=3, cutoff=0.5))
+    near = dict.fromkeys(known[match].name for match in get_close_matches(key, known, n=3, cutoff=0.65))
     hint = f"nearest: {', '.join(near)}; " if near else ""
     raise ConfigError(
         f"unknown GPU {name!r}; {hint}known: {', '.join(g.name for g in _DEVICES)}, or auto to ask the driver"

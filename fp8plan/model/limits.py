@@ -80,7 +80,7 @@ class EngineLimits:
             object.__setattr__(self, name, whole(name, getattr(self, name)))
         for name in ("max_model_len", "num_gpu_blocks"):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, whole(name, getattr(self, name), otherwise=", or None"))
+                object.__setattr__(self, name, whole(name, getattr(self, name), otherwise=", or leave it out"))
         for name in (f.name for f in fields(self) if f.type == "bool"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: True or False")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,8 @@ from fp8plan.errors import ConfigError
 from fp8plan.jsonl import read
 from fp8plan.model.workload import MOST_TOKENS, Batch, Trace, Workload
 from fp8plan.schemas import RolloutRecord, check_version, checked
+
+NO_ROLLOUT: Final = "a Monitor knows rollouts from its engine, or from step(..., rollout=...)"
 
 
 def batch_of(fields: Mapping[str, Any]) -> Batch:
@@ -49,10 +51,18 @@ def recorded_workload(path: str | Path) -> tuple[Workload, list[str]]:
             return workload_of(batch_of(fields), where)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
+    none = f"no line of {file} has prompt_lengths and response_lengths"
+    if any(is_of_monitor(fields) for _, fields in lines):
+        raise ConfigError(f"{none}: {NO_ROLLOUT}; give a run file that has them, or what `fp8plan import` wrote")
     raise ConfigError(
-        f"no line of {file} has prompt_lengths and response_lengths; give what `fp8plan import` wrote, or the run file "
-        "of a Monitor. A trace of one length per line is for --response-lengths"
+        f"{none}; give what `fp8plan import` wrote, or the run file of a Monitor. A trace of one length per line is "
+        "for --response-lengths"
     )
+
+
+def is_of_monitor(fields: Mapping[str, Any]) -> bool:
+    """Tell whether a line is a Monitor's record of a step."""
+    return isinstance(fields.get("metrics"), Mapping)
 
 
 def workload_of(batch: Batch, source: str) -> tuple[Workload, list[str]]:

@@ -24,11 +24,17 @@ from typing import Final, NamedTuple
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, Linear, ModelShape
+from fp8plan.model.architecture.parts import LatentAttention
 from fp8plan.model.precision import Precision
 
 # Who starts the engine; and the same, the least demanding first.
 TARGETS: Final = ("vllm", "verl", "trl")
 _BY_DEMANDS: Final = ("vllm", "trl", "verl")
+
+_LATENT: Final = (
+    "inside of verl and TRL, fp8plan's engine measures the scales of an FP8 KV cache after each weight sync, and knows "
+    "no kernel of latent attention that reads new ones; allowed: bf16, fp8_block"
+)
 
 
 class Size(NamedTuple):
@@ -63,6 +69,8 @@ def why_not_shardable(
     can. expert_parallel: each rank has whole experts
     """
     check_target(target)
+    if target != "vllm" and precision.kv == "fp8" and shape.parts_of(LatentAttention):
+        return _LATENT
     if precision.weights == "bf16":
         return None
     layouts = shape.allowed_tensor_parallel(expert_parallel=expert_parallel)

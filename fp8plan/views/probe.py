@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 
 from fp8plan.runtime.probe.intervals import Interval
-from fp8plan.views.tables import Column, Fitted, Paragraph
+from fp8plan.views.report import power
+from fp8plan.views.tables import Column, Fitted, Paragraph, counted
 
 if TYPE_CHECKING:
     from fp8plan.runtime.probe.results import Probe, Probed
@@ -25,8 +26,8 @@ def probe_report(found: Probe) -> RenderableType:
     failed = [one for one in found.precisions.values() if one.error is not None]
     scales = {str((one.facts or {}).get("kv_scales")) for one in rows} - {"None"}
     about = (
-        f"{found.prompts} prompts x {found.settings.samples} samples of at most {found.settings.max_tokens} tokens, "
-        f"temperature {found.settings.temperature:g}, seed {found.settings.seed}"
+        f"{counted(found.prompts, 'prompt')} x {counted(found.settings.samples, 'sample')} of at most "
+        f"{found.settings.max_tokens} tokens, temperature {found.settings.temperature:g}, seed {found.settings.seed}"
     )
     table: list[RenderableType] = [Fitted(_columns(rows)), Paragraph(LEGEND, style="dim")] if rows else []
     return Group(
@@ -50,7 +51,7 @@ def _columns(rows: list[Probed]) -> list[Column]:
         Column("precision", [one.precision for one in rows], left=True),
         Column("KL k3 (90%)", [_spread(one["kl_k3"]) for one in figures]),
         Column("floor", [f"{one['kl_k3'].value / floor:.1f}x" if floor else "-" for one in figures], rank=4),
-        Column("k1", [_number(one["k1"].value) for one in figures], rank=6),
+        Column("k1", [power(one["k1"].value) for one in figures], rank=6),
         Column(
             "raw ESS (90%)",
             [f"{e.value:.4f} ({e.low:.4f}-{e.high:.4f})" for e in (f["ess_raw"] for f in figures)],
@@ -64,13 +65,7 @@ def _columns(rows: list[Probed]) -> list[Column]:
 
 
 def _spread(found: Interval) -> str:
-    return f"{_number(found.value)} ({_number(found.low)} to {_number(found.high)})"
-
-
-def _number(value: float) -> str:
-    """A number such as 7.4e-4."""
-    mantissa, _, power = f"{value:.1e}".partition("e")
-    return f"{mantissa}e{int(power)}"
+    return f"{power(found.value)} ({power(found.low)} to {power(found.high)})"
 
 
 def _share(found: Interval) -> str:

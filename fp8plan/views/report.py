@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 
-from fp8plan.model.plan.explain import seconds
+from fp8plan.model.plan.time_reasons import seconds
 from fp8plan.model.rollout import TAIL_SHARE
-from fp8plan.views.tables import Column, Fitted, Paragraph
+from fp8plan.views.tables import Column, Fitted, Paragraph, counted
 
 if TYPE_CHECKING:
     from fp8plan.model.architecture import ModelShape
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 # The bounds are the defaults of fp8plan.model.risk.expected.mismatch_risk, which the planner leaves as they are.
 MISMATCH_LEGEND = (
     "KL k3: mean per token, with its 90% band. clipped: tokens that token TIS at C = 2 cuts. rejected: sequences that "
-    "sequence MIS [0.5, 2] drops."
+    "sequence MIS [0.5, 2] drops. risk: by the unfavourable ends of the bands, which the reasons below name."
 )
 
 
@@ -89,7 +88,7 @@ def _title(plan: Plan, several: bool) -> list[str]:
     spread = f"longest {longest:,} of at most {limit:,}" if longest is not None else f"at most {limit:,}"
     upto = "" if work.get("prompt_lengths", {}).get("kind") == "fixed" else "up to "
     responses = f"{work['response_tokens']:,} response tokens: mean {work['mean_response_tokens']:,.0f}, {spread}"
-    batch = f"{work['prompts']:,} prompts x {work['samples']:,} samples"
+    batch = f"{counted(work['prompts'], 'prompt')} x {counted(work['samples'], 'sample')}"
     return [
         f"{plan.model} on {where}",
         f"{batch}; prompts of {upto}{work['max_prompt_tokens']:,} tokens; {responses}",
@@ -140,10 +139,10 @@ def _speed_columns(rows: Sequence[Choice], picked: Choice, several: bool) -> lis
 
 def _mismatch_columns(rows: Sequence[Choice], picked: Choice) -> list[Column]:
     chosen = next(c for c in rows if c.precision == picked.precision)
-    bands = [f"({_power(c.kl_k3_low)} to {_power(c.kl_k3_high)})" for c in rows]
+    bands = [f"({power(c.kl_k3_low)} to {power(c.kl_k3_high)})" for c in rows]
     return [
         _marked(rows, chosen),
-        Column("KL k3 (90%)", [f"{_power(c.kl_k3, 1)} {band}" for c, band in zip(rows, bands, strict=True)]),
+        Column("KL k3 (90%)", [f"{power(c.kl_k3)} {band}" for c, band in zip(rows, bands, strict=True)]),
         Column("clipped", [_percent(c.clip_fraction) for c in rows], rank=2),
         Column("raw\nESS", [f"{c.ess_raw:.2f}" for c in rows], rank=3),
         Column("rejected", [_percent(c.seq_reject_fraction) for c in rows], rank=1),
@@ -204,9 +203,10 @@ def _short(count: float | None) -> str:
     return f"{count:,}"
 
 
-def _power(value: float | None, digits: int = 0) -> str:
+def power(value: float | None) -> str:
     """A number such as 7.4e-4."""
-    return re.sub(r"e([+-])0+(?=\d)", r"e\1", f"{value:.{digits}e}")
+    mantissa, _, exponent = f"{value:.1e}".partition("e")
+    return f"{mantissa}e{int(exponent)}"
 
 
 def _percent(share: float | None) -> str:
@@ -321,11 +321,20 @@ def calibration_report(found: Calibration) -> RenderableType:
 
 
 def profiles_report(entries: Sequence[ProfileEntry]) -> RenderableType:
-    table = Table(title="profiles", title_justify="left")
-    for name in ("gpu", "engine", "kind", "source", "file"):
-        table.add_column(name, overflow="fold")
-    for entry in entries:
-        gpu = "any GPU" if entry.gpu == "*" else entry.gpu
-        version = "any version" if entry.engine_version == "*" else entry.engine_version
-        table.add_row(gpu, f"{entry.engine} {version}", entry.kind, entry.source, entry.path.name)
-    return table
+    """One row per profile, then the source of each, and once what several were tested by."""
+    gpus = ["any GPU" if entry.gpu == "*" else entry.gpu for entry in entries]
+    sources: dict[str, list[str]] = {}
+    tests: dict[str, list[str]] = {}
+    for gpu, entry in zip(gpus, entries, strict=True):
+        source, _, test = entry.source.partition("; ")
+        sources.setdefault(source, []).append(gpu)
+        if test:
+            tests.setdefault(test, []).append(gpu)
+    engines = [f"{entry.engine} {entry.engine_version}".replace("*", "any") for entry in entries]
+    columns = [
+        Column("gpu", gpus, left=True),
+        Column("engine", engines, left=True),
+        Column("kind", [entry.kind for entry in entries], left=True),
+    ]
+    told = [f"{', '.join(of)}: {text}" for group in (sources, tests) for text, of in group.items()]
+    return Group(Fitted(columns), "", *(Paragraph(text, indent=2) for text in told))

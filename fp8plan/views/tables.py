@@ -68,6 +68,11 @@ class Paragraph:
         yield Text("\n".join(lines), self.style)
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things, such as "1 prompt" or "1,024 prompts"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def fitting(columns: Sequence[Column], width: int) -> tuple[list[Column], list[str]]:
     """The columns that fit side by side, and the headers of those left out, highest rank first."""
     kept, left_out = list(columns), []

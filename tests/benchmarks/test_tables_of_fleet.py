@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,3 +51,22 @@ def test_syncs_are_the_median_of_all_but_the_first_of_each_way() -> None:
 def test_a_measurement_without_a_rollout_of_each_routing_is_refused() -> None:
     with pytest.raises(ValueError, match="not enough values"):
         fleet.rollouts([rollout("static", True, 8.0, 9000)])
+
+
+def a_run(replicas: int, start_s: float, ends: str = "replace") -> list[dict[str, Any]]:
+    begun = {"what": "fleet", "data_parallel": replicas, "start_s": start_s}
+    rollouts = [rollout(routing, True, start_s, 9000) for routing in fleet.ROUTINGS]
+    syncs = [sync("nccl", total, 0.2) for total in (3.0, 0.5)]
+    return [begun, *rollouts, *syncs, equal("nccl", []), {"what": ends, "part": "replace", "seconds": 40.0}]
+
+
+def test_the_last_run_of_two_replicas_that_came_to_its_end_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = [*a_run(2, 30.0, ends="failed"), *a_run(3, 40.0), {"what": "failed", "part": "fleet"}]
+    rows = [{"what": "note"}, *a_run(2, 10.0), *a_run(2, 20.0), {"what": "failed", "part": "fleet"}, *others]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    monkeypatch.setattr(fleet, "MEASURED", tmp_path / "rows.jsonl")
+    found = fleet.committed()
+    assert found.count("each length | 9,000 | 20.00") == 1
+    assert "The fleet started in 20 s, and the place of a killed replica was filled in 40 s." in found

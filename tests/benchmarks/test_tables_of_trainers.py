@@ -40,6 +40,23 @@ def test_a_run_that_did_not_come_to_its_end_is_left_out(tmp_path: Path, monkeypa
     assert lines[2:] == [stock, ours_too] * 2  # of both files
 
 
+def a_part(part: str, steps: int) -> list[dict[str, Any]]:
+    """The rows of a part of TRL's server mode."""
+    begun = {"what": "server", "part": part, "precision": "fp8_kv", "gpu_product": "NVIDIA H200", "start_s": 80.0}
+    syncs = [{"what": "sync", "seconds": 1.0, "report": None}] * steps
+    step = {"what": "step", "step_time": 3.0, "sampling.importance_sampling_ratio.mean": 1.0}
+    return [begun, *syncs, *[step] * steps, {"what": "step", "train_runtime": 9.0}, {"what": "done"}]
+
+
+def test_a_part_that_is_too_short_for_medians_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [*a_part("fp8plan", 3), {"what": "failed", "part": "stock"}, *a_part("stock", 2)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    monkeypatch.setattr(trainers, "TRL", tmp_path / "rows.jsonl")
+    monkeypatch.setattr(trainers, "TRL_H100", tmp_path / "none.jsonl")
+    (line,) = trainers.trl().splitlines()[2:]
+    assert line == "| fp8plan, `fp8_kv` | 2 H200 | 80 | 1.00 | 1.00 | 1.00 | not renewed | 3.00 | 1.00 |"
+
+
 def test_a_row_of_another_length_is_refused() -> None:
     assert table(("a", "b"), [("1", "2")]) == "| a | b |\n|---|---|\n| 1 | 2 |"
     with pytest.raises(ValueError, match="a row of 1 cells under 2 heads"):

@@ -48,9 +48,11 @@ def files(folder: Path) -> None:
     (folder / "binary.jsonl").write_bytes(bytes(range(256)) * 8)
     (folder / "binary.parquet").write_bytes(bytes(range(256)) * 8)
     (folder / "numbers.jsonl").write_text("1\n2\n")
+    (folder / "null.jsonl").write_text("null\n")
     (folder / "lists.jsonl").write_text("[1, 2]\n")
     (folder / "other.json").write_text('{"hello": "world"}')
     (folder / "other.jsonl").write_text('{"hello": "world"}\n')
+    (folder / "monitor.jsonl").write_text('{"step": 1, "metrics": {}}\n')
     (folder / "lengths.csv").write_text("response_length\n5\n")
     for name, change in RECORDS.items():
         (folder / f"{name}.jsonl").write_text(json.dumps(RECORD | change) + "\n")
@@ -75,6 +77,10 @@ RECORDS: dict[str, dict[str, Any]] = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "text_size": {"hidden_size": "large"},
     "no_layers": {"num_hidden_layers": 0},
+    "endless_layers": {"num_hidden_layers": 10**12},
+    "endless_width": {"hidden_size": 10**400},
+    "listed_width": {"hidden_size": [1024]},
+    "quantised": {"quantization_config": {"quant_method": "fp8"}},
     "uneven_heads": {"num_key_value_heads": 7},
     "negative_vocabulary": {"vocab_size": -1},
     "null_heads": {"num_attention_heads": None},
@@ -134,6 +140,10 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ("train_s is inf", "allowed: a number of seconds"),
     ),
     "negative bandwidth": ([*PLAN, "--sync-gb-per-s", "-3"], ("--sync-gb-per-s", "-3")),
+    "GPUs below one": (
+        [*PLAN, "--gpus", "-1"],
+        ("gpus is -1", "allowed: a whole number of at least 1, or leave it out"),
+    ),
     "GPUs beyond all": (
         [*PLAN, "--gpus", "1000000000000"],
         ("1000000000000 replicas for 4 requests leave 999999999996 without any", "allowed: at most 4 replicas"),
@@ -192,7 +202,12 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "broken parquet": ([*PLAN, "--response-lengths", "binary.parquet"], ("binary.parquet", "parquet")),
     "parquet of other columns": ([*PLAN, "--response-lengths", "other.parquet"], ("other.parquet", "tokens")),
     "lists of lengths": ([*PLAN, "--response-lengths", "lists.jsonl"], ("lists.jsonl", "row 1", "allowed")),
+    "workload of a Monitor without an engine": (
+        ["plan", MODEL, "--gpu", "h200", "--workload", "monitor.jsonl"],
+        ("no line of monitor.jsonl has prompt_lengths", "a Monitor knows rollouts from its engine"),
+    ),
     # machines
+    "a GPU that is like none": ([*PLAN, "--gpu", "4090"], ("unknown GPU '4090'; known: h200_sxm",)),
     "no GPU here": ([*PLAN, "--gpu", "auto"], ("no NVIDIA GPU here", "name one of")),
     "two CPUs": (
         [*PLAN, "--gpu", "cpu", "--tensor-parallel-size", "2"],
@@ -213,6 +228,26 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     ),
     "size in words": (["plan", "./text_size", "--gpu", "h200"], ("text_size/config.json", "hidden_size", "large")),
     "no layers": (["plan", "./no_layers", "--gpu", "h200"], ("config.json", "num_hidden_layers", "0")),
+    "layers beyond all": (
+        ["plan", "./endless_layers", "--gpu", "h200"],
+        ("field 'num_hidden_layers' is 1000000000000", "allowed: at most 10,000"),
+    ),
+    "width beyond all": (
+        ["plan", "./endless_width", "--gpu", "h200"],
+        ("field 'hidden_size' is 1000", "allowed: at most 1,000,000,000,000"),
+    ),
+    "width in a list": (
+        ["plan", "./listed_width", "--gpu", "h200"],
+        ("field 'hidden_size' is [1024]", "allowed: a whole number of at least 1"),
+    ),
+    "quantised already": (
+        ["plan", "./quantised", "--gpu", "h200"],
+        ("already quantised", "name the BF16 model instead", "or give a folder whose config.json lacks"),
+    ),
+    "beyond the context": (
+        ["plan", "nvidia/Nemotron-H-8B-Base-8K", "--gpu", "h200"],
+        ("allowed: at most 8192", "shorter --prompt-lengths and --response-lengths"),
+    ),
     "uneven heads": (["plan", "./uneven_heads", "--gpu", "h200"], ("config.json", "7", "16")),
     "negative vocabulary": (["plan", "./negative_vocabulary", "--gpu", "h200"], ("vocab_size", "-1")),
     "heads of null": (["plan", "./null_heads", "--gpu", "h200"], ("num_attention_heads", "whole number")),
@@ -246,6 +281,10 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ["emit", "folder.json", "verl"],
         ("cannot read folder.json: Is a directory", "give a file that can"),
     ),
+    "emit from records": (
+        ["emit", "other.jsonl", "verl"],
+        ("not a plan, or one written before", "KV scales; to make one, type: fp8plan plan MODEL"),
+    ),
     "emit from another file": (["emit", "other.json", "verl"], ("other.json", "fp8plan plan")),
     "emit from a binary file": (
         ["emit", "binary.jsonl", "verl"],
@@ -274,6 +313,7 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
             "a record needs model, gpu",
         ),
     ),
+    "validate null": (["validate", "null.jsonl"], ("line 1 of null.jsonl is null; allowed: a JSON object",)),
     "no seconds": (["validate", "no_seconds.jsonl"], ("no_seconds.jsonl", "seconds")),
     "seconds that are no number": (["validate", "nan_seconds.jsonl"], ("nan_seconds.jsonl", "seconds", "nan")),
     "negative response": (["validate", "negative_length.jsonl"], ("negative_length.jsonl", "-4")),

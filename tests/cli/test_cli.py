@@ -140,7 +140,6 @@ def test_an_import_without_the_tables_says_what_to_install(
 def test_profiles_and_models_are_listed(fp8plan: Callable[..., Done]) -> None:
     (sheet,) = json.loads(fp8plan("profiles", "--json").out)
     assert (sheet["kind"], Path(sheet["path"]).name) == ("datasheet", "datasheet.json")
-    assert "datasheet.json" in fp8plan("profiles").out
     models = {m["name"]: m for m in json.loads(fp8plan("models", "--json").out)}
     assert models["Qwen/Qwen3-8B"]["num_parameters"] == 8_190_735_360  # model card of Qwen3-8B: 8.2B
     assert "any GPU" in fp8plan("profiles").out

@@ -120,7 +120,7 @@ def test_the_table_holds_every_precision_the_choice_and_the_reasons(fp8plan: Cal
     marked = [line.split()[1] for line in out.splitlines() if line.startswith("> ")]
     assert marked == [chosen] * 2  # how fast, and how risky
     for name in PRESETS:
-        assert sum(line[2:].startswith(name + " ") for line in out.splitlines()) == 2
+        assert sum(line.startswith((f"  {name} ", f"> {name} ")) for line in out.splitlines()) == 2
     for reason in answer["reasons"]:
         assert f"- {reason}" in out
 

@@ -70,7 +70,10 @@ BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "settings to nothing": (["--emit", "verl="], ("--emit verl names no file", "leave = out")),
     "JSON to nothing": (["--json="], ("--json names no file", "leave = out")),
     "a misspelt target with a file": (["--emit", "vrl=a"], ("'vrl'", "vllm, verl, trl")),
-    "JSON to another suffix": (["--json", "plan"], ("(plan)", "fp8plan plan --help")),
+    "JSON to another suffix": (
+        ["--json", "one.txt"],
+        ("--json is 'one.txt'", "ends in .json", "type: --json plan.json"),
+    ),
     "NaN memory": (["--gpu-memory-utilization", "nan"], ("nan", "above 0, at most 1")),
     "too much memory": (["--gpu-memory-utilization", "1.5"], ("1.5", "above 0, at most 1")),
     "more requests than budget": (["--max-num-seqs", "99999"], ("99999", "16384", "allowed: ")),

@@ -150,7 +150,8 @@ def test_it_says_what_a_fresh_engine_on_the_trained_policy_says(run: Run) -> Non
 def test_trls_log_has_fp8plans_figures(run: Run) -> None:
     mean, k3 = run.logged("sampling/importance_sampling_ratio/mean"), run.logged("fp8plan/k3_kl")
     assert all(abs(x - 1) < 0.1 for x in mean)
-    assert all(0 < x < 0.01 for x in k3)
+    assert k3[0] > 0  # later the policy may be so sure of a token that both log-probs are 0
+    assert all(0 <= x < 0.03 for x in k3)  # at most 0.009 on three kinds of CPU
     for name in ("speed_ratio", "within_prediction", "advice", "tokens_per_s", "predicted_tokens_per_s", "ess_raw"):
         assert len(run.logged(f"fp8plan/{name}")) == STEPS, name
     records = [json.loads(line) for line in (run.folder / "run.jsonl").read_text().splitlines()][:STEPS]

@@ -34,7 +34,7 @@ class Session:
 
 def answer(status: int, told: Any) -> Any:
     text = told if isinstance(told, str) else json.dumps(told)
-    return SimpleNamespace(status_code=status, text=text, json=lambda: json.loads(text))
+    return SimpleNamespace(status_code=status, text=text, content=text.encode(), json=lambda: json.loads(text))
 
 
 def client_of(session: Session) -> Any:
@@ -61,6 +61,12 @@ def test_token_prompts_go_by_the_route_with_all_that_is_told_of_sampling() -> No
     assert client.rollout.response_lengths == [1, 1]
 
 
+def test_a_none_that_something_else_overrides_is_none_no_more() -> None:
+    client = client_of(session := Session())
+    client.generate(PROMPTS, max_tokens=None, generation_kwargs={"max_tokens": 1})
+    assert routes(session) == ["/v1/fp8plan/rollout"]
+
+
 @pytest.mark.parametrize(
     "how",
     [
@@ -68,6 +74,9 @@ def test_token_prompts_go_by_the_route_with_all_that_is_told_of_sampling() -> No
         {"logprobs": None},
         {"structured_outputs_regex": "a"},
         {"generation_kwargs": {"bad_words": ["a"]}},
+        {"generation_kwargs": {"max_tokens": None}},  # as many as there is room for
+        {"top_p": None},  # what the server's generation config says
+        {"generation_kwargs": {"top_p": None}},
     ],
     ids=str,
 )

@@ -16,9 +16,9 @@ from fp8plan.model.cost.linears.moe import skips_other_rows
 from fp8plan.model.hardware import gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import activation_peak_bytes, loaded_weight_bytes
-from fp8plan.model.plan.explain import whole_or_sliced
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan, predict
+from fp8plan.model.plan.time_reasons import whole_or_sliced
 from fp8plan.model.precision import BF16, FP8_BLOCK
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.rl_step import full_prefill
@@ -117,7 +117,7 @@ def test_the_time_is_above_the_datasheet_s_and_said_to_be_modelled() -> None:
     assert profile.layout_error(8, True) ** 2 == pytest.approx(
         profile.layout_error(8) ** 2 + profile.layout_error(2) ** 2
     )
-    assert not profile.has_measured(1, True)
+    assert profile.layout_doubt(1, True) == profile.layout_error(2)
 
 
 def test_kernels_that_activate_other_ranks_rows_are_triton_s() -> None:
@@ -190,7 +190,7 @@ def test_the_reasons_say_why_whole_experts_win_or_lose(both: Any) -> None:
     slower = sliced + whole - faster
     (sentence,) = whole_or_sliced(choices, faster, both.rollouts)
     assert f"{choices[slower].seconds / choices[faster].seconds:.2f}x as fast" in sentence
-    assert "experts take" in sentence
+    assert "s go to experts instead of" in sentence
     assert whole_or_sliced(choices, slower, both.rollouts) == []
     cannot = tuple(replace(c, reason="no room", makespan_s=None) if i == sliced else c for i, c in enumerate(choices))
     assert whole_or_sliced(cannot, whole, both.rollouts) == [

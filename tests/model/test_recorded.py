@@ -68,8 +68,10 @@ def test_a_batch_comes_back_as_it_was() -> None:
     ("rows", "told"),
     [
         ([], "no line of"),
-        ([{"step": 1, "metrics": {}}], "fp8plan import"),
-        ([3, 4], "line 2 of .* is a int"),
+        ([{"hello": "world"}], "give what `fp8plan import` wrote, or the run file of a Monitor"),
+        ([{"step": 1, "metrics": {}}], "lengths: a Monitor knows rollouts from its engine"),
+        ([None], "line 1 of .* is null; allowed: a JSON object"),
+        ([3, 4], "line 2 of .* is a whole number; allowed: a JSON object"),
         ([ROLLOUT | {"response_lengths": [1, 2, 0, 4]}], "line 1 of .*it has 0"),
         ([ROLLOUT | {"prompt_lengths": None}], "line 1 of .*prompt_lengths must be a list"),
         ([ROLLOUT | {"response_lengths": "many"}], "response_lengths is 'many'; allowed: a list"),

@@ -77,7 +77,10 @@ class FakeReplica:
 
 
 class FakeMembers:
-    """The replicas as `Members` has them. faults: (number of a submitted call, replica) -> "dies" or "refuses"."""
+    """The replicas as `Members` has them.
+
+    faults: (number of a submitted call, replica) -> "dies", "refuses" or "raises"
+    """
 
     def __init__(self, replicas: int, faults: Mapping[tuple[int, int], str] = {}) -> None:
         self.living = {number: FakeReplica(number) for number in range(replicas)}
@@ -122,17 +125,23 @@ class FakeMembers:
                 found[number] = [{"error": "it says no"}]
             elif fault == "dies":
                 found[number] = self
+            elif fault == "raises":
+                found[number] = RuntimeError("the object store is full")
             else:
                 found[number] = getattr(self.living[number], method)(*given)
         return found
 
     def collect(self, references: Mapping[int, Any]) -> dict[int, Any]:
-        answers = {}
+        answers, errors = {}, []
         for number, found in references.items():
             if found is self:
                 self.lose(number, "it was killed")
+            elif isinstance(found, Exception):
+                errors.append(found)
             else:
                 answers[number] = found
+        if errors:
+            raise errors[0]
         return answers
 
     def lose(self, number: int, why: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from dataclasses import replace
 from typing import Any
@@ -15,9 +16,10 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.precision import PRESETS
+from fp8plan.model.profile.library import list_profiles, profiles_path
 from fp8plan.model.rl_step import Trainer
 from fp8plan.model.workload import Fixed, LogNormal, Workload
-from fp8plan.views.report import models_report, plan_report
+from fp8plan.views.report import models_report, plan_report, profiles_report
 from fp8plan.views.tables import Column, fitting
 
 WORK = Workload(32, 16, Fixed(1024), LogNormal(1500, 0.9, 8192))
@@ -109,6 +111,23 @@ def test_the_title_tells_the_longest_response_from_the_limit(made: dict[str, Pla
     assert "at most 8,192" in before
     varied = plan("Qwen/Qwen3-0.6B", "h200", replace(WORK, prompt_lengths=LogNormal(300, 1, 900)))
     assert "prompts of up to 900 tokens" in shown(varied, 200)
+
+
+def test_one_prompt_is_no_prompts(made: dict[str, Plan]) -> None:
+    answer = next(iter(made.values()))
+    one = replace(answer, workload=answer.workload | {"prompts": 1, "samples": 1})
+    assert "1 prompt x 1 sample;" in shown(one, 200)
+
+
+def test_profiles_are_readable_at_80_columns_and_their_test_is_told_once() -> None:
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(profiles_report(list_profiles(profiles_path())))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 80
+    assert len(text.splitlines()) < 40
+    assert "a100_sxm, b200, h100_sxm, l40s: tested on h200_sxm: makespan of 116" in text
+    assert text.count("mean error") == 1
+    assert "any GPU" in text
 
 
 def test_legends_define_the_words_of_the_headers(made: dict[str, Plan]) -> None:

@@ -334,6 +334,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
     ),
 }
 
+# Model types that vLLM reads as another (transformers_utils/config.py, _CONFIG_REGISTRY).
+SAME_AS: Final[Mapping[str, str]] = {"kimi_k2": "deepseek_v3"}
+
 # Multimodal models that vLLM runs, whose text model is one of the above.
 WRAPPERS: Final = tuple("gemma3 gemma3n gemma4 llama4 mistral3 qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe".split())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from fp8plan.model.architecture.parts import Attention, Experts, Layer, Mixer, Mlp, QkNorm
 from fp8plan.model.configs import Fields
@@ -16,6 +16,7 @@ class Unknown(ValueError):
 
 
 Readers: TypeAlias = Mapping[str, "Callable[[Fields, Family], Mixer | None]"]  # of a mixer, by the kind of its layer
+MOST_LAYERS: Final = 10_000  # a hundred times the deepest model; a slip must fill neither memory nor minutes
 Switch: TypeAlias = bool | str  # true or false, or the name of the config's field that says so
 
 
@@ -232,7 +233,8 @@ def layer(config: Fields, family: Family, number: int, kind: str, sparse: bool) 
 def layers(config: Fields, family: Family) -> tuple[Layer, ...]:
     """All layers of a model, in order. Equal layers are one object."""
     blocks = config.value("layers_block_type")
-    number = config.integer("num_hidden_layers", len(blocks) if isinstance(blocks, list) else None)
+    listed = len(blocks) if isinstance(blocks, list) else None
+    number = config.integer("num_hidden_layers", listed, most=MOST_LAYERS)
     kinds = config.words("layer_types", number) or config.words("layers_block_type", number)
     kinds = list(family.kinds(config, number)) if kinds is None else kinds
     if unknown := sorted({kind for kind in kinds if kind not in family.mixers}):

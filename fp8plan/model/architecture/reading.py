@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.architecture.families import FAMILIES, REFUSED, WRAPPERS
+from fp8plan.model.architecture.families import FAMILIES, REFUSED, SAME_AS, WRAPPERS
 from fp8plan.model.architecture.family import Family, Unknown, layers, says
 from fp8plan.model.configs import Fields
 
@@ -41,17 +41,20 @@ def read_model(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ConfigError(f"{source}: field 'model_type' is {model_type!r}; fp8plan needs it to know the architecture")
+    model_type = SAME_AS.get(model_type, model_type)
+    config = {**config, "model_type": model_type}
     whole, config = config, _text_model(config)
     family = FAMILIES.get(config.get("model_type", model_type))
     if family is None:
-        raise _refused(source, _names(whole, config) or [f"model_type {model_type!r}"])
+        raise _refused(source, _names(whole, config))
     field = Fields({**family.defaults, **config}, source)
     if missing := [*_foreign(config, family), *_missing(field, family)]:
         raise _refused(source, missing)
     if whole.get("quantization_config"):
         raise ConfigError(
             f"{source}: this checkpoint is already quantised (quantization_config). fp8plan compares precisions from "
-            "the BF16 weights: name the BF16 model instead, e.g. Qwen/Qwen3-8B for Qwen/Qwen3-8B-FP8"
+            "the BF16 weights: name the BF16 model instead, e.g. Qwen/Qwen3-8B for Qwen/Qwen3-8B-FP8, or give a folder "
+            "whose config.json lacks quantization_config, as that of a BF16 copy does"
         )
     hidden = field.integer("hidden_size")
     try:
@@ -101,7 +104,8 @@ def _names(whole: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     kinds = config.get("layer_types")
     others = sorted({str(kind) for kind in kinds if kind != "full_attention"}) if isinstance(kinds, list) else []
     features = [text for key, text in FOREIGN.items() if whole.get(key)] + [f"{kind} layers" for kind in others]
-    return [f"{' and '.join(dict.fromkeys(features))} (model_type {whole.get('model_type')!r})"] if features else []
+    named = f"model_type {whole.get('model_type')!r}"
+    return [f"{named}, whose config names {' and '.join(dict.fromkeys(features))}," if features else named]
 
 
 def _refused(source: str, missing: list[str]) -> ConfigError:

@@ -202,8 +202,9 @@ class ModelShape:
         if max_model_len > self.max_position_embeddings:
             raise ConfigError(
                 f"max_model_len {max_model_len} is beyond the context of {self.name}; allowed: at most "
-                f"{self.max_position_embeddings} (max_position_embeddings); shorten the workload, or give a folder "
-                "whose config.json has the longer context you trained for"
+                f"{self.max_position_embeddings} (max_position_embeddings); give shorter --prompt-lengths and "
+                "--response-lengths (in Python the workload's), a lower --max-model-len if you gave one, or a folder "
+                "whose config.json has the longer context that you trained for"
             )
 
     def _own_vectors(self, tp: int, vocabulary: int) -> int:

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -27,6 +27,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "max_position_embeddings": ("max_position_embeddings", "model_max_length"),
     "tie_word_embeddings": ("tie_word_embeddings", "tie_embedding"),
 }
+MOST: Final = 10**12  # a size beyond it is a slip, and would not fit a float
 
 
 @cache
@@ -124,9 +125,10 @@ class Fields:
     def error(self, name: str, value: object, allowed: str) -> ConfigError:
         return ConfigError(f"{self.source}: field {self._spelt(name)!r} is {value!r}; allowed: {allowed}")
 
-    def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
+    def integer(self, name: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
         value = self.value(name)
-        if isinstance(value, list) and value and all(x == value[0] for x in value):
+        layers = self.value("num_hidden_layers")
+        if isinstance(value, list) and 0 < len(value) == layers and all(x == value[0] for x in value):
             value = value[0]  # the same for every layer (Hunyuan)
         if value is None:
             value = default
@@ -134,6 +136,8 @@ class Fields:
             raise ConfigError(f"{self.source}: field {name!r} is missing; fp8plan needs it as a whole number")
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.error(name, value, f"a whole number of at least {least}")
+        if value > most:
+            raise self.error(name, value, f"at most {most:,}")
         return value
 
     def number(self, name: str) -> float:

@@ -272,10 +272,18 @@ def _risk_note(what: str, kl: float | None, kl_high: float | None, risk: str | N
     return [] if kl is None else [f"{what}: KL k3 {kl:.2g}, up to {kl_high:.2g}, risk {risk}"]
 
 
-def refuse_cpu(setup: EngineSetup, trainer: str) -> None:
-    """Raise ConfigError for an engine on a CPU, which a trainer cannot start."""
+def refuse_for(job: Job, trainer: str) -> None:
+    """Raise ConfigError for an engine that a trainer cannot start: one on a CPU, or one that `job.refused` names."""
+    setup = job.setup
     if setup.gpu.is_cpu:
         raise ConfigError(f"{trainer} runs vLLM on GPUs, and this plan is for a CPU; allowed: --emit vllm")
+    if reason := job.refused.get(trainer.lower()):
+        raise ConfigError(f"{trainer} cannot start {setup.precision.name} of {model_name(setup)}: {reason}")
+
+
+def model_name(setup: EngineSetup) -> str:
+    """The model as a message names it."""
+    return setup.model if isinstance(setup.model, str) else setup.model.name
 
 
 def shared_gpu_note(setup: EngineSetup) -> str:

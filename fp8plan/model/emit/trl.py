@@ -16,7 +16,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.emit.settings import (
     Job,
     measured_notes,
-    refuse_cpu,
+    refuse_for,
     replicas_note,
     serve_command,
     shared_gpu_note,
@@ -57,7 +57,7 @@ _IMPORT: Final = "# from fp8plan.integrations.trl import GRPOTrainer"
 
 def trl_config(job: Job, mode: str = "auto") -> dict[str, Any]:
     """Keyword arguments of `trl.GRPOConfig`. Raises ConfigError for what TRL cannot do."""
-    refuse_cpu(job.setup, "TRL")
+    refuse_for(job, "TRL")
     limits = job.setup.limits
     samples = job.tokens("samples")
     if samples < 2:

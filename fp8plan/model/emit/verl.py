@@ -14,11 +14,11 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.emit.settings import (
     Job,
     measured_notes,
-    refuse_cpu,
+    model_name,
+    refuse_for,
     replicas_note,
     shared_gpu_note,
 )
-from fp8plan.model.setup import EngineSetup
 
 _ROLLOUT: Final = "actor_rollout_ref.rollout"
 _CORRECTION: Final = "algorithm.rollout_correction"
@@ -28,10 +28,7 @@ _RESERVED: Final = {"null", "true", "false", "inf", "nan"}
 
 def verl_overrides(job: Job) -> list[str]:
     """Overrides in Hydra's own syntax, not quoted for a shell. Raises ConfigError for what verl cannot do."""
-    setup = job.setup
-    refuse_cpu(setup, "verl")
-    if reason := job.refused.get("verl"):
-        raise ConfigError(f"verl cannot start {setup.precision.name} of {_named(setup)}: {reason}")
+    refuse_for(job, "verl")
     settings = {**_model_settings(job), **_rollout_settings(job), **_correction(job.thresholds)}
     return [f"{key}={_hydra(value)}" for key, value in settings.items()]
 
@@ -42,7 +39,7 @@ def emit_verl(job: Job, _: str) -> str:
     Each but the last ends in a continuation. The comments come last: bash would drop what follows them on such a line.
     """
     setup = job.setup
-    what = f"{_named(setup)} on {setup.gpu.name}, {setup.precision.name}"
+    what = f"{model_name(setup)} on {setup.gpu.name}, {setup.precision.name}"
     work = f"{job.tokens('prompts')} prompts x {job.tokens('samples')} samples"
     notes = [
         f"fp8plan: {what}; the end of: python -m verl.trainer.main_ppo ..., with fp8plan installed on each node",
@@ -54,10 +51,6 @@ def emit_verl(job: Job, _: str) -> str:
     ]
     words = " \\\n".join(map(shlex.quote, verl_overrides(job)))
     return "\n".join([words, *(f"# {' '.join(note.split())}" for note in notes)])
-
-
-def _named(setup: EngineSetup) -> str:
-    return setup.model if isinstance(setup.model, str) else setup.model.name
 
 
 def _model_settings(job: Job) -> dict[str, Any]:

@@ -228,4 +228,5 @@ def _ways_out(
         ways.append("FP8 weights")
     if plan.available_bytes > 0:
         ways.append("a smaller max_model_len")
-    return ", ".join(ways) or "a GPU with more memory"
+    *others, last = ways or ["a GPU with more memory"]
+    return f"{', '.join(others)} or {last}" if others else last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -32,7 +33,7 @@ class Candidate:
     risk: MismatchRisk | None = None
     unit_risk: MismatchRisk | None = None  # with K and V scales left at 1.0; None without an FP8 KV cache
     step_s: float | None = None  # of the whole RL step; None without trainer figures
-    measured: bool = True  # a rollout on this layout is behind the profile
+    layout_doubt: float = 0.0  # Profile.layout_doubt of its layout
 
     @property
     def timed(self) -> Rollout:
@@ -52,14 +53,9 @@ class Candidate:
         return self.timed.makespan_s if self.step_s is None else self.step_s
 
     @property
-    def low(self) -> float:
-        """The lower end of the 90% interval of `seconds`. Of an RL step only the rollout is uncertain here."""
-        return self.seconds - self.timed.makespan_s + self.timed.makespan_low_s
-
-    @property
-    def high(self) -> float:
-        """The upper end of the 90% interval of `seconds`."""
-        return self.seconds - self.timed.makespan_s + self.timed.makespan_high_s
+    def cautious_s(self) -> float:
+        """`seconds`, with a rollout that is slower by what its layout is in doubt. The rest of an RL step is not."""
+        return self.seconds + math.expm1(self.layout_doubt) * self.timed.makespan_s
 
 
 def candidates(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -21,24 +22,22 @@ def choose(candidates: Sequence[Candidate], budget: RiskBudget) -> int:
     Among the candidates whose risk the budget accepts, it has the lowest KL of those that are within LEAST_GAIN of the
     fastest. If the budget accepts none, it has the lowest KL of all.
 
-    Layouts that no measurement has seen stand back, unless the fastest candidate's interval ends before that of any
-    measured layout begins.
+    A layout that no measurement has seen stands back, unless it is faster than the fastest measured one by more than
+    one standard deviation of what its times are in doubt.
     """
     runnable = [i for i, c in enumerate(candidates) if c.rollout is not None]
     accepted = [i for i in runnable if budget.accepts(candidates[i].expected.level)]
-    compared = _measured_first(candidates, accepted or runnable)
+    compared = _without_doubtful(candidates, accepted or runnable)
     fastest = min(candidates[i].seconds for i in compared)
     close = [i for i in compared if candidates[i].seconds <= fastest * (1 + LEAST_GAIN)]
     return min(close if accepted else compared, key=lambda i: (candidates[i].expected.kl_k3, candidates[i].seconds))
 
 
-def _measured_first(candidates: Sequence[Candidate], compared: list[int]) -> list[int]:
-    """The candidates on measured layouts if the best of them may be as fast as the fastest; else all of `compared`."""
-    measured = [i for i in compared if candidates[i].measured]
-    if not measured:
-        return compared
-    fastest = min((candidates[i] for i in compared), key=lambda c: c.seconds)
-    return measured if min(candidates[i].low for i in measured) <= fastest.high else compared
+def _without_doubtful(candidates: Sequence[Candidate], compared: list[int]) -> list[int]:
+    """Those of `compared` that were measured, and those that are faster even if their doubt goes against them."""
+    measured = [candidates[i].seconds for i in compared if not candidates[i].layout_doubt]
+    best = min(measured, default=math.inf)
+    return [i for i in compared if not candidates[i].layout_doubt or candidates[i].cautious_s < best]
 
 
 def as_choices(candidates: Sequence[Candidate], profile: Profile) -> tuple[Choice, ...]:

@@ -90,10 +90,9 @@ def _timed_group(candidates: Sequence[Candidate], problem: Problem) -> list[Cand
             tokens = int((problem.batch.prompts + problem.batch.responses).sum())
             sync = weight_sync_seconds(found.model, problem.times, problem.kv_scales_calibrated)
             step_s = found.rollout.makespan_s + problem.times.seconds(tokens) + sum(sync.values())
-        measured = problem.profile.has_measured(*candidate.setup.limits.cut)
-        timed.append(
-            replace(candidate, rollout=found.rollout, extrapolated=found.extrapolated, step_s=step_s, measured=measured)
-        )
+        doubt, rollout = problem.profile.layout_doubt(*candidate.setup.limits.cut), found.rollout
+        candidate = replace(candidate, rollout=rollout, extrapolated=found.extrapolated)
+        timed.append(replace(candidate, step_s=step_s, layout_doubt=doubt))
     return timed
 
 

@@ -8,27 +8,14 @@ from typing import cast
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.collective import NETWORK_BANDWIDTH
 from fp8plan.model.plan.choice import Choice, several_layouts
+from fp8plan.model.plan.time_reasons import NO_FASTER, SLOWER, seconds, slower, where_from, whole_or_sliced
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.budget import LEAST_GAIN
 from fp8plan.model.risk.expected import Level, MismatchRisk, RiskBudget, ThresholdAdvice
-from fp8plan.model.rollout import TAIL_SHARE, Rollout
+from fp8plan.model.rollout import Rollout
 from fp8plan.model.shards import left_in_bf16
 
-NO_FASTER = 0.005  # gains below half a percent are not worth a sentence of their own
-
-COMPONENTS = {
-    "attention": "attention over the KV cache",
-    "recurrent": "recurrent layers",
-    "kv_write": "writing the KV cache",
-    "gemm": "linear layers",
-    "moe": "experts",
-    "lm_head": "lm_head",
-    "quantise": "quantising activations",
-    "overhead": "small kernels",
-    "sampling": "sampling",
-    "collective": "all-reduce",
-    "host": "waiting for the host",
-}
+STEP_SHARES = (0.5, 0.8)  # of a rollout in an RL step
 
 
 def explain(
@@ -47,15 +34,16 @@ def explain(
 
     timed, risk, advice: of the chosen choice
     gpus_per_node: beyond it tensor parallelism crosses the network; None: it does not
-    rollouts: of all choices
+    rollouts: of all choices, if they are known
     shape: of the model; None: nothing is said of linears that stay in BF16
     """
-    picked = choices[chosen]
-    sentences = [_headline(picked, choices, budget, profile)]
+    picked, rollouts = choices[chosen], rollouts or [None] * len(choices)
+    sentences = [_headline(picked, choices, budget, profile), *_of_the_step(picked)]
     sentences += _passed_over(choices, chosen, budget, profile)
+    sentences += slower(choices, chosen, rollouts)
     sentences += _not_measured(choices, chosen, budget, profile)
     sentences += whole_or_sliced(choices, chosen, rollouts)
-    sentences += _where_from(picked, choices, timed)
+    sentences += where_from(picked, choices, timed)
     sentences += _left_in_bf16(choices, shape) if shape is not None else []
     sentences += [f"Mismatch: {reason}." for reason in risk.reasons]
     sentences += [f"Correction: {note}." for note in advice.notes]
@@ -97,6 +85,16 @@ def _gain(picked: Choice, choices: Sequence[Choice]) -> str:
     return ", ".join(gains)
 
 
+def _of_the_step(picked: Choice) -> list[str]:
+    """A sentence on the speed-up of the whole RL step, for two shares of the rollout in it (Amdahl's law)."""
+    if picked.step_speedup is not None or picked.speedup is None or picked.speedup < 1 + NO_FASTER:
+        return []
+    steps = [f"{1 / (1 - share + share / picked.speedup):.2f}x" for share in STEP_SHARES]
+    half, most = [f"{share:.0%}" for share in STEP_SHARES]
+    gain = f"{steps[0]} as fast if {half} of it is rollout with bf16, {steps[1]} if {most} is"
+    return [f"The whole RL step becomes {gain}; --train-s and --logprob-s work it out."]
+
+
 def _why_not_fp8(picked: Choice, choices: Sequence[Choice], budget: RiskBudget, profile: Profile) -> str:
     others = [c for c in choices if c.precision != "bf16"]
     if not others:
@@ -135,7 +133,7 @@ def _passed_over(choices: Sequence[Choice], chosen: int, budget: RiskBudget, pro
             sentences.append(f"{name} would be {gain:.2f}x as fast{of}, but its mismatch risk is {choice.risk}.")
         elif gain > 1 + NO_FASTER:
             sentences.append(f"{name} is only {gain - 1:.1%} faster{of}, which does not pay for its mismatch.")
-        elif picked.precision == "bf16":
+        elif picked.precision == "bf16" and gain > 1 - SLOWER:
             sentences.append(f"{name} is no faster{of}: {gain:.2f}x the speed of bf16.")
     return sentences
 
@@ -162,12 +160,12 @@ def _not_measured(choices: Sequence[Choice], chosen: int, budget: RiskBudget, pr
     if gain <= 1 + NO_FASTER:
         return []
     name = f"{best.precision}{_layout(best, choices)}"
-    why = "that layout was not measured and the intervals overlap: what was measured goes first"
-    return [f"{name} is predicted {gain:.2f}x as fast, but {why}."]
+    doubt = f"that layout was not measured, and its times are in doubt by {profile.layout_doubt(*best.cut):.0%}"
+    return [f"{name} is predicted {gain:.2f}x as fast, but {doubt}: what was measured goes first."]
 
 
 def _unmeasured(choice: Choice, profile: Profile) -> bool:
-    return not profile.has_measured(*choice.cut)
+    return profile.layout_doubt(*choice.cut) > 0
 
 
 def _layout_extrapolated(choice: Choice, profile: Profile) -> bool:
@@ -180,61 +178,6 @@ def _network(picked: Choice, gpus_per_node: int | None) -> list[str]:
     crossing = f"tensor_parallel_size {picked.tensor_parallel} crosses nodes of {gpus_per_node} GPUs"
     link = f"{NETWORK_BANDWIDTH * 8 / 1e9:.0f} Gb/s a GPU"
     return [f"The network: {crossing}, so all-reduces are modelled for {link}, not measured."]
-
-
-def whole_or_sliced(choices: Sequence[Choice], chosen: int, rollouts: Sequence[Rollout | None]) -> list[str]:
-    """A sentence on why the chosen layout shares out whole experts, or does not, if that is faster than the other way.
-
-    rollouts: of all choices
-    """
-    picked = choices[chosen]
-    other = (picked.tensor_parallel, picked.data_parallel, not picked.expert_parallel)
-    found = [i for i, c in enumerate(choices) if c.precision == picked.precision and c.layout == other]
-    if not found:
-        return []
-    rest = choices[found[0]]
-    if picked.expert_parallel and rest.reason is not None:
-        return [f"Without expert parallelism this layout cannot run: {rest.reason}."]
-    if rest.makespan_s is None or rest.seconds < picked.seconds * (1 + NO_FASTER):
-        return []
-    mine, theirs = rollouts[chosen], rollouts[found[0]]
-    why = f": {_difference(mine, theirs)}" if mine is not None and theirs is not None else ""
-    gain = f"{rest.seconds / picked.seconds:.2f}x as fast as"
-    if picked.expert_parallel:
-        return [f"With expert parallelism, whole experts on each GPU, it is {gain} with a slice of every expert{why}."]
-    return [f"A slice of every expert on each GPU is {gain} expert parallelism, which keeps them whole{why}."]
-
-
-def _difference(mine: Rollout, theirs: Rollout) -> str:
-    """The parts that take less time in the first of two rollouts, above all."""
-    if mine.preemptions < theirs.preemptions:
-        return f"{mine.preemptions:,} preemptions instead of {theirs.preemptions:,}"
-    spent = [{name: share * x.makespan_s for name, share in x.parts.items()} for x in (mine, theirs)]
-    saved = {name: theirs_s - spent[0].get(name, 0.0) for name, theirs_s in spent[1].items()}
-    most = max(saved, key=lambda name: saved[name])
-    return f"{COMPONENTS[most]} take {seconds(spent[0].get(most, 0.0))} s of it instead of {seconds(spent[1][most])} s"
-
-
-def _where_from(picked: Choice, choices: Sequence[Choice], timed: Rollout) -> list[str]:
-    sentences = []
-    baseline = next((c for c in choices if c.precision == "bf16" and c.layout == picked.layout and c.available), None)
-    if baseline is not None and baseline.preemptions and (picked.preemptions or 0) < baseline.preemptions:
-        sentences.append(
-            f"The KV cache holds {picked.kv_cache_tokens:,} tokens instead of {baseline.kv_cache_tokens:,}, so "
-            f"preemptions fall from {baseline.preemptions:,} to {picked.preemptions:,}."
-        )
-    sentences.append(f"The time goes to {_largest(timed.parts)}.")
-    if timed.tail_fraction > TAIL_SHARE:
-        sentences.append(
-            f"{timed.tail_fraction:.0%} of the rollout is tail: nothing waits, and fewer than a quarter of the "
-            f"requests still run. There the time goes to {_largest(timed.tail_parts)}."
-        )
-    return sentences
-
-
-def _largest(parts: dict[str, float], least: float = 0.1) -> str:
-    named = [f"{COMPONENTS[name]} ({share:.0%})" for name, share in parts.items() if share >= least]
-    return " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
 
 
 def _left_in_bf16(choices: Sequence[Choice], shape: ModelShape) -> list[str]:
@@ -267,8 +210,8 @@ def _caveats(choices: Sequence[Choice], timed: Rollout, profile: Profile) -> lis
     if sizes:
         named = ", ".join(map(str, sizes))
         sentences.append(
-            f"There is no measurement of tensor_parallel_size {named} on {profile.gpu}: times there are extrapolated, "
-            "and their intervals wider."
+            f"No measurement of tensor_parallel_size {named} was fitted on {profile.gpu}: times there are "
+            "extrapolated, and their intervals wider."
         )
     if any(c.available and c.expert_parallel for c in choices):
         sentences.append(
@@ -288,9 +231,3 @@ def _layout(choice: Choice, choices: Sequence[Choice]) -> str:
 
 def _seconds(choice: Choice) -> str:
     return f"{seconds(choice.makespan_s)} s ({seconds(choice.makespan_low_s)} to {seconds(choice.makespan_high_s)})"
-
-
-def seconds(value: float | None) -> str:
-    """A number of seconds with at least three digits, such as 1,234 or 98.7 or 0.0123."""
-    assert value is not None
-    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 P = TypeVar("P", bound="DataclassInstance")
 
-MAKE_ONE: Final = "`fp8plan plan MODEL --gpu GPU --json plan.json`"
+MAKE_ONE: Final = "fp8plan plan MODEL --gpu GPU --json plan.json"
 
 # Figures of a Choice that only one which cannot run lacks. Speed-ups need BF16 to fit, the RL step a trainer.
 PREDICTED: Final = (
@@ -51,7 +51,7 @@ def read(text: str, kind: type[P]) -> P:
     try:
         return _read(parse(text, "the plan"), kind)
     except ConfigError as error:
-        raise ConfigError(f"{error}; or make the plan again with {MAKE_ONE}") from None
+        raise ConfigError(f"{error}; to make one, type: {MAKE_ONE}") from None
 
 
 def _read(data: Any, kind: type[P]) -> P:

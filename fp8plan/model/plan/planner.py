@@ -12,6 +12,7 @@ import numpy as np
 from fp8plan.checks import whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.engine_versions import version_warnings
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.candidates import candidates
@@ -150,7 +151,7 @@ def predict(
             rollouts=[c.rollout for c in found],
             shape=shape,
         ),
-        warnings=tuple(warnings),
+        warnings=(*version_warnings(engine_version), *warnings),
         budget=budget,
         kv_scales="calibrated" if kv_scales_calibrated else "unit",
     )
@@ -183,7 +184,7 @@ def _check_kinds(arguments: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name} is {value!r}; allowed: {allowed}")
     for name in ("gpus", "gpus_per_node"):
         if arguments[name] is not None:
-            whole(name, arguments[name], otherwise=", or None")
+            whole(name, arguments[name], otherwise=", or leave it out")
     names = arguments["precisions"]
     if not (names is None or (isinstance(names, Sequence) and all(isinstance(name, str) for name in names))):
         raise ConfigError(f"precisions is {names!r}; allowed: some of {', '.join(PRESETS)}, or None for all")

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from fp8plan.errors import ConfigError, ProfileError
-from fp8plan.model.hardware import Gpu
+from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.profile.profile import ASSUMED, ENGINE, Profile, parsed
 
 OWN_PROFILES = "FP8PLAN_PROFILES"  # environment variable
@@ -99,9 +99,9 @@ def list_profiles(profiles_dir: Path | None = None) -> tuple[ProfileEntry, ...]:
 
 
 def load_profile(
-    gpu: Gpu, engine_version: str = "0.26.0", strict: bool = False, profiles_dir: Path | None = None
+    gpu: Gpu | str, engine_version: str = "0.26.0", strict: bool = False, profiles_dir: Path | None = None
 ) -> tuple[Profile, list[str]]:
-    """The best profile for `gpu` and an engine version, and the warnings that go with it.
+    """The best profile for `gpu`, a Gpu or its name, and an engine version, and the warnings that go with it.
 
     A profile of this very version comes first, the user's own (`own_profiles_path`) before a shipped one. Next is the
     nearest engine version of the same GPU, with its standard deviations doubled. Last is the datasheet profile.
@@ -110,6 +110,7 @@ def load_profile(
     Raises ProfileError if there is none or if its file is corrupt, and ConfigError if $FP8PLAN_PROFILES does not name a
     folder.
     """
+    gpu = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     if not re.match(r"\d+(\.\d+)*", engine_version):
         raise ConfigError(f"engine_version is {engine_version!r}; allowed: a version of {ENGINE} such as 0.26.0")
     folders = _folders(profiles_dir)

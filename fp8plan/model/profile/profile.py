@@ -82,9 +82,11 @@ class Profile:
         doublings = min(abs(math.log2(tensor_parallel_size / size)) for size in self.tensor_parallel)
         return UNMEASURED_DOUBLING_SD * math.sqrt(doublings + expert_parallel)
 
-    def has_measured(self, tensor_parallel_size: int, expert_parallel: bool = False) -> bool:
-        """True if a rollout on this layout was measured. Imported and datasheet profiles have no measured layout."""
-        return self.kind == "calibrated" and not self.layout_error(tensor_parallel_size, expert_parallel)
+    def layout_doubt(self, tensor_parallel_size: int, expert_parallel: bool = False) -> float:
+        """The `layout_error` that a layout has beyond those that were measured; 0 if none was, as in an imported or
+        datasheet profile.
+        """
+        return self.layout_error(tensor_parallel_size, expert_parallel) if self.kind == "calibrated" else 0.0
 
     def assumes(self, kernel: str) -> bool:
         """True if the datasheet stands in for a kernel that was not measured."""

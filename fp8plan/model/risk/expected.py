@@ -255,7 +255,10 @@ def _level(
     if setting.moe:
         reasons.append("MoE: routing differs between engine and trainer, so the ratios have a heavy tail")
     if setting.fp8_weights and setting.e8m0:
-        reasons.append("weights are rounded twice, to power-of-two scales (VLLM_USE_DEEP_GEMM_E8M0=0 avoids it)")
+        reasons.append(
+            "weights are rounded twice, to power-of-two scales: Blackwell's kernels take no others, and on Hopper "
+            "VLLM_USE_DEEP_GEMM_E8M0=0 avoids it"
+        )
     if clipped:
         level = "high"
         reasons.append(_CLIPPED[calibrated])

@@ -18,7 +18,7 @@ from fp8plan.jsonl import read
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.profile.profile import ENGINE
-from fp8plan.model.recorded import batch_of
+from fp8plan.model.recorded import NO_ROLLOUT, batch_of, is_of_monitor
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import Batch
 from fp8plan.schemas import LIMITS, REQUIRED, RolloutRecord, check_version, checked
@@ -91,8 +91,7 @@ def read_run(path: str | Path) -> Run:
         else:
             records.append(_record(fields, number, where))
     if left_out and not records:
-        hint = "a Monitor knows rollouts from its engine, or from step(..., rollout=...)"
-        raise ConfigError(f"{file} has no records, only {left_out} steps of a Monitor without a rollout; {hint}")
+        raise ConfigError(f"{file} has no records, only {left_out} steps of a Monitor without a rollout; {NO_ROLLOUT}")
     if not records:
         raise ConfigError(f"{file} has no records; it needs one JSON object per line")
     return Run(records, left_out, torn)
@@ -100,7 +99,7 @@ def read_run(path: str | Path) -> Run:
 
 def _without_rollout(fields: dict[str, Any]) -> bool:
     """True for a Monitor's record of a step that trained on earlier samples: there was no rollout to time."""
-    return isinstance(fields.get("metrics"), dict) and fields.get("seconds") is None
+    return is_of_monitor(fields) and fields.get("seconds") is None
 
 
 def _record(fields: dict[str, Any], number: int, where: str) -> Record:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import pi
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +12,7 @@ from fp8plan.importers.figures import figures
 from fp8plan.jsonl import read
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import PRESETS
+from fp8plan.model.recorded import NO_ROLLOUT
 from fp8plan.runtime.doctor.observe import Given, Notes, measured_kernels
 from fp8plan.runtime.doctor.observed import Observed
 from fp8plan.schemas import K3, KL_LIMIT, RunRecord, check_version, checked
@@ -27,7 +28,7 @@ def observe_file(path: Path, given: Given) -> Observed:
 
     Raises ConfigError for a file that is neither a Monitor's nor holds a trainer's figures.
     """
-    if path.suffix == ".jsonl" and path.exists():
+    if path.name.endswith((".jsonl", ".jsonl.gz")) and path.exists():
         rows = [row for _, row in read(path, "run file", whole=False).rows]
         if rows and isinstance(rows[-1], dict) and "metrics" in rows[-1]:
             return _of_monitor(path, rows, given)
@@ -39,22 +40,23 @@ def _of_monitor(path: Path, rows: list[dict[str, Any]], given: Given) -> Observe
     check_version(last, "record", f"the last line of {path}")
     checked(last, RunRecord, f"the last line of {path}")
     notes = Notes(dict.fromkeys(("ranks", "kv_scales", *FROM_INSIDE), INSIDE))
-    rollout: dict[str, Any] = next((row for row in reversed(rows) if row.get("response_lengths")), {})
-    facts = _facts(rollout)
-    gpu = rollout.get("gpu") or given.gpu
-    runs = rollout.get("precision") if rollout.get("precision") in PRESETS else None
-    step = f"step {rollout['step']}" if rollout else "no step"
+    engine, rollout = _last(rows, "engine_version", "kernel_backends"), _last(rows, "preemptions")
+    facts = _facts(engine)
+    gpu = engine.get("gpu") or given.gpu
+    runs = engine.get("precision") if engine.get("precision") in PRESETS else None
+    if not rollout:
+        notes.unseen["preemptions"] = f"no record counts preemptions: {NO_ROLLOUT}"
     return Observed(
-        target=f"{path}, {step}",
+        target=f"{path}, step {last['step']}",
         gpu=gpu,
         precision=given.precision,
         runs=runs,
         ranks=[facts] if facts else [],
-        kernels=rollout.get("kernel_backends"),
+        kernels=engine.get("kernel_backends"),
         measured_kernels=notes.of("measured_kernels", lambda: measured_kernels(_known(gpu), facts)),
         preemptions=rollout.get("preemptions"),
-        requests=len(rollout["response_lengths"]) if rollout else None,
-        since=f"{step} began",
+        requests=len(rollout["response_lengths"]) if rollout.get("response_lengths") else None,
+        since=f"step {rollout.get('step')} began",
         kl_k3=last["metrics"].get(K3),
         kl_limit=last["metrics"].get(KL_LIMIT),
         unseen=notes.unseen,
@@ -65,10 +67,15 @@ def _known(gpu: str | None) -> str | None:
     return None if gpu is None else find_gpu(gpu).name
 
 
-def _facts(rollout: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts that a rollout record tells of an engine, as runtime.worker.facts names it."""
-    facts = {name: rollout[name] for name in ("e8m0", "enforce_eager") if name in rollout}
-    return facts | ({"vllm_version": rollout["engine_version"]} if rollout.get("engine_version") else {})
+def _last(rows: Sequence[Mapping[str, Any]], *fields: str) -> Mapping[str, Any]:
+    """Return the last record that has one of the fields, or {}. Lengths may have been cut from all of them."""
+    return next((row for row in reversed(rows) if any(row.get(name) is not None for name in fields)), {})
+
+
+def _facts(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts that a record tells of an engine, as runtime.worker.facts names it."""
+    facts = {name: record[name] for name in ("e8m0", "enforce_eager") if name in record}
+    return facts | ({"vllm_version": record["engine_version"]} if record.get("engine_version") else {})
 
 
 def _of_trainer(path: Path, given: Given) -> Observed:

@@ -31,7 +31,7 @@ def precision(seen: Observed) -> Finding:
     parts = [f"linears {', '.join(linears)}"] * bool(linears) + [f"KV cache {cache}"] * bool(cache)
     if not parts and seen.runs is None:
         return unknown("precision", seen.unseen.get("ranks", NOTHING))
-    says = ": ".join([*([seen.runs] if seen.runs else []), ", ".join(parts)])
+    says = ": ".join(filter(None, [seen.runs, ", ".join(parts)]))
     planned = None if seen.precision is None else PRESETS[seen.precision]
     if planned is None or planned.name == seen.runs:
         return ok("precision", says)
@@ -139,6 +139,10 @@ def kv_scales(seen: Observed) -> Finding:
 
 def preemption(seen: Observed) -> Finding:
     """Requests are seldom preempted."""
+    if seen.preemptions == 0 and seen.requests is None:
+        return ok("preemption", f"none since {seen.since}")
+    if seen.preemptions and seen.requests is None:
+        return unknown("preemption", f"{seen.preemptions:,} since {seen.since}; in how many requests is not told")
     if seen.preemptions is None or not seen.requests:
         return unknown("preemption", seen.unseen.get("preemptions", f"no request has finished since {seen.since}"))
     says = f"{seen.preemptions:,} in {seen.requests:,} requests since {seen.since}"

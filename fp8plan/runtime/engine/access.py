@@ -25,9 +25,14 @@ def refuse_dead(state: SyncState) -> None:
 
 
 @contextmanager
-def generating(state: SyncState) -> Iterator[None]:
-    """Count a generate as running. Raises NotServingError while the weights must not be used."""
+def generating(state: SyncState, only: bool = False) -> Iterator[None]:
+    """Count a generate as running. Raises NotServingError while the weights must not be used.
+
+    only: refuse while another generate runs, too
+    """
     with state.lock:
+        if only and state.generating:
+            raise NotServingError("another generate is running; wait for it")
         refuse_dead(state)
         if state.asleep:
             raise NotServingError("the engine sleeps; call wake_up")

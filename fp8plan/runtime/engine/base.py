@@ -10,6 +10,7 @@ import gc
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from math import isnan
 from operator import index
 from typing import Any, Literal
 
@@ -273,8 +274,7 @@ class EngineBase:
         both = [[*(output.prompt_token_ids or ()), *output.outputs[0].token_ids][:most] for output in chosen]
         if both:
             self._rollout = [*(self._rollout if more else ()), *both][-CALIBRATION_SEQUENCES:]
-        sums = [one.cumulative_logprob for output in outputs for one in output.outputs]
-        if any(x is not None and x != x for x in sums):  # NaN
+        if any(has_nan(response) for output in outputs for response in output.outputs):
             self.state.soiled = True
 
     def _rescale(self) -> Procedure:
@@ -356,6 +356,12 @@ def requests(call: Call) -> tuple[list[dict[str, list[int]]], Any]:
     prompts, settings = call.arguments
     inputs = [{"prompt_token_ids": [index(token) for token in tokens]} for tokens in prompts]
     return inputs, SamplingParams(**{"detokenize": False} | settings)
+
+
+def has_nan(response: Any) -> bool:
+    """Return whether a log-prob is NaN in a response, a vLLM CompletionOutput."""
+    total = response.cumulative_logprob
+    return total is not None and isnan(total)
 
 
 def _as_lists(prompts: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from fp8plan.errors import NotServingError
@@ -33,9 +34,13 @@ class Calls:
         method = call.arguments[0] if call.what == "rpc" else None
         if method in STREAMED:
             return self._streamed(*call.arguments)
-        late = self._landed()
-        if method != "fp8plan_abort" and any("error" in answer for answer in late):
-            return late
+        if method == "fp8plan_abort":
+            with suppress(Exception):  # whatever became of the chunk, who lives must close its sync
+                self._landed()
+        else:
+            late = self._landed()
+            if any("error" in answer for answer in late):
+                return late
         if method == "fp8plan_begin":
             self.number, self.chunks = call.arguments[1][0], []
         asked = self._asked()

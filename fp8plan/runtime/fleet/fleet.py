@@ -13,6 +13,7 @@ weights; how a sync goes is runtime.fleet.sync, who gets which prompt is runtime
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
@@ -167,9 +168,7 @@ class RolloutFleet(EngineBase):
         is left, while another generate runs, or while the weights must not be used.
         """
         refuse_shut_down(self.state)
-        if self.state.generating:
-            raise NotServingError("another generate is running; wait for it")
-        with generating(self.state):
+        with generating(self.state, only=True):
             try:
                 requests = Requests.of(prompts, sampling_params, kwargs)
                 outputs = self._rollouts.run(self.serves, requests, expected_lengths)
@@ -195,12 +194,13 @@ class RolloutFleet(EngineBase):
 
         Raises SyncError, whose message says which weights serve now.
         """
-        if isinstance(tensors, RemoteSource) and self._members.lineup != self._met:
-            workers = (len(self._members.living) or self.replicas) * self._members.terms.workers
-            raise SyncError(
-                "the replicas that live are not those that met the trainer; type: "
-                f"transfer = connect(fleet.join_transfer, workers={workers}). Nothing was sent"
-            )
+        if isinstance(tensors, RemoteSource):
+            workers = self._to_meet()
+            if self._members.lineup != self._met:
+                raise SyncError(
+                    "the replicas that live are not those that met the trainer; type: "
+                    f"transfer = connect(fleet.join_transfer, workers={workers}). Nothing was sent"
+                )
         calls = self._calls(keep=self._keep)
         report = self._drive(self._revive_and_sync(self._busy(), tensors, manifest, kv_amax, kv_prompts, scored), calls)
         self._waiting.clear()
@@ -212,7 +212,14 @@ class RolloutFleet(EngineBase):
         """Meet a trainer that sends over NCCL to all workers of all replicas (fp8plan.runtime.weight_sync.nccl).
 
         Once a replica has died or was replaced they must meet again. What comes this way is not kept for `replace`.
+        Raises ConfigError if `where` has places for other than these workers.
         """
+        workers = self._to_meet()
+        if where.world_size != 1 + workers:
+            raise ConfigError(
+                f"world_size is {where.world_size}; allowed: {1 + workers}, for the trainer and the workers of all "
+                f"replicas that live; type: transfer = connect(fleet.join_transfer, workers={workers})"
+            )
         self._drive(self._join(self._busy(), where))
         self._met = self._members.lineup
 
@@ -235,11 +242,11 @@ class RolloutFleet(EngineBase):
         with alone(self.state, self._busy()):
             refuse_dead(self.state)
             try:
+                self._waiting.add(number)  # first of all: whatever fails, it does not serve without the weights
+                self.state.prepared.clear()  # the new one has not seen any manifest
                 self._members.stop([number])
                 self._members.start([number], self.launch)
                 self._remind()
-                self.state.prepared.clear()  # the new one has not seen any manifest
-                self._waiting.add(number)
                 if self.state.refusal is None and (self.state.version == 0 or self._kept is not None):
                     self._seed(number)
                     self._waiting.discard(number)
@@ -265,6 +272,11 @@ class RolloutFleet(EngineBase):
     def deaths(self) -> dict[int, str]:
         """The replicas that died -> what of; `replace` starts another in their place."""
         return dict(self._members.lost)
+
+    @property
+    def serving(self) -> bool:
+        """Return whether rollouts may use the weights now, in any replica."""
+        return super().serving and bool(self.serves)
 
     @property
     def serves(self) -> list[int]:
@@ -356,6 +368,15 @@ class RolloutFleet(EngineBase):
     def _busy(self) -> int:
         refuse_shut_down(self.state)
         return self.state.generating
+
+    def _to_meet(self) -> int:
+        """Return how many workers a trainer meets: of the replicas that live, or of all, who then start again.
+
+        Each is asked something first, which shows who died while idle: the others would wait for it in the broadcast.
+        """
+        with alone(self.state, self._busy()), suppress(NotServingError):
+            self._drive(rpc("fp8plan_attention_layers"))
+        return (len(self._members.living) or self.replicas) * self._members.terms.workers
 
     def _every(self, method: str, *arguments: Any) -> dict[int, Any]:
         """Call a method of every replica that lives."""

@@ -10,12 +10,13 @@ from typing import Any, Literal, NamedTuple
 
 from fp8plan.errors import LostEngineError, NotServingError
 from fp8plan.runtime.engine.launch import Launch
-from fp8plan.runtime.fleet.placement import place, placed, ray
+from fp8plan.runtime.fleet.placement import await_places, place, placed, ray
 from fp8plan.runtime.fleet.replica import Replica
 from fp8plan.runtime.guard.fallback import GuardSettings
 from fp8plan.runtime.monitor.sinks import warn
 from fp8plan.runtime.weight_sync.state import SyncSettings
 
+LOOK_S = 10.0  # between two looks whether those that start have places
 STOP_S = 30.0  # that a replica may take to shut vLLM down
 MOST_WORDS = 400  # characters of a death's cause
 
@@ -64,7 +65,10 @@ class Members:
         self.sizes = (0, 0)
 
     def start(self, numbers: Iterable[int], launched: Launch) -> None:
-        """Start engines in these places, at once. Raises what the first raises that does not start."""
+        """Start engines in these places, at once. Raises what the first raises that does not start.
+
+        Raises ConfigError if a place was lost with its host, and Ray finds no other.
+        """
         terms, made = self.terms, {}
         for number in numbers:
             options = place(self._group, number, terms.gpus, terms.cpus, terms.env)
@@ -73,10 +77,13 @@ class Members:
             self.living[number] = made[number]
             self.lost.pop(number, None)
         try:
-            found = self.collect(self.submit("start", dict.fromkeys(made, (terms.mode, terms.guard))))
+            starting = self.submit("start", dict.fromkeys(made, (terms.mode, terms.guard)))
+            while self._ray.wait([*starting.values()], num_returns=len(starting), timeout=LOOK_S)[1]:
+                await_places(self._group, made, terms.wait_s)
+            found = self.collect(starting)
         except BaseException as error:
-            for number in made:
-                self._end(number, f"it did not start: {error}")
+            self.stop(made)  # some have started
+            self.lost = dict.fromkeys(made, f"it did not start: {error}") | self.lost
             raise
         if dead := made.keys() - found.keys():
             raise LostEngineError(f"the engine died while it started: {self.obituary(dead)}")
@@ -108,8 +115,10 @@ class Members:
                     self.lose(number, str(error.cause))
                 else:
                     errors.append(error.cause)
-            except RayError as error:
+            except _deaths() as error:
                 self.lose(number, _short(error))
+            except RayError as error:  # the object store is full, say: it lives
+                errors.append(error)
         if errors:
             raise errors[0]
         return answers
@@ -165,6 +174,22 @@ class Members:
         seed = int(launched.kwargs.get("seed") or 0) + self.born
         self.born += 1
         return replace(launched, kwargs={**launched.kwargs, "seed": seed})
+
+
+def _deaths() -> tuple[type[Exception], ...]:
+    """Return what Ray raises for a call to an actor that has died, or whose host has."""
+    from ray import exceptions
+
+    return (
+        exceptions.RayActorError,  # ActorDiedError and ActorUnavailableError
+        exceptions.OutOfMemoryError,  # Ray's memory monitor has killed it
+        exceptions.ObjectReconstructionFailedError,  # its answer was there, and went with its host (seen with Ray 2.60)
+        exceptions.WorkerCrashedError,
+        exceptions.NodeDiedError,
+        exceptions.RuntimeEnvSetupError,  # these have never lived
+        exceptions.ActorUnschedulableError,
+        exceptions.ActorPlacementGroupRemoved,
+    )
 
 
 def _short(error: Exception) -> str:

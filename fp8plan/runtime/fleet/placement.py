@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from fp8plan.errors import ConfigError
@@ -38,15 +39,30 @@ def placed(replicas: int, gpus: int, cpus: float, wait_s: float) -> Any:
     each = bundle(gpus, cpus)
     refuse_too_few(each, replicas, package.cluster_resources())
     group = placement_group([each] * replicas, strategy="PACK")
-    if not group.wait(wait_s):
-        free = package.available_resources()
+    try:
+        await_places(group, range(replicas), wait_s)
+    except BaseException:
         remove_placement_group(group)
+        raise
+    return group
+
+
+def await_places(group: Any, numbers: Iterable[int], wait_s: float) -> None:
+    """Wait until these bundles of a group have hosts. Ray looks for another where one is lost.
+
+    Raises ConfigError if they do not get free: an actor would wait for ever.
+    """
+    from ray.util.placement_group import placement_group_table
+
+    hosts = placement_group_table(group)["bundles_to_node_id"]
+    homeless = [number for number in numbers if not hosts[number]]
+    if homeless and not group.wait(wait_s):  # Ray places all that are homeless at once
+        each, free = group.bundle_specs[homeless[0]], ray().available_resources()
         raise ConfigError(
-            f"places for {replicas} replicas of {_said(each)} on one host each did not get free in {wait_s:g} s; free "
-            f"now, on all hosts: {_said({kind: free.get(kind, 0) for kind in each})}. End what uses them, ask for "
+            f"places for {len(homeless)} replicas of {_said(each)} on one host each did not get free in {wait_s:g} s; "
+            f"free now, on all hosts: {_said({kind: free.get(kind, 0) for kind in each})}. End what uses them, ask for "
             "fewer replicas, or wait longer (wait_s=...)"
         )
-    return group
 
 
 def refuse_too_few(each: dict[str, float], replicas: int, whole: dict[str, float]) -> None:

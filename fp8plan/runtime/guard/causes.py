@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from fp8plan.errors import CapacityError
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.plan.explain import seconds
+from fp8plan.model.plan.time_reasons import seconds
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.budget import LEAST_GAIN
 from fp8plan.model.setup import EngineSetup

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Final, Self
 
 from fp8plan.errors import SyncError
 from fp8plan.runtime.engine.async_engine import driven
-from fp8plan.runtime.engine.base import requests
+from fp8plan.runtime.engine.base import has_nan, requests
 from fp8plan.runtime.engine.launch import refuse_fixed_scales
 from fp8plan.runtime.engine.warm_up import until_reset
 from fp8plan.runtime.server.plugin import PROBE
@@ -126,6 +126,8 @@ class Front:
             async with aclosing(self._outputs(*args, **kwargs)) as outputs:
                 async for last in outputs:
                     entering.close()
+                    if any(map(has_nan, last.outputs)):
+                        self.state.soiled = True
                     yield last
         if last is not None and last.prompt_token_ids and self.state.fp8_kv and PROBE not in last.request_id:
             tokens = [*last.prompt_token_ids, *last.outputs[0].token_ids]

@@ -13,7 +13,8 @@ from contextlib import aclosing
 from typing import Any, Final
 from uuid import uuid4
 
-from fp8plan.errors import ConfigError
+from fp8plan.errors import ConfigError, Fp8PlanError
+from fp8plan.runtime.engine.base import has_nan
 
 Generate = Callable[[Any, Any, str], AsyncGenerator[Any, None]]  # an AsyncLLM's, or what stands before it
 
@@ -22,7 +23,15 @@ SAMPLING: Final = (
     "n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "frequency_penalty",
     "presence_penalty", "ignore_eos", "min_tokens", "stop", "stop_token_ids",
 )  # fmt: skip
+BROKEN_OFF: Final = ("abort", "error")  # finish reasons of responses that are not complete
 LOWEST: Final = -9999.0  # log-prob that vLLM's own routes give in the place of a lower one
+
+
+class ResponseError(Fp8PlanError, ValueError):
+    """A response that nobody must train on.
+
+    A ValueError, so that the route answers with status 400: TRL's client would send the whole batch again after a 500.
+    """
 
 
 async def rolled_out(
@@ -35,8 +44,8 @@ async def rolled_out(
     prompts:  token ids
     sampling: of SAMPLING; "n" is the number of responses to each prompt
 
-    Raises ConfigError, or an error of vLLM's own, for what cannot be sampled, and what `generate` raises for the first
-    prompt that fails, after which no other runs on. RuntimeError: vLLM ended a response with an error.
+    Raises ConfigError, or an error of vLLM's own, for what cannot be sampled. For the first prompt that fails, after
+    which no other runs on, it raises what `generate` raises, and ResponseError if nobody must train on a response.
     """
     from vllm.inputs.engine import tokens_input
 
@@ -47,20 +56,38 @@ async def rolled_out(
             f"a prompt has {longest} tokens and max_tokens is {params.max_tokens}; allowed: {config.max_model_len} of "
             "both (max_model_len)"
         )
+
+    async def responses_to(number: int, tokens: list[int]) -> list[Any]:
+        found: list[Any] = (await finished(generate, tokens_input(tokens), params)).outputs
+        for response in found:
+            refuse_broken(response, number)
+        return found
+
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(finished(generate, tokens_input(tokens), params)) for tokens in prompts]
+            tasks = [group.create_task(responses_to(number, tokens)) for number, tokens in enumerate(prompts)]
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
-    responses = [response for task in tasks for response in task.result().outputs]
-    reasons = [response.finish_reason for response in responses]
-    if "error" in reasons:
-        raise RuntimeError("vLLM ended a response with an error; the server's log says which")
+    responses = [response for task in tasks for response in task.result()]
     return {
         "token_ids": [list(response.token_ids) for response in responses],
         "logprobs": [sampled_logprobs(response) for response in responses],
-        "finish_reasons": reasons,
+        "finish_reasons": [response.finish_reason for response in responses],
     }
+
+
+def refuse_broken(response: Any, number: int) -> None:
+    """Raise ResponseError for a response that nobody must train on. number: of its prompt"""
+    if response.finish_reason in BROKEN_OFF:
+        raise ResponseError(
+            f"a response to prompts[{number}] ended by {response.finish_reason!r}: it was aborted, as POST /pause does "
+            "without mode=keep or mode=wait, or the server's log says what failed; send the prompts again"
+        )
+    if has_nan(response):
+        raise ResponseError(
+            f"a response to prompts[{number}] has NaN among its log-probs; update the weights, which also cleans the "
+            "KV cache, before the next rollout"
+        )
 
 
 def sampling_params(sampling: dict[str, Any], most: int | None) -> Any:
@@ -76,11 +103,12 @@ def sampling_params(sampling: dict[str, Any], most: int | None) -> Any:
     allowed = f"allowed: {', '.join(SAMPLING)}"
     if unknown := sorted(sampling.keys() - set(SAMPLING)):
         raise ConfigError(f"sampling has {', '.join(unknown)}; {allowed}")
-    given = {name: value for name, value in sampling.items() if value is not None}
     try:
-        found = msgspec.convert(given | {"logprobs": 0}, SamplingParams, strict=False)
+        found = msgspec.convert(sampling | {"logprobs": 0}, SamplingParams, strict=False)
     except (msgspec.ValidationError, TypeError, ValueError) as error:
         raise ConfigError(f"sampling is {sampling}: {error}; {allowed}, as vllm.SamplingParams takes them") from error
+    if found.max_tokens is None:  # also of the text "null"
+        raise ConfigError(f"max_tokens is {sampling['max_tokens']!r}; allowed: a number")
     if most is not None:
         found.max_tokens = min(found.max_tokens, most)
     return enough(found)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fp8plan.model.cost.base import FloatArray
-from fp8plan.model.plan.explain import seconds
+from fp8plan.model.plan.time_reasons import seconds
 from fp8plan.model.rollout import Timeline
 
 if TYPE_CHECKING:

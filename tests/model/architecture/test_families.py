@@ -10,7 +10,7 @@ from family_configs import config_of, shape_of
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.architecture.families import FAMILIES, REFUSED, WRAPPERS
+from fp8plan.model.architecture.families import FAMILIES, REFUSED, SAME_AS, WRAPPERS
 from fp8plan.model.architecture.parts import Attention, Experts, LatentAttention, mixers
 from fp8plan.model.configs import find_config
 
@@ -122,6 +122,16 @@ def test_what_is_not_known_is_refused_by_name(name: str) -> None:
     assert "is not modelled" in str(error.value)
 
 
+@pytest.mark.parametrize(("name", "as_what"), SAME_AS.items())
+def test_a_model_type_that_vllm_reads_as_another_is_that(name: str, as_what: str) -> None:
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    fields = config_of(as_what, {}).to_dict() | {"n_routed_experts": 384}
+    del fields["model_type"]
+    assert read(name, **fields) == read(as_what, **fields)
+    assert type(config_of(as_what, {})).__name__ == _CONFIG_REGISTRY[name].__name__
+
+
 # Published configs as they are on the hub: fields that transformers would fill in are absent. Counts are those of the
 # hub's safetensors index, but for gpt-oss, whose is that of its model card (arXiv:2508.10925, table 1, in billions).
 GEMMA3_1B = {
@@ -224,7 +234,7 @@ def test_a_multimodal_model_is_its_text_model_and_says_so() -> None:
     assert isinstance(first, Attention)
     assert (first.heads, first.kv_heads, first.head_dim) == (8, 4, 256)
     assert read(**GEMMA3_1B).note == ""
-    with pytest.raises(ConfigError, match=r"vision tower .*'llava'.* is not modelled"):
+    with pytest.raises(ConfigError, match=r"'llava', whose config names a vision tower .* is not modelled"):
         read("llava", text_config=text, vision_config={"depth": 3})
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape, bundled_models
 from fp8plan.model.architecture.parts import Attention, Experts, Mlp
+from fp8plan.model.configs import Fields
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_KV, PRESETS
 
 # Parameter counts as published: the hub's safetensors totals (total_size / 2 of the BF16 index). Where embeddings are
@@ -323,3 +324,12 @@ def test_context_beyond_the_model_is_refused() -> None:
     model.check_max_model_len(4096)
     with pytest.raises(ConfigError, match=r"4097.*at most 4096"):
         model.check_max_model_len(4097)
+
+
+def test_a_list_with_the_same_number_for_every_layer_is_that_number() -> None:
+    config = {"num_hidden_layers": 3, "moe_topk": [8, 8, 8], "hidden_size": [1024], "num_experts": [4, 4, 8]}
+    fields = Fields(config, "config.json")
+    assert fields.integer("num_experts_per_tok") == 8  # as Hunyuan-A13B writes it
+    for name in ("hidden_size", "num_experts"):
+        with pytest.raises(ConfigError, match=rf"field '{name}' is \[.*allowed: a whole number of at least 1"):
+            fields.integer(name)

@@ -24,10 +24,12 @@ from fp8plan.model.emit.trl import _COLOCATED
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
+from fp8plan.model.plan.planner import plan as planned
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.risk.budget import RiskBudget
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import TARGETS, refusals
+from fp8plan.model.workload import Workload
 
 # No field at its default, so that one that gets lost shows.
 LIMITS = EngineLimits(
@@ -442,6 +444,19 @@ def test_a_layout_that_verl_cannot_start_is_refused(model: str, tensor_parallel:
     best = plans.index("bf16")
     assert f"the next best is choice {best}, bf16 at tensor_parallel_size {tensor_parallel}" in words
     assert plan.emit("verl", choice=best)
+
+
+@pytest.mark.parametrize("trainer", ["verl", "trl"])
+def test_an_fp8_cache_of_latent_attention_is_refused_where_its_scales_would_be_measured(trainer: str) -> None:
+    plan = with_refusals(layout(1, 1, model="deepseek-ai/DeepSeek-V2-Lite", chosen=plans.index("fp8_kv")))
+    with pytest.raises(
+        ConfigError, match=r"cannot start fp8_kv of .*: .* no kernel of latent attention .*allowed: bf16"
+    ):
+        plan.emit(trainer)
+    assert plan.emit("vllm", kv_scales="calibrated")
+    assert plan.emit(trainer, choice="bf16")
+    found = planned(plan.model, "h200", Workload(4, 4, 64, 128), target=trainer)
+    assert not any(c.available for c in found.choices if c.preset.kv == "fp8")
 
 
 def with_refusals(plan: Plan) -> Plan:

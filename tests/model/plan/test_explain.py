@@ -55,10 +55,30 @@ def reasons(
 
 
 def test_a_gain_is_named_with_its_interval() -> None:
-    (headline,) = reasons(row("bf16", 100), row("fp8_block", 80), chosen=1)
+    headline, _ = reasons(row("bf16", 100), row("fp8_block", 80), chosen=1)
     for part in ("Choose fp8_block", "80 s", "40 to 160", "1.25x as fast as bf16"):
         assert part in headline
     assert "RL step" not in headline
+
+
+def test_the_gain_of_the_step_is_named_for_two_shares_of_the_rollout_where_it_is_not_known() -> None:
+    found = reasons(row("bf16", 100), row("fp8_block", 50, speedup=2.0), chosen=1)
+    assert "The whole RL step becomes 1.33x as fast if 50% of it is rollout with bf16, 1.67x if 80% is" in found[1]
+    known = row("fp8_block", 50, speedup=2.0, step_speedup=1.5)
+    assert not any("The whole RL step" in s for s in reasons(row("bf16", 100), known, chosen=1))
+    assert not any("The whole RL step" in s for s in reasons(row("bf16", 100), row("fp8_block", 99)))
+
+
+def test_what_makes_a_precision_slower_than_bf16_is_named() -> None:
+    runs = [replace(TIMED, makespan_s=100.0), replace(TIMED, makespan_s=125.0, parts={"attention": 1.0}), None]
+
+    def told(*rows: Choice) -> list[str]:
+        found = explain(rows, 0, TIMED, RISK, ADVICE, RiskBudget(), MEASURED, rollouts=runs[: len(rows)])
+        return [sentence for sentence in found if sentence.startswith("fp8_")]
+
+    slower = "fp8_kv is 0.80x as fast as bf16, where 70 s go to attention over the KV cache instead of 125 s."
+    assert told(row("bf16", 100), row("fp8_kv", 125), missing("fp8_block")) == [slower]
+    assert told(row("bf16", 100), row("fp8_kv", 100.5)) == ["fp8_kv is no faster: 1.00x the speed of bf16."]
 
 
 def test_the_gain_of_the_whole_step_is_named_where_it_is_known() -> None:
@@ -72,7 +92,7 @@ def test_it_says_that_fp8_is_not_worth_it_and_why_for_each() -> None:
     assert "FP8 is not worth it" in found[0]
     assert "fp8_block is only 1.0% faster" in found[1]
     assert "mismatch" in found[1]
-    assert "fp8_kv is no faster: 0.80x" in found[2]
+    assert "fp8_kv is 0.80x as fast as bf16" in found[2]
     assert len(found) == 3
 
 
@@ -97,7 +117,7 @@ def test_layouts_that_nobody_measured_are_named() -> None:
     rows = row("bf16", 100), row("fp8_block", 80), row("fp8_block", 60, tensor_parallel=2, extrapolated=True)
     found = reasons(*rows, chosen=1)
     assert any("fp8_block on 1 replica of tensor_parallel_size 2 is predicted 1.33x as fast" in s for s in found)
-    assert "There is no measurement of tensor_parallel_size 2 on h200_sxm" in found[-1]
+    assert "No measurement of tensor_parallel_size 2 was fitted on h200_sxm" in found[-1]
     assert not any("Part of this workload" in s for s in found)
     seen = replace(MEASURED, tensor_parallel=[1, 2])
     assert not any(
@@ -165,7 +185,7 @@ def test_preemptions_are_named_when_they_fall_and_only_then() -> None:
 
 def test_a_long_tail_is_named_with_what_binds_it() -> None:
     rows = row("bf16", 100), row("fp8_kv", 60)
-    (sentence,) = reasons(*rows, chosen=1, tail=0.4)[1:]
+    sentence = reasons(*rows, chosen=1, tail=0.4)[-1]
     assert "40% of the rollout is tail" in sentence
     assert "There the time goes to waiting for the host (100%)" in sentence
     assert not any("tail" in s for s in reasons(*rows, chosen=1, tail=0.2))

@@ -114,7 +114,7 @@ def test_a_missing_field_is_named_and_an_unknown_one_is_passed_over(where: str) 
         (["1.0"], r"plan: schema_version is \['1\.0'\]"),
         (
             None,
-            r"written before plans had a schema_version.*make the plan again with `fp8plan plan MODEL --gpu GPU --json",
+            r"before plans had a schema_version.*KV scales; to make one, type: fp8plan plan MODEL --gpu GPU --json",
         ),
     ],
 )
@@ -127,7 +127,7 @@ def test_a_plan_of_another_schema_is_refused_by_version(version: Any, message: s
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "the plan is not JSON: .*; or make the plan again with `fp8plan plan MODEL"),
+        ("{", "the plan is not JSON: .*; to make one, type: fp8plan plan MODEL"),
         ("[]", "plan is a list"),
         ("[" * 100_000, "the plan is not JSON: maximum recursion depth"),
         (json.dumps({**plans.saved().to_dict(), "seed": "7"}), r"the plan: seed is '7'"),
@@ -143,7 +143,7 @@ def test_a_plan_of_another_schema_is_refused_by_version(version: Any, message: s
         (json.dumps({**plans.saved().to_dict(), "budget": "low"}), "budget is 'low'; allowed: an object"),
         (
             json.dumps({**plans.saved().to_dict(), "budget": asdict(RiskBudget()) | {"accept": "all"}}),
-            "the plan: budget.accept is 'all'; allowed: low, moderate, high; or make the plan again",
+            "the plan: budget.accept is 'all'; allowed: low, moderate, high; to make one, type",
         ),
         (
             json.dumps({**plans.saved().to_dict(), "limits": asdict(EngineLimits()) | {"block_size": 17}}),

@@ -79,6 +79,7 @@ def test_covariance_follows_the_order_of_names_and_is_zero_elsewhere() -> None:
 def test_exact_profile_is_used_without_a_word(tmp_path: Path) -> None:
     write(tmp_path, calibrated())
     assert load_profile(gpu("h200"), profiles_dir=tmp_path, strict=True) == (calibrated(), [])
+    assert load_profile("h200", profiles_dir=tmp_path, strict=True) == (calibrated(), [])
 
 
 def test_nearest_version_is_used_with_a_warning_and_a_doubled_interval(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from uniform_models import uniform
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, FP8_KV, PRESETS, Precision
-from fp8plan.model.risk.expected import MismatchRisk, RiskBudget, committed_fit, mismatch_risk, recommended_thresholds
+from fp8plan.model.risk.expected import RiskBudget, committed_fit, mismatch_risk, recommended_thresholds
 from fp8plan.model.risk.fit import FIT, OBSERVATIONS, compared_kl, fit, leave_one_source_out, read_observations
 from fp8plan.model.risk.report import leave_one_out_summary, run
 from fp8plan.model.risk.theory import (
@@ -359,15 +359,16 @@ def test_planning_loads_neither_scikit_learn_nor_scipy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_one_call_for_a_whole_rollout_takes_at_most_two_milliseconds() -> None:
+def test_one_call_for_a_whole_rollout_takes_little_longer_than_for_a_few_responses() -> None:
     lengths = np.random.default_rng(7).integers(1, 20_480, 1536)
-    seconds = []
+    seconds: dict[int, list[float]] = {64: [], len(lengths): []}
     for _ in range(20):
-        start = time.perf_counter()
-        risk = mismatch_risk(MOE, FP8_BLOCK_KV, lengths)
-        seconds.append(time.perf_counter() - start)
-    assert isinstance(risk, MismatchRisk)
-    assert min(seconds) <= 2e-3
+        for count, taken in seconds.items():
+            start = time.perf_counter()
+            mismatch_risk(MOE, FP8_BLOCK_KV, lengths[:count])
+            taken.append(time.perf_counter() - start)
+    few, many = map(min, seconds.values())
+    assert many <= 4 * few  # 0.6 and 0.5 ms
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [-5, 10], [math.nan], [math.inf]])

@@ -147,7 +147,7 @@ def test_a_trainer_that_forgets_the_temperature(healthy: RolloutEngine) -> None:
     assert "rollouts are sampled at 1:" in faults(healthy, scored=right, temperature=1.0)["trainer_temperature"]
     found = fp8plan.doctor(healthy, scored=right, temperature=1.0).observed.temperatures
     assert found is not None
-    assert found.fitted == pytest.approx(TEMPERATURE, rel=0.03)
+    assert found.fitted == pytest.approx(TEMPERATURE, abs=0.05)  # 0.58 to 0.59 by CPU; 1.0 would be the fault
 
 
 def test_a_trainer_with_other_weights_is_not_taken_for_another_temperature(healthy: RolloutEngine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,36 @@ def faults(file: Path, *rows: dict[str, Any]) -> dict[str | None, str]:
 )
 def test_a_monitors_run_file(tmp_path: Path, changes: dict[str, Any], fault: str | None) -> None:
     assert list(faults(tmp_path / "run.jsonl", RECORD, RECORD | changes)) == ([fault] if fault else [])
+
+
+def told(file: Path, *rows: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = fp8plan.doctor(str(file))
+    assert found.target == f"{file}, step {rows[-1]['step']}"
+    return {one.check: (one.state.value, one.says) for one in found.findings}
+
+
+def test_a_run_file_whose_lengths_were_cut_tells_the_rest(tmp_path: Path) -> None:
+    cut = {name: value for name, value in RECORD.items() if not name.endswith("_lengths")}
+    found = told(tmp_path / "run.jsonl", cut)
+    assert found["precision"] == ("ok", "fp8_block")
+    assert found["kernels"] == ("ok", "gemm.fp8_block FlashInferFp8DeepGEMMDynamicBlockScaledKernel")
+    assert found["e8m0"] == ("ok", "scales are FP32")
+    assert found["preemption"] == ("ok", "none since step 4 began")
+    found = told(tmp_path / "run.jsonl", cut | {"preemptions": 30})
+    assert found["preemption"] == ("unknown", "30 since step 4 began; in how many requests is not told")
+
+
+def test_a_monitor_without_an_engine_knows_no_preemptions(tmp_path: Path) -> None:
+    found = told(tmp_path / "run.jsonl", {"step": 4, "metrics": RECORD["metrics"]})
+    assert found["preemption"][1].startswith("no record counts preemptions: a Monitor knows rollouts from its engine")
+    assert found["mismatch"][0] == "ok"
+
+
+def test_a_compressed_run_file(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "run.jsonl.gz", "wt") as file:
+        file.write(json.dumps(RECORD) + "\n")
+    assert fp8plan.doctor(tmp_path / "run.jsonl.gz").observed.runs == "fp8_block"
 
 
 def test_a_step_without_a_rollout_leaves_the_last_rollout(tmp_path: Path) -> None:

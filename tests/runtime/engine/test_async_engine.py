@@ -106,8 +106,8 @@ def test_syncs_alternate_between_two_sets_of_weights(kind: str, precision: str) 
         engine.shutdown()
 
     async def faults(engine: AsyncRolloutEngine) -> None:
-        running = asyncio.create_task(one(engine, PROMPTS[0], tokens=200))
-        await asyncio.sleep(0.2)
+        running = asyncio.create_task(one(engine, PROMPTS[0], tokens=240))
+        await asyncio.sleep(0.1)
         with pytest.raises(SyncError, match="1 requests are running"):
             await engine.sync_weights(weights(kind, "a"), kv_prompts=CALIBRATION)
         await running

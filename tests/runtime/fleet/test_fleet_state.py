@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from fleet_fakes import MANIFEST, FakeMembers
+from fleet_fakes import MANIFEST, FakeMembers, FakeReplica
 
-from fp8plan.errors import LostEngineError, NotServingError, SyncError
+from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.model.limits import EngineLimits
 from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.engine.base import EngineBase
 from fp8plan.runtime.fleet.fleet import RolloutFleet
 from fp8plan.runtime.guard.fallback import Action
 from fp8plan.runtime.guard.observation import EngineFacts
-from fp8plan.runtime.weight_sync.nccl import RemoteSource
+from fp8plan.runtime.weight_sync.nccl import RemoteSource, Rendezvous
 from fp8plan.runtime.weight_sync.state import SyncSettings
 
 PROMPTS = [[1, 2], [3]]
@@ -97,6 +97,48 @@ def test_one_that_is_given_nothing_waits_for_the_next_sync() -> None:
     assert (fleet.serves, weights(members)) == ([1], {1: 6.0})
 
 
+def test_weights_serve_only_where_somebody_has_them() -> None:
+    fleet, members = made(keep_weights=False)
+    sync(fleet, 5.0)
+    fleet.replace(1)
+    assert fleet.serving
+    members.lose(0, "it was killed")
+    assert not fleet.serving
+    sync(fleet, 6.0)
+    assert fleet.serving
+
+
+def test_a_newcomer_waits_whatever_fails_before_it_has_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(replica: FakeReplica, rung: Any) -> None:
+        raise OSError("it was not told")
+
+    fleet, members = made()
+    sync(fleet, 5.0)
+    monkeypatch.setattr(fleet, "_remind", lambda: fleet._every("remember", Action.NONE))
+    monkeypatch.setattr(FakeReplica, "remember", fails)
+    with pytest.raises(OSError, match="it was not told"):
+        fleet.replace(1)
+    assert (fleet.serves, fleet.waiting) == ([0], [1])
+    sync(fleet, 6.0)
+    assert (fleet.serves, weights(members)) == ([0, 1], {0: 6.0, 1: 6.0})
+    assert next(name for name, _ in members.living[1].heard) == "fp8plan_prepare"
+
+
+def test_another_generate_is_refused_however_late_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Taken:
+        """A lock that another generate's thread has just had."""
+
+        def __enter__(self) -> None:
+            fleet.state.generating += 1
+
+        def __exit__(self, *_: object) -> None: ...
+
+    fleet, _ = made()
+    monkeypatch.setattr(fleet.state, "lock", Taken())
+    with pytest.raises(NotServingError, match="another generate is running"):
+        fleet.generate(["a prompt"])
+
+
 def test_after_a_failed_sync_a_replacement_waits_as_all_do() -> None:
     fleet, members = made()
     sync(fleet, 5.0)
@@ -147,6 +189,28 @@ def test_what_came_over_nccl_came_to_those_who_met_the_trainer() -> None:
     members.lose(0, "it was killed")
     with pytest.raises(SyncError, match="workers=2"):  # all start again where they meet
         fleet.sync_weights(remote)
+
+
+def test_who_died_while_idle_is_noticed_before_a_trainer_sends() -> None:
+    fleet, members = made()
+    where = Rendezvous("127.0.0.1", 1, world_size=3)
+    fleet.join_transfer(where)
+    members.calls, members.faults = 0, {(0, 1): "dies"}
+    with pytest.raises(SyncError, match=r"workers=1\)\. Nothing was sent"):
+        fleet.sync_weights(RemoteSource((), lambda: pytest.fail("it was told to send")))
+    assert (fleet.serves, list(fleet.deaths)) == ([0], [1])
+
+
+def test_who_died_while_idle_is_noticed_before_a_trainer_is_met() -> None:
+    fleet, members = made()
+    members.faults = {(0, 1): "dies"}
+    with pytest.raises(ConfigError, match=r"world_size is 3; allowed: 2, .*fleet.join_transfer, workers=1\)"):
+        fleet.join_transfer(Rendezvous("127.0.0.1", 1, world_size=3))
+    fleet.join_transfer(Rendezvous("127.0.0.1", 1, world_size=2))
+    assert [name for name, _ in members.living[0].heard].count("fp8plan_join") == 1
+    members.lose(0, "it was killed")
+    fleet.join_transfer(Rendezvous("127.0.0.1", 1, world_size=3))  # all start again
+    assert fleet.serves == [0, 1]
 
 
 def test_stepping_down_starts_all_in_the_safer_precision() -> None:

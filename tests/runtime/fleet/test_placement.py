@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tiny_models import cpu_plan
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.fleet.fleet import RolloutFleet
-from fp8plan.runtime.fleet.placement import bundle, refuse_too_few
+from fp8plan.runtime.fleet.placement import await_places, bundle, refuse_too_few
 
 CONFIG = '{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2}'
 
@@ -35,6 +37,20 @@ def test_what_fits_is_let_through() -> None:
 def test_too_few_gpus_are_named_with_what_fits(replicas: int, have: dict[str, float], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         refuse_too_few({"CPU": 1.0, "GPU": 2}, replicas, have)
+
+
+@pytest.mark.ray
+def test_only_a_place_that_has_lost_its_host_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []  # append returns None: it did not get free
+    group = SimpleNamespace(bundle_specs=[{"CPU": 2.0}] * 2, wait=waited.append)
+    table = {"bundles_to_node_id": {0: "a host", 1: ""}}
+    monkeypatch.setattr(import_module("ray.util.placement_group"), "placement_group_table", lambda group: table)
+    monkeypatch.setattr(import_module("ray"), "available_resources", lambda: {"CPU": 1.0})
+    await_places(group, [0], 0.5)
+    assert waited == []
+    with pytest.raises(ConfigError, match=r"1 replicas of 2 CPU\(s\) .* in 0.5 s; free now, on all hosts: 1 CPU"):
+        await_places(group, [0, 1], 0.5)
+    assert waited == [0.5]
 
 
 @pytest.mark.vllm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -172,6 +173,18 @@ def test_a_refusal_ends_the_sync_in_all() -> None:
     assert [replica.weights for replica in members.living.values()] == [{"w": 0.0, "v": 0.0}] * 2
     assert state.version == 0
     assert not [name for replica in members.living.values() for name, _ in replica.heard if name == "fp8plan_commit"]
+
+
+def test_a_chunk_that_cannot_be_answered_does_not_keep_the_abort_away() -> None:
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "w", sent(5.0)["w"]
+        raise OSError("the trainer is gone")
+
+    members, state = FakeMembers(2, {(2, 1): "raises"}), fresh(rollback="cpu")
+    with pytest.raises(SyncError, match="the trainer is gone; the old weights serve"):
+        driven(replace_weights(state, broken(), MANIFEST, kv_prompts=PROMPTS), Calls(members).answer)  # type: ignore[arg-type]
+    assert [replica.is_open for replica in members.living.values()] == [False, False]
+    assert [replica.weights for replica in members.living.values()] == [{"w": 0.0, "v": 0.0}] * 2
 
 
 def test_without_a_copy_a_refusal_leaves_nobody_serving() -> None:

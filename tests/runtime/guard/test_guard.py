@@ -15,7 +15,7 @@ import pytest
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.hardware import gpu
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.plan.explain import seconds
+from fp8plan.model.plan.time_reasons import seconds
 from fp8plan.model.profile.library import load_profile, profiles_path
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.validate.records import Record, read_records
@@ -100,9 +100,9 @@ def test_healthy_rollouts_are_as_predicted_and_cost_the_guard_next_to_nothing() 
     assert share >= 0.95
     assert {v.action for v in verdicts} == {Action.NONE}
     assert all(not any(x.gap for x in v.causes) for v in verdicts if v.within)
-    # Of each rollout's own time, not of their sum, which a few long ones make. It is 0.6% of the shortest on an idle
-    # core; one whose hyperthread another test keeps busy needs nearly twice as long.
-    assert spent / len(healthy) < 0.02 * min(record.seconds for record in healthy)
+    # Of each rollout's own time, not of their sum, which a few long ones make. It is 0.8% of the shortest on an idle
+    # core; an older one whose hyperthread another test keeps busy needs several times as long.
+    assert spent / len(healthy) < 0.06 * min(record.seconds for record in healthy)
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ def measure(folder: Path, *more: str) -> int:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("measured")
     cells(folder, setting(folder))
-    status = measure(folder, "--warmup", "short", "--trace", "--timeout", "120")
+    status = measure(folder, "--warmup", "short", "--trace", "--timeout", "400")
     log = folder / "out.tiny.bf16.log"
     assert status == 0, log.read_text()[-3000:] if log.exists() else "no log"
     return folder
@@ -153,9 +153,9 @@ def test_a_timeout_ends_the_engine_and_all_it_started(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     cells(tmp_path, setting(tmp_path))
     begun = time.monotonic()
-    assert measure(tmp_path, "--timeout", "2") == 1
-    assert time.monotonic() - begun < 20
-    assert "killed after 2 s" in capfd.readouterr().err
+    assert measure(tmp_path, "--timeout", "5") == 1
+    assert time.monotonic() - begun < 60
+    assert "killed after 5 s" in capfd.readouterr().err
     process = int((tmp_path / "out.tiny.bf16.log").read_text())
     assert not _alive(process)
 
@@ -168,15 +168,15 @@ def test_waiting_for_its_turn_is_none_of_an_engines_time(
     (tmp_path / "late.py").write_text(
         "import json, pathlib, sys, time\n"
         "job = json.loads(pathlib.Path(sys.argv[1]).read_text())\n"
-        f"time.sleep({2 if comes else 600})\n"
+        f"time.sleep({5 if comes else 600})\n"
         "pathlib.Path(job['turn']).touch()\n"
     )
     monkeypatch.setattr(run_rollouts, "CHILD", "late")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv(run_rollouts.TURN, str(tmp_path / "turn"))
     cells(tmp_path, setting(tmp_path))
-    assert measure(tmp_path, "--timeout", "1") == (0 if comes else 1)
-    assert ("its turn did not come within 3 s" in capfd.readouterr().err) is not comes
+    assert measure(tmp_path, "--timeout", "4" if comes else "1") == (0 if comes else 1)
+    assert ("its turn did not come within" in capfd.readouterr().err) is not comes
 
 
 def _alive(process: int) -> bool:

@@ -22,12 +22,12 @@ class Engine:
     )
     output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: 0)
 
-    def __init__(self) -> None:
-        self.go_on, self.calls = asyncio.Event(), list[str]()
+    def __init__(self, *responses: Any) -> None:
+        self.go_on, self.calls, self.responses = asyncio.Event(), list[str](), list(responses)
 
     async def generate(self, *_: Any) -> AsyncGenerator[Any]:
         await self.go_on.wait()
-        yield SimpleNamespace(prompt_token_ids=[1], outputs=[], request_id="0")
+        yield SimpleNamespace(prompt_token_ids=[1], outputs=self.responses, request_id="0")
 
     async def is_paused(self) -> bool:
         return False
@@ -81,5 +81,17 @@ def test_a_request_that_was_just_aborted_is_let_end() -> None:
         await update
         assert engine.calls == ["start_weight_update"]
         await request
+
+    asyncio.run(meeting())
+
+
+@pytest.mark.parametrize(("total", "soiled"), [(float("nan"), True), (-1.0, False), (None, False)])
+def test_log_probs_that_are_nan_have_the_kv_cache_cleaned_at_the_next_update(total: float | None, soiled: bool) -> None:
+    async def meeting() -> None:
+        engine = Engine(SimpleNamespace(cumulative_logprob=-1.0), SimpleNamespace(cumulative_logprob=total))
+        front = LifecycleFront(engine)
+        engine.go_on.set()
+        await anext(front.generate("a prompt"))
+        assert front.state.soiled == soiled
 
     asyncio.run(meeting())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +11,18 @@ from typing import Any
 import pytest
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.server.rollout import most_tokens, rolled_out, sampled_logprobs, sampling_params
+from fp8plan.runtime.server.rollout import ResponseError, most_tokens, rolled_out, sampled_logprobs, sampling_params
 
 
 class Engine:
-    """It answers each prompt with its tokens doubled, the shortest first; `fails` is a prompt that it refuses."""
+    """It answers each prompt with its tokens doubled, the shortest first.
 
-    def __init__(self, fails: list[int] | None = None, reason: str = "length") -> None:
-        self.fails, self.reason, self.asked, self.ended = fails, reason, list[Any](), list[list[int]]()
+    fails:  a prompt that it refuses
+    broken: what is unlike other responses in those to [4]
+    """
+
+    def __init__(self, fails: list[int] | None = None, **broken: Any) -> None:
+        self.fails, self.broken, self.asked, self.ended = fails, broken, list[Any](), list[list[int]]()
 
     async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncGenerator[Any]:
         tokens = prompt["prompt_token_ids"]
@@ -28,8 +33,9 @@ class Engine:
                 raise ValueError("this prompt is refused")
             doubled = [2 * token for token in tokens]
             logprobs = SimpleNamespace(logprobs=[-float(token) for token in doubled])
-            response = SimpleNamespace(token_ids=doubled, logprobs=logprobs, finish_reason=self.reason)
-            yield SimpleNamespace(outputs=[response] * params.n)
+            response = {"token_ids": doubled, "logprobs": logprobs, "finish_reason": "length"}
+            response |= {"cumulative_logprob": -float(sum(doubled))} | (self.broken if tokens == [4] else {})
+            yield SimpleNamespace(outputs=[SimpleNamespace(**response)] * params.n)
         finally:
             self.ended.append(tokens)
 
@@ -55,9 +61,42 @@ def test_one_that_fails_ends_all_with_its_own_error() -> None:
     assert engine.ended == [[4], [1] * 100]
 
 
-def test_a_response_that_vllm_ended_with_an_error_is_no_answer() -> None:
-    with pytest.raises(RuntimeError, match="ended a response with an error"):
-        asyncio.run(rolled_out(Engine(reason="error").generate, CONFIG, [[1]], {}))
+@pytest.mark.parametrize(
+    ("broken", "match"),
+    [
+        ({"finish_reason": "error"}, r"a response to prompts\[1\] ended by 'error'"),
+        ({"finish_reason": "abort"}, r"prompts\[1\] ended by 'abort'.*POST /pause .*send the prompts again"),
+        ({"cumulative_logprob": float("nan")}, r"prompts\[1\] has NaN among its log-probs; update the weights"),
+    ],
+    ids=["error", "abort", "nan"],
+)
+def test_what_nobody_must_train_on_is_refused_with_the_prompts_number(broken: dict[str, Any], match: str) -> None:
+    engine = Engine(**broken)
+    with pytest.raises(ResponseError, match=match):
+        asyncio.run(rolled_out(engine.generate, CONFIG, [[1] * 100, [4]], {}))
+    assert engine.ended == [[4], [1] * 100]  # no other runs on
+    answer = asked_over_http(engine, [[1], [4]])
+    assert answer.status_code == 400
+    assert re.search(match, answer.json()["error"])
+
+
+def test_the_route_answers_each_number_as_it_is() -> None:
+    answer = asked_over_http(Engine(), [[1, 2]])
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json() == {"token_ids": [[2, 4]], "logprobs": [[-2.0, -4.0]], "finish_reasons": ["length"]}
+
+
+def asked_over_http(engine: Engine, prompts: list[list[int]]) -> Any:
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+
+    from fp8plan.runtime.server.plugin import ROLLOUT
+    from fp8plan.runtime.server.routes import Routes
+
+    Routes().attach_router(app := FastAPI())
+    vllm_config = SimpleNamespace(model_config=CONFIG)
+    app.state.fp8plan = SimpleNamespace(generate=engine.generate, engine=SimpleNamespace(vllm_config=vllm_config))
+    return TestClient(app).post(ROLLOUT, json={"prompts": prompts})
 
 
 @pytest.mark.parametrize(
@@ -66,6 +105,9 @@ def test_a_response_that_vllm_ended_with_an_error_is_no_answer() -> None:
         ({"colour": 1, "logprobs": 5}, "sampling has colour, logprobs; allowed: n, repetition_penalty"),
         ({"seed": "x"}, r"sampling is \{'seed': 'x'\}: .*int.*as vllm.SamplingParams takes them"),
         ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": None}, "max_tokens is None; allowed: a number"),
+        ({"max_tokens": "null"}, "max_tokens is 'null'; allowed: a number"),
+        ({"top_p": None}, "float.*null.*top_p"),
         ({"max_tokens": 200}, "a prompt has 1 tokens and max_tokens is 200; allowed: 200 of both"),
     ],
 )
@@ -77,10 +119,10 @@ def test_what_cannot_be_sampled_is_refused_before_anything_runs(sampling: dict[s
 
 
 def test_types_are_converted_before_the_engines_process_sees_them() -> None:
-    told = {"seed": 5.0, "ignore_eos": 1, "max_tokens": "8", "top_p": 1, "frequency_penalty": None, "stop": "a"}
+    told = {"seed": 5.0, "ignore_eos": 1, "max_tokens": "8", "top_p": 1, "stop_token_ids": None, "stop": "a"}
     found = sampling_params(told, None)
-    kinds = (found.seed, found.ignore_eos, found.max_tokens, found.frequency_penalty, found.stop)
-    assert kinds == (5, True, 8, 0.0, ["a"])
+    kinds = (found.seed, found.ignore_eos, found.max_tokens, found.stop_token_ids, found.stop)
+    assert kinds == (5, True, 8, [], ["a"])
     assert list(map(type, kinds[:3])) == [int, bool, int]
     assert found.detokenize  # for the stop string
     assert not sampling_params({}, None).detokenize

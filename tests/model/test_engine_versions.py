@@ -1,0 +1,32 @@
+"""The versions of vLLM that are supported, and the note on a plan of another one."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8plan.model.engine_versions import is_supported
+from fp8plan.model.plan.planner import plan
+from fp8plan.model.workload import Fixed, Workload
+
+
+@pytest.mark.parametrize(
+    ("version", "supported"),
+    [
+        ("0.26.0", True),
+        ("0.30.1", True),
+        ("0.30", True),
+        ("0.26.0+cpu", True),
+        ("0.10.0", False),
+        ("0.31.0", False),
+        ("1", False),
+        ("new", False),
+    ],
+)
+def test_the_minor_version_decides(version: str, supported: bool) -> None:
+    assert is_supported(version) == supported
+
+
+@pytest.mark.parametrize("version", ["0.10.0", "0.31.0"])
+def test_a_plan_of_another_version_says_so(version: str) -> None:
+    note = plan("Qwen/Qwen3-0.6B", "h200", Workload(1, 1, Fixed(16), Fixed(16)), engine_version=version).warnings[0]
+    assert note.startswith(f"vLLM {version} is not supported, and is planned as vLLM 0.26 to 0.30 would run")
