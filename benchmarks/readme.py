@@ -45,14 +45,14 @@ HELD_OUT = FAMILIES.with_name("held_out.jsonl")
 
 def plan_table(answer: Plan) -> str:
     """The table of `make plan`, in fewer columns."""
-    heads = ("precision", "rollout (90%)", "speed-up", "tokens/s", "KV tokens", "preemptions", "tail")
+    heads = ("precision", "rollout (90%)", "speed-up (90%)", "tokens/s", "KV tokens", "preemptions", "tail")
     rows = []
     for index, c in enumerate(answer.choices):
         name = f"**{c.precision}** (chosen)" if index == answer.chosen else c.precision
         seconds = f"{c.makespan_s:,.0f} s ({c.makespan_low_s:,.0f}-{c.makespan_high_s:,.0f})"
         counts = (f"{c.output_tokens_per_s:,.0f}", f"{c.kv_cache_tokens:,}", f"{c.preemptions:,}")
         kl = f"{power(c.kl_k3)} ({power(c.kl_k3_low)}-{power(c.kl_k3_high)})"
-        rows.append((name, seconds, f"{c.speedup:.2f}x", *counts, f"{c.tail_fraction:.0%}", kl, c.risk))
+        rows.append((name, seconds, c.gain.cell, *counts, f"{c.tail_fraction:.0%}", kl, c.risk))
     return markdown.table((*heads, "KL k3 (90%)", "risk"), rows)
 
 

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 # MAJOR.MINOR, the field "schema_version" of what is written. A new field is a new minor version, which older readers
 # pass over; a field that goes or changes its meaning is a new major one, which they refuse.
-VERSIONS: Final = {"plan": "1.1", "profile": "1.0", "record": "1.1", "probe": "1.0"}
+VERSIONS: Final = {"plan": "1.2", "profile": "1.0", "record": "1.2", "probe": "1.0"}
 FIRST: Final = "1.0"  # of what was written before files had a version
 
 # The fields of a rollout record that are limits of its engine, under vLLM's names.
@@ -95,10 +95,11 @@ class Cause(msgspec.Struct):
 
 
 class Verdict(msgspec.Struct):
-    """The guard's verdict on one rollout."""
+    """The guard's verdict on one rollout. within: as_fast, by its name until schema 1.1"""
 
     action: str | None = None
     reason: str | None = None
+    as_fast: bool | None = None
     within: bool | None = None
     cold: bool | None = None
     causes: list[Cause] | None = None

@@ -53,10 +53,6 @@ def test_the_tables_are_the_ones_that_make_tables_writes() -> None:
     assert not stale, "out of date; type: make tables"
 
 
-def test_readme_is_short() -> None:
-    assert (ROOT / "README.md").stat().st_size <= 9_000
-
-
 def test_every_command_and_public_name_is_in_the_reference() -> None:
     tree = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     below = {f"{name} {inner}" for name, group in tree.items() for inner in getattr(group, "commands", {})}

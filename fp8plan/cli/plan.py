@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,6 +27,9 @@ from fp8plan.cli.app import (
 from fp8plan.cli.outputs import STDOUT
 from fp8plan.cli.workload import RESPONSES, asked_for
 from fp8plan.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fp8plan.model.plan.plan import Plan
 
 LENGTHS = "fixed:TOKENS, lognormal:mean=TOKENS,sigma=S,max=TOKENS (mean before clipping), or a .jsonl/.parquet trace"
 VLLM_S = "vLLM's for this GPU"  # a default
@@ -159,7 +163,7 @@ def plan_command(
         list[str] | None,
         typer.Option(
             metavar="TARGET[=FILE]",
-            help="settings for vllm, verl or trl, to a file or stdout; repeat",
+            help="settings for vllm, verl or trl (Python; JSON in a FILE.json), to a file or stdout; repeat",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
@@ -248,7 +252,10 @@ def plan_command(
     plan = replace(prediction.plan, warnings=(*prediction.plan.warnings, *notes))
     prediction = replace(prediction, plan=plan)
     plan_file = None if as_json in (None, STDOUT) else os.path.abspath(as_json)
-    made = {file: plan.emit(target, kv_scales=scales, plan_file=plan_file) for target, file in wanted}
+    made = {
+        file: plan.emit(target, kv_scales=scales, plan_file=plan_file, python=_as_python(file))
+        for target, file in wanted
+    }
     if as_json is not None:
         made[as_json] = plan.to_json()
     printed = made.pop(STDOUT, None)
@@ -261,6 +268,7 @@ def plan_command(
     print_notes(plan.warnings)  # after all that may fail, so that an error stands alone
     outputs.print_written(writers)
     if printed is not None:
+        _print_choice(plan)  # the table, which names it, gives way to the settings
         print(printed)
     else:
         from fp8plan.views.report import plan_report
@@ -280,7 +288,14 @@ def emit_command(
         typer.Option(help="for vllm, of FP8 KV: unit (1.0, as vLLM leaves them), or calibrated if you calibrate them"),
     ] = "unit",
     output: Annotated[
-        str, typer.Option("--output", "-o", metavar="FILE", help="file to write", show_default="stdout")
+        str,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="file to write; trl: JSON if it ends in .json, else Python",
+            show_default="stdout",
+        ),
     ] = STDOUT,
 ) -> None:
     """Print or write the settings of a saved plan."""
@@ -296,12 +311,30 @@ def emit_command(
         raise ConfigError(f"--output {output} is the plan itself; give the settings a file of their own")
     is_number = choice is not None and choice.isdecimal() and len(choice) < 10  # int() refuses thousands of digits
     plan_file = None if plan == STDOUT else os.path.abspath(plan)
-    settings = saved.emit(target, int(choice or 0) if is_number else choice, kv_scales, plan_file)
+    asked: int | str | None = int(choice or 0) if is_number else choice
+    settings = saved.emit(target, asked, kv_scales, plan_file, _as_python(output))
     if output == STDOUT:
+        _print_choice(saved, asked)
         print(settings)
     else:
         outputs.write({output: outputs.text(settings)})
         outputs.print_written([output])
+
+
+def _as_python(file: str) -> bool:
+    """Tell whether settings for TRL go there as Python: to stdout, and to any file that is not JSON by its name."""
+    return not file.endswith(".json")
+
+
+def _print_choice(plan: Plan, asked: int | str | None = None) -> None:
+    """Say on stderr what was chosen, and why; where another choice was asked for, say so first."""
+    index = plan.index(asked)
+    if index != plan.chosen:
+        other = plan.choices[index]
+        where = f" on {other.data_parallel} x {other.replica_label}" if plan.several_layouts else ""
+        print(f"these settings are of {other.precision}{where}, not of the plan's choice", file=sys.stderr)
+    for reason in plan.reasons[:1]:
+        print(reason, file=sys.stderr)
 
 
 def _emissions(words: list[str]) -> list[tuple[str, str]]:

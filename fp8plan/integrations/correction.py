@@ -70,7 +70,7 @@ def _judged(step: Step) -> Iterator[tuple[str, float]]:
     """The guard's verdict: whether the gain arrives, and how far down the ladder its advice leads (0: nothing)."""
     if step.verdict is not None:
         yield "fp8plan/speed_ratio", step.verdict.ratio
-        yield "fp8plan/within_prediction", float(step.verdict.within)
+        yield "fp8plan/as_fast_as_predicted", float(step.verdict.as_fast)
         yield "fp8plan/advice", float(DEPTH[step.verdict.action])
 
 

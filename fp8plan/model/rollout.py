@@ -12,16 +12,11 @@ from fp8plan.model.cost.host import start_cost
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.kv_cache.plan import KvPlan
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.profile.profile import Profile
 from fp8plan.model.schedule.scheduler import Schedule, schedule
 from fp8plan.model.workload import Batch
 
 Z90 = 1.6449  # a normal variable stays within +-Z90 standard deviations 90% of the time
 TAIL_SHARE = 0.25
-# Correlation of the log errors of two precisions on one layout that the coefficients do not explain: 0.39 over the 65
-# speed-ups in profiles/h200_sxm/vllm-0.26.0/validation/rollouts.jsonl whose hosts were not slow, plus or minus 0.10;
-# the 90% interval holds 97%. A slow host is an error in common: with it, it is 0.63 over 86.
-SHARED_ERROR = 0.35
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,25 +151,6 @@ def step_batch(plan: Schedule) -> StepBatch:
         ),
         follows=plan.steps == 1,
     )
-
-
-def speedup_interval(
-    baseline: Rollout, other: Rollout, profile: Profile, tensor_parallel_size: int, expert_parallel: bool = False
-) -> tuple[float, float]:
-    """The 90% interval (low, high) of how many times as fast `other` is, on the same layout and with
-    the same profile.
-
-    The coefficients that both use move both, so only the difference of their gradients counts. Of the rest of the error
-    both have SHARED_ERROR in common.
-    """
-    if other is baseline:
-        return 1.0, 1.0
-    names = list(dict.fromkeys((*baseline.log_gradient, *other.log_gradient)))
-    apart = np.array([baseline.log_gradient.get(x, 0.0) - other.log_gradient.get(x, 0.0) for x in names])
-    unexplained = profile.model_error**2 + profile.layout_error(tensor_parallel_size, expert_parallel) ** 2
-    variance = float(apart @ profile.covariance(names) @ apart) + 2 * (1 - SHARED_ERROR) * unexplained
-    speedup, factor = baseline.makespan_s / other.makespan_s, float(np.exp(Z90 * np.sqrt(variance)))
-    return speedup / factor, speedup * factor
 
 
 def _tail_rows(plan: Schedule, max_num_seqs: int) -> slice:

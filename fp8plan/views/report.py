@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Group, RenderableType
 
+from fp8plan.model.plan.speedup import SpeedUp
 from fp8plan.model.plan.time_reasons import seconds
 from fp8plan.model.rollout import TAIL_SHARE
 from fp8plan.views.tables import Column, Fitted, Paragraph, counted
@@ -35,6 +36,7 @@ class PlanText(NamedTuple):
     title: list[str]
     speed: list[Column]
     speed_legend: str
+    step: list[Column]  # empty if the RL step's times are not known
     mismatch: list[Column]
     absent: list[str]
     settings: str
@@ -54,6 +56,7 @@ def plan_text(plan: Plan) -> PlanText:
         title=_title(plan, several),
         speed=_speed_columns(rows, picked, several),
         speed_legend=_speed_legend(rows, several),
+        step=_step_columns(rows, picked, several) if picked.rl_step_s is not None else [],
         mismatch=_mismatch_columns(precisions, picked),
         absent=_absent(plan.choices, several),
         settings=_settings(plan),
@@ -64,11 +67,13 @@ def plan_text(plan: Plan) -> PlanText:
 def plan_report(plan: Plan) -> RenderableType:
     """The tables, what cannot run, and the reasons for the chosen one."""
     text = plan_text(plan)
+    step: list[RenderableType] = ["", "RL step", Fitted(text.step, bold=text.picked[0])] if text.step else []
     return Group(
         *(Paragraph(line) for line in text.title),
         "",
         Fitted(text.speed, bold=text.picked[0]),
         Paragraph(text.speed_legend, style="dim"),
+        *step,
         "",
         Fitted(text.mismatch, bold=text.picked[1]),
         Paragraph(MISMATCH_LEGEND, style="dim"),
@@ -113,20 +118,18 @@ def _marked(rows: Sequence[Choice], picked: Choice) -> Column:
     return Column("precision", [("> " if c is picked else "  ") + c.precision for c in rows], left=True)
 
 
+def _compared(rows: Sequence[Choice], picked: Choice, several: bool) -> list[Column]:
+    """The columns that name a choice."""
+    layouts = [Column("TPxDP", [c.layout_label for c in rows])] if several else []
+    return [_marked(rows, picked), *layouts]
+
+
 def _speed_columns(rows: Sequence[Choice], picked: Choice, several: bool) -> list[Column]:
-    columns = [_marked(rows, picked)]
-    if several:
-        columns.append(Column("TPxDP", [c.layout_label for c in rows]))
-    spread = [f"({seconds(c.makespan_low_s)}-{seconds(c.makespan_high_s)})" for c in rows]
-    columns += [
-        Column("rollout s (90%)", [f"{seconds(c.makespan_s)} {band}" for c, band in zip(rows, spread, strict=True)]),
-        Column("speed-\nup", [_ratio(c.speedup) for c in rows]),
+    columns = [
+        *_compared(rows, picked, several),
+        Column("rollout s (90%)", [_spread(c.makespan_s, c.makespan_low_s, c.makespan_high_s) for c in rows]),
+        Column("speed-up\n(90%)", [_gain(c.gain) for c in rows]),
     ]
-    if any(c.rl_step_s is not None for c in rows):
-        columns += [
-            Column("step s", [seconds(c.rl_step_s) for c in rows]),
-            Column("step\nspeed-\nup", [_ratio(c.step_speedup) for c in rows]),
-        ]
     replicas = any(c.data_parallel > 1 for c in rows)
     return [
         *columns,
@@ -135,6 +138,22 @@ def _speed_columns(rows: Sequence[Choice], picked: Choice, several: bool) -> lis
         Column("preemp-\ntions", [f"{c.preemptions:,}" for c in rows], rank=2),
         Column("tail", [f"{c.tail_fraction:.0%}" for c in rows], rank=3),
     ]
+
+
+def _step_columns(rows: Sequence[Choice], picked: Choice, several: bool) -> list[Column]:
+    return [
+        *_compared(rows, picked, several),
+        Column("step s (90%)", [_spread(c.rl_step_s, *c.rl_step_band_s) for c in rows]),
+        Column("speed-up\n(90%)", [_gain(c.step_gain) for c in rows]),
+    ]
+
+
+def _spread(value: float | None, low: float | None, high: float | None) -> str:
+    return f"{seconds(value)} ({seconds(low)}-{seconds(high)})"
+
+
+def _gain(gain: SpeedUp | None) -> str:
+    return "-" if gain is None else gain.cell
 
 
 def _mismatch_columns(rows: Sequence[Choice], picked: Choice) -> list[Column]:
@@ -155,7 +174,12 @@ def _speed_legend(rows: Sequence[Choice], several: bool) -> str:
     replicas = " preemptions: in all replicas." if any(c.data_parallel > 1 for c in rows) else ""
     tail = f"tail: time in which nothing waits and under {TAIL_SHARE:.0%} of the requests run."
     whole = " EP: expert parallelism." if several and any(c.expert_parallel for c in rows) else ""
-    return f"speed-up: over {bf16}.{replicas}{whole} {tail}"
+    doubt = " Where its interval holds 1.00, a row may be no faster." if any(_in_doubt(c) for c in rows) else ""
+    return f"speed-up: over {bf16}.{doubt}{replicas}{whole} {tail}"
+
+
+def _in_doubt(choice: Choice) -> bool:
+    return any(gain is not None and gain.in_doubt for gain in (choice.gain, choice.step_gain))
 
 
 def _absent(choices: Sequence[Choice], several: bool) -> list[str]:
@@ -188,10 +212,6 @@ def _named(members: Sequence[Choice], several: bool) -> str:
     for precision, at in sizes.items():
         alike.setdefault(", ".join(at), []).append(precision)
     return "; ".join(f"{', '.join(names)} (TP {at})" for at, names in alike.items())
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"
 
 
 def _short(count: float | None) -> str:
@@ -247,8 +267,8 @@ def validation_report(result: Validation) -> RenderableType:
     speedups = [
         Column("group", [str(group) for group, _ in gains], left=True),
         Column("precision", [entry["precision"] for _, entry in gains], left=True),
-        Column("measured", [_ratio(entry["measured_speedup"]) for _, entry in gains]),
-        Column("predicted", [_ratio(entry["predicted_speedup"]) for _, entry in gains]),
+        Column("measured", [f"{entry['measured_speedup']:.2f}x" for _, entry in gains]),
+        Column("predicted\n(90%)", [_predicted(entry) for _, entry in gains]),
         Column("error,\npoints", [f"{entry['error_points']:+.1f}" for _, entry in gains]),
     ]
     total = f"makespan: MAPE {result.makespan_mape:.1%}, worst {result.makespan_worst:.1%}; "
@@ -257,6 +277,11 @@ def validation_report(result: Validation) -> RenderableType:
     total += f"90% interval: holds {result.coverage:.0%}, median half-width {result.interval_median_halfwidth:.1%}"
     compared: list[RenderableType] = ["speed-up over bf16", Fitted(speedups), ""] if gains else []
     return Group("records", Fitted(records), "", *compared, Paragraph(total))
+
+
+def _predicted(entry: Mapping[str, Any]) -> str:
+    """A predicted speed-up of a Validation with its interval."""
+    return SpeedUp(*(entry[f"predicted_speedup{end}"] for end in ("", "_low", "_high"))).cell
 
 
 def _count(value: Any) -> str:

@@ -90,7 +90,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
         def judge(guard: Guard, observed: Any) -> Verdict:
             action = Action.KV_TO_BF16 if guard.facts.precision == "fp8_kv" else Action.NONE
-            return Verdict(1.0, 2.0, 1.9, 2.1, 0.5, within=False, causes=(), action=action, reason="a test")
+            return Verdict(1.0, 2.0, 1.9, 2.1, 0.5, as_fast=False, causes=(), action=action, reason="a test")
 
         patch.setattr(Guard, "after_rollout", judge)
         trainer.args.max_steps, trainer.args.save_strategy = 3, "no"
@@ -152,7 +152,7 @@ def test_trls_log_has_fp8plans_figures(run: Run) -> None:
     assert all(abs(x - 1) < 0.1 for x in mean)
     assert k3[0] > 0  # later the policy may be so sure of a token that both log-probs are 0
     assert all(0 <= x < 0.03 for x in k3)  # at most 0.009 on three kinds of CPU
-    for name in ("speed_ratio", "within_prediction", "advice", "tokens_per_s", "predicted_tokens_per_s", "ess_raw"):
+    for name in ("speed_ratio", "as_fast_as_predicted", "advice", "tokens_per_s", "predicted_tokens_per_s", "ess_raw"):
         assert len(run.logged(f"fp8plan/{name}")) == STEPS, name
     records = [json.loads(line) for line in (run.folder / "run.jsonl").read_text().splitlines()][:STEPS]
     assert [row["metrics"]["rollout_corr/k3_kl"] for row in records] == pytest.approx(k3)

@@ -177,7 +177,7 @@ def test_thresholds_and_metrics_are_those_of_colocated_mode(run: Run) -> None:
     k3 = run.logged("fp8plan/k3_kl")
     assert k3[0] > 0  # later the policy may be so sure of a token that both log-probs are 0
     assert all(0 <= x < 0.03 for x in k3)  # at most 0.009 on three kinds of CPU
-    for name in ("speed_ratio", "within_prediction", "advice", "tokens_per_s", "predicted_tokens_per_s", "ess_raw"):
+    for name in ("speed_ratio", "as_fast_as_predicted", "advice", "tokens_per_s", "predicted_tokens_per_s", "ess_raw"):
         assert len(run.logged(f"fp8plan/{name}")) == STEPS, name
     records = [json.loads(line) for line in (run.folder / "run.jsonl").read_text().splitlines()]
     bounds = run.logged("fp8plan/threshold_tis")

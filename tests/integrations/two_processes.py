@@ -16,7 +16,7 @@ from fp8plan.runtime.guard.guard import Guard, Verdict
 
 
 def judge(guard: Guard, observed: Any) -> Verdict:
-    return Verdict(1.0, 2.0, 1.9, 2.1, 0.5, within=False, causes=(), action=Action.KV_TO_BF16, reason="a test")
+    return Verdict(1.0, 2.0, 1.9, 2.1, 0.5, as_fast=False, causes=(), action=Action.KV_TO_BF16, reason="a test")
 
 
 def main(model: str, folder: str, url: str = "", port: str = "0") -> None:

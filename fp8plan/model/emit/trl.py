@@ -90,6 +90,32 @@ def emit_trl(job: Job, _: str) -> str:
     trainer: the line that runs the plan, or null if TRL's own GRPOTrainer does
     command: of the vLLM server, or null if vLLM runs inside of the trainer
     """
+    return json.dumps(_settings(job), indent=2)
+
+
+def emit_trl_python(job: Job, _: str) -> str:
+    """The same settings as Python to paste. It makes `training_args`; what is yours to fill in stands in comments."""
+    told = _settings(job)
+    config = "".join(f"    {name}={value!r},\n" for name, value in told["grpo_config"].items())
+    # The command of a server sets its variables itself.
+    env = {} if told["command"] else told["env"]
+    lines = [f"os.environ[{name!r}] = {value!r}  # before vLLM is imported" for name, value in env.items()]
+    imports = ["import os", "", *lines, ""] if lines else []
+    comments = [told["trainer"] and told["trainer"].replace("(...,", "(..., args=training_args,", 1)]
+    comments += [told["command"] and f"the server: {told['command']}", *told["notes"]]
+    return "\n".join(
+        [
+            *imports,
+            "from trl import GRPOConfig",
+            "",
+            f"training_args = GRPOConfig(\n{config})",
+            *(f"# {line}" for comment in comments if comment for line in comment.splitlines()),
+        ]
+    )
+
+
+def _settings(job: Job) -> dict[str, Any]:
+    """The settings as plain data, as `emit_trl` gives them."""
     config, env, setup = trl_config(job), vllm_env(job.setup), job.setup
     served = config["vllm_mode"] == "server"
     ours = served or _by_fp8plan(setup)
@@ -104,14 +130,13 @@ def emit_trl(job: Job, _: str) -> str:
     if ours:
         notes.insert(0, f"{job.plan_note}; TRL's own GRPOTrainer may run another engine")
     plan, choice = map(json.dumps, (job.plan, job.choice))
-    told = {
+    return {
         "grpo_config": config,
         "trainer": f"GRPOTrainer(..., plan={plan}, choice={choice})  {_IMPORT}" if ours else None,
         "command": server_command(setup) if served else None,
         "env": env,
         "notes": notes + measured_notes(job),
     }
-    return json.dumps(told, indent=2)
 
 
 def _by_fp8plan(setup: EngineSetup) -> bool:

@@ -40,11 +40,11 @@ def emit_verl(job: Job, _: str) -> str:
     """
     setup = job.setup
     what = f"{model_name(setup)} on {setup.gpu.name}, {setup.precision.name}"
-    work = f"{job.tokens('prompts')} prompts x {job.tokens('samples')} samples"
+    mini = "actor_rollout_ref.actor.ppo_mini_batch_size"
     notes = [
         f"fp8plan: {what}; the end of: python -m verl.trainer.main_ppo ..., with fp8plan installed on each node",
         job.plan_note,
-        f"planned for {work} per rollout: data.train_batch_size is yours to set",
+        f"{mini} is yours to set: at most {job.tokens('prompts')}, data.train_batch_size (verl's default is 256)",
         replicas_note(setup, "trainer.nnodes * trainer.n_gpus_per_node decides it"),
         shared_gpu_note(setup),
         *measured_notes(job),
@@ -56,6 +56,8 @@ def emit_verl(job: Job, _: str) -> str:
 def _model_settings(job: Job) -> dict[str, Any]:
     return {
         "actor_rollout_ref.model.path": job.setup.path,
+        # Prompts of a whole step, on all replicas: verl repeats each rollout.n times (utils/config.py).
+        "data.train_batch_size": job.tokens("prompts"),
         "data.max_prompt_length": job.tokens("max_prompt_tokens"),
         "data.max_response_length": job.tokens("max_response_tokens"),
     }

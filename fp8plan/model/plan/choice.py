@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.plan.speedup import SpeedUp
 from fp8plan.model.precision import Precision, precision
 from fp8plan.model.risk.budget import LEVELS
 
@@ -24,7 +25,7 @@ class Choice:
     output_tokens_per_s:  response tokens of all replicas / makespan_s
     speedup:              BF16 makespan / this makespan, same workload, GPU and limits, with its 90% interval
     rl_step_s:            seconds of a whole RL step; None without trainer figures
-    step_speedup:         the same ratio for the RL step; None without trainer figures
+    step_speedup:         the same ratio for the RL step, with its 90% interval; None without trainer figures
     kv_cache_tokens:      tokens the KV pool of one replica holds
     preemptions:          in all replicas
     tail_fraction:        part of the makespan spent at small batch, in [0, 1]
@@ -67,6 +68,8 @@ class Choice:
     extrapolated: bool | None
     refused_by: dict[str, str]
     expert_parallel: bool = False
+    step_speedup_low: float | None = None
+    step_speedup_high: float | None = None
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -107,6 +110,25 @@ class Choice:
         """Seconds of the RL step if the trainer's times are known, else of the rollout. Choices are compared by it."""
         known = self.makespan_s if self.rl_step_s is None else self.rl_step_s
         return float("inf") if known is None else known
+
+    @property
+    def gain(self) -> SpeedUp | None:
+        """The rollout's speed-up over bf16 on the same layout."""
+        return None if self.speedup is None else SpeedUp(self.speedup, self.speedup_low, self.speedup_high)
+
+    @property
+    def step_gain(self) -> SpeedUp | None:
+        """The RL step's speed-up over bf16 on the same layout. A plan of schema 1.1 does not have its interval."""
+        known = self.step_speedup, self.step_speedup_low, self.step_speedup_high
+        return None if known[0] is None else SpeedUp(known[0], *known[1:])
+
+    @property
+    def rl_step_band_s(self) -> tuple[float | None, float | None]:
+        """The 90% interval of rl_step_s. Only the rollout adds doubt: the rest of a step is taken as known."""
+        if self.rl_step_s is None or None in (self.makespan_s, self.makespan_low_s, self.makespan_high_s):
+            return None, None
+        rest = self.rl_step_s - (self.makespan_s or 0.0)
+        return rest + (self.makespan_low_s or 0.0), rest + (self.makespan_high_s or 0.0)
 
     @property
     def riskiness(self) -> int:

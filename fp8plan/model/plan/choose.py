@@ -9,10 +9,10 @@ from typing import Any
 
 from fp8plan.model.plan.candidates import Candidate
 from fp8plan.model.plan.choice import Choice
+from fp8plan.model.plan.speedup import speed_up, timed
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.budget import LEAST_GAIN, RiskBudget
 from fp8plan.model.risk.expected import MismatchRisk
-from fp8plan.model.rollout import speedup_interval
 from fp8plan.model.shards import refusals
 
 
@@ -47,26 +47,36 @@ def as_choices(candidates: Sequence[Candidate], profile: Profile) -> tuple[Choic
 
 
 def _choice(candidate: Candidate, bf16: Candidate | None, profile: Profile) -> Choice:
-    timed, risk, memory, setup = candidate.rollout, candidate.risk, candidate.memory, candidate.setup
-    cut = size, whole_experts = setup.limits.cut
+    rollout, risk, memory, setup = candidate.rollout, candidate.risk, candidate.memory, candidate.setup
+    size, whole_experts = setup.limits.cut
     figures: dict[str, Any] = dict.fromkeys(field.name for field in fields(Choice))
     figures |= {"precision": setup.precision.name, "reason": candidate.reason, "refused_by": {}}
     figures |= {"tensor_parallel": size, "data_parallel": setup.limits.data_parallel_size}
     figures["expert_parallel"] = whole_experts
-    if timed is None or risk is None or memory is None:
+    if rollout is None or risk is None or memory is None:
         return Choice(**figures | {"available": False})
     for name in ("makespan_s", "makespan_low_s", "makespan_high_s", "output_tokens_per_s", "preemptions"):
-        figures[name] = getattr(timed, name)
+        figures[name] = getattr(rollout, name)
     for name in ("kl_k3", "kl_k3_low", "kl_k3_high", "ess_raw", "clip_fraction", "seq_reject_fraction"):
         figures[name] = getattr(risk, name)
     figures |= {"risk": risk.level, "unit_kv_scales": _unit_kv_scales(candidate.unit_risk)}
     figures |= {"rl_step_s": candidate.step_s, "kv_cache_tokens": memory.kv_cache_tokens}
-    figures |= {"tail_fraction": timed.tail_fraction, "extrapolated": candidate.extrapolated}
+    figures |= {"tail_fraction": rollout.tail_fraction, "extrapolated": candidate.extrapolated}
     if bf16 is not None:
-        figures["speedup"] = bf16.timed.makespan_s / timed.makespan_s
-        figures["speedup_low"], figures["speedup_high"] = speedup_interval(bf16.timed, timed, profile, *cut)
-        figures["step_speedup"] = bf16.step_s / candidate.step_s if bf16.step_s and candidate.step_s else None
-    return Choice(**figures | {"available": True, "refused_by": refusals(setup.shape, setup.precision, *cut)})
+        figures |= _speedups(bf16, candidate, profile)
+    refused_by = refusals(setup.shape, setup.precision, size, whole_experts)
+    return Choice(**figures | {"available": True, "refused_by": refused_by})
+
+
+def _speedups(bf16: Candidate, candidate: Candidate, profile: Profile) -> dict[str, float | None]:
+    """The fields of a Choice on its speed-up over BF16 on the same layout: of the rollout, and of a known RL step."""
+    pairs = {"speedup": (None, None)} | ({"step_speedup": (bf16.step_s, candidate.step_s)} if candidate.step_s else {})
+    made: dict[str, float | None] = {}
+    for name, (theirs, own) in pairs.items():
+        cut = candidate.setup.limits.cut
+        gain = speed_up(timed(bf16.timed, cut, theirs), timed(candidate.timed, cut, own), profile)
+        made |= {name: gain.ratio, f"{name}_low": gain.low, f"{name}_high": gain.high}
+    return made
 
 
 def _unit_kv_scales(risk: MismatchRisk | None) -> dict[str, Any] | None:

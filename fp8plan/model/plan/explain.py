@@ -8,7 +8,8 @@ from typing import cast
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.collective import NETWORK_BANDWIDTH
 from fp8plan.model.plan.choice import Choice, several_layouts
-from fp8plan.model.plan.time_reasons import NO_FASTER, SLOWER, seconds, slower, where_from, whole_or_sliced
+from fp8plan.model.plan.speedup import SpeedUp
+from fp8plan.model.plan.time_reasons import NO_FASTER, SLOWER, Answer, seconds, slower, where_from, whole_or_sliced
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.budget import LEAST_GAIN
 from fp8plan.model.risk.expected import Level, MismatchRisk, RiskBudget, ThresholdAdvice
@@ -21,98 +22,106 @@ STEP_SHARES = (0.5, 0.8)  # of a rollout in an RL step
 def explain(
     choices: Sequence[Choice],
     chosen: int,
-    timed: Rollout,
+    rollouts: Sequence[Rollout | None],
     risk: MismatchRisk,
     advice: ThresholdAdvice,
     budget: RiskBudget,
     profile: Profile,
     gpus_per_node: int | None = None,
-    rollouts: Sequence[Rollout | None] = (),
     shape: ModelShape | None = None,
 ) -> tuple[str, ...]:
     """The sentences of a plan: the choice and its gain, the others, where the time goes, the risk, the caveats.
 
-    timed, risk, advice: of the chosen choice
+    Each ratio names what it is relative to, and its 90% interval.
+
+    rollouts: of all choices, None for one that cannot run
+    risk, advice: of the chosen choice
     gpus_per_node: beyond it tensor parallelism crosses the network; None: it does not
-    rollouts: of all choices, if they are known
     shape: of the model; None: nothing is said of linears that stay in BF16
     """
-    picked, rollouts = choices[chosen], rollouts or [None] * len(choices)
-    sentences = [_headline(picked, choices, budget, profile), *_of_the_step(picked)]
-    sentences += _passed_over(choices, chosen, budget, profile)
-    sentences += slower(choices, chosen, rollouts)
-    sentences += _not_measured(choices, chosen, budget, profile)
-    sentences += whole_or_sliced(choices, chosen, rollouts)
-    sentences += where_from(picked, choices, timed)
+    answer = Answer(choices, chosen, rollouts, profile)
+    sentences = [_headline(answer, budget), *_of_the_step(answer.picked)]
+    sentences += _passed_over(answer, budget)
+    sentences += slower(answer)
+    sentences += _not_measured(answer, budget)
+    sentences += whole_or_sliced(answer)
+    sentences += where_from(answer)
     sentences += _left_in_bf16(choices, shape) if shape is not None else []
     sentences += [f"Mismatch: {reason}." for reason in risk.reasons]
     sentences += [f"Correction: {note}." for note in advice.notes]
-    sentences += _caveats(choices, timed, profile)
-    sentences += _network(picked, gpus_per_node)
+    sentences += _caveats(choices, answer.rollout(answer.picked), profile)
+    sentences += _network(answer.picked, gpus_per_node)
     return tuple(sentences)
 
 
-def _headline(picked: Choice, choices: Sequence[Choice], budget: RiskBudget, profile: Profile) -> str:
-    name = f"{picked.precision}{_layout(picked, choices)}"
+def _headline(answer: Answer, budget: RiskBudget) -> str:
+    picked = answer.picked
+    name = f"{picked.precision}{_layout(picked, answer.choices)}"
     if _refused(picked, budget):
         return (
             f"No precision stays within the risk budget ({budget.accept}): {name} has the lowest expected KL, and its "
             f"risk is {picked.risk}."
         )
     if picked.precision == "bf16":
-        why = _why_not_fp8(picked, choices, budget, profile)
-        return f"Stay with {name}: {_seconds(picked)} for the rollout; {why}."
-    return f"Choose {name}: {_seconds(picked)} for the rollout; {_gain(picked, choices)}."
+        return f"Stay with {name}: {_seconds(picked)} for the rollout; {_why_not_fp8(answer, budget)}."
+    return " ".join([f"Choose {name}: {_seconds(picked)} for the rollout.", *_gains(answer)])
 
 
-def _gain(picked: Choice, choices: Sequence[Choice]) -> str:
-    """The speed-up over bf16 on the same layout, and over the best bf16 if that has another layout."""
-    bf16 = [c for c in choices if c.precision == "bf16"]
+def _gains(answer: Answer) -> list[str]:
+    """Sentences on the speed-up over bf16 on the same layout, and over the best bf16 if that has another layout."""
+    picked = answer.picked
+    bf16 = [c for c in answer.choices if c.precision == "bf16"]
     runnable = [c for c in bf16 if c.makespan_s is not None]
     if not bf16:
-        return "bf16 was not asked for, so there is no speed-up to name"
+        return ["bf16 was not asked for, so there is no speed-up to name."]
     if not runnable:
-        return "bf16 does not fit"
-    gains = []
-    if picked.speedup is not None:
-        gains.append(f"{picked.speedup:.2f}x as fast as bf16")
-        if picked.step_speedup is not None:
-            gains.append(f"{picked.step_speedup:.2f}x for the whole RL step")
-    best = min(runnable, key=lambda c: c.makespan_s or 0.0)
+        return ["bf16 does not fit, so there is no speed-up to name."]
+    sentences = []
+    same = " on the same layout" if several_layouts(answer.choices) else ""
+    if picked.gain is not None:
+        sentences.append(f"It is {picked.gain.over('bf16' + same)}{_doubt(picked.gain)}.")
+    if picked.step_gain is not None:
+        sentences.append(f"The whole RL step is {picked.step_gain.over('with bf16' + same)}{_doubt(picked.step_gain)}.")
+    best = min(runnable, key=lambda c: c.seconds)
     if best.layout != picked.layout:
-        ratio = (best.makespan_s or 0.0) / (picked.makespan_s or 1.0)
-        gains.append(f"{ratio:.2f}x as fast as the best bf16,{_layout(best, choices)}")
-    return ", ".join(gains)
+        gain = answer.gain(picked, best)
+        what = "The whole RL step" if answer.of_the_step else "It"
+        sentences.append(f"{what} is {gain.over(f'the best bf16,{_layout(best, answer.choices)}')}{_doubt(gain)}.")
+    return sentences
+
+
+def _doubt(gain: SpeedUp) -> str:
+    """The words for a gain that may be none."""
+    return ", and may be no faster: its interval holds 1.00" if gain.in_doubt and round(gain.ratio, 2) >= 1 else ""
 
 
 def _of_the_step(picked: Choice) -> list[str]:
-    """A sentence on the speed-up of the whole RL step, for two shares of the rollout in it (Amdahl's law)."""
-    if picked.step_speedup is not None or picked.speedup is None or picked.speedup < 1 + NO_FASTER:
+    """Sentences on the speed-up of the whole RL step, for two shares of the rollout in it (Amdahl's law)."""
+    gain = picked.gain
+    if picked.step_gain is not None or gain is None or gain.ratio < 1 + NO_FASTER:
         return []
-    steps = [f"{1 / (1 - share + share / picked.speedup):.2f}x" for share in STEP_SHARES]
-    half, most = [f"{share:.0%}" for share in STEP_SHARES]
-    gain = f"{steps[0]} as fast if {half} of it is rollout with bf16, {steps[1]} if {most} is"
-    return [f"The whole RL step becomes {gain}; --train-s and --logprob-s work it out."]
+    (half, less), (most, more) = [(f"{share:.0%}", gain.of_step(share)) for share in STEP_SHARES]
+    becomes = f"The whole RL step becomes {less.over('with bf16')} if {half} of it is rollout there."
+    return [f"{becomes} It becomes {more.over('with bf16')} if {most} is. --train-s and --logprob-s work it out."]
 
 
-def _why_not_fp8(picked: Choice, choices: Sequence[Choice], budget: RiskBudget, profile: Profile) -> str:
-    others = [c for c in choices if c.precision != "bf16"]
+def _why_not_fp8(answer: Answer, budget: RiskBudget) -> str:
+    picked, others = answer.picked, [c for c in answer.choices if c.precision != "bf16"]
     if not others:
         return "no other precision was asked for"
     if not any(c.available for c in others):
         return "no FP8 precision can run here"
-    others = [c for c in _compared(choices, picked, profile) if c.precision != "bf16"]
+    others = [c for c in _compared(answer) if c.precision != "bf16"]
     faster = [c for c in others if c.seconds < picked.seconds]
-    within = [c for c in faster if not _refused(c, budget)]
-    gain = max((picked.seconds / c.seconds - 1 for c in within), default=0.0)
-    if gain > NO_FASTER:
+    accepted = [c for c in faster if not _refused(c, budget)]
+    if any(picked.seconds / c.seconds - 1 > NO_FASTER for c in accepted):
         return (
-            f"FP8 is not worth it here: within the risk budget ({budget.accept}) it gains {gain:.1%}, and less than "
-            f"{LEAST_GAIN:.0%} does not pay for a mismatch"
+            f"FP8 is not worth it here: within the risk budget ({budget.accept}) it gains less than {LEAST_GAIN:.0%}, "
+            "which does not pay for a mismatch"
         )
-    if len(faster) > len(within):
+    if len(faster) > len(accepted):
         return f"faster precisions are outside the risk budget ({budget.accept})"
-    return "FP8 is not worth it here"
+    return "FP8 is not worth it here: it gains nothing"
 
 
 def _refused(choice: Choice, budget: RiskBudget) -> bool:
@@ -120,48 +129,48 @@ def _refused(choice: Choice, budget: RiskBudget) -> bool:
     return not budget.accepts(cast("Level", choice.risk))
 
 
-def _passed_over(choices: Sequence[Choice], chosen: int, budget: RiskBudget, profile: Profile) -> list[str]:
+def _passed_over(answer: Answer, budget: RiskBudget) -> list[str]:
     """The reason why each other precision was not taken, on its fastest layout among those that `_compared` gives."""
-    picked, sentences = choices[chosen], []
-    compared, of = _compared(choices, picked, profile), " for the whole RL step" if picked.rl_step_s is not None else ""
+    picked, compared, sentences = answer.picked, _compared(answer), []
     for precision in dict.fromkeys(c.precision for c in compared if c.precision != picked.precision):
-        runnable = [c for c in compared if c.precision == precision]
-        choice = min(runnable, key=lambda c: c.seconds)
-        name = f"{choice.precision}{_layout(choice, choices)}"
-        gain = picked.seconds / choice.seconds
-        if gain > 1 + NO_FASTER and _refused(choice, budget):
-            sentences.append(f"{name} would be {gain:.2f}x as fast{of}, but its mismatch risk is {choice.risk}.")
-        elif gain > 1 + NO_FASTER:
-            sentences.append(f"{name} is only {gain - 1:.1%} faster{of}, which does not pay for its mismatch.")
-        elif picked.precision == "bf16" and gain > 1 - SLOWER:
-            sentences.append(f"{name} is no faster{of}: {gain:.2f}x the speed of bf16.")
+        choice = min((c for c in compared if c.precision == precision), key=lambda c: c.seconds)
+        gain, than = answer.gain(choice, picked), f"the chosen {picked.precision}{answer.of_the_step}"
+        name = f"{choice.precision}{_layout(choice, answer.choices)}"
+        if gain.ratio > 1 + NO_FASTER and _refused(choice, budget):
+            sentences.append(f"{name} would be {gain.over(than)}. Its mismatch risk is {choice.risk}.")
+        elif gain.ratio > 1 + NO_FASTER:
+            sentences.append(f"{name} is only {gain.percent(than)}. That does not pay for its mismatch.")
+        elif picked.precision == "bf16" and gain.ratio > 1 - SLOWER:
+            sentences.append(f"{name} is no faster: it is {gain.over(than)}.")
     return sentences
 
 
-def _compared(choices: Sequence[Choice], picked: Choice, profile: Profile) -> list[Choice]:
-    """The choices that can run; only those on measured layouts if the picked one is."""
-    any_layout = _unmeasured(picked, profile)
-    return [c for c in choices if c.makespan_s is not None and (any_layout or not _unmeasured(c, profile))]
+def _compared(answer: Answer) -> list[Choice]:
+    """The choices that can run; only those on measured layouts if the chosen one is."""
+    any_layout = _unmeasured(answer.picked, answer.profile)
+    runnable = [c for c in answer.choices if c.makespan_s is not None]
+    return [c for c in runnable if any_layout or not _unmeasured(c, answer.profile)]
 
 
-def _not_measured(choices: Sequence[Choice], chosen: int, budget: RiskBudget, profile: Profile) -> list[str]:
+def _not_measured(answer: Answer, budget: RiskBudget) -> list[str]:
     """A sentence on the fastest of the layouts that were passed over because nobody measured them, if it is faster than
     the chosen one.
     """
-    picked = choices[chosen]
+    picked, profile = answer.picked, answer.profile
     if _unmeasured(picked, profile):
         return []
-    stood_back = [c for c in choices if c.makespan_s is not None and _unmeasured(c, profile)]
+    stood_back = [c for c in answer.choices if c.makespan_s is not None and _unmeasured(c, profile)]
     stood_back = [c for c in stood_back if _refused(picked, budget) or not _refused(c, budget)]
     if not stood_back:
         return []
     best = min(stood_back, key=lambda c: c.seconds)
-    gain = picked.seconds / best.seconds
-    if gain <= 1 + NO_FASTER:
+    gain = answer.gain(best, picked)
+    if gain.ratio <= 1 + NO_FASTER:
         return []
-    name = f"{best.precision}{_layout(best, choices)}"
-    doubt = f"that layout was not measured, and its times are in doubt by {profile.layout_doubt(*best.cut):.0%}"
-    return [f"{name} is predicted {gain:.2f}x as fast, but {doubt}: what was measured goes first."]
+    name = f"{best.precision}{_layout(best, answer.choices)}"
+    than = f"the chosen {picked.precision}{answer.of_the_step}"
+    doubt = f"That layout was not measured, and its times are in doubt by {profile.layout_doubt(*best.cut):.0%}"
+    return [f"{name} is predicted {gain.over(than)}. {doubt}: what was measured goes first."]
 
 
 def _unmeasured(choice: Choice, profile: Profile) -> bool:
@@ -230,4 +239,5 @@ def _layout(choice: Choice, choices: Sequence[Choice]) -> str:
 
 
 def _seconds(choice: Choice) -> str:
-    return f"{seconds(choice.makespan_s)} s ({seconds(choice.makespan_low_s)} to {seconds(choice.makespan_high_s)})"
+    low, high = seconds(choice.makespan_low_s), seconds(choice.makespan_high_s)
+    return f"{seconds(choice.makespan_s)} s (90%: {low} to {high})"

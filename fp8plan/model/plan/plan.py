@@ -19,7 +19,7 @@ from fp8plan.model.emit.settings import (
     vllm_kwargs,
     workload_tokens,
 )
-from fp8plan.model.emit.trl import emit_trl, trl_config
+from fp8plan.model.emit.trl import emit_trl, emit_trl_python, trl_config
 from fp8plan.model.emit.verl import emit_verl, verl_overrides
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.choice import Choice, plain_fields, several_layouts
@@ -205,7 +205,12 @@ class Plan:
         return trl_config(self._job("trl", choice, measured_scales(self.setup(choice), kv_scales)), mode)
 
     def emit(
-        self, target: str, choice: int | str | None = None, kv_scales: str = "unit", plan_file: str | None = None
+        self,
+        target: str,
+        choice: int | str | None = None,
+        kv_scales: str = "unit",
+        plan_file: str | None = None,
+        python: bool = False,
     ) -> str:
         """Text for `fp8plan emit` and `fp8plan plan --emit`.
 
@@ -216,13 +221,15 @@ class Plan:
 
         kv_scales: "unit", as vllm leaves the K and V scales of an FP8 cache, or "calibrated" if you calibrate them
         plan_file: full path of this plan's JSON, which a trainer's settings name; None: "plan.json", and a note says so
+        python:    trl: Python to paste, `training_args = GRPOConfig(...)` and comments, in the place of JSON
 
         Raises ConfigError for an unknown target, for what the target cannot do, and where K and V scales of 1.0 are
         riskier than the plan accepts.
         """
         check_target(target)
         there = kv_scales if target == "vllm" else measured_scales(self.setup(choice), kv_scales)
-        return _EMITTERS[target](self._job(target, choice, there, plan_file), there)
+        emitter = emit_trl_python if python and target == "trl" else _EMITTERS[target]
+        return emitter(self._job(target, choice, there, plan_file), there)
 
     def _job(self, target: str, choice: int | str | None, kv_scales: str, plan_file: str | None = None) -> Job:
         """The input of `target`'s settings for one choice. Raises ConfigError if its K and V scales are too risky."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from fp8plan.model.plan.choice import Choice
+from fp8plan.model.plan.speedup import SpeedUp, speed_up, timed
+from fp8plan.model.profile.profile import Profile
 from fp8plan.model.rollout import TAIL_SHARE, Rollout
 
 NO_FASTER = 0.005  # gains below half a percent are not worth a sentence of their own
@@ -25,58 +28,86 @@ COMPONENTS = {
 }
 
 
-def whole_or_sliced(choices: Sequence[Choice], chosen: int, rollouts: Sequence[Rollout | None]) -> list[str]:
-    """A sentence on why the chosen layout shares out whole experts, or does not, if that is faster than the other way.
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A plan's choices and the rollouts behind them, None for a choice that cannot run."""
 
-    rollouts: of all choices
-    """
-    picked = choices[chosen]
+    choices: Sequence[Choice]
+    chosen: int
+    rollouts: Sequence[Rollout | None]
+    profile: Profile
+
+    @property
+    def picked(self) -> Choice:
+        """The chosen choice."""
+        return self.choices[self.chosen]
+
+    @property
+    def of_the_step(self) -> str:
+        """The words that name what choices are compared by, if that is not the rollout."""
+        return " for the whole RL step" if self.picked.rl_step_s is not None else ""
+
+    def rollout(self, choice: Choice) -> Rollout:
+        """The rollout of a choice that can run."""
+        rollout = next(rollout for c, rollout in zip(self.choices, self.rollouts, strict=True) if c is choice)
+        assert rollout is not None
+        return rollout
+
+    def gain(self, choice: Choice, than: Choice) -> SpeedUp:
+        """How many times as fast a choice is as another, by the time that choices are compared by. Both can run."""
+        other, own = (timed(self.rollout(c), c.cut, c.rl_step_s) for c in (than, choice))
+        return speed_up(other, own, self.profile)
+
+
+def whole_or_sliced(answer: Answer) -> list[str]:
+    """A sentence on why the chosen layout shares out whole experts, or slices, if that is faster than the other way."""
+    picked = answer.picked
     other = (picked.tensor_parallel, picked.data_parallel, not picked.expert_parallel)
-    found = [i for i, c in enumerate(choices) if c.precision == picked.precision and c.layout == other]
-    if not found:
+    rest = next((c for c in answer.choices if c.precision == picked.precision and c.layout == other), None)
+    if rest is None:
         return []
-    rest = choices[found[0]]
     if picked.expert_parallel and rest.reason is not None:
         return [f"Without expert parallelism this layout cannot run: {rest.reason}."]
     if rest.makespan_s is None or rest.seconds < picked.seconds * (1 + NO_FASTER):
         return []
-    mine, theirs = rollouts[chosen], rollouts[found[0]]
-    why = f": {_difference(mine, theirs)}" if mine is not None and theirs is not None else ""
-    gain = f"{rest.seconds / picked.seconds:.2f}x as fast as"
-    if picked.expert_parallel:
-        return [f"With expert parallelism, whole experts on each GPU, it is {gain} with a slice of every expert{why}."]
-    return [f"A slice of every expert on each GPU is {gain} expert parallelism, which keeps them whole{why}."]
+    whole, sliced = "expert parallelism, with whole experts,", "a slice of every expert on each GPU"
+    way, other_way = (whole, sliced) if picked.expert_parallel else (sliced, whole.rstrip(","))
+    gain = answer.gain(picked, rest).over(other_way + answer.of_the_step)
+    why = _difference(answer.rollout(picked), answer.rollout(rest))
+    return [f"{way[0].upper()}{way[1:]} is {gain}: {why}."]
 
 
 def _difference(mine: Rollout, theirs: Rollout) -> str:
-    """The parts that take less time in the first of two rollouts, above all."""
+    """The words for what takes less time in the first of two rollouts, above all."""
     if mine.preemptions < theirs.preemptions:
-        return f"{mine.preemptions:,} preemptions instead of {theirs.preemptions:,}"
-    return _share_moved(mine, theirs)
+        return f"it has {mine.preemptions:,} preemptions instead of {theirs.preemptions:,}"
+    part, own, other = _moved(mine, theirs)
+    return f"it spends {seconds(own)} s on {part} instead of {seconds(other)} s" if own else f"it needs no {part}"
 
 
-def _share_moved(mine: Rollout, theirs: Rollout) -> str:
-    """The part of whose time the first of two rollouts saves most."""
+def _moved(mine: Rollout, theirs: Rollout) -> tuple[str, float, float]:
+    """The part of whose time the first of two rollouts saves most, and the seconds that both spend on it."""
     spent = [{name: share * x.makespan_s for name, share in x.parts.items()} for x in (mine, theirs)]
     saved = {name: theirs_s - spent[0].get(name, 0.0) for name, theirs_s in spent[1].items()}
     most = max(saved, key=lambda name: saved[name])
-    return f"{seconds(spent[0].get(most, 0.0))} s go to {COMPONENTS[most]} instead of {seconds(spent[1][most])} s"
+    return COMPONENTS[most], spent[0].get(most, 0.0), spent[1][most]
 
 
-def where_from(picked: Choice, choices: Sequence[Choice], timed: Rollout) -> list[str]:
+def where_from(answer: Answer) -> list[str]:
     """Sentences on preemptions that FP8 saves, and on what the time of a rollout and of its tail goes to."""
-    sentences = []
-    baseline = next((c for c in choices if c.precision == "bf16" and c.layout == picked.layout and c.available), None)
+    sentences, picked, rollout = [], answer.picked, answer.rollout(answer.picked)
+    there = [c for c in answer.choices if c.available and c.layout == picked.layout]
+    baseline = next((c for c in there if c.precision == "bf16"), None)
     if baseline is not None and baseline.preemptions and (picked.preemptions or 0) < baseline.preemptions:
         sentences.append(
-            f"The KV cache holds {picked.kv_cache_tokens:,} tokens instead of {baseline.kv_cache_tokens:,}, so "
-            f"preemptions fall from {baseline.preemptions:,} to {picked.preemptions:,}."
+            f"The KV cache holds {picked.kv_cache_tokens:,} tokens instead of {baseline.kv_cache_tokens:,} with bf16, "
+            f"so preemptions fall from {baseline.preemptions:,} to {picked.preemptions:,}."
         )
-    sentences.append(f"The time goes to {_largest(timed.parts)}.")
-    if timed.tail_fraction > TAIL_SHARE:
+    sentences.append(f"The time goes to {_largest(rollout.parts)}.")
+    if rollout.tail_fraction > TAIL_SHARE:
         sentences.append(
-            f"{timed.tail_fraction:.0%} of the rollout is tail: nothing waits, and fewer than a quarter of the "
-            f"requests still run. There the time goes to {_largest(timed.tail_parts)}."
+            f"{rollout.tail_fraction:.0%} of the rollout is tail: nothing waits, and fewer than a quarter of the "
+            f"requests still run. There the time goes to {_largest(rollout.tail_parts)}."
         )
     return sentences
 
@@ -86,16 +117,18 @@ def _largest(parts: dict[str, float], least: float = 0.1) -> str:
     return " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
 
 
-def slower(choices: Sequence[Choice], chosen: int, rollouts: Sequence[Rollout | None]) -> list[str]:
+def slower(answer: Answer) -> list[str]:
     """A sentence on each precision that is slower than bf16 on the chosen layout, and on what takes longer."""
-    there = [i for i, c in enumerate(choices) if c.speedup is not None and c.layout == choices[chosen].layout]
-    bf16 = next((rollouts[i] for i in there if choices[i].precision == "bf16"), None)
+    there = [c for c in answer.choices if c.gain is not None and c.layout == answer.picked.layout]
+    bf16 = next((answer.rollout(c) for c in there if c.precision == "bf16"), None)
     sentences = []
-    for i in there:
-        name, speedup, run = choices[i].precision, choices[i].speedup or 1.0, rollouts[i]
-        if speedup < 1 - SLOWER:
-            why = f", where {_share_moved(bf16, run)}" if bf16 is not None and run is not None else ""
-            sentences.append(f"{name} is {speedup:.2f}x as fast as bf16{why}.")
+    for choice in there:
+        if bf16 is None or choice.gain is None or choice.gain.ratio >= 1 - SLOWER:
+            continue
+        part, less, more = _moved(bf16, answer.rollout(choice))
+        other = f", and bf16 {seconds(less)} s" if less else ""
+        gain = choice.gain.percent("bf16")
+        sentences.append(f"{choice.precision} is {gain}: it spends {seconds(more)} s on {part}{other}.")
     return sentences
 
 

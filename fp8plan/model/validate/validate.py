@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.model.hardware import find_gpu
+from fp8plan.model.plan.speedup import Timed, speed_up, timed
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.simulate import Simulated, simulate
@@ -45,13 +46,14 @@ def validate(
 ) -> Validation:
     """Predict every record and compare. Raises the errors of the parts, with the record's line."""
     warnings: dict[str, None] = {}
-    rows = [_compare(record, strict, warnings) for record in progress(records)]
+    compared = [_compare(record, strict, warnings) for record in progress(records)]
+    rows = [x.row for x in compared]
     found = accuracy(rows)
     half = [(row["predicted_high_s"] - row["predicted_low_s"]) / 2 / row["predicted_s"] for row in rows]
     inside = [row["predicted_low_s"] <= row["seconds"] <= row["predicted_high_s"] for row in rows]
     return Validation(
         records=rows,
-        groups=[_group_result(name, group) for name, group in by_group(rows).items()],
+        groups=_group_results(compared),
         makespan_mape=found.makespan_mape,
         makespan_worst=found.makespan_worst,
         speedup_mae_points=found.speedup_mae_points,
@@ -72,8 +74,16 @@ def simulated(record: Record, profile: Profile) -> Simulated:
     return simulate(setup, record.batch, profile, experts_hit=record.fields.get("experts_hit"))
 
 
-def _compare(record: Record, strict: bool, warnings: dict[str, None]) -> dict[str, Any]:
-    """The record's row of the result. Warnings about its profile are added to `warnings`."""
+class Compared(NamedTuple):
+    """One record's row of the result, its predicted time and the profile that this is from."""
+
+    row: dict[str, Any]
+    time: Timed
+    profile: Profile
+
+
+def _compare(record: Record, strict: bool, warnings: dict[str, None]) -> Compared:
+    """Predict one record. Warnings about its profile are added to `warnings`."""
     fields = record.fields
     try:
         profile, said = load_profile(find_gpu(fields["gpu"]), fields["engine_version"], strict)
@@ -81,28 +91,46 @@ def _compare(record: Record, strict: bool, warnings: dict[str, None]) -> dict[st
         found = simulated(record, profile)
     except Fp8PlanError as error:
         raise type(error)(f"line {record.line}: {error}") from None
-    timed = found.rollout
+    rollout = found.rollout
     lists = ("prompt_lengths", "response_lengths", "prompt_ids")
-    return {name: value for name, value in fields.items() if name not in lists} | {
+    row = {name: value for name, value in fields.items() if name not in lists} | {
         "line": record.line,
         "group": record.group,
         "seconds": record.seconds,
-        "predicted_s": timed.makespan_s,
-        "predicted_low_s": timed.makespan_low_s,
-        "predicted_high_s": timed.makespan_high_s,
-        "error": relative_error({"seconds": record.seconds, "predicted_s": timed.makespan_s}),
+        "predicted_s": rollout.makespan_s,
+        "predicted_low_s": rollout.makespan_low_s,
+        "predicted_high_s": rollout.makespan_high_s,
+        "error": relative_error({"seconds": record.seconds, "predicted_s": rollout.makespan_s}),
         "predicted_kv_cache_tokens": found.memory.pool_tokens,
-        "predicted_preemptions": timed.preemptions,
+        "predicted_preemptions": rollout.preemptions,
         "extrapolated": found.extrapolated,
     }
+    return Compared(row, timed(rollout, record.setup.limits.cut), profile)
 
 
-def _group_result(name: str, rows: Sequence[Row]) -> dict[str, Any]:
-    """The speed-ups against the median bf16 record, and the precisions that are predicted and measured fastest."""
+def _group_results(compared: Sequence[Compared]) -> list[dict[str, Any]]:
+    """The result of each group."""
+    by_line = {x.row["line"]: x for x in compared}
+    return [_group_result(name, group, by_line) for name, group in by_group([x.row for x in compared]).items()]
+
+
+def _group_result(name: str, rows: Sequence[Row], by_line: Mapping[int, Compared]) -> dict[str, Any]:
+    """The speed-ups against the median bf16 record, and the precisions that are predicted and measured fastest.
+
+    The interval of a predicted speed-up is that against the bf16 record nearest to the median prediction.
+    """
+    gains = speedups(rows)
+    bf16 = [row for row in rows if row["precision"] == "bf16"]
+    for gain in gains:
+        middle = np.median([row["predicted_s"] for row in bf16])
+        nearest = min(bf16, key=lambda row: abs(row["predicted_s"] - middle))
+        of = by_line[gain["line"]]
+        ends = speed_up(by_line[nearest["line"]].time, of.time, of.profile)
+        gain |= {"predicted_speedup_low": ends.low, "predicted_speedup_high": ends.high}
     return {
         "group": name,
         "records": len(rows),
         "fastest_measured": min(rows, key=lambda row: row["seconds"])["precision"],
         "fastest_predicted": min(rows, key=lambda row: row["predicted_s"])["precision"],
-        "speedups": speedups(rows),
+        "speedups": gains,
     }

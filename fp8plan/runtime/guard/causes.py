@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 
 from fp8plan.errors import CapacityError
 from fp8plan.model.hardware import find_gpu
+from fp8plan.model.plan.speedup import speed_up, timed
 from fp8plan.model.plan.time_reasons import seconds
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.budget import LEAST_GAIN
@@ -64,7 +65,7 @@ class Found(NamedTuple):
 class Case(NamedTuple):
     """One rollout, and all that is known about it.
 
-    within: it was as fast as predicted, or there is no gap to explain (a cold start)
+    as_fast: it was as fast as predicted or faster, or there is no gap to explain (a cold start)
     """
 
     facts: EngineFacts
@@ -72,7 +73,7 @@ class Case(NamedTuple):
     prediction: Prediction
     profile: Profile
     settings: GuardSettings
-    within: bool
+    as_fast: bool
 
     @property
     def gap_s(self) -> float:
@@ -87,7 +88,7 @@ class Case(NamedTuple):
 def causes(case: Case) -> tuple[Found, ...]:
     """List the likely causes: those of a gap first, then the rest, each by cost; UNKNOWN for a gap without any."""
     found = [*_of_the_engine(case)]
-    if not case.within:
+    if not case.as_fast:
         found += _disturbances(case)
         known = [x for x in found if x.gap]
         rest = case.gap_s - sum(x.lost_s or 0.0 for x in known)
@@ -217,12 +218,13 @@ def _in_the_prediction(case: Case) -> Iterator[Found]:
 def _no_gain(case: Case) -> Iterator[Found]:
     """Yield a batch at which FP8 gains nothing, by the prediction itself."""
     prediction, bf16 = case.prediction, case.prediction.instead.get("bf16")
-    if bf16 is None or prediction.tokens_per_s >= bf16 * (1 + LEAST_GAIN):
+    if bf16 is None or prediction.tokens_per_s >= bf16.output_tokens_per_s * (1 + LEAST_GAIN):
         return
-    other = prediction.rollout.output_tokens / bf16
+    cut = prediction.setup.limits.cut
+    gain = speed_up(timed(bf16, cut), timed(prediction.rollout, cut), case.profile).over("bf16")
     text = (
-        f"{case.facts.precision} is predicted at {prediction.tokens_per_s / bf16:.2f}x the speed of bf16 on these "
-        f"batches, {prediction.mean_batch:.0f} responses at a time on average: {seconds(prediction.makespan_s)} s "
-        f"against {seconds(other)}; run bf16, or more responses per engine"
+        f"{case.facts.precision} is predicted {gain} on these batches, {prediction.mean_batch:.0f} responses at a time "
+        f"on average: {seconds(prediction.makespan_s)} s against {seconds(bf16.makespan_s)}; run bf16, or more "
+        "responses per engine"
     )
-    yield Found(Cause.SMALL_BATCH, text, prediction.makespan_s - other, gap=False)
+    yield Found(Cause.SMALL_BATCH, text, prediction.makespan_s - bf16.makespan_s, gap=False)

@@ -137,7 +137,7 @@ class Symptoms:
 
     precision:    preset that ran
     tokens_per_s: achieved, response tokens per second
-    within:       it was as fast as predicted
+    as_fast:      it was as fast as predicted, or faster
     compiled:     a kernel was compiled, so it says nothing about speed
     expected:     rung -> tokens per second expected after it; only rungs that can help speed
     kl_k3:        mean k3 per token between trainer and rollout; None: not known
@@ -146,7 +146,7 @@ class Symptoms:
 
     precision: str
     tokens_per_s: float
-    within: bool
+    as_fast: bool
     compiled: bool
     expected: Mapping[Action, float]
     kl_k3: float | None
@@ -199,7 +199,7 @@ def _nothing_to_do(symptoms: Symptoms, gains: Mapping[Action, float]) -> str:
         return "a kernel was compiled, so this rollout is not counted"
     if symptoms.cold:
         return "the engine's first rollout is a cold start, so it is not counted"
-    if symptoms.within:
+    if symptoms.as_fast:
         return "nothing to do"
     if not gains:
         return f"there is nothing faster to step down to from {symptoms.precision}"

@@ -57,12 +57,12 @@ from fp8plan.runtime.guard.prediction import Prediction, predict
 class Verdict:
     """The guard's verdict on one rollout. Speeds are in response tokens per second, low and high a 90% interval.
 
-    ratio:  achieved / predicted speed
-    within: it was no slower than predicted, up to GuardSettings.slack
-    causes: the likely ones: of a gap first, each by cost
-    action: what to do
-    reason: why that, or why nothing
-    cold:   it was the engine's first rollout, and slower than predicted: this is no sign of anything
+    ratio:   achieved / predicted speed
+    as_fast: it was as fast as predicted or faster: no slower than low / (1 + GuardSettings.slack)
+    causes:  the likely ones: of a gap first, each by cost
+    action:  what to do
+    reason:  why that, or why nothing
+    cold:    it was the engine's first rollout, and slower than predicted: this is no sign of anything
     """
 
     tokens_per_s: float
@@ -70,7 +70,7 @@ class Verdict:
     low_tokens_per_s: float
     high_tokens_per_s: float
     ratio: float
-    within: bool
+    as_fast: bool
     causes: tuple[Found, ...]
     action: Action
     reason: str
@@ -79,7 +79,8 @@ class Verdict:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for a log."""
         named = [{"cause": x.cause.value, "sentence": x.sentence, "lost_s": x.lost_s} for x in self.causes]
-        return asdict(self) | {"causes": named, "action": self.action.value}
+        # `within` was the name of as_fast until records of schema 1.1, whose readers look for it.
+        return asdict(self) | {"within": self.as_fast, "causes": named, "action": self.action.value}
 
 
 class Guard:
@@ -167,14 +168,14 @@ def update(
     """
     prediction = predict(facts, observation, profile)
     achieved = observation.tokens_per_s
-    within = achieved >= prediction.low_tokens_per_s / (1 + settings.slack)
-    cold = first and not within
-    found = causes(Case(facts, observation, prediction, profile, settings, within or cold))
-    gaps = () if within else tuple(x for x in found if x.gap)
+    as_fast = achieved >= prediction.low_tokens_per_s / (1 + settings.slack)
+    cold = first and not as_fast
+    found = causes(Case(facts, observation, prediction, profile, settings, as_fast or cold))
+    gaps = () if as_fast else tuple(x for x in found if x.gap)
     symptoms = Symptoms(
         precision=facts.precision,
         tokens_per_s=achieved,
-        within=within,
+        as_fast=as_fast,
         compiled=bool(observation.compiled_files) or any(x.cause == Cause.COMPILING for x in found),
         expected=_expected(facts, prediction, achieved / prediction.tokens_per_s, gaps, settings),
         kl_k3=observation.kl_k3,
@@ -191,10 +192,10 @@ def update(
         low_tokens_per_s=prediction.low_tokens_per_s,
         high_tokens_per_s=prediction.high_tokens_per_s,
         ratio=achieved / prediction.tokens_per_s,
-        within=within,
+        as_fast=as_fast,
         causes=found,
         action=action,
-        reason=f"{speed}{'' if within or cold else ': too slow'}; {why}",
+        reason=f"{speed}{'' if as_fast or cold else ': too slow'}; {why}",
         cold=cold,
     )
 
@@ -214,5 +215,5 @@ def _expected(
         gone = {"kv", "weights"} if preset.weights == "bf16" else {"kv"}
         blamed = [gone if x.cause == Cause.UNKNOWN and settings.unknown_is_fp8 else set(x.of_fp8) for x in gaps]
         cured = bool(gaps) and all(parts & gone for parts in blamed)
-        expected[action] = prediction.instead[preset.name] * (1.0 if cured else ratio)
+        expected[action] = prediction.instead[preset.name].output_tokens_per_s * (1.0 if cured else ratio)
     return expected

@@ -23,13 +23,13 @@ class Prediction:
 
     setup:   the engine that ran, in the pool that it had
     ran:     the whole prediction for it
-    instead: preset name -> tokens per second of the same work in a precision with less FP8, in the pool which that one
-             gets; left out where it does not fit
+    instead: preset name -> rollout of the same work in a precision with less FP8, in the pool which that one gets; left
+             out where it does not fit
     """
 
     setup: EngineSetup
     ran: Simulated
-    instead: dict[str, float]
+    instead: dict[str, Rollout]
 
     @property
     def rollout(self) -> Rollout:
@@ -79,7 +79,7 @@ def predict(facts: EngineFacts, observation: Observation, profile: Profile) -> P
             other = again(replace(facts.setup, precision=preset), observation, profile, ran.schedules)
         except CapacityError:
             continue
-        instead[preset.name] = other.rollout.output_tokens_per_s
+        instead[preset.name] = other.rollout
     return Prediction(setup, ran, instead)
 
 

@@ -14,11 +14,13 @@ import numpy as np
 from fp8plan.model.cost.base import FloatArray
 from fp8plan.model.plan.time_reasons import seconds
 from fp8plan.model.rollout import Timeline
+from fp8plan.views.tables import counted
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.choice import Choice
     from fp8plan.model.plan.plan import Plan
     from fp8plan.model.plan.planner import Prediction
+    from fp8plan.model.plan.speedup import SpeedUp
 
 # Okabe and Ito's palette, told apart with any colour vision; one colour per precision, always the same.
 COLOURS = {"bf16": "#000000", "fp8_block": "#0072B2", "fp8_kv": "#E69F00", "fp8_block+fp8_kv": "#009E73"}
@@ -28,7 +30,7 @@ PACES = 25  # between both ends of an interval
 TIME_LABEL = "seconds since the rollout began"
 KL_LABEL = "KL k3, nats per token (lower is safer)"
 SPEED_LABEL = "output tokens/s (higher is faster)"
-SPEEDUP_LABEL = "with the speed-up over bf16 on the same layout"
+SPEEDUP_LABEL = "with the speed-up (90%) over bf16 on the same layout"
 
 
 class Curve(NamedTuple):
@@ -51,7 +53,7 @@ class Point(NamedTuple):
     layout: str  # TPxDP
     kl: tuple[float, float, float]  # nats per token
     speed: tuple[float, float, float]  # output tokens/s of all replicas
-    speedup: float | None  # over bf16 on the same layout
+    gain: SpeedUp | None  # over bf16 on the same layout
     chosen: bool
     main: bool  # of its precision the choice that `curves` draws over time
     on_front: bool  # no other choice is as safe and faster, or as fast and safer
@@ -122,7 +124,7 @@ def points(plan: Plan) -> list[Point]:
             layout=choice.layout_label,
             kl=kl,
             speed=(speed, low, high),
-            speedup=choice.speedup,
+            gain=choice.gain,
             chosen=index == plan.chosen,
             main=index in drawn,
             on_front=False,
@@ -175,7 +177,7 @@ def title(plan: Plan) -> list[str]:
         layout = f"; slowest of {chosen.data_parallel} replicas, {chosen.replica_label}"
     elif chosen.tensor_parallel > 1:
         layout = f"; {chosen.replica_label}"
-    batch = f"{work['prompts']:,} prompts x {work['samples']:,} samples"
+    batch = f"{counted(work['prompts'], 'prompt')} x {counted(work['samples'], 'sample')}"
     return [
         f"{plan.model} on {plan.gpu}: {batch}, responses of at most {work['max_response_tokens']:,} tokens",
         f"predicted, not measured: {plan.profile['kind']} profile; bands: 90% intervals{layout}",
@@ -198,7 +200,7 @@ def panels(lines: Sequence[Curve]) -> list[tuple[str, str]]:
 
 
 def label(point: Point, several: bool) -> str:
-    """The label of a choice, such as "fp8_block 2x4, 1.31x, chosen"."""
+    """The label of a choice, such as "fp8_block 2x4, 1.31x (1.12-1.53), chosen"."""
     name = f"{point.precision} {point.layout}" if several else point.precision
-    gain = [] if point.speedup is None or point.precision == "bf16" else [f"{point.speedup:.2f}x"]
+    gain = [] if point.gain is None or point.precision == "bf16" else [point.gain.cell]
     return ", ".join([name, *gain, *(["chosen"] if point.chosen else [])])

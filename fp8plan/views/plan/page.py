@@ -37,9 +37,10 @@ def page(prediction: Prediction, kv_scales: str = "unit") -> str:
     drawn = figures([over_time(prediction), tradeoff(plan)])
     reasons = "".join(f"<li>{escape(reason)}</li>" for reason in plan.reasons)
     settings = "".join(_settings(plan, target, kv_scales) for target in TARGETS)
+    step = f"<h2>RL step</h2>{_table(text.step, text.picked[0])}" if text.step else ""
     body = (
         f"{paragraphs(text.title[1:])}{paragraphs(prediction.warnings, 'dim')}"
-        f"<h2>Speed</h2>{_table(text.speed, text.picked[0])}{paragraphs([text.speed_legend], 'dim')}"
+        f"<h2>Speed</h2>{_table(text.speed, text.picked[0])}{paragraphs([text.speed_legend], 'dim')}{step}"
         f"<h2>Mismatch</h2>{_table(text.mismatch, text.picked[1])}{paragraphs([MISMATCH_LEGEND], 'dim')}"
         f"{paragraphs(text.absent)}<h2>Why {escape(plan.select().precision)}</h2><ul>{reasons}</ul>"
         f"{paragraphs([text.settings], 'dim')}<h2>Pictures</h2>{paragraphs(plots.title(plan)[1:], 'dim')}{drawn}"
@@ -58,7 +59,7 @@ def _table(columns: list[Column], bold: int) -> str:
 def _settings(plan: Plan, target: str, kv_scales: str) -> str:
     """The settings that `--emit` prints, or the reason why there are none."""
     try:
-        text = plan.emit(target, kv_scales=kv_scales)
+        text = plan.emit(target, kv_scales=kv_scales, python=True)
     except Fp8PlanError as error:
         return f"<details><summary>{target}: cannot have this plan</summary>{paragraphs([str(error)])}</details>"
     is_open = " open" if target == TARGETS[0] else ""

@@ -91,6 +91,13 @@ def last(rows: Sequence[Row], metric: str) -> float | None:
     return None if value is None else float(value)
 
 
+def as_fast(verdict: Row) -> bool | None:
+    """True if the guard found a rollout as fast as predicted or faster; None if it did not say. Records of schema 1.1
+    call it `within`."""
+    judged: bool | None = verdict.get("as_fast", verdict.get("within"))
+    return judged
+
+
 def events(rows: Sequence[Row]) -> list[Event]:
     """All events, in the order of the steps."""
     found, known = list[Event](), set[str]()

@@ -198,7 +198,7 @@ def _speed(rows: Sequence[Row]) -> Line:
     style, against = "", ""
     if now is not None and said:
         verdict = (rows[-1].get("guard") or {}).get("verdict") or {}
-        judged = verdict.get("within")  # it allows for noise
+        judged = runs.as_fast(verdict)  # it allows for noise
         fine = (low is None or now >= low) if judged is None else judged
         style = GOOD if fine else "" if verdict.get("cold") else BAD
         against = f"predicted {said:,.0f} ({_times(now / said)})"
@@ -224,7 +224,7 @@ def _state(rows: Sequence[Row]) -> list[RenderableType]:
     if verdict:
         action = verdict.get("action", "none")
         cold = bool(verdict.get("cold"))
-        fine = action == "none" and (cold or verdict.get("within", True))
+        fine = action == "none" and (cold or runs.as_fast(verdict) is not False)
         advice = "" if action == "none" else f"{action}: "
         told.append(("guard", f"{advice}{verdict.get('reason', '')}", BAD if not fine else "" if cold else GOOD))
         told += [("  cause", cause.get("sentence", ""), BAD) for cause in verdict.get("causes") or () if not fine]

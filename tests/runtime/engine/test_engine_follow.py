@@ -40,7 +40,7 @@ pytestmark = pytest.mark.vllm
 
 
 def verdict(action: Action) -> Verdict:
-    return Verdict(1.0, 2.0, 1.9, 2.1, 0.5, within=False, causes=(), action=action, reason="a test")
+    return Verdict(1.0, 2.0, 1.9, 2.1, 0.5, as_fast=False, causes=(), action=action, reason="a test")
 
 
 @pytest.mark.parametrize(

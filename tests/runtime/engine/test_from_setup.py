@@ -46,7 +46,7 @@ def opt(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
 
 
 def follow(action: Action) -> Verdict:
-    return Verdict(1.0, 2.0, 1.9, 2.1, 0.5, within=False, causes=(), action=action, reason="a test")
+    return Verdict(1.0, 2.0, 1.9, 2.1, 0.5, as_fast=False, causes=(), action=action, reason="a test")
 
 
 def test_a_model_that_cannot_be_predicted_is_started_synced_stepped_down_and_monitored(

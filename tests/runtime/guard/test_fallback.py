@@ -38,7 +38,7 @@ RUNGS = {
 def seen(name: str, kl: float | None = None, compiled: bool = False, **gains: float) -> Symptoms:
     """gains: rung -> speed after it / speed now."""
     expected = {Action(rung): SPEED * gain for rung, gain in gains.items()}
-    return Symptoms(name, SPEED, within=True, compiled=compiled, expected=expected, kl_k3=kl)
+    return Symptoms(name, SPEED, as_fast=True, compiled=compiled, expected=expected, kl_k3=kl)
 
 
 def follow(rows: list[Symptoms], settings: GuardSettings = SETTINGS) -> list[Action]:

@@ -81,7 +81,7 @@ def on_a_slow_host(record: Record) -> bool:
 def test_where_the_host_was_slow_it_is_named() -> None:
     """Six runs of Qwen3-30B-A3B with 512 requests took 13 to 27% longer than predicted, no others did."""
     judgements = [judged(record) for record in records("rollouts") if on_a_slow_host(record)]
-    late = [verdict for verdict in judgements if not verdict.within]
+    late = [verdict for verdict in judgements if not verdict.as_fast]
     assert len(judgements) > 25
     assert len(late) == 6
     assert {x.cause for verdict in late for x in verdict.causes} == {Cause.HOST}
@@ -95,11 +95,11 @@ def test_healthy_rollouts_are_as_predicted_and_cost_the_guard_next_to_nothing() 
     begun = time.process_time()
     verdicts = [judged(record) for record in healthy]
     spent = time.process_time() - begun
-    share = sum(v.within for v in verdicts) / len(verdicts)
+    share = sum(v.as_fast for v in verdicts) / len(verdicts)
     print(f"{share:.1%} of {len(healthy)} healthy rollouts are within; {1e3 * spent / len(healthy):.0f} ms each")
     assert share >= 0.95
     assert {v.action for v in verdicts} == {Action.NONE}
-    assert all(not any(x.gap for x in v.causes) for v in verdicts if v.within)
+    assert all(not any(x.gap for x in v.causes) for v in verdicts if v.as_fast)
     # Of each rollout's own time, not of their sum, which a few long ones make. It is 0.8% of the shortest on an idle
     # core; an older one whose hyperthread another test keeps busy needs several times as long.
     assert spent / len(healthy) < 0.06 * min(record.seconds for record in healthy)
@@ -139,7 +139,7 @@ def test_stalled_rollouts_are_blamed_on_the_compile_and_excused() -> None:
             verdict = guard.after_rollout(observed(record))
             assert verdict.action == Action.NONE
         assert guard.state.slow == 0
-        assert not verdict.within
+        assert not verdict.as_fast
         first = verdict.causes[0]
         assert first.cause == Cause.COMPILING
         assert f"{record.fields['compiled_files']} files" in first.sentence
@@ -156,7 +156,7 @@ def test_a_long_first_step_alone_is_no_stall() -> None:
     for record in records("stalled"):
         if not record.fields["compiled_files"]:
             verdict = judged(record)
-            assert verdict.within
+            assert verdict.as_fast
             assert not verdict.causes
 
 
@@ -169,7 +169,7 @@ def test_a_disturbed_host_leads_nowhere() -> None:
     guard.after_rollout(observed(disturbed[0]))  # a cold start says nothing
     for record in disturbed:
         verdict = guard.after_rollout(observed(record))
-        assert not verdict.within
+        assert not verdict.as_fast
         assert [x.cause for x in verdict.causes if x.gap] == [Cause.UNKNOWN]
         assert verdict.action == Action.NONE
         assert "no step down" in verdict.reason
@@ -390,7 +390,7 @@ def test_a_precision_that_was_a_mistake_is_left_without_any_gap() -> None:
     record = pick("Qwen3-1.7B", "fp8_kv", "batch 8")
     assert rollouts(record, 1.0, 9).action == Action.NONE
     verdict = rollouts(record, 1.0, 3, GuardSettings(margin=0.01))
-    assert verdict.within
+    assert verdict.as_fast
     assert verdict.action == Action.KV_TO_BF16
 
 
@@ -429,7 +429,7 @@ def test_the_first_rollout_of_an_engine_is_a_cold_start() -> None:
     guard = Guard(facts_of(record, **marlin), profile=PROFILE)
     for _ in range(2):  # the second time the engine was started again
         first = guard.after_rollout(slower(record, 2.0))
-        assert (first.cold, first.within, first.action, guard.state.slow) == (True, False, Action.NONE, 0)
+        assert (first.cold, first.as_fast, first.action, guard.state.slow) == (True, False, Action.NONE, 0)
         assert "too slow" not in first.reason
         assert "cold start, so it is not counted" in first.reason
         second = guard.after_rollout(slower(record, 2.0))
@@ -438,7 +438,7 @@ def test_the_first_rollout_of_an_engine_is_a_cold_start() -> None:
         guard.after_rollout(slower(record, 1.0))
         guard.engine_changed(guard.facts)
     as_predicted = Guard(facts_of(record), profile=PROFILE).after_rollout(slower(record, 1.0))
-    assert (as_predicted.cold, as_predicted.within) == (False, True)
+    assert (as_predicted.cold, as_predicted.as_fast) == (False, True)
     other = Guard(facts_of(record), profile=PROFILE).after_rollout(slower(record, 2.0))
     assert Cause.UNKNOWN not in {x.cause for x in other.causes}
 
