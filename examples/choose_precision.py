@@ -16,8 +16,8 @@ plan = fp8plan.plan("Qwen/Qwen3-8B", "h200", workload, trainer=trainer)
 
 for choice in (choice for choice in plan.choices if choice.available):
     print(
-        f"{choice.precision:18} rollout {choice.makespan_s:5.0f} s ({choice.speedup:.2f}x), "
-        f"step {choice.rl_step_s:5.0f} s ({choice.step_speedup:.2f}x), KL {choice.kl_k3:.1e}, risk {choice.risk}"
+        f"{choice.precision:18} rollout {choice.makespan_s:5.0f} s {choice.gain.cell}, "
+        f"step {choice.rl_step_s:5.0f} s {choice.step_gain.cell}, KL {choice.kl_k3:.1e}, risk {choice.risk}"
     )
 print(*plan.reasons, sep="\n")
 print(plan.vllm_kwargs())

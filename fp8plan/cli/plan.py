@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -328,13 +327,12 @@ def _as_python(file: str) -> bool:
 
 def _print_choice(plan: Plan, asked: int | str | None = None) -> None:
     """Say on stderr what was chosen, and why; where another choice was asked for, say so first."""
-    index = plan.index(asked)
+    notes, index = list(plan.reasons[:1]), plan.index(asked)
     if index != plan.chosen:
         other = plan.choices[index]
         where = f" on {other.data_parallel} x {other.replica_label}" if plan.several_layouts else ""
-        print(f"these settings are of {other.precision}{where}, not of the plan's choice", file=sys.stderr)
-    for reason in plan.reasons[:1]:
-        print(reason, file=sys.stderr)
+        notes.insert(0, f"these settings are of {other.precision}{where}, which is not the plan's choice")
+    print_notes(notes)
 
 
 def _emissions(words: list[str]) -> list[tuple[str, str]]:

@@ -127,15 +127,15 @@ def _compared(rows: Sequence[Choice], picked: Choice, several: bool) -> list[Col
 def _speed_columns(rows: Sequence[Choice], picked: Choice, several: bool) -> list[Column]:
     columns = [
         *_compared(rows, picked, several),
-        Column("rollout s (90%)", [_spread(c.makespan_s, c.makespan_low_s, c.makespan_high_s) for c in rows]),
+        Column("rollout s\n(90%)", [_spread(c.makespan_s, c.makespan_low_s, c.makespan_high_s) for c in rows]),
         Column("speed-up\n(90%)", [_gain(c.gain) for c in rows]),
     ]
     replicas = any(c.data_parallel > 1 for c in rows)
     return [
         *columns,
-        Column("tokens/s", [f"{c.output_tokens_per_s:,.0f}" for c in rows], rank=4),
-        Column("KV tok./\nreplica" if replicas else "KV\ntokens", [_short(c.kv_cache_tokens) for c in rows], rank=1),
-        Column("preemp-\ntions", [f"{c.preemptions:,}" for c in rows], rank=2),
+        Column("tokens\n/s", [f"{c.output_tokens_per_s:,.0f}" for c in rows], rank=4),
+        Column("KV tok./\nreplica" if replicas else "KV\ntok.", [_short(c.kv_cache_tokens) for c in rows], rank=1),
+        Column("pre-\nemp-\ntions", [f"{c.preemptions:,}" for c in rows], rank=2),
         Column("tail", [f"{c.tail_fraction:.0%}" for c in rows], rank=3),
     ]
 
@@ -143,7 +143,7 @@ def _speed_columns(rows: Sequence[Choice], picked: Choice, several: bool) -> lis
 def _step_columns(rows: Sequence[Choice], picked: Choice, several: bool) -> list[Column]:
     return [
         *_compared(rows, picked, several),
-        Column("step s (90%)", [_spread(c.rl_step_s, *c.rl_step_band_s) for c in rows]),
+        Column("step s\n(90%)", [_spread(c.rl_step_s, *c.rl_step_band_s) for c in rows]),
         Column("speed-up\n(90%)", [_gain(c.step_gain) for c in rows]),
     ]
 

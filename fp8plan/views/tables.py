@@ -28,7 +28,7 @@ class Column(NamedTuple):
     @property
     def name(self) -> str:
         """The header on one line."""
-        return re.sub(r"-\n(?!up)", "", self.header).replace("-\n", "-").replace("\n", " ")
+        return re.sub(r"-\n(?!up)", "", self.header).replace("-\n", "-").replace("\n/s", "/s").replace("\n", " ")
 
     @property
     def width(self) -> int:

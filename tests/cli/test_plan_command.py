@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 from command import RECORD, Done, first_choice, refused
@@ -20,7 +22,9 @@ from typed import MODEL, PLAN, SMALL
 from fp8plan.cli import outputs
 from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.plan.plan import Plan
 from fp8plan.model.precision import PRESETS
+from fp8plan.model.shards import TARGETS
 
 
 def test_own_profiles_that_are_not_there_are_told(
@@ -43,7 +47,8 @@ def test_the_prompts_of_a_trace_are_used_and_said(fp8plan: Callable[..., Done]) 
     assert json.loads(done.out)["workload"]["max_prompt_tokens"] == 9
     assert "note: prompt lengths are those of trace.jsonl, too" in done.err
     assert "prompt lengths are those of trace.jsonl, too" in json.loads(done.out)["warnings"]
-    assert [f"note: {warning}" for warning in json.loads(done.out)["warnings"]] == done.err.splitlines()
+    saved = json.loads(done.out)
+    assert [f"note: {told}" for told in (*saved["warnings"], saved["reasons"][0])] == done.err.splitlines()
     given = fp8plan(*words, "--prompt-lengths", "fixed:16")
     assert json.loads(given.out)["workload"]["max_prompt_tokens"] == 16
     assert "note: trace.jsonl has prompt_length, too, which is not read" in given.err
@@ -59,7 +64,7 @@ CHOICE_KEYS = (
     "precision tensor_parallel data_parallel available reason makespan_s makespan_low_s makespan_high_s "
     "output_tokens_per_s speedup speedup_low speedup_high rl_step_s step_speedup kv_cache_tokens preemptions "
     "tail_fraction kl_k3 kl_k3_low kl_k3_high ess_raw clip_fraction seq_reject_fraction risk unit_kv_scales "
-    "extrapolated refused_by expert_parallel"
+    "extrapolated refused_by expert_parallel step_speedup_low step_speedup_high"
 ).split()
 
 
@@ -205,7 +210,7 @@ def test_one_run_writes_all_outputs(fp8plan: Callable[..., Done]) -> None:
     assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
     for name, target in (("verl.args", "verl"), ("vllm.json", "vllm")):
         saved = fp8plan("emit", "plan.json", target)
-        assert (saved.code, saved.err) == (0, "")
+        assert (saved.code, saved.err) == (0, f"note: {json.loads(Path('plan.json').read_text())['reasons'][0]}\n")
         assert saved.out == Path(name).read_text()
     again = fp8plan(*PLAN, "--json", "--emit", "verl=again.args", "--emit", "vllm=again.json")
     assert again.out == Path("plan.json").read_text()
@@ -376,18 +381,70 @@ def test_kv_scales_reach_the_risk(fp8plan: Callable[..., Done]) -> None:
     assert unit["kl_k3_high"] > calibrated["kl_k3_high"]
 
 
+def pasted(python: str) -> dict[str, Any]:
+    """The arguments that pasted settings give to GRPOConfig, for which something stands in."""
+    stand_in, names = ModuleType("trl"), dict[str, Any]()
+    stand_in.GRPOConfig = dict  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "trl", stand_in)
+        patch.setattr(os, "environ", dict(os.environ))
+        exec(compile(python, "pasted", "exec"), names)
+    found: dict[str, Any] = names["training_args"]
+    return found
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_settings_on_stdout_leave_the_choice_and_its_reason_on_stderr(
+    fp8plan: Callable[..., Done], target: str
+) -> None:
+    """stdout is the settings alone, from `plan` and from `emit`; stderr says what was chosen and why."""
+    assert fp8plan(*PLAN, "--json", "plan.json").code == 0
+    plan = Plan.from_json(Path("plan.json").read_text())
+    for words in ([*PLAN, "--emit", target, "--json", "plan.json"], ["emit", "plan.json", target]):
+        done = fp8plan(*words)
+        assert done.out == plan.emit(target, plan_file=f"{Path.cwd()}/plan.json", python=True) + "\n"
+        assert f"note: {plan.reasons[0]}" in done.err.splitlines()
+    other = fp8plan("emit", "plan.json", target, "--choice", "fp8_block")
+    notes = ["note: these settings are of fp8_block, which is not the plan's choice", f"note: {plan.reasons[0]}"]
+    assert other.err.splitlines() == (notes if plan.select().precision != "fp8_block" else notes[1:])
+    assert f"note: {plan.reasons[0]}" in fp8plan(*PLAN, "--json").err.splitlines()
+    assert plan.reasons[0] not in fp8plan(*PLAN, "--emit", f"{target}=settings").err  # the table has it
+
+
+def test_bf16_is_emitted_with_the_reason_why(fp8plan: Callable[..., Done]) -> None:
+    """The issue's example: Qwen2.5-1.5B with short answers."""
+    words = ["plan", "Qwen/Qwen2.5-1.5B", "--gpu", "h200", "--prompts", "1", "--response-lengths", "fixed:100"]
+    done = fp8plan(*words, "--emit", "trl")
+    assert 'choice="bf16"' in done.out
+    assert "note: Stay with bf16: " in done.err
+    assert "FP8 is not worth it here: it gains nothing." in done.err
+
+
+def test_settings_for_trl_are_json_in_a_json_file_and_else_python(fp8plan: Callable[..., Done]) -> None:
+    for words in (
+        [*PLAN, "--json", "plan.json", "--emit", "trl=trl.json"],
+        ["emit", "plan.json", "trl", "-o", "again.json"],
+        ["emit", "plan.json", "trl", "-o", "trl.py"],
+    ):
+        assert fp8plan(*words).code == 0
+    told = json.loads(Path("trl.json").read_text())
+    assert json.loads(Path("again.json").read_text()) == told
+    assert pasted(Path("trl.py").read_text()) == told["grpo_config"]
+    assert fp8plan("emit", "plan.json", "trl").out == Path("trl.py").read_text()
+
+
 def test_emit_prints_what_its_target_reads(fp8plan: Callable[..., Done]) -> None:
     vllm = json.loads(fp8plan(*PLAN, "--emit", "vllm", "--precision", "fp8_block+fp8_kv").out)
     assert vllm["engine_args"]["kv_cache_dtype"] == "fp8"
     assert vllm["engine_args"]["quantization_config"]["linear"] == "fp8_per_block"
     assert shlex.split(vllm["command"])[1:4] == ["vllm", "serve", MODEL]
-    trl = json.loads(fp8plan(*PLAN, "--emit", "trl", "--precision", "fp8_block+fp8_kv").out)
-    assert trl["grpo_config"]["num_generations"] == 2
-    assert trl["trainer"].startswith('GRPOTrainer(..., plan="plan.json", choice="fp8_block+fp8_kv")')
+    trl = fp8plan(*PLAN, "--emit", "trl", "--precision", "fp8_block+fp8_kv").out
+    assert pasted(trl)["num_generations"] == 2
+    assert '# GRPOTrainer(..., args=training_args, plan="plan.json", choice="fp8_block+fp8_kv")' in trl
     verl = fp8plan(*PLAN, "--emit", "verl", "--precision", "fp8_block").out
     overrides = dict(word.split("=", 1) for word in shlex.split(verl.replace("\\\n", " "), comments=True))
     assert overrides["+actor_rollout_ref.rollout.custom.fp8plan.choice"] == "fp8_block"
-    assert overrides["actor_rollout_ref.rollout.n"] == "2"
+    assert overrides["actor_rollout_ref.rollout.n"] == overrides["data.train_batch_size"] == "2"
 
 
 @pytest.mark.parametrize(("model", "size"), [("Qwen/Qwen3-4B", 8), ("Qwen/Qwen3-30B-A3B", 4)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +19,11 @@ from fp8plan.model.kv_cache.plan import KvPlan, plan_kv_cache
 from fp8plan.model.kv_cache.specs import KvRules, LayerCache
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import memory_plan
+from fp8plan.model.plan.speedup import SHARED_ERROR, SpeedUp, speed_up, timed
 from fp8plan.model.precision import PRESETS, precision
 from fp8plan.model.profile.library import load_profile, profiles_path
-from fp8plan.model.rollout import SHARED_ERROR, Rollout, rollout, schedules, speedup_interval, step_batch
+from fp8plan.model.profile.profile import Profile
+from fp8plan.model.rollout import Rollout, rollout, schedules, step_batch
 from fp8plan.model.schedule.scheduler import schedule
 from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.validate.validate import simulated
@@ -158,21 +161,28 @@ def test_the_gradient_of_the_makespan_is_that_of_finite_differences(limits: Engi
     assert sum(abs(x) for x in found.log_gradient.values()) > 0.5
 
 
+def interval(baseline: Rollout, other: Rollout, profile: Profile, tensor_parallel: int) -> tuple[Any, Any]:
+    """The interval of a speed-up on one layout."""
+    cut = (tensor_parallel, False)
+    gain: SpeedUp = speed_up(timed(baseline, cut), timed(other, cut), profile)
+    return gain.low, gain.high
+
+
 def test_what_both_precisions_share_does_not_widen_their_speed_up() -> None:
     """The coefficients that move bf16 move fp8_kv too: the interval of the ratio is narrower than the makespans'."""
     batch = Workload(8, 4, Fixed(200), LogNormal(600, 0.8, 2000)).batch()
     plans = [schedule(*batch, AMPLE, LIMITS)]
     bf16, fp8 = (rollout(plans, step_model(preset=name)) for name in ("bf16", "fp8_block"))
     profile = step_model().profile
-    low, high = speedup_interval(bf16, fp8, profile, 1)
+    low, high = interval(bf16, fp8, profile, 1)
     speedup = bf16.makespan_s / fp8.makespan_s
     assert low < speedup < high
     assert speedup**2 == pytest.approx(low * high)
     naive = np.hypot(*(np.log(x.makespan_high_s / x.makespan_low_s) for x in (bf16, fp8)))
     assert np.log(high / low) < 0.8 * naive
-    assert speedup_interval(bf16, bf16, profile, 1) == (1, 1)
-    assert speedup_interval(bf16, replace(bf16), replace(profile, model_error=0), 1) == pytest.approx((1, 1))
-    wider = speedup_interval(bf16, fp8, profile, 8)
+    assert interval(bf16, bf16, profile, 1) == (1, 1)
+    assert interval(bf16, replace(bf16), replace(profile, model_error=0), 1) == pytest.approx((1, 1))
+    wider = interval(bf16, fp8, profile, 8)
     assert wider[0] < low < high < wider[1]
 
 
@@ -192,9 +202,9 @@ def measured_speedups() -> list[tuple[float, float, float, float]]:
         if not bf16:
             continue
         seconds, base = np.median([record.seconds for record, _ in bf16]), bf16[0][1]
-        for record, timed in (row for row in rows if row[0].fields["precision"] != "bf16"):
-            low, high = speedup_interval(base, timed, profile, 1)
-            errors = np.log(base.makespan_s / seconds), np.log(timed.makespan_s / record.seconds)
+        for record, other in (row for row in rows if row[0].fields["precision"] != "bf16"):
+            low, high = interval(base, other, profile, 1)
+            errors = np.log(base.makespan_s / seconds), np.log(other.makespan_s / record.seconds)
             found.append((*errors, errors[1] - errors[0], np.log(high / low) / 2))
     return found
 

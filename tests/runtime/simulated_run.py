@@ -96,7 +96,7 @@ def _rollout(chance: np.random.Generator, at: float) -> dict[str, Any]:
 
 def _guard(row: dict[str, Any], step: int, steps: int) -> dict[str, Any]:
     achieved = sum(row["response_lengths"]) / row["seconds"]
-    within, down = achieved > 8200, step == int(0.8 * steps)
+    as_fast, down = achieved > 8200, step == int(0.8 * steps)
     cause = {"cause": "slow_host", "sentence": "the host is 1.8 times as slow as a quiet one", "lost_s": 3.1}
     said = f"{achieved:,.0f} tokens/s, predicted for what ran are 9,200 (8,700 to 9,800)"
     why = "kv_to_bf16, because KL 4.4e-3 is over its limit 4e-3, 3 rollouts in a row" if down else "nothing to do"
@@ -106,14 +106,14 @@ def _guard(row: dict[str, Any], step: int, steps: int) -> dict[str, Any]:
         "low_tokens_per_s": 8700.0,
         "high_tokens_per_s": 9800.0,
         "ratio": achieved / 9200.0,
-        "within": within,
-        "causes": [] if within else [cause],
+        "as_fast": as_fast,
+        "causes": [] if as_fast else [cause],
         "action": "kv_to_bf16" if down else "none",
-        "reason": f"{said}{'' if within else ': too slow'}; {why}",
+        "reason": f"{said}{'' if as_fast else ': too slow'}; {why}",
         "cold": False,
     }
     rung = "kv_to_bf16" if step >= int(0.8 * steps) else "none"
-    return {"verdict": verdict, "state": {"rung": rung, "slow": 0 if within else 1, "mismatched": 0}, "off": None}
+    return {"verdict": verdict, "state": {"rung": rung, "slow": 0 if as_fast else 1, "mismatched": 0}, "off": None}
 
 
 def _speed(row: dict[str, Any]) -> dict[str, float]:

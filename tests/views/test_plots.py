@@ -199,14 +199,14 @@ def test_the_page_of_a_plan_has_tables_reasons_settings_and_both_pictures(
     text = html.unescape(page)
     for reason in plan.reasons:
         assert reason in text
-    for table in (plan_text(plan).speed, plan_text(plan).mismatch):
+    for table in (plan_text(plan).speed, plan_text(plan).step, plan_text(plan).mismatch):
         for column in table:
             assert all(f">{cell}<" in text for cell in column.cells)
-    assert "speed-up</th>" in text
+    assert "speed-up (90%)</th>" in text
     assert "preemptions</th>" in text
     for target in ("vllm", "verl"):
         assert plan.emit(target) in text
-    assert "trl: cannot have this plan" in text or plan.emit("trl") in text
+    assert "trl: cannot have this plan" in text or plan.emit("trl", python=True) in text
     assert text.count("class=bold") == 2
     for drawn in (plots.TIME_LABEL, plots.KL_LABEL, plots.SPEED_LABEL, "Pareto front", plots.limit_label("low")):
         assert drawn.replace("/", "\\u002f") in text  # as plotly writes it

@@ -55,38 +55,45 @@ def test_no_line_is_too_wide_and_no_cell_is_cut(made: dict[str, Plan], case: str
     answer, text = made[case], shown(made[case], width)
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
-    speed, mismatch = table_rows(text)[: len(answer.choices)], table_rows(text)[len(answer.choices) :]
+    rows, count = table_rows(text.split("\n- ")[0]), len(answer.choices)
+    speed, step, mismatch = rows[:count], rows[count : -len(PRESETS)], rows[-len(PRESETS) :]
+    assert len(step) == (count if "step" in case else 0)
     assert [line[2:].split()[0] for line in speed] == [c.precision for c in answer.choices]
     assert [line[2:].split()[0] for line in mismatch] == list(PRESETS)  # once each, whatever the layouts
     for line, choice in zip(speed, answer.choices, strict=True):
-        assert f"{choice.speedup:.2f}x" in line.split()
+        assert choice.gain is not None
+        assert choice.gain.cell in line
+        assert ("(" in choice.gain.cell) == (choice.precision != "bf16")
         assert ("TPxDP" in text) == (f"{choice.tensor_parallel}x{choice.data_parallel}" in line.split())
-        assert (choice.step_speedup is None) or f"{choice.step_speedup:.2f}x" in line.split()
+    for line, choice in zip(step, answer.choices[: len(step)], strict=True):
+        assert choice.step_gain is not None
+        assert choice.step_gain.cell in line
+        assert ("(" in choice.step_gain.cell) == (choice.precision != "bf16")
     for line, choice in zip(mismatch, answer.choices[: len(PRESETS)], strict=True):
         assert line.split()[-1] == choice.risk
     assert all(" ".join(reason.split()) in " ".join(text.split()) for reason in answer.reasons)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_chosen_row_is_marked_in_both_tables(made: dict[str, Plan], case: str) -> None:
+def test_the_chosen_row_is_marked_in_every_table(made: dict[str, Plan], case: str) -> None:
     answer = made[case]
     chosen = answer.choices[answer.chosen]
-    speed, mismatch = [line.split()[1:] for line in table_rows(shown(answer, 100)) if line.startswith("> ")]
-    assert speed[0] == mismatch[0] == chosen.precision
+    marked = [line.split()[1:] for line in table_rows(shown(answer, 100)) if line.startswith("> ")]
+    assert [row[0] for row in marked] == [chosen.precision] * (3 if "step" in case else 2)
     if "several" in case:
-        assert speed[1] == f"{chosen.tensor_parallel}x{chosen.data_parallel}"
+        assert marked[0][1] == marked[-2][1] == f"{chosen.tensor_parallel}x{chosen.data_parallel}"
 
 
 def test_everything_fits_where_there_is_room_and_the_rest_is_named_where_there_is_none(made: dict[str, Plan]) -> None:
     answer = made["several layouts, whole step"]
     wide, narrow = shown(answer, 200), shown(answer, 80)
     header = wide.split("─")[0]
-    for word in ("tokens/s", "tail", "KV", "step"):
+    for word in ("tokens", "/s", "tail", "KV"):
         assert word in header
     assert "too narrow for" not in wide
     (note,) = [line for line in narrow.splitlines() if line.startswith("too narrow for: ")]
     assert "tokens/s" in note
-    assert "tokens/s" not in narrow.split("─")[0]
+    assert "/s" not in narrow.split("─")[0]
     assert "too narrow for" not in shown(made["one layout"], 80)
 
 

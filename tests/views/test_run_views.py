@@ -76,7 +76,7 @@ def test_every_figure_is_in_the_view_and_no_line_is_cut(tmp_path: Path, width: i
 
 
 def test_the_view_tells_what_is_wrong(tmp_path: Path) -> None:
-    slow = next(x for x in RUN if not x["guard"]["verdict"]["within"])
+    slow = next(x for x in RUN if not x["guard"]["verdict"]["as_fast"])
     text = shown(written(tmp_path / "run.jsonl", RUN[: slow["step"]]), 160)
     assert "too slow" in text
     assert slow["guard"]["verdict"]["causes"][0]["sentence"] in text
@@ -255,9 +255,11 @@ def test_a_speed_that_the_guard_takes_for_noise_is_no_warning(tmp_path: Path) ->
 
     row = json.loads(json.dumps(RUN[0]))
     row["metrics"]["fp8plan/tokens_per_s"] = 8600.0
-    for within, told in ((True, "green predicted 9,200 (0.93x)"), (False, "yellow predicted 8,700-9,800")):
-        row["guard"]["verdict"]["within"] = within
+    for as_fast, told in ((True, "green predicted 9,200 (0.93x)"), (False, "yellow predicted 8,700-9,800")):
+        row["guard"]["verdict"]["as_fast"] = as_fast
         assert style(row) == told
+        old = {key: x for key, x in row["guard"]["verdict"].items() if key != "as_fast"} | {"within": as_fast}
+        assert style(row | {"guard": row["guard"] | {"verdict": old}}) == told  # a record of schema 1.1
     assert style(row | {"guard": None}) == "yellow predicted 8,700-9,800"
 
 
@@ -524,7 +526,7 @@ def test_what_is_no_run_file_is_one_error(tmp_path: Path, fp8plan: Any) -> None:
 def test_a_cold_start_is_no_warning(tmp_path: Path) -> None:
     row = json.loads(json.dumps(RUN[0]))
     row["metrics"]["fp8plan/tokens_per_s"] = 3000.0
-    row["guard"]["verdict"] |= {"within": False, "cold": True, "causes": []}
+    row["guard"]["verdict"] |= {"as_fast": False, "cold": True, "causes": []}
     (speed,) = (x for x in lines([row]) if x.label == "tokens/s")
     assert (speed.style, speed.against) == ("", "predicted 9,200 (0.33x)")
     console = Console(width=80, force_terminal=True, color_system="standard")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from fp8plan.model.plan.speedup import Timed, speed_up, timed
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.simulate import Simulated, simulate
-from fp8plan.model.validate.accuracy import Row, accuracy, by_group, relative_error, speedups
+from fp8plan.model.validate.accuracy import accuracy, by_group, relative_error, speedups
 from fp8plan.model.validate.records import Record
 
 
@@ -110,23 +110,25 @@ def _compare(record: Record, strict: bool, warnings: dict[str, None]) -> Compare
 
 def _group_results(compared: Sequence[Compared]) -> list[dict[str, Any]]:
     """The result of each group."""
-    by_line = {x.row["line"]: x for x in compared}
-    return [_group_result(name, group, by_line) for name, group in by_group([x.row for x in compared]).items()]
+    known = {id(x.row): x for x in compared}
+    groups = by_group([x.row for x in compared])
+    return [_group_result(name, [known[id(row)] for row in rows]) for name, rows in groups.items()]
 
 
-def _group_result(name: str, rows: Sequence[Row], by_line: Mapping[int, Compared]) -> dict[str, Any]:
+def _group_result(name: str, group: Sequence[Compared]) -> dict[str, Any]:
     """The speed-ups against the median bf16 record, and the precisions that are predicted and measured fastest.
 
     The interval of a predicted speed-up is that against the bf16 record nearest to the median prediction.
     """
+    rows = [x.row for x in group]
     gains = speedups(rows)
-    bf16 = [row for row in rows if row["precision"] == "bf16"]
-    for gain in gains:
-        middle = np.median([row["predicted_s"] for row in bf16])
-        nearest = min(bf16, key=lambda row: abs(row["predicted_s"] - middle))
-        of = by_line[gain["line"]]
-        ends = speed_up(by_line[nearest["line"]].time, of.time, of.profile)
-        gain |= {"predicted_speedup_low": ends.low, "predicted_speedup_high": ends.high}
+    if gains:
+        bf16, others = ([x for x in group if (x.row["precision"] == "bf16") == wanted] for wanted in (True, False))
+        middle = float(np.median([x.time.seconds for x in bf16]))
+        nearest = min(bf16, key=lambda x: abs(x.time.seconds - middle))
+        for gain, other in zip(gains, others, strict=True):
+            _, low, high = speed_up(nearest.time, other.time, other.profile)
+            gain |= {"predicted_speedup_low": low, "predicted_speedup_high": high}
     return {
         "group": name,
         "records": len(rows),

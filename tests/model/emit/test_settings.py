@@ -15,6 +15,8 @@ from typing import Any
 
 import plans
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
@@ -212,6 +214,7 @@ def test_verl_composes_and_validates_the_overrides(precision: str) -> None:
     assert (rollout.quantization, dict(rollout.engine_kwargs["vllm"])) == (None, {})
     assert (rollout.tensor_model_parallel_size, rollout.data_parallel_size) == (2, 1)
     assert (rollout.n, rollout.prompt_length, rollout.response_length) == (8, 1024, 7168)
+    assert config.data.train_batch_size == 4
     assert (rollout.gpu_memory_utilization, rollout.max_model_len) == (0.71, 9000)
     assert (rollout.max_num_seqs, rollout.max_num_batched_tokens) == (77, 2222)
     assert (rollout.enable_prefix_caching, rollout.enforce_eager) == (False, True)
@@ -611,6 +614,60 @@ def test_trl_runs_fp8_weights_in_fp8plans_trainer_or_in_a_server_with_its_backen
     assert any("it takes no FP8 weights" in note for note in beside["notes"])
     with pytest.raises(ConfigError, match="it takes no FP8 weights"):
         layout(2, 1, limits=plans.TRL_LIMITS, chosen=chosen).trl_config(mode="colocate")
+
+
+def pasted_into_python(text: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The arguments that `text` gives to GRPOConfig when it runs, and the environment that it sets. Something stands in
+    for TRL."""
+    names: dict[str, Any] = {}
+    environment: dict[str, str] = {}
+    stand_ins = {"trl": SimpleNamespace(GRPOConfig=dict), "os": SimpleNamespace(environ=environment)}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in stand_ins.items():
+            patch.setitem(sys.modules, name, module)
+        exec(text, names)
+    return names["training_args"], environment
+
+
+ODD = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(list(PRESETS)),
+    st.sampled_from([1, 2]),
+    st.sampled_from(
+        [{}, {"token_tis": 2.0}, {"sequence_tis": 5}, {"token_mis": [0.5, 5.0]}, {"sequence_mis": [1 / 3, 4.0]}]
+    ),
+    ODD | st.just("two\nlines") | st.just('it\'s "a" \\ # \r x'),
+    st.none() | ODD,
+)
+def test_pasted_python_says_what_the_json_says(
+    precision: str, gpus: int, thresholds: dict[str, Any], model: str, plan_file: str | None
+) -> None:
+    """Whatever the model's folder and the plan's file are called: comments end where they should."""
+    plan = layout(gpus, 1, model=model, limits=plans.TRL_LIMITS, chosen=plans.index(precision), thresholds=thresholds)
+    told = json.loads(plan.emit("trl", plan_file=plan_file))
+    text = plan.emit("trl", plan_file=plan_file, python=True)
+    config, environment = pasted_into_python(text)
+    assert config == told["grpo_config"]
+    assert environment == ({} if told["command"] else told["env"])  # a server's command sets its own
+    comments = " ".join(text.partition("training_args")[2].replace("\n# ", " ").split())
+    for note in (*told["notes"], told["command"] or ""):
+        assert " ".join(note.split()) in comments
+    if told["trainer"]:
+        assert told["trainer"].partition("(..., ")[2].partition("  #")[0] in text
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5000), st.integers(1, 64), st.sampled_from([(1, 1), (2, 4), (1, 8)]))
+def test_verl_gets_the_batch_that_was_planned(prompts: int, samples: int, gpus: tuple[int, int]) -> None:
+    """verl repeats data.train_batch_size prompts rollout.n times, in a whole step on all replicas."""
+    plan = layout(*gpus, workload=plans.WORKLOAD | {"prompts": prompts, "samples": samples})
+    said = dict(word.partition("=")[::2] for word in plan.verl_overrides())
+    assert said["data.train_batch_size"] == str(prompts)
+    assert said["actor_rollout_ref.rollout.n"] == str(samples)
+    assert f"ppo_mini_batch_size is yours to set: at most {prompts}, " in plan.emit("verl")
 
 
 @pytest.mark.trl

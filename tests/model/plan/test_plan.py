@@ -76,10 +76,18 @@ def test_to_dict_holds_the_documented_keys_in_order() -> None:
             "precision tensor_parallel data_parallel available reason makespan_s makespan_low_s makespan_high_s "
             "output_tokens_per_s speedup speedup_low speedup_high rl_step_s step_speedup kv_cache_tokens preemptions "
             "tail_fraction kl_k3 kl_k3_low kl_k3_high ess_raw clip_fraction seq_reject_fraction risk unit_kv_scales "
-            "extrapolated refused_by expert_parallel"
+            "extrapolated refused_by expert_parallel step_speedup_low step_speedup_high"
         ).split()
     )
     assert json.loads(json.dumps(data)) == data
+
+
+def test_a_plan_of_schema_1_1_has_no_interval_of_its_step_s_speed_up() -> None:
+    data: Any = plans.saved(choices=(plans.predicted("bf16", rl_step_s=2.0, step_speedup=1.5),)).to_dict()
+    del data["choices"][0]["step_speedup_low"], data["choices"][0]["step_speedup_high"]
+    gain = Plan.from_json(json.dumps(data | {"schema_version": "1.1"})).select().step_gain
+    assert gain == (1.5, None, None)
+    assert (gain.cell, gain.over("bf16")) == ("1.50x", "1.50x as fast as bf16")
 
 
 @pytest.mark.parametrize("where", ["", "limits", "choices.0", "budget"])
@@ -110,7 +118,7 @@ def test_a_missing_field_is_named_and_an_unknown_one_is_passed_over(where: str) 
             r"schema 2\.0, written by fp8plan 9\.1; this is fp8plan .*, which reads schema 1\.x: type: pip inst",
         ),
         ("0.9", r"schema 0\.9, written by fp8plan 9\.1; .*: install the version that wrote it"),
-        ("1", r"plan: schema_version is '1'; allowed: text such as '1\.1'"),
+        ("1", r"plan: schema_version is '1'; allowed: text such as '1\.2'"),
         (["1.0"], r"plan: schema_version is \['1\.0'\]"),
         (
             None,

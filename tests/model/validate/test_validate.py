@@ -193,6 +193,18 @@ def test_speedups_are_in_points_against_the_median_bf16_record(tmp_path: Path) -
     assert full["fastest_predicted"] == min(ours, key=lambda p: ours[p])
 
 
+def test_a_predicted_speedup_has_its_interval_which_is_the_planners(tmp_path: Path) -> None:
+    rows = validated(tmp_path, {}, {"precision": "fp8_kv"}, {"precision": "fp8_block+fp8_kv"}, {})
+    plan = predict(MODEL, "h200", WORK).plan
+    gains = rows.groups[0]["speedups"]
+    assert [gain["precision"] for gain in gains] == ["fp8_kv", "fp8_block+fp8_kv"]
+    for gain in gains:
+        planned = plan.select(gain["precision"]).gain
+        said = [gain[f"predicted_speedup{end}"] for end in ("", "_low", "_high")]
+        assert said == pytest.approx(planned)
+        assert said[1] < said[0] < said[2]
+
+
 def test_without_a_bf16_record_there_is_no_speedup_to_be_wrong_about(tmp_path: Path) -> None:
     found = validated(tmp_path, {"precision": "fp8_block"})
     assert found.speedup_mae_points is found.speedup_worst_points is None

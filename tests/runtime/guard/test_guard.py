@@ -298,11 +298,22 @@ def test_batches_below_break_even_are_named_with_both_predictions() -> None:
     (named,) = found(record, Cause.SMALL_BATCH)
     ran = predict(facts_of(record), observed(record), PROFILE)
     bf16 = predict(facts_of(record, precision="bf16"), observed(record, kv_cache_tokens=None), PROFILE)
-    assert ran.instead["bf16"] == pytest.approx(bf16.tokens_per_s)
+    assert ran.instead["bf16"].output_tokens_per_s == pytest.approx(bf16.tokens_per_s)
+    assert re.search(r"is predicted (\d\.\d\dx as fast as|[\d.]+% slower than) bf16 \(90%: .* to .*\)", named.sentence)
     assert f"{seconds(ran.makespan_s)} s against {seconds(bf16.makespan_s)}" in named.sentence
     assert "8 responses at a time" in named.sentence
     assert not found(pick("Qwen3-8B", "fp8_block", "batch 8"), Cause.SMALL_BATCH)
     assert not found(pick("Qwen3-8B", "bf16", "batch 8"), Cause.SMALL_BATCH)
+
+
+def test_a_rollout_faster_than_its_interval_is_as_fast_as_predicted_and_is_recorded_so() -> None:
+    """The fact is one-sided: it was called `within`, which such a rollout is not."""
+    record = pick("Qwen3-8B", "fp8_block", "batch 8")
+    _, verdict = update(GuardState(), slower(record, 0.5), facts_of(record), PROFILE, GuardSettings())
+    assert verdict.tokens_per_s > verdict.high_tokens_per_s
+    assert verdict.as_fast
+    saved = verdict.to_dict()
+    assert saved["as_fast"] is saved["within"] is True  # the second for readers of schema 1.1
 
 
 def test_a_pause_without_a_compile_is_the_hosts() -> None:
@@ -366,7 +377,7 @@ def rollouts(record: Record, factor: float, count: int, settings: GuardSettings 
 def test_a_fallback_kernel_that_is_slower_than_bf16_ends_in_bf16() -> None:
     record = pick("Qwen3-8B", "fp8_block", "batch 512")
     marlin = {"kernel_backends": record.fields["kernel_backends"] | {"gemm.fp8_block": "MarlinFP8ScaledMMLinearKernel"}}
-    bf16 = predict(facts_of(record), observed(record), PROFILE).instead["bf16"]
+    bf16 = predict(facts_of(record), observed(record), PROFILE).instead["bf16"].output_tokens_per_s
     verdict = rollouts(record, 2.0, 3, **marlin)
     assert verdict.action == Action.ALL_BF16
     assert f"{bf16:,.0f} tokens/s are expected after all_bf16" in verdict.reason
