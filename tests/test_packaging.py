@@ -8,9 +8,11 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -71,6 +73,15 @@ def test_the_wheel_plans_offline_is_imported_in_no_time_and_names_one_plugin(
 
 def test_the_core_depends_on_neither_torch_nor_vllm() -> None:
     assert not [d for d in PROJECT["dependencies"] if d.startswith(HEAVY)]
+
+
+def test_only_a_typer_that_works_with_the_newest_click_is_allowed() -> None:
+    """With click 8.5.1, the newest of November 2026, typer 0.15 prints no help, and 0.16 and 0.17 take a missing argument
+    for None. 0.19.2, 0.21.0 and later ones did neither, with click 8.5.1 and 8.2."""
+    (wanted,) = (Requirement(x).specifier for x in PROJECT["dependencies"] if x.startswith("typer"))
+    assert not [broken for broken in ("0.15.0", "0.15.3", "0.15.4", "0.16.0", "0.17.0") if wanted.contains(broken)]
+    assert wanted.contains("0.19.2")
+    assert wanted.contains(version("typer"))
 
 
 def test_the_model_half_never_names_torch_vllm_or_the_runtime() -> None:

@@ -102,7 +102,10 @@ def _of_the_step(picked: Choice) -> list[str]:
         return []
     (half, less), (most, more) = [(f"{share:.0%}", gain.of_step(share)) for share in STEP_SHARES]
     becomes = f"The whole RL step becomes {less.over('with bf16')} if {half} of it is rollout there."
-    return [f"{becomes} It becomes {more.over('with bf16')} if {most} is. --train-s and --logprob-s work it out."]
+    return [
+        f"{becomes} It becomes {more.over('with bf16')} if {most} is.",
+        "Give --train-s and --logprob-s to have the whole RL step worked out.",
+    ]
 
 
 def _why_not_fp8(answer: Answer, budget: RiskBudget) -> str:
