@@ -76,8 +76,8 @@ def test_the_core_depends_on_neither_torch_nor_vllm() -> None:
 
 
 def test_only_a_typer_that_works_with_the_newest_click_is_allowed() -> None:
-    """With click 8.5.1, the newest of November 2026, typer 0.15 prints no help, and 0.16 and 0.17 take a missing argument
-    for None. 0.19.2, 0.21.0 and later ones did neither, with click 8.5.1 and 8.2."""
+    """With click 8.5.1, the newest of November 2026, typer 0.15 prints no help, and 0.16 and 0.17 take a missing
+    argument for None. 0.19.2, 0.21.0 and later ones did neither, with click 8.5.1 and 8.2."""
     (wanted,) = (Requirement(x).specifier for x in PROJECT["dependencies"] if x.startswith("typer"))
     assert not [broken for broken in ("0.15.0", "0.15.3", "0.15.4", "0.16.0", "0.17.0") if wanted.contains(broken)]
     assert wanted.contains("0.19.2")
