@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import activation_peak_bytes, loaded_weight_bytes
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan, predict
-from fp8plan.model.plan.time_reasons import whole_or_sliced
+from fp8plan.model.plan.time_reasons import Answer, whole_or_sliced
 from fp8plan.model.precision import BF16, FP8_BLOCK
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.rl_step import full_prefill
@@ -188,12 +189,14 @@ def test_the_reasons_say_why_whole_experts_win_or_lose(both: Any) -> None:
     sliced, whole = (next(i for i, c in enumerate(choices) if c.layout == (2, 1, x)) for x in (False, True))
     faster = min((sliced, whole), key=lambda i: choices[i].seconds)
     slower = sliced + whole - faster
-    (sentence,) = whole_or_sliced(choices, faster, both.rollouts)
-    assert f"{choices[slower].seconds / choices[faster].seconds:.2f}x as fast" in sentence
-    assert "s go to experts instead of" in sentence
-    assert whole_or_sliced(choices, slower, both.rollouts) == []
+    answer = Answer(choices, faster, both.rollouts, load_profile(H200)[0])
+    (sentence,) = whole_or_sliced(answer)
+    assert f"{choices[slower].seconds / choices[faster].seconds:.2f}x as fast as " in sentence
+    assert re.search(r"(expert parallelism|a slice of every expert on each GPU) \(90%: .* to .*\): it spends", sentence)
+    assert "s on experts instead of" in sentence
+    assert whole_or_sliced(replace(answer, chosen=slower)) == []
     cannot = tuple(replace(c, reason="no room", makespan_s=None) if i == sliced else c for i, c in enumerate(choices))
-    assert whole_or_sliced(cannot, whole, both.rollouts) == [
+    assert whole_or_sliced(replace(answer, choices=cannot, chosen=whole)) == [
         "Without expert parallelism this layout cannot run: no room."
     ]
 

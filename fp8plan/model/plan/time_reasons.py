@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fp8plan.model.plan.choice import Choice
+from fp8plan.model.plan.choice import Choice, several_layouts
 from fp8plan.model.plan.speedup import SpeedUp, speed_up, timed
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.rollout import TAIL_SHARE, Rollout
@@ -70,8 +70,8 @@ def whole_or_sliced(answer: Answer) -> list[str]:
         return [f"Without expert parallelism this layout cannot run: {rest.reason}."]
     if rest.makespan_s is None or rest.seconds < picked.seconds * (1 + NO_FASTER):
         return []
-    whole, sliced = "expert parallelism, with whole experts,", "a slice of every expert on each GPU"
-    way, other_way = (whole, sliced) if picked.expert_parallel else (sliced, whole.rstrip(","))
+    whole, sliced = "expert parallelism", "a slice of every expert on each GPU"
+    way, other_way = (whole, sliced) if picked.expert_parallel else (sliced, whole)
     gain = answer.gain(picked, rest).over(other_way + answer.of_the_step)
     why = _difference(answer.rollout(picked), answer.rollout(rest))
     return [f"{way[0].upper()}{way[1:]} is {gain}: {why}."]
@@ -121,14 +121,16 @@ def slower(answer: Answer) -> list[str]:
     """A sentence on each precision that is slower than bf16 on the chosen layout, and on what takes longer."""
     there = [c for c in answer.choices if c.gain is not None and c.layout == answer.picked.layout]
     bf16 = next((answer.rollout(c) for c in there if c.precision == "bf16"), None)
+    than = "bf16 on the chosen layout" if several_layouts(answer.choices) else "bf16"
     sentences = []
     for choice in there:
         if bf16 is None or choice.gain is None or choice.gain.ratio >= 1 - SLOWER:
             continue
         part, less, more = _moved(bf16, answer.rollout(choice))
         other = f", and bf16 {seconds(less)} s" if less else ""
-        gain = choice.gain.percent("bf16")
-        sentences.append(f"{choice.precision} is {gain}: it spends {seconds(more)} s on {part}{other}.")
+        sentences.append(
+            f"{choice.precision} is {choice.gain.percent(than)}: it spends {seconds(more)} s on {part}{other}."
+        )
     return sentences
 
 
