@@ -119,12 +119,12 @@ def _why_not_fp8(answer: Answer, budget: RiskBudget) -> str:
     accepted = [c for c in faster if not _refused(c, budget)]
     if any(picked.seconds / c.seconds - 1 > NO_FASTER for c in accepted):
         return (
-            f"FP8 is not worth it here: within the risk budget ({budget.accept}) it gains less than {LEAST_GAIN:.0%}, "
-            "which does not pay for a mismatch"
+            f"FP8 is not worth it here: within the risk budget ({budget.accept}) it gains less than {LEAST_GAIN:.0%}"
+            f"{answer.of_the_step}, which does not pay for a mismatch"
         )
     if len(faster) > len(accepted):
         return f"faster precisions are outside the risk budget ({budget.accept})"
-    return "FP8 is not worth it here: it gains nothing"
+    return f"FP8 is not worth it here: it gains nothing{answer.of_the_step}"
 
 
 def _refused(choice: Choice, budget: RiskBudget) -> bool:
