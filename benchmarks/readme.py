@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import correction_speed  # noqa: E402
+import odd_inputs  # noqa: E402
 import speed  # noqa: E402
 import trl_outputs  # noqa: E402
 import verl_outputs  # noqa: E402
@@ -102,6 +103,7 @@ def blocks() -> dict[str, str]:
     made |= {"verl on GPUs": trainers.verl(), "verl outputs on a GPU": trainers.verl_outputs()}
     made |= {"trl on GPUs": trainers.trl(), "fleet on GPUs": fleet.committed()}
     made["probe"] = probe.table()
+    made["odd inputs"] = odd_inputs.table()
     made["control"] = control_report.short_table()
     made["change ratios"] = changes.committed()
     made["probe of smollm2"] = probe.table(probe.SMOLLM2)

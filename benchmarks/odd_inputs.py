@@ -1,0 +1,312 @@
+"""The odd inputs of issue 38, given to `fp8plan` as a user would, with the answer of each.
+
+    python benchmarks/odd_inputs.py --checkout DIR --label before     run the package of another checkout
+    python benchmarks/odd_inputs.py --label after                     run this one
+
+Each run replaces the rows of its label in results/odd_inputs.jsonl. docs/evidence/odd_inputs.md shows both labels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tables import markdown
+
+from fp8plan import jsonl
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "odd_inputs.jsonl"
+CONFIGS = ROOT / "fp8plan" / "model" / "configs"
+MOST_SHOWN = 240  # characters of an answer in the table
+SMALL = ("--prompts", "4", "--samples", "4", "--prompt-lengths", "fixed:64", "--response-lengths", "fixed:128")
+
+Files = dict[str, str]  # name in the model's folder -> its text
+Show = Callable[[subprocess.CompletedProcess[str]], str]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One thing that a user may type.
+
+    point:   number of the point in issue 38
+    title:   the input, in words
+    command: arguments of `fp8plan`; MODEL stands for the folder that holds `files`; or Python code after "-c"
+    files:   files of that folder
+    show:    the part of a successful answer that the table shows
+    """
+
+    point: int
+    title: str
+    command: tuple[str, ...]
+    files: Files = field(default_factory=dict)
+    show: Show = lambda done: "exit 0"
+
+
+def config(name: str, **changes: Any) -> dict[str, Any]:
+    """A bundled config with some fields changed; a field that is None goes."""
+    fields = json.loads((CONFIGS / f"{name}.json").read_text()) | changes
+    return {key: value for key, value in fields.items() if value is not None and not key.startswith("_")}
+
+
+def folder(fields: dict[str, Any] | str, **others: Any) -> Files:
+    """A model's folder: config.json, and other JSON files by their names without the ending."""
+    text = fields if isinstance(fields, str) else json.dumps(fields)
+    return {"config.json": text} | {f"{name}.json": json.dumps(value) for name, value in others.items()}
+
+
+def planned(*more: str, model: str = "MODEL", gpu: str = "h200", small: bool = True) -> tuple[str, ...]:
+    """A command that prints a plan as JSON."""
+    return ("plan", model, "--gpu", gpu, *(SMALL if small else ()), *more, "--json")
+
+
+# Parts of an answer
+
+
+def precisions(done: subprocess.CompletedProcess[str]) -> str:
+    """The chosen precision, and those that can run."""
+    plan = json.loads(done.stdout)
+    able = [choice["precision"] for choice in plan["choices"] if choice["available"]]
+    return f"plans {', '.join(able)}; chooses {plan['choices'][plan['chosen']]['precision']}"
+
+
+def limits(done: subprocess.CompletedProcess[str]) -> str:
+    """The engine's limits that a plan counts on."""
+    chosen = json.loads(done.stdout)["limits"]
+    names = ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
+    return ", ".join(f"{name} {chosen[name]}" for name in names)
+
+
+def pools(done: subprocess.CompletedProcess[str]) -> str:
+    """Preemptions and rollout seconds of every precision that can run."""
+    able = [choice for choice in json.loads(done.stdout)["choices"] if choice["available"]]
+    rows = [
+        f"{x['precision']} {x['makespan_s']:,.0f} s ({x['makespan_low_s']:,.0f}-{x['makespan_high_s']:,.0f}), "
+        f"{x['preemptions']:,} preemptions"
+        for x in able
+    ]
+    return "; ".join(rows)
+
+
+def lines(pattern: str, stream: str = "stdout") -> Show:
+    """The lines of an output that match."""
+
+    def shown(done: subprocess.CompletedProcess[str]) -> str:
+        text = " ".join(line.strip() for line in getattr(done, stream).splitlines() if re.search(pattern, line))
+        return text or f"exit 0, no such line on {stream}"
+
+    return shown
+
+
+def first_lines(number: int) -> Show:
+    return lambda done: " ".join(" ".join(done.stdout.splitlines()[:number]).split())
+
+
+QWEN, LLAMA, DEEPSEEK = "Qwen--Qwen3-8B", "meta-llama--Llama-3.1-8B", "deepseek-ai--DeepSeek-V2-Lite"
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+MODEL_OPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}
+W4 = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}}
+GLM = config("zai-org--GLM-4.5-Air", first_k_dense_replace=None)
+OLD_LLAMA = config(LLAMA, max_position_embeddings=4096, rope_scaling={"type": "linear", "factor": 4.0})
+VISION = {
+    "model_type": "qwen2_5_vl",
+    "vision_config": {"depth": 32},
+    "tie_word_embeddings": False,
+    **{key: value for key, value in config("Qwen--Qwen2.5-7B").items() if key not in ("model_type", "architectures")},
+}
+NEW_VISION = {"model_type": "qwen2_5_vl", "vision_config": {"depth": 32}, "tie_word_embeddings": False}
+NEW_VISION["text_config"] = config("Qwen--Qwen2.5-7B", model_type="qwen2_5_vl_text")
+
+NO_FCNTL = (
+    "import sys; sys.modules['fcntl'] = None\n"
+    "import fp8plan; w = fp8plan.Workload(4, 4, fp8plan.Fixed(64), fp8plan.Fixed(128))\n"
+    "p = fp8plan.plan('Qwen/Qwen3-8B', 'h200', w); print('plans', p.choices[p.chosen].precision)"
+)
+SHORT = ("--prompts", "128", "--samples", "8", "--prompt-lengths", "fixed:256", "--response-lengths", "fixed:200")
+STARVED = ("--prompts", "128", "--samples", "16", "--response-lengths", "fixed:4096")
+
+
+def examples() -> Iterator[Example]:
+    """The inputs that issue 38 names, point by point."""
+    stored = {
+        "Qwen3-8B with compression_config (compressed-tensors, 4 bits)": folder(config(QWEN, compression_config=W4)),
+        "Qwen3-8B with quantization_config (AWQ)": folder(
+            config(QWEN, quantization_config={"quant_method": "awq", "bits": 4})
+        ),
+        "Qwen3-8B with hf_quant_config.json (ModelOpt FP8)": folder(config(QWEN), hf_quant_config=MODEL_OPT),
+        "Qwen3-8B with hf_quant_config.json (ModelOpt NVFP4)": folder(
+            config(QWEN), hf_quant_config={"quantization": {"quant_algo": "NVFP4"}}
+        ),
+        "Gemma 3 with text_config.quantization_config (GPTQ)": folder(
+            {
+                "model_type": "gemma3",
+                "text_config": config(
+                    "google--gemma-3-12b-it", quantization_config={"quant_method": "gptq", "bits": 4}
+                ),
+            }
+        ),
+        "Qwen3-8B-FP8: blocks of 128x128": folder(
+            config(QWEN, quantization_config=FP8 | {"weight_block_size": [128, 128]})
+        ),
+        "Qwen3-8B, FP8 per tensor, static activations": folder(
+            config(QWEN, quantization_config=FP8 | {"activation_scheme": "static"})
+        ),
+    }
+    yield from (Example(1, title, planned(), files, precisions) for title, files in stored.items())
+    yield Example(
+        1,
+        "Llama of 4,096 tokens, RoPE linear x4, --max-model-len 16384",
+        planned("--max-model-len", "16384"),
+        folder(OLD_LLAMA),
+        precisions,
+    )
+    yield Example(
+        1,
+        "Qwen3-8B, RoPE linear x2, --max-model-len 61024",
+        planned("--max-model-len", "61024"),
+        folder(config(QWEN, rope_scaling={"rope_type": "linear", "factor": 2.0})),
+        precisions,
+    )
+    facts: dict[str, Files] = {
+        "moe_layer_freq shorter than the layers": folder(config(DEEPSEEK, moe_layer_freq=[0, 1])),
+        "moe_layer_freq longer than the layers": folder(config(DEEPSEEK, moe_layer_freq=[1] * 99)),
+        'moe_layer_freq of strings ("0")': folder(config(DEEPSEEK, moe_layer_freq=["0"] + ["1"] * 26)),
+        "mlp_only_layers out of range": folder(config("Qwen--Qwen3-30B-A3B", mlp_only_layers=[99, -1])),
+        "mlp_layer_types of another length": folder(config("zai-org--GLM-4.5-Air", mlp_layer_types=["sparse"] * 99)),
+        "head_dim 1": folder(config(QWEN, head_dim=1)),
+        "head_dim 7": folder(config(QWEN, head_dim=7)),
+        "NaN in a size": folder(config(QWEN, head_dim=float("nan"))),
+        "text_config.model_type is a list": folder(
+            {"model_type": "gemma3", "text_config": config("google--gemma-3-12b-it", model_type=["gemma3_text"])}
+        ),
+        "config.json nested 100,000 deep": folder('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"),
+    }
+    yield from (Example(1, title, planned(), files, precisions) for title, files in facts.items())
+    yield Example(1, "a model name of 5,000 characters", planned(model="x" * 5000))
+    yield Example(1, "the model ~nouser/x", planned(model="~nouser/x"))
+    yield Example(
+        2,
+        "--max-num-batched-tokens 512",
+        planned("--max-num-batched-tokens", "512", model="Qwen/Qwen3-8B"),
+        show=limits,
+    )
+    for share in ("1", "0.99"):
+        yield Example(
+            2,
+            f"--gpu-memory-utilization {share}",
+            planned("--gpu-memory-utilization", share, model="Qwen/Qwen3-8B"),
+            show=limits,
+        )
+    yield Example(
+        3,
+        "Qwen3-8B on an A100 whose KV cache is short",
+        planned(*STARVED, model="Qwen/Qwen3-8B", gpu="a100", small=False),
+        show=pools,
+    )
+    doubtful = ("plan", "Qwen/Qwen2.5-7B", "--gpu", "l40s")
+    yield Example(4, "Qwen2.5-7B on an L40S: the headline", doubtful, show=lines("- Choose"))
+    yield Example(4, "Qwen2.5-7B on an L40S: the table's row", doubtful, show=lines("^> fp8_block .*x"))
+    for name in ("4090", "a100-80gb", "A100-SXM4-80GB", "NVIDIA GeForce RTX 4090", "my-card"):
+        yield Example(5, f"--gpu '{name}'", planned(model="Qwen/Qwen3-1.7B", gpu=name), show=precisions)
+    sheet = "datasheet:memory_gib=24,bandwidth_gb_s=1008,bf16_tflops=165,fp8_tflops=330,sms=128,pcie_gb_s=32"
+    yield Example(5, f"--gpu {sheet}", planned(model="Qwen/Qwen3-1.7B", gpu=sheet), show=precisions)
+    short = ("plan", "Qwen/Qwen2.5-1.5B", "--gpu", "h200", *SHORT)
+    yield Example(
+        6, "--emit trl, short answers: stderr", (*short, "--emit", "trl"), show=lines("with|Stay|Choose", "stderr")
+    )
+    yield Example(6, "--emit trl: stdout", (*short, "--emit", "trl"), show=first_lines(4))
+    yield Example(
+        6,
+        "--emit verl: the batch size",
+        (*short, "--emit", "verl"),
+        show=lines("train_batch_size"),
+    )
+    yield Example(7, "qwen2_5_vl, fields of the text model on top", planned(), folder(VISION), precisions)
+    yield Example(7, "qwen2_5_vl, nested text model", planned(), folder(NEW_VISION), precisions)
+    yield Example(7, "GLM-4.5-Air without first_k_dense_replace", planned(gpu="b200"), folder(GLM), precisions)
+    yield Example(
+        7,
+        "an unknown multimodal type around Qwen3",
+        planned(),
+        folder({"model_type": "new_vl", "vision_config": {"depth": 2}, "text_config": config(QWEN)}),
+        precisions,
+    )
+    yield Example(9, "fp8plan.plan without fcntl (Windows)", ("-c", NO_FCNTL), show=lambda done: done.stdout.strip())
+    yield Example(
+        9,
+        "a LoRA folder",
+        planned(),
+        {"adapter_config.json": json.dumps({"base_model_name_or_path": "Qwen/Qwen3-8B", "peft_type": "LORA"})},
+    )
+    yield Example(9, "a .gguf file", planned(model="MODEL/model.gguf"), {"model.gguf": "GGUF"})
+    yield Example(
+        9, "a byte-order mark in config.json", planned(), folder("\ufeff" + json.dumps(config(QWEN))), precisions
+    )
+    for name in ("https://huggingface.co/Qwen/Qwen3-8B", "Qwen/Qwen3-8B/"):
+        yield Example(9, f"the model {name}", planned(model=name), show=precisions)
+    slower = ("plan", "Qwen/Qwen2.5-1.5B", "--gpu", "h200", *SMALL[:4], "--response-lengths", "fixed:1024")
+    yield Example(9, "sentences on slower precisions", slower, show=lines("quantising|would be|slower"))
+
+
+def answer(example: Example, checkout: Path) -> dict[str, Any]:
+    """Run one example with the package of a checkout. Returns its row."""
+    with tempfile.TemporaryDirectory() as base:
+        model = Path(base) / "model"
+        model.mkdir()
+        for name, text in example.files.items():
+            (model / name).write_text(text, encoding="utf-8")
+        words = [word.replace("MODEL", str(model)) for word in example.command]
+        command = [sys.executable, *(words if words[0] == "-c" else ["-m", "fp8plan", *words])]
+        env = os.environ | {"PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1", "COLUMNS": "200", "PYTHONSAFEPATH": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=base, timeout=300)
+        text = example.show(done) if done.returncode == 0 else refusal(done.stderr)
+    title, shown = example.title, text.replace(str(model), "MODEL").replace(base, "")
+    return {"point": example.point, "input": title, "exit": done.returncode, "answer": " ".join(shown.split())}
+
+
+def refusal(stderr: str) -> str:
+    """The line that refuses, or the last one of a traceback with its name."""
+    text = [line for line in stderr.splitlines() if line.strip() and not line.startswith("note: ")]
+    last = text[-1] if text else "nothing on stderr"
+    return f"Traceback: {last}" if any("Traceback" in line for line in text) else last
+
+
+def table() -> str:
+    """The committed answers, before and after, as Markdown."""
+    rows: dict[tuple[int, str], dict[str, str]] = {}
+    for row in jsonl.rows(RESULTS):
+        text = row["answer"] if len(row["answer"]) <= MOST_SHOWN else row["answer"][: MOST_SHOWN - 1] + "…"
+        status = "" if row["exit"] == 0 else f"**exit {row['exit']}** "
+        rows.setdefault((row["point"], row["input"]), {})[row["label"]] = status + text.replace("|", "\\|")
+    cells = [
+        (str(point), title, of.get("before", ""), of.get("after", "")) for (point, title), of in sorted(rows.items())
+    ]
+    return markdown.table(("point", "input", "before", "after"), cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkout", type=Path, default=ROOT)
+    parser.add_argument("--label", choices=("before", "after"), required=True)
+    options = parser.parse_args()
+    kept = [row for row in jsonl.rows(RESULTS) if row["label"] != options.label] if RESULTS.exists() else []
+    made = []
+    for example in examples():
+        made.append(answer(example, options.checkout.resolve()) | {"label": options.label})
+        print(
+            f"{example.point} {example.title}\n    exit {made[-1]['exit']}: {made[-1]['answer'][:300]}", file=sys.stderr
+        )
+    RESULTS.write_bytes(b"".join(map(jsonl.line, [*kept, *made])))
+
+
+if __name__ == "__main__":
+    main()
