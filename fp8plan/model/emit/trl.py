@@ -95,14 +95,14 @@ def emit_trl(job: Job, _: str) -> str:
 
 def emit_trl_python(job: Job, _: str) -> str:
     """The same settings as Python to paste. It makes `training_args`; what is yours to fill in stands in comments."""
-    told = _settings(job)
-    config = "".join(f"    {name}={value!r},\n" for name, value in told["grpo_config"].items())
+    settings = _settings(job)
+    config = "".join(f"    {name}={value!r},\n" for name, value in settings["grpo_config"].items())
     # The command of a server sets its variables itself.
-    env = {} if told["command"] else told["env"]
+    env = {} if settings["command"] else settings["env"]
     lines = [f"os.environ[{name!r}] = {value!r}  # before vLLM is imported" for name, value in env.items()]
     imports = ["import os", "", *lines, ""] if lines else []
-    comments = [told["trainer"] and told["trainer"].replace("(...,", "(..., args=training_args,", 1)]
-    comments += [told["command"] and f"the server: {told['command']}", *told["notes"]]
+    comments = [settings["trainer"] and settings["trainer"].replace("(...,", "(..., args=training_args,", 1)]
+    comments += [settings["command"] and f"the server: {settings['command']}", *settings["notes"]]
     return "\n".join(
         [
             *imports,
