@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from hypothesis import assume, given
@@ -99,22 +100,28 @@ def _device(gpu):
 
 
 @pytest.mark.vllm
-@given(gpu=st.sampled_from(DEVICES), given=GIVEN)
-def test_limits_are_those_of_vllm_s_own_engine_args(gpu, given: dict[str, int]) -> None:
+@given(name=st.sampled_from([gpu.name for gpu in DEVICES]), given=GIVEN)
+def test_limits_are_those_of_vllm_s_own_engine_args(name: str, given: dict[str, int]) -> None:
     """vLLM's EngineArgs on a faked device, and the check of its SchedulerConfig."""
-    from unittest import mock
-
+    gpu = find_gpu(name)
     from vllm.config import SchedulerConfig
     from vllm.engine import arg_utils
     from vllm.usage.usage_lib import UsageContext
 
     length = given.get("max_model_len", 4096)
-    args = arg_utils.EngineArgs(model="any", enable_chunked_prefill=True)
-    args.max_num_seqs, args.max_num_batched_tokens = given.get("max_num_seqs"), given.get("max_num_batched_tokens")
+    args = SimpleNamespace(
+        max_num_seqs=given.get("max_num_seqs"),
+        max_num_batched_tokens=given.get("max_num_batched_tokens"),
+        pipeline_parallel_size=1,
+        tensor_parallel_size=1,
+        enable_chunked_prefill=True,
+        performance_mode="balanced",
+        get_batch_defaults=arg_utils.EngineArgs.get_batch_defaults,
+    )
     model = SimpleNamespace(max_model_len=length, is_multimodal_model=False)
     with mock.patch.object(arg_utils, "current_platform", _device(gpu)):
-        args._set_default_max_num_seqs_and_batched_tokens_args(
-            UsageContext.LLM_CLASS, model, SimpleNamespace(use_batched_dp_moe=False)
+        arg_utils.EngineArgs._set_default_max_num_seqs_and_batched_tokens_args(
+            args, UsageContext.LLM_CLASS, model, SimpleNamespace(use_batched_dp_moe=False)
         )
     theirs = args.max_num_seqs, args.max_num_batched_tokens
     try:
