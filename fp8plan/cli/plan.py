@@ -55,7 +55,9 @@ class PlanCommand(GroupedCommand):
 @app.command("plan", cls=PlanCommand)
 def plan_command(
     model: Annotated[str, typer.Argument(help="hub id (Qwen/Qwen3-8B) or a folder with config.json")],
-    gpu: Annotated[str, typer.Option(help="h200, a100-80gb, rtx4090, ...; auto asks the driver; datasheet:NUMBERS, any other card")],
+    gpu: Annotated[
+        str, typer.Option(help="h200, a100-80gb, rtx4090, ...; auto asks the driver; datasheet:NUMBERS, any other card")
+    ],
     workload: Annotated[
         Path | None,
         typer.Option(
