@@ -101,6 +101,11 @@ class EngineLimits:
             )
         return limits
 
+    def settled(self) -> EngineLimits:
+        """These limits as plain numbers, as if all had been given: nothing is derived from others any more."""
+        plain: dict[str, Any] = {name: int(getattr(self, name)) for name in LARGE_GPU}
+        return replace(self, **plain)
+
     def __post_init__(self) -> None:
         share = self.gpu_memory_utilization
         if not (is_number(share) and 0 < share <= 1):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.hardware import find_gpu, gpus
-from fp8plan.model.limits import EngineLimits
+from fp8plan.model.limits import Derived, EngineLimits
 from fp8plan.model.memory import check_share
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan
@@ -80,6 +80,8 @@ def test_a_saved_plan_holds_plain_numbers_that_stay() -> None:
     assert (saved["max_num_seqs"], saved["max_num_batched_tokens"]) == (256, 512)
     again = Plan.from_json(made.to_json())
     assert again == made
+    handed_on = [*made.vllm_kwargs().values(), made.limits.max_num_seqs, made.limits.block_size]
+    assert not any(isinstance(value, Derived) for value in handed_on)  # libraries such as msgspec take plain ones only
     assert again.setup().limits == made.setup().limits
 
 

@@ -134,7 +134,7 @@ def predict(
         model=best.setup.path,
         gpu=card.name,
         profile={"kind": used.kind, "engine_version": used.engine_version, "source": used.source},
-        limits=best.setup.limits,
+        limits=best.setup.limits.settled(),
         workload=_describe(workload, batch),
         seed=workload.seed,
         choices=choices,
