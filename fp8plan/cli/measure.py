@@ -11,7 +11,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from fp8plan.cli.app import ENGINE, OUTPUT, GroupedCommand, app, given, print_notes, progress, show
+from fp8plan.cli.app import ENGINE, OUTPUT, GroupedCommand, app, print_notes, progress, show
 from fp8plan.errors import ConfigError
 
 
@@ -51,8 +51,6 @@ def probe_command(
 
     vLLM samples, the BF16 reference scores the same tokens.
     """
-    from dataclasses import replace
-
     from fp8plan.model.architecture import ModelShape
     from fp8plan.model.hardware import find_gpu
     from fp8plan.model.setup import default_limits
@@ -68,14 +66,14 @@ def probe_command(
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     card = find_gpu(gpu)
     settings = SampleSettings(max_tokens, samples, temperature, seed, cast("Any", kv_scales))  # checked there
-    limits = default_limits(card, model)
-    limits = replace(
-        limits,
+    limits = default_limits(
+        card,
+        model,
         tensor_parallel_size=tensor_parallel_size,
-        enforce_eager=enforce_eager or limits.enforce_eager,
-        **given(
-            gpu_memory_utilization=gpu_memory_utilization, max_num_seqs=max_num_seqs, num_gpu_blocks=num_gpu_blocks
-        ),
+        enforce_eager=enforce_eager or None,
+        gpu_memory_utilization=gpu_memory_utilization,
+        max_num_seqs=max_num_seqs,
+        num_gpu_blocks=num_gpu_blocks,
     )
     if observations is not None:  # what cannot be written must not be found out after the measurement
         ModelShape.from_hf(model)

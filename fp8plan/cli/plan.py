@@ -58,7 +58,9 @@ class PlanCommand(GroupedCommand):
 @app.command("plan", cls=PlanCommand)
 def plan_command(
     model: Annotated[str, typer.Argument(help="hub id (Qwen/Qwen3-8B) or a folder with config.json")],
-    gpu: Annotated[str, typer.Option(help="h200, h100, b200, ...; auto asks the driver")],
+    gpu: Annotated[
+        str, typer.Option(help="h200, a100-80gb, rtx4090, ...; auto asks the driver; datasheet:NUMBERS, any other card")
+    ],
     workload: Annotated[
         Path | None,
         typer.Option(
@@ -202,22 +204,21 @@ def plan_command(
             "--data-parallel-size and --expert-parallel"
         )
     shape = ModelShape.from_hf(model)
-    limits = replace(
-        EngineLimits.for_gpu(card, shape.recurrent),
+    limits = EngineLimits.for_gpu(
+        card,
+        shape.recurrent,
         async_scheduling=async_scheduling,
         enforce_eager=enforce_eager,
         tensor_parallel_size=tensor_parallel_size,
         data_parallel_size=data_parallel_size,
         enable_expert_parallel=expert_parallel,
-        **given(
-            enable_prefix_caching=prefix_caching,
-            gpu_memory_utilization=gpu_memory_utilization,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_size=block_size,
-            num_gpu_blocks=num_gpu_blocks,
-        ),
+        enable_prefix_caching=prefix_caching,
+        gpu_memory_utilization=gpu_memory_utilization,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        num_gpu_blocks=num_gpu_blocks,
     )
     trainer = given(
         train_s=train_s,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import lru_cache
 from importlib.resources import files
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.precision import Precision
@@ -19,13 +21,14 @@ FIRST_FP8_CAPABILITY = (8, 9)
 class Gpu:
     """One GPU model, or `cpu`, which stands for any. Peaks are dense (no sparsity) and per GPU; SI units.
 
-    name:               key used by the command line and by profiles, e.g. "h200_sxm"
+    name:               key used by the command line and by profiles, e.g. "h200_sxm"; of a GPU that is given by its
+                        numbers, those (`datasheet`)
     product:            marketing name as NVML reports it, e.g. "NVIDIA H200"
     compute_capability: (major, minor); None for a CPU
     sm_count:           streaming multiprocessors; a CPU's cores
     memory_bytes:       memory the driver shows to a process (torch's total_memory), not the box's round number
     memory_bandwidth:   bytes/s, datasheet
-    l2_bytes:           L2 cache; a CPU's last level
+    l2_bytes:           L2 cache; a CPU's last level; 0 where it is not known (no plan reads it)
     bf16_flops:         dense BF16 FLOP/s
     fp8_flops:          dense FP8 FLOP/s; None where the GPU has no FP8 tensor cores
     nvlink_bandwidth:   bytes/s per GPU in one direction; None where there is no NVLink
@@ -64,6 +67,11 @@ class Gpu:
     def is_cpu(self) -> bool:
         return self.compute_capability is None
 
+    def is_of(self, product: str) -> bool:
+        """True if a machine whose GPU has this product name has this GPU. One that is given by its numbers may have any
+        name but that of another."""
+        return product == self.product or (self.name.startswith(DATASHEET) and _named(product) is None)
+
     @property
     def architecture(self) -> str:
         """The compute capability as text, such as "9.0", or "cpu". It decides which kernels there are."""
@@ -100,7 +108,9 @@ _NO_BLOCK_FP8_ON_CPU = (
 )
 
 # gpus.json maps a name to its facts. A fact is a value, or [value, its source]. A GPU that is `like` another differs
-# from it in the facts it names itself, and has none of its aliases.
+# from it in the facts it names itself, and has none of its aliases. Of several GPUs with one model name, such as A100,
+# the first is the one that the model name alone means.
+# - sold_as_gb, forms: the GB and the form factors that may stand beside the model name. No other name finds the GPU.
 # - memory_mib: vLLM divides up what cudaMemGetInfo reports, which is torch's total_memory. nvidia-smi shows 0.3 to 0.6
 #   GiB more (what the driver keeps for itself); the difference between driver versions is below 0.2 GiB.
 # - cpu: any x86 laptop or small server of the 2020s, within a factor of a few. A profile's efficiencies are fractions
@@ -134,7 +144,7 @@ def _device(name: str) -> Gpu:
     }
     sources: dict[str, str] = {}
     for key, fact in facts.items():
-        if key in ("like", "aliases", "product", "compute_capability"):
+        if key in ("like", "aliases", "product", "compute_capability", "sold_as_gb", "forms"):
             continue
         field, unit = _UNITS.get(key, (key, 1))
         value, source = fact or (None, None)
@@ -153,25 +163,189 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def find_gpu(name: str) -> Gpu:
-    """Look up a GPU by its key ("h200_sxm", "h200") or its product name ("NVIDIA H200"), whatever the case.
+    """Look up a GPU by its name, as NVIDIA, clouds and people write it: "h200", "NVIDIA A100-SXM4-80GB", "rtx4090".
 
-    "auto" is this machine's GPU; "cpu" stands for any CPU, and "auto" never means it. Raises ConfigError, naming the
-    nearest, for another name, and when "auto" finds no GPU that fp8plan knows.
+    "auto" is this machine's GPU; "cpu" stands for any CPU, and "auto" never means it. A GPU that has no name here is
+    given by its numbers: "datasheet:memory_gib=24,..." (`datasheet` lists them).
+
+    Raises ConfigError, naming the nearest, for another name, and when "auto" finds no GPU that fp8plan knows.
     """
     if not isinstance(name, str):
         raise ConfigError(f"gpu is {name!r}; allowed: a name such as 'h200', or 'auto'")
     key = name.strip().lower()
     if key == "auto":
         return find_gpu(_product_of_this_machine())
-    known = {g.name: g for g in _DEVICES} | {g.product.lower(): g for g in _DEVICES}
-    known |= {alias: known[name] for name, row in _TABLE.items() for alias in row.get("aliases", ())}
-    if key in known:
-        return known[key]
+    if re.match(r"datasheet\b", key):
+        return datasheet(key.removeprefix("datasheet"))
+    found = _named(name)
+    if found is not None:
+        return found
+    known = {written: device for device in _DEVICES for written in _spellings(device)}
     near = dict.fromkeys(known[match].name for match in get_close_matches(key, known, n=3, cutoff=0.65))
     hint = f"nearest: {', '.join(near)}; " if near else ""
     raise ConfigError(
-        f"unknown GPU {name!r}; {hint}known: {', '.join(g.name for g in _DEVICES)}, or auto to ask the driver"
+        f"unknown GPU {name[:80]!r}; {hint}known: {', '.join(g.name for g in _DEVICES)}, or auto to ask the driver; "
+        f"for any other card give its numbers: --gpu {EXAMPLE}"
     )
+
+
+# What stands beside a model name without changing which GPU it is.
+_NOISE: Final = frozenset(
+    "nvidia geforce tesla rtx gpu graphics card tensor core blackwell generation edition hgx dgx mega ac".split()
+)
+_WORDS: Final = re.compile(
+    r"(nvidia|geforce|tesla|rtx|pro|ada|blackwell|hgx|dgx|pcie|nvl(?:72)?|sxm(?:[2-6](?!\d?g))?|(?:hbm|gddr)\d[ex]?)"
+)
+
+
+class _Written(NamedTuple):
+    """A GPU's name taken apart: the words of its model, its form factor, and its memory in GB."""
+
+    model: frozenset[str]
+    forms: frozenset[str]
+    gb: frozenset[int]
+
+
+def _taken_apart(name: str) -> _Written:
+    """Take apart "NVIDIA A100-SXM4-80GB", or a line of `nvidia-smi -L`, whatever its case and separators."""
+    line = re.sub(r"^gpu \d+:|\(uuid.*\)$", "", name.strip().lower())
+    text = " ".join(_WORDS.sub(r" \1 ", re.sub(r"[^a-z0-9]+", " ", line)).split())
+    memory = re.compile(r"\b(\d{1,6}) ?gi?b?\b")
+    words = [word for word in memory.sub(" ", text).split() if word not in _NOISE and not re.match("hbm|gddr", word)]
+    forms = frozenset(re.sub(r"\d", "", word) for word in words if re.fullmatch(r"sxm\d?|pcie|nvl\d*", word))
+    model = frozenset(word for word in words if re.sub(r"\d", "", word) not in forms)
+    return _Written(model, forms, frozenset(map(int, memory.findall(text))))
+
+
+def _spellings(device: Gpu) -> list[str]:
+    """The names that the table gives a GPU, in lower case."""
+    return [device.name, device.product.lower(), *_TABLE[device.name].get("aliases", ())]
+
+
+@lru_cache(maxsize=256)
+def _named(name: str) -> Gpu | None:
+    """The GPU that a name means, None if there is none: one of the table's names as it stands; else the first GPU of
+    that model whose memory and form factor are those that the name says, if it says them."""
+    key = name.strip().lower()
+    for device in _DEVICES:
+        if key in _spellings(device):
+            return device
+    asked = _taken_apart(name)
+    for device in _DEVICES:
+        facts = _facts(device.name)
+        fits = asked.forms <= set(facts.get("forms", ())) and asked.gb <= set(facts.get("sold_as_gb", ()))
+        if asked.model and fits and any(_taken_apart(written).model == asked.model for written in _spellings(device)):
+            return device
+    return None
+
+
+DATASHEET: Final = "datasheet:"
+EXAMPLE: Final = f"{DATASHEET}memory_gib=23.5,bandwidth_gb_s=1008,bf16_tflops=165,sms=128,compute_capability=8.9"
+
+
+class _Number(NamedTuple):
+    """A number of a GPU that is given by its numbers: the field of Gpu, its unit there, and what is allowed."""
+
+    field: str
+    unit: float
+    least: float
+    most: float
+    meaning: str
+    needed: bool = True
+
+
+_NUMBERS: Final = {
+    "memory_gib": _Number("memory_bytes", 1 << 30, 1, 4096, "GiB that torch shows as total_memory"),
+    "bandwidth_gb_s": _Number("memory_bandwidth", 1e9, 10, 1e6, "10^9 bytes/s of the memory"),
+    "bf16_tflops": _Number("bf16_flops", 1e12, 1, 1e6, "dense BF16, without sparsity"),
+    "sms": _Number("sm_count", 1, 1, 10_000, "streaming multiprocessors"),
+    "compute_capability": _Number(
+        "compute_capability", 1, 8, 12.9, "such as 8.9; `nvidia-smi --query-gpu=compute_cap`"
+    ),
+    "fp8_tflops": _Number("fp8_flops", 1e12, 1, 1e6, "dense FP8; left out: twice BF16 from 8.9 on", needed=False),
+    "nvlink_gb_s": _Number("nvlink_bandwidth", 1e9, 1, 1e5, "one direction; left out: no NVLink", needed=False),
+    "pcie_gb_s": _Number("pcie_bandwidth", 1e9, 0.1, 1e4, "one direction; left out: 32, PCIe 4.0 x16", needed=False),
+    "power_w": _Number("power_limit_watts", 1, 1, 1e5, "left out: not modelled", needed=False),
+    "gpus_per_node": _Number("gpus_per_node", 1, 1, 1024, "left out: 8", needed=False),
+}
+_WHOLE: Final = ("sms", "gpus_per_node")
+_OTHER_WORDS: Final = {"cc": "compute_capability", "capability": "compute_capability", "sm_count": "sms", "sm": "sms"}
+
+
+def datasheet(text: str) -> Gpu:
+    """The GPU of these numbers: "memory_gib=24, bandwidth_gb_s=1008, ...", in any order. Its name is the text that
+    finds it again, so that a plan of it can be saved.
+
+    Names may be shortened ("bf16=165"); commas, semicolons and spaces separate. Needed are memory_gib, bandwidth_gb_s,
+    bf16_tflops, sms and compute_capability; fp8_tflops, nvlink_gb_s, pcie_gb_s, power_w and gpus_per_node may be left
+    out. Raises ConfigError for a number that is missing, unknown, given twice or impossible.
+    """
+    given: dict[str, float] = {}
+    for part in filter(None, re.split(r"[\s,;]+", re.sub(r"\s*[=:]\s*", "=", text.lower().lstrip(": ")))):
+        word, _, value = part.partition("=")
+        name = _number_named(word)
+        if name in given:
+            raise ConfigError(f"--gpu datasheet: {name} is given twice; allowed: once")
+        given[name] = _number(name, value)
+    missing = [name for name, number in _NUMBERS.items() if number.needed and name not in given]
+    if missing:
+        means = "; ".join(f"{name}: {_NUMBERS[name].meaning}" for name in missing)
+        raise ConfigError(f"--gpu datasheet: lacks {', '.join(missing)} ({means}); for example: --gpu {EXAMPLE}")
+    given = {name: given[name] for name in _NUMBERS if name in given}
+    major, minor = divmod(round(10 * given["compute_capability"]), 10)
+    fp8 = (major, minor) >= FIRST_FP8_CAPABILITY
+    if not fp8 and "fp8_tflops" in given:
+        first = ".".join(map(str, FIRST_FP8_CAPABILITY))
+        raise ConfigError(
+            f"--gpu datasheet: fp8_tflops is given, and GPUs of compute capability {major}.{minor} have no FP8 tensor "
+            f"cores; they start at {first}; leave fp8_tflops out"
+        )
+    values: dict[str, Any] = {"nvlink_bandwidth": None, "pcie_bandwidth": 32e9, "l2_bytes": 0}
+    values["fp8_flops"] = 2e12 * given["bf16_tflops"] if fp8 else None
+    values |= {_NUMBERS[name].field: value * _NUMBERS[name].unit for name, value in given.items()}
+    values |= {
+        field: round(values[field]) for field in ("sm_count", "memory_bytes", "gpus_per_node") if field in values
+    }
+    return Gpu(
+        name=DATASHEET + ",".join(f"{name}={value!r}".removesuffix(".0") for name, value in given.items()),
+        product=f"a GPU of {given['memory_gib']:g} GiB and compute capability {major}.{minor}",
+        sources={_NUMBERS[name].field: "given with --gpu datasheet:" for name in given},
+        **values | {"compute_capability": (major, minor)},
+    )
+
+
+def _number_named(word: str) -> str:
+    """The number that a word means: its name, another word for it, or the only name that begins so."""
+    written = word.replace("-", "_")
+    fitting = [name for name in _NUMBERS if name.startswith(written)] if len(written) > 2 else []
+    name = written if written in _NUMBERS else _OTHER_WORDS.get(written, fitting[0] if len(fitting) == 1 else None)
+    if name is None:
+        near = get_close_matches(written, _NUMBERS, n=1)
+        hint = f"nearest: {near[0]}; " if near else ""
+        raise ConfigError(
+            f"--gpu datasheet: {word[:40]!r} is no number of a GPU; {hint}allowed: {', '.join(_NUMBERS)}; for example: "
+            f"--gpu {EXAMPLE}"
+        )
+    return name
+
+
+def _number(name: str, value: str) -> float:
+    """The value of a number. Raises ConfigError for one that is none, or that no GPU has."""
+    number = _NUMBERS[name]
+    if name == "compute_capability":
+        digits = re.fullmatch(r"(?:sm_?)?(8|9|10|12)\.?(\d?)", value)
+        found, good = float(f"{digits[1]}.{digits[2] or 0}") if digits else float("nan"), digits is not None
+        allowed = "8.0 to 10.3, or 12.0 and 12.1"
+    else:
+        try:
+            found = float(value)
+        except ValueError:
+            found = float("nan")
+        good = number.least <= found <= number.most and not (name in _WHOLE and found % 1)
+        allowed = f"{'a whole' if name in _WHOLE else 'a'} number from {number.least:g} to {number.most:g}"
+    if not good:
+        raise ConfigError(f"--gpu datasheet: {name} is {value[:40]!r}; allowed: {allowed} ({number.meaning})")
+    return found
 
 
 gpu = find_gpu  # the name that users know as fp8plan.gpu

@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any, Final
 
 from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.hardware import Gpu
 
 
+class Derived(int):
+    """A limit that nobody gave. vLLM derives it from the GPU and from the limits that were given, and so does
+    `EngineLimits.derived`. To everything else it is a number."""
+
+
+# Of an offline `LLM`: get_batch_defaults in vllm/engine/arg_utils.py, 0.26 to 0.30, and the block size of
+# vllm/config/cache.py and vllm/platforms/cpu.py. A GPU is large from 70 GiB on, unless its name has "a100" in it.
+LARGE_GPU: Final[dict[str, Any]] = {
+    "max_num_seqs": Derived(1024),
+    "max_num_batched_tokens": Derived(16384),
+    "block_size": Derived(16),
+}
+SMALL_GPU: Final = LARGE_GPU | {"max_num_seqs": Derived(256), "max_num_batched_tokens": Derived(8192)}
+ANY_CPU: Final = SMALL_GPU | {"max_num_batched_tokens": Derived(4096), "block_size": Derived(128)}
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
     """The limits that one vLLM engine (one data-parallel replica) is started with.
 
-    The defaults are vLLM 0.26's for an offline `LLM` on a GPU of at least 70 GiB (see `for_gpu`). Only `max_model_len`
-    differs: None means "just enough for the longest request of the workload", which is what an RL trainer sets.
+    What is left out is vLLM's default for an offline `LLM`. Three of these depend on the GPU and on what was given:
+    max_num_seqs, max_num_batched_tokens and block_size. They are those of a GPU of at least 70 GiB until an EngineSetup
+    or a plan says which GPU it is. Only `max_model_len` differs from vLLM: None means "just enough for the longest
+    request of the workload", which is what an RL trainer sets.
 
     gpu_memory_utilization: fraction of the GPU's memory the engine may use, in (0, 1]; means nothing on a CPU
     max_model_len:          longest prompt + response in tokens
@@ -36,9 +55,9 @@ class EngineLimits:
 
     gpu_memory_utilization: float = 0.92
     max_model_len: int | None = None
-    max_num_seqs: int = 1024
-    max_num_batched_tokens: int = 16384
-    block_size: int = 16
+    max_num_seqs: int = LARGE_GPU["max_num_seqs"]
+    max_num_batched_tokens: int = LARGE_GPU["max_num_batched_tokens"]
+    block_size: int = LARGE_GPU["block_size"]
     enable_prefix_caching: bool = True
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
@@ -49,26 +68,43 @@ class EngineLimits:
     enable_expert_parallel: bool = False
 
     @classmethod
-    def for_gpu(cls, gpu: Gpu, recurrent: bool = False) -> EngineLimits:
-        """vLLM's defaults for an offline `LLM` on this GPU (get_batch_defaults in vllm/engine/arg_utils.py); on a CPU
-        those of vllm/platforms/cpu.py, and as in `on`.
+    def for_gpu(cls, gpu: Gpu, recurrent: bool = False, **given: Any) -> EngineLimits:
+        """The limits of an engine that is given `given`; the rest is vLLM's default for this GPU.
 
         recurrent: the model has layers that keep a state, for which vLLM leaves prefix caching off
+        given:     fields of this class; None is one that was not given
+
+        Raises ConfigError for limits that contradict each other.
         """
-        caching = not recurrent
+        defaults = {"enable_prefix_caching": not recurrent}
         if gpu.is_cpu:
-            return cls(
-                enable_prefix_caching=caching,
-                max_num_seqs=256,
-                max_num_batched_tokens=4096,
-                block_size=128,
-                async_scheduling=False,
-                enforce_eager=True,
+            defaults |= {"async_scheduling": False, "enforce_eager": True}
+        return cls(**defaults | {name: value for name, value in given.items() if value is not None}).derived(gpu)
+
+    def derived(self, gpu: Gpu) -> EngineLimits:
+        """These limits with what nobody gave as vLLM derives it on `gpu` (get_batch_defaults, and
+        _set_default_max_num_seqs_and_batched_tokens_args in vllm/engine/arg_utils.py).
+
+        A budget that was not given is at most max_num_seqs * max_model_len. A max_num_seqs that was not given is at
+        most the budget. Raises ConfigError where vLLM's budget is too small for a max_num_seqs that was given.
+        """
+        large = gpu.memory_bytes >= 70 << 30 and "a100" not in gpu.product.lower()
+        defaults = ANY_CPU if gpu.is_cpu else LARGE_GPU if large else SMALL_GPU
+        kept = {name: getattr(self, name) for name in defaults if not isinstance(getattr(self, name), Derived)}
+        limits = replace(self, **defaults | kept)
+        budget, requests = limits.max_num_batched_tokens, limits.max_num_seqs
+        if budget < requests:  # nobody gave the budget, or __post_init__ would have raised
+            raise ConfigError(
+                f"max_num_seqs is {requests}, and max_num_batched_tokens is {budget}, vLLM's default on {gpu.product}; "
+                "allowed: at least one token of budget per running request, as vLLM demands: give "
+                f"max_num_batched_tokens {requests} too, or max_num_seqs {budget} or less"
             )
-        large = gpu.memory_bytes >= 70 << 30 and not gpu.name.startswith("a100")
-        if large:
-            return cls(enable_prefix_caching=caching)
-        return cls(enable_prefix_caching=caching, max_num_seqs=256, max_num_batched_tokens=8192)
+        return limits
+
+    def settled(self) -> EngineLimits:
+        """These limits as plain numbers, as if all had been given: nothing is derived from others any more."""
+        plain: dict[str, Any] = {name: int(getattr(self, name)) for name in LARGE_GPU}
+        return replace(self, **plain)
 
     def __post_init__(self) -> None:
         share = self.gpu_memory_utilization
@@ -77,18 +113,31 @@ class EngineLimits:
         object.__setattr__(self, "gpu_memory_utilization", float(share))  # numpy's cannot be written as JSON
         sizes = ("max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel_size", "data_parallel_size")
         for name in sizes:
-            object.__setattr__(self, name, whole(name, getattr(self, name)))
-        for name in ("max_model_len", "num_gpu_blocks"):
+            if not isinstance(getattr(self, name), Derived):
+                object.__setattr__(self, name, whole(name, getattr(self, name)))
+        for name, left_out in (("max_model_len", "the longest prompt + response"), ("num_gpu_blocks", "what fits")):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, whole(name, getattr(self, name), otherwise=", or leave it out"))
+                otherwise = f", or leave it out: {left_out}"
+                object.__setattr__(self, name, whole(name, getattr(self, name), otherwise=otherwise))
         for name in (f.name for f in fields(self) if f.type == "bool"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: True or False")
         if self.block_size % 16:
             raise ConfigError(f"block_size is {self.block_size}; allowed: a multiple of 16")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        self._derive()
+
+    def _derive(self) -> None:
+        """Lower a budget, and a max_num_seqs, that nobody gave, to what the other limits leave, in vLLM's order."""
+        budget, requests = self.max_num_batched_tokens, self.max_num_seqs
+        if isinstance(budget, Derived) and self.max_model_len is not None:
+            budget = Derived(min(budget, requests * self.max_model_len))
+        if isinstance(requests, Derived):
+            requests = Derived(min(requests, budget))
+        object.__setattr__(self, "max_num_batched_tokens", budget)
+        object.__setattr__(self, "max_num_seqs", requests)
+        if budget < requests and not isinstance(budget, Derived):
             raise ConfigError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}, max_num_seqs is {self.max_num_seqs}; "
+                f"max_num_batched_tokens is {budget}, max_num_seqs is {requests}; "
                 "allowed: at least one token of budget per running request, as vLLM demands"
             )
 
@@ -122,24 +171,25 @@ class EngineLimits:
         return self
 
     def on(self, gpu: Gpu) -> EngineLimits:
-        """These limits as vLLM runs them on `gpu`: as they are, except on a CPU.
+        """These limits as vLLM runs them on `gpu`: `derived`, and else as they are, except on a CPU.
 
         There vLLM turns async scheduling off and captures no CUDA graphs whatever it is told. What enforce_eager still
         decides is whether torch.compile runs: that needs a compiler, and was not measured. Raises ConfigError for
         what makes no sense on a CPU.
         """
+        limits = self.derived(gpu)
         if not gpu.is_cpu:
-            return self
+            return limits
         if (self.tensor_parallel_size, self.data_parallel_size) != (1, 1):
             raise ConfigError(
                 f"tensor_parallel_size is {self.tensor_parallel_size}, data_parallel_size {self.data_parallel_size}; "
                 "allowed on a CPU: 1 and 1"
             )
-        if self.gpu_memory_utilization != EngineLimits.for_gpu(gpu).gpu_memory_utilization:
+        if self.gpu_memory_utilization != EngineLimits().gpu_memory_utilization:
             raise ConfigError(
                 "gpu_memory_utilization is given; on a CPU VLLM_CPU_KVCACHE_SPACE is the size of the KV pool: leave it "
                 "out, or impose the pool with num_gpu_blocks"
             )
-        if self.block_size % 32:
-            raise ConfigError(f"block_size is {self.block_size}; allowed on a CPU: a multiple of 32; vLLM takes 128")
-        return replace(self, async_scheduling=False, enforce_eager=True)
+        if limits.block_size % 32:
+            raise ConfigError(f"block_size is {limits.block_size}; allowed on a CPU: a multiple of 32; vLLM takes 128")
+        return replace(limits, async_scheduling=False, enforce_eager=True)

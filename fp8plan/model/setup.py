@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
@@ -19,13 +20,14 @@ from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.profile.profile import Profile
 
 
-def default_limits(gpu: Gpu, model: str | Path | ModelShape) -> EngineLimits:
-    """vLLM's defaults on this GPU, for this model as far as its config can be read."""
+def default_limits(gpu: Gpu, model: str | Path | ModelShape, **given: Any) -> EngineLimits:
+    """The limits of an engine that is given `given`; the rest is vLLM's default on this GPU, for this model as far as
+    its config can be read. Raises ConfigError as EngineLimits.for_gpu does."""
     try:
         recurrent = (model if isinstance(model, ModelShape) else ModelShape.from_hf(model)).recurrent
     except ConfigError:
         recurrent = False
-    return EngineLimits.for_gpu(gpu, recurrent)
+    return EngineLimits.for_gpu(gpu, recurrent, **given)
 
 
 @dataclass(frozen=True, init=False)
@@ -36,7 +38,7 @@ class EngineSetup:
                be started: only `shape`, and what needs it, raises ConfigError
     gpu:       a Gpu or its name; "auto" asks the driver
     precision: a Precision or the name of a preset
-    limits:    None: vLLM's own defaults for this GPU and model
+    limits:    what they leave out is vLLM's default for this GPU; None: all of them, for this model
     """
 
     model: str | ModelShape
@@ -56,7 +58,7 @@ class EngineSetup:
             "model": model if isinstance(model, ModelShape) else str(model),
             "gpu": card,
             "precision": precision if isinstance(precision, Precision) else find_precision(precision),
-            "limits": limits or default_limits(card, model),
+            "limits": limits.derived(card) if limits else default_limits(card, model),
         }
         for name, value in found.items():
             object.__setattr__(self, name, value)

@@ -207,7 +207,7 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ("no line of monitor.jsonl has prompt_lengths", "a Monitor knows rollouts from its engine"),
     ),
     # machines
-    "a GPU that is like none": ([*PLAN, "--gpu", "4090"], ("unknown GPU '4090'; known: h200_sxm",)),
+    "a GPU that is like none": ([*PLAN, "--gpu", "mi300x"], ("unknown GPU 'mi300x'; known: h200_sxm",)),
     "no GPU here": ([*PLAN, "--gpu", "auto"], ("no NVIDIA GPU here", "name one of")),
     "two CPUs": (
         [*PLAN, "--gpu", "cpu", "--tensor-parallel-size", "2"],

@@ -489,3 +489,21 @@ def test_yesterdays_rollout_is_the_workload(fp8plan: Callable[..., Done]) -> Non
     assert work["response_lengths"]["source"] == "line 1 of run.jsonl"
     both = fp8plan("plan", MODEL, "--gpu", "h200", "--workload", "run.jsonl", "--samples", 2, "--seed", 1)
     refused(both, "both --workload and --samples, --seed", "run.jsonl says all of them")
+
+
+def test_a_budget_lowers_the_number_of_requests_that_nobody_gave(fp8plan: Callable[..., Done]) -> None:
+    limits = json.loads(fp8plan(*PLAN, "--max-num-batched-tokens", "512", "--json").out)["limits"]
+    assert (limits["max_num_batched_tokens"], limits["max_num_seqs"]) == (512, 512)
+
+
+def test_a_card_without_a_name_is_planned_saved_emitted_and_validated(fp8plan: Callable[..., Done]) -> None:
+    card = "datasheet: memory=11.6 bandwidth=504 bf16=58 sms=46 cc=8.9"
+    done = fp8plan(*PLAN, "--gpu", card, "--json", "plan.json")
+    assert "no measured profile of datasheet:memory_gib=11.6" in done.err
+    saved = json.loads(Path("plan.json").read_text())
+    for target in ("vllm", "verl", "trl"):
+        assert fp8plan("emit", "plan.json", target).code == 0
+    Path("records.jsonl").write_text(json.dumps(RECORD | {"gpu": saved["gpu"]}))
+    (row,) = json.loads(fp8plan("validate", "records.jsonl", "--json").out)["records"]
+    assert saved["gpu"] in row["group"]
+    assert row["predicted_s"] > 0

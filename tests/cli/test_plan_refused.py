@@ -14,6 +14,20 @@ from fp8plan.model.precision import PRESETS
 # Bad input of `plan`: what is typed after PLAN, and what the one line must hold: what was given, and the way out.
 BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "unknown GPU": (["--gpu", "h300"], ("'h300'", "nearest: h800, h200_sxm", "a100_sxm", "auto")),
+    "a card of another memory": (
+        ["--gpu", "a100-20gb"],
+        ("'a100-20gb'", "nearest: a100_sxm", "--gpu datasheet:memory_"),
+    ),
+    "a card without its bandwidth": (
+        ["--gpu", "datasheet:memory_gib=24,bf16=165,sms=128,cc=8.9"],
+        ("lacks bandwidth_gb_s", "for example: --gpu datasheet:memory_gib="),
+    ),
+    "all of the memory": (["--gpu-memory-utilization", "1"], ("is 1, 139.80 GiB", "allowed: at most 0.99; type 0.97")),
+    "more requests than the default budget": (
+        ["--max-num-seqs", "20000"],
+        ("max_num_seqs is 20000", "16384, vLLM's default on NVIDIA H200", "give max_num_batched_tokens 20000 too"),
+    ),
+    "max_model_len as vLLM's auto": (["--max-model-len", "-1"], ("max_model_len is -1", "leave it out")),
     "negative length": (["--response-lengths", "fixed:-5"], ("-5", "allowed: ", "1 to ")),
     "negative prompt length": (["--prompt-lengths", "fixed:-5"], ("-5", "allowed: ", "1 to ")),
     "no length": (["--response-lengths", "fixed:0"], ("fixed length is 0", "allowed: ")),

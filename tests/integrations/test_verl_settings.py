@@ -227,6 +227,19 @@ def test_a_plan_made_from_verls_configuration_equals_one_made_by_hand() -> None:
     assert found == by_hand
 
 
+def test_a_limit_that_verl_leaves_to_vllm_is_derived() -> None:
+    from fp8plan.integrations.verl.planning import limits_of
+
+    rollout = "actor_rollout_ref.rollout"
+    told = config(
+        "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
+        f"{rollout}.max_num_seqs=null",
+        f"{rollout}.max_num_batched_tokens=512",
+        "trainer.n_gpus_per_node=2",
+    )
+    assert (limits_of(told, "h200").max_num_seqs, limits_of(told, "l40s").max_num_seqs) == (512, 256)
+
+
 def test_engines_on_their_own_gpus_are_counted_there() -> None:
     from fp8plan.integrations.verl.planning import limits_of
 

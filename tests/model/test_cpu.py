@@ -70,7 +70,7 @@ def test_everyone_is_told_which_cpu_was_measured() -> None:
         ({"gpus": 2}, "tensor_parallel_size is 1, data_parallel_size 2; allowed on a CPU: 1 and 1"),
         ({"limits": replace(EngineLimits.for_gpu(CPU), tensor_parallel_size=2)}, "allowed on a CPU: 1 and 1"),
         ({"limits": replace(EngineLimits.for_gpu(CPU), gpu_memory_utilization=0.5)}, "VLLM_CPU_KVCACHE_SPACE"),
-        ({"limits": EngineLimits()}, "block_size is 16; allowed on a CPU: a multiple of 32"),
+        ({"limits": EngineLimits(block_size=16)}, "block_size is 16; allowed on a CPU: a multiple of 32"),
     ],
 )
 def test_what_makes_no_sense_on_a_cpu_is_refused(changes: dict[str, Any], words: str) -> None:
@@ -87,7 +87,7 @@ def test_a_kernel_that_was_not_measured_is_refused() -> None:
 
 
 def test_the_limits_are_those_vllm_runs_with_on_a_cpu() -> None:
-    asked = replace(EngineLimits.for_gpu(CPU), async_scheduling=True, enforce_eager=False, max_num_seqs=32)
+    asked = EngineLimits(max_num_seqs=32, max_num_batched_tokens=4096, block_size=128)
     assert asked.on(CPU) == replace(asked, async_scheduling=False, enforce_eager=True)
     assert asked.on(gpu("h200")) == asked
     for record in records("steps"):

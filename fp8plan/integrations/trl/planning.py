@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import ceil
 from typing import Any, Final
 
@@ -68,13 +67,14 @@ def check_plan(plan: Plan, choice: int | str | None, args: Any, on_cpu: bool) ->
 def colocated_limits(model: str, args: Any, responses: int, on_cpu: bool) -> EngineLimits:
     """The limits of the engine that TRL would start in this process. responses: of it in one rollout"""
     shape, gpu = ModelShape.from_hf(model), find_gpu("cpu" if on_cpu else "auto")
-    limits = replace(
-        EngineLimits.for_gpu(gpu, shape.recurrent),
+    return EngineLimits.for_gpu(
+        gpu,
+        shape.recurrent,
         max_model_len=args.vllm_max_model_length or shape.max_position_embeddings,
         max_num_seqs=responses,
         max_num_batched_tokens=max(BATCHED_TOKENS, responses),
+        gpu_memory_utilization=None if on_cpu else args.vllm_gpu_memory_utilization,
     )
-    return limits if on_cpu else replace(limits, gpu_memory_utilization=args.vllm_gpu_memory_utilization)
 
 
 def spread(count: int, most: int = MOST_PROMPTS) -> range:

@@ -85,7 +85,7 @@ def limits_of(config: Any, gpu: str) -> EngineLimits:
     card = find_gpu(gpu)
     if card.is_cpu:
         del found["gpu_memory_utilization"]
-    return replace(EngineLimits.for_gpu(card, shape.recurrent), **found)
+    return EngineLimits.for_gpu(card, shape.recurrent, **found)
 
 
 def _gpus(config: Any) -> int:

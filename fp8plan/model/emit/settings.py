@@ -104,7 +104,7 @@ def measured_scales(setup: EngineSetup, kv_scales: str) -> str:
 
 def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for one replica. Data-parallel replicas are separate engines that the trainer starts."""
-    limits, preset = setup.limits, setup.precision
+    limits, preset = setup.limits.settled(), setup.precision
     kwargs: dict[str, Any] = {
         "model": setup.path,
         "dtype": "bfloat16",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
-from fp8plan.errors import CapacityError
+from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.kv_cache.layers import model_caches
@@ -22,6 +22,12 @@ MOST_UTILIZATION = 0.97  # the driver, the CUDA context and captured graphs need
 
 MIB = 1 << 20
 GIB = 1 << 30
+
+# What the CUDA context takes of an idle GPU before vLLM looks at its free memory. The least that engines' logs show:
+# 0.41 GiB on an A100, 0.45 on an RTX 4090, 0.51 on an RTX 3090 (public logs) and on an H200 (112 engines under
+# profiles/h200_sxm, "Free memory on device"). There two ranks had 1.53 to 2.00 GiB less, because NCCL comes first, and
+# graphs took 0.15 to 2.7 GiB ("Graph capturing finished").
+CONTEXT_BYTES = 410 * MIB
 
 # A CPU's KV pool is given to the engine (VLLM_CPU_KVCACHE_SPACE), not derived from the memory there is, which fp8plan
 # does not know. As much as vLLM took up to 0.12 where nobody said; 0.30 would take 92% of the machine.
@@ -118,6 +124,30 @@ def memory_plan(
     if not _holds(plan, tokens):
         raise CapacityError(_does_not_fit(shape, precision, gpu, limits, plan, tokens))
     return plan
+
+
+def check_share(gpu: Gpu, limits: EngineLimits) -> list[str]:
+    """Warn of a gpu_memory_utilization with which vLLM may fail to start. Raises ConfigError for one with which it must
+    fail: it refuses to ask for more than is free (request_memory in vllm/v1/worker/utils.py).
+
+    Not a part of `memory_plan`: a record is of an engine that did start.
+    """
+    share, total = limits.gpu_memory_utilization, gpu.memory_bytes
+    if gpu.is_cpu or share <= MOST_UTILIZATION:
+        return []
+    free = total - CONTEXT_BYTES
+    if ceil(total * share) > free:
+        raise ConfigError(
+            f"gpu_memory_utilization is {share:g}, {total * share / GIB:.2f} GiB, and of the {total / GIB:.2f} GiB of "
+            f"{gpu.product} at most {free / GIB:.2f} are free when vLLM starts, after its CUDA context; allowed: at "
+            f"most {int(100 * free / total) / 100:g}; type {MOST_UTILIZATION}, which leaves room for CUDA graphs too"
+        )
+    left = (1 - share) * total / GIB
+    warning = (
+        f"gpu_memory_utilization {share:g} leaves {left:.1f} GiB of {gpu.product} for the CUDA context, CUDA graphs "
+        f"and, with several ranks, NCCL: vLLM may not start; {MOST_UTILIZATION} is safer"
+    )
+    return [warning]
 
 
 def check_pool(plan: MemoryPlan, gpu: Gpu, limits: EngineLimits) -> None:

@@ -15,6 +15,7 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.engine_versions import version_warnings
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.memory import check_share
 from fp8plan.model.plan.candidates import candidates
 from fp8plan.model.plan.choose import as_choices, choose
 from fp8plan.model.plan.evaluate import Problem, Progress, evaluated
@@ -67,7 +68,7 @@ def plan(
 
     model:          a ModelShape, a hub id, or a folder with config.json
     gpu:            a Gpu or its name; "auto" asks the driver
-    limits:         of each engine; None: vLLM's own defaults for this GPU and model
+    limits:         of each engine; what they leave out is vLLM's default for this GPU; None: all, for this model
     gpus:           GPUs in all; every tensor-parallel size that divides them, a node and the model is tried, with and
                     without expert parallelism if it has experts; the rest are replicas. None: the layout in `limits`
     gpus_per_node:  GPUs that reach each other without the network; None: what is usual for this GPU
@@ -119,7 +120,7 @@ def predict(
     longest = workload.prompt_lengths.longest + workload.response_lengths.longest
     limits = (limits or EngineLimits.for_gpu(card, shape.recurrent)).holding(longest)
     shape.check_max_model_len(limits.max_model_len or longest)
-    budget = budget or RiskBudget()
+    budget, risky = budget or RiskBudget(), check_share(card, limits)
     used, warnings = (profile, []) if profile else load_profile(card, engine_version, strict)
     layouts = candidates(
         shape, card, limits, gpus=gpus, precisions=precisions, requests=len(batch.prompts), target=target
@@ -133,7 +134,7 @@ def predict(
         model=best.setup.path,
         gpu=card.name,
         profile={"kind": used.kind, "engine_version": used.engine_version, "source": used.source},
-        limits=best.setup.limits,
+        limits=best.setup.limits.settled(),
         workload=_describe(workload, batch),
         seed=workload.seed,
         choices=choices,
@@ -150,7 +151,7 @@ def predict(
             gpus_per_node=card.gpus_per_node,
             shape=shape,
         ),
-        warnings=(*version_warnings(engine_version), *warnings),
+        warnings=(*version_warnings(engine_version), *warnings, *risky),
         budget=budget,
         kv_scales="calibrated" if kv_scales_calibrated else "unit",
     )

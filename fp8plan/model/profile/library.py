@@ -162,14 +162,15 @@ def datasheet_profile(gpu: Gpu, engine_version: str = "0.26.0", profiles_dir: Pa
     """The datasheet profile of one GPU, measured or not: the common coefficients, then those of its architecture.
 
     A kernel of another architecture is another kernel (FlashAttention 3 exists on sm90 only), so backends and the few
-    coefficients that belong to a backend are listed per architecture. A CPU has nothing in common with GPUs.
+    coefficients that belong to a backend are listed per architecture. One that is not listed, such as 8.6, has the
+    kernels of the nearest before it of the same generation. A CPU has nothing in common with GPUs.
     """
     path = (profiles_dir or profiles_path()) / "datasheet.json"
     if not path.is_file():
         raise ProfileError(f"{path} is missing: reinstall fp8plan")
     sheet = _datasheet(path, path.stat().st_mtime_ns)
     common = Coefficients() if gpu.is_cpu else sheet.common
-    own = sheet.by_architecture.get(gpu.architecture, Coefficients())
+    own = sheet.by_architecture.get(_listed(gpu, sheet.by_architecture), Coefficients())
     facts = common.coefficients | own.coefficients
     return Profile(
         gpu=gpu.name,
@@ -186,6 +187,15 @@ def datasheet_profile(gpu: Gpu, engine_version: str = "0.26.0", profiles_dir: Pa
         date=sheet.date,
         notes={name: fact.source for name, fact in facts.items()},
     )
+
+
+def _listed(gpu: Gpu, architectures: Iterable[str]) -> str:
+    """The architecture of the list whose kernels a GPU has."""
+    if gpu.compute_capability is None:
+        return gpu.architecture
+    major, minor = gpu.compute_capability
+    listed = [tuple(map(int, name.split("."))) for name in architectures if name != "cpu"]
+    return ".".join(map(str, max((x for x in listed if x[0] == major and x[1] <= minor), default=(major, minor))))
 
 
 @lru_cache(maxsize=8)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,18 +133,13 @@ def recorded_limits(fields: Mapping[str, Any]) -> EngineLimits:
             given[f"{name}_size"] = fields[name]
     if fields.get("expert_parallel"):
         given["enable_expert_parallel"] = True
-    defaults = EngineLimits.for_gpu(card)
-    blocks, imposed = None, fields.get("kv_cache_tokens")
-    if imposed is not None:
-        block_size = max(1, given.get("block_size", defaults.block_size))
-        if imposed < 2 * block_size:
-            raise ConfigError(f"kv_cache_tokens is {imposed}; allowed: at least two blocks of {block_size}, or null")
-        # Less vLLM's null block. The blocks of a model with several groups of layers may be larger than was asked for.
-        blocks = (fields.get("num_gpu_blocks") or imposed // block_size) - 1
-    return EngineLimits(
-        **{name: getattr(defaults, name) for name in LIMITS} | given,
-        num_gpu_blocks=blocks,
-    )
+    limits, imposed = EngineLimits.for_gpu(card, **given), fields.get("kv_cache_tokens")
+    if imposed is None:
+        return limits
+    if imposed < 2 * limits.block_size:
+        raise ConfigError(f"kv_cache_tokens is {imposed}; allowed: at least two blocks of {limits.block_size}, or null")
+    # Less vLLM's null block. The blocks of a model with several groups of layers may be larger than was asked for.
+    return replace(limits, num_gpu_blocks=(fields.get("num_gpu_blocks") or imposed // limits.block_size) - 1)
 
 
 def _seconds(fields: dict[str, Any]) -> float:

@@ -72,7 +72,7 @@ def facts_of(setup: EngineSetup, facts: Mapping[str, Any]) -> EngineFacts:
         gpu=setup.gpu.name,
         engine_version=facts["vllm_version"].partition("+")[0],
         precision=preset.name,
-        limits=setup.limits,
+        limits=setup.limits.settled(),
         kernel_backends=kernel_names(facts, preset),
         e8m0=facts["e8m0"],
         cudagraph_mode=facts["cudagraph_mode"],

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -79,7 +78,7 @@ def cells_for(card: Gpu, settings: list[dict[str, Any]]) -> list[dict[str, Any]]
 
 def _fits(card: Gpu, setting: dict[str, Any], name: str) -> bool:
     given = {key: setting[key] for key in ("gpu_memory_utilization", "max_model_len") if key in setting}
-    limits = replace(default_limits(card, setting["model"]), **given)
+    limits = default_limits(card, setting["model"], **given)
     try:
         memory_plan(ModelShape.from_hf(setting["model"]), precision(name), card, limits, setting["max_model_len"])
     except Fp8PlanError:

@@ -60,7 +60,7 @@ def check_gpu(name: str) -> None:
     product = gpu_facts()["gpu_product"]
     if product is None:
         raise ConfigError("no NVIDIA GPU here, or none visible; measure on a machine that has one")
-    if name != "auto" and find_gpu(name).product != product:
+    if name != "auto" and not find_gpu(name).is_of(product):
         raise ConfigError(f"--gpu is {name} ({find_gpu(name).product}), this machine has {product}; type --gpu auto")
 
 

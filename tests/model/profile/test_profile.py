@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError, ProfileError
-from fp8plan.model.hardware import gpu, gpus
+from fp8plan.model.hardware import Gpu, find_gpu, gpu, gpus
 from fp8plan.model.profile.library import datasheet_profile, list_profiles, load_profile, profiles_path
 from fp8plan.model.profile.profile import Profile
 
@@ -268,3 +268,18 @@ def test_the_sizes_that_were_measured_are_kept_and_may_be_missing() -> None:
     assert Profile.from_json(json.dumps(raw)).tensor_parallel == [1]
     with pytest.raises(ProfileError, match="tensor_parallel is \\[0\\]; allowed"):
         calibrated(tensor_parallel=[0])
+
+
+@pytest.mark.parametrize("card", gpus(), ids=lambda card: card.name)
+def test_every_gpu_has_the_kernels_of_its_generation(card: Gpu) -> None:
+    """FlashAttention 3 is for 9.0 and DeepGEMM for 9.0 and 10.x alone; an architecture without a row of its own has
+    that of the nearest before it."""
+    kernels = datasheet_profile(card).kernel_backends
+    major = card.compute_capability[0]
+    assert (kernels["attention.bf16"] == "flash_attn_3") == (major == 9)
+    assert (kernels["attention.bf16"] == "flash_attn_2") == (major in (8, 12))
+    if card.has_fp8:
+        assert ("deep_gemm" in kernels["gemm.fp8_block"]) == (major in (9, 10))
+    spark = find_gpu("datasheet:memory=110,bandwidth=273,bf16=60,sms=48,cc=12.1")
+    assert datasheet_profile(spark).kernel_backends == datasheet_profile(find_gpu("rtx_5090")).kernel_backends
+    assert datasheet_profile(find_gpu("a10")).kernel_backends == datasheet_profile(find_gpu("a100")).kernel_backends

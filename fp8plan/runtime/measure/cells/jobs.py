@@ -180,7 +180,7 @@ def _workload(row: Any, where: str) -> Workload:
 def _limits(setting: dict[str, Any], workloads: Sequence[Workload]) -> EngineLimits:
     """Limits of one engine for all workloads. Unless it is given, max_model_len holds the longest of all."""
     given = {name: setting[name] for name in LIMITS & setting.keys()}
-    limits = replace(default_limits(find_gpu(setting["gpu"]), _source(setting)), **given)
+    limits = default_limits(find_gpu(setting["gpu"]), _source(setting), **given)
     if (imposed := setting.get("kv_cache_tokens")) is not None:
         limits = replace(limits, num_gpu_blocks=imposed // limits.block_size - 1)  # as `validate` reads the record
     return limits.holding(max(w.prompt_lengths.longest + w.response_lengths.longest for w in workloads))

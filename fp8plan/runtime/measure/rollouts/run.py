@@ -128,7 +128,7 @@ def _check_gpu(work: Sequence[dict[str, Any]]) -> None:
     for name in {job["fields"]["gpu"] for job in work}:
         if product is None and not find_gpu(name).is_cpu:
             note(f"no NVIDIA driver here: the records will say {name}, which vouches for nothing but this script")
-        elif product is not None and find_gpu(name).product != product:
+        elif product is not None and not find_gpu(name).is_of(product):
             raise ConfigError(f"the cells are for {name} ({find_gpu(name).product}), this machine has {product}")
 
 
