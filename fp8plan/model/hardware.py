@@ -13,8 +13,10 @@ from typing import Any, Final, NamedTuple
 from fp8plan.errors import ConfigError
 from fp8plan.model.precision import Precision
 
-# NVIDIA CUDA programming guide, "Compute Capabilities": FP8 tensor-core formats start with Ada (8.9) and Hopper (9.0).
+# NVIDIA CUDA programming guide, "Compute Capabilities": FP8 tensor-core formats start with Ada (8.9) and Hopper (9.0),
+# BF16 with Ampere (8.0).
 FIRST_FP8_CAPABILITY = (8, 9)
+FIRST_BF16_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class Gpu:
     memory_bandwidth:   bytes/s, datasheet
     l2_bytes:           L2 cache; a CPU's last level; 0 where it is not known (no plan reads it)
     bf16_flops:         dense BF16 FLOP/s
-    fp8_flops:          dense FP8 FLOP/s; None where the GPU has no FP8 tensor cores
+    fp8_flops:          dense FP8 FLOP/s; None where the GPU has no FP8 tensor cores (it can still store FP8)
     nvlink_bandwidth:   bytes/s per GPU in one direction; None where there is no NVLink
     pcie_bandwidth:     bytes/s in one direction
     sources:            field name -> where the number is from
@@ -90,21 +92,51 @@ class Gpu:
         """
         return self.compute_capability is not None and (10, 0) <= self.compute_capability < (12, 0)
 
+    @property
+    def stores_fp8_only(self) -> bool:
+        """True for an NVIDIA GPU that can keep FP8, but has no tensor cores for it: kernels widen it to BF16."""
+        return not self.is_cpu and not self.has_fp8
+
     def why_not(self, precision: Precision) -> str | None:
-        """The reason why a rollout in `precision` cannot run on this GPU; None if it can."""
+        """The reason why a rollout in `precision` is not planned on this GPU, and whose limit that is; None if it is.
+
+        An FP8 KV cache is storage, which needs no FP8 tensor cores. What a model's layers allow is said elsewhere
+        (fp8plan.model.kv_cache.precision).
+        """
         if self.is_cpu:
             return None if precision.weights == "bf16" else _NO_BLOCK_FP8_ON_CPU
-        if self.has_fp8 or not precision.uses_fp8:
+        capability = f"compute capability {self.architecture}"
+        if self.compute_capability is not None and self.compute_capability < FIRST_BF16_CAPABILITY:
+            least = ".".join(map(str, FIRST_BF16_CAPABILITY))
+            return f"vLLM runs BF16 from compute capability {least} on ({self.product} has {self.architecture}), and fp8plan plans no FP16"
+        if self.has_fp8 or precision.weights == "bf16":
             return None
-        need = ".".join(map(str, FIRST_FP8_CAPABILITY))
-        return f"{self.product} has no FP8 tensor cores (compute capability {self.architecture}; they start at {need})"
+        return (
+            f"fp8plan does not model FP8 weights on {self.product} ({capability}): vLLM widens them to BF16 inside of "
+            f"Marlin's GEMM there (W8A16), and fp8plan knows W8A8 alone, which starts at "
+            f"{'.'.join(map(str, FIRST_FP8_CAPABILITY))}"
+        )
+
+    def why_fixed_kv_scales(self, precision: Precision) -> str | None:
+        """The reason why an engine keeps the K and V scales that it was started with; None if it reads new ones.
+
+        FlashInfer takes both as numbers (`k_scale=layer._k_scale_float` in flashinfer.py of vLLM 0.30), which CUDA
+        graphs of decode steps capture.
+        """
+        if precision.kv != "fp8" or not self.stores_fp8_only:
+            return None
+        return (
+            f"vLLM reads an FP8 KV cache with FlashInfer on {self.product}, whose CUDA graphs keep the K and V scales "
+            "that the engine was started with, so that fp8plan cannot measure them after each weight sync"
+        )
 
 
-# vllm/model_executor/kernels/linear, 0.30: with AMX it widens the weights and multiplies in BF16 (W8A16), without it
-# refuses. A KV cache in FP8 is only storage; the CPU backend has it, on x86 with AVX-512 or AMX (cpu_attn.py).
+# vllm/model_executor/kernels/linear, 0.30: with AMX it widens the weights and multiplies in BF16 (W8A16), which fp8plan
+# does not model; without it refuses. A KV cache in FP8 is only storage; the CPU backend has it, on x86 with AVX-512 or
+# AMX (cpu_attn.py).
 _NO_BLOCK_FP8_ON_CPU = (
-    "vLLM's CPU backend has no blockwise FP8 GEMM (W8A8); the KV cache alone can be FP8 there, on x86 with AVX-512 or "
-    "AMX"
+    "vLLM's CPU backend has no blockwise FP8 GEMM (W8A8), and fp8plan does not model the one that widens the weights "
+    "(W8A16, with AMX); the KV cache alone can be FP8 there, on x86 with AVX-512 or AMX"
 )
 
 # gpus.json maps a name to its facts. A fact is a value, or [value, its source]. A GPU that is `like` another differs

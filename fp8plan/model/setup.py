@@ -119,7 +119,8 @@ class EngineSetup:
     def kv_plan(self, num_gpu_blocks: int, longest_request: int | None = None) -> KvPlan:
         """The KV cache of an engine whose pool is known: so many blocks, the null block among them."""
         longest = longest_request or self.shape.max_position_embeddings
-        caches = model_caches(self.shape, self.precision, self.limits, longest, self.gpu.is_cpu)
+        gpu = self.gpu
+        caches = model_caches(self.shape, self.precision, self.limits, longest, gpu.is_cpu, gpu.compute_capability)
         return plan_kv_cache(*caches, num_blocks=num_gpu_blocks)
 
     def blocks_in(self, pool_tokens: int) -> int:

@@ -25,6 +25,7 @@ from typing import Final, NamedTuple
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, Linear, ModelShape
 from fp8plan.model.architecture.parts import LatentAttention
+from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import Precision
 
 # Who starts the engine; and the same, the least demanding first.
@@ -64,13 +65,19 @@ def why_not_shardable(
     tensor_parallel: int,
     target: str = "vllm",
     expert_parallel: bool = False,
+    gpu: Gpu | None = None,
 ) -> str | None:
     """The reason why an engine that `target` starts cannot run `shape` in `precision` on that many ranks; None if it
-    can. expert_parallel: each rank has whole experts
+    can.
+
+    expert_parallel: each rank has whole experts
+    gpu:             None: one whose attention reads new K and V scales
     """
     check_target(target)
     if target != "vllm" and precision.kv == "fp8" and shape.parts_of(LatentAttention):
         return _LATENT
+    if target != "vllm" and gpu is not None and (fixed := gpu.why_fixed_kv_scales(precision)):
+        return f"{fixed}, which its engine does inside of verl and TRL; allowed: bf16, or --emit vllm"
     if precision.weights == "bf16":
         return None
     layouts = shape.allowed_tensor_parallel(expert_parallel=expert_parallel)
@@ -136,11 +143,16 @@ def _why_nothing_left(
 
 
 def refusals(
-    shape: ModelShape, precision: Precision, tensor_parallel: int, expert_parallel: bool = False
+    shape: ModelShape,
+    precision: Precision,
+    tensor_parallel: int,
+    expert_parallel: bool = False,
+    gpu: Gpu | None = None,
 ) -> dict[str, str]:
     """The targets that cannot run `shape` on that many ranks, each with the reason."""
     reasons = {
-        target: why_not_shardable(shape, precision, tensor_parallel, target, expert_parallel) for target in TARGETS
+        target: why_not_shardable(shape, precision, tensor_parallel, target, expert_parallel, gpu)
+        for target in TARGETS
     }
     return {target: reason for target, reason in reasons.items() if reason is not None}
 

@@ -23,7 +23,7 @@ from fp8plan.model.calibrate.aic_tables import Tables, find_data, importable, re
 from fp8plan.model.calibrate.fit import Observations, fit, robust_sd
 from fp8plan.model.calibrate.kernel_rows import hull, observe, read_all
 from fp8plan.model.hardware import Gpu, find_gpu
-from fp8plan.model.profile.library import datasheet_profile, profile_path, without_rare_parts
+from fp8plan.model.profile.library import datasheet_profile, profile_path, rare_parts, without_rare_parts
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.validate.validate import simulated
@@ -103,7 +103,7 @@ def _written(profile: Profile, folder: Path) -> tuple[Path, Profile]:
 
 def import_profile(card: Gpu, tables: Tables, trial: Trial | None = None) -> Profile:
     """Fit the profile of `card` to its tables. Without a trial, the model error is the datasheet profile's."""
-    prior = without_rare_parts(datasheet_profile(card, tables.engine_version))
+    prior = without_rare_parts(datasheet_profile(card, tables.engine_version), parts=rare_parts(card))
     rows = tables.rows.sample(frac=1, random_state=0).groupby("kernel").head(SAMPLE)
     parts = [_split(observation) for observation in observe(rows, card)]
     used = dict.fromkeys(name for seen, _ in parts for name in seen.predict(prior).partials)

@@ -31,7 +31,7 @@ from fp8plan.model.calibrate.power import power_coefficients
 from fp8plan.model.cost.base import QUANTITIES, Array, Cost, together
 from fp8plan.model.cost.mixers.attention import NARROW
 from fp8plan.model.hardware import Gpu, find_gpu
-from fp8plan.model.profile.library import RARE_PARTS, WIDE_HEADS, datasheet_profile, without_rare_parts
+from fp8plan.model.profile.library import RARE_PARTS, WIDE_HEADS, datasheet_profile, rare_parts, without_rare_parts
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.validate.records import read_records
 
@@ -79,7 +79,7 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
     _check_same(steps, card, engine_version)
     sheet, kept = datasheet_profile(card, engine_version), ~is_held_out(rows)
     rare = step_windows(folder / "families")
-    prior = without_rare_parts(sheet, timed_rare_parts(rows[kept]))
+    prior = without_rare_parts(sheet, timed_rare_parts(rows[kept]), rare_parts(card))
     prior = with_power(prior, [*steps, *rare], sheet, powers)
     observations = [*observe(rows[kept], card), observe_steps(steps)]
     found = fit(observations, prior)

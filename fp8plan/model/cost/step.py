@@ -27,7 +27,7 @@ from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import cudagraph_capture_sizes
 from fp8plan.model.precision import BF16_BYTES, Precision
-from fp8plan.model.profile.library import RARE_PARTS, with_kernels
+from fp8plan.model.profile.library import rare_parts, with_kernels
 from fp8plan.model.profile.profile import Profile
 
 NEXT = " of next"  # marks the derivatives of the next step's seconds
@@ -57,7 +57,8 @@ class StepModel:
         linears = self.shape.linears(self.limits.tensor_parallel_size)
         object.__setattr__(self, "layers", [x for x in linears if x.name != "lm_head"])
         object.__setattr__(self, "head", next(x for x in linears if x.name == "lm_head"))
-        rare = {kernel for kernel in kernels_of(self.shape, self.precision) if f"{kernel}.".startswith(RARE_PARTS)}
+        parts = rare_parts(self.gpu)
+        rare = {kernel for kernel in kernels_of(self.shape, self.precision) if f"{kernel}.".startswith(parts)}
         rare |= {SCHEDULE} if unscheduled_layers(self.shape, self.precision, self.profile) else set()
         rare |= {GROUPS} if self.cache_groups > 1 else set()
         rare |= set(host_kernels(self.shape))

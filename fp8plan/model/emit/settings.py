@@ -128,6 +128,7 @@ def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
         del kwargs["max_model_len"]  # vLLM takes the model's own
     if setup.gpu.is_cpu:
         del kwargs["gpu_memory_utilization"]  # VLLM_CPU_KVCACHE_SPACE takes its place
+    kwargs |= attention_kernel(setup)
     if preset.weights == "fp8_block":
         kwargs |= online_quantisation(setup) | expert_kernels(setup)
     if limits.num_gpu_blocks is not None:
@@ -141,6 +142,16 @@ def online_quantisation(setup: EngineSetup) -> dict[str, Any]:
     left_out = ignored(_known_shape(setup), setup.limits.tensor_parallel_size)
     config = {"linear": "fp8_per_block", "moe": "fp8_per_block", "ignore": left_out}
     return {"quantization": "online", "quantization_config": config}
+
+
+def attention_kernel(setup: EngineSetup) -> dict[str, Any]:
+    """The argument of `vllm.LLM` that names the only kernel which reads this KV cache, where there is one only.
+
+    vLLM takes FlashInfer by itself if it is installed, and else Triton, which cannot read it there
+    (fp8plan.model.kv_cache.precision).
+    """
+    only = setup.gpu.stores_fp8_only and setup.precision.kv == "fp8"
+    return {"attention_backend": "FLASHINFER"} if only else {}
 
 
 def expert_kernels(setup: EngineSetup) -> dict[str, Any]:

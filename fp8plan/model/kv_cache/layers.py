@@ -23,11 +23,17 @@ class ModelCaches(NamedTuple):
 
 
 def model_caches(
-    shape: ModelShape, precision: Precision, limits: EngineLimits, longest_request: int, on_cpu: bool = False
+    shape: ModelShape,
+    precision: Precision,
+    limits: EngineLimits,
+    longest_request: int,
+    on_cpu: bool = False,
+    capability: tuple[int, int] | None = None,
 ) -> ModelCaches:
     """The caches of a model under `limits`: by vLLM 0.26 on a GPU, by 0.30 on a CPU, as their profiles are measured.
 
     longest_request: tokens, where limits.max_model_len is None
+    capability:      compute capability of the GPU; None: Hopper's
 
     Raises ConfigError where vLLM cannot keep them in this precision, or in a way that is not modelled.
     """
@@ -35,7 +41,7 @@ def model_caches(
     if not layers:
         raise ConfigError(f"{shape.name}: no layer keeps anything of earlier tokens; allowed: models with attention")
     _check_states(shape, limits, on_cpu)
-    if reason := why_not_kept(shape, precision, on_cpu):
+    if reason := why_not_kept(shape, precision, on_cpu, capability):
         raise ConfigError(f"{shape.name} in {precision.name}: {reason}; allowed: a precision with a BF16 KV cache")
     if on_cpu:
         return ModelCaches(layers, KvRules.of(limits, longest_request, CPU_BLOCK, vllm="0.30"))
@@ -46,13 +52,20 @@ def model_caches(
     return ModelCaches(layers, KvRules.of(limits, longest_request, block))
 
 
-def why_not_kept(shape: ModelShape, precision: Precision, on_cpu: bool = False) -> str | None:
-    """Say why vLLM cannot keep the caches of this model in this precision (0.26 on a GPU), or None if it can."""
+def why_not_kept(
+    shape: ModelShape, precision: Precision, on_cpu: bool = False, capability: tuple[int, int] | None = None
+) -> str | None:
+    """Say why vLLM cannot keep the caches of this model in this precision (0.26 on a GPU), or None if it can.
+
+    capability: compute capability of the GPU; None: Hopper's
+    """
     if precision.kv != "fp8":
         return None
-    # On a CPU one kernel reads heads of every size.
-    head_dims = set() if on_cpu else {attention.head_dim for attention, _ in shape.parts_of(Attention)}
-    return why_no_fp8_kv(shape.caches(), head_dims)
+    if on_cpu:  # one kernel reads heads of every size
+        return why_no_fp8_kv(shape.caches())
+    layers = [attention for attention, _ in shape.parts_of(Attention)]
+    head_dims, sinks = {x.head_dim for x in layers}, any(x.sinks for x in layers)
+    return why_no_fp8_kv(shape.caches(), head_dims, sinks=sinks, capability=capability)
 
 
 def layer_caches(shape: ModelShape, precision: Precision, tensor_parallel_size: int = 1) -> tuple[LayerCache, ...]:

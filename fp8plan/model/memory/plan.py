@@ -172,7 +172,7 @@ def _unchecked_plan(
 ) -> MemoryPlan:
     shape.check_tensor_parallel(limits.tensor_parallel_size, limits.enable_expert_parallel)
     longest = limits.max_model_len or longest_request or shape.max_position_embeddings
-    caches, rules = model_caches(shape, precision, limits, longest, gpu.is_cpu)
+    caches, rules = model_caches(shape, precision, limits, longest, gpu.is_cpu, gpu.compute_capability)
     empty = plan_kv_cache(caches, rules, num_blocks=0)
     # What the engine runs with, once it knows its layers.
     limits = replace(limits, max_model_len=longest, block_size=rules.block_size)

@@ -116,7 +116,7 @@ def _placed(setup: EngineSetup, requests: int, target: str, explicit: bool) -> C
             raise ConfigError(f"{setup.precision.name} was asked for: {reason}; use bf16, or another GPU")
         return Candidate(setup, reason)
     size, whole_experts = setup.limits.cut
-    shardable = why_not_shardable(setup.shape, setup.precision, size, target, whole_experts)
+    shardable = why_not_shardable(setup.shape, setup.precision, size, target, whole_experts, setup.gpu)
     if reason := _idle(setup.limits, requests) or _no_fp8_kv(setup) or shardable:
         return Candidate(setup, reason)
     try:
@@ -129,8 +129,10 @@ def _placed(setup: EngineSetup, requests: int, target: str, explicit: bool) -> C
 
 def _no_fp8_kv(setup: EngineSetup) -> str | None:
     """The reason why vLLM has no FP8 for what this model caches; None if it has, or is not asked for it."""
-    reason = why_not_kept(setup.shape, setup.precision, setup.gpu.is_cpu)
-    return reason and f"{reason}; allowed: bf16, fp8_block"
+    gpu = setup.gpu
+    reason = why_not_kept(setup.shape, setup.precision, gpu.is_cpu, gpu.compute_capability)
+    allowed = ", ".join(x.name for x in PRESETS.values() if x.kv == "bf16" and gpu.why_not(x) is None)
+    return reason and f"{reason}; allowed: {allowed}"
 
 
 def _idle(limits: EngineLimits, requests: int) -> str | None:

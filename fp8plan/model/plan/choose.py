@@ -64,7 +64,7 @@ def _choice(candidate: Candidate, bf16: Candidate | None, profile: Profile) -> C
     figures |= {"tail_fraction": rollout.tail_fraction, "extrapolated": candidate.extrapolated}
     if bf16 is not None:
         figures |= _speedups(bf16, candidate, profile)
-    refused_by = refusals(setup.shape, setup.precision, size, whole_experts)
+    refused_by = refusals(setup.shape, setup.precision, size, whole_experts, setup.gpu)
     return Choice(**figures | {"available": True, "refused_by": refused_by})
 
 

@@ -50,6 +50,7 @@ def explain(
     sentences += [f"Mismatch: {reason}." for reason in risk.reasons]
     sentences += [f"Correction: {note}." for note in advice.notes]
     sentences += _caveats(choices, answer.rollout(answer.picked), profile)
+    sentences += _estimated(choices, profile)
     sentences += _network(answer.picked, gpus_per_node)
     return tuple(sentences)
 
@@ -231,6 +232,17 @@ def _caveats(choices: Sequence[Choice], timed: Rollout, profile: Profile) -> lis
             "routing, and the intervals are wider."
         )
     return sentences
+
+
+def _estimated(choices: Sequence[Choice], profile: Profile) -> list[str]:
+    """A sentence on an FP8 KV cache whose attention was not timed on this GPU."""
+    if not profile.assumes("attention.fp8") or not any(c.available and c.preset.kv == "fp8" for c in choices):
+        return []
+    return [
+        f"FP8 KV cache on {profile.gpu}: the tokens that it holds are certain. The time of its attention is an estimate, "
+        "wide enough for half of BF16's and for half as much again, as vLLM's kernel there (FlashInfer, which widens "
+        "E4M3 to BF16 in software) was not timed."
+    ]
 
 
 def _layout(choice: Choice, choices: Sequence[Choice]) -> str:

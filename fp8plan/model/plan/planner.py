@@ -21,8 +21,8 @@ from fp8plan.model.plan.choose import as_choices, choose
 from fp8plan.model.plan.evaluate import Problem, Progress, evaluated
 from fp8plan.model.plan.explain import explain
 from fp8plan.model.plan.plan import Plan
-from fp8plan.model.precision import PRESETS
-from fp8plan.model.profile.library import load_profile
+from fp8plan.model.precision import FP8_KV, PRESETS
+from fp8plan.model.profile.library import load_profile, with_kernels
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.expected import RiskBudget, recommended_thresholds
 from fp8plan.model.rl_step import StepTimes
@@ -125,8 +125,14 @@ def predict(
     layouts = candidates(
         shape, card, limits, gpus=gpus, precisions=precisions, requests=len(batch.prompts), target=target
     )
+    fixed_scales = card.why_fixed_kv_scales(FP8_KV)
+    if fixed_scales and any(c.setup.precision.kv == "fp8" and c.memory for c in layouts):
+        warnings = [*warnings, f"K and V scales of an FP8 KV cache are taken to stay at 1.0: {fixed_scales}"]
+    kv_scales_calibrated = kv_scales_calibrated and fixed_scales is None
     problem = Problem(batch, used, trainer, budget, kv_scales_calibrated)
     found = evaluated(layouts, problem, progress, workers)
+    timed = {name.rpartition(".")[0] for c in found if c.rollout for name in c.rollout.log_gradient}
+    used = with_kernels(used, card, timed)  # what the candidates' cost models were lent
     choices, chosen = as_choices(found, used), choose(found, budget)
     best = found[chosen]
     advice = recommended_thresholds(best.expected, batch.responses, budget=budget)

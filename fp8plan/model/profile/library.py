@@ -27,6 +27,7 @@ OWN_PROFILES = "FP8PLAN_PROFILES"  # environment variable
 _MIXERS = ("mla.", "delta_net.", "mamba2.", "short_conv.")
 WIDE_HEADS = "wide_attention."
 RARE_PARTS = (*_MIXERS, WIDE_HEADS, "host.groups.", *(f"host.{mixer}" for mixer in _MIXERS))
+WIDENED_KV = "attention.fp8."
 
 
 class ProfileEntry(NamedTuple):
@@ -221,13 +222,20 @@ def with_kernels(profile: Profile, gpu: Gpu, kernels: Iterable[str]) -> Profile:
     )
 
 
-def without_rare_parts(profile: Profile, timed: Iterable[str] = ()) -> Profile:
-    """The profile without the coefficients of RARE_PARTS. timed: those that stay, as they begin"""
+def rare_parts(gpu: Gpu) -> tuple[str, ...]:
+    """The coefficients that a profile of this GPU need not have, as they begin: RARE_PARTS, and attention over an FP8
+    KV cache where the GPU only stores FP8. AIConfigurator's tables do not time that, and neither does `calibrate`.
+    """
+    return (*RARE_PARTS, WIDENED_KV) if gpu.stores_fp8_only else RARE_PARTS
+
+
+def without_rare_parts(profile: Profile, timed: Iterable[str] = (), parts: tuple[str, ...] = RARE_PARTS) -> Profile:
+    """The profile without the coefficients of rare `parts`. timed: those that stay, as they begin"""
     stay = tuple(timed)
     common = {
         name: value
         for name, value in profile.coefficients.items()
-        if not name.startswith(RARE_PARTS) or name.startswith(stay)
+        if not name.startswith(parts) or name.startswith(stay)
     }
     covariance = {
         name: {other: value for other, value in row.items() if other in common}

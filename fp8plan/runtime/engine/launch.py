@@ -161,6 +161,8 @@ def launch(
         if more.get(name, allowed) != allowed:
             raise ConfigError(f"{name} is {more[name]!r}; allowed: {allowed!r}: {why}")
     setup.check_precision()
+    if fixed := setup.gpu.why_fixed_kv_scales(preset):
+        raise ConfigError(f"{fixed}; allowed: bf16 (choice=... of a plan), or vLLM's own engine (fp8plan emit vllm)")
     model = str(setup.path if model_path is None else model_path)
     local = (Path(model) / "config.json").is_file()
     config = _config(Path(model).resolve() if local else model, setup.path)

@@ -18,7 +18,7 @@ from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.memory import memory_plan
-from fp8plan.model.precision import precision
+from fp8plan.model.precision import Precision, precision
 from fp8plan.model.setup import default_limits
 from fp8plan.runtime.measure.notes import note
 
@@ -62,18 +62,24 @@ def cells_for(card: Gpu, settings: list[dict[str, Any]]) -> list[dict[str, Any]]
     """
     kept = []
     for setting in settings:
-        names = [x for x in setting["precisions"] if card.why_not(precision(x)) is None]
+        names = [x for x in setting["precisions"] if _timed(card, precision(x))]
         fitting = [x for x in names if _fits(card, setting, x)]
         if fitting:
             kept.append(setting | {"gpu": card.name, "precisions": fitting})
         if len(fitting) < len(setting["precisions"]):
             left = sorted(set(setting["precisions"]) - set(fitting))
-            note(f"{setting['model']}: {', '.join(left)} cannot run on {card.name} and is left out")
+            note(f"{setting['model']}: {', '.join(left)} is left out on {card.name}")
     if not kept:
         raise ConfigError(
             f"none of the calibration's models fits {card.name}; measure your own: {PACKAGE}.rollouts.run"
         )
     return kept
+
+
+def _timed(card: Gpu, preset: Precision) -> bool:
+    """Tell whether the kernels of a precision are timed. FlashInfer's, which reads an FP8 KV cache on a GPU without FP8
+    tensor cores, is not: measured rollouts alone cannot tell its coefficients."""
+    return card.why_not(preset) is None and not (card.stores_fp8_only and preset.uses_fp8)
 
 
 def _fits(card: Gpu, setting: dict[str, Any], name: str) -> bool:

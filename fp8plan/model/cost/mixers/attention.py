@@ -13,7 +13,8 @@ An SM computes whole key blocks (`key_block`), half a block more than is read on
 attention has a window, which begins anywhere in a block.
 Why limits of an SM: FP8 KV does not halve the time, on no Hopper GPU. Converting E4M3 in the inner loop costs an SM its
 time, per byte and per token: heads of 64 are slower per byte. `tile` is the fixed work of a part, which decides short
-contexts. A backend without such limits has no `decode_sm_bandwidth` and no `decode_token_seconds`.
+contexts. A backend without such limits has no `decode_sm_bandwidth` and no `decode_token_seconds`. On Ampere, where
+nobody timed FP8 KV, the datasheet's `decode_sm_bandwidth` is a guess (its source says from what) with a wide band.
 Wide heads: beyond 128 elements FlashAttention 3 has kernels of their own, which take longer for a token than its bytes
 say, above all with FP8 KV. Gemma 3 12B (256) on an H200 decodes 256 requests in 25 ms with BF16 KV, and in 27 with FP8.
 Prefill: a tile is TILE_ROWS query rows of one KV head, all query heads of its group packed together. The softmax of a
@@ -99,11 +100,12 @@ def attention_cost(
 
 
 def cache_cost(tokens: Array, attention: Attention, precision: Precision, tp: int, gpu: Gpu, profile: Profile) -> Cost:
-    """Seconds of writing K and V of `tokens` to one layer's cache and, for FP8 KV, quantising their Q, (steps,)."""
+    """Seconds of writing K and V of `tokens` to one layer's cache and, for FP8 KV, quantising their Q, (steps,). On a
+    GPU without FP8 tensor cores Q stays in BF16."""
     query, kv_heads = heads_per_rank(attention, tp)
     width = 0 if attention.shares_kv else kv_heads * (attention.head_dim + attention.value_dim)
     cost = kv_write_cost(tokens, width, precision, gpu, profile) if width else Cost(np.zeros(tokens.shape), {})
-    if precision.kv == "fp8":
+    if precision.kv == "fp8" and not gpu.stores_fp8_only:
         cost = cost + quantise_query_cost(tokens, query * attention.head_dim, gpu, profile)
     return cost
 
