@@ -108,7 +108,10 @@ class Gpu:
         capability = f"compute capability {self.architecture}"
         if self.compute_capability is not None and self.compute_capability < FIRST_BF16_CAPABILITY:
             least = ".".join(map(str, FIRST_BF16_CAPABILITY))
-            return f"vLLM runs BF16 from compute capability {least} on ({self.product} has {self.architecture}), and fp8plan plans no FP16"
+            return (
+                f"vLLM runs BF16 from compute capability {least} on ({self.product} has {self.architecture}), and "
+                "fp8plan plans no FP16"
+            )
         if self.has_fp8 or precision.weights == "bf16":
             return None
         return (

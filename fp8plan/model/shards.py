@@ -151,8 +151,7 @@ def refusals(
 ) -> dict[str, str]:
     """The targets that cannot run `shape` on that many ranks, each with the reason."""
     reasons = {
-        target: why_not_shardable(shape, precision, tensor_parallel, target, expert_parallel, gpu)
-        for target in TARGETS
+        target: why_not_shardable(shape, precision, tensor_parallel, target, expert_parallel, gpu) for target in TARGETS
     }
     return {target: reason for target, reason in reasons.items() if reason is not None}
 

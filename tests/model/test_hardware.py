@@ -86,12 +86,16 @@ def test_memory_is_what_a_process_sees() -> None:
         assert 300 < hidden < 1000
 
 
-def test_fp8_needs_fp8_tensor_cores() -> None:
+def test_fp8_weights_need_fp8_tensor_cores_and_a_kv_cache_does_not() -> None:
     for g in gpus():
-        assert g.has_fp8 == (g.compute_capability >= (8, 9))
+        assert g.has_fp8 == (g.compute_capability >= (8, 9)) == (not g.stores_fp8_only)
         assert g.why_not(BF16) is None
-        assert all((g.why_not(precision) is None) == g.has_fp8 for precision in PRESETS.values() if precision.uses_fp8)
-    assert "compute capability 8.0; they start at 8.9" in gpu("a100").why_not(FP8_KV)
+        assert g.why_not(FP8_KV) is None
+        weights = [p for p in PRESETS.values() if p.weights != "bf16"]
+        assert all((g.why_not(precision) is None) == g.has_fp8 for precision in weights)
+        assert (g.why_fixed_kv_scales(FP8_KV) is None) == g.has_fp8
+    assert "compute capability 8.0): vLLM widens them" in gpu("a100").why_not(PRESETS["fp8_block"])
+    assert gpu("cpu").why_fixed_kv_scales(FP8_KV) is None
 
 
 def test_only_datacenter_blackwell_needs_power_of_two_scales() -> None:

@@ -75,6 +75,7 @@ def flops_by_kind(model: Engine, batch: StepBatch) -> dict[str, Array]:
     seconds = {kind: tokens * each for kind, each in per_token.items()}
     seconds["bf16"] = seconds["bf16"] + batch.sampled_requests * (2 * model.head.n * model.head.k / gpu.bf16_flops)
     for mixer, number in mixers_of(shape):
-        dtype = precision.kv if isinstance(mixer, Attention | LatentAttention) else "bf16"
+        widened = gpu.stores_fp8_only or not isinstance(mixer, Attention | LatentAttention)
+        dtype = "bf16" if widened else precision.kv
         seconds[dtype] = seconds[dtype] + flops(batch, mixer, tp) * number / peak_flops(gpu, dtype)
     return seconds

@@ -189,7 +189,7 @@ def _gpu_terms(shape: ModelShape, precision: Precision, gpu: Gpu, limits: Engine
     tp = limits.tensor_parallel_size
     return {
         "requested_bytes": ceil(gpu.memory_bytes * limits.gpu_memory_utilization),
-        "weights_bytes": loaded_weight_bytes(shape, precision, tp, limits.expert_ranks),
+        "weights_bytes": loaded_weight_bytes(shape, precision, tp, limits.expert_ranks, not gpu.stores_fp8_only),
         "activation_bytes": activation_peak_bytes(shape, precision, gpu, limits),
         "non_torch_bytes": _non_torch_bytes(shape, gpu, tp),
         "cudagraph_bytes": cudagraph_reserve_bytes(shape, precision, gpu, limits),

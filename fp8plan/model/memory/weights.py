@@ -25,10 +25,18 @@ ALLOCATOR_SPLIT_BYTES = 20 * MIB
 
 
 def loaded_weight_bytes(
-    shape: ModelShape, precision: Precision, tensor_parallel_size: int = 1, expert_ranks: int = 1
+    shape: ModelShape,
+    precision: Precision,
+    tensor_parallel_size: int = 1,
+    expert_ranks: int = 1,
+    has_deep_gemm: bool = True,
 ) -> int:
     """Bytes that loading the model allocates on one rank: weights, rotary table, the allocator's rounding, and
-    DeepGEMM's workspace. expert_ranks: as in `ModelShape.weight_bytes`
+    DeepGEMM's workspace.
+
+    expert_ranks:  as in `ModelShape.weight_bytes`
+    has_deep_gemm: DeepGEMM supports the GPU. It does not support an A100, where an FP8 KV cache was seen to hold
+                   779,760 tokens instead of 389,872 (vllm issue 42058), which leaves no room for a workspace
 
     Measured against it: 0.1 MB more in BF16 (the scales of the attention layers, each rounded up to 512 bytes), 12.7 MB
     more for Qwen3-8B in FP8; 2 MiB less to 16 MiB more for five other families, and 534 MiB more for Gemma 3 (see
@@ -37,7 +45,7 @@ def loaded_weight_bytes(
     total = shape.weight_bytes(precision, tensor_parallel_size, expert_ranks) + _rotary_bytes(shape)
     tensors = _tensors(shape, precision, tensor_parallel_size, expert_ranks)
     total += sum(count * _unused_tail_bytes(size) for size, count in tensors)
-    deep_gemm = precision.uses_fp8 or shape.parts_of(LatentAttention)
+    deep_gemm = (precision.uses_fp8 and has_deep_gemm) or shape.parts_of(LatentAttention)
     return total + (DEEPGEMM_WORKSPACE_BYTES if deep_gemm else 0)
 
 

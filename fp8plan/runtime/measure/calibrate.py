@@ -68,7 +68,7 @@ def cells_for(card: Gpu, settings: list[dict[str, Any]]) -> list[dict[str, Any]]
             kept.append(setting | {"gpu": card.name, "precisions": fitting})
         if len(fitting) < len(setting["precisions"]):
             left = sorted(set(setting["precisions"]) - set(fitting))
-            note(f"{setting['model']}: {', '.join(left)} is left out on {card.name}")
+            note(f"{setting['model']}: {', '.join(left)} left out on {card.name}")
     if not kept:
         raise ConfigError(
             f"none of the calibration's models fits {card.name}; measure your own: {PACKAGE}.rollouts.run"

@@ -416,15 +416,14 @@ def test_a_long_training_step_makes_fp8_not_worth_it() -> None:
     assert "FP8 is not worth it here: it gains nothing for the whole RL step." in slow.reasons[0]
 
 
-def test_an_a100_keeps_its_fp8_rows_with_the_reason() -> None:
+def test_an_a100_keeps_the_rows_of_fp8_weights_with_the_reason() -> None:
     answer = plan(SMALL, "a100", WORK)
     rows = by_precision(answer)
     assert list(rows) == list(PRESETS)
-    assert [row.available for row in rows.values()] == [True, False, False, False]
-    assert all("no FP8 tensor cores" in row.reason for row in rows.values() if row.reason is not None)
-    assert answer.chosen == 0
-    with pytest.raises(ConfigError, match="fp8_kv was asked for"):
-        plan(SMALL, "a100", WORK, precisions=["bf16", "fp8_kv"])
+    assert [row.available for row in rows.values()] == [True, False, True, False]
+    assert all("fp8plan does not model FP8 weights" in row.reason for row in rows.values() if row.reason is not None)
+    with pytest.raises(ConfigError, match="fp8_block was asked for: fp8plan does not model FP8 weights"):
+        plan(SMALL, "a100", WORK, precisions=["bf16", "fp8_block"])
 
 
 def test_what_cannot_be_is_refused_by_its_own_error() -> None:

@@ -439,8 +439,8 @@ def test_settings_that_mean_nothing_are_refused(options: dict[str, Any], says: s
 def test_a_gpu_that_cannot_run_a_precision_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe_module, "sample", lambda *_, **__: pytest.fail("an engine was started"))
     monkeypatch.setattr(probe_module, "gpu_facts", lambda: {"gpu_product": "NVIDIA A100-SXM4-80GB"})
-    found = probe(str(checkpoint("dense", "a")), ["fp8_kv"], [[1, n] for n in range(8)], gpu="a100_sxm")
-    assert "no FP8 tensor cores" in (found.precisions["fp8_kv"].error or "")
+    found = probe(str(checkpoint("dense", "a")), ["fp8_block"], [[1, n] for n in range(8)], gpu="a100_sxm")
+    assert "does not model FP8 weights" in (found.precisions["fp8_block"].error or "")
 
 
 def test_log_probs_that_are_not_finite_are_counted_and_left_out() -> None:

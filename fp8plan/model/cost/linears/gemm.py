@@ -39,7 +39,10 @@ def peak_flops(gpu: Gpu, dtype: str) -> float:
     if dtype == "bf16" or gpu.is_cpu:
         return gpu.bf16_flops
     if gpu.fp8_flops is None:
-        raise ConfigError(f"{gpu.name} has no FP8 tensor cores; allowed there: bf16 (--precision bf16)")
+        raise ConfigError(
+            f"W8A8 GEMMs multiply in FP8, and {gpu.name} has no FP8 tensor cores; allowed there: BF16 weights "
+            "(--precision bf16, fp8_kv)"
+        )
     return gpu.fp8_flops
 
 
