@@ -61,16 +61,22 @@ def why_no_fp8_kv(
     kinds = {cache.kind for cache in caches}
     if kinds <= {"state"}:
         return (
-            f"no layer keeps keys and values, and vLLM {vllm} has no FP8 for the states of recurrent layers "
-            "(MambaDType in vllm/config/cache.py)"
+            f"vLLM {vllm} has no FP8 for the states of recurrent layers (MambaDType in vllm/config/cache.py), and no "
+            "layer keeps keys and values"
         )
     if capability is not None and capability < FIRST_FP8_CAPABILITY:
         return _why_not_by_flashinfer("latent" in kinds, head_dims, sinks, capability)
     only = set(head_dims)
     if vllm == "0.26" and len(only) == 1 and max(only) > MOST_FA3_HEAD_DIM and kinds != {"latent"}:
+        if capability is not None and capability[0] != 9:
+            name = ".".join(map(str, capability))
+            return (
+                f"fp8plan does not know which kernel of vLLM 0.26 reads heads of {max(only)} numbers in FP8 on compute "
+                f"capability {name}"
+            )
         return (
-            f"all heads have {max(only)} numbers, for which vLLM 0.26 chooses FlashAttention 4, and whether that reads "
-            "FP8 on Hopper is not known (get_flash_attn_version in vllm/v1/attention/backends/fa_utils.py)"
+            f"fp8plan does not know whether vLLM 0.26 reads heads of {max(only)} numbers in FP8 on Hopper: it chooses "
+            "FlashAttention 4 for them (get_flash_attn_version in vllm/v1/attention/backends/fa_utils.py)"
         )
     return None
 

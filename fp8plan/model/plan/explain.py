@@ -114,7 +114,7 @@ def _why_not_fp8(answer: Answer, budget: RiskBudget) -> str:
     if not others:
         return "no other precision was asked for"
     if not any(c.available for c in others):
-        return "no FP8 precision can run here"
+        return "no FP8 precision is planned here"
     others = [c for c in _compared(answer) if c.precision != "bf16"]
     faster = [c for c in others if c.seconds < picked.seconds]
     accepted = [c for c in faster if not _refused(c, budget)]

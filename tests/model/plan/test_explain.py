@@ -182,7 +182,7 @@ def test_it_says_that_nothing_is_within_the_budget() -> None:
 
 def test_fp8_that_cannot_run_is_not_called_not_worth_it() -> None:
     (headline,) = reasons(row("bf16", 100), missing("fp8_block"), missing("fp8_kv"))
-    assert "no FP8 precision can run here" in headline
+    assert "no FP8 precision is planned here" in headline
     (headline,) = reasons(row("bf16", 100))
     assert "no other precision was asked for" in headline
 

@@ -1,0 +1,90 @@
+"""fp8plan's side of two public reports that differ from it (docs/evidence/reports.md).
+
+    python -m benchmarks.reports
+
+It prints the tables of that page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from benchmarks.tables.markdown import table
+from fp8plan.model.hardware import gpu
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.plan.choice import Choice
+from fp8plan.model.plan.planner import plan
+from fp8plan.model.setup import EngineSetup
+from fp8plan.model.workload import Fixed, LogNormal, Workload
+
+GIB = 1 << 30
+
+# vllm issue 21348: `vllm serve Qwen3-235B-A22B-FP8 --tensor-parallel-size 4` on H100s, July 2025.
+REPORTED_KV_GIB = 8.11
+SERVED = EngineSetup(
+    "Qwen/Qwen3-235B-A22B",
+    "h100",
+    "fp8_block",
+    replace(
+        EngineLimits.for_gpu(gpu("h100")),
+        tensor_parallel_size=4,
+        gpu_memory_utilization=0.9,
+        max_model_len=40_960,
+        max_num_seqs=1024,
+        max_num_batched_tokens=8192,
+    ),
+)
+
+# verl's recipe low_precision/run_dapo_qwen3_moe_30b_megatron_fp8e2e.sh, with the batch of docs/low_precision/fp8.md.
+ROLLED_OUT = EngineLimits(
+    tensor_parallel_size=2,
+    data_parallel_size=8,
+    gpu_memory_utilization=0.5,
+    max_model_len=22_528,
+    max_num_seqs=256,
+    max_num_batched_tokens=32_768,
+)
+CASES = ((0.5, 2000), (0.5, 3000), (0.5, 4000), (0.5, 6000), (0.92, 2000), (0.92, 6000))
+
+
+def memory_rows() -> list[tuple[str, float]]:
+    """What a GPU's memory goes to in the first report, in GiB, as vLLM 0.26 would count it."""
+    found = SERVED.memory()
+    return [
+        ("allowed by `gpu_memory_utilization` 0.9", found.requested_bytes / GIB),
+        ("weights", -found.weights_bytes / GIB),
+        ("peak of activations: the sampler, beside the experts' workspace", -found.activation_bytes / GIB),
+        ("outside of PyTorch", -found.non_torch_bytes / GIB),
+        ("set aside for CUDA graphs", -found.cudagraph_bytes / GIB),
+        ("left for KV", found.available_bytes / GIB),
+    ]
+
+
+def rollout(utilization: float, mean_tokens: int) -> dict[str, Choice]:
+    """The second report's rollout, by precision."""
+    work = Workload(96, 16, Fixed(300), LogNormal(mean_tokens, 0.9, 20_480))
+    limits = replace(ROLLED_OUT, gpu_memory_utilization=utilization)
+    answer = plan("Qwen/Qwen3-30B-A3B", "h100", work, limits=limits, precisions=["bf16", "fp8_block"])
+    return {choice.precision: choice for choice in answer.choices}
+
+
+def memory_table() -> str:
+    return table(("on each GPU", "GiB"), ((what, f"{gib:.2f}") for what, gib in memory_rows()))
+
+
+def rollout_row(utilization: float, mean_tokens: int) -> tuple[str, ...]:
+    rows = rollout(utilization, mean_tokens)
+    bf16, fp8 = rows["bf16"], rows["fp8_block"]
+    counts = (bf16.kv_cache_tokens, fp8.kv_cache_tokens, bf16.preemptions, fp8.preemptions)
+    return f"{utilization}", f"{mean_tokens:,}", *(f"{x:,}" for x in counts), f"{fp8.speedup:.2f}x"
+
+
+def rollout_table() -> str:
+    pools = ("KV tokens, BF16", "FP8", "preemptions, BF16", "FP8")
+    return table(
+        ("`gpu_memory_utilization`", "mean response", *pools, "speed-up"), (rollout_row(*case) for case in CASES)
+    )
+
+
+if __name__ == "__main__":
+    print(memory_table(), rollout_table(), sep="\n\n")
