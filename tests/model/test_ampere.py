@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from itertools import product
@@ -82,6 +83,9 @@ def test_an_fp8_kv_cache_on_ampere_holds_twice_the_tokens_and_is_timed_with_a_wi
     assert (fp8.speedup_high or 0) > 2.2 * (fp8.speedup_low or 1)  # the profile's own doubt makes it 1.9
     assert sum("the tokens that it holds are certain" in reason for reason in starved.reasons) == 1
     assert (starved.kv_scales, fp8.refused_by.keys()) == ("unit", {"verl", "trl"})
+    emitted = json.loads(starved.emit("vllm", "fp8_kv"))
+    assert "--attention-backend FLASHINFER" in emitted["command"]
+    assert "RolloutEngine" not in " ".join(emitted["notes"])  # it does not measure the scales there
     assert any("K and V scales" in warning for warning in starved.warnings)
 
 

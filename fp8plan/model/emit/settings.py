@@ -263,7 +263,8 @@ def risk_notes(job: Job, kv_scales: str) -> list[str]:
         role = "and the plan counts on it" if counted else "and the plan, made for scales of 1.0, does not count on it"
         expected = _risk_note("expected mismatch" if counted else "expected mismatch at 1.0", *planned)
         return [f"{stay}: calibrating them after each weight sync is yours, {role}", *expected]
-    advice = f"{stay}; fp8plan.RolloutEngine measures them after each weight sync"
+    fixed = job.setup.gpu.why_fixed_kv_scales(job.setup.precision)
+    advice = f"{stay}: {fixed}" if fixed else f"{stay}; fp8plan.RolloutEngine measures them after each weight sync"
     at_one = known.at_one
     if at_one is None:
         return [advice]

@@ -61,8 +61,8 @@ def why_no_fp8_kv(
     kinds = {cache.kind for cache in caches}
     if kinds <= {"state"}:
         return (
-            f"vLLM {vllm} has no FP8 for the states of recurrent layers (MambaDType in vllm/config/cache.py), and no "
-            "layer keeps keys and values"
+            f"no layer keeps keys and values, and vLLM {vllm} has no FP8 for the states of recurrent layers "
+            "(MambaDType in vllm/config/cache.py)"
         )
     if capability is not None and capability < FIRST_FP8_CAPABILITY:
         return _why_not_by_flashinfer("latent" in kinds, head_dims, sinks, capability)

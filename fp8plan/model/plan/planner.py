@@ -76,7 +76,8 @@ def plan(
     precisions:     preset names; None: all, and those this GPU cannot run are listed as unavailable
     trainer:        the other parts of an RL step; None: only the rollout is compared
     budget:         the highest mismatch risk that may be chosen
-    kv_scales_calibrated: the K and V scales of FP8 KV follow the weights after each sync; False: they stay 1.0
+    kv_scales_calibrated: the K and V scales of FP8 KV follow the weights after each sync; False: they stay 1.0, as they
+                    do where the engine keeps those that it was started with (Gpu.why_fixed_kv_scales)
     engine_version: of vLLM
     strict:         refuse a profile of another engine version
     profile:        use this one instead of the best that is found
