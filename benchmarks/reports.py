@@ -1,4 +1,4 @@
-"""fp8plan's side of two public reports that differ from it (docs/evidence/reports.md).
+"""fp8plan's side of three public reports (docs/evidence/reports.md).
 
     python -m benchmarks.reports
 
@@ -47,6 +47,16 @@ ROLLED_OUT = EngineLimits(
 CASES = ((0.5, 2000), (0.5, 3000), (0.5, 4000), (0.5, 6000), (0.92, 2000), (0.92, 6000))
 
 
+# vllm issue 42058, comment of 2026-08-01: an A100, vLLM 0.26, Qwen3-8B, 8 requests of 256 tokens, enforce_eager. Prompt
+# tokens -> seconds to the first token with a BF16 and an FP8 KV cache, and the tokens/s that the eight then decode.
+AMPERE = {
+    1_024: ((0.541, 0.569), (227.8, 228.8)),
+    4_096: ((2.277, 2.332), (227.3, 238.6)),
+    8_192: ((5.001, 5.132), (228.2, 232.2)),
+    16_384: ((11.790, 12.206), (219.2, 231.3)),
+}
+
+
 def memory_rows() -> list[tuple[str, float]]:
     """What a GPU's memory goes to in the first report, in GiB, as vLLM 0.26 would count it."""
     found = SERVED.memory()
@@ -68,6 +78,20 @@ def rollout(utilization: float, mean_tokens: int) -> dict[str, Choice]:
     return {choice.precision: choice for choice in answer.choices}
 
 
+def ampere(prompt: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The third report's figures for prompts of that many tokens, as in AMPERE."""
+    card = gpu("a100")
+    limits = replace(EngineLimits.for_gpu(card), enforce_eager=True)
+
+    def seconds(tokens: int) -> list[float]:
+        work = Workload(8, 1, Fixed(prompt), Fixed(tokens))
+        choices = plan("Qwen/Qwen3-8B", card, work, limits=limits, precisions=["bf16", "fp8_kv"]).choices
+        return [choice.makespan_s or 0.0 for choice in choices]
+
+    first, whole = seconds(1), seconds(256)
+    return tuple(first), tuple(8 * 255 / (b - a) for a, b in zip(first, whole, strict=True))
+
+
 def memory_table() -> str:
     return table(("on each GPU", "GiB"), ((what, f"{gib:.2f}") for what, gib in memory_rows()))
 
@@ -86,5 +110,17 @@ def rollout_table() -> str:
     )
 
 
+def ampere_row(prompt: int) -> tuple[str, ...]:
+    (first, rates), (ours, our_rates) = AMPERE[prompt], ampere(prompt)
+    slower = f"{first[1] / first[0] - 1:+.1%}", f"{ours[1] / ours[0] - 1:+.1%}"
+    faster = f"{rates[1] / rates[0] - 1:+.1%}", f"{our_rates[1] / our_rates[0] - 1:+.1%}"
+    return f"{prompt:,}", f"{first[0]:.2f} s", f"{ours[0]:.2f} s", *slower, *faster
+
+
+def ampere_table() -> str:
+    heads = ("prompt", "first token, BF16", "fp8plan", "with FP8", "fp8plan", "decode with FP8", "fp8plan")
+    return table(heads, map(ampere_row, AMPERE))
+
+
 if __name__ == "__main__":
-    print(memory_table(), rollout_table(), sep="\n\n")
+    print(memory_table(), rollout_table(), ampere_table(), sep="\n\n")

@@ -1,4 +1,4 @@
-"""Two public reports that differ from fp8plan, and the page that says why (docs/evidence/reports.md)."""
+"""Public reports beside fp8plan's figures, and the page that compares them (docs/evidence/reports.md)."""
 
 from __future__ import annotations
 
@@ -22,3 +22,15 @@ def test_the_page_has_the_second_reports_starved_rollout() -> None:
     row = reports.rollout_row(0.5, 4000)
     assert table(row, []).splitlines()[0] in PAGE
     assert (row[2], row[3], row[5]) == ("159,808", "461,728", "0")
+
+
+@pytest.mark.parametrize("prompt", reports.AMPERE)
+def test_an_fp8_kv_cache_on_an_a100_takes_about_as_long_as_one_took(prompt: int) -> None:
+    (first, rates), (ours, our_rates) = reports.AMPERE[prompt], reports.ampere(prompt)
+    assert ours[0] == pytest.approx(first[0], rel=0.08)
+    assert ours[1] / ours[0] == pytest.approx(first[1] / first[0], abs=0.045)
+    assert our_rates[1] / our_rates[0] == pytest.approx(rates[1] / rates[0], abs=0.055)
+
+
+def test_the_page_has_the_third_reports_longest_prompts() -> None:
+    assert table(reports.ampere_row(16_384), []).splitlines()[0] in PAGE
