@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from benchmarks import reports
 from benchmarks.tables.markdown import table
 
-PAGE = (Path(reports.__file__).parents[1] / "docs/evidence/reports.md").read_text(encoding="utf-8")
+ROOT = Path(reports.__file__).parents[1]
+PAGE = (ROOT / "docs/evidence/reports.md").read_text(encoding="utf-8")
+MEASURED = ROOT / "profiles/h100_sxm/vllm-0.26.0/reports/rollouts.jsonl"
 
 
 def test_the_page_has_the_memory_of_the_first_report() -> None:
@@ -34,3 +37,13 @@ def test_an_fp8_kv_cache_on_an_a100_takes_about_as_long_as_one_took(prompt: int)
 
 def test_the_page_has_the_third_reports_longest_prompts() -> None:
     assert table(reports.ampere_row(16_384), []).splitlines()[0] in PAGE
+
+
+def test_the_page_has_what_was_measured_of_the_second_report() -> None:
+    rows = [json.loads(line) for line in MEASURED.read_text(encoding="utf-8").splitlines()]
+    for bf16 in (row for row in rows if row["precision"] == "bf16"):
+        fp8 = next(x for x in rows if x["precision"] != "bf16" and x["response_lengths"] == bf16["response_lengths"])
+        pools = (f"{x['measured_kv_cache_tokens']:,}" for x in (bf16, fp8))
+        gain = f"{bf16['seconds'] / fp8['seconds']:.2f}x"
+        assert " | ".join((*pools, str(bf16["preemptions"]))) in PAGE
+        assert f"| {gain} |" in PAGE
