@@ -8,6 +8,7 @@ It prints the tables of that page.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 from benchmarks.tables.markdown import table
 from fp8plan.model.hardware import gpu
@@ -78,6 +79,7 @@ def rollout(utilization: float, mean_tokens: int) -> dict[str, Choice]:
     return {choice.precision: choice for choice in answer.choices}
 
 
+@cache
 def ampere(prompt: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """The third report's figures for prompts of that many tokens, as in AMPERE."""
     card = gpu("a100")

@@ -27,7 +27,7 @@ def test_the_page_has_the_second_reports_starved_rollout() -> None:
     assert (row[2], row[3], row[5]) == ("159,808", "461,728", "0")
 
 
-@pytest.mark.parametrize("prompt", reports.AMPERE)
+@pytest.mark.parametrize("prompt", [1_024, 16_384])
 def test_an_fp8_kv_cache_on_an_a100_takes_about_as_long_as_one_took(prompt: int) -> None:
     (first, rates), (ours, our_rates) = reports.AMPERE[prompt], reports.ampere(prompt)
     assert ours[0] == pytest.approx(first[0], rel=0.08)
