@@ -95,7 +95,7 @@ class Gpu:
     @property
     def stores_fp8_only(self) -> bool:
         """True for an NVIDIA GPU that can keep FP8, but has no tensor cores for it: kernels widen it to BF16."""
-        return not self.is_cpu and not self.has_fp8
+        return self.compute_capability is not None and self.compute_capability < FIRST_FP8_CAPABILITY
 
     def why_not(self, precision: Precision) -> str | None:
         """The reason why a rollout in `precision` is not planned on this GPU, and whose limit that is; None if it is.
@@ -114,6 +114,8 @@ class Gpu:
             )
         if self.has_fp8 or precision.weights == "bf16":
             return None
+        if not self.stores_fp8_only:
+            return f"fp8plan does not know the FP8 FLOP/s of {self.product}, which FP8 weights are computed with"
         return (
             f"fp8plan does not model FP8 weights on {self.product} ({capability}): vLLM widens them to BF16 inside of "
             f"Marlin's GEMM there (W8A16), and fp8plan knows W8A8 alone, which starts at "
