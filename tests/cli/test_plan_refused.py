@@ -57,8 +57,10 @@ BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "GPUs without requests": (["--gpus", "100000"], ("100000 replicas for", "allowed: at most ")),
     "no GPU in a node": (["--gpus-per-node", "0"], ("gpus_per_node is 0", "at least 1")),
     "no KV pool": (["--num-gpu-blocks", "0"], ("num_gpu_blocks is 0", "at least 1")),
-    "FP8 on an A100": (["--precision", "fp8_block", "--gpu", "a100"], ("fp8_block", "no FP8 tensor cores", "use bf16")),
-    "FP8 KV on an A100": (["--precision", "fp8_kv", "--gpu", "a100"], ("fp8_kv", "no FP8 tensor cores", "use bf16")),
+    "FP8 weights on an A100": (
+        ["--precision", "fp8_block", "--gpu", "a100"],
+        ("fp8_block", "fp8plan does not model FP8 weights", "use bf16"),
+    ),
     "unknown precision": (["--precision", "int4"], ("'int4'", ", ".join(PRESETS))),
     "TP does not divide the heads": (["--tensor-parallel-size", "3"], ("3", "16 attention heads", "1, 2, 4, 8, 16")),
     "TP 0": (["--tensor-parallel-size", "0"], ("tensor_parallel_size is 0", "at least 1")),

@@ -32,7 +32,7 @@ BAD_RECORDS: dict[str, tuple[str | dict[str, Any], tuple[str, ...]]] = {
     "unknown precision": ({"precision": "int4"}, ("'int4'", "fp8_block")),
     "unknown model": ({"model": "Qwen3-9B"}, ("'Qwen3-9B'", "Qwen/Qwen3-8B")),
     "another engine": ({"engine": "sglang"}, ("'sglang'", "vllm")),
-    "FP8 KV on an A100": ({"gpu": "a100", "precision": "fp8_kv"}, ("fp8_kv", "no FP8 tensor cores")),
+    "FP8 weights on an A100": ({"gpu": "a100", "precision": "fp8_block"}, ("fp8_block", "does not model FP8 weights")),
     "TP does not divide": ({"tensor_parallel": 3}, ("16 attention heads", "1, 2, 4, 8, 16")),
     "half a replica": ({"data_parallel": 1.5}, ("data_parallel is 1.5", "whole number")),
     "no replica": ({"data_parallel": 0}, ("data_parallel_size is 0", "at least 1")),

@@ -113,7 +113,7 @@ def test_a_plotting_package_that_is_not_installed_is_named(
 
 
 def test_curves_are_the_chosen_choice_and_the_fastest_of_each_other_precision() -> None:
-    one_card = predict("Qwen/Qwen3-0.6B", "a100", SMALL)
+    one_card = predict("Qwen/Qwen3-0.6B", "a100", SMALL, precisions=["bf16"])
     assert [c.precision for c in curves(one_card)] == ["bf16"]
     assert [c.name.endswith(", chosen") for c in curves(one_card)] == [True]
     two_cards = predict("Qwen/Qwen3-0.6B", "h200", SMALL, gpus=2)
