@@ -31,6 +31,13 @@ RESULTS = Path(__file__).parent / "results"
 LONG_TAILED = LogNormal(6000, 0.9, 20480)
 UNSTARVED = EngineLimits(max_num_seqs=96)
 STARVED = EngineLimits(gpu_memory_utilization=0.5)
+LARGE = (
+    ("10,000 responses, KV-starved", "Qwen/Qwen3-8B --gpu h200 --prompts 625"),
+    ("1,000,000 responses, KV-starved", "Qwen/Qwen3-8B --gpu h200 --prompts 62500"),
+    ("1,000,000 responses of 4,096 tokens", "Qwen/Qwen3-8B --gpu h200 --prompts 62500 --response-lengths fixed:4096"),
+    ("1,000,000 responses, windows", "fp8plan/gpt-oss-20b-bf16 --gpu h200 --prompts 62500"),
+    ("10,000,000 responses, KV-starved", "Qwen/Qwen3-8B --gpu h200 --prompts 625000"),
+)
 
 
 def measure(what: str, run: Callable[[], object], runs: int, **facts: object) -> dict[str, object]:
@@ -85,6 +92,22 @@ def layouts(fp8plan: str) -> list[dict[str, object]]:
     return rows
 
 
+def large(sizes: tuple[tuple[str, str], ...] = LARGE) -> list[dict[str, object]]:
+    """CPU time and memory of the whole command as the batch grows: user and system time, and the largest process."""
+    rows = []
+    for what, arguments in sizes:
+        command = [sys.executable, "-m", "fp8plan", "plan", *arguments.split(), "--json"]
+        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        _, status, usage = os.wait4(child.pid, 0)
+        assert status == 0, f"{command} ends with status {status}"
+        seconds = round(usage.ru_utime + usage.ru_stime, 2)
+        named = f"fp8plan plan {arguments}"
+        rows.append({"what": f"fp8plan plan, {what}, CPU time", "runs": 1, "median_s": seconds, "command": named})
+        rows[-1]["max_rss_mb"] = usage.ru_maxrss // 1024
+        print(f"{rows[-1]}", file=sys.stderr)
+    return rows
+
+
 def plans() -> list[dict[str, object]]:
     rows = []
     for what, limits in (
@@ -125,6 +148,12 @@ def growth() -> list[dict[str, object]]:
     return found
 
 
+def cpu() -> str:
+    """The CPU's name, as Linux tells it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
 def table(paths: list[Path]) -> str:
     lines = []
     for path in paths:
@@ -136,7 +165,9 @@ def table(paths: list[Path]) -> str:
             if "us_per_event_log2_event" in row:
                 facts.append(f"{row['us_per_event_log2_event']:.2f} us per event x log2(events)")
             facts += [row["command"]] if "command" in row else []
-            times = (f"{row[key] * 1e3:,.1f} ms" for key in ("median_s", "min_s", "max_s"))
+            facts += ["plain Python"] if row.get("compiled") is False else []
+            facts += [f"at most {row['max_rss_mb']:,} MB of memory"] if "max_rss_mb" in row else []
+            times = (f"{row[key] * 1e3:,.1f} ms" if key in row else "" for key in ("median_s", "min_s", "max_s"))
             lines.append((row["what"], *times, "; ".join(facts)))
     return markdown.table(("what", "median", "min", "max", "of what"), lines)
 
@@ -144,12 +175,16 @@ def table(paths: list[Path]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--table", action="store_true", help="print the committed results as Markdown, measure nothing")
+    parser.add_argument("--large", action="store_true", help="measure the large batches alone, and keep the other rows")
     parser.add_argument("--output", type=Path, default=RESULTS / "speed.jsonl")
     arguments = parser.parse_args()
     if not arguments.table:
         machine = {"python": platform.python_version(), "cpus": os.cpu_count(), "date": time.strftime("%Y-%m-%d")}
         machine["compiled"] = not scheduler.__file__.endswith(".py")
-        rows = [row | machine for row in (*processes(), *plans(), *growth())]
+        machine["cpu"] = cpu()
+        others = [row for row in jsonl.rows(arguments.output) if "max_rss_mb" not in row]
+        others = others if arguments.large else [row | machine for row in (*processes(), *plans(), *growth())]
+        rows = [*others, *(row | machine for row in large())]
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(table([arguments.output, RESULTS / "aiconfigurator_time.jsonl"]))

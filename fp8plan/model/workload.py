@@ -45,6 +45,8 @@ class Batch(NamedTuple):
         """Consecutive, nearly equal parts, as RL trainers split a batch between data-parallel replicas (which ask for a
         number that divides; where it does not, a prompt's samples may be parted here). Replicas without a request are
         left out."""
+        if replicas == 1:
+            return [self]
         bounds = np.linspace(0, len(self.prompts), min(replicas, len(self.prompts)) + 1).astype(int)
         return [self.take(slice(a, b)) for a, b in itertools.pairwise(bounds)]
 
@@ -117,9 +119,10 @@ class Trace:
     def __post_init__(self) -> None:
         if isinstance(self.lengths, str) or not len(self.lengths):
             raise ConfigError(f"the trace {self.source} has no lengths; give at least one row")
-        for row, length in enumerate(self.lengths):
-            _check_length(f"length in row {row + 1} of {self.source}", length, whole=True)
-        object.__setattr__(self, "lengths", tuple(int(length) for length in self.lengths))
+        if set(map(type, self.lengths)) != {int} or min(self.lengths) < 1 or max(self.lengths) > MOST_TOKENS:
+            for row, length in enumerate(self.lengths):
+                _check_length(f"length in row {row + 1} of {self.source}", length, whole=True)
+        object.__setattr__(self, "lengths", tuple(map(int, self.lengths)))
 
     @property
     def longest(self) -> int:

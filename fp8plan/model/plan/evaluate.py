@@ -53,8 +53,10 @@ def evaluated(candidates: Sequence[Candidate], problem: Problem, progress: Progr
         workers = 1
     setups = {_risk_key(candidates[i].setup): candidates[i].setup for *_, i in order}
     risks = {key: _risks(setup, problem) for key, setup in setups.items()}
-    with _mapper(min(workers, len(groups))) as map_groups:
-        timed = chain.from_iterable(map_groups(partial(_timed_group, problem=problem), groups))
+    workers = min(workers, len(groups))
+    timed_group = _timed_group if workers < 2 else _timed_list
+    with _mapper(workers) as map_groups:
+        timed = chain.from_iterable(map_groups(partial(timed_group, problem=problem), groups))
         for (*_, i), candidate in zip(progress(order), timed, strict=True):
             risk, unit_risk = risks[_risk_key(candidate.setup)]
             done[i] = replace(candidate, risk=risk, unit_risk=unit_risk)
@@ -76,12 +78,16 @@ def _mapper(workers: int) -> Iterator[Callable[..., Iterable[Any]]]:
         yield pool.map
 
 
-def _timed_group(candidates: Sequence[Candidate], problem: Problem) -> list[Candidate]:
+def _timed_list(candidates: Sequence[Candidate], problem: Problem) -> list[Candidate]:
+    """What `_timed_group` gives, as another process can hand it back."""
+    return list(_timed_group(candidates, problem))
+
+
+def _timed_group(candidates: Sequence[Candidate], problem: Problem) -> Iterator[Candidate]:
     """Time candidates with the same number of replicas, from the largest KV pool down. A schedule is reused where it
     holds for the next pool.
     """
     known: Sequence[Schedule] | None = None
-    timed = []
     for candidate in candidates:
         found = simulate(candidate.setup, problem.batch, problem.profile, memory=candidate.memory, known=known)
         known = found.schedules
@@ -92,8 +98,7 @@ def _timed_group(candidates: Sequence[Candidate], problem: Problem) -> list[Cand
             step_s = found.rollout.makespan_s + problem.times.seconds(tokens) + sum(sync.values())
         doubt, rollout = problem.profile.layout_doubt(*candidate.setup.limits.cut), found.rollout
         candidate = replace(candidate, rollout=rollout, extrapolated=found.extrapolated)
-        timed.append(replace(candidate, step_s=step_s, layout_doubt=doubt))
-    return timed
+        yield replace(candidate, step_s=step_s, layout_doubt=doubt)
 
 
 def _risk_key(setup: EngineSetup) -> tuple[Precision, tuple[Linear, ...]]:

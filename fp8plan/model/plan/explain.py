@@ -49,6 +49,7 @@ def explain(
     sentences += _left_in_bf16(choices, shape) if shape is not None else []
     sentences += [f"Mismatch: {reason}." for reason in risk.reasons]
     sentences += [f"Correction: {note}." for note in advice.notes]
+    sentences += _of_a_sample(answer.rollout(answer.picked))
     sentences += _caveats(choices, answer.rollout(answer.picked), profile)
     sentences += _estimated(choices, profile)
     sentences += _network(answer.picked, gpus_per_node)
@@ -203,6 +204,19 @@ def _left_in_bf16(choices: Sequence[Choice], shape: ModelShape) -> list[str]:
     return [
         f"FP8 weights{where.format(', '.join(map(str, sorted(set(sizes)))))}: {what}."
         for what, sizes in layouts.items()
+    ]
+
+
+def _of_a_sample(timed: Rollout) -> list[str]:
+    """A sentence on a batch that was too large to be simulated whole."""
+    if timed.simulated == 1:
+        return []
+    share, open_by = f"{100 * timed.simulated:.2g}%", f"{timed.sampling_sd:.1%}"
+    simulated = (
+        f"A sample of {share} of the responses was simulated, from all over the batch, and the others go at its pace"
+    )
+    return [
+        f"{simulated}: that leaves the time open by {open_by} (one standard deviation), which the intervals contain."
     ]
 
 

@@ -22,12 +22,14 @@ class Timed(NamedTuple):
     rollout_s:    seconds of the rollout in it; the rest of a step is taken as known
     log_gradient: of the rollout, as in Rollout
     cut:          as in EngineLimits
+    sampling_sd:  of the rollout, as in Rollout
     """
 
     seconds: float
     rollout_s: float
     log_gradient: dict[str, float]
     cut: tuple[int, bool] = (1, False)
+    sampling_sd: float = 0.0
 
     @property
     def share(self) -> float:
@@ -38,7 +40,7 @@ class Timed(NamedTuple):
 def timed(rollout: Rollout, cut: tuple[int, bool], step_s: float | None = None) -> Timed:
     """The Timed of a rollout, or of an RL step of `step_s` seconds around it."""
     seconds = rollout.makespan_s if step_s is None else step_s
-    return Timed(seconds, rollout.makespan_s, rollout.log_gradient, cut)
+    return Timed(seconds, rollout.makespan_s, rollout.log_gradient, cut, rollout.sampling_sd)
 
 
 class SpeedUp(NamedTuple):
@@ -93,7 +95,7 @@ def speed_up(baseline: Timed, other: Timed, profile: Profile) -> SpeedUp:
 
     The coefficients that both use move both, so only the difference of their gradients counts. Of the rest of the error
     both have SHARED_ERROR in common, for which they need the same layout as far as it is the layout's. In an RL step a
-    rollout's error counts by its share.
+    rollout's error counts by its share. What samples of a large batch leave open is taken for independent.
     """
     ratio = baseline.seconds / other.seconds
     if other.log_gradient is baseline.log_gradient and ratio == 1:
@@ -106,6 +108,7 @@ def speed_up(baseline: Timed, other: Timed, profile: Profile) -> SpeedUp:
     variance = float(apart @ profile.covariance(names) @ apart)
     variance += profile.model_error**2 * _apart(baseline.share, other.share, SHARED_ERROR)
     variance += _apart(layout, other_layout, common)
+    variance += sum((x.share * x.sampling_sd) ** 2 for x in (baseline, other))
     factor = float(np.exp(Z90 * np.sqrt(variance)))
     return SpeedUp(ratio, ratio / factor, ratio * factor)
 

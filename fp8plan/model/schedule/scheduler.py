@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from fp8plan.errors import CapacityError
 from fp8plan.model.architecture.linear import CacheKind
-from fp8plan.model.cost.base import IntArray
+from fp8plan.model.cost.base import FloatArray, IntArray
 from fp8plan.model.kv_cache.specs import Spec
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.schedule.group_cache import CachingGroupPool
@@ -48,6 +48,18 @@ class WindowWork:
 
 
 @dataclass(frozen=True, slots=True)
+class Sampled:
+    """What makes the schedule of a sample that of all requests.
+
+    repeats:  how often each row takes place, float64 of shape (rows,)
+    requests: of the sample
+    """
+
+    repeats: FloatArray
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
     """The actions of the engine in order: int64 arrays of shape (rows,), one for each name of `history`."""
 
@@ -67,10 +79,12 @@ class Schedule:
     preemptions: IntArray
     finished: IntArray
     prompt_tokens: int  # of all requests
+    requests: int
     num_blocks: int  # the pool it was made for
     groups: tuple[Spec, ...]  # that shared it
     blocks_wanted: int | None  # any pool with at least this many blocks gives this very schedule; None: not known
     windows: tuple[WindowWork, ...] = ()  # one for each distinct window among the KV-cache groups
+    sampled: Sampled | None = None  # it is of a sample of the requests; None: of all
 
     def holds_for(self, num_blocks: int, groups: tuple[Spec, ...]) -> bool:
         """True if a pool of that size, shared by these groups, is known to give this very schedule."""
@@ -78,12 +92,21 @@ class Schedule:
         return groups == self.groups and (num_blocks == self.num_blocks or enough)
 
     @property
+    def weights(self) -> IntArray | FloatArray:
+        """How often the step of each row runs, shape (rows,)."""
+        return self.steps if self.sampled is None else self.steps * self.sampled.repeats
+
+    def total(self, column: IntArray) -> int:
+        """The sum of a column that is counted by row, over the whole rollout."""
+        return int(column.sum() if self.sampled is None else round(float((column * self.sampled.repeats).sum())))
+
+    @property
     def num_steps(self) -> int:
-        return int(self.steps.sum())
+        return self.total(self.steps)
 
     @property
     def num_preemptions(self) -> int:
-        return int(self.preemptions.sum())
+        return self.total(self.preemptions)
 
 
 def schedule(
@@ -132,10 +155,12 @@ def schedule(
     return Schedule(
         **columns,
         prompt_tokens=int(prompts.sum()),
+        requests=len(prompts),
         num_blocks=num_blocks,
         groups=groups,
         blocks_wanted=wanted,
         windows=(),
+        sampled=None,
     )
 
 
@@ -165,10 +190,12 @@ def schedule_groups(
     return Schedule(
         **columns,
         prompt_tokens=int(prompts.sum()),
+        requests=len(prompts),
         num_blocks=num_blocks,
         groups=groups,
         blocks_wanted=None if pool_mattered else num_blocks - state.least_free,
         windows=tuple(WindowWork(group.kind, group.window, *work) for group, work in state.window_columns()),
+        sampled=None,
     )
 
 
