@@ -9,24 +9,28 @@ beside the file, in NAME.torn. Readers take whole lines only.
 from __future__ import annotations
 
 import errno
-import fcntl
 import gzip
 import json
 import math
 import os
 import stat
 import time
+import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import IO, Any, Final, NamedTuple, NoReturn
 
 from fp8plan.errors import ConfigError, Fp8PlanError
 
 LOCK_S: Final = 1.0  # how long another writer of the same file is waited for
 NO_LOCKS: Final = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)  # of file systems and devices without them
+APPENDING: Final = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+BROKEN: Final = (OSError, EOFError, zlib.error)  # of files that cannot be read, compressed ones among them
+TORN: Final = object()  # in the place of a line that breaks off
 
 
 def parse(text: str | bytes, where: str, error: type[Fp8PlanError] = ConfigError) -> Any:
@@ -72,24 +76,59 @@ def read(path: Path, what: str = "file", hint: str = "mend or delete that line",
 
     Raises ConfigError for a file that cannot be read, and for a line that is not JSON: it names the line.
     """
+    found = list[tuple[int, Any]]()
+    for number, row in lines(path, what, hint, whole):
+        if row is TORN:
+            return Lines(found, number)
+        found.append((number, row))
+    return Lines(found, None)
+
+
+def lines(
+    path: Path, what: str = "file", hint: str = "mend or delete that line", whole: bool = False
+) -> Iterator[tuple[int, Any]]:
+    """Yield (line number, value) of each line as it is read. Takes and raises what `read` does.
+
+    The value of a last line that breaks off is TORN.
+    """
+    for number, text in texts(path, what):
+        if not whole and number > 1 and not text.endswith("\n") and not _is_json(text):  # only a last line has no end
+            yield number, TORN
+        else:
+            yield number, parsed(text, number, path, hint)
+
+
+def parsed(text: str, number: int, path: Path, hint: str = "mend or delete that line") -> Any:
+    """Parse one line of a file. Raises ConfigError, which names the line, if it is not JSON."""
+    try:
+        return parse(text.removesuffix("\n"), f"line {number} of {path}")
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {hint}") from None
+
+
+def texts(path: Path, what: str = "file") -> Iterator[tuple[int, str]]:
+    """Yield (line number, text) of each line that is not blank, one at a time: a file may be larger than the memory.
+
+    Raises ConfigError for a file that cannot be read.
+    """
     if not path.exists():
         raise ConfigError(f"there is no {what} {path}; give a file of JSON lines")
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            *lines, last = file.read().split("\n")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+        with (
+            path.open("rb") as stored,
+            uncompressed(stored, path.suffix == ".gz") as file,
+            TextIOWrapper(file, encoding="utf-8") as content,
+        ):
+            for number, text in enumerate(content, 1):
+                if text.strip():
+                    yield number, text
+    except (*BROKEN, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the {what} {path}: {error}; give a file of JSON lines") from None
-    torn = None
-    if not whole and last and lines and not _is_json(last):
-        torn, last = len(lines) + 1, ""
-    rows = []
-    for number, text in enumerate([*lines, last], 1):
-        if text.strip():
-            try:
-                rows.append((number, parse(text, f"line {number} of {path}")))
-            except ConfigError as error:
-                raise ConfigError(f"{error}; {hint}") from None
-    return Lines(rows, torn)
+
+
+def uncompressed(stored: IO[bytes], packed: bool) -> Any:
+    """A context with the content of a file that is open, which is compressed by gzip if `packed`."""
+    return gzip.GzipFile(fileobj=stored) if packed else nullcontext(stored)
 
 
 def rows(path: Path) -> list[Any]:
@@ -163,7 +202,7 @@ def repair(path: Path) -> int:
 
 def to_disk(path: Path) -> None:
     """Wait until what was appended would survive a crash of the machine, not only of the process."""
-    with open(path, "rb") as file:
+    with open(path, "r+b") as file:  # Windows waits for no file that is open for reading alone
         os.fsync(file.fileno())
 
 
@@ -172,7 +211,7 @@ def _opened(path: Path) -> Iterator[int]:
     """Open and lock a file, so that one process writes at a time. Gives up on a lock after LOCK_S: a writer that hangs
     must not hang this one.
     """
-    file, until = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644), time.monotonic() + LOCK_S
+    file, until = os.open(path, APPENDING, 0o644), time.monotonic() + LOCK_S
     try:
         while not _locked(file):
             if time.monotonic() > until:
@@ -184,6 +223,11 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _locked(file: int) -> bool:
+    """Lock a file if nobody else has. Where there are no such locks, as on Windows, it counts as locked."""
+    try:
+        import fcntl
+    except ImportError:
+        return True
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -196,7 +240,10 @@ def _locked(file: int) -> bool:
 
 def _repair(path: Path, file: int) -> int:
     info = os.fstat(file)
-    if not stat.S_ISREG(info.st_mode) or not info.st_size or os.pread(file, 1, info.st_size - 1) == b"\n":
+    if not stat.S_ISREG(info.st_mode) or not info.st_size:
+        return 0
+    os.lseek(file, info.st_size - 1, os.SEEK_SET)
+    if os.read(file, 1) == b"\n":
         return 0
     with open(path, "rb") as whole:
         torn = deque(whole, maxlen=1)[0]

@@ -36,6 +36,8 @@ LIMITS: Final = (
     "gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
     "enable_prefix_caching", "async_scheduling", "enforce_eager",
 )  # fmt: skip
+# The fields of a rollout record that have a number for each request: most of a line.
+LENGTHS: Final = ("prompt_lengths", "response_lengths", "prompt_ids")
 # What a rollout record cannot do without; of what is absent or null beside these, vLLM's default is taken.
 REQUIRED: Final = ("model", "gpu", "engine_version", "precision", "prompt_lengths", "response_lengths", "seconds")
 
@@ -164,6 +166,11 @@ TOKENS_PER_S: Final = "fp8plan/tokens_per_s"
 PREDICTED: Final = "fp8plan/predicted_tokens_per_s"
 PREDICTED_LOW: Final = "fp8plan/predicted_tokens_per_s_low"
 PREDICTED_HIGH: Final = "fp8plan/predicted_tokens_per_s_high"
+# The metrics that `fp8plan monitor` and `report` show.
+SHOWN: Final = (
+    REWARD, K3, K3_ROBUST, KL_LIMIT, ESS, ESS_RAW, TIS, BAND_LOW, BAND_HIGH, CLIP_FRACTION, CLIPPED_MASS, LOST_TOKENS,
+    TOKENS_PER_S, PREDICTED, PREDICTED_LOW, PREDICTED_HIGH,
+)  # fmt: skip
 
 
 def check_version(data: Any, what: str, where: str, error: type[Fp8PlanError] = ConfigError) -> None:

@@ -64,6 +64,24 @@ def progress(what: str) -> Callable[[Iterable[T]], Iterable[T]]:
     return bar
 
 
+def byte_progress(what: str) -> Callable[[int, int], None]:
+    """A progress bar of bytes on a terminal, which is given those that are done and all of them."""
+    bars: list[Any] = []
+
+    def show_bytes(done: int, total: int) -> None:
+        if not bars and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            scale = {"unit": "B", "unit_scale": True}
+            bars.append(tqdm(total=total, desc=what, leave=False, delay=0.5, file=sys.stderr, **scale))
+        for bar in bars:
+            bar.update(done - bar.n)
+            if done >= total:
+                bar.close()
+
+    return show_bytes
+
+
 def show(report: RenderableType) -> None:
     console = Console()
     if not console.is_terminal:  # a pipe or a file has no width: keep every row on one line

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 
 from fp8plan.cli import outputs
-from fp8plan.cli.app import ENGINE, OUTPUT, GroupedCommand, app, given, print_notes, progress
+from fp8plan.cli.app import ENGINE, OUTPUT, GroupedCommand, app, byte_progress, given, print_notes
 from fp8plan.cli.outputs import STDOUT
 
 RUN = "What ran (for validate)"
@@ -66,7 +68,7 @@ def import_command(
     `plan --workload` takes the last of them as its workload, `validate` compares all of them with their predictions.
     """
     from fp8plan import jsonl
-    from fp8plan.importers.records import import_rollouts
+    from fp8plan.importers.records import RolloutStream
 
     outputs.check([("the records", output)])
     engine = given(
@@ -84,13 +86,18 @@ def import_command(
         enable_prefix_caching=prefix_caching,
         enforce_eager=enforce_eager or None,
     )
-    found = import_rollouts(
-        trainer, folder, tokenizer=tokenizer, log=log, last=last, engine=engine, progress=progress("counting tokens")
-    )
-    text = b"".join(map(jsonl.line, found.records)).decode()
-    if output == STDOUT:
-        print(text, end="")
+    stream = RolloutStream(trainer, folder, tokenizer, log, last, engine, byte_progress("counting tokens"))
+
+    def write(path: Path) -> None:
+        with path.open("wb") as file:
+            file.writelines(map(jsonl.line, stream))
+
+    if output == STDOUT:  # all of it or nothing, as with a file
+        with TemporaryDirectory() as held:
+            write(Path(held, "records.jsonl"))
+            with Path(held, "records.jsonl").open(encoding="utf-8") as file:
+                sys.stdout.writelines(file)
     else:
-        outputs.write({output: outputs.text(text)})
+        outputs.write({output: write})
         outputs.print_written([output])
-    print_notes(found.notes)
+    print_notes(stream.notes)

@@ -49,7 +49,7 @@ def report_command(
     """
     from fp8plan.views.run.page import write_report
 
-    target = output or file.with_suffix(".html")
+    target = output or file.with_name(file.name.removesuffix(".gz")).with_suffix(".html")
     write_report(file, target)
     print(f"written: {target}", file=sys.stderr)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
-from fp8plan.jsonl import read
+from fp8plan.jsonl import lines
 
 Figures = dict[int, dict[str, float]]  # step -> name -> value
 STEP = re.compile(r"\bstep:(\d+) - (.*)")
@@ -69,16 +69,16 @@ def _trainer_state(path: Path) -> Iterable[tuple[Any, dict[str, Any]]]:
         raise ConfigError(f"{path} is not a trainer's state; give a trainer_state.json of a TRL checkpoint") from None
 
 
-def _objects(path: Path) -> list[dict[str, Any]]:
-    rows = read(path, "log", whole=False).rows
-    return [row for _, row in rows if isinstance(row, dict)]
+def _objects(path: Path) -> Iterable[dict[str, Any]]:
+    return (row for _, row in lines(path, "log") if isinstance(row, dict))
 
 
 def _console(path: Path) -> Iterable[tuple[int, dict[str, float]]]:
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        if found := STEP.search(line):
-            pairs = (FIGURE.fullmatch(part) for part in found[2].split(" - "))
-            yield int(found[1]), dict(_number(pair[1], pair[2]) for pair in pairs if pair)
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if found := STEP.search(line):
+                pairs = (FIGURE.fullmatch(part) for part in found[2].split(" - "))
+                yield int(found[1]), dict(_number(pair[1], pair[2]) for pair in pairs if pair)
 
 
 def _number(name: str, text: str) -> tuple[str, float]:

@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
-Text = str | list[dict[str, Any]]  # plain, or the messages of a conversation
+Text: TypeAlias = str | list[dict[str, Any]]  # plain, or the messages of a conversation
+
+
+class Request(NamedTuple):
+    """One response and its prompt, as text."""
+
+    prompt: Text
+    response: Text
+
+
+class Measured(NamedTuple):
+    """One response and its prompt in tokens. prompt: a name, equal where the prompt is the same"""
+
+    prompt: bytes
+    prompt_tokens: int
+    response_tokens: int
+
+
+Rollout: TypeAlias = Iterator[Request] | Iterator[Measured]
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
-    """One rollout as text, one prompt and one response per request, in the order of the log.
+class Logged:
+    """One rollout in a log, which is not read yet.
 
-    special_tokens: whether the trainer's tokenizer adds its special tokens (BOS) to plain prompts
+    step:   the training step
+    path:   its file
+    before: the file of an earlier step, which it may only repeat: one that is trained on again; None: it does not
     """
 
     step: int
-    prompts: Sequence[Text]
-    responses: Sequence[Text]
-    special_tokens: bool = False
+    path: Path
+    before: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,24 +64,32 @@ class Counted:
 class Source:
     """One trainer's log.
 
-    rollouts: reads those of a folder, by step
+    files:    finds the rollouts of a folder, by step, without reading them
+    requests: reads one file, request by request: it may be larger than the memory
+    of_text:  requests are text, which needs a tokenizer
+    special_tokens: the trainer's tokenizer adds its special tokens (BOS) to plain prompts
+    repeats:  tells whether a rollout is the one in the file before; None: it never is
     seconds, mean_response: names of its figures: seconds of generation, mean tokens of a response; None: not logged
     overwritten: a figure of the steps whose logged rollout is not the training's; None: there are none
     """
 
-    rollouts: Callable[[Path], Sequence[Texts | Counted]]
+    files: Callable[[Path], Sequence[Logged]]
+    requests: Callable[[Path], Rollout]
+    of_text: bool = True
+    special_tokens: bool = False
+    repeats: Callable[[Path, Path], bool] | None = None
     seconds: str | None = None
     mean_response: str | None = None
     overwritten: str | None = None
 
 
-def counted(step: int, requests: Iterable[tuple[Any, int, int]]) -> Counted:
-    """Sort requests, (prompt, its tokens, the response's tokens) each, by prompt, in order of first appearance.
+def counted(step: int, requests: Iterable[Measured]) -> Counted:
+    """Sort requests by prompt, in order of first appearance.
 
     A response has a token at least, its end: of an empty text one is counted.
     """
-    ids: dict[Any, int] = {}
-    rows = [(ids.setdefault(prompt, len(ids)), *lengths) for prompt, *lengths in requests]
+    ids: dict[bytes, int] = {}
+    rows = [(ids.setdefault(x.prompt, len(ids)), max(1, x.prompt_tokens), max(1, x.response_tokens)) for x in requests]
     rows.sort(key=lambda row: row[0])
-    number, prompts, responses = zip(*rows, strict=True)
-    return Counted(step, [max(1, x) for x in prompts], [max(1, x) for x in responses], list(number))
+    number, prompts, responses = ([row[part] for row in rows] for part in range(3))
+    return Counted(step, prompts, responses, number)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.importers import skyrl, trl, verl
 from fp8plan.importers.figures import Figures, figures
-from fp8plan.importers.logged import Counted, Source, Texts
-from fp8plan.importers.tokens import count, load_tokenizer
+from fp8plan.importers.logged import Counted, Logged, Request, Source, counted
+from fp8plan.importers.tokens import load_tokenizer, measured
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import precision
@@ -21,7 +22,7 @@ from fp8plan.version import __version__
 SOURCES: Final[dict[str, Source]] = {"verl": verl.SOURCE, "trl": trl.SOURCE, "skyrl": skyrl.SOURCE}
 NEAR: Final = 0.02  # how far the mean of counted tokens may be from the trainer's before it is said
 
-Progress = Callable[[Iterable[Any]], Iterable[Any]]
+Progress = Callable[[int, int], object]  # called with the bytes that are read, and with all there are to read
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ def import_rollouts(
     log: str | Path | None = None,
     last: int | None = None,
     engine: Mapping[str, Any] | None = None,
-    progress: Progress = iter,
+    progress: Progress = lambda done, total: None,
 ) -> Imported:
     """Turn the rollouts that a trainer logged into rollout records.
 
@@ -48,29 +49,95 @@ def import_rollouts(
     folder:    where it wrote them
     tokenizer: hub id or folder of the run's tokenizer, for logs that hold text
     log:       the trainer's figures (see fp8plan.importers.figures), for the seconds
-    last:      take only so many rollouts, the last ones
+    last:      take only so many rollouts, the last ones; no other file is read
     engine:    fields of a rollout record that say what ran: model, gpu, engine_version, precision, ...
+    progress:  called as the files are read, with the bytes that are done and all of them
 
     Raises ConfigError for what cannot be read, and for a log of text without a tokenizer.
     """
-    if trainer not in SOURCES:
-        raise ConfigError(f"unknown trainer {trainer!r}; allowed: {', '.join(SOURCES)}")
-    source, said = SOURCES[trainer], _checked(engine or {})
-    if not Path(folder).is_dir():
-        raise ConfigError(f"there is no folder {folder}; give the one that {trainer} wrote its rollouts to")
-    known = figures(Path(log)) if log is not None else {}
-    found, notes = _of_training(source.rollouts(Path(folder)), known, source)
-    rollouts = _counted(found[-last:] if last else found, tokenizer, progress)
-    notes += _compared(rollouts, known, source)
-    records = [
-        {"schema_version": VERSIONS["record"], "fp8plan_version": __version__, "imported_from": f"{trainer} {folder}"}
-        | said
-        | {"step": rollout.step, "prompt_ids": rollout.prompt_ids}
-        | {"prompt_lengths": rollout.prompt_lengths, "response_lengths": rollout.response_lengths}
-        | _seconds(known.get(rollout.step, {}), source)
-        for rollout in rollouts
-    ]
-    return Imported(records, [*notes, *_left_out(records, trainer, source, log)])
+    stream = RolloutStream(trainer, folder, tokenizer, log, last, engine or {}, progress)
+    records = list(stream)
+    return Imported(records, stream.notes)
+
+
+class RolloutStream:
+    """The records of `import_rollouts`, one at a time: all of a long run's may be more than the memory holds.
+
+    notes: remarks, complete after the last record
+    """
+
+    def __init__(
+        self,
+        trainer: str,
+        folder: str | Path,
+        tokenizer: str | None,
+        log: str | Path | None,
+        last: int | None,
+        engine: Mapping[str, Any],
+        progress: Progress,
+    ) -> None:
+        if trainer not in SOURCES:
+            raise ConfigError(f"unknown trainer {trainer!r}; allowed: {', '.join(SOURCES)}")
+        self._trainer, self._source, self._log, self._progress = trainer, SOURCES[trainer], log, progress
+        said = _checked(engine)
+        if not Path(folder).is_dir():
+            raise ConfigError(f"there is no folder {folder}; give the one that {trainer} wrote its rollouts to")
+        self._known = figures(Path(log)) if log is not None else {}
+        every = self._source.files(Path(folder))
+        self._first = every[0].step
+        self._chosen, self.notes = _chosen(every, self._known, self._source, last)
+        self._tokenizer: Any = None
+        if self._source.of_text:
+            if tokenizer is None:
+                for logged in self._chosen[:1]:
+                    next(iter(self._source.requests(logged.path)))  # a file that is none of the trainer's is said first
+                raise ConfigError(
+                    "the log holds text, not tokens; give --tokenizer, the hub id or folder of the run's model"
+                )
+            self._tokenizer = load_tokenizer(tokenizer)
+        version = {"schema_version": VERSIONS["record"], "fp8plan_version": __version__}
+        self._facts = version | {"imported_from": f"{trainer} {folder}"} | said
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        sizes = [logged.path.stat().st_size for logged in self._chosen]
+        means, missing, timed = _Means(self._known, self._source), dict[str, None](), 0
+        for number, logged in enumerate(self._chosen):
+            done = sum(sizes[:number])
+            rollout = self._counted(logged, done, sizes[number], sum(sizes))
+            means.add(rollout)
+            record = self._record(rollout)
+            missing |= dict.fromkeys(name for name in REQUIRED if name not in record)
+            timed += "seconds" in record
+            yield record
+            self._progress(done + sizes[number], sum(sizes))
+        if missing:
+            absent = [name for name in REQUIRED if name in missing]
+            means.notes.append(_absent(absent, self._trainer, self._source, self._log, timed, len(sizes)))
+        self.notes += means.notes
+
+    def _counted(self, logged: Logged, done: int, size: int, total: int) -> Counted:
+        requests: Any = self._source.requests(logged.path)
+        if self._source.of_text:
+            watched = self._watched(requests, done, size, total)
+            requests = measured(watched, self._tokenizer, self._source.special_tokens)
+        return counted(logged.step, requests)
+
+    def _watched(self, requests: Iterator[Request], done: int, size: int, total: int) -> Iterator[Request]:
+        """The requests of a file of `size` bytes; their text says about how far it is read."""
+        read = 0
+        for request in requests:
+            yield request
+            read += sum(len(text) for text in request if isinstance(text, str))
+            self._progress(done + min(read, size), total)
+
+    def _record(self, rollout: Counted) -> dict[str, Any]:
+        return (
+            self._facts
+            | {"step": rollout.step, "prompt_ids": rollout.prompt_ids}
+            | ({"first_rollout": True} if rollout.step == self._first else {})
+            | {"prompt_lengths": rollout.prompt_lengths, "response_lengths": rollout.response_lengths}
+            | _seconds(self._known.get(rollout.step, {}), self._source)
+        )
 
 
 def _checked(engine: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,56 +152,56 @@ def _checked(engine: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _of_training(
-    rollouts: Sequence[Texts | Counted], known: Figures, source: Source
-) -> tuple[list[Texts | Counted], list[str]]:
-    """The rollouts that are the training's own, and a note on the others."""
+def _chosen(
+    logged: Sequence[Logged], known: Figures, source: Source, last: int | None
+) -> tuple[list[Logged], list[str]]:
+    """The rollouts to read, all or the last ones, and a note on those left out, which are not the training's own."""
     lost = {step for step, values in known.items() if source.overwritten is not None and source.overwritten in values}
-    kept = [one for one in rollouts if one.step not in lost]
+    kept = [one for one in logged if one.step not in lost]
     if not kept:
         raise ConfigError("every logged rollout is an evaluation's; evaluate less often than every logging step")
-    left = sorted({one.step for one in rollouts} & lost)
-    return kept, [f"left out, as an evaluation wrote over them: steps {', '.join(map(str, left))}"] if left else []
-
-
-def _counted(rollouts: list[Texts | Counted], name: str | None, progress: Progress) -> list[Counted]:
-    texts = any(isinstance(one, Texts) for one in rollouts)
-    if texts and name is None:
-        raise ConfigError("the log holds text, not tokens; give --tokenizer, the hub id or folder of the run's model")
-    tokenizer = load_tokenizer(name) if texts and name is not None else None
-    return [count(one, tokenizer) if isinstance(one, Texts) else one for one in progress(rollouts)]
+    left = sorted({one.step for one in logged} & lost)
+    notes = [f"left out, as an evaluation wrote over them: steps {', '.join(map(str, left))}"] if left else []
+    again = source.repeats
+    new = (x for x in reversed(kept) if again is None or x.before is None or not again(x.path, x.before))
+    return list(islice(new, last))[::-1], notes
 
 
 def _seconds(known: Mapping[str, float], source: Source) -> dict[str, float]:
     return {"seconds": known[source.seconds]} if source.seconds is not None and source.seconds in known else {}
 
 
-def _compared(rollouts: list[Counted], known: Figures, source: Source) -> list[str]:
-    """A note on the rollout whose mean length is farthest from the trainer's own figure, if that is far."""
-    name = source.mean_response
-    pairs = [(one, known[one.step][name]) for one in rollouts if name is not None and name in known.get(one.step, {})]
-    if not pairs:
-        return []
-    worst, logged = max(pairs, key=lambda pair: abs(pair[0].mean_response / pair[1] - 1) if pair[1] else 0.0)
-    off = worst.mean_response / logged - 1 if logged else 0.0
-    told = f"step {worst.step}: {worst.mean_response:,.1f} tokens a response by the text, {logged:,.1f} in the log"
-    hint = "the text has no special tokens; a large gap means another tokenizer, or figures that average over steps"
-    return [f"{told} ({off:+.1%}); {hint}"] if abs(off) > NEAR else []
+class _Means:
+    """Mean lengths as they were counted, against the trainer's own figures.
+
+    notes: on the rollout whose mean is farthest from it, if that is far
+    """
+
+    def __init__(self, known: Figures, source: Source) -> None:
+        self._known, self._name = known, source.mean_response
+        self._worst, self.notes = NEAR, list[str]()
+
+    def add(self, rollout: Counted) -> None:
+        logged = self._known.get(rollout.step, {}).get(self._name or "")
+        off = rollout.mean_response / logged - 1 if logged else 0.0
+        if abs(off) > self._worst:
+            told = f"step {rollout.step}: {rollout.mean_response:,.1f} tokens a response by the text"
+            hint = "a large gap means another tokenizer, or figures that average over steps"
+            note = f"{told}, {logged:,.1f} in the log ({off:+.1%}); the text has no special tokens; {hint}"
+            self._worst, self.notes = abs(off), [note]
 
 
-def _left_out(records: list[dict[str, Any]], trainer: str, source: Source, log: str | Path | None) -> list[str]:
+def _absent(
+    missing: Sequence[str], trainer: str, source: Source, log: str | Path | None, timed: int, records: int
+) -> str:
     """Name what `validate` needs and the records do not have, and say how to give it."""
-    missing = [name for name in REQUIRED if any(name not in record for record in records)]
-    if not missing:
-        return []
     options = ", ".join(f"--{name.replace('_', '-')}" for name in missing if name != "seconds")
     ways = [f"give {options}"] if options else []
     if "seconds" in missing:
-        timed = sum("seconds" in record for record in records)
         if source.seconds is None:
             ways.append(f"{trainer} logs no seconds of generation: write them into the lines")
         elif log is None:
             ways.append(f"give --log, where {trainer} logs {source.seconds}")
         else:
-            ways.append(f"{log} has {source.seconds} of {timed} of {len(records)} rollouts")
-    return [f"not known: {', '.join(missing)}; `plan --workload` does without, `validate` does not: {'; '.join(ways)}"]
+            ways.append(f"{log} has {source.seconds} of {timed} of {records} rollouts")
+    return f"not known: {', '.join(missing)}; `plan --workload` does without, `validate` does not: {'; '.join(ways)}"

@@ -10,51 +10,57 @@ turns is one sequence, tool output included, or with `step_wise_trajectories` on
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
+from collections.abc import Iterator
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fp8plan.errors import ConfigError
-from fp8plan.importers.logged import Counted, Source, counted
+from fp8plan.importers.logged import Logged, Measured, Source
 
 NAME = re.compile(r"global_step_(\d+)_training_input\.pkl")
 WRITER = "skyrl.backends.skyrl_train.training_batch"
+LARGE: Final = 1 << 20  # bytes of a tensor that stays in the file
 
 
-def rollouts(folder: Path) -> list[Counted]:
-    """Read the rollouts of SkyRL's export folder, or of its folder `dumped_data`, by step.
+def files(folder: Path) -> list[Logged]:
+    """Find the rollouts of SkyRL's export folder, or of its folder `dumped_data`, by step.
 
-    Raises ConfigError for a folder without any, and for a file that is not one of SkyRL's.
+    Raises ConfigError for a folder without any.
     """
     inside = folder / "dumped_data"
     paths = (inside if inside.is_dir() else folder).glob("*.pkl")
-    files = {int(found[1]): path for path in paths if (found := NAME.fullmatch(path.name))}
-    if not files:
+    found = {int(name[1]): path for path in paths if (name := NAME.fullmatch(path.name))}
+    if not found:
         raise ConfigError(
             f"{folder} has no global_step_STEP_training_input.pkl; give SkyRL's trainer.export_path, and run it with "
             "trainer.dump_data_batch=true"
         )
-    return [_rollout(step, files[step]) for step in sorted(files)]
+    return [Logged(step, found[step]) for step in sorted(found)]
 
 
-def _rollout(step: int, file: Path) -> Counted:
+def requests(file: Path) -> Iterator[Measured]:
+    """Read the requests of a file. Raises ConfigError for one that is not SkyRL's."""
     try:
         with file.open("rb") as content:
-            state = _Reader(content).load()
-        tensors = {name: _array(state["batch_dict"][name]) for name in ("sequences", "attention_mask", "response_mask")}
-        padding = int((state["metadata"] or {}).get("pad_size", 0))
+            state = _Reader(_Content(content)).load()
+        batch, padding = state["batch_dict"], int((state["metadata"] or {}).get("pad_size", 0))
+        tokens, mask, responses = (
+            _array(batch[name], file) for name in ("sequences", "attention_mask", "response_mask")
+        )
+        counts = [int(row.sum()) for row in responses[: len(tokens) - padding]]
     except Exception as error:  # a damaged pickle raises anything
         raise ConfigError(f"cannot read {file} as a SkyRL training batch: {type(error).__name__}: {error}") from None
-    rows = len(tensors["sequences"]) - padding
-    real = [sequence[mask == 1] for sequence, mask in zip(tensors["sequences"], tensors["attention_mask"], strict=True)]
-    responses = tensors["response_mask"].sum(1).astype(int).tolist()
-    ends = [len(tokens) - n for tokens, n in zip(real, responses, strict=True)]  # of the prompts
-    requests = [(real[row][: ends[row]].tobytes(), ends[row], responses[row]) for row in range(rows)]
-    return counted(step, requests)
+    for row, response in enumerate(counts):
+        real = tokens[row][mask[row] == 1]
+        prompt = real[: len(real) - response]
+        yield Measured(blake2b(prompt.tobytes(), digest_size=16).digest(), len(prompt), response)
 
 
 class _State(dict[str, Any]):
@@ -72,15 +78,41 @@ def _rebuilt(_: Any, state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-class _Reader(pickle.Unpickler):
+class _Held(NamedTuple):
+    """Bytes that stay in the file: their place and number."""
+
+    offset: int
+    size: int
+
+
+class _Content:
+    """A file of which large parts stay where they are: it may be larger than the memory."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.readline = file, file.readline
+
+    def read(self, size: int) -> Any:
+        if size < LARGE:
+            return self._file.read(size)
+        held = _Held(self._file.tell(), size)
+        self._file.seek(size, os.SEEK_CUR)
+        return held
+
+
+class _Reader(pickle._Unpickler):  # the one in Python: the one in C wants bytes
     """Reads the data of a pickle without its code: a log is no program, and SkyRL need not be installed."""
 
     def find_class(self, module: str, name: str) -> Any:
         return _rebuilt if (module, name) == (WRITER, "_rebuild_tensor_batch") else _State
 
 
-def _array(tensor: dict[str, Any]) -> NDArray[Any]:
-    return np.frombuffer(tensor["data"], dtype=np.dtype(tensor["dtype"])).reshape(tensor["shape"])
+def _array(tensor: dict[str, Any], file: Path) -> NDArray[Any]:
+    data, dtype, shape = tensor["data"], np.dtype(tensor["dtype"]), tensor["shape"]
+    if isinstance(data, _Held):
+        return np.memmap(file, dtype, "r", data.offset, shape)
+    return np.frombuffer(data, dtype).reshape(shape)
 
 
-SOURCE = Source(rollouts, seconds="timing/generate")  # lengths are exact: there is no mean to compare with
+SOURCE = Source(
+    files, requests, of_text=False, seconds="timing/generate"
+)  # lengths are exact: there is no mean to compare

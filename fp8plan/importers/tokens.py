@@ -6,11 +6,14 @@ tokens that were sampled. `records` compares the mean with what the trainer logg
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
+from typing import Any, Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.importers.logged import Counted, Text, Texts, counted
+from fp8plan.importers.logged import Measured, Request, Text
+
+BATCH: Final = 1 << 20  # characters that the tokenizer is given at once: it needs 50 times as many bytes
 
 
 def load_tokenizer(name: str) -> Any:
@@ -31,13 +34,37 @@ def load_tokenizer(name: str) -> Any:
         ) from None
 
 
-def count(texts: Texts, tokenizer: Any) -> Counted:
-    """Count the tokens of a rollout's texts. Raises ConfigError for a conversation that the tokenizer has no chat
-    template for.
+def measured(requests: Iterable[Request], tokenizer: Any, special_tokens: bool) -> Iterator[Measured]:
+    """Count the tokens of requests, some at a time.
+
+    Raises ConfigError for a conversation that the tokenizer has no chat template for.
+
+    special_tokens: as Source has it
     """
-    prompts = _prompt_tokens(texts.prompts, tokenizer, texts.special_tokens)
-    responses = _plain_tokens([_said(response) for response in texts.responses], tokenizer, False)
-    return counted(texts.step, zip(map(str, texts.prompts), prompts, responses, strict=True))
+    for batch in _batches(requests):
+        # Samples of a prompt follow each other: it is tokenised once for all of them.
+        names = [prompt_name(request.prompt) for request in batch]
+        prompts = {name: request.prompt for name, request in zip(names, batch, strict=True)}
+        lengths = dict(zip(prompts, _prompt_tokens([*prompts.values()], tokenizer, special_tokens), strict=True))
+        responses = _plain_tokens([_said(request.response) for request in batch], tokenizer, False)
+        yield from (Measured(name, lengths[name], tokens) for name, tokens in zip(names, responses, strict=True))
+
+
+def prompt_name(prompt: Text) -> bytes:
+    """A short name, the same for the same prompt: a large rollout's prompts need not stay in memory."""
+    return blake2b(str(prompt).encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def _batches(requests: Iterable[Request]) -> Iterator[list[Request]]:
+    batch, size = list[Request](), 0
+    for request in requests:
+        batch.append(request)
+        size += sum(len(text) if isinstance(text, str) else len(str(text)) for text in request)
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _prompt_tokens(prompts: Sequence[Text], tokenizer: Any, special_tokens: bool) -> list[int]:

@@ -10,45 +10,59 @@ goes to W&B, MLflow and Trackio only.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.importers.logged import Source, Text, Texts
+from fp8plan.importers.logged import Logged, Request, Source, Text
 
-PREFIX = "completions_"
+PREFIX: Final = "completions_"
+ROWS: Final = 256  # read at once
 
 
-def rollouts(folder: Path) -> list[Texts]:
-    """Read the rollouts of a trainer's output folder, or of its folder `completions`, by step.
+def files(folder: Path) -> list[Logged]:
+    """Find the rollouts of a trainer's output folder, or of its folder `completions`, by step.
 
-    Raises ConfigError for a folder without any, and for a file that is not one of TRL's.
+    Raises ConfigError for a folder without any.
     """
     inside = folder / "completions"
-    files = sorted((inside if inside.is_dir() else folder).glob(f"{PREFIX}*.parquet"))
-    if not files:
+    paths = (inside if inside.is_dir() else folder).glob(f"{PREFIX}*.parquet")
+    found = {int(step): path for path in paths if (step := path.stem.removeprefix(PREFIX)).isdecimal()}
+    if not found:
         raise ConfigError(
             f"{folder} has no {PREFIX}STEP.parquet; give the trainer's output_dir, and train with "
             "GRPOConfig(log_completions=True)"
         )
-    found = sorted((_rollout(file) for file in files), key=lambda texts: texts.step)
-    again = (one for one in pairwise(found) if (one[0].prompts, one[0].responses) == (one[1].prompts, one[1].responses))
-    repeated = {after.step for _, after in again}
-    return [texts for texts in found if texts.step not in repeated]
+    steps = sorted(found)
+    return [Logged(step, found[step], found.get(before)) for before, step in zip([-1, *steps], steps, strict=False)]
 
 
-def _rollout(file: Path) -> Texts:
+def requests(file: Path) -> Iterator[Request]:
+    """Read the requests of a file. Raises ConfigError for a file that is not one of TRL's, and for one without any."""
+    empty = True
+    for row in _rows(file):
+        empty = False
+        yield Request(_text(row["prompt"], "prompt", file), _text(row["completion"], "completion", file))
+    if empty:
+        raise ConfigError(f"{file} has no rows; delete it")
+
+
+def repeats(file: Path, before: Path) -> bool:
+    """Tell whether a file has the requests of the one before it."""
+    return all(request == other for request, other in zip_longest(requests(file), requests(before)))
+
+
+def _rows(file: Path) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet as pq
 
     try:
-        rows = pq.read_table(file, columns=["step", "prompt", "completion"]).to_pylist()
+        with pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False) as table:
+            for batch in table.iter_batches(ROWS, columns=["prompt", "completion"]):
+                yield from batch.to_pylist()
     except Exception as error:  # pyarrow raises a type of its own per kind of damage
         raise ConfigError(f"cannot read {file} as TRL's completions: {error}") from None
-    if not rows:
-        raise ConfigError(f"{file} has no rows; delete it")
-    prompts, responses = ([_text(row[name], name, file) for row in rows] for name in ("prompt", "completion"))
-    return Texts(int(rows[0]["step"]), prompts, responses, special_tokens=True)
 
 
 def _text(value: Any, name: str, file: Path) -> Text:
@@ -67,5 +81,10 @@ def _text(value: Any, name: str, file: Path) -> Text:
 
 
 SOURCE = Source(
-    rollouts, seconds=None, mean_response="completions/mean_length", overwritten="eval_completions/mean_length"
+    files,
+    requests,
+    special_tokens=True,
+    repeats=repeats,
+    mean_response="completions/mean_length",
+    overwritten="eval_completions/mean_length",
 )

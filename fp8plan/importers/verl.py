@@ -8,33 +8,50 @@ texts are decoded without special tokens: a chat template's markers and the end 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import msgspec
 
 from fp8plan.errors import ConfigError
-from fp8plan.importers.logged import Source, Texts
-from fp8plan.jsonl import read
+from fp8plan.importers.logged import Logged, Request, Source
+from fp8plan.jsonl import parsed, texts
 
 
-def rollouts(folder: Path) -> list[Texts]:
-    """Read the rollouts of a folder, by step. Raises ConfigError for a folder without any, and for a line that is not
-    one of verl's.
-    """
-    files = {int(path.stem): path for path in folder.glob("*.jsonl") if path.stem.isdecimal()}
-    if not files:
+class _Line(msgspec.Struct):
+    input: str
+    output: str
+
+
+LINE: Final = msgspec.json.Decoder(_Line)
+
+
+def files(folder: Path) -> list[Logged]:
+    """Find the rollouts of a folder, by step. Raises ConfigError for a folder without any."""
+    found = {int(path.stem): path for path in folder.glob("*.jsonl") if path.stem.isdecimal()}
+    if not found:
         raise ConfigError(
             f"{folder} has no file STEP.jsonl, such as 1.jsonl; give the folder that verl wrote, and run verl with "
             "trainer.rollout_data_dir=FOLDER"
         )
-    return [_rollout(step, files[step]) for step in sorted(files)]
+    return [Logged(step, found[step]) for step in sorted(found)]
 
 
-def _rollout(step: int, file: Path) -> Texts:
-    lines = read(file, "rollout dump").rows
-    if not lines:
+def requests(file: Path) -> Iterator[Request]:
+    """Read the requests of a file. Raises ConfigError for a line that is not one of verl's, and if there is none."""
+    empty = True
+    for number, text in texts(file, "rollout dump"):
+        empty = False
+        try:
+            line = LINE.decode(text)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            row = parsed(text, number, file)
+            yield Request(_text(row, "input", number, file), _text(row, "output", number, file))
+        else:
+            yield Request(line.input, line.output)
+    if empty:
         raise ConfigError(f"{file} has no lines; delete it")
-    prompts, responses = ([_text(row, name, number, file) for number, row in lines] for name in ("input", "output"))
-    return Texts(step, prompts, responses)
 
 
 def _text(row: Any, name: str, number: int, file: Path) -> str:
@@ -44,4 +61,4 @@ def _text(row: Any, name: str, number: int, file: Path) -> str:
     return value
 
 
-SOURCE = Source(rollouts, seconds="timing_s/gen", mean_response="response_length/mean")
+SOURCE = Source(files, requests, seconds="timing_s/gen", mean_response="response_length/mean")

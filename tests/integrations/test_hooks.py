@@ -27,6 +27,7 @@ from hook_batches import (
     slime_batch,
 )
 
+from fp8plan import schemas
 from fp8plan.errors import ConfigError
 from fp8plan.integrations import micro_batches, prime_rl, skyrl, slime
 from fp8plan.runtime.controller.laws import AdaptiveThresholds
@@ -213,9 +214,9 @@ def test_thresholds_follow_the_kl_and_the_run_file_says_so(
     micro_batches.stop()
     reader = RunReader(tmp_path / "run.jsonl")
     assert reader.read() == len(spread)
-    assert [row["thresholds"]["tis"] for row in reader.rows] == pytest.approx(found)
-    assert [row["step"] for row in reader.rows] == list(range(1, len(spread) + 1))
-    assert all(row["metrics"]["fp8plan/k3_robust"] >= 0 for row in reader.rows)
+    assert reader.steps.metrics[schemas.TIS].tolist() == pytest.approx(found)
+    assert reader.steps.numbers.tolist() == list(range(1, len(spread) + 1))
+    assert min(reader.steps.metrics[schemas.K3_ROBUST]) >= 0
 
 
 KEYWORD = inspect.Parameter.KEYWORD_ONLY

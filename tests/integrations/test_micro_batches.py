@@ -26,13 +26,13 @@ from hook_batches import (
 )
 from plans import predicted, saved
 
+from fp8plan import jsonl
 from fp8plan.errors import ConfigError
 from fp8plan.integrations import prime_rl, skyrl, slime
 from fp8plan.integrations.micro_batches import running
 from fp8plan.integrations.settings import HookSettings, settings_at
 from fp8plan.model.precision import PRESETS
 from fp8plan.runtime.monitor.monitor import Monitor
-from fp8plan.runtime.monitor.run_file import RunReader
 
 
 def test_micro_batches_of_a_step_add_up_to_the_whole_batch() -> None:
@@ -139,9 +139,7 @@ def test_ranks_share_their_statistics_unless_they_are_told_not_to(tmp_path: Path
     assert other[-1][1] < 2.0
     rows = {}
     for name in ("shared", "alone"):
-        reader = RunReader(tmp_path / f"{name}.jsonl")
-        reader.read()
-        rows[name] = [row["metrics"]["fp8plan/tokens"] for row in reader.rows]
+        rows[name] = [row["metrics"]["fp8plan/tokens"] for row in jsonl.rows(tmp_path / f"{name}.jsonl")]
     assert rows == {"shared": [1200] * 4, "alone": [400] * 4}
 
 

@@ -29,7 +29,8 @@ from simulated_run import STEP_S, simulated
 from fp8plan import cli
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import append, line
-from fp8plan.runtime.monitor.run_file import RunReader
+from fp8plan.runtime.monitor.run_file import DECODER, RunReader
+from fp8plan.runtime.monitor.steps import Steps
 from fp8plan.views.run import columns as runs
 from fp8plan.views.run.page import page, summary, write_report
 from fp8plan.views.run.plots import PANELS, by_position, figure
@@ -37,6 +38,14 @@ from fp8plan.views.run.terminal import RunView, lines, look
 from fp8plan.views.sparkline import BARS, Scale, duration, percent, sparkline
 
 RUN = simulated(200)
+
+
+def steps_of(rows: list[dict[str, Any]]) -> Steps:
+    """Records in columns, as a RunReader has them."""
+    steps = Steps()
+    for row in rows:
+        steps.add(DECODER.decode(line(row)))
+    return steps
 
 
 def written(path: Path, rows: list[dict[str, Any]]) -> RunReader:
@@ -187,7 +196,7 @@ def test_numbers_are_short_and_true() -> None:
 
 
 def test_events_are_changes_not_states() -> None:
-    found = runs.events(RUN)
+    found = runs.events(steps_of(RUN))
     assert [x.step for x in found] == sorted(x.step for x in found)
     changes = {x["step"] for x in RUN if x["decision"] in ("tighten", "relax")}
     assert {x.step for x in found if x.kind == "decision"} == changes
@@ -201,7 +210,7 @@ def test_events_are_changes_not_states() -> None:
 
 def test_the_figure_holds_the_records_numbers(tmp_path: Path) -> None:
     reader = written(tmp_path / "run.jsonl", RUN)
-    made = figure(reader.rows, runs.events(reader.rows))
+    made = figure(reader.steps, runs.events(reader.steps))
     curves = {trace.name: trace for trace in made.data if trace.name}
     for panel in PANELS:
         for trace in panel.traces:
@@ -214,43 +223,43 @@ def test_the_figure_holds_the_records_numbers(tmp_path: Path) -> None:
     assert curves["tokens/s over the prediction, with its 90% band"].y[:3] == pytest.approx(
         [row["guard"]["verdict"]["ratio"] for row in RUN[:3]], rel=1e-4
     )
-    assert marks == {x.step for x in runs.events(RUN) if x.kind != "decision"}
-    early, late = by_position(reader.rows).data
+    assert marks == {x.step for x in runs.events(steps_of(RUN)) if x.kind != "decision"}
+    early, late = by_position(reader.steps).data
     assert early.name == "first 20 steps"
     assert late.y[-1] == pytest.approx(np.mean([x["profile"][-1]["k3"] for x in RUN[-20:]]))
 
 
 def test_values_that_stand_alone_are_drawn_as_points() -> None:
     """One step of a run, and speeds where only every fourth step has a rollout: a line would show nothing."""
-    (speed,) = (x for x in figure(RUN[:1], []).data if x.name == "achieved")
+    (speed,) = (x for x in figure(steps_of(RUN[:1]), []).data if x.name == "achieved")
     assert "markers" in speed.mode
     unknown = {x: None for x in RUN[0]["metrics"] if "tokens_per_s" in x}
     rows = [row if row["step"] % 4 == 0 else row | {"metrics": row["metrics"] | unknown} for row in RUN]
-    modes = {trace.name: trace.mode for trace in figure(rows, []).data}
+    modes = {trace.name: trace.mode for trace in figure(steps_of(rows), []).data}
     assert modes["achieved"] == modes["predicted"] == "lines+markers"
     assert modes["k3"] == "lines"
-    band = [x for x in figure(rows, []).data if x.name is None]
+    band = [x for x in figure(steps_of(rows), []).data if x.name is None]
     assert [x.connectgaps for x in band] == [True, True]
 
 
 def test_axes_tell_their_ticks_apart() -> None:
-    made = figure(RUN, [])
+    made = figure(steps_of(RUN), [])
     axes = {axis.title.text: axis for axis in made.select_yaxes()}
     spread = np.ptp(np.log10([x["metrics"]["rollout_corr/k3_kl"] for x in RUN]))
     assert axes["KL k3 per token"].dtick == (1 if spread >= 2 else "D2")
-    flat = figure([row | {"metrics": {"rollout_corr/k3_kl": 10.0 ** -row["step"]}} for row in RUN[:9]], [])
+    flat = figure(steps_of([row | {"metrics": {"rollout_corr/k3_kl": 10.0 ** -row["step"]}} for row in RUN[:9]]), [])
     assert flat.layout.yaxis.dtick == 1
-    assert axes["effective sample size"].tickformat == ".5~p"
+    assert axes["effective sample size"].tickformat == ".0~%"  # it falls far below 100% in this run
 
 
 def test_a_picture_of_one_position_is_none() -> None:
-    assert by_position([row | {"profile": row["profile"][:1]} for row in RUN]) is None
-    assert by_position([RUN[0] | {"profile": []}]) is None
+    assert by_position(steps_of([row | {"profile": row["profile"][:1]} for row in RUN])) is None
+    assert by_position(steps_of([RUN[0] | {"profile": []}])) is None
 
 
 def test_a_speed_that_the_guard_takes_for_noise_is_no_warning(tmp_path: Path) -> None:
     def style(row: dict[str, Any]) -> str:
-        (speed,) = (x for x in lines([row]) if x.label == "tokens/s")
+        (speed,) = (x for x in lines(steps_of([row])) if x.label == "tokens/s")
         return f"{speed.style} {speed.against}"
 
     row = json.loads(json.dumps(RUN[0]))
@@ -300,7 +309,7 @@ def test_the_page_stands_alone_and_escapes_what_it_was_given(tmp_path: Path) -> 
 
 
 def test_the_summary_is_of_the_whole_run() -> None:
-    tiles = dict(summary(RUN))
+    tiles = dict(summary(steps_of(RUN)))
     k3 = [x["metrics"]["rollout_corr/k3_kl"] for x in RUN]
     over = np.mean([x["metrics"]["rollout_corr/k3_kl"] > x["metrics"]["fp8plan/kl_limit"] for x in RUN])
     assert tiles["steps"] == "200"
@@ -327,16 +336,16 @@ def test_an_infinite_kl_is_shown_by_its_robust_one_and_is_over_the_limit(tmp_pat
     assert kl.split()[:4] == ["KL", "k3", "robust", f"{robust:.2e}"]
     assert "k3 infinite; limit 4.0e-03" in kl
     assert len(kl.split()[-1]) == 8  # a bar for every step
-    tiles = dict(summary(reader.rows))
+    tiles = dict(summary(reader.steps))
     assert tiles["steps over the KL limit"] == "25.0%"
     assert tiles["steps with infinite k3, counted as the robust one"] == "2"
-    assert "infinite" not in " ".join(dict(summary(quiet)))
-    first, late = (trace.y for trace in by_position(reader.rows).data)
+    assert "infinite" not in " ".join(dict(summary(steps_of(quiet))))
+    first, late = (trace.y for trace in by_position(reader.steps).data)
     assert len(first) == len(late) + 1  # the span without a number is left out, the others are there
     assert late == pytest.approx([x["k3"] for x in quiet[7]["profile"][1:]])
     page(reader)
     alone = written(tmp_path / "run.jsonl", [quiet[0] | {"profile": [{"first": 0, "tokens": 5, "k3": None}]}])
-    assert by_position(alone.rows) is None
+    assert by_position(alone.steps) is None
 
 
 def test_a_kl_that_is_infinite_in_its_robust_form_too_is_shown_as_such(tmp_path: Path) -> None:
@@ -344,7 +353,7 @@ def test_a_kl_that_is_infinite_in_its_robust_form_too_is_shown_as_such(tmp_path:
     reader = written(tmp_path / "run.jsonl", [{"step": 1, "metrics": metrics}])
     (kl,) = (x for x in shown(reader).splitlines() if x.startswith("KL"))
     assert kl.split()[:5] == ["KL", "k3", "inf", "k3", "infinite;"]
-    tiles = dict(summary(reader.rows))
+    tiles = dict(summary(reader.steps))
     assert (tiles["steps over the KL limit"], tiles["KL k3, median"]) == ("100.0%", "inf")
     page(reader)
 
@@ -353,7 +362,7 @@ def test_a_kl_that_is_not_recorded_is_not_an_infinite_one(tmp_path: Path) -> Non
     metrics = {"fp8plan/k3_robust": 0.5, "fp8plan/kl_limit": 1e-3}
     reader = written(tmp_path / "run.jsonl", [{"step": 1, "metrics": metrics}])
     assert re.search(r"^KL k3 robust +5.00e-01 +limit", shown(reader), re.MULTILINE)
-    assert "steps over the KL limit" not in dict(summary(reader.rows))
+    assert "steps over the KL limit" not in dict(summary(reader.steps))
 
 
 def test_files_that_cannot_be_used_are_one_error(tmp_path: Path) -> None:
@@ -527,7 +536,7 @@ def test_a_cold_start_is_no_warning(tmp_path: Path) -> None:
     row = json.loads(json.dumps(RUN[0]))
     row["metrics"]["fp8plan/tokens_per_s"] = 3000.0
     row["guard"]["verdict"] |= {"as_fast": False, "cold": True, "causes": []}
-    (speed,) = (x for x in lines([row]) if x.label == "tokens/s")
+    (speed,) = (x for x in lines(steps_of([row])) if x.label == "tokens/s")
     assert (speed.style, speed.against) == ("", "predicted 9,200 (0.33x)")
     console = Console(width=80, force_terminal=True, color_system="standard")
     with console.capture() as caught:

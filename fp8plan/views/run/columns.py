@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fp8plan.model.cost.base import FloatArray
+from fp8plan.runtime.monitor.steps import Steps
 from fp8plan.schemas import (
     K3,
     K3_ROBUST,
@@ -19,9 +20,8 @@ from fp8plan.schemas import (
     PREDICTED_HIGH,
     PREDICTED_LOW,
     TOKENS_PER_S,
+    Verdict,
 )
-
-Row = dict[str, Any]
 
 SPEED, SPEED_LOW, SPEED_HIGH = "achieved/predicted", "low/predicted", "high/predicted"  # in no record
 OF_PREDICTED: Final = {SPEED: TOKENS_PER_S, SPEED_LOW: PREDICTED_LOW, SPEED_HIGH: PREDICTED_HIGH}
@@ -48,101 +48,98 @@ class Event:
     why: str
 
 
-def column(rows: Sequence[Row], metric: str) -> FloatArray:
-    """One metric over the steps, nan where a record has none; shape (rows,)."""
-    values = (row["metrics"].get(metric) for row in rows)
-    return np.array([np.nan if x is None else x for x in values], dtype=np.float64)
-
-
-def columns(rows: Sequence[Row], metrics: Iterable[str]) -> dict[str, FloatArray]:
+def columns(steps: Steps, metrics: Iterable[str]) -> dict[str, FloatArray]:
     """Several metrics over the steps, and speeds as shares of the predicted one (OF_PREDICTED)."""
-    found = {metric: column(rows, metric) for metric in metrics}
-    predicted = column(rows, PREDICTED)
-    return found | {share: column(rows, metric) / predicted for share, metric in OF_PREDICTED.items()}
+    found = {metric: steps.column(metric) for metric in metrics}
+    predicted = steps.column(PREDICTED)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return found | {share: steps.column(metric) / predicted for share, metric in OF_PREDICTED.items()}
 
 
-def infinite_kl(rows: Sequence[Row]) -> NDArray[np.bool_]:
-    """Steps whose k3 was infinite, bool of shape (rows,). JSON has no number for it, so the record has null.
+def infinite_kl(steps: Steps) -> NDArray[np.bool_]:
+    """Steps whose k3 was infinite, bool of shape (steps,).
 
     One token is enough, whose log-prob an engine gave as -9999, vLLM's word for minus infinity.
     """
-    return np.array([row["metrics"].get(K3, 0.0) is None for row in rows], dtype=np.bool_)
+    return np.array(steps.infinite, dtype=np.bool_)
 
 
-def shown_kl(rows: Sequence[Row]) -> FloatArray:
+def warm(steps: Steps) -> NDArray[np.bool_]:
+    """Steps without those whose rollout was an engine's first and slow for it, bool of shape (steps,)."""
+    return np.array([not said.cold for said in steps.said], dtype=np.bool_)
+
+
+def shown_kl(steps: Steps) -> FloatArray:
     """k3 over the steps; where there is none the robust one, which is finite unless many tokens are to blame."""
-    k3, robust = column(rows, K3), column(rows, K3_ROBUST)
-    robust = np.where(np.isnan(robust) & infinite_kl(rows), np.inf, robust)
+    k3, robust = steps.column(K3), steps.column(K3_ROBUST)
+    robust = np.where(np.isnan(robust) & infinite_kl(steps), np.inf, robust)
     return np.where(np.isnan(k3), robust, k3)
 
 
-def over_limit(rows: Sequence[Row]) -> NDArray[np.bool_]:
+def over_limit(steps: Steps) -> NDArray[np.bool_]:
     """Steps whose KL was over its limit, of those that know both. An infinite KL is over any limit."""
-    limit, infinite = column(rows, KL_LIMIT), infinite_kl(rows)
-    k3 = np.where(infinite, np.inf, column(rows, K3))
+    limit, infinite = steps.column(KL_LIMIT), infinite_kl(steps)
+    k3 = np.where(infinite, np.inf, steps.column(K3))
     known = np.isfinite(limit) & ~np.isnan(k3)
     over: NDArray[np.bool_] = k3[known] > limit[known]
     return over
 
 
-def last(rows: Sequence[Row], metric: str) -> float | None:
-    """The newest value of a metric in the last row; None if it has none."""
-    value = rows[-1]["metrics"].get(metric) if rows else None
-    return None if value is None else float(value)
-
-
-def as_fast(verdict: Row) -> bool | None:
+def as_fast(verdict: Verdict) -> bool | None:
     """True if the guard found a rollout as fast as predicted or faster; None if it did not say. Records of schema 1.1
     call it `within`."""
-    judged: bool | None = verdict.get("as_fast", verdict.get("within"))
-    return judged
+    return verdict.within if verdict.as_fast is None else verdict.as_fast
 
 
-def events(rows: Sequence[Row]) -> list[Event]:
+def events(steps: Steps) -> list[Event]:
     """All events, in the order of the steps."""
-    found, known = list[Event](), set[str]()
-    for row in rows:
-        step, alarms = row["step"], [str(x) for x in row.get("alarms") or ()]
-        if row.get("decision") not in QUIET:
-            found.append(Event(step, "decision", row["decision"], row.get("reason") or ""))
-        if begun := [x for x in alarms if x not in known]:
+    return [event for index in range(len(steps)) for event in _events_of(steps, index)]
+
+
+def last_events(steps: Steps, count: int) -> list[Event]:
+    """The last events, in the order of the steps. The steps are read from their end, as far as it takes."""
+    found: list[Event] = []
+    for index in range(len(steps) - 1, -1, -1):
+        found = _events_of(steps, index) + found
+        if len(found) >= count:
+            break
+    return found[-count:]
+
+
+def _events_of(steps: Steps, index: int) -> list[Event]:
+    said, step, found = steps.said[index], steps.numbers[index], list[Event]()
+    if said.decision not in QUIET:
+        found.append(Event(step, "decision", str(said.decision), said.reason or ""))
+    if said.alarms:
+        before = steps.said[index - 1].alarms if index else ()
+        if begun := [x for x in said.alarms if x not in before]:
             why = "; ".join(filter(None, (ALARMS.get(x) for x in begun)))
             found.append(Event(step, "alarm", ", ".join(begun), why))
-        known = set(alarms)
-        verdict = (row.get("guard") or {}).get("verdict") or {}
-        if verdict.get("action", "none") != "none":
-            found.append(Event(step, "guard", verdict["action"], verdict.get("reason") or ""))
+    verdict = said.guard.verdict if said.guard else None
+    if verdict and (verdict.action or "none") != "none":
+        found.append(Event(step, "guard", str(verdict.action), verdict.reason or ""))
     return found
 
 
-def title(rows: Sequence[Row]) -> str:
+def title(steps: Steps) -> str:
     """The model, precision and GPU of a run, as far as a record names them."""
-    row: Row = next((x for x in reversed(rows) if x.get("model")), {})
-    precision, gpu = row.get("precision"), row.get("gpu")
-    return " ".join([*filter(None, (row.get("model"), precision)), *(["on", gpu] if gpu else [])])
+    model, precision, gpu = next((x.ran for x in reversed(steps.said) if x.ran[0]), (None, None, None))
+    return " ".join([*filter(None, (model, precision)), *(["on", gpu] if gpu else [])])
 
 
-def pace(rows: Sequence[Row]) -> float | None:
+def pace(steps: Steps) -> float | None:
     """Seconds between two records, the median of the last 20; None before there are two.
 
     Where the clock was set back the time between two is not known.
     """
-    passed = np.diff([when(row).timestamp() for row in rows[-21:]])
+    passed = np.diff(np.array(steps.times[-21:]))
     passed = passed[passed > 0]
     return float(np.median(passed)) if passed.size else None
 
 
-def age(rows: Sequence[Row]) -> float:
+def age(steps: Steps) -> float:
     """Seconds since the last record."""
-    return max(0.0, (datetime.now(UTC) - when(rows[-1])).total_seconds())
-
-
-def when(row: Row) -> datetime:
-    """The date of a record; for one without a date, long ago."""
-    try:
-        return datetime.fromisoformat(row["date"]).astimezone(UTC)
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return datetime.fromtimestamp(0, UTC)
+    return max(0.0, (datetime.now(UTC) - steps.when(len(steps) - 1)).total_seconds())
 
 
 def left_out(replaced: int) -> str:

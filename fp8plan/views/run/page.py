@@ -12,10 +12,12 @@ import numpy as np
 from fp8plan import schemas
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.monitor.run_file import RunReader
+from fp8plan.runtime.monitor.steps import Steps
+from fp8plan.views.axes import MOST, SPANS
 from fp8plan.views.html_page import document, figures
 from fp8plan.views.run import columns as runs
-from fp8plan.views.run.columns import Event, Row, column
-from fp8plan.views.run.plots import by_position, figure
+from fp8plan.views.run.columns import Event
+from fp8plan.views.run.plots import MARKED, by_position, figure
 from fp8plan.views.sparkline import duration, percent
 
 LISTED: Final = 200  # events in the table
@@ -27,7 +29,7 @@ def write_report(source: Path, target: Path) -> None:
         raise ConfigError(f"cannot write the report to {target}; allowed: a name that ends in .html")
     reader = RunReader(source)
     reader.read()
-    if not reader.rows:
+    if not len(reader.steps):
         raise ConfigError(
             f"{source} has no record of a Monitor; for a page of a plan type: fp8plan plan ... --plot FILE.html"
         )
@@ -43,17 +45,18 @@ def write_report(source: Path, target: Path) -> None:
 
 def page(reader: RunReader) -> str:
     """The whole page."""
-    found = runs.events(reader.rows)
-    plots = figures([figure(reader.rows, found), *filter(None, [by_position(reader.rows)])])
-    tiles = "".join(f"<div><b>{escape(value)}</b>{escape(label)}</div>" for label, value in summary(reader.rows))
-    body = f'<p class="dim">{escape(_span(reader))}</p><div class="tiles">{tiles}</div>{LEGEND}{plots}{_table(found)}'
-    return document(reader.path.name, runs.title(reader.rows), body)
+    steps, found = reader.steps, runs.events(reader.steps)
+    plots = figures([figure(steps, found), *filter(None, [by_position(steps)])])
+    tiles = "".join(f"<div><b>{escape(value)}</b>{escape(label)}</div>" for label, value in summary(steps))
+    head = f'<p class="dim">{escape(_span(reader))}</p><div class="tiles">{tiles}</div>'
+    legend = f'<p class="dim">{" ".join(_legend(len(steps), found))}</p>'
+    return document(reader.path.name, runs.title(steps), f"{head}{legend}{plots}{_table(found)}")
 
 
-def summary(rows: Sequence[Row]) -> list[tuple[str, str]]:
+def summary(steps: Steps) -> list[tuple[str, str]]:
     """Pairs of (label, figure) for the whole run."""
-    k3, over, infinite = runs.shown_kl(rows), runs.over_limit(rows), runs.infinite_kl(rows)
-    tiles = [("steps", f"{len(rows):,}"), *_rewards(rows)]
+    k3, over, infinite = runs.shown_kl(steps), runs.over_limit(steps), runs.infinite_kl(steps)
+    tiles = [("steps", f"{len(steps):,}"), *_rewards(steps)]
     if not np.isnan(k3).all():
         tiles.append(("KL k3, median", f"{np.nanmedian(k3):.2e}"))
     if infinite.any():
@@ -64,10 +67,10 @@ def summary(rows: Sequence[Row]) -> list[tuple[str, str]]:
         ("raw ESS, least", schemas.ESS_RAW, True),
         ("tokens lost, mean", schemas.LOST_TOKENS, False),
     ):
-        values = column(rows, metric)
+        values = steps.column(metric)
         if np.isfinite(values).any():
             tiles.append((label, percent(float(np.nanmin(values) if least else np.nanmean(values)))))
-    achieved, share = column(rows, schemas.TOKENS_PER_S), runs.columns(rows, [])[runs.SPEED]
+    achieved, share = steps.column(schemas.TOKENS_PER_S), runs.columns(steps, [])[runs.SPEED][runs.warm(steps)]
     if np.isfinite(achieved).any():
         tiles.append(("tokens/s, median", f"{np.nanmedian(achieved):,.0f}"))
     if np.isfinite(share).any():
@@ -75,9 +78,9 @@ def summary(rows: Sequence[Row]) -> list[tuple[str, str]]:
     return tiles
 
 
-def _rewards(rows: Sequence[Row]) -> list[tuple[str, str]]:
+def _rewards(steps: Steps) -> list[tuple[str, str]]:
     """The reward of the first and of the last tenth of the steps, where the loop told it."""
-    rewards = column(rows, schemas.REWARD)
+    rewards = steps.column(schemas.REWARD)
     rewards = rewards[np.isfinite(rewards)]
     tenth = max(1, rewards.size // 10)
     first, last = (f"{part.mean():.3g}" if part.size else "" for part in (rewards[:tenth], rewards[-tenth:]))
@@ -85,10 +88,10 @@ def _rewards(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def _span(reader: RunReader) -> str:
-    rows = reader.rows
-    first, final = (f"{runs.when(rows[at]):%Y-%m-%d %H:%M:%S}" for at in (0, -1))
-    told = f"steps {rows[0]['step']:,} to {rows[-1]['step']:,}, {first} to {final} UTC"
-    if pace := runs.pace(rows):
+    steps = reader.steps
+    first, final = (f"{steps.when(at):%Y-%m-%d %H:%M:%S}" for at in (0, -1))
+    told = f"steps {steps.numbers[0]:,} to {steps.numbers[-1]:,}, {first} to {final} UTC"
+    if pace := runs.pace(steps):
         told += f", one every {duration(pace)}"
     if reader.replaced:
         told += f". {runs.left_out(reader.replaced)}"
@@ -108,7 +111,18 @@ def _table(found: Sequence[Event]) -> str:
     return f"<h2>Events</h2>{left_out}<table>{head}{listed}</table>"
 
 
-LEGEND: Final = (
-    '<p class="dim">Dotted lines: <span class="alarm">an alarm begins</span>, <span class="guard">the guard advises'
-    " to step down</span>. Drag to zoom, double-click to go back.</p>"
-)
+def _legend(steps: int, found: Sequence[Event]) -> list[str]:
+    """Sentences of HTML on what the pictures show."""
+    marks = sum(x.kind != "decision" for x in found)
+    some = f", the last {MARKED} of {marks:,}" if marks > MARKED else ""
+    alarm, guard = (
+        '<span class="alarm">an alarm begins</span>',
+        '<span class="guard">the guard advises to step down</span>',
+    )
+    told = [f"Dotted lines{some}: {alarm}, {guard}. Drag to zoom, double-click to go back."]
+    if steps > MOST:
+        told.append(
+            f"Of {steps:,} steps a curve shows the first, least, greatest and last value in each of {SPANS:,} spans: "
+            "no spike is lost, but zooming shows no more steps."
+        )
+    return told

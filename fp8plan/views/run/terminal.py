@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from rich import box
@@ -18,8 +18,8 @@ from fp8plan import schemas
 from fp8plan.errors import ConfigError
 from fp8plan.model.cost.base import FloatArray
 from fp8plan.runtime.monitor.run_file import RunReader
+from fp8plan.runtime.monitor.steps import Steps
 from fp8plan.views.run import columns as runs
-from fp8plan.views.run.columns import Row, column, last
 from fp8plan.views.sparkline import FREE, Scale, duration, percent, sparkline
 from fp8plan.views.tables import Paragraph
 
@@ -56,13 +56,13 @@ class RunView:
     trouble: str = ""  # why the file cannot be read now
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        rows = self.reader.rows
-        if not rows:
+        steps = self.reader.steps
+        if not len(steps):
             yield Paragraph(self.trouble or f"{self.reader.path}: no step yet")
             return
         trouble = [Paragraph(self.trouble, style=WORST)] if self.trouble else []
-        table = _table(rows, options.max_width, self.steps)
-        yield Group(*_heading(self.reader), *trouble, "", table, "", *_state(rows), *_news(rows))
+        table = _table(steps, options.max_width, self.steps)
+        yield Group(*_heading(self.reader), *trouble, "", table, "", *_state(steps), *_news(steps))
 
 
 def begin(reader: RunReader) -> None:
@@ -102,11 +102,11 @@ def look(reader: RunReader) -> str:
 
 
 def _heading(reader: RunReader) -> list[RenderableType]:
-    rows, pace, age = reader.rows, runs.pace(reader.rows), runs.age(reader.rows)
+    steps, pace, age = reader.steps, runs.pace(reader.steps), runs.age(reader.steps)
     late = pace is not None and age > 3 * pace + 10
-    told = f"step {rows[-1]['step']:,}, {duration(age)} ago" + (f"; one every {duration(pace)}" if pace else "")
+    told = f"step {steps.numbers[-1]:,}, {duration(age)} ago" + (f"; one every {duration(pace)}" if pace else "")
     lines: list[RenderableType] = [Text.assemble((f"{reader.path.name}  ", "bold"), (told, BAD if late else ""))]
-    if title := runs.title(rows):
+    if title := runs.title(steps):
         lines.append(Paragraph(title))
     if reader.replaced:
         lines.append(Paragraph(runs.left_out(reader.replaced), style="dim"))
@@ -115,42 +115,42 @@ def _heading(reader: RunReader) -> list[RenderableType]:
     return lines
 
 
-def _table(rows: Sequence[Row], width: int, steps: int | None) -> Table:
-    """A row for each figure, with a bar for each of the last steps that there is room for, or for `steps` of them."""
-    figures = lines(rows[-(steps or width) :])
+def _table(steps: Steps, width: int, count: int | None) -> Table:
+    """A row for each figure, with a bar for each of the last steps that there is room for, or for `count` of them."""
+    figures = lines(steps.last(count or width))
     cells = [[line.label for line in figures], [line.now for line in figures], [line.against for line in figures]]
     sizes = [max(map(len, [*column, name])) for column, name in zip(cells, ("", "now", "against"), strict=True)]
     if width - sum(sizes) - 3 * (GAP + 1) < LEAST:
         sizes.pop()
     room = max(1, width - sum(sizes) - len(sizes) * (GAP + 1))
-    rows = rows[-(steps or room) :]
+    steps = steps.last(count or room)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP, 0, 0))
     for name, size in zip(("", "now", "against"), sizes, strict=False):
         table.add_column(name, width=size, justify="right" if name == "now" else "left", no_wrap=True)
-    names = (f"last {len(rows):,} steps" if len(rows) > 1 else "last step", f"last {len(rows):,}", "")
+    names = (f"last {len(steps):,} steps" if len(steps) > 1 else "last step", f"last {len(steps):,}", "")
     table.add_column(next(x for x in names if len(x) <= room), width=room, no_wrap=True)
-    for line in lines(rows):
+    for line in lines(steps):
         bars = sparkline(line.values, room, line.scale)
         against = [Text(line.against, "dim")] if len(sizes) > 2 else []
         table.add_row(line.label, Text(line.now, line.style), *against, Text(bars, line.style))
     return table
 
 
-def lines(rows: Sequence[Row]) -> list[Line]:
+def lines(steps: Steps) -> list[Line]:
     """The figures that these records have."""
-    found = [_kl(rows), _ess(rows, "ESS", schemas.ESS), _ess(rows, "raw ESS", schemas.ESS_RAW)]
-    found = [_plain(rows, "reward", schemas.REWARD), *found, _plain(rows, "TIS C", schemas.TIS), _band(rows)]
-    found += [_share(rows, "clipped", schemas.CLIP_FRACTION, "of tokens, ratio above C")]
-    found += [_share(rows, "clipped mass", schemas.CLIPPED_MASS, "of the weight")]
-    found += [_share(rows, "lost", schemas.LOST_TOKENS, "of tokens, weight 0"), _speed(rows)]
+    found = [_kl(steps), _ess(steps, "ESS", schemas.ESS), _ess(steps, "raw ESS", schemas.ESS_RAW)]
+    found = [_plain(steps, "reward", schemas.REWARD), *found, _plain(steps, "TIS C", schemas.TIS), _band(steps)]
+    found += [_share(steps, "clipped", schemas.CLIP_FRACTION, "of tokens, ratio above C")]
+    found += [_share(steps, "clipped mass", schemas.CLIPPED_MASS, "of the weight")]
+    found += [_share(steps, "lost", schemas.LOST_TOKENS, "of tokens, weight 0"), _speed(steps)]
     return [line for line in found if not np.isnan(line.values).all()]
 
 
-def _kl(rows: Sequence[Row]) -> Line:
+def _kl(steps: Steps) -> Line:
     """k3 against its limit; the robust one where k3 is infinite, or not recorded."""
-    values, limit, infinite = runs.shown_kl(rows), last(rows, schemas.KL_LIMIT), bool(runs.infinite_kl(rows)[-1])
+    values, limit, infinite = runs.shown_kl(steps), steps.value(schemas.KL_LIMIT), bool(runs.infinite_kl(steps)[-1])
     now = None if np.isnan(values[-1]) else float(values[-1])
-    robust = last(rows, schemas.K3) is None and last(rows, schemas.K3_ROBUST) is not None
+    robust = steps.value(schemas.K3) is None and steps.value(schemas.K3_ROBUST) is not None
     style, against = "", ""
     if now is not None and limit:
         style = GOOD if now <= limit else BAD if now <= 3 * limit else WORST
@@ -160,83 +160,87 @@ def _kl(rows: Sequence[Row]) -> Line:
     return Line("KL k3 robust" if robust else "KL k3", _number(now, ".2e"), against, values, style, KL_SCALE)
 
 
-def _share(rows: Sequence[Row], label: str, metric: str, against: str = "") -> Line:
-    return Line(label, percent(last(rows, metric)), against, column(rows, metric), scale=Scale(low=0.0, span=1e-3))
+def _share(steps: Steps, label: str, metric: str, against: str = "") -> Line:
+    return Line(label, percent(steps.value(metric)), against, steps.column(metric), scale=Scale(low=0.0, span=1e-3))
 
 
-def _ess(rows: Sequence[Row], label: str, metric: str) -> Line:
-    now = last(rows, metric)
+def _ess(steps: Steps, label: str, metric: str) -> Line:
+    now = steps.value(metric)
     style = "" if now is None else WORST if now < LOW_ESS[0] else BAD if now < LOW_ESS[1] else GOOD
-    return Line(label, percent(now), f"least {percent(_least(rows, metric))}", column(rows, metric), style, SHARE)
+    return Line(label, percent(now), f"least {percent(_least(steps, metric))}", steps.column(metric), style, SHARE)
 
 
-def _least(rows: Sequence[Row], metric: str) -> float | None:
-    values = column(rows, metric)
+def _least(steps: Steps, metric: str) -> float | None:
+    values = steps.column(metric)
     return float(np.nanmin(values)) if np.isfinite(values).any() else None
 
 
-def _plain(rows: Sequence[Row], label: str, metric: str) -> Line:
-    values = column(rows, metric)
+def _plain(steps: Steps, label: str, metric: str) -> Line:
+    values = steps.column(metric)
     known = values[np.isfinite(values)]
-    against = f"{known.min():.2f} to {known.max():.2f}" if known.size else ""
-    return Line(label, _number(last(rows, metric), ".2f"), against, values, scale=Scale(span=0.5))
+    against = f"{_short(known.min())} to {_short(known.max())}" if known.size else ""
+    now = steps.value(metric)
+    return Line(label, "-" if now is None else _short(now), against, values, scale=Scale(span=0.5))
 
 
-def _band(rows: Sequence[Row]) -> Line:
-    low, high = last(rows, schemas.BAND_LOW), last(rows, schemas.BAND_HIGH)
+def _short(value: float) -> str:
+    """Two decimals, or two digits of a small number: it is not 0.00."""
+    return f"{value:.2f}" if abs(value) >= 0.1 or value == 0 else f"{value:.2g}"
+
+
+def _band(steps: Steps) -> Line:
+    low, high = steps.value(schemas.BAND_LOW), steps.value(schemas.BAND_HIGH)
     now = "-" if low is None or high is None else f"{low:.3g} to {high:.3g}"
-    return Line("MIS band", now, "bars: its upper end", column(rows, schemas.BAND_HIGH))
+    return Line("MIS band", now, "bars: its upper end", steps.column(schemas.BAND_HIGH))
 
 
-def _speed(rows: Sequence[Row]) -> Line:
+def _speed(steps: Steps) -> Line:
     """Speed of the last rollout: several steps may train on one."""
-    bars = _speed_bars(rows)
-    timed = np.flatnonzero(np.isfinite(column(rows, schemas.TOKENS_PER_S)))
-    rows = rows[: timed[-1] + 1] if timed.size else []
-    now, said = last(rows, schemas.TOKENS_PER_S), last(rows, schemas.PREDICTED)
-    low, high = last(rows, schemas.PREDICTED_LOW), last(rows, schemas.PREDICTED_HIGH)
+    bars = _speed_bars(steps)
+    timed = np.flatnonzero(np.isfinite(steps.column(schemas.TOKENS_PER_S)))
+    at = int(timed[-1]) if timed.size else -1  # where there is none, the last step has none either
+    names = schemas.TOKENS_PER_S, schemas.PREDICTED, schemas.PREDICTED_LOW, schemas.PREDICTED_HIGH
+    now, said, low, high = (steps.value(name, at) for name in names)
     style, against = "", ""
     if now is not None and said:
-        verdict = (rows[-1].get("guard") or {}).get("verdict") or {}
-        judged = runs.as_fast(verdict)  # it allows for noise
+        guard = steps.said[at].guard
+        judged = runs.as_fast(guard.verdict) if guard and guard.verdict else None  # it allows for noise
         fine = (low is None or now >= low) if judged is None else judged
-        style = GOOD if fine else "" if verdict.get("cold") else BAD
+        style = GOOD if fine else "" if steps.said[at].cold else BAD
         against = f"predicted {said:,.0f} ({_times(now / said)})"
         if style == BAD:
             against = f"predicted {low:,.0f}-{high:,.0f}" if high is not None else against
     return Line("tokens/s", _number(now, ",.0f"), against, bars, style, Scale(low=0.0, high=1.0))
 
 
-def _speed_bars(rows: Sequence[Row]) -> FloatArray:
+def _speed_bars(steps: Steps) -> FloatArray:
     """Shares of the prediction, if there is one: batches differ, so a speed alone is neither good nor bad."""
-    of_predicted = runs.columns(rows, [])[runs.SPEED]
-    return of_predicted if np.isfinite(of_predicted).any() else column(rows, schemas.TOKENS_PER_S)
+    of_predicted = runs.columns(steps, [])[runs.SPEED]
+    return of_predicted if np.isfinite(of_predicted).any() else steps.column(schemas.TOKENS_PER_S)
 
 
-def _state(rows: Sequence[Row]) -> list[RenderableType]:
+def _state(steps: Steps) -> list[RenderableType]:
     """The decision and the alarms of the last step, and what the guard said last: not every step has a rollout."""
-    row = rows[-1]
-    told = [("decision", f"{row.get('decision') or 'none'}: {row.get('reason') or ''}".rstrip(": "), "")]
-    told += [("alarm", f"{x}: {runs.ALARMS.get(x, '')}".rstrip(": "), WORST) for x in row.get("alarms") or ()]
-    guards: list[dict[str, Any]] = [x["guard"] for x in rows if x.get("guard")]
-    guard: dict[str, Any] = next((x for x in reversed(guards) if x.get("verdict") or x.get("off")), {})
-    verdict, state = guard.get("verdict") or {}, (row.get("guard") or {}).get("state") or {}
-    if verdict:
-        action = verdict.get("action", "none")
-        cold = bool(verdict.get("cold"))
+    said = steps.said[-1]
+    told = [("decision", f"{said.decision or 'none'}: {said.reason or ''}".rstrip(": "), "")]
+    told += [("alarm", f"{x}: {runs.ALARMS.get(x, '')}".rstrip(": "), WORST) for x in said.alarms]
+    guards = (x.guard for x in reversed(steps.said) if x.guard)
+    guard = next((x for x in guards if x.verdict or x.off), None)
+    if guard and (verdict := guard.verdict):
+        action, cold = verdict.action or "none", bool(verdict.cold)
         fine = action == "none" and (cold or runs.as_fast(verdict) is not False)
         advice = "" if action == "none" else f"{action}: "
-        told.append(("guard", f"{advice}{verdict.get('reason', '')}", BAD if not fine else "" if cold else GOOD))
-        told += [("  cause", cause.get("sentence", ""), BAD) for cause in verdict.get("causes") or () if not fine]
-    if guard.get("off"):
-        told.append(("guard", f"off: {guard['off']}", BAD))
-    if state.get("rung", "none") != "none":
-        told.append(("guard", f"stepped down: {state['rung']}", BAD))
+        told.append(("guard", f"{advice}{verdict.reason or ''}", BAD if not fine else "" if cold else GOOD))
+        told += [("  cause", cause.sentence or "", BAD) for cause in verdict.causes or () if not fine]
+    if guard and guard.off:
+        told.append(("guard", f"off: {guard.off}", BAD))
+    if said.guard and said.guard.state and (said.guard.state.rung or "none") != "none":
+        told.append(("guard", f"stepped down: {said.guard.state.rung}", BAD))
     return [Paragraph(f"{label:<{INDENT}}{text}", indent=INDENT, style=style) for label, text, style in told]
 
 
-def _news(rows: Sequence[Row]) -> list[RenderableType]:
-    news = runs.events(rows)[-NEWS:]
+def _news(steps: Steps) -> list[RenderableType]:
+    news = runs.last_events(steps, NEWS)
     told = [Paragraph(f"{x.step:>7,}  {x.kind} {x.what}: {x.why}".rstrip(": "), 9, "dim") for x in reversed(news)]
     return ["", Text("last events", "bold"), *told] if told else []
 

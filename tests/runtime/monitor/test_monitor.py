@@ -21,7 +21,7 @@ import torch
 from plans import choice, plan, saved
 from simulated_run import simulated
 
-from fp8plan import schemas
+from fp8plan import jsonl, schemas
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import plain
 from fp8plan.model.limits import EngineLimits
@@ -74,7 +74,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     reader = RunReader(path)
     reader.read()
     assert (reader.skipped, reader.replaced) == (0, 0)
-    return reader.rows
+    return jsonl.rows(path)
 
 
 def same(one: Step, other: Step) -> None:

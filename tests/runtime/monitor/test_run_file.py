@@ -27,6 +27,7 @@ from fp8plan import jsonl as record
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import append, line, repair, torn_path
 from fp8plan.runtime.monitor.run_file import RunReader
+from fp8plan.schemas import K3
 
 # Appends records without end and says after each that it is written. Sizes differ, so that kills fall into long writes.
 WRITER = """
@@ -36,7 +37,7 @@ from fp8plan.jsonl import append, line
 path, step = Path(sys.argv[1]), int(sys.argv[2])
 while True:
     size = (10, 1000, 200_000)[step % 3]
-    append(path, line({"step": step, "metrics": {}, "check": step * 7, "filling": "x" * size}))
+    append(path, line({"step": step, "metrics": {"rollout_corr/k3_kl": step * 7}, "filling": "x" * size}))
     print(step, flush=True)
     step += 1
 """
@@ -50,7 +51,12 @@ def steps(path: Path) -> list[int]:
     reader = RunReader(path)
     reader.read()
     assert reader.skipped == 0
-    return [one["step"] for one in reader.rows]
+    return reader.steps.numbers.tolist()
+
+
+def checks(reader: RunReader) -> list[tuple[int, float]]:
+    """The number and the k3 of each step."""
+    return list(zip(reader.steps.numbers, reader.steps.metrics[K3], strict=True))
 
 
 @pytest.mark.slow
@@ -58,7 +64,7 @@ def test_fifty_writers_killed_at_any_time_lose_no_record_but_the_one_in_flight(t
     path, chance = tmp_path / "run.jsonl", random.Random(5)
     reader, torn = RunReader(path), 0
     for _ in range(50):
-        first = len(reader.rows)
+        first = len(reader.steps)
         command = [sys.executable, "-c", WRITER, str(path), str(first)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
             assert writer.stdout is not None
@@ -68,12 +74,12 @@ def test_fifty_writers_killed_at_any_time_lose_no_record_but_the_one_in_flight(t
             writer.send_signal(signal.SIGKILL)
             said += [int(x) for x in writer.stdout.read().split()]
         reader.read()  # readable as the kill has left it
-        assert said == list(range(first, len(reader.rows)))[: len(said)]  # all that was said to be written is there
-        assert len(reader.rows) - (said[-1] + 1) <= 1  # and the one in flight, perhaps
+        assert said == list(range(first, len(reader.steps)))[: len(said)]  # all that was said to be written is there
+        assert len(reader.steps) - (said[-1] + 1) <= 1  # and the one in flight, perhaps
         torn += repair(path) > 0
     assert (reader.skipped, reader.replaced) == (0, 0)
-    assert [(x["step"], x["check"]) for x in reader.rows] == [(n, 7 * n) for n in range(len(reader.rows))]
-    assert steps(path) == list(range(len(reader.rows)))
+    assert checks(reader) == [(n, 7 * n) for n in range(len(reader.steps))]
+    assert steps(path) == list(range(len(reader.steps)))
     assert len(torn_path(path).read_text().splitlines() if torn else []) == torn
 
 
@@ -153,23 +159,23 @@ def test_a_reader_follows_a_file_that_grows_is_rewound_and_is_begun_anew(tmp_pat
         RunReader(path).read()
     repair(path)  # makes it
     reader = RunReader(path)
-    assert (reader.read(), reader.rows) == (0, [])
+    assert (reader.read(), len(reader.steps)) == (0, 0)
     for step in range(5):
-        append(path, line(row(step, try_=1)))
+        append(path, line(row(step, metrics={K3: 1.0})))
         assert reader.read() == 1
     with open(path, "ab") as file:  # a line that is being written
         file.write(line(row(5))[:9])
     assert reader.read() == 0
-    append(path, line(row(3, try_=2)))  # back to a checkpoint
+    append(path, line(row(3, metrics={K3: 2.0})))  # back to a checkpoint
     assert reader.read() == 1
-    assert [(x["step"], x["try_"]) for x in reader.rows] == [(0, 1), (1, 1), (2, 1), (3, 2)]
+    assert checks(reader) == [(0, 1), (1, 1), (2, 1), (3, 2)]
     assert reader.replaced == 2
     append(path, b"no record\n[1]\n\n")
     assert (reader.read(), reader.skipped) == (0, 2)
     os.unlink(path)
     append(path, line(row(9)))
     assert reader.read() == 1
-    assert ([x["step"] for x in reader.rows], reader.replaced, reader.skipped) == ([9], 0, 0)
+    assert (reader.steps.numbers.tolist(), reader.replaced, reader.skipped) == ([9], 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +208,7 @@ def test_a_line_whose_fields_are_not_what_they_should_be_is_skipped_and_counted(
     path.write_bytes(json.dumps(row(0) | wrong).encode() + b"\n" + line(fine))
     reader = RunReader(path)
     assert reader.read() == 1
-    assert (reader.rows, reader.skipped) == ([fine], 1)
+    assert (reader.steps.numbers.tolist(), reader.steps.said[0].decision, reader.skipped) == ([1], "hold", 1)
 
 
 def test_a_record_of_a_newer_schema_is_an_error_each_time_and_what_came_before_stays(tmp_path: Path) -> None:
@@ -214,7 +220,7 @@ def test_a_record_of_a_newer_schema_is_an_error_each_time_and_what_came_before_s
             ConfigError, match=r"run\.jsonl has schema 2\.0; this is .* reads schema 1\.x: type: pip install"
         ):
             reader.read()
-        assert [x["step"] for x in reader.rows] == [1, 2]
+        assert reader.steps.numbers.tolist() == [1, 2]
 
 
 def test_junk_of_any_kind_is_skipped(tmp_path: Path) -> None:
@@ -237,7 +243,7 @@ def test_a_reader_needs_memory_for_what_is_shown_not_for_every_request(tmp_path:
     finally:
         tracemalloc.stop()
     assert peak < path.stat().st_size / 5
-    assert reader.rows[7] == row(7)
+    assert reader.steps.numbers[7] == 7
 
 
 def test_what_was_read_stays_while_the_file_is_gone_and_what_comes_then_is_read_from_its_beginning(
@@ -250,10 +256,10 @@ def test_what_was_read_stays_while_the_file_is_gone_and_what_comes_then_is_read_
     path.rename(away)
     with pytest.raises(ConfigError, match="cannot read"):
         reader.read()
-    assert [x["step"] for x in reader.rows] == [1, 2]
+    assert reader.steps.numbers.tolist() == [1, 2]
     away.write_bytes(line(row(7)) + line(row(8)) + line(row(9)))  # the same file, longer, with other lines
     away.rename(path)
-    assert (reader.read(), [x["step"] for x in reader.rows]) == (3, [7, 8, 9])
+    assert (reader.read(), reader.steps.numbers.tolist()) == (3, [7, 8, 9])
 
 
 def test_what_json_has_no_number_for_is_null_and_what_is_no_data_is_refused() -> None:

@@ -1,0 +1,105 @@
+"""Axes and points of a picture: ranges that show something, ticks that differ, and few enough points of long curves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import floor, log10
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp8plan.model.cost.base import FloatArray
+
+LEAST: Final = 1e-3  # span of an axis over the largest value on it: smaller differences are no mountains
+PAD: Final = 0.04  # of the span, beyond either end
+TICKS: Final = 8  # at most, on an axis
+DECADE: Final = 1.0  # least span of a logarithmic axis, in powers of ten
+SPANS: Final = 1000  # of a long curve that is thinned: about one for each pixel
+MOST: Final = 4 * SPANS  # points of a curve that is not thinned
+
+
+def linear(curves: Sequence[FloatArray], low: float = -np.inf, high: float = np.inf) -> tuple[float, float]:
+    """Both ends of an axis for some curves, whose values can only be between `low` and `high`; nan is no value.
+
+    A curve that hardly moves gets room beside it, on the side where values can be.
+    """
+    known = _known(curves)
+    bottom, top = (float(known.min()), float(known.max())) if known.size else (0.0, 0.0)
+    low, high = min(low, bottom), max(high, top)
+    if bottom == top == 0:
+        low, least = max(low, 0.0), 0.01 if high <= 1 else 1.0
+    else:
+        least = LEAST * max(abs(bottom), abs(top))
+    missing = max(0.0, least - (top - bottom))
+    bottom, top = bottom - missing / 2, top + missing / 2
+    shift = max(0.0, low - bottom) - max(0.0, top - high)
+    bottom, top = bottom + shift, top + shift
+    pad = PAD * (top - bottom)
+    return bottom - pad, top + pad
+
+
+def _known(curves: Sequence[FloatArray]) -> FloatArray:
+    return np.concatenate([np.zeros(0), *(curve[np.isfinite(curve)] for curve in curves)])
+
+
+def decimals(span: float) -> int:
+    """Decimals that tell neighbouring ticks of an axis apart, which has at most TICKS of them."""
+    return max(0, -floor(log10(span / TICKS)))
+
+
+def number_axis(curves: Sequence[FloatArray], low: float = -np.inf, high: float = np.inf) -> dict[str, Any]:
+    """Range and ticks of plotly's axis for plain numbers."""
+    ends = linear(curves, low, high)
+    places = decimals(ends[1] - ends[0])
+    form = f",.{places}~f" if places <= 6 else "~e"
+    return {"type": "linear", "range": ends, "tickformat": form, "hoverformat": ",.6~g"}
+
+
+def share_axis(curves: Sequence[FloatArray], high: float = 1.0) -> dict[str, Any]:
+    """Range and ticks of plotly's axis for shares, from 0 on, in per cent."""
+    ends = linear(curves, 0.0, high)
+    places = decimals(100 * (ends[1] - ends[0]))
+    return {"type": "linear", "range": ends, "tickformat": f".{places}~%", "hoverformat": f".{places + 2}~%"}
+
+
+def log_axis(curves: Sequence[FloatArray]) -> dict[str, Any]:
+    """Range and ticks of plotly's logarithmic axis; a linear one where no value is above 0.
+
+    Ticks stand at powers of 10; over less than two of them, at 2 and 5 times those too.
+    """
+    known = _known(curves)
+    known = known[known > 0]
+    if not known.size:
+        return number_axis(curves, 0.0)
+    bottom, top = float(np.log10(known.min())), float(np.log10(known.max()))
+    ticks: int | str = 1 if top - bottom >= 2 else "D2"
+    room = max(DECADE - (top - bottom), 2 * PAD * (top - bottom)) / 2
+    return {"type": "log", "range": (bottom - room, top + room), "dtick": ticks, "tickformat": "~e"}
+
+
+def thinned(values: FloatArray) -> NDArray[np.int64]:
+    """Indices of the values to draw: all, or of a long curve the first, least, greatest and last known value of each of
+    SPANS equal spans. So no spike is lost, and at that width the line is the same. A span without a value keeps a gap.
+
+    From "M4: A Visualization-Oriented Time Series Data Aggregation" (Jugel et al., VLDB 2014).
+    """
+    if len(values) <= MOST:
+        return np.arange(len(values))
+    kept: list[int] = []
+    for part in np.array_split(np.arange(len(values)), SPANS):
+        known = part[np.isfinite(values[part])]
+        if known.size:
+            ends = known[0], known[values[known].argmin()], known[values[known].argmax()], known[-1]
+            kept += sorted(set(map(int, ends)))
+        else:
+            kept.append(int(part[0]))
+    return np.array(kept)
+
+
+def rounded(values: FloatArray) -> list[float | None]:
+    """Values as JSON has them, in five digits, or as many as show how they differ: it keeps the page small."""
+    known = values[np.isfinite(values)]
+    span, largest = (float(np.ptp(known)), float(np.abs(known).max())) if known.size else (0.0, 0.0)
+    digits = min(15, 5 + max(0, floor(log10(largest / span)))) if span else 5
+    return [float(f"{x:.{digits}g}") if np.isfinite(x) else None for x in values.tolist()]
