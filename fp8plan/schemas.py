@@ -53,6 +53,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     prompt_lengths, response_lengths: tokens of each response
     prompt_ids:      which responses share a prompt; null: none do
     seconds:         wall time; null in the record of a training step that had no rollout
+    first_rollout:   true: the first rollout that its writer saw, of an engine that had compiled nothing yet, perhaps
     """
 
     model: str | None = None
@@ -80,6 +81,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     measured_kv_cache_tokens: int | None = None
     num_gpu_blocks: int | None = None
     experts_hit: int | None = None
+    first_rollout: bool | None = None
 
 
 class Span(msgspec.Struct):

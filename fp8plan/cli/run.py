@@ -58,13 +58,16 @@ def report_command(
 def validate_command(
     file: Annotated[Path, typer.Argument(help="rollout records, one JSON object per line")],
     strict: Annotated[bool, typer.Option("--strict", help="only profiles of the records' engine version")] = False,
+    include_first: Annotated[
+        bool, typer.Option("--include-first", help="count a run's first rollout, too, in which its engine warms up")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Compare predictions with measured rollouts."""
     from fp8plan.model.validate.records import read_run
     from fp8plan.model.validate.validate import validate
 
-    run = read_run(file)
+    run = read_run(file, include_first)
     result = validate(run.records, strict, progress=progress("predicting"))
     print_notes([*run.left_out, *result.warnings])
     if as_json:

@@ -66,7 +66,7 @@ def test_validate_leaves_out_a_monitors_steps_without_a_rollout(fp8plan: Callabl
     step = {"step": 1, "metrics": {"rollout_corr/kl": 1e-3}}
     lines = [RECORD | step, facts | step, RECORD, step | {"seconds": None}]
     Path("records.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    done = fp8plan("validate", "records.jsonl", "--json")
+    done = fp8plan("validate", "records.jsonl", "--json", "--include-first")
     assert len(json.loads(done.out)["records"]) == 2
     assert "note: 2 of 4 lines are left out: a Monitor's steps without a rollout" in done.err.splitlines()
     Path("records.jsonl").write_text(json.dumps(RECORD))
@@ -79,6 +79,52 @@ def test_validate_leaves_out_a_monitors_steps_without_a_rollout(fp8plan: Callabl
         refused(fp8plan("validate", "records.jsonl"), part)
     Path("records.jsonl").write_text(json.dumps(step))
     refused(fp8plan("validate", "records.jsonl"), "no records, only 1 step", "rollout=")
+
+
+COLD = {"guard": {"verdict": {"cold": True}}}
+
+
+@pytest.mark.parametrize(
+    ("rows", "kept", "told"),
+    [
+        ([{}, {}, {}], [2, 3], "step 1 is left out, the first rollout of an engine"),
+        ([{}, {}, {"step": 2}], [2], "step 1, step 2 are left out, the first rollouts"),  # back to a checkpoint
+        ([{}, {}, {"precision": "fp8_block"}, {}], [2], "step 1, step 3, step 4 are"),  # a step down, and up again
+        ([{}, {}, COLD, {}], [2, 4], "step 1, step 3 are"),
+        ([{}, {}, {"first_rollout": True}, {}], [2, 4], "step 1, step 3 are"),
+        ([{"guard": 1, "step": "one"}, {"guard": {"verdict": 2}, "step": None}, {}], [2, 3], "step one is"),
+    ],
+)
+def test_validate_leaves_out_the_first_rollout_of_each_engine(
+    fp8plan: Callable[..., Done], rows: list[dict[str, Any]], kept: list[int], told: str
+) -> None:
+    """Predictions are of warm engines. A Monitor's run, an engine that another process started, and one after it."""
+    run = [RECORD | {"step": number, "metrics": {}} | row for number, row in enumerate(rows, 1)]
+    Path("run.jsonl").write_text("\n".join(map(json.dumps, run)))
+    done = fp8plan("validate", "run.jsonl", "--json")
+    assert [row["line"] for row in json.loads(done.out)["records"]] == kept
+    assert told in done.err
+    assert "--include-first counts it" in done.err
+    every = fp8plan("validate", "run.jsonl", "--json", "--include-first")
+    assert len(json.loads(every.out)["records"]) == len(rows)
+    assert "left out" not in every.err
+
+
+def test_validate_keeps_records_that_are_no_run_and_the_log_says_which_was_its_first(
+    fp8plan: Callable[..., Done],
+) -> None:
+    step = {"step": 1, "imported_from": "verl dumps"}
+    for rows, count in (([{}, {}], 2), ([step, step | {"step": 2}], 2), ([step | {"first_rollout": True}, {}], 1)):
+        Path("records.jsonl").write_text("\n".join(json.dumps(RECORD | row) for row in rows))
+        assert len(json.loads(fp8plan("validate", "records.jsonl", "--json").out)["records"]) == count
+
+
+def test_validate_of_a_run_of_one_rollout_says_what_to_do(fp8plan: Callable[..., Done]) -> None:
+    Path("run.jsonl").write_text(json.dumps(RECORD | {"step": 1, "metrics": {}}))
+    refused(
+        fp8plan("validate", "run.jsonl"), "run.jsonl has only step 1, the first", "let the run go on", "--include-first"
+    )
+    assert fp8plan("validate", "run.jsonl", "--include-first").code == 0
 
 
 def test_validate_reads_a_run_that_is_being_written(fp8plan: Callable[..., Done]) -> None:

@@ -94,7 +94,7 @@ def list_profiles(profiles_dir: Path | None = None) -> tuple[ProfileEntry, ...]:
         entries.append(ProfileEntry(p.gpu, p.engine, p.engine_version, p.kind, p.source, path))
     sheet = _folders(profiles_dir)[-1] / "datasheet.json"
     if sheet.is_file():
-        source = parsed(sheet.read_text(), str(sheet), Datasheet).source
+        source = parsed(sheet.read_text(encoding="utf-8"), str(sheet), Datasheet).source
         entries.append(ProfileEntry("*", ENGINE, "*", "datasheet", source, sheet))
     return tuple(entries)
 
@@ -202,7 +202,7 @@ def _listed(gpu: Gpu, architectures: Iterable[str]) -> str:
 @lru_cache(maxsize=8)
 def _datasheet(path: Path, changed: int) -> Datasheet:
     """The parsed file. changed: when, so that a new one is read"""
-    return parsed(path.read_text(), str(path), Datasheet)
+    return parsed(path.read_text(encoding="utf-8"), str(path), Datasheet)
 
 
 def with_kernels(profile: Profile, gpu: Gpu, kernels: Iterable[str]) -> Profile:
@@ -273,4 +273,4 @@ class Datasheet(msgspec.Struct):
 
 
 def _read(path: Path) -> Profile:
-    return Profile.from_json(path.read_text(), str(path))
+    return Profile.from_json(path.read_text(encoding="utf-8"), str(path))

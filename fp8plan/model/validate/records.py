@@ -11,17 +11,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from fp8plan.errors import ConfigError, Fp8PlanError
-from fp8plan.jsonl import read
+from fp8plan.jsonl import TORN, lines
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.profile.profile import ENGINE
 from fp8plan.model.recorded import NO_ROLLOUT, batch_of, is_of_monitor
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import Batch
-from fp8plan.schemas import LIMITS, REQUIRED, RolloutRecord, check_version, checked
+from fp8plan.schemas import LENGTHS, LIMITS, REQUIRED, RolloutRecord, check_version, checked
+
+# An engine that differs from the one before in one of these was started anew.
+OF_ENGINE: Final = ("model", "engine_version", "precision", "tensor_parallel", "data_parallel", "gpu", *LIMITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +50,12 @@ class Record:
         return EngineSetup(self.fields["model"], self.fields["gpu"], self.fields["precision"], self.limits)
 
 
-def read_records(path: str | Path) -> list[Record]:
-    """The records of a JSONL file, without a Monitor's lines of steps that had no rollout.
+def read_records(path: str | Path, include_first: bool = False) -> list[Record]:
+    """The records of a JSONL file, as `read_run` reads them.
 
     Raises ConfigError naming the line and the field that cannot be used.
     """
-    return read_run(path).records
+    return read_run(path, include_first).records
 
 
 class Run(NamedTuple):
@@ -61,40 +64,91 @@ class Run(NamedTuple):
     records:         the rollouts
     without_rollout: the number of lines of steps that had no rollout
     torn:            the number of a last line that breaks off, as in a run that is being written, or was killed
+    first:           lines and steps of the first rollouts of an engine, unless they were asked for
 
-    What the last two count is left out of `records`.
+    What the last three count is left out of `records`.
     """
 
     records: list[Record]
     without_rollout: int
     torn: int | None
+    first: list[tuple[int, Any]]
 
     @property
     def left_out(self) -> list[str]:
         """Sentences on the lines that were left out."""
-        lines = len(self.records) + self.without_rollout
+        lines = len(self.records) + self.without_rollout + len(self.first)
         steps = f"{self.without_rollout} of {lines} lines are left out: a Monitor's steps without a rollout"
         torn = f"line {self.torn}, the last one, is left out: it breaks off"
-        return [*([steps] if self.without_rollout else []), *([torn] if self.torn else [])]
+        told = [steps] if self.without_rollout else []
+        if self.first:
+            are = "is left out, the first rollout" if len(self.first) == 1 else "are left out, the first rollouts"
+            told.append(f"{_steps(self.first)} {are} of an engine: {WARMING}; {COUNT_IT}")
+        return [*told, *([torn] if self.torn else [])]
 
 
-def read_run(path: str | Path) -> Run:
-    """The records of a JSONL file, and what was left out of them. Raises as `read_records` does."""
+WARMING: Final = "it compiles and fills caches, and predictions are of warm engines"
+COUNT_IT: Final = "--include-first counts it"
+
+
+def _steps(first: list[tuple[int, Any]]) -> str:
+    names = [f"line {line}" if step is None else f"step {step}" for line, step in first]
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def read_run(path: str | Path, include_first: bool = False) -> Run:
+    """The records of a JSONL file, and what was left out of them.
+
+    A run's first rollouts are left out unless `include_first`: they hold the compilation and the warm-up of an engine.
+    Only the records of a run have them: those that say so (`first_rollout`: a Monitor's, and the first of a trainer's
+    log), and a Monitor's by `_begins`. Records that were measured one by one are warm, and all are kept.
+
+    Raises ConfigError naming the line and the field that cannot be used, and for a run of only first rollouts.
+    """
     file = Path(path)
-    lines, torn = read(file, "record file", whole=False)
-    records, left_out = [], 0
-    for number, fields in lines:
+    records, without_rollout, torn, first = list[Record](), 0, None, list[tuple[int, Any]]()
+    before: dict[str, Any] | None = None  # the rollout before, of a Monitor's
+    for number, fields in lines(file, "record file"):
+        if fields is TORN:
+            torn = number
+            break
         where = f"line {number} of {file}"
         check_version(fields, "record", where)
         if _without_rollout(fields):
-            left_out += 1
+            without_rollout += 1
+            continue
+        record = _record(fields, number, where)
+        begins = fields.get("first_rollout") is True or (is_of_monitor(fields) and _begins(fields, before))
+        if is_of_monitor(fields):
+            before = {name: value for name, value in fields.items() if name not in LENGTHS}
+        if begins and not include_first:
+            first.append((number, fields.get("step")))
         else:
-            records.append(_record(fields, number, where))
-    if left_out and not records:
-        raise ConfigError(f"{file} has no records, only {left_out} steps of a Monitor without a rollout; {NO_ROLLOUT}")
+            records.append(record)
+    if first and not records:
+        raise ConfigError(
+            f"{file} has only {_steps(first)}, the first of an engine: {WARMING}; let the run go on, or give "
+            "--include-first (include_first=True)"
+        )
+    if without_rollout and not records:
+        steps = f"{without_rollout} steps of a Monitor without a rollout"
+        raise ConfigError(f"{file} has no records, only {steps}; {NO_ROLLOUT}")
     if not records:
         raise ConfigError(f"{file} has no records; it needs one JSON object per line")
-    return Run(records, left_out, torn)
+    return Run(records, without_rollout, torn, first)
+
+
+def _begins(fields: Mapping[str, Any], before: Mapping[str, Any] | None) -> bool:
+    """Tell whether a Monitor's rollout was the first of an engine: the first of the file; one of a run that went back
+    to a checkpoint; of an engine other than the one before, as after a step down; and one that the guard calls cold.
+    """
+    if before is None or any(fields.get(name) != before.get(name) for name in OF_ENGINE):
+        return True
+    steps = before.get("step"), fields.get("step")
+    back = all(isinstance(step, int) for step in steps) and steps[0] >= steps[1]  # type: ignore[operator]
+    guard: Any = fields.get("guard")
+    verdict = guard.get("verdict") if isinstance(guard, Mapping) else None
+    return back or (isinstance(verdict, Mapping) and verdict.get("cold") is True)
 
 
 def _without_rollout(fields: dict[str, Any]) -> bool:

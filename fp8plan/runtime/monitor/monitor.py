@@ -105,6 +105,7 @@ class Monitor:
         self.state: ControllerState = self.controller.initial(plan, self._planned_for)
         self._fresh = self.state
         self.steps = 0
+        self._rolled_out = False  # a rollout is in a record
         self._sinks = Sinks(sinks)
         self._open = rank(group) == 0
         if self._open:
@@ -251,7 +252,11 @@ class Monitor:
     def _record(self, number: int, step: Step, rollout: Rollout, found: Judged) -> dict[str, Any]:
         shown = rollout if isinstance(rollout, Mapping) else found.observation
         off = None if self.guard is None and self.engine is None else found.off
-        return run_record.record_of(number, step, self._witness.running(), self.guard, off, shown)
+        record = run_record.record_of(number, step, self._witness.running(), self.guard, off, shown)
+        if record.get("seconds") is not None and not self._rolled_out:
+            self._rolled_out = True
+            record.setdefault("first_rollout", True)  # `validate` leaves it out: its engine warms up
+        return record
 
     def report_gradients(
         self, *, norm2_small: float, tokens_small: float, norm2_large: float, tokens_large: float

@@ -87,9 +87,8 @@ class Steps:
         decision, alarms, ran = self._same.setdefault(words, words)
         reason = self._same.setdefault(record.reason, record.reason) if len(self._same) < 1000 else record.reason
         self.said.append(Said(decision, reason, alarms, record.guard, ran))
-        for span in record.profile or ():
-            if span.tokens > 0 and span.k3 is not None:
-                self.spans.extend((span.first, span.tokens, span.k3))
+        spans = (x for x in record.profile or () if x.tokens > 0 and x.k3 is not None)
+        self.spans.extend([number for x in spans for number in (x.first, x.tokens, x.k3)])
         self.ends.append(len(self.spans) // 3)
         return replaced
 
