@@ -153,7 +153,7 @@ def of_imports(folder: Path, size: int) -> Iterator[dict[str, Any]]:
     """Imports of dumps of `size` bytes."""
     tokenizer = word_level(folder / "tokenizer")
     dumps: tuple[tuple[str, Callable[[Path, int, int], Path], int, tuple[str, ...]], ...] = (
-        ("verl", verl_dump, ROLLOUT, ("", "--last 1", "WordLevel")),
+        ("verl", verl_dump, ROLLOUT, ("", "--last 1", "--last 20 WordLevel")),
         ("verl", verl_dump, 1 << 62, ("",)),
         ("trl", trl_dump, ROLLOUT, ("", "--last 1")),
     )
@@ -161,10 +161,10 @@ def of_imports(folder: Path, size: int) -> Iterator[dict[str, Any]]:
         dump = make(folder / f"{trainer}{number}", size, responses)
         files = [path.stat().st_size for path in dump.iterdir()]
         for way in ways:
-            counter = tokenizer if way == "WordLevel" else "words"
-            more = way.split() if way.startswith("--") else []
+            more = way.removesuffix(" WordLevel")
+            counter = "words" if more == way else tokenizer
             many = f"{len(files):,} file{'s' * (len(files) > 1)} of {trainer}"
-            command = ["import", trainer, dump, "--tokenizer", counter, *more, "-o", folder / "records.jsonl"]
+            command = ["import", trainer, dump, "--tokenizer", counter, *more.split(), "-o", folder / "records.jsonl"]
             yield measure(", ".join(filter(None, ["import", many, way])), command, sum(files))
         for path in dump.iterdir():
             path.unlink()

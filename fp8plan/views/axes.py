@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from fp8plan.model.cost.base import FloatArray
 
-LEAST: Final = 1e-3  # span of an axis over the largest value on it: smaller differences are no mountains
+LEAST: Final = 1e-2  # span of an axis over the largest value on it: smaller differences are no mountains
+LEAST_SHARE: Final = 1e-3  # the same of shares, for those near 100%
 PAD: Final = 0.04  # of the span, beyond either end
 TICKS: Final = 8  # at most, on an axis
 DECADE: Final = 1.0  # least span of a logarithmic axis, in powers of ten
@@ -19,19 +20,19 @@ SPANS: Final = 1000  # of a long curve that is thinned: about one for each pixel
 MOST: Final = 4 * SPANS  # points of a curve that is not thinned
 
 
-def linear(curves: Sequence[FloatArray], low: float = -np.inf, high: float = np.inf) -> tuple[float, float]:
+def linear(curves: Sequence[FloatArray], low: float, high: float, least: float) -> tuple[float, float]:
     """Both ends of an axis for some curves, whose values can only be between `low` and `high`; nan is no value.
 
-    A curve that hardly moves gets room beside it, on the side where values can be.
+    A curve that hardly moves, by less than `least` of its largest value, gets room beside it where values can be.
     """
     known = _known(curves)
     bottom, top = (float(known.min()), float(known.max())) if known.size else (0.0, 0.0)
     low, high = min(low, bottom), max(high, top)
     if bottom == top == 0:
-        low, least = max(low, 0.0), 0.01 if high <= 1 else 1.0
+        low, span = max(low, 0.0), 0.01 if high <= 1 else 1.0
     else:
-        least = LEAST * max(abs(bottom), abs(top))
-    missing = max(0.0, least - (top - bottom))
+        span = least * max(abs(bottom), abs(top))
+    missing = max(0.0, span - (top - bottom))
     bottom, top = bottom - missing / 2, top + missing / 2
     shift = max(0.0, low - bottom) - max(0.0, top - high)
     bottom, top = bottom + shift, top + shift
@@ -50,7 +51,7 @@ def decimals(span: float) -> int:
 
 def number_axis(curves: Sequence[FloatArray], low: float = -np.inf, high: float = np.inf) -> dict[str, Any]:
     """Range and ticks of plotly's axis for plain numbers."""
-    ends = linear(curves, low, high)
+    ends = linear(curves, low, high, LEAST)
     places = decimals(ends[1] - ends[0])
     form = f",.{places}~f" if places <= 6 else "~e"
     return {"type": "linear", "range": ends, "tickformat": form, "hoverformat": ",.6~g"}
@@ -58,7 +59,7 @@ def number_axis(curves: Sequence[FloatArray], low: float = -np.inf, high: float 
 
 def share_axis(curves: Sequence[FloatArray], high: float = 1.0) -> dict[str, Any]:
     """Range and ticks of plotly's axis for shares, from 0 on, in per cent."""
-    ends = linear(curves, 0.0, high)
+    ends = linear(curves, 0.0, high, LEAST_SHARE)
     places = decimals(100 * (ends[1] - ends[0]))
     return {"type": "linear", "range": ends, "tickformat": f".{places}~%", "hoverformat": f".{places + 2}~%"}
 

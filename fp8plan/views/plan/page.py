@@ -8,8 +8,12 @@ from math import log10
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from fp8plan.errors import Fp8PlanError
+from fp8plan.model.cost.base import FloatArray
 from fp8plan.model.shards import TARGETS
+from fp8plan.views.axes import number_axis, share_axis
 from fp8plan.views.html_page import document, figures, paragraphs, table
 from fp8plan.views.plan import figure as plots
 from fp8plan.views.plan.figure import COLOURS, LIMIT_COLOURS, Point
@@ -74,19 +78,20 @@ def over_time(prediction: Prediction) -> Any:
     shown = plots.panels(lines)
     figure: Any = make_subplots(rows=len(shown), cols=1, shared_xaxes=True, vertical_spacing=0.05)
     for number, (column, label) in enumerate(shown, 1):
-        where = {"row": number, "col": 1}
+        where, heights = {"row": number, "col": 1}, list[FloatArray]()
         for line in lines:
             colour, edge = COLOURS[line.precision], {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
             group = {"legendgroup": line.name}
             times, low, high = plots.band(line, column)
+            heights.append(high)
             figure.add_scatter(x=_short(times), y=_short(low), showlegend=False, **group, **edge, **where)
             fill = {"fill": "tonexty", "fillcolor": _shade(colour)}
             figure.add_scatter(x=_short(times), y=_short(high), showlegend=False, **fill, **group, **edge, **where)
             x, y = (_short(values) for values in plots.closed(line, column))
             style = {"mode": "lines", "line": {"color": colour}, "name": line.name, "showlegend": number == 1}
             figure.add_scatter(x=x, y=y, **style, **group, **where)
-        figure.update_yaxes(title_text=label, rangemode="tozero", **where)
-    figure.update_yaxes(tickformat=".0%", row=2, col=1)
+        kind = share_axis if column == "occupancy" else number_axis
+        figure.update_yaxes(title_text=label, **kind([np.zeros(1), *heights]), **where)
     figure.update_xaxes(title_text=plots.TIME_LABEL, row=len(shown), col=1)
     figure.update_layout(
         template="plotly_white",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fp8plan.views.axes import decimals
 from fp8plan.views.plan import figure as plots
 from fp8plan.views.plan.figure import COLOURS, LIMIT_COLOURS, Curve, Point
 
@@ -37,7 +38,7 @@ def write_png(prediction: Prediction, path: Path) -> None:
 
 
 def _over_time(axes: Sequence[Any], lines: Sequence[Curve], shown: Sequence[tuple[str, str]]) -> None:
-    from matplotlib.ticker import PercentFormatter, StrMethodFormatter
+    from matplotlib.ticker import PercentFormatter
 
     for axis, (column, label) in zip(axes, shown, strict=True):
         for line in lines:
@@ -47,7 +48,7 @@ def _over_time(axes: Sequence[Any], lines: Sequence[Curve], shown: Sequence[tupl
             axis.plot(*plots.closed(line, column), color=colour, label=line.name, linewidth=1.6)
         axis.set_ylabel(label)
         axis.set_ylim(bottom=0)
-        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        _number_ticks(axis)
         _tidy(axis)
     axes[1].yaxis.set_major_formatter(PercentFormatter(1.0))
     axes[0].legend(frameon=False, ncols=2, fontsize=9)
@@ -55,9 +56,15 @@ def _over_time(axes: Sequence[Any], lines: Sequence[Curve], shown: Sequence[tupl
     axes[-1].set_xlim(left=0)
 
 
-def _tradeoff(axis: Any, plan: Plan) -> None:
+def _number_ticks(axis: Any) -> None:
+    """Ticks that differ, on the axis as it is."""
     from matplotlib.ticker import StrMethodFormatter
 
+    bottom, top = axis.get_ylim()
+    axis.yaxis.set_major_formatter(StrMethodFormatter(f"{{x:,.{decimals(top - bottom)}f}}"))
+
+
+def _tradeoff(axis: Any, plan: Plan) -> None:
     found, several = plots.points(plan), plan.several_layouts
     best = plots.front(found)
     axis.plot([x.kl[0] for x in best], [x.speed[0] for x in best], "--", color="0.55", linewidth=1.2, zorder=1)
@@ -78,7 +85,7 @@ def _tradeoff(axis: Any, plan: Plan) -> None:
     axis.set_xscale("log")
     axis.set_xlabel(plots.KL_LABEL)
     axis.set_ylabel(plots.SPEED_LABEL)
-    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    _number_ticks(axis)
     axis.set_title("\n".join(textwrap.wrap(plots.tradeoff_title(plan), 115)), loc="left", fontsize=10, pad=18)
     place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.15)}
     axis.legend(title=plots.SPEEDUP_LABEL, title_fontsize=9, frameon=False, ncols=2, fontsize=9, **place)

@@ -134,7 +134,7 @@ def figure(steps: Steps, found: Sequence[Event]) -> Any:
         hovermode="x unified",
         height=HEIGHT * len(shown) + TOP + BOTTOM,
         margin={"t": TOP, "b": BOTTOM, "l": 90, "r": 20},
-        shapes=_marks(found),
+        shapes=_marks(found, len(shown)),
     )
     return made
 
@@ -164,12 +164,15 @@ def _lonely(values: FloatArray) -> bool:
     return bool((known[1:-1] & ~known[:-2] & ~known[2:]).any())
 
 
-def _marks(found: Sequence[Event]) -> list[dict[str, Any]]:
+def _marks(found: Sequence[Event], panels: int) -> list[dict[str, Any]]:
     """Alarms and actions of the guard as lines through all panels; decisions show in the thresholds themselves."""
-    through = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "opacity": 0.7, "layer": "below"}
+    marked = [x for x in found if x.kind != "decision"][-MARKED:]
+    lines = {kind: {"color": colour, "width": 1.5, "dash": "dot"} for kind, colour in EVENT_COLOURS.items()}
+    shape = {"type": "line", "y0": 0, "y1": 1, "opacity": 0.7, "layer": "below"}
     return [
-        through | {"x0": x.step, "x1": x.step, "line": {"color": EVENT_COLOURS[x.kind], "width": 1.5, "dash": "dot"}}
-        for x in [x for x in found if x.kind != "decision"][-MARKED:]
+        shape | {"x0": x.step, "x1": x.step, "line": lines[x.kind], "xref": f"x{n}", "yref": f"y{n} domain"}
+        for n in ("", *range(2, panels + 1))
+        for x in marked
     ]
 
 
