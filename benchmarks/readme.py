@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import correction_speed  # noqa: E402
 import odd_inputs  # noqa: E402
 import speed  # noqa: E402
+import streams  # noqa: E402
 import trl_outputs  # noqa: E402
 import verl_outputs  # noqa: E402
 from control import report as control_report  # noqa: E402
@@ -86,6 +87,7 @@ def blocks() -> dict[str, str]:
     work = Workload(32, 16, Fixed(1024), LogNormal(6000, 0.9, 20480))
     made = {"plan": plan_table(plan("Qwen/Qwen3-8B", "h200_sxm", work))}
     made["speed"] = speed.table([speed.RESULTS / "speed.jsonl", speed.RESULTS / "aiconfigurator_time.jsonl"])
+    made["streams"] = streams.table()
     measured = validate(read_records(VALIDATION))
     made["accuracy"] = accuracy.tables(measured)
     for name, records, others in (

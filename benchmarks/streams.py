@@ -28,20 +28,19 @@ from typing import Any, Final
 import numpy as np
 from tables import markdown
 
+from fp8plan import jsonl
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "runtime"))
-
-from fp8plan import jsonl  # noqa: E402
-
 RESULTS = Path(__file__).parent / "results" / "streams.jsonl"
 WORDS: Final = 1000  # of the vocabulary
 RESPONSE: Final = 600  # words of a response, on average
 GROUP: Final = 8  # responses to a prompt
 ROLLOUT: Final = 512  # responses of a rollout, where the dump has many
 
-# Runs the command line with `words` for the tokenizer, if its name is asked for.
+# Runs the command line with `words` for the tokenizer, if its name is asked for, and says how large it grew: what the
+# operating system says of a child that has ended counts the parent's size, too.
 CHILD: Final = """
-import sys
+import os, sys
 from fp8plan import cli
 from fp8plan.importers import records
 
@@ -51,12 +50,17 @@ class Words:
 
 if "words" in sys.argv:
     records.load_tokenizer = lambda name: Words()
-cli.main()
+try:
+    cli.main()
+finally:
+    with open("/proc/self/status") as status, open(os.environ["STATUS"], "w") as copy:
+        copy.write(status.read())
 """
 
 
 def run_file(path: Path, count: int) -> Path:
     """Write the records of a simulated run, of which each thousand is like the one before."""
+    sys.path.append(str(ROOT / "tests" / "runtime"))
     from simulated_run import BEGIN, STEP_S, simulated
 
     rows = simulated(min(count, 1000))
@@ -127,13 +131,16 @@ def measure(what: str, words: list[Any], bytes_read: int, **facts: Any) -> dict[
     begun = time.perf_counter()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-c", CHILD, *map(str, words)]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
-        _, status, used = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise RuntimeError(f"fp8plan {' '.join(map(str, words))} ended with {process.returncode}")
+    with tempfile.NamedTemporaryFile("r") as status:
+        environment["STATUS"] = status.name
+        with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
+            _, ended, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(ended)
+        if process.returncode:
+            raise RuntimeError(f"fp8plan {' '.join(map(str, words))} ended with {process.returncode}")
+        (largest,) = (int(line.split()[1]) for line in status if line.startswith("VmHWM"))  # KiB
     row = {"what": what, "cpu_s": round(used.ru_utime + used.ru_stime, 2), "bytes": bytes_read}
-    row |= {"wall_s": round(time.perf_counter() - begun, 2), "max_rss_mb": round(used.ru_maxrss / 1024)} | facts
+    row |= {"wall_s": round(time.perf_counter() - begun, 2), "max_rss_mb": round(largest * 1024 / 1e6)} | facts
     print(json.dumps(row), file=sys.stderr)
     return row
 
@@ -153,7 +160,7 @@ def of_imports(folder: Path, size: int) -> Iterator[dict[str, Any]]:
     """Imports of dumps of `size` bytes."""
     tokenizer = word_level(folder / "tokenizer")
     dumps: tuple[tuple[str, Callable[[Path, int, int], Path], int, tuple[str, ...]], ...] = (
-        ("verl", verl_dump, ROLLOUT, ("", "--last 1", "--last 20 WordLevel")),
+        ("verl", verl_dump, ROLLOUT, ("", "--last 1", "--last 10 WordLevel")),
         ("verl", verl_dump, 1 << 62, ("",)),
         ("trl", trl_dump, ROLLOUT, ("", "--last 1")),
     )

@@ -19,7 +19,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.importers.logged import Logged, Request, Source, Text
 
 PREFIX: Final = "completions_"
-ROWS: Final = 256  # read at once
+ROWS: Final = 64  # read at once
 
 
 def files(folder: Path) -> list[Logged]:

@@ -214,9 +214,9 @@ def test_thresholds_follow_the_kl_and_the_run_file_says_so(
     micro_batches.stop()
     reader = RunReader(tmp_path / "run.jsonl")
     assert reader.read() == len(spread)
-    assert reader.steps.metrics[schemas.TIS].tolist() == pytest.approx(found)
+    assert reader.steps.column(schemas.TIS).tolist() == pytest.approx(found)
     assert reader.steps.numbers.tolist() == list(range(1, len(spread) + 1))
-    assert min(reader.steps.metrics[schemas.K3_ROBUST]) >= 0
+    assert min(reader.steps.column(schemas.K3_ROBUST)) >= 0
 
 
 KEYWORD = inspect.Parameter.KEYWORD_ONLY

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gzip
 import json
 import os
 import pty
@@ -31,9 +32,10 @@ from fp8plan.errors import ConfigError
 from fp8plan.jsonl import append, line
 from fp8plan.runtime.monitor.run_file import DECODER, RunReader
 from fp8plan.runtime.monitor.steps import Steps
+from fp8plan.views.axes import MOST
 from fp8plan.views.run import columns as runs
 from fp8plan.views.run.page import page, summary, write_report
-from fp8plan.views.run.plots import PANELS, by_position, figure
+from fp8plan.views.run.plots import MARKED, PANELS, by_position, figure
 from fp8plan.views.run.terminal import RunView, lines, look
 from fp8plan.views.sparkline import BARS, Scale, duration, percent, sparkline
 
@@ -250,6 +252,44 @@ def test_axes_tell_their_ticks_apart() -> None:
     flat = figure(steps_of([row | {"metrics": {"rollout_corr/k3_kl": 10.0 ** -row["step"]}} for row in RUN[:9]]), [])
     assert flat.layout.yaxis.dtick == 1
     assert axes["effective sample size"].tickformat == ".0~%"  # it falls far below 100% in this run
+
+
+def test_a_long_run_is_drawn_by_fewer_points_and_the_page_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    spike = RUN[0] | {"metrics": RUN[0]["metrics"] | {"rollout_corr/k3_kl": 5.0, "fp8plan/clip_fraction": 1.0}}
+    rows = (spike if step == 3000 else RUN[step % len(RUN)] for step in range(MOST + 500))
+    reader = written(path, [row | {"step": step} for step, row in enumerate(rows)])
+    made = figure(reader.steps, runs.events(reader.steps))
+    curves = {trace.name: trace for trace in made.data}
+    assert max(len(trace.x) for trace in made.data if trace.name) <= MOST
+    assert (3000, 5.0) in list(zip(curves["k3"].x, curves["k3"].y, strict=True))
+    assert 1.0 in curves["tokens with a ratio above C"].y
+    text = page(reader)
+    assert f"Of {MOST + 500:,} steps a curve shows the first, least, greatest and last value" in text
+    assert len(text) < 8_000_000  # of which plotly's program is 4.5 MB
+    assert f"Dotted lines, the last {MARKED} of" not in page(written(path, RUN))
+    assert "a curve shows" not in page(written(path, RUN))
+
+
+def test_numbers_far_below_one_are_not_shown_as_zero(tmp_path: Path) -> None:
+    rows = [row | {"metrics": {"critic/rewards/mean": 0.0012 + row["step"] * 1e-4}} for row in RUN[:5]]
+    assert re.search(r"^reward +0.0017 +0.0013 to 0.0017", shown(written(tmp_path / "run.jsonl", rows)), re.MULTILINE)
+
+
+def test_a_first_rollout_that_was_cold_is_no_part_of_the_runs_speed() -> None:
+    rows = json.loads(json.dumps(RUN[:2]))
+    rows[0]["metrics"]["fp8plan/tokens_per_s"] = 30.0
+    rows[0]["guard"]["verdict"] |= {"within": False, "cold": True}
+    ratio = rows[1]["metrics"]["fp8plan/tokens_per_s"] / 9200
+    assert dict(summary(steps_of(rows)))["of the predicted speed, median"] == f"{ratio:.2f}x"
+    assert "of the predicted speed, median" not in dict(summary(steps_of(rows[:1])))
+
+
+def test_a_compressed_run_is_shown_and_reported(tmp_path: Path, fp8plan: Any) -> None:
+    path = tmp_path / "run.jsonl.gz"
+    path.write_bytes(gzip.compress(b"".join(map(line, RUN[:3]))))
+    assert "step 3," in fp8plan("monitor", path, "--once")[1]
+    assert fp8plan("report", path)[2] == f"written: {tmp_path / 'run.html'}\n"
 
 
 def test_a_picture_of_one_position_is_none() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -17,11 +17,24 @@ from fp8plan.schemas import FIRST, K3, LENGTHS, SHOWN, Judged, RunRecord
 FloatArray = NDArray[np.float64]
 EPOCH: Final = datetime.fromtimestamp(0, UTC)
 
-# A run record as views need it: without the lengths of every request, which are most of a line, and with its version.
-_FIELDS: Final = [x for x in msgspec.structs.fields(RunRecord) if x.name not in LENGTHS]
+# A run record as views need it, with its version. What is not shown is passed over: the lengths of every request,
+# which are most of a line, and other metrics.
+_PLACES: Final = {name: place for place, name in enumerate(SHOWN)}
+_FIELDS: Final = {f"m{place}": name for name, place in _PLACES.items()}
+ShownMetrics: Any = msgspec.defstruct(
+    "ShownMetrics", [(field, float | None, np.nan) for field in _FIELDS], rename=_FIELDS, gc=False
+)
 ShownRecord: Any = msgspec.defstruct(
     "ShownRecord",
-    [*((x.name, x.type, x.default) for x in _FIELDS), ("schema_version", Any, FIRST)],
+    [
+        *(
+            (x.name, x.type, x.default)
+            for x in msgspec.structs.fields(RunRecord)
+            if x.name not in (*LENGTHS, "metrics")
+        ),
+        ("metrics", ShownMetrics),
+        ("schema_version", Any, FIRST),
+    ],
     kw_only=True,
 )
 
@@ -41,17 +54,13 @@ class Said(NamedTuple):
         return bool(self.guard and self.guard.verdict and self.guard.verdict.cold)
 
 
-def _metrics() -> dict[str, array[float]]:
-    return {name: array("d") for name in SHOWN}
-
-
 @dataclass(slots=True)
 class Steps:
     """The steps of a run, each column with an entry for every step.
 
     numbers:  the steps' own, each larger than the one before
-    times:    seconds since 1970 of their records; 0 where there is no date
-    metrics:  each of SHOWN, nan where a record has none
+    dates:    of their records
+    metrics:  each of SHOWN, step by step, nan where a record has none
     infinite: 1 where k3 was infinite, for which JSON has no number: the record has null
     said:     the words
     spans, ends: KL by position in the response, as (first token, tokens, k3), three numbers each, of all steps; the
@@ -59,8 +68,8 @@ class Steps:
     """
 
     numbers: array[int] = field(default_factory=lambda: array("q"))
-    times: array[float] = field(default_factory=lambda: array("d"))
-    metrics: dict[str, array[float]] = field(default_factory=_metrics)
+    dates: list[str | None] = field(default_factory=list)
+    metrics: array[float] = field(default_factory=lambda: array("d"))
     infinite: array[int] = field(default_factory=lambda: array("b"))
     said: list[Said] = field(default_factory=list)
     spans: array[float] = field(default_factory=lambda: array("d"))
@@ -76,12 +85,10 @@ class Steps:
         """
         replaced = self._cut(bisect_left(self.numbers, record.step))
         self.numbers.append(record.step)
-        self.times.append(_seconds(record.date))
-        given = record.metrics.get
-        for name, column in self.metrics.items():
-            value = given(name)
-            column.append(np.nan if value is None else value)
-        self.infinite.append(given(K3, 0.0) is None)
+        self.dates.append(record.date)
+        values = msgspec.structs.astuple(record.metrics)
+        self.metrics.extend([np.nan if value is None else value for value in values])
+        self.infinite.append(values[_PLACES[K3]] is None)
         ran = record.model, record.precision, record.gpu
         words = record.decision, tuple(record.alarms or ()), ran
         decision, alarms, ran = self._same.setdefault(words, words)
@@ -97,8 +104,9 @@ class Steps:
         gone = len(self) - start
         if gone:
             del self.spans[3 * (self.ends[start - 1] if start else 0) :]
-            columns: tuple[Any, ...] = (self.numbers, self.times, self.infinite, self.said, self.ends)
-            for column in (*columns, *self.metrics.values()):
+            del self.metrics[len(SHOWN) * start :]
+            columns: tuple[Any, ...] = (self.numbers, self.dates, self.infinite, self.said, self.ends)
+            for column in columns:
                 del column[start:]
         return gone
 
@@ -107,8 +115,8 @@ class Steps:
         start = max(0, len(self) - count)
         return Steps(
             self.numbers[start:],
-            self.times[start:],
-            {name: column[start:] for name, column in self.metrics.items()},
+            self.dates[start:],
+            self.metrics[len(SHOWN) * start :],
             self.infinite[start:],
             self.said[start:],
             ends=array("q", [0]) * (len(self) - start),
@@ -116,20 +124,16 @@ class Steps:
 
     def column(self, metric: str) -> FloatArray:
         """One metric of SHOWN over the steps, nan where a record has none; shape (steps,)."""
-        return np.array(self.metrics[metric], dtype=np.float64)
+        return np.array(self.metrics[_PLACES[metric] :: len(SHOWN)], dtype=np.float64)
 
     def value(self, metric: str, index: int = -1) -> float | None:
         """One metric of one step, the last by default; None if it has none."""
-        value = self.metrics[metric][index] if self.numbers else np.nan
+        value = self.metrics[index % len(self) * len(SHOWN) + _PLACES[metric]] if len(self) else np.nan
         return None if np.isnan(value) else value
 
     def when(self, index: int) -> datetime:
         """The date of a record, UTC; for one without a date, long ago."""
-        return EPOCH + timedelta(seconds=self.times[index])
-
-
-def _seconds(date: str | None) -> float:
-    try:
-        return datetime.fromisoformat(date or "").astimezone(UTC).timestamp()
-    except (ValueError, OverflowError):
-        return 0.0
+        try:
+            return datetime.fromisoformat(self.dates[index] or "").astimezone(UTC)
+        except (ValueError, OverflowError):
+            return EPOCH

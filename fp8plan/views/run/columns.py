@@ -132,7 +132,7 @@ def pace(steps: Steps) -> float | None:
 
     Where the clock was set back the time between two is not known.
     """
-    passed = np.diff(np.array(steps.times[-21:]))
+    passed = np.diff([steps.when(index).timestamp() for index in range(max(0, len(steps) - 21), len(steps))])
     passed = passed[passed > 0]
     return float(np.median(passed)) if passed.size else None
 

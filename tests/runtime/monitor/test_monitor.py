@@ -146,6 +146,8 @@ def test_a_record_has_what_the_views_read_and_validate_reads_it(tmp_path: Path) 
         assert record.fields["precision"] == "fp8_block+fp8_kv"
         assert record.limits.max_num_seqs == 64
         assert record.batch.responses.tolist() == [64] * 6
+    assert [x.get("first_rollout") for x in jsonl.rows(path)] == [True, None, None]
+    assert len(read_records(path)) == 2  # an engine warms up in its first rollout
     found = validate(read_records(path)).records
     assert step.verdict is not None
     predicted = 6 * 64 / found[-1]["predicted_s"]

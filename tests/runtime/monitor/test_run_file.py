@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gzip
 import json
 import os
 import random
@@ -22,11 +23,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated_run import simulated
 
 from fp8plan import jsonl as record
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import append, line, repair, torn_path
-from fp8plan.runtime.monitor.run_file import RunReader
+from fp8plan.runtime.monitor.run_file import DECODER, RunReader
+from fp8plan.runtime.monitor.steps import Steps
 from fp8plan.schemas import K3
 
 # Appends records without end and says after each that it is written. Sizes differ, so that kills fall into long writes.
@@ -56,7 +59,7 @@ def steps(path: Path) -> list[int]:
 
 def checks(reader: RunReader) -> list[tuple[int, float]]:
     """The number and the k3 of each step."""
-    return list(zip(reader.steps.numbers, reader.steps.metrics[K3], strict=True))
+    return list(zip(reader.steps.numbers, reader.steps.column(K3), strict=True))
 
 
 @pytest.mark.slow
@@ -244,6 +247,58 @@ def test_a_reader_needs_memory_for_what_is_shown_not_for_every_request(tmp_path:
         tracemalloc.stop()
     assert peak < path.stat().st_size / 5
     assert reader.steps.numbers[7] == 7
+
+
+def test_a_long_run_needs_a_part_of_its_file_in_memory(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(b"".join(map(line, simulated(1500))))
+    RunReader(path).read()  # what is imported with the first use is no part of it
+    reader = RunReader(path)
+    tracemalloc.start()
+    try:
+        assert reader.read() == 1500
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < path.stat().st_size / 3
+    assert peak < held + 300_000  # not the whole file at once
+
+
+def test_a_compressed_run_is_read_and_read_anew_when_it_has_changed(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl.gz"
+    reader = RunReader(path)
+    for rows in ([1, 2, 3], [1, 2, 3, 4], [7]):
+        path.write_bytes(gzip.compress(b"".join(line(row(step)) for step in rows) + b'{"step": 9'))
+        assert (reader.read(), reader.steps.numbers.tolist()) == (len(rows), rows)
+        assert (reader.read(), reader.skipped, reader.replaced) == (0, 0, 0)
+    for broken in (path.read_bytes()[:-9], b"no gzip at all"):
+        path.write_bytes(broken)
+        with pytest.raises(ConfigError, match=r"cannot read .*run\.jsonl\.gz: .*; give the file of a Monitor"):
+            reader.read()
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.booleans(), st.sampled_from(["hold", "tighten"])), max_size=40))
+def test_columns_hold_what_a_list_of_records_would(taken: list[tuple[int, bool, str]]) -> None:
+    """Records come in any order of steps, as from runs that go back again and again."""
+    steps, expected, replaced = Steps(), list[dict[str, Any]](), 0
+    for number, (step, known, decision) in enumerate(taken):
+        spans = [{"first": 64 * at, "tokens": 5, "k3": number} for at in range(number % 3)]
+        metrics = {K3: float(number) if known else None}
+        record = row(step, metrics=metrics, decision=decision, reason=f"{number}", profile=spans)
+        replaced += steps.add(DECODER.decode(line(record)))
+        expected = [*(x for x in expected if x["step"] < step), record]
+    assert replaced == len(taken) - len(expected)
+    assert steps.numbers.tolist() == [x["step"] for x in expected]
+    values = [x["metrics"][K3] for x in expected]
+    assert [steps.value(K3, at) for at in range(len(steps))] == values
+    assert steps.infinite.tolist() == [x is None for x in values]
+    assert [(x.decision, x.reason) for x in steps.said] == [(x["decision"], x["reason"]) for x in expected]
+    assert steps.spans.tolist() == [
+        x for y in expected for s in y["profile"] for x in (s["first"], s["tokens"], s["k3"])
+    ]
+    assert steps.ends.tolist() == np.cumsum([len(x["profile"]) for x in expected]).tolist()
+    for count in (1, 3, 50):
+        assert steps.last(count).numbers.tolist() == steps.numbers.tolist()[-count:]
 
 
 def test_what_was_read_stays_while_the_file_is_gone_and_what_comes_then_is_read_from_its_beginning(
