@@ -17,6 +17,7 @@ from fp8plan import cli
 from fp8plan.errors import ConfigError
 from fp8plan.importers import records, tokens
 from fp8plan.importers import skyrl as skyrl_log
+from fp8plan.importers import trl as trl_log
 from fp8plan.importers.records import import_rollouts
 
 SIZE = 6_000_000  # bytes of a dump
@@ -75,6 +76,7 @@ def test_an_import_needs_a_small_part_of_the_log_in_memory(
 ) -> None:
     monkeypatch.setattr(tokens, "BATCH", 100_000)
     monkeypatch.setattr(skyrl_log, "LARGE", 10_000)
+    monkeypatch.setattr(trl_log, "ROWS", 8)
     LOGS[trainer](tmp_path, files)
     import_rollouts(trainer, tmp_path, tokenizer="words", last=1)  # whose imports are no part of it
     tracemalloc.start()
