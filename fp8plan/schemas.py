@@ -84,7 +84,8 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     first_rollout: bool | None = None
 
 
-class Span(msgspec.Struct):
+# A long run has a million of the parts that follow. They hold no circles, so the garbage collector need not visit them.
+class Span(msgspec.Struct, gc=False):
     """The KL of the tokens from position `first` of their response on, up to the next span."""
 
     first: int
@@ -92,13 +93,13 @@ class Span(msgspec.Struct):
     k3: float | None = None
 
 
-class Cause(msgspec.Struct):
+class Cause(msgspec.Struct, gc=False):
     """One cause of a slow rollout."""
 
     sentence: str | None = None
 
 
-class Verdict(msgspec.Struct):
+class Verdict(msgspec.Struct, gc=False):
     """The guard's verdict on one rollout. within: as_fast, by its name until schema 1.1"""
 
     action: str | None = None
@@ -109,13 +110,13 @@ class Verdict(msgspec.Struct):
     causes: list[Cause] | None = None
 
 
-class GuardState(msgspec.Struct):
+class GuardState(msgspec.Struct, gc=False):
     """The guard's state: its rung on the ladder of precisions."""
 
     rung: str | None = None
 
 
-class Judged(msgspec.Struct):
+class Judged(msgspec.Struct, gc=False):
     """The guard's part of a record. off: the reason why there is no verdict"""
 
     verdict: Verdict | None = None

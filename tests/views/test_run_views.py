@@ -32,10 +32,11 @@ from fp8plan.errors import ConfigError
 from fp8plan.jsonl import append, line
 from fp8plan.runtime.monitor.run_file import DECODER, RunReader
 from fp8plan.runtime.monitor.steps import Steps
-from fp8plan.views.axes import MOST
+from fp8plan.views import axes
 from fp8plan.views.run import columns as runs
+from fp8plan.views.run import page as pages
 from fp8plan.views.run.page import page, summary, write_report
-from fp8plan.views.run.plots import MARKED, PANELS, by_position, figure
+from fp8plan.views.run.plots import PANELS, by_position, figure
 from fp8plan.views.run.terminal import RunView, lines, look
 from fp8plan.views.sparkline import BARS, Scale, duration, percent, sparkline
 
@@ -254,21 +255,28 @@ def test_axes_tell_their_ticks_apart() -> None:
     assert axes["effective sample size"].tickformat == ".0~%"  # it falls far below 100% in this run
 
 
-def test_a_long_run_is_drawn_by_fewer_points_and_the_page_says_so(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
+def test_a_long_run_is_drawn_by_fewer_points_and_the_page_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With spans a tenth as long as they are, so that the run need not be."""
+    for module in (axes, pages):
+        monkeypatch.setattr(module, "SPANS", 50)
+        monkeypatch.setattr(module, "MOST", 200)
+    monkeypatch.setattr(pages, "MARKED", 2)
     spike = RUN[0] | {"metrics": RUN[0]["metrics"] | {"rollout_corr/k3_kl": 5.0, "fp8plan/clip_fraction": 1.0}}
-    rows = (spike if step == 3000 else RUN[step % len(RUN)] for step in range(MOST + 500))
-    reader = written(path, [row | {"step": step} for step, row in enumerate(rows)])
+    rows = (spike if step == 333 else RUN[step % len(RUN)] for step in range(500))
+    reader = written(tmp_path / "run.jsonl", [row | {"step": step} for step, row in enumerate(rows)])
     made = figure(reader.steps, runs.events(reader.steps))
     curves = {trace.name: trace for trace in made.data}
-    assert max(len(trace.x) for trace in made.data if trace.name) <= MOST
-    assert (3000, 5.0) in list(zip(curves["k3"].x, curves["k3"].y, strict=True))
+    assert max(len(trace.x) for trace in made.data if trace.name) <= 200
+    assert (333, 5.0) in list(zip(curves["k3"].x, curves["k3"].y, strict=True))
     assert 1.0 in curves["tokens with a ratio above C"].y
     text = page(reader)
-    assert f"Of {MOST + 500:,} steps a curve shows the first, least, greatest and last value" in text
-    assert len(text) < 8_000_000  # of which plotly's program is 4.5 MB
-    assert f"Dotted lines, the last {MARKED} of" not in page(written(path, RUN))
-    assert "a curve shows" not in page(written(path, RUN))
+    assert "Of 500 steps a curve shows the first, least, greatest and last value in each of 50 spans" in text
+    assert "Dotted lines, the last 2 of" in text
+    short = page(written(tmp_path / "run.jsonl", RUN[:20]))
+    assert "Dotted lines: " in short
+    assert "a curve shows" not in short
 
 
 def test_numbers_far_below_one_are_not_shown_as_zero(tmp_path: Path) -> None:

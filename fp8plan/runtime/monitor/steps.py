@@ -12,13 +12,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8plan.schemas import FIRST, K3, LENGTHS, SHOWN, Judged, RunRecord
+from fp8plan.schemas import FIRST, K3, SHOWN, Judged, RunRecord
 
 FloatArray = NDArray[np.float64]
 EPOCH: Final = datetime.fromtimestamp(0, UTC)
 
-# A run record as views need it, with its version. What is not shown is passed over: the lengths of every request,
-# which are most of a line, and other metrics.
+# A run record as views need it, with its version. What is not shown is passed over: the lengths of every request, which
+# are most of a line, and other metrics.
+_WORDS: Final = ("step", "date", "model", "precision", "gpu", "decision", "reason", "alarms", "profile", "guard")
 _PLACES: Final = {name: place for place, name in enumerate(SHOWN)}
 _FIELDS: Final = {f"m{place}": name for name, place in _PLACES.items()}
 ShownMetrics: Any = msgspec.defstruct(
@@ -27,11 +28,7 @@ ShownMetrics: Any = msgspec.defstruct(
 ShownRecord: Any = msgspec.defstruct(
     "ShownRecord",
     [
-        *(
-            (x.name, x.type, x.default)
-            for x in msgspec.structs.fields(RunRecord)
-            if x.name not in (*LENGTHS, "metrics")
-        ),
+        *((x.name, x.type, x.default) for x in msgspec.structs.fields(RunRecord) if x.name in _WORDS),
         ("metrics", ShownMetrics),
         ("schema_version", Any, FIRST),
     ],
