@@ -287,7 +287,7 @@ def test_numbers_far_below_one_are_not_shown_as_zero(tmp_path: Path) -> None:
 def test_a_first_rollout_that_was_cold_is_no_part_of_the_runs_speed() -> None:
     rows = json.loads(json.dumps(RUN[:2]))
     rows[0]["metrics"]["fp8plan/tokens_per_s"] = 30.0
-    rows[0]["guard"]["verdict"] |= {"within": False, "cold": True}
+    rows[0]["guard"]["verdict"] |= {"as_fast": False, "cold": True}
     ratio = rows[1]["metrics"]["fp8plan/tokens_per_s"] / 9200
     assert dict(summary(steps_of(rows)))["of the predicted speed, median"] == f"{ratio:.2f}x"
     assert "of the predicted speed, median" not in dict(summary(steps_of(rows[:1])))
