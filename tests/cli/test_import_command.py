@@ -34,7 +34,8 @@ def test_from_the_dump_to_a_plan_and_a_validation(tokenizer: str, fp8plan: Calla
     assert (workload.prompts, workload.samples_per_prompt, notes) == (2, 2, [])
     plan = json.loads(fp8plan("plan", MODEL, "--gpu", "h200", "--workload", "run.jsonl", "--json").out)
     assert plan["workload"]["response_tokens"] == 8
-    checked = json.loads(fp8plan("validate", "run.jsonl", "--json").out)
+    assert "step 1 is left out, the first rollout" in fp8plan("validate", "run.jsonl").err
+    checked = json.loads(fp8plan("validate", "run.jsonl", "--json", "--include-first").out)
     assert [row["seconds"] for row in checked["records"]] == [0.5, 0.5]
     assert checked["records"][0]["tensor_parallel"] == 2
     assert checked["records"][0]["predicted_s"] > 0
