@@ -100,7 +100,7 @@ class Cause(msgspec.Struct, gc=False):
 
 
 class Verdict(msgspec.Struct, gc=False):
-    """The guard's verdict on one rollout. within: as_fast, by its name until schema 1.1"""
+    """The guard's verdict on one rollout. within: the name of as_fast until schema 1.1"""
 
     action: str | None = None
     reason: str | None = None

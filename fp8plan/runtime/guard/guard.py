@@ -79,8 +79,7 @@ class Verdict:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for a log."""
         named = [{"cause": x.cause.value, "sentence": x.sentence, "lost_s": x.lost_s} for x in self.causes]
-        # `within` was the name of as_fast until records of schema 1.1, whose readers look for it.
-        return asdict(self) | {"within": self.as_fast, "causes": named, "action": self.action.value}
+        return asdict(self) | {"causes": named, "action": self.action.value}
 
 
 class Guard:
