@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.architecture.families import WRAPPERS
 
 # Config classes whose defaults make no model -> what they lack.
 NEEDED: dict[str, dict[str, Any]] = {
@@ -21,6 +22,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "hunyuan_vl": {"text_config": {"head_dim": 128}},
     "hunyuan_vl_text": {"head_dim": 128},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "longcat_flash": {"zero_expert_type": "identity"},  # for vLLM
     "nemotron": {"num_key_value_heads": 8},
     "qwen3_omni_moe": {"thinker_config": {"text_config": {"head_dim": 128}}},
     "qwen3_omni_moe_text": {"head_dim": 128},
@@ -32,6 +34,8 @@ INSIDE = (
     *("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
     *("qwen3_omni_moe_text", "glm4v_text", "glm4v_moe_text", "glm_ocr_text", "paddleocr_vl_text", "hunyuan_vl_text"),
 )
+# A multimodal type for each of them.
+WRAPPED = [name for name, text in WRAPPERS.items() if text in INSIDE and not name.endswith("_thinker")]
 
 
 def config_of(name: str, changes: Mapping[str, Any]) -> Any:

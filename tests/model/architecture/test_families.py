@@ -7,15 +7,14 @@ import re
 from typing import Any
 
 import pytest
-from family_configs import INSIDE, config_of, shape_of
+from family_configs import INSIDE, WRAPPED, config_of, shape_of
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.architecture.families import FAMILIES, REFUSED, SAME_AS, WRAPPERS
+from fp8plan.model.architecture.families import FAMILIES, REFUSED, SAME_AS
 from fp8plan.model.architecture.parts import Attention, Experts, LatentAttention, mixers
 from fp8plan.model.configs import find_config
 
-WRAPPED = [name for name, text in WRAPPERS.items() if text in INSIDE and not name.endswith("_thinker")]
 READ = [*(name for name in FAMILIES if name not in INSIDE), *WRAPPED]
 
 # Further options of a family: each changes what its layers hold.
