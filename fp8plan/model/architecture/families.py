@@ -424,6 +424,9 @@ WRAPPERS: Final[Mapping[str, str]] = {
     "paddleocr_vl": "paddleocr_vl_text",
 }
 
+# Those whose first configs have the text model's fields at the top (transformers' config classes).
+FLAT: Final = ("qwen2_vl", "qwen2_5_vl", "paddleocr_vl")
+
 # Of these transformers takes it from the text model that embeddings are tied, too (their config classes, "BC: pre-v5").
 TIED_BY_TEXT: Final = ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl")
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture.families import (
     FAMILIES,
+    FLAT,
     NESTED_DEFAULTS,
     REFUSED,
     SAME_AS,
@@ -97,6 +98,9 @@ def _text_model(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
         return config
     levels = _levels(config)
     text = levels[-1]
+    if len(levels) == 1 and wrapper not in FLAT:
+        wanted = f"fp8plan plans the text model of a {wrapper}, whose fields stand there"
+        raise ConfigError(f"{source}: field 'text_config' is missing; {wanted}")
     if len(levels) == 1:
         text = {key: value for key, value in config.items() if key not in (*TOWERS, "model_type")}
     model_type = text.get("model_type", WRAPPERS[wrapper])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape, bundled_models
-from fp8plan.model.architecture.families import FAMILIES, NESTED_DEFAULTS, REFUSED, TIED_BY_TEXT, WRAPPERS
+from fp8plan.model.architecture.families import FAMILIES, FLAT, NESTED_DEFAULTS, REFUSED, TIED_BY_TEXT, WRAPPERS
 from fp8plan.model.configs import bundled_configs
 
 WITHOUT_CLASS = ("internvl_chat", "kimi_vl")  # published with code of their own
@@ -62,32 +62,40 @@ def test_qwen2_5_vl_is_qwen2_5_in_its_old_and_its_new_spelling() -> None:
         assert shape.max_position_embeddings == 128_000
 
 
+PLACES = [("text_config",), ("llm_config",), ("thinker_config", "text_config")]
+DENSE = [name for name, text in WRAPPERS.items() if text in ("llama", "qwen2", "qwen2_5_vl_text", "qwen3", "mistral")]
+
+
 @given(
-    wrapper=st.sampled_from(
-        [name for name, text in WRAPPERS.items() if text in ("llama", "qwen2", "qwen3", "mistral")]
-    ),
-    nested=st.sampled_from([(), ("text_config",), ("llm_config",), ("thinker_config", "text_config")]),
+    place=st.tuples(st.sampled_from(DENSE), st.sampled_from(PLACES)) | st.tuples(st.sampled_from(FLAT), st.just(())),
     text_type=st.sampled_from([None, "llama", "qwen2", "qwen3"]),
     heads=st.integers(1, 4).map(lambda x: 2**x),
     layers=st.integers(1, 5),
     tied=st.sampled_from([None, True, False]),
 )
 def test_the_text_model_is_found_at_every_place(
-    wrapper: str, nested: tuple[str, ...], text_type: str | None, heads: int, layers: int, tied: bool | None
+    place: tuple[str, tuple[str, ...]], text_type: str | None, heads: int, layers: int, tied: bool | None
 ) -> None:
+    wrapper, keys = place
     text: dict[str, Any] = {
         "hidden_size": 64 * heads, "intermediate_size": 256, "num_hidden_layers": layers, "vocab_size": 1000,
         "num_attention_heads": heads, "num_key_value_heads": heads // 2, "max_position_embeddings": 4096,
         "sliding_window": None,
     }  # fmt: skip
-    own_type = text_type if text_type and nested else WRAPPERS[wrapper]
-    config = {**text, **({"model_type": text_type} if text_type and nested else {})}
-    for key in reversed(nested):
+    own_type = text_type if text_type and keys else WRAPPERS[wrapper]
+    config = {**text, **({"model_type": text_type} if text_type and keys else {})}
+    for key in reversed(keys):
         config = {key: config}
     whole = {**config, **TOWERS, "model_type": wrapper} | ({} if tied is None else {"tie_word_embeddings": tied})
     alone = {**text, "model_type": own_type} | ({} if tied is None else {"tie_word_embeddings": tied})
     assert read(whole).layers == read(alone).layers
     assert read(whole).num_parameters == read(alone).num_parameters
+
+
+@pytest.mark.parametrize("wrapper", [name for name in KNOWN if name not in FLAT])
+def test_fields_at_the_top_are_not_taken_for_a_text_model_that_has_none_there(wrapper: str) -> None:
+    message = refusal(QWEN2_5_VL_7B | {"model_type": wrapper})
+    assert "field 'text_config' is missing; fp8plan plans the text model" in message
 
 
 @pytest.mark.parametrize(
