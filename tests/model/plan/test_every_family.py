@@ -9,7 +9,7 @@ import pytest
 from family_configs import INSIDE, WRAPPED, config_of, shape_of
 
 from fp8plan.errors import CapacityError, ConfigError
-from fp8plan.model.architecture.families import FAMILIES, REFUSED
+from fp8plan.model.architecture.families import FAMILIES, REFUSED, WRAPPERS
 from fp8plan.model.hardware import gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
@@ -44,6 +44,7 @@ def test_a_default_config_is_planned(name: str) -> None:
         assert 0 < choice.makespan_low_s < choice.makespan_s < choice.makespan_high_s
         assert choice.kv_cache_tokens > 300
     assert all(x.reason for x in found.choices if not x.available)
+    assert any("The text model alone" in x for x in found.reasons) == (name in WRAPPERS)
 
 
 @pytest.mark.parametrize("name", NOT_PLANNED)
