@@ -148,8 +148,10 @@ def _names(whole: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
         return [reason]
     kinds = config.get("layer_types")
     others = sorted({str(kind) for kind in kinds if kind != "full_attention"}) if isinstance(kinds, list) else []
-    features = [text for key, text in FOREIGN.items() if whole.get(key)] + [f"{kind} layers" for kind in others]
-    named = f"model_type {whole.get('model_type')!r}"
+    features = [text for key, text in FOREIGN.items() if config.get(key)] + [f"{kind} layers" for kind in others]
+    named = f"model_type {config.get('model_type')!r}"
+    if whole is not config:
+        named += f" (the text model of this {whole.get('model_type')})"
     return [f"{named}, whose config names {' and '.join(dict.fromkeys(features))}," if features else named]
 
 

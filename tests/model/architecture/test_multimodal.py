@@ -138,6 +138,13 @@ def test_a_text_model_whose_type_is_no_word_is_an_error(model_type: object) -> N
     assert "'llama'" in message
 
 
+def test_a_known_multimodal_type_with_an_unknown_text_model_names_that() -> None:
+    text = text_of(QWEN2_5_VL_7B) | {"model_type": "internlm2"}
+    message = refusal({"model_type": "internvl_chat", "llm_config": text, **TOWERS})
+    assert "model_type 'internlm2' (the text model of this internvl_chat) is not modelled" in message
+    assert "the same shape: Qwen/Qwen2.5-7B;" in message
+
+
 # The nearest model
 
 
