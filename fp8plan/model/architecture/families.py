@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from fp8plan.model.architecture import special
 from fp8plan.model.architecture.family import (
@@ -423,37 +423,6 @@ WRAPPERS: Final[Mapping[str, str]] = {
     "nemotron_h_omni": "nemotron_h",
     "paddleocr_vl": "paddleocr_vl_text",
 }
-
-# Those whose first configs have the text model's fields at the top (transformers' config classes).
-FLAT: Final = ("qwen2_vl", "qwen2_5_vl", "paddleocr_vl")
-
-# Of these transformers takes it from the text model that embeddings are tied, too (their config classes, "BC: pre-v5").
-TIED_BY_TEXT: Final = ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl")
-
-# What published multimodal models leave to the config class of their text model (LLaVA: all sizes of Llama 7B).
-NESTED_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "llama": {
-        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "max_position_embeddings": 2048,
-    },
-    "mistral": {
-        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096,
-    },
-    "qwen2": {
-        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 32768,
-    },
-    "gemma": {
-        "vocab_size": 256000, "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28,
-        "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192,
-    },
-    "gemma2": {
-        "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
-        "sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
-    },
-}  # fmt: skip
 
 # Families that are looked for, with a part that nothing here describes yet, or that have no class of their own in vLLM
 # 0.30 (models/registry.py, _PREVIOUSLY_SUPPORTED_MODELS, says up to which version).

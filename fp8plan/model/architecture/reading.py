@@ -6,15 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.architecture.families import (
-    FAMILIES,
-    FLAT,
-    NESTED_DEFAULTS,
-    REFUSED,
-    SAME_AS,
-    TIED_BY_TEXT,
-    WRAPPERS,
-)
+from fp8plan.model.architecture.families import FAMILIES, REFUSED, SAME_AS, WRAPPERS
 from fp8plan.model.architecture.family import Family, Unknown, layers, says
 from fp8plan.model.configs import Fields, bundled_configs
 
@@ -39,9 +31,40 @@ FOREIGN = {
 }
 
 # Where a multimodal model keeps the config of the model that writes text. Of Qwen's Omni that is the thinker's;
-# llm_config is InternVL's word (vLLM's _CONFIG_ATTRS_MAPPING). Qwen2-VL's first configs hold the fields themselves.
+# llm_config is InternVL's word (vLLM's _CONFIG_ATTRS_MAPPING).
 NESTED: Final = ("thinker_config", "text_config", "llm_config")
 TOWERS: Final = ("vision_config", "audio_config")
+
+# Multimodal types whose first configs have the text model's fields at the top (transformers' config classes).
+FLAT: Final = ("qwen2_vl", "qwen2_5_vl", "paddleocr_vl")
+
+# Multimodal types whose embeddings are tied if the text model alone says so (transformers' config classes, "BC: pre-v5").
+TIED_BY_TEXT: Final = ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl")
+
+# What published multimodal models leave to the config class of their text model (LLaVA: all sizes of Llama 7B).
+NESTED_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "llama": {
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096,
+    },
+    "qwen2": {
+        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 32768,
+    },
+    "gemma": {
+        "vocab_size": 256000, "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192,
+    },
+    "gemma2": {
+        "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
+        "sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    },
+}  # fmt: skip
 
 # What a checkpoint holds beside the text model that vLLM runs.
 IMAGES = "The text model alone is modelled: what vLLM spends on images, video and sound is not."

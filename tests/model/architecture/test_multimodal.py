@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape, bundled_models
-from fp8plan.model.architecture.families import FAMILIES, FLAT, NESTED_DEFAULTS, REFUSED, TIED_BY_TEXT, WRAPPERS
+from fp8plan.model.architecture.families import FAMILIES, REFUSED, WRAPPERS
+from fp8plan.model.architecture.reading import FLAT, NESTED_DEFAULTS, TIED_BY_TEXT
 from fp8plan.model.configs import bundled_configs
 
 WITHOUT_CLASS = ("internvl_chat", "kimi_vl")  # published with code of their own
