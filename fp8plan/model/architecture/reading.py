@@ -38,7 +38,7 @@ TOWERS: Final = ("vision_config", "audio_config")
 # Multimodal types whose first configs have the text model's fields at the top (transformers' config classes).
 FLAT: Final = ("qwen2_vl", "qwen2_5_vl", "paddleocr_vl")
 
-# Multimodal types whose embeddings are tied if the text model alone says so (transformers' config classes, "BC: pre-v5").
+# Multimodal types whose embeddings are tied if the text model alone says so (their config classes, "BC: pre-v5").
 TIED_BY_TEXT: Final = ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl")
 
 # What published multimodal models leave to the config class of their text model (LLaVA: all sizes of Llama 7B).
