@@ -11,6 +11,7 @@ fuses and quantises the same linears there (models/transformers/base.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
 from fp8plan.model.architecture import special
@@ -55,6 +56,11 @@ _GEMMA3: Final = {  # what published configs of Gemma 3 leave to the config clas
     "vocab_size": 262208,
     "max_position_embeddings": 131072,
 }
+_QWEN2: Final = Family(
+    qkv_bias=True, o_bias=False, kinds=later, defaults={"use_sliding_window": False, "max_window_layers": 28}
+)
+_QWEN2_VL: Final = replace(_QWEN2, defaults={"use_sliding_window": False, "max_window_layers": 80})
+_QWEN3_VL_MOE: Final = Family(qk_norm="head", moe=Moe(sparse=by_step))
 _QWEN3_NEXT: Final = Family(
     kinds=_DELTA_KINDS,
     mixers=_DELTA,
@@ -72,13 +78,29 @@ _QWEN3_5: Final = Family(
     defaults={"attn_output_gate": True},
     own=_DELTA_OWN,
 )
+_GLM4_MOE: Final = Family(
+    o_bias=False,
+    qk_norm=("use_qk_norm", "head"),
+    moe=_DEEPSEEK_V3,
+    defaults={"first_k_dense_replace": 1},
+    published={"head_dim": 128},
+)
+_GEMMA4: Final = Family(
+    kinds=every(6, "sliding_window_pattern"),
+    layer=special.gemma4_layer,
+    by_number=True,
+    qk_norm="head",
+    norms=4,
+    moe=Moe(router_scales=True),
+    tied=True,
+)
+_ERNIE: Final = Family(qkv_bias="use_bias", o_bias="use_bias", mlp_bias="use_bias", tied=True)
+_HUNYUAN: Final = Family(qk_norm=("use_qk_norm", "head"), defaults={"use_qk_norm": True})
 _GRANITE_MOE: Final = Moe(inner="intermediate_size", shared="shared_intermediate_size", shared_stream=False)
 
 FAMILIES: Final[Mapping[str, Family]] = {
     # the first six
-    "qwen2": Family(
-        qkv_bias=True, o_bias=False, kinds=later, defaults={"use_sliding_window": False, "max_window_layers": 28}
-    ),
+    "qwen2": _QWEN2,
     "qwen3": Family(qk_norm="head", kinds=later, defaults={"use_sliding_window": False, "max_window_layers": 28}),
     "llama": Family(mlp_bias="mlp_bias"),
     "mistral": Family(qkv_bias=False, o_bias=False, kinds=everywhere),
@@ -93,9 +115,15 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5_moe_text": _QWEN3_NEXT,
     "qwen3_vl_text": Family(qk_norm="head"),
-    "qwen3_vl_moe_text": Family(qk_norm="head", moe=Moe(sparse=by_step)),
+    "qwen3_vl_moe_text": _QWEN3_VL_MOE,
+    "qwen3_omni_moe_text": replace(_QWEN3_VL_MOE, published={"head_dim": 128}),
+    "qwen2_vl_text": _QWEN2_VL,
+    "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen2_5_omni_text": _QWEN2,
     # DeepSeek, Kimi and others with latent attention
-    "deepseek_v2": Family(mixers=_MLA, moe=_DEEPSEEK, own=("kv_lora_rank",), missing=_NO_MLA_BIAS),
+    "deepseek_v2": Family(
+        mixers=_MLA, moe=_DEEPSEEK, own=("kv_lora_rank",), missing=_NO_MLA_BIAS, published={"num_experts_per_tok": 6}
+    ),
     "deepseek_v3": Family(
         mixers=_MLA,
         moe=_DEEPSEEK_V3,
@@ -111,6 +139,17 @@ FAMILIES: Final[Mapping[str, Family]] = {
         defaults={"first_k_dense_replace": 3},
         missing=_NO_MLA_BIAS,
     ),
+    # vLLM reads its params.json, as DeepSeek-V3 without a correction of the router's scores
+    # (transformers_utils/configs/mistral.py); in the layout of transformers 0.30 does not run it.
+    "mistral4": Family(mixers=_MLA, moe=_DEEPSEEK, own=("kv_lora_rank",), missing=_NO_MLA_BIAS),
+    "longcat_flash": Family(
+        mixers=_MLA,
+        layer=special.longcat_layer,
+        inner="ffn_hidden_size",
+        moe=Moe(inner="expert_ffn_hidden_size", router_bias=True),
+        own=("kv_lora_rank",),
+        missing={**_NO_MLA_BIAS, "router_bias": "a bias in the router's matrix (router_bias)"},
+    ),
     "kimi_linear": Family(
         kinds=special.kimi_kinds,
         mixers={"full_attention": special.latent, "linear_attention": special.kimi_delta},
@@ -122,9 +161,10 @@ FAMILIES: Final[Mapping[str, Family]] = {
     # GLM
     "glm": Family(o_bias=False, defaults={"attention_bias": True}),
     "glm4": Family(o_bias=False, norms=4, defaults={"attention_bias": True}),
-    "glm4_moe": Family(
-        o_bias=False, qk_norm=("use_qk_norm", "head"), moe=_DEEPSEEK_V3, defaults={"first_k_dense_replace": 1}
-    ),
+    "glm4v_text": Family(o_bias=False, norms=4, defaults={"attention_bias": True}),
+    "glm_ocr_text": Family(o_bias=False, norms=4),
+    "glm4_moe": _GLM4_MOE,
+    "glm4v_moe_text": replace(_GLM4_MOE, defaults={"attention_bias": True, "first_k_dense_replace": 1}),
     "glm4_moe_lite": Family(
         mixers=_MLA,
         moe=_DEEPSEEK_V3,
@@ -152,16 +192,10 @@ FAMILIES: Final[Mapping[str, Family]] = {
         tied=True,
         defaults=_GEMMA3,
     ),
-    "gemma4_text": Family(
-        kinds=every(6, "sliding_window_pattern"),
-        layer=special.gemma4_layer,
-        by_number=True,
-        qk_norm="head",
-        norms=4,
-        moe=Moe(router_scales=True),
-        tied=True,
-        missing={"hidden_size_per_layer_input": "per-layer embeddings (Gemma 4 E2B and E4B)"},
+    "gemma4_text": replace(
+        _GEMMA4, defaults={"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144}
     ),
+    "gemma4_unified_text": _GEMMA4,
     # Llama's relatives
     "llama4_text": Family(
         kinds=special.llama4_kinds,
@@ -231,6 +265,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "olmo2": Family(qk_norm="width"),
     "olmo3": Family(qk_norm="width", kinds=every(4, "sliding_window_pattern")),
     "olmoe": Family(qk_norm="width", moe=Moe(inner="intermediate_size")),
+    "flex_olmo": Family(qk_norm="width", moe=Moe(inner="intermediate_size")),
     # Phi
     "phi": Family(
         qkv_bias=True,
@@ -257,7 +292,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
         moe=Moe(inner="intermediate_size", router_bias=True),
         defaults={"use_qk_norm": True},
     ),
-    "ernie4_5": Family(qkv_bias="use_bias", o_bias="use_bias", mlp_bias="use_bias", tied=True),
+    "ernie4_5": _ERNIE,
+    "paddleocr_vl_text": _ERNIE,
     "ernie4_5_moe": Family(
         qkv_bias=False,
         o_bias=False,
@@ -265,7 +301,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
         tied=True,
         missing={"use_bias": "biases beside experts (use_bias)"},
     ),
-    "hunyuan_v1_dense": Family(qk_norm=("use_qk_norm", "head"), defaults={"use_qk_norm": True}),
+    "hunyuan_v1_dense": _HUNYUAN,
+    "hunyuan_vl_text": _HUNYUAN,
     "hunyuan_v1_moe": Family(
         qk_norm=("use_qk_norm", "head"),
         moe=Moe(inner="intermediate_size", shared="intermediate_size"),
@@ -337,17 +374,64 @@ FAMILIES: Final[Mapping[str, Family]] = {
 # Model types that vLLM reads as another (transformers_utils/config.py, _CONFIG_REGISTRY).
 SAME_AS: Final[Mapping[str, str]] = {"kimi_k2": "deepseek_v3"}
 
-# Multimodal models that vLLM runs, whose text model is one of the above.
-WRAPPERS: Final = tuple("gemma3 gemma3n gemma4 llama4 mistral3 qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe".split())
+# Multimodal models that vLLM runs with a text model of FAMILIES as it is -> the type of that model where the config has
+# none. Each class in vllm/model_executor/models makes it by init_vllm_registered_model, or names its class.
+WRAPPERS: Final[Mapping[str, str]] = {
+    "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
+    "paligemma": "gemma",
+    "llama4": "llama4_text",
+    "llava": "llama",
+    "llava_next": "llama",
+    "llava_next_video": "llama",
+    "llava_onevision": "qwen2",
+    "idefics3": "llama",
+    "smolvlm": "llama",
+    "mistral3": "mistral",
+    "voxtral": "llama",
+    "internvl": "qwen2",
+    "internvl_chat": "qwen2",
+    "lighton_ocr": "qwen3",
+    "qianfan_ocr": "qwen3",
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen2_5_omni": "qwen2_5_omni_text",
+    "qwen2_5_omni_thinker": "qwen2_5_omni_text",
+    "qwen2_audio": "qwen2",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
+    "qwen3_omni_moe": "qwen3_omni_moe_text",
+    "qwen3_omni_moe_thinker": "qwen3_omni_moe_text",
+    "qwen3_asr": "qwen3",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "glm4v": "glm4v_text",
+    "glm4v_moe": "glm4v_moe_text",
+    "glm_ocr": "glm_ocr_text",
+    "glmasr": "llama",
+    "cohere2_vision": "cohere2",
+    "exaone4_5": "exaone4",
+    "granite_speech": "granite",
+    "granite_speech_plus": "granite",
+    "hunyuan_vl": "hunyuan_vl_text",
+    "kimi_vl": "deepseek_v3",
+    "kimi_k25": "deepseek_v3",
+    "lfm2_vl": "lfm2",
+    "minicpmv4_6": "qwen3_5_text",
+    "nemotron_h_omni": "nemotron_h",
+    "paddleocr_vl": "paddleocr_vl_text",
+}
 
-# Families that are looked for, with a part that nothing here describes yet, or that vLLM runs no more
-# (models/registry.py, _PREVIOUSLY_SUPPORTED_MODELS).
+# Families that are looked for, with a part that nothing here describes yet, or that have no class of their own in vLLM
+# 0.30 (models/registry.py, _PREVIOUSLY_SUPPORTED_MODELS, says up to which version).
+_DROPPED: Final = "which vLLM has no class for since 0.24 (models/registry.py: supported until 0.23),"
 REFUSED: Final[Mapping[str, str]] = {
-    "bamba": "bamba, which vLLM runs no more since 0.23,",
+    "bamba": f"bamba, {_DROPPED}",
     "deepseek_v4": "hyper-connections and compressed attention (deepseek_v4)",
-    "dots1": "dots1, which vLLM runs no more since 0.23,",
+    "dots1": f"dots1, {_DROPPED}",
     "gemma3n_text": "alternating updates of the residual (AltUp, gemma3n)",
     "jamba": "state-space layers of Mamba 1 (jamba)",
-    "longcat_flash": "two attentions in a layer and experts without weights (longcat_flash)",
-    "minimax": "lightning attention (minimax)",
+    "minimax": f"minimax, which has lightning attention and {_DROPPED}",
 }

@@ -58,6 +58,8 @@ class Family:
     defaults:     further values of fields that published configs leave out (from the family's config class)
     own:          fields that stand for a part which only some families have, and this one
     missing:      field -> the name of a part that is not known, which a true value of the field asks for
+    published:    field -> the value that all published configs have, of fields that the config class leaves out; vLLM
+                  does not start without them, and an error names them
     """
 
     kinds: Callable[[Fields, int], Sequence[str]] = lambda _, layers: ["full_attention"] * layers
@@ -80,6 +82,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     own: tuple[str, ...] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
+    published: Mapping[str, Any] = field(default_factory=dict)
 
 
 def says(config: Fields, switch: Switch) -> bool:

@@ -1,4 +1,4 @@
-"""The parts that work on each token alone: a dense MLP, and a mixture of experts."""
+"""The parts that work on each token alone: a dense MLP, a mixture of experts, and Gemma 4's inputs of a layer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Experts:
     """
 
     num_experts: int
-    experts_per_token: int
+    experts_per_token: int  # without those that have no weights
     intermediate_size: int
     shared_intermediate_size: int = 0  # of all shared experts together
     shared_gate: bool = False  # a gate of one output weighs the shared experts (Qwen)
@@ -52,9 +52,15 @@ class Experts:
     shared_stream: bool = True  # vLLM can run the shared experts beside the routed ones, on a stream of their own
     router_bias: bool = False  # a learned bias, or a correction of the scores, for each expert
     router_scales: bool = False  # learned scales of the router's input and of each expert's output (Gemma 4)
+    idle_experts: int = 0  # experts without weights, which give a token back as it is (LongCat); the router has them
+
+    @property
+    def choices_per_token(self) -> int:
+        """Experts that the router picks for a token, with those that have no weights, if it picks evenly."""
+        return round(self.experts_per_token * (1 + self.idle_experts / self.num_experts))
 
     def linears(self, hidden: int, tp: int = 1) -> tuple[Linear, ...]:
-        matrices = [column("router", self.num_experts, hidden, quantisable=False)]
+        matrices = [column("router", self.num_experts + self.idle_experts, hidden, quantisable=False)]
         if self.shared_intermediate_size:
             inner = self.shared_intermediate_size // tp
             if self.shared_gate:
@@ -83,7 +89,8 @@ class Experts:
         inner, shared = self.intermediate_size // (tp // ranks), self.shared_intermediate_size // tp
         routed = self.most_on_a_rank(ranks) * ((1 + self.gated) * inner + hidden) if self.bias else 0
         beside = (1 + self.gated) * shared + hidden if self.shared_bias and shared else 0
-        router = self.num_experts * (self.router_bias + self.router_scales) + hidden * self.router_scales
+        choices = self.num_experts + self.idle_experts
+        router = choices * (self.router_bias + self.router_scales) + hidden * self.router_scales
         return routed + beside + router
 
     def parameters(self, hidden: int) -> int:
@@ -95,3 +102,37 @@ class Experts:
         routed = (Size("channels of an expert", self.intermediate_size),)
         shared = (Size("channels of its shared experts", self.shared_intermediate_size),)
         return (*(() if expert_parallel else routed), *(shared if shared[0].size else ()))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInput:
+    """The input of one layer beside the hidden state: each token's own embedding for that layer (Gemma 4 E2B and E4B).
+
+    width:      numbers of a token's embedding for one layer
+    vocabulary: rows of the table that holds the embeddings of all layers side by side; its columns are counted here
+    all_widths: in the first layer the widths of all layers together, as vLLM projects the first hidden state to all of
+                them at once; in the others 0
+
+    vllm/model_executor/models/gemma4.py, 0.30. The two matrices of a layer are not cut. The table is cut by rows, and
+    the projection to all layers by columns, whose parts every rank then gathers.
+    """
+
+    width: int
+    vocabulary: int
+    all_widths: int = 0
+
+    def linears(self, hidden: int, tp: int = 1) -> tuple[Linear, ...]:
+        own = column("per_layer_input_gate", self.width, hidden), column("per_layer_projection", hidden, self.width)
+        if not self.all_widths:
+            return own
+        return (column("per_layer_model_projection", self.all_widths // tp, hidden), *own)
+
+    def vectors(self, hidden: int, tp: int = 1) -> int:
+        norm = self.width if self.all_widths else 0  # of what is projected; that of each layer is among its norms
+        return -(-self.vocabulary // tp) * self.width + norm
+
+    def parameters(self, hidden: int) -> int:
+        return elements(self.linears(hidden)) + self.vectors(hidden)
+
+    def cuts(self) -> tuple[Size, ...]:
+        return (Size("channels of its layers' inputs", self.all_widths),) if self.all_widths else ()

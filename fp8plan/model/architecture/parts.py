@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from fp8plan.model.architecture.attention import Attention, Indexer, LatentAttention, QkNorm
 from fp8plan.model.architecture.linear import Cache, CacheKind, Linear, Part, Size
-from fp8plan.model.architecture.mlp import Experts, Mlp
+from fp8plan.model.architecture.mlp import Experts, LayerInput, Mlp
 from fp8plan.model.architecture.recurrent import DeltaNet, KimiDelta, Mamba2, ShortConv
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "KimiDelta",
     "LatentAttention",
     "Layer",
+    "LayerInput",
     "Linear",
     "Mamba2",
     "Mixer",
@@ -34,18 +35,21 @@ __all__ = [
     "QkNorm",
     "ShortConv",
     "Size",
+    "TokenPart",
     "mixers",
     "parts",
 ]
 
 Mixer: TypeAlias = Attention | LatentAttention | DeltaNet | KimiDelta | Mamba2 | ShortConv
+TokenPart: TypeAlias = Mlp | Experts | LayerInput  # what works on each token alone
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One decoder layer; None where a family has layers of one part only. Hashable, so equal layers can be counted.
 
-    parallel:     further parts, beside the first ones (Falcon-H1's Mamba; the dense MLP beside Gemma 4's experts)
+    parallel:     further parts, beside the first ones (Falcon-H1's Mamba; the dense MLP beside Gemma 4's experts;
+                  LongCat's second attention and MLP)
     norms:        norms over the hidden size
     norm_vectors: learned vectors of each of these: 1 for an RMSNorm, 2 for a LayerNorm with bias, 0 for OLMo's
     scalars:      further learned numbers
@@ -53,7 +57,7 @@ class Layer:
 
     mixer: Mixer | None
     mlp: Mlp | Experts | None
-    parallel: tuple[Mixer | Mlp | Experts, ...] = ()
+    parallel: tuple[Mixer | TokenPart, ...] = ()
     norms: int = 2
     norm_vectors: int = 1
     scalars: int = 0
@@ -63,16 +67,16 @@ class Layer:
         return self.norms * self.norm_vectors * hidden + self.scalars
 
 
-def parts(layer: Layer) -> Iterator[Mixer | Mlp | Experts]:
+def parts(layer: Layer) -> Iterator[Mixer | TokenPart]:
     """All parts of a layer."""
     yield from mixers(layer)
     if layer.mlp is not None:
         yield layer.mlp
-    yield from (part for part in layer.parallel if isinstance(part, Mlp | Experts))
+    yield from (part for part in layer.parallel if isinstance(part, TokenPart))
 
 
 def mixers(layer: Layer) -> Iterator[Mixer]:
     """All mixers of a layer."""
     if layer.mixer is not None:
         yield layer.mixer
-    yield from (part for part in layer.parallel if not isinstance(part, Mlp | Experts))
+    yield from (part for part in layer.parallel if not isinstance(part, TokenPart))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture.families import FAMILIES, REFUSED, SAME_AS, WRAPPERS
 from fp8plan.model.architecture.family import Family, Unknown, layers, says
-from fp8plan.model.configs import Fields
+from fp8plan.model.configs import Fields, bundled_configs
 
 # config.json keys whose presence (with a true value) means a part that changes weights, KV cache or cost, and that only
 # the families have whose row says so (`Family.own`).
@@ -30,6 +30,42 @@ FOREIGN = {
     "mlp_bias": "biases in the MLP (mlp_bias)",
 }
 
+# Where a multimodal model keeps the config of the model that writes text. Of Qwen's Omni that is the thinker's;
+# llm_config is InternVL's word (vLLM's _CONFIG_ATTRS_MAPPING).
+NESTED: Final = ("thinker_config", "text_config", "llm_config")
+TOWERS: Final = ("vision_config", "audio_config")
+
+# Multimodal types whose first configs have the text model's fields at the top (transformers' config classes).
+FLAT: Final = ("qwen2_vl", "qwen2_5_vl", "paddleocr_vl")
+
+# Multimodal types whose embeddings are tied if the text model alone says so (their config classes, "BC: pre-v5").
+TIED_BY_TEXT: Final = ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl")
+
+# What published multimodal models leave to the config class of their text model (LLaVA: all sizes of Llama 7B).
+NESTED_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "llama": {
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096,
+    },
+    "qwen2": {
+        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 32768,
+    },
+    "gemma": {
+        "vocab_size": 256000, "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192,
+    },
+    "gemma2": {
+        "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
+        "sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    },
+}  # fmt: skip
+
 # What a checkpoint holds beside the text model that vLLM runs.
 IMAGES = "The text model alone is modelled: what vLLM spends on images, video and sound is not."
 
@@ -43,10 +79,10 @@ def read_model(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         raise ConfigError(f"{source}: field 'model_type' is {model_type!r}; fp8plan needs it to know the architecture")
     model_type = SAME_AS.get(model_type, model_type)
     config = {**config, "model_type": model_type}
-    whole, config = config, _text_model(config)
-    family = FAMILIES.get(config.get("model_type", model_type))
+    whole, config = config, _text_model(config, source)
+    family = FAMILIES.get(config["model_type"])
     if family is None:
-        raise _refused(source, _names(whole, config))
+        raise _refused(source, _names(whole, config), _nearest(whole))
     field = Fields({**family.defaults, **config}, source)
     if missing := [*_foreign(config, family), *_missing(field, family)]:
         raise _refused(source, missing)
@@ -61,6 +97,8 @@ def read_model(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         found = layers(field, family)
     except Unknown as error:
         raise _refused(source, [str(error)]) from None
+    except ConfigError as error:
+        raise _with_published(error, field, family) from None
     tied = field.value("tie_word_embeddings")
     return {
         "model_type": model_type,
@@ -76,14 +114,44 @@ def read_model(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     }
 
 
-def _text_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of the text model: the nested one of a multimodal model that is known, else the whole."""
-    text = config.get("text_config")
-    if config.get("model_type") not in WRAPPERS or not isinstance(text, Mapping):
+def _text_model(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """The config of the text model: a part of that of a multimodal model that is known, else the whole."""
+    wrapper = config["model_type"]
+    if wrapper not in WRAPPERS:
         return config
-    # Where the wrapper says whether embeddings are tied, it is right: Qwen3-VL's text config has no such field.
-    tied = config.get("tie_word_embeddings")
-    return text if tied is None else {**text, "tie_word_embeddings": tied}
+    levels = _levels(config)
+    text = levels[-1]
+    if len(levels) == 1 and wrapper not in FLAT:
+        wanted = f"fp8plan plans the text model of a {wrapper}, whose fields stand there"
+        raise ConfigError(f"{source}: field 'text_config' is missing; {wanted}")
+    if len(levels) == 1:
+        text = {key: value for key, value in config.items() if key not in (*TOWERS, "model_type")}
+    model_type = text.get("model_type", WRAPPERS[wrapper])
+    if not isinstance(model_type, str):
+        allowed = f"the type of its text model, such as {WRAPPERS[wrapper]!r}"
+        raise ConfigError(f"{source}: field 'model_type' of the text model is {model_type!r}; allowed: {allowed}")
+    model_type = SAME_AS.get(model_type, model_type)
+    defaults = NESTED_DEFAULTS.get(model_type, {}) if len(levels) > 1 else {}
+    return {**defaults, **text, "model_type": model_type} | _tied(levels, wrapper)
+
+
+def _levels(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The config, and those nested in it on the way to the text model's, which is the last."""
+    levels = [config]
+    while isinstance(
+        inner := next((levels[-1][key] for key in NESTED if levels[-1].get(key) is not None), None), Mapping
+    ):
+        levels.append(inner)
+    return levels
+
+
+def _tied(levels: list[Mapping[str, Any]], wrapper: str) -> dict[str, Any]:
+    """Whether embeddings are tied, as a field, if the config says so. The outermost level is right: Qwen3-VL's text
+    config has no such field."""
+    said = [level["tie_word_embeddings"] for level in levels if level.get("tie_word_embeddings") is not None]
+    if not said:
+        return {}
+    return {"tie_word_embeddings": next(filter(None, said), said[0]) if wrapper in TIED_BY_TEXT else said[0]}
 
 
 def _foreign(config: Mapping[str, Any], family: Family) -> list[str]:
@@ -103,13 +171,83 @@ def _names(whole: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
         return [reason]
     kinds = config.get("layer_types")
     others = sorted({str(kind) for kind in kinds if kind != "full_attention"}) if isinstance(kinds, list) else []
-    features = [text for key, text in FOREIGN.items() if whole.get(key)] + [f"{kind} layers" for kind in others]
-    named = f"model_type {whole.get('model_type')!r}"
+    features = [text for key, text in FOREIGN.items() if config.get(key)] + [f"{kind} layers" for kind in others]
+    named = f"model_type {config.get('model_type')!r}"
+    if whole is not config:
+        named += f" (the text model of this {whole.get('model_type')})"
     return [f"{named}, whose config names {' and '.join(dict.fromkeys(features))}," if features else named]
 
 
-def _refused(source: str, missing: list[str]) -> ConfigError:
+def _refused(source: str, missing: list[str], nearest: str = "") -> ConfigError:
     return ConfigError(
-        f"{source}: {' and '.join(missing)} is not modelled; model types that are: {', '.join(FAMILIES)}. "
+        f"{source}: {' and '.join(missing)} is not modelled; {nearest}model types that are: {', '.join(FAMILIES)}. "
         "RolloutEngine.from_setup runs this model without a plan"
     )
+
+
+def _with_published(error: ConfigError, field: Fields, family: Family) -> ConfigError:
+    """The error, with the fields that this config lacks and every published one of its type has."""
+    absent = [f"{key} {value}" for key, value in family.published.items() if field.value(key) is None]
+    if not absent:
+        return error
+    return ConfigError(f"{error}; published {field.value('model_type')} configs have {' and '.join(absent)}: add it")
+
+
+# The nearest model that is known, of one that is not
+
+
+def _nearest(config: Mapping[str, Any]) -> str:
+    """The bundled model with the sizes of a config's text model, or the family that its fields look like; "" if there
+    is neither."""
+    text = _levels(config)[-1]
+    if named := _of_same_shape(text):
+        return f"nearest text model of the same shape: {named}; "
+    if alike := _family_like(text):
+        which = "its config" if text is config else "the config of its text model"
+        return f"no bundled model has its shape, and {which} looks like that of {alike}; "
+    return ""
+
+
+def _of_same_shape(text: Mapping[str, Any]) -> str:
+    """The bundled model with layers of these sizes, preferably also of this vocabulary; "" if there is none."""
+    sizes, vocabulary = _sizes(text), text.get("vocab_size")
+    others = ((name, _levels(other)[-1]) for name, other in bundled_configs().items())
+    alike = [(other.get("vocab_size") != vocabulary, name) for name, other in others if sizes == _sizes(other)]
+    if sizes is None or not alike:
+        return ""
+    unlike, name = min(alike)
+    return f"{name} (but for its vocabulary)" if unlike else name
+
+
+def _sizes(text: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """What layers are made of, as fields say it. None without a width and a number of heads."""
+    value = Fields(text, "").value
+    width, heads, experts, kinds = map(value, ("hidden_size", "num_attention_heads", "num_experts", "layer_types"))
+    if not isinstance(width, int) or not isinstance(heads, int) or heads < 1:
+        return None
+    return (
+        *(width, heads, value("num_key_value_heads") or heads, value("head_dim") or width // heads, experts),
+        *map(value, ("num_hidden_layers", "kv_lora_rank")),
+        value("moe_intermediate_size" if experts else "intermediate_size"),
+        bool(value("sliding_window")) and value("use_sliding_window") is not False,
+        {str(kind) for kind in kinds} - {"full_attention"} if isinstance(kinds, list) else set(),
+        {key for key in FOREIGN if value(key) and key not in TOWERS},
+    )
+
+
+def _family_like(text: Mapping[str, Any]) -> str:
+    """A family that reads this config without an error: the one with its name, or with a name that begins its own, or
+    a common one; "" if there is none."""
+    readable = [name for name, family in FAMILIES.items() if _reads(text, family)]
+    own = str(text.get("model_type")).removesuffix("_text")
+    begins = [name for name in readable if own.startswith(name.removesuffix("_text"))]
+    common = [name for name in ("deepseek_v3", "qwen3_moe", "mixtral", "llama") if name in readable]
+    return max(begins, key=len, default=next(iter(common), ""))
+
+
+def _reads(text: Mapping[str, Any], family: Family) -> bool:
+    field = Fields({**family.defaults, **text}, "")
+    try:
+        return not _foreign(text, family) and not any(_missing(field, family)) and bool(layers(field, family))
+    except (ConfigError, Unknown):
+        return False

@@ -19,10 +19,12 @@ from fp8plan.model.architecture.parts import (
     Experts,
     LatentAttention,
     Layer,
+    LayerInput,
     Linear,
     Mixer,
     Mlp,
     Size,
+    TokenPart,
     mixers,
     parts,
 )
@@ -79,10 +81,10 @@ class ModelShape:
         return len(self.layers)
 
     @cached_property
-    def counted(self) -> list[tuple[Mixer | Mlp | Experts, int]]:
-        """The distinct parts and how often they occur: mixers first, then dense MLPs, then experts."""
+    def counted(self) -> list[tuple[Mixer | TokenPart, int]]:
+        """The distinct parts and how often they occur: mixers first, then inputs of layers, dense MLPs and experts."""
         counts = Counter(part for layer in self.layers for part in parts(layer))
-        return sorted(counts.items(), key=lambda item: (isinstance(item[0], Experts), isinstance(item[0], Mlp)))
+        return sorted(counts.items(), key=lambda item: [isinstance(item[0], x) for x in (Experts, Mlp, LayerInput)])
 
     def parts_of(self, kind: type[Kind]) -> list[tuple[Kind, int]]:
         """The distinct parts of a kind and how often they occur."""

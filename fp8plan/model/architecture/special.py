@@ -1,4 +1,4 @@
-"""Readers of the families whose layers are not Llama's: hybrids, latent attention, and Gemma 4."""
+"""Readers of the families whose layers are not Llama's: hybrids, latent attention, LongCat and Gemma 4."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fp8plan.model.architecture.parts import (
     KimiDelta,
     LatentAttention,
     Layer,
+    LayerInput,
     Mamba2,
     ShortConv,
 )
@@ -63,6 +64,22 @@ def indexed_layer(config: Fields, family: Family, number: int, kind: str, sparse
     if shares and isinstance(mixer, LatentAttention):
         return replace(found, mixer=replace(mixer, indexer=None, shares_index=True))
     return found
+
+
+def longcat_layer(config: Fields, family: Family, number: int, kind: str, sparse: bool) -> Layer:
+    """A layer of LongCat-Flash: attention and a dense MLP twice, and experts beside them. A part of the experts has no
+    weights (zero_expert_num), and even routing is taken to pick those as often as others.
+    vllm/model_executor/models/longcat_flash.py."""
+    mixer, mlp, idle = latent(config, family), dense(config, family), config.integer("zero_expert_num", 0, least=0)
+    routed = experts(config, family)
+    share = routed.num_experts / (routed.num_experts + idle)
+    per_token = max(1, round(routed.experts_per_token * share))
+    return Layer(
+        mixer,
+        mlp,
+        parallel=(mixer, mlp, replace(routed, experts_per_token=per_token, idle_experts=idle)),
+        norms=4,
+    )
 
 
 # Linear attention
@@ -248,9 +265,11 @@ def mimo_window(config: Fields, family: Family) -> Attention:
 
 def gemma4_layer(config: Fields, family: Family, number: int, kind: str, sparse: bool) -> Layer:
     """A layer of Gemma 4: full attention has heads of its own, the last layers may share KV, experts stand beside the
-    dense MLP. vllm/model_executor/models/gemma4.py."""
+    dense MLP, and each layer may have its own embedding of a token. vllm/model_executor/models/gemma4.py."""
     total, shared = config.integer("num_hidden_layers"), config.integer("num_kv_shared_layers", 0, least=0)
     last = number >= total - shared
+    if number == total - 1:
+        kind = "full_attention"  # whatever layer_types says (transformers, Gemma4TextConfig)
     mixer = replace(windowed(config, family) if kind == "sliding_attention" else attention(config, family))
     if kind == "full_attention":
         mixer = _gemma4_full(config, mixer, number)
@@ -258,9 +277,19 @@ def gemma4_layer(config: Fields, family: Family, number: int, kind: str, sparse:
     mlp = dense(config, family)
     if last and config.flag("use_double_wide_mlp"):
         mlp = replace(mlp, inner=2 * mlp.inner)
+    own = _layer_input(config, total, number)
     if not config.flag("enable_moe_block"):
-        return Layer(mixer, mlp, norms=4, scalars=1)
-    return Layer(mixer, experts(config, family), parallel=(mlp,), norms=7, scalars=1)
+        return Layer(mixer, mlp, parallel=own, norms=4 + len(own), scalars=1)
+    return Layer(mixer, experts(config, family), parallel=(mlp, *own), norms=7 + len(own), scalars=1)
+
+
+def _layer_input(config: Fields, layers: int, number: int) -> tuple[LayerInput, ...]:
+    """The embedding that a layer of Gemma 4 E2B and E4B has for each token; () in the others."""
+    width = config.integer("hidden_size_per_layer_input", 0, least=0)
+    if not width:
+        return ()
+    vocabulary = config.integer("vocab_size_per_layer_input", config.integer("vocab_size"))
+    return (LayerInput(width, vocabulary, all_widths=0 if number else layers * width),)
 
 
 def _gemma4_full(config: Fields, mixer: Attention, number: int) -> Attention:

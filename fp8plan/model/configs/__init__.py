@@ -21,6 +21,7 @@ from fp8plan.errors import ConfigError
 
 # What the field of the key is called in other families. The first that a config has counts.
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
+    "num_hidden_layers": ("num_layers", "num_hidden_layers"),  # LongCat has both, and the latter is twice the former
     "num_experts": ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
     "num_experts_per_tok": ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"),
     "num_shared_experts": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert"),

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fp8plan.model.architecture import Linear, ModelShape
-from fp8plan.model.architecture.parts import Attention, Experts, LatentAttention, Mlp
+from fp8plan.model.architecture.parts import Attention, Experts, LatentAttention, LayerInput, Mlp
 from fp8plan.model.cost.base import Array, Cost, StepBatch, constant, norm4, times, traffic, zero
 from fp8plan.model.cost.mixers.attention import heads_per_rank
 from fp8plan.model.cost.mixers.of_model import mixers_of
@@ -85,6 +85,10 @@ def _activations(shape: ModelShape, tensor_parallel: int, gpu: Gpu) -> dict[int,
             found[(2 + part.gated) * (part.inner // tensor_parallel)] += number
         elif isinstance(part, Experts) and part.shared_intermediate_size and not runs_beside(part, gpu):
             found[(2 + part.gated) * (part.shared_intermediate_size // tensor_parallel)] += number
+        elif isinstance(part, LayerInput):  # the gate of each layer; of all at once the look-up, the norm and the sum
+            found[3 * part.width] += number
+            if part.all_widths:
+                found[6 * part.all_widths] += number
         elif isinstance(part, Attention) and part.gated:  # the gate of its output
             found[3 * (part.heads // tensor_parallel) * part.value_dim] += number
     return dict(found)
@@ -150,7 +154,7 @@ def launches(
     compile either, are taken to cost what those do: not measured.
     """
     eager, in_parts = np.where(graphed, 0.0, 1.0), np.where(graphed & ~prefills, 0.0, 1.0)
-    mixers = sum(number for part, number in shape.counted if not isinstance(part, Mlp | Experts))
+    mixers = sum(number for _, number in mixers_of(shape))
     counts = {
         "host.piecewise_layer_seconds": np.where(graphed & prefills, float(mixers), 0.0),
         "host.eager_layer_seconds": eager * layers_of_two_parts(shape),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fp8plan.model.architecture import Linear, ModelShape
-from fp8plan.model.architecture.parts import Experts
+from fp8plan.model.architecture.parts import Experts, LayerInput
 from fp8plan.model.cost.base import QUANTITIES, Array, Cost, StepBatch, following, norm8, tokens_of, whole, zero
 from fp8plan.model.cost.collective import all_reduce_cost, with_network
 from fp8plan.model.cost.components import Component, gradient_of, total_of, where_busy
@@ -226,6 +226,11 @@ class StepModel:
             reduced += sum(number for _, number in self.shape.parts_of(Experts))
             message = m * float(self.shape.hidden_size * BF16_BYTES)
             costs["collective"] = all_reduce_cost(message, tp, self.gpu, profile).scaled(reduced)
+            for part, _ in self.shape.parts_of(LayerInput):
+                if part.all_widths:  # the table's rows are added up, and the projections gathered: half as much
+                    message = m * float(part.all_widths * BF16_BYTES)
+                    inputs = all_reduce_cost(message, tp, self.gpu, profile).scaled(1.5)
+                    costs["collective"] = costs["collective"] + inputs
         return costs
 
 

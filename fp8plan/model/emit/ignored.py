@@ -23,7 +23,7 @@ from fp8plan.model.architecture.parts import parts
 ROUTER_PATTERN: Final = r"re:.*\.(gate|router|shared_expert_gate)(\.(wg|proj|layer|classifier))?$"
 
 # What stands before the names of an MLP's matrices, of shared experts', and of a recurrent mixer's.
-_MLP: Final = r"(mlp|feed_forward|mixer|shared_mlp)"
+_MLP: Final = r"(mlp|mlps\.\d+|feed_forward|mixer|shared_mlp)"  # LongCat has two MLPs in a layer
 _SHARED: Final = r"(shared_experts?|shared_mlp)"
 _RECURRENT: Final = r"(linear_attn|mamba|mixer|short_conv|conv)"
 

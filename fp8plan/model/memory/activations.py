@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from fp8plan.model.architecture import Experts, Linear, ModelShape
-from fp8plan.model.architecture.parts import LatentAttention, Mlp, parts
+from fp8plan.model.architecture.parts import LatentAttention, LayerInput, Mlp, TokenPart, parts
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.model_runner import model_runner
@@ -18,7 +18,7 @@ CUBLAS_WORKSPACE_BYTES: Final = 32 << 20
 MOST_MLA_CONTEXT: Final = 64 * 1024  # tokens
 
 # Routers that are a torch.nn.Linear in float32 (glm4_moe.py, mimo_v2.py), so with a weight that requires a gradient.
-KEEPS_ROUTER_INPUTS: Final = ("glm4_moe", "mimo_v2_flash")
+KEEPS_ROUTER_INPUTS: Final = ("glm4_moe", "glm4v_moe", "mimo_v2_flash")
 
 
 def activation_peak_bytes(shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits) -> int:
@@ -37,6 +37,8 @@ def activation_peak_bytes(shape: ModelShape, precision: Precision, gpu: Gpu, lim
     if any(precision.weights == "bf16" or not w.quantised for w in shape.linears(tp) if w.name != "lm_head"):
         forward, dense = forward + CUBLAS_WORKSPACE_BYTES, dense + CUBLAS_WORKSPACE_BYTES
     sampler = _sampler_bytes(shape, gpu, limits) + CUBLAS_WORKSPACE_BYTES
+    inputs = _layer_inputs_bytes(shape, tokens)
+    forward, dense = forward + inputs, dense + inputs
     persists = _expert_workspace_bytes(shape, limits) + _router_inputs_bytes(shape, tokens)
     return max(persists + max(forward, sampler), dense + (0 if _dense_layers_come_first(shape) else persists))
 
@@ -77,7 +79,7 @@ def _held(shape: ModelShape, tp: int) -> int:
 
 
 def _mixer_linears(shape: ModelShape, tp: int) -> list[tuple[Linear, ...]]:
-    return [part.linears(shape.hidden_size, tp) for part, _ in shape.counted if not isinstance(part, Mlp | Experts)]
+    return [part.linears(shape.hidden_size, tp) for part, _ in shape.counted if not isinstance(part, TokenPart)]
 
 
 def _output(linears: tuple[Linear, ...]) -> int:
@@ -115,6 +117,11 @@ def _latent_bytes(shape: ModelShape, limits: EngineLimits) -> int:
     return most * BF16_BYTES
 
 
+def _layer_inputs_bytes(shape: ModelShape, tokens: int) -> int:
+    """Bytes of the inputs of all layers, which are made before the first and stay alive to the last. Not measured."""
+    return tokens * sum(part.all_widths for part, _ in shape.parts_of(LayerInput)) * BF16_BYTES
+
+
 def _router_inputs_bytes(shape: ModelShape, tokens: int) -> int:
     """Bytes of what float32 routers read and give, which stay until the sampler is done.
 
@@ -134,7 +141,7 @@ def _expert_workspace_bytes(shape: ModelShape, limits: EngineLimits) -> int:
     most = 0
     for experts, _ in shape.parts_of(Experts):
         w13, w2 = experts.expert_linears(shape.hidden_size, limits.expert_slices)
-        most = max(most, experts.experts_per_token * (max(w2.k, w13.k) + max(w13.n, w13.k)))
+        most = max(most, experts.choices_per_token * (max(w2.k, w13.k) + max(w13.n, w13.k)))
     return limits.max_num_batched_tokens * most * BF16_BYTES
 
 

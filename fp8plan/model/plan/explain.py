@@ -37,7 +37,7 @@ def explain(
     rollouts: of all choices, None for one that cannot run
     risk, advice: of the chosen choice
     gpus_per_node: beyond it tensor parallelism crosses the network; None: it does not
-    shape: of the model; None: nothing is said of linears that stay in BF16
+    shape: of the model; None: nothing is said of linears that stay in BF16, and of what is left out of the model
     """
     answer = Answer(choices, chosen, rollouts, profile)
     sentences = [_headline(answer, budget), *_of_the_step(answer.picked)]
@@ -47,6 +47,7 @@ def explain(
     sentences += whole_or_sliced(answer)
     sentences += where_from(answer)
     sentences += _left_in_bf16(choices, shape) if shape is not None else []
+    sentences += [shape.note] if shape is not None and shape.note else []
     sentences += [f"Mismatch: {reason}." for reason in risk.reasons]
     sentences += [f"Correction: {note}." for note in advice.notes]
     sentences += _of_a_sample(answer.rollout(answer.picked))

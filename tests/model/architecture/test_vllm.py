@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from family_configs import config_of, shape_of
+from family_configs import INSIDE, config_of, shape_of
 
 from fp8plan.model.architecture.families import FAMILIES
 from fp8plan.model.emit.ignored import ignored
@@ -19,7 +19,8 @@ from fp8plan.model.emit.ignored import ignored
 SCRIPT = Path(__file__).with_name("vllm_linears.py")
 # What vLLM does not build here, and why; it builds all others.
 NOT_BUILT = {
-    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_vl_text", "qwen3_vl_moe_text"), "with its tower only"),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", *INSIDE), "with its tower only"),
+    "mistral4": "read from params.json, and built as deepseek_v3",
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "sparse attention: no CPU code"),
     **dict.fromkeys(("kimi_linear", "apertus"), "CUDA streams and copies while it is built"),
     "nemotron_h": "experts without a gate: no CPU code",
@@ -42,6 +43,7 @@ EVEN_HEADS = {"num_attention_heads": 30, "num_key_value_heads": 10}
 ODD: dict[str, dict[str, Any]] = {
     "qwen3_next": {"shared_expert_intermediate_size": 320},
     "deepseek_v2": {"first_k_dense_replace": 1},
+    "longcat_flash": {"ffn_hidden_size": 1472, "expert_ffn_hidden_size": 320},
     "llama4_text": {"intermediate_size_mlp": 1088, "interleave_moe_layer_step": 2},
     "granitemoehybrid": {"shared_intermediate_size": 320, "mamba_expand": 2, "mamba_n_heads": 30},
     "falcon_h1": {"mamba_d_ssm": 960, "mamba_n_heads": 30, "mamba_d_head": 32, "mamba_n_groups": 1},

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from family_configs import config_of, shape_of
+from family_configs import INSIDE, WRAPPED, config_of, shape_of
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture.families import FAMILIES, REFUSED, WRAPPERS
@@ -19,8 +19,9 @@ from fp8plan.model.workload import Workload
 H200 = gpu("h200")
 WORKLOAD = Workload(8, 2, 200, 100)
 # Planned without prefix caching only: with it, vLLM's look-up in groups of several block sizes is not modelled.
-NOT_PLANNED = {"gemma4_text": "block sizes [16, 32]", "mimo_v2_flash": "block sizes [16, 32]"}
-NAMES = [name for name in (*FAMILIES, *WRAPPERS) if name not in ("gemma3n", "gemma4", "mistral3")]
+NOT_PLANNED = dict.fromkeys(("gemma4_text", "gemma4_unified_text", "gemma4", "mimo_v2_flash"), "block sizes [16, 32]")
+MULTIMODAL = ("gemma3", "gemma4", "llama4", "qwen3_5", "qwen3_5_moe")  # others have the layers of their text model, too
+NAMES = [*(name for name in FAMILIES if name not in INSIDE), *WRAPPED, *MULTIMODAL]
 
 
 def planned(name: str, prefix_caching: bool = True) -> Plan:
@@ -43,6 +44,7 @@ def test_a_default_config_is_planned(name: str) -> None:
         assert 0 < choice.makespan_low_s < choice.makespan_s < choice.makespan_high_s
         assert choice.kv_cache_tokens > 300
     assert all(x.reason for x in found.choices if not x.available)
+    assert any("The text model alone" in x for x in found.reasons) == (name in WRAPPERS)
 
 
 @pytest.mark.parametrize("name", NOT_PLANNED)

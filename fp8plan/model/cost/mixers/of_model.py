@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.architecture.parts import Attention, Experts, LatentAttention, Mixer, Mlp, ShortConv
+from fp8plan.model.architecture.parts import Attention, LatentAttention, Mixer, ShortConv, TokenPart
 from fp8plan.model.cost.base import Array, Cost, StepBatch, times, zero
 from fp8plan.model.cost.mixers.attention import (
     FLASH_ATTENTION_3,
@@ -37,7 +37,7 @@ SCHEDULE = "attention_schedule"
 
 def mixers_of(shape: ModelShape) -> Iterator[tuple[Mixer, int]]:
     """The distinct mixers of a model and how often they occur."""
-    return ((part, number) for part, number in shape.counted if not isinstance(part, Mlp | Experts))
+    return ((part, number) for part, number in shape.counted if not isinstance(part, TokenPart))
 
 
 def mixer_costs(
