@@ -8,7 +8,9 @@ from typing import Any
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture.families import FAMILIES, REFUSED, SAME_AS, WRAPPERS
 from fp8plan.model.architecture.family import Family, Unknown, layers, says
-from fp8plan.model.configs import Fields
+from fp8plan.model.configs.context import context_of
+from fp8plan.model.configs.fields import Fields, check_numbers
+from fp8plan.model.configs.places import ADVICE
 
 # config.json keys whose presence (with a true value) means a part that changes weights, KV cache or cost, and that only
 # the families have whose row says so (`Family.own`).
@@ -30,6 +32,9 @@ FOREIGN = {
     "mlp_bias": "biases in the MLP (mlp_bias)",
 }
 
+# Known models without a decoder.
+ENCODERS = ("albert", "bert", "deberta-v2", "distilbert", "electra", "modernbert", "roberta", "xlm-roberta")
+
 # What a checkpoint holds beside the text model that vLLM runs.
 IMAGES = "The text model alone is modelled: what vLLM spends on images, video and sound is not."
 
@@ -38,13 +43,10 @@ def read_model(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """The fields of the ModelShape that a config describes, without its name. Raises ConfigError naming `source` and
     the field, or the part that is not known.
     """
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str):
-        raise ConfigError(f"{source}: field 'model_type' is {model_type!r}; fp8plan needs it to know the architecture")
-    model_type = SAME_AS.get(model_type, model_type)
+    model_type = _model_type(config, source)
     config = {**config, "model_type": model_type}
-    whole, config = config, _text_model(config)
-    family = FAMILIES.get(config.get("model_type", model_type))
+    whole, config = config, _text_model(config, source)
+    family = FAMILIES.get(Fields(config, source).word("model_type") or model_type)
     if family is None:
         raise _refused(source, _names(whole, config))
     field = Fields({**family.defaults, **config}, source)
@@ -58,6 +60,7 @@ def read_model(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         )
     hidden = field.integer("hidden_size")
     try:
+        check_numbers(config, source)
         found = layers(field, family)
     except Unknown as error:
         raise _refused(source, [str(error)]) from None
@@ -67,7 +70,7 @@ def read_model(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         "hidden_size": hidden,
         "vocab_size": field.integer("vocab_size"),
         "tie_word_embeddings": family.tied if tied is None else field.flag("tie_word_embeddings"),
-        "max_position_embeddings": field.integer("max_position_embeddings"),
+        "context": context_of(field),
         "layers": found,
         "norm_vectors": family.norm_vectors,
         "lm_head_bias": says(field, family.lm_head_bias),
@@ -76,11 +79,24 @@ def read_model(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     }
 
 
-def _text_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _model_type(config: Mapping[str, Any], source: str) -> str:
+    """The name of the architecture. Raises ConfigError if there is none, or one that generates no text."""
+    model_type = Fields(config, source).word("model_type")
+    if model_type is None and "_diffusers_version" in config:
+        raise ConfigError(f"{source}: a part of a diffusers pipeline; fp8plan plans language models: {ADVICE}")
+    if model_type is None:
+        raise ConfigError(f"{source}: field 'model_type' is missing, which says the architecture; {ADVICE}")
+    if model_type in ENCODERS:
+        raise ConfigError(f"{source}: {model_type} is an encoder, and writes no text; {ADVICE} of a model that does")
+    return SAME_AS.get(model_type, model_type)
+
+
+def _text_model(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     """The config of the text model: the nested one of a multimodal model that is known, else the whole."""
-    text = config.get("text_config")
-    if config.get("model_type") not in WRAPPERS or not isinstance(text, Mapping):
+    inside = Fields(config, source).inside("text_config") if config.get("model_type") in WRAPPERS else None
+    if inside is None:
         return config
+    text = inside.config
     # Where the wrapper says whether embeddings are tied, it is right: Qwen3-VL's text config has no such field.
     tied = config.get("tie_word_embeddings")
     return text if tied is None else {**text, "tie_word_embeddings": tied}
