@@ -24,6 +24,7 @@ LENGTHS: Final = (
 LENGTHENING: Final = ("default", "linear", "dynamic", "ntk", "mrope", "proportional", "mllama4", "openpangu", "xdrope")
 YARN: Final = ("yarn", "deepseek_yarn", "deepseek_llama_scaling")
 LONGROPE: Final = ("longrope", "su")
+NEEDS_FACTOR: Final = ("linear", "dynamic", "yarn")  # transformers reads no config without it (validate_rope)
 TYPES: Final = (*LENGTHENING, *YARN, *LONGROPE, "llama3")
 
 
@@ -68,10 +69,7 @@ class Context:
                 tokens, origin = scaling.original, "original_max_position_embeddings"
         if factor != 1:
             origin = f"{origin} {tokens}, times {factor:g} by its {kind} RoPE scaling"
-        longest = int(tokens * factor)
-        if self.field == "model_max_length" and longest < self.positions:
-            return self.positions, self.field
-        return longest, origin
+        return int(tokens * factor), origin
 
     def derived(self, engine_version: str = "0.26.0") -> int:
         """The max_model_len in tokens of an engine that is given none."""
@@ -110,8 +108,10 @@ def _scalings(config: Fields, positions: int) -> Iterator[Scaling]:
 def _scaling(fields: Fields, config: Fields, positions: int) -> Scaling:
     kind = fields.word("rope_type", TYPES) or fields.word("type", TYPES) or "default"
     factor = fields.number("factor", 1.0) if "factor" in fields.config else None
-    if factor is not None and positions * factor < 1:
-        raise fields.error("factor", factor, "a number that leaves a context of at least 1 token")
+    if factor is None and kind in NEEDS_FACTOR:
+        raise fields.error("factor", None, f"a number of at least 1, which a scaling of type {kind} needs")
+    if factor is not None and factor < 1:
+        raise fields.error("factor", factor, "a number of at least 1")
     # Where the config has the field outside of the scaling, too, that one counts (standardize_rope_params).
     original = fields.integer("original_max_position_embeddings", positions)
     return Scaling(kind, factor, config.integer("original_max_position_embeddings", original))

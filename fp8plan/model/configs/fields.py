@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -119,11 +120,10 @@ class Fields:
         whole = self.inside(name)
         if whole is None:
             return None
-        numbers = {str(number): number for number in range(layers)}
         for key in whole.config:
-            if str(key) not in numbers:
+            if not re.fullmatch("[0-9]{1,9}", str(key)) or int(key) >= layers:
                 raise self.error(name, key, f"as its keys: layer numbers from 0 to {layers - 1}")
-        return {numbers[str(key)]: whole.inside(key) or Fields({}, self.source) for key in whole.config}
+        return {int(key): whole.inside(key) or Fields({}, self.source) for key in whole.config}
 
     def inside(self, name: str) -> Fields | None:
         """The fields of a mapping inside of the config."""
