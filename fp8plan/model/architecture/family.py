@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, Final, TypeAlias
 
 from fp8plan.model.architecture.parts import Attention, Experts, Layer, Mixer, Mlp, QkNorm
-from fp8plan.model.configs.fields import Fields, shown
+from fp8plan.model.configs.fields import Fields, worded
 
 
 class Unknown(ValueError):
@@ -256,8 +256,8 @@ def layers(config: Fields, family: Family) -> tuple[Layer, ...]:
     number = config.integer("num_hidden_layers", listed, most=MOST_LAYERS)
     kinds = config.words("layer_types", number) or config.words("layers_block_type", number)
     kinds = list(family.kinds(config, number)) if kinds is None else kinds
-    if unknown := sorted({kind for kind in kinds if kind not in family.mixers}):
-        raise Unknown(" and ".join(f"{kind if kind.isidentifier() else shown(kind)} layers" for kind in unknown))
+    if unknown := sorted({kind for kind in kinds if kind not in family.mixers})[:8]:
+        raise Unknown(" and ".join(f"{worded(kind)} layers" for kind in unknown))
     sparse = family.moe.sparse(config, number) if family.moe else [False] * number
 
     @cache

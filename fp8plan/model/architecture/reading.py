@@ -9,7 +9,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture.families import FAMILIES, REFUSED, SAME_AS, WRAPPERS
 from fp8plan.model.architecture.family import Family, Unknown, layers, says
 from fp8plan.model.configs.context import context_of
-from fp8plan.model.configs.fields import Fields, check_numbers
+from fp8plan.model.configs.fields import Fields, check_numbers, shown, worded
 from fp8plan.model.configs.places import ADVICE
 
 # config.json keys whose presence (with a true value) means a part that changes weights, KV cache or cost, and that only
@@ -118,9 +118,10 @@ def _names(whole: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     if reason := REFUSED.get(str(config.get("model_type"))):
         return [reason]
     kinds = config.get("layer_types")
-    others = sorted({str(kind) for kind in kinds if kind != "full_attention"}) if isinstance(kinds, list) else []
-    features = [text for key, text in FOREIGN.items() if whole.get(key)] + [f"{kind} layers" for kind in others]
-    named = f"model_type {whole.get('model_type')!r}"
+    words = {kind for kind in kinds if isinstance(kind, str)} if isinstance(kinds, list) else set()
+    others = sorted(words - {"full_attention"})[:8]
+    features = [text for key, text in FOREIGN.items() if whole.get(key)] + [f"{worded(kind)} layers" for kind in others]
+    named = f"model_type {shown(whole.get('model_type'))}"
     return [f"{named}, whose config names {' and '.join(dict.fromkeys(features))}," if features else named]
 
 

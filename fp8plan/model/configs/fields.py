@@ -170,6 +170,11 @@ def shown(value: object) -> str:
         return "a number of thousands of digits"
 
 
+def worded(word: str) -> str:
+    """A word of a config inside of a sentence: as it is, or quoted and short if it is no name."""
+    return word if word.isidentifier() and len(word) < 60 else shown(word)
+
+
 def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 

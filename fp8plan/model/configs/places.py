@@ -35,13 +35,13 @@ def spelt(text: str) -> str:
     slashes around it, or with backslashes. Raises ConfigError for what can be neither.
     """
     text = text.strip()
-    if not text or len(text) > MOST_CHARACTERS or any(ord(x) < ord(" ") for x in text):
-        long = f" ({len(text):,} characters)" if len(text) > MOST_CHARACTERS else ""
-        raise ConfigError(f"model is {shown(text)}{long}; {ADVICE}")
     if text.partition("/")[0].lower() in HUBS:
         text = f"https://{text}"
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text):
-        return _of_url(text)
+        text = _of_url(text)
+    if not text or len(text) > MOST_CHARACTERS or any(ord(x) < ord(" ") for x in text):
+        long = f" ({len(text):,} characters)" if len(text) > MOST_CHARACTERS else ""
+        raise ConfigError(f"model is {shown(text)}{long}; {ADVICE}")
     return text if exists(Path(text)) else text.replace("\\", "/").rstrip("/") or text
 
 
@@ -67,8 +67,8 @@ def config_file(text: str) -> Path:
         raise ConfigError(f"{text}: there is no such user here; {ADVICE}") from error
     if path.suffix == ".gguf":
         raise ConfigError(f"{path}: {OTHERS['*.gguf'][0]}; {BF16_MODEL}")
-    if path.is_file() and path.suffix != ".json":
-        raise ConfigError(f"{path}: not a config.json; give the folder that holds the model's, such as {path.parent}")
+    if exists(path) and path.is_file() and path.suffix != ".json":
+        raise ConfigError(f"{path}: not a config.json; give the folder that holds the model's")
     folder, file = (path.parent, path) if path.suffix == ".json" else (path, path / "config.json")
     if path.name == "adapter_config.json" or not exists(file):
         _check_contents(folder)
@@ -83,7 +83,10 @@ def check_hub_id(name: str) -> None:
 
 def _of_url(text: str) -> str:
     """The hub id of a URL of the hub, or the path of a file URL."""
-    url = urlsplit(text)
+    try:
+        url = urlsplit(text)
+    except ValueError as error:  # half an address of six parts
+        raise ConfigError(f"model is {shown(text)}; {ADVICE}") from error
     if url.scheme == "file":
         return url2pathname(url.path)
     hubs = (*HUBS, urlsplit(os.environ.get("HF_ENDPOINT", "")).hostname)
@@ -91,18 +94,20 @@ def _of_url(text: str) -> str:
     if url.scheme == "hf":
         parts = [url.netloc, *parts]
     elif url.hostname not in hubs or url.scheme not in ("http", "https"):
-        raise ConfigError(f"{text}: not a page of a model on the hub; {ADVICE}")
+        raise ConfigError(f"{shown(text)}: not a page of a model on the hub; {ADVICE}")
     if len(parts) < 2 or parts[0] in ("datasets", "spaces", "collections", "papers", "docs"):
-        raise ConfigError(f"{text}: names no model; {ADVICE}")
+        raise ConfigError(f"{shown(text)}: names no model; {ADVICE}")
     owner, name, *rest = parts
     if len(rest) > 1 and rest[0] in ("tree", "blob", "resolve", "raw") and rest[1] != "main":
         advice = "give a folder with the config.json of that revision"
-        raise ConfigError(f"{text}: names revision {rest[1]}, and fp8plan reads main; {advice}")
+        raise ConfigError(f"{shown(text)}: names another revision, and fp8plan reads main; {advice}")
     return f"{owner}/{name}"
 
 
 def _check_contents(folder: Path) -> None:
     """Raise ConfigError with what a folder without config.json holds, if it is something known."""
+    if not exists(folder):
+        return
     adapter = folder / "adapter_config.json"
     if exists(adapter):
         base = _base_of(adapter)
@@ -115,11 +120,9 @@ def _check_contents(folder: Path) -> None:
             raise ConfigError(f"{folder}: holds {contents}, and no config.json; {advice}")
     below = sorted(islice((path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/config.json")), 3))
     if below:
-        raise ConfigError(f"{folder}: holds no config.json itself; give the folder below that does: {_listed(below)}")
-
-
-def _listed(paths: list[Path]) -> str:
-    return " or ".join(map(str, paths))
+        raise ConfigError(
+            f"{folder}: holds no config.json itself; give the folder below that does: {' or '.join(map(str, below))}"
+        )
 
 
 def _base_of(adapter: Path) -> str:
