@@ -158,7 +158,8 @@ def head_size(config: Fields, name: str, default: int | None = None) -> int:
     size = config.integer(name, default, most=MOST_HEAD)
     if size % 8 and (size < TRITON_HEAD or size % 2):
         allowed = f"a multiple of 8, or an even number of at least {TRITON_HEAD}, as vLLM's attention takes no other"
-        raise config.error(name, size, allowed)
+        derived = " (it is absent, and follows from others)" if config.value(name) is None else ""
+        raise config.error(name, size, allowed + derived)
     return size
 
 
