@@ -10,11 +10,13 @@ RANGE = " to ".join(f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
 
 def is_supported(version: str) -> bool:
     """Tell whether a version of vLLM, such as "0.26.0", is supported."""
-    try:
-        major, minor = map(int, version.split(".")[:2])
-    except ValueError:
-        return False
-    return OLDEST <= (major, minor) <= NEWEST
+    number = _minor(version)
+    return number is not None and OLDEST <= number <= NEWEST
+
+
+def at_least(version: str, first: tuple[int, int]) -> bool:
+    """Tell whether a version of vLLM is that minor version or a later one. What is no version counts as the newest."""
+    return (_minor(version) or NEWEST) >= first
 
 
 def version_warnings(version: str) -> list[str]:
@@ -22,3 +24,12 @@ def version_warnings(version: str) -> list[str]:
     if is_supported(version):
         return []
     return [f"vLLM {version} is not supported, and is planned as vLLM {RANGE} would run; fp8plan starts no other"]
+
+
+def _minor(version: str) -> tuple[int, int] | None:
+    """Return the minor version of "0.26.0": (0, 26). None: it is no version."""
+    try:
+        major, minor = map(int, version.split(".")[:2])
+    except ValueError:
+        return None
+    return major, minor

@@ -92,7 +92,7 @@ def weight_sync_seconds(model: StepModel, times: StepTimes, recalibrate_kv: bool
     if precision.weights == "fp8_block":
         parts["quantise"] = _quantise_bytes(shape, precision, model.limits) / gpu.memory_bandwidth
     if precision.kv == "fp8" and recalibrate_kv:
-        longest = model.limits.max_model_len or shape.max_position_embeddings
+        longest = model.limits.max_model_len or shape.context.derived()
         parts["kv_scales"] = float(model.seconds(full_prefill(shape, model.limits, longest))[0])
     return parts
 

@@ -118,7 +118,7 @@ class EngineSetup:
 
     def kv_plan(self, num_gpu_blocks: int, longest_request: int | None = None) -> KvPlan:
         """The KV cache of an engine whose pool is known: so many blocks, the null block among them."""
-        longest = longest_request or self.shape.max_position_embeddings
+        longest = longest_request or self.shape.context.derived()
         gpu = self.gpu
         caches = model_caches(self.shape, self.precision, self.limits, longest, gpu.is_cpu, gpu.compute_capability)
         return plan_kv_cache(*caches, num_blocks=num_gpu_blocks)

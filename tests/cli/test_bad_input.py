@@ -15,7 +15,7 @@ from typing import Any
 import command
 import numpy as np
 import pytest
-from typed import MODEL, PLAN
+from typed import MODEL, PLAN, SMALL
 
 import fp8plan
 from fp8plan import cli
@@ -82,6 +82,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "listed_width": {"hidden_size": [1024]},
     "quantised": {"quantization_config": {"quant_method": "fp8"}},
     "uneven_heads": {"num_key_value_heads": 7},
+    "odd_heads": {"head_dim": 7},
+    "no_number": {"rms_norm_eps": float("nan")},
+    "short_context": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "negative_vocabulary": {"vocab_size": -1},
     "null_heads": {"num_attention_heads": None},
     "unknown_type": {"model_type": "wonderformer"},
@@ -247,6 +250,21 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "beyond the context": (
         ["plan", "nvidia/Nemotron-H-8B-Base-8K", "--gpu", "h200"],
         ("allowed: at most 8192", "shorter --prompt-lengths and --response-lengths"),
+    ),
+    "heads that no kernel takes": (
+        ["plan", "./odd_heads", "--gpu", "h200"],
+        ("field 'head_dim' is 7", "allowed: a multiple of 8, or an even number of at least 32"),
+    ),
+    "a number that is none": (["plan", "./no_number", "--gpu", "h200"], ("field 'rms_norm_eps' is NaN", "a number")),
+    "beyond a context that is scaled": (
+        ["plan", "./short_context", "--gpu", "h200", *SMALL, "--response-lengths", "fixed:81905"],
+        ("max_model_len 81921", "allowed: at most 81920 (max_position_embeddings 40960, times 2 by its linear"),
+    ),
+    "a name without end": (["plan", "x" * 5000, "--gpu", "h200"], ("(5,000 characters)", "give a hub id, such as")),
+    "the home of nobody": (["plan", "~nouser/x", "--gpu", "h200"], ("~nouser/x: there is no such user", "give a hub")),
+    "a page of another hub": (
+        ["plan", "https://example.org/Qwen/Qwen3-8B", "--gpu", "h200"],
+        ("not a page of a model on the hub", "give a hub id, such as Qwen/Qwen3-8B"),
     ),
     "uneven heads": (["plan", "./uneven_heads", "--gpu", "h200"], ("config.json", "7", "16")),
     "negative vocabulary": (["plan", "./negative_vocabulary", "--gpu", "h200"], ("vocab_size", "-1")),

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from fp8plan.model.architecture.parts import Attention, Experts, Layer, Mlp
 from fp8plan.model.architecture.shape import ModelShape
+from fp8plan.model.configs.context import Context
 
 # The sizes of attention, by the names of a config.json -> the field of its part.
 ATTENTION: Final = {"num_attention_heads": "heads", "num_key_value_heads": "kv_heads", "head_dim": "head_dim"}
@@ -47,7 +48,7 @@ def uniform(
     plain: dict[str, Any] = {
         "model_type": name,
         "tie_word_embeddings": False,
-        "max_position_embeddings": 1,
+        "context": Context(fields.pop("max_position_embeddings", 1)),
         "source": name,
     }
     return ModelShape(name=name, hidden_size=hidden_size, vocab_size=vocab_size, layers=layers, **plain | fields)

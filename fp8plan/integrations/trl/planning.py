@@ -12,6 +12,7 @@ from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.workload import Trace
+from fp8plan.runtime.vllm_versions import check_vllm_version
 
 MOST_PROMPTS: Final = 256  # whose lengths are looked at, spread over the dataset
 # TRL's token budget of a step, which leaves memory to the trainer.
@@ -70,7 +71,7 @@ def colocated_limits(model: str, args: Any, responses: int, on_cpu: bool) -> Eng
     return EngineLimits.for_gpu(
         gpu,
         shape.recurrent,
-        max_model_len=args.vllm_max_model_length or shape.max_position_embeddings,
+        max_model_len=args.vllm_max_model_length or shape.context.derived(check_vllm_version()),
         max_num_seqs=responses,
         max_num_batched_tokens=max(BATCHED_TOKENS, responses),
         gpu_memory_utilization=None if on_cpu else args.vllm_gpu_memory_utilization,

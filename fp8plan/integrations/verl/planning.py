@@ -16,6 +16,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.risk.budget import RiskBudget
 from fp8plan.model.shards import why_not_shardable
+from fp8plan.runtime.vllm_versions import check_vllm_version
 
 # Limits of an engine -> verl's words for them.
 WORDS: Final = {
@@ -74,7 +75,7 @@ def limits_of(config: Any, gpu: str) -> EngineLimits:
     rollout = config.actor_rollout_ref.rollout
     shape = ModelShape.from_hf(str(config.actor_rollout_ref.model.path))
     found: dict[str, Any] = {name: rollout[word] for name, word in WORDS.items()}
-    found["max_model_len"] = rollout.max_model_len or shape.max_position_embeddings
+    found["max_model_len"] = rollout.max_model_len or shape.context.derived(check_vllm_version())
     found["enable_expert_parallel"] = rollout.expert_parallel_size > 1
     found["data_parallel_size"] = max(1, _gpus(config) // rollout.tensor_model_parallel_size)
     told = (rollout.get("engine_kwargs") or {}).get("vllm") or {}

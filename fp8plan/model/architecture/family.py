@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Final, TypeAlias
 
 from fp8plan.model.architecture.parts import Attention, Experts, Layer, Mixer, Mlp, QkNorm
-from fp8plan.model.configs import Fields
+from fp8plan.model.configs.fields import Fields, worded
 
 
 class Unknown(ValueError):
@@ -17,6 +18,9 @@ class Unknown(ValueError):
 
 Readers: TypeAlias = Mapping[str, "Callable[[Fields, Family], Mixer | None]"]  # of a mixer, by the kind of its layer
 MOST_LAYERS: Final = 10_000  # a hundred times the deepest model; a slip must fill neither memory nor minutes
+MOST_EXPERTS: Final = 100_000  # likewise
+MOST_HEAD: Final = 512  # elements of a head: the most that FlashAttention 4 and FlashInfer take
+TRITON_HEAD: Final = 32  # elements: the fewest that Triton's attention takes
 Switch: TypeAlias = bool | str  # true or false, or the name of the config's field that says so
 
 
@@ -93,14 +97,19 @@ def says(config: Fields, switch: Switch) -> bool:
 # Kinds of layers where no layer_types lists them
 
 
+def has_window(config: Fields) -> bool:
+    """Tell whether the config has a window; 0 stands for none, as in vLLM (ModelConfig)."""
+    return config.integer("sliding_window", 0, least=0) > 0
+
+
 def everywhere(config: Fields, layers: int) -> list[str]:
     """A window in every layer, if the config has one."""
-    return ["sliding_attention" if config.value("sliding_window") else "full_attention"] * layers
+    return ["sliding_attention" if has_window(config) else "full_attention"] * layers
 
 
 def later(config: Fields, layers: int) -> list[str]:
     """A window from layer max_window_layers on, if the config has one and use_sliding_window does not say no."""
-    if config.value("use_sliding_window") is False or not config.value("sliding_window"):
+    if not (config.flag("use_sliding_window", default=True) and has_window(config)):
         return ["full_attention"] * layers
     first = config.integer("max_window_layers", least=0)
     return ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
@@ -110,12 +119,13 @@ def every(default: int, *names: str, other: str = "sliding_attention") -> Callab
     """Full attention in every n-th layer, n from one of these fields; the others are of another kind."""
 
     def kinds(config: Fields, layers: int) -> list[str]:
-        if other == "sliding_attention" and not config.value("sliding_window"):
+        if other == "sliding_attention" and not has_window(config):
             return ["full_attention"] * layers
-        found = next((config.value(name) for name in names if config.value(name) is not None), default)
-        step = len(found) if isinstance(found, str) else found  # EXAONE writes LLLG for 4
-        if isinstance(step, bool) or not isinstance(step, int) or step < 1:
-            raise config.error(names[0], found, "a whole number of at least 1")
+        name = next((name for name in names if config.value(name) is not None), names[0])
+        pattern = config.value(name)
+        if isinstance(pattern, str) and not re.fullmatch("L*G", pattern):
+            raise config.error(name, pattern, "a whole number of at least 1, or a pattern such as LLLG")
+        step = len(pattern) if isinstance(pattern, str) else config.integer(name, default)  # EXAONE writes LLLG for 4
         return ["full_attention" if (i + 1) % step == 0 else other for i in range(layers)]
 
     return kinds
@@ -126,24 +136,34 @@ def every(default: int, *names: str, other: str = "sliding_attention") -> Callab
 
 def by_step(config: Fields, layers: int) -> list[bool]:
     """Every decoder_sparse_step-th layer but mlp_only_layers (Qwen)."""
-    step, dense = config.integer("decoder_sparse_step", 1), config.numbers("mlp_only_layers") or []
+    step, dense = config.integer("decoder_sparse_step", 1), config.indices("mlp_only_layers", layers) or ()
     return [i not in dense and (i + 1) % step == 0 for i in range(layers)]
 
 
 def after_dense(config: Fields, layers: int) -> list[bool]:
     """The layers that mlp_layer_types calls sparse, or all after the first dense ones (DeepSeek)."""
-    if (listed := config.words("mlp_layer_types", layers)) is not None:
+    if (listed := config.words("mlp_layer_types", layers, ("dense", "sparse"))) is not None:
         return [kind == "sparse" for kind in listed]
-    frequency = config.value("moe_layer_freq")
-    if isinstance(frequency, list):
-        return [bool(x) for x in frequency[:layers]]
-    if frequency not in (None, 1):
-        raise config.error("moe_layer_freq", frequency, "1, or a list of 0 and 1")
+    if isinstance(config.value("moe_layer_freq"), list):
+        return config.marks("moe_layer_freq", layers) or []
+    if config.integer("moe_layer_freq", 1) != 1:
+        raise config.error("moe_layer_freq", config.value("moe_layer_freq"), "1, or a list of 0 and 1")
     name = "num_dense_layers" if config.value("num_dense_layers") is not None else "first_k_dense_replace"
     return [i >= config.integer(name, 0, least=0) for i in range(layers)]
 
 
 # Parts
+
+
+def head_size(config: Fields, name: str, default: int | None = None) -> int:
+    """The elements of a head. Of vLLM's attention, FlashAttention takes multiples of 8, and Triton's kernel 32 or more
+    (supports_head_size in v1/attention/backends); rotary positions turn pairs of them."""
+    size = config.integer(name, default, most=MOST_HEAD)
+    if size % 8 and (size < TRITON_HEAD or size % 2):
+        allowed = f"a multiple of 8, or an even number of at least {TRITON_HEAD}, as vLLM's attention takes no other"
+        derived = " (it is absent, and follows from others)" if config.value(name) is None else ""
+        raise config.error(name, size, allowed + derived)
+    return size
 
 
 def attention(config: Fields, family: Family) -> Attention:
@@ -154,11 +174,11 @@ def attention(config: Fields, family: Family) -> Attention:
         raise config.error("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
     if config.value("head_dim") is None and hidden % heads:
         raise config.error("hidden_size", hidden, f"a multiple of num_attention_heads ({heads}), as head_dim is absent")
-    head_dim = config.integer("head_dim", hidden // heads)
+    head_dim = head_size(config, "head_dim", hidden // heads)
     norm = family.qk_norm
     if isinstance(norm, tuple):
         norm = norm[1] if config.flag(norm[0]) else "none"
-    value_dim = config.integer("v_head_dim", head_dim)
+    value_dim = head_size(config, "v_head_dim", head_dim)
     return Attention(
         heads,
         kv_heads,
@@ -192,7 +212,7 @@ ATTENTIONS: Readers = {
 def dense(config: Fields, family: Family) -> Mlp:
     """The dense MLP."""
     inner = config.integer(family.inner) if isinstance(family.inner, str) else family.inner(config)
-    activation = 4 if config.value("hidden_act") == "xielu" else 0
+    activation = 4 if config.word("hidden_act") == "xielu" else 0
     return Mlp(inner, gated=family.gated, bias=says(config, family.mlp_bias), activation_elements=activation)
 
 
@@ -202,7 +222,7 @@ def experts(config: Fields, family: Family) -> Experts:
     if moe is None:
         raise ValueError("a family without experts")
     number, each, inner = (
-        config.integer("num_experts"),
+        config.integer("num_experts", most=MOST_EXPERTS),
         config.integer("num_experts_per_tok"),
         config.integer(moe.inner),
     )
@@ -240,8 +260,8 @@ def layers(config: Fields, family: Family) -> tuple[Layer, ...]:
     number = config.integer("num_hidden_layers", listed, most=MOST_LAYERS)
     kinds = config.words("layer_types", number) or config.words("layers_block_type", number)
     kinds = list(family.kinds(config, number)) if kinds is None else kinds
-    if unknown := sorted({kind for kind in kinds if kind not in family.mixers}):
-        raise Unknown(" and ".join(f"{kind} layers" for kind in unknown))
+    if unknown := sorted({kind for kind in kinds if kind not in family.mixers})[:8]:
+        raise Unknown(" and ".join(f"{worded(kind)} layers" for kind in unknown))
     sparse = family.moe.sparse(config, number) if family.moe else [False] * number
 
     @cache

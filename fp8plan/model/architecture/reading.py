@@ -8,7 +8,10 @@ from typing import Any, Final
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture.families import FAMILIES, REFUSED, SAME_AS, WRAPPERS
 from fp8plan.model.architecture.family import Family, Unknown, layers, says
-from fp8plan.model.configs import Fields, bundled_configs
+from fp8plan.model.configs import bundled_configs
+from fp8plan.model.configs.context import context_of
+from fp8plan.model.configs.fields import Fields, check_numbers, shown, worded
+from fp8plan.model.configs.places import ADVICE
 
 # config.json keys whose presence (with a true value) means a part that changes weights, KV cache or cost, and that only
 # the families have whose row says so (`Family.own`).
@@ -66,6 +69,9 @@ NESTED_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     },
 }  # fmt: skip
 
+# Known models without a decoder.
+ENCODERS = ("albert", "bert", "deberta-v2", "distilbert", "electra", "modernbert", "roberta", "xlm-roberta")
+
 # What a checkpoint holds beside the text model that vLLM runs.
 IMAGES = "The text model alone is modelled: what vLLM spends on images, video and sound is not."
 
@@ -74,15 +80,12 @@ def read_model(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """The fields of the ModelShape that a config describes, without its name. Raises ConfigError naming `source` and
     the field, or the part that is not known.
     """
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str):
-        raise ConfigError(f"{source}: field 'model_type' is {model_type!r}; fp8plan needs it to know the architecture")
-    model_type = SAME_AS.get(model_type, model_type)
+    model_type = _model_type(config, source)
     config = {**config, "model_type": model_type}
     whole, config = config, _text_model(config, source)
     family = FAMILIES.get(config["model_type"])
     if family is None:
-        raise _refused(source, _names(whole, config), _nearest(whole))
+        raise _refused(source, _names(whole, config), _nearest(whole, source))
     field = Fields({**family.defaults, **config}, source)
     if missing := [*_foreign(config, family), *_missing(field, family)]:
         raise _refused(source, missing)
@@ -94,6 +97,7 @@ def read_model(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         )
     hidden = field.integer("hidden_size")
     try:
+        check_numbers(config, source)
         found = layers(field, family)
     except Unknown as error:
         raise _refused(source, [str(error)]) from None
@@ -105,7 +109,7 @@ def read_model(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         "hidden_size": hidden,
         "vocab_size": field.integer("vocab_size"),
         "tie_word_embeddings": family.tied if tied is None else field.flag("tie_word_embeddings"),
-        "max_position_embeddings": field.integer("max_position_embeddings"),
+        "context": context_of(field),
         "layers": found,
         "norm_vectors": family.norm_vectors,
         "lm_head_bias": says(field, family.lm_head_bias),
@@ -114,44 +118,53 @@ def read_model(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     }
 
 
+def _model_type(config: Mapping[str, Any], source: str) -> str:
+    """The name of the architecture. Raises ConfigError if there is none, or one that generates no text."""
+    model_type = Fields(config, source).word("model_type")
+    if model_type is None and "_diffusers_version" in config:
+        raise ConfigError(f"{source}: a part of a diffusers pipeline; fp8plan plans language models: {ADVICE}")
+    if model_type is None:
+        raise ConfigError(f"{source}: field 'model_type' is missing, which says the architecture; {ADVICE}")
+    if model_type in ENCODERS:
+        raise ConfigError(f"{source}: {model_type} is an encoder, and writes no text; {ADVICE} of a model that does")
+    return SAME_AS.get(model_type, model_type)
+
+
 def _text_model(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     """The config of the text model: a part of that of a multimodal model that is known, else the whole."""
     wrapper = config["model_type"]
     if wrapper not in WRAPPERS:
         return config
-    levels = _levels(config)
-    text = levels[-1]
+    levels = _levels(config, source)
+    text = levels[-1].config
     if len(levels) == 1 and wrapper not in FLAT:
         wanted = f"fp8plan plans the text model of a {wrapper}, whose fields stand there"
         raise ConfigError(f"{source}: field 'text_config' is missing; {wanted}")
     if len(levels) == 1:
-        text = {key: value for key, value in config.items() if key not in (*TOWERS, "model_type")}
-    model_type = text.get("model_type", WRAPPERS[wrapper])
-    if not isinstance(model_type, str):
-        allowed = f"the type of its text model, such as {WRAPPERS[wrapper]!r}"
-        raise ConfigError(f"{source}: field 'model_type' of the text model is {model_type!r}; allowed: {allowed}")
+        text, model_type = {key: value for key, value in config.items() if key not in TOWERS}, WRAPPERS[wrapper]
+    else:
+        model_type = levels[-1].word("model_type") or WRAPPERS[wrapper]
     model_type = SAME_AS.get(model_type, model_type)
     defaults = NESTED_DEFAULTS.get(model_type, {}) if len(levels) > 1 else {}
     return {**defaults, **text, "model_type": model_type} | _tied(levels, wrapper)
 
 
-def _levels(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _levels(config: Mapping[str, Any], source: str) -> list[Fields]:
     """The config, and those nested in it on the way to the text model's, which is the last."""
-    levels = [config]
-    while isinstance(
-        inner := next((levels[-1][key] for key in NESTED if levels[-1].get(key) is not None), None), Mapping
-    ):
-        levels.append(inner)
+    levels = [Fields(config, source)]
+    while nested := next((x for x in map(levels[-1].inside, NESTED) if x is not None), None):
+        levels.append(nested)
     return levels
 
 
-def _tied(levels: list[Mapping[str, Any]], wrapper: str) -> dict[str, Any]:
-    """Whether embeddings are tied, as a field, if the config says so. The outermost level is right: Qwen3-VL's text
-    config has no such field."""
-    said = [level["tie_word_embeddings"] for level in levels if level.get("tie_word_embeddings") is not None]
-    if not said:
+def _tied(levels: list[Fields], wrapper: str) -> dict[str, Any]:
+    """The field that says if embeddings are tied; {} if the config does not say. The outermost level is right:
+    Qwen3-VL's text config has no such field."""
+    name = "tie_word_embeddings"
+    flags = [level.flag(name) for level in levels if level.value(name) is not None]
+    if not flags:
         return {}
-    return {"tie_word_embeddings": next(filter(None, said), said[0]) if wrapper in TIED_BY_TEXT else said[0]}
+    return {name: any(flags) if wrapper in TIED_BY_TEXT else flags[0]}
 
 
 def _foreign(config: Mapping[str, Any], family: Family) -> list[str]:
@@ -170,9 +183,11 @@ def _names(whole: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     if reason := REFUSED.get(str(config.get("model_type"))):
         return [reason]
     kinds = config.get("layer_types")
-    others = sorted({str(kind) for kind in kinds if kind != "full_attention"}) if isinstance(kinds, list) else []
-    features = [text for key, text in FOREIGN.items() if config.get(key)] + [f"{kind} layers" for kind in others]
-    named = f"model_type {config.get('model_type')!r}"
+    words = {kind for kind in kinds if isinstance(kind, str)} if isinstance(kinds, list) else set()
+    others = sorted(words - {"full_attention"})[:8]
+    features = [text for key, text in FOREIGN.items() if config.get(key)]
+    features += [f"{worded(kind)} layers" for kind in others]
+    named = f"model_type {shown(config.get('model_type'))}"
     if whole is not config:
         named += f" (the text model of this {whole.get('model_type')})"
     return [f"{named}, whose config names {' and '.join(dict.fromkeys(features))}," if features else named]
@@ -196,10 +211,13 @@ def _with_published(error: ConfigError, field: Fields, family: Family) -> Config
 # The nearest model that is known, of one that is not
 
 
-def _nearest(config: Mapping[str, Any]) -> str:
+def _nearest(config: Mapping[str, Any], source: str) -> str:
     """The bundled model with the sizes of a config's text model, or the family that its fields look like; "" if there
     is neither."""
-    text = _levels(config)[-1]
+    try:
+        text = _levels(config, source)[-1].config
+    except ConfigError:  # its nested config is no config: the unknown type is said first
+        return ""
     if named := _of_same_shape(text):
         return f"nearest text model of the same shape: {named}; "
     if alike := _family_like(text):
@@ -211,7 +229,7 @@ def _nearest(config: Mapping[str, Any]) -> str:
 def _of_same_shape(text: Mapping[str, Any]) -> str:
     """The bundled model with layers of these sizes, preferably also of this vocabulary; "" if there is none."""
     sizes, vocabulary = _sizes(text), text.get("vocab_size")
-    others = ((name, _levels(other)[-1]) for name, other in bundled_configs().items())
+    others = ((name, _levels(other, name)[-1].config) for name, other in bundled_configs().items())
     alike = [(other.get("vocab_size") != vocabulary, name) for name, other in others if sizes == _sizes(other)]
     if sizes is None or not alike:
         return ""

@@ -30,6 +30,7 @@ from fp8plan.model.architecture.parts import (
 )
 from fp8plan.model.architecture.reading import read_model
 from fp8plan.model.configs import bundled_configs, find_config
+from fp8plan.model.configs.context import Context
 from fp8plan.model.precision import BF16_BYTES, Precision
 
 # vllm/model_executor/layers/vocab_parallel_embedding.py (0.26): DEFAULT_VOCAB_PADDING_SIZE.
@@ -52,7 +53,7 @@ class ModelShape:
     hidden_size: int
     vocab_size: int
     tie_word_embeddings: bool
-    max_position_embeddings: int
+    context: Context
     layers: tuple[Layer, ...]
     source: str  # where the config came from
     norm_vectors: int = 1
@@ -75,6 +76,11 @@ class ModelShape:
         return cls(name=name, source=source, **read_model(config, source))
 
     # What follows from the parts
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Tokens of the context without RoPE scaling."""
+        return self.context.positions
 
     @property
     def num_layers(self) -> int:
@@ -199,12 +205,13 @@ class ModelShape:
                 f"tensor_parallel_size {tensor_parallel_size} does not divide {self.name}: {fault}; allowed: {allowed}"
             )
 
-    def check_max_model_len(self, max_model_len: int) -> None:
-        """Raise ConfigError if max_model_len is beyond the model's context, as vLLM does at start-up."""
-        if max_model_len > self.max_position_embeddings:
+    def check_max_model_len(self, max_model_len: int, engine_version: str = "0.26.0") -> None:
+        """Raise ConfigError if max_model_len is beyond the model's context, as that vLLM does at start-up."""
+        longest, origin = self.context.longest(engine_version)
+        if max_model_len > longest:
             raise ConfigError(
                 f"max_model_len {max_model_len} is beyond the context of {self.name}; allowed: at most "
-                f"{self.max_position_embeddings} (max_position_embeddings); give shorter --prompt-lengths and "
+                f"{longest} ({origin}); give shorter --prompt-lengths and "
                 "--response-lengths (in Python the workload's), a lower --max-model-len if you gave one, or a folder "
                 "whose config.json has the longer context that you trained for"
             )

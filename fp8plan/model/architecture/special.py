@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fp8plan.model.architecture.family import Family, Unknown, attention, dense, experts, layer, windowed
+from fp8plan.model.architecture.family import Family, Unknown, attention, dense, experts, head_size, layer, windowed
 from fp8plan.model.architecture.parts import (
     Attention,
     DeltaNet,
@@ -18,16 +17,14 @@ from fp8plan.model.architecture.parts import (
     Mamba2,
     ShortConv,
 )
-from fp8plan.model.configs import Fields
+from fp8plan.model.configs.fields import Fields
 from fp8plan.model.precision import BF16_BYTES, FP32_BYTES
 
 
 def _state_bytes(config: Fields, name: str, default: str) -> int:
     """Bytes of one element of a recurrent state, by the config's field for it."""
-    given = config.value(name) or default
-    if given not in ("float32", "bfloat16", "auto"):
-        raise config.error(name, given, "float32 or bfloat16")
-    return FP32_BYTES if given == "float32" else BF16_BYTES
+    dtype = config.word(name, ("float32", "bfloat16", "auto")) or default
+    return FP32_BYTES if dtype == "float32" else BF16_BYTES
 
 
 # Latent attention
@@ -39,9 +36,9 @@ def latent(config: Fields, family: Family) -> LatentAttention:
         config.integer("num_attention_heads"),
         config.integer("q_lora_rank", 0, least=0),
         config.integer("kv_lora_rank"),
-        config.integer("qk_nope_head_dim"),
-        config.integer("qk_rope_head_dim"),
-        config.integer("v_head_dim"),
+        head_size(config, "qk_nope_head_dim"),
+        head_size(config, "qk_rope_head_dim"),
+        head_size(config, "v_head_dim"),
     )
 
 
@@ -55,12 +52,14 @@ def indexed_layer(config: Fields, family: Family, number: int, kind: str, sparse
     """A layer of sparse attention, some of which use an earlier layer's choice (GLM-5; deepseek_v2.py, _skip_topk)."""
     found = layer(config, family, number, kind, sparse)
     mixer = found.mixer
-    pattern, step = config.value("index_topk_pattern"), max(config.integer("index_topk_freq", 1, least=0), 1)
-    offset = config.integer("index_skip_topk_offset", 2, least=0)
-    listed = config.value("indexer_types")
-    shares = max(number - offset + 1, 0) % step != 0
-    if listed is not None or pattern is not None:
-        shares = (listed or pattern)[number] in ("shared", "S")
+    step, offset = config.integer("index_topk_freq", 1, least=0), config.integer("index_skip_topk_offset", 2, least=0)
+    total = config.integer("num_hidden_layers")
+    kinds = {"full": "F", "shared": "S"}
+    listed = config.words("indexer_types", total, tuple(kinds))
+    if listed is None and isinstance(config.value("index_topk_pattern"), list):
+        listed = config.words("index_topk_pattern", total, tuple(kinds))
+    pattern = config.letters("index_topk_pattern", total, "FS") if listed is None else [kinds[x] for x in listed]
+    shares = max(number - offset + 1, 0) % max(step, 1) != 0 if pattern is None else pattern[number] == "S"
     if shares and isinstance(mixer, LatentAttention):
         return replace(found, mixer=replace(mixer, indexer=None, shares_index=True))
     return found
@@ -88,9 +87,12 @@ def longcat_layer(config: Fields, family: Family, number: int, kind: str, sparse
 def delta_net(config: Fields, family: Family) -> DeltaNet:
     """Qwen's gated delta net. Its state has the model's dtype in Qwen3-Next, and in Qwen3.5 what mamba_ssm_dtype says
     (vllm/model_executor/models/config.py, Qwen3_5ForConditionalGenerationConfig)."""
+    key_heads, value_heads = config.integer("linear_num_key_heads"), config.integer("linear_num_value_heads")
+    if value_heads % key_heads:
+        raise config.error("linear_num_value_heads", value_heads, f"a multiple of linear_num_key_heads ({key_heads})")
     return DeltaNet(
-        config.integer("linear_num_key_heads"),
-        config.integer("linear_num_value_heads"),
+        key_heads,
+        value_heads,
         config.integer("linear_key_head_dim"),
         config.integer("linear_value_head_dim"),
         config.integer("linear_conv_kernel_dim"),
@@ -102,28 +104,25 @@ def delta_net(config: Fields, family: Family) -> DeltaNet:
 def kimi_delta(config: Fields, family: Family) -> KimiDelta:
     """Kimi delta attention, whose sizes published configs keep in linear_attn_config."""
     own = _linear_config(config)
-    inside = Fields(own, config.source) if own else None
     names = ("num_heads", "head_dim", "short_conv_kernel_size")
     here = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
-    return KimiDelta(*(inside.integer(a) if inside else config.integer(b) for a, b in zip(names, here, strict=True)))
+    return KimiDelta(*(own.integer(a) if own else config.integer(b) for a, b in zip(names, here, strict=True)))
 
 
 def kimi_kinds(config: Fields, layers: int) -> list[str]:
     """The layers that linear_attn_config calls full, counted from 1; without it every fourth but the first."""
     own = _linear_config(config)
-    if "full_attn_layers" not in own:
+    full = own.indices("full_attn_layers", layers, first=1) if own else None
+    if full is None:
         return ["full_attention" if i and i % 4 == 0 else "linear_attention" for i in range(layers)]
-    full = Fields(own, config.source).numbers("full_attn_layers") or []
     return ["full_attention" if i + 1 in full else "linear_attention" for i in range(layers)]
 
 
-def _linear_config(config: Fields) -> Mapping[str, Any]:
-    own = config.value("linear_attn_config") or {}
-    if not isinstance(own, Mapping):
-        raise config.error("linear_attn_config", own, "fields of the linear attention")
-    if own.get("use_full_rank_gate"):
+def _linear_config(config: Fields) -> Fields | None:
+    own = config.inside("linear_attn_config")
+    if own and own.flag("use_full_rank_gate"):
         raise Unknown("Kimi delta attention with a gate of full rank")
-    return own
+    return own if own and own.config else None
 
 
 # State-space layers and convolutions
@@ -131,43 +130,52 @@ def _linear_config(config: Fields) -> Mapping[str, Any]:
 
 def mamba2(config: Fields, family: Family) -> Mamba2:
     """Mamba 2 as Bamba, Granite 4 and Falcon-H1 name its sizes."""
-    heads, inner = config.integer("mamba_n_heads"), config.value("mamba_d_ssm")
-    if inner is None:
-        inner = config.integer("mamba_expand", 2) * config.integer("hidden_size")
+    heads = config.integer("mamba_n_heads")
+    inner = config.integer("mamba_d_ssm", config.integer("mamba_expand", 2) * config.integer("hidden_size"))
     head_dim = inner // heads if config.value("mamba_d_head") in (None, "auto") else config.integer("mamba_d_head")
+    if heads * head_dim != inner:
+        raise config.error("mamba_n_heads", heads, f"so many heads that times mamba_d_head they have {inner} channels")
     return Mamba2(
         heads,
         head_dim,
-        config.integer("mamba_n_groups"),
+        _groups(config, "mamba_n_groups", heads),
         config.integer("mamba_d_state"),
         config.integer("mamba_d_conv"),
         bias=config.flag("mamba_proj_bias"),
-        conv_bias=config.value("mamba_conv_bias") is not False,
-        norm=config.value("mamba_rms_norm") is not False,
+        conv_bias=config.flag("mamba_conv_bias", default=True),
+        norm=config.flag("mamba_rms_norm", default=True),
     )
 
 
 def nemotron_mamba(config: Fields, family: Family) -> Mamba2:
     """Mamba 2 of Nemotron-H, whose state is float32 unless the config says otherwise
     (vllm/model_executor/models/config.py, NemotronHForCausalLMConfig)."""
+    heads = config.integer("mamba_num_heads")
     return Mamba2(
-        config.integer("mamba_num_heads"),
+        heads,
         config.integer("mamba_head_dim"),
-        config.integer("n_groups"),
+        _groups(config, "n_groups", heads),
         config.integer("ssm_state_size"),
         config.integer("conv_kernel"),
         bias=config.flag("use_bias"),
-        conv_bias=config.value("use_conv_bias") is not False,
+        conv_bias=config.flag("use_conv_bias", default=True),
         state_element_bytes=_state_bytes(config, "mamba_ssm_cache_dtype", "float32"),
     )
+
+
+def _groups(config: Fields, name: str, heads: int) -> int:
+    groups = config.integer(name)
+    if heads % groups:
+        raise config.error(name, groups, f"a divisor of the {heads} state-space heads")
+    return groups
 
 
 def nemotron_kinds(config: Fields, layers: int) -> list[str]:
     """The pattern of Nemotron-H, one letter for each layer."""
     letters = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-    pattern = config.value("hybrid_override_pattern")
-    if not isinstance(pattern, str) or len(pattern) != layers or set(pattern) - set(letters):
-        raise config.error("hybrid_override_pattern", pattern, f"{layers} of the letters {' '.join(letters)}")
+    pattern = config.letters("hybrid_override_pattern", layers, "".join(letters))
+    if pattern is None:
+        raise config.error("hybrid_override_pattern", None, f"{layers} of the letters {' '.join(letters)}")
     return [letters[letter] for letter in pattern]
 
 
@@ -186,7 +194,7 @@ def at_indices(name: str, other: str) -> Any:
     """Full attention in the layers that a field lists; the others are of another kind."""
 
     def kinds(config: Fields, layers: int) -> list[str]:
-        listed = config.numbers(name)
+        listed = config.indices(name, layers)
         full = range(layers) if listed is None and other == "conv" else listed or ()
         return ["full_attention" if i in full else other for i in range(layers)]
 
@@ -210,13 +218,15 @@ def short_conv(config: Fields, family: Family) -> ShortConv:
 
 def lfm2_inner(config: Fields) -> int:
     """The MLP's width, which LFM2 derives from the one it is given (vllm/model_executor/models/lfm2.py, Lfm2MLP)."""
-    inner = config.integer("block_ff_dim") if config.value("block_ff_dim") else config.integer("intermediate_size")
-    if config.value("block_auto_adjust_ff_dim") is False:
+    name = "intermediate_size" if config.value("block_ff_dim") is None else "block_ff_dim"
+    inner = config.integer(name)
+    if not config.flag("block_auto_adjust_ff_dim", default=True):
         return inner
-    inner, multiple = 2 * inner // 3, config.integer("block_multiple_of")
-    if config.value("block_ffn_dim_multiplier") is not None:
-        inner = int(config.number("block_ffn_dim_multiplier") * inner)
-    return -(-inner // multiple) * multiple
+    multiple = config.integer("block_multiple_of")
+    adjusted = int(config.number("block_ffn_dim_multiplier", 1.0) * (2 * inner // 3))
+    if not adjusted:
+        raise config.error(name, inner, "a width of which block_ffn_dim_multiplier leaves at least 1")
+    return -(-adjusted // multiple) * multiple
 
 
 # Attention that differs from layer to layer
@@ -225,31 +235,29 @@ def lfm2_inner(config: Fields) -> int:
 def llama4_kinds(config: Fields, layers: int) -> list[str]:
     """Chunked attention where there are rotary positions: no_rope_layers is 1 there, by its own confusing name."""
     step = config.integer("no_rope_layer_interval", 4)
-    rotary = config.numbers("no_rope_layers") or [(i + 1) % step != 0 for i in range(layers)]
-    return ["chunked_attention" if i < len(rotary) and rotary[i] else "full_attention" for i in range(layers)]
+    rotary = None if config.value("no_rope_layers") == [] else config.marks("no_rope_layers", layers)
+    rotary = [(i + 1) % step != 0 for i in range(layers)] if rotary is None else rotary
+    return ["chunked_attention" if x else "full_attention" for x in rotary]
 
 
 def llama4_sparse(config: Fields, layers: int) -> list[bool]:
     """The layers with experts: listed, or every interleave_moe_layer_step-th."""
-    listed, step = config.numbers("moe_layers"), config.integer("interleave_moe_layer_step", 1)
+    listed, step = config.indices("moe_layers", layers), config.integer("interleave_moe_layer_step", 1)
     return [(i + 1) % step == 0 if listed is None else i in listed for i in range(layers)]
 
 
 def ernie_sparse(config: Fields, layers: int) -> list[bool]:
     """The layers with experts: every moe_layer_interval-th from a first to a last one, -1 being the last of all."""
     first, step = config.integer("moe_layer_start_index", least=0), config.integer("moe_layer_interval")
-    last = config.integer("moe_layer_end_index", -1, least=-1)
+    last = config.integer("moe_layer_end_index", -1, least=-1, most=layers - 1)
     return [first <= i <= (last if last >= 0 else layers - 1) and (i + 1) % step == 0 for i in range(layers)]
 
 
 def mimo_kinds(config: Fields, layers: int) -> list[str]:
     """The layers that hybrid_layer_pattern marks with 1 have a window."""
-    pattern = config.numbers("hybrid_layer_pattern")
+    pattern = config.marks("hybrid_layer_pattern", layers)
     if pattern is None:
-        full = [i == 0 or (i + 1) % 6 == 0 for i in range(layers)]
-        return ["full_attention" if x else "sliding_attention" for x in full]
-    if len(pattern) != layers:
-        raise config.error("hybrid_layer_pattern", pattern, f"a list of {layers} numbers, one for each layer")
+        pattern = [i > 0 and (i + 1) % 6 != 0 for i in range(layers)]
     return ["sliding_attention" if x else "full_attention" for x in pattern]
 
 
@@ -258,7 +266,8 @@ def mimo_window(config: Fields, family: Family) -> Attention:
     kv_heads = config.integer("swa_num_key_value_heads", 2 * config.integer("num_key_value_heads"))
     found = replace(windowed(config, family), kv_heads=kv_heads, sinks=True)
     sizes = {"swa_num_attention_heads": found.heads, "swa_head_dim": found.head_dim, "swa_v_head_dim": found.value_dim}
-    if config.value("add_swa_attention_sink_bias") is False or any(config.integer(n, x) != x for n, x in sizes.items()):
+    others = any(config.integer(name, size) != size for name, size in sizes.items())
+    if others or not config.flag("add_swa_attention_sink_bias", default=True):
         raise Unknown("windowed attention of other heads than the full attention's")
     return found
 
@@ -266,7 +275,8 @@ def mimo_window(config: Fields, family: Family) -> Attention:
 def gemma4_layer(config: Fields, family: Family, number: int, kind: str, sparse: bool) -> Layer:
     """A layer of Gemma 4: full attention has heads of its own, the last layers may share KV, experts stand beside the
     dense MLP, and each layer may have its own embedding of a token. vllm/model_executor/models/gemma4.py."""
-    total, shared = config.integer("num_hidden_layers"), config.integer("num_kv_shared_layers", 0, least=0)
+    total = config.integer("num_hidden_layers")
+    shared = config.integer("num_kv_shared_layers", 0, least=0, most=total - 1)
     last = number >= total - shared
     if number == total - 1:
         kind = "full_attention"  # whatever layer_types says (transformers, Gemma4TextConfig)
@@ -294,13 +304,13 @@ def _layer_input(config: Fields, layers: int, number: int) -> tuple[LayerInput, 
 
 def _gemma4_full(config: Fields, mixer: Attention, number: int) -> Attention:
     """Full attention with its own head size, its own KV heads, and maybe the keys as values."""
-    own, k_is_v = config.value("per_layer_config"), config.flag("attention_k_eq_v")
-    if isinstance(own, Mapping):  # transformers 5: a mapping from the number of a layer to what differs there
-        there = {int(key): value for key, value in own.items()}.get(number, {})
-        inside = Fields(there, config.source)
-        head_dim = inside.integer("head_dim", mixer.head_dim)
-        kv_heads = inside.integer("num_key_value_heads", mixer.kv_heads)
+    k_is_v = config.flag("attention_k_eq_v")
+    own = config.by_layer("per_layer_config", config.integer("num_hidden_layers"))
+    if own is not None:  # transformers 5: what differs in a layer
+        there = own.get(number, Fields({}, config.source))
+        head_dim = head_size(there, "head_dim", mixer.head_dim)
+        kv_heads = there.integer("num_key_value_heads", mixer.kv_heads)
     else:
-        head_dim = config.integer("global_head_dim", 512)
+        head_dim = head_size(config, "global_head_dim", 512)
         kv_heads = config.integer("num_global_key_value_heads", mixer.kv_heads) if k_is_v else mixer.kv_heads
     return replace(mixer, head_dim=head_dim, kv_heads=kv_heads, k_is_v=k_is_v)

@@ -106,7 +106,7 @@ def _latent_bytes(shape: ModelShape, limits: EngineLimits) -> int:
     context that prefill expands at once (determine_chunked_prefill_workspace_size in mla_attention.py)."""
     tokens, tp = limits.max_num_batched_tokens, limits.tensor_parallel_size
     pages = limits.max_num_seqs * limits.block_size
-    longest = limits.max_model_len or shape.max_position_embeddings
+    longest = limits.max_model_len or shape.context.derived()
     context = max(min(max(8 * longest, 4 * pages), MOST_MLA_CONTEXT), pages)
     most = 0
     for part, _ in shape.parts_of(LatentAttention):

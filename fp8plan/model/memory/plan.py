@@ -171,7 +171,7 @@ def _unchecked_plan(
     shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits, longest_request: int | None
 ) -> MemoryPlan:
     shape.check_tensor_parallel(limits.tensor_parallel_size, limits.enable_expert_parallel)
-    longest = limits.max_model_len or longest_request or shape.max_position_embeddings
+    longest = limits.max_model_len or longest_request or shape.context.derived()
     caches, rules = model_caches(shape, precision, limits, longest, gpu.is_cpu, gpu.compute_capability)
     empty = plan_kv_cache(caches, rules, num_blocks=0)
     # What the engine runs with, once it knows its layers.

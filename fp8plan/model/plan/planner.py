@@ -120,7 +120,7 @@ def predict(
     batch = workload.batch()
     longest = workload.prompt_lengths.longest + workload.response_lengths.longest
     limits = (limits or EngineLimits.for_gpu(card, shape.recurrent)).holding(longest)
-    shape.check_max_model_len(limits.max_model_len or longest)
+    shape.check_max_model_len(limits.max_model_len or longest, engine_version)
     budget, risky = budget or RiskBudget(), check_share(card, limits)
     used, warnings = (profile, []) if profile else load_profile(card, engine_version, strict)
     layouts = candidates(

@@ -25,6 +25,7 @@ from fp8plan.model.architecture.parts import (
     Mlp,
     ShortConv,
 )
+from fp8plan.model.configs.context import Context
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_KV
 
 MLA = LatentAttention(128, 1536, 512, 128, 64, 128)  # DeepSeek-V3
@@ -32,7 +33,7 @@ RANKS = st.sampled_from([1, 2, 4, 8])
 
 
 def model(*layers: Layer, hidden: int = 1024) -> ModelShape:
-    return ModelShape("test", "test", hidden, 64_000, False, 4096, layers, "test")
+    return ModelShape("test", "test", hidden, 64_000, False, Context(4096), layers, "test")
 
 
 def bytes_of(shapes: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]) -> int:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape, bundled_models
 from fp8plan.model.architecture.parts import Attention, Experts, Mlp
-from fp8plan.model.configs import Fields
+from fp8plan.model.configs.fields import Fields
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_KV, PRESETS
 
 # Parameter counts as published: the hub's safetensors totals (total_size / 2 of the BF16 index). Where embeddings are
