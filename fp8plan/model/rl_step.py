@@ -89,7 +89,7 @@ def weight_sync_seconds(model: StepModel, times: StepTimes, recalibrate_kv: bool
     tp = model.limits.tensor_parallel_size
     bf16_bytes = shape.num_parameters * BF16_BYTES / tp
     parts = {"transfer": bf16_bytes / times.sync_bandwidth, "quantise": 0.0, "kv_scales": 0.0}
-    if precision.weights == "fp8_block":
+    if precision.weights != "bf16":
         parts["quantise"] = _quantise_bytes(shape, precision, model.limits) / gpu.memory_bandwidth
     if precision.kv == "fp8" and recalibrate_kv:
         longest = model.limits.max_model_len or shape.context.derived()

@@ -9,10 +9,11 @@ number of blocks is met in three ways (read in vLLM 0.24 to 0.32, and run agains
 - vLLM's online quantisation of experts pads each rank's expert to whole blocks (maybe_roundup_sizes, from 0.26 on). An
   expert's own width may be padded. The model's may not, in 0.30: routers inside of the experts' runner (Qwen3-MoE) get
   the padded tokens, and gpt-oss's loader copies its 2,880 inputs to a parameter of 2,944. So that is refused.
-- verl has vLLM load what looks like an FP8 checkpoint, and quantises each whole matrix itself. vLLM then refuses any
-  rank that would begin or end inside a block, experts included (validate_fp8_block_shape and its _moe), or finds no
+- A checkpoint in FP8 blocks, and what verl has vLLM load as one (it quantises each whole matrix itself): vLLM refuses
+  any rank that would begin or end inside a block, experts included (validate_fp8_block_shape and its _moe), or finds no
   place for the scales of a fused layer. By 0.30 it cuts the scales of experts finer instead; verl 0.9.1 installs 0.24,
-  which does not. With expert parallelism (each rank has whole experts) no block is cut.
+  which does not, and with which version that began is not known here. With expert parallelism (each rank has whole
+  experts) no block is cut.
 
 verl leaves no such layer in BF16, so that one is enough to refuse it there.
 """
@@ -74,14 +75,19 @@ def why_not_shardable(
     gpu:             None: one whose attention reads new K and V scales
     """
     check_target(target)
+    if reason := shape.why_not(precision):
+        return reason
+    if target != "vllm" and shape.stored is not None:
+        return shape.stored.not_synced
     if target != "vllm" and precision.kv == "fp8" and shape.parts_of(LatentAttention):
         return _LATENT
     if target != "vllm" and gpu is not None and (fixed := gpu.why_fixed_kv_scales(precision)):
         return f"{fixed}, which its engine does inside of verl and TRL; allowed: bf16, or --emit vllm"
-    if precision.weights == "bf16":
+    if not precision.in_blocks:
         return None
     layouts = shape.allowed_tensor_parallel(expert_parallel=expert_parallel)
-    if target != "verl":  # what TRL may run is fp8plan's own engine, or vLLM's server with fp8plan's backend
+    # What TRL may run is fp8plan's own engine, or vLLM's server with fp8plan's backend.
+    if target != "verl" and shape.stored is None:
         return _why_not_padded(shape, precision) or _why_nothing_left(shape, precision, tensor_parallel, layouts)
     block = precision.weight_block[0]
 
@@ -94,11 +100,24 @@ def why_not_shardable(
         return None
     allowed = ", ".join(str(tp) for tp in layouts if fault(tp) is None)
     helps = fault(tensor_parallel, whole_experts=True) is None
+    if shape.stored is None:
+        of, whom, none = "", "with FP8 weights verl", "none, use bf16 weights"
+    else:
+        of, whom = _of_the_whole(shape, found, tensor_parallel), f"of weights in {shape.stored.label} vLLM"
+        none = "none, plan the BF16 model"
     return (
-        f"{found.layer} has {found.size} {found.what} on each GPU at tensor_parallel_size {tensor_parallel}, and with "
-        f"FP8 weights verl takes multiples of {block}; allowed: {allowed or 'none, use bf16 weights'}"
+        f"{found.layer} has {of}{found.size} {found.what} on each GPU at tensor_parallel_size {tensor_parallel}, and "
+        f"{whom} takes multiples of {block}; allowed: {allowed or none}"
         f"{', or expert parallelism, which leaves experts whole' if helps else ''}"
     )
+
+
+def _of_the_whole(shape: ModelShape, part: Size, ranks: int) -> str:
+    """The words that derive a linear's inputs on a rank from all of its inputs; "" where ranks do not share them."""
+    whole = part.size * ranks
+    linears = (*shape.linears(), *shape.expert_linears())
+    shared = ranks > 1 and any((x.name, x.k) == (part.layer, whole) for x in linears)
+    return f"{whole:,} / {ranks} = " if shared else ""
 
 
 def left_in_bf16(shape: ModelShape, precision: Precision, tensor_parallel: int) -> str:
@@ -109,6 +128,8 @@ def left_in_bf16(shape: ModelShape, precision: Precision, tensor_parallel: int) 
     named = [f"{x.name} of {x.layers} layer{'s' if x.layers > 1 else ''} ({x.k:,} inputs on each GPU)" for x in kept]
     listed = " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
     verb = "stays" if len(named) == 1 else "stay"
+    if shape.stored is not None:
+        return f"{listed} {verb} in BF16, as in the checkpoint"
     return f"{listed} {verb} in BF16, as vLLM quantises only multiples of {precision.weight_block[1]} inputs"
 
 
@@ -158,7 +179,7 @@ def refusals(
 
 def _inputs(shape: ModelShape, tp: int) -> Iterator[Size]:
     """The inputs of every linear on one rank that a target would quantise."""
-    yield from (Size(x.name, "inputs", x.k) for x in shape.linears(tp) if x.quantisable)
+    yield from (Size(x.name, "inputs", x.k) for x in shape.linears(tp) if x.asked)
 
 
 def _whole_blocks(shape: ModelShape, tp: int, expert_slices: int) -> Iterator[Size]:
@@ -166,7 +187,7 @@ def _whole_blocks(shape: ModelShape, tp: int, expert_slices: int) -> Iterator[Si
     yield from _inputs(shape, tp)
     for part, _ in shape.counted:
         for linear, whole in zip(part.linears(shape.hidden_size, tp), part.linears(shape.hidden_size), strict=True):
-            if linear.quantisable:
+            if linear.asked:
                 yield from outputs_followed(linear, cut=linear.n < whole.n)
     yield from (Size(x.name, "inputs", x.k) for x in shape.expert_linears(expert_slices))
 

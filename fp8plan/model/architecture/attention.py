@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from fp8plan.model.architecture.linear import Cache, Linear, Size, column, elements, fused, kv_heads_of_rank, row
+from fp8plan.model.architecture.linear import (
+    Cache,
+    Holder,
+    Linear,
+    Size,
+    column,
+    elements,
+    fused,
+    kv_heads_of_rank,
+    row,
+)
 
 QkNorm: TypeAlias = Literal["none", "head", "width"]
 
@@ -13,7 +23,7 @@ INDEX_BLOCK: Final = 128  # elements of an indexer's key that share one FP32 sca
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class Attention(Holder):
     """Softmax attention with grouped queries. window, chunk: tokens that a query may look back at; 0: all.
 
     vLLM runs one fused qkv_proj and one o_proj, both of which `fp8_per_block` quantises, in every family.
@@ -46,10 +56,11 @@ class Attention:
         if (
             self.shares_kv
         ):  # vllm/model_executor/models/gemma4.py (0.30): q_proj alone; 0.26 has a qkv_proj all the same
-            return column("q_proj", queries, hidden), outputs
+            return self.held(column("q_proj", queries, hidden), outputs)
         # Where values are the keys, vLLM loads the keys' rows twice (gemma4.py): the matrix is as large as ever.
         kv_heads = kv_heads_of_rank(self.kv_heads, tp)
-        return fused("qkv_proj", (queries, kv_heads * self.head_dim, kv_heads * self.value_dim), hidden), outputs
+        matrix = fused("qkv_proj", (queries, kv_heads * self.head_dim, kv_heads * self.value_dim), hidden)
+        return self.held(matrix, outputs)
 
     def vectors(self, hidden: int, tp: int = 1) -> int:
         bias = (self.linears(hidden, tp)[0].n if self.qkv_bias else 0) + (hidden if self.o_bias else 0)
@@ -91,7 +102,7 @@ class Indexer:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentAttention:
+class LatentAttention(Holder):
     """Multi-head latent attention (MLA): one latent per token in place of keys and values.
 
     vllm/model_executor/models/deepseek_v2.py, DeepseekV2MLAAttention. What makes the latents is not cut: every rank has
@@ -119,7 +130,8 @@ class LatentAttention:
         else:
             first = column("kv_a_proj_with_mqa", latent, hidden), column("q_proj", queries, hidden)
         kv_b = column("kv_b_proj", heads * (self.qk_nope_head_dim + self.v_head_dim), self.kv_lora_rank)
-        return (*first, kv_b, row("o_proj", hidden, heads * self.v_head_dim), *self._index_linears(hidden))
+        outputs = row("o_proj", hidden, heads * self.v_head_dim)
+        return self.held(*first, kv_b, outputs, *self._index_linears(hidden))
 
     def dequantised_elements(self, tp: int = 1) -> int:
         """BF16 elements of one rank beside an FP8 kv_b_proj: decoding multiplies by its halves W_UK and W_UV in BF16,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
 
 from fp8plan.model.precision import FP8_BLOCK
@@ -16,7 +17,7 @@ INPUT_BLOCK: Final = FP8_BLOCK.weight_block[1]
 class Linear(NamedTuple):
     """One weight matrix as vLLM runs it on one tensor-parallel rank: y[m, n] = x[m, k] @ W[n, k]^T.
 
-    What `fp8_block` makes of it is asked here by all: cost, memory, mismatch, settings, and what a target refuses.
+    What FP8 weights make of it is asked here by all: cost, memory, mismatch, settings, and what a target refuses.
     """
 
     name: str
@@ -27,15 +28,24 @@ class Linear(NamedTuple):
     all_reduce: bool  # row-parallel: followed by an all-reduce of [m, n] when tensor_parallel_size > 1
     parts: tuple[int, ...] = ()  # outputs of each matrix that is fused into it, in their order; () where it is one
     padded: bool = False  # whether vLLM pads it to whole blocks, as it does experts
+    stored: Literal["", "bf16", "fp8"] = ""  # how an FP8 checkpoint holds it; "": vLLM quantises a BF16 checkpoint
 
     @property
     def quantised(self) -> bool:
-        """Tell whether fp8_block quantises it on this rank."""
-        return self.quantisable and (self.padded or self.k % INPUT_BLOCK == 0)
+        """Tell whether it is in FP8 on this rank, where weights are."""
+        whole = self.padded or self.k % INPUT_BLOCK == 0
+        return self.asked and (self.stored == "fp8" or whole)
+
+    @property
+    def asked(self) -> bool:
+        """Tell whether it is to be in FP8, where weights are: whether that can be is another question."""
+        return self.quantisable and self.stored != "bf16"
 
     @property
     def left_in_bf16(self) -> bool:
-        """Tell whether fp8_block leaves it in BF16 only because its inputs on this rank are no whole blocks."""
+        """Tell whether it stays in BF16 only because its inputs on this rank are no whole blocks, or because an FP8
+        checkpoint holds it so.
+        """
         return self.quantisable and not self.quantised
 
     @property
@@ -66,6 +76,21 @@ class Size(NamedTuple):
     what: str  # as an error names it, after "it has"
     size: int
     replicated: bool = False  # more ranks than this many keep a copy each
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """What all parts know of their checkpoint. bf16: names of linears that an FP8 checkpoint holds in BF16; None: the
+    checkpoint is not FP8
+    """
+
+    bf16: frozenset[str] | None = field(default=None, kw_only=True)
+
+    def held(self, *linears: Linear) -> tuple[Linear, ...]:
+        """The linears as the checkpoint holds them."""
+        if self.bf16 is None:
+            return linears
+        return tuple(x._replace(stored="bf16" if x.name in self.bf16 else "fp8") for x in linears)
 
 
 class Part(Protocol):

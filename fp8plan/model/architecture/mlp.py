@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fp8plan.model.architecture.linear import Linear, Size, column, elements, fused, row
+from fp8plan.model.architecture.linear import Holder, Linear, Size, column, elements, fused, row
 
 
 @dataclass(frozen=True, slots=True)
-class Mlp:
+class Mlp(Holder):
     """Two or three matrices. gated: gate and up are two matrices, which vLLM fuses. `fp8_per_block` quantises all."""
 
     inner: int
@@ -19,7 +19,7 @@ class Mlp:
     def linears(self, hidden: int, tp: int = 1) -> tuple[Linear, ...]:
         inner = self.inner // tp
         first = fused("gate_up_proj", (inner, inner), hidden) if self.gated else column("up_proj", inner, hidden)
-        return first, row("down_proj", hidden, inner)
+        return self.held(first, row("down_proj", hidden, inner))
 
     def vectors(self, hidden: int, tp: int = 1) -> int:
         return self.activation_elements + (sum(linear.n for linear in self.linears(hidden, tp)) if self.bias else 0)
@@ -32,7 +32,7 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class Experts(Holder):
     """The routed experts of a mixture-of-experts layer. Sizes are per expert, before tensor parallelism.
 
     `fp8_per_block` quantises routed and shared experts. The router and the shared experts' gate stay BF16: most
@@ -72,13 +72,14 @@ class Experts:
             )
             # Its output is added to the routed experts' before their one all-reduce, so it has none of its own.
             matrices.append(column("shared_down_proj", hidden, inner))
-        return tuple(matrices)
+        return self.held(*matrices)
 
     def expert_linears(self, hidden: int, slices: int = 1) -> tuple[Linear, Linear]:
         """The w13 and w2 matrices of ONE routed expert on one rank, cut by tensor parallelism into so many slices."""
         inner = self.intermediate_size // slices
         w13, w2 = column("experts_w13", (1 + self.gated) * inner, hidden), row("experts_w2", hidden, inner)
-        return w13._replace(padded=True), w2._replace(padded=True)
+        w13, w2 = self.held(w13._replace(padded=True), w2._replace(padded=True))
+        return w13, w2
 
     def most_on_a_rank(self, ranks: int) -> int:
         """Experts of the fullest of the ranks that share out whole experts (vLLM's determine_expert_map)."""
@@ -105,7 +106,7 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerInput:
+class LayerInput(Holder):
     """The input of one layer beside the hidden state: each token's own embedding for that layer (Gemma 4 E2B and E4B).
 
     width:      numbers of a token's embedding for one layer
@@ -124,8 +125,8 @@ class LayerInput:
     def linears(self, hidden: int, tp: int = 1) -> tuple[Linear, ...]:
         own = column("per_layer_input_gate", self.width, hidden), column("per_layer_projection", hidden, self.width)
         if not self.all_widths:
-            return own
-        return (column("per_layer_model_projection", self.all_widths // tp, hidden), *own)
+            return self.held(*own)
+        return self.held(column("per_layer_model_projection", self.all_widths // tp, hidden), *own)
 
     def vectors(self, hidden: int, tp: int = 1) -> int:
         norm = self.width if self.all_widths else 0  # of what is projected; that of each layer is among its norms

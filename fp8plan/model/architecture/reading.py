@@ -8,10 +8,12 @@ from typing import Any, Final
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture.families import FAMILIES, REFUSED, SAME_AS, WRAPPERS
 from fp8plan.model.architecture.family import Family, Unknown, layers, says
+from fp8plan.model.architecture.held import held_layers
 from fp8plan.model.configs import bundled_configs
 from fp8plan.model.configs.context import context_of
 from fp8plan.model.configs.fields import Fields, check_numbers, shown, worded
 from fp8plan.model.configs.places import ADVICE
+from fp8plan.model.configs.stored import stored_format
 
 # config.json keys whose presence (with a true value) means a part that changes weights, KV cache or cost, and that only
 # the families have whose row says so (`Family.own`).
@@ -89,12 +91,7 @@ def read_model(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     field = Fields({**family.defaults, **config}, source)
     if missing := [*_foreign(config, family), *_missing(field, family)]:
         raise _refused(source, missing)
-    if whole.get("quantization_config"):
-        raise ConfigError(
-            f"{source}: this checkpoint is already quantised (quantization_config). fp8plan compares precisions from "
-            "the BF16 weights: name the BF16 model instead, e.g. Qwen/Qwen3-8B for Qwen/Qwen3-8B-FP8, or give a folder "
-            "whose config.json lacks quantization_config, as that of a BF16 copy does"
-        )
+    stored = stored_format(whole, source)
     hidden = field.integer("hidden_size")
     try:
         check_numbers(config, source)
@@ -110,7 +107,8 @@ def read_model(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         "vocab_size": field.integer("vocab_size"),
         "tie_word_embeddings": family.tied if tied is None else field.flag("tie_word_embeddings"),
         "context": context_of(field),
-        "layers": found,
+        "layers": found if stored is None else held_layers(found, stored, hidden, source),
+        "stored": stored,
         "norm_vectors": family.norm_vectors,
         "lm_head_bias": says(field, family.lm_head_bias),
         "logit_softcap": field.number("final_logit_softcapping"),

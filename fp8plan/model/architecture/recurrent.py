@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fp8plan.model.architecture.linear import Cache, Linear, Size, column, elements, fused, row
+from fp8plan.model.architecture.linear import Cache, Holder, Linear, Size, column, elements, fused, row
 from fp8plan.model.precision import BF16_BYTES, FP32_BYTES
 
 
@@ -19,7 +19,7 @@ def _state(conv_width: int, conv_kernel: int, recurrent_elements: int, element_b
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNet:
+class DeltaNet(Holder):
     """Gated delta net (Qwen3-Next): layers/mamba/gdn/qwen_gdn_linear_attn.py. The state is
     [value heads, value size, key size]. vLLM passes the quantisation config to all three linears, the narrow one too.
 
@@ -45,7 +45,7 @@ class DeltaNet:
         first = fused("in_proj_qkvz", (keys, keys, values, values), hidden), fused("in_proj_ba", (gates, gates), hidden)
         if self.interleaved:
             first = first[0]._replace(parts=()), first[1]._replace(parts=())
-        return (*first, row("out_proj", hidden, values))
+        return self.held(*first, row("out_proj", hidden, values))
 
     def vectors(self, hidden: int, tp: int = 1) -> int:
         gates = 2 * self.value_heads // tp  # A_log and dt_bias
@@ -65,7 +65,7 @@ class DeltaNet:
 
 
 @dataclass(frozen=True, slots=True)
-class KimiDelta:
+class KimiDelta(Holder):
     """Kimi delta attention: layers/mamba/gdn/kimi_gdn_linear_attn.py. Its gates pass through `head_dim` channels, whose
     first halves every rank has. vLLM 0.30 fuses the first projections, 0.26 has q, k, v, f_a and b apart. The recurrent
     state is float32 (kda_state_dtype)."""
@@ -76,7 +76,7 @@ class KimiDelta:
 
     def linears(self, hidden: int, tp: int = 1) -> tuple[Linear, ...]:
         width = self.heads * self.head_dim // tp
-        return (
+        return self.held(
             fused("in_proj_qkvgfab", (width, width, width, self.heads // tp, self.head_dim), hidden),
             column("f_b_proj", width, self.head_dim),
             column("g_a_proj", self.head_dim, hidden),
@@ -100,7 +100,7 @@ class KimiDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba2:
+class Mamba2(Holder):
     """State-space layer of Mamba 2: layers/mamba/mamba_mixer2.py. Groups that ranks cannot share are copied to each."""
 
     heads: int
@@ -116,7 +116,7 @@ class Mamba2:
     def linears(self, hidden: int, tp: int = 1) -> tuple[Linear, ...]:
         inner = self.heads * self.head_dim // tp
         groups = (self._conv_width(tp) - inner) // 2
-        return (
+        return self.held(
             fused("in_proj", (inner, inner, groups, groups, self.heads // tp), hidden),
             row("out_proj", hidden, inner),
         )
@@ -146,7 +146,7 @@ class Mamba2:
 
 
 @dataclass(frozen=True, slots=True)
-class ShortConv:
+class ShortConv(Holder):
     """Gated short convolution (LFM2): layers/mamba/short_conv.py."""
 
     width: int
@@ -155,7 +155,7 @@ class ShortConv:
 
     def linears(self, hidden: int, tp: int = 1) -> tuple[Linear, ...]:
         width = self.width // tp
-        return fused("in_proj", (width, width, width), hidden), row("out_proj", hidden, width)
+        return self.held(fused("in_proj", (width, width, width), hidden), row("out_proj", hidden, width))
 
     def vectors(self, hidden: int, tp: int = 1) -> int:
         width = self.width // tp

@@ -31,7 +31,8 @@ from fp8plan.model.architecture.parts import (
 from fp8plan.model.architecture.reading import read_model
 from fp8plan.model.configs import bundled_configs, find_config
 from fp8plan.model.configs.context import Context
-from fp8plan.model.precision import BF16_BYTES, Precision
+from fp8plan.model.configs.stored import Stored
+from fp8plan.model.precision import BF16_BYTES, PRESETS, Precision
 
 # vllm/model_executor/layers/vocab_parallel_embedding.py (0.26): DEFAULT_VOCAB_PADDING_SIZE.
 VOCAB_PADDING = 64
@@ -46,6 +47,7 @@ class ModelShape:
     norm_vectors: learned vectors of the last norm: 1 for an RMSNorm, 2 for a LayerNorm with bias, 0 for OLMo's
     logit_softcap: the bound of the logits; 0: none
     note:         what of the checkpoint is left out, as a sentence; "" if nothing
+    stored:       the format of an FP8 checkpoint; None: it is in BF16
     """
 
     name: str
@@ -60,6 +62,7 @@ class ModelShape:
     lm_head_bias: bool = False
     logit_softcap: float = 0.0
     note: str = ""
+    stored: Stored | None = None
 
     @classmethod
     def from_hf(cls, name_or_path: str | Path) -> ModelShape:
@@ -124,7 +127,7 @@ class ModelShape:
         )
 
     def left_in_bf16(self, tensor_parallel_size: int = 1) -> tuple[Linear, ...]:
-        """The matrices that fp8_block leaves in BF16 on that many ranks, as their inputs there are no whole blocks."""
+        """The matrices that FP8 weights leave in BF16 on that many ranks (`Linear.left_in_bf16`)."""
         return tuple(linear for linear in self.linears(tensor_parallel_size) if linear.left_in_bf16)
 
     def stored_expert(self, experts: Experts, precision: Precision, slices: int = 1) -> tuple[Linear, Linear]:
@@ -185,6 +188,17 @@ class ModelShape:
         return elements * precision.kv_element_bytes + sum(cache.index_bytes_per_token for cache in caches)
 
     # Limits
+
+    def why_not(self, precision: Precision) -> str | None:
+        """The reason why vLLM does not run this checkpoint in `precision`, whatever the GPU; None if it does."""
+        if self.stored is not None:
+            return self.stored.why_not(precision)
+        if precision.name in PRESETS:
+            return None
+        return (
+            f"{self.name} is a BF16 checkpoint, and {precision.weights} is for checkpoints that hold such weights; "
+            f"allowed: {', '.join(PRESETS)}"
+        )
 
     def allowed_tensor_parallel(self, largest: int = 64, expert_parallel: bool = False) -> tuple[int, ...]:
         """The tensor_parallel_size values up to `largest` that vLLM 0.26 starts this model with."""

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Callable
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.configs.fields import shown
 from fp8plan.model.configs.places import check_hub_id, config_file, is_path, spelt
+
+QUANT_FILE: Final = "hf_quant_config.json"  # beside config.json, where ModelOpt up to 0.29 says how weights are stored
 
 
 @cache
@@ -48,8 +51,19 @@ def find_config(name_or_path: str | Path) -> tuple[dict[str, Any], str, str]:
             return config, name, f"bundled {name} ({config['_source']})"
     if is_path(text):
         file = config_file(text)
-        return _read_json(file), file.resolve().parent.name, str(file)
-    return _read_json(_download(text)), text, f"Hugging Face hub: {text}/config.json"
+        beside = file.with_name(QUANT_FILE)
+        config = _with_quant_file(_read_json(file), lambda: beside if beside.is_file() else None)
+        return config, file.resolve().parent.name, str(file)
+    config = _with_quant_file(_read_json(_download(text)), lambda: _fetch_quant_file(text))
+    return config, text, f"Hugging Face hub: {text}/config.json"
+
+
+def _with_quant_file(config: dict[str, Any], find: Callable[[], Path | None]) -> dict[str, Any]:
+    """A config with the fields of QUANT_FILE under its name, which counts where quantization_config is null (vLLM's
+    get_config).
+    """
+    file = find() if config.get("quantization_config") is None else None
+    return config if file is None else config | {QUANT_FILE: _read_json(file)}
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -96,8 +110,29 @@ def _fetch(name: str) -> Path:
     cached = try_to_load_from_cache(name, "config.json")
     if isinstance(cached, str):
         return Path(cached)
-    if not constants.HF_HUB_OFFLINE and not getproxies():
-        # The library would retry an unreachable host for 20 s, with a warning each time.
-        hub = urlsplit(constants.ENDPOINT)
-        socket.create_connection((hub.hostname, hub.port or 443), timeout=5).close()
+    if not constants.HF_HUB_OFFLINE:
+        _knock(constants.ENDPOINT)
     return Path(hf_hub_download(name, "config.json"))
+
+
+def _knock(endpoint: str) -> None:
+    """Raise OSError if the hub cannot be reached: the library would retry for 20 s, with a warning each time."""
+    if not getproxies():
+        hub = urlsplit(endpoint)
+        socket.create_connection((hub.hostname, hub.port or 443), timeout=5).close()
+
+
+def _fetch_quant_file(name: str) -> Path | None:
+    """QUANT_FILE of a hub id, from the local cache or the network; None if there is none. Where the hub cannot be asked
+    there is none, as in vLLM (file_or_path_exists).
+    """
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+
+    cached = try_to_load_from_cache(name, QUANT_FILE)
+    if cached is not None or constants.HF_HUB_OFFLINE:
+        return Path(cached) if isinstance(cached, str) else None
+    try:
+        _knock(constants.ENDPOINT)
+        return Path(hf_hub_download(name, QUANT_FILE))
+    except (OSError, ValueError):
+        return None

@@ -162,7 +162,7 @@ def launches(
     experts = sum(number for _, number in shape.parts_of(Experts))
     if experts:
         counts["host.eager_expert_layer_seconds"] = eager * experts
-    if precision.weights == "fp8_block":
+    if precision.weights != "bf16":
         inputs = sum(x.layers for x in layers if x.quantised) + 2 * experts  # of gate and up, and of down
         counts["host.eager_quantise_seconds"] = eager * inputs
     return counts | {f"{kernel}.layer_seconds": in_parts * number for kernel, number in host_kernels(shape).items()}

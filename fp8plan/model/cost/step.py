@@ -58,7 +58,7 @@ class StepModel:
         object.__setattr__(self, "layers", [x for x in linears if x.name != "lm_head"])
         object.__setattr__(self, "head", next(x for x in linears if x.name == "lm_head"))
         parts = rare_parts(self.gpu)
-        rare = {kernel for kernel in kernels_of(self.shape, self.precision) if f"{kernel}.".startswith(parts)}
+        rare = {kernel for kernel in self._kernels() if f"{kernel}.".startswith(parts)}
         rare |= {SCHEDULE} if unscheduled_layers(self.shape, self.precision, self.profile) else set()
         rare |= {GROUPS} if self.cache_groups > 1 else set()
         rare |= set(host_kernels(self.shape))
@@ -146,11 +146,15 @@ class StepModel:
                 if used.size and (used.max() > high or (quantity in ("n", "k") and used.min() < low)):
                     span = f"{used.min():g} to {used.max():g}"
                     reasons.append(f"{kernel}: {quantity} {span}, measured {low:g} to {high:g}")
-        assumed = [kernel for kernel in sorted(kernels_of(self.shape, self.precision)) if self.profile.assumes(kernel)]
+        assumed = [kernel for kernel in sorted(self._kernels()) if self.profile.assumes(kernel)]
         reasons += [f"{kernel}: not measured on {self.gpu.name}" for kernel in assumed]
         if self.limits.expert_ranks > 1:
             reasons.append(f"moe: whole experts shared out over {self.limits.expert_ranks} GPUs, not measured")
         return reasons
+
+    def _kernels(self) -> set[str]:
+        """The kernels of mixers and linears, as coefficients begin."""
+        return kernels_of(self.shape, self.precision) | {f"gemm.{self.precision.gemm_dtype}"}
 
     @property
     def _between_nodes(self) -> bool:
@@ -219,7 +223,7 @@ class StepModel:
             costs["moe"] = costs["moe"] + one if "moe" in costs else one
         if shared:
             costs["moe"] = costs["moe"] + shared_cost(m, shared, self.precision, self.gpu, profile)
-        if self.precision.weights == "fp8_block":
+        if self.precision.weights != "bf16":
             costs["quantise"] = quantise_cost(m, layers, self.precision, self.gpu, profile)
         if tp > 1:
             reduced = 1 + sum(x.layers for x in self.layers if x.all_reduce)  # 1: the vocabulary-parallel embedding

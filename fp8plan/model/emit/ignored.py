@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Final
 
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.architecture.held import MODULES
 from fp8plan.model.architecture.parts import parts
 
 # A quantised router picks other experts, so it is left out. vLLM quantises any linear that is given the quantisation
@@ -21,30 +22,6 @@ from fp8plan.model.architecture.parts import parts
 # their router `gate`, `router` (gpt-oss, Llama 4) or `router.proj` (Gemma 4); they are named here all the same, since
 # the next version may. So is the gate that weighs Qwen's shared expert. A dense model has no module of these names.
 ROUTER_PATTERN: Final = r"re:.*\.(gate|router|shared_expert_gate)(\.(wg|proj|layer|classifier))?$"
-
-# What stands before the names of an MLP's matrices, of shared experts', and of a recurrent mixer's.
-_MLP: Final = r"(mlp|mlps\.\d+|feed_forward|mixer|shared_mlp)"  # LongCat has two MLPs in a layer
-_SHARED: Final = r"(shared_experts?|shared_mlp)"
-_RECURRENT: Final = r"(linear_attn|mamba|mixer|short_conv|conv)"
-
-# A linear of the cost model -> the ends of vLLM's names for it, over all families. Others have their own name there.
-_NAMES: Final[Mapping[str, str]] = {
-    "qkv_proj": r"(qkv|q|k|v)_proj",
-    "o_proj": r"(o_proj|self_attn\.(out_proj|dense))",  # LFM2, Phi
-    "fused_qkv_a_proj": r"(fused_qkv_a_proj|q_a_proj|kv_a_proj_with_mqa)",
-    "in_proj_qkvz": r"in_proj_(qkvz|qkv|z)",
-    "in_proj_ba": r"in_proj_(ba|b|a)",
-    "in_proj_qkvgfab": r"(in_proj_qkvgfab|[qkv]_proj|f_a_proj|b_proj)",
-    "in_proj": rf"{_RECURRENT}\.in_proj",
-    "out_proj": rf"{_RECURRENT}\.out_proj",
-    # Granite, LFM2, Phi, StarCoder2
-    "gate_up_proj": rf"{_MLP}\.(gate_up_proj|gate_proj|up_proj|input_linear|w13|w1|w3)",
-    "up_proj": rf"{_MLP}\.(up_proj|fc1|c_fc)",
-    "down_proj": rf"{_MLP}\.(down_proj|output_linear|w2|fc2|c_proj)",
-    "shared_gate_up_proj": rf"{_SHARED}\.(gate_up_proj|gate_proj|up_proj|input_linear)",
-    "shared_up_proj": rf"{_SHARED}\.up_proj",
-    "shared_down_proj": rf"{_SHARED}\.(down_proj|output_linear)",
-}
 
 
 def is_router(module: str) -> bool:
@@ -71,4 +48,4 @@ def _without_whole_blocks(shape: ModelShape, tp: int) -> Iterable[str]:
     for name, numbers in left.items():
         listed = "|".join(map(str, sorted(numbers)))
         where = "" if numbers == having[name] else rf"layers\.({listed})\.(.*\.)?"
-        yield rf"re:.*\.{where}{_NAMES.get(name, name)}$"
+        yield rf"re:.*\.{where}{MODULES.get(name, name)}$"

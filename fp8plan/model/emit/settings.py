@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.configs.stored import Stored
 from fp8plan.model.emit.ignored import ignored
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import CPU_KV_CACHE_GIB
@@ -104,11 +105,11 @@ def measured_scales(setup: EngineSetup, kv_scales: str) -> str:
 
 def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for one replica. Data-parallel replicas are separate engines that the trainer starts."""
-    limits, preset = setup.limits.settled(), setup.precision
+    limits, preset, stored = setup.limits.settled(), setup.precision, stored_as(setup)
     kwargs: dict[str, Any] = {
         "model": setup.path,
         "dtype": "bfloat16",
-        "kv_cache_dtype": "fp8" if preset.kv == "fp8" else "auto",
+        "kv_cache_dtype": "fp8" if preset.kv == "fp8" else "bfloat16" if stored and stored.kv_fp8 else "auto",
         "tensor_parallel_size": limits.tensor_parallel_size,
         "gpu_memory_utilization": limits.gpu_memory_utilization,
         "max_model_len": limits.max_model_len,
@@ -129,8 +130,8 @@ def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
     if setup.gpu.is_cpu:
         del kwargs["gpu_memory_utilization"]  # VLLM_CPU_KVCACHE_SPACE takes its place
     kwargs |= attention_kernel(setup)
-    if preset.weights == "fp8_block":
-        kwargs |= online_quantisation(setup) | expert_kernels(setup)
+    if preset.in_blocks:
+        kwargs |= (online_quantisation(setup) if stored is None else {}) | expert_kernels(setup)
     if limits.num_gpu_blocks is not None:
         # One block of vLLM's pool is its null block, which no request can use (vllm/v1/core/block_pool.py).
         kwargs["num_gpu_blocks_override"] = limits.num_gpu_blocks + 1
@@ -172,6 +173,12 @@ def _known_shape(setup: EngineSetup) -> ModelShape | None:
         return None
 
 
+def stored_as(setup: EngineSetup) -> Stored | None:
+    """The format of an FP8 checkpoint, which vLLM reads from its config; None for one in BF16."""
+    shape = _known_shape(setup)
+    return None if shape is None else shape.stored
+
+
 def _left_in_bf16(setup: EngineSetup) -> list[str]:
     """A note on the linears that an FP8 engine leaves in BF16, if there are any."""
     shape = _known_shape(setup)
@@ -193,11 +200,14 @@ def vllm_env(setup: EngineSetup) -> dict[str, str]:
     VLLM_USE_DEEP_GEMM_E8M0 is on by default, on Hopper too: DeepGEMM then quantises the block-quantised weights a
     second time, to power-of-two scales, and the weight error grows from 2.6% to 3.7% RMS (measured with vLLM's own
     functions on Gaussian weights). Off keeps the FP32 scales end to end. Blackwell's kernels take no others, so there
-    it stays on. On a CPU the variable that counts is the size of the KV pool.
+    it stays on, as for a checkpoint whose scales are powers of two. On a CPU the variable that counts is the size of
+    the KV pool.
     """
     if setup.gpu.is_cpu:
         return {"VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_CACHE_GIB)}
-    scales_matter = setup.precision.weights == "fp8_block" and not setup.gpu.e8m0_scales
+    stored = stored_as(setup)
+    powers_of_two = setup.gpu.e8m0_scales or (stored is not None and stored.e8m0)
+    scales_matter = setup.precision.in_blocks and not powers_of_two
     return {"VLLM_USE_DEEP_GEMM_E8M0": "0"} if scales_matter else {}
 
 
@@ -258,6 +268,9 @@ def risk_notes(job: Job, kv_scales: str) -> list[str]:
     planned = (known.kl_k3, known.kl_k3_high, known.risk)
     if job.setup.precision.kv != "fp8":
         return _risk_note("expected mismatch", *planned)
+    stored = stored_as(job.setup)
+    if stored is not None and stored.kv_fp8:
+        return ["K and V scales are those of the checkpoint", *_risk_note("expected mismatch", *planned)]
     stay, counted = "vLLM leaves K and V scales at 1.0", known.kv_scales == "calibrated"
     if kv_scales == "calibrated":
         role = "and the plan counts on it" if counted else "and the plan, made for scales of 1.0, does not count on it"
@@ -289,6 +302,8 @@ def refuse_for(job: Job, trainer: str) -> None:
     setup = job.setup
     if setup.gpu.is_cpu:
         raise ConfigError(f"{trainer} runs vLLM on GPUs, and this plan is for a CPU; allowed: --emit vllm")
+    if stored := stored_as(setup):
+        raise ConfigError(f"{trainer} cannot start {setup.precision.name} of {model_name(setup)}: {stored.not_synced}")
     if reason := job.refused.get(trainer.lower()):
         raise ConfigError(f"{trainer} cannot start {setup.precision.name} of {model_name(setup)}: {reason}")
 

@@ -171,6 +171,8 @@ def _unchecked_plan(
     shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits, longest_request: int | None
 ) -> MemoryPlan:
     shape.check_tensor_parallel(limits.tensor_parallel_size, limits.enable_expert_parallel)
+    if reason := shape.why_not(precision):
+        raise ConfigError(f"{precision.name}: {reason}")
     longest = limits.max_model_len or longest_request or shape.context.derived()
     caches, rules = model_caches(shape, precision, limits, longest, gpu.is_cpu, gpu.compute_capability)
     empty = plan_kv_cache(caches, rules, num_blocks=0)

@@ -12,7 +12,7 @@ from fp8plan.model.hardware import Gpu
 from fp8plan.model.kv_cache.layers import why_not_kept
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import MemoryPlan, check_pool
-from fp8plan.model.precision import PRESETS, Precision
+from fp8plan.model.precision import PRESETS, Precision, presets_of
 from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.risk.expected import MismatchRisk
 from fp8plan.model.rollout import Rollout
@@ -76,10 +76,10 @@ def candidates(
     found = [
         _placed(EngineSetup(shape, gpu, wanted, layout), requests, target, explicit=precisions is not None)
         for layout in _layouts(shape, limits, gpus, gpu)
-        for wanted in _precisions(precisions)
+        for wanted in _precisions(precisions, shape)
     ]
     if all(c.memory is None for c in found):
-        raise _nothing_runs(found)
+        raise _nothing_runs([c for c in found if shape.why_not(c.setup.precision) is None] or found)
     return found
 
 
@@ -100,9 +100,10 @@ def _layouts(shape: ModelShape, limits: EngineLimits, gpus: int | None, gpu: Gpu
     ]
 
 
-def _precisions(names: Sequence[str] | None) -> list[Precision]:
+def _precisions(names: Sequence[str] | None, shape: ModelShape) -> list[Precision]:
     if names is None:
-        return list(PRESETS.values())
+        stored = shape.stored.precisions if shape.stored is not None else presets_of("fp8_block")
+        return [x for pair in zip(presets_of("bf16"), stored, strict=True) for x in pair]
     found = [find_precision(name) for name in dict.fromkeys([names] if isinstance(names, str) else names)]
     if not found:
         raise ConfigError(f"precisions is []; allowed: some of {', '.join(PRESETS)}, or None for all")
@@ -111,10 +112,16 @@ def _precisions(names: Sequence[str] | None) -> list[Precision]:
 
 def _placed(setup: EngineSetup, requests: int, target: str, explicit: bool) -> Candidate:
     """The candidate with its memory, or with the reason why it cannot run."""
-    if reason := setup.gpu.why_not(setup.precision):
+    if reason := setup.shape.why_not(setup.precision):
         if explicit:
-            raise ConfigError(f"{setup.precision.name} was asked for: {reason}; use bf16, or another GPU")
+            raise ConfigError(f"{setup.precision.name} was asked for: {reason}")
         return Candidate(setup, reason)
+    if reason := setup.gpu.why_not(setup.precision):
+        stored = setup.shape.stored
+        instead = "use bf16" if stored is None else f"plan {stored.bf16_model}"
+        if explicit:
+            raise ConfigError(f"{setup.precision.name} was asked for: {reason}; {instead}, or another GPU")
+        return Candidate(setup, reason if stored is None else f"{reason}; {instead}, or another GPU")
     size, whole_experts = setup.limits.cut
     shardable = why_not_shardable(setup.shape, setup.precision, size, target, whole_experts, setup.gpu)
     if reason := _idle(setup.limits, requests) or _no_fp8_kv(setup) or shardable:
@@ -131,8 +138,8 @@ def _no_fp8_kv(setup: EngineSetup) -> str | None:
     """The reason why vLLM has no FP8 for what this model caches; None if it has, or is not asked for it."""
     gpu = setup.gpu
     reason = why_not_kept(setup.shape, setup.precision, gpu.is_cpu, gpu.compute_capability)
-    allowed = ", ".join(x.name for x in PRESETS.values() if x.kv == "bf16" and gpu.why_not(x) is None)
-    return reason and f"{reason}; allowed: {allowed}"
+    known = [x for x in _precisions(None, setup.shape) if x.kv == "bf16" and setup.shape.why_not(x) is None]
+    return reason and f"{reason}; allowed: {', '.join(x.name for x in known if gpu.why_not(x) is None)}"
 
 
 def _idle(limits: EngineLimits, requests: int) -> str | None:

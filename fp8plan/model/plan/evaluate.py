@@ -121,7 +121,8 @@ def _risks(setup: EngineSetup, problem: Problem) -> tuple[MismatchRisk, Mismatch
             budget=problem.budget,
         )
 
-    risk = at(problem.kv_scales_calibrated)
-    if setup.precision.kv != "fp8":
+    held = setup.shape.stored is not None and setup.shape.stored.kv_fp8  # the checkpoint has the scales
+    risk = at(problem.kv_scales_calibrated or held)
+    if setup.precision.kv != "fp8" or held:
         return risk, None
     return risk, at(False) if problem.kv_scales_calibrated else risk

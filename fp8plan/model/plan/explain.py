@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.configs.stored import Stored
 from fp8plan.model.cost.collective import NETWORK_BANDWIDTH
 from fp8plan.model.plan.choice import Choice, several_layouts
 from fp8plan.model.plan.speedup import SpeedUp
@@ -40,7 +41,9 @@ def explain(
     shape: of the model; None: nothing is said of linears that stay in BF16, and of what is left out of the model
     """
     answer = Answer(choices, chosen, rollouts, profile)
-    sentences = [_headline(answer, budget), *_of_the_step(answer.picked)]
+    stored = None if shape is None else shape.stored
+    sentences = [_headline(answer, budget, stored), *_of_the_step(answer.picked)]
+    sentences += _as_stored(stored) if stored is not None else []
     sentences += _passed_over(answer, budget)
     sentences += slower(answer)
     sentences += _not_measured(answer, budget)
@@ -57,7 +60,7 @@ def explain(
     return tuple(sentences)
 
 
-def _headline(answer: Answer, budget: RiskBudget) -> str:
+def _headline(answer: Answer, budget: RiskBudget, stored: Stored | None) -> str:
     picked = answer.picked
     name = f"{picked.precision}{_layout(picked, answer.choices)}"
     if _refused(picked, budget):
@@ -67,16 +70,30 @@ def _headline(answer: Answer, budget: RiskBudget) -> str:
         )
     if picked.precision == "bf16":
         return f"Stay with {name}: {_seconds(picked)} for the rollout; {_why_not_fp8(answer, budget)}."
-    return " ".join([f"Choose {name}: {_seconds(picked)} for the rollout.", *_gains(answer)])
+    return " ".join([f"Choose {name}: {_seconds(picked)} for the rollout.", *_gains(answer, stored)])
 
 
-def _gains(answer: Answer) -> list[str]:
+def _as_stored(stored: Stored) -> list[str]:
+    """Sentences on an FP8 checkpoint: how to compare it, and the KV cache that it asks for."""
+    weights, with_cache = (precision.name for precision in stored.precisions)
+    sentences = [f"vLLM loads this checkpoint as it is; to compare with BF16 weights, plan {stored.bf16_model} too."]
+    if stored.kv_fp8:
+        sentences.append(
+            f"The checkpoint asks for an FP8 KV cache, which vLLM takes unless it is told otherwise: that is "
+            f"{with_cache}, and {weights} needs kv_cache_dtype bfloat16."
+        )
+    return sentences
+
+
+def _gains(answer: Answer, stored: Stored | None) -> list[str]:
     """Sentences on the speed-up over bf16 on the same layout, and over the best bf16 if that has another layout."""
     picked = answer.picked
     bf16 = [c for c in answer.choices if c.precision == "bf16"]
     runnable = [c for c in bf16 if c.makespan_s is not None]
     if not bf16:
         return ["bf16 was not asked for, so there is no speed-up to name."]
+    if stored is not None:
+        return [f"There is no speed-up to name, as the checkpoint holds its weights in {stored.label}."]
     if not runnable:
         return ["bf16 does not fit, so there is no speed-up to name."]
     sentences = []

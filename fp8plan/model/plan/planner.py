@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fp8plan.checks import whole
-from fp8plan.errors import ConfigError
+from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.engine_versions import version_warnings
 from fp8plan.model.hardware import Gpu, find_gpu
@@ -22,7 +22,7 @@ from fp8plan.model.plan.evaluate import Problem, Progress, evaluated
 from fp8plan.model.plan.explain import explain
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.precision import FP8_KV, PRESETS
-from fp8plan.model.profile.library import load_profile, with_kernels
+from fp8plan.model.profile.library import NO_BLOCKS, load_profile, with_kernels
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.expected import RiskBudget, recommended_thresholds
 from fp8plan.model.rl_step import StepTimes
@@ -123,6 +123,7 @@ def predict(
     shape.check_max_model_len(limits.max_model_len or longest, engine_version)
     budget, risky = budget or RiskBudget(), check_share(card, limits)
     used, warnings = (profile, []) if profile else load_profile(card, engine_version, strict)
+    warnings = [*warnings, *_not_measured(shape, used, strict)]
     layouts = candidates(
         shape, card, limits, gpus=gpus, precisions=precisions, requests=len(batch.prompts), target=target
     )
@@ -195,6 +196,19 @@ def _check_kinds(arguments: Mapping[str, Any]) -> None:
     names = arguments["precisions"]
     if not (names is None or (isinstance(names, Sequence) and all(isinstance(name, str) for name in names))):
         raise ConfigError(f"precisions is {names!r}; allowed: some of {', '.join(PRESETS)}, or None for all")
+
+
+def _not_measured(shape: ModelShape, profile: Profile, strict: bool) -> list[str]:
+    """The warning of an FP8 checkpoint whose GEMMs the profile did not measure, if it is one. Raises ProfileError if
+    strict.
+    """
+    stored = shape.stored
+    if stored is None or stored.weights == "fp8_block" or any(x.startswith(NO_BLOCKS) for x in profile.coefficients):
+        return []
+    what = f"no GEMM of {stored.label} was measured on {profile.gpu}"
+    if strict:
+        raise ProfileError(f"{what}, and --strict allows nothing else; leave it out, or plan a checkpoint in blocks")
+    return [f"{what}: its time follows AIConfigurator's timings of vLLM's kernel on this or another GPU, not our own"]
 
 
 def _describe(workload: Workload, batch: Batch) -> dict[str, Any]:

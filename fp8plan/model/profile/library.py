@@ -26,7 +26,8 @@ OWN_PROFILES = "FP8PLAN_PROFILES"  # environment variable
 # Kernels that few models have. A profile need not have measured them: the datasheet lends its own (`with_kernels`).
 _MIXERS = ("mla.", "delta_net.", "mamba2.", "short_conv.")
 WIDE_HEADS = "wide_attention."
-RARE_PARTS = (*_MIXERS, WIDE_HEADS, "host.groups.", *(f"host.{mixer}" for mixer in _MIXERS))
+NO_BLOCKS = "gemm.fp8."  # FP8 with one scale for a matrix or a row, which only checkpoints have
+RARE_PARTS = (*_MIXERS, WIDE_HEADS, NO_BLOCKS, "host.groups.", *(f"host.{mixer}" for mixer in _MIXERS))
 WIDENED_KV = "attention.fp8."
 
 
@@ -214,8 +215,10 @@ def with_kernels(profile: Profile, gpu: Gpu, kernels: Iterable[str]) -> Profile:
     names = [name for name in sheet.coefficients if name.startswith(missing)]
     if not names:  # a kernel of other GPUs
         return profile
+    backends = {name: backend for name, backend in sheet.kernel_backends.items() if f"{name}." in missing}
     return replace(
         profile,
+        kernel_backends=profile.kernel_backends | backends,
         coefficients=profile.coefficients | {name: sheet.coefficients[name] for name in names},
         log_covariance=profile.log_covariance | {name: sheet.log_covariance[name] for name in names},
         notes=profile.notes | {name: ASSUMED + sheet.notes[name] for name in names},

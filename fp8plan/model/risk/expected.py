@@ -23,6 +23,7 @@ from numpy.typing import ArrayLike
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.configs.stored import Stored
 from fp8plan.model.cost.base import FloatArray
 from fp8plan.model.precision import Precision
 from fp8plan.model.risk.budget import LEVELS, Level, RiskBudget
@@ -35,7 +36,7 @@ from fp8plan.model.risk.fit import (
     log_gradient,
     predicted_kl,
 )
-from fp8plan.model.risk.setting import LATENT, clipped_keys, setting_of, unmeasured_parts, unmeasured_sd
+from fp8plan.model.risk.setting import LATENT, ONE_SCALE, clipped_keys, setting_of, unmeasured_parts, unmeasured_sd
 from fp8plan.model.risk.theory import Setting, sequence_rejection, token_log_ratio
 
 __all__ = [
@@ -154,7 +155,8 @@ def mismatch_risk(
         raise ConfigError(
             f"quantised_layers is {quantised!r}; allowed: 0 to {shape.num_layers}, the layers of {shape.name}"
         )
-    setting, unmeasured = setting_of(shape, precision, e8m0, quantised, tensor_parallel_size), unmeasured_parts(shape)
+    setting = setting_of(shape, precision, e8m0, quantised, tensor_parallel_size)
+    unmeasured = (*unmeasured_parts(shape), *((ONE_SCALE,) if precision.gemm_dtype == "fp8" else ()))
     calibrated = kv_scales_calibrated or not setting.fp8_kv
     clipped = setting.fp8_kv and clipped_keys(shape)
     kl, quantisation = _kl_band(setting, calibrated, clipped, unmeasured)
@@ -166,6 +168,8 @@ def mismatch_risk(
         for value in kl
     ]
     level, reasons = _level(setting, calibrated, clipped, unmeasured, budget, kl[2], clip[2], ess[2])
+    if shape.stored is not None:
+        reasons = (*_of_checkpoint(reasons, shape.stored), _FP8_CHECKPOINT)
     return MismatchRisk(
         kl_k3=kl[1], kl_k3_low=kl[0], kl_k3_high=kl[2], quantisation_kl=quantisation,
         ess_raw=ess[1], ess_raw_low=ess[2], ess_raw_high=ess[0],
@@ -255,10 +259,7 @@ def _level(
     if setting.moe:
         reasons.append("MoE: routing differs between engine and trainer, so the ratios have a heavy tail")
     if setting.fp8_weights and setting.e8m0:
-        reasons.append(
-            "weights are rounded twice, to power-of-two scales: Blackwell's kernels take no others, and on Hopper "
-            "VLLM_USE_DEEP_GEMM_E8M0=0 avoids it"
-        )
+        reasons.append(_ROUNDED_TWICE)
     if clipped:
         level = "high"
         reasons.append(_CLIPPED[calibrated])
@@ -273,14 +274,29 @@ def _level(
     if not calibrated:
         reasons.append("K and V scales are 1.0, not calibrated: the range is wider")
     elif setting.fp8_kv:
-        reasons.append(
-            "this assumes K and V scales recalibrated after every weight sync; plain vLLM leaves them at 1.0"
-        )
+        reasons.append(_RECALIBRATED)
     if unmeasured:
         reasons.append(f"no published KL was fitted of {' and of '.join(unmeasured)}: the range is wider")
     return level, tuple(reasons)
 
 
+def _of_checkpoint(reasons: Sequence[str], stored: Stored) -> list[str]:
+    """The reasons that hold for an FP8 checkpoint, which has scales of its own."""
+    others = {_ROUNDED_TWICE: stored.e8m0, _RECALIBRATED: stored.kv_fp8}
+    found = [reason for reason in reasons if not others.get(reason)]
+    return [*found, *([_HELD_SCALES] if _RECALIBRATED in set(reasons).difference(found) else [])]
+
+
+_RECALIBRATED: Final = "this assumes K and V scales recalibrated after every weight sync; plain vLLM leaves them at 1.0"
+_HELD_SCALES: Final = "this takes K and V scales to be in the checkpoint, which was made for an FP8 KV cache"
+_ROUNDED_TWICE: Final = (
+    "weights are rounded twice, to power-of-two scales: Blackwell's kernels take no others, and on Hopper "
+    "VLLM_USE_DEEP_GEMM_E8M0=0 avoids it"
+)
+_FP8_CHECKPOINT: Final = (
+    "the checkpoint is in FP8, and this is for a trainer with BF16 weights; one that dequantises the checkpoint has "
+    "the same weights, so that only activations and KV differ, and less"
+)
 _CLIPPED: Final = {
     False: (
         "known failure: FP8 KV at scale 1.0 with attention bias and no QK-norm (Qwen2, Qwen2.5): K is clipped and the "

@@ -13,6 +13,7 @@ from fp8plan.model.precision import Precision
 from fp8plan.model.risk.theory import Setting
 
 LATENT: Final = "latent attention"
+ONE_SCALE: Final = "FP8 weights without blocks"
 STATE_SPACE: Final = "state-space layers"
 SMALL: Final = "models below 0.5B parameters"
 SMALLEST_FITTED: Final = 0.49e9  # parameters: Qwen2.5-0.5B
@@ -103,7 +104,7 @@ def _name(mixer: Mixer) -> str:
     if mixer.window or mixer.chunk:
         return "attention over a window"
     plain = Attention(mixer.heads, mixer.kv_heads, mixer.head_dim)
-    if mixer.qk_norm != "width" and replace(mixer, qkv_bias=False, o_bias=False, qk_norm="none") == plain:
+    if mixer.qk_norm != "width" and replace(mixer, qkv_bias=False, o_bias=False, qk_norm="none", bf16=None) == plain:
         return ""
     return "attention of another kind than Qwen3's"
 

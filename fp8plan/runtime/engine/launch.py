@@ -10,6 +10,7 @@ from typing import Any
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.configs import find_config
+from fp8plan.model.configs.stored import quantisation
 from fp8plan.model.emit.settings import vllm_env, vllm_kwargs
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import precision
@@ -166,10 +167,12 @@ def launch(
     model = str(setup.path if model_path is None else model_path)
     local = (Path(model) / "config.json").is_file()
     config = _config(Path(model).resolve() if local else model, setup.path)
-    if "quantization_config" in config:
+    if quantised := quantisation(config):
+        where, how = quantised
+        method = how.get("quant_method") if isinstance(how, Mapping) else None
         raise ConfigError(
-            f"{model} is quantised already ({config['quantization_config'].get('quant_method')}); allowed: the BF16 "
-            "checkpoint that the trainer started from, which vLLM quantises while it loads"
+            f"{model} is quantised already ({method or where}); allowed: the BF16 checkpoint that the trainer started "
+            "from, which vLLM quantises while it loads"
         )
     known = {field.name for field in fields(EngineLimits)}
     limits = replace(setup.limits, **{name: value for name, value in more.items() if name in known})

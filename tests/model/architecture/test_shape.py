@@ -103,7 +103,7 @@ def test_a_folder_and_a_file_give_the_same_shape(tmp_path: Path) -> None:
 def fake_hub(download: Callable[[str, str], str], endpoint: str = "", cached: str | None = None) -> SimpleNamespace:
     return SimpleNamespace(
         constants=SimpleNamespace(HF_HUB_OFFLINE=not endpoint, ENDPOINT=endpoint),
-        try_to_load_from_cache=lambda repo, file: cached,
+        try_to_load_from_cache=lambda repo, file: cached if file == "config.json" else None,
         hf_hub_download=download,
     )
 

@@ -7,13 +7,16 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from family_configs import INSIDE, config_of, shape_of
 
+from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.families import FAMILIES
+from fp8plan.model.configs import QUANT_FILE
 from fp8plan.model.emit.ignored import ignored
 
 SCRIPT = Path(__file__).with_name("vllm_linears.py")
@@ -87,14 +90,74 @@ def test_vllm_builds_the_same_linears(tmp_path: Path) -> None:
     """
     pytest.importorskip("vllm")
     expected = dict(folder_of(name, odd, tmp_path) for odd in (False, True) for name in NAMES)
-    command = [sys.executable, str(SCRIPT), *map(str, expected)]
+    assert built(expected) == {x.name: y for x, y in expected.items()}
+
+
+def built(folders: Iterable[Path]) -> dict[str, Counter[tuple[int, int, bool]]]:
+    """The linears that vLLM builds of each folder."""
+    paths = list(folders)
+    command = [sys.executable, str(SCRIPT), *map(str, paths)]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"}
     )
-    built = [
+    found = [
         Counter({(n, k, fp8): x for n, k, fp8, x in json.loads(line)})
         for line in done.stdout.splitlines()
         if line.startswith("[[")
     ]
-    assert len(built) == len(expected), done.stderr[-2000:]
-    assert {x.name: own for x, own in zip(expected, built, strict=True)} == {x.name: y for x, y in expected.items()}
+    assert len(found) == len(paths), done.stderr[-2000:]
+    return {path.name: own for path, own in zip(paths, found, strict=True)}
+
+
+# A checkpoint whose linears all differ in size, so that each can be told from the others.
+DENSE: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 256, "num_hidden_layers": 12,
+    "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 128, "intermediate_size": 512, "vocab_size": 512,
+    "max_position_embeddings": 512, "tie_word_embeddings": False, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+}  # fmt: skip
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+NUMBERS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "channel"}
+ROWS = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": NUMBERS,
+            "input_activations": NUMBERS | {"dynamic": True, "strategy": "token"},
+        }
+    },
+}
+QKV = [f"model.layers.3.self_attn.{x}_proj" for x in "qkv"]
+STORED: dict[str, dict[str, Any]] = {
+    "blocks": {"quantization_config": BLOCKS | {"modules_to_not_convert": ["lm_head", *QKV]}},
+    "rows": {"quantization_config": ROWS | {"ignore": ["lm_head", "re:.*layers[.]1[.]self_attn.*", "re:.*down_proj$"]}},
+    "old": {"compression_config": ROWS | {"ignore": ["lm_head", "model.layers.2.mlp.down_proj", *QKV]}},
+    "beside": {
+        "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head", "model.layers.1*", "*.3.mlp.down_proj"]},
+        "producer": {"name": "modelopt"},
+    },
+    "nothing": {"quantization_config": {}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_vllm_reads_the_same_format_of_a_checkpoint_and_leaves_the_same_linears_in_bf16(tmp_path: Path) -> None:
+    """Wherever the config says it, and however its list names modules."""
+    pytest.importorskip("vllm")
+    expected = {}
+    for name, fields in STORED.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        is_beside = name == "beside"
+        (folder / "config.json").write_text(json.dumps(DENSE | ({} if is_beside else fields)))
+        if is_beside:
+            (folder / QUANT_FILE).write_text(json.dumps(fields))
+        shape = ModelShape.from_hf(folder)
+        expected[folder] = Counter[tuple[int, int, bool]]()
+        for linear in (x for x in shape.linears() if x.name != "lm_head"):
+            fp8 = shape.stored is not None and linear.quantised
+            expected[folder][linear.n, linear.k, fp8] += linear.layers
+    assert len({str(x) for x in expected.values()}) == len(STORED)
+    assert built(expected) == {folder.name: linears for folder, linears in expected.items()}

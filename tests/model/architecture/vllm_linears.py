@@ -1,8 +1,9 @@
 """What vLLM itself builds of families' configs, on the meta device: a script, as it fills the process with groups.
 
 Type: python vllm_linears.py FOLDER..., each with a config.json, and with the patterns of linears that are not quantised
-as a list in ignored.json. Prints one line of JSON for each folder: a list of
-[rows, columns, quantised, how many], of all linears but convolutions and lm_head, and of each layer's one expert.
+as a list in ignored.json; without that file vLLM builds the checkpoint as it is stored. Prints one line of JSON for
+each folder: a list of [rows, columns, quantised, how many], of all linears but convolutions and lm_head, and of each
+layer's one expert.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
@@ -21,14 +23,23 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization import fp8, modelopt
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w8a8_fp8
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.network_utils import get_open_port
 
+# Kernels of FP8 checkpoints are chosen while linears are made, and a CPU has not all of them.
+for module in (fp8, modelopt, compressed_tensors_w8a8_fp8):
+    module.init_fp8_linear_kernel = MagicMock()
 
-def config_of(folder: str, ignored: list[str]) -> Any:
-    online = {"linear": "fp8_per_block", "moe": "fp8_per_block", "ignore": ignored}
+
+def config_of(folder: Path) -> Any:
+    ignored, online = folder / "ignored.json", {}
+    if ignored.is_file():
+        linears = {"linear": "fp8_per_block", "moe": "fp8_per_block", "ignore": json.loads(ignored.read_text())}
+        online = {"quantization": "online", "quantization_config": linears}
     return EngineArgs(
-        model=folder, skip_tokenizer_init=True, dtype="bfloat16", quantization="online", quantization_config=online,
+        model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", **online,
         enforce_eager=True, max_model_len=128, enable_prefix_caching=False,
     ).create_engine_config()  # fmt: skip
 
@@ -37,6 +48,7 @@ def matrices(model: torch.nn.Module) -> list[list[int]]:
     found: Counter[tuple[int, int, bool]] = Counter()
     for name, module in model.named_modules():
         quantised = "Fp8PerBlock" in type(getattr(module, "quant_method", None)).__name__
+        quantised |= getattr(module, "weight", None) is not None and module.weight.dtype == torch.float8_e4m3fn
         if (
             isinstance(module, LinearBase | torch.nn.Linear)
             and "lm_head" not in name
@@ -52,7 +64,7 @@ def matrices(model: torch.nn.Module) -> list[list[int]]:
 def main(*folders: str) -> None:
     # The first folder's model has experts: vLLM makes their process group only for such a model.
     for number, folder in enumerate(folders):
-        config = config_of(folder, json.loads((Path(folder) / "ignored.json").read_text()))
+        config = config_of(Path(folder))
         with set_current_vllm_config(config):
             if number == 0:
                 init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "gloo")

@@ -49,7 +49,7 @@ def peak_flops(gpu: Gpu, dtype: str) -> float:
 def gemm_cost(m: Array, linears: Sequence[Linear], precision: Precision, gpu: Gpu, profile: Profile) -> Cost:
     """Seconds of all `linears` (each times its layer count) at `m` rows, shape (steps,), without quantisation."""
     total = zero(m)
-    for dtype in ("bf16", "fp8_block"):
+    for dtype in ("bf16", "fp8_block", "fp8"):
         chosen = [linear for linear in linears if linear_dtype(linear, precision) == dtype]
         if chosen:
             total = total + _same_dtype(m, chosen, dtype, precision, gpu, profile)
@@ -104,17 +104,17 @@ def _element_bytes(dtype: str) -> float:
 
 
 def _activation_bytes(dtype: str) -> float:
-    """Bytes of one input element as the GEMM reads it; FP8 has one FP32 scale per 128 elements of a row."""
-    return _element_bytes(dtype) + (0 if dtype == "bf16" else FP32_BYTES / 128)
+    """Bytes of one input element as the GEMM reads it; FP8 in blocks has one FP32 scale per 128 elements of a row."""
+    return _element_bytes(dtype) + (FP32_BYTES / 128 if dtype == "fp8_block" else 0)
 
 
 def quantise_cost(m: Array, linears: Sequence[Linear], precision: Precision, gpu: Gpu, profile: Profile) -> Cost:
     """Seconds to quantise the inputs of the FP8 linears: each reads BF16 and writes E4M3 and scales."""
-    chosen = [linear for linear in linears if linear_dtype(linear, precision) == "fp8_block"]
+    chosen = [linear for linear in linears if linear_dtype(linear, precision) != "bf16"]
     if not chosen:
         return zero(m)
     elements = float(sum(linear.layers * linear.k for linear in chosen))
     name, efficiency = "quantise.launch_seconds", "quantise.bandwidth_efficiency"
-    moved = m * elements * (BF16_BYTES + _activation_bytes("fp8_block"))
+    moved = m * elements * (BF16_BYTES + _activation_bytes(precision.gemm_dtype))
     fixed = constant(name, profile.coefficient(name) * sum(linear.layers for linear in chosen), m)
     return fixed + traffic(moved, gpu.memory_bandwidth, profile.named(efficiency))

@@ -35,7 +35,7 @@ def overlapped(linears: Sequence[Linear], gpu: Gpu, experts: Sequence[Experts]) 
 def shared_cost(m: Array, linears: Sequence[Linear], precision: Precision, gpu: Gpu, profile: Profile) -> Cost:
     """Seconds that the `overlapped` matrices of all layers add to steps of m tokens, shape (steps,)."""
     alone = gemm_cost(m, linears, precision, gpu, profile)
-    if precision.weights == "fp8_block":
+    if precision.weights != "bf16":
         alone = alone + quantise_cost(m, linears, precision, gpu, profile)
     for linear in linears:
         if linear.name == "shared_down_proj":
