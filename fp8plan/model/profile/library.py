@@ -218,7 +218,7 @@ def with_kernels(profile: Profile, gpu: Gpu, kernels: Iterable[str]) -> Profile:
     backends = {name: backend for name, backend in sheet.kernel_backends.items() if f"{name}." in missing}
     return replace(
         profile,
-        kernel_backends=profile.kernel_backends | backends,
+        kernel_backends=backends | profile.kernel_backends,
         coefficients=profile.coefficients | {name: sheet.coefficients[name] for name in names},
         log_covariance=profile.log_covariance | {name: sheet.log_covariance[name] for name in names},
         notes=profile.notes | {name: ASSUMED + sheet.notes[name] for name in names},
