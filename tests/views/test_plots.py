@@ -18,7 +18,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.emit.settings import KV_SCALES
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.planner import Prediction, predict
-from fp8plan.model.precision import PRESETS
+from fp8plan.model.precision import PRESETS, STORED_PRESETS
 from fp8plan.model.risk.budget import RiskBudget
 from fp8plan.model.rollout import Timeline
 from fp8plan.model.workload import Fixed, LogNormal, Workload
@@ -29,6 +29,7 @@ from fp8plan.views.plan.figure import (
     band,
     binned,
     closed,
+    colour_of,
     curves,
     front,
     label,
@@ -271,3 +272,9 @@ def test_binning_keeps_tokens_whatever_the_rows(rows: list[tuple[float, int, int
     assert (np.diff(seconds) > 0).all()
     assert occupancy.max() <= blocks.max() / 100
     assert set(running) <= set(tokens)
+
+
+@pytest.mark.parametrize("name", [*PRESETS, *STORED_PRESETS])
+def test_every_precision_has_a_colour(name: str) -> None:
+    """An FP8 checkpoint without blocks takes those of FP8 in blocks, with the same cache."""
+    assert colour_of(name) == COLOURS[name.replace("fp8_tensor", "fp8_block").replace("fp8_channel", "fp8_block")]

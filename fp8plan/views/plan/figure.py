@@ -13,7 +13,7 @@ import numpy as np
 
 from fp8plan.model.cost.base import FloatArray
 from fp8plan.model.plan.time_reasons import seconds
-from fp8plan.model.precision import STORED_PRESETS
+from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.rollout import Timeline
 from fp8plan.views.tables import counted
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette, told apart with any colour vision; one colour per precision, always the same.
 COLOURS = {"bf16": "#000000", "fp8_block": "#0072B2", "fp8_kv": "#E69F00", "fp8_block+fp8_kv": "#009E73"}
-# An FP8 checkpoint has one format of weights.
-COLOURS |= {x.name: COLOURS[x.name.replace(x.weights, "fp8_block")] for x in STORED_PRESETS.values()}
 LIMIT_COLOURS = {"low": "#56B4E9", "moderate": "#D55E00"}  # of the same palette: where a risk ends
 BINS = 160
 PACES = 25  # between both ends of an interval
@@ -34,6 +32,12 @@ TIME_LABEL = "seconds since the rollout began"
 KL_LABEL = "KL k3, nats per token (lower is safer)"
 SPEED_LABEL = "output tokens/s (higher is faster)"
 SPEEDUP_LABEL = "with the speed-up (90%) over bf16 on the same layout"
+
+
+def colour_of(precision: str) -> str:
+    """The colour of a precision. An FP8 checkpoint has one format of weights, which takes that of FP8 in blocks."""
+    known = find_precision(precision)
+    return COLOURS[precision if precision in COLOURS else precision.replace(known.weights, "fp8_block")]
 
 
 class Curve(NamedTuple):

@@ -16,7 +16,7 @@ from fp8plan.model.shards import TARGETS
 from fp8plan.views.axes import number_axis, share_axis
 from fp8plan.views.html_page import document, figures, paragraphs, table
 from fp8plan.views.plan import figure as plots
-from fp8plan.views.plan.figure import COLOURS, LIMIT_COLOURS, Point
+from fp8plan.views.plan.figure import LIMIT_COLOURS, Point, colour_of
 from fp8plan.views.report import MISMATCH_LEGEND, plan_text
 from fp8plan.views.tables import Column
 
@@ -80,7 +80,7 @@ def over_time(prediction: Prediction) -> Any:
     for number, (column, label) in enumerate(shown, 1):
         where, heights = {"row": number, "col": 1}, list[FloatArray]()
         for line in lines:
-            colour, edge = COLOURS[line.precision], {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
+            colour, edge = colour_of(line.precision), {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
             group = {"legendgroup": line.name}
             times, low, high = plots.band(line, column)
             heights.append(high)
@@ -132,7 +132,7 @@ def tradeoff(plan: Plan) -> Any:
 
 
 def _add_point(figure: Any, point: Point, several: bool) -> None:
-    (kl, kl_low, kl_high), (speed, low, high), colour = point.kl, point.speed, COLOURS[point.precision]
+    (kl, kl_low, kl_high), (speed, low, high), colour = point.kl, point.speed, colour_of(point.precision)
     across = {"type": "data", "symmetric": False, "array": [kl_high - kl], "arrayminus": [kl - kl_low]}
     along = {"type": "data", "symmetric": False, "array": [high - speed], "arrayminus": [speed - low]}
     ring = {"line": {"color": colour, "width": 2}, "symbol": "circle-open-dot", "size": 16} if point.chosen else {}

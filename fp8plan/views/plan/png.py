@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8plan.views.axes import decimals
 from fp8plan.views.plan import figure as plots
-from fp8plan.views.plan.figure import COLOURS, LIMIT_COLOURS, Curve, Point
+from fp8plan.views.plan.figure import LIMIT_COLOURS, Curve, Point, colour_of
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
@@ -42,7 +42,7 @@ def _over_time(axes: Sequence[Any], lines: Sequence[Curve], shown: Sequence[tupl
 
     for axis, (column, label) in zip(axes, shown, strict=True):
         for line in lines:
-            colour = COLOURS[line.precision]
+            colour = colour_of(line.precision)
             times, low, high = plots.band(line, column)
             axis.fill_between(times, low, high, color=colour, alpha=0.13, linewidth=0)
             axis.plot(*plots.closed(line, column), color=colour, label=line.name, linewidth=1.6)
@@ -94,7 +94,7 @@ def _tradeoff(axis: Any, plan: Plan) -> None:
 
 def _point(axis: Any, point: Point, several: bool) -> None:
     """The best layout of a precision with both intervals; the others, which have the same KL, small beside it."""
-    (kl, kl_low, kl_high), (speed, low, high), colour = point.kl, point.speed, COLOURS[point.precision]
+    (kl, kl_low, kl_high), (speed, low, high), colour = point.kl, point.speed, colour_of(point.precision)
     style = {"fmt": "o", "color": colour, "capsize": 3}
     across = {"xerr": [[kl - kl_low], [kl_high - kl]]} if point.main else {}
     axis.errorbar(
