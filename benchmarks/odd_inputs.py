@@ -113,7 +113,7 @@ def first_lines(number: int) -> Show:
 
 QWEN, LLAMA, DEEPSEEK = "Qwen--Qwen3-8B", "meta-llama--Llama-3.1-8B", "deepseek-ai--DeepSeek-V2-Lite"
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-MODEL_OPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}
+MODEL_OPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
 W4 = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}}
 GLM = config("zai-org--GLM-4.5-Air", first_k_dense_replace=None)
 OLD_LLAMA = config(LLAMA, max_position_embeddings=4096, rope_scaling={"type": "linear", "factor": 4.0})
@@ -217,7 +217,7 @@ def examples() -> Iterator[Example]:
     yield Example(4, "Qwen2.5-7B on an L40S: the table's row", doubtful, show=lines("^> fp8_block .*x"))
     for name in ("4090", "a100-80gb", "A100-SXM4-80GB", "NVIDIA GeForce RTX 4090", "my-card"):
         yield Example(5, f"--gpu '{name}'", planned(model="Qwen/Qwen3-1.7B", gpu=name), show=precisions)
-    sheet = "datasheet:memory_gib=24,bandwidth_gb_s=1008,bf16_tflops=165,fp8_tflops=330,sms=128,pcie_gb_s=32"
+    sheet = "datasheet:memory_gib=24,bandwidth_gb_s=1008,bf16_tflops=165,fp8_tflops=330,sms=128,compute_capability=8.9"
     yield Example(5, f"--gpu {sheet}", planned(model="Qwen/Qwen3-1.7B", gpu=sheet), show=precisions)
     short = ("plan", "Qwen/Qwen2.5-1.5B", "--gpu", "h200", *SHORT)
     yield Example(

@@ -105,7 +105,8 @@ def _gained(found: Sequence[Alone]) -> Iterator[list[str]]:
 
 
 def again(*policies: str) -> str:
-    """A line for each run that had the GPU for itself, in Markdown: its rollouts as predicted from their own lengths.
+    """A line for each run that had the GPU for itself, in Markdown: its rollouts as predicted from their own lengths,
+    but for the first of each engine.
 
     Errors of the seconds of `generate`, (predicted - measured) / measured. The profile is today's, the plan's may have
     been another.
@@ -120,4 +121,4 @@ def _again(one: Alone) -> list[str]:
         Path(file.name).write_bytes(b"".join(map(jsonl.line, rows)))
         errors = [row["error"] for row in validate(read_records(file.name)).records]
     cells = (f"{x:+.1%}" for x in (median(errors), min(errors), max(errors)))
-    return [one.policy, one.arm, str(len(rows)), *cells]
+    return [one.policy, one.arm, str(len(errors)), *cells]

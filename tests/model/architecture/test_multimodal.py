@@ -135,7 +135,8 @@ def test_llava_leaves_all_sizes_to_llama_and_a_text_model_may_not() -> None:
 @pytest.mark.parametrize("model_type", [["qwen2"], {"a": 1}, 3, True])
 def test_a_text_model_whose_type_is_no_word_is_an_error(model_type: object) -> None:
     message = refusal({"model_type": "llava", "text_config": {"model_type": model_type}})
-    assert "field 'text_config.model_type' is" in message and "allowed: a word" in message
+    assert "field 'text_config.model_type' is" in message
+    assert "allowed: a word" in message
 
 
 def test_a_known_multimodal_type_with_an_unknown_text_model_names_that() -> None:

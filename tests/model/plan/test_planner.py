@@ -554,11 +554,11 @@ def test_a_plan_knows_what_scales_of_one_would_cost() -> None:
 
 def test_a_plan_records_what_it_was_told_and_what_it_warned_of() -> None:
     budget = RiskBudget(accept="low", low_kl=0.02)
-    found = predict(SMALL, "a100", WORK, budget=budget, kv_scales_calibrated=False)
+    found = predict(SMALL, "b200", WORK, budget=budget, kv_scales_calibrated=False)
     assert (found.plan.budget, found.plan.kv_scales) == (budget, "unit")
     assert found.plan.warnings == found.warnings != ()
-    assert "a100" in found.plan.warnings[0]
-    default = plan(SMALL, "a100", WORK)
+    assert "b200" in found.plan.warnings[0]
+    default = plan(SMALL, "b200", WORK)
     assert (default.budget, default.kv_scales) == (RiskBudget(), "calibrated")
     assert default.warnings == found.warnings
 
