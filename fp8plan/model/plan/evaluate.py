@@ -41,8 +41,9 @@ class Problem:
 def evaluated(candidates: Sequence[Candidate], problem: Problem, progress: Progress, workers: int) -> list[Candidate]:
     """The candidates, each that can run with its rollout, RL step and risk filled in.
 
-    Candidates with the same number of replicas share their schedules. Such groups go to `workers` processes if there is
-    enough work to pay for starting them. The group with the most replicas has the most work, so it starts first.
+    Candidates with the same number of replicas share their schedules, unless their KV pools starve. Such groups go to
+    `workers` processes if there is enough work to pay for starting them. The group with the most replicas has the most
+    work, so it starts first.
     """
     done = list(candidates)
     order = sorted(
@@ -51,6 +52,8 @@ def evaluated(candidates: Sequence[Candidate], problem: Problem, progress: Progr
     groups = [[candidates[i] for *_, i in group] for _, group in groupby(order, key=lambda key: key[0])]
     if len(order) * len(problem.batch.prompts) < WORTH_PROCESSES:
         workers = 1
+    if workers > 1:
+        groups = [part for group in groups for part in _apart(group, problem.batch)]
     setups = {_risk_key(candidates[i].setup): candidates[i].setup for *_, i in order}
     risks = {key: _risks(setup, problem) for key, setup in setups.items()}
     workers = min(workers, len(groups))
@@ -76,6 +79,23 @@ def _mapper(workers: int) -> Iterator[Callable[..., Iterable[Any]]]:
         return
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
         yield pool.map
+
+
+def _apart(group: list[Candidate], batch: Batch) -> list[list[Candidate]]:
+    """A group from the largest KV pool down, cut so that each candidate whose pool starves stands alone.
+
+    Schedules with preemptions hold for one pool only, so nothing is lost. A pool counts as starving if the requests
+    that run at once, each halfway through its response, need more than it holds. The guess decides speed alone.
+    """
+    tokens = float((batch.prompts + batch.responses / 2).mean())
+
+    def starves(candidate: Candidate) -> bool:
+        limits, memory = candidate.setup.limits, candidate.memory
+        running = min(limits.max_num_seqs, len(batch.prompts) / limits.data_parallel_size)
+        return memory is not None and running * tokens > memory.pool_tokens
+
+    ample = sum(not starves(candidate) for candidate in group)
+    return [part for part in (group[:ample], *([candidate] for candidate in group[ample:])) if part]
 
 
 def _timed_list(candidates: Sequence[Candidate], problem: Problem) -> list[Candidate]:

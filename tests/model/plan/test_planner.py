@@ -600,8 +600,15 @@ def test_progress_sees_every_candidate_once() -> None:
     assert len(seen) == 2 * len(PRESETS)
 
 
-def test_several_processes_predict_what_one_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    alone = predict(SMALL, "h200", WORK, gpus=4)
+@pytest.mark.parametrize(
+    ("model", "how"),
+    [(SMALL, {"gpus": 4}), (DENSE, {"limits": STARVED, "precisions": ["bf16", "fp8_kv"]})],
+    ids=["layouts", "one layout that starves"],
+)
+def test_several_processes_predict_what_one_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: str, how: dict[str, Any]
+) -> None:
+    alone = predict(model, "h200", WORK, **how)
 
     def watched(*arguments: Any, **known: Any) -> Simulated:
         (tmp_path / str(os.getpid())).touch()
@@ -609,7 +616,7 @@ def test_several_processes_predict_what_one_does(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(evaluate, "simulate", watched)
     monkeypatch.setattr(evaluate, "WORTH_PROCESSES", 0)
-    together = predict(SMALL, "h200", WORK, gpus=4, workers=2)
+    together = predict(model, "h200", WORK, workers=2, **how)
     assert together.plan == alone.plan
     processes = {path.name for path in tmp_path.iterdir()}
     assert processes
