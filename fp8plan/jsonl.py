@@ -76,12 +76,12 @@ def read(path: Path, what: str = "file", hint: str = "mend or delete that line",
 
     Raises ConfigError for a file that cannot be read, and for a line that is not JSON: it names the line.
     """
-    found = list[tuple[int, Any]]()
+    rows = list[tuple[int, Any]]()
     for number, row in lines(path, what, hint, whole):
         if row is TORN:
-            return Lines(found, number)
-        found.append((number, row))
-    return Lines(found, None)
+            return Lines(rows, number)
+        rows.append((number, row))
+    return Lines(rows, None)
 
 
 def lines(

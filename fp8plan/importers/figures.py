@@ -37,13 +37,13 @@ def figures(path: Path) -> Figures:
         rows = ((row.get("step", row.get("_step")), row.get("data", row)) for row in _objects(path))
     else:
         rows = _console(path)
-    found: Figures = defaultdict(dict)
+    by_step: Figures = defaultdict(dict)
     for step, values in rows:
         if is_number(step):
-            found[int(step)] |= {name: float(x) for name, x in values.items() if is_number(x)}
-    if not found:
+            by_step[int(step)] |= {name: float(x) for name, x in values.items() if is_number(x)}
+    if not by_step:
         raise ConfigError(f"{path} holds no figures of steps; give one of: {_kinds()}")
-    return dict(found)
+    return dict(by_step)
 
 
 def _kinds() -> str:
@@ -76,9 +76,9 @@ def _objects(path: Path) -> Iterable[dict[str, Any]]:
 def _console(path: Path) -> Iterable[tuple[int, dict[str, float]]]:
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            if found := STEP.search(line):
-                pairs = (FIGURE.fullmatch(part) for part in found[2].split(" - "))
-                yield int(found[1]), dict(_number(pair[1], pair[2]) for pair in pairs if pair)
+            if match := STEP.search(line):
+                pairs = (FIGURE.fullmatch(part) for part in match[2].split(" - "))
+                yield int(match[1]), dict(_number(pair[1], pair[2]) for pair in pairs if pair)
 
 
 def _number(name: str, text: str) -> tuple[str, float]:

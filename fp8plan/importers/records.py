@@ -157,10 +157,10 @@ def _chosen(
 ) -> tuple[list[Logged], list[str]]:
     """The rollouts to read, all or the last ones, and a note on those left out, which are not the training's own."""
     lost = {step for step, values in known.items() if source.overwritten is not None and source.overwritten in values}
-    kept = [one for one in logged if one.step not in lost]
+    kept = [x for x in logged if x.step not in lost]
     if not kept:
         raise ConfigError("every logged rollout is an evaluation's; evaluate less often than every logging step")
-    left = sorted({one.step for one in logged} & lost)
+    left = sorted({x.step for x in logged} & lost)
     notes = [f"left out, as an evaluation wrote over them: steps {', '.join(map(str, left))}"] if left else []
     again = source.repeats
     new = (x for x in reversed(kept) if again is None or x.before is None or not again(x.path, x.before))
@@ -185,9 +185,9 @@ class _Means:
         logged = self._known.get(rollout.step, {}).get(self._name or "")
         off = rollout.mean_response / logged - 1 if logged else 0.0
         if abs(off) > self._worst:
-            told = f"step {rollout.step}: {rollout.mean_response:,.1f} tokens a response by the text"
+            means = f"step {rollout.step}: {rollout.mean_response:,.1f} tokens a response by the text"
             hint = "a large gap means another tokenizer, or figures that average over steps"
-            note = f"{told}, {logged:,.1f} in the log ({off:+.1%}); the text has no special tokens; {hint}"
+            note = f"{means}, {logged:,.1f} in the log ({off:+.1%}); the text has no special tokens; {hint}"
             self._worst, self.notes = abs(off), [note]
 
 

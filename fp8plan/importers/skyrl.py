@@ -36,13 +36,13 @@ def files(folder: Path) -> list[Logged]:
     """
     inside = folder / "dumped_data"
     paths = (inside if inside.is_dir() else folder).glob("*.pkl")
-    found = {int(name[1]): path for path in paths if (name := NAME.fullmatch(path.name))}
-    if not found:
+    by_step = {int(name[1]): path for path in paths if (name := NAME.fullmatch(path.name))}
+    if not by_step:
         raise ConfigError(
             f"{folder} has no global_step_STEP_training_input.pkl; give SkyRL's trainer.export_path, and run it with "
             "trainer.dump_data_batch=true"
         )
-    return [Logged(step, found[step]) for step in sorted(found)]
+    return [Logged(step, by_step[step]) for step in sorted(by_step)]
 
 
 def requests(file: Path) -> Iterator[Measured]:

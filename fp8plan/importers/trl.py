@@ -29,14 +29,14 @@ def files(folder: Path) -> list[Logged]:
     """
     inside = folder / "completions"
     paths = (inside if inside.is_dir() else folder).glob(f"{PREFIX}*.parquet")
-    found = {int(step): path for path in paths if (step := path.stem.removeprefix(PREFIX)).isdecimal()}
-    if not found:
+    by_step = {int(step): path for path in paths if (step := path.stem.removeprefix(PREFIX)).isdecimal()}
+    if not by_step:
         raise ConfigError(
             f"{folder} has no {PREFIX}STEP.parquet; give the trainer's output_dir, and train with "
             "GRPOConfig(log_completions=True)"
         )
-    steps = sorted(found)
-    return [Logged(step, found[step], found.get(before)) for before, step in zip([-1, *steps], steps, strict=False)]
+    steps = sorted(by_step)
+    return [Logged(step, by_step[step], by_step.get(before)) for before, step in zip([-1, *steps], steps, strict=False)]
 
 
 def requests(file: Path) -> Iterator[Request]:

@@ -29,13 +29,13 @@ LINE: Final = msgspec.json.Decoder(_Line)
 
 def files(folder: Path) -> list[Logged]:
     """Find the rollouts of a folder, by step. Raises ConfigError for a folder without any."""
-    found = {int(path.stem): path for path in folder.glob("*.jsonl") if path.stem.isdecimal()}
-    if not found:
+    by_step = {int(path.stem): path for path in folder.glob("*.jsonl") if path.stem.isdecimal()}
+    if not by_step:
         raise ConfigError(
             f"{folder} has no file STEP.jsonl, such as 1.jsonl; give the folder that verl wrote, and run verl with "
             "trainer.rollout_data_dir=FOLDER"
         )
-    return [Logged(step, found[step]) for step in sorted(found)]
+    return [Logged(step, by_step[step]) for step in sorted(by_step)]
 
 
 def requests(file: Path) -> Iterator[Request]:

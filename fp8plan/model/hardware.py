@@ -214,9 +214,9 @@ def find_gpu(name: str) -> Gpu:
         return find_gpu(_product_of_this_machine())
     if re.match(r"datasheet\b", key):
         return datasheet(key.removeprefix("datasheet"))
-    found = _named(name)
-    if found is not None:
-        return found
+    card = _named(name)
+    if card is not None:
+        return card
     known = {written: device for device in _DEVICES for written in _spellings(device)}
     near = dict.fromkeys(known[match].name for match in get_close_matches(key, known, n=3, cutoff=0.65))
     hint = f"nearest: {', '.join(near)}; " if near else ""
@@ -317,36 +317,36 @@ def datasheet(text: str) -> Gpu:
     bf16_tflops, sms and compute_capability; fp8_tflops, nvlink_gb_s, pcie_gb_s, power_w and gpus_per_node may be left
     out. Raises ConfigError for a number that is missing, unknown, given twice or impossible.
     """
-    given: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for part in filter(None, re.split(r"[\s,;]+", re.sub(r"\s*[=:]\s*", "=", text.lower().lstrip(": ")))):
         word, _, value = part.partition("=")
         name = _number_named(word)
-        if name in given:
+        if name in numbers:
             raise ConfigError(f"--gpu datasheet: {name} is given twice; allowed: once")
-        given[name] = _number(name, value)
-    missing = [name for name, number in _NUMBERS.items() if number.needed and name not in given]
+        numbers[name] = _number(name, value)
+    missing = [name for name, number in _NUMBERS.items() if number.needed and name not in numbers]
     if missing:
         means = "; ".join(f"{name}: {_NUMBERS[name].meaning}" for name in missing)
         raise ConfigError(f"--gpu datasheet: lacks {', '.join(missing)} ({means}); for example: --gpu {EXAMPLE}")
-    given = {name: given[name] for name in _NUMBERS if name in given}
-    major, minor = divmod(round(10 * given["compute_capability"]), 10)
+    numbers = {name: numbers[name] for name in _NUMBERS if name in numbers}
+    major, minor = divmod(round(10 * numbers["compute_capability"]), 10)
     fp8 = (major, minor) >= FIRST_FP8_CAPABILITY
-    if not fp8 and "fp8_tflops" in given:
+    if not fp8 and "fp8_tflops" in numbers:
         first = ".".join(map(str, FIRST_FP8_CAPABILITY))
         raise ConfigError(
             f"--gpu datasheet: fp8_tflops is given, and GPUs of compute capability {major}.{minor} have no FP8 tensor "
             f"cores; they start at {first}; leave fp8_tflops out"
         )
     values: dict[str, Any] = {"nvlink_bandwidth": None, "pcie_bandwidth": 32e9, "l2_bytes": 0}
-    values["fp8_flops"] = 2e12 * given["bf16_tflops"] if fp8 else None
-    values |= {_NUMBERS[name].field: value * _NUMBERS[name].unit for name, value in given.items()}
+    values["fp8_flops"] = 2e12 * numbers["bf16_tflops"] if fp8 else None
+    values |= {_NUMBERS[name].field: value * _NUMBERS[name].unit for name, value in numbers.items()}
     values |= {
         field: round(values[field]) for field in ("sm_count", "memory_bytes", "gpus_per_node") if field in values
     }
     return Gpu(
-        name=DATASHEET + ",".join(f"{name}={value!r}".removesuffix(".0") for name, value in given.items()),
-        product=f"a GPU of {given['memory_gib']:g} GiB and compute capability {major}.{minor}",
-        sources={_NUMBERS[name].field: "given with --gpu datasheet:" for name in given},
+        name=DATASHEET + ",".join(f"{name}={value!r}".removesuffix(".0") for name, value in numbers.items()),
+        product=f"a GPU of {numbers['memory_gib']:g} GiB",
+        sources={_NUMBERS[name].field: "given with --gpu datasheet:" for name in numbers},
         **values | {"compute_capability": (major, minor)},
     )
 
@@ -371,18 +371,18 @@ def _number(name: str, value: str) -> float:
     number = _NUMBERS[name]
     if name == "compute_capability":
         digits = re.fullmatch(r"(?:sm_?)?(8|9|10|12)\.?(\d?)", value)
-        found, good = float(f"{digits[1]}.{digits[2] or 0}") if digits else float("nan"), digits is not None
+        amount, good = float(f"{digits[1]}.{digits[2] or 0}") if digits else float("nan"), digits is not None
         allowed = "8.0 to 10.3, or 12.0 and 12.1"
     else:
         try:
-            found = float(value)
+            amount = float(value)
         except ValueError:
-            found = float("nan")
-        good = number.least <= found <= number.most and not (name in _WHOLE and found % 1)
+            amount = float("nan")
+        good = number.least <= amount <= number.most and not (name in _WHOLE and amount % 1)
         allowed = f"{'a whole' if name in _WHOLE else 'a'} number from {number.least:g} to {number.most:g}"
     if not good:
         raise ConfigError(f"--gpu datasheet: {name} is {value[:40]!r}; allowed: {allowed} ({number.meaning})")
-    return found
+    return amount
 
 
 gpu = find_gpu  # the name that users know as fp8plan.gpu

@@ -153,7 +153,7 @@ class EngineLimits:
 
     @property
     def cut(self) -> tuple[int, bool]:
-        """How the model is cut: over how many GPUs, and whether these share out whole experts."""
+        """The cut of the model: over how many GPUs, and whether these share out whole experts."""
         return self.tensor_parallel_size, self.expert_ranks > 1
 
     def holding(self, longest_request: int) -> EngineLimits:

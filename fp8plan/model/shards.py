@@ -82,7 +82,7 @@ def why_not_shardable(
     if target != "vllm" and precision.kv == "fp8" and shape.parts_of(LatentAttention):
         return _LATENT
     if target != "vllm" and gpu is not None and (fixed := gpu.why_fixed_kv_scales(precision)):
-        return f"{fixed}, which its engine does inside of verl and TRL; allowed: bf16, or --emit vllm"
+        return f"{fixed}, as its engine must inside of verl and TRL; allowed: bf16, or --emit vllm"
     if not precision.in_blocks:
         return None
     layouts = shape.allowed_tensor_parallel(expert_parallel=expert_parallel)
@@ -121,7 +121,7 @@ def _of_the_whole(shape: ModelShape, part: Size, ranks: int) -> str:
 
 
 def left_in_bf16(shape: ModelShape, precision: Precision, tensor_parallel: int) -> str:
-    """Which linears an FP8 engine of vLLM leaves in BF16 on that many ranks, and why; "" if none."""
+    """The words for the linears that an FP8 engine of vLLM leaves in BF16 on that many ranks, and why; "" if none."""
     kept = shape.left_in_bf16(tensor_parallel) if precision.weights != "bf16" else ()
     if not kept:
         return ""

@@ -128,7 +128,7 @@ def _speed_columns(rows: Sequence[Choice], picked: Choice, several: bool) -> lis
     columns = [
         *_compared(rows, picked, several),
         Column("rollout s\n(90%)", [_spread(c.makespan_s, c.makespan_low_s, c.makespan_high_s) for c in rows]),
-        Column("speed-up\n(90%)", [_gain(c.gain) for c in rows]),
+        *_gains([c.gain for c in rows]),
     ]
     replicas = any(c.data_parallel > 1 for c in rows)
     return [
@@ -144,7 +144,7 @@ def _step_columns(rows: Sequence[Choice], picked: Choice, several: bool) -> list
     return [
         *_compared(rows, picked, several),
         Column("step s\n(90%)", [_spread(c.rl_step_s, *c.rl_step_band_s) for c in rows]),
-        Column("speed-up\n(90%)", [_gain(c.step_gain) for c in rows]),
+        *_gains([c.step_gain for c in rows]),
     ]
 
 
@@ -152,8 +152,10 @@ def _spread(value: float | None, low: float | None, high: float | None) -> str:
     return f"{seconds(value)} ({seconds(low)}-{seconds(high)})"
 
 
-def _gain(gain: SpeedUp | None) -> str:
-    return "-" if gain is None else gain.cell
+def _gains(gains: Sequence[SpeedUp | None]) -> list[Column]:
+    """The column of speed-ups; none where no row has one, as without BF16."""
+    cells = ["-" if gain is None else gain.cell for gain in gains]
+    return [Column("speed-up\n(90%)", cells)] if any(gains) else []
 
 
 def _mismatch_columns(rows: Sequence[Choice], picked: Choice) -> list[Column]:
@@ -175,7 +177,8 @@ def _speed_legend(rows: Sequence[Choice], several: bool) -> str:
     tail = f"tail: time in which nothing waits and under {TAIL_SHARE:.0%} of the requests run."
     whole = " EP: expert parallelism." if several and any(c.expert_parallel for c in rows) else ""
     doubt = " Where its interval holds 1.00, a row may be no faster." if any(_in_doubt(c) for c in rows) else ""
-    return f"speed-up: over {bf16}.{doubt}{replicas}{whole} {tail}"
+    over = f"speed-up: over {bf16}.{doubt}" if any(c.gain for c in rows) else ""
+    return f"{over}{replicas}{whole} {tail}".strip()
 
 
 def _in_doubt(choice: Choice) -> bool:

@@ -1,4 +1,4 @@
-"""What a row of `families` can say of a family, and the readers that turn a config's fields into parts by it."""
+"""The columns of a row of `families`, and the readers that turn a config's fields into parts by it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Moe:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How the configs of one model_type become layers. The defaults are those of Llama.
+    """The way in which configs of one model_type become layers. The defaults are those of Llama.
 
     kinds:        the kind of each layer where no layer_types lists them
     mixers:       the reader of the mixer of each kind

@@ -80,8 +80,9 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """What all parts know of their checkpoint. bf16: names of linears that an FP8 checkpoint holds in BF16; None: the
-    checkpoint is not FP8
+    """The linears that an FP8 checkpoint holds in BF16, as every part knows them.
+
+    bf16: their names; None: the checkpoint is not FP8
     """
 
     bf16: frozenset[str] | None = field(default=None, kw_only=True)

@@ -11,7 +11,7 @@ from fp8plan.model.architecture.family import Family, Unknown, layers, says
 from fp8plan.model.architecture.held import held_layers
 from fp8plan.model.configs import bundled_configs
 from fp8plan.model.configs.context import context_of
-from fp8plan.model.configs.fields import Fields, check_numbers, shown, worded
+from fp8plan.model.configs.fields import NESTED, Fields, check_numbers, shown, worded
 from fp8plan.model.configs.places import ADVICE
 from fp8plan.model.configs.stored import stored_format
 
@@ -35,9 +35,6 @@ FOREIGN = {
     "mlp_bias": "biases in the MLP (mlp_bias)",
 }
 
-# Where a multimodal model keeps the config of the model that writes text. Of Qwen's Omni that is the thinker's;
-# llm_config is InternVL's word (vLLM's _CONFIG_ATTRS_MAPPING).
-NESTED: Final = ("thinker_config", "text_config", "llm_config")
 TOWERS: Final = ("vision_config", "audio_config")
 
 # Multimodal types whose first configs have the text model's fields at the top (transformers' config classes).
@@ -177,7 +174,7 @@ def _missing(field: Fields, family: Family) -> Iterator[str]:
 
 
 def _names(whole: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """What is not known of a model of an unknown family, by the features that its config names."""
+    """The unknown parts of a model of an unknown family, by the features that its config names."""
     if reason := REFUSED.get(str(config.get("model_type"))):
         return [reason]
     kinds = config.get("layer_types")
@@ -236,7 +233,7 @@ def _of_same_shape(text: Mapping[str, Any]) -> str:
 
 
 def _sizes(text: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """What layers are made of, as fields say it. None without a width and a number of heads."""
+    """The sizes and kinds of layers, as fields say them. None without a width and a number of heads."""
     value = Fields(text, "").value
     width, heads, experts, kinds = map(value, ("hidden_size", "num_attention_heads", "num_experts", "layer_types"))
     if not isinstance(width, int) or not isinstance(heads, int) or heads < 1:

@@ -1,4 +1,4 @@
-"""How long a request may be: the longest max_model_len that vLLM takes of a model, by its config.json.
+"""The context length: the longest max_model_len that vLLM takes of a model, by its config.json.
 
 Source: _get_and_verify_max_len in vllm/config/model.py, and derive_max_model_len_and_key in vllm/transformers_utils/
 model_arch_config_convertor.py. The `model_max_length` of a tokenizer_config.json does not count: vLLM 0.26 to 0.30 look

@@ -20,6 +20,9 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
 }
 _SHORT: Final = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 120
+# Where a multimodal config keeps that of its text model. Of Qwen's Omni that is the thinker's; llm_config is InternVL's
+# word (vLLM's _CONFIG_ATTRS_MAPPING), language_config DeepSeek-VL2's.
+NESTED: Final = ("thinker_config", "text_config", "llm_config", "language_config")
 MOST: Final = 10**12  # a size beyond it is a slip, and would not fit a float
 
 

@@ -1,4 +1,4 @@
-"""What a user types for a model, brought to a hub id or a path; and what a place holds that has no config.json."""
+"""A model as a user types it, brought to a hub id or a path; and the contents of a folder without config.json."""
 
 from __future__ import annotations
 

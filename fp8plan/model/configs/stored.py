@@ -1,4 +1,4 @@
-"""How a checkpoint stores its weights: in BF16, or in one of the FP8 formats that the cost model knows.
+"""The format in which a checkpoint stores its weights: BF16, or one of the FP8 formats that the cost model knows.
 
 vLLM (0.30) takes the quantisation from the first of these that is not null: `quantization_config` of config.json;
 hf_quant_config.json beside it, which `find_config` puts there (transformers_utils/config.py, get_config); and
@@ -16,12 +16,12 @@ from typing import Any, Final, TypeAlias
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.configs import QUANT_FILE, bundled_configs
+from fp8plan.model.configs.fields import NESTED
 from fp8plan.model.precision import Precision, Weights, presets_of
 
-Fields: TypeAlias = Mapping[str, Any]
+Config: TypeAlias = Mapping[str, Any]  # not checked yet
 
 SPELLINGS: Final = ("quantization_config", QUANT_FILE, "compression_config")
-NESTED: Final = ("text_config", "llm_config", "language_config", "thinker_config")  # vLLM looks into the first
 BLOCK: Final = [128, 128]
 E4M3: Final = ("e4m3", "float8_e4m3fn")
 
@@ -91,7 +91,7 @@ class Stored:
         )
 
 
-def stored_format(config: Fields, source: str) -> Stored | None:
+def stored_format(config: Config, source: str) -> Stored | None:
     """The format of an FP8 checkpoint; None for one in BF16. Raises ConfigError, which names the method, for weights
     that are quantised otherwise.
 
@@ -132,7 +132,7 @@ def bf16_twin(name: str) -> str:
     return next((known for known in bundled_configs() if known.rpartition("/")[2].lower() == short), "")
 
 
-def quantisation(config: Fields) -> tuple[str, Any] | None:
+def quantisation(config: Config) -> tuple[str, Any] | None:
     """The field that says how weights are quantised, and its value; None where nothing is said."""
     for name in SPELLINGS:
         if (value := config.get(name)) is not None:
@@ -144,7 +144,7 @@ def quantisation(config: Fields) -> tuple[str, Any] | None:
     return None
 
 
-def _read(fields: Fields, twin: str) -> Stored:
+def _read(fields: Config, twin: str) -> Stored:
     method = str(fields.get("quant_method") or "").lower().replace("compressed_tensors", "compressed-tensors")
     inner = fields.get("quantization")
     if method == "modelopt" or (not method and ("quant_algo" in fields or isinstance(inner, Mapping))):
@@ -156,7 +156,7 @@ def _read(fields: Fields, twin: str) -> Stored:
     raise Unplanned(f"quant_method {method!r}" if method else "no quant_method")
 
 
-def _fp8(fields: Fields, twin: str) -> Stored:
+def _fp8(fields: Config, twin: str) -> Stored:
     """vllm/model_executor/layers/quantization/fp8.py, Fp8Config. Names must be whole there (`is_layer_skipped`)."""
     scheme, block, dtype = fields.get("activation_scheme"), fields.get("weight_block_size"), fields.get("fmt") or "e4m3"
     if scheme not in ("static", "dynamic"):
@@ -177,7 +177,7 @@ def _fp8(fields: Fields, twin: str) -> Stored:
     )
 
 
-def _compressed(fields: Fields, twin: str) -> Stored:
+def _compressed(fields: Config, twin: str) -> Stored:
     """vllm/.../compressed_tensors.py: CompressedTensorsConfig.from_config and _is_fp8_w8a8."""
     groups = fields.get("config_groups")
     groups = list(groups.values()) if isinstance(groups, Mapping) else []
@@ -199,7 +199,7 @@ def _compressed(fields: Fields, twin: str) -> Stored:
     return Stored("compressed-tensors", schemes.pop(), _names(fields.get("ignore")), kv_fp8=bool(cache), twin=twin)
 
 
-def _scheme(group: Fields) -> Weights:
+def _scheme(group: Config) -> Weights:
     """The format of the weights of one group."""
     weights, inputs = group.get("weights"), group.get("input_activations")
     if not isinstance(weights, Mapping) or not _is_static_fp8(weights):
@@ -218,7 +218,7 @@ def _scheme(group: Fields) -> Weights:
     raise Unplanned(f"compressed-tensors with FP8 weights by {strategy!r:.40} and activations by {by!r:.40}")
 
 
-def _modelopt(fields: Fields, twin: str) -> Stored:
+def _modelopt(fields: Config, twin: str) -> Stored:
     """vllm/.../modelopt.py: ModelOptQuantConfigBase.from_config, and `resolve` for what each quant_algo is."""
     algorithm = str(fields.get("quant_algo") or "").upper()
     formats: dict[str, Weights] = {

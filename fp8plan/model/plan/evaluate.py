@@ -99,7 +99,7 @@ def _apart(group: list[Candidate], batch: Batch) -> list[list[Candidate]]:
 
 
 def _timed_list(candidates: Sequence[Candidate], problem: Problem) -> list[Candidate]:
-    """What `_timed_group` gives, as another process can hand it back."""
+    """The candidates of `_timed_group` as a list, which another process can hand back."""
     return list(_timed_group(candidates, problem))
 
 

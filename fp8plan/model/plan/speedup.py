@@ -44,7 +44,7 @@ def timed(rollout: Rollout, cut: tuple[int, bool], step_s: float | None = None) 
 
 
 class SpeedUp(NamedTuple):
-    """How many times as fast, with the ends of its 90% interval; None where they are not known."""
+    """A ratio of speeds, with the ends of its 90% interval; None where they are not known."""
 
     ratio: float
     low: float | None = None
@@ -91,7 +91,7 @@ def _percent(ratio: float) -> str:
 
 
 def speed_up(baseline: Timed, other: Timed, profile: Profile) -> SpeedUp:
-    """How many times as fast `other` is as `baseline`, by the same profile.
+    """The ratio of the speed of `other` to that of `baseline`, by the same profile.
 
     The coefficients that both use move both, so only the difference of their gradients counts. Of the rest of the error
     both have SHARED_ERROR in common, for which they need the same layout as far as it is the layout's. In an RL step a
@@ -113,6 +113,6 @@ def speed_up(baseline: Timed, other: Timed, profile: Profile) -> SpeedUp:
     return SpeedUp(ratio, ratio / factor, ratio * factor)
 
 
-def _apart(one: float, other: float, correlation: float) -> float:
+def _apart(first: float, second: float, correlation: float) -> float:
     """The variance of the difference of two errors with these standard deviations."""
-    return one**2 + other**2 - 2 * correlation * one * other
+    return first**2 + second**2 - 2 * correlation * first * second

@@ -54,7 +54,7 @@ class Answer:
         return rollout
 
     def gain(self, choice: Choice, than: Choice) -> SpeedUp:
-        """How many times as fast a choice is as another, by the time that choices are compared by. Both can run."""
+        """The ratio of a choice's speed to another's, by the time that choices are compared by. Both can run."""
         other, own = (timed(self.rollout(c), c.cut, c.rl_step_s) for c in (than, choice))
         return speed_up(other, own, self.profile)
 

@@ -283,8 +283,8 @@ def _level(
 def _of_checkpoint(reasons: Sequence[str], stored: Stored) -> list[str]:
     """The reasons that hold for an FP8 checkpoint, which has scales of its own."""
     others = {_ROUNDED_TWICE: stored.e8m0, _RECALIBRATED: stored.kv_fp8}
-    found = [reason for reason in reasons if not others.get(reason)]
-    return [*found, *([_HELD_SCALES] if _RECALIBRATED in set(reasons).difference(found) else [])]
+    kept = [reason for reason in reasons if not others.get(reason)]
+    return [*kept, *([_HELD_SCALES] if _RECALIBRATED in set(reasons).difference(kept) else [])]
 
 
 _RECALIBRATED: Final = "this assumes K and V scales recalibrated after every weight sync; plain vLLM leaves them at 1.0"

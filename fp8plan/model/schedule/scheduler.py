@@ -49,7 +49,7 @@ class WindowWork:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What makes the schedule of a sample that of all requests.
+    """The numbers that make the schedule of a sample that of all requests.
 
     repeats:  how often each row takes place, float64 of shape (rows,)
     requests: of the sample
@@ -93,7 +93,7 @@ class Schedule:
 
     @property
     def weights(self) -> IntArray | FloatArray:
-        """How often the step of each row runs, shape (rows,)."""
+        """The number of times that the step of each row runs, shape (rows,)."""
         return self.steps if self.sampled is None else self.steps * self.sampled.repeats
 
     def total(self, column: IntArray) -> int:

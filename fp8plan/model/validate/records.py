@@ -80,11 +80,11 @@ class Run(NamedTuple):
         lines = len(self.records) + self.without_rollout + len(self.first)
         steps = f"{self.without_rollout} of {lines} lines are left out: a Monitor's steps without a rollout"
         torn = f"line {self.torn}, the last one, is left out: it breaks off"
-        told = [steps] if self.without_rollout else []
+        sentences = [steps] if self.without_rollout else []
         if self.first:
             are = "is left out, the first rollout" if len(self.first) == 1 else "are left out, the first rollouts"
-            told.append(f"{_steps(self.first)} {are} of an engine: {WARMING}; {COUNT_IT}")
-        return [*told, *([torn] if self.torn else [])]
+            sentences.append(f"{_steps(self.first)} {are} of an engine: {WARMING}; {COUNT_IT}")
+        return [*sentences, *([torn] if self.torn else [])]
 
 
 WARMING: Final = "it compiles and fills caches, and predictions are of warm engines"

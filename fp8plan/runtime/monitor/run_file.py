@@ -51,7 +51,7 @@ class RunReader:
         Raises ConfigError without a readable regular file; `steps` stay then, and what is there next is read from its
         beginning. Raises it, too, for a record of a version that this fp8plan does not know.
         """
-        found, packed = 0, self.path.suffix == ".gz"
+        new, packed = 0, self.path.suffix == ".gz"
         try:
             with open(self.path, "rb", opener=_at_once) as stored, uncompressed(stored, packed) as file:
                 info = os.fstat(stored.fileno())
@@ -67,13 +67,13 @@ class RunReader:
                     if not text.endswith(b"\n"):
                         self._torn = text[:1]
                         break
-                    found += self._take(text)
+                    new += self._take(text)
                     self._offset += len(text)
         except BROKEN as error:
             self._file = ()
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(f"cannot read {self.path}: {reason}; give the file of a Monitor") from None
-        return found
+        return new
 
     def _take(self, text: bytes) -> bool:
         try:

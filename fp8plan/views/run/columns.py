@@ -50,10 +50,10 @@ class Event:
 
 def columns(steps: Steps, metrics: Iterable[str]) -> dict[str, FloatArray]:
     """Several metrics over the steps, and speeds as shares of the predicted one (OF_PREDICTED)."""
-    found = {metric: steps.column(metric) for metric in metrics}
+    curves = {metric: steps.column(metric) for metric in metrics}
     predicted = steps.column(PREDICTED)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return found | {share: steps.column(metric) / predicted for share, metric in OF_PREDICTED.items()}
+        return curves | {share: steps.column(metric) / predicted for share, metric in OF_PREDICTED.items()}
 
 
 def infinite_kl(steps: Steps) -> NDArray[np.bool_]:
@@ -98,27 +98,27 @@ def events(steps: Steps) -> list[Event]:
 
 def last_events(steps: Steps, count: int) -> list[Event]:
     """The last events, in the order of the steps. The steps are read from their end, as far as it takes."""
-    found: list[Event] = []
+    latest: list[Event] = []
     for index in range(len(steps) - 1, -1, -1):
-        found = _events_of(steps, index) + found
-        if len(found) >= count:
+        latest = _events_of(steps, index) + latest
+        if len(latest) >= count:
             break
-    return found[-count:]
+    return latest[-count:]
 
 
 def _events_of(steps: Steps, index: int) -> list[Event]:
-    said, step, found = steps.said[index], steps.numbers[index], list[Event]()
+    said, step, notable = steps.said[index], steps.numbers[index], list[Event]()
     if said.decision not in QUIET:
-        found.append(Event(step, "decision", str(said.decision), said.reason or ""))
+        notable.append(Event(step, "decision", str(said.decision), said.reason or ""))
     if said.alarms:
         before = steps.said[index - 1].alarms if index else ()
         if begun := [x for x in said.alarms if x not in before]:
             why = "; ".join(filter(None, (ALARMS.get(x) for x in begun)))
-            found.append(Event(step, "alarm", ", ".join(begun), why))
+            notable.append(Event(step, "alarm", ", ".join(begun), why))
     verdict = said.guard.verdict if said.guard else None
     if verdict and (verdict.action or "none") != "none":
-        found.append(Event(step, "guard", str(verdict.action), verdict.reason or ""))
-    return found
+        notable.append(Event(step, "guard", str(verdict.action), verdict.reason or ""))
+    return notable
 
 
 def title(steps: Steps) -> str:

@@ -45,12 +45,12 @@ def write_report(source: Path, target: Path) -> None:
 
 def page(reader: RunReader) -> str:
     """The whole page."""
-    steps, found = reader.steps, runs.events(reader.steps)
-    plots = figures([figure(steps, found), *filter(None, [by_position(steps)])])
+    steps, events = reader.steps, runs.events(reader.steps)
+    plots = figures([figure(steps, events), *filter(None, [by_position(steps)])])
     tiles = "".join(f"<div><b>{escape(value)}</b>{escape(label)}</div>" for label, value in summary(steps))
     head = f'<p class="dim">{escape(_span(reader))}</p><div class="tiles">{tiles}</div>'
-    legend = f'<p class="dim">{" ".join(_legend(len(steps), found))}</p>'
-    return document(reader.path.name, runs.title(steps), f"{head}{legend}{plots}{_table(found)}")
+    legend = f'<p class="dim">{" ".join(_legend(len(steps), events))}</p>'
+    return document(reader.path.name, runs.title(steps), f"{head}{legend}{plots}{_table(events)}")
 
 
 def summary(steps: Steps) -> list[tuple[str, str]]:
@@ -90,39 +90,39 @@ def _rewards(steps: Steps) -> list[tuple[str, str]]:
 def _span(reader: RunReader) -> str:
     steps = reader.steps
     first, final = (f"{steps.when(at):%Y-%m-%d %H:%M:%S}" for at in (0, -1))
-    told = f"steps {steps.numbers[0]:,} to {steps.numbers[-1]:,}, {first} to {final} UTC"
+    text = f"steps {steps.numbers[0]:,} to {steps.numbers[-1]:,}, {first} to {final} UTC"
     if pace := runs.pace(steps):
-        told += f", one every {duration(pace)}"
+        text += f", one every {duration(pace)}"
     if reader.replaced:
-        told += f". {runs.left_out(reader.replaced)}"
-    return told + (f". {runs.unread(reader.skipped)}" if reader.skipped else "")
+        text += f". {runs.left_out(reader.replaced)}"
+    return text + (f". {runs.unread(reader.skipped)}" if reader.skipped else "")
 
 
-def _table(found: Sequence[Event]) -> str:
-    if not found:
+def _table(events: Sequence[Event]) -> str:
+    if not events:
         return "<h2>Events</h2><p>None: no threshold moved, nothing was alarming.</p>"
     listed = "".join(
         f'<tr><td>{x.step:,}</td><td class="l {x.kind}">{x.kind}</td><td class="l">{escape(x.what)}</td>'
         f'<td class="l">{escape(x.why)}</td></tr>'
-        for x in reversed(found[-LISTED:])
+        for x in reversed(events[-LISTED:])
     )
-    left_out = f"<p class='dim'>the last {LISTED} of {len(found):,}</p>" if len(found) > LISTED else ""
+    left_out = f"<p class='dim'>the last {LISTED} of {len(events):,}</p>" if len(events) > LISTED else ""
     head = '<tr><th>step</th><th class="l">kind</th><th class="l">what</th><th class="l">why</th></tr>'
     return f"<h2>Events</h2>{left_out}<table>{head}{listed}</table>"
 
 
-def _legend(steps: int, found: Sequence[Event]) -> list[str]:
+def _legend(steps: int, events: Sequence[Event]) -> list[str]:
     """Sentences of HTML on what the pictures show."""
-    marks = sum(x.kind != "decision" for x in found)
+    marks = sum(x.kind != "decision" for x in events)
     some = f", the last {MARKED} of {marks:,}" if marks > MARKED else ""
     alarm, guard = (
         '<span class="alarm">an alarm begins</span>',
         '<span class="guard">the guard advises to step down</span>',
     )
-    told = [f"Dotted lines{some}: {alarm}, {guard}. Drag to zoom, double-click to go back."]
+    sentences = [f"Dotted lines{some}: {alarm}, {guard}. Drag to zoom, double-click to go back."]
     if steps > MOST:
-        told.append(
+        sentences.append(
             f"Of {steps:,} steps a curve shows the first, least, greatest and last value in each of {SPANS:,} spans: "
             "no spike is lost, but zooming shows no more steps."
         )
-    return told
+    return sentences

@@ -103,7 +103,7 @@ PANELS: Final = (
 )
 
 
-def figure(steps: Steps, found: Sequence[Event]) -> Any:
+def figure(steps: Steps, events: Sequence[Event]) -> Any:
     """All panels that have something to show, one above the other, and the events as lines through them."""
     from plotly.subplots import make_subplots
 
@@ -134,7 +134,7 @@ def figure(steps: Steps, found: Sequence[Event]) -> Any:
         hovermode="x unified",
         height=HEIGHT * len(shown) + TOP + BOTTOM,
         margin={"t": TOP, "b": BOTTOM, "l": 90, "r": 20},
-        shapes=_marks(found, len(shown)),
+        shapes=_marks(events, len(shown)),
     )
     return made
 
@@ -164,9 +164,9 @@ def _lonely(values: FloatArray) -> bool:
     return bool((known[1:-1] & ~known[:-2] & ~known[2:]).any())
 
 
-def _marks(found: Sequence[Event], panels: int) -> list[dict[str, Any]]:
+def _marks(events: Sequence[Event], panels: int) -> list[dict[str, Any]]:
     """Alarms and actions of the guard as lines through all panels; decisions show in the thresholds themselves."""
-    marked = [x for x in found if x.kind != "decision"][-MARKED:]
+    marked = [x for x in events if x.kind != "decision"][-MARKED:]
     lines = {kind: {"color": colour, "width": 1.5, "dash": "dot"} for kind, colour in EVENT_COLOURS.items()}
     shape = {"type": "line", "y0": 0, "y1": 1, "opacity": 0.7, "layer": "below"}
     return [

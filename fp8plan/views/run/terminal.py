@@ -104,8 +104,8 @@ def look(reader: RunReader) -> str:
 def _heading(reader: RunReader) -> list[RenderableType]:
     steps, pace, age = reader.steps, runs.pace(reader.steps), runs.age(reader.steps)
     late = pace is not None and age > 3 * pace + 10
-    told = f"step {steps.numbers[-1]:,}, {duration(age)} ago" + (f"; one every {duration(pace)}" if pace else "")
-    lines: list[RenderableType] = [Text.assemble((f"{reader.path.name}  ", "bold"), (told, BAD if late else ""))]
+    last = f"step {steps.numbers[-1]:,}, {duration(age)} ago" + (f"; one every {duration(pace)}" if pace else "")
+    lines: list[RenderableType] = [Text.assemble((f"{reader.path.name}  ", "bold"), (last, BAD if late else ""))]
     if title := runs.title(steps):
         lines.append(Paragraph(title))
     if reader.replaced:
@@ -138,12 +138,12 @@ def _table(steps: Steps, width: int, count: int | None) -> Table:
 
 def lines(steps: Steps) -> list[Line]:
     """The figures that these records have."""
-    found = [_kl(steps), _ess(steps, "ESS", schemas.ESS), _ess(steps, "raw ESS", schemas.ESS_RAW)]
-    found = [_plain(steps, "reward", schemas.REWARD), *found, _plain(steps, "TIS C", schemas.TIS), _band(steps)]
-    found += [_share(steps, "clipped", schemas.CLIP_FRACTION, "of tokens, ratio above C")]
-    found += [_share(steps, "clipped mass", schemas.CLIPPED_MASS, "of the weight")]
-    found += [_share(steps, "lost", schemas.LOST_TOKENS, "of tokens, weight 0"), _speed(steps)]
-    return [line for line in found if not np.isnan(line.values).all()]
+    rows = [_kl(steps), _ess(steps, "ESS", schemas.ESS), _ess(steps, "raw ESS", schemas.ESS_RAW)]
+    rows = [_plain(steps, "reward", schemas.REWARD), *rows, _plain(steps, "TIS C", schemas.TIS), _band(steps)]
+    rows += [_share(steps, "clipped", schemas.CLIP_FRACTION, "of tokens, ratio above C")]
+    rows += [_share(steps, "clipped mass", schemas.CLIPPED_MASS, "of the weight")]
+    rows += [_share(steps, "lost", schemas.LOST_TOKENS, "of tokens, weight 0"), _speed(steps)]
+    return [line for line in rows if not np.isnan(line.values).all()]
 
 
 def _kl(steps: Steps) -> Line:
@@ -222,27 +222,27 @@ def _speed_bars(steps: Steps) -> FloatArray:
 def _state(steps: Steps) -> list[RenderableType]:
     """The decision and the alarms of the last step, and what the guard said last: not every step has a rollout."""
     said = steps.said[-1]
-    told = [("decision", f"{said.decision or 'none'}: {said.reason or ''}".rstrip(": "), "")]
-    told += [("alarm", f"{x}: {runs.ALARMS.get(x, '')}".rstrip(": "), WORST) for x in said.alarms]
+    rows = [("decision", f"{said.decision or 'none'}: {said.reason or ''}".rstrip(": "), "")]
+    rows += [("alarm", f"{x}: {runs.ALARMS.get(x, '')}".rstrip(": "), WORST) for x in said.alarms]
     guards = (x.guard for x in reversed(steps.said) if x.guard)
     guard = next((x for x in guards if x.verdict or x.off), None)
     if guard and (verdict := guard.verdict):
         action, cold = verdict.action or "none", bool(verdict.cold)
         fine = action == "none" and (cold or runs.as_fast(verdict) is not False)
         advice = "" if action == "none" else f"{action}: "
-        told.append(("guard", f"{advice}{verdict.reason or ''}", BAD if not fine else "" if cold else GOOD))
-        told += [("  cause", cause.sentence or "", BAD) for cause in verdict.causes or () if not fine]
+        rows.append(("guard", f"{advice}{verdict.reason or ''}", BAD if not fine else "" if cold else GOOD))
+        rows += [("  cause", cause.sentence or "", BAD) for cause in verdict.causes or () if not fine]
     if guard and guard.off:
-        told.append(("guard", f"off: {guard.off}", BAD))
+        rows.append(("guard", f"off: {guard.off}", BAD))
     if said.guard and said.guard.state and (said.guard.state.rung or "none") != "none":
-        told.append(("guard", f"stepped down: {said.guard.state.rung}", BAD))
-    return [Paragraph(f"{label:<{INDENT}}{text}", indent=INDENT, style=style) for label, text, style in told]
+        rows.append(("guard", f"stepped down: {said.guard.state.rung}", BAD))
+    return [Paragraph(f"{label:<{INDENT}}{text}", indent=INDENT, style=style) for label, text, style in rows]
 
 
 def _news(steps: Steps) -> list[RenderableType]:
     news = runs.last_events(steps, NEWS)
-    told = [Paragraph(f"{x.step:>7,}  {x.kind} {x.what}: {x.why}".rstrip(": "), 9, "dim") for x in reversed(news)]
-    return ["", Text("last events", "bold"), *told] if told else []
+    rows = [Paragraph(f"{x.step:>7,}  {x.kind} {x.what}: {x.why}".rstrip(": "), 9, "dim") for x in reversed(news)]
+    return ["", Text("last events", "bold"), *rows] if rows else []
 
 
 def _times(ratio: float) -> str:
