@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from family_configs import config_of
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError
@@ -150,6 +150,8 @@ CONFIGS = st.fixed_dictionaries(
 def test_any_context_is_vllms(
     changes: dict[str, Any], model_type: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    # transformers has a KeyError for a Gemma 3 with both of them, where rope_parameters is not by kind of layer.
+    assume(model_type != "gemma3_text" or not {"rope_scaling", "rope_parameters"} <= changes.keys())
     assert_as_vllm(tmp_path_factory.mktemp("model"), LLAMA | {"model_type": model_type} | changes)
 
 
