@@ -270,12 +270,13 @@ def _estimated(choices: Sequence[Choice], profile: Profile) -> list[str]:
     """A sentence on an FP8 KV cache whose attention was not timed on this GPU."""
     if not profile.assumes("attention.fp8") or not any(c.available and c.preset.kv == "fp8" for c in choices):
         return []
-    sentence = (
-        f"FP8 KV cache on {profile.gpu}: the tokens that it holds are certain. The time of its attention is an "
-        "estimate, wide enough for half of BF16's and for half as much again, as vLLM's kernel there (FlashInfer, "
-        "which widens E4M3 to BF16 in software) was not timed."
-    )
-    return [sentence]
+    return [
+        (
+            f"FP8 KV cache on {profile.gpu}: the tokens that it holds are certain. The time of its attention is an "
+            "estimate, wide enough for half of BF16's and for half as much again. vLLM's kernel there was not timed: "
+            "FlashInfer, which widens E4M3 to BF16 in software."
+        )
+    ]
 
 
 def _layout(choice: Choice, choices: Sequence[Choice]) -> str:
