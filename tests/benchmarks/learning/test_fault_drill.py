@@ -35,7 +35,7 @@ from benchmarks.learning.policies.teach import new_model
 from benchmarks.learning.predicted import read_json
 from benchmarks.learning.state import DRILL, RunFolder
 from fp8plan import schemas
-from fp8plan.model.validate.records import read_records
+from fp8plan.model.validate.records import read_run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -79,7 +79,7 @@ def test_the_run_goes_on_and_each_step_is_in_its_logs_once(drill: Drill) -> None
     expected = list(range(1, STEPS + 1))
     assert [row["step"] for row in drill.folder.rows("steps.jsonl")] == expected
     assert [row["step"] for row in drill.folder.rows("run.jsonl")] == expected
-    assert len(read_records(drill.folder / "run.jsonl")) == STEPS
+    assert len(read_run(drill.folder / "run.jsonl", include_first=True).records) == STEPS
 
 
 def test_the_log_says_what_happened(drill: Drill) -> None:
