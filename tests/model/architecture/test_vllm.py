@@ -41,8 +41,7 @@ ARCHITECTURES = {"phimoe": "PhiMoEForCausalLM"}
 
 
 # Sizes that leave linears in BF16: what a family has beside COMMON_ODD.
-COMMON_ODD = {"hidden_size": 960, "intermediate_size": 1472}
-EVEN_HEADS = {"num_attention_heads": 30, "num_key_value_heads": 10}
+COMMON_ODD = {"hidden_size": 960, "intermediate_size": 1472, "num_attention_heads": 30, "num_key_value_heads": 10}
 ODD: dict[str, dict[str, Any]] = {
     "qwen3_next": {"shared_expert_intermediate_size": 320},
     "deepseek_v2": {"first_k_dense_replace": 1},
@@ -50,9 +49,8 @@ ODD: dict[str, dict[str, Any]] = {
     "llama4_text": {"intermediate_size_mlp": 1088, "interleave_moe_layer_step": 2},
     "granitemoehybrid": {"shared_intermediate_size": 320, "mamba_expand": 2, "mamba_n_heads": 30},
     "falcon_h1": {"mamba_d_ssm": 960, "mamba_n_heads": 30, "mamba_d_head": 32, "mamba_n_groups": 1},
-    "phi": {"intermediate_size": 3840},  # phi.py makes it four times the width, whatever the config says
-    "cohere2": EVEN_HEADS,
-    "jais2": EVEN_HEADS,
+    # phi.py makes it four times the width, and has as many KV heads as heads, whatever the config says.
+    "phi": {"intermediate_size": 3840, "num_key_value_heads": 30},
 }
 
 
