@@ -28,7 +28,7 @@ def linear(curves: Sequence[FloatArray], low: float, high: float, least: float) 
     known = _known(curves)
     bottom, top = (float(known.min()), float(known.max())) if known.size else (0.0, 0.0)
     low, high = min(low, bottom), max(high, top)
-    if bottom == top == 0:
+    if max(abs(bottom), abs(top)) < np.finfo(np.float64).tiny:  # ticks of a smaller number cannot be computed
         low, span = max(low, 0.0), 0.01 if high <= 1 else 1.0
     else:
         span = least * max(abs(bottom), abs(top))

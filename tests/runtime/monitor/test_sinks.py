@@ -30,7 +30,7 @@ RECORDS = simulated(12)
 def read(path: Path) -> list[int]:
     reader = RunReader(path)
     reader.read()
-    return [row["step"] for row in reader.rows]
+    return list(reader.steps.numbers)
 
 
 def fed(some: Sinks, state: dict[str, bool], full: Callable[[int], bool]) -> None:
