@@ -69,6 +69,14 @@ def planned(*more: str, model: str = "MODEL", gpu: str = "h200", small: bool = T
     return ("plan", model, "--gpu", gpu, *(SMALL if small else ()), *more, "--json")
 
 
+def default(model_type: str) -> dict[str, Any]:
+    """The config of transformers' class for a model type, unchanged."""
+    from transformers import AutoConfig
+
+    fields: dict[str, Any] = AutoConfig.for_model(model_type).to_dict()
+    return fields
+
+
 # Parts of an answer
 
 
@@ -126,6 +134,21 @@ VISION = {
 NEW_VISION = {"model_type": "qwen2_5_vl", "vision_config": {"depth": 32}, "tie_word_embeddings": False}
 NEW_VISION["text_config"] = config("Qwen--Qwen2.5-7B", model_type="qwen2_5_vl_text")
 
+# Default configs of transformers' classes that commit fc49034 refused.
+DEFAULTS = (
+    *("bamba", "deepseek_v2", "deepseek_v4", "dots1", "flex_olmo", "gemma4", "glm4_moe", "jamba", "longcat_flash"),
+    *("minimax", "mistral4", "qwen2_5_vl"),
+)
+ROLLOUT = {
+    "model": "Qwen/Qwen3-1.7B", "gpu": "h200_sxm", "engine_version": "0.26.0", "precision": "bf16", "metrics": {},
+    "prompt_lengths": [512] * 64, "response_lengths": [1024] * 64, "prefix_caching": False,
+}  # fmt: skip
+RUN = "\n".join(json.dumps(ROLLOUT | {"step": n, "seconds": s}) for n, s in ((1, 27.0), (2, 2.4), (3, 2.5)))
+
+VERDICT = (
+    "import dataclasses; from fp8plan.runtime.guard.guard import Verdict\n"
+    "print('its field is named', next(x.name for x in dataclasses.fields(Verdict) if x.name in ('within', 'as_fast')))"
+)
 NO_FCNTL = (
     "import sys; sys.modules['fcntl'] = None\n"
     "import fp8plan; w = fp8plan.Workload(4, 4, fp8plan.Fixed(64), fp8plan.Fixed(128))\n"
@@ -191,6 +214,15 @@ def examples() -> Iterator[Example]:
         "config.json nested 100,000 deep": folder('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"),
     }
     yield from (Example(1, title, planned(), files, precisions) for title, files in facts.items())
+    lfm2 = default("lfm2") | {"num_hidden_layers": 16, "full_attn_idxs": [2, 40], "layer_types": None}
+    yield Example(1, "full_attn_idxs out of range", planned(), folder(lfm2), precisions)
+    yield Example(
+        1,
+        "Qwen3-8B, model_max_length 131072 in tokenizer_config.json, --max-model-len 131072",
+        planned("--max-model-len", "131072"),
+        folder(config(QWEN), tokenizer_config={"model_max_length": 131072}),
+        precisions,
+    )
     yield Example(1, "a model name of 5,000 characters", planned(model="x" * 5000))
     yield Example(1, "the model ~nouser/x", planned(model="~nouser/x"))
     yield Example(
@@ -215,6 +247,7 @@ def examples() -> Iterator[Example]:
     doubtful = ("plan", "Qwen/Qwen2.5-7B", "--gpu", "l40s")
     yield Example(4, "Qwen2.5-7B on an L40S: the headline", doubtful, show=lines("- Choose"))
     yield Example(4, "Qwen2.5-7B on an L40S: the table's row", doubtful, show=lines("^> fp8_block .*x"))
+    yield Example(4, "the verdict on a rollout faster than predicted", ("-c", VERDICT), show=lambda done: done.stdout)
     for name in ("4090", "a100-80gb", "A100-SXM4-80GB", "NVIDIA GeForce RTX 4090", "my-card"):
         yield Example(5, f"--gpu '{name}'", planned(model="Qwen/Qwen3-1.7B", gpu=name), show=precisions)
     sheet = "datasheet:memory_gib=24,bandwidth_gb_s=1008,bf16_tflops=165,fp8_tflops=330,sms=128,compute_capability=8.9"
@@ -239,6 +272,17 @@ def examples() -> Iterator[Example]:
         planned(),
         folder({"model_type": "new_vl", "vision_config": {"depth": 2}, "text_config": config(QWEN)}),
         precisions,
+    )
+    for name in DEFAULTS:
+        options = {"gemma4": ("--no-prefix-caching",), "longcat_flash": ("--tensor-parallel-size", "8")}.get(name, ())
+        title = " ".join((f"the default config of {name}", *options))
+        yield Example(7, title, planned(*options, gpu="b200"), folder(default(name)), precisions)
+    yield Example(
+        8,
+        "validate: a run whose first rollout took 27 s, the others 2.5 s",
+        ("validate", "MODEL/run.jsonl", "--json"),
+        {"run.jsonl": RUN},
+        lambda done: f"counts {len(json.loads(done.stdout)['records'])} rollouts",
     )
     yield Example(9, "fp8plan.plan without fcntl (Windows)", ("-c", NO_FCNTL), show=lambda done: done.stdout.strip())
     yield Example(

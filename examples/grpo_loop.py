@@ -48,7 +48,7 @@ def main(run_file: str) -> None:
         train_logprobs = logits.log_softmax(-1).gather(-1, responses[..., None]).squeeze(-1)
 
         found = monitor.step(train_logprobs, rollout_logprobs, metrics={"critic/rewards/mean": rewards.mean()})
-        loss = -(found.weights * advantages * train_logprobs * found.mask).sum() / found.mask.sum()
+        loss = found.loss(-advantages * train_logprobs)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

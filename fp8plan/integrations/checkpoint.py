@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from fp8plan.errors import ConfigError
 from fp8plan.jsonl import parse
 
 if TYPE_CHECKING:
@@ -24,11 +25,15 @@ def save_state(monitor: Monitor, checkpoint: Path) -> None:
 def load_state(monitor: Monitor, checkpoint: Path) -> bool:
     """Go on with the state in the folder of a checkpoint. Return False if there is none.
 
-    Raises ConfigError for a file that is not JSON.
+    Raises ConfigError for a file that cannot be read, that is not JSON, and for values that no state has.
     """
     file = checkpoint / STATE_FILE
     if not file.is_file():
         return False
     where = f"{file}, without which thresholds begin anew,"
-    monitor.load_state_dict(parse(file.read_text(encoding="utf-8"), where))
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where} cannot be read: {error}; take it from another checkpoint, or delete it") from None
+    monitor.load_state_dict(parse(text, where))
     return True

@@ -72,10 +72,11 @@ class MicroBatches:
     ) -> Correction:
         """Weights and mask of a micro-batch, which are counted to the step that is under way.
 
-        Arguments and errors are those of `pack`.
+        Arguments and errors are those of `pack`; ConfigError, too, for what is no log-probability.
         """
         tokens = pack(train_logprobs, rollout_logprobs, mask, lengths)
         sums = measure(tokens)
+        sums.check_units()
         with self._lock:
             found = correct(tokens, self._settings(), ALONE)
             self._sums += sums

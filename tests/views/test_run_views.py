@@ -30,6 +30,8 @@ from simulated_run import STEP_S, simulated
 from fp8plan import cli
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import append, line
+from fp8plan.runtime.controller.alarms import MEANINGS
+from fp8plan.runtime.controller.state import Alarm
 from fp8plan.runtime.monitor.run_file import DECODER, RunReader
 from fp8plan.runtime.monitor.steps import Steps
 from fp8plan.views import axes
@@ -94,7 +96,7 @@ def test_the_view_tells_what_is_wrong(tmp_path: Path) -> None:
     assert slow["guard"]["verdict"]["causes"][0]["sentence"] in text
     alarmed = next(x for x in RUN if x["alarms"])
     text = shown(written(tmp_path / "run.jsonl", RUN[: alarmed["step"]]), 160)
-    assert f"kl: {runs.ALARMS['kl']}" in text
+    assert f"kl: {MEANINGS[Alarm.KL].says}" in text
     off = RUN[0] | {"guard": {"verdict": None, "state": None, "off": "no profile"}, "alarms": ["new_word"]}
     text = shown(written(tmp_path / "run.jsonl", [off]))
     assert "off: no profile" in text

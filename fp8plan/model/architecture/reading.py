@@ -115,7 +115,7 @@ def read_model(config: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 def _model_type(config: Mapping[str, Any], source: str) -> str:
     """The name of the architecture. Raises ConfigError if there is none, or one that generates no text."""
-    model_type = Fields(config, source).word("model_type")
+    model_type = Fields(config, source).word("model_type", such_as="qwen3")
     if model_type is None and "_diffusers_version" in config:
         raise ConfigError(f"{source}: a part of a diffusers pipeline; fp8plan plans language models: {ADVICE}")
     if model_type is None:
@@ -138,7 +138,7 @@ def _text_model(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     if len(levels) == 1:
         text, model_type = {key: value for key, value in config.items() if key not in TOWERS}, WRAPPERS[wrapper]
     else:
-        model_type = levels[-1].word("model_type") or WRAPPERS[wrapper]
+        model_type = levels[-1].word("model_type", such_as=WRAPPERS[wrapper]) or WRAPPERS[wrapper]
     model_type = SAME_AS.get(model_type, model_type)
     defaults = NESTED_DEFAULTS.get(model_type, {}) if len(levels) > 1 else {}
     return {**defaults, **text, "model_type": model_type} | _tied(levels, wrapper)

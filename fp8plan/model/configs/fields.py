@@ -78,11 +78,12 @@ class Fields:
             raise self.error(name, value, "true or false")
         return bool(value)
 
-    def word(self, name: str, choices: Sequence[str] = ()) -> str | None:
-        """A word, one of `choices` if there are any."""
+    def word(self, name: str, choices: Sequence[str] = (), such_as: str = "") -> str | None:
+        """A word, one of `choices` if there are any. such_as: a word that the error gives as an example"""
         value = self.value(name)
         if value is not None and (not isinstance(value, str) or (choices and value not in choices)):
-            raise self.error(name, value, " or ".join(choices) or "a word")
+            example = f"a word, such as {such_as!r}" if such_as else "a word"
+            raise self.error(name, value, " or ".join(choices) or example)
         return value
 
     def words(self, name: str, length: int, choices: Sequence[str] = ()) -> list[str] | None:

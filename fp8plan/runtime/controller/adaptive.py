@@ -32,9 +32,17 @@ import numpy as np
 from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.risk.budget import RiskBudget
-from fp8plan.runtime.controller.alarms import AlarmLimits, alarms, beginning, observed, predicted_kl, usable
+from fp8plan.runtime.controller.alarms import (
+    AlarmLimits,
+    alarms,
+    beginning,
+    check_limits,
+    no_data,
+    observed,
+    predicted_kl,
+    usable,
+)
 from fp8plan.runtime.controller.state import (
-    NO_DATA,
     AdaptiveState,
     Alarm,
     ControllerState,
@@ -98,15 +106,16 @@ class AdaptiveThresholds:
         _check_start(self.tis, self.band)
         if self.tis is None and self.band is None:
             raise ConfigError("tis and band are None; allowed: one to control, or ConstantThresholds(None)")
-        for name in ("limit_kl", "gain", "narrowest", "max_clipped", "min_kept", "dead_band"):
-            if not is_number(getattr(self, name), finite=name != "limit_kl"):
+        check_limits(self.limit_kl, self.limits)
+        for name in ("gain", "narrowest", "max_clipped", "min_kept", "dead_band"):
+            if not is_number(getattr(self, name)):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: a finite number")
         if not (isinstance(self.slew, (tuple, list)) and len(self.slew) == 2 and all(map(is_number, self.slew))):
             raise ConfigError(f"slew is {self.slew!r}; allowed: two factors above 1, (tighten, relax)")
         if self.level not in LEVELS:
             raise ConfigError(f"level is {self.level!r}; allowed: {', '.join(LEVELS)}")
-        if not (self.limit_kl > 0 and self.gain > 0):
-            raise ConfigError(f"limit_kl is {self.limit_kl!r}, gain {self.gain!r}; allowed: above 0")
+        if not self.gain > 0:
+            raise ConfigError(f"gain is {self.gain!r}; allowed: above 0")
         if self.target_kl is not None and not (is_number(self.target_kl, finite=True) and self.target_kl > 0):
             raise ConfigError(f"target_kl is {self.target_kl!r}; allowed: a finite number above 0, or None")
         if not (0 < self.narrowest <= 1 and 0 < self.max_clipped <= 1 and 0 < self.min_kept < 1):
@@ -148,7 +157,7 @@ class AdaptiveThresholds:
     def update(self, state: AdaptiveState, mismatch: Mismatch) -> Update:
         """Thresholds for this very batch, the next state, and the decision with its reason."""
         if not usable(mismatch):
-            return Thresholds(state.tis, state.band), state, NO_DATA
+            return Thresholds(state.tis, state.band), state, no_data(mismatch, self.limits)
         seen = observed(state, mismatch)
         found = alarms(mismatch, seen.kl or 0.0, seen.limit_kl, self.limits)
         if seen.steps <= self.warm_up:

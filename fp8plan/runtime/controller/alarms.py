@@ -1,18 +1,22 @@
 """The smoothed KL and the alarms, which all laws share.
 
-Alarms tell of figures that no threshold repairs, or that stay hidden when only KL is watched.
+Alarms tell of figures that no threshold repairs, or that stay hidden when only KL is watched. Those of the mismatch
+sound before the thresholds are decided, those of the correction after it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import isfinite, isnan, sqrt
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from fp8plan.runtime.controller.state import Alarm, State
+from fp8plan.checks import instance, is_number
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.controller.state import Alarm, Decided, Decision, State
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
+    from fp8plan.runtime.correction.correct import Correction
     from fp8plan.runtime.mismatch.metrics import Mismatch
 
 KL_MEMORY: Final = 0.7  # of the last step's smoothed KL: a half-life of two steps
@@ -20,6 +24,48 @@ KL_MEMORY: Final = 0.7  # of the last step's smoothed KL: a half-life of two ste
 # others, small ones above all, it is wider because less is known, and that should not loosen thresholds.
 MARGIN: Final = 3.0
 KL_LEAP: Final = 100.0  # times the limit, or the KL so far, that a batch may count: no single one rules for long after
+ERRORS: Final = 5.0  # standard errors by which a mean of ratios may miss 1
+FEW: Final = 16  # tokens or sequences, of fewer of which a mean says nothing
+LOG10: Final = (1.9, 2.8)  # of k1 / k3: log 10 where both sides are logarithms to base 10, 1 where they are natural
+
+
+class Meaning(NamedTuple):
+    """The meaning of an alarm, and the remedy, as clauses of a sentence."""
+
+    says: str
+    remedy: str
+
+
+DOCTOR: Final = "fp8plan.doctor(engine, weights=..., scored=...) tells old weights, temperature and KV scales apart"
+MEANINGS: Final = {
+    Alarm.KL: Meaning("smoothed KL above its limit", DOCTOR),
+    Alarm.BROKEN: Meaning("KL beyond what any correction repairs", f"stop training on these rollouts; {DOCTOR}"),
+    Alarm.RAW_ESS: Meaning("effective sample size of the untruncated weights too low", DOCTOR),
+    Alarm.CHI2: Meaning("variance of the ratios too high", DOCTOR),
+    Alarm.TAIL: Meaning("too many tokens with extreme ratios", DOCTOR),
+    Alarm.UNIT_MEAN: Meaning(
+        "the ratios' mean is not 1: the log-probs are not those of the policy that sampled",
+        "sample with top_p=1, top_k=-1, min_p=0 and no penalties, at the trainer's temperature, with "
+        "logprobs_mode='processed_logprobs'; look for shifted or synthetic tokens, such as an EOS that nobody sampled; "
+        "weights of long sequences miss 1 by noise alone: use level='token'",
+    ),
+    Alarm.UNITS: Meaning(
+        "KL by k1 is 2.3 times that by k3: the log-probs look like logarithms to base 10",
+        "give natural logarithms on both sides: x * 2.302585",
+    ),
+    Alarm.IDENTICAL: Meaning(
+        "both sides are the same numbers to the last bit",
+        "give the engine's log-probs as rollout_logprobs, and the trainer's own as train_logprobs",
+    ),
+    Alarm.INVALID: Meaning(
+        "too many log-probs are NaN or infinite, as those of broken logits are",
+        "look for NaN in the engine's logits (weights, KV scales) and in the trainer's; step down if FP8 makes them",
+    ),
+    Alarm.LOST: Meaning(
+        "the correction takes most of the weight away, so that little of the batch trains",
+        "use level='token', whose weights do not shrink with the length, or wider thresholds, or shorter responses",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +79,11 @@ class AlarmLimits:
     tail:       share of tokens there
     mean:       by how much the mean of the ratios may differ from 1, beyond five of its standard errors. Sampling with
                 top-p or a temperature that the log-probs do not know shows here, and so does a wrong log-prob
+    invalid:    share of the tokens that came in whose log-prob is NaN or infinite
+    lost:       share of the batch's weight that the correction takes away, `Correction.lost_weight`
+
+    Raises ConfigError for what is no number, or at which no alarm can ever sound. tail, invalid and lost are shares;
+    1 switches the alarm off, as inf does for broken_kl, chi2 and mean, and 0 for raw_ess.
     """
 
     broken_kl: float = 1.0
@@ -41,6 +92,24 @@ class AlarmLimits:
     tail_bound: float = 10.0
     tail: float = 0.01
     mean: float = 0.05
+    invalid: float = 0.001
+    lost: float = 0.5
+
+    def __post_init__(self) -> None:
+        above = {"broken_kl": 0.0, "chi2": 0.0, "mean": 0.0, "tail_bound": 1.0}
+        for name in self.__slots__:
+            value, least = getattr(self, name), above.get(name)
+            fine = is_number(value, finite=least is None) and (value > least if least is not None else 0 <= value <= 1)
+            if not fine:
+                allowed = "a share, from 0 to 1" if least is None else f"a number above {least:g}"
+                raise ConfigError(f"AlarmLimits: {name} is {value!r}; allowed: {allowed}")
+
+
+def check_limits(limit_kl: Any, limits: Any) -> None:
+    """Raise ConfigError for a KL limit or levels that would switch the alarms off unnoticed. limit_kl may be inf."""
+    if not (is_number(limit_kl, finite=False) and limit_kl > 0):
+        raise ConfigError(f"limit_kl is {limit_kl!r}; allowed: nats per token, above 0, such as 0.03; inf for no limit")
+    instance("limits", limits, AlarmLimits, "AlarmLimits()")
 
 
 def alarms(mismatch: Mismatch, kl: float, limit_kl: float, limits: AlarmLimits) -> tuple[Alarm, ...]:
@@ -53,6 +122,34 @@ def alarms(mismatch: Mismatch, kl: float, limit_kl: float, limits: AlarmLimits) 
         Alarm.CHI2: mismatch.chi2_token > limits.chi2,
         Alarm.TAIL: 1.0 - mismatch.kept_fraction(1.0 / bound, bound) > limits.tail,
         Alarm.UNIT_MEAN: not honest(mismatch, limits),
+        Alarm.UNITS: honest(mismatch, limits) and _base_ten(mismatch),
+        Alarm.IDENTICAL: mismatch.tokens >= FEW and mismatch.k1 == mismatch.k3 == 0.0,
+        Alarm.INVALID: mismatch.invalid_share > limits.invalid,
+    }
+    return tuple(alarm for alarm, on in sounding.items() if on)
+
+
+def no_data(mismatch: Mismatch, limits: AlarmLimits) -> Decided:
+    """The decision on a batch whose figures no threshold can follow."""
+    if mismatch.tokens:
+        reason = "a figure is not a number"
+    elif mismatch.invalid:
+        reason = f"no valid token: the log-probs of all {mismatch.invalid:,} are NaN or infinite"
+    else:
+        reason = "no token: the mask is empty"
+    alarm = (Alarm.INVALID,) if mismatch.invalid_share > limits.invalid else ()
+    return Decided(Decision.NO_DATA, reason, alarm)
+
+
+def of_correction(correction: Correction, limits: AlarmLimits) -> tuple[Alarm, ...]:
+    """The alarms that sound for what the correction did, with the sums of all ranks."""
+    sequences = correction.sums.get("raw_sequences")
+    sounding = {
+        Alarm.UNIT_MEAN: correction.settings.level == "sequence"
+        and sequences is not None
+        and sequences.count >= FEW
+        and not _is_one(sequences.mean, sequences.std(1) / sqrt(sequences.count), limits),
+        Alarm.LOST: correction.lost_weight > limits.lost,
     }
     return tuple(alarm for alarm, on in sounding.items() if on)
 
@@ -63,9 +160,28 @@ def honest(mismatch: Mismatch, limits: AlarmLimits) -> bool:
     The mean and its error are of ratios within e^+-20, as ess_raw and chi2_token are: a single token of any ratio is
     never more than its own error.
     """
-    mean = sqrt(mismatch.ess_raw * (mismatch.chi2_token + 1.0))
-    error = sqrt(max(mismatch.chi2_token, 0.0) / mismatch.tokens)
-    return abs(mean - 1.0) <= limits.mean + 5 * error
+    return _is_one(*_ratios(mismatch), limits)
+
+
+def _ratios(mismatch: Mismatch) -> tuple[float, float]:
+    """The mean of the tokens' ratios, and its standard error."""
+    square = mismatch.chi2_token + 1.0  # the mean of ratio^2
+    return sqrt(mismatch.ess_raw * square), sqrt(max(1.0 - mismatch.ess_raw, 0.0) * square / mismatch.tokens)
+
+
+def _is_one(mean: float, error: float, limits: AlarmLimits) -> bool:
+    return abs(mean - 1.0) <= limits.mean + ERRORS * error
+
+
+def _base_ten(mismatch: Mismatch) -> bool:
+    """Return True if k1 is about log 10 times k3.
+
+    Both have the same expectation, KL(rollout || train), as the mean of the ratios is 1. To base 10 every log ratio d
+    shrinks to d / log 10: k1 by log 10 and k3, which goes with d^2 where d is small, by log^2 10.
+    """
+    low, high = LOG10
+    noise = _ratios(mismatch)[1]
+    return mismatch.k1 - mismatch.k3 > ERRORS * noise and low * mismatch.k3 < mismatch.k1 < high * mismatch.k3
 
 
 def usable(mismatch: Mismatch) -> bool:

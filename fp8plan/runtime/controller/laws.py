@@ -24,11 +24,18 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from fp8plan.runtime.controller.adaptive import AdaptiveThresholds
-from fp8plan.runtime.controller.alarms import AlarmLimits, alarms, observed, predicted_kl, usable
+from fp8plan.runtime.controller.alarms import (
+    AlarmLimits,
+    alarms,
+    check_limits,
+    no_data,
+    observed,
+    predicted_kl,
+    usable,
+)
 from fp8plan.runtime.controller.least_error import LeastErrorThresholds
 from fp8plan.runtime.controller.noise import noise_scale
 from fp8plan.runtime.controller.state import (
-    NO_DATA,
     Alarm,
     ControllerState,
     Decided,
@@ -63,6 +70,7 @@ class ConstantThresholds:
 
     def __post_init__(self) -> None:
         Thresholds(self.tis, self.band)  # raises ConfigError for what cannot be a threshold
+        check_limits(self.limit_kl, self.limits)
 
     def initial(self, plan: Plan | None = None, choice: int | str | None = None) -> ControllerState:
         """The state before the first batch. A plan raises limit_kl to the KL that it predicts for `choice`."""
@@ -77,7 +85,7 @@ class ConstantThresholds:
         """Thresholds for this very batch, the next state, and the decision with its reason."""
         thresholds = Thresholds(state.tis, state.band)
         if not usable(mismatch):
-            return thresholds, state, NO_DATA
+            return thresholds, state, no_data(mismatch, self.limits)
         seen = observed(state, mismatch)
         found = alarms(mismatch, seen.kl or 0.0, seen.limit_kl, self.limits)
         seen = replace(seen, strained=strain(seen.strained, False, Alarm.BROKEN in found, PATIENCE))

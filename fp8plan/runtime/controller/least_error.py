@@ -62,12 +62,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.controller import law
-from fp8plan.runtime.controller.alarms import AlarmLimits, alarms, beginning, honest, observed, predicted_kl, usable
+from fp8plan.runtime.controller.alarms import (
+    AlarmLimits,
+    alarms,
+    beginning,
+    check_limits,
+    honest,
+    no_data,
+    observed,
+    predicted_kl,
+    usable,
+)
 from fp8plan.runtime.controller.noise import measured
 from fp8plan.runtime.controller.state import (
-    NO_DATA,
     Alarm,
     ControllerState,
     Decided,
@@ -120,6 +130,17 @@ class LeastErrorThresholds:
     limits: AlarmLimits = field(default_factory=AlarmLimits)
 
     def __post_init__(self) -> None:
+        Thresholds(self.tis, self.band)  # raises ConfigError for what cannot be a threshold
+        check_limits(self.limit_kl, self.limits)
+        for name in ("noise", "dead_band", "max_clipped", "min_kept", "tail_tokens"):
+            if not is_number(getattr(self, name)):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: a finite number")
+        if self.noise_tokens is not None and not is_number(self.noise_tokens):
+            raise ConfigError(f"noise_tokens is {self.noise_tokens!r}; allowed: a finite number above 0, or None")
+        for name in ("bounds", "slew"):
+            ends = getattr(self, name)
+            if not (isinstance(ends, (tuple, list)) and len(ends) == 2 and all(map(is_number, ends))):
+                raise ConfigError(f"{name} is {ends!r}; allowed: two numbers")
         lower, upper = self.bounds
         if not 1.0 <= lower < upper <= law.GRID[-1]:
             raise ConfigError(f"bounds are {self.bounds!r}; allowed: (low, high), 1 <= low < high <= {law.GRID[-1]:g}")
@@ -135,11 +156,10 @@ class LeastErrorThresholds:
             raise ConfigError(
                 f"max_clipped is {self.max_clipped!r}, min_kept {self.min_kept!r}; allowed: shares above 0, below 1"
             )
-        if not (self.tail_tokens >= 0 and self.warm_up >= 0 and self.patience >= 1):
-            raise ConfigError(
-                f"tail_tokens is {self.tail_tokens!r}, warm_up {self.warm_up!r}, patience {self.patience!r}; allowed: "
-                "at least 0, 0 and 1"
-            )
+        if self.tail_tokens < 0:
+            raise ConfigError(f"tail_tokens is {self.tail_tokens!r}; allowed: at least 0")
+        whole("warm_up", self.warm_up, 0)
+        whole("patience", self.patience)
 
     def initial(self, plan: Plan | None = None, choice: int | str | None = None) -> LeastErrorState:
         """The state before the first batch. A plan gives thresholds to start with, and the KL of `choice`."""
@@ -169,7 +189,7 @@ class LeastErrorThresholds:
     def update(self, state: LeastErrorState, mismatch: Mismatch) -> Update:
         """Thresholds for this very batch, the next state, and the decision with its reason."""
         if not usable(mismatch):
-            return Thresholds(state.tis, state.band), state, NO_DATA
+            return Thresholds(state.tis, state.band), state, no_data(mismatch, self.limits)
         seen = self._tailed(observed(state, mismatch), mismatch)
         found = alarms(mismatch, seen.kl or 0.0, seen.limit_kl, self.limits)
         warming = seen.steps <= self.warm_up

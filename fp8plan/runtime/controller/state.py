@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
-from typing import Any, Final, TypeVar
+from math import inf
+from typing import Any, TypeVar
 
 from fp8plan.checks import instance, is_number, whole
 from fp8plan.errors import ConfigError
@@ -33,6 +34,10 @@ class Alarm(StrEnum):
     CHI2 = "chi2"
     TAIL = "tail"  # too many tokens whose ratio is beyond all bounds
     UNIT_MEAN = "unit_mean"  # the ratios' mean is not 1: they are not those of the policy that sampled
+    UNITS = "units"  # the log-probs of both sides look like logarithms to base 10
+    IDENTICAL = "identical"  # both sides are the same numbers
+    INVALID = "invalid"  # too many tokens whose log-prob is NaN or infinite
+    LOST = "lost"  # the correction takes most of the batch's weight away
 
 
 class Escalation(StrEnum):
@@ -72,9 +77,6 @@ class Decided:
     reason: str
     alarms: tuple[Alarm, ...] = ()
     escalate: Escalation | None = None
-
-
-NO_DATA: Final = Decided(Decision.NO_DATA, "no valid token, or a figure that is not a number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +167,17 @@ def _check_values(saved: Mapping[str, Any]) -> None:
             fine = all(map(is_number, many)) and (name == "tail" or len(many) == 2)
             if not (fine or (value is None and name != "tail")):
                 raise ConfigError(f"a saved {name} is {value!r}; allowed: numbers, as to_dict gave them")
-        elif not (is_number(value, name not in ("tis", "limit_kl")) or (value is None and name in OPTIONAL)):
-            raise ConfigError(f"a saved {name} is {value!r}; allowed: a number, as to_dict gave it")
+        elif not (value is None and name in OPTIONAL):
+            lowest = 0.0 if name in POSITIVE else -inf
+            if not (is_number(value, name not in ("tis", "limit_kl")) and value >= lowest):
+                raise ConfigError(f"a saved {name} is {value!r}; allowed: a number, as to_dict gave it")
 
 
 OPTIONAL = ("tis", "start_tis", "kl", "low")
+POSITIVE = (
+    *("tis", "start_tis", "kl", "low", "limit_kl", "target_kl", "reach"),
+    *("tail_tokens", "gradient2", "gradient_noise"),
+)
 KINDS = (AdaptiveState, LeastErrorState, ControllerState)
 State = TypeVar("State", bound=ControllerState)
 

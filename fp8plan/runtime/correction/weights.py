@@ -125,6 +125,7 @@ def _by_sequence(tokens: Tokens, settings: CorrectionSettings) -> Weighted:
         "weight": Moments.of(found, lengths), "shown": Moments.of(raw), "raw": Moments.of(raw, lengths),
         "clipped": Moments.of((above if tis else ~within).astype(np.float64), lengths),
         "above": Moments.share(above.sum(), count), "below": Moments.share(below.sum(), count),
+        "raw_sequences": Moments.of(raw[filled]),
     }  # fmt: skip
     return Weighted(
         spread(found.astype(np.float32), tokens),

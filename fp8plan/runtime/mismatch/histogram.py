@@ -9,7 +9,7 @@ on every device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import expm1, inf, log
+from math import expm1, inf, log, nan
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
@@ -70,12 +70,14 @@ def magnitudes(counts: FloatArray) -> FloatArray:
 def quantile(counts: FloatArray, rank: float) -> float:
     """The |log ratio| that `rank` of the tokens lie below.
 
-    Linear within a bin; the lower end of the first and of the last bin.
+    Linear within a bin; the lower end of the first and of the last bin. NaN without tokens.
     """
     below = np.cumsum(magnitudes(counts))
     bin_ = int(np.searchsorted(below, max(rank, np.finfo(float).tiny)))  # the first one that reaches the rank
+    if not below[-1]:
+        return nan
     if bin_ in (0, SIDE - 1, SIDE):
-        return 0.0 if bin_ == 0 or not below[-1] else LIMIT
+        return 0.0 if bin_ == 0 else LIMIT
     low, high = MAGNITUDES[bin_ : bin_ + 2]
     inside = (rank - below[bin_ - 1]) / (below[bin_] - below[bin_ - 1])
     return float(low + (high - low) * min(max(inside, 0.0), 1.0))
@@ -88,10 +90,10 @@ def count_below(counts: FloatArray, log_ratio: FloatArray | float) -> FloatArray
 
 
 def kept(counts: FloatArray, low: float, highs: Sequence[float] | FloatArray) -> FloatArray:
-    """Share of the tokens with low <= ratio <= high, for each of `highs`. 1 without tokens."""
+    """Share of the tokens with low <= ratio <= high, for each of `highs`. NaN without tokens."""
     tokens = float(counts.sum())
     if not tokens:
-        return np.ones(len(highs))
+        return np.full(len(highs), nan)
     ends = np.array([log(high) for high in highs])
     # A ratio of exactly 1 is common (tokens that both policies are sure of) and no ratio above 1.
     at_most = np.where((ends >= 0) & (ends < SMALLEST), SMALLEST, ends)
@@ -121,11 +123,11 @@ def excess(counts: FloatArray, ratios: FloatArray, c: float) -> float:
 def robust_k3(counts: FloatArray, sums: FloatArray) -> float:
     """Mean of k3 in which the tokens beyond a quantile q of |log ratio| count as if they lay at +-q.
 
-    sums: [BINS] of k3
+    sums: [BINS] of k3. NaN without tokens
     """
     tokens = float(counts.sum())
     if not tokens:
-        return 0.0
+        return nan
     beyond = max(WINSORISED * tokens, min(WINSORISED_TOKENS, tokens / 2))
     q = quantile(counts, tokens - beyond)
     ends = np.minimum(MAGNITUDES, LIMIT)

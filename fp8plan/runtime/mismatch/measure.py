@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     import torch
 
     from fp8plan.runtime.mismatch.tokens import Array, Tokens
+
+
+ROUNDING: Final = 0.01  # nats above 0 that a mean log-prob may have by rounding
 
 
 @backend.one_thread()
@@ -116,6 +119,7 @@ def _with_sequences(sums: MismatchSums, lengths: IntArray, per_piece: FloatArray
     whole, divisor = log_ratio.sum(1), np.maximum(lengths, 1)
     train_mean, difference = train.sum(1) / divisor, -whole / divisor
     rollout_mean = train_mean + difference
+    sums["train_above_0"], sums["rollout_above_0"] = (train_mean > ROUNDING).sum(), (rollout_mean > ROUNDING).sum()
     with np.errstate(over="ignore"):  # a perplexity may well be infinite
         sums["training_ppl"], sums["rollout_ppl"] = np.exp(-train_mean).sum(), np.exp(-rollout_mean).sum()
         sums["ppl_ratio"] = np.exp(difference).sum()

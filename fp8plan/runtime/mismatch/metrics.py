@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, nan
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -21,7 +21,7 @@ import numpy as np
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.mismatch import histogram
 from fp8plan.runtime.mismatch.histogram import BINS, FloatArray
-from fp8plan.runtime.mismatch.ranks import all_reduced, several
+from fp8plan.runtime.mismatch.ranks import all_reduced, raise_first, several
 
 QUANTILES: Final = (0.001, 0.01, 0.5, 0.99, 0.999)
 TAILS: Final = (2.0, 5.0, 10.0, 100.0)
@@ -41,6 +41,7 @@ _SCALARS: Final = (
     "k1", "k3", "ratio", "ratio_squared",  # over tokens
     "training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl",  # over sequences, from here on
     "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio", "sequence_ratio_squared",
+    "train_above_0", "rollout_above_0",  # sequences whose mean log-prob no distribution over tokens has
 )  # fmt: skip
 _LAYOUT: Final = (
     *((name, 1) for name in _SCALARS),
@@ -79,22 +80,42 @@ class MismatchSums:
             self.values + other.values, min(self.smallest, other.smallest), max(self.largest, other.largest)
         )
 
-    def reduced(self, group: Any = None) -> MismatchSums:
+    def reduced(self, group: Any = None, refusal: Exception | None = None) -> MismatchSums:
         """Sum over the ranks of `group` (None: all), by one all_reduce; unchanged without torch.distributed.
 
-        Every rank of the group must call it, also one that has no tokens.
+        Every rank of the group must call it, also one that has no tokens, and one whose batch was refused.
+
+        refusal: this rank's batch was refused for it
+
+        Raises the refusal; on the other ranks a ConfigError that names the rank and quotes it.
         """
         from torch import distributed
 
         if not several(group):
+            if refusal is not None:
+                raise refusal
             return self
         ranks, rank = distributed.get_world_size(group), distributed.get_rank(group)
         # Each rank has two places of its own for the extremes, and adds zero to those of the others.
-        vector = np.zeros(SIZE + 2 * ranks)
+        vector = np.zeros(SIZE + 2 * ranks + 1)
         vector[:SIZE] = self.values
         vector[SIZE + 2 * rank :][:2] = self.smallest, self.largest
+        vector[-1] = refusal is not None
         vector = all_reduced(vector, group)
-        return MismatchSums(vector[:SIZE], float(vector[SIZE::2].min()), float(vector[SIZE + 1 :: 2].max()))
+        if vector[-1]:
+            raise_first(refusal, group)
+        extremes = vector[SIZE:-1]
+        return MismatchSums(vector[:SIZE], float(extremes[::2].min()), float(extremes[1::2].max()))
+
+    def check_units(self) -> None:
+        """Raise ConfigError for sequences whose mean log-prob is above 0, as losses and probabilities have it."""
+        for side in ("train", "rollout"):
+            if above := int(self[f"{side}_above_0"]):
+                raise ConfigError(
+                    f"{side}_logprobs have a mean above 0 in {above:,} of {int(self['sequences']):,} sequences; "
+                    "allowed: log-probabilities in nats, which are 0 or less; type -x for losses (negative "
+                    "log-likelihoods), x.log() for probabilities"
+                )
 
     def metrics(self) -> Mismatch:
         """Every figure that follows from the sums."""
@@ -144,6 +165,7 @@ class Mismatch:
     """Train/rollout mismatch of a batch. ratio = pi_train / pi_rollout of a sampled token; means are over valid tokens.
 
     tokens, sequences, invalid: counts; invalid tokens (a log-prob NaN or infinite) are in no figure
+    invalid_share: part of the tokens that came in that are invalid; 0 if none came in
     k1:            mean of -log ratio: an unbiased estimate of KL(rollout || train), which may be negative
     k3:            mean of ratio - 1 - log ratio, never negative; the same expectation, less variance; not clamped
     k3_robust:     k3 winsorised by |log ratio| at its 99.9% quantile (at least two tokens): no outlier moves it
@@ -156,12 +178,13 @@ class Mismatch:
     profile:       mismatch by position in the response, empty bins left out
     versions:      {weight version that sampled: its tokens' mismatch}; empty unless `measure` was given versions
 
-    Without tokens, everything is as if there were no mismatch (k1 = k3 = 0, ess_raw = 1): look at `tokens`.
+    Without a valid token every figure is NaN: nothing was measured.
     """
 
     tokens: int
     sequences: int
     invalid: int
+    invalid_share: float
     k1: float
     k3: float
     k3_robust: float
@@ -187,26 +210,21 @@ class Mismatch:
     def from_sums(cls, sums: MismatchSums) -> Mismatch:
         tokens, sequences = sums["tokens"], sums["sequences"]
         counts = sums["histogram_tokens"]
-        per_token, per_sequence = 1 / max(tokens, 1), 1 / max(sequences, 1)
-        empty = tokens == 0
-        # Without sequences, what has 1 for no mismatch is 1.
-        mean = {
-            name: sums[name] * per_sequence if sequences else float(name.endswith("ppl") or name == "ppl_ratio")
-            for name in _SEQUENCE_MEANS
-        }
+        per_token, per_sequence = (1 / tokens, 1 / sequences) if tokens else (nan, nan)
         return cls(
             tokens=int(tokens),
             sequences=int(sequences),
             invalid=int(sums["invalid"]),
+            invalid_share=sums["invalid"] / max(tokens + sums["invalid"], 1),
             k1=sums["k1"] * per_token,
             k3=sums["k3"] * per_token,
             k3_robust=histogram.robust_k3(counts, sums["histogram_k3"]),
-            ess_raw=1.0 if empty else sums["ratio"] ** 2 * per_token / sums["ratio_squared"],
-            chi2_token=0.0 if empty else sums["ratio_squared"] * per_token - 1,
-            chi2_seq=sums["sequence_ratio_squared"] * per_sequence - 1 if sequences else 0.0,
-            log_ppl_diff_max=sums.largest if sequences else 0.0,
-            log_ppl_diff_min=sums.smallest if sequences else 0.0,
-            **mean,
+            ess_raw=sums["ratio"] ** 2 * per_token / sums["ratio_squared"] if tokens else nan,
+            chi2_token=sums["ratio_squared"] * per_token - 1,
+            chi2_seq=sums["sequence_ratio_squared"] * per_sequence - 1,
+            log_ppl_diff_max=sums.largest if tokens else nan,
+            log_ppl_diff_min=sums.smallest if tokens else nan,
+            **{name: sums[name] * per_sequence for name in _SEQUENCE_MEANS},
             log_ratio_quantiles={q: histogram.quantile(counts, q * tokens) for q in QUANTILES},
             tail_fractions={factor: float(1 - histogram.kept(counts, 1 / factor, [factor])[0]) for factor in TAILS},
             profile=by_position(sums),
@@ -227,7 +245,7 @@ class Mismatch:
         """
         counts, ratios = _histograms(self.sums, level)
         total = float(ratios.sum())
-        return histogram.excess(counts, ratios, c) / total if total else 0.0
+        return histogram.excess(counts, ratios, c) / total if total else nan
 
     def cut_share(self, c: float, level: Ratios = "token") -> float:
         """clipped_mass less what a few ratios without bound do to it: each counts up to LARGEST, and of the tokens with
@@ -235,14 +253,16 @@ class Mismatch:
         counts, ratios = histogram.without_largest(*_histograms(self.sums, level), 2 * self.unit(level))
         beyond = histogram.excess(counts, ratios, LARGEST)
         total = float(ratios.sum()) - beyond
-        return max(histogram.excess(counts, ratios, c) - beyond, 0.0) / total if total else 0.0
+        if not total:
+            return 0.0 if self.tokens else nan
+        return max(histogram.excess(counts, ratios, c) - beyond, 0.0) / total
 
     def kept_fraction(self, low: float, high: float, level: Ratios = "token") -> float:
-        """Share of the tokens with low <= ratio <= high, at `level` as in clipped_mass. 1 without tokens."""
+        """Share of the tokens with low <= ratio <= high, at `level` as in clipped_mass."""
         return float(histogram.kept(_histograms(self.sums, level)[0], low, [high])[0])
 
     def tail(self, bounds: Sequence[float] | FloatArray) -> FloatArray:
-        """Share of the tokens with a ratio above each of `bounds`. 0 without tokens."""
+        """Share of the tokens with a ratio above each of `bounds`."""
         return 1.0 - histogram.kept(self.sums["histogram_tokens"], 0.0, bounds)
 
     def unit(self, level: Ratios) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.mismatch.histogram import FloatArray
@@ -55,6 +55,18 @@ def gathered(own: Any, settings: Mapping[str, Any], group: Any = None) -> list[A
     distributed.all_gather_object(found, (settings, own), group=group)
     _refuse_other_settings([one for one, _ in found])
     return [one for _, one in found]
+
+
+def raise_first(refusal: Exception | None, group: Any = None) -> NoReturn:
+    """Raise this rank's refusal, or else a ConfigError that quotes the first rank's that has one.
+
+    Every rank must call it, and one must have a refusal.
+    """
+    texts = gathered(None if refusal is None else f"{type(refusal).__name__}: {refusal}", {}, group)
+    if refusal is not None:
+        raise refusal
+    number, text = next((number, text) for number, text in enumerate(texts) if text is not None)
+    raise ConfigError(f"rank {number} of the group refused its batch, so no rank takes this step: {text}")
 
 
 def _refuse_other_settings(settings: Sequence[Mapping[str, Any]]) -> None:

@@ -36,6 +36,7 @@ class Tokens:
     train, rollout, log_ratio: [tokens] float32, detached; log_ratio = train - rollout, in nats
     offsets:                   [sequences + 1] int64 on the CPU; sequence i is [offsets[i], offsets[i + 1])
     invalid:                   tokens left out because a log-prob was NaN or infinite
+    marked:                    sequences with a token that the mask marks, valid or not
     shape, kept, mask_dtype:   of what came in; kept is None if all of it is here
     numpy:                     whether numpy arrays came in
     """
@@ -45,6 +46,7 @@ class Tokens:
     log_ratio: torch.Tensor
     offsets: torch.Tensor
     invalid: int
+    marked: int
     shape: tuple[int, ...]
     kept: torch.Tensor | None
     mask_dtype: torch.dtype
@@ -122,10 +124,12 @@ def pack(
 
     train_logprobs, rollout_logprobs: padded [batch, length] or packed [tokens]; torch (any device, any float dtype) or
                                       numpy; computed with in float32
-    mask:    same shape; not zero where a token is valid, with any holes (multi-turn); None: all are valid
+    mask:    same shape; bool, or numbers that are 0 or 1: true where a token is valid, with any holes (multi-turn);
+             None: all are valid
     lengths: [sequences] number of tokens of each sequence; with packed log-probs only, and needed there
 
-    Raises ConfigError for shapes that do not agree, for input that holds no numbers, and without torch.
+    Raises ConfigError for shapes that do not agree, for input that holds no numbers, for a mask with other numbers, and
+    without torch.
     """
     train, rollout = to_tensor(train_logprobs, "train_logprobs"), to_tensor(rollout_logprobs, "rollout_logprobs")
     device = train.device
@@ -136,7 +140,7 @@ def pack(
     # Log-probs are finite exactly if their difference is; and a sum is finite only if all its terms are.
     if not bool(tokens.log_ratio.sum().isfinite()) and not bool((finite := tokens.log_ratio.isfinite()).all()):
         some = _pack(train, rollout, tokens._unpacked(finite, False), ends)
-        tokens = replace(some, invalid=len(tokens) - len(some))
+        tokens = replace(some, invalid=len(tokens) - len(some), marked=tokens.marked)
     dtype = tokens.mask_dtype if given is None else given.dtype
     return replace(tokens, mask_dtype=dtype, numpy=isinstance(train_logprobs, np.ndarray))
 
@@ -153,7 +157,8 @@ def _pack(train: torch.Tensor, rollout: torch.Tensor, kept: torch.Tensor | None,
         packed = fused.packed(one, other, kept, ends)
     else:
         packed = by_torch(one, other, kept, ends)
-    return Tokens(*packed, 0, tuple(train.shape), kept, torch.bool, False)
+    marked = int((packed[3].diff() > 0).sum())
+    return Tokens(*packed, 0, marked, tuple(train.shape), kept, torch.bool, False)
 
 
 def by_torch(
@@ -220,13 +225,18 @@ def to_tensor(values: Array | Sequence[int], name: str = "values") -> torch.Tens
 def _checked(
     train: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor | None, lengths: Sequence[int] | Array | None
 ) -> torch.Tensor:
-    """Check the shapes; return [sequences + 1] where sequences end in the flat input."""
+    """Check the shapes and the mask; return [sequences + 1] where sequences end in the flat input."""
     import torch
 
     shape = tuple(train.shape)
     for name, tensor in (("rollout_logprobs", rollout), ("mask", mask)):
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ConfigError(f"{name} has shape {tuple(tensor.shape)}; allowed: that of train_logprobs, {shape}")
+    if mask is not None and mask.dtype != torch.bool and bool((odd := (mask != 0) & (mask != 1)).any()):
+        raise ConfigError(
+            f"mask holds {mask[odd][0].item()!r}, and {int(odd.sum()):,} numbers that are neither 0 nor 1; allowed: 1 "
+            "where a token was sampled, 0 elsewhere; of token ids or labels type labels != -100"
+        )
     if len(shape) == 2 and lengths is None:
         return torch.arange(shape[0] + 1, device="cpu") * shape[1]
     if len(shape) != 1 or lengths is None:

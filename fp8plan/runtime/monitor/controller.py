@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.controller.alarms import beginning
 from fp8plan.runtime.controller.laws import AdaptiveThresholds, ConstantThresholds, Controller
-from fp8plan.runtime.controller.state import Decided, Escalation
+from fp8plan.runtime.controller.state import Alarm, Decided, Escalation
 from fp8plan.runtime.correction.settings import CorrectionSettings
 
 if TYPE_CHECKING:
@@ -37,6 +37,11 @@ def feasible(decided: Decided, strained: int, can: Callable[[Escalation], bool])
     escalate = next((x for x in (decided.escalate, Escalation.STEP_DOWN) if can(x)), None)
     reason = f"{decided.reason}; {strained} steps in a row beyond what thresholds can do: {ADVICE[escalate]}"
     return replace(decided, escalate=escalate, reason=reason)
+
+
+def sounding(decided: Decided, alarms: Collection[Alarm]) -> Decided:
+    """The decision with more alarms, each once and in the order of Alarm."""
+    return replace(decided, alarms=tuple(alarm for alarm in Alarm if alarm in {*decided.alarms, *alarms}))
 
 
 def suited(settings: CorrectionSettings, given: Controller | None, plan: Plan | None = None) -> Controller:

@@ -3,7 +3,7 @@
     monitor = Monitor(sinks=[JsonLines("run.jsonl")], plan=plan, engine=engine)
     for ...:
         step = monitor.step(train_logprobs, rollout_logprobs, mask)
-        loss = (step.weights * token_losses * step.mask).sum() / step.mask.sum().clamp(min=1)
+        loss = step.loss(token_losses)
 
 One call sees the whole batch of one optimiser step, before it is cut into micro-batches: the thresholds follow from all
 of it. Weights and mask are then cut as everything else is. Over ranks, divide by the mask's sum over all of them.
@@ -21,9 +21,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+
 from fp8plan.checks import instance, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.plan.plan import Plan
+from fp8plan.runtime.controller.alarms import MEANINGS, of_correction
 from fp8plan.runtime.controller.laws import Controller, ControllerState
 from fp8plan.runtime.controller.noise import heard
 from fp8plan.runtime.controller.state import LeastErrorState, Update, expecting
@@ -32,10 +35,11 @@ from fp8plan.runtime.engine.rollout_timer import Judged
 from fp8plan.runtime.guard.guard import Guard
 from fp8plan.runtime.guard.observation import EngineFacts
 from fp8plan.runtime.mismatch.measure import measure
+from fp8plan.runtime.mismatch.metrics import SIZE, MismatchSums
 from fp8plan.runtime.mismatch.ranks import gathered, rank
 from fp8plan.runtime.mismatch.tokens import pack
 from fp8plan.runtime.monitor import record as run_record
-from fp8plan.runtime.monitor.controller import feasible, suited
+from fp8plan.runtime.monitor.controller import feasible, sounding, suited
 from fp8plan.runtime.monitor.record import Step
 from fp8plan.runtime.monitor.sinks import Sink, Sinks, warn
 from fp8plan.runtime.monitor.witness import Witness
@@ -44,7 +48,7 @@ from fp8plan.runtime.vllm_versions import check_torch
 if TYPE_CHECKING:
     from fp8plan.runtime.engine.engine import RolloutEngine
     from fp8plan.runtime.fleet.fleet import RolloutFleet
-    from fp8plan.runtime.mismatch.metrics import Mismatch, MismatchSums
+    from fp8plan.runtime.mismatch.metrics import Mismatch
     from fp8plan.runtime.mismatch.tokens import Array
     from fp8plan.runtime.monitor.record import Rollout
 
@@ -149,15 +153,22 @@ class Monitor:
                   "critic/rewards/mean". Names of the Monitor's own figures stay its own
 
         Weights made inside torch.inference_mode cannot be used in a loss: use torch.no_grad there.
-        Raises ConfigError for log-probs that do not fit together, for a `number` that is no whole number, for `metrics`
-        that are no numbers, and for settings that differ between ranks; nothing is changed then. A malformed rollout is
-        left out of the record, with a warning.
+        Raises ConfigError for log-probs that do not fit together or are none (above 0), for a mask of other numbers
+        than 0 and 1, for a `number` that is no whole number, for `metrics` that are no numbers, and for settings that
+        differ between ranks. All ranks raise then, also those whose own batch is fine, and nothing is changed. A
+        malformed rollout is left out of the record, with a warning.
         """
         begun = time.perf_counter()
-        done = self.steps + 1 if number is None else whole("number", number, 0, ", the step's")
-        rollout, own = self._checked(rollout, done), run_record.own_metrics(metrics)
-        tokens = pack(train_logprobs, rollout_logprobs, mask, lengths)
-        mismatch = measure(tokens, versions).reduced(self.group).metrics()
+        sums, refusal = MismatchSums(np.zeros(SIZE)), None
+        try:
+            done = self.steps + 1 if number is None else whole("number", number, 0, ", the step's")
+            rollout, own = self._checked(rollout, done), run_record.own_metrics(metrics)
+            tokens = pack(train_logprobs, rollout_logprobs, mask, lengths)
+            sums = measure(tokens, versions)
+            sums.check_units()
+        except Exception as error:  # the other ranks wait for this one, to refuse with it
+            refusal = error
+        mismatch = sums.reduced(self.group, refusal).metrics()
         update = self._decided(mismatch)
         correction = correct(tokens, replace(self.settings, thresholds=update[0]), self.group)
         return self._concluded(done, begun, mismatch, update, correction, rollout, own)
@@ -170,7 +181,7 @@ class Monitor:
         """
         begun = time.perf_counter()
         mismatch = sums.reduced(self.group).metrics()
-        if not mismatch.tokens:
+        if not mismatch.tokens + mismatch.invalid:
             return None
         return self._concluded(self.steps + 1, begun, mismatch, self._decided(mismatch), correction, None, {})
 
@@ -193,20 +204,24 @@ class Monitor:
         """Go on to the next state, judge and record."""
         _, state, decided = update
         thresholds = correction.settings.thresholds
-        of_correction = run_record.correction_metrics(correction.reduced(self.group))
+        whole_batch = correction.reduced(self.group)
+        decided = sounding(decided, of_correction(whole_batch, self.controller.limits))
         # What follows raises nothing: the other ranks have gone on.
         self.state, self.steps = state, number
         found = self._witness.judged(rollout, mismatch)
         metrics = {
             **own,
             **run_record.mismatch_metrics(mismatch),
-            **of_correction,
+            **run_record.correction_metrics(whole_batch),
             **run_record.control_metrics(thresholds, state, len(decided.alarms)),
             **run_record.speed_metrics(found.observation, found.verdict),
             "fp8plan/sink_failures": float(sum(self.failures)),
             "fp8plan/monitor_s": time.perf_counter() - begun,
         }
+        metrics = {name: None if value != value else value for name, value in metrics.items()}  # no NaN: not known
         step = Step(correction.weights, correction.mask, thresholds, mismatch, decided, found.verdict, metrics)
+        for alarm in () if rank(self.group) else decided.alarms:
+            self._witness.warn_once(alarm, f"alarm {alarm}: {': '.join(MEANINGS[alarm])}")
         if self._writes():
             self._sinks.write(self._record(number, step, rollout, found))
         return step
@@ -299,12 +314,13 @@ class Monitor:
     def load_state_dict(self, data: Mapping[str, Any]) -> None:
         """Go on from a saved state. Raises ConfigError for anything that `state_dict` does not give."""
         instance("the monitor's state", data, Mapping, "what state_dict() returned")
-        if set(data) != {"steps", "controller", "guard"} or type(data["steps"]) is not int:
+        if set(data) != {"steps", "controller", "guard"}:
             raise ConfigError(f"the monitor's state has {', '.join(map(str, data))}; give what state_dict() returned")
+        steps = whole("the monitor's saved steps", data["steps"], 0)
         state = self.controller.resume(ControllerState.from_dict(data["controller"]), self._fresh)
         if self.guard is not None and data["guard"] is not None:
             self.guard.load_state_dict(data["guard"])
-        self.steps, self.state = data["steps"], state
+        self.steps, self.state = steps, state
 
     def close(self) -> None:
         """Close the sinks."""

@@ -14,8 +14,11 @@ from fp8plan.jsonl import now, plain
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.profile.profile import ENGINE
 from fp8plan.model.validate.records import check_fields
+from fp8plan.runtime.correction.correct import weighted_mean
 
 if TYPE_CHECKING:
+    import torch
+
     from fp8plan.runtime.controller.laws import ControllerState, Decided
     from fp8plan.runtime.correction.correct import Correction, Thresholds
     from fp8plan.runtime.guard.guard import Guard, Verdict
@@ -38,7 +41,7 @@ class Step:
     mismatch:   the mismatch over all ranks
     decided:    the controller's decision, its reason and alarms
     verdict:    the guard's, if there was one
-    metrics:    figures of all ranks as the record has them, under verl's names where verl has one
+    metrics:    figures of all ranks as the record has them, under verl's names where verl has one; None: not known
     """
 
     weights: Array | None
@@ -48,6 +51,10 @@ class Step:
     decided: Decided
     verdict: Verdict | None
     metrics: Mapping[str, float | None]
+
+    def loss(self, token_losses: torch.Tensor) -> torch.Tensor:
+        """The mean of weight x loss over the tokens that the mask keeps, as `correct.weighted_mean` makes it."""
+        return weighted_mean(token_losses, self.weights, self.mask)
 
 
 def record_of(
@@ -133,6 +140,7 @@ def correction_metrics(correction: Correction) -> Metrics:
         schemas.CLIPPED_MASS: correction.clipped_mass,
         schemas.LOST_TOKENS: 1.0 - correction.kept_tokens,
         schemas.LOST_SEQUENCES: 1.0 - correction.kept_sequences,
+        schemas.LOST_WEIGHT: correction.lost_weight,
     }
 
 

@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8plan.model.cost.base import FloatArray
+from fp8plan.runtime.controller.alarms import MEANINGS
+from fp8plan.runtime.controller.state import Alarm
 from fp8plan.runtime.monitor.steps import Steps
 from fp8plan.schemas import (
     K3,
@@ -26,15 +28,6 @@ from fp8plan.schemas import (
 SPEED, SPEED_LOW, SPEED_HIGH = "achieved/predicted", "low/predicted", "high/predicted"  # in no record
 OF_PREDICTED: Final = {SPEED: TOKENS_PER_S, SPEED_LOW: PREDICTED_LOW, SPEED_HIGH: PREDICTED_HIGH}
 
-# What the words of fp8plan.runtime.controller.state.Alarm mean to who reads the report.
-ALARMS: Final = {
-    "kl": "smoothed KL above its limit",
-    "broken": "KL beyond what any correction repairs",
-    "raw_ess": "effective sample size of the untruncated weights too low",
-    "chi2": "variance of the ratios too high",
-    "tail": "too many tokens with extreme ratios",
-    "unit_mean": "the ratios' mean is not 1: the log-probs are not those of the policy that sampled",
-}
 QUIET: Final = ("hold", "warm_up", None)  # decisions that are no news
 
 
@@ -46,6 +39,11 @@ class Event:
     kind: str  # "decision", "alarm", "guard"
     what: str
     why: str
+
+
+def meaning(alarm: str) -> str:
+    """The meaning of an alarm and its remedy, for who reads a run; "" for a word that this version does not know."""
+    return ": ".join(MEANINGS[Alarm(alarm)]) if alarm in {*Alarm} else ""
 
 
 def columns(steps: Steps, metrics: Iterable[str]) -> dict[str, FloatArray]:
@@ -113,7 +111,7 @@ def _events_of(steps: Steps, index: int) -> list[Event]:
     if said.alarms:
         before = steps.said[index - 1].alarms if index else ()
         if begun := [x for x in said.alarms if x not in before]:
-            why = "; ".join(filter(None, (ALARMS.get(x) for x in begun)))
+            why = "; ".join(filter(None, map(meaning, begun)))
             notable.append(Event(step, "alarm", ", ".join(begun), why))
     verdict = said.guard.verdict if said.guard else None
     if verdict and (verdict.action or "none") != "none":

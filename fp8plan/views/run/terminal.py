@@ -223,7 +223,7 @@ def _state(steps: Steps) -> list[RenderableType]:
     """The decision and the alarms of the last step, and what the guard said last: not every step has a rollout."""
     said = steps.said[-1]
     rows = [("decision", f"{said.decision or 'none'}: {said.reason or ''}".rstrip(": "), "")]
-    rows += [("alarm", f"{x}: {runs.ALARMS.get(x, '')}".rstrip(": "), WORST) for x in said.alarms]
+    rows += [("alarm", f"{x}: {runs.meaning(x)}".rstrip(": "), WORST) for x in said.alarms]
     guards = (x.guard for x in reversed(steps.said) if x.guard)
     guard = next((x for x in guards if x.verdict or x.off), None)
     if guard and (verdict := guard.verdict):

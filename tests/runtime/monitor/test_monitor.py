@@ -27,6 +27,7 @@ from fp8plan.jsonl import plain
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import validate
+from fp8plan.runtime.controller.alarms import MEANINGS
 from fp8plan.runtime.controller.laws import (
     AdaptiveThresholds,
     Alarm,
@@ -46,7 +47,6 @@ from fp8plan.runtime.monitor.record import Step
 from fp8plan.runtime.monitor.run_file import RunReader
 from fp8plan.runtime.monitor.sinks import Callback, JsonLines
 from fp8plan.schemas import RunRecord, checked
-from fp8plan.views.run import columns as runs
 
 FACTS = EngineFacts("Qwen/Qwen3-0.6B", "h200_sxm", "0.26.0", "fp8_block+fp8_kv", EngineLimits(max_num_seqs=64))
 SEEN = Observation(seconds=0.9, prompt_lengths=[16] * 6, response_lengths=[64] * 6, prompt_ids=[0, 0, 0, 1, 1, 1])
@@ -141,7 +141,7 @@ def test_a_record_has_what_the_views_read_and_validate_reads_it(tmp_path: Path) 
     assert row["metrics"] == json.loads(json.dumps(dict(step.metrics)))
     assert (row["metrics"][schemas.REWARD], row["metrics"][schemas.TIS]) == (0.5, step.thresholds.tis)
     assert list(row["versions"]) == ["2"]
-    assert set(runs.ALARMS) == {x.value for x in Alarm}
+    assert set(MEANINGS) == {*Alarm}
     for record in read_records(path):
         assert record.fields["precision"] == "fp8_block+fp8_kv"
         assert record.limits.max_num_seqs == 64
