@@ -36,7 +36,7 @@ def optimiser_steps() -> None:
 def responses(seed: int, sigma: float) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """(train, rollout, mask) of each response."""
     chance = torch.Generator().manual_seed(seed)
-    train = [-torch.rand(n, generator=chance) for n in LENGTHS]
+    train = [-9 - torch.rand(n, generator=chance) for n in LENGTHS]
     rollout = [x + sigma * torch.randn(len(x), generator=chance) for x in train]
     masks = [(torch.rand(n, generator=chance) > 0.2).int() for n in LENGTHS]
     return train, rollout, masks

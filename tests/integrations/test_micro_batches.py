@@ -115,7 +115,7 @@ alone = running(HookSettings(thresholds="adaptive", run_file=folder + "/alone.js
 found = []
 for step in range(4):
     for _ in range(1 + rank):  # ranks may have different numbers of micro-batches
-        train = -torch.rand(400, generator=chance)
+        train = -9 - torch.rand(400, generator=chance)
         rollout = train + (1.0 if rank else 0.01) * torch.randn(400, generator=chance)
         both = [one.correct(train, rollout, lengths=[400]).settings.thresholds.tis for one in (shared, alone)]
     optimiser.step()

@@ -197,7 +197,7 @@ def test_one_negated_row_is_refused(row: int) -> None:
 
 
 def test_base_10_is_named_and_natural_logarithms_are_not() -> None:
-    train, rollout = policies(16, 2_000, sigma=0.1)
+    train, rollout = policies(16, 2_000, sigma=0.2)
     assert stepped(train / math.log(10), rollout / math.log(10))[0].decided.alarms == (Alarm.UNITS,)
     assert stepped(train, rollout)[0].decided.alarms == ()
 

@@ -1,0 +1,168 @@
+"""The observed KL, split by cause: staleness, sampling, precision, and the rest.
+
+    parts = attributed(mismatch, synced=..., sampling=..., expected=Expected(2e-3, 1e-3, 4e-3))
+    sentence(parts)            "KL 6e-3: 4e-3 staleness, 2e-3 precision"
+
+The trainer's policy differs from the one that sampled for several reasons, one after the other:
+
+    trainer now -- staleness -- weights that sampled -- precision, experts' routing -- engine -- sampling -- the sample
+
+k1 = mean(rollout - train log-prob) is a sum over tokens, so a policy between the two ends splits it exactly. k3 has the
+same expectation where the ratios have the mean 1, and far less noise. Each part is therefore a k3, or a difference of
+two. Causes that no such policy and no expectation tells apart stay one part, which names them all.
+
+staleness  k3(train, rollout) - k3(synced, rollout), where `synced` are the trainer's log-probs under the very weights
+           that sampled; without them the tokens of the newest weights in the batch stand in, so it is a lower bound
+sampling   vLLM renormalises over the kept tokens, whose mass M multiplies each ratio: k3 = E[M] - 1 - E[log M]. The mean
+           ratio is E[M]. -log is convex and M lies in [top_p, 1], so E[-log M] lies between -log E[M] (Jensen) and the
+           chord (1 - E[M]) / (1 - top_p) * -log top_p
+precision  what is left, up to the most that the plan or the probe expects; it holds the routing of experts, which lower
+           precision changes
+rest       what is left then
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import isfinite, log, sqrt
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from fp8plan.runtime.mismatch.metrics import Mismatch
+    from fp8plan.runtime.mismatch.sampling import Sampling
+
+STALENESS, SAMPLING, PRECISION, ROUTING, REST = CAUSES = "staleness", "sampling", "precision", "routing", "rest"
+ERRORS: Final = 5.0  # standard errors of the mean ratio, below which sampling is not seen in it
+SHOWN: Final = 0.02  # share of the KL, below which a part is not worth a word
+
+
+class Expected(NamedTuple):
+    """The KL (k3, nats per token) that a precision is expected to have, with its 90% interval."""
+
+    kl: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the observed KL.
+
+    causes:    of CAUSES; several: they cannot be told apart here
+    kl:        nats per token (k3); the parts of a step add up to its k3
+    low, high: between which it lies; equal to kl where it was measured
+    how:       where it comes from: "measured", "bounded" (by theory), "expected" (by a plan or a probe), "left over"
+    """
+
+    causes: tuple[str, ...]
+    kl: float
+    low: float
+    high: float
+    how: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for a record."""
+        return asdict(self) | {"causes": list(self.causes)}
+
+
+def attributed(
+    mismatch: Mismatch,
+    *,
+    synced: Mismatch | None = None,
+    fresh: bool = False,
+    sampling: Sampling | None = None,
+    expected: Expected | None = None,
+    routed: bool = False,
+) -> tuple[Part, ...]:
+    """Split the KL of a batch by cause; no part without a valid token or a finite KL.
+
+    mismatch: of the trainer's log-probs now against the engine's
+    synced:   of the trainer's log-probs under the weights that sampled against the engine's, over the same tokens
+    fresh:    the weights that sampled are those that the trainer has now: nothing is stale
+    sampling: how the rollout was sampled; None: not known
+    expected: the KL of the precision that runs; None: not known
+    routed:   the model has experts, whose routing lower precision changes
+    """
+    total = mismatch.k3
+    if not mismatch.tokens or not isfinite(total):
+        return ()
+    parts: list[Part] = []
+    open_causes: list[str] = []  # those that nothing here tells from the rest
+    engine, left = mismatch if synced is None else synced, total
+    if synced is not None and isfinite(synced.k3):
+        parts.append(_measured((STALENESS,), total - synced.k3))
+    elif (stale := _by_version(mismatch)) is not None:
+        parts.append(Part((STALENESS,), stale, stale, total, "bounded"))
+    elif not fresh:
+        open_causes.append(STALENESS)
+    left -= sum(part.kl for part in parts)
+    cut = _sampled(engine, sampling, max(left, 0.0))
+    if cut is None:
+        open_causes.append(SAMPLING)
+    elif cut.kl:
+        parts.append(cut)
+        left -= cut.kl
+    parts += _rest(max(left, 0.0), open_causes, expected, (PRECISION, ROUTING) if routed else (PRECISION,))
+    return tuple(parts)
+
+
+def _measured(causes: tuple[str, ...], kl: float) -> Part:
+    kl = max(kl, 0.0)
+    return Part(causes, kl, kl, kl, "measured")
+
+
+def _by_version(mismatch: Mismatch) -> float | None:
+    """The KL beyond that of the tokens of the newest weights; None with tokens of one version."""
+    if len(mismatch.versions) < 2:
+        return None
+    return max(mismatch.k3 - mismatch.versions[max(mismatch.versions)].k3, 0.0)
+
+
+def _sampled(engine: Mismatch, sampling: Sampling | None, most: float) -> Part | None:
+    """The part of the sampling; 0 if it changes nothing, None if it is not known or cannot be told apart."""
+    if sampling is None or sampling.reshapes or sampling.greedy:
+        return None
+    if not sampling.truncates or sampling.kept_set:
+        return None if sampling.remarks() else _measured((SAMPLING,), 0.0)
+    if any(remark not in sampling.remarks()[:1] for remark in sampling.remarks()):
+        return None  # the temperature too: one mean ratio cannot tell the two apart
+    square = engine.chi2_token + 1.0  # the mean of ratio^2
+    mass = sqrt(engine.ess_raw * square)
+    error = sqrt(max(1.0 - engine.ess_raw, 0.0) * square / engine.tokens)
+    if 1.0 - mass <= ERRORS * error:
+        return _measured((SAMPLING,), 0.0)
+    low, least = -log(mass) - (1.0 - mass), sampling.smallest_kept
+    high = most if least is None else (1.0 - mass) / (1.0 - least) * -log(least) - (1.0 - mass)
+    low, high = min(low, most), min(max(high, low), most)
+    return Part((SAMPLING,), (low + high) / 2, low, high, "bounded")
+
+
+def _rest(left: float, unknown: Sequence[str], expected: Expected | None, precision: tuple[str, ...]) -> list[Part]:
+    """Parts of what is left for the precision and for causes that nothing here tells apart."""
+    if expected is None:
+        return [Part((*precision, *unknown, REST), left, left, left, "left over")]
+    most = expected.kl if unknown else expected.high
+    kl = left if left <= most else min(expected.kl, left)
+    parts = [Part(precision, kl, min(expected.low, kl), min(expected.high, left), "expected")]
+    if left - kl > 0:
+        parts.append(Part((*unknown, REST), left - kl, max(left - expected.high, 0.0), left - parts[0].low, "left over"))
+    return parts
+
+
+def sentence(parts: Sequence[Part | Mapping[str, Any]]) -> str:
+    """The parts in words, the largest first: "KL 6e-3: 4e-3 staleness, 2e-3 precision". "" without parts.
+
+    parts: as `attributed` returns them, or as a record has them
+    """
+    rows = [part.to_dict() if isinstance(part, Part) else part for part in parts]
+    total = sum(row["kl"] for row in rows)
+    shown = sorted((row for row in rows if row["kl"] > SHOWN * total), key=lambda row: -row["kl"])
+    words = ", ".join(f"{_short(row['kl'])} {' or '.join(row['causes'])}" for row in shown)
+    return f"KL {_short(total)}: {words}" if words else ""
+
+
+def _short(kl: float) -> str:
+    """Two digits: 4e-3, 1.2e-2."""
+    digits, _, power = f"{kl:.1e}".partition("e")
+    return f"{digits.removesuffix('.0')}e{int(power)}"
