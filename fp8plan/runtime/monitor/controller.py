@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.controller.alarms import beginning
 from fp8plan.runtime.controller.laws import AdaptiveThresholds, ConstantThresholds, Controller
-from fp8plan.runtime.controller.state import Decided, Escalation
+from fp8plan.runtime.controller.state import Alarm, Decided, Escalation
 from fp8plan.runtime.correction.settings import CorrectionSettings
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
+    from fp8plan.runtime.mismatch.sampling import Sampling
 
 ADVICE: Final = {
     Escalation.RECALIBRATE_KV: "recalibrate the scales of an FP8 KV cache",
@@ -37,6 +38,15 @@ def feasible(decided: Decided, strained: int, can: Callable[[Escalation], bool])
     escalate = next((x for x in (decided.escalate, Escalation.STEP_DOWN) if can(x)), None)
     reason = f"{decided.reason}; {strained} steps in a row beyond what thresholds can do: {ADVICE[escalate]}"
     return replace(decided, escalate=escalate, reason=reason)
+
+
+def explained(decided: Decided, sampling: Sampling | None) -> Decided:
+    """The decision with what its rollout's sampling does to the ratios in the reason: what biases them for certain, and
+    beside the alarm UNIT_MEAN also what does under a condition.
+    """
+    if sampling is None or not (sampling.biased or Alarm.UNIT_MEAN in decided.alarms):
+        return decided
+    return replace(decided, reason="; ".join((decided.reason, *sampling.remarks())))
 
 
 def suited(settings: CorrectionSettings, given: Controller | None, plan: Plan | None = None) -> Controller:
