@@ -13,9 +13,10 @@ two. Causes that no such policy and no expectation tells apart stay one part, wh
 
 staleness  k3(train, rollout) - k3(synced, rollout), where `synced` are the trainer's log-probs under the very weights
            that sampled; without them the tokens of the newest weights in the batch stand in, so it is a lower bound
-sampling   vLLM renormalises over the kept tokens, whose mass M multiplies each ratio: k3 = E[M] - 1 - E[log M]. The mean
-           ratio is E[M]. -log is convex and M lies in [top_p, 1], so E[-log M] lies between -log E[M] (Jensen) and the
-           chord (1 - E[M]) / (1 - top_p) * -log top_p
+sampling   vLLM renormalises over the kept tokens. The mass M that the weights that sampled give them multiplies each
+           ratio: k3 = E[M] - 1 - E[log M], and the mean ratio is E[M]. -log is convex and M lies in [top_p, 1], or
+           hardly below: E[-log M] lies between -log E[M] (Jensen) and the chord (1 - E[M]) / (1 - top_p) * -log top_p.
+           The expected precision says where in between. What remains is the KL on the kept set
 precision  what is left, up to the most that the plan or the probe expects; it holds the routing of experts, which lower
            precision changes
 rest       what is left then
@@ -24,16 +25,20 @@ rest       what is left then
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isfinite, log, sqrt
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from fp8plan.errors import ConfigError
+
 if TYPE_CHECKING:
+    from fp8plan.model.plan.plan import Plan
     from fp8plan.runtime.mismatch.metrics import Mismatch
     from fp8plan.runtime.mismatch.sampling import Sampling
 
 STALENESS, SAMPLING, PRECISION, ROUTING, REST = CAUSES = "staleness", "sampling", "precision", "routing", "rest"
 ERRORS: Final = 5.0  # standard errors of the mean ratio, below which sampling is not seen in it
+APART: Final = 0.2  # most by which a part may be uncertain, as a share of it, to be told apart
 SHOWN: Final = 0.02  # share of the KL, below which a part is not worth a word
 
 
@@ -43,6 +48,17 @@ class Expected(NamedTuple):
     kl: float
     low: float
     high: float
+
+
+def expected_by(plan: Plan, choice: int | str | None = None) -> Expected | None:
+    """The KL that a plan expects of its choice, or of the one that is named; None if it expects none."""
+    try:
+        chosen = plan.select(choice)
+    except ConfigError:  # another plan than the engine's
+        return None
+    if chosen.kl_k3 is None or chosen.kl_k3_low is None or chosen.kl_k3_high is None:
+        return None
+    return Expected(chosen.kl_k3, chosen.kl_k3_low, chosen.kl_k3_high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +114,18 @@ def attributed(
         open_causes.append(STALENESS)
     left -= sum(part.kl for part in parts)
     cut = _sampled(engine, sampling, max(left, 0.0))
+    precision = (PRECISION, ROUTING) if routed else (PRECISION,)
     if cut is None:
         open_causes.append(SAMPLING)
     elif cut.kl:
+        if expected is not None and not open_causes:
+            likely = min(max(expected.kl, left - cut.high), left - cut.low)
+            cut = replace(cut, kl=left - likely)
+        elif (cut.high - cut.low) / 2 > APART * min(cut.kl, left - cut.kl):
+            return (*parts, Part((SAMPLING, *precision, *open_causes, REST), left, left, left, "left over"))
         parts.append(cut)
         left -= cut.kl
-    parts += _rest(max(left, 0.0), open_causes, expected, (PRECISION, ROUTING) if routed else (PRECISION,))
+    parts += _rest(max(left, 0.0), open_causes, expected, precision)
     return tuple(parts)
 
 
@@ -146,7 +168,9 @@ def _rest(left: float, unknown: Sequence[str], expected: Expected | None, precis
     kl = left if left <= most else min(expected.kl, left)
     parts = [Part(precision, kl, min(expected.low, kl), min(expected.high, left), "expected")]
     if left - kl > 0:
-        parts.append(Part((*unknown, REST), left - kl, max(left - expected.high, 0.0), left - parts[0].low, "left over"))
+        parts.append(
+            Part((*unknown, REST), left - kl, max(left - expected.high, 0.0), left - parts[0].low, "left over")
+        )
     return parts
 
 

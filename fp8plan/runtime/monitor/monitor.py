@@ -19,12 +19,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
 from fp8plan.checks import instance, whole
 from fp8plan.errors import ConfigError
+from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.controller.alarms import MEANINGS, of_correction
 from fp8plan.runtime.controller.laws import Controller, ControllerState
@@ -34,12 +35,14 @@ from fp8plan.runtime.correction.correct import Correction, CorrectionSettings, T
 from fp8plan.runtime.engine.rollout_timer import Judged
 from fp8plan.runtime.guard.guard import Guard
 from fp8plan.runtime.guard.observation import EngineFacts
+from fp8plan.runtime.mismatch.attribution import Expected, attributed, expected_by
 from fp8plan.runtime.mismatch.measure import measure
 from fp8plan.runtime.mismatch.metrics import SIZE, MismatchSums
 from fp8plan.runtime.mismatch.ranks import gathered, rank
+from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.mismatch.tokens import pack
 from fp8plan.runtime.monitor import record as run_record
-from fp8plan.runtime.monitor.controller import feasible, sounding, suited
+from fp8plan.runtime.monitor.controller import explained, feasible, sounding, suited
 from fp8plan.runtime.monitor.record import Step
 from fp8plan.runtime.monitor.sinks import Sink, Sinks, warn
 from fp8plan.runtime.monitor.witness import Witness
@@ -51,6 +54,19 @@ if TYPE_CHECKING:
     from fp8plan.runtime.mismatch.metrics import Mismatch
     from fp8plan.runtime.mismatch.tokens import Array
     from fp8plan.runtime.monitor.record import Rollout
+    from fp8plan.runtime.probe.results import Probe
+
+
+class _Context(NamedTuple):
+    """Facts about a step beside its log-probs, as `Monitor.step` has them. begun: seconds, by time.perf_counter"""
+
+    number: int
+    begun: float
+    rollout: Rollout
+    sampling: Sampling | None
+    own: run_record.Metrics
+    synced: Mismatch | None = None
+    fresh: bool = False
 
 
 class Monitor:
@@ -67,6 +83,9 @@ class Monitor:
     guard:      without an engine: judges the rollouts that `step` is given, in the caller's time (1,536 responses of
                 20,000 tokens: 2 s)
     facts:      without an engine: facts about the one that runs, for the record; None: the guard's
+    probe:      what `fp8plan.probe` measured of the precision that runs; it goes before the plan's expectation in
+                `step.attribution`
+    sampling:   how rollouts are sampled, as Sampling.of reads it; None: as the engine's last rollout was, if it says so
     group:      process group of the ranks that share the batch; None: all
 
     When the mismatch is beyond what thresholds can do, `step.decided.escalate` says what to do instead. With a
@@ -93,6 +112,8 @@ class Monitor:
         engine: RolloutEngine | RolloutFleet | None = None,
         guard: Guard | None = None,
         facts: EngineFacts | None = None,
+        probe: Probe | None = None,
+        sampling: Any = None,
         group: Any = None,
     ) -> None:
         check_torch("a Monitor")
@@ -104,7 +125,8 @@ class Monitor:
         # Each law has a state of its own, which it alone is given.
         self.controller: Any = suited(self.settings, controller, plan)
         self.engine, self.facts, self.group = engine, facts, group
-        self._plan = plan
+        self._plan, self._probe, self._sampling = plan, probe, Sampling.of(sampling)
+        self._expected, self._routed = self._expectation(), self._has_experts()
         self._planned_for = self._precision()
         self.state: ControllerState = self.controller.initial(plan, self._planned_for)
         self._fresh = self.state
@@ -137,7 +159,10 @@ class Monitor:
         *,
         lengths: Sequence[int] | Array | None = None,
         versions: Any = None,
+        synced_logprobs: Array | None = None,
+        fresh: bool = False,
         rollout: Rollout = None,
+        sampling: Any = None,
         number: int | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> Step:
@@ -146,32 +171,43 @@ class Monitor:
         train_logprobs, rollout_logprobs, mask, lengths: as `pack` takes them: padded [batch, length] with a mask, or
                   packed [tokens] with lengths; in nats
         versions: as `measure` takes them: versions of the weights that sampled
+        synced_logprobs: the trainer's log-probs under the very weights that sampled, in the form of train_logprobs, on
+                  every rank or on none. They tell staleness from precision in `step.attribution`
+        fresh:    train_logprobs are of the weights that sampled: nothing is stale
         rollout:  the rollout's seconds and lengths as an Observation, or the fields of a rollout record; None: the
                   engine's last rollout, unless an earlier step had it
+        sampling: how it was sampled, as Sampling.of reads it; None: as the Monitor was told, else as the rollout says.
+                  Where the ratios are biased by it, a warning and every step's reason say so
         number:   the step's number in the record; None: one more than before
         metrics:  figures of the loop's own for the record, of the first rank; the report draws `schemas.REWARD`,
                   "critic/rewards/mean". Names of the Monitor's own figures stay its own
 
         Weights made inside torch.inference_mode cannot be used in a loss: use torch.no_grad there.
         Raises ConfigError for log-probs that do not fit together or are none (above 0), for a mask of other numbers
-        than 0 and 1, for a `number` that is no whole number, for `metrics` that are no numbers, and for settings that
-        differ between ranks. All ranks raise then, also those whose own batch is fine, and nothing is changed. A
-        malformed rollout is left out of the record, with a warning.
+        than 0 and 1, for a `number` that is no whole number, for `metrics` that are no numbers, for a `sampling` that
+        vLLM does not take, and for settings that differ between ranks. All ranks raise then, also those whose own batch
+        is fine, and nothing is changed. A malformed rollout is left out of the record, with a warning.
         """
         begun = time.perf_counter()
-        sums, refusal = MismatchSums(np.zeros(SIZE)), None
+        sums, synced, refusal = MismatchSums(np.zeros(SIZE)), None, None
         try:
             done = self.steps + 1 if number is None else whole("number", number, 0, ", the step's")
             rollout, own = self._checked(rollout, done), run_record.own_metrics(metrics)
+            sampled = self._sampling if sampling is None else Sampling.of(sampling)
             tokens = pack(train_logprobs, rollout_logprobs, mask, lengths)
             sums = measure(tokens, versions)
             sums.check_units()
+            if synced_logprobs is not None:
+                synced = measure(pack(synced_logprobs, rollout_logprobs, mask, lengths))
+                synced.check_units()
         except Exception as error:  # the other ranks wait for this one, to refuse with it
             refusal = error
         mismatch = sums.reduced(self.group, refusal).metrics()
-        update = self._decided(mismatch)
+        update = self._decided(mismatch, synced is not None)
+        behind = None if synced is None else synced.reduced(self.group).metrics()
         correction = correct(tokens, replace(self.settings, thresholds=update[0]), self.group)
-        return self._concluded(done, begun, mismatch, update, correction, rollout, own)
+        context = _Context(done, begun, rollout, sampled, own, behind, fresh)
+        return self._concluded(mismatch, update, correction, context)
 
     def conclude(self, sums: MismatchSums, correction: Correction) -> Step | None:
         """Take in a step whose micro-batches were corrected one by one, with `thresholds`, and decide the next ones.
@@ -179,51 +215,51 @@ class Monitor:
         sums: what `measure` found in them, added up; correction: with the sums of all corrections; both of this rank.
         Every rank calls it, also one without tokens. Returns None, and does nothing, if no rank has any.
         """
-        begun = time.perf_counter()
+        context = _Context(self.steps + 1, time.perf_counter(), None, self._sampling, {})
         mismatch = sums.reduced(self.group).metrics()
         if not mismatch.tokens + mismatch.invalid:
             return None
-        return self._concluded(self.steps + 1, begun, mismatch, self._decided(mismatch), correction, None, {})
+        return self._concluded(mismatch, self._decided(mismatch), correction, context)
 
-    def _decided(self, mismatch: Mismatch) -> Update:
-        """The update that all ranks follow."""
+    def _decided(self, mismatch: Mismatch, with_synced: bool = False) -> Update:
+        """The update that all ranks follow. with_synced: the step was given the log-probs of the synced weights"""
         self._follow_precision()
         thresholds, state, decided = self.controller.update(self.state, mismatch)
-        return self._agreed((thresholds, state, feasible(decided, state.strained, self._witness.can)))
+        return self._agreed((thresholds, state, feasible(decided, state.strained, self._witness.can)), with_synced)
 
-    def _concluded(
-        self,
-        number: int,
-        begun: float,
-        mismatch: Mismatch,
-        update: Update,
-        correction: Correction,
-        rollout: Rollout,
-        own: run_record.Metrics,
-    ) -> Step:
+    def _concluded(self, mismatch: Mismatch, update: Update, correction: Correction, context: _Context) -> Step:
         """Go on to the next state, judge and record."""
         _, state, decided = update
         thresholds = correction.settings.thresholds
         whole_batch = correction.reduced(self.group)
         decided = sounding(decided, of_correction(whole_batch, self.controller.limits))
         # What follows raises nothing: the other ranks have gone on.
-        self.state, self.steps = state, number
-        found = self._witness.judged(rollout, mismatch)
+        self.state, self.steps = state, context.number
+        found = self._witness.judged(context.rollout, mismatch)
+        sampling = self._witness.sampling(context.rollout) if context.sampling is None else context.sampling
+        decided = explained(decided, sampling)
+        if sampling is not None and sampling.biased:
+            self._witness.warn_once("sampling", f"the ratios are biased: {'; '.join(sampling.remarks())}")
         metrics = {
-            **own,
+            **context.own,
             **run_record.mismatch_metrics(mismatch),
             **run_record.correction_metrics(whole_batch),
             **run_record.control_metrics(thresholds, state, len(decided.alarms)),
             **run_record.speed_metrics(found.observation, found.verdict),
             "fp8plan/sink_failures": float(sum(self.failures)),
-            "fp8plan/monitor_s": time.perf_counter() - begun,
+            "fp8plan/monitor_s": time.perf_counter() - context.begun,
         }
         metrics = {name: None if value != value else value for name, value in metrics.items()}  # no NaN: not known
-        step = Step(correction.weights, correction.mask, thresholds, mismatch, decided, found.verdict, metrics)
+        parts = attributed(
+            mismatch, synced=context.synced, fresh=context.fresh, sampling=sampling,
+            expected=self._expected, routed=self._routed,
+        )  # fmt: skip
+        verdict, weights, mask = found.verdict, correction.weights, correction.mask
+        step = Step(weights, mask, thresholds, mismatch, decided, verdict, sampling, parts, metrics)
         for alarm in () if rank(self.group) else decided.alarms:
             self._witness.warn_once(alarm, f"alarm {alarm}: {': '.join(MEANINGS[alarm])}")
         if self._writes():
-            self._sinks.write(self._record(number, step, rollout, found))
+            self._sinks.write(self._record(context.number, step, context.rollout, found))
         return step
 
     def _precision(self) -> str | None:
@@ -236,6 +272,7 @@ class Monitor:
         if running == self._planned_for:
             return
         self._planned_for = running
+        self._expected = self._expectation()
         try:
             self._fresh = self.controller.initial(self._plan, running)
         except ConfigError as error:  # another plan than the engine's; a step stops for nothing
@@ -244,7 +281,23 @@ class Monitor:
         else:
             self.state = expecting(self.state, self._fresh)
 
-    def _agreed(self, own: Update) -> Update:
+    def _expectation(self) -> Expected | None:
+        """The KL that the probe, or else the plan, expects of the precision that runs."""
+        running = self.engine.launch.precision if self.engine is not None else getattr(self.facts, "precision", None)
+        probed = None if self._probe is None else self._probe.precisions.get(running or "")
+        if probed is not None and probed.error is None:
+            return Expected(*probed.kl_k3)
+        return None if self._plan is None else expected_by(self._plan, self._precision())
+
+    def _has_experts(self) -> bool:
+        """Return True if the model is known to have experts."""
+        model = self._plan.model if self._plan is not None else getattr(self.facts, "model", None)
+        try:
+            return model is not None and bool(ModelShape.from_hf(model).parts_of(Experts))
+        except ConfigError:  # a model that is not planned
+            return False
+
+    def _agreed(self, own: Update, with_synced: bool) -> Update:
         """The first rank's update, for all ranks.
 
         All work out the same from the same sums, but for how their CPUs round, and for what one of them alone was told:
@@ -253,6 +306,7 @@ class Monitor:
         Raises ConfigError, on all ranks, if they correct in different ways.
         """
         ways = {name: value for name, value in asdict(self.settings).items() if name != "thresholds"}
+        ways["synced_logprobs"] = "present" if with_synced else None
         update: Update = gathered(own, ways, self.group)[0]
         return update
 

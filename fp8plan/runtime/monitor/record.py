@@ -15,6 +15,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.profile.profile import ENGINE
 from fp8plan.model.validate.records import check_fields
 from fp8plan.runtime.correction.correct import weighted_mean
+from fp8plan.runtime.mismatch.sampling import Sampling
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from fp8plan.runtime.correction.correct import Correction, Thresholds
     from fp8plan.runtime.guard.guard import Guard, Verdict
     from fp8plan.runtime.guard.observation import EngineFacts, Observation
+    from fp8plan.runtime.mismatch.attribution import Part
     from fp8plan.runtime.mismatch.metrics import Mismatch
     from fp8plan.runtime.mismatch.tokens import Array
 
@@ -41,6 +43,8 @@ class Step:
     mismatch:   the mismatch over all ranks
     decided:    the controller's decision, its reason and alarms
     verdict:    the guard's, if there was one
+    sampling:   of the rollout; None: not known
+    attribution: the parts of the KL, by cause (fp8plan.runtime.mismatch.attribution)
     metrics:    figures of all ranks as the record has them, under verl's names where verl has one; None: not known
     """
 
@@ -50,6 +54,8 @@ class Step:
     mismatch: Mismatch
     decided: Decided
     verdict: Verdict | None
+    sampling: Sampling | None
+    attribution: tuple[Part, ...]
     metrics: Mapping[str, float | None]
 
     def loss(self, token_losses: torch.Tensor) -> torch.Tensor:
@@ -83,6 +89,8 @@ def record_of(
         "reason": decided.reason,
         "alarms": [alarm.value for alarm in decided.alarms],
         "escalate": None if decided.escalate is None else decided.escalate.value,
+        "sampling": None if step.sampling is None else step.sampling.to_dict(),
+        "attribution": [part.to_dict() for part in step.attribution],
         "metrics": step.metrics,
         **mismatch_parts(step.mismatch),
         "guard": judged,
@@ -105,6 +113,7 @@ def checked(rollout: Any) -> Observation | dict[str, Any] | None:
         )
     found: dict[str, Any] = plain(rollout)
     check_fields(found, "it")
+    Sampling.of(found.get("sampling"))
     if found.get("seconds") is not None:
         observation(found)
     return found
@@ -183,6 +192,8 @@ def rollout_fields(rollout: Rollout, facts: EngineFacts | None) -> dict[str, Any
     found |= {name: list(getattr(rollout, name)) for name in ("prompt_lengths", "response_lengths")}
     if rollout.prompt_ids is not None:
         found["prompt_ids"] = list(rollout.prompt_ids)
+    if rollout.sampling is not None:
+        found["sampling"] = rollout.sampling.to_dict()
     return found | {"measured_kv_cache_tokens": rollout.kv_cache_tokens}
 
 

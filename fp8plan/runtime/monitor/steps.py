@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
@@ -12,14 +13,26 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8plan.schemas import FIRST, K3, SHOWN, Judged, RunRecord
+from fp8plan.schemas import FIRST, K3, K3_ROBUST, SHOWN, Judged, RunRecord
 
 FloatArray = NDArray[np.float64]
 EPOCH: Final = datetime.fromtimestamp(0, UTC)
 
 # A run record as views need it, with its version. What is not shown is passed over: the lengths of every request, which
 # are most of a line, and other metrics.
-_WORDS: Final = ("step", "date", "model", "precision", "gpu", "decision", "reason", "alarms", "profile", "guard")
+_WORDS: Final = (
+    "step",
+    "date",
+    "model",
+    "precision",
+    "gpu",
+    "decision",
+    "reason",
+    "alarms",
+    "profile",
+    "guard",
+    "attribution",
+)
 _PLACES: Final = {name: place for place, name in enumerate(SHOWN)}
 _FIELDS: Final = {f"m{place}": name for name, place in _PLACES.items()}
 ShownMetrics: Any = msgspec.defstruct(
@@ -58,7 +71,8 @@ class Steps:
     numbers:  the steps' own, each larger than the one before
     dates:    of their records
     metrics:  each of SHOWN, step by step, nan where a record has none
-    infinite: 1 where k3 was infinite, for which JSON has no number: the record has null
+    infinite: 1 where k3 was infinite, for which JSON has no number: the record has null, and a robust k3
+    attribution: the parts of the last step's KL, as its record has them
     said:     the words
     spans, ends: KL by position in the response, as (first token, tokens, k3), three numbers each, of all steps; the
               number of spans up to the end of a step. Those without tokens or k3 are left out
@@ -69,6 +83,7 @@ class Steps:
     metrics: array[float] = field(default_factory=lambda: array("d"))
     infinite: array[int] = field(default_factory=lambda: array("b"))
     said: list[Said] = field(default_factory=list)
+    attribution: Sequence[Mapping[str, Any]] = ()
     spans: array[float] = field(default_factory=lambda: array("d"))
     ends: array[int] = field(default_factory=lambda: array("q"))
     _same: dict[Any, Any] = field(default_factory=dict)  # words that come again and again are kept once
@@ -85,7 +100,8 @@ class Steps:
         self.dates.append(record.date)
         values = msgspec.structs.astuple(record.metrics)
         self.metrics.extend([np.nan if value is None else value for value in values])
-        self.infinite.append(values[_PLACES[K3]] is None)
+        self.infinite.append(values[_PLACES[K3]] is None and values[_PLACES[K3_ROBUST]] is not None)
+        self.attribution = record.attribution or ()
         ran = record.model, record.precision, record.gpu
         words = record.decision, tuple(record.alarms or ()), ran
         decision, alarms, ran = self._same.setdefault(words, words)

@@ -17,6 +17,7 @@ from rich.text import Text
 from fp8plan import schemas
 from fp8plan.errors import ConfigError
 from fp8plan.model.cost.base import FloatArray
+from fp8plan.runtime.mismatch.attribution import sentence
 from fp8plan.runtime.monitor.run_file import RunReader
 from fp8plan.runtime.monitor.steps import Steps
 from fp8plan.views.run import columns as runs
@@ -223,6 +224,7 @@ def _state(steps: Steps) -> list[RenderableType]:
     """The decision and the alarms of the last step, and what the guard said last: not every step has a rollout."""
     said = steps.said[-1]
     rows = [("decision", f"{said.decision or 'none'}: {said.reason or ''}".rstrip(": "), "")]
+    rows += [("causes", sentence(steps.attribution), "")] if steps.attribution else []
     rows += [("alarm", f"{x}: {runs.meaning(x)}".rstrip(": "), WORST) for x in said.alarms]
     guards = (x.guard for x in reversed(steps.said) if x.guard)
     guard = next((x for x in guards if x.verdict or x.off), None)
