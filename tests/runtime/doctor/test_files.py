@@ -7,11 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import fp8plan
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.doctor.server import _output, facts_of, samples, total
+from fp8plan.runtime.doctor.over_http.answers import Completion, Info, facts_of, output_of, samples, total
 
 # As a Monitor's record has them (fp8plan.schemas.RunRecord).
 RECORD: dict[str, Any] = {
@@ -106,7 +107,9 @@ def test_a_log_without_a_kl_says_what_to_switch_on(tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_not_there() -> None:
-    with pytest.raises(ConfigError, match=r"127.0.0.1:9 does not answer: .*give the URL of a vllm serve that runs"):
+    with pytest.raises(
+        ConfigError, match=r"127.0.0.1:9/v1/models does not answer: .*refused; give the URL of a vllm serve that runs"
+    ):
         fp8plan.doctor("http://127.0.0.1:9")
 
 
@@ -130,17 +133,19 @@ def test_a_servers_own_pages_are_read() -> None:
     found = samples(METRICS)
     assert total(found, "vllm:num_preemptions_total") == 3
     assert total(found, "vllm:request_success_total") == 9
-    assert total(found, "vllm:other_total") is None
-    assert facts_of(INFO, found) == {
+    with pytest.raises(ConfigError, match="/metrics has no vllm:other_total"):
+        total(found, "vllm:other_total")
+    assert facts_of(msgspec.convert(INFO, Info), found) == {
         "enforce_eager": True,
         "logprobs_mode": "raw_logprobs",
         "cudagraph_mode": "NONE",
         "device": "cpu",
         "e8m0": None,
+        "quantization": None,
         "kv_cache_dtype": "fp8",
     }
     graphs = {"vllm_config": {"compilation_config": {"cudagraph_mode": [2, 1]}}}
-    assert facts_of(graphs, {}) == {"cudagraph_mode": "FULL_AND_PIECEWISE"}
+    assert facts_of(msgspec.convert(graphs, Info), {}) == {"cudagraph_mode": "FULL_AND_PIECEWISE"}
 
 
 def test_a_completion_is_read_as_vllms_own_output() -> None:
@@ -149,9 +154,12 @@ def test_a_completion_is_read_as_vllms_own_output() -> None:
         "logprobs": {"token_logprobs": [-7.2], "top_logprobs": [{"token_id:584": -7.2, "token_id:3": -1.0}]},
         "prompt_logprobs": [None, {"6": {"logprob": -7.0, "rank": 257}}],
     }
-    output = _output({"choices": [choice], "usage": {"prompt_tokens_details": {"cached_tokens": 128}}})
+    answer = {"choices": [choice], "usage": {"prompt_tokens_details": {"cached_tokens": 128}}}
+    asked = {"logprobs": 1, "prompt_logprobs": 0}
+    output = output_of(msgspec.convert(answer, Completion), [5, 6], asked)
     assert output.outputs[0].logprobs[0][584].logprob == -7.2
     assert output.prompt_logprobs[1][6].logprob == -7.0
     assert output.num_cached_tokens == 128
-    bare = _output({"choices": [choice | {"logprobs": None, "prompt_logprobs": None}], "usage": {}})
-    assert (bare.outputs[0].logprobs, bare.num_cached_tokens) == ([], None)
+    bare = {"choices": [choice | {"logprobs": None, "prompt_logprobs": None}], "usage": {}}
+    output = output_of(msgspec.convert(bare, Completion), [5, 6], {})
+    assert (output.outputs[0].logprobs, output.num_cached_tokens) == ([], None)
