@@ -31,7 +31,7 @@ HOST_AND_PORT: Final = re.compile(r"[\w.-]+:\d+/?")
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The findings on one engine, one of each check, and what they were drawn from."""
+    """The findings on one engine, and what they were drawn from: one of each check, and one of each alarm in a log."""
 
     target: str
     findings: tuple[Finding, ...]
@@ -42,14 +42,19 @@ class Diagnosis:
         """The findings that are faults."""
         return tuple(one for one in self.findings if one.state == State.FAULT)
 
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        """The findings that are risks, and need not be faults."""
+        return tuple(one for one in self.findings if one.state == State.WARNING)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, as `fp8plan doctor --json` prints it."""
         return {"target": self.target, "findings": [one.to_dict() for one in self.findings]}
 
     def __str__(self) -> str:
-        """Return a line for each finding, and what to type for each fault."""
+        """Return a line for each finding, and what to type for each fault and warning."""
         lines = [f"{one.check}: {one.state.value}: {one.says}" for one in self.findings]
-        todo = [f"{one.fault}: {one.todo}" for one in self.faults]
+        todo = [f"{one.fault}: {one.todo}" for one in (*self.faults, *self.warnings)]
         return "\n".join([self.target, *lines, *(["to mend it, type"] if todo else []), *todo])
 
 

@@ -10,7 +10,7 @@ from fp8plan.runtime.doctor.finding import Finding, fault, ok, unknown
 from fp8plan.runtime.doctor.observed import Observed, RankWeights
 
 # k3 per token. Two ways through one engine show what kernels that add in another order leave, 0.0001 to 0.003; a broken
-# way shows 0.1 and more. Between trainer and FP8 rollout it is the risk budget's limit of high risk.
+# way shows 0.1 and more.
 MOST_K3: Final = 0.03
 # A trainer at another temperature: its log-probs are off by so many nats on average, and by at most this part of it at
 # a temperature that is so much another.
@@ -122,18 +122,6 @@ def temperature(seen: Observed) -> Finding:
         says = f"the engine's log-probs are at temperature 1 (logprobs_mode {mode}), samples at {found.sampled:g}"
         return fault("temperature", "engine_temperature", says, "--logprobs-mode processed_logprobs")
     return ok("temperature", f"the trainer's log-probs are at {found.sampled:g}: {found.mean_abs:.3f} nats off")
-
-
-def mismatch(seen: Observed) -> Finding:
-    """The KL between trainer and rollout, as the run logged it, is within its limit."""
-    if seen.kl_k3 is None:
-        return unknown("mismatch", seen.unseen.get("kl_k3", "only a run's log tells; type: fp8plan doctor run.jsonl"))
-    limit = MOST_K3 if seen.kl_limit is None else seen.kl_limit
-    says = f"k3 {seen.kl_k3:.1e} per token, limit {limit:.1e}"
-    if seen.kl_k3 <= limit:
-        return ok("mismatch", says)
-    todo = "doctor(engine, weights=..., scored=...) in the trainer's process says whether it is weights or temperature"
-    return fault("mismatch", "mismatch_high", says, todo)
 
 
 def _placed(ranks: Sequence[Sequence[str]]) -> list[str]:

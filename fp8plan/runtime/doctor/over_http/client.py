@@ -140,7 +140,10 @@ def _beginning(error: HTTPError) -> str:
 
 def _cause(error: Exception) -> str:
     """Text of an error; of urllib's own, which is "<urlopen error ...>", what lies below it."""
-    return shown(getattr(error, "reason", error))
+    cause = getattr(error, "reason", error)
+    if isinstance(cause, IncompleteRead):
+        return "its answer breaks off"
+    return shown(f"{type(cause).__name__}: {cause}" if isinstance(cause, HTTPException) else cause)
 
 
 def _typed(error: HTTPError) -> str:
