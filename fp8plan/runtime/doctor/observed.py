@@ -133,6 +133,16 @@ class Observed:
         return self.ranks[0] if self.ranks else {}
 
     @property
+    def weights_format(self) -> str | None:
+        """Name the format of quantised weights; "" for weights that are not quantised; None: not known."""
+        layers, name = self.facts.get("layers"), self.facts.get("quantization")
+        if self.runs is not None:
+            return "" if PRESETS[self.runs].weights == "bf16" else PRESETS[self.runs].weights
+        if "quantization" in self.facts or layers is None:
+            return name or ("" if "quantization" in self.facts else None)
+        return "FP8" if any("Fp8" in kind for kind in layers) else ""
+
+    @property
     def fp8_kv(self) -> bool | None:
         """Tell whether the KV cache is FP8; None: not known."""
         if self.runs is not None:

@@ -27,6 +27,10 @@ NOT_GIVEN: Final = (
     "the trainer's log-probs were not given; type: fp8plan.doctor(engine, scored=[fp8plan.Scored(tokens, logprobs)], "
     "temperature=T)"
 )
+WHOLE: Final = (
+    """vllm serve ... --weight-transfer-config '{"backend": "fp8plan"}', which quantises and checks what it """
+    "writes; or serve the weights in BF16"
+)
 SYNC: Final = "engine.sync_weights(policy.state_dict())"
 
 
@@ -72,6 +76,28 @@ def weights(seen: Observed) -> Finding:
     return ok(
         "weights", "sound: finite, no matrix of zeros (the trainer's were not given: doctor(engine, weights=...))"
     )
+
+
+def sync(seen: Observed) -> Finding:
+    """The backend of weight updates can write weights of the format that serves.
+
+    vLLM's sparse_nccl casts the values of a patch to the parameter's dtype (checkpoint_weight_patch.py, 0.30), so that
+    FP8 weights would be multiplied by a scale that the values were never divided by.
+    """
+    backend, weights = seen.facts.get("weight_transfer"), seen.weights_format
+    if "weight_transfer" not in seen.facts:
+        return unknown("sync", seen.unseen.get("ranks", "nothing tells"))
+    if backend is None or "sparse" not in backend:
+        return ok("sync", f"backend {backend}" if backend else "vLLM has no backend of weight updates")
+    if weights is None:
+        return unknown("sync", f"backend {backend}; the weights' format is not told")
+    if not weights:
+        return ok("sync", f"backend {backend}; weights are not quantised")
+    says = (
+        f"{backend} writes patches into {weights} weights without their scales (0.6 lands as 0.006 at a scale of "
+        "0.01), and reports success"
+    )
+    return fault("sync", "sparse_sync", says, WHOLE)
 
 
 def decode(seen: Observed) -> Finding:

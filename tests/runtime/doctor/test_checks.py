@@ -25,6 +25,10 @@ FACTS: dict[str, Any] = {
     "logprobs_mode": "processed_logprobs",
     "routers": {"bfloat16": 48},
     "weights": 7,
+    "quantization": "fp8_per_block",
+    "experts": True,
+    "routed_experts": True,
+    "weight_transfer": "fp8plan",
 }
 SCALES = {f"layers.{n}": {"q": 1.0, "k": 0.02, "v": 0.01, "k_host": 0.02, "v_host": 0.01} for n in range(3)}
 SOUND = RankWeights(unsound={}, changed=[], differ=[], compared=290, of=290)
@@ -81,6 +85,8 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         "measured with flashinfer_deep_gemm",
     ),
     "wrong_precision": ({"runs": "fp8_kv"}, "planned: fp8_block+fp8_kv"),
+    "sparse_sync": (facts(weight_transfer="sparse_nccl"), "sparse_nccl writes patches into fp8_block weights without"),
+    "router_replay_off": (facts(routed_experts=False), "weights are fp8_block, and the routes of experts are not"),
     "not_serving": ({"refusal": "a sync has begun and not ended"}, "refuses to generate: a sync has begun"),
     "decode_differs": ({"decode": Compared(256, 1.5, 0.8)}, "k3 8.0e-01"),
     "prefix_cache_stale": ({"prefix": Compared(16, 2.0, 1.1, cached=4096)}, "of other weights"),
@@ -141,6 +147,28 @@ def test_one_corrupted_layer(changes: dict[str, Any], says: str) -> None:
     found = faults_of(replace(HEALTHY, **changes))
     assert list(found) == ["corrupted_layer"]
     assert says in found["corrupted_layer"]
+
+
+@pytest.mark.parametrize(
+    ("told", "sync", "routing"),
+    [
+        ({"weight_transfer": "sparse_nccl", "quantization": "fp8"}, "fault", "unknown"),
+        ({"weight_transfer": "sparse_nccl", "layers": {"X / Fp8LinearMethod": 1}}, "fault", "unknown"),
+        ({"weight_transfer": "sparse_nccl", "quantization": None}, "ok", "unknown"),
+        ({"weight_transfer": "sparse_nccl"}, "unknown", "unknown"),
+        ({"weight_transfer": "nccl", "quantization": "fp8"}, "ok", "unknown"),
+        ({"weight_transfer": None, "quantization": "fp8"}, "ok", "unknown"),
+        ({"quantization": "fp8", "experts": True, "routed_experts": False}, "unknown", "warning"),
+        ({"quantization": None, "experts": True, "routed_experts": False}, "unknown", "ok"),
+        ({"quantization": "fp8", "experts": True}, "unknown", "unknown"),
+        ({"experts": True, "routed_experts": False}, "unknown", "unknown"),
+        ({"experts": False}, "unknown", "ok"),
+    ],
+)
+def test_what_a_server_tells_of_its_weight_updates_and_routes(told: dict[str, Any], sync: str, routing: str) -> None:
+    found = {one.check: one for one in findings(Observed(target="a server", ranks=[told]))}
+    assert (found["sync"].state.value, found["routing"].state.value) == (sync, routing)
+    assert all(found[name].todo for name in ("sync", "routing") if found[name].state.value in ("fault", "warning"))
 
 
 def test_two_faults_are_both_named() -> None:

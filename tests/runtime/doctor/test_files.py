@@ -291,9 +291,16 @@ vllm:cache_config_info{block_size="128",cache_dtype="fp8",engine="0"} 1.0
 """
 INFO = {
     "vllm_config": {
-        "model_config": {"enforce_eager": True, "logprobs_mode": "raw_logprobs", "quantization": None},
+        "model_config": {
+            "enforce_eager": True,
+            "logprobs_mode": "raw_logprobs",
+            "quantization": None,
+            "enable_return_routed_experts": False,
+        },
         "compilation_config": {"cudagraph_mode": 0},
         "device_config": {"device": "cpu"},
+        "parallel_config": {"is_moe_model": True},
+        "weight_transfer_config": {"backend": "sparse_nccl"},
     }
 }
 
@@ -311,6 +318,9 @@ def test_a_servers_own_pages_are_read() -> None:
         "device": "cpu",
         "e8m0": None,
         "quantization": None,
+        "experts": True,
+        "routed_experts": False,
+        "weight_transfer": "sparse_nccl",
         "kv_cache_dtype": "fp8",
     }
     graphs = {"vllm_config": {"compilation_config": {"cudagraph_mode": [2, 1]}}}
