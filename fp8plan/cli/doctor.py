@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fp8plan.cli.app import OUTPUT, GroupedCommand, app, show
+from fp8plan.cli.app import OUTPUT, GroupedCommand, app, given, show
 
 
 @app.command("doctor", cls=GroupedCommand)
@@ -29,18 +29,26 @@ def doctor_command(
     precision: Annotated[
         str | None, typer.Option(help="that was planned: bf16, fp8_block, fp8_kv or fp8_block+fp8_kv")
     ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY", help="of the server", show_default="VLLM_API_KEY or OPENAI_API_KEY of the environment"
+        ),
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="for all that a server is asked", show_default="120")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", rich_help_panel=OUTPUT)] = False,
 ) -> None:
     """Say what really runs, and what to type where it is wrong.
 
-    Exits with 1 if there is a fault. In the engine's own process fp8plan.doctor(engine) sees more: weights, kernels,
-    KV scales.
+    Exits with 1 if there is a fault, and with 2 for a server that cannot be looked at. In the engine's own process
+    fp8plan.doctor(engine) sees more: weights, kernels, KV scales.
     """
     from fp8plan.runtime.doctor.doctor import doctor
-    from fp8plan.runtime.doctor.server import read_tokens
 
-    tokens = None if prompts is None else read_tokens(target, prompts)
-    found = doctor(target, prompts=tokens, gpu=gpu, precision=precision)
+    for_a_server = given(prompts=prompts, api_key=api_key, timeout_s=timeout)
+    found = doctor(target, gpu=gpu, precision=precision, **for_a_server)
     if as_json:
         print(json.dumps(found.to_dict(), indent=2, allow_nan=False))
     else:

@@ -12,6 +12,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,13 @@ STEP = re.compile(r"\bstep:(\d+) - (.*)")
 FIGURE = re.compile(r"(\S+):(?:np\.\w+\()?([-+.\w]+)\)?")  # numpy's numbers print as np.float64(1.5)
 
 
-def figures(path: Path) -> Figures:
-    """Read a trainer's figures. Raises ConfigError for a path that is not there or holds none."""
+def figures(path: Path, absent: bool = False) -> Figures:
+    """Read a trainer's figures.
+
+    absent: keep figures that were logged and are no numbers (null, NaN, infinite), as NaN; else they are left out
+
+    Raises ConfigError for a path that is not there or holds none.
+    """
     if not path.exists():
         raise ConfigError(f"there is no log {path}; give one of: {_kinds()}")
     rows: Iterable[tuple[Any, dict[str, Any]]]
@@ -41,9 +47,19 @@ def figures(path: Path) -> Figures:
     for step, values in rows:
         if is_number(step):
             by_step[int(step)] |= {name: float(x) for name, x in values.items() if is_number(x)}
+            for name in values if absent else ():
+                if _is_absent(values[name]):
+                    by_step[int(step)].setdefault(name, nan)  # another row of the step may have the number
     if not by_step:
         raise ConfigError(f"{path} holds no figures of steps; give one of: {_kinds()}")
     return dict(by_step)
+
+
+def _is_absent(value: Any) -> bool:
+    """True for null, NaN and infinity, also as text, which W&B writes."""
+    if value is None or str(value).lower().lstrip("+-") in ("nan", "inf", "infinity"):
+        return True
+    return is_number(value, finite=False) and not is_number(value)
 
 
 def _kinds() -> str:

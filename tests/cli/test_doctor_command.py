@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from command import Done, refused
+from sick_server import raw, serving, whole
+
+from fp8plan.runtime.doctor.over_http.client import KEYS, TIMEOUT_S
 
 HEALTHY = {"step": 1, "data": {"rollout_corr/k3_kl": 0.001}}
 ILL = {"step": 2, "data": {"rollout_corr/k3_kl": 0.5}}
@@ -37,3 +42,32 @@ def test_what_cannot_be_looked_at_is_refused(fp8plan: Callable[..., Done]) -> No
     refused(fp8plan("doctor", "localhost:8000"), "no file localhost:8000; for a server type: http://localhost:8000")
     refused(fp8plan("doctor", "log.jsonl", "--prompts", "prompts.jsonl"), "--prompts are for a server")
     refused(fp8plan("doctor", "log.jsonl", "--precision", "fp9"), "unknown precision 'fp9'")
+
+
+def test_a_sick_server_is_one_line(fp8plan: Callable[..., Done]) -> None:
+    with serving({"/v1/models": raw(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{")}) as url:
+        refused(fp8plan("doctor", url), "/v1/models does not answer: its answer breaks off")
+    with serving({"/v1/models": lambda handler: time.sleep(3)}) as url:
+        refused(fp8plan("doctor", url, "--timeout", 0.5), "does not answer within 0.5 s; type: --timeout SECONDS")
+
+
+def test_the_key_of_a_server(fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in KEYS:
+        monkeypatch.delenv(name, raising=False)
+    with serving({}, key="secret") as url:
+        refused(fp8plan("doctor", url), "answers 401", "type: --api-key KEY, or export VLLM_API_KEY=KEY")
+        done = fp8plan("doctor", url, "--gpu", "h200", "--api-key", "secret")
+    assert (done.code, done.err) == (0, "")
+    assert "secret" not in done.out
+
+
+def test_a_file_of_prompts_is_for_a_server(fp8plan: Callable[..., Done]) -> None:
+    Path("prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt_token_ids": [1, 2]}\n')
+    with serving({"/tokenize": whole(b'{"tokens": [5, 6, 7]}')}) as url:
+        done = fp8plan("doctor", url, "--gpu", "h200", "--prompts", "prompts.jsonl", "--json")
+    found = {one["check"]: one["state"] for one in json.loads(done.out)["findings"]}
+    assert found["prefix_cache"] == "ok"
+
+
+def test_help_names_the_time_that_is_taken(fp8plan: Callable[..., Done]) -> None:
+    assert f"[default: ({TIMEOUT_S:g})]" in fp8plan("doctor", "--help").out

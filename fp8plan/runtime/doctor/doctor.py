@@ -18,18 +18,20 @@ from fp8plan.runtime.doctor.checks import findings
 from fp8plan.runtime.doctor.finding import Finding, State
 from fp8plan.runtime.doctor.observe import Given, observe_engine, observe_llm
 from fp8plan.runtime.doctor.observed import Observed
+from fp8plan.runtime.doctor.over_http.client import TIMEOUT_S, Server
 from fp8plan.runtime.weight_sync.state import Call, Scored
 
 if TYPE_CHECKING:
     from fp8plan.runtime.engine.async_engine import AsyncRolloutEngine
 
 ALLOWED = "a RolloutEngine, a vllm.LLM, the URL of a vllm serve, a Monitor's run file, or a trainer's log"
+URL: Final = re.compile("https?://", re.IGNORECASE)
 HOST_AND_PORT: Final = re.compile(r"[\w.-]+:\d+/?")
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The findings on one engine, one of each check, and what they were drawn from."""
+    """The findings on one engine, and what they were drawn from: one of each check, and one of each alarm in a log."""
 
     target: str
     findings: tuple[Finding, ...]
@@ -40,41 +42,58 @@ class Diagnosis:
         """The findings that are faults."""
         return tuple(one for one in self.findings if one.state == State.FAULT)
 
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        """The findings that are risks, and need not be faults."""
+        return tuple(one for one in self.findings if one.state == State.WARNING)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, as `fp8plan doctor --json` prints it."""
         return {"target": self.target, "findings": [one.to_dict() for one in self.findings]}
 
     def __str__(self) -> str:
-        """Return a line for each finding, and what to type for each fault."""
+        """Return a line for each finding, and what to type for each fault and warning."""
         lines = [f"{one.check}: {one.state.value}: {one.says}" for one in self.findings]
-        todo = [f"{one.fault}: {one.todo}" for one in self.faults]
+        todo = [f"{one.fault}: {one.todo}" for one in (*self.faults, *self.warnings)]
         return "\n".join([self.target, *lines, *(["to mend it, type"] if todo else []), *todo])
 
 
 def doctor(
     target: Any,
     *,
-    prompts: Sequence[Sequence[int]] | None = None,
+    prompts: Sequence[Sequence[int]] | str | Path | None = None,
     weights: Any = None,
     scored: Scored | Sequence[Scored] = (),
     temperature: float = 1.0,
     gpu: str | None = None,
     precision: str | None = None,
+    api_key: str | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> Diagnosis:
     """Say what really runs, and what is wrong with it. It takes seconds, and changes neither weights nor scales.
 
     target:      a RolloutEngine, a vllm.LLM, the URL of a `vllm serve`, a Monitor's run file, or a trainer's log
     prompts:     token ids of prompts that the engine has had lately: whether the prefix cache still fits the weights
-                 shows on them; None: sequences of a RolloutEngine's last rollout
+                 shows on them; None: sequences of a RolloutEngine's last rollout. For a server also a file of JSON
+                 lines with prompt_token_ids, messages or prompt
     weights:     the trainer's tensors, as `sync_weights` takes them: every one is compared with the live one
     scored:      sequences with the trainer's log-probs at `temperature`, one for each token but the first
     temperature: of the rollouts
     gpu, precision: what should run, where the target does not know: a GPU's name, and a preset
+    api_key:     of a server; None: VLLM_API_KEY of the environment, else OPENAI_API_KEY
+    timeout_s:   seconds for all that a server is asked
 
-    Raises ConfigError for another target, and for arguments that the engine does not take; SyncError or ConfigError
-    while requests run.
+    Raises ConfigError for another target, for a server that breaks off, is late, or answers what no `vllm serve` does,
+    and for arguments that the engine does not take; SyncError or ConfigError while requests run.
     """
-    return _diagnosis(_observed(target, _given(prompts, weights, scored, temperature, gpu, precision)))
+    given = _given(prompts, weights, scored, temperature, gpu, precision)
+    if isinstance(target, str) and URL.match(target):
+        from fp8plan.runtime.doctor.over_http.server import observe_server
+
+        return _diagnosis(observe_server(Server(target, api_key, timeout_s), given))
+    if given.prompt_file is not None:
+        raise ConfigError(f"--prompts are for a server, and {target} is none; leave them out")
+    return _diagnosis(_observed(target, given))
 
 
 async def async_doctor(
@@ -106,7 +125,7 @@ async def async_doctor(
 
 
 def _given(
-    prompts: Sequence[Sequence[int]] | None,
+    prompts: Sequence[Sequence[int]] | str | Path | None,
     weights: Any,
     scored: Scored | Sequence[Scored],
     temperature: float,
@@ -118,7 +137,10 @@ def _given(
     if precision is not None:
         find_precision(precision)
     card = None if gpu is None else find_gpu(gpu).name
-    return Given(prompts, weights, [scored] if isinstance(scored, Scored) else scored, temperature, card, precision)
+    file = Path(prompts) if isinstance(prompts, str | Path) else None
+    tokens = None if isinstance(prompts, str | Path) else prompts
+    sequences = [scored] if isinstance(scored, Scored) else scored
+    return Given(tokens, weights, sequences, temperature, card, precision, file)
 
 
 def _diagnosis(seen: Observed) -> Diagnosis:
@@ -126,10 +148,6 @@ def _diagnosis(seen: Observed) -> Diagnosis:
 
 
 def _observed(target: Any, given: Given) -> Observed:
-    if isinstance(target, str) and target.startswith(("http://", "https://")):
-        from fp8plan.runtime.doctor.server import observe_server
-
-        return observe_server(target, given)
     if isinstance(target, str) and HOST_AND_PORT.fullmatch(target) and not Path(target).exists():
         raise ConfigError(f"there is no file {target}; for a server type: http://{target}")
     if isinstance(target, str | Path):

@@ -3,28 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import pi
+from math import nan, pi
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
+from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
 from fp8plan.importers.figures import figures
-from fp8plan.jsonl import read
+from fp8plan.jsonl import plain, read
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.recorded import NO_ROLLOUT
 from fp8plan.runtime.doctor.observe import Given, Notes, measured_kernels
-from fp8plan.runtime.doctor.observed import Observed
+from fp8plan.runtime.doctor.observed import Logged, Observed
 from fp8plan.schemas import K3, KL_LIMIT, RunRecord, check_version, checked
 
 # TRL's mean |log ratio|. Of normal ones with standard deviation s it is s sqrt(2 / pi), and their k3 about s^2 / 2.
 MEAN_ABS: Final = "sampling/sampling_logp_difference/mean"
+TOKENS, INVALID = "fp8plan/tokens", "fp8plan/invalid"  # in a record: with a finite log-prob, and without
 FROM_INSIDE: Final = ("version", "weights", "decode", "prefix", "temperatures")
 INSIDE: Final = "a file does not tell; type: fp8plan.doctor(engine) where the engine is, or fp8plan doctor URL"
 
 
+class Sounded(msgspec.Struct):
+    """The alarms of a record."""
+
+    alarms: list[str] | None = None
+
+
+class Part(msgspec.Struct):
+    """A part of the KL, and its cause, or causes that cannot be told apart."""
+
+    causes: list[str]
+    kl: float | None = None
+
+
+class Read(msgspec.Struct):
+    """Fields of a record that are read here alone. attribution: the KL by cause"""
+
+    kernel_backends: dict[str, str] | None = None
+    e8m0: bool | None = None
+    attribution: list[Part] | None = None
+
+
 def observe_file(path: Path, given: Given) -> Observed:
-    """Observe a run by its file: the last rollout and the last KL that it tells of.
+    """Observe a run by its file: its last step, and the last rollout that it tells of.
 
     Raises ConfigError for a file that is neither a Monitor's nor holds a trainer's figures.
     """
@@ -36,18 +61,18 @@ def observe_file(path: Path, given: Given) -> Observed:
 
 
 def _of_monitor(path: Path, rows: list[dict[str, Any]], given: Given) -> Observed:
-    last = rows[-1]
-    check_version(last, "record", f"the last line of {path}")
-    checked(last, RunRecord, f"the last line of {path}")
+    _record(rows[-1], path)
+    standing = _standing(rows, path)
     notes = Notes(dict.fromkeys(("ranks", "kv_scales", *FROM_INSIDE), INSIDE))
-    engine, rollout = _last(rows, "engine_version", "kernel_backends"), _last(rows, "preemptions")
+    engine = _record(_last(standing, "engine_version", "kernel_backends"), path)
+    rollout = _record(_last(standing, "preemptions"), path)
     facts = _facts(engine)
     gpu = engine.get("gpu") or given.gpu
     runs = engine.get("precision") if engine.get("precision") in PRESETS else None
     if not rollout:
         notes.unseen["preemptions"] = f"no record counts preemptions: {NO_ROLLOUT}"
     return Observed(
-        target=f"{path}, step {last['step']}",
+        target=f"{path}, step {standing[-1]['step']}",
         gpu=gpu,
         precision=given.precision,
         runs=runs,
@@ -57,9 +82,62 @@ def _of_monitor(path: Path, rows: list[dict[str, Any]], given: Given) -> Observe
         preemptions=rollout.get("preemptions"),
         requests=len(rollout["response_lengths"]) if rollout.get("response_lengths") else None,
         since=f"step {rollout.get('step')} began",
-        kl_k3=last["metrics"].get(K3),
-        kl_limit=last["metrics"].get(KL_LIMIT),
+        log=_logged(standing, path),
         unseen=notes.unseen,
+    )
+
+
+def _standing(rows: Sequence[Any], path: Path) -> list[dict[str, Any]]:
+    """Return the records that stand. One replaces earlier ones with its number or a higher one, as in a run that went
+    back to a checkpoint. Lines that are no records are left out.
+
+    Raises ConfigError for alarms that are no words.
+    """
+    standing: list[dict[str, Any]] = []
+    for row in rows:
+        if isinstance(row, dict) and type(row.get("step")) is int and isinstance(row.get("metrics"), dict):
+            checked(row, Sounded, f"step {row['step']} of {path}")
+            while standing and standing[-1]["step"] >= row["step"]:
+                standing.pop()
+            standing.append(row)
+    return standing
+
+
+def _record(row: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return a record as JSON has it, with null for what is no finite number. Raises ConfigError for what is none."""
+    if not row:
+        return row
+    where = f"step {row.get('step')} of {path}"
+    check_version(row, "record", where)
+    try:
+        record: dict[str, Any] = plain(row)
+    except RecursionError:
+        raise ConfigError(f"{where} is nested too deeply; give a Monitor's run file") from None
+    checked(record, RunRecord, where)
+    checked(record, Read, where)
+    return record
+
+
+def _logged(rows: Sequence[dict[str, Any]], path: Path) -> Logged:
+    """What the records log. The last one that has a k3 at all tells it, whatever it is."""
+    last = _record(rows[-1], path)
+    having = next((row for row in reversed(rows) if K3 in row["metrics"]), None)
+    sounded: dict[str, list[int]] = {}
+    for row in rows:
+        for name in row.get("alarms") or ():
+            sounded.setdefault(name, []).append(row["step"])
+    parts = msgspec.convert(last, Read).attribution or ()
+    k3: Any = None if having is None else having["metrics"][K3]
+    return Logged(
+        step=last["step"],
+        k3=None if having is None else float(k3) if is_number(k3) else nan,
+        k3_step=None if having is None else having["step"],
+        limit=last["metrics"].get(KL_LIMIT),
+        tokens=last["metrics"].get(TOKENS),
+        invalid=last["metrics"].get(INVALID),
+        steps=[row["step"] for row in rows],
+        alarms=sounded,
+        causes=[(" or ".join(part.causes), part.kl) for part in parts if part.kl is not None],
     )
 
 
@@ -67,7 +145,7 @@ def _known(gpu: str | None) -> str | None:
     return None if gpu is None else find_gpu(gpu).name
 
 
-def _last(rows: Sequence[Mapping[str, Any]], *fields: str) -> Mapping[str, Any]:
+def _last(rows: Sequence[dict[str, Any]], *fields: str) -> dict[str, Any]:
     """Return the last record that has one of the fields, or {}. Lengths may have been cut from all of them."""
     return next((row for row in reversed(rows) if any(row.get(name) is not None for name in fields)), {})
 
@@ -79,21 +157,19 @@ def _facts(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_trainer(path: Path, given: Given) -> Observed:
-    found = figures(path)
+    found = figures(path, absent=True)
     logged = [step for step in found if K3 in found[step] or MEAN_ABS in found[step]]
     if not logged:
         raise ConfigError(
             f"{path} has neither {K3} nor {MEAN_ABS}; switch it on (verl: algorithm.rollout_correction; TRL: use_vllm "
             "with vllm_importance_sampling_correction), or give a Monitor's run file"
         )
-    last = max(logged)
-    kl = found[last].get(K3)
-    if kl is None:
-        kl = found[last][MEAN_ABS] ** 2 * pi / 4
+    last, step = max(found), max(logged)
+    figure = found[step]
     return Observed(
         target=f"{path}, step {last}",
         gpu=given.gpu,
         precision=given.precision,
-        kl_k3=kl,
+        log=Logged(step=last, k3=figure[K3] if K3 in figure else figure[MEAN_ABS] ** 2 * pi / 4, k3_step=step),
         unseen=dict.fromkeys(("ranks", "preemptions", *FROM_INSIDE), INSIDE),
     )

@@ -8,9 +8,10 @@ from typing import Any
 
 
 class State(StrEnum):
-    """The outcome of a check. UNKNOWN: what it needs could not be seen."""
+    """The outcome of a check. WARNING: a risk, which need not be a fault. UNKNOWN: what it needs could not be seen."""
 
     OK = "ok"
+    WARNING = "warning"
     FAULT = "fault"
     UNKNOWN = "unknown"
 
@@ -21,7 +22,7 @@ class Finding:
 
     check: its name
     state: what it came to
-    fault: name of the fault, such as "kv_scales_unit"; None without one
+    fault: name of the fault, or of what is warned of, such as "kv_scales_unit"; None without one
     says:  what really runs, with the evidence; for UNKNOWN why it could not be seen
     todo:  what to type to mend it, or to see it
     """
@@ -43,6 +44,10 @@ def ok(check: str, says: str) -> Finding:
 
 def fault(check: str, name: str, says: str, todo: str) -> Finding:
     return Finding(check, State.FAULT, says, name, todo)
+
+
+def warning(check: str, name: str, says: str, todo: str) -> Finding:
+    return Finding(check, State.WARNING, says, name, todo)
 
 
 def unknown(check: str, why: str) -> Finding:

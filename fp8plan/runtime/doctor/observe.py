@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fp8plan.errors import Fp8PlanError
@@ -12,6 +13,7 @@ from fp8plan.model.precision import PRESETS
 from fp8plan.model.profile.library import load_profile
 from fp8plan.runtime.doctor import asking
 from fp8plan.runtime.doctor.observed import Observed
+from fp8plan.runtime.doctor.over_http.client import CannotLook
 from fp8plan.runtime.doctor.sources import Ask, asking_llm, counts_of
 from fp8plan.runtime.guard.kernels import kernel_names
 from fp8plan.runtime.weight_sync.kv_calibration import refuse_tokens
@@ -35,6 +37,7 @@ class Given:
     scored:  sequences with the trainer's log-probs
     temperature: of the rollouts
     gpu, precision: what the engine should run on, and as
+    prompt_file: a file of such prompts, for a server
     """
 
     prompts: Sequence[Sequence[int]] | None = None
@@ -43,6 +46,7 @@ class Given:
     temperature: float = 1.0
     gpu: str | None = None
     precision: str | None = None
+    prompt_file: Path | None = None
 
 
 @dataclass(slots=True)
@@ -52,9 +56,14 @@ class Notes:
     unseen: dict[str, str] = field(default_factory=dict)
 
     def of(self, what: str, find: Callable[[], Found]) -> Found | None:
-        """Return what `find` gives; None, and a note, for an error: what one question meets must not hide the rest."""
+        """Return what `find` gives; None, and a note, for an error: what one question meets must not hide the rest.
+
+        Raises CannotLook, after which nothing that the target tells counts.
+        """
         try:
             return find()
+        except CannotLook:
+            raise
         except Exception as error:
             named = "" if isinstance(error, Fp8PlanError) else f"{type(error).__name__}: "
             self.unseen[what] = f"{named}{' '.join(str(error).split())[:300]}"

@@ -57,6 +57,32 @@ class RankWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Logged:
+    """What a run logged.
+
+    step:      number of its last step
+    k3:        mean k3 per token between trainer and rollout, of the last step that has the figure: NaN where it is
+               logged as null, NaN or infinite; None: no step has it
+    k3_step:   number of that step
+    limit:     of the KL in that run
+    tokens, invalid: tokens of the last step with a finite log-prob on both sides, and without; None: not logged
+    steps:     numbers of all steps; None: a log without alarms
+    alarms:    alarm -> numbers of the steps in which it sounded
+    causes:    (cause, its part of the KL) of the last step
+    """
+
+    step: int
+    k3: float | None
+    k3_step: int | None
+    limit: float | None = None
+    tokens: float | None = None
+    invalid: float | None = None
+    steps: Sequence[int] | None = None
+    alarms: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    causes: Sequence[tuple[str, float]] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
     """Observations of one engine.
 
@@ -76,8 +102,7 @@ class Observed:
     decode:    log-probs of a decode beside those of a prefill of the same tokens
     prefix:    the next token's log-prob with the prefix cache beside that without
     temperatures: the trainer's log-probs
-    kl_k3:     mean k3 per token between trainer and rollout, as the run logged it
-    kl_limit:  its limit in that run
+    log:       of a run
     unseen:    field -> why it could not be seen, and what to type to see it
     """
 
@@ -99,14 +124,23 @@ class Observed:
     decode: Compared | None = None
     prefix: Compared | None = None
     temperatures: Temperatures | None = None
-    kl_k3: float | None = None
-    kl_limit: float | None = None
+    log: Logged | None = None
     unseen: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def facts(self) -> Mapping[str, Any]:
         """Facts of the first rank; ranks run the same."""
         return self.ranks[0] if self.ranks else {}
+
+    @property
+    def weights_format(self) -> str | None:
+        """Name the format of quantised weights; "" for weights that are not quantised; None: not known."""
+        layers, name = self.facts.get("layers"), self.facts.get("quantization")
+        if self.runs is not None:
+            return "" if PRESETS[self.runs].weights == "bf16" else PRESETS[self.runs].weights
+        if "quantization" in self.facts or layers is None:
+            return name or ("" if "quantization" in self.facts else None)
+        return "FP8" if any("Fp8" in kind for kind in layers) else ""
 
     @property
     def fp8_kv(self) -> bool | None:

@@ -9,7 +9,7 @@ from typing import Final
 from fp8plan.errors import ConfigError
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import E4M3_MAX, PRESETS
-from fp8plan.runtime.doctor.finding import Finding, fault, ok, unknown
+from fp8plan.runtime.doctor.finding import Finding, fault, ok, unknown, warning
 from fp8plan.runtime.doctor.observed import Observed
 from fp8plan.runtime.guard.causes import MANY_PREEMPTIONS
 from fp8plan.runtime.guard.kernels import fallback
@@ -20,6 +20,12 @@ RECALIBRATE: Final = (
 )
 # How far the largest of a few prompts may be above what scales hold, which were measured on others.
 MOST_CLIP: Final = 1.25
+REPLAY: Final = (
+    "--enable-return-routed-experts, or LLM(enable_return_routed_experts=True), and replay them in the trainer (verl: "
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay=True and "
+    "actor_rollout_ref.actor.megatron.router_replay.mode=R3; NeMo RL: policy.router_replay.enabled=true); else keep "
+    "token-level TIS or MIS, and watch the KL"
+)
 NOTHING: Final = "nothing tells"
 
 
@@ -90,6 +96,26 @@ def router(seen: Observed) -> Finding:
         return ok("router", says)
     todo = """quantization_config={"ignore": ["re:.*mlp\\\\.gate$"]} (fp8plan emit PLAN.json vllm has the whole list)"""
     return fault("router", "router_quantised", f"{says}: quantised routers pick other experts than the trainer's", todo)
+
+
+def routing(seen: Observed) -> Finding:
+    """The trainer can replay the routes of experts with FP8 weights (R3, "rollout routing replay")."""
+    experts, told = seen.facts.get("experts"), "routed_experts" in seen.facts
+    weights = seen.weights_format
+    if experts is None or (experts and not (told and weights is not None)):
+        return unknown("routing", seen.unseen.get("ranks", NOTHING))
+    if not experts:
+        return ok("routing", "no experts")
+    if seen.facts["routed_experts"]:
+        return ok("routing", "the routes of experts are returned; the trainer must replay them")
+    if not weights:
+        return ok("routing", "the routes of experts are not returned; weights are not quantised")
+    says = (
+        f"weights are {weights}, and the routes of experts are not returned, so a trainer picks its own. One router in "
+        "ten picked others, for 94% of tokens one in some layer, and replay halved the KL (Qwen3-30B-A3B, arXiv "
+        "2510.11370); FP8's rounding adds to it"
+    )
+    return warning("routing", "router_replay_off", says, REPLAY)
 
 
 def cuda_graphs(seen: Observed) -> Finding:

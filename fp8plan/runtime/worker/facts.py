@@ -25,6 +25,10 @@ def worker_facts(worker: Any) -> dict[str, Any]:
     device:    product name of the GPU, or "cpu"
     routers:   dtype of a router's weights -> how many routers have it
     weights:   number of the sync that serves on this rank, 0: the checkpoint; None: not synced by fp8plan
+    quantization:    vLLM's name of the weights' format; None: they are not quantised
+    experts:         whether the model has routed experts
+    routed_experts:  whether the engine returns which ones each token went to
+    weight_transfer: vLLM's backend of weight updates; None: none is configured
 
     and vllm_version, weight_bytes, kv_cache_dtype, cudagraph_mode, enforce_eager and logprobs_mode
     """
@@ -50,6 +54,10 @@ def worker_facts(worker: Any) -> dict[str, Any]:
         "logprobs_mode": str(getattr(config.model_config, "logprobs_mode", "raw_logprobs")),
         "routers": _routers(model),
         "weights": getattr(getattr(worker, "_fp8plan_live", None), "version", None),
+        "quantization": config.model_config.quantization,
+        "experts": bool(config.model_config.is_moe),
+        "routed_experts": bool(getattr(config.model_config, "enable_return_routed_experts", False)),
+        "weight_transfer": getattr(getattr(config, "weight_transfer_config", None), "backend", None),
     }
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from fp8plan.runtime.doctor.checks import CHECKS, findings
 from fp8plan.runtime.doctor.finding import State
-from fp8plan.runtime.doctor.observed import Compared, Observed, RankWeights, Temperatures
+from fp8plan.runtime.doctor.observed import Compared, Logged, Observed, RankWeights, Temperatures
 from fp8plan.runtime.worker.facts import preset_of
 
 FACTS: dict[str, Any] = {
@@ -25,9 +25,14 @@ FACTS: dict[str, Any] = {
     "logprobs_mode": "processed_logprobs",
     "routers": {"bfloat16": 48},
     "weights": 7,
+    "quantization": "fp8_per_block",
+    "experts": True,
+    "routed_experts": True,
+    "weight_transfer": "fp8plan",
 }
 SCALES = {f"layers.{n}": {"q": 1.0, "k": 0.02, "v": 0.01, "k_host": 0.02, "v_host": 0.01} for n in range(3)}
 SOUND = RankWeights(unsound={}, changed=[], differ=[], compared=290, of=290)
+LOG = Logged(step=7, k3=2e-3, k3_step=7, limit=1e-2, tokens=900.0, invalid=0.0, steps=range(1, 8))
 HEALTHY = Observed(
     target="an engine on two GPUs",
     gpu="h200_sxm",
@@ -53,8 +58,7 @@ HEALTHY = Observed(
     decode=Compared(256, 0.02, 8e-4),
     prefix=Compared(16, 0.01, 2e-4, cached=4096),
     temperatures=Temperatures(0.6, 0.6, 0.02, 0.02),
-    kl_k3=2e-3,
-    kl_limit=1e-2,
+    log=LOG,
 )
 
 
@@ -81,13 +85,20 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         "measured with flashinfer_deep_gemm",
     ),
     "wrong_precision": ({"runs": "fp8_kv"}, "planned: fp8_block+fp8_kv"),
+    "sparse_sync": (facts(weight_transfer="sparse_nccl"), "sparse_nccl writes patches into fp8_block weights without"),
+    "router_replay_off": (facts(routed_experts=False), "weights are fp8_block, and the routes of experts are not"),
     "not_serving": ({"refusal": "a sync has begun and not ended"}, "refuses to generate: a sync has begun"),
     "decode_differs": ({"decode": Compared(256, 1.5, 0.8)}, "k3 8.0e-01"),
     "prefix_cache_stale": ({"prefix": Compared(16, 2.0, 1.1, cached=4096)}, "of other weights"),
     "trainer_temperature": ({"temperatures": Temperatures(0.6, 1.01, 0.4, 0.02)}, "are at temperature 1.01, rollouts"),
     "trainer_differs": ({"temperatures": Temperatures(0.6, 0.61, 0.9, 0.88)}, "0.90 nats off the engine's"),
     "engine_temperature": (facts(logprobs_mode="raw_logprobs"), "samples at 0.6"),
-    "mismatch_high": ({"kl_k3": 0.3}, "limit 1.0e-02"),
+    "mismatch_high": ({"log": replace(LOG, k3=0.3)}, "limit 1.0e-02"),
+    "invalid_logprobs": ({"log": replace(LOG, tokens=0.0, invalid=900.0)}, "invalid log-probs: 900 of 900 tokens"),
+    "alarm_tail": (
+        {"log": replace(LOG, alarms={"tail": [2, 7]})},
+        "tail in step 7, and in 2 of the last 7 steps: too many",
+    ),
 }
 # Faults of weights, which may show in more than one way.
 STALE: dict[str, tuple[dict[str, Any], str]] = {
@@ -110,7 +121,9 @@ def faults_of(seen: Observed) -> dict[str, str]:
 
 
 def test_a_healthy_engine_has_no_fault_and_nothing_is_unknown() -> None:
-    assert {one.check: one.state for one in findings(HEALTHY)} == {check.__name__: State.OK for check in CHECKS}
+    assert {one.check: one.state for one in findings(HEALTHY)} == dict.fromkeys(
+        [*(check.__name__ for check in CHECKS), "alarm"], State.OK
+    )
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -134,6 +147,28 @@ def test_one_corrupted_layer(changes: dict[str, Any], says: str) -> None:
     found = faults_of(replace(HEALTHY, **changes))
     assert list(found) == ["corrupted_layer"]
     assert says in found["corrupted_layer"]
+
+
+@pytest.mark.parametrize(
+    ("told", "sync", "routing"),
+    [
+        ({"weight_transfer": "sparse_nccl", "quantization": "fp8"}, "fault", "unknown"),
+        ({"weight_transfer": "sparse_nccl", "layers": {"X / Fp8LinearMethod": 1}}, "fault", "unknown"),
+        ({"weight_transfer": "sparse_nccl", "quantization": None}, "ok", "unknown"),
+        ({"weight_transfer": "sparse_nccl"}, "unknown", "unknown"),
+        ({"weight_transfer": "nccl", "quantization": "fp8"}, "ok", "unknown"),
+        ({"weight_transfer": None, "quantization": "fp8"}, "ok", "unknown"),
+        ({"quantization": "fp8", "experts": True, "routed_experts": False}, "unknown", "warning"),
+        ({"quantization": None, "experts": True, "routed_experts": False}, "unknown", "ok"),
+        ({"quantization": "fp8", "experts": True}, "unknown", "unknown"),
+        ({"experts": True, "routed_experts": False}, "unknown", "unknown"),
+        ({"experts": False}, "unknown", "ok"),
+    ],
+)
+def test_what_a_server_tells_of_its_weight_updates_and_routes(told: dict[str, Any], sync: str, routing: str) -> None:
+    found = {one.check: one for one in findings(Observed(target="a server", ranks=[told]))}
+    assert (found["sync"].state.value, found["routing"].state.value) == (sync, routing)
+    assert all(found[name].todo for name in ("sync", "routing") if found[name].state.value in ("fault", "warning"))
 
 
 def test_two_faults_are_both_named() -> None:

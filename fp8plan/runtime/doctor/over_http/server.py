@@ -1,0 +1,121 @@
+"""Observations of a `vllm serve`, by what it answers over HTTP. Everything that is asked of a server is here.
+
+/v1/models, /metrics        every server
+/v1/completions, /tokenize  every server: log-probs of a decode, of a prefill, with the prefix cache and without
+/server_info                with VLLM_SERVER_DEV_MODE=1
+/fp8plan/status             with fp8plan's weight-transfer backend
+
+A page that a server does not have leaves its checks unknown. One that breaks off, or is none of vLLM's, ends the look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.precision import PRESETS
+from fp8plan.runtime.doctor.observe import Given, Notes, asked, measured_on
+from fp8plan.runtime.doctor.observed import Observed
+from fp8plan.runtime.doctor.over_http import answers
+from fp8plan.runtime.doctor.over_http.client import CannotLook, Refused, Server, shown
+from fp8plan.runtime.guard.kernels import kernel_names
+from fp8plan.runtime.probe.prompts import read_prompts
+from fp8plan.runtime.server.plugin import STATUS
+from fp8plan.runtime.weight_sync.state import Call, SyncSettings, SyncState, driven
+from fp8plan.runtime.worker.facts import preset_of
+
+UNSEEN: Final = (
+    """the server does not tell; type: vllm serve ... --weight-transfer-config '{"backend": "fp8plan"}', or for a """
+    "part of it VLLM_SERVER_DEV_MODE=1"
+)
+COUNTERS: Final = ("vllm:num_preemptions_total", "vllm:request_success_total")
+FROM_INSIDE: Final = "a server does not show its weights; type: fp8plan.doctor(engine) in the engine's own process"
+
+
+class NotGenerating(CannotLook):
+    """A server that answers a plain request with an error of its own (HTTP 500 and above)."""
+
+
+def observe_server(server: Server, given: Given) -> Observed:
+    """Observe a server.
+
+    Raises ConfigError for a server that cannot be looked at, and for a line of a file of prompts that is none.
+    """
+    model, notes = server.json("/v1/models", answers.Models).data[0], Notes()
+    sequences = (given.prompts or ()) if given.prompt_file is None else tokens_of(server, given.prompt_file)
+    status = notes.of("status", lambda: server.json(STATUS, answers.Status)) or answers.Status()
+    info = notes.of("server_info", lambda: server.json("/server_info?config_format=json", answers.Info))
+    page = notes.of("preemptions", lambda: answers.samples(server.text("/metrics")))
+    version = notes.of("version", lambda: server.json("/version", answers.Version))
+    facts = answers.facts_of(info or answers.Info(), page or {})
+    facts |= {} if version is None else {"vllm_version": version.version}
+    facts |= answers.plain(status.facts)
+    facts |= {} if status.weights is None else {"weights": status.weights.version}
+    inside = dict.fromkeys(("ranks", "kv_scales", "version", "kernels"), UNSEEN)
+    notes.unseen |= inside | {"weights": FROM_INSIDE}
+    counts = None if page is None else notes.of("preemptions", lambda: [answers.total(page, x) for x in COUNTERS])
+    state = SyncState(SyncSettings(), None, fp8_kv=False)
+    state.longest_prompt = None if model.max_model_len is None else model.max_model_len - 1
+    refusal, heard = status.refusal, dict[str, Any]()
+    if refusal is None:
+        try:
+            heard = asked(answering(server, model.id), state, given, sequences, notes)
+        except NotGenerating as error:
+            refusal = str(error)
+    runs = preset_of(facts)
+    gpu, kernels = measured_on(given, facts, notes)
+    names = None if "kernels" not in facts else kernel_names(facts, PRESETS[runs]) if runs else facts["kernels"]
+    return Observed(
+        target=f"{server.url}, {shown(model.id)}",
+        gpu=gpu,
+        precision=given.precision or (status.precision if status.precision in PRESETS else None),
+        runs=runs,
+        ranks=[facts] if facts else [],
+        kernels=names,
+        measured_kernels=kernels,
+        kv_scales=None if status.kv_scales is None else answers.plain(status.kv_scales)["scales"],
+        preemptions=None if counts is None else counts[0],
+        requests=None if counts is None else counts[1],
+        refusal=refusal,
+        **heard,
+        unseen=notes.unseen,
+    )
+
+
+def answering(server: Server, model: str) -> Any:
+    """Return what runs procedures on a server: it generates, and answers no rpc."""
+
+    def generated(prompt: Sequence[int], settings: Mapping[str, Any]) -> Any:
+        tokens = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+        body = {"model": model, "prompt": [int(token) for token in prompt]} | dict(settings) | tokens
+        try:
+            answer = server.json("/v1/completions", answers.Completion, body)
+        except Refused as error:
+            if error.status < 500:
+                raise
+            raise NotGenerating(str(error)) from None
+        return answers.output_of(answer, body["prompt"], settings)
+
+    def answer(call: Call) -> Any:
+        if call.what != "generate":
+            raise ConfigError(UNSEEN)
+        prompts, settings = call.arguments
+        return [generated(prompt, settings) for prompt in prompts]
+
+    return partial(driven, answer=answer)
+
+
+def tokens_of(server: Server, path: Path) -> list[list[int]]:
+    """Read a file of prompts, and have the server turn texts into token ids. Raises ConfigError for a line that is no
+    prompt."""
+    return [_tokens(server, prompt) for prompt in read_prompts(path)]
+
+
+def _tokens(server: Server, prompt: Any) -> list[int]:
+    if isinstance(prompt, list):
+        return prompt
+    body = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
+    return server.json("/tokenize", answers.Tokens, body).tokens
