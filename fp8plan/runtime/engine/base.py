@@ -25,6 +25,7 @@ from fp8plan.runtime.engine.access import (
     refuse_shut_down,
 )
 from fp8plan.runtime.engine.launch import Launch
+from fp8plan.runtime.engine.tokens import is_text
 from fp8plan.runtime.engine.warm_up import warm_up_batches
 from fp8plan.runtime.guard.fallback import Action, GuardSettings, stepped_down
 from fp8plan.runtime.guard.guard import Guard, Verdict, answer
@@ -369,6 +370,6 @@ def _as_lists(prompts: Any) -> Any:
 
     What is no list of lists stays what it is, and is refused later.
     """
-    if not isinstance(prompts, Iterable):
+    if not isinstance(prompts, Iterable) or is_text(prompts):
         return prompts
-    return [list(tokens) if isinstance(tokens, Iterable) else tokens for tokens in prompts]
+    return [list(tokens) if isinstance(tokens, Iterable) and not is_text(tokens) else tokens for tokens in prompts]

@@ -22,6 +22,7 @@ from fp8plan.errors import ConfigError, NotServingError, SyncError
 from fp8plan.runtime.engine.access import alone, generating, refuse_dead, refuse_shut_down
 from fp8plan.runtime.engine.base import EngineBase
 from fp8plan.runtime.engine.launch import Launch, launch
+from fp8plan.runtime.engine.tokens import refuse_prompts
 from fp8plan.runtime.fleet.calls import Calls
 from fp8plan.runtime.fleet.members import Members, Terms
 from fp8plan.runtime.fleet.memory import FleetGuard
@@ -165,9 +166,11 @@ class RolloutFleet(EngineBase):
                           was last sampled, or else `expected_tokens`. They decide only which replica gets a prompt
 
         The requests of a replica that dies are answered by the others, from the start. Raises NotServingError once none
-        is left, while another generate runs, or while the weights must not be used.
+        is left, while another generate runs, or while the weights must not be used, and ConfigError for a token id that
+        the model has not.
         """
         refuse_shut_down(self.state)
+        refuse_prompts(prompts, self.state.vocabulary)
         with generating(self.state, only=True):
             try:
                 requests = Requests.of(prompts, sampling_params, kwargs)
