@@ -119,9 +119,11 @@ def _calibrate(state: SyncState, prompts: Sequence[Sequence[int]]) -> Generator[
             yield Call("generate", (prompts, {"max_tokens": 1, "temperature": 0.0}))
         finally:
             ranks = yield from rpc("fp8plan_record_amax", False)
-        amax = largest(ranks)
-        if not amax or not any(any(parts) for parts in amax.values()):
+        amax = largest(ranks) if all(ranks) else {}
+        if not amax:
             raise ConfigError("calibration saw no attention; its prompts ran in whole CUDA graphs")
+        if not any(any(parts) for parts in amax.values()):
+            raise ConfigError("every query, key and value is 0, so there is no scale for them; the weights are wrong")
         wider = clipped(amax, scales)
         if not wider:
             return amax
