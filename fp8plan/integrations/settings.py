@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from fp8plan.checks import refuse_names
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import parse
 from fp8plan.model.plan.plan import Plan
@@ -107,9 +108,7 @@ def _read(path: str) -> HookSettings:
     data = parse(_text(place, f"give {VARIABLE} the path of a JSON file"), where)
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where} are a {type(data).__name__}; allowed: a JSON object")
-    allowed = HookSettings.__struct_fields__
-    if unknown := sorted(set(data) - set(allowed)):
-        raise ConfigError(f"{where} have {', '.join(unknown)}; allowed: {', '.join(allowed)}")
+    refuse_names(where, data, HookSettings.__struct_fields__)
     found = checked(data, HookSettings, where)
     changes: dict[str, Any] = {}
     if found.plan is not None:

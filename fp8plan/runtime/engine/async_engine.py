@@ -11,6 +11,7 @@ from uuid import uuid4
 from fp8plan.runtime.engine.access import generating, refuse_shut_down
 from fp8plan.runtime.engine.base import EngineBase, requests
 from fp8plan.runtime.engine.launch import Launch, launch
+from fp8plan.runtime.engine.options import arguments_of
 from fp8plan.runtime.engine.tokens import refuse_prompts
 from fp8plan.runtime.engine.warm_up import freeze_garbage, until_reset
 from fp8plan.runtime.engine.watched import LAST_WORDS_S, PATIENCE_S, started_apart
@@ -53,7 +54,7 @@ class AsyncRolloutEngine(EngineBase):
         **vllm_kwargs: Any,
     ) -> AsyncRolloutEngine:
         """Start vLLM as RolloutEngine.from_setup does; vllm_kwargs: further arguments of vLLM's AsyncEngineArgs."""
-        launched = launch(setup, model_path, keep_bf16, vllm_kwargs, precisions)
+        launched = launch(setup, model_path, keep_bf16, vllm_kwargs, precisions, arguments_of(cls))
         engine = cls(launched, sync or SyncSettings.planned(launched.precision, remote), guard)
         try:
             await engine._start()

@@ -170,8 +170,6 @@ class EngineBase:
         """Let the guard look at the engine that runs now, if it can be predicted."""
         self.guard_off = None
         try:
-            if any(self.launch.keep_bf16):
-                raise ConfigError("the cost model knows no layers kept in BF16 (keep_bf16)")
             if self.guard is None:
                 self.guard = self._guarding()
             else:
@@ -189,7 +187,7 @@ class EngineBase:
 
     def engine_facts(self) -> EngineFacts:
         """Return the facts that the guard needs about the running engine."""
-        return facts_of(self.launch.setup, self.facts)
+        return facts_of(self.launch.setup, self.facts, self.launch.not_predicted)
 
     def _revive_and_sync(
         self,

@@ -23,6 +23,7 @@ from fp8plan.runtime.engine.access import generating, refuse_shut_down
 from fp8plan.runtime.engine.base import EngineBase, requests
 from fp8plan.runtime.engine.interrupts import Held, let_in, released
 from fp8plan.runtime.engine.launch import Launch, launch
+from fp8plan.runtime.engine.options import arguments_of
 from fp8plan.runtime.engine.rollout_timer import Judge
 from fp8plan.runtime.engine.tokens import refuse_prompts
 from fp8plan.runtime.engine.warm_up import freeze_garbage, until_reset
@@ -102,7 +103,7 @@ class RolloutEngine(EngineBase):
 
         Raises ConfigError if vLLM's version is not supported, or for a model or argument that cannot be applied.
         """
-        launched = launch(setup, model_path, keep_bf16, vllm_kwargs, precisions)
+        launched = launch(setup, model_path, keep_bf16, vllm_kwargs, precisions, arguments_of(cls))
         return cls(launched, sync or SyncSettings.planned(launched.precision, remote), mode, guard)
 
     @classmethod

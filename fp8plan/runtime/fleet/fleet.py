@@ -22,6 +22,7 @@ from fp8plan.errors import ConfigError, NotServingError, SyncError
 from fp8plan.runtime.engine.access import alone, generating, refuse_dead, refuse_shut_down
 from fp8plan.runtime.engine.base import EngineBase
 from fp8plan.runtime.engine.launch import Launch, launch
+from fp8plan.runtime.engine.options import arguments_of
 from fp8plan.runtime.engine.tokens import refuse_prompts
 from fp8plan.runtime.fleet.calls import Calls
 from fp8plan.runtime.fleet.members import Members, Terms
@@ -124,7 +125,7 @@ class RolloutFleet(EngineBase):
         workers *= vllm_kwargs.get("pipeline_parallel_size", 1)
         if workers > 1:  # in a placement group vLLM would place its workers by Ray itself, in other replicas' bundles
             vllm_kwargs.setdefault("distributed_executor_backend", "mp")
-        launched = launch(setup, model_path, keep_bf16, vllm_kwargs, precisions)
+        launched = launch(setup, model_path, keep_bf16, vllm_kwargs, precisions, arguments_of(cls))
         settings = sync or SyncSettings.planned(launched.precision, remote=False)
         terms = Terms(settings, mode, guard, workers, launched.device, cpus_per_replica, dict(env or {}), wait_s)
         count = whole("replicas", setup.limits.data_parallel_size if replicas is None else replicas)
