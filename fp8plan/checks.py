@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
+from typing import Any, Final
 
 from fp8plan.errors import ConfigError
+
+MOST_NAMED: Final = 40  # names that an error lists
 
 
 def whole(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
@@ -39,3 +43,23 @@ def instance(name: str, value: Any, kind: type[Any], example: str) -> None:
     """Raise ConfigError if `value` is not a `kind`. example: what to type instead"""
     if not isinstance(value, kind):
         raise ConfigError(f"{name} is {value!r}; allowed: a {kind.__name__}, such as {example}")
+
+
+def refuse_names(where: str, names: Iterable[str], allowed: Collection[str], beside: Collection[str] = ()) -> None:
+    """Raise ConfigError for names that are not allowed, each with the nearest that is.
+
+    where:  what has no such names, for the error
+    beside: names of another place, which may have been meant
+    """
+    unknown = [name for name in map(str, names) if name not in allowed]
+    if not unknown:
+        return
+    given = ", ".join(with_nearest(unknown, [*allowed, *beside])[:5])
+    every = ", ".join(allowed) if len(allowed) <= MOST_NAMED else "names that it has"
+    raise ConfigError(f"{where} takes no {given}; allowed: {every}")
+
+
+def with_nearest(names: Iterable[str], known: Collection[str]) -> list[str]:
+    """Names that are not known, each with the nearest that is, where there is one."""
+    nearest = ((name, get_close_matches(name, known, 1)) for name in names)
+    return [name + (f" (did you mean {near[0]}?)" if near else "") for name, near in nearest]

@@ -232,8 +232,31 @@ def test_the_example_of_grpo_learns_and_its_run_can_be_read(tmp_path: Path) -> N
     assert len(validate(read_records(run_file)).records) == len(rows) - 1  # without the engine's first
 
 
+@pytest.mark.vllm
+@pytest.mark.trl
+def test_the_example_of_trl_learns_and_its_run_can_be_read(tmp_path: Path) -> None:
+    run_file = tmp_path / "run.jsonl"
+    words = [sys.executable, "examples/trl_grpo.py", str(run_file)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr  # where transformers warns of its own names
+    chosen, why, *steps = done.stdout.splitlines()
+    assert re.match(r"fp8plan: plan=\"auto\", choice='fp8_kv': fp8_kv for .* on cpu", chosen)
+    assert why.startswith("fp8plan: without choice: ")
+    rewards = [float(re.match(r"step \d+: reward ([\d.]+), KL ", line)[1]) for line in steps]  # type: ignore[index]
+    assert 0.4 < rewards[0] < 0.6
+    assert rewards[-1] > rewards[0] + 0.2
+    rows = [json.loads(line) for line in run_file.read_text().splitlines()]
+    assert [row["metrics"]["critic/rewards/mean"] for row in rows] == pytest.approx(rewards, abs=6e-4)
+    shown = subprocess.run(
+        [sys.executable, "-m", "fp8plan", "monitor", str(run_file), "--once"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert re.search(rf"^reward +{rewards[-1]:.2f} ", shown.stdout, re.M)
+    assert len(validate(read_records(run_file)).records) == len(rows) - 1  # without the engine's first
+
+
 def test_every_example_has_its_test() -> None:
-    tested = {"choose_precision.py", "apply_to_vllm.py", "grpo_loop.py"}
+    tested = {"choose_precision.py", "apply_to_vllm.py", "grpo_loop.py", "trl_grpo.py"}
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == tested
 
 

@@ -74,7 +74,7 @@ class Group(NamedTuple):
     weights: list[Tensor]
     q: list[Tensor]
     scales: list[Tensor]
-    bad: Tensor
+    flags: Tensor
 
     @property
     def bytes(self) -> int:
@@ -149,10 +149,10 @@ class Bench:
 
         found = self.group(group)
         if dtype == "fp8":
-            QuantizeTargets(found.q, found.scales).run(found.weights, found.bad)
+            QuantizeTargets(found.q, found.scales).run(found.weights, found.flags)
         sources = found.weights if dtype == "bf16" else found.q
         outs = [torch.empty_like(source) for source in sources]
-        calls = quantize_triton.copy_calls(sources, outs, found.bad)
+        calls = quantize_triton.copy_calls(sources, outs, found.flags)
         return self._timed(calls, 2 * sum(source.nbytes for source in sources), outs=outs)
 
     def _triton(self, group: str, rounding: str, warps: int) -> Work:
@@ -160,7 +160,7 @@ class Bench:
 
         found = self.group(group)
         outs = quantize_triton.addresses(found.q, found.scales)
-        calls = quantize_triton.quantize_calls(found.weights, outs, found.bad, rounding, warps)
+        calls = quantize_triton.quantize_calls(found.weights, outs, found.flags, rounding, warps)
         return self._timed(calls, found.bytes, outs=found)
 
     def _vllm(self, group: str, mode: str, timer: str) -> Work:
@@ -184,7 +184,7 @@ class Bench:
     def _run(self, group: str) -> Work:
         found = self.group(group)
         targets = QuantizeTargets(found.q, found.scales)
-        return Work([partial(targets.run, found.weights, found.bad)], {"matrices": len(found.q)}, _host_seconds)
+        return Work([partial(targets.run, found.weights, found.flags)], {"matrices": len(found.q)}, _host_seconds)
 
     def _timed(self, calls: Sequence[timing.Call], moved: int, timer: str = "graph", outs: object = None) -> Work:
         """outs: what the calls write to and only know the address of, kept until they are timed."""

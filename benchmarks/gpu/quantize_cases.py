@@ -90,9 +90,9 @@ def _quantised(weight: Tensor, ours: str) -> Quantised:
 
     q = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scale = torch.empty(scale_shape(*weight.shape), device=weight.device)
-    bad = torch.zeros(1, dtype=torch.int32, device=weight.device)
+    flags = torch.zeros(1, dtype=torch.int32, device=weight.device)
     outs = quantize_triton.addresses([q], [scale])
-    quantize_triton.run(quantize_triton.quantize_calls([weight], outs, bad, ours), weight.device)
+    quantize_triton.run(quantize_triton.quantize_calls([weight], outs, flags, ours), weight.device)
     return q, scale
 
 

@@ -246,13 +246,13 @@ def quantiser(
         sent[name] = torch.empty_like(tensor, dtype=torch.float8_e4m3fn)
         sent[name + SCALE_SUFFIX] = torch.empty(scale_shape(*tensor.shape), dtype=torch.float32, device=tensor.device)
     targets = QuantizeTargets([sent[name] for name in names], [sent[name + SCALE_SUFFIX] for name in names])
-    bad = torch.zeros(len(names), dtype=torch.int32, device=next(iter(weights.values())).device)
+    flags = torch.zeros(len(names), dtype=torch.int32, device=next(iter(weights.values())).device)
     sent = {name: sent[name] for name, _, _ in quantised_manifest(manifest, names)}
 
     def quantise(chosen: Mapping[str, Any]) -> float:
         torch.cuda.synchronize()
         begun = time.perf_counter()
-        targets.run([chosen[name] for name in names], bad)
+        targets.run([chosen[name] for name in names], flags)
         torch.cuda.synchronize()
         seconds = time.perf_counter() - begun
         sent.update((name, chosen[name]) for name in sent if name in chosen and name not in names)

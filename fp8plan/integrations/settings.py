@@ -8,7 +8,7 @@ Every key may be left out, and without a file all of them are: token TIS that be
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from fp8plan.checks import refuse_names
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import parse
 from fp8plan.model.plan.plan import Plan
@@ -112,9 +113,9 @@ def _read(path: str) -> HookSettings:
     data = parse(_text(place, f"give {VARIABLE} the path of a JSON file"), where)
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where} are a {type(data).__name__}; allowed: a JSON object")
-    _refuse_unknown(data, HookSettings.__struct_fields__, where)
+    refuse_names(where, data, HookSettings.__struct_fields__)
     if isinstance(data.get("sampling"), Mapping):
-        _refuse_unknown(data["sampling"], [field.name for field in fields(Sampling)], f"sampling in {where}")
+        refuse_names(f"sampling in {where}", data["sampling"], [field.name for field in fields(Sampling)])
     found = checked(data, HookSettings, where)
     changes: dict[str, Any] = {}
     if found.plan is not None:
@@ -128,11 +129,6 @@ def _read(path: str) -> HookSettings:
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     return found
-
-
-def _refuse_unknown(data: Mapping[str, Any], allowed: Sequence[str], where: str) -> None:
-    if unknown := sorted(set(data) - set(allowed)):
-        raise ConfigError(f"{where} have {', '.join(unknown)}; allowed: {', '.join(allowed)}")
 
 
 def _text(path: Path, hint: str) -> str:

@@ -113,6 +113,12 @@ PATCHES: Final = (
     ),
     Patch(
         "reads",
+        "EngineArgs, AsyncEngineArgs, LLM, FrontendArgs",
+        "engine/options.py",
+        "the names of vLLM's options, from its source files: importing it takes seconds, and reads the environment",
+    ),
+    Patch(
+        "reads",
         "quant_method, fp8_linear, fp8_backend, unquantized_backend, use_deep_gemm_e8m0, impl",
         "worker/layout_trial.py, worker/facts.py",
         "which kernels run, and so which modules are laid out alike",

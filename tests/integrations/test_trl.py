@@ -17,6 +17,7 @@ from tiny_models import CALIBRATION, Outputs, cpu_plan, generate
 from tiny_models import started as engine_started
 from trl_runs import COMPLETION, PROMPT, SETTINGS, dataset, logged, model, share_of_even, started, trainer_of
 
+from fp8plan import schemas
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.validate.records import read_records
@@ -156,6 +157,7 @@ def test_trls_log_has_fp8plans_figures(run: Run) -> None:
         assert len(run.logged(f"fp8plan/{name}")) == STEPS, name
     records = [json.loads(line) for line in (run.folder / "run.jsonl").read_text().splitlines()][:STEPS]
     assert [row["metrics"]["rollout_corr/k3_kl"] for row in records] == pytest.approx(k3)
+    assert [row["metrics"][schemas.REWARD] for row in records] == pytest.approx(run.logged("reward"))
     bounds = run.logged("fp8plan/threshold_tis")
     assert bounds == [row["thresholds"]["tis"] for row in records]  # and TRL's loss gets them
     assert bounds[0] == run.plan.thresholds["token_tis"]
@@ -232,7 +234,9 @@ PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "trl.md").read_text()
 
 
 @pytest.mark.vllm
-def test_the_guides_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guides_script_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As it is written, but for the model's name and what makes a run short and possible on a CPU."""
     import trl
 
@@ -244,6 +248,8 @@ def test_the_guides_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     exec(code.replace("Qwen/Qwen3-8B", model()), names)
     trainer = names["trainer"]
     trainer.rollout_engine.shutdown()
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fp8plan: ")]
+    assert said == [f'fp8plan: plan="auto": bf16 for {model()} on cpu', f"fp8plan: {trainer.plan.reasons[0]}"]
     assert trainer.plan.choices[trainer.plan.chosen].precision == trainer.rollout_engine.launch.precision == "bf16"
     assert logged(trainer, "fp8plan/fp8_kv") == [0.0]
 

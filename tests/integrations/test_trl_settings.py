@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,8 +16,10 @@ from tiny_models import cpu_plan
 from trl_runs import SETTINGS, model, share_of_even, trainer_of
 
 from fp8plan.errors import ConfigError
+from fp8plan.integrations.planning import announce
 from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.correction.settings import CorrectionSettings, Rejection, Thresholds
+from fp8plan.runtime.engine.options import remarks
 from fp8plan.runtime.mismatch.sampling import Sampling
 
 pytestmark = pytest.mark.trl
@@ -78,6 +81,52 @@ def test_the_sampling_is_that_of_the_config_at_the_temperature_that_trl_scores_a
 
     args = GRPOConfig(str(tmp_path), temperature=0.7, top_p=0.9, generation_kwargs={"top_p": 0.8, "n": 2}, bf16=False)
     assert sampling_in(args) == Sampling(temperature=0.7, top_p=0.8, trainer_temperature=0.7)
+
+
+@pytest.mark.parametrize(
+    ("misspelt", "meant"),
+    [("plam", "plan"), ("chioce", "choice"), ("sink", "sinks"), ("train_datset", "train_dataset")],
+)
+def test_a_misspelt_argument_is_answered_by_the_one_that_was_meant(misspelt: str, meant: str) -> None:
+    from fp8plan.integrations.trl import GRPOTrainer
+
+    with pytest.raises(ConfigError, match=rf"GRPOTrainer takes no {misspelt} \(did you mean {meant}\?\); allowed: "):
+        GRPOTrainer("/nowhere", share_of_even, **{misspelt: "auto"})
+
+
+def test_what_a_plan_chose_is_printed_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    made = replace(KV, reasons=("Choose fp8_kv: it is faster.", "More."))
+    announce(made, "auto", None)
+    announce(made, "/a/plan.json", "bf16")
+    assert capsys.readouterr().out.splitlines() == [
+        f'fp8plan: plan="auto": fp8_kv for {KV.model} on cpu',
+        "fp8plan: Choose fp8_kv: it is faster.",
+        f"fp8plan: plan=/a/plan.json, choice='bf16': bf16 for {KV.model} on cpu",
+        "fp8plan: without choice: Choose fp8_kv: it is faster.",
+    ]
+
+
+def test_a_servers_options_are_read_from_its_configuration() -> None:
+    """As vLLM writes it: `GET /server_info?config_format=json`."""
+    from fp8plan.integrations.trl.served import options_of
+
+    plain: dict[str, Any] = {
+        "speculative_config": None,
+        "lora_config": None,
+        "model_config": {"logits_processors": None, "hf_overrides": {}, "model_impl": "auto"},
+        "parallel_config": {"pipeline_parallel_size": 1, "enable_dbo": False, "nnodes": 1},
+        "scheduler_config": {"policy": "fcfs", "long_prefill_token_threshold": 0, "enable_chunked_prefill": True},
+    }
+    assert remarks(options_of(plain)) == remarks(options_of({})) == ()
+    for change, says in (
+        ({"speculative_config": {"method": "ngram"}}, "speculative_config=.*the guard is off"),
+        ({"parallel_config": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size=2"),
+        ({"scheduler_config": {"policy": "priority"}}, "scheduling_policy='priority'"),
+        ({"model_config": {"logits_processors": ["a:B"]}}, "logits_processors"),
+    ):
+        (said,) = remarks(options_of(plain | change))
+        assert re.search(says, said)
+    assert len(remarks(options_of(plain | {"lora_config": {"max_loras": 1}}))) == 2
 
 
 KV = cpu_plan("fp8_kv")

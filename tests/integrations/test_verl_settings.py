@@ -139,7 +139,8 @@ def test_hydra_composes_the_settings() -> None:
 @pytest.mark.parametrize(
     ("overrides", "match"),
     [
-        ([f"+{OURS}.plam=a"], rf"{OURS} has plam; allowed: plan, choice, accept"),
+        ([f"+{OURS}.plam=a"], rf"{OURS} takes no plam \(did you mean plan\?\); allowed: plan, choice, accept"),
+        ([f"+{OURS}.target_kll=1"], rf"{OURS} takes no target_kll \(did you mean target_kl\?\)"),
         ([f"+{OURS}=moderate"], rf"{OURS} is 'moderate'; allowed: keys, as in \+{OURS}\.accept=moderate"),
         ([f"+{OURS}.accept=all"], "accept"),
         ([f"+{OURS}.accept=low", f"+{OURS}.plan=a"], "has plan and accept; allowed: one of them"),
@@ -164,6 +165,10 @@ def test_what_cannot_be_is_refused(overrides: list[str], match: str) -> None:
         ("algorithm.rollout_correction.bypass_mode=True", "bypass_mode is on"),
         ("algorithm.rollout_correction=null", "rollout_correction is null"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=16", "is 16; allowed: 8, a node's"),
+        (
+            "+actor_rollout_ref.rollout.engine_kwargs.vllm.max_num_seq=8",
+            r"rollout\.engine_kwargs\.vllm takes no max_num_seq \(did you mean max_num_seqs\?\)",
+        ),
         ("distillation.enabled=True", "teacher_model.inference.name is fp8plan; allowed: vllm"),
         (
             "actor_rollout_ref.rollout.top_p=0.8",

@@ -16,10 +16,12 @@ from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.engine.launch import Launch
+from fp8plan.runtime.engine.options import not_predicted, remarks
 from fp8plan.runtime.engine.rollout_timer import Judge
 from fp8plan.runtime.guard.fallback import Action, GuardSettings
 from fp8plan.runtime.guard.guard import Guard, Verdict
 from fp8plan.runtime.guard.observation import EngineFacts, Observation, facts_of
+from fp8plan.runtime.monitor.sinks import warn
 from fp8plan.runtime.weight_sync.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -29,6 +31,17 @@ COMPARED: Final = (
     "tensor_parallel_size", "data_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
     "enable_prefix_caching", "enable_expert_parallel",
 )  # fmt: skip
+
+# Options that a VllmConfig shows by their own names: whole parts of it, and fields of its parts.
+WHOLE: Final = ("speculative_config", "kv_transfer_config", "ec_transfer_config", "watermark_config")
+WITHIN: Final[Mapping[str, tuple[str, ...]]] = {
+    "model_config": ("logits_processors", "hf_overrides", "model_impl", "override_generation_config"),
+    "parallel_config": (
+        "pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size", "enable_dbo",
+        "nnodes",
+    ),
+    "scheduler_config": ("long_prefill_token_threshold", "max_num_scheduled_tokens", "enable_chunked_prefill"),
+}  # fmt: skip
 
 
 def limits_of(config: Mapping[str, Any], on_cpu: bool) -> EngineLimits:
@@ -53,6 +66,13 @@ def limits_of(config: Mapping[str, Any], on_cpu: bool) -> EngineLimits:
         "enable_expert_parallel": parallel.get("enable_expert_parallel"),
     }
     return EngineLimits(**{name: value for name, value in found.items() if value is not None})
+
+
+def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a server, as far as its configuration shows them, beside limits. config: as for `limits_of`"""
+    found = {name: config.get(name) for name in WHOLE} | {"enable_lora": config.get("lora_config") is not None}
+    found["scheduling_policy"] = (config.get("scheduler_config") or {}).get("policy")
+    return found | {name: (config.get(part) or {}).get(name) for part, names in WITHIN.items() for name in names}
 
 
 def gpu_of(served: Served) -> str:
@@ -109,9 +129,12 @@ class ServerEngine:
         self.guard_off: str | None = "the first process judges the rollouts" if client is None else None
         self._status, self._client = served.status, client
         self._limits = limits_of(served.config, launched.setup.gpu.is_cpu)
+        self._not_predicted = not_predicted(options := options_of(served.config))
         self._judge = Judge(self)
         self._seen: object = None
         if client is not None:
+            for remark in remarks(options):
+                warn(remark)
             try:
                 self.guard = Guard(self.engine_facts(), GuardSettings())
             except Fp8PlanError as error:  # a GPU without a profile: everything works but this comparison
@@ -124,7 +147,7 @@ class ServerEngine:
 
     def engine_facts(self) -> EngineFacts:
         """The facts that the guard needs about the running engine."""
-        return facts_of(replace(self.launch.setup, limits=self._limits), self._status["facts"])
+        return facts_of(replace(self.launch.setup, limits=self._limits), self._status["facts"], self._not_predicted)
 
     def observe(self) -> None:
         """Let the guard judge the client's last rollout."""

@@ -13,10 +13,12 @@ import torch
 import trl
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from fp8plan import schemas
+from fp8plan.checks import refuse_names
 from fp8plan.errors import ConfigError
 from fp8plan.integrations.checkpoint import load_state, save_state
 from fp8plan.integrations.correction import metrics_of, safer_than
-from fp8plan.integrations.planning import plan_for, read_plan
+from fp8plan.integrations.planning import announce, plan_for, read_plan
 from fp8plan.integrations.trl import correction, planning
 from fp8plan.integrations.trl.client import PlannedClient, Served
 from fp8plan.integrations.trl.generation import PlannedGeneration
@@ -38,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 # What TRL puts out when it corrects for the mismatch, and what its correction logs.
 NEEDED: Final = ("completion_mask", "importance_sampling_ratio", "old_per_token_logps", "sampling_per_token_logps")
+OWN: Final = ("plan", "choice", "controller", "sinks")  # arguments of a planned trainer
 LOGGED_RATIO: Final = "sampling/importance_sampling_ratio"
 
 
@@ -74,6 +77,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         allow_biased_sampling: bool = False,
         **kwargs: Any,
     ) -> None:
+        refuse_names("GRPOTrainer", kwargs, inspect.signature(super().__init__).parameters, OWN)
         self.plan: Plan | None = None
         self.rollout_engine: RolloutEngine | ServerEngine | None = None
         self.monitor: Monitor | None = None
@@ -85,7 +89,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         check_trl()
         of_trl = inspect.signature(super().__init__).bind(*args, **kwargs).arguments.get("args")
         planning.check_args(of_trl, allow_biased_sampling)
-        self.plan, self._choice = read_plan(plan), choice
+        self.plan, self._choice, self._source = read_plan(plan), choice, plan
         self._advice: tuple[Action, Escalation | None] = (Action.NONE, None)
         try:
             with generating_with(self._generation):
@@ -150,6 +154,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         planning.check_plan(self.plan, self._choice, self.args, on_cpu)
         self.plan.setup(self._choice).check_model(model)
         self.plan = replace(self.plan, thresholds=correction.thresholds_for(self.args, self.plan.thresholds))
+        if self.accelerator.is_main_process:
+            announce(self.plan, self._source, self._choice)
         return self.plan
 
     def _prompt_lengths(self) -> Any:
@@ -168,7 +174,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         if missing := [name for name in NEEDED if name not in output]:
             raise ConfigError(f"TRL's batch lacks {', '.join(missing)}, which a plan needs; type: plan=None")
         mask = output["completion_mask"] * output.get("tool_mask", 1)
-        step = self.monitor.step(output["old_per_token_logps"], output["sampling_per_token_logps"], mask.bool())
+        reward = {schemas.REWARD: self._metrics["train"]["reward"][-1]}  # of this batch, over all processes
+        train, rollout = output["old_per_token_logps"], output["sampling_per_token_logps"]
+        step = self.monitor.step(train, rollout, mask.bool(), metrics=reward)
         ratio = correction.ratio_of(step, mask)
         output["importance_sampling_ratio"] = ratio
         action = Action.NONE if step.verdict is None else step.verdict.action

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.integrations.planning import plan_for, read_plan
-from fp8plan.integrations.verl.settings import ROLLOUT, Settings, gpus_per_node, separate
+from fp8plan.integrations.verl.settings import ROLLOUT, Settings, engine_kwargs, gpus_per_node, separate
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
@@ -78,7 +78,7 @@ def limits_of(config: Any, gpu: str) -> EngineLimits:
     found["max_model_len"] = rollout.max_model_len or shape.context.derived(check_vllm_version())
     found["enable_expert_parallel"] = rollout.expert_parallel_size > 1
     found["data_parallel_size"] = max(1, _gpus(config) // rollout.tensor_model_parallel_size)
-    told = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
+    told = engine_kwargs(config)
     known = {field.name for field in fields(EngineLimits)}
     found |= {name: value for name, value in told.items() if name in known and value is not None}
     if (pool := told.get("num_gpu_blocks_override")) is not None:

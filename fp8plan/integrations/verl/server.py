@@ -43,6 +43,7 @@ class PlannedServer(vLLMHttpServer):
             self.model_config.local_path,
             more=dict(engine_kwargs),
             precisions=self._plan.precisions_beside(),
+            server=True,
         )
         self._launch.prepare()
         engine_kwargs |= {name: value for name, value in self._launch.kwargs.items() if name not in OF_VERL}
@@ -91,7 +92,7 @@ class PlannedServer(vLLMHttpServer):
             observed["kv_cache_tokens"] = self._front.seen["kv_cache_tokens"]
         return {
             "status": self._front.seen,
-            "facts": facts_of(self._launch.setup, self._front.facts),
+            "facts": facts_of(self._launch.setup, self._front.facts, self._launch.not_predicted),
             "rollout": observed,
         }
 

@@ -13,9 +13,11 @@ from typing import Any, Final, Literal
 import msgspec
 from omegaconf import OmegaConf, open_dict
 
+from fp8plan.checks import refuse_names
 from fp8plan.errors import ConfigError
 from fp8plan.integrations.verl import NAME
 from fp8plan.model.risk.budget import Level
+from fp8plan.runtime.engine.options import refuse_unknown
 from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.schemas import checked
 
@@ -70,9 +72,7 @@ def settings_in(config: Any) -> Settings:
         data = OmegaConf.to_container(data, resolve=True)
     if not isinstance(data, Mapping):
         raise ConfigError(f"{WHERE} is {data!r}; allowed: keys, as in +{WHERE}.accept=moderate")
-    allowed = Settings.__struct_fields__
-    if unknown := sorted(set(map(str, data)) - set(allowed)):
-        raise ConfigError(f"{WHERE} has {', '.join(unknown)}; allowed: {', '.join(allowed)}")
+    refuse_names(WHERE, data, Settings.__struct_fields__)
     found = checked(dict(data), Settings, WHERE)
     if found.plan is not None and found.accept is not None:
         raise ConfigError(f"{WHERE} has plan and accept; allowed: one of them, as a plan says what it accepts")
@@ -94,6 +94,7 @@ def scored(params: Mapping[str, Any], rollout: Any) -> Sampling:
 
 def refuse(config: Any) -> None:
     """Raise ConfigError for settings of verl's that fp8plan's rollouts do not go with."""
+    refuse_unknown(engine_kwargs(config), server=True, where=f"{ROLLOUT}.engine_kwargs.vllm")
     fault = next(_faults(config), None)
     if fault is not None:
         raise ConfigError(f"{fault}; or type {ROLLOUT}.name=vllm, without fp8plan")
@@ -138,6 +139,11 @@ def _others(config: Any) -> Iterator[tuple[str, str]]:
             yield f"distillation.teacher_models.{teacher}.inference", found.inference.name
     if config.reward.reward_model.enable:
         yield "reward.reward_model.rollout", config.reward.reward_model.rollout.name
+
+
+def engine_kwargs(config: Any) -> dict[str, Any]:
+    """Arguments of vLLM's that verl's configuration adds to its own."""
+    return dict((config.actor_rollout_ref.rollout.get("engine_kwargs") or {}).get("vllm") or {})
 
 
 def separate(config: Any) -> bool:

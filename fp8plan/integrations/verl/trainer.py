@@ -15,12 +15,14 @@ from verl.trainer.ppo.v1 import PPOTrainer, trainer_base
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.integrations.checkpoint import load_state, save_state
 from fp8plan.integrations.correction import metrics_of, safer_than, settings_of
+from fp8plan.integrations.planning import announce
 from fp8plan.integrations.settings import controller_for
 from fp8plan.integrations.verl.internals import CORRECTION, TRAINER, check_verl, correcting_with
 from fp8plan.integrations.verl.planning import plan_of
 from fp8plan.integrations.verl.settings import (
     WHERE,
     Settings,
+    engine_kwargs,
     hand_on,
     refuse,
     sampling_in,
@@ -31,6 +33,7 @@ from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.controller.laws import Controller
 from fp8plan.runtime.correction.settings import CorrectionSettings
 from fp8plan.runtime.correction.verl import from_verl
+from fp8plan.runtime.engine.options import remarks
 from fp8plan.runtime.guard.fallback import Action
 from fp8plan.runtime.guard.guard import Guard
 from fp8plan.runtime.guard.observation import EngineFacts, Observation
@@ -70,8 +73,11 @@ class PlannedTrainer:
         self._correction, self.plan = started_with(plan_of(config, self._settings), config, self._settings)
         self._planned, self._sampling = self.plan.setup(), sampling_in(config.actor_rollout_ref.rollout)
         law_of(self._correction, self._settings)  # which refuses what cannot be, before engines start
+        announce(self.plan, self._settings.plan or "auto", self._settings.choice)
         for text in (*self.plan.reasons, *self.plan.warnings):
             logger.info("fp8plan: %s", text)
+        for remark in remarks(engine_kwargs(config)):
+            logger.warning("fp8plan: %s", remark)
         hand_on(config, self.plan.to_json(), self._planned.limits.max_model_len or 0)
         self.monitor: Monitor
         super().__init__(config=config)  # type: ignore[call-arg]

@@ -26,10 +26,10 @@ metrics over ranks         each rank's own, but for the mean of        each rank
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from types import NoneType
 from typing import Any, Final, cast
 
+from fp8plan.checks import with_nearest
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.correction.rejection import RULE_SUMS
 from fp8plan.runtime.correction.settings import (
@@ -110,11 +110,7 @@ def _rollout_correction(config: Any) -> dict[str, Any]:
         raise ConfigError(f"{path or 'the config'} is empty; allowed: one with rollout_correction, or its fields")
     unknown = [str(name) for name in inside if name not in _FIELDS and name != _HYDRA]
     if unknown:
-        known = [*_FIELDS, *_INTO]
-        nearest = (get_close_matches(name, known, 1) for name in unknown)
-        named = [
-            name + (f" (did you mean {near[0]}?)" if near else "") for name, near in zip(unknown, nearest, strict=True)
-        ]
+        named = with_nearest(unknown, [*_FIELDS, *_INTO])
         raise ConfigError(
             f"{path or 'the config'} has {', '.join(named[:5])}, which verl's rollout_correction has not; allowed: "
             f"verl's whole config, its algorithm, or rollout_correction with {', '.join(_FIELDS)}"

@@ -15,8 +15,8 @@ from fp8plan.runtime.doctor import asking
 from fp8plan.runtime.doctor.observed import Observed
 from fp8plan.runtime.doctor.over_http.client import CannotLook
 from fp8plan.runtime.doctor.sources import Ask, asking_llm, counts_of
+from fp8plan.runtime.engine.tokens import refuse_tokens
 from fp8plan.runtime.guard.kernels import kernel_names
-from fp8plan.runtime.weight_sync.kv_calibration import refuse_tokens
 from fp8plan.runtime.weight_sync.state import Call, Scored, SyncSettings, SyncState, rpc
 from fp8plan.runtime.worker.facts import preset_of
 
@@ -125,7 +125,7 @@ def inside(
     What is cached is asked about first: all that follows is cached itself.
     """
     for what, tokens in (("prompts", sequences), ("scored", [one.tokens for one in given.scored])):
-        refuse_tokens(state, what, tokens)
+        refuse_tokens(what, tokens, state.vocabulary, state.longest_prompt)
     found = asked(ask, state, given, sequences, notes, most) if state.refusal is None else {}
     ranks = notes.of("ranks", lambda: ask(rpc("fp8plan_facts"))) or []
     scales = notes.of("kv_scales", lambda: ask(rpc("fp8plan_kv_scales"))[0]) if state.fp8_kv and ranks else None

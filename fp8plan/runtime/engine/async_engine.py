@@ -11,6 +11,8 @@ from uuid import uuid4
 from fp8plan.runtime.engine.access import generating, refuse_shut_down
 from fp8plan.runtime.engine.base import EngineBase, requests
 from fp8plan.runtime.engine.launch import Launch, launch
+from fp8plan.runtime.engine.options import arguments_of
+from fp8plan.runtime.engine.tokens import refuse_prompts
 from fp8plan.runtime.engine.warm_up import freeze_garbage, until_reset
 from fp8plan.runtime.engine.watched import LAST_WORDS_S, PATIENCE_S, started_apart
 from fp8plan.runtime.guard.fallback import Action, GuardSettings
@@ -52,7 +54,7 @@ class AsyncRolloutEngine(EngineBase):
         **vllm_kwargs: Any,
     ) -> AsyncRolloutEngine:
         """Start vLLM as RolloutEngine.from_setup does; vllm_kwargs: further arguments of vLLM's AsyncEngineArgs."""
-        launched = launch(setup, model_path, keep_bf16, vllm_kwargs, precisions)
+        launched = launch(setup, model_path, keep_bf16, vllm_kwargs, precisions, arguments_of(cls))
         engine = cls(launched, sync or SyncSettings.planned(launched.precision, remote), guard)
         try:
             await engine._start()
@@ -90,9 +92,10 @@ class AsyncRolloutEngine(EngineBase):
         """Generate one request as AsyncLLM.generate does, and yield its RequestOutputs.
 
         A generate that is cancelled, or left before its end, leaves no request behind. Raises NotServingError while the
-        weights must not be used.
+        weights must not be used, and ConfigError for a token id that the model has not.
         """
         refuse_shut_down(self.state)
+        refuse_prompts([prompt], self.state.vocabulary)
         with generating(self.state):
             output = None
             async with aclosing(self._request(prompt, sampling_params, request_id)) as outputs:

@@ -25,6 +25,7 @@ from fp8plan.runtime.engine.access import (
     refuse_shut_down,
 )
 from fp8plan.runtime.engine.launch import Launch
+from fp8plan.runtime.engine.tokens import is_text
 from fp8plan.runtime.engine.warm_up import warm_up_batches
 from fp8plan.runtime.guard.fallback import Action, GuardSettings, stepped_down
 from fp8plan.runtime.guard.guard import Guard, Verdict, answer
@@ -169,8 +170,6 @@ class EngineBase:
         """Let the guard look at the engine that runs now, if it can be predicted."""
         self.guard_off = None
         try:
-            if any(self.launch.keep_bf16):
-                raise ConfigError("the cost model knows no layers kept in BF16 (keep_bf16)")
             if self.guard is None:
                 self.guard = self._guarding()
             else:
@@ -188,7 +187,7 @@ class EngineBase:
 
     def engine_facts(self) -> EngineFacts:
         """Return the facts that the guard needs about the running engine."""
-        return facts_of(self.launch.setup, self.facts)
+        return facts_of(self.launch.setup, self.facts, self.launch.not_predicted)
 
     def _revive_and_sync(
         self,
@@ -369,6 +368,6 @@ def _as_lists(prompts: Any) -> Any:
 
     What is no list of lists stays what it is, and is refused later.
     """
-    if not isinstance(prompts, Iterable):
+    if not isinstance(prompts, Iterable) or is_text(prompts):
         return prompts
-    return [list(tokens) if isinstance(tokens, Iterable) else tokens for tokens in prompts]
+    return [list(tokens) if isinstance(tokens, Iterable) and not is_text(tokens) else tokens for tokens in prompts]

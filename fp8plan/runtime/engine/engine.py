@@ -23,7 +23,9 @@ from fp8plan.runtime.engine.access import generating, refuse_shut_down
 from fp8plan.runtime.engine.base import EngineBase, requests
 from fp8plan.runtime.engine.interrupts import Held, let_in, released
 from fp8plan.runtime.engine.launch import Launch, launch
+from fp8plan.runtime.engine.options import arguments_of
 from fp8plan.runtime.engine.rollout_timer import Judge
+from fp8plan.runtime.engine.tokens import refuse_prompts
 from fp8plan.runtime.engine.warm_up import freeze_garbage, until_reset
 from fp8plan.runtime.engine.watched import started_apart, watched
 from fp8plan.runtime.guard.fallback import Action, GuardSettings
@@ -101,7 +103,7 @@ class RolloutEngine(EngineBase):
 
         Raises ConfigError if vLLM's version is not supported, or for a model or argument that cannot be applied.
         """
-        launched = launch(setup, model_path, keep_bf16, vllm_kwargs, precisions)
+        launched = launch(setup, model_path, keep_bf16, vllm_kwargs, precisions, arguments_of(cls))
         return cls(launched, sync or SyncSettings.planned(launched.precision, remote), mode, guard)
 
     @classmethod
@@ -152,9 +154,10 @@ class RolloutEngine(EngineBase):
         """Generate as vllm.LLM.generate does, and return its RequestOutputs, in the order of the prompts.
 
         `verdict` then is the guard's on this rollout. Raises NotServingError while another generate runs, or while the
-        weights must not be used.
+        weights must not be used, and ConfigError for a token id that the model has not.
         """
         with self._calling():
+            refuse_prompts(prompts, self.state.vocabulary)
             if self.state.generating or (not self.state.running and self._busy()):
                 raise NotServingError(
                     "another generate is running, and vllm.LLM would mix up their outputs; wait for it"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,21 @@ from fp8plan.model.emit.settings import vllm_env, vllm_kwargs
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import precision
 from fp8plan.model.setup import EngineSetup
+from fp8plan.runtime.engine.options import not_predicted, refuse_unknown, remarks
+from fp8plan.runtime.monitor.sinks import warn
 from fp8plan.runtime.vllm_versions import check_vllm_version
-from fp8plan.runtime.weight_sync.manifest import Manifest, checkpoint_manifest
+from fp8plan.runtime.weight_sync.checkpoint import checkpoint_manifest, local_folder
+from fp8plan.runtime.weight_sync.manifest import Manifest
 from fp8plan.runtime.worker.extension import EXTENSION
 
 # What decides the precision is the setup's to say.
 THE_SETUPS = ("model", "dtype", "quantization", "quantization_config", "kv_cache_dtype", "worker_extension_cls")
 
-# What cannot be synced: the only value that it may have, and why.
-NOT_SUPPORTED = {
-    "data_parallel_size": (1, "a sync reaches one replica; start an engine for each"),
-    "enable_eplb": (False, "experts that move between syncs would get each other's weights"),
+# What cannot be synced or corrected for: the only values that it may have, and why.
+NOT_SUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "data_parallel_size": ((1,), "a sync reaches one replica; start an engine for each"),
+    "enable_eplb": ((False,), "experts that move between syncs would get each other's weights"),
+    "logprobs_mode": (("processed_logprobs", "raw_logprobs"), "a correction needs log-probs, and logits are none"),
 }
 
 # Attention of vLLM that reads KV scales anew in every step: from the device, or on a CPU from the host. FlashInfer
@@ -65,6 +69,12 @@ class Launch:
     def device(self) -> str:
         """The device of the engine's tensors, as torch names it."""
         return "cpu" if self.setup.gpu.is_cpu else "cuda"
+
+    @property
+    def not_predicted(self) -> tuple[str, ...]:
+        """What of this engine the cost model does not know; a guard would judge it by the speed of another."""
+        kept = (f"keep_bf16={self.keep_bf16} (layers kept in BF16)",) if any(self.keep_bf16) else ()
+        return (*kept, *not_predicted(self.more))
 
     @property
     def fp8_weights(self) -> bool:
@@ -144,23 +154,29 @@ def launch(
     keep_bf16: tuple[int, int] = (0, 0),
     more: Mapping[str, Any] | None = None,
     precisions: Sequence[str] | None = None,
+    beside: Collection[str] = (),
+    server: bool = False,
 ) -> Launch:
-    """Return the Launch of one replica.
+    """Return the Launch of one replica. Warns of options in `more` that predictions, guard or correction do not know.
 
-    model_path: the checkpoint, if it is not the setup's model; the rest: as in Launch
+    model_path: the checkpoint, if it is not the setup's model
+    beside:     the caller's own arguments, one of which may be misspelt in `more`
+    server:     `more` may hold arguments of `vllm serve`, too
+    the rest:   as in Launch
 
     Raises ConfigError for what vLLM, the GPU or the arguments do not allow.
     """
     check_vllm_version()
     more, preset = more or {}, setup.precision
+    refuse_unknown(more, beside, server)
     if taken := sorted(set(more).intersection(THE_SETUPS)):
         whose = (
             "plan; allowed: another choice of the plan (choice=...)" if precisions else "setup; allowed: another one"
         )
         raise ConfigError(f"{', '.join(taken)} come from the {whose}")
     for name, (allowed, why) in NOT_SUPPORTED.items():
-        if more.get(name, allowed) != allowed:
-            raise ConfigError(f"{name} is {more[name]!r}; allowed: {allowed!r}: {why}")
+        if name in more and more[name] not in allowed:
+            raise ConfigError(f"{name} is {more[name]!r}; allowed: {' or '.join(map(repr, allowed))}: {why}")
     setup.check_precision()
     if fixed := setup.gpu.why_fixed_kv_scales(preset):
         raise ConfigError(f"{fixed}; allowed: bf16 (choice=... of a plan), or vLLM's own engine (fp8plan emit vllm)")
@@ -183,20 +199,9 @@ def launch(
         _keep_bf16(kwargs, keep_bf16, config)
     elif any(keep_bf16):
         raise ConfigError(f"keep_bf16 is {keep_bf16}, and {preset.name} has no FP8 weights; leave it out")
+    for remark in remarks(more):
+        warn(remark)
     return Launch(runs, kwargs, vllm_env(setup), keep_bf16, more, precisions)
-
-
-def local_folder(model: str, revision: str | None = None, cache: str | None = None) -> Path | None:
-    """Find a model's files: the folder itself, or the Hugging Face cache's snapshot of a hub id. None: not here."""
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError):
-        return None
 
 
 def _config(model: str | Path, planned: str) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from fp8plan.errors import ConfigError, NotServingError, SyncError
 from fp8plan.runtime.engine.access import alone, generating, refuse_dead, refuse_shut_down
 from fp8plan.runtime.engine.base import EngineBase
 from fp8plan.runtime.engine.launch import Launch, launch
+from fp8plan.runtime.engine.options import arguments_of
+from fp8plan.runtime.engine.tokens import refuse_prompts
 from fp8plan.runtime.fleet.calls import Calls
 from fp8plan.runtime.fleet.members import Members, Terms
 from fp8plan.runtime.fleet.memory import FleetGuard
@@ -123,7 +125,7 @@ class RolloutFleet(EngineBase):
         workers *= vllm_kwargs.get("pipeline_parallel_size", 1)
         if workers > 1:  # in a placement group vLLM would place its workers by Ray itself, in other replicas' bundles
             vllm_kwargs.setdefault("distributed_executor_backend", "mp")
-        launched = launch(setup, model_path, keep_bf16, vllm_kwargs, precisions)
+        launched = launch(setup, model_path, keep_bf16, vllm_kwargs, precisions, arguments_of(cls))
         settings = sync or SyncSettings.planned(launched.precision, remote=False)
         terms = Terms(settings, mode, guard, workers, launched.device, cpus_per_replica, dict(env or {}), wait_s)
         count = whole("replicas", setup.limits.data_parallel_size if replicas is None else replicas)
@@ -165,9 +167,11 @@ class RolloutFleet(EngineBase):
                           was last sampled, or else `expected_tokens`. They decide only which replica gets a prompt
 
         The requests of a replica that dies are answered by the others, from the start. Raises NotServingError once none
-        is left, while another generate runs, or while the weights must not be used.
+        is left, while another generate runs, or while the weights must not be used, and ConfigError for a token id that
+        the model has not.
         """
         refuse_shut_down(self.state)
+        refuse_prompts(prompts, self.state.vocabulary)
         with generating(self.state, only=True):
             try:
                 requests = Requests.of(prompts, sampling_params, kwargs)

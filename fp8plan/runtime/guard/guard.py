@@ -31,7 +31,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fp8plan.errors import Fp8PlanError
+from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.profile.library import load_profile
@@ -103,6 +103,8 @@ class Guard:
 
     def engine_changed(self, facts: EngineFacts) -> None:
         """Guard an engine with these facts from now on, which has just been started. Raises as the constructor does."""
+        if facts.not_predicted:
+            raise ConfigError(f"the guard cannot predict this engine: {'; '.join(facts.not_predicted)}")
         try:
             predict(facts, Observation(seconds=1.0, prompt_lengths=[1], response_lengths=[1]), self.profile)
         except Fp8PlanError as error:

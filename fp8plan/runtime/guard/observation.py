@@ -35,6 +35,7 @@ class EngineFacts:
     kernel_backends: as `engine_log.kernel_backends` returns it; a kernel the log does not name is left out
     e8m0:            DeepGEMM's scales are powers of two; None: not known, or no weight is FP8
     cudagraph_mode:  name of vLLM's CUDAGraphMode; None: not known
+    not_predicted:   what runs and the cost model does not know (runtime.engine.options)
     """
 
     model: str
@@ -45,6 +46,7 @@ class EngineFacts:
     kernel_backends: Mapping[str, str] = field(default_factory=dict)
     e8m0: bool | None = None
     cudagraph_mode: str | None = None
+    not_predicted: Sequence[str] = ()
 
     @property
     def preset(self) -> Precision:
@@ -61,11 +63,12 @@ class EngineFacts:
         return self.limits.enforce_eager or self.cudagraph_mode == "NONE"
 
 
-def facts_of(setup: EngineSetup, facts: Mapping[str, Any]) -> EngineFacts:
+def facts_of(setup: EngineSetup, facts: Mapping[str, Any], not_predicted: Sequence[str] = ()) -> EngineFacts:
     """The facts that the guard needs about an engine.
 
     setup: what was planned, with the engine's own limits
     facts: of a worker (runtime.worker.facts)
+    not_predicted: as in EngineFacts
     """
     preset = setup.precision
     return EngineFacts(
@@ -77,6 +80,7 @@ def facts_of(setup: EngineSetup, facts: Mapping[str, Any]) -> EngineFacts:
         kernel_backends=kernel_names(facts, preset),
         e8m0=facts["e8m0"],
         cudagraph_mode=facts["cudagraph_mode"],
+        not_predicted=not_predicted,
     )
 
 

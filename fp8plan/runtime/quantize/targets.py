@@ -1,22 +1,23 @@
-"""Many tensors written into an engine at once: quantised, or copied as they are, and each checked for NaN and Inf.
+"""Many tensors written into an engine at once, quantised or as they are, and each looked at for NaN, Inf and zeros.
 
 A model of experts has tens of thousands of small matrices, and one launch for each would take longer than the work.
 With Triton on a GPU, all tensors of one shape and dtype are one launch; elsewhere torch does one after the other. Half
 of what a launch needs is known before the first step: where the results go. Hence the two steps:
 
     targets = QuantizeTargets(q_outs, scale_outs)   # once
-    bad = torch.zeros(len(q_outs), dtype=torch.int32, device="cuda")
-    targets.run(weights, bad)                       # every step
+    flags = torch.zeros(len(q_outs), dtype=torch.int32, device="cuda")
+    targets.run(weights, flags)                     # every step
 
 Nothing waits for the GPU: the work is queued on the current stream, and sources must live as long as for torch's own
-operations. Of a source that is not finite, `bad` says so; its target is overwritten all the same.
+operations. A flag of each source says what it holds: 0 is nothing but zeros, FINITE, or NOT_FINITE: NaN or Inf, among
+what else there is. Its target is overwritten all the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.quantize.block_fp8 import check_quantized, described, quantize_into, scale_shape
@@ -24,6 +25,9 @@ from fp8plan.runtime.quantize.block_fp8 import check_quantized, described, quant
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+FINITE: Final = 1
+NOT_FINITE: Final = 2
 
 
 def quantized(weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -42,8 +46,8 @@ def quantized(weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         for weight in weights
     ]
     if found:
-        bad = torch.zeros(len(found), dtype=torch.int32, device=weights[0].device)
-        QuantizeTargets([q for q, _ in found], [scale for _, scale in found]).run(weights, bad)
+        flags = torch.zeros(len(found), dtype=torch.int32, device=weights[0].device)
+        QuantizeTargets([q for q, _ in found], [scale for _, scale in found]).run(weights, flags)
     return found
 
 
@@ -67,24 +71,24 @@ class QuantizeTargets:
 
             self._addresses = quantize_triton.addresses(self._q_outs, self._scale_outs)
 
-    def run(self, sources: Sequence[Tensor], bad: Tensor) -> None:
-        """Quantise sources[i] into target i; set bad[i] = 1 if it has a NaN or Inf, and leave bad[i] as it is if not.
+    def run(self, sources: Sequence[Tensor], flags: Tensor) -> None:
+        """Quantise sources[i] into target i, and raise flags[i] to what it holds; a higher flag stays.
 
-        sources: bf16, fp16 or fp32 [N, K] as the targets, rows contiguous; bad: int32 [len(sources)]; on the targets'
+        sources: bf16, fp16 or fp32 [N, K] as the targets, rows contiguous; flags: int32 [len(sources)]; on the targets'
         device. Raises ConfigError for others, before anything is written.
         """
         import torch
 
         weights = (torch.bfloat16, torch.float16, torch.float32)
-        _check_sources(sources, self._q_outs, [weights] * len(self._q_outs), bad)
+        _check_sources(sources, self._q_outs, [weights] * len(self._q_outs), flags)
         if self._addresses is not None:
             from fp8plan.runtime.quantize import triton_kernels as quantize_triton
 
-            calls = quantize_triton.quantize_calls(sources, self._addresses, bad, quantize_triton.ROUNDING)
-            return quantize_triton.run(calls, bad.device)
-        for source, q, scale, flag in zip(sources, self._q_outs, self._scale_outs, bad, strict=True):
+            calls = quantize_triton.quantize_calls(sources, self._addresses, flags, quantize_triton.ROUNDING)
+            return quantize_triton.run(calls, flags.device)
+        for source, q, scale, flag in zip(sources, self._q_outs, self._scale_outs, flags, strict=True):
             quantize_into(source, q, scale)
-            flag.masked_fill_(~scale.isfinite().all(), 1)
+            flag.clamp_(min=content(source.detach()))
         return None
 
 
@@ -107,17 +111,23 @@ class CopyTargets:
         self._dtypes = [(out.dtype,) for out in outs]
         self._triton = _by_triton(outs)
 
-    def run(self, sources: Sequence[Tensor], bad: Tensor) -> None:
+    def run(self, sources: Sequence[Tensor], flags: Tensor) -> None:
         """Copy sources[i], of the dtype of target i, into it; the rest as `QuantizeTargets.run`. E4M3 has no Inf."""
-        _check_sources(sources, self._outs, self._dtypes, bad)
+        _check_sources(sources, self._outs, self._dtypes, flags)
         if self._triton:
             from fp8plan.runtime.quantize import triton_kernels as quantize_triton
 
-            return quantize_triton.run(quantize_triton.copy_calls(sources, self._outs, bad), bad.device)
-        for source, out, flag in zip(sources, self._outs, bad, strict=True):
+            return quantize_triton.run(quantize_triton.copy_calls(sources, self._outs, flags), flags.device)
+        for source, out, flag in zip(sources, self._outs, flags, strict=True):
             out.copy_(source.detach())
-            flag.masked_fill_(~source.detach().float().isfinite().all(), 1)
+            values = source.detach().float()
+            flag.clamp_(min=content(values))
         return None
+
+
+def content(values: Tensor) -> Tensor:
+    """Return the flag of values, int32 []: 0, FINITE or NOT_FINITE."""
+    return values.any().int() + (~values.isfinite().all()).int()
 
 
 def _by_triton(outs: Sequence[Tensor]) -> bool:
@@ -136,16 +146,16 @@ def _check_targets(outs: Sequence[Tensor], dimensions: Collection[int]) -> None:
 
 
 def _check_sources(
-    sources: Sequence[Tensor], outs: Sequence[Tensor], dtypes: Sequence[Collection[torch.dtype]], bad: Tensor
+    sources: Sequence[Tensor], outs: Sequence[Tensor], dtypes: Sequence[Collection[torch.dtype]], flags: Tensor
 ) -> None:
     import torch
 
     if len(sources) != len(outs):
         raise ConfigError(f"{len(sources)} sources for {len(outs)} targets; give one for each")
-    if bad.shape != (len(outs),) or bad.dtype != torch.int32 or (outs and bad.device != outs[0].device):
-        where = outs[0].device if outs else bad.device
-        raise ConfigError(f"bad is {described(bad)}; it must be torch.int32 [{len(outs)}] on {where}")
-    device = bad.get_device()
+    if flags.shape != (len(outs),) or flags.dtype != torch.int32 or (outs and flags.device != outs[0].device):
+        where = outs[0].device if outs else flags.device
+        raise ConfigError(f"flags are {described(flags)}; they must be torch.int32 [{len(outs)}] on {where}")
+    device = flags.get_device()
     for i, (source, out, allowed) in enumerate(zip(sources, outs, dtypes, strict=True)):
         if source.shape != out.shape or source.dtype not in allowed or source.get_device() != device:
             wanted = f"{' or '.join(map(str, allowed))} {list(out.shape)} on {out.device}"

@@ -65,15 +65,15 @@ def addresses(*tensors: Sequence[Tensor]) -> np.ndarray:
 
 
 def quantize_calls(
-    sources: Sequence[Tensor], outs: np.ndarray, bad: Tensor, rounding: str, warps: int = WARPS
+    sources: Sequence[Tensor], outs: np.ndarray, flags: Tensor, rounding: str, warps: int = WARPS
 ) -> list[Call]:
-    """Return the launches that quantise sources [N, K] into `outs` = addresses(q_outs, scale_outs), and flag in `bad`
-    those that are not finite. They may be repeated, in a CUDA graph too, as long as all the tensors live.
+    """Return the launches that quantise sources [N, K] into `outs` = addresses(q_outs, scale_outs), and raise `flags`
+    to what they hold. They may be repeated, in a CUDA graph too, as long as all the tensors live.
     """
     product, nearest = ROUNDINGS[rounding]
     table = _table(addresses(sources), outs)
     calls: list[Call] = []
-    for (dtype, rows, columns), members, on_device in _grouped([_key(s) for s in sources], table, bad):
+    for (dtype, rows, columns), members, on_device in _grouped([_key(s) for s in sources], table, flags):
         blocks = scale_shape(rows, columns)
         launch = _quantize[(len(members) * blocks[0] * blocks[1],)]
         settings = _bits(dtype) | {
@@ -83,17 +83,17 @@ def quantize_calls(
             "PRODUCT": product,
             "NEAREST": nearest,
         }
-        calls.append(partial(launch, on_device, bad, rows, columns, **settings, num_warps=warps))
+        calls.append(partial(launch, on_device, flags, rows, columns, **settings, num_warps=warps))
     return calls
 
 
-def copy_calls(sources: Sequence[Tensor], outs: Sequence[Tensor], bad: Tensor) -> list[Call]:
+def copy_calls(sources: Sequence[Tensor], outs: Sequence[Tensor], flags: Tensor) -> list[Call]:
     """Return the launches that copy sources [N, K] or [N] into `outs`; otherwise as `quantize_calls`."""
     keys = [_as_copied(source, out) for source, out in zip(sources, outs, strict=True)]
     table = _table(addresses(sources, outs))
     table[[rows == 1 for _, rows, _ in keys], 1:4:2] = 0  # the strides
     calls: list[Call] = []
-    for (dtype, rows, columns), members, on_device in _grouped(keys, table, bad):
+    for (dtype, rows, columns), members, on_device in _grouped(keys, table, flags):
         height, width = FLAT if rows == 1 else TILED
         launch = _copy[(len(members) * ceil(rows / height) * ceil(columns / width),)]
         settings = _bits(dtype) | {
@@ -102,7 +102,7 @@ def copy_calls(sources: Sequence[Tensor], outs: Sequence[Tensor], bad: Tensor) -
             "WHOLE": rows % height == 0 and columns % width == 0,
             "ALIGNED": _aligned(members, columns),
         }
-        calls.append(partial(launch, on_device, bad, rows, columns, **settings, num_warps=WARPS))
+        calls.append(partial(launch, on_device, flags, rows, columns, **settings, num_warps=WARPS))
     return calls
 
 
@@ -143,14 +143,14 @@ def _aligned(members: np.ndarray, columns: int) -> bool:
     return columns % ALIGNMENT == 0 and not (members[:, :4] % ALIGNMENT).any()
 
 
-def _grouped(keys: Sequence[Key], table: np.ndarray, bad: Tensor) -> Iterator[tuple[Key, np.ndarray, Tensor]]:
-    """Yield each key with its rows of the table, on the host and on the device of `bad`."""
+def _grouped(keys: Sequence[Key], table: np.ndarray, flags: Tensor) -> Iterator[tuple[Key, np.ndarray, Tensor]]:
+    """Yield each key with its rows of the table, on the host and on the device of `flags`."""
     places: dict[Key, list[int]] = {}
     for place, key in enumerate(keys):
         places.setdefault(key, []).append(place)
     table = table[[place for group in places.values() for place in group]]
     host = torch.from_numpy(table)
-    on_device = (host.pin_memory() if bad.is_cuda else host).to(bad.device, non_blocking=True)
+    on_device = (host.pin_memory() if flags.is_cuda else host).to(flags.device, non_blocking=True)
     start = 0
     for key, group in places.items():
         stop = start + len(group)
@@ -161,7 +161,7 @@ def _grouped(keys: Sequence[Key], table: np.ndarray, bad: Tensor) -> Iterator[tu
 @triton.jit(do_not_specialize=["rows"])
 def _quantize(
     table,
-    bad,
+    flags,
     rows,
     columns,
     BITS: tl.constexpr,
@@ -196,14 +196,13 @@ def _quantize(
 
     scales = tl.load(entry + 4).to(tl.pointer_type(tl.float32))
     tl.store(scales + (block // across) * tl.load(entry + 5) + block % across, scale)
-    if largest >= NOT_FINITE:
-        tl.store(bad + tl.load(entry + 6), 1)
+    _raise(flags + tl.load(entry + 6), largest.to(tl.int32), NOT_FINITE)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _copy(
     table,
-    bad,
+    flags,
     rows,
     columns,
     BITS: tl.constexpr,
@@ -226,8 +225,14 @@ def _copy(
     mask = None if WHOLE else (row < rows) & (column < columns)
     bits = tl.load(source + row.to(tl.int64) * source_stride + column, mask, None if WHOLE else 0)
     tl.store(out + row.to(tl.int64) * out_stride + column, bits, mask)
-    if tl.max((bits & MAGNITUDE).to(tl.int32)) >= NOT_FINITE:
-        tl.store(bad + tl.load(entry + 4), 1)
+    _raise(flags + tl.load(entry + 4), tl.max((bits & MAGNITUDE).to(tl.int32)), NOT_FINITE)
+
+
+@triton.jit
+def _raise(flag, largest, NOT_FINITE: tl.constexpr):
+    """Raise a flag to what a block holds (targets.FINITE, NOT_FINITE). largest: of the bits of its magnitudes"""
+    if largest > 0:
+        tl.atomic_max(flag, 1 + (largest >= NOT_FINITE).to(tl.int32), sem="relaxed")
 
 
 @triton.jit

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence, Sized
-from operator import index
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.engine.tokens import refuse_tokens
 from fp8plan.runtime.weight_sync.kv_scales import PARTS, Amax, Scales, clipped, largest, scales_from
 from fp8plan.runtime.weight_sync.state import Call, SyncState, rpc
 
@@ -65,7 +65,7 @@ def refuse_calibration(
     if amax is not None and not isinstance(amax, Mapping):
         raise ConfigError(f"kv_amax is of type {type(amax).__name__}; allowed: a dict, {{layer: (q, k, v)}}")
     if not state.fp8_kv:
-        refuse_tokens(state, "kv_prompts", () if prompts is None else prompts)
+        refuse_tokens("kv_prompts", () if prompts is None else prompts, state.vocabulary, state.longest_prompt)
         return
     if amax is not None:
         if prompts is not None:
@@ -77,7 +77,7 @@ def refuse_calibration(
             "kv_amax={layer: (q, k, v)}"
         )
     else:
-        refuse_tokens(state, "kv_prompts", prompts)
+        refuse_tokens("kv_prompts", prompts, state.vocabulary, state.longest_prompt)
 
 
 def _refuse_amax(state: SyncState, amax: Mapping[str, Sequence[float]]) -> None:
@@ -93,22 +93,6 @@ def _refuse_amax(state: SyncState, amax: Mapping[str, Sequence[float]]) -> None:
                 f"kv_amax of {layer} is {list(parts)}; allowed: numbers above 0, within float32: the largest |q|, |k| "
                 "and |v| that the layer has seen"
             )
-
-
-def refuse_tokens(state: SyncState, what: str, sequences: Any) -> None:
-    """Raises ConfigError for anything but lists of token ids that the engine takes."""
-    try:
-        found = [[index(token) for token in tokens] for tokens in sequences]
-    except TypeError:
-        raise ConfigError(f"{what}: no list of token ids each; allowed: [[token ids], ...], e.g. [[1, 2, 3]]") from None
-    longest, vocabulary = state.longest_prompt, state.vocabulary
-    for tokens in found:
-        if not 1 <= len(tokens) <= (longest or len(tokens)):
-            most = "or more" if longest is None else f"to {longest:,}, as max_model_len says"
-            raise ConfigError(f"{what}: one has {len(tokens):,} tokens; allowed: 1 {most}")
-        if wrong := [token for token in tokens if not 0 <= token < (vocabulary or token + 1)]:
-            most = "0 or more" if vocabulary is None else f"0 to {vocabulary - 1:,}, the model's vocabulary"
-            raise ConfigError(f"{what}: token id {wrong[0]}; allowed: {most}")
 
 
 def random_prompts(vocabulary: int | None, longest: int) -> list[list[int]]:
@@ -135,9 +119,11 @@ def _calibrate(state: SyncState, prompts: Sequence[Sequence[int]]) -> Generator[
             yield Call("generate", (prompts, {"max_tokens": 1, "temperature": 0.0}))
         finally:
             ranks = yield from rpc("fp8plan_record_amax", False)
-        amax = largest(ranks)
-        if not amax or not any(any(parts) for parts in amax.values()):
+        amax = largest(ranks) if all(ranks) else {}
+        if not amax:
             raise ConfigError("calibration saw no attention; its prompts ran in whole CUDA graphs")
+        if not any(any(parts) for parts in amax.values()):
+            raise ConfigError("every query, key and value is 0, so there is no scale for them; the weights are wrong")
         wider = clipped(amax, scales)
         if not wider:
             return amax

@@ -129,7 +129,7 @@ class AmaxRecorder:
 
         self._layers = dict(attention_layers(model))
         device = next(model.parameters()).device
-        self._amax = torch.zeros(len(self._layers), len(PARTS), dtype=torch.float32, device=device)
+        self._amax = torch.full((len(self._layers), len(PARTS)), -1.0, dtype=torch.float32, device=device)  # not seen
         for number, layer in enumerate(self._layers.values()):
             layer.impl.forward = self._wrapped(layer.impl.forward, self._amax[number])
 
@@ -154,7 +154,8 @@ class AmaxRecorder:
         return recording
 
     def stop(self) -> Amax:
-        """Return the amax, and leave the layers as they were."""
+        """Return the amax, and leave the layers as they were. A layer that saw nothing has 0; empty if none saw any."""
         for layer in self._layers.values():
             del layer.impl.forward
-        return dict(zip(self._layers, self._amax.tolist(), strict=True))
+        seen = bool((self._amax >= 0).any())
+        return dict(zip(self._layers, self._amax.clamp(min=0).tolist(), strict=True)) if seen else {}

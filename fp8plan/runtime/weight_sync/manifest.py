@@ -8,11 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fp8plan.errors import ConfigError
-from fp8plan.jsonl import parse
 from fp8plan.runtime.quantize.block_fp8 import scale_shape
 
 if TYPE_CHECKING:
@@ -153,42 +151,6 @@ def read_manifest(given: Any) -> Manifest:
             "the manifest is not a list of (name, dtype, shape); allowed: e.g. [('model.norm.weight', 'bfloat16', "
             "(4096,))]"
         ) from None
-
-
-def checkpoint_manifest(folder: str | Path) -> Manifest | None:
-    """Read the manifest of a Hugging Face folder from the headers of its safetensors files; None if it has none."""
-    files = _checkpoint_files(Path(folder))
-    if not files:
-        return None
-    from safetensors import safe_open
-
-    found = []
-    for path in files:
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 -- not a dict
-                tensor = file.get_slice(name)
-                found.append(Entry(name, SAFETENSORS_DTYPES.get(tensor.get_dtype(), ""), tuple(tensor.get_shape())))
-    return tuple(found)
-
-
-def _checkpoint_files(folder: Path) -> list[Path]:
-    """The safetensors files that vLLM loads: those of the index, where there is one. Beside them a folder may have the
-    same weights under other names, as consolidated.safetensors of Mistral's.
-    """
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return sorted(folder.glob("*.safetensors"))
-    data = parse(index.read_text(encoding="utf-8"), str(index))
-    listed = data.get("weight_map") if isinstance(data, dict) else None
-    if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
-        raise ConfigError(f"{index} has no weight_map; allowed: name of a tensor -> file, as save_pretrained writes it")
-    files = [folder / name for name in sorted(set(listed.values()))]
-    if missing := [file.name for file in files if not file.is_file()]:
-        raise ConfigError(f"{index} names {missing[0]}, which is not there; download the checkpoint again")
-    return files
-
-
-SAFETENSORS_DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "float8_e4m3fn"}
 
 
 def refuse(manifest: Manifest, expected: Manifest | None, weights_in: str) -> None:

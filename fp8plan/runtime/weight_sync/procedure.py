@@ -27,11 +27,12 @@ from typing import Any, Final
 
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.runtime.engine.interrupts import released
+from fp8plan.runtime.engine.tokens import refuse_tokens
 from fp8plan.runtime.mismatch.histogram import LIMIT, k3
 from fp8plan.runtime.weight_sync import manifest as manifests
 from fp8plan.runtime.weight_sync.announce import announced, prepared
 from fp8plan.runtime.weight_sync.chunks import chunks
-from fp8plan.runtime.weight_sync.kv_calibration import kv_scales, refuse_calibration, refuse_tokens
+from fp8plan.runtime.weight_sync.kv_calibration import kv_scales, refuse_calibration
 from fp8plan.runtime.weight_sync.kv_scales import Scales
 from fp8plan.runtime.weight_sync.manifest import Manifest, pair_of
 from fp8plan.runtime.weight_sync.nccl import RemoteSource
@@ -183,7 +184,7 @@ def _refuse_scored(state: SyncState, scored: Scored | None) -> None:
         return
     if not isinstance(scored, Scored):
         raise ConfigError(f"scored is of type {type(scored).__name__}; allowed: Scored(token ids, log-probs)")
-    refuse_tokens(state, "scored", [scored.tokens])
+    refuse_tokens("scored", [scored.tokens], state.vocabulary, state.longest_prompt)
     try:
         tokens, logprobs, finite = len(scored.tokens), len(scored.logprobs), [isfinite(x) for x in scored.logprobs]
     except TypeError as error:

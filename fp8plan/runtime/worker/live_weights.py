@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.quantize.targets import FINITE, NOT_FINITE, content
+from fp8plan.runtime.weight_sync.checkpoint import Part, checkpoint_manifest, local_folder, not_zero
 from fp8plan.runtime.weight_sync.kv_scales import keeping_scales
 from fp8plan.runtime.weight_sync.manifest import Manifest
 from fp8plan.runtime.worker.prepare import Prepared, prepare
+from fp8plan.runtime.worker.program import is_matrix
 from fp8plan.runtime.worker.self_check import Samples
 from fp8plan.runtime.worker.vllm_reload import NativeReload, Snapshot, refresh
 
@@ -89,33 +93,29 @@ class LiveWeights:
         moved = [t if t.device == self._device else t.to(self._device, non_blocking=True) for t in tensors]
         self._touched = True
         with torch.no_grad():
-            running.flags.append((program.run(moved, self._device), program.names))
+            running.flags.append((program.run(moved, self._device), program.parts, program.matrices))
             running.samples.take(program.positions, moved)
             if program.native and running.reload is not None:
                 native = [(name, moved[at]) for at, name in program.native]
-                bad = torch.stack([(~torch.isfinite(tensor).all()).int() for _, tensor in native])
-                running.flags.append((bad, [name for name, _ in native]))
+                flags = torch.stack([content(tensor) for _, tensor in native])
+                parts = [Part(name) for name, _ in native]
+                running.flags.append((flags, parts, [is_matrix(tensor.shape) for _, tensor in native]))
                 running.reload.load(native)
         running.done.update(numbers)
 
     def finish(self) -> dict[str, Any]:
         """Close the sync, and report what was written and what the self-check found.
 
-        Raises ConfigError for tensors that are missing or not finite.
+        Raises ConfigError for tensors that are missing or not finite, and for matrices of zeros that the checkpoint has
+        otherwise.
         """
-        import torch
-
         running = self._open()
         prepared = running.prepared
         if len(running.done) < len(prepared.manifest):
             missing = [entry.name for number, entry in enumerate(prepared.manifest) if number not in running.done]
             raise ConfigError(f"announced and not sent: {', '.join(missing[:4])} ({len(missing)} in all)")
         self._close(running)
-        flags = torch.cat([flag for flag, _ in running.flags])
-        if found := flags.nonzero().flatten().tolist():
-            names = [name for _, some in running.flags for name in some]
-            bad = list(dict.fromkeys(names[at] for at in found))
-            raise ConfigError(f"not finite: {', '.join(bad[:4])} ({len(bad)} in all); allowed: no NaN, no Inf")
+        self._refuse_content(running)
         checked = running.samples.compare()
         return {
             "in_place": len(prepared.binding.direct),
@@ -125,6 +125,41 @@ class LiveWeights:
             "layers": prepared.layers,
             "check": checked | {"seconds": running.samples.seconds},
         }
+
+    def _refuse_content(self, running: _Running) -> None:
+        """Raises ConfigError for what no policy holds.
+
+        That is NaN and Inf, and a matrix of zeros which the checkpoint has otherwise: a trainer has sent what it has
+        not gathered, or lost. Zeros that training begins with (biases, gates, new parts) are zeros in the checkpoint,
+        too, and vectors are never refused. Without the checkpoint's files here, only zeros in all matrices are.
+        """
+        import torch
+
+        flags = torch.cat([flag for flag, _, _ in running.flags])
+        odd = (flags != FINITE).nonzero().flatten().tolist()  # the wait
+        if not odd:
+            return
+        parts = [part for _, some, _ in running.flags for part in some]
+        matrices = [matrix for _, _, some in running.flags for matrix in some]
+        held = dict(zip(odd, flags[odd].tolist(), strict=True))
+        if bad := list(dict.fromkeys(parts[at].name for at in odd if held[at] == NOT_FINITE)):
+            raise ConfigError(f"not finite: {', '.join(bad[:4])} ({len(bad)} in all); allowed: no NaN, no Inf")
+        zeros = [parts[at] for at in odd if matrices[at] and parts[at].name not in running.prepared.ignored]
+        if not zeros:
+            return
+        folder = self._checkpoint()
+        wrong = not_zero(folder, zeros) if folder else [x.name for x in zeros if len(zeros) == sum(matrices)]
+        if wrong:
+            raise ConfigError(
+                f"all zeros: {', '.join(wrong[:4])} ({len(wrong)} in all), and not in the checkpoint; allowed: the "
+                "policy's weights, gathered from where the trainer keeps them"
+            )
+
+    def _checkpoint(self) -> Path | None:
+        """The folder of the checkpoint's safetensors files; None if they are not on this machine."""
+        config, loading = self._worker.model_runner.model_config, self._worker.vllm_config.load_config
+        folder = local_folder(config.model, config.revision, loading.download_dir)
+        return folder if folder and checkpoint_manifest(folder) else None
 
     @property
     def announced(self) -> Manifest:
@@ -202,5 +237,5 @@ class _Running:
     samples: Samples
     version: int
     snapshot: Snapshot | None
-    flags: list[tuple[torch.Tensor, list[str]]] = field(default_factory=list)
+    flags: list[tuple[torch.Tensor, list[Part], list[bool]]] = field(default_factory=list)  # and which are matrices
     done: set[int] = field(default_factory=set)

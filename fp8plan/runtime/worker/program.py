@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fp8plan.runtime.quantize.targets import CopyTargets, QuantizeTargets
+from fp8plan.runtime.weight_sync.checkpoint import Part
 from fp8plan.runtime.weight_sync.manifest import Entry
 from fp8plan.runtime.worker.binding import Move
 
@@ -18,7 +19,8 @@ class Program:
 
     entries, numbers: of the chunk's tensors
     moves:     name -> how it is written in place (fp8plan.runtime.worker.binding)
-    names:     of the tensors that `run` flags
+    parts:     of the tensors that `run` flags (weight_sync.checkpoint.Part)
+    matrices:  which of the parts are matrices
     native:    (position in the chunk, name) of tensors that go through vLLM's loader
     positions: number in the manifest -> position in the chunk
     """
@@ -32,17 +34,23 @@ class Program:
         scales = [move.scale for _, _, move in quantised if move.scale is not None]
         self._quantise = QuantizeTargets([move.target for _, _, move in quantised], scales)
         self._copy = CopyTargets([move.target for _, _, move in copied])
-        self.names = [e.name for _, e, _ in (*quantised, *copied)]
+        self.parts = [Part(e.name, move.source) for _, e, move in (*quantised, *copied)]
+        self.matrices = [is_matrix(move.target.shape) for _, _, move in (*quantised, *copied)]
 
     def run(self, tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """Queue the writes. Return flags, int32 [len(names)] on the device: 1 for a tensor that was not finite."""
+        """Queue the writes. Return what each part holds, int32 [len(parts)] on the device (quantize.targets)."""
         import torch
 
-        bad = torch.zeros(len(self.names), dtype=torch.int32, device=device)
+        flags = torch.zeros(len(self.parts), dtype=torch.int32, device=device)
         count = len(self._quantised)
-        self._quantise.run([part(tensors[at]) if part else tensors[at] for at, part in self._quantised], bad[:count])
-        self._copy.run([part(tensors[at]) if part else tensors[at] for at, part in self._copied], bad[count:])
-        return bad
+        self._quantise.run([part(tensors[at]) if part else tensors[at] for at, part in self._quantised], flags[:count])
+        self._copy.run([part(tensors[at]) if part else tensors[at] for at, part in self._copied], flags[count:])
+        return flags
+
+
+def is_matrix(shape: Sequence[int]) -> bool:
+    """Return True for a shape with two dimensions of more than one element: no vector, such as a bias or a norm."""
+    return sum(size > 1 for size in shape) > 1
 
 
 def _part(move: Move, shape: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor] | None:

@@ -171,7 +171,7 @@ def test_an_engine_that_refuses_to_generate(healthy: RolloutEngine) -> None:
         ({"temperature": 0}, "temperature is 0; allowed: a number above 0"),
         ({"precision": "fp9"}, "unknown precision 'fp9'"),
         ({"gpu": "h300"}, "h300"),
-        ({"prompts": [[-1]]}, "prompts: token id -1"),
+        ({"prompts": [[-1]]}, "prompts: prompt 0, token 0 is id -1"),
         ({"prompts": [3]}, "prompts: no list of token ids"),
     ],
 )

@@ -12,7 +12,8 @@ from tiny_models import checkpoint, cpu_plan
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.emit.ignored import ignored
-from fp8plan.runtime.engine.launch import Launch, launch, local_folder
+from fp8plan.runtime.engine.launch import Launch, launch
+from fp8plan.runtime.weight_sync.checkpoint import local_folder
 
 pytestmark = pytest.mark.vllm  # its version is checked first
 

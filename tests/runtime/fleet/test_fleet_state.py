@@ -26,7 +26,7 @@ PROMPTS = [[1, 2], [3]]
 class FakeLaunch(SimpleNamespace):
     """A Launch, as far as a fleet asks it."""
 
-    fp8_kv, precision, keep_bf16 = True, "fp8_kv", (1, 1)  # which has no guard
+    fp8_kv, precision, not_predicted = True, "fp8_kv", ("a test",)  # so there is no guard
 
     def refuse_other(self, facts: Any) -> None: ...
 
@@ -226,7 +226,7 @@ def test_stepping_down_starts_all_in_the_safer_precision() -> None:
 
 def test_every_replica_knows_the_rungs_that_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = EngineFacts("Qwen/Qwen3-8B", "h200_sxm", "0.26.0", "fp8_kv", EngineLimits())
-    monkeypatch.setattr(FakeLaunch, "keep_bf16", (0, 0))
+    monkeypatch.setattr(FakeLaunch, "not_predicted", ())
     monkeypatch.setattr(EngineBase, "engine_facts", lambda fleet: replace(facts, precision=fleet.launch.precision))
 
     def known() -> set[Any]:

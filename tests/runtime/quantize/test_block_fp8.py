@@ -210,7 +210,7 @@ def group(device: str) -> list[torch.Tensor]:
     return [weight.to(device) for weight in found] if device == "cuda" else found
 
 
-NOT_FINITE = [1, 4, 22]
+NOT_FINITE, ZEROS = [1, 4, 22], 23  # of the group
 
 
 def flags(number: int, device: str) -> torch.Tensor:
@@ -218,22 +218,22 @@ def flags(number: int, device: str) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_a_group_is_quantised_as_each_alone_and_flags_what_is_not_finite(device: str) -> None:
+def test_a_group_is_quantised_as_each_alone_and_flags_say_what_it_holds(device: str) -> None:
     sources = group(device)
     outs = [empty(source) for source in sources]
     targets = QuantizeTargets(*zip(*outs, strict=True))
-    bad = flags(len(sources), device)
-    targets.run(sources, bad)
+    raised = flags(len(sources), device)
+    targets.run(sources, raised)
     for source, out in zip(sources, outs, strict=True):
         assert_equal(tuple(x.cpu() for x in out), quantize(source.cpu()))
-    assert bad.nonzero().flatten().tolist() == NOT_FINITE
-    assert set(bad.tolist()) == {0, 1}
+    expected = [2 if i in NOT_FINITE else 0 if i == ZEROS else 1 for i in range(len(sources))]
+    assert raised.tolist() == expected
 
     healed = [source.nan_to_num(0, 1, -1) * 2 for source in sources]
-    targets.run([x if x.stride(-1) == 1 else x.contiguous() for x in healed], bad)  # a second step, flags not reset
+    targets.run([x if x.stride(-1) == 1 else x.contiguous() for x in healed], raised)  # a second step, flags not reset
     for source, out in zip(healed, outs, strict=True):
         assert_equal(tuple(x.cpu() for x in out), quantize(source.cpu()))
-    assert bad.nonzero().flatten().tolist() == NOT_FINITE
+    assert raised.tolist() == expected
 
 
 def test_a_group_goes_into_parts_of_a_fused_weight(device: str) -> None:
@@ -250,19 +250,21 @@ def test_a_group_goes_into_parts_of_a_fused_weight(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, E4M3], ids=str)
-def test_a_group_is_copied_and_flags_what_is_not_finite(device: str, dtype: torch.dtype) -> None:
+def test_a_group_is_copied_and_flags_say_what_it_holds(device: str, dtype: torch.dtype) -> None:
     shapes = [(3, 8192), (256, 512), (100, 700), (5,), (8192,), (1, 1), (0, 4), (33, 40)]
     sources = [normal(*shape, seed=i).to(device, dtype) for i, shape in enumerate(shapes)]
     sources += [normal(64, 2048).to(device, dtype)[:, 512:1536]]  # rows with gaps
     sources[1][255, 511], sources[4][8191], sources[8][63, 1023] = NAN, NAN if dtype == E4M3 else INF, NAN
+    sources[2].mul_(-0.0) if dtype != E4M3 else sources[2].view(torch.uint8).fill_(0x80)  # zeros with a sign
+    sources[3].zero_()[4] = 2.0**-9  # E4M3's smallest
     outs = [torch.full_like(source.float(), 3.0).to(dtype) for source in sources]
     outs[7] = torch.full((33, 96), 3.0, device=device).to(dtype)[:, 16:56]
-    bad = flags(len(sources), device)
-    bad[0] = 1  # as an earlier call left it
-    CopyTargets(outs).run(sources, bad)
+    raised = flags(len(sources), device)
+    raised[0] = 2  # as an earlier call left it
+    CopyTargets(outs).run(sources, raised)
     for source, out in zip(sources, outs, strict=True):
         assert torch.equal(source.contiguous().view(torch.uint8), out.contiguous().view(torch.uint8))
-    assert bad.tolist() == [1, 1, 0, 0, 1, 0, 0, 0, 1]
+    assert raised.tolist() == [2, 2, 0, 1, 2, 1, 0, 1, 2]
 
 
 @pytest.mark.gpu
@@ -279,7 +281,7 @@ def test_a_group_of_none_takes_nothing(targets: QuantizeTargets | CopyTargets) -
     targets.run([], flags(0, "cpu"))
     with pytest.raises(ConfigError, match="1 sources for 0 targets"):
         targets.run([ONES], flags(0, "cpu"))
-    with pytest.raises(ConfigError, match=r"bad is torch.int32 \[1\] on cpu; it must be torch.int32 \[0\]"):
+    with pytest.raises(ConfigError, match=r"flags are torch.int32 \[1\] on cpu; they must be torch.int32 \[0\]"):
         targets.run([], flags(1, "cpu"))
 
 
@@ -317,23 +319,23 @@ def test_what_does_not_belong_together_is_an_error(call: Callable[[], object], m
 
 
 @pytest.mark.parametrize(
-    ("sources", "bad", "message"),
+    ("sources", "raised", "message"),
     [
         ([ONES], flags(2, "cpu"), "1 sources for 2 targets"),
-        ([ONES, ONES], flags(1, "cpu"), r"bad is torch.int32 \[1\] on cpu; it must be torch.int32 \[2\]"),
-        ([ONES, ONES], flags(2, "cpu").long(), "it must be torch.int32"),
+        ([ONES, ONES], flags(1, "cpu"), r"flags are torch.int32 \[1\] on cpu; they must be torch.int32 \[2\]"),
+        ([ONES, ONES], flags(2, "cpu").long(), "they must be torch.int32"),
         ([ONES, ONES[:1]], flags(2, "cpu"), r"source 1 is torch.float32 \[1, 256\]"),
         ([ONES, Q], flags(2, "cpu"), "source 1 is torch.float8_e4m3fn"),
         ([ONES, ONES.T], flags(2, "cpu"), r"source 1 has strides \(1, 256\)"),
     ],
 )
 def test_a_wrong_source_is_an_error_before_anything_is_written(
-    sources: list[torch.Tensor], bad: torch.Tensor, message: str
+    sources: list[torch.Tensor], raised: torch.Tensor, message: str
 ) -> None:
     outs = [empty(ONES), empty(ONES)]
     with pytest.raises(ConfigError, match=message):
-        QuantizeTargets(*zip(*outs, strict=True)).run(sources, bad)
+        QuantizeTargets(*zip(*outs, strict=True)).run(sources, raised)
     for out in outs:
         assert_equal(out, empty(ONES))
     with pytest.raises(ConfigError, match=message):
-        CopyTargets([ONES.clone(), ONES.clone()]).run(sources, bad)
+        CopyTargets([ONES.clone(), ONES.clone()]).run(sources, raised)

@@ -209,8 +209,8 @@ def test_what_cannot_be_sent_leaves_the_old_weights_serving(subject: Subject, fa
         (([1, 2], [-1.0]), r"scored is of type tuple; allowed: Scored\(token ids, log-probs\)"),
         (Scored([1, 2, 3], [-1.0]), "1 log-probs for 3 tokens; allowed: one for each but the first"),
         (Scored([1], []), "0 log-probs for 1 tokens"),
-        (Scored([1, 10_000], [-1.0]), "scored: token id 10000; allowed: 0 to 1,023, the model's vocabulary"),
-        (Scored([1] * 1000, [-1.0] * 999), "scored: one has 1,000 tokens; allowed: 1 to 255, as max_model_len says"),
+        (Scored([1, 10_000], [-1.0]), "scored: prompt 0, token 1 is id 10000; allowed: 0 to 1,023, the model's"),
+        (Scored([1] * 1000, [-1.0] * 999), "scored: prompt 0 has 1,000 tokens; allowed: 1 to 255, as max"),
         (Scored([1, 2], [math.nan]), "scored: a log-prob is not finite"),
         (Scored("ab", [-1.0]), "scored: no list of token ids"),  # type: ignore[arg-type]
     ],

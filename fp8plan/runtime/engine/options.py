@@ -1,0 +1,174 @@
+"""vLLM's options by their names: which there are, and which change an engine's speed or samples unknown to fp8plan.
+
+vLLM's sources are read for the names, and vLLM is not imported: that takes seconds, and what it reads of the
+environment is set later (launch.Launch.prepare).
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from inspect import signature
+from pathlib import Path
+from typing import Any, Final
+
+from fp8plan.checks import refuse_names
+
+# What the cost model does not know -> options that bring it. A guard would judge such an engine by another's speed.
+NOT_PREDICTED: Final[Mapping[str, str]] = {
+    "speculative decoding: the time of a draft, and how many of its tokens are accepted; no sync reaches a draft's "
+    "own weights": "speculative_config spec_method spec_model spec_tokens",
+    "LoRA: the kernels and the memory of adapters": "enable_lora default_mm_loras",
+    "layouts beyond tensor and expert parallelism": "pipeline_parallel_size prefill_context_parallel_size "
+    "decode_context_parallel_size nnodes enable_batch_sharded_sampling enable_dbo ubatch_size enable_elastic_ep "
+    "all2all_backend expert_placement_strategy disable_custom_all_reduce",
+    "weights or KV cache outside of the GPU": "cpu_offload_gb cpu_offload_params offload_backend offload_group_size "
+    "offload_params kv_offloading_size kv_transfer_config ec_transfer_config engram_config",
+    "another scheduler than vLLM's default": "max_num_scheduled_tokens long_prefill_token_threshold "
+    "enable_chunked_prefill prefill_schedule_interval watermark scheduling_policy scheduler_cls "
+    "disable_hybrid_kv_cache_manager kv_sharing_fast_prefill prefix_cache_retention_interval prefix_match_unit",
+    "another cache of keys, values or states": "kv_cache_dtype_skip_layers mamba_cache_dtype mamba_ssm_cache_dtype "
+    "mamba_block_size mamba_cache_mode enable_mamba_fine_grained_prefix_cache disable_sliding_window use_replayssm",
+    "other graphs or kernels than vLLM's default": "compilation_config cudagraph_capture_sizes "
+    "max_cudagraph_capture_size optimization_level performance_mode kernel_config ir_op_priority model_impl "
+    "disable_cascade_attn enable_flashinfer_autotune mamba_backend mamba_config mamba_ssu_algorithm "
+    "gdn_prefill_backend kda_prefill_backend kda_decode_backend sparse_indexer_topk_backend use_fp64_gumbel",
+    "tracing and profiling": "profiler_config enable_layerwise_nvtx_tracing collect_detailed_traces",
+}
+
+# What makes samples or log-probs other than the policy's -> options that do so.
+NOT_THE_POLICYS: Final[Mapping[str, str]] = {
+    "log-probs are not those of what is sampled, unless temperature is 1 and nothing is cut": "logprobs_mode",
+    "samples are changed after the model, and the trainer's log-probs are not": "logits_processors watermark_config",
+    "a request with an adapter samples from another policy than the synced one": "enable_lora default_mm_loras",
+    "requests without sampling parameters of their own get ones that the trainer does not see": "generation_config "
+    "override_generation_config",
+    "the model that runs may be another than the trainer's": "hf_overrides model_class_overrides diffusion_config",
+    "states are rounded at random": "enable_mamba_cache_stochastic_rounding",
+}
+
+# The values at which options change nothing, where that is not None, False, 0 or empty.
+NEUTRAL: Final[Mapping[str, Collection[Any]]] = {
+    "all2all_backend": ("allgather_reducescatter",),
+    "decode_context_parallel_size": (1,),
+    "disable_cascade_attn": (True,),
+    "enable_chunked_prefill": (True,),
+    "expert_placement_strategy": ("linear",),
+    "generation_config": ("auto", "vllm"),
+    "logprobs_mode": ("processed_logprobs",),
+    "mamba_backend": ("triton",),
+    "mamba_cache_dtype": ("auto",),
+    "mamba_cache_mode": ("none",),
+    "mamba_ssm_cache_dtype": ("auto",),
+    "model_impl": ("auto", "vllm"),
+    "nnodes": (1,),
+    "offload_backend": ("auto",),
+    "optimization_level": (2,),
+    "performance_mode": ("balanced",),
+    "pipeline_parallel_size": (1,),
+    "prefill_context_parallel_size": (1,),
+    "prefill_schedule_interval": (1,),
+    "scheduling_policy": ("fcfs",),
+    "sparse_indexer_topk_backend": ("auto",),
+}
+
+
+def not_predicted(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the cost model does not know of these options: a text for each kind of them, which names them."""
+    return tuple(f"{names} ({what})" for names, what in _given(NOT_PREDICTED, options))
+
+
+def remarks(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Remarks for the user on options whose effect on speed or samples fp8plan does not know; none without any."""
+    of_speed = (
+        f"{names}: fp8plan does not model {what}; the prediction leaves it out, and the guard is off"
+        for names, what in _given(NOT_PREDICTED, options)
+    )
+    of_samples = (
+        f"{names}: {what}; fp8plan cannot tell this from a mismatch of precision"
+        for names, what in _given(NOT_THE_POLICYS, options)
+    )
+    return (*of_speed, *of_samples)
+
+
+def arguments_of(engine: type[Any]) -> frozenset[str]:
+    """Names of the arguments of an engine's own, for `refuse_unknown`."""
+    makers = (signature(maker).parameters.values() for maker in (engine.from_setup, engine.from_plan))
+    return frozenset(x.name for maker in makers for x in maker if x.kind != x.VAR_KEYWORD)
+
+
+def refuse_unknown(
+    options: Mapping[str, Any], beside: Collection[str] = (), server: bool = False, where: str = "vLLM"
+) -> None:
+    """Raise ConfigError for an option that the installed vLLM has not, with the nearest one that it has.
+
+    beside: arguments of the caller's own, which may have been meant
+    server: those of `vllm serve` are allowed, too
+    where:  what holds the options, for the error
+    """
+    known = _engine_options() | (_server_options() if server else frozenset())
+    if known:
+        refuse_names(where, options, known, beside)
+
+
+def _given(table: Mapping[str, str], options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the options of each row that change something, with their values, and what the row says of them."""
+    for what, names in table.items():
+        if given := [f"{name}={options[name]!r:.60}" for name in names.split() if _changes(name, options.get(name))]:
+            yield ", ".join(given), what
+
+
+def _changes(name: str, value: Any) -> bool:
+    if value is None:
+        return False
+    return getattr(value, "value", value) not in NEUTRAL[name] if name in NEUTRAL else bool(value)
+
+
+@cache
+def _engine_options() -> frozenset[str]:
+    """Arguments of vllm.LLM and of AsyncEngineArgs; empty where the sources of vLLM are not as they were."""
+    fields = _fields(_source("engine/arg_utils.py"), "EngineArgs", "AsyncEngineArgs")
+    if not fields:
+        return frozenset()
+    made = [
+        function.args
+        for node in _classes(_source("entrypoints/llm.py"), "LLM")
+        for function in node.body
+        if isinstance(function, ast.FunctionDef) and function.name == "__init__"
+    ]
+    return fields | {argument.arg for each in made for argument in (*each.args, *each.kwonlyargs)} - {"self"}
+
+
+@cache
+def _server_options() -> frozenset[str]:
+    """Arguments of `vllm serve` beside the engine's."""
+    found: set[str] = set()
+    for path in (_folder() / "entrypoints").rglob("cli_args.py"):
+        text = path.read_text(encoding="utf-8")
+        found |= _fields(text, "BaseFrontendArgs", "FrontendArgs")
+        found |= {flag.replace("-", "_") for flag in re.findall(r'"--([\w-]+)"', text)}
+    return frozenset(found)
+
+
+def _folder() -> Path:
+    spec = find_spec("vllm")
+    return Path(((spec and spec.submodule_search_locations) or [""])[0])
+
+
+def _source(path: str) -> str:
+    file = _folder() / path
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+
+def _classes(text: str, *names: str) -> list[ast.ClassDef]:
+    return [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name in names]
+
+
+def _fields(text: str, *names: str) -> frozenset[str]:
+    """Names of the public fields of dataclasses."""
+    written = (line for node in _classes(text, *names) for line in node.body)
+    fields = (line.target for line in written if isinstance(line, ast.AnnAssign))
+    return frozenset(x.id for x in fields if isinstance(x, ast.Name) and not x.id.startswith("_"))
