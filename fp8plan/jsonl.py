@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
-from io import TextIOWrapper
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple, NoReturn
 
@@ -33,26 +32,26 @@ BROKEN: Final = (OSError, EOFError, zlib.error)  # of files that cannot be read,
 TORN: Final = object()  # in the place of a line that breaks off
 
 
-def parse(text: str | bytes, where: str, error: type[Fp8PlanError] = ConfigError) -> Any:
-    """Parse JSON text. Raises `error`, which begins with `where`, if it is not JSON or holds NaN or Infinity."""
+def parse(text: str | bytes, where: str, error: type[Fp8PlanError] = ConfigError, finite: bool = True) -> Any:
+    """Parse JSON text, in UTF-8, with or without a byte order mark.
+
+    finite: NaN and Infinity are errors, too; else they are floats, which the reader of a field judges
+
+    Raises `error`, which begins with `where`, if it is not JSON.
+    """
     try:
-        return _loads(text)
-    except (ValueError, RecursionError) as found:
-        raise error(f"{where} is not JSON: {found}") from None
+        text = (text if isinstance(text, str) else text.decode("utf-8")).removeprefix("\ufeff")
+        return (_FINITE if finite else _ANY).decode(text)
+    except (ValueError, RecursionError) as wrong:
+        raise error(f"{where} is not JSON: {wrong}") from None
 
 
 def _no_number(word: str) -> NoReturn:
     raise ValueError(f"it holds {word}; allowed: finite numbers, or null")
 
 
-def _loads(text: str | bytes) -> Any:
-    """`json.loads`, which makes a decoder for each call, with one for all: a third of the time for a short line."""
-    if isinstance(text, str) and not text.startswith("\ufeff"):
-        return _FINITE.decode(text)
-    return json.loads(text, parse_constant=_no_number)
-
-
 _FINITE: Final = json.JSONDecoder(parse_constant=_no_number)
+_ANY: Final = json.JSONDecoder()
 
 
 class Lines(NamedTuple):
@@ -89,24 +88,41 @@ def lines(
 ) -> Iterator[tuple[int, Any]]:
     """Yield (line number, value) of each line as it is read. Takes and raises what `read` does.
 
-    The value of a last line that breaks off is TORN.
+    The value of a last line that breaks off is TORN. NaN and Infinity are floats: a field that nobody reads may be
+    anything.
     """
     for number, text in texts(path, what):
-        if not whole and number > 1 and not text.endswith("\n") and not _is_json(text):  # only a last line has no end
+        if not whole and number > 1 and breaks_off(text):
             yield number, TORN
         else:
             yield number, parsed(text, number, path, hint)
 
 
-def parsed(text: str, number: int, path: Path, hint: str = "mend or delete that line") -> Any:
+def parsed(text: bytes, number: int, path: Path, hint: str = "mend or delete that line") -> Any:
     """Parse one line of a file. Raises ConfigError, which names the line, if it is not JSON."""
     try:
-        return parse(text.removesuffix("\n"), f"line {number} of {path}")
+        return parse(text.removesuffix(b"\n"), f"line {number} of {path}", finite=False)
     except ConfigError as error:
         raise ConfigError(f"{error}; {hint}") from None
 
 
-def texts(path: Path, what: str = "file") -> Iterator[tuple[int, str]]:
+def breaks_off(text: bytes) -> bool:
+    """Tell whether a line is torn: it has no end, as only a last one may, and is not JSON."""
+    if text.endswith(b"\n"):
+        return False
+    try:
+        parse(text, "it", finite=False)
+    except ConfigError:
+        return True
+    return False
+
+
+def left_out(number: int, path: Path) -> str:
+    """A note on a last line that breaks off."""
+    return f"line {number} of {path}, the last one, is left out: it breaks off"
+
+
+def texts(path: Path, what: str = "file") -> Iterator[tuple[int, bytes]]:
     """Yield (line number, text) of each line that is not blank, one at a time: a file may be larger than the memory.
 
     Raises ConfigError for a file that cannot be read.
@@ -114,15 +130,11 @@ def texts(path: Path, what: str = "file") -> Iterator[tuple[int, str]]:
     if not path.exists():
         raise ConfigError(f"there is no {what} {path}; give a file of JSON lines")
     try:
-        with (
-            path.open("rb") as stored,
-            uncompressed(stored, path.suffix == ".gz") as file,
-            TextIOWrapper(file, encoding="utf-8") as content,
-        ):
-            for number, text in enumerate(content, 1):
+        with path.open("rb") as stored, uncompressed(stored, path.suffix == ".gz") as file:
+            for number, text in enumerate(file, 1):
                 if text.strip():
                     yield number, text
-    except (*BROKEN, UnicodeDecodeError) as error:
+    except BROKEN as error:
         raise ConfigError(f"cannot read the {what} {path}: {error}; give a file of JSON lines") from None
 
 
@@ -137,14 +149,6 @@ def rows(path: Path) -> list[Any]:
     Raises ConfigError as `read` does.
     """
     return [row for _, row in read(path, whole=False).rows] if path.exists() else []
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
 
 
 def line(row: Mapping[str, Any]) -> bytes:
@@ -175,8 +179,21 @@ def write(path: str | Path, row: Mapping[str, Any]) -> None:
     to_disk(Path(path))
 
 
-def append(path: Path, text: bytes) -> int:
-    """Append whole lines in one write. Returns how many bytes of a torn last line were cut off first (mostly 0).
+class Ended(NamedTuple):
+    """The end of a file that is appended to, in bytes.
+
+    cut:    of a torn last line that was cut off (mostly 0)
+    before: the size of the file with the torn line
+    size:   the size now
+    """
+
+    cut: int
+    before: int
+    size: int
+
+
+def append(path: Path, text: bytes) -> Ended:
+    """Append whole lines in one write, behind the last whole line.
 
     Raises OSError if the lines could not be written; then nothing of them is in the file.
     """
@@ -188,16 +205,18 @@ def append(path: Path, text: bytes) -> int:
             os.ftruncate(file, size)
             told = f"No space left: only {written} of {len(text)} bytes could be written"
             raise OSError(errno.ENOSPC, told, str(path))
-    return cut
+    return Ended(cut, size + cut, size + written)
 
 
-def repair(path: Path) -> int:
-    """Cut off a torn last line, and return how many bytes were cut. A file that does not exist is created.
+def repair(path: Path) -> Ended:
+    """Cut off a torn last line. A file that does not exist is created.
 
     Raises OSError as the operating system does.
     """
     with _opened(path) as file:
-        return _repair(path, file)
+        cut = _repair(path, file)
+        size = os.fstat(file).st_size
+    return Ended(cut, size + cut, size)
 
 
 def to_disk(path: Path) -> None:

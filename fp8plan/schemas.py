@@ -126,6 +126,16 @@ class Judged(msgspec.Struct, gc=False):
     off: str | None = None
 
 
+class KlPart(msgspec.Struct):
+    """A part of the KL, in nats per token, and its cause; several causes are not told apart."""
+
+    causes: list[str]
+    kl: float | None = None
+    low: float | None = None
+    high: float | None = None
+    how: str | None = None
+
+
 class RunRecord(RolloutRecord, kw_only=True):
     """The record that a Monitor writes for each step, one flat JSON object.
 
@@ -136,7 +146,7 @@ class RunRecord(RolloutRecord, kw_only=True):
     escalate:         what it asks for beyond thresholds: null, "recalibrate_kv" or "step_down"
     profile:          KL by position in the response
     versions:         the same by weight version, under the version
-    attribution:      parts of the KL by cause: causes (several: not told apart), kl, low, high (nats per token), how
+    attribution:      the parts of the KL by cause
     guard:            null without one
     """
 
@@ -150,7 +160,7 @@ class RunRecord(RolloutRecord, kw_only=True):
     escalate: str | None = None
     profile: list[Span] | None = None
     versions: dict[str, Any] | None = None
-    attribution: list[dict[str, Any]] | None = None
+    attribution: list[KlPart] | None = None
     guard: Judged | None = None
 
 

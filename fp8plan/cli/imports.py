@@ -30,6 +30,12 @@ def import_command(
     tokenizer: Annotated[
         str | None, typer.Option(help="hub id or folder of the run's model; verl and trl log text")
     ] = None,
+    tools: Annotated[
+        Path | None,
+        typer.Option(
+            help="definitions of the run's tools, a JSON list; trl logs the prompts without them", metavar="FILE"
+        ),
+    ] = None,
     log: Annotated[
         Path | None,
         typer.Option(
@@ -86,7 +92,7 @@ def import_command(
         enable_prefix_caching=prefix_caching,
         enforce_eager=enforce_eager or None,
     )
-    stream = RolloutStream(trainer, folder, tokenizer, log, last, engine, byte_progress("counting tokens"))
+    stream = RolloutStream(trainer, folder, tokenizer, log, last, engine, byte_progress("counting tokens"), tools)
 
     def write(path: Path) -> None:
         with path.open("wb") as file:

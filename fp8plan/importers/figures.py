@@ -11,55 +11,56 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable
-from math import nan
+from collections.abc import Iterable, Mapping
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
-from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
-from fp8plan.jsonl import lines
+from fp8plan.importers.logged import Note
+from fp8plan.jsonl import TORN, left_out, lines
 
 Figures = dict[int, dict[str, float]]  # step -> name -> value
-STEP = re.compile(r"\bstep:(\d+) - (.*)")
-FIGURE = re.compile(r"(\S+):(?:np\.\w+\()?([-+.\w]+)\)?")  # numpy's numbers print as np.float64(1.5)
+STEP = re.compile(r"\bstep:(\S+) - (.*)")
+# A name and a number. numpy's print as np.float64(1.5), and Ray writes "[repeated 2x across cluster]" behind a line.
+FIGURE = re.compile(r"(\S+):(?:np\.\w+\()?([-+.,'’\w\s]+)\)?(?:\s*\[.*)?")
+THOUSANDS = re.compile(r"[-+]?\d{1,3}([,'’_\s])\d{3}(?:\1\d{3})*(?:\.\d*)?")
+# Colours and other commands to a terminal, also where a pipe or an editor has made "^[" or nothing of the escape.
+TERMINAL = re.compile(
+    r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|(?:\x1b\[|\^\[\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b[@-Z\\^_]|\[\d{1,3}(?:;\d{1,3})*m"
+)
 
 
-def figures(path: Path, absent: bool = False) -> Figures:
-    """Read a trainer's figures.
+def figures(path: Path, note: Note = str) -> Figures:
+    """Read a trainer's figures. One that was logged as null is NaN; NaN and infinite ones are kept.
 
-    absent: keep figures that were logged and are no numbers (null, NaN, infinite), as NaN; else they are left out
+    note: called with a remark on a last line that breaks off
 
     Raises ConfigError for a path that is not there or holds none.
     """
     if not path.exists():
         raise ConfigError(f"there is no log {path}; give one of: {_kinds()}")
-    rows: Iterable[tuple[Any, dict[str, Any]]]
+    rows: Iterable[tuple[Any, Any]]
     if path.is_dir() or "tfevents" in path.name:
         rows = _tensorboard(path)
     elif path.suffix == ".json":
         rows = _trainer_state(path)
-    elif path.suffix == ".jsonl":
-        rows = ((row.get("step", row.get("_step")), row.get("data", row)) for row in _objects(path))
+    elif path.name.endswith((".jsonl", ".jsonl.gz")):
+        rows = _objects(path, note)
     else:
-        rows = _console(path)
+        rows = _console(path, note)
     by_step: Figures = defaultdict(dict)
     for step, values in rows:
-        if is_number(step):
-            by_step[int(step)] |= {name: float(x) for name, x in values.items() if is_number(x)}
-            for name in values if absent else ():
-                if _is_absent(values[name]):
-                    by_step[int(step)].setdefault(name, nan)  # another row of the step may have the number
+        at = _number(step)
+        if at is not None and isfinite(at) and isinstance(values, Mapping):
+            known = by_step[int(at)]
+            for name, value in values.items():
+                figure = _number(value)
+                if figure is not None and (isfinite(figure) or name not in known):  # a number of the step stands
+                    known[name] = figure
     if not by_step:
         raise ConfigError(f"{path} holds no figures of steps; give one of: {_kinds()}")
     return dict(by_step)
-
-
-def _is_absent(value: Any) -> bool:
-    """True for null, NaN and infinity, also as text, which W&B writes."""
-    if value is None or str(value).lower().lstrip("+-") in ("nan", "inf", "infinity"):
-        return True
-    return is_number(value, finite=False) and not is_number(value)
 
 
 def _kinds() -> str:
@@ -85,20 +86,33 @@ def _trainer_state(path: Path) -> Iterable[tuple[Any, dict[str, Any]]]:
         raise ConfigError(f"{path} is not a trainer's state; give a trainer_state.json of a TRL checkpoint") from None
 
 
-def _objects(path: Path) -> Iterable[dict[str, Any]]:
-    return (row for _, row in lines(path, "log") if isinstance(row, dict))
+def _objects(path: Path, note: Note) -> Iterable[tuple[Any, Any]]:
+    for number, row in lines(path, "log"):
+        if row is TORN:
+            note(left_out(number, path))
+        elif isinstance(row, dict):
+            yield row.get("step", row.get("_step")), row.get("data", row)
 
 
-def _console(path: Path) -> Iterable[tuple[int, dict[str, float]]]:
+def _console(path: Path, note: Note) -> Iterable[tuple[str, dict[str, str]]]:
     with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if match := STEP.search(line):
-                pairs = (FIGURE.fullmatch(part) for part in match[2].split(" - "))
-                yield int(match[1]), dict(_number(pair[1], pair[2]) for pair in pairs if pair)
+        for number, line in enumerate(file, 1):
+            if match := STEP.search(TERMINAL.sub("", line)):
+                figures = [FIGURE.fullmatch(part.strip()) for part in match[2].split(" - ")]
+                if not line.endswith("\n") and figures.pop():
+                    note(f"the last figure in line {number} of {path} is left out: the line breaks off")
+                yield match[1], {figure[1]: figure[2] for figure in figures if figure}
 
 
-def _number(name: str, text: str) -> tuple[str, float]:
+def _number(value: Any) -> float | None:
+    """Return a figure as a number, with thousands separators or without; NaN for null, None for what is no number."""
     try:
-        return name, float(text)
-    except ValueError:
-        return name, float("nan")  # a figure that is no number is passed over
+        if value is None:
+            return nan
+        if isinstance(value, str):
+            value = value.strip()
+            digits = THOUSANDS.fullmatch(value)
+            return float(value.replace(digits[1][0], "") if digits else value)
+        return None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from fp8plan.errors import ConfigError
+
+Note = Callable[[str], object]  # called with a remark on what is read
 Text: TypeAlias = str | list[dict[str, Any]]  # plain, or the messages of a conversation
 
 
@@ -34,7 +39,7 @@ class Logged:
 
     step:   the training step
     path:   its file
-    before: the file of an earlier step, which it may only repeat: one that is trained on again; None: it does not
+    before: the file of the step before, which it may only repeat: one that is trained on again; None: there is none
     """
 
     step: int
@@ -64,7 +69,9 @@ class Counted:
 class Source:
     """One trainer's log.
 
-    files:    finds the rollouts of a folder, by step, without reading them
+    name:     of the file of a rollout, with its step
+    folder:   they may be in this folder of the one that is given
+    switch:   what makes the trainer write them
     requests: reads one file, request by request: it may be larger than the memory
     of_text:  requests are text, which needs a tokenizer
     special_tokens: the trainer's tokenizer adds its special tokens (BOS) to plain prompts
@@ -73,14 +80,34 @@ class Source:
     overwritten: a figure of the steps whose logged rollout is not the training's; None: there are none
     """
 
-    files: Callable[[Path], Sequence[Logged]]
-    requests: Callable[[Path], Rollout]
+    name: re.Pattern[str]
+    switch: str
+    requests: Callable[[Path, Note], Rollout]
+    folder: str = ""
     of_text: bool = True
     special_tokens: bool = False
     repeats: Callable[[Path, Path], bool] | None = None
     seconds: str | None = None
     mean_response: str | None = None
     overwritten: str | None = None
+
+    def rollouts(self, folder: Path) -> list[Logged]:
+        """Find the rollouts of a folder by step, without reading them. Raises ConfigError for a folder without any."""
+        inside = folder / self.folder
+        paths = (inside if inside.is_dir() else folder).iterdir()
+        by_step = {int(name[1]): path for path in paths if (name := self.name.fullmatch(path.name))}
+        if not by_step:
+            example = self.name.pattern.replace("(\\d+)", "STEP").replace("\\", "")
+            raise ConfigError(f"{folder} has no file {example}; let the trainer write them there: {self.switch}")
+        steps = sorted(by_step)
+        return [
+            Logged(step, by_step[step], by_step.get(before)) for before, step in zip([-1, *steps], steps, strict=False)
+        ]
+
+
+def name_of(prompt: bytes) -> bytes:
+    """Return a short name, the same for the same prompt: a large rollout's prompts need not stay in memory."""
+    return blake2b(prompt, digest_size=16).digest()
 
 
 def counted(step: int, requests: Iterable[Measured]) -> Counted:

@@ -8,11 +8,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
 from fp8plan.importers import skyrl, trl, verl
 from fp8plan.importers.figures import Figures, figures
 from fp8plan.importers.logged import Counted, Logged, Request, Source, counted
-from fp8plan.importers.tokens import load_tokenizer, measured
+from fp8plan.importers.tokens import UNUSED_TOOLS, Counter, load_tokenizer, load_tools
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import precision
@@ -42,6 +43,7 @@ def import_rollouts(
     last: int | None = None,
     engine: Mapping[str, Any] | None = None,
     progress: Progress = lambda done, total: None,
+    tools: str | Path | None = None,
 ) -> Imported:
     """Turn the rollouts that a trainer logged into rollout records.
 
@@ -52,10 +54,14 @@ def import_rollouts(
     last:      take only so many rollouts, the last ones; no other file is read
     engine:    fields of a rollout record that say what ran: model, gpu, engine_version, precision, ...
     progress:  called as the files are read, with the bytes that are done and all of them
+    tools:     JSON file with the definitions of the run's tools, for logs of conversations
+
+    A newest file without a whole request is left out, with a note: its writer was killed, or is at work. So is a last
+    line that breaks off.
 
     Raises ConfigError for what cannot be read, and for a log of text without a tokenizer.
     """
-    stream = RolloutStream(trainer, folder, tokenizer, log, last, engine or {}, progress)
+    stream = RolloutStream(trainer, folder, tokenizer, log, last, engine or {}, progress, tools)
     records = list(stream)
     return Imported(records, stream.notes)
 
@@ -75,6 +81,7 @@ class RolloutStream:
         last: int | None,
         engine: Mapping[str, Any],
         progress: Progress,
+        tools: str | Path | None = None,
     ) -> None:
         if trainer not in SOURCES:
             raise ConfigError(f"unknown trainer {trainer!r}; allowed: {', '.join(SOURCES)}")
@@ -82,19 +89,21 @@ class RolloutStream:
         said = _checked(engine)
         if not Path(folder).is_dir():
             raise ConfigError(f"there is no folder {folder}; give the one that {trainer} wrote its rollouts to")
-        self._known = figures(Path(log)) if log is not None else {}
-        every = self._source.files(Path(folder))
+        self.notes = list[str]()
+        self._known = figures(Path(log), self._note) if log is not None else {}
+        every = self._source.rollouts(Path(folder))
         self._first = every[0].step
-        self._chosen, self.notes = _chosen(every, self._known, self._source, last)
-        self._tokenizer: Any = None
+        self._chosen = self._choose(every, last)
+        self._tools = None if tools is None else load_tools(Path(tools))
+        self._counter: Counter | None = None
         if self._source.of_text:
             if tokenizer is None:
                 for logged in self._chosen[:1]:
-                    next(iter(self._source.requests(logged.path)))  # a file that is none of the trainer's is said first
+                    self._begin(logged)  # a file that is none of the trainer's is said first
                 raise ConfigError(
                     "the log holds text, not tokens; give --tokenizer, the hub id or folder of the run's model"
                 )
-            self._tokenizer = load_tokenizer(tokenizer)
+            self._counter = Counter(load_tokenizer(tokenizer), self._source.special_tokens, self._tools, self._note)
         version = {"schema_version": VERSIONS["record"], "fp8plan_version": __version__}
         self._facts = version | {"imported_from": f"{trainer} {folder}"} | said
 
@@ -113,14 +122,57 @@ class RolloutStream:
         if missing:
             absent = [name for name in REQUIRED if name in missing]
             means.notes.append(_absent(absent, self._trainer, self._source, self._log, timed, len(sizes)))
+        if self._tools and not (self._counter and self._counter.rendered):
+            self._note(UNUSED_TOOLS)
         self.notes += means.notes
 
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def _choose(self, every: Sequence[Logged], last: int | None) -> list[Logged]:
+        """Return the rollouts to read, all or the last ones; notes say which are left out."""
+        figure = self._source.overwritten
+        lost = {step for step, values in self._known.items() if figure in values}
+        kept = [x for x in every if x.step not in lost]
+        if not kept:
+            raise ConfigError("every logged rollout is an evaluation's; evaluate less often than every logging step")
+        if left := sorted({x.step for x in every} & lost):
+            self._note(f"left out, as an evaluation wrote over them: steps {', '.join(map(str, left))}")
+        try:
+            self._begin(kept[-1])
+        except ConfigError as error:
+            if len(kept) == 1:
+                raise
+            self._note(f"step {kept.pop().step}, the last one, is left out: {error}")
+        new = (x for x in reversed(kept) if not self._again(x))
+        return list(islice(new, last))[::-1]
+
+    def _begin(self, logged: Logged) -> None:
+        """Read the first request of a file. Raises ConfigError if there is none."""
+        if next(iter(self._source.requests(logged.path, str)), None) is None:
+            raise ConfigError(f"{logged.path} holds no whole response; delete it")
+
+    def _again(self, logged: Logged) -> bool:
+        """Tell whether a rollout is the one before, which is trained on again. One that cannot be read is not."""
+        if self._source.repeats is None or logged.before is None:
+            return False
+        try:
+            return self._source.repeats(logged.path, logged.before)
+        except ConfigError:
+            return False
+
     def _counted(self, logged: Logged, done: int, size: int, total: int) -> Counted:
-        requests: Any = self._source.requests(logged.path)
-        if self._source.of_text:
-            watched = self._watched(requests, done, size, total)
-            requests = measured(watched, self._tokenizer, self._source.special_tokens)
-        return counted(logged.step, requests)
+        self._begin(logged)
+        torn = list[str]()
+        requests: Any = self._source.requests(logged.path, torn.append)
+        if self._counter is not None:
+            requests = self._counter.measured(self._watched(requests, done, size, total))
+        rollout = counted(logged.step, requests)
+        for text in torn:
+            self._note(f"{text}; so step {logged.step} lacks a response at least, and its seconds are left out")
+            self._known.pop(logged.step, None)  # figures of all of its responses
+        return rollout
 
     def _watched(self, requests: Iterator[Request], done: int, size: int, total: int) -> Iterator[Request]:
         """The requests of a file of `size` bytes; their text says about how far it is read."""
@@ -152,23 +204,9 @@ def _checked(engine: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _chosen(
-    logged: Sequence[Logged], known: Figures, source: Source, last: int | None
-) -> tuple[list[Logged], list[str]]:
-    """The rollouts to read, all or the last ones, and a note on those left out, which are not the training's own."""
-    lost = {step for step, values in known.items() if source.overwritten is not None and source.overwritten in values}
-    kept = [x for x in logged if x.step not in lost]
-    if not kept:
-        raise ConfigError("every logged rollout is an evaluation's; evaluate less often than every logging step")
-    left = sorted({x.step for x in logged} & lost)
-    notes = [f"left out, as an evaluation wrote over them: steps {', '.join(map(str, left))}"] if left else []
-    again = source.repeats
-    new = (x for x in reversed(kept) if again is None or x.before is None or not again(x.path, x.before))
-    return list(islice(new, last))[::-1], notes
-
-
 def _seconds(known: Mapping[str, float], source: Source) -> dict[str, float]:
-    return {"seconds": known[source.seconds]} if source.seconds is not None and source.seconds in known else {}
+    seconds = known.get(source.seconds or "")
+    return {"seconds": seconds} if seconds is not None and is_number(seconds) else {}
 
 
 class _Means:
@@ -183,7 +221,7 @@ class _Means:
 
     def add(self, rollout: Counted) -> None:
         logged = self._known.get(rollout.step, {}).get(self._name or "")
-        off = rollout.mean_response / logged - 1 if logged else 0.0
+        off = rollout.mean_response / logged - 1 if logged and is_number(logged) else 0.0
         if abs(off) > self._worst:
             means = f"step {rollout.step}: {rollout.mean_response:,.1f} tokens a response by the text"
             hint = "a large gap means another tokenizer, or figures that average over steps"

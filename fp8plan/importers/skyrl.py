@@ -14,7 +14,6 @@ import os
 import pickle
 import re
 from collections.abc import Iterator
-from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
@@ -22,30 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8plan.errors import ConfigError
-from fp8plan.importers.logged import Logged, Measured, Source
+from fp8plan.importers.logged import Measured, Note, Source, name_of
 
-NAME = re.compile(r"global_step_(\d+)_training_input\.pkl")
 WRITER = "skyrl.backends.skyrl_train.training_batch"
 LARGE: Final = 1 << 20  # bytes of a tensor that stays in the file
 
 
-def files(folder: Path) -> list[Logged]:
-    """Find the rollouts of SkyRL's export folder, or of its folder `dumped_data`, by step.
-
-    Raises ConfigError for a folder without any.
-    """
-    inside = folder / "dumped_data"
-    paths = (inside if inside.is_dir() else folder).glob("*.pkl")
-    by_step = {int(name[1]): path for path in paths if (name := NAME.fullmatch(path.name))}
-    if not by_step:
-        raise ConfigError(
-            f"{folder} has no global_step_STEP_training_input.pkl; give SkyRL's trainer.export_path, and run it with "
-            "trainer.dump_data_batch=true"
-        )
-    return [Logged(step, by_step[step]) for step in sorted(by_step)]
-
-
-def requests(file: Path) -> Iterator[Measured]:
+def requests(file: Path, note: Note) -> Iterator[Measured]:
     """Read the requests of a file. Raises ConfigError for one that is not SkyRL's."""
     try:
         with file.open("rb") as content:
@@ -60,7 +42,7 @@ def requests(file: Path) -> Iterator[Measured]:
     for row, response in enumerate(counts):
         real = tokens[row][mask[row] == 1]
         prompt = real[: len(real) - response]
-        yield Measured(blake2b(prompt.tobytes(), digest_size=16).digest(), len(prompt), response)
+        yield Measured(name_of(prompt.tobytes()), len(prompt), response)
 
 
 class _State(dict[str, Any]):
@@ -114,5 +96,10 @@ def _array(tensor: dict[str, Any], file: Path) -> NDArray[Any]:
 
 
 SOURCE = Source(
-    files, requests, of_text=False, seconds="timing/generate"
+    re.compile(r"global_step_(\d+)_training_input\.pkl"),
+    "trainer.dump_data_batch=true, with trainer.export_path",
+    requests,
+    folder="dumped_data",
+    of_text=False,
+    seconds="timing/generate",
 )  # lengths are exact: there is no mean to compare

@@ -1,57 +1,40 @@
 """The rollouts that TRL's GRPOTrainer logs with `log_completions=True`: completions/completions_STEP.parquet in its
 output_dir.
 
-Read in TRL 1.16.0, `GRPOTrainer.log`. A row is one response: step, prompt, completion, the rewards, advantage. A prompt
-or a completion is text or a list of messages; completions are decoded without special tokens. A file is written at each
-logging step and holds the last generation batch: one that is trained on for several steps is in several files. An
-evaluation writes its own completions over those of its step. TRL's figures have no seconds of generation: its profile
-goes to W&B, MLflow and Trackio only.
+Read in TRL 1.16.0, `GRPOTrainer.log` and `_generate`. A row is one response: step, prompt, completion, the rewards,
+advantage. A prompt or a completion is text or a list of messages. Plain completions are decoded without special tokens.
+Messages are what `parse_response` made of the tokens: content, reasoning_content or thinking, tool_calls; with tools,
+the tools' output stands between the assistant's messages. The definitions of the tools, which the chat template puts
+into every prompt, are not logged. A file is written at each logging step and holds the last generation batch: one that
+is trained on for several steps is in several files. An evaluation writes its own completions over those of its step.
+TRL's figures have no seconds of generation: its profile goes to W&B, MLflow and Trackio only. Its mean length is of the
+tokens that the model generated, without tool output.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.importers.logged import Logged, Request, Source, Text
+from fp8plan.importers.logged import Note, Request, Source, Text
 
-PREFIX: Final = "completions_"
 ROWS: Final = 64  # read at once
 
 
-def files(folder: Path) -> list[Logged]:
-    """Find the rollouts of a trainer's output folder, or of its folder `completions`, by step.
-
-    Raises ConfigError for a folder without any.
-    """
-    inside = folder / "completions"
-    paths = (inside if inside.is_dir() else folder).glob(f"{PREFIX}*.parquet")
-    by_step = {int(step): path for path in paths if (step := path.stem.removeprefix(PREFIX)).isdecimal()}
-    if not by_step:
-        raise ConfigError(
-            f"{folder} has no {PREFIX}STEP.parquet; give the trainer's output_dir, and train with "
-            "GRPOConfig(log_completions=True)"
-        )
-    steps = sorted(by_step)
-    return [Logged(step, by_step[step], by_step.get(before)) for before, step in zip([-1, *steps], steps, strict=False)]
-
-
-def requests(file: Path) -> Iterator[Request]:
-    """Read the requests of a file. Raises ConfigError for a file that is not one of TRL's, and for one without any."""
-    empty = True
+def requests(file: Path, note: Note) -> Iterator[Request]:
+    """Read the requests of a file. Raises ConfigError for a file that is not one of TRL's."""
     for row in _rows(file):
-        empty = False
         yield Request(_text(row["prompt"], "prompt", file), _text(row["completion"], "completion", file))
-    if empty:
-        raise ConfigError(f"{file} has no rows; delete it")
 
 
 def repeats(file: Path, before: Path) -> bool:
     """Tell whether a file has the requests of the one before it."""
-    return all(request == other for request, other in zip_longest(requests(file), requests(before)))
+    pairs = zip_longest(requests(file, str), requests(before, str))
+    return all(request == other for request, other in pairs)
 
 
 def _rows(file: Path) -> Iterator[dict[str, Any]]:
@@ -66,23 +49,36 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _text(value: Any, name: str, file: Path) -> Text:
-    """A column's value. Parquet gives every message all keys that any message has; those are taken out again."""
+    """Return a column's value: text, or messages whose contents are text."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise ConfigError(f"a {name} in {file} is {str(value)[:60]!r}; allowed: text, or a list of messages")
-    messages = [{key: x for key, x in message.items() if x is not None} for message in value]
-    if any(isinstance(message.get("content"), list) for message in messages):
-        raise ConfigError(
-            f"a {name} in {file} has parts that are not text, whose tokens the log does not hold; rollouts with images "
-            "cannot be imported"
-        )
+    messages: list[dict[str, Any]] = _without_null(value)
+    for message in messages:
+        parts = message.setdefault("content", "")
+        if isinstance(parts, list):
+            if any(part.get("type") != "text" for part in parts):
+                raise ConfigError(
+                    f"a {name} in {file} has parts that are not text, whose tokens the log does not hold; rollouts "
+                    "with images cannot be imported"
+                )
+            message["content"] = "".join(part.get("text", "") for part in parts)
     return messages
 
 
+def _without_null(value: Any) -> Any:
+    """Take the keys without a value out again: Parquet gives every object all keys that any in its column has."""
+    if isinstance(value, dict):
+        return {key: _without_null(x) for key, x in value.items() if x is not None}
+    return [_without_null(x) for x in value] if isinstance(value, list) else value
+
+
 SOURCE = Source(
-    files,
+    re.compile(r"completions_(\d+)\.parquet"),
+    "GRPOConfig(log_completions=True), in its output_dir",
     requests,
+    folder="completions",
     special_tokens=True,
     repeats=repeats,
     mean_response="completions/mean_length",

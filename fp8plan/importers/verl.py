@@ -8,6 +8,7 @@ texts are decoded without special tokens: a chat template's markers and the end 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -15,8 +16,8 @@ from typing import Any, Final
 import msgspec
 
 from fp8plan.errors import ConfigError
-from fp8plan.importers.logged import Logged, Request, Source
-from fp8plan.jsonl import parsed, texts
+from fp8plan.importers.logged import Note, Request, Source
+from fp8plan.jsonl import breaks_off, left_out, parsed, texts
 
 
 class _Line(msgspec.Struct):
@@ -27,22 +28,15 @@ class _Line(msgspec.Struct):
 LINE: Final = msgspec.json.Decoder(_Line)
 
 
-def files(folder: Path) -> list[Logged]:
-    """Find the rollouts of a folder, by step. Raises ConfigError for a folder without any."""
-    by_step = {int(path.stem): path for path in folder.glob("*.jsonl") if path.stem.isdecimal()}
-    if not by_step:
-        raise ConfigError(
-            f"{folder} has no file STEP.jsonl, such as 1.jsonl; give the folder that verl wrote, and run verl with "
-            "trainer.rollout_data_dir=FOLDER"
-        )
-    return [Logged(step, by_step[step]) for step in sorted(by_step)]
+def requests(file: Path, note: Note) -> Iterator[Request]:
+    """Read the requests of a file, without a last line that breaks off.
 
-
-def requests(file: Path) -> Iterator[Request]:
-    """Read the requests of a file. Raises ConfigError for a line that is not one of verl's, and if there is none."""
-    empty = True
+    Raises ConfigError for a line that is not one of verl's.
+    """
     for number, text in texts(file, "rollout dump"):
-        empty = False
+        if breaks_off(text):
+            note(left_out(number, file))
+            return
         try:
             line = LINE.decode(text)
         except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -50,8 +44,6 @@ def requests(file: Path) -> Iterator[Request]:
             yield Request(_text(row, "input", number, file), _text(row, "output", number, file))
         else:
             yield Request(line.input, line.output)
-    if empty:
-        raise ConfigError(f"{file} has no lines; delete it")
 
 
 def _text(row: Any, name: str, number: int, file: Path) -> str:
@@ -61,4 +53,10 @@ def _text(row: Any, name: str, number: int, file: Path) -> str:
     return value
 
 
-SOURCE = Source(files, requests, seconds="timing_s/gen", mean_response="response_length/mean")
+SOURCE = Source(
+    re.compile(r"(\d+)\.jsonl"),
+    "trainer.rollout_data_dir=FOLDER",
+    requests,
+    seconds="timing_s/gen",
+    mean_response="response_length/mean",
+)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8plan.errors import ConfigError
-from fp8plan.jsonl import read
+from fp8plan.jsonl import left_out, read
 from fp8plan.model.workload import MOST_TOKENS, Batch, Trace, Workload
 from fp8plan.schemas import RolloutRecord, check_version, checked
 
@@ -40,7 +40,7 @@ def recorded_workload(path: str | Path) -> tuple[Workload, list[str]]:
     Raises ConfigError for a file without a rollout, and for lengths that cannot be; it names the line.
     """
     file = Path(path)
-    lines = read(file, "file of rollout records", whole=False).rows
+    lines, torn = read(file, "file of rollout records", whole=False)
     for number, fields in reversed(lines):
         where = f"line {number} of {file}"
         check_version(fields, "record", where)
@@ -48,9 +48,10 @@ def recorded_workload(path: str | Path) -> tuple[Workload, list[str]]:
             continue
         checked(fields, RolloutRecord, where)
         try:
-            return workload_of(batch_of(fields), where)
+            workload, notes = workload_of(batch_of(fields), where)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
+        return workload, notes + ([left_out(torn, file)] if torn else [])
     none = f"no line of {file} has prompt_lengths and response_lengths"
     if any(is_of_monitor(fields) for _, fields in lines):
         raise ConfigError(f"{none}: {NO_ROLLOUT}; give a run file that has them, or what `fp8plan import` wrote")

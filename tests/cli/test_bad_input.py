@@ -320,7 +320,7 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     ),
     "validate a binary file": (
         ["validate", "binary.jsonl"],
-        ("cannot read the record file binary.jsonl: 'utf-8' codec can't decode byte 0x80",),
+        ("line 1 of binary.jsonl is not JSON", "mend or delete that line"),
     ),
     "validate an empty file": (["validate", "empty.jsonl"], ("empty.jsonl has no records", "it needs one JSON object")),
     "validate numbers": (["validate", "numbers.jsonl"], ("numbers.jsonl", "line 1")),
@@ -432,7 +432,7 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     ),
     "probe with a binary file": (
         ["probe", MODEL, "--gpu", "cpu", "--prompts", "binary.jsonl"],
-        ("cannot read the file of prompts binary.jsonl: 'utf-8' codec can't decode", "give a file of JSON lines"),
+        ("line 1 of binary.jsonl is not JSON", "allowed: "),
     ),
     "probe with unknown scales": (["probe", MODEL, "--gpu", "cpu", "--kv-scales", "none"], ("none", "calibrated")),
     "probe another GPU": (

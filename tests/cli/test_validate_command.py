@@ -16,11 +16,11 @@ BAD_RECORDS: dict[str, tuple[str | dict[str, Any], tuple[str, ...]]] = {
     "a list": ("[1]", ("list", "JSON object")),
     "no seconds": ({"seconds": None}, ("lacks seconds", "response_lengths")),
     "negative seconds": ({"seconds": -1}, ("seconds is -1", "above 0")),
-    "NaN seconds": ({"seconds": float("nan")}, ("NaN", "finite")),
+    "NaN seconds": ({"seconds": float("nan")}, ("seconds is nan", "finite")),
+    "NaN memory": ({"gpu_memory_utilization": float("nan")}, ("gpu_memory_utilization is nan", "above 0")),
     "seconds in words": ({"seconds": "fast"}, ("seconds is 'fast'", "a number")),
-    "NaN anywhere": ({"reward": float("nan")}, ("NaN", "null")),
     "negative length": ({"response_lengths": [1, -2, 3]}, ("response_lengths", "-2", "1 to ")),
-    "NaN length": ({"prompt_lengths": [1, float("nan"), 3]}, ("NaN",)),
+    "NaN length": ({"prompt_lengths": [1, float("nan"), 3]}, ("prompt_lengths", "nan", "whole number")),
     "fractional length": ({"prompt_lengths": [1, 1.5, 3]}, ("prompt_lengths", "1.5", "whole")),
     "no lengths": ({"prompt_lengths": [], "response_lengths": []}, ("prompt_lengths", "empty")),
     "fewer responses": ({"response_lengths": [3]}, ("3 prompt_lengths", "1 response_lengths", "as many")),
@@ -58,6 +58,16 @@ def test_a_record_file_that_cannot_be_used(fp8plan: Callable[..., Done], content
     if content is not None:
         Path("records.jsonl").write_bytes(content)
     refused(fp8plan("validate", "records.jsonl"), "records.jsonl", part)
+
+
+def test_a_field_that_nobody_reads_may_be_no_number(fp8plan: Callable[..., Done]) -> None:
+    odd = RECORD | {"reward": float("nan"), "mine": {"deep": [float("inf"), 1.5]}}
+    Path("records.jsonl").write_text(f"{json.dumps(odd)}\n{json.dumps(RECORD)}\n" + json.dumps(odd)[:-40])
+    done = fp8plan("validate", "records.jsonl", "--json")
+    first, second = json.loads(done.out)["records"]
+    assert (first["reward"], first["mine"]) == (None, {"deep": [None, 1.5]})
+    assert first["predicted_s"] == second["predicted_s"]
+    assert "note: line 3 of records.jsonl, the last one, is left out: it breaks off" in done.err.splitlines()
 
 
 def test_validate_leaves_out_a_monitors_steps_without_a_rollout(fp8plan: Callable[..., Done]) -> None:
@@ -133,7 +143,7 @@ def test_validate_reads_a_run_that_is_being_written(fp8plan: Callable[..., Done]
     Path("records.jsonl").write_text(f"{record}\n{record[:-40]}")
     done = fp8plan("validate", "records.jsonl", "--json")
     assert len(json.loads(done.out)["records"]) == 1
-    assert "note: line 2, the last one, is left out: it breaks off" in done.err.splitlines()
+    assert "note: line 2 of records.jsonl, the last one, is left out: it breaks off" in done.err.splitlines()
     Path("records.jsonl").write_text(record[:-1] + ",}")  # nothing else is there: not a run, but one that is wrong
     refused(fp8plan("validate", "records.jsonl"), "line 1 of records.jsonl is not JSON")
     Path("records.jsonl").write_text(f"{record}\n{record[:-40]}\n{record}\n")

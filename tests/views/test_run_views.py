@@ -132,7 +132,9 @@ def test_records_that_are_not_shown_and_lines_that_are_no_records_are_told(tmp_p
     append(path, line(RUN[14]) + b"junk\n")
     reader.read()
     for text in (shown(reader, 160), page(reader)):
-        assert "6 records are not shown: their step number, or a lower one, comes again later; the last" in text
+        assert "6 records are not shown: their step number, or a lower one, comes again later (the steps went" in text
+        assert "went back once); the last record of a step is shown" in text
+        assert "two runs" not in text
         assert "1 line is no record" in text
         assert "checkpoint" not in text
     reader = written(path, [*RUN[:20], RUN[19]])
@@ -141,6 +143,10 @@ def test_records_that_are_not_shown_and_lines_that_are_no_records_are_told(tmp_p
     for text in (shown(reader, 160), page(reader)):
         assert "1 record is not shown: its step number" in text
         assert "2 lines are no records" in text
+    reader = written(path, [row for pair in zip(RUN[:20], RUN[:20], strict=True) for row in pair])
+    for text in (shown(reader, 240), page(reader)):
+        assert "the steps went back 20 times" in text
+        assert "More are hidden than shown: two runs may be in one file" in text
 
 
 def test_a_clock_that_goes_back_makes_no_negative_time(tmp_path: Path) -> None:

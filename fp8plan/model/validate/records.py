@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from fp8plan.errors import ConfigError, Fp8PlanError
-from fp8plan.jsonl import TORN, lines
+from fp8plan.jsonl import TORN, left_out, lines
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.profile.profile import ENGINE
@@ -63,7 +63,7 @@ class Run(NamedTuple):
 
     records:         the rollouts
     without_rollout: the number of lines of steps that had no rollout
-    torn:            the number of a last line that breaks off, as in a run that is being written, or was killed
+    torn:            a note on a last line that breaks off, as in a run that is being written, or was killed
     first:           lines and steps of the first rollouts of an engine, unless they were asked for
 
     What the last three count is left out of `records`.
@@ -71,7 +71,7 @@ class Run(NamedTuple):
 
     records: list[Record]
     without_rollout: int
-    torn: int | None
+    torn: str | None
     first: list[tuple[int, Any]]
 
     @property
@@ -79,12 +79,11 @@ class Run(NamedTuple):
         """Sentences on the lines that were left out."""
         lines = len(self.records) + self.without_rollout + len(self.first)
         steps = f"{self.without_rollout} of {lines} lines are left out: a Monitor's steps without a rollout"
-        torn = f"line {self.torn}, the last one, is left out: it breaks off"
         sentences = [steps] if self.without_rollout else []
         if self.first:
             are = "is left out, the first rollout" if len(self.first) == 1 else "are left out, the first rollouts"
             sentences.append(f"{_steps(self.first)} {are} of an engine: {WARMING}; {COUNT_IT}")
-        return [*sentences, *([torn] if self.torn else [])]
+        return [*sentences, *([self.torn] if self.torn else [])]
 
 
 WARMING: Final = "it compiles and fills caches, and predictions are of warm engines"
@@ -108,9 +107,10 @@ def read_run(path: str | Path, include_first: bool = False) -> Run:
     file = Path(path)
     records, without_rollout, torn, first = list[Record](), 0, None, list[tuple[int, Any]]()
     before: dict[str, Any] | None = None  # the rollout before, of a Monitor's
+    marked = False  # a rollout said that it was the first: then each Monitor of the file has marked its own
     for number, fields in lines(file, "record file"):
         if fields is TORN:
-            torn = number
+            torn = left_out(number, file)
             break
         where = f"line {number} of {file}"
         check_version(fields, "record", where)
@@ -118,7 +118,9 @@ def read_run(path: str | Path, include_first: bool = False) -> Run:
             without_rollout += 1
             continue
         record = _record(fields, number, where)
-        begins = fields.get("first_rollout") is True or (is_of_monitor(fields) and _begins(fields, before))
+        first_of_writer = fields.get("first_rollout") is True
+        marked |= first_of_writer
+        begins = first_of_writer or (is_of_monitor(fields) and _begins(fields, before, marked))
         if is_of_monitor(fields):
             before = {name: value for name, value in fields.items() if name not in LENGTHS}
         if begins and not include_first:
@@ -138,9 +140,10 @@ def read_run(path: str | Path, include_first: bool = False) -> Run:
     return Run(records, without_rollout, torn, first)
 
 
-def _begins(fields: Mapping[str, Any], before: Mapping[str, Any] | None) -> bool:
-    """Tell whether a Monitor's rollout was the first of an engine: the first of the file; one of a run that went back
-    to a checkpoint; of an engine other than the one before, as after a step down; and one that the guard calls cold.
+def _begins(fields: Mapping[str, Any], before: Mapping[str, Any] | None, marked: bool) -> bool:
+    """Tell whether a Monitor's rollout was the first of an engine: the first of the file; of an engine other than the
+    one before, as after a step down; one that the guard calls cold; and, where first rollouts are not `marked`, one of
+    a run that went back to a checkpoint.
     """
     if before is None or any(fields.get(name) != before.get(name) for name in OF_ENGINE):
         return True
@@ -148,7 +151,7 @@ def _begins(fields: Mapping[str, Any], before: Mapping[str, Any] | None) -> bool
     back = all(isinstance(step, int) for step in steps) and steps[0] >= steps[1]  # type: ignore[operator]
     guard: Any = fields.get("guard")
     verdict = guard.get("verdict") if isinstance(guard, Mapping) else None
-    return back or (isinstance(verdict, Mapping) and verdict.get("cold") is True)
+    return (back and not marked) or (isinstance(verdict, Mapping) and verdict.get("cold") is True)
 
 
 def _without_rollout(fields: dict[str, Any]) -> bool:

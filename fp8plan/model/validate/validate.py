@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp8plan.errors import ConfigError, Fp8PlanError
+from fp8plan.jsonl import plain
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.plan.speedup import Timed, speed_up, timed
 from fp8plan.model.profile.library import load_profile
@@ -34,9 +35,9 @@ class Validation:
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain data, as `fp8plan validate --json` prints it. The warnings are not part of it."""
-        plain = asdict(self)
-        del plain["warnings"]
-        return plain
+        result: dict[str, Any] = plain(asdict(self))
+        del result["warnings"]
+        return result
 
 
 def validate(

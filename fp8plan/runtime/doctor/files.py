@@ -33,19 +33,11 @@ class Sounded(msgspec.Struct):
     alarms: list[str] | None = None
 
 
-class Part(msgspec.Struct):
-    """A part of the KL, and its cause, or causes that cannot be told apart."""
-
-    causes: list[str]
-    kl: float | None = None
-
-
 class Read(msgspec.Struct):
-    """Fields of a record that are read here alone. attribution: the KL by cause"""
+    """Fields of a record that are read here alone."""
 
     kernel_backends: dict[str, str] | None = None
     e8m0: bool | None = None
-    attribution: list[Part] | None = None
 
 
 def observe_file(path: Path, given: Given) -> Observed:
@@ -126,7 +118,6 @@ def _logged(rows: Sequence[dict[str, Any]], path: Path) -> Logged:
     for row in rows:
         for name in row.get("alarms") or ():
             sounded.setdefault(name, []).append(row["step"])
-    parts = msgspec.convert(last, Read).attribution or ()
     k3: Any = None if having is None else having["metrics"][K3]
     return Logged(
         step=last["step"],
@@ -137,7 +128,7 @@ def _logged(rows: Sequence[dict[str, Any]], path: Path) -> Logged:
         invalid=last["metrics"].get(INVALID),
         steps=[row["step"] for row in rows],
         alarms=sounded,
-        causes=[(" or ".join(part.causes), part.kl) for part in parts if part.kl is not None],
+        causes=checked(last, RunRecord, f"step {last['step']} of {path}").attribution or (),
     )
 
 
@@ -157,7 +148,7 @@ def _facts(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_trainer(path: Path, given: Given) -> Observed:
-    found = figures(path, absent=True)
+    found = figures(path)
     logged = [step for step in found if K3 in found[step] or MEAN_ABS in found[step]]
     if not logged:
         raise ConfigError(

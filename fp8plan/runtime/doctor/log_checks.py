@@ -12,6 +12,7 @@ from fp8plan.runtime.controller.alarms import MEANINGS, AlarmLimits, Meaning
 from fp8plan.runtime.controller.state import Alarm
 from fp8plan.runtime.doctor.finding import Finding, fault, ok, unknown, warning
 from fp8plan.runtime.doctor.observed import Logged, Observed
+from fp8plan.runtime.mismatch.attribution import sentence
 from fp8plan.schemas import K3
 
 # k3 per token between trainer and FP8 rollout, where the run has no limit of its own: the risk budget's limit of high
@@ -41,7 +42,9 @@ def mismatch(seen: Observed) -> Finding:
         says = f"k3 of step {log.k3_step} is no finite number: log-probs are NaN, infinite, or of other tokens"
         return fault("mismatch", "invalid_logprobs", says, MEANINGS[Alarm.INVALID].remedy)
     limit = MOST_K3 if log.limit is None or not isfinite(log.limit) else log.limit
-    says = f"k3 {log.k3:.1e} per token, limit {limit:.1e}{_causes(log)}"
+    says = f"k3 {log.k3:.1e} per token, limit {limit:.1e}"
+    if causes := sentence(log.causes):
+        says += f"; {causes}"
     if log.k3 > limit:
         return fault("mismatch", "mismatch_high", says, FIND)
     if log.k3_step != log.step:
@@ -71,11 +74,3 @@ def alarms(seen: Observed) -> list[Finding]:
 def _invalid(log: Logged) -> str:
     every = (log.invalid or 0) + (log.tokens or 0)
     return f"{log.invalid:,.0f} of {every:,.0f} tokens of step {log.step} have none that is finite"
-
-
-def _causes(log: Logged) -> str:
-    """The KL by cause, as "; KL 6e-03: 4e-03 staleness, 2e-03 precision", where the run says so."""
-    if not log.causes:
-        return ""
-    parts = ", ".join(f"{kl:.0e} {cause}" for cause, kl in log.causes)
-    return f"; KL {sum(kl for _, kl in log.causes):.0e}: {parts}"

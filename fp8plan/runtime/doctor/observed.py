@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fp8plan.model.precision import PRESETS
+from fp8plan.schemas import KlPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class Logged:
     tokens, invalid: tokens of the last step with a finite log-prob on both sides, and without; None: not logged
     steps:     numbers of all steps; None: a log without alarms
     alarms:    alarm -> numbers of the steps in which it sounded
-    causes:    (cause, its part of the KL) of the last step
+    causes:    the parts of the last step's KL
     """
 
     step: int
@@ -79,7 +80,7 @@ class Logged:
     invalid: float | None = None
     steps: Sequence[int] | None = None
     alarms: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    causes: Sequence[tuple[str, float]] = ()
+    causes: Sequence[KlPart] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

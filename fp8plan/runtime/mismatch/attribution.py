@@ -24,7 +24,7 @@ rest       what is left then
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from math import isfinite, log, sqrt
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
     from fp8plan.runtime.mismatch.metrics import Mismatch
     from fp8plan.runtime.mismatch.sampling import Sampling
+    from fp8plan.schemas import KlPart
 
 STALENESS, SAMPLING, PRECISION, ROUTING, REST = CAUSES = "staleness", "sampling", "precision", "routing", "rest"
 ERRORS: Final = 5.0  # standard errors of the mean ratio, below which sampling is not seen in it
@@ -174,15 +175,15 @@ def _rest(left: float, unknown: Sequence[str], expected: Expected | None, precis
     return parts
 
 
-def sentence(parts: Sequence[Part | Mapping[str, Any]]) -> str:
+def sentence(parts: Sequence[Part | KlPart]) -> str:
     """The parts in words, the largest first: "KL 6e-3: 4e-3 staleness, 2e-3 precision". "" without parts.
 
     parts: as `attributed` returns them, or as a record has them
     """
-    rows = [part.to_dict() if isinstance(part, Part) else part for part in parts]
-    total = sum(row["kl"] for row in rows)
-    shown = sorted((row for row in rows if row["kl"] > SHOWN * total), key=lambda row: -row["kl"])
-    words = ", ".join(f"{_short(row['kl'])} {' or '.join(row['causes'])}" for row in shown)
+    sizes = [(part.kl or 0.0, part.causes) for part in parts]
+    total = sum(kl for kl, _ in sizes)
+    shown = sorted((size for size in sizes if size[0] > SHOWN * total), key=lambda size: -size[0])
+    words = ", ".join(f"{_short(kl)} {' or '.join(causes)}" for kl, causes in shown)
     return f"KL {_short(total)}: {words}" if words else ""
 
 

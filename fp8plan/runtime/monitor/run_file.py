@@ -27,6 +27,7 @@ class RunReader:
     steps:    in order. A record replaces earlier ones with the same step number or a higher one, as in a run that went
               back to a checkpoint
     replaced: number of records that were replaced so
+    returns:  how often a step number came that was not above the one before
     skipped:  number of lines that are no records
 
     A compressed file (.gz) is read anew when it has changed.
@@ -35,6 +36,7 @@ class RunReader:
     path: Path
     steps: Steps = field(default_factory=Steps)
     replaced: int = 0
+    returns: int = 0
     skipped: int = 0
     _offset: int = 0
     _torn: bytes = b""  # the first byte of a last line that is not whole
@@ -59,7 +61,7 @@ class RunReader:
                     raise OSError(errno.EINVAL, "it is no regular file")
                 same = info.st_dev, info.st_ino, *((info.st_size, info.st_mtime_ns) if packed else ())
                 if same != self._file or (not packed and info.st_size < self._offset):
-                    self.steps, self.replaced, self.skipped, self._offset = Steps(), 0, 0, 0
+                    self.steps, self.replaced, self.returns, self.skipped, self._offset = Steps(), 0, 0, 0, 0
                     self._file = same
                 file.seek(self._offset)
                 self._torn = b""
@@ -85,7 +87,9 @@ class RunReader:
             return False
         if record.schema_version not in READ:
             check_version(parse(text, "it"), "record", str(self.path))
-        self.replaced += self.steps.add(record)
+        replaced = self.steps.add(record)
+        self.replaced += replaced
+        self.returns += replaced > 0
         return True
 
     def _by_json(self, text: bytes) -> Any:
@@ -94,7 +98,7 @@ class RunReader:
         A record of another version need not look like ours, so its version is judged first.
         """
         try:
-            row = parse(text, "it")
+            row = parse(text, "it", finite=False)
         except ConfigError:
             return None
         if isinstance(row, dict):

@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
-from fp8plan.jsonl import append, line, repair, to_disk, torn_path
+from fp8plan.jsonl import Ended, append, line, repair, to_disk, torn_path
 
 Record = Mapping[str, Any]  # one step: what a Monitor puts into a line of the run file
 PASSING: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EAGAIN)  # what may be over later
@@ -55,7 +55,10 @@ class JsonLines:
     sync_s: seconds between two waits for the disk itself. They matter if the machine is lost, not if the process is
             killed. 0: with every record; None: never, the operating system does it within half a minute
 
-    While it cannot be written, the last 256 records are kept in memory, and written once it can.
+    While it cannot be written, the last 256 records are kept in memory, and written once it can. A warning names the
+    first record that is dropped, and another, when the file can be written again or is closed, how many were.
+
+    A file belongs to one run: a warning says that it has records already, or that another process writes to it, too.
     """
 
     def __init__(self, path: str | Path, sync_s: float | None = 10.0) -> None:
@@ -64,7 +67,11 @@ class JsonLines:
         if sync_s is not None and not (is_number(sync_s) and sync_s >= 0):
             raise ConfigError(f"sync_s is {sync_s!r}; allowed: seconds, at least 0, or None")
         self.path, self.sync_s = Path(path), sync_s
-        self._waiting: deque[bytes] = deque(maxlen=KEPT)
+        self._waiting = deque[tuple[Any, bytes]]()  # steps and their lines
+        self._dropped = list[Any]()  # steps that are in neither
+        self._untold = False  # nobody was told yet how many they are
+        self._size: int | None = None  # of the file, as this run left it
+        self._shared = False  # another process writes there, too, and it was said
         self._synced = -float("inf")
 
     def __repr__(self) -> str:
@@ -72,29 +79,63 @@ class JsonLines:
 
     def open(self) -> None:
         try:
-            self._report(repair(self.path))
+            self._took(repair(self.path))
         except OSError as error:
             if error.errno in PASSING:
                 return  # the first record tries again
             raise ConfigError(f"cannot write {self.path}: {error.strerror}; give a file that can be written") from None
+        if self._size:
+            warn(
+                f"{self.path} has records already ({self._size:,} bytes). A run that goes on from a checkpoint belongs "
+                "there. The steps of any other would hide them: give it a file of its own"
+            )
 
     def write(self, record: Record) -> None:
-        self._waiting.append(line(record))
-        self._write()
+        self._waiting.append((record.get("step"), line(record)))
+        try:
+            self._write()
+        except OSError:
+            if len(self._waiting) > KEPT:
+                self._drop()
+            raise
         if self.sync_s is not None and time.monotonic() - self._synced >= self.sync_s:
             self._sync()
             self._synced = time.monotonic()
 
     def close(self) -> None:
-        """Write what is left and wait for the disk."""
-        self._write()
+        """Write what is left and wait for the disk. Warns of the records that will never be in the file."""
+        try:
+            self._write()
+        except OSError:
+            self._dropped += [step for step, _ in self._waiting]
+            self._waiting.clear()
+            raise
+        finally:
+            self._tell_dropped()
+            self._dropped.clear()
         if self.sync_s is not None:
             self._sync()
 
     def _write(self) -> None:
         while self._waiting:
-            self._report(append(self.path, self._waiting[0]))
+            self._took(append(self.path, self._waiting[0][1]))
             self._waiting.popleft()
+        if self._untold:
+            self._tell_dropped()
+
+    def _drop(self) -> None:
+        """Give up the oldest record. Warns of the first of an outage."""
+        self._dropped.append(self._waiting.popleft()[0])
+        if not self._untold:
+            self._untold = True
+            kept = f"{len(self._dropped):,} so far; the last {KEPT} are kept in memory until it can be written"
+            warn(f"{self.path} cannot be written: the record of step {self._dropped[-1]} is dropped, {kept}")
+
+    def _tell_dropped(self) -> None:
+        self._untold = False
+        if self._dropped:
+            steps = f"dropped records: {len(self._dropped):,}, of steps {self._dropped[0]} to {self._dropped[-1]}"
+            warn(f"{self.path} lacks what could not be written; {steps}")
 
     def _sync(self) -> None:
         try:
@@ -102,9 +143,18 @@ class JsonLines:
         except OSError as error:
             raise NotOnDiskError(*error.args) from error
 
-    def _report(self, cut: int) -> None:
-        if cut:
-            warn(f"{self.path} ended in a torn line of {cut} bytes: cut off, kept in {torn_path(self.path)}")
+    def _took(self, ended: Ended) -> None:
+        """Take note of the file's end, and warn of what this run has not written there."""
+        if ended.cut:
+            warn(f"{self.path} ended in a torn line of {ended.cut} bytes: cut off, kept in {torn_path(self.path)}")
+        if self._size is not None and ended.before > self._size and not self._shared:
+            self._shared = True
+            more = f"{ended.before - self._size:,} bytes of it are not this run's"
+            warn(
+                f"another process writes to {self.path}, too: {more}. Views show the last record of each step, so each "
+                "hides the other's; give every run a file of its own"
+            )
+        self._size = ended.size
 
 
 class Callback:

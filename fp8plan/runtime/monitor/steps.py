@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8plan.schemas import FIRST, K3, K3_ROBUST, SHOWN, Judged, RunRecord
+from fp8plan.schemas import FIRST, K3, K3_ROBUST, SHOWN, Judged, KlPart, RunRecord
 
 FloatArray = NDArray[np.float64]
 EPOCH: Final = datetime.fromtimestamp(0, UTC)
@@ -83,7 +83,7 @@ class Steps:
     metrics: array[float] = field(default_factory=lambda: array("d"))
     infinite: array[int] = field(default_factory=lambda: array("b"))
     said: list[Said] = field(default_factory=list)
-    attribution: Sequence[Mapping[str, Any]] = ()
+    attribution: Sequence[KlPart] = ()
     spans: array[float] = field(default_factory=lambda: array("d"))
     ends: array[int] = field(default_factory=lambda: array("q"))
     _same: dict[Any, Any] = field(default_factory=dict)  # words that come again and again are kept once

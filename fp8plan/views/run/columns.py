@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from fp8plan.model.cost.base import FloatArray
 from fp8plan.runtime.controller.alarms import MEANINGS
 from fp8plan.runtime.controller.state import Alarm
+from fp8plan.runtime.monitor.run_file import RunReader
 from fp8plan.runtime.monitor.steps import Steps
 from fp8plan.schemas import (
     K3,
@@ -140,11 +141,18 @@ def age(steps: Steps) -> float:
     return max(0.0, (datetime.now(UTC) - steps.when(len(steps) - 1)).total_seconds())
 
 
-def left_out(replaced: int) -> str:
-    """A note on records whose step number came again, which a RunReader left out."""
-    are, their = ("record is", "its") if replaced == 1 else ("records are", "their")
-    why = f"{their} step number, or a lower one, comes again later"
-    return f"{replaced:,} {are} not shown: {why}; the last record of a step is shown"
+def left_out(reader: RunReader) -> str:
+    """Return a note on records whose step number came again, which a RunReader left out."""
+    are, their = ("record is", "its") if reader.replaced == 1 else ("records are", "their")
+    went = "once" if reader.returns == 1 else f"{reader.returns:,} times"
+    why = f"{their} step number, or a lower one, comes again later (the steps went back {went})"
+    two = ". More are hidden than shown: two runs may be in one file" if most_hidden(reader) else ""
+    return f"{reader.replaced:,} {are} not shown: {why}; the last record of a step is shown{two}"
+
+
+def most_hidden(reader: RunReader) -> bool:
+    """Tell whether no more records are shown than left out, as where two runs write to one file."""
+    return reader.replaced >= len(reader.steps)
 
 
 def unread(skipped: int) -> str:

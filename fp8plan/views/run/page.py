@@ -94,7 +94,7 @@ def _span(reader: RunReader) -> str:
     if pace := runs.pace(steps):
         text += f", one every {duration(pace)}"
     if reader.replaced:
-        text += f". {runs.left_out(reader.replaced)}"
+        text += f". {runs.left_out(reader)}"
     return text + (f". {runs.unread(reader.skipped)}" if reader.skipped else "")
 
 

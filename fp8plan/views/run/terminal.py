@@ -110,7 +110,7 @@ def _heading(reader: RunReader) -> list[RenderableType]:
     if title := runs.title(steps):
         lines.append(Paragraph(title))
     if reader.replaced:
-        lines.append(Paragraph(runs.left_out(reader.replaced), style="dim"))
+        lines.append(Paragraph(runs.left_out(reader), style=BAD if runs.most_hidden(reader) else "dim"))
     if reader.skipped:
         lines.append(Paragraph(f"{runs.unread(reader.skipped)} of a Monitor", style=BAD))
     return lines

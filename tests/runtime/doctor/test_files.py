@@ -157,7 +157,7 @@ def test_the_kl_by_cause(tmp_path: Path) -> None:
     ]
     (tmp_path / "run.jsonl").write_text(line({"step": 1, "metrics": FINE, "attribution": parts}))
     (finding,) = [one for one in fp8plan.doctor(tmp_path / "run.jsonl").findings if one.check == "mismatch"]
-    assert finding.says.endswith("; KL 6e-03: 4e-03 staleness, 2e-03 precision or routing")
+    assert finding.says.endswith("; KL 6e-3: 4e-3 staleness, 2e-3 precision or routing")
 
 
 def alarmed(file: Path, *alarms: list[str]) -> dict[str | None, tuple[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 import torch
 from plans import choice, plan
@@ -16,6 +17,7 @@ from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.mismatch.tokens import pack
 from fp8plan.runtime.monitor.monitor import Monitor
 from fp8plan.runtime.monitor.sinks import Callback
+from fp8plan.schemas import KlPart
 
 ROWS, LENGTH, VOCABULARY = 16, 3_000, 100
 STALE, NOISE = 0.09, 0.06  # standard deviations of the logits' change
@@ -150,7 +152,7 @@ def test_the_sentence_names_the_largest_first() -> None:
         Part(("staleness",), 4e-3, 4e-3, 4e-3, "measured"), Part(("rest",), 1e-6, 0.0, 1e-6, "left over"),
     ]  # fmt: skip
     assert sentence(parts) == "KL 6e-3: 4e-3 staleness, 2e-3 precision or routing"
-    assert sentence([part.to_dict() for part in parts]) == sentence(parts)
+    assert sentence([msgspec.convert(part.to_dict(), KlPart) for part in parts]) == sentence(parts)
     assert sentence([]) == ""
 
 

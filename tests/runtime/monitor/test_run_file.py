@@ -79,7 +79,7 @@ def test_fifty_writers_killed_at_any_time_lose_no_record_but_the_one_in_flight(t
         reader.read()  # readable as the kill has left it
         assert said == list(range(first, len(reader.steps)))[: len(said)]  # all that was said to be written is there
         assert len(reader.steps) - (said[-1] + 1) <= 1  # and the one in flight, perhaps
-        torn += repair(path) > 0
+        torn += repair(path).cut > 0
     assert (reader.skipped, reader.replaced) == (0, 0)
     assert checks(reader) == [(n, 7 * n) for n in range(len(reader.steps))]
     assert steps(path) == list(range(len(reader.steps)))
@@ -95,7 +95,7 @@ def test_a_line_cut_anywhere_is_repaired_to_the_last_whole_one_and_kept_beside(
     torn = line(row(before, text="é\n" * 60))[:-1][:cut]
     path.write_bytes(whole + torn)
     assert steps(path) == list(range(before))  # a reader does not see it, repaired or not
-    assert append(path, line(row(before))) == len(torn)
+    assert append(path, line(row(before))).cut == len(torn)
     assert path.read_bytes() == whole + line(row(before))
     if torn:
         (note,) = map(json.loads, torn_path(path).read_text().splitlines())
@@ -108,9 +108,9 @@ def test_a_line_cut_anywhere_is_repaired_to_the_last_whole_one_and_kept_beside(
 def test_a_long_torn_line_is_cut_at_its_beginning(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_bytes(line(row(0)) + b"x" * 200_000)
-    assert repair(path) == 200_000
+    assert repair(path) == (200_000, 200_000 + len(line(row(0))), len(line(row(0))))
     assert path.read_bytes() == line(row(0))
-    assert repair(path) == 0
+    assert repair(path).cut == 0
 
 
 @contextmanager
@@ -172,7 +172,7 @@ def test_a_reader_follows_a_file_that_grows_is_rewound_and_is_begun_anew(tmp_pat
     append(path, line(row(3, metrics={K3: 2.0})))  # back to a checkpoint
     assert reader.read() == 1
     assert checks(reader) == [(0, 1), (1, 1), (2, 1), (3, 2)]
-    assert reader.replaced == 2
+    assert (reader.replaced, reader.returns) == (2, 1)
     append(path, b"no record\n[1]\n\n")
     assert (reader.read(), reader.skipped) == (0, 2)
     os.unlink(path)
@@ -231,6 +231,17 @@ def test_junk_of_any_kind_is_skipped(tmp_path: Path) -> None:
     path.write_bytes(b"[" * 200_000 + b"\n\xff\xfe\n" + line(row(1)))
     reader = RunReader(path)
     assert (reader.read(), reader.skipped) == (1, 2)
+
+
+@given(st.sampled_from(["NaN", "Infinity", "-Infinity", "1e999"]), st.sampled_from(["reward", "versions", "guard"]))
+def test_a_number_that_is_none_in_a_field_that_is_not_shown_hides_no_step(
+    tmp_path_factory: pytest.TempPathFactory, number: str, field: str
+) -> None:
+    path = tmp_path_factory.mktemp("odd") / "run.jsonl"
+    path.write_text(f'{{"step": 4, "metrics": {{"{K3}": 0.5, "own": {number}}}, "{field}": {{"x": {number}}}}}\n')
+    reader = RunReader(path)
+    assert (reader.read(), reader.skipped) == (1, 0)
+    assert checks(reader) == [(4, 0.5)]
 
 
 @pytest.mark.slow

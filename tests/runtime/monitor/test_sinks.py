@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import socket
 import sys
 import urllib.request
@@ -76,10 +77,72 @@ def test_a_disk_that_stays_full_keeps_no_more_than_the_last_records(
     monkeypatch.setattr(sinks, "KEPT", 4)
     path = tmp_path / "run.jsonl"
     some = Sinks([JsonLines(path)])
-    with pytest.warns(RuntimeWarning, match="No space"):
+    with pytest.warns(RuntimeWarning) as told:
         fed(some, full_disk, lambda number: number < 11)
-    assert read(path) == [9, 10, 11, 12]
+    assert read(path) == [8, 9, 10, 11, 12]
     assert some.failures == [11]
+    full, first, all_of_them = (str(x.message) for x in told)
+    assert "No space" in full
+    assert "the record of step 1 is dropped, 1 so far" in first
+    assert "dropped records: 7, of steps 1 to 7" in all_of_them
+    with pytest.warns(RuntimeWarning, match="dropped records: 7, of steps 1 to 7") as told:
+        some.close()
+    assert len(told) == 1
+
+
+def test_each_outage_says_what_it_drops_and_the_end_says_all_of_it(
+    tmp_path: Path, full_disk: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinks, "KEPT", 2)
+    path = tmp_path / "run.jsonl"
+    some = Sinks([JsonLines(path)])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fed(some, full_disk, lambda number: number in (2, 3, 4, 7, 8, 9, 10, 11))
+        some.close()
+    assert read(path) == [1, 2, 4, 5, 6, 7]  # the last five never had room
+    assert [str(x.message).partition("dropped")[2] for x in told][1:] == [
+        ", 1 so far; the last 2 are kept in memory until it can be written",  # step 3
+        " records: 1, of steps 3 to 3",
+        ", 2 so far; the last 2 are kept in memory until it can be written",  # step 8
+        " records: 6, of steps 3 to 12",
+    ]
+
+
+def test_a_file_that_has_records_is_told_when_it_is_opened(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    for number in range(3):
+        some = Sinks([JsonLines(path)])
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            some.open()
+            some.write(RECORDS[number])
+            some.close()
+        assert [f"{path} has records already" in str(x.message) for x in told] == [True] * bool(number)
+    assert read(path) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("opened_first", [True, False])
+def test_two_writers_of_a_file_are_told_of_each_other_once(tmp_path: Path, opened_first: bool) -> None:
+    path = tmp_path / "run.jsonl"
+    first, second = Sinks([JsonLines(path)]), Sinks([JsonLines(path)])
+    first.open()
+    if opened_first:
+        second.open()  # an empty file tells it nothing
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        first.write(RECORDS[0])
+        if not opened_first:
+            second.open()
+        for one in RECORDS[:5]:
+            second.write(one)
+            first.write(one)
+    said = [str(x.message) for x in told]
+    assert sum("another process writes to" in text for text in said) == 2
+    assert sum("has records already" in text for text in said) == (not opened_first)
+    reader = RunReader(path)
+    reader.read()
+    assert (len(reader.steps), reader.replaced, reader.returns) == (5, 6, 6)
 
 
 def test_a_disk_that_is_full_at_the_start_or_the_end_is_no_error(tmp_path: Path, full_disk: dict[str, bool]) -> None:
@@ -87,7 +150,8 @@ def test_a_disk_that_is_full_at_the_start_or_the_end_is_no_error(tmp_path: Path,
     some.open()
     with pytest.warns(RuntimeWarning, match="/dev/full"):
         some.write(RECORDS[0])
-    some.close()
+    with pytest.warns(RuntimeWarning, match="dropped records: 1, of steps 1 to 1"):
+        some.close()
     assert some.failures == [2]
 
 
@@ -95,8 +159,11 @@ def test_a_torn_line_is_repaired_when_the_file_is_opened_and_reported_once(tmp_p
     path = tmp_path / "run.jsonl"
     path.write_bytes(line(RECORDS[0]) + line(RECORDS[1])[:100])
     some = Sinks([JsonLines(path)])
-    with pytest.warns(RuntimeWarning, match=r"torn line of 100 bytes.*run\.jsonl\.torn"):
+    with pytest.warns(RuntimeWarning) as told:
         some.open()
+    torn, old = (str(x.message) for x in told)
+    assert re.search(r"torn line of 100 bytes.*run\.jsonl\.torn", torn)
+    assert "has records already" in old
     some.write(RECORDS[1])  # a warning would be an error here
     assert read(path) == [1, 2]
     assert some.failures == [0]

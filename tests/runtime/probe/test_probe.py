@@ -290,7 +290,7 @@ def test_the_command_prints_what_was_found_and_nothing_else(
         (["--gpu", "h300"], "unknown GPU 'h300'"),
         (["--observations", "table.csv"], "model"),
         (["--most-prompts", "0"], "--most-prompts"),
-        (["--prompts", "binary"], "cannot read the file of prompts binary: 'utf-8' codec can't decode"),
+        (["--prompts", "binary"], "line 1 of binary is not JSON"),
         ([*KNOWN, "--observations", "binary"], "cannot append to binary: it is no text in UTF-8"),
         ([*KNOWN, "--observations", "/dev/full"], "cannot append to /dev/full: No space left on device"),
         ([*KNOWN, "--observations", "/nowhere/x.csv"], "cannot append to /nowhere/x.csv: No such file"),
