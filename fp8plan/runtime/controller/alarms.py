@@ -160,13 +160,7 @@ def honest(mismatch: Mismatch, limits: AlarmLimits) -> bool:
     The mean and its error are of ratios within e^+-20, as ess_raw and chi2_token are: a single token of any ratio is
     never more than its own error.
     """
-    return _is_one(*_ratios(mismatch), limits)
-
-
-def _ratios(mismatch: Mismatch) -> tuple[float, float]:
-    """The mean of the tokens' ratios, and its standard error."""
-    square = mismatch.chi2_token + 1.0  # the mean of ratio^2
-    return sqrt(mismatch.ess_raw * square), sqrt(max(1.0 - mismatch.ess_raw, 0.0) * square / mismatch.tokens)
+    return _is_one(mismatch.mean_ratio, mismatch.mean_ratio_error, limits)
 
 
 def _is_one(mean: float, error: float, limits: AlarmLimits) -> bool:
@@ -180,8 +174,8 @@ def _base_ten(mismatch: Mismatch) -> bool:
     shrinks to d / log 10: k1 by log 10 and k3, which goes with d^2 where d is small, by log^2 10.
     """
     low, high = LOG10
-    noise = _ratios(mismatch)[1]
-    return mismatch.k1 - mismatch.k3 > ERRORS * noise and low * mismatch.k3 < mismatch.k1 < high * mismatch.k3
+    certain = mismatch.k1 - mismatch.k3 > ERRORS * mismatch.mean_ratio_error
+    return certain and low * mismatch.k3 < mismatch.k1 < high * mismatch.k3
 
 
 def usable(mismatch: Mismatch) -> bool:

@@ -26,10 +26,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from math import isfinite, log, sqrt
+from math import isfinite, log
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.mismatch.sampling import PROCESSED
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
@@ -146,14 +147,12 @@ def _sampled(engine: Mismatch, sampling: Sampling | None, most: float) -> Part |
     """The part of the sampling; 0 if it changes nothing, None if it is not known or cannot be told apart."""
     if sampling is None or sampling.reshapes or sampling.greedy:
         return None
-    if not sampling.truncates or sampling.kept_set:
+    if not sampling.truncates or sampling.kept_set or sampling.logprobs_mode != PROCESSED:
         return None if sampling.remarks() else _measured((SAMPLING,), 0.0)
     if any(remark not in sampling.remarks()[:1] for remark in sampling.remarks()):
         return None  # the temperature too: one mean ratio cannot tell the two apart
-    square = engine.chi2_token + 1.0  # the mean of ratio^2
-    mass = sqrt(engine.ess_raw * square)
-    error = sqrt(max(1.0 - engine.ess_raw, 0.0) * square / engine.tokens)
-    if 1.0 - mass <= ERRORS * error:
+    mass = engine.mean_ratio
+    if 1.0 - mass <= ERRORS * engine.mean_ratio_error:
         return _measured((SAMPLING,), 0.0)
     low, least = -log(mass) - (1.0 - mass), sampling.smallest_kept
     high = most if least is None else (1.0 - mass) / (1.0 - least) * -log(least) - (1.0 - mass)

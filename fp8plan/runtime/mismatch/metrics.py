@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf, nan
+from math import inf, nan, sqrt
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -231,6 +231,16 @@ class Mismatch:
             versions=by_version(sums),
             sums=sums,
         )
+
+    @property
+    def mean_ratio(self) -> float:
+        """The mean of the ratios, clamped to e^+-20; 1 but for noise if they are of the policy that sampled."""
+        return sqrt(self.ess_raw * (self.chi2_token + 1.0))
+
+    @property
+    def mean_ratio_error(self) -> float:
+        """The standard error of `mean_ratio`, as of independent tokens."""
+        return sqrt(max(1.0 - self.ess_raw, 0.0) * (self.chi2_token + 1.0) / self.tokens) if self.tokens else nan
 
     def verl_metrics(self) -> dict[str, float]:
         """The figures that verl 0.9.1 logs, under its names: "rollout_corr/kl" and so on."""
