@@ -238,7 +238,7 @@ class Monitor:
         found = self._witness.judged(context.rollout, mismatch)
         sampling = self._witness.sampling(context.rollout) if context.sampling is None else context.sampling
         decided = explained(decided, sampling)
-        if sampling is not None and sampling.biased:
+        if sampling is not None and sampling.biased and not rank(self.group):
             self._witness.warn_once("sampling", f"the ratios are biased: {'; '.join(sampling.remarks())}")
         metrics = {
             **context.own,
