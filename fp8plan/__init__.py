@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from fp8plan.runtime.guard.observation import observation_of as observation_of
     from fp8plan.runtime.mismatch.measure import measure as measure
     from fp8plan.runtime.mismatch.metrics import Mismatch as Mismatch
+    from fp8plan.runtime.mismatch.sampling import Sampling as Sampling
+    from fp8plan.runtime.mismatch.sampling import kept_logprobs as kept_logprobs
     from fp8plan.runtime.mismatch.tokens import pack as pack
     from fp8plan.runtime.monitor.exporters import Prometheus as Prometheus
     from fp8plan.runtime.monitor.exporters import TensorBoard as TensorBoard
@@ -96,6 +98,7 @@ _HOME = {
         "runtime.guard.observation": "Observation observation_of",
         "runtime.mismatch.measure": "measure",
         "runtime.mismatch.metrics": "Mismatch",
+        "runtime.mismatch.sampling": "Sampling kept_logprobs",
         "runtime.mismatch.tokens": "pack",
         "runtime.monitor.exporters": "Prometheus TensorBoard",
         "runtime.monitor.monitor": "Monitor",
