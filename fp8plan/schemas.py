@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 # MAJOR.MINOR, the field "schema_version" of what is written. A new field is a new minor version, which older readers
 # pass over; a field that goes or changes its meaning is a new major one, which they refuse.
-VERSIONS: Final = {"plan": "1.2", "profile": "1.0", "record": "1.2", "probe": "1.0"}
+VERSIONS: Final = {"plan": "1.2", "profile": "1.0", "record": "1.3", "probe": "1.0"}
 FIRST: Final = "1.0"  # of what was written before files had a version
 
 # The fields of a rollout record that are limits of its engine, under vLLM's names.
@@ -54,6 +54,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     prompt_ids:      which responses share a prompt; null: none do
     seconds:         wall time; null in the record of a training step that had no rollout
     first_rollout:   true: the first rollout that its writer saw, of an engine that had compiled nothing yet, perhaps
+    sampling:        its sampling parameters (fp8plan.Sampling, field by field); null: not known
     """
 
     model: str | None = None
@@ -82,6 +83,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     num_gpu_blocks: int | None = None
     experts_hit: int | None = None
     first_rollout: bool | None = None
+    sampling: dict[str, Any] | None = None
 
 
 # A long run has a million of the parts that follow. They hold no circles, so the garbage collector need not visit them.

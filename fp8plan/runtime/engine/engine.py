@@ -172,7 +172,7 @@ class RolloutEngine(EngineBase):
 
     @property
     def observation(self) -> Observation | None:
-        """The lengths, seconds and preemptions of the last rollout; None before the first."""
+        """The lengths, seconds, preemptions and sampling of the last rollout; None before the first."""
         return self._judge.last.observation
 
     def report_kl(self, kl_k3: float) -> None:
@@ -252,7 +252,7 @@ class RolloutEngine(EngineBase):
             yield
 
     def _rollout_of(self, prompts: Any, sampling_params: Any, more: dict[str, Any]) -> list[Any]:
-        judge = self._judge.begin(self.llm)
+        judge = self._judge.begin(self.llm, sampling_params)
         outputs: list[Any] = self._finished(
             lambda: self.llm.generate(prompts, sampling_params, **{"use_tqdm": False} | more)
         )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.engine.warm_up import compiled_files
 from fp8plan.runtime.guard.observation import Observation, observation_of
+from fp8plan.runtime.mismatch.sampling import Sampling
 
 if TYPE_CHECKING:
     from fp8plan.runtime.guard.guard import Guard, Verdict
@@ -71,14 +72,18 @@ class Judge:
             raise ConfigError(f"kl_k3 is {kl_k3!r}; allowed: a finite number (nan comes from log-probs that hold it)")
         self._kl_k3 = kl_k3
 
-    def begin(self, llm: Any) -> Callable[[Sequence[Any]], None]:
-        """Start the clock of a rollout. Return the function to call with its outputs once they are there."""
+    def begin(self, llm: Any, sampling_params: Any) -> Callable[[Sequence[Any]], None]:
+        """Start the clock of a rollout. Return the function to call with its outputs once they are there.
+
+        sampling_params: as vllm.LLM.generate takes them; None: those of the model's generation config
+        """
         before, begun = counts(), time.perf_counter()
 
         def ended(outputs: Sequence[Any]) -> None:
             seconds = time.perf_counter() - begun
             preemptions, compiled = (max(0, now - then) for now, then in zip(counts(), before, strict=True))
-            cache = llm.llm_engine.vllm_config.cache_config
+            config = llm.llm_engine.vllm_config
+            cache = config.cache_config
             more = {
                 "preemptions": preemptions,
                 "compiled_files": compiled,
@@ -88,7 +93,9 @@ class Judge:
 
             def observe() -> Observation | None:
                 some = any(len(one.token_ids) for output in outputs for one in output.outputs)
-                return observation_of(outputs, seconds, **more) if some else None
+                params = llm.get_default_sampling_params() if sampling_params is None else sampling_params
+                sampling = Sampling.of(params, config.model_config.logprobs_mode)
+                return observation_of(outputs, seconds, sampling=sampling, **more) if some else None
 
             self.judge(observe)
 

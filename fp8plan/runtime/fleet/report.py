@@ -15,6 +15,7 @@ from fp8plan.model.rollout import rollout, schedules
 from fp8plan.runtime.fleet.routing import Split, consecutive, largest
 from fp8plan.runtime.guard.observation import EngineFacts, Observation
 from fp8plan.runtime.guard.prediction import with_blocks
+from fp8plan.runtime.mismatch.sampling import Sampling
 
 if TYPE_CHECKING:
     from fp8plan.runtime.engine.rollout_timer import Judged
@@ -80,7 +81,7 @@ class Finished:
     judgements: Mapping[int, Judged] = field(default_factory=dict)
 
     def judged(self, judgements: Mapping[int, Judged]) -> Finished:
-        """Return the same with the guards' judgements, and their counts in the observation."""
+        """Return the same with the guards' judgements, and their counts and sampling in the observation."""
         ours = {number: found for number, found in judgements.items() if number in self.parts}
         seen = [found.observation for found in ours.values() if found.observation is not None]
         whole = replace(
@@ -88,6 +89,7 @@ class Finished:
             preemptions=sum(one.preemptions for one in seen),
             kv_cache_tokens=seen[0].kv_cache_tokens if seen else None,
             compiled_files=sum(one.compiled_files or 0 for one in seen) if seen else None,
+            sampling=Sampling.mixed(one.sampling for one in seen),
         )
         return replace(self, observation=whole, judgements=ours)
 

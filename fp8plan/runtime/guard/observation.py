@@ -17,6 +17,7 @@ from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import MOST_TOKENS, Batch
 from fp8plan.runtime.guard.kernels import kernel_names
+from fp8plan.runtime.mismatch.sampling import Sampling
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -93,6 +94,7 @@ class Observation:
     arrival_s:        from the arrival of the first request to that of the last; None: not known, or all came at once
     host_slowdown:    as `watch.Watch` measures it; None: not known
     kl_k3:            mean k3 per token between trainer and rollout; None: not known
+    sampling:         its sampling parameters, or what Sampling.of reads; None: not known
 
     Raises ConfigError for values that no rollout can have.
     """
@@ -108,8 +110,10 @@ class Observation:
     arrival_s: float | None = None
     host_slowdown: float | None = None
     kl_k3: float | None = None
+    sampling: Sampling | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "sampling", Sampling.of(self.sampling))
         for name in ("seconds", "longest_step_s", "arrival_s", "host_slowdown", "kl_k3"):
             _check_number(name, getattr(self, name), above_zero=name == "seconds", optional=name != "seconds")
         for name in ("preemptions", "compiled_files", "kv_cache_tokens"):

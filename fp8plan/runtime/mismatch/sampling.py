@@ -32,6 +32,7 @@ CONSTRAINTS: Final = (
     "guided_json", "guided_regex", "guided_choice", "guided_grammar", "thinking_token_budget", "trace_decode_token_ids",
     "use_beam_search",
 )  # fmt: skip
+KEPT: Final = ", or score the trainer on the kept set (fp8plan.kept_logprobs)"  # the other remedy of a cut
 # Values that vLLM takes, and the words for them.
 RANGES: Final[dict[str, tuple[Callable[[float], bool], str]]] = {
     "temperature": (lambda x: x >= 0, "0 or more"),
@@ -169,6 +170,11 @@ class Sampling:
         """True if the ratios are certainly not those of the trainer's distribution and the one that sampled."""
         return any(self._biases())
 
+    def refuse(self, where: str, go_on: str) -> None:
+        """Raise ConfigError if the ratios are `biased`. where: the parameters are; go_on: what to type all the same"""
+        if biases := [*self._biases(kept="")]:
+            raise ConfigError(f"{where}: {'; '.join(biases)}; to train on it all the same, type {go_on}")
+
     def remarks(self) -> tuple[str, ...]:
         """Sentences: what is biased, by how much if that is known, and what to type. Empty if nothing is.
 
@@ -176,7 +182,7 @@ class Sampling:
         """
         return (*self._biases(), *self._conditions())
 
-    def _biases(self) -> Iterator[str]:
+    def _biases(self, kept: str = KEPT) -> Iterator[str]:
         cuts, shapes, at = self._cuts(), self._shapes(), f"temperature {self.temperature:g}"
         if self.greedy:
             yield f"{at}: the likeliest token was taken, and no ratio is that of a sample; set temperature=1.0"
@@ -190,7 +196,7 @@ class Sampling:
             mass = "the kept mass, of unknown size," if least is None else f"the kept mass ({least:g} to 1)"
             yield (
                 f"{_and(cuts)}: vLLM renormalises over the kept tokens, so each ratio is {mass} times what it should "
-                f"be; set {_and(cuts.values())}, or score the trainer on the kept set (fp8plan.kept_logprobs)"
+                f"be; set {_and(cuts.values())}{kept}"
             )
         if shapes and self.logprobs_mode == RAW:
             yield (

@@ -14,6 +14,7 @@ from fp8plan.runtime.correction.settings import CorrectionSettings
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
+    from fp8plan.runtime.mismatch.sampling import Sampling
 
 ADVICE: Final = {
     Escalation.RECALIBRATE_KV: "recalibrate the scales of an FP8 KV cache",
@@ -42,6 +43,15 @@ def feasible(decided: Decided, strained: int, can: Callable[[Escalation], bool])
 def sounding(decided: Decided, alarms: Collection[Alarm]) -> Decided:
     """The decision with more alarms, each once and in the order of Alarm."""
     return replace(decided, alarms=tuple(alarm for alarm in Alarm if alarm in {*decided.alarms, *alarms}))
+
+
+def explained(decided: Decided, sampling: Sampling | None) -> Decided:
+    """The decision with what its rollout's sampling does to the ratios in the reason: what biases them for certain, and
+    beside the alarm UNIT_MEAN also what does under a condition.
+    """
+    if sampling is None or not (sampling.biased or Alarm.UNIT_MEAN in decided.alarms):
+        return decided
+    return replace(decided, reason="; ".join((decided.reason, *sampling.remarks())))
 
 
 def suited(settings: CorrectionSettings, given: Controller | None, plan: Plan | None = None) -> Controller:

@@ -37,9 +37,10 @@ from fp8plan.runtime.guard.observation import EngineFacts
 from fp8plan.runtime.mismatch.measure import measure
 from fp8plan.runtime.mismatch.metrics import SIZE, MismatchSums
 from fp8plan.runtime.mismatch.ranks import gathered, rank
+from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.mismatch.tokens import pack
 from fp8plan.runtime.monitor import record as run_record
-from fp8plan.runtime.monitor.controller import feasible, sounding, suited
+from fp8plan.runtime.monitor.controller import explained, feasible, sounding, suited
 from fp8plan.runtime.monitor.record import Step
 from fp8plan.runtime.monitor.sinks import Sink, Sinks, warn
 from fp8plan.runtime.monitor.witness import Witness
@@ -67,6 +68,7 @@ class Monitor:
     guard:      without an engine: judges the rollouts that `step` is given, in the caller's time (1,536 responses of
                 20,000 tokens: 2 s)
     facts:      without an engine: facts about the one that runs, for the record; None: the guard's
+    sampling:   how rollouts are sampled, as Sampling.of reads it; None: as the engine's last rollout was, if it says so
     group:      process group of the ranks that share the batch; None: all
 
     When the mismatch is beyond what thresholds can do, `step.decided.escalate` says what to do instead. With a
@@ -93,6 +95,7 @@ class Monitor:
         engine: RolloutEngine | RolloutFleet | None = None,
         guard: Guard | None = None,
         facts: EngineFacts | None = None,
+        sampling: Any = None,
         group: Any = None,
     ) -> None:
         check_torch("a Monitor")
@@ -104,7 +107,7 @@ class Monitor:
         # Each law has a state of its own, which it alone is given.
         self.controller: Any = suited(self.settings, controller, plan)
         self.engine, self.facts, self.group = engine, facts, group
-        self._plan = plan
+        self._plan, self._sampling = plan, Sampling.of(sampling)
         self._planned_for = self._precision()
         self.state: ControllerState = self.controller.initial(plan, self._planned_for)
         self._fresh = self.state
@@ -138,6 +141,7 @@ class Monitor:
         lengths: Sequence[int] | Array | None = None,
         versions: Any = None,
         rollout: Rollout = None,
+        sampling: Any = None,
         number: int | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> Step:
@@ -148,21 +152,24 @@ class Monitor:
         versions: as `measure` takes them: versions of the weights that sampled
         rollout:  the rollout's seconds and lengths as an Observation, or the fields of a rollout record; None: the
                   engine's last rollout, unless an earlier step had it
+        sampling: how it was sampled, as Sampling.of reads it; None: as the Monitor was told, else as the rollout says.
+                  Where the ratios are biased by it, a warning and every step's reason say so
         number:   the step's number in the record; None: one more than before
         metrics:  figures of the loop's own for the record, of the first rank; the report draws `schemas.REWARD`,
                   "critic/rewards/mean". Names of the Monitor's own figures stay its own
 
         Weights made inside torch.inference_mode cannot be used in a loss: use torch.no_grad there.
         Raises ConfigError for log-probs that do not fit together or are none (above 0), for a mask of other numbers
-        than 0 and 1, for a `number` that is no whole number, for `metrics` that are no numbers, and for settings that
-        differ between ranks. All ranks raise then, also those whose own batch is fine, and nothing is changed. A
-        malformed rollout is left out of the record, with a warning.
+        than 0 and 1, for a `number` that is no whole number, for `metrics` that are no numbers, for a `sampling` that
+        vLLM does not take, and for settings that differ between ranks. All ranks raise then, also those whose own batch
+        is fine, and nothing is changed. A malformed rollout is left out of the record, with a warning.
         """
         begun = time.perf_counter()
         sums, refusal = MismatchSums(np.zeros(SIZE)), None
         try:
             done = self.steps + 1 if number is None else whole("number", number, 0, ", the step's")
             rollout, own = self._checked(rollout, done), run_record.own_metrics(metrics)
+            sampled = self._sampling if sampling is None else Sampling.of(sampling)
             tokens = pack(train_logprobs, rollout_logprobs, mask, lengths)
             sums = measure(tokens, versions)
             sums.check_units()
@@ -171,7 +178,7 @@ class Monitor:
         mismatch = sums.reduced(self.group, refusal).metrics()
         update = self._decided(mismatch)
         correction = correct(tokens, replace(self.settings, thresholds=update[0]), self.group)
-        return self._concluded(done, begun, mismatch, update, correction, rollout, own)
+        return self._concluded(done, begun, mismatch, update, correction, rollout, sampled, own)
 
     def conclude(self, sums: MismatchSums, correction: Correction) -> Step | None:
         """Take in a step whose micro-batches were corrected one by one, with `thresholds`, and decide the next ones.
@@ -183,7 +190,8 @@ class Monitor:
         mismatch = sums.reduced(self.group).metrics()
         if not mismatch.tokens + mismatch.invalid:
             return None
-        return self._concluded(self.steps + 1, begun, mismatch, self._decided(mismatch), correction, None, {})
+        update = self._decided(mismatch)
+        return self._concluded(self.steps + 1, begun, mismatch, update, correction, None, self._sampling, {})
 
     def _decided(self, mismatch: Mismatch) -> Update:
         """The update that all ranks follow."""
@@ -199,6 +207,7 @@ class Monitor:
         update: Update,
         correction: Correction,
         rollout: Rollout,
+        sampling: Sampling | None,
         own: run_record.Metrics,
     ) -> Step:
         """Go on to the next state, judge and record."""
@@ -209,6 +218,10 @@ class Monitor:
         # What follows raises nothing: the other ranks have gone on.
         self.state, self.steps = state, number
         found = self._witness.judged(rollout, mismatch)
+        sampling = self._witness.sampling(rollout) if sampling is None else sampling
+        decided = explained(decided, sampling)
+        if sampling is not None and sampling.biased and not rank(self.group):
+            self._witness.warn_once("sampling", f"the ratios are biased: {'; '.join(sampling.remarks())}")
         metrics = {
             **own,
             **run_record.mismatch_metrics(mismatch),
@@ -219,7 +232,8 @@ class Monitor:
             "fp8plan/monitor_s": time.perf_counter() - begun,
         }
         metrics = {name: None if value != value else value for name, value in metrics.items()}  # no NaN: not known
-        step = Step(correction.weights, correction.mask, thresholds, mismatch, decided, found.verdict, metrics)
+        verdict = found.verdict
+        step = Step(correction.weights, correction.mask, thresholds, mismatch, decided, verdict, sampling, metrics)
         for alarm in () if rank(self.group) else decided.alarms:
             self._witness.warn_once(alarm, f"alarm {alarm}: {': '.join(MEANINGS[alarm])}")
         if self._writes():

@@ -15,6 +15,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.profile.profile import ENGINE
 from fp8plan.model.validate.records import check_fields
 from fp8plan.runtime.correction.correct import weighted_mean
+from fp8plan.runtime.mismatch.sampling import Sampling
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +42,7 @@ class Step:
     mismatch:   the mismatch over all ranks
     decided:    the controller's decision, its reason and alarms
     verdict:    the guard's, if there was one
+    sampling:   of the rollout; None: not known
     metrics:    figures of all ranks as the record has them, under verl's names where verl has one; None: not known
     """
 
@@ -50,6 +52,7 @@ class Step:
     mismatch: Mismatch
     decided: Decided
     verdict: Verdict | None
+    sampling: Sampling | None
     metrics: Mapping[str, float | None]
 
     def loss(self, token_losses: torch.Tensor) -> torch.Tensor:
@@ -83,6 +86,7 @@ def record_of(
         "reason": decided.reason,
         "alarms": [alarm.value for alarm in decided.alarms],
         "escalate": None if decided.escalate is None else decided.escalate.value,
+        "sampling": None if step.sampling is None else step.sampling.to_dict(),
         "metrics": step.metrics,
         **mismatch_parts(step.mismatch),
         "guard": judged,
@@ -105,6 +109,7 @@ def checked(rollout: Any) -> Observation | dict[str, Any] | None:
         )
     found: dict[str, Any] = plain(rollout)
     check_fields(found, "it")
+    Sampling.of(found.get("sampling"))
     if found.get("seconds") is not None:
         observation(found)
     return found
@@ -183,6 +188,8 @@ def rollout_fields(rollout: Rollout, facts: EngineFacts | None) -> dict[str, Any
     found |= {name: list(getattr(rollout, name)) for name in ("prompt_lengths", "response_lengths")}
     if rollout.prompt_ids is not None:
         found["prompt_ids"] = list(rollout.prompt_ids)
+    if rollout.sampling is not None:
+        found["sampling"] = rollout.sampling.to_dict()
     return found | {"measured_kv_cache_tokens": rollout.kv_cache_tokens}
 
 

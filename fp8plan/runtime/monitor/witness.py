@@ -16,6 +16,7 @@ from fp8plan.runtime.guard.fallback import Action
 from fp8plan.runtime.guard.guard import Guard, answer
 from fp8plan.runtime.guard.observation import EngineFacts, Observation
 from fp8plan.runtime.mismatch.metrics import Mismatch
+from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.monitor import record as run_record
 from fp8plan.runtime.monitor.sinks import warn
 
@@ -88,6 +89,11 @@ class Witness:
         if found.off is not None:
             self.warn_once("guard", found.off)
         return found
+
+    def sampling(self, rollout: Observation | Mapping[str, Any] | None) -> Sampling | None:
+        """The sampling of the rollout that a step was given, or else of the engine's last; None: not known."""
+        told = rollout.get("sampling") if isinstance(rollout, Mapping) else getattr(rollout, "sampling", None)
+        return Sampling.of(told) if told is not None or self._rollout is None else self._rollout.sampling
 
     def running(self) -> EngineFacts | None:
         """Facts about the engine that runs now.

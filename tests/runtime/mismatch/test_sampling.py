@@ -42,11 +42,10 @@ def test_each_parameter_that_changes_the_distribution_is_a_bias_in_each_mode(nam
 def test_top_p_says_by_how_much_and_what_to_type() -> None:
     sampling = Sampling(top_p=0.8)
     assert sampling.smallest_kept == 0.8
-    assert sampling.remarks() == (
-        (
-            "top_p 0.8: vLLM renormalises over the kept tokens, so each ratio is the kept mass (0.8 to 1) times what it "
-            "should be; set top_p=1.0, or score the trainer on the kept set (fp8plan.kept_logprobs)"
-        ),
+    (remark,) = sampling.remarks()
+    assert remark == (
+        "top_p 0.8: vLLM renormalises over the kept tokens, so each ratio is the kept mass (0.8 to 1) times what it "
+        "should be; set top_p=1.0, or score the trainer on the kept set (fp8plan.kept_logprobs)"
     )
 
 
