@@ -17,6 +17,7 @@ from trl_runs import SETTINGS, model, share_of_even, trainer_of
 from fp8plan.errors import ConfigError
 from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.correction.settings import CorrectionSettings, Rejection, Thresholds
+from fp8plan.runtime.mismatch.sampling import Sampling
 
 pytestmark = pytest.mark.trl
 
@@ -38,10 +39,45 @@ def refused(match: str, tmp_path: Path, **settings: Any) -> None:
         ({"plan": "auto", "use_vllm": False}, r"use_vllm is False; type: GRPOConfig\(use_vllm=True"),
         ({"plan": "auto", "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size is 2; allowed: 1"),
         ({"choice": "fp8_kv"}, "plan is None; type: plan='auto'"),
+        (
+            {"plan": "auto", "top_p": 0.9},
+            r"sampling: top_p 0.9: .* \(0.9 to 1\) times .*; set top_p=1.0; .* GRPOTrainer\(.*allow_biased_sampling=T",
+        ),
+        (
+            {"plan": "auto", "top_k": 20, "min_p": 0.1},
+            "top_k 20 and min_p 0.1: .*; set top_k=0 and min_p=0.0; to train",
+        ),
+        ({"plan": "auto", "repetition_penalty": 1.1}, "repetition_penalty 1.1: .* unknown factor; set repetition_pen"),
+        ({"plan": "auto", "generation_kwargs": {"logit_bias": {3: 1.0}}}, "a logit_bias: .*; set no logit_bias"),
+        ({"plan": "auto", "generation_kwargs": {"temperature": 0.5}}, "divides its logits by 1, .*divide them by 0.5"),
+        ({"plan": "auto", "vllm_structured_outputs_regex": "[0-9]+"}, "constraints on tokens: vLLM renormalises"),
     ],
 )
 def test_what_a_plan_does_not_go_with_is_refused_at_once(settings: dict[str, Any], match: str, tmp_path: Path) -> None:
     refused(match, tmp_path, policy="/nowhere", **settings)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"top_p": 0.9, "allow_biased_sampling": True},
+        {"top_p": 0.9, "vllm_importance_sampling_correction": False},
+        {"temperature": 0.7, "generation_kwargs": {"stop": ["\n"], "seed": 3}},
+    ],
+)
+def test_a_biased_sampling_goes_on_where_it_is_allowed_or_nothing_is_weighted(
+    more: dict[str, Any], tmp_path: Path
+) -> None:
+    refused("plan is 'fast'", tmp_path, policy="/nowhere", plan="fast", **more)  # which is looked at after the sampling
+
+
+def test_the_sampling_is_that_of_the_config_at_the_temperature_that_trl_scores_at(tmp_path: Path) -> None:
+    from trl import GRPOConfig
+
+    from fp8plan.integrations.trl.planning import sampling_in
+
+    args = GRPOConfig(str(tmp_path), temperature=0.7, top_p=0.9, generation_kwargs={"top_p": 0.8, "n": 2}, bf16=False)
+    assert sampling_in(args) == Sampling(temperature=0.7, top_p=0.8, trainer_temperature=0.7)
 
 
 KV = cpu_plan("fp8_kv")

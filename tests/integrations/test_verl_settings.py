@@ -25,6 +25,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.risk.budget import RiskBudget
 from fp8plan.model.workload import Fixed, LogNormal, Workload
+from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.vllm_versions import check_vllm_version
 
 pytestmark = pytest.mark.verl
@@ -164,6 +165,11 @@ def test_what_cannot_be_is_refused(overrides: list[str], match: str) -> None:
         ("algorithm.rollout_correction=null", "rollout_correction is null"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=16", "is 16; allowed: 8, a node's"),
         ("distillation.enabled=True", "teacher_model.inference.name is fp8plan; allowed: vllm"),
+        (
+            "actor_rollout_ref.rollout.top_p=0.8",
+            rf"rollout: top_p 0.8: .*\(0.8 to 1\).*; set top_p=1.0; .* type \+{OURS}\.allow_biased_sampling=True",
+        ),
+        ("actor_rollout_ref.rollout.top_k=50", "rollout: top_k 50: .* set top_k=0; to train on it all the same"),
     ],
 )
 def test_what_fp8plans_rollouts_do_not_go_with_is_refused(override: str, match: str) -> None:
@@ -172,6 +178,16 @@ def test_what_fp8plans_rollouts_do_not_go_with_is_refused(override: str, match: 
     with pytest.raises(ConfigError, match=match):
         refuse(config(override))
     refuse(config())
+
+
+def test_a_biased_sampling_goes_on_where_it_is_allowed_or_nothing_is_weighted() -> None:
+    from fp8plan.integrations.verl.settings import refuse, sampling_in
+
+    biased = "actor_rollout_ref.rollout.top_p=0.8"
+    for more in ("allow_biased_sampling=True", "correct=False"):
+        refuse(config(biased, f"+{OURS}.{more}"))
+    found = config(biased, "actor_rollout_ref.rollout.temperature=0.6")
+    assert sampling_in(found.actor_rollout_ref.rollout) == Sampling(top_p=0.8, temperature=0.6, trainer_temperature=0.6)
 
 
 def test_another_rollout_backend_is_verls_own() -> None:

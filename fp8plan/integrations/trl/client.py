@@ -18,6 +18,7 @@ from trl.generation.vllm_client import VLLMClient
 from vllm.utils.network_utils import get_ip
 
 from fp8plan.errors import SyncError
+from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.server import cpu_transfer
 from fp8plan.runtime.server.plugin import ROLLOUT, STATUS
 from fp8plan.runtime.server.rollout import SAMPLING
@@ -42,22 +43,28 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One call of `generate`: seconds, tokens of each response's prompt and of the response, and preemptions."""
+    """One call of `generate`: seconds, tokens of each response's prompt and of the response, preemptions, sampling."""
 
     seconds: float
     prompt_lengths: list[int]
     response_lengths: list[int]
     prompt_ids: list[int]
     preemptions: int
+    sampling: Sampling | None
+
+
+def told_of(*args: Any, **how: Any) -> dict[str, Any]:
+    """The arguments of a call of TRL's `VLLMClient.generate`, by name, with its defaults."""
+    call = inspect.signature(VLLMClient.generate).bind(None, *args, **how)
+    call.apply_defaults()
+    return call.arguments
 
 
 def sampling_of(*args: Any, **how: Any) -> dict[str, Any] | None:
     """vLLM's sampling parameters of a call of TRL's `VLLMClient.generate`; None for one that needs more than tokens
     and their own log-probs, or prompts that are text.
     """
-    call = inspect.signature(VLLMClient.generate).bind(None, *args, **how)
-    call.apply_defaults()
-    told = call.arguments
+    told = told_of(*args, **how)
     sampling = {name: told[name] for name in SAMPLING if name in told} | (told["generation_kwargs"] or {})
     plain = told["features"] is None and told["structured_outputs_regex"] is None and told["logprobs"] == 0
     text = any(isinstance(prompt, str) for prompt in told["prompts"])
@@ -99,7 +106,9 @@ class PlannedClient(VLLMClient):
         each = len(responses) // max(1, len(output["prompt_ids"]))
         ids = [number for number in range(len(output["prompt_ids"])) for _ in range(each)]
         lengths = [len(output["prompt_ids"][number]) for number in ids]
-        self.rollout = Rollout(seconds, lengths, responses, ids, preempted)
+        told = told_of(prompts, *args, **how)
+        sampled = Sampling.of(told | (told["generation_kwargs"] or {}))  # check_server: its log-probs are processed
+        self.rollout = Rollout(seconds, lengths, responses, ids, preempted, sampled)
         return output
 
     def _rolled_out(self, prompts: list[list[int]], sampling: dict[str, Any]) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.workload import Trace
+from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.vllm_versions import check_vllm_version
 
 MOST_PROMPTS: Final = 256  # whose lengths are looked at, spread over the dataset
@@ -19,8 +20,24 @@ MOST_PROMPTS: Final = 256  # whose lengths are looked at, spread over the datase
 BATCHED_TOKENS: Final = 4096
 
 
-def check_args(args: Any) -> None:
-    """Raise ConfigError for settings of TRL's that a plan does not go with, whatever it says."""
+# Settings of a rollout that GRPOConfig has under vLLM's names.
+SAMPLED: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def sampling_in(args: Any) -> Sampling:
+    """The sampling of rollouts that a GRPOConfig asks for. TRL divides the trainer's logits by args.temperature."""
+    found = {name: getattr(args, name) for name in SAMPLED} | (args.generation_kwargs or {})
+    found["structured_outputs_regex"] = args.vllm_structured_outputs_regex
+    sampling = Sampling.of(found, trainer_temperature=args.temperature or None)
+    assert sampling is not None
+    return sampling
+
+
+def check_args(args: Any, allow_biased_sampling: bool = False) -> None:
+    """Raise ConfigError for settings of TRL's that a plan does not go with, whatever it says.
+
+    allow_biased_sampling: pass a sampling over that the correction's ratios do not know
+    """
     if args is None or not args.use_vllm:
         raise ConfigError("plan is given, and use_vllm is False; type: GRPOConfig(use_vllm=True, vllm_mode='colocate')")
     if args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size != 1:
@@ -28,6 +45,8 @@ def check_args(args: Any) -> None:
             f"plan is given, and vllm_tensor_parallel_size is {args.vllm_tensor_parallel_size}; allowed: 1, an engine "
             "for each process, a server on as many GPUs (vllm_mode='server'), or plan=None"
         )
+    if args.vllm_importance_sampling_correction and not allow_biased_sampling:
+        sampling_in(args).refuse("GRPOConfig's sampling", "GRPOTrainer(..., allow_biased_sampling=True)")
 
 
 def check_plan(plan: Plan, choice: int | str | None, args: Any, on_cpu: bool) -> None:

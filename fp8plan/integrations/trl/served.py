@@ -140,7 +140,7 @@ class ServerEngine:
                 return None
             prompts, responses, ids = zip(*kept, strict=True)
             more = {"preemptions": rollout.preemptions, "kv_cache_tokens": self._status["kv_cache_tokens"]}
-            return Observation(rollout.seconds, prompts, responses, ids, kl_k3=kl, **more)
+            return Observation(rollout.seconds, prompts, responses, ids, kl_k3=kl, sampling=rollout.sampling, **more)
 
         self._judge.judge(observed)
 

@@ -49,6 +49,8 @@ class GRPOTrainer(trl.GRPOTrainer):
     choice:     index into the plan's choices, or one of its precisions; the chosen one unless given
     controller: decides the thresholds of the correction, as in Monitor
     sinks:      where records go, as in Monitor, such as [fp8plan.JsonLines("run.jsonl")]
+    allow_biased_sampling: train with top_p, top_k, penalties and the like, which bias the correction's ratios; False:
+                they are refused, unless TRL's correction is off
 
     All other arguments are TRL's. `plan`, `rollout_engine` and `monitor` are then the Plan, the RolloutEngine and the
     Monitor; None without a plan. `rollout_engine.shutdown()` frees the engine's memory, `monitor.close()` the sinks.
@@ -69,6 +71,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         choice: int | str | None = None,
         controller: Controller | None = None,
         sinks: Sequence[Sink] = (),
+        allow_biased_sampling: bool = False,
         **kwargs: Any,
     ) -> None:
         self.plan: Plan | None = None
@@ -80,7 +83,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             super().__init__(*args, **kwargs)
             return
         check_trl()
-        planning.check_args(inspect.signature(super().__init__).bind(*args, **kwargs).arguments.get("args"))
+        of_trl = inspect.signature(super().__init__).bind(*args, **kwargs).arguments.get("args")
+        planning.check_args(of_trl, allow_biased_sampling)
         self.plan, self._choice = read_plan(plan), choice
         self._advice: tuple[Action, Escalation | None] = (Action.NONE, None)
         try:
@@ -90,7 +94,8 @@ class GRPOTrainer(trl.GRPOTrainer):
                 raise ConfigError("TRL did not start the engine where it was expected to; type: plan=None")
             settings = correction.settings_for(self.args, self.plan.thresholds)
             engine: Any = self.rollout_engine
-            self.monitor = Monitor(settings, controller, sinks, plan=self.plan, engine=engine)
+            sampling = planning.sampling_in(self.args)
+            self.monitor = Monitor(settings, controller, sinks, plan=self.plan, engine=engine, sampling=sampling)
         except BaseException:
             if self.rollout_engine is not None:
                 self.rollout_engine.shutdown()

@@ -6,21 +6,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fp8plan.runtime.engine.rollout_timer import counts
+from fp8plan.runtime.mismatch.sampling import Sampling
 
 
 @dataclass(slots=True)
 class RolloutLog:
-    """The requests since the last `clear`: rows of (begun, ended) in seconds, tokens of prompt and response, prompt."""
+    """The requests since the last `clear`: rows of (begun, ended) in seconds, tokens of prompt and response, prompt;
+    and their samplings.
+    """
 
     rows: list[tuple[float, float, int, int, int]] = field(default_factory=list)
     before: tuple[int, int] = (0, 0)
+    samplings: set[Sampling] = field(default_factory=set)
 
     def clear(self) -> None:
-        self.rows, self.before = [], counts()
+        self.rows, self.before, self.samplings = [], counts(), set()
 
-    def add(self, begun: float, ended: float, prompt: list[int], response: int) -> None:
+    def add(self, begun: float, ended: float, prompt: list[int], response: int, sampling: Sampling) -> None:
         """Count a request in. response: tokens"""
         if response:
+            self.samplings.add(sampling)
             self.rows.append((begun, ended, len(prompt), response, hash(tuple(prompt))))
 
     def observed(self) -> dict[str, Any] | None:
@@ -37,4 +42,5 @@ class RolloutLog:
             "prompt_ids": list(ids),
             "preemptions": preemptions,
             "compiled_files": compiled,
+            "sampling": Sampling.mixed(self.samplings),
         }

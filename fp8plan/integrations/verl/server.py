@@ -13,7 +13,7 @@ from fp8plan.integrations.verl import NAME
 from fp8plan.integrations.verl.front import VerlFront
 from fp8plan.integrations.verl.internals import REPLICA, SERVER, check_verl
 from fp8plan.integrations.verl.rollouts import RolloutLog
-from fp8plan.integrations.verl.settings import handed_on
+from fp8plan.integrations.verl.settings import handed_on, scored
 from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.engine.launch import launch
 from fp8plan.runtime.guard.observation import facts_of
@@ -74,9 +74,9 @@ class PlannedServer(vLLMHttpServer):
 
     async def generate(self, prompt_ids: Any, sampling_params: Any, request_id: str, *args: Any, **more: Any) -> Any:
         """Generate one request as verl's own does, and count it in."""
-        begun = time.perf_counter()
+        begun, sampling = time.perf_counter(), scored(sampling_params, self.config)  # which verl takes parts out of
         found = await super().generate(prompt_ids, sampling_params, request_id, *args, **more)
-        self._requests.add(begun, time.perf_counter(), list(prompt_ids), len(found.token_ids))
+        self._requests.add(begun, time.perf_counter(), list(prompt_ids), len(found.token_ids), sampling)
         return found
 
     async def fp8plan_begin(self) -> None:

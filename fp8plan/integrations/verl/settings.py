@@ -16,6 +16,7 @@ from omegaconf import OmegaConf, open_dict
 from fp8plan.errors import ConfigError
 from fp8plan.integrations.verl import NAME
 from fp8plan.model.risk.budget import Level
+from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.schemas import checked
 
 WHERE: Final = "actor_rollout_ref.rollout.custom.fp8plan"
@@ -45,6 +46,8 @@ class Settings(msgspec.Struct, frozen=True):
     target_kl:  of adaptive ones, in nats per token; null: as the plan expects, or else its default
     limit_kl:   of either, likewise
     run_file:   path of a file for `fp8plan monitor`, where the trainer runs; null: none is written
+    allow_biased_sampling: true: train with top_p, top_k and the like, which bias the correction's ratios; false: they
+                are refused, unless nothing is corrected
     """
 
     plan: str | None = None
@@ -56,6 +59,7 @@ class Settings(msgspec.Struct, frozen=True):
     target_kl: float | None = None
     limit_kl: float | None = None
     run_file: str | None = None
+    allow_biased_sampling: bool = False
 
 
 def settings_in(config: Any) -> Settings:
@@ -75,11 +79,27 @@ def settings_in(config: Any) -> Settings:
     return found
 
 
+def sampling_in(rollout: Any) -> Sampling:
+    """The sampling of training rollouts that verl's rollout configuration asks for."""
+    found = {name: rollout.get(name) for name in ("temperature", "top_p", "top_k")}
+    return scored(found, rollout)
+
+
+def scored(params: Mapping[str, Any], rollout: Any) -> Sampling:
+    """The sampling of a request. verl divides the trainer's logits by the temperature of its rollout configuration."""
+    sampling = Sampling.of(params, trainer_temperature=rollout.get("temperature") or None)
+    assert sampling is not None
+    return sampling
+
+
 def refuse(config: Any) -> None:
     """Raise ConfigError for settings of verl's that fp8plan's rollouts do not go with."""
     fault = next(_faults(config), None)
     if fault is not None:
         raise ConfigError(f"{fault}; or type {ROLLOUT}.name=vllm, without fp8plan")
+    settings = settings_in(config)
+    if settings.correct and not settings.allow_biased_sampling:
+        sampling_in(config.actor_rollout_ref.rollout).refuse(ROLLOUT, f"+{WHERE}.allow_biased_sampling=True")
 
 
 def _faults(config: Any) -> Iterator[str]:

@@ -18,7 +18,15 @@ from fp8plan.integrations.correction import metrics_of, safer_than, settings_of
 from fp8plan.integrations.settings import controller_for
 from fp8plan.integrations.verl.internals import CORRECTION, TRAINER, check_verl, correcting_with
 from fp8plan.integrations.verl.planning import plan_of
-from fp8plan.integrations.verl.settings import WHERE, Settings, hand_on, refuse, separate, settings_in
+from fp8plan.integrations.verl.settings import (
+    WHERE,
+    Settings,
+    hand_on,
+    refuse,
+    sampling_in,
+    separate,
+    settings_in,
+)
 from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.controller.laws import Controller
 from fp8plan.runtime.correction.settings import CorrectionSettings
@@ -26,6 +34,7 @@ from fp8plan.runtime.correction.verl import from_verl
 from fp8plan.runtime.guard.fallback import Action
 from fp8plan.runtime.guard.guard import Guard
 from fp8plan.runtime.guard.observation import EngineFacts, Observation
+from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.monitor.monitor import Monitor
 from fp8plan.runtime.monitor.record import Step
 from fp8plan.runtime.monitor.sinks import JsonLines
@@ -59,7 +68,7 @@ class PlannedTrainer:
         self._settings = settings_in(config)
         refuse(config)
         self._correction, self.plan = started_with(plan_of(config, self._settings), config, self._settings)
-        self._planned = self.plan.setup()
+        self._planned, self._sampling = self.plan.setup(), sampling_in(config.actor_rollout_ref.rollout)
         law_of(self._correction, self._settings)  # which refuses what cannot be, before engines start
         for text in (*self.plan.reasons, *self.plan.warnings):
             logger.info("fp8plan: %s", text)
@@ -112,6 +121,7 @@ class PlannedTrainer:
             batch["rollout_log_probs"],
             batch["response_mask"].bool(),
             rollout=None if slowest is None else Observation(**slowest),
+            sampling=Sampling.mixed(x["sampling"] for x in rollouts) or self._sampling,
         )
         status = seen[0]["status"]
         report = None if status["last_update"] is None else report_of(status, status["last_update"]["seconds"]["total"])
