@@ -36,6 +36,7 @@ from fp8plan.runtime.mismatch.measure import measure
 from fp8plan.runtime.mismatch.metrics import SIZE, MismatchSums
 from fp8plan.runtime.mismatch.moments import together
 from fp8plan.runtime.mismatch.ranks import ALONE, rank
+from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.mismatch.tokens import pack
 from fp8plan.runtime.monitor.monitor import Monitor
 from fp8plan.runtime.monitor.sinks import JsonLines
@@ -122,10 +123,10 @@ def _nothing(settings: CorrectionSettings) -> tuple[MismatchSums, Correction]:
 _RUNNING: dict[HookSettings, MicroBatches] = {}
 
 
-def running(settings: HookSettings, share: bool = True) -> MicroBatches:
+def running(settings: HookSettings, share: bool = True, sampling: Sampling | None = None) -> MicroBatches:
     """The one of this process for `settings`, made at the first call.
 
-    share: what settings.share is if the settings leave it open
+    share, sampling: what the settings' own are if the settings leave them open
 
     Raises ConfigError for what cannot work, such as a run file in a folder that does not exist.
     """
@@ -136,7 +137,7 @@ def running(settings: HookSettings, share: bool = True) -> MicroBatches:
         _RUNNING[settings] = MicroBatches(
             Monitor(
                 settings.correction(), settings.controller(), sinks, plan=settings.read_plan(),
-                group=group if wanted else ALONE,
+                group=group if wanted else ALONE, sampling=settings.sampling or sampling,
             )
         )  # fmt: skip
     return _RUNNING[settings]

@@ -9,7 +9,8 @@
 
 Written for prime-rl at commit 559b44772 (v0.8.1.dev67): `setup_rl_loss_fn` in src/prime_rl/trainer/rl/loss.py.
 prime-rl calls the function once for every sequence. Its trainer does not recompute log-probs before an update, so the
-correction is for the current policy against the one that sampled: FP8 and staleness together.
+correction is for the current policy against the one that sampled: FP8 and staleness together. Nor does it see how the
+orchestrator samples: "sampling" in the settings says it, as {"top_p": 0.95}.
 
 Ranks do not share unless the settings say `"share": true`. Do not say so if a rank's first step may have no token of
 the rl component (mixed with ce or ref_kl): the others would wait for it for ever. Nor with an optimiser that steps in

@@ -8,7 +8,8 @@ Every key may be left out, and without a file all of them are: token TIS that be
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -20,6 +21,7 @@ from fp8plan.jsonl import parse
 from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.controller.laws import AdaptiveThresholds, Controller
 from fp8plan.runtime.correction.settings import CorrectionSettings, Level, Mode, Thresholds
+from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.monitor.controller import constant
 from fp8plan.schemas import checked
 
@@ -38,6 +40,8 @@ class HookSettings(msgspec.Struct, frozen=True):
     limit_kl:    of either, likewise
     plan:        a plan's file, whose choice gives the thresholds to begin with and the KL to expect
     run_file:    file for `fp8plan monitor`; null: none is written
+    sampling:    how rollouts are sampled, as {"top_p": 0.9} (fp8plan.Sampling); null: as the trainer's own settings
+                 say, where the hook sees them
     share:       whether the ranks add up what they see (see micro_batches); null: as the hook says
 
     Paths are relative to the settings' file. As read, `plan` holds the file's text and `run_file` is absolute.
@@ -53,6 +57,7 @@ class HookSettings(msgspec.Struct, frozen=True):
     limit_kl: float | None = None
     plan: str | None = None
     run_file: str | None = None
+    sampling: Sampling | None = None
     share: bool | None = None
 
     def correction(self) -> CorrectionSettings:
@@ -107,9 +112,9 @@ def _read(path: str) -> HookSettings:
     data = parse(_text(place, f"give {VARIABLE} the path of a JSON file"), where)
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where} are a {type(data).__name__}; allowed: a JSON object")
-    allowed = HookSettings.__struct_fields__
-    if unknown := sorted(set(data) - set(allowed)):
-        raise ConfigError(f"{where} have {', '.join(unknown)}; allowed: {', '.join(allowed)}")
+    _refuse_unknown(data, HookSettings.__struct_fields__, where)
+    if isinstance(data.get("sampling"), Mapping):
+        _refuse_unknown(data["sampling"], [field.name for field in fields(Sampling)], f"sampling in {where}")
     found = checked(data, HookSettings, where)
     changes: dict[str, Any] = {}
     if found.plan is not None:
@@ -123,6 +128,11 @@ def _read(path: str) -> HookSettings:
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     return found
+
+
+def _refuse_unknown(data: Mapping[str, Any], allowed: Sequence[str], where: str) -> None:
+    if unknown := sorted(set(data) - set(allowed)):
+        raise ConfigError(f"{where} have {', '.join(unknown)}; allowed: {', '.join(allowed)}")
 
 
 def _text(path: Path, hint: str) -> str:

@@ -2,7 +2,7 @@
 
     from fp8plan.integrations import skyrl
 
-    skyrl.register("/path/monitor.json")  # in main(), before validate_cfg(cfg)
+    skyrl.register("/path/monitor.json", cfg)  # in main(), before validate_cfg(cfg)
 
 and trainer.algorithm.policy_loss_type=fp8plan_regular, or fp8plan_dual_clip.
 
@@ -18,9 +18,12 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from fp8plan.errors import ConfigError
 from fp8plan.integrations.micro_batches import running
 from fp8plan.integrations.settings import HookSettings, settings_at
+from fp8plan.runtime.mismatch.sampling import RAW, Sampling
 
 if TYPE_CHECKING:
     import torch
@@ -29,18 +32,34 @@ PREFIX: Final = "fp8plan_"
 BASES: Final = ("regular", "dual_clip")  # losses that a factor above 0 on the advantage scales token by token
 
 
-def register(settings: str | os.PathLike[str] | None = None) -> None:
+def register(settings: str | os.PathLike[str] | None = None, config: Any = None) -> None:
     """Register "fp8plan_regular" and "fp8plan_dual_clip" with SkyRL.
 
     settings: path of the settings; None: the file that FP8PLAN_MONITOR names. Read here, in the driver
+    config:   SkyRL's configuration, which says how rollouts are sampled; None: not known, unless the settings say it
 
     Raises ConfigError for settings that cannot be.
     """
     from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
 
     found = settings_at(settings)
+    if found.sampling is None and config is not None:
+        found = msgspec.structs.replace(found, sampling=sampling_in(config.generator))
     for base in BASES:
         PolicyLossRegistry.register(PREFIX + base, partial(policy_loss, settings=found, base=base))
+
+
+def sampling_in(generator: Any) -> Sampling | None:
+    """The sampling of rollouts that SkyRL's `generator` configuration asks for, at whose temperature SkyRL scores.
+
+    SkyRL leaves logprobs_mode at vLLM's default, unless the engine's arguments name one. The min_tokens of 1 that it
+    sends is left out: it forbids an empty response, and nothing else.
+    """
+    params = generator.sampling_params
+    found = {name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    engine = getattr(getattr(generator, "inference_engine", None), "engine_init_kwargs", None) or {}
+    more = dict(getattr(params, "additional_kwargs", None) or {})
+    return Sampling.of(more | found, engine.get("logprobs_mode", RAW), trainer_temperature=params.temperature or None)
 
 
 def policy_loss(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8plan.integrations.micro_batches import megatron, running
 from fp8plan.integrations.settings import settings_at
+from fp8plan.runtime.mismatch.sampling import PROCESSED, UNCUT, Sampling
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +48,7 @@ def correct(
 
     from fp8plan.runtime.correction.rejection import divergence
 
-    batches = running(settings_at())
+    batches = running(settings_at(), sampling=sampling_in(args))
     lengths = total_lengths, response_lengths
     train, rollout = (torch.cat(_whole(x, *lengths)).detach() for x in (train_log_probs, rollout_log_probs))
     found = batches.correct(train, rollout, torch.cat(loss_masks), lengths=response_lengths)
@@ -66,6 +67,25 @@ def correct(
     if not args.use_tis:
         return pg_loss, loss_masks, local
     return pg_loss * local["fp8plan/weight"], list(mask.split(response_lengths)), local
+
+
+def sampling_in(args: Any) -> Sampling | None:
+    """The sampling of rollouts that slime's arguments ask for; None where they lack it.
+
+    SGLang's log-probs are those before a cut. With rollout_top_p slime has them renormalised over what top_p and top_k
+    keep, and scores its trainer on the same tokens. It divides the trainer's logits by rollout_temperature.
+    """
+    if not hasattr(args, "rollout_temperature"):
+        return None
+    kept = args.rollout_top_p < 1
+    return Sampling(
+        temperature=args.rollout_temperature,
+        top_p=args.rollout_top_p,
+        top_k=args.rollout_top_k,
+        logprobs_mode=PROCESSED if kept else UNCUT,
+        kept_set=kept,
+        trainer_temperature=args.rollout_temperature,
+    )
 
 
 def _whole(parts: Any, total_lengths: list[int], response_lengths: list[int]) -> list[torch.Tensor]:

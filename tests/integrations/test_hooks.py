@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import pickle
 from dataclasses import fields
 from pathlib import Path
@@ -32,6 +33,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.integrations import micro_batches, prime_rl, skyrl, slime
 from fp8plan.runtime.controller.laws import AdaptiveThresholds
 from fp8plan.runtime.correction.correct import Correction, CorrectionSettings, Thresholds, correct
+from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.mismatch.tokens import pack
 from fp8plan.runtime.monitor.monitor import Monitor
 from fp8plan.runtime.monitor.run_file import RunReader
@@ -232,3 +234,68 @@ def test_signatures_are_those_of_the_frameworks() -> None:
     assert ours == theirs | dict.fromkeys(("settings", "base"), KEYWORD)
     assert next(iter(names(prime_rl.loss))) == "inputs"
     assert [x.name for x in fields(frameworks.LossOutputs)] == ["loss", "metrics"]
+
+
+# ------------------------------------------------------------------------------------------------ the sampling
+
+
+def slime_args(**given: Any) -> SimpleNamespace:
+    """slime's arguments of a rollout, at their defaults but for those given."""
+    return SimpleNamespace(
+        **({"use_tis": True, "rollout_temperature": 1.0, "rollout_top_p": 1.0, "rollout_top_k": -1} | given)
+    )
+
+
+def test_slime_scores_on_the_kept_set_of_top_p_and_not_on_that_of_top_k_alone() -> None:
+    assert slime.sampling_in(ARGS) is None  # of another slime
+    found = slime.sampling_in(slime_args(rollout_temperature=0.8, rollout_top_p=0.9, rollout_top_k=50))
+    assert found is not None
+    assert (found.truncates, found.kept_set, found.remarks()) == (True, True, ())
+    cut = slime.sampling_in(slime_args(rollout_top_k=50))
+    assert cut is not None
+    assert "top_k 50 with uncut_logprobs: these are the log-probs before the cut" in cut.remarks()[0]
+
+
+def skyrl_config(**given: Any) -> SimpleNamespace:
+    """SkyRL's configuration, as far as it says how rollouts are sampled. engine: engine_init_kwargs"""
+    engine = SimpleNamespace(engine_init_kwargs=given.pop("engine", {}))
+    params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "additional_kwargs": None} | given
+    return SimpleNamespace(
+        generator=SimpleNamespace(sampling_params=SimpleNamespace(**params), inference_engine=engine)
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, ""),
+        ({"temperature": 0.7}, "temperature 0.7 with raw_logprobs: these are the log-probs at temperature 1"),
+        ({"temperature": 0.7, "engine": {"logprobs_mode": "processed_logprobs"}}, ""),
+        ({"top_p": 0.9, "engine": {"logprobs_mode": "processed_logprobs"}}, r"top_p 0.9: vLLM renormalises"),
+        ({"additional_kwargs": {"repetition_penalty": 1.1}}, "repetition_penalty 1.1 with raw_logprobs"),
+    ],
+)
+def test_skyrls_own_configuration_says_how_it_samples(given: dict[str, Any], says: str) -> None:
+    skyrl.register(None, skyrl_config(**given))
+    registered = frameworks.PolicyLossRegistry.get("fp8plan_regular")
+    settings = pickle.loads(pickle.dumps(registered)).keywords["settings"]  # to Ray's processes
+    remarks = "; ".join(settings.sampling.remarks())
+    assert says in remarks
+    assert bool(says) == bool(remarks)
+
+
+@pytest.mark.parametrize("framework", ["slime", "prime_rl", "skyrl"])
+def test_a_biased_sampling_is_in_a_hooks_run_file_and_warned_of_once(
+    framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = settings_file(tmp_path, run_file="run.jsonl", sampling={"top_p": 0.8})
+    monkeypatch.setenv("FP8PLAN_MONITOR", path)
+    if framework == "skyrl":
+        skyrl.register(path, skyrl_config(top_p=0.5))  # the settings go before it
+    with pytest.warns(RuntimeWarning, match="the ratios are biased: top_p 0.8") as told:
+        _ = [hook_step(framework, seed, CALM, path) for seed in range(2)]
+    assert len(told) == 1
+    micro_batches.stop()
+    records = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert [record["sampling"] for record in records] == [Sampling(top_p=0.8).to_dict()] * 2
+    assert all("top_p 0.8: vLLM renormalises" in record["reason"] for record in records)

@@ -21,11 +21,12 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import ExitStack, aclosing, suppress
 from typing import Any, ClassVar, Final, Self
 
-from fp8plan.errors import SyncError
+from fp8plan.errors import ConfigError, SyncError
 from fp8plan.runtime.engine.async_engine import driven
 from fp8plan.runtime.engine.base import has_nan, requests
 from fp8plan.runtime.engine.launch import refuse_fixed_scales
 from fp8plan.runtime.engine.warm_up import until_reset
+from fp8plan.runtime.mismatch.sampling import RAW, Sampling
 from fp8plan.runtime.server.plugin import PROBE
 from fp8plan.runtime.server.rollout import finished
 from fp8plan.runtime.server.status import status_of
@@ -75,6 +76,7 @@ class Front:
         self.facts: dict[str, Any] = {}
         self.failure: str | None = None  # of the last update that was not complete
         self.kv_source: str | None = None
+        self.sampling: Sampling | None = None  # of the requests to the weights that serve
         self.serve_s = 0.0  # that KV scales and the prefix cache have taken, the last time
         self._own: dict[str, Callable[..., Any]] = {name: getattr(engine, name) for name in self.wrapped}
         self._updating = False
@@ -112,6 +114,7 @@ class Front:
             kv_source=self.kv_source,
             serve_s=self.serve_s,
             failure=self.failure,
+            sampling=self.sampling,
         )
 
     # ------------------------------------------------------------------------------------ before vLLM's own calls
@@ -129,7 +132,10 @@ class Front:
                     if any(map(has_nan, last.outputs)):
                         self.state.soiled = True
                     yield last
-        if last is not None and last.prompt_token_ids and self.state.fp8_kv and PROBE not in last.request_id:
+        if last is None or PROBE in last.request_id:
+            return
+        self._count(*args[1:2], **kwargs)
+        if last.prompt_token_ids and self.state.fp8_kv:
             tokens = [*last.prompt_token_ids, *last.outputs[0].token_ids]
             self._sequences.append(tokens[: min(CALIBRATION_TOKENS, self.state.longest_prompt or 1)])
 
@@ -154,6 +160,12 @@ class Front:
         """Return the outputs of a request that may generate."""
         outputs: AsyncGenerator[Any] = self._own["generate"](*args, **kwargs)
         return outputs
+
+    def _count(self, sampling_params: Any = None, **_: Any) -> None:
+        """Count a request's sampling in; none where the engine gives logits in the place of log-probs."""
+        with suppress(ConfigError):
+            found = Sampling.of(sampling_params, self.facts.get("logprobs_mode", RAW))
+            self.sampling = found if self.sampling is None else Sampling.mixed((self.sampling, found))
 
     def _entered(self) -> None:
         self._entering -= 1
@@ -234,7 +246,7 @@ class Front:
             state.refusal = f"the KV scales could not be measured: {error}"
             raise
         yield Call("reset")
-        state.soiled, state.refusal = False, None
+        state.soiled, state.refusal, self.sampling = False, None, None
 
     async def _failed(self, error: Exception) -> UpdateError:
         """Note an update that failed; return the error to raise, which says what serves."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.weight_sync.kv_scales import PARTS
 from fp8plan.runtime.weight_sync.state import SyncReport, SyncState
 from fp8plan.runtime.worker.facts import preset_of
@@ -23,6 +24,7 @@ def status_of(
     kv_source: str | None,
     serve_s: float,
     failure: str | None,
+    sampling: Sampling | None,
 ) -> dict[str, Any]:
     """Return a server's status as JSON holds it.
 
@@ -35,6 +37,7 @@ def status_of(
     kv_scales:   None with a BF16 KV cache; "source", and "scales": layer -> {"q", "k", "v", and on the host "q_host"}
     last_update: what the last complete one wrote and checked (runtime.server.updates), and the seconds of each phase
     last_failure: of an update since then; None if there was none
+    sampling:    fp8plan.Sampling of the requests since the weights serve, field by field; None without any
 
     facts, worker: what a worker answers to fp8plan_attach and fp8plan_status; named: the client's name of the weights
     """
@@ -56,6 +59,7 @@ def status_of(
         "kv_scales": scales,
         "last_update": update,
         "last_failure": failure,
+        "sampling": None if sampling is None else sampling.to_dict(),
     }
 
 
