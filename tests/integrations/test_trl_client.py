@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from fp8plan.runtime.mismatch.sampling import Sampling
+
 pytestmark = pytest.mark.trl
 
 PROMPTS = [[1, 2], [3]]
@@ -59,6 +61,16 @@ def test_token_prompts_go_by_the_route_with_all_that_is_told_of_sampling() -> No
     assert (found["prompt_ids"], found["completion_ids"]) == (PROMPTS, [[7], [7]])
     assert (found["logprobs"], found["logprob_token_ids"]) == ([[[-0.25]]] * 2, [[[7]]] * 2)
     assert client.rollout.response_lengths == [1, 1]
+    assert client.rollout.sampling == Sampling(temperature=0.7)
+
+
+def test_a_rollout_by_either_way_has_its_sampling() -> None:
+    for how in ({"top_p": 0.9}, {"generation_kwargs": {"top_p": 0.9}}, {"top_p": 0.9, "logprobs": 1}):
+        client = client_of(Session())
+        client.generate(PROMPTS, max_tokens=1, **how)
+        assert client.rollout.sampling == Sampling(top_p=0.9)
+    client.generate(PROMPTS, max_tokens=1, top_p=None)  # what the server's generation config says
+    assert client.rollout.sampling is None
 
 
 def test_a_none_that_something_else_overrides_is_none_no_more() -> None:

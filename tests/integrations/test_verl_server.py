@@ -15,6 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from fp8plan.errors import SyncError
 from fp8plan.integrations.verl.front import VerlFront
+from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.server.front import Front
 
 pytestmark = [pytest.mark.verl, pytest.mark.vllm, pytest.mark.slow]
@@ -74,6 +75,10 @@ def test_a_rollout_is_timed_from_its_first_request_to_its_last(served: Served) -
     assert rollout["prompt_lengths"] == [len(PROMPTS[0]), len(PROMPTS[1]), len(PROMPTS[0])]
     assert rollout["response_lengths"] == [5, 5, 5]
     assert rollout["prompt_ids"][0] == rollout["prompt_ids"][2] != rollout["prompt_ids"][1]
+    assert rollout["sampling"] == Sampling(trainer_temperature=1.0)
+    served.answer(list(PROMPTS[0]), "of a nucleus", top_p=0.9)
+    rollout = served.do(served.server.fp8plan_seen())["rollout"]
+    assert rollout["sampling"] == Sampling(top_p=0.9, trainer_temperature=1.0)
     assert 0 < rollout["arrival_s"] < rollout["seconds"] < 60
 
 

@@ -18,6 +18,7 @@ from trl.generation.vllm_client import VLLMClient
 from vllm.utils.network_utils import get_ip
 
 from fp8plan.errors import SyncError
+from fp8plan.integrations.trl.planning import SAMPLED
 from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.server import cpu_transfer
 from fp8plan.runtime.server.plugin import ROLLOUT, STATUS
@@ -107,7 +108,9 @@ class PlannedClient(VLLMClient):
         ids = [number for number in range(len(output["prompt_ids"])) for _ in range(each)]
         lengths = [len(output["prompt_ids"][number]) for number in ids]
         told = told_of(prompts, *args, **how)
-        sampled = Sampling.of(told | (told["generation_kwargs"] or {}))  # check_server: its log-probs are processed
+        told |= told["generation_kwargs"] or {}
+        known = all(told[name] is not None for name in SAMPLED)  # a None is what the server's generation config says
+        sampled = Sampling.of(told) if known else None  # check_server: its log-probs are processed
         self.rollout = Rollout(seconds, lengths, responses, ids, preempted, sampled)
         return output
 

@@ -15,6 +15,7 @@ from fp8plan.runtime.engine.rollout_timer import Judged
 from fp8plan.runtime.fleet.report import Finished, makespans
 from fp8plan.runtime.fleet.routing import consecutive
 from fp8plan.runtime.guard.observation import EngineFacts, Observation
+from fp8plan.runtime.mismatch.sampling import Sampling
 
 LIMITS = EngineLimits(max_model_len=16_384, max_num_seqs=64, max_num_batched_tokens=8192, gpu_memory_utilization=0.9)
 FACTS = EngineFacts("Qwen/Qwen3-8B", "h200_sxm", "0.26.0", "bf16", LIMITS)
@@ -75,12 +76,13 @@ def test_an_engine_that_cannot_be_predicted_still_counts_tokens() -> None:
 
 def test_the_observation_adds_up_what_the_replicas_saw() -> None:
     def seen(preemptions: int) -> Judged:
-        one = Observation(1.0, [1], [1], preemptions=preemptions, kv_cache_tokens=640, compiled_files=1)
+        how = Sampling(top_p=1 - preemptions / 10) if preemptions < 10 else None
+        one = Observation(1.0, [1], [1], preemptions=preemptions, kv_cache_tokens=640, compiled_files=1, sampling=how)
         return Judged(one, None, None)
 
     whole = finished(APART).judged({0: seen(2), 1: seen(3), 5: seen(100)}).observation  # 5 took no part
     assert (whole.preemptions, whole.kv_cache_tokens, whole.compiled_files) == (5, 640, 2)
-    assert whole.seconds == 60.0
+    assert (whole.seconds, whole.sampling) == (60.0, Sampling(top_p=0.7))
 
 
 def vars_of(limits: EngineLimits) -> dict[str, object]:

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.server.front import UpdateError
 from fp8plan.runtime.server.lifecycle import LifecycleFront
+from fp8plan.runtime.server.plugin import PROBE
 
 
 class Engine:
@@ -24,10 +26,11 @@ class Engine:
 
     def __init__(self, *responses: Any) -> None:
         self.go_on, self.calls, self.responses = asyncio.Event(), list[str](), list(responses)
+        self.request_id = "0"
 
-    async def generate(self, *_: Any) -> AsyncGenerator[Any]:
+    async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[Any]:
         await self.go_on.wait()
-        yield SimpleNamespace(prompt_token_ids=[1], outputs=self.responses, request_id="0")
+        yield SimpleNamespace(prompt_token_ids=[1], outputs=self.responses, request_id=self.request_id)
 
     async def is_paused(self) -> bool:
         return False
@@ -93,5 +96,29 @@ def test_log_probs_that_are_nan_have_the_kv_cache_cleaned_at_the_next_update(tot
         engine.go_on.set()
         await anext(front.generate("a prompt"))
         assert front.state.soiled == soiled
+
+    asyncio.run(meeting())
+
+
+def test_requests_are_counted_by_their_sampling_and_probes_are_not() -> None:
+    async def meeting() -> None:
+        engine = Engine()
+        engine.go_on.set()
+        front = LifecycleFront(engine)
+        front.facts = {"logprobs_mode": "processed_logprobs"}
+
+        async def ask(*how: Any, **more: Any) -> Sampling | None:
+            async for _ in front.generate("a prompt", *how, **more):
+                pass
+            return front.sampling
+
+        assert await ask() is None  # which an AsyncLLM does not take
+        assert await ask({"top_p": 0.9}, "0") == Sampling(top_p=0.9)
+        assert await ask(sampling_params={"temperature": 0.5}) == Sampling(top_p=0.9, temperature=0.5)
+        engine.request_id = f"{PROBE}-1"
+        assert await ask({"top_k": 5}) == Sampling(top_p=0.9, temperature=0.5)
+        engine.request_id = "2"
+        front.facts = {"logprobs_mode": "raw_logits"}
+        assert await ask({"top_k": 5}) == Sampling(top_p=0.9, temperature=0.5)
 
     asyncio.run(meeting())
