@@ -52,6 +52,7 @@ def test_a_rollout_is_observed_with_its_sampling_and_one_that_names_none_with_th
     assert seen(engine) == Sampling(temperature=0.6, top_k=20)
 
 
+@pytest.mark.filterwarnings("ignore:fp8plan. alarm unit_mean")
 def test_scores_on_the_kept_set_are_the_engines_log_probs_and_full_ones_are_named(engine: RolloutEngine) -> None:
     """A trainer with the engine's very weights: the engine itself, which scores what it has sampled as a prompt."""
     from vllm import SamplingParams
