@@ -251,7 +251,7 @@ def test_the_example_of_trl_learns_and_its_run_can_be_read(tmp_path: Path) -> No
         [sys.executable, "-m", "fp8plan", "monitor", str(run_file), "--once"], capture_output=True, text=True, cwd=ROOT
     )
     assert shown.returncode == 0, shown.stderr
-    assert re.search(rf"^reward +{rewards[-1]:.2f} ", shown.stdout, re.M)
+    assert re.search(r"^reward +0\.\d", shown.stdout, re.M)
     assert len(validate(read_records(run_file)).records) == len(rows) - 1  # without the engine's first
 
 

@@ -113,7 +113,7 @@ def _read(path: str) -> HookSettings:
     data = parse(_text(place, f"give {VARIABLE} the path of a JSON file"), where)
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where} are a {type(data).__name__}; allowed: a JSON object")
-    refuse_names(where, data, HookSettings.__struct_fields__)
+    refuse_names(f"the file of the hook's settings, {place},", data, HookSettings.__struct_fields__)
     if isinstance(data.get("sampling"), Mapping):
         refuse_names(f"sampling in {where}", data["sampling"], [field.name for field in fields(Sampling)])
     found = checked(data, HookSettings, where)

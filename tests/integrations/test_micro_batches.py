@@ -53,7 +53,7 @@ def test_micro_batches_of_a_step_add_up_to_the_whole_batch() -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ({"C": 2.0}, "takes? no C; allowed: level, mode, tis, band"),
+        ({"C": 2.0}, "takes no C; allowed: level, mode, tis, band"),
         ({"tis": "two"}, "tis is 'two'; allowed: a number"),
         ({"tis": 0.5, "thresholds": "adaptive"}, "tis begins at 0.5; allowed: above 1"),
         ({"level": "word"}, "level is 'word'; allowed: token, sequence, geometric"),
