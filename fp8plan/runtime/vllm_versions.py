@@ -158,7 +158,7 @@ PATCHES: Final = (
     ),
     Patch(
         "calls",
-        "packed_nccl_broadcast_producer, trainer_init, group.group, group.destroy",
+        "packed_nccl_broadcast_producer, group.group, group.destroy",
         "weight_sync/nccl/transfer.py, weight_sync/nccl/protocol.py",
         "the trainer's end of them, and broken off when an end has died",
         platform="CUDA",
@@ -178,11 +178,10 @@ PATCHES: Final = (
         "worker_extension_cls, which a plugin cannot set",
     ),
     Patch(
-        "calls",
-        "StatelessProcessGroup",
-        "server/cpu_transfer.py",
-        "the rendezvous of those transfers, and its store in the place of NCCL",
-        platform="CPU",
+        "extends",
+        "StatelessProcessGroup, PyNcclCommunicator, ncclUniqueId, broadcast_obj, broadcast_recv_src_counter",
+        "weight_sync/plain_group.py, worker/nccl_receive.py, server/cpu_transfer.py",
+        "the rendezvous of those transfers, which vLLM's own lets run code; on a CPU its store in the place of NCCL",
     ),
     Patch(
         "calls",
@@ -198,10 +197,18 @@ PATCHES: Final = (
     ),
     Patch(
         "wraps",
-        "generate, start_weight_update, update_weights, finish_weight_update, sleep, wake_up, output_processor",
+        "generate, init_weight_transfer_engine, start_weight_update, update_weights, finish_weight_update, "
+        "resume_generation, sleep, wake_up, output_processor",
         "server/front.py, server/lifecycle.py",
         "of one AsyncLLM, as long as a server with that backend lives, or one of verl's: nobody else knows when KV "
         "scales can be measured, and when weights must not be used",
+    ),
+    Patch(
+        "wraps",
+        "add_request_async, abort_requests, parent_req",
+        "engine/async_engine.py",
+        "of one AsyncLLM, as long as it lives: it counts a request that it could not send for ever, and no weights could "
+        "be changed any more",
     ),
     Patch(
         "reads",
