@@ -205,10 +205,10 @@ PATCHES: Final = (
     ),
     Patch(
         "wraps",
-        "add_request_async, abort_requests, parent_req",
+        "add_request_async, request_states, parent_req",
         "engine/async_engine.py",
-        "of one AsyncLLM, as long as it lives: it counts a request that it could not send for ever, and no weights could "
-        "be changed any more",
+        "of one AsyncLLM, as long as it lives: it counts a request that it could not send for ever, and no weights "
+        "could be changed any more",
     ),
     Patch(
         "reads",
