@@ -151,7 +151,7 @@ PATCHES: Final = (
     ),
     Patch(
         "extends",
-        "NCCLWeightTransferEngine, WeightTransferConfig, model_update_group, receive_weights",
+        "NCCLWeightTransferEngine, WeightTransferConfig, model_update_group, init_transfer_engine, receive_weights",
         "worker/nccl_receive.py",
         "weights from other GPUs: vLLM's broadcasts, into the live weights instead of a reload",
         platform="CUDA",
@@ -167,7 +167,7 @@ PATCHES: Final = (
         "extends",
         "WeightTransferEngineFactory, NCCLWeightTransferEngine, receive_weights, set_weight_update_target, "
         "get_world_group",
-        "server/plugin.py, server/backend.py, server/updates.py",
+        "server/plugin.py, server/backend.py, server/updates.py, worker/nccl_receive.py",
         "the backend `fp8plan` of vllm serve: vLLM's own transfers, into the live weights instead of a reload",
     ),
     Patch(
@@ -179,9 +179,15 @@ PATCHES: Final = (
     ),
     Patch(
         "extends",
-        "StatelessProcessGroup, PyNcclCommunicator, ncclUniqueId, broadcast_obj, broadcast_recv_src_counter",
-        "weight_sync/plain_group.py, worker/nccl_receive.py, server/cpu_transfer.py",
+        "StatelessProcessGroup, pynccl, PyNcclCommunicator, ncclUniqueId, broadcast_obj, broadcast_recv_src_counter",
+        "weight_sync/plain_group.py",
         "the rendezvous of those transfers, which vLLM's own lets run code; on a CPU its store in the place of NCCL",
+    ),
+    Patch(
+        "extends",
+        "HTTPVLLMWeightSyncClient, _post",
+        "server/plugin.py",
+        "an own loop's client of a server, which gives an API key",
     ),
     Patch(
         "calls",

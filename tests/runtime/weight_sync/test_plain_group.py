@@ -184,6 +184,21 @@ def test_anything_but_the_tensor_that_was_announced_is_refused(content: bytes) -
         receiver.broadcast(torch.zeros(2), src=0)
 
 
+def test_the_communicator_of_a_cpu_is_destroyed_as_nccls_is() -> None:
+    """As vLLM's engine does at its shutdown from 0.32 on."""
+    import torch
+
+    from fp8plan.runtime.server.cpu_transfer import StoreCommunicator
+
+    for kind in ("plain", "vllm"):
+        communicator = StoreCommunicator(ends(kind)[0])
+        communicator.broadcast(torch.zeros(2), src=0)
+        communicator.destroy()
+        assert communicator.disabled
+        with pytest.raises(AttributeError):
+            communicator.broadcast(torch.zeros(2), src=0)
+
+
 def test_a_silent_peer_is_not_waited_for() -> None:
     import torch
 
