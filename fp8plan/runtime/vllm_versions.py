@@ -151,14 +151,14 @@ PATCHES: Final = (
     ),
     Patch(
         "extends",
-        "NCCLWeightTransferEngine, WeightTransferConfig, model_update_group, receive_weights",
+        "NCCLWeightTransferEngine, WeightTransferConfig, model_update_group, init_transfer_engine, receive_weights",
         "worker/nccl_receive.py",
         "weights from other GPUs: vLLM's broadcasts, into the live weights instead of a reload",
         platform="CUDA",
     ),
     Patch(
         "calls",
-        "packed_nccl_broadcast_producer, trainer_init, group.group, group.destroy",
+        "packed_nccl_broadcast_producer, group.group, group.destroy",
         "weight_sync/nccl/transfer.py, weight_sync/nccl/protocol.py",
         "the trainer's end of them, and broken off when an end has died",
         platform="CUDA",
@@ -167,7 +167,7 @@ PATCHES: Final = (
         "extends",
         "WeightTransferEngineFactory, NCCLWeightTransferEngine, receive_weights, set_weight_update_target, "
         "get_world_group",
-        "server/plugin.py, server/backend.py, server/updates.py",
+        "server/plugin.py, server/backend.py, server/updates.py, worker/nccl_receive.py",
         "the backend `fp8plan` of vllm serve: vLLM's own transfers, into the live weights instead of a reload",
     ),
     Patch(
@@ -178,11 +178,16 @@ PATCHES: Final = (
         "worker_extension_cls, which a plugin cannot set",
     ),
     Patch(
-        "calls",
-        "StatelessProcessGroup",
-        "server/cpu_transfer.py",
-        "the rendezvous of those transfers, and its store in the place of NCCL",
-        platform="CPU",
+        "extends",
+        "StatelessProcessGroup, pynccl, PyNcclCommunicator, ncclUniqueId, broadcast_obj, broadcast_recv_src_counter",
+        "weight_sync/plain_group.py",
+        "the rendezvous of those transfers, which vLLM's own lets run code; on a CPU its store in the place of NCCL",
+    ),
+    Patch(
+        "extends",
+        "HTTPVLLMWeightSyncClient, _post",
+        "server/plugin.py",
+        "an own loop's client of a server, which gives an API key",
     ),
     Patch(
         "calls",
@@ -198,10 +203,18 @@ PATCHES: Final = (
     ),
     Patch(
         "wraps",
-        "generate, start_weight_update, update_weights, finish_weight_update, sleep, wake_up, output_processor",
+        "generate, init_weight_transfer_engine, start_weight_update, update_weights, finish_weight_update, "
+        "resume_generation, sleep, wake_up, output_processor",
         "server/front.py, server/lifecycle.py",
         "of one AsyncLLM, as long as a server with that backend lives, or one of verl's: nobody else knows when KV "
         "scales can be measured, and when weights must not be used",
+    ),
+    Patch(
+        "wraps",
+        "add_request_async, request_states, parent_req",
+        "engine/async_engine.py",
+        "of one AsyncLLM, as long as it lives: it counts a request that it could not send for ever, and no weights "
+        "could be changed any more",
     ),
     Patch(
         "reads",

@@ -21,7 +21,7 @@ from fp8plan.errors import SyncError
 from fp8plan.integrations.trl.planning import SAMPLED
 from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.server import cpu_transfer
-from fp8plan.runtime.server.plugin import ROLLOUT, STATUS
+from fp8plan.runtime.server.plugin import ROLLOUT, STATUS, authorization
 from fp8plan.runtime.server.rollout import SAMPLING
 
 logger = logging.getLogger(__name__)
@@ -75,13 +75,18 @@ def sampling_of(*args: Any, **how: Any) -> dict[str, Any] | None:
 
 
 class PlannedClient(VLLMClient):
-    """TRL's VLLMClient.
+    """TRL's VLLMClient. It gives the server the API key in VLLM_API_KEY, if there is one.
 
     rollout: the last `generate`; None before it
     """
 
     rollout: Rollout | None = None
     _lacks_route = False  # of the server, once it has said so
+
+    def check_server(self, *args: Any, **how: Any) -> None:
+        """Wait for the server, as TRL does before it asks anything else: from then on each request has the key."""
+        self.session.headers.update(authorization())
+        super().check_server(*args, **how)
 
     def seen(self) -> Served:
         """Ask the server what it is. Raises what TRL raises for a server without its development endpoints."""

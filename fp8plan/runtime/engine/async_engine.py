@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from uuid import uuid4
 
+from fp8plan.errors import ConfigError
 from fp8plan.runtime.engine.access import generating, refuse_shut_down
 from fp8plan.runtime.engine.base import EngineBase, requests
 from fp8plan.runtime.engine.launch import Launch, launch
@@ -96,7 +97,7 @@ class AsyncRolloutEngine(EngineBase):
         """
         refuse_shut_down(self.state)
         refuse_prompts([prompt], self.state.vocabulary)
-        with generating(self.state):
+        with generating(self.state), named():
             output = None
             async with aclosing(self._request(prompt, sampling_params, request_id)) as outputs:
                 async for output in outputs:
@@ -146,6 +147,7 @@ class AsyncRolloutEngine(EngineBase):
 
         arguments = AsyncEngineArgs(**self.launch.kwargs)
         self.llm = started_apart(lambda: AsyncLLM.from_engine_args(arguments))
+        forgetting_unsent(self.llm)
         freeze_garbage()
 
     def _shut_down(self) -> None:
@@ -246,3 +248,39 @@ async def driven(procedure: Generator[Call, Any, Answer], answer: Callable[[Call
                 call = procedure.send(found)
     except StopIteration as end:
         return cast("Answer", end.value)
+
+
+def forgetting_unsent(llm: Any) -> None:
+    """Have an AsyncLLM take back a request that it cannot send to its engine's process, such as one with a seed of 70
+    bits. It would count it for ever, and no weights could be changed any more. The request raises ConfigError.
+    """
+    send = llm.engine_core.add_request_async
+
+    async def sent(request: Any) -> None:
+        try:
+            await send(request)
+        except Exception as error:
+            # With n responses vLLM sends a request for each, and the first ones may be there.
+            state = llm.output_processor.request_states.get(request.request_id)
+            whole = getattr(state, "parent_req", None) or request
+            with suppress(Exception):  # of an engine that has died, which counts nothing any more
+                await llm.abort(whole.request_id, internal=True)
+            if isinstance(error, OverflowError):
+                raise ConfigError(
+                    f"the request cannot be sent to the engine: {error}; allowed: whole numbers of 64 bits (seed, also "
+                    "of each of n responses: seed + n - 1)"
+                ) from error
+            raise
+
+    llm.engine_core.add_request_async = sent
+
+
+@contextmanager
+def named() -> Iterator[None]:
+    """Raise the ConfigError of a request that could not be sent, for which vLLM raises an EngineGenerateError."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        raise

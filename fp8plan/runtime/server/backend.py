@@ -1,29 +1,33 @@
 """The weight-transfer backend "fp8plan", in a worker of `vllm serve`: vLLM's NCCL engine, into the live weights.
 
 A client speaks to it as to vLLM's own "nccl" backend, of the same version. What differs is where the tensors go: by a
-manifest of what `update_info` announces, in place, and checked (runtime.server.updates).
+manifest of what `update_info` announces, in place, and checked (runtime.server.updates). And what a trainer sends is
+data: nothing of it is run (runtime.weight_sync.plain_group).
 """
 
 from __future__ import annotations
 
 import os
 import time
+from math import inf
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import torch
-from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from fp8plan.errors import ConfigError
+from fp8plan.errors import ConfigError, LostEngineError
 from fp8plan.runtime.server import cpu_transfer
-from fp8plan.runtime.server.plugin import BACKEND, PLUGINS
+from fp8plan.runtime.server.plugin import BACKEND, PLUGINS, logger
 from fp8plan.runtime.server.updates import Sink, Updates, over_ranks, text_of
-from fp8plan.runtime.weight_sync.manifest import read_manifest
-from fp8plan.runtime.weight_sync.nccl.protocol import wait
+from fp8plan.runtime.weight_sync.manifest import Manifest, read_manifest
+from fp8plan.runtime.weight_sync.nccl.protocol import limited, wait
+from fp8plan.runtime.weight_sync.plain_group import PlainGroup
 from fp8plan.runtime.worker.extension import Fp8PlanWorker
-from fp8plan.runtime.worker.nccl_receive import Arriving
+from fp8plan.runtime.worker.nccl_receive import Arriving, PlainReceiver
 
+LIMIT: Final = "FP8PLAN_TRANSFER_TIMEOUT_S"  # variable of the server's environment
+LIMIT_S: Final = 120.0  # without it: seconds without a broadcast, after which a trainer counts as gone
 NEEDS_FRONT = (
     "the KV cache is FP8, and only fp8plan's part of the server can measure its scales, which would stay at 1.0; "
     f"start `vllm serve` with {PLUGINS}={BACKEND} in its environment (beside other plugins that you use, by commas), "
@@ -31,7 +35,7 @@ NEEDS_FRONT = (
 )
 
 
-class Fp8PlanTransfer(NCCLWeightTransferEngine):
+class Fp8PlanTransfer(PlainReceiver):
     """A worker's end. Making one raises ConfigError for an engine that cannot be synced so.
 
     updates:  the worker's weight updates
@@ -43,6 +47,7 @@ class Fp8PlanTransfer(NCCLWeightTransferEngine):
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         _refuse(vllm_config)
+        self._limit_s = _limit_s()
         self.attached = False
         self._fp8_kv = str(vllm_config.cache_config.cache_dtype).startswith("fp8")
         if self._fp8_kv and BACKEND not in os.environ.get(PLUGINS, "").split(","):
@@ -53,16 +58,10 @@ class Fp8PlanTransfer(NCCLWeightTransferEngine):
         worker = SimpleNamespace(model_runner=held, vllm_config=vllm_config, device=device)
         self.updates = Updates(worker, over_ranks)
 
-    def init_transfer_engine(self, init_info: Any) -> None:
-        """Meet the trainer. Returns once it has come."""
-        if self.device.type != "cpu":
-            super().init_transfer_engine(init_info)
-            return
-        self.packed = getattr(init_info, "packed", False)
-        self.packed_buffer_size_bytes = getattr(init_info, "packed_buffer_size_bytes", None)
-        rank = init_info.rank_offset + self.parallel_config.rank
-        meeting: Any = (init_info.master_address, init_info.master_port, rank, init_info.world_size)
-        self.model_update_group = cpu_transfer.meet(*meeting)
+    def opened(self, group: PlainGroup) -> Any:
+        """Return the communicator of a group: NCCL's, and on a CPU one without NCCL."""
+        group.limit_s = self._limit_s
+        return cpu_transfer.StoreCommunicator(group) if self.device.type == "cpu" else super().opened(group)
 
     def start_weight_update(self) -> None:
         if self._fp8_kv and not self.attached:
@@ -91,25 +90,41 @@ class Fp8PlanTransfer(NCCLWeightTransferEngine):
         arriving = Arriving(sink, () if sink is None else sink.manifest)
         arriving.failure = next(filter(None, over_ranks(failure)), None)
         begun = time.perf_counter()
-        if self.device.type == "cpu":
-            self._receive_on_cpu(update_info, part, arriving)
-        else:
-            self.set_weight_update_target(arriving, self.model_config)
-            try:
-                super().receive_weights(update_info)
-                wait(self.device)
-            finally:
-                self.reset_weight_update_target()
-            torch.cuda.empty_cache()  # 0.26 uses other streams every time, and their buffers would never be used again
+        try:
+            self._receive(update_info, part, arriving)
+        except Exception as error:  # of the way here: nothing is to be had from this trainer any more
+            arriving.failure = "; ".join(filter(None, (arriving.failure, self._left(error))))
         if failures := list(filter(None, over_ranks(arriving.failure))):
             raise ConfigError(failures[0])
         self.updates.loaded(time.perf_counter() - begun, arriving.count)
 
-    def _receive_on_cpu(self, update_info: Any, part: Any, arriving: Arriving) -> None:
-        # How tensors are packed is said when the group is made from 0.28 on, and with the tensors before.
-        packed = getattr(update_info, "packed", self.packed)
-        size = getattr(update_info, "packed_buffer_size_bytes", self.packed_buffer_size_bytes)
-        cpu_transfer.receive(part, self.model_update_group, size if packed else None, arriving.load_weights)
+    def _receive(self, update_info: Any, part: Manifest, arriving: Arriving) -> None:
+        """Take a part to its end. Raises SyncError if that does not come, or more comes than data."""
+        if self.device.type == "cpu":
+            # How tensors are packed is said when the group is made from 0.28 on, and with the tensors before.
+            packed = getattr(update_info, "packed", self.packed)
+            size = getattr(update_info, "packed_buffer_size_bytes", self.packed_buffer_size_bytes)
+            cpu_transfer.receive(part, self.model_update_group, size if packed else None, arriving.load_weights)
+            return
+        self.set_weight_update_target(arriving, self.model_config)
+        try:
+            with limited(self.model_update_group, self._limit_s) as arriving.renew:
+                super().receive_weights(update_info)
+                wait(self.device)
+        finally:
+            self.reset_weight_update_target()
+        torch.cuda.empty_cache()  # 0.26 uses other streams every time, and their buffers would never be used again
+
+    def _left(self, error: Exception) -> str:
+        """Let go of the trainer, whose next broadcast would be taken for another. Return what to say of it."""
+        text = f"{text_of(error)}; connect again (init_weight_transfer_engine) before the next update"
+        logger.warning("fp8plan broke a transfer of weights off: %s", text)
+        if isinstance(error, LostEngineError):
+            self.updates.refusal = text
+        else:
+            self.model_update_group.destroy()
+        self.model_update_group = None
+        return text
 
     def finish_weight_update(self) -> None:
         """Close the update, and check it. Without an open one this does nothing: vLLM counts an update that failed here
@@ -126,6 +141,18 @@ def _refuse(config: Any) -> None:
         raise ConfigError("EPLB is on: experts that move between updates would get each other's weights; turn it off")
     if config.model_config.dtype != torch.bfloat16:
         raise ConfigError(f"the model runs as {config.model_config.dtype}; allowed: --dtype bfloat16")
+
+
+def _limit_s() -> float:
+    """Return the seconds of silence after which a trainer counts as gone. Raises ConfigError for no number above 0."""
+    text = os.environ.get(LIMIT) or str(LIMIT_S)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = inf
+    if not 0 < seconds < inf:
+        raise ConfigError(f"{LIMIT} is {text!r}; allowed: seconds above 0, {LIMIT_S:g} without it")
+    return seconds
 
 
 def _extend(worker_cls: str) -> None:

@@ -20,34 +20,40 @@ EXPIRY_S: Final = 60  # after which the store forgets a broadcast: every rank ha
 class StoreCommunicator:
     """The part of vLLM's PyNcclCommunicator that transfers use.
 
-    group: vLLM's StatelessProcessGroup, in which the trainer is rank 0
+    group: vLLM's StatelessProcessGroup, in which the trainer is rank 0; tensors go through it as in a PlainGroup
     """
 
     def __init__(self, group: Any) -> None:
         import torch
 
-        group.data_expiration_seconds = EXPIRY_S
-        self.group, self.rank, self.world_size = group, group.rank, group.world_size
+        from fp8plan.runtime.weight_sync.plain_group import PlainGroup
+
+        self.group = PlainGroup.of(group)
+        self.group.data_expiration_seconds = EXPIRY_S
+        self.rank, self.world_size = group.rank, group.world_size
         self.device, self.disabled = torch.device("cpu"), False
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
-        """Send `tensor` from rank `src`, and fill it on the others."""
-        found = self.group.broadcast(tensor, src)
-        if found is not tensor:
-            tensor.copy_(found)
+        """Send `tensor` from rank `src`, and fill it on the others. Raises SyncError as PlainGroup does."""
+        self.group.broadcast(tensor, src)
+
+    def destroy(self) -> None:
+        """Let go of the store; vLLM calls this at a shutdown from 0.32 on."""
+        del self.group
+        self.disabled = True
 
 
 def meet(address: str, port: int, rank: int, world_size: int) -> StoreCommunicator:
     """Meet the other ranks, as `stateless_init_process_group` of vLLM's NCCL backend does."""
-    from vllm.distributed.utils import StatelessProcessGroup
+    from fp8plan.runtime.weight_sync.plain_group import PlainGroup
 
-    return StoreCommunicator(StatelessProcessGroup.create(address, port, rank, world_size))
+    return StoreCommunicator(PlainGroup.met(address, port, rank, world_size))
 
 
 def send(pairs: Iterable[tuple[str, torch.Tensor]], group: Any) -> None:
     """Broadcast tensors from rank 0, each by itself."""
     for _, tensor in pairs:
-        group.broadcast(tensor.detach().contiguous(), src=0)
+        group.broadcast(tensor, src=0)
 
 
 def receive(

@@ -5,6 +5,8 @@ on that one object:
 
 - while weights are updated nothing generates: requests wait in a pause, and are refused else;
 - what fails after the first write makes the server refuse to generate, until an update is complete;
+- what would end the engine, or leave a request that nobody reads, is refused or taken back before it counts;
+- what would run a half-written model, or take its memory away, is refused: to resume, to sleep and to wake up;
 - after an update the KV scales are measured, by the last sequences that were generated, and the prefix cache is
   emptied. Requests that a pause keeps would read their KV cache with scales that it was not written with: while there
   are any, the scales stay what they are.
@@ -22,9 +24,10 @@ from contextlib import ExitStack, aclosing, suppress
 from typing import Any, ClassVar, Final, Self
 
 from fp8plan.errors import ConfigError, SyncError
-from fp8plan.runtime.engine.async_engine import driven
+from fp8plan.runtime.engine.async_engine import driven, forgetting_unsent, named
 from fp8plan.runtime.engine.base import has_nan, requests
 from fp8plan.runtime.engine.launch import refuse_fixed_scales
+from fp8plan.runtime.engine.tokens import refuse_prompts
 from fp8plan.runtime.engine.warm_up import until_reset
 from fp8plan.runtime.mismatch.sampling import RAW, Sampling
 from fp8plan.runtime.server.plugin import PROBE
@@ -64,7 +67,7 @@ class Front:
     wrapped: names of the AsyncLLM's methods that its own stand before
     """
 
-    wrapped: ClassVar[tuple[str, ...]] = ("generate", "sleep", "wake_up")
+    wrapped: ClassVar[tuple[str, ...]] = ("generate", "resume_generation", "sleep", "wake_up")
     asks_facts: ClassVar[str] = "fp8plan_facts"  # the workers' method
 
     def __init__(self, engine: Any) -> None:
@@ -73,6 +76,8 @@ class Front:
         self.state = SyncState(SyncSettings(), None, str(config.cache_config.cache_dtype).startswith("fp8"))
         self.state.longest_prompt = config.model_config.max_model_len - 1
         self.state.vocabulary = config.model_config.get_vocab_size()
+        # Beside images the ids of placeholders may lie beyond the vocabulary.
+        self._prompt_ids = None if config.model_config.is_multimodal_model else self.state.vocabulary
         self.facts: dict[str, Any] = {}
         self.failure: str | None = None  # of the last update that was not complete
         self.kv_source: str | None = None
@@ -83,6 +88,8 @@ class Front:
         self._changed = asyncio.Condition()  # of who may generate
         self._measuring = False
         self._entering = 0  # requests that may generate, of which vLLM has not shown an output yet
+        self._under_way: list[str] = []  # calls that keep the workers, which answer nothing else meanwhile
+        self._answered: dict[str, Any] = {}  # the last that they have answered of their status
         self._sequences: deque[list[int]] = deque(maxlen=CALIBRATION_SEQUENCES)
 
     @classmethod
@@ -95,38 +102,45 @@ class Front:
             answers = await front._drive(rpc("fp8plan_kv_scales"))
             front.state.kv_scales = {layer: [parts[p] for p in PARTS] for layer, parts in answers[0].items()}
         await front._serve()
+        await front.status()
+        forgetting_unsent(engine)
         for name in cls.wrapped:
             setattr(engine, name, getattr(front, name))
         return front
 
     async def status(self) -> dict[str, Any]:
-        """Return what runs and what its weights are (runtime.server.status)."""
-        worker = (await self._drive(rpc("fp8plan_status")))[0]
-        named = getattr(self.engine, "get_weight_version", None)
+        """Return what runs and what its weights are (runtime.server.status). While the workers are kept by a call, such
+        as one that waits for a trainer, it is what they have answered before."""
+        if not self._under_way:
+            name_of = getattr(self.engine, "get_weight_version", None)
+            worker = (await self._drive(rpc("fp8plan_status")))[0]
+            self._answered = {"worker": worker, "named": await name_of() if name_of else None}
         cache = self.engine.vllm_config.cache_config
         return status_of(
             self.state,
             self.facts,
-            worker,
+            **self._answered,
             model=self.engine.vllm_config.model_config.model,
             kv_cache_tokens=(cache.num_gpu_blocks or 0) * cache.block_size or None,
-            named=await named() if named else None,
             kv_source=self.kv_source,
             serve_s=self.serve_s,
             failure=self.failure,
             sampling=self.sampling,
+            under_way=tuple(self._under_way),
         )
 
     # ------------------------------------------------------------------------------------ before vLLM's own calls
 
-    async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
-        """Generate one request, once the weights may be used. Raises UpdateError if they must not be."""
+    async def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
+        """Generate one request, once the weights may be used. Raises UpdateError if they must not be, and ConfigError
+        for token ids that would end the engine and numbers that cannot be sent to it."""
+        refuse_prompts([prompt], self._prompt_ids)
         await self._admitted()
         last = None
-        with ExitStack() as entering:
+        with ExitStack() as entering, named():
             self._entering += 1
             entering.callback(self._entered)
-            async with aclosing(self._outputs(*args, **kwargs)) as outputs:
+            async with aclosing(self._outputs(prompt, *args, **kwargs)) as outputs:
                 async for last in outputs:
                     entering.close()
                     if any(map(has_nan, last.outputs)):
@@ -134,19 +148,34 @@ class Front:
                     yield last
         if last is None or PROBE in last.request_id:
             return
-        self._count(*args[1:2], **kwargs)
+        self._count(*args[:1], **kwargs)
         if last.prompt_token_ids and self.state.fp8_kv:
             tokens = [*last.prompt_token_ids, *last.outputs[0].token_ids]
             self._sequences.append(tokens[: min(CALIBRATION_TOKENS, self.state.longest_prompt or 1)])
 
+    async def resume_generation(self) -> None:
+        """Resume after a pause. Raises UpdateError while an update is open, and while requests that a pause keeps would
+        go on with weights that must not be used."""
+        self._refuse_open("resume")
+        if self.state.refusal is not None and self._unfinished():
+            raise UpdateError(
+                f"{self.state.refusal}; {self._unfinished()} requests that were kept would go on with such weights: "
+                "make a complete update before, or abort them (POST /abort_requests)"
+            )
+        await self._own["resume_generation"]()
+
     async def sleep(self, level: int = 1, *args: Any, **kwargs: Any) -> None:
-        """Sleep; at level 2 the weights are dropped, and an update must follow the wake-up."""
+        """Sleep; at level 2 the weights are dropped, and an update must follow the wake-up. Raises UpdateError while an
+        update is open."""
+        self._refuse_open("sleep")
         if level > 1:
             self.state.refusal = "the engine slept at level 2, which drops its weights"
         await self._own["sleep"](level, *args, **kwargs)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Wake up, and mend what that leaves: a KV cache of whatever lay in that memory, and KV scales of 1.0."""
+        """Wake up, and mend what that leaves: a KV cache of whatever lay in that memory, and KV scales of 1.0. Raises
+        UpdateError while an update is open: vLLM goes on with requests then."""
+        self._refuse_open("wake up")
         await self._own["wake_up"](tags)
         if tags is None or "kv_cache" in tags:
             self.state.soiled = True
@@ -197,6 +226,13 @@ class Front:
                 f"{how}"
             )
 
+    def _refuse_open(self, what: str) -> None:
+        if self._updating:
+            raise UpdateError(
+                "an update of the weights is open, and the model may be half written; allowed: POST "
+                f"/finish_weight_update before you {what}"
+            )
+
     async def _let(self, **flags: bool) -> None:
         """Set flags of who may generate, and tell those that wait."""
         async with self._changed:
@@ -225,7 +261,7 @@ class Front:
         await self._let(measuring=True)
         try:
             if paused:
-                await self.engine.resume_generation()
+                await self._own["resume_generation"]()
             await self._drive(self._measured())
         finally:
             if paused:

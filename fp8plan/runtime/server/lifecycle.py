@@ -15,8 +15,14 @@ class LifecycleFront(Front):
     `finish_weight_update` the new weights serve.
     """
 
-    wrapped: ClassVar = (*Front.wrapped, "start_weight_update", "update_weights", "finish_weight_update")
+    wrapped: ClassVar = (
+        *Front.wrapped, "init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"
+    )  # fmt: skip
     asks_facts: ClassVar = "fp8plan_attach"
+
+    async def init_weight_transfer_engine(self, *args: Any, **kwargs: Any) -> None:
+        """Have the workers meet a trainer."""
+        await self._called("init_weight_transfer_engine", *args, **kwargs)
 
     async def start_weight_update(self, *args: Any, **kwargs: Any) -> None:
         """Open an update. One that a trainer has left open is ended first."""
@@ -25,21 +31,21 @@ class LifecycleFront(Front):
             await self._release()
         self._updating = True
         try:
-            await self._own["start_weight_update"](*args, **kwargs)
+            await self._called("start_weight_update", *args, **kwargs)
         except Exception as error:
             raise await self._failed(error) from error
 
     async def update_weights(self, *args: Any, **kwargs: Any) -> None:
         """Take one part of an update."""
         try:
-            await self._own["update_weights"](*args, **kwargs)
+            await self._called("update_weights", *args, **kwargs)
         except Exception as error:
             raise await self._failed(error) from error
 
     async def finish_weight_update(self, *args: Any, **kwargs: Any) -> None:
         """Close an update: what the workers check, then KV scales and prefix cache. Then the new weights serve."""
         try:
-            await self._own["finish_weight_update"](*args, **kwargs)
+            await self._called("finish_weight_update", *args, **kwargs)
             await self._serve()
         except Exception as error:
             await self._release()
@@ -47,8 +53,16 @@ class LifecycleFront(Front):
         self.failure = None
         await self._let(updating=False)
 
+    async def _called(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """Call vLLM's own. The status says so meanwhile, as the workers do not."""
+        self._under_way.append(name)
+        try:
+            await self._own[name](*args, **kwargs)
+        finally:
+            self._under_way.remove(name)
+
     async def _release(self) -> None:
         """End what vLLM's workers still count as an open update."""
         for _ in range(2):  # the first fails where the backend has an update open, too
             with suppress(Exception):
-                await self._own["finish_weight_update"]()
+                await self._called("finish_weight_update")

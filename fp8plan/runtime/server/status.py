@@ -25,6 +25,7 @@ def status_of(
     serve_s: float,
     failure: str | None,
     sampling: Sampling | None,
+    under_way: tuple[str, ...],
 ) -> dict[str, Any]:
     """Return a server's status as JSON holds it.
 
@@ -38,6 +39,7 @@ def status_of(
     last_update: what the last complete one wrote and checked (runtime.server.updates), and the seconds of each phase
     last_failure: of an update since then; None if there was none
     sampling:    fp8plan.Sampling of the requests since the weights serve, field by field; None without any
+    under_way:   calls that keep the workers, such as "update_weights"; what they know is as of before these
 
     facts, worker: what a worker answers to fp8plan_attach and fp8plan_status; named: the client's name of the weights
     """
@@ -60,6 +62,7 @@ def status_of(
         "last_update": update,
         "last_failure": failure,
         "sampling": None if sampling is None else sampling.to_dict(),
+        "under_way": list(under_way),
     }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from fp8plan.errors import ConfigError, Fp8PlanError, LostEngineError
@@ -36,14 +37,18 @@ class Sink(Protocol):
 
 
 class Streamed:
-    """Tensors on their way into the live weights, rounded where those are not FP32."""
+    """Tensors on their way into the live weights, rounded where those are not FP32.
 
-    def __init__(self, live: LiveWeights, manifest: Manifest, held: Manifest) -> None:
+    begin: opens the live weights; is called when the first tensors are there, as what was only announced may never come
+    """
+
+    def __init__(self, live: LiveWeights, manifest: Manifest, held: Manifest, begin: Callable[[], None]) -> None:
         self.manifest = manifest
-        self._live = live
+        self._live, self._begin = live, cache(begin)
         self._dtypes = [dtype_named(entry.dtype) for entry in held]
 
     def load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        self._begin()
         rounded = [tensor.to(self._dtypes[number]) for number, tensor in zip(numbers, tensors, strict=True)]
         self._live.load(numbers, rounded)
 
@@ -176,7 +181,7 @@ class Updates:
                 self._check(update.told)
             except IncompleteError:
                 return Staged()
-        return self._begin(update)
+        return self._streamed(update)
 
     def _check(self, sent: Manifest) -> None:
         """Let the live model, on every rank, check a whole manifest, and remember it."""
@@ -202,17 +207,21 @@ class Updates:
         refuse_leftovers(sent, [each for _, each in answers])
         self._known = (sent, held, len(prepared.ignored))
 
-    def _begin(self, update: _Update) -> Streamed:
+    def _streamed(self, update: _Update) -> Streamed:
         sent, held, _ = self._known
-        update.scales = {name: [parts[f"{p}_host"] for p in PARTS] for name, parts in live_scales(self._model).items()}
-        update.written = True
-        self._live.begin(NUMBER, SAMPLES, self.version, None)
-        return Streamed(self._live, sent, held)
+
+        def begin() -> None:
+            live = live_scales(self._model).items()
+            update.scales = {name: [parts[f"{p}_host"] for p in PARTS] for name, parts in live}
+            update.written = True
+            self._live.begin(NUMBER, SAMPLES, self.version, None)
+
+        return Streamed(self._live, sent, held, begin)
 
     def _write(self, update: _Update, staged: Staged) -> None:
         begun = time.perf_counter()
         self._check(update.told)
-        update.sink = self._begin(update)
+        update.sink = self._streamed(update)
         for numbers, tensors in staged.parts:
             update.sink.load(numbers, tensors)
         _add(update.seconds, "load", begun)

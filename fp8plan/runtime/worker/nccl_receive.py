@@ -6,7 +6,7 @@ the driver's state. A server has no such driver, and another engine, which is re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,12 +18,33 @@ from fp8plan.errors import Fp8PlanError
 from fp8plan.runtime.weight_sync.manifest import Manifest
 from fp8plan.runtime.weight_sync.nccl import Rendezvous
 from fp8plan.runtime.weight_sync.nccl.protocol import agree, digest, limited, wait, working
+from fp8plan.runtime.weight_sync.plain_group import PlainGroup, communicator
 
 if TYPE_CHECKING:
     from fp8plan.runtime.worker.live_weights import LiveWeights
 
 
-class Receiver(NCCLWeightTransferEngine):
+class PlainReceiver(NCCLWeightTransferEngine):
+    """vLLM's engine, which meets a trainer in a group that takes data alone."""
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        """Meet the trainer. Returns once it has come."""
+        if getattr(init_info, "nccl_unique_id_b64", None) is not None:  # from 0.30 on: there is no store to meet at
+            super().init_transfer_engine(init_info)
+            return
+        for name in ("packed", "packed_buffer_size_bytes", "packed_num_buffers"):  # said here from 0.28 on
+            setattr(self, name, getattr(init_info, name, None))
+        parallel = self.parallel_config
+        rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        group = PlainGroup.met(init_info.master_address, init_info.master_port, rank, init_info.world_size)
+        self.model_update_group = self.opened(group)
+
+    def opened(self, group: PlainGroup) -> Any:
+        """Return the communicator of a group: NCCL's."""
+        return communicator(group)
+
+
+class Receiver(PlainReceiver):
     """A worker's end. Making one blocks until the trainer has come. Raises ConfigError without NCCL.
 
     worker: vLLM's; live: its weights
@@ -86,17 +107,21 @@ class Arriving:
     """A stand-in for the model that vLLM loads into. After a failure, which is kept, it ignores the rest.
 
     live: where tensors go, by their numbers in the manifest; None with a failure that was there before
+
+    renew: is called when tensors have come
     """
 
     def __init__(self, live: Loads | None, manifest: Manifest) -> None:
         self.failure: str | None = None
         self.count = 0
         self._live = live
+        self.renew: Callable[[], None] = lambda: None
         self._numbers = {entry.name: number for number, entry in enumerate(manifest)}
         self._stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
 
     def load_weights(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
         self.count += 1
+        self.renew()
         if self.failure is not None or self._live is None:
             return
         try:

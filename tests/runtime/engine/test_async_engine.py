@@ -22,10 +22,13 @@ async def generate(engine: AsyncRolloutEngine) -> Outputs:
     return [await one(engine, prompt) for prompt in PROMPTS]
 
 
-async def one(engine: AsyncRolloutEngine, prompt: list[int], tokens: int = 5) -> tuple[list[int], list[float]]:
+async def one(
+    engine: AsyncRolloutEngine, prompt: list[int], tokens: int = 5, **more: int
+) -> tuple[list[int], list[float]]:
     from vllm import SamplingParams
 
-    how = SamplingParams(temperature=1.0, seed=1, max_tokens=tokens, ignore_eos=True, logprobs=0)
+    told: dict[str, Any] = {"temperature": 1.0, "seed": 1, "max_tokens": tokens, "ignore_eos": True, "logprobs": 0}
+    how = SamplingParams(**told | more)
     request = None
     async for request in engine.generate({"prompt_token_ids": prompt}, how):  # noqa: B007 -- the last is whole
         pass
@@ -111,6 +114,10 @@ def test_syncs_alternate_between_two_sets_of_weights(kind: str, precision: str) 
         with pytest.raises(SyncError, match="1 requests are running"):
             await engine.sync_weights(weights(kind, "a"), kv_prompts=CALIBRATION)
         await running
+        for wrong in ({"seed": 2**70}, {"seed": 2**64 - 1, "n": 3}):  # they leave nothing that forbids a sync
+            with pytest.raises(ConfigError, match="cannot be sent to the engine: .*allowed: whole numbers of 64 bits"):
+                await one(engine, PROMPTS[0], tokens=240, **wrong)
+            assert engine._busy() == 0
         measuring = asyncio.create_task(engine.recalibrate_kv(kv_prompts=CALIBRATION))
         await asyncio.sleep(0)
         with pytest.raises(NotServingError, match="a sync is running"):

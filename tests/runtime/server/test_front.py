@@ -20,7 +20,7 @@ class Engine:
 
     vllm_config = SimpleNamespace(
         cache_config=SimpleNamespace(cache_dtype="auto"),
-        model_config=SimpleNamespace(max_model_len=16, get_vocab_size=lambda: 8),
+        model_config=SimpleNamespace(max_model_len=16, get_vocab_size=lambda: 8, is_multimodal_model=False),
     )
     output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: 0)
 
@@ -40,7 +40,8 @@ class Engine:
 
     async def other(self, *_: Any) -> None: ...
 
-    sleep = wake_up = update_weights = finish_weight_update = other
+    sleep = wake_up = resume_generation = other
+    init_weight_transfer_engine = update_weights = finish_weight_update = other
 
 
 @pytest.mark.parametrize("ends", ["answered", "cancelled"])

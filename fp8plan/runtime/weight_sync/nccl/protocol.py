@@ -1,14 +1,15 @@
 """The protocol of a transfer, so that neither end is left alone in a broadcast (runtime.weight_sync.nccl).
 
-group: vLLM's PyNcclCommunicator, in which the trainer is rank 0; its own `group` speaks without NCCL, over the store of
-       the rendezvous, and waits 5 minutes at most
+group: vLLM's PyNcclCommunicator, in which the trainer is rank 0; its own `group`, a PlainGroup, speaks without NCCL,
+       over the store of the rendezvous, and waits 5 minutes at most
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -101,25 +102,32 @@ def agree(group: Any, key: str, failure: str | None = None) -> None:
 
 
 @contextmanager
-def limited(group: Any, seconds: float) -> Iterator[None]:
-    """Break NCCL off after so many seconds, which ends broadcasts whose other end has died.
+def limited(group: Any, seconds: float) -> Iterator[Callable[[], None]]:
+    """Break NCCL off after so many seconds, which ends broadcasts whose other end has died. What this yields begins to
+    count them anew.
 
     Raises SyncError then; on a GPU LostEngineError, as CUDA does not survive it (seen on an H200: illegal memory access
     at the next use).
     """
-    late = threading.Event()
+    ended, late, until = threading.Event(), threading.Event(), [time.monotonic() + seconds]
 
-    def cut() -> None:
+    def renew() -> None:
+        until[0] = time.monotonic() + seconds
+
+    def watch() -> None:
+        while (left := until[0] - time.monotonic()) > 0:
+            if ended.wait(left):
+                return
         late.set()
         group.destroy()
 
-    timer = threading.Timer(seconds, cut)
-    timer.daemon = True
-    timer.start()
+    watcher = threading.Thread(target=watch, name="fp8plan-limit", daemon=True)
+    watcher.start()
     try:
-        yield
+        yield renew
     finally:
-        timer.cancel()
+        ended.set()
+        watcher.join()
         if late.is_set():
             lost = LostEngineError if group.device.type == "cuda" else SyncError
             raise lost(f"the tensors took more than {seconds:g} s; {BROKEN}")

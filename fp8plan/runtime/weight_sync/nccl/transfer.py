@@ -129,14 +129,11 @@ class TrainerTransfer:
             gathered(tensor)
 
     def _meet(self) -> Any:
-        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+        from fp8plan.runtime.weight_sync.plain_group import PlainGroup, communicator
 
         where = self._where
         with _current(self._device):
-            group = trainer_init(
-                {"master_address": where.address, "master_port": where.port, "world_size": where.world_size}
-            )
-        return working(group)
+            return working(communicator(PlainGroup.met(where.address, where.port, 0, where.world_size)))
 
     def _send(self, pairs: Any, manifest: Manifest) -> None:
         import torch

@@ -1,0 +1,161 @@
+"""Which routes ask for the server's API key: those of vLLM's real app, as a server with the backend has them."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fp8plan.runtime.server.plugin import API_KEY, ROLLOUT, STATUS, authorization
+
+pytestmark = pytest.mark.vllm
+
+KEY = {"Authorization": "Bearer sesame"}
+# What may be read without the key, as vLLM has it. A route that is new here must change nothing.
+READ = {
+    "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json", "/health", "/ping", "/version", "/load", "/metrics",
+    "/is_paused", "/is_sleeping", "/weight_info", "/get_world_size", "/server_info", STATUS,
+}  # fmt: skip
+CHANGES = {
+    "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update", "/pause",
+    "/resume", "/abort_requests", "/sleep", "/wake_up", "/collective_rpc", "/reset_prefix_cache", "/invocations",
+    "/update_weight_version", "/scale_elastic_ep", ROLLOUT,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def app() -> Any:
+    """vLLM's app with all its routes, built as `vllm serve --api-key sesame` builds it; there is no engine."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.openai.api_server import build_app
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from fp8plan.runtime.server.gate import keys_of
+    from fp8plan.runtime.server.routes import Routes
+
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--api-key", "sesame"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_SERVER_DEV_MODE", "1")
+        patch.setattr("vllm.plugins.load_endpoint_plugins", lambda tasks: [Routes()])
+        made = build_app(args, ("generate",))
+    made.state.fp8plan_keys = keys_of(args)
+    return made
+
+
+def routes(app: Any) -> list[tuple[str, str]]:
+    """Method and path of all that the app answers; a part that takes every method is asked by two."""
+    return [
+        (method, route.path.replace("{response_id}", "1"))
+        for route in app.routes
+        for method in (getattr(route, "methods", None) or ("GET", "POST"))
+    ]
+
+
+def client(app: Any) -> Any:
+    from fastapi.testclient import TestClient
+
+    return TestClient(app, raise_server_exceptions=False)
+
+
+def test_every_route_that_does_more_than_read_asks_for_the_key(app: Any) -> None:
+    asked, given = client(app), client(app)
+    given.headers.update(KEY)
+    seen = set()
+    for method, path in routes(app):
+        if method in ("GET", "HEAD"):
+            continue
+        seen.add(path)
+        assert asked.request(method, path).status_code == 401, (method, path)
+        assert asked.request(method, path, headers={"Authorization": "Bearer Sesame"}).status_code == 401
+        assert given.request(method, path).status_code != 401, (method, path)  # it fails elsewhere: there is no engine
+    assert seen >= CHANGES
+
+
+def test_what_may_be_read_without_the_key_is_known(app: Any) -> None:
+    reads = {path for method, path in routes(app) if method == "GET" and not path.startswith(("/v1", "/v2"))}
+    assert reads == READ
+
+
+@pytest.mark.parametrize("header", ["sesame", "Basic sesame", "Bearer", "Bearer sesame ", "bearer\tsesame", "Bearer é"])
+def test_other_headers_are_no_key(app: Any, header: str) -> None:
+    answer = client(app).post("/collective_rpc", headers={"Authorization": header.encode()})
+    assert answer.status_code == 401
+
+
+def test_a_refusal_says_what_to_type_and_is_logged(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp8plan.runtime.server import gate
+
+    logged: list[str] = []
+    monkeypatch.setattr(gate.logger, "warning", lambda text, *words: logged.append(text % words))
+    answer = client(app).post("/init_weight_transfer_engine", json={"init_info": {}})
+    assert answer.json() == {
+        "error": "/init_weight_transfer_engine needs the API key of the server; type: -H 'Authorization: Bearer KEY'"
+    }
+    assert logged == [
+        "fp8plan refused POST /init_weight_transfer_engine from testclient: it lacks the API key of the server"
+    ]
+
+
+def test_a_server_without_a_key_asks_for_none(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp8plan.runtime.server.gate import keys_of
+
+    monkeypatch.delenv(API_KEY, raising=False)
+    assert keys_of(argparse.Namespace(api_key=None)) == ()
+    monkeypatch.setattr(app.state, "fp8plan_keys", ())
+    assert client(app).post("/sleep").status_code != 401
+
+
+def test_keys_are_read_as_vllm_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp8plan.runtime.server.gate import keys_of
+
+    monkeypatch.setenv(API_KEY, "of the environment")
+    assert keys_of(argparse.Namespace(api_key=None)) == (b"of the environment",)
+    assert keys_of(argparse.Namespace(api_key=["a", "", "b"])) == (b"a", b"b")
+    assert authorization() == {"Authorization": "Bearer of the environment"}
+    assert authorization("mine") == {"Authorization": "Bearer mine"}
+    monkeypatch.delenv(API_KEY)
+    assert authorization() == {}
+
+
+def test_resume_is_only_there_where_vllms_is() -> None:
+    from fastapi import FastAPI
+
+    from fp8plan.runtime.server.routes import Routes
+
+    Routes().attach_router(app := FastAPI())
+    assert "/resume" not in {path for _, path in routes(app)}
+
+
+def test_resume_in_an_open_update_is_the_callers_fault(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp8plan.runtime.server.front import UpdateError
+
+    async def refuse() -> None:
+        raise UpdateError("an update of the weights is open")
+
+    monkeypatch.setattr(app.state, "engine_client", SimpleNamespace(resume_generation=refuse), raising=False)
+    answer = client(app).post("/resume", headers=KEY)
+    assert (answer.status_code, answer.json()) == (400, {"error": "an update of the weights is open"})
+
+
+def test_the_servers_own_client_gives_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's, for own loops: every call of the lifecycle."""
+    from fp8plan.runtime.server.plugin import weight_sync_client
+
+    seen: list[tuple[str, Any]] = []
+
+    def post(url: str, *, headers: Any, **_: Any) -> Any:
+        seen.append((url, headers))
+        return SimpleNamespace(raise_for_status=lambda: None)
+
+    monkeypatch.setattr("requests.post", post)
+    found = weight_sync_client("http://server/", "sesame")
+    found.init_weight_transfer_engine({})
+    found.start_weight_update()
+    found.update_weights({})
+    found.finish_weight_update("1")
+    assert [url.removeprefix("http://server/") for url, _ in seen] == [
+        "init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"
+    ]  # fmt: skip
+    assert all(headers == KEY for _, headers in seen)
