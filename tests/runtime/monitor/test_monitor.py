@@ -171,13 +171,15 @@ def test_the_fields_of_a_rollout_record_do_as_well_as_an_observation() -> None:
     assert (other["boot"], other["response_lengths"]) == ("a1", one["response_lengths"])
 
 
-@pytest.mark.parametrize("metrics", [{"reward": "high"}, {"reward": None}, {3: 0.5}, [("reward", 0.5)]])
+@pytest.mark.parametrize(
+    "metrics", [{"reward": "high"}, {"reward": None}, {"reward": np.ones(2)}, {3: 0.5}, [("reward", 0.5)]]
+)
 def test_figures_of_the_loop_that_are_no_numbers_are_refused(metrics: Any) -> None:
     monitor = Monitor()
     with pytest.raises(ConfigError, match=r"metrics (has|is a) .*; allowed: "):
         monitor.step(*batch(0), metrics=metrics)
     assert monitor.steps == 0
-    assert monitor.step(*batch(0), metrics={"reward": float("nan")}).metrics["reward"] != 0  # a step stops for none
+    assert monitor.step(*batch(0), metrics={"reward": float("nan")}).metrics["reward"] is None  # a step stops for none
 
 
 def test_without_a_guard_the_speed_is_told_and_what_runs() -> None:
