@@ -74,7 +74,7 @@ class MicroBatches:
     ) -> Correction:
         """Weights and mask of a micro-batch, which are counted to the step that is under way.
 
-        Arguments and errors are those of `pack`; ConfigError, too, for what is no log-probability.
+        Arguments and errors are those of `pack`. Raises ConfigError, too, for log-probs that are none (above 0).
         """
         tokens = pack(train_logprobs, rollout_logprobs, mask, lengths)
         sums = measure(tokens)
@@ -88,8 +88,8 @@ class MicroBatches:
     def figures(self, correction: Correction) -> dict[str, float]:
         """Shares that a micro-batch's correction cut away, and the thresholds that did it, by the names of a record.
 
-        A share of no token is 0. Trainers average the figures of micro-batches, and need the same ones on every rank:
-        one NaN would spoil all others, and a figure that one rank lacks would keep the others waiting.
+        A share of no token is 0. Trainers average the figures of micro-batches, and one NaN would spoil all others.
+        Every rank has the same figures, as trainers reduce them over ranks.
         """
         thresholds = correction.settings.thresholds
         low, high = thresholds.band or (None, None)

@@ -58,7 +58,14 @@ if TYPE_CHECKING:
 
 
 class _Context(NamedTuple):
-    """Facts about a step beside its log-probs, as `Monitor.step` has them. begun: seconds, by time.perf_counter"""
+    """Facts about a step beside its log-probs.
+
+    number, rollout, fresh: as `Monitor.step` has them
+    begun:    seconds, by time.perf_counter
+    sampling: of the step or else of the Monitor; None: as the rollout says
+    own:      figures of the loop's own
+    synced:   the mismatch under the weights that sampled; None: not known
+    """
 
     number: int
     begun: float
@@ -183,10 +190,10 @@ class Monitor:
                   "critic/rewards/mean". Names of the Monitor's own figures stay its own
 
         Weights made inside torch.inference_mode cannot be used in a loss: use torch.no_grad there.
-        Raises ConfigError for log-probs that do not fit together or are none (above 0), for a mask of other numbers
-        than 0 and 1, for a `number` that is no whole number, for `metrics` that are no numbers, for a `sampling` that
-        vLLM does not take, and for settings that differ between ranks. All ranks raise then, also those whose own batch
-        is fine, and nothing is changed. A malformed rollout is left out of the record, with a warning.
+        Raises ConfigError for log-probs that do not fit together or are none (above 0), and for a mask of other numbers
+        than 0 and 1. Raises it, too, for a `number` that is not whole, `metrics` that are no numbers, a `sampling` that
+        vLLM does not take, and settings that differ between ranks. All ranks raise then, also those whose own batch is
+        fine, and nothing is changed. A malformed rollout is left out of the record, with a warning.
         """
         begun = time.perf_counter()
         sums, synced, refusal = MismatchSums(np.zeros(SIZE)), None, None
