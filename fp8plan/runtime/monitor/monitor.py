@@ -270,8 +270,9 @@ class Monitor:
         return step
 
     def _precision(self) -> str | None:
-        """The precision that the engine runs; None, for the plan's own choice, without an engine or a plan."""
-        return None if self.engine is None or self._plan is None else self.engine.launch.precision
+        """The precision that the engine runs; None without an engine, and where neither plan nor probe expects a KL."""
+        expecting_none = self._plan is None and self._probe is None
+        return None if self.engine is None or expecting_none else self.engine.launch.precision
 
     def _follow_precision(self) -> None:
         """After a step down, expect the KL of the precision that runs now."""
@@ -290,15 +291,18 @@ class Monitor:
 
     def _expectation(self) -> Expected | None:
         """The KL that the probe, or else the plan, expects of the precision that runs."""
-        running = self.engine.launch.precision if self.engine is not None else getattr(self.facts, "precision", None)
-        probed = None if self._probe is None else self._probe.precisions.get(running or "")
-        if probed is not None and probed.error is None:
-            return Expected(*probed.kl_k3)
+        if self._probe is not None:
+            facts = self._witness.running() if self.engine is None else None
+            running = self._precision() if facts is None else facts.precision
+            probed = self._probe.precisions.get(running or "")
+            if probed is not None and probed.error is None:
+                return Expected(*probed.kl_k3)
         return None if self._plan is None else expected_by(self._plan, self._precision())
 
     def _has_experts(self) -> bool:
         """Return True if the model is known to have experts."""
-        model = self._plan.model if self._plan is not None else getattr(self.facts, "model", None)
+        facts = self._witness.running() if self.engine is None else None
+        model = self._plan.model if self._plan is not None else getattr(facts, "model", None)
         try:
             return model is not None and bool(ModelShape.from_hf(model).parts_of(Experts))
         except ConfigError:  # a model that is not planned
