@@ -28,15 +28,15 @@ def whole(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
     return number
 
 
-def is_number(value: Any, finite: bool = True) -> bool:
-    """True if `value` is a number, numpy's included, and not NaN. Infinity counts only if `finite` is false, text
-    never.
+def is_number(value: Any, finite: bool = True, nan: bool = False) -> bool:
+    """True if `value` is a number, numpy's included. Infinity counts only if `finite` is false, NaN only if `nan` is
+    true, text never.
     """
     try:
         number = None if isinstance(value, (bool, str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
         return False
-    return number is not None and not math.isnan(number) and not (finite and math.isinf(number))
+    return number is not None and (nan or not math.isnan(number)) and not (finite and math.isinf(number))
 
 
 def instance(name: str, value: Any, kind: type[Any], example: str) -> None:

@@ -1,6 +1,6 @@
 """The tokens of logged text, counted by the run's own tokenizer.
 
-A count is near, not exact: special tokens are not in plain text, and text that is tokenised anew need not fall into the
+A count is near, not exact. Special tokens are not in plain text, and text that is tokenised anew need not fall into the
 tokens that were sampled. `records` compares the mean with what the trainer logged.
 """
 
@@ -101,12 +101,12 @@ class Counter:
         """Return the texts that the model generated for one response, one for each of its turns."""
         if isinstance(request.response, str):
             return [request.response]
-        said = [message for message in request.response if message.get("role") == "assistant"]
-        if len(said) < len(request.response):
+        turns = [message for message in request.response if message.get("role") == "assistant"]
+        if len(turns) < len(request.response):
             self.note(TOOL_OUTPUT)
-        if not self.tools and any("tool_calls" in message for message in said):
+        if not self.tools and any("tool_calls" in message for message in turns):
             self.note(NO_TOOLS)
-        return [self._turn(message) for message in said]
+        return [self._turn(message) for message in turns]
 
     def _turn(self, message: dict[str, Any]) -> str:
         """Return what the chat template writes for a message of the assistant, behind the prompt that asks for it.

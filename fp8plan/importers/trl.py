@@ -5,10 +5,10 @@ Read in TRL 1.16.0, `GRPOTrainer.log` and `_generate`. A row is one response: st
 advantage. A prompt or a completion is text or a list of messages. Plain completions are decoded without special tokens.
 Messages are what `parse_response` made of the tokens: content, reasoning_content or thinking, tool_calls; with tools,
 the tools' output stands between the assistant's messages. The definitions of the tools, which the chat template puts
-into every prompt, are not logged. A file is written at each logging step and holds the last generation batch: one that
-is trained on for several steps is in several files. An evaluation writes its own completions over those of its step.
-TRL's figures have no seconds of generation: its profile goes to W&B, MLflow and Trackio only. Its mean length is of the
-tokens that the model generated, without tool output.
+into every prompt, are not logged. A file is written at each logging step and holds the last generation batch. A batch
+that is trained on for several steps is in several files. An evaluation writes its own completions over those of its
+step. TRL's figures have no seconds of generation: its profile goes to W&B, MLflow and Trackio only. Its mean length is
+of the tokens that the model generated, without tool output.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _text(value: Any, name: str, file: Path) -> Text:
     for message in messages:
         parts = message.setdefault("content", "")
         if isinstance(parts, list):
-            if any(part.get("type") != "text" for part in parts):
+            if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
                 raise ConfigError(
                     f"a {name} in {file} has parts that are not text, whose tokens the log does not hold; rollouts "
                     "with images cannot be imported"

@@ -35,5 +35,5 @@ def load_state(monitor: Monitor, checkpoint: Path) -> bool:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where} cannot be read: {error}; take it from another checkpoint, or delete it") from None
-    monitor.load_state_dict(parse(text, where))
+    monitor.load_state_dict(parse(text, where, finite=False))  # limit_kl and C may be infinite
     return True

@@ -25,6 +25,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from math import isnan
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -73,7 +74,7 @@ class MicroBatches:
     ) -> Correction:
         """Weights and mask of a micro-batch, which are counted to the step that is under way.
 
-        Arguments and errors are those of `pack`; ConfigError, too, for what is no log-probability.
+        Arguments and errors are those of `pack`. Raises ConfigError, too, for log-probs that are none (above 0).
         """
         tokens = pack(train_logprobs, rollout_logprobs, mask, lengths)
         sums = measure(tokens)
@@ -85,17 +86,18 @@ class MicroBatches:
         return found
 
     def figures(self, correction: Correction) -> dict[str, float]:
-        """Shares that a micro-batch's correction cut away, and the thresholds that did it, by the names of a record."""
+        """Shares that a micro-batch's correction cut away, and the thresholds that did it, by the names of a record.
+
+        A share of no token is 0. Trainers average the figures of micro-batches, and one NaN would spoil all others.
+        Every rank has the same figures, as trainers reduce them over ranks.
+        """
         thresholds = correction.settings.thresholds
         low, high = thresholds.band or (None, None)
-        found = {
-            schemas.CLIP_FRACTION: correction.clip_fraction,
-            schemas.LOST_TOKENS: 1.0 - correction.kept_tokens,
-            schemas.TIS: thresholds.tis,
-            schemas.BAND_LOW: low,
-            schemas.BAND_HIGH: high,
+        shares = {schemas.CLIP_FRACTION: correction.clip_fraction, schemas.LOST_TOKENS: 1.0 - correction.kept_tokens}
+        bounds = {schemas.TIS: thresholds.tis, schemas.BAND_LOW: low, schemas.BAND_HIGH: high}
+        return {name: 0.0 if isnan(share) else share for name, share in shares.items()} | {
+            name: bound for name, bound in bounds.items() if bound is not None
         }
-        return {name: value for name, value in found.items() if value is not None}
 
     def close(self) -> None:
         """Stop listening to optimisers, and close the run file."""

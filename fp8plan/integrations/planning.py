@@ -43,8 +43,10 @@ def announce(plan: Plan, source: Any, choice: int | str | None) -> None:
     source: as the trainer was given the plan; choice: what it was told to take of it; None: the chosen one
     """
     named = '"auto"' if source == "auto" else "a Plan" if isinstance(source, Plan) else str(source)
-    told = "" if choice is None else f", choice={choice!r}"
-    print(f"fp8plan: plan={named}{told}: {plan.select(choice).precision} for {plan.model} on {plan.gpu}", flush=True)
+    of_choice = "" if choice is None else f", choice={choice!r}"
+    print(
+        f"fp8plan: plan={named}{of_choice}: {plan.select(choice).precision} for {plan.model} on {plan.gpu}", flush=True
+    )
     if plan.reasons:
         advice = "" if choice is None else "without choice: "
         print(f"fp8plan: {advice}{plan.reasons[0]}", flush=True)

@@ -84,7 +84,7 @@ def sampling_in(args: Any) -> Sampling | None:
         top_k=args.rollout_top_k,
         logprobs_mode=PROCESSED if kept else UNCUT,
         kept_set=kept,
-        trainer_temperature=args.rollout_temperature,
+        trainer_temperature=args.rollout_temperature or None,
     )
 
 

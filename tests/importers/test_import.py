@@ -164,8 +164,9 @@ def test_what_an_evaluation_wrote_over_is_left_out_by_name(tmp_path: Path) -> No
     assert found.notes[0] == "left out, as an evaluation wrote over them: steps 6"
 
 
-def test_images_are_refused(tmp_path: Path) -> None:
-    conversation(tmp_path, 5, [{"type": "image"}, {"type": "text", "text": "w1"}])
+@pytest.mark.parametrize("parts", [[{"type": "image"}, {"type": "text", "text": "w1"}], ["w1", "w2"]])
+def test_parts_of_other_kinds_than_text_are_refused(tmp_path: Path, parts: list[Any]) -> None:
+    conversation(tmp_path, 5, parts)
     with pytest.raises(ConfigError, match="rollouts with images cannot be imported"):
         import_rollouts("trl", tmp_path, tokenizer=words_model())
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fp8plan.errors import ConfigError
 from fp8plan.integrations.checkpoint import STATE_FILE, load_state, save_state
+from fp8plan.runtime.controller.laws import AdaptiveThresholds, ConstantThresholds
 from fp8plan.runtime.monitor.monitor import Monitor
 
 
@@ -23,3 +26,13 @@ def test_a_state_comes_back_and_a_torn_one_is_an_error(tmp_path: Path) -> None:
     (tmp_path / STATE_FILE).write_text(text[: len(text) // 2])
     with pytest.raises(ConfigError, match=f"{STATE_FILE}, without which thresholds begin anew, is not JSON"):
         load_state(fresh, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "law", [ConstantThresholds(limit_kl=inf), AdaptiveThresholds(limit_kl=inf), ConstantThresholds(tis=inf)]
+)
+def test_a_state_without_a_limit_comes_back(law: Any, tmp_path: Path) -> None:
+    monitor, fresh = Monitor(controller=law), Monitor(controller=law)
+    save_state(monitor, tmp_path)
+    assert load_state(fresh, tmp_path)
+    assert fresh.state_dict() == monitor.state_dict()

@@ -251,6 +251,9 @@ def test_slime_scores_on_the_kept_set_of_top_p_and_not_on_that_of_top_k_alone() 
     found = slime.sampling_in(slime_args(rollout_temperature=0.8, rollout_top_p=0.9, rollout_top_k=50))
     assert found is not None
     assert (found.truncates, found.kept_set, found.remarks()) == (True, True, ())
+    greedy = slime.sampling_in(slime_args(rollout_temperature=0.0))
+    assert greedy is not None
+    assert greedy.greedy
     cut = slime.sampling_in(slime_args(rollout_top_k=50))
     assert cut is not None
     assert "top_k 50 with uncut_logprobs: these are the log-probs before the cut" in cut.remarks()[0]

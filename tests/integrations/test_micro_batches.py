@@ -26,7 +26,7 @@ from hook_batches import (
 )
 from plans import predicted, saved
 
-from fp8plan import jsonl
+from fp8plan import jsonl, schemas
 from fp8plan.errors import ConfigError
 from fp8plan.integrations import prime_rl, skyrl, slime
 from fp8plan.integrations.micro_batches import running
@@ -48,6 +48,19 @@ def test_micro_batches_of_a_step_add_up_to_the_whole_batch() -> None:
     for name, value in step.metrics.items():
         if name != "fp8plan/monitor_s" and value is not None:
             assert batches.last.metrics[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
+
+
+def test_figures_of_a_micro_batch_are_numbers_whatever_is_in_it() -> None:
+    batches = running(HookSettings())
+    train, rollout, masks = (torch.cat(x) for x in responses(0, WILD))
+    usual = batches.figures(batches.correct(train, rollout, masks, lengths=LENGTHS))
+    for odd, lost in (
+        (batches.correct(train, rollout, masks * 0, lengths=LENGTHS), 0.0),
+        (batches.correct(train * torch.nan, rollout, masks, lengths=LENGTHS), 1.0),
+    ):
+        found = batches.figures(odd)
+        assert found.keys() == usual.keys()
+        assert (found[schemas.CLIP_FRACTION], found[schemas.LOST_TOKENS]) == (0.0, lost)
 
 
 @pytest.mark.parametrize(

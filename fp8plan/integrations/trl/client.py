@@ -54,7 +54,7 @@ class Rollout:
     sampling: Sampling | None
 
 
-def told_of(*args: Any, **how: Any) -> dict[str, Any]:
+def arguments_of(*args: Any, **how: Any) -> dict[str, Any]:
     """The arguments of a call of TRL's `VLLMClient.generate`, by name, with its defaults."""
     call = inspect.signature(VLLMClient.generate).bind(None, *args, **how)
     call.apply_defaults()
@@ -65,10 +65,10 @@ def sampling_of(*args: Any, **how: Any) -> dict[str, Any] | None:
     """vLLM's sampling parameters of a call of TRL's `VLLMClient.generate`; None for one that needs more than tokens
     and their own log-probs, or prompts that are text.
     """
-    told = told_of(*args, **how)
-    sampling = {name: told[name] for name in SAMPLING if name in told} | (told["generation_kwargs"] or {})
-    plain = told["features"] is None and told["structured_outputs_regex"] is None and told["logprobs"] == 0
-    text = any(isinstance(prompt, str) for prompt in told["prompts"])
+    call = arguments_of(*args, **how)
+    sampling = {name: call[name] for name in SAMPLING if name in call} | (call["generation_kwargs"] or {})
+    plain = call["features"] is None and call["structured_outputs_regex"] is None and call["logprobs"] == 0
+    text = any(isinstance(prompt, str) for prompt in call["prompts"])
     # To vLLM's route a None is what its generation config says, and no limit for max_tokens.
     left_open = any(value is None for value in sampling.values())
     return None if text or not plain or left_open or sampling.keys() - set(SAMPLING) else sampling
@@ -112,10 +112,10 @@ class PlannedClient(VLLMClient):
         each = len(responses) // max(1, len(output["prompt_ids"]))
         ids = [number for number in range(len(output["prompt_ids"])) for _ in range(each)]
         lengths = [len(output["prompt_ids"][number]) for number in ids]
-        told = told_of(prompts, *args, **how)
-        told |= told["generation_kwargs"] or {}
-        known = all(told[name] is not None for name in SAMPLED)  # a None is what the server's generation config says
-        sampled = Sampling.of(told) if known else None  # check_server: its log-probs are processed
+        call = arguments_of(prompts, *args, **how)
+        call |= call["generation_kwargs"] or {}
+        known = all(call[name] is not None for name in SAMPLED)  # a None is what the server's generation config says
+        sampled = Sampling.of(call) if known else None  # check_server: its log-probs are processed
         self.rollout = Rollout(seconds, lengths, responses, ids, preempted, sampled)
         return output
 

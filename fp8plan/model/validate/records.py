@@ -141,9 +141,10 @@ def read_run(path: str | Path, include_first: bool = False) -> Run:
 
 
 def _begins(fields: Mapping[str, Any], before: Mapping[str, Any] | None, marked: bool) -> bool:
-    """Tell whether a Monitor's rollout was the first of an engine: the first of the file; of an engine other than the
-    one before, as after a step down; one that the guard calls cold; and, where first rollouts are not `marked`, one of
-    a run that went back to a checkpoint.
+    """Tell whether a Monitor's rollout was the first of an engine.
+
+    It was if it is the first of the file, if the engine is another than before (as after a step down), or if the guard
+    calls it cold. Where first rollouts are not `marked`, it also was if the run went back to a checkpoint.
     """
     if before is None or any(fields.get(name) != before.get(name) for name in OF_ENGINE):
         return True

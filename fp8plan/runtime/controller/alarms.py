@@ -55,7 +55,8 @@ MEANINGS: Final = {
     ),
     Alarm.IDENTICAL: Meaning(
         "both sides are the same numbers to the last bit",
-        "give the engine's log-probs as rollout_logprobs, and the trainer's own as train_logprobs",
+        "give the engine's log-probs as rollout_logprobs, and the trainer's own as train_logprobs; with kernels that "
+        "agree to the last bit (batch-invariant ones in both) this is as it should be",
     ),
     Alarm.INVALID: Meaning(
         "too many log-probs are NaN or infinite, as those of broken logits are",

@@ -79,8 +79,8 @@ class Correction:
 
     @property
     def lost_weight(self) -> float:
-        """Share of the batch's weight that is gone: 1 less the mean weight of the tokens that came in, where a token
-        that is masked or invalid has none. NaN if none came in. `batch_normalize` does not change it."""
+        """Share of the batch's weight that is gone: 1 less the mean weight of the tokens that came in. A token that
+        is left out or invalid weighs 0. NaN if none came in. `batch_normalize` does not change it."""
         kept = self.sums["kept"]
         left = min(kept.total, self.sums["weight"].total) if "weight" in self.sums else kept.total
         return max(1.0 - left / kept.count, 0.0) if kept.count else nan

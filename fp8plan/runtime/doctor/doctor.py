@@ -83,8 +83,8 @@ def doctor(
     api_key:     of a server; None: VLLM_API_KEY of the environment, else OPENAI_API_KEY
     timeout_s:   seconds for all that a server is asked
 
-    Raises ConfigError for another target, for a server that breaks off, is late, or answers what no `vllm serve` does,
-    and for arguments that the engine does not take; SyncError or ConfigError while requests run.
+    Raises ConfigError for another target, and for arguments that the engine does not take. Raises it, too, for a server
+    that breaks off, is late, or answers what no `vllm serve` does. Raises SyncError or ConfigError while requests run.
     """
     given = _given(prompts, weights, scored, temperature, gpu, precision)
     if isinstance(target, str) and URL.match(target):

@@ -111,7 +111,7 @@ def _record(row: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _logged(rows: Sequence[dict[str, Any]], path: Path) -> Logged:
-    """What the records log. The last one that has a k3 at all tells it, whatever it is."""
+    """Return what the records log. The k3 is that of the last record which has one, whatever it is."""
     last = _record(rows[-1], path)
     having = next((row for row in reversed(rows) if K3 in row["metrics"]), None)
     sounded: dict[str, list[int]] = {}
@@ -148,19 +148,19 @@ def _facts(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_trainer(path: Path, given: Given) -> Observed:
-    found = figures(path)
-    logged = [step for step in found if K3 in found[step] or MEAN_ABS in found[step]]
+    by_step = figures(path)
+    logged = [step for step, values in by_step.items() if K3 in values or MEAN_ABS in values]
     if not logged:
         raise ConfigError(
             f"{path} has neither {K3} nor {MEAN_ABS}; switch it on (verl: algorithm.rollout_correction; TRL: use_vllm "
             "with vllm_importance_sampling_correction), or give a Monitor's run file"
         )
-    last, step = max(found), max(logged)
-    figure = found[step]
+    last, step = max(by_step), max(logged)
+    values = by_step[step]
     return Observed(
         target=f"{path}, step {last}",
         gpu=given.gpu,
         precision=given.precision,
-        log=Logged(step=last, k3=figure[K3] if K3 in figure else figure[MEAN_ABS] ** 2 * pi / 4, k3_step=step),
+        log=Logged(step=last, k3=values[K3] if K3 in values else values[MEAN_ABS] ** 2 * pi / 4, k3_step=step),
         unseen=dict.fromkeys(("ranks", "preemptions", *FROM_INSIDE), INSIDE),
     )

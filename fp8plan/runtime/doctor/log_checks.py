@@ -58,17 +58,17 @@ def alarms(seen: Observed) -> list[Finding]:
         return []
     log, steps = seen.log, seen.log.steps
     recent = steps[-RECENT:]
-    found = []
+    findings: list[Finding] = []
     for name, sounded in log.alarms.items():
         meaning, remedy = MEANINGS[Alarm(name)] if name in {*Alarm} else UNKNOWN_ALARM
         lately = [step for step in sounded if step >= recent[0]]
         if lately:
             often = f", and in {len(lately)} of the last {len(recent)} steps" if len(lately) > 1 else ""
-            found.append(fault("alarm", f"alarm_{name}", f"{name} in step {lately[-1]}{often}: {meaning}", remedy))
+            findings.append(fault("alarm", f"alarm_{name}", f"{name} in step {lately[-1]}{often}: {meaning}", remedy))
         else:
             says = f"{name} in {len(sounded)} of {len(steps)} steps, last in step {sounded[-1]}: {meaning}"
-            found.append(warning("alarm", f"alarm_{name}", says, remedy))
-    return found or [ok("alarm", f"none in {len(steps)} steps")]
+            findings.append(warning("alarm", f"alarm_{name}", says, remedy))
+    return findings or [ok("alarm", f"none in {len(steps)} steps")]
 
 
 def _invalid(log: Logged) -> str:

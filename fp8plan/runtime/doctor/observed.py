@@ -59,7 +59,7 @@ class RankWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logged:
-    """What a run logged.
+    """Figures and alarms that a run logged.
 
     step:      number of its last step
     k3:        mean k3 per token between trainer and rollout, of the last step that has the figure: NaN where it is

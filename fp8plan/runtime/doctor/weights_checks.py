@@ -81,8 +81,8 @@ def weights(seen: Observed) -> Finding:
 def sync(seen: Observed) -> Finding:
     """The backend of weight updates can write weights of the format that serves.
 
-    vLLM's sparse_nccl casts the values of a patch to the parameter's dtype (checkpoint_weight_patch.py, 0.30), so that
-    FP8 weights would be multiplied by a scale that the values were never divided by.
+    vLLM's sparse_nccl casts the values of a patch to the parameter's dtype (checkpoint_weight_patch.py, 0.30). The
+    scale of FP8 weights then multiplies values that were never divided by it.
     """
     backend, weights = seen.facts.get("weight_transfer"), seen.weights_format
     if "weight_transfer" not in seen.facts:

@@ -72,7 +72,7 @@ class Launch:
 
     @property
     def not_predicted(self) -> tuple[str, ...]:
-        """What of this engine the cost model does not know; a guard would judge it by the speed of another."""
+        """Options that the cost model does not know. A guard would judge such an engine by the speed of another."""
         kept = (f"keep_bf16={self.keep_bf16} (layers kept in BF16)",) if any(self.keep_bf16) else ()
         return (*kept, *not_predicted(self.more))
 

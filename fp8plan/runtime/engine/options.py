@@ -1,7 +1,7 @@
 """vLLM's options by their names: which there are, and which change an engine's speed or samples unknown to fp8plan.
 
-vLLM's sources are read for the names, and vLLM is not imported: that takes seconds, and what it reads of the
-environment is set later (launch.Launch.prepare).
+The names are read from vLLM's source files. vLLM is not imported: that takes seconds, and it reads variables of the
+environment that are set later (launch.Launch.prepare).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ NEUTRAL: Final[Mapping[str, Collection[Any]]] = {
 
 
 def not_predicted(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """What the cost model does not know of these options: a text for each kind of them, which names them."""
+    """Return a text for each kind of options that the cost model does not know. It names them, with their values."""
     return tuple(f"{names} ({what})" for names, what in _given(NOT_PREDICTED, options))
 
 
@@ -145,12 +145,12 @@ def _engine_options() -> frozenset[str]:
 @cache
 def _server_options() -> frozenset[str]:
     """Arguments of `vllm serve` beside the engine's."""
-    found: set[str] = set()
+    names: set[str] = set()
     for path in (_folder() / "entrypoints").rglob("cli_args.py"):
         text = path.read_text(encoding="utf-8")
-        found |= _fields(text, "BaseFrontendArgs", "FrontendArgs")
-        found |= {flag.replace("-", "_") for flag in re.findall(r'"--([\w-]+)"', text)}
-    return frozenset(found)
+        names |= _fields(text, "BaseFrontendArgs", "FrontendArgs")
+        names |= {flag.replace("-", "_") for flag in re.findall(r'"--([\w-]+)"', text)}
+    return frozenset(names)
 
 
 def _folder() -> Path:

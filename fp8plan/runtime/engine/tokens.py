@@ -69,12 +69,14 @@ def _refuse_ids(where: str, tokens: Sequence[Any] | np.ndarray, vocabulary: int 
 
 def _all_fit(tokens: Sequence[Any] | np.ndarray, vocabulary: int | None) -> bool:
     """Return True for ids that all fit; False if they have to be looked at one by one."""
+    if not len(tokens):
+        return True
     try:
         ids = np.asarray(tokens)
     except (ValueError, TypeError, RuntimeError):  # lists of other lengths, or a tensor elsewhere
         return False
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        return not len(tokens)
+        return False
     return int(ids.min()) >= 0 and (vocabulary is None or int(ids.max()) < vocabulary)
 
 

@@ -167,8 +167,8 @@ class RolloutFleet(EngineBase):
                           was last sampled, or else `expected_tokens`. They decide only which replica gets a prompt
 
         The requests of a replica that dies are answered by the others, from the start. Raises NotServingError once none
-        is left, while another generate runs, or while the weights must not be used, and ConfigError for a token id that
-        the model has not.
+        is left, while another generate runs, or while the weights must not be used. Raises ConfigError for a token id
+        that the model has not.
         """
         refuse_shut_down(self.state)
         refuse_prompts(prompts, self.state.vocabulary)

@@ -107,8 +107,10 @@ def attributed(
         return ()
     parts: list[Part] = []
     open_causes: list[str] = []  # those that nothing here tells from the rest
+    if synced is not None and not isfinite(synced.k3):  # its log-probs are NaN, and tell nothing
+        synced = None
     engine, left = mismatch if synced is None else synced, total
-    if synced is not None and isfinite(synced.k3):
+    if synced is not None:
         parts.append(_measured((STALENESS,), total - synced.k3))
     elif (stale := _by_version(mismatch)) is not None:
         parts.append(Part((STALENESS,), stale, stale, total, "bounded"))

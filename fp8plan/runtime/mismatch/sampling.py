@@ -100,8 +100,8 @@ class Sampling:
     def of(cls, params: Any, logprobs_mode: str = PROCESSED, **more: Any) -> Self | None:
         """Read the sampling parameters of a rollout; None for None: not known.
 
-        params:        a Sampling, a vLLM SamplingParams, a mapping with vLLM's names (others are passed over, null is
-                       the default), or several of these for one rollout: each field is then the one that changes most
+        params:        a Sampling, a vLLM SamplingParams, or a mapping with vLLM's names. Other names are passed over,
+                       and null is the default. Of several of these each field is the one that changes most
         logprobs_mode: the engine's, unless params is a Sampling or a mapping that has one
         more:          kept_set, trainer_temperature
 
@@ -157,8 +157,8 @@ class Sampling:
     def smallest_kept(self) -> float | None:
         """The least probability mass that a kept set may have: 1 without a cut, top_p for a nucleus, None if unknown.
 
-        The mass is that under the engine's distribution before the cut, after temperature and penalties. What top_k and
-        min_p keep depends on that distribution, and top_p counts only what they leave. `kept_set` changes nothing here.
+        The mass is under the engine's distribution before the cut, after temperature and penalties. The mass that top_k
+        and min_p keep depends on that distribution, so it is unknown. `kept_set` changes nothing here.
         """
         if not self.truncates:
             return 1.0
@@ -227,21 +227,21 @@ class Sampling:
             )
 
     def _cuts(self) -> dict[str, str]:
-        """What cuts the support, in words -> what to type instead."""
-        found = {
+        """Return a word for each parameter that cuts the support -> what to type instead."""
+        cuts = {
             f"top_p {self.top_p:g}": (self.top_p < 1, "top_p=1.0"),
             f"top_k {self.top_k}": (self.top_k > 0, "top_k=0"),
             f"min_p {self.min_p:g}": (self.min_p > 0, "min_p=0.0"),
             "constraints on tokens": (self.constrained, "no min_tokens, bad_words, allowed_token_ids or the like"),
         }
-        return {words: remedy for words, (on, remedy) in found.items() if on}
+        return {words: remedy for words, (on, remedy) in cuts.items() if on}
 
     def _shapes(self) -> dict[str, str]:
-        """What reshapes the distribution, in words -> what to type instead."""
+        """Return a word for each parameter that reshapes the distribution -> what to type instead."""
         neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         values = {name: getattr(self, name) for name in neutral}
-        found = {f"{name} {values[name]:g}": f"{name}={x}" for name, x in neutral.items() if values[name] != x}
-        return found | ({"a logit_bias": "no logit_bias"} if self.logit_bias else {})
+        shapes = {f"{name} {values[name]:g}": f"{name}={x}" for name, x in neutral.items() if values[name] != x}
+        return shapes | ({"a logit_bias": "no logit_bias"} if self.logit_bias else {})
 
 
 def _and(words: Iterable[str]) -> str:

@@ -213,12 +213,13 @@ def to_tensor(values: Array | Sequence[int], name: str = "values") -> torch.Tens
 
     if isinstance(values, torch.Tensor):
         return values.detach()
-    if isinstance(values, np.ndarray):  # torch takes neither read-only memory nor negative strides
-        return torch.from_numpy(np.require(values, requirements=["C", "W"]))
     try:
+        if isinstance(values, np.ndarray):  # torch takes neither read-only memory nor negative strides
+            return torch.from_numpy(np.require(values, requirements=["C", "W"]))
         return torch.as_tensor(values, device="cpu")
     except (RuntimeError, TypeError, ValueError):
         given = "None" if values is None else f"a {type(values).__name__}"
+        given += f" of {values.dtype}" if isinstance(values, np.ndarray) else ""
         raise ConfigError(f"{name} is {given}; allowed: a tensor, an array or a list of numbers") from None
 
 

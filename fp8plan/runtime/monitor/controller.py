@@ -46,8 +46,8 @@ def sounding(decided: Decided, alarms: Collection[Alarm]) -> Decided:
 
 
 def explained(decided: Decided, sampling: Sampling | None) -> Decided:
-    """The decision with what its rollout's sampling does to the ratios in the reason: what biases them for certain, and
-    beside the alarm UNIT_MEAN also what does under a condition.
+    """Return the decision with its rollout's sampling in the reason, where that biases the ratios. Beside the alarm
+    UNIT_MEAN also a sampling that may bias them is there.
     """
     if sampling is None or not (sampling.biased or Alarm.UNIT_MEAN in decided.alarms):
         return decided

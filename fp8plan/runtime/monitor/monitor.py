@@ -58,7 +58,14 @@ if TYPE_CHECKING:
 
 
 class _Context(NamedTuple):
-    """Facts about a step beside its log-probs, as `Monitor.step` has them. begun: seconds, by time.perf_counter"""
+    """Facts about a step beside its log-probs.
+
+    number, rollout, fresh: as `Monitor.step` has them
+    begun:    seconds, by time.perf_counter
+    sampling: of the step or else of the Monitor; None: as the rollout says
+    own:      figures of the loop's own
+    synced:   the mismatch under the weights that sampled; None: not known
+    """
 
     number: int
     begun: float
@@ -183,10 +190,10 @@ class Monitor:
                   "critic/rewards/mean". Names of the Monitor's own figures stay its own
 
         Weights made inside torch.inference_mode cannot be used in a loss: use torch.no_grad there.
-        Raises ConfigError for log-probs that do not fit together or are none (above 0), for a mask of other numbers
-        than 0 and 1, for a `number` that is no whole number, for `metrics` that are no numbers, for a `sampling` that
-        vLLM does not take, and for settings that differ between ranks. All ranks raise then, also those whose own batch
-        is fine, and nothing is changed. A malformed rollout is left out of the record, with a warning.
+        Raises ConfigError for log-probs that do not fit together or are none (above 0), and for a mask of other numbers
+        than 0 and 1. Raises it, too, for a `number` that is not whole, `metrics` that are no numbers, a `sampling` that
+        vLLM does not take, and settings that differ between ranks. All ranks raise then, also those whose own batch is
+        fine, and nothing is changed. A malformed rollout is left out of the record, with a warning.
         """
         begun = time.perf_counter()
         sums, synced, refusal = MismatchSums(np.zeros(SIZE)), None, None
@@ -263,8 +270,9 @@ class Monitor:
         return step
 
     def _precision(self) -> str | None:
-        """The precision that the engine runs; None, for the plan's own choice, without an engine or a plan."""
-        return None if self.engine is None or self._plan is None else self.engine.launch.precision
+        """The precision that the engine runs; None without an engine, and where neither plan nor probe expects a KL."""
+        expecting_none = self._plan is None and self._probe is None
+        return None if self.engine is None or expecting_none else self.engine.launch.precision
 
     def _follow_precision(self) -> None:
         """After a step down, expect the KL of the precision that runs now."""
@@ -283,15 +291,18 @@ class Monitor:
 
     def _expectation(self) -> Expected | None:
         """The KL that the probe, or else the plan, expects of the precision that runs."""
-        running = self.engine.launch.precision if self.engine is not None else getattr(self.facts, "precision", None)
-        probed = None if self._probe is None else self._probe.precisions.get(running or "")
-        if probed is not None and probed.error is None:
-            return Expected(*probed.kl_k3)
+        if self._probe is not None:
+            facts = self._witness.running() if self.engine is None else None
+            running = self._precision() if facts is None else facts.precision
+            probed = self._probe.precisions.get(running or "")
+            if probed is not None and probed.error is None:
+                return Expected(*probed.kl_k3)
         return None if self._plan is None else expected_by(self._plan, self._precision())
 
     def _has_experts(self) -> bool:
         """Return True if the model is known to have experts."""
-        model = self._plan.model if self._plan is not None else getattr(self.facts, "model", None)
+        facts = self._witness.running() if self.engine is None else None
+        model = self._plan.model if self._plan is not None else getattr(facts, "model", None)
         try:
             return model is not None and bool(ModelShape.from_hf(model).parts_of(Experts))
         except ConfigError:  # a model that is not planned

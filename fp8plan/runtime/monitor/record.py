@@ -126,7 +126,7 @@ def own_metrics(given: Mapping[str, Any] | None) -> Metrics:
     if not isinstance(given, Mapping):
         raise ConfigError(f"metrics is a {type(given).__name__}; allowed: a mapping of names to numbers, or None")
     for name, value in given.items():
-        if not (isinstance(name, str) and (is_number(value, finite=False) or value != value)):
+        if not (isinstance(name, str) and is_number(value, finite=False, nan=True)):
             raise ConfigError(f"metrics has {name!r}: {value!r:.60}; allowed: names and numbers, as {{'reward': 0.5}}")
     return {name: float(value) for name, value in given.items()}
 

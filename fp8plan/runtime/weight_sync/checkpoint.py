@@ -40,13 +40,13 @@ def checkpoint_manifest(folder: str | Path) -> Manifest | None:
         return None
     from safetensors import safe_open
 
-    found = []
+    entries = []
     for path in files:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 -- not a dict
                 tensor = file.get_slice(name)
-                found.append(Entry(name, SAFETENSORS_DTYPES.get(tensor.get_dtype(), ""), tuple(tensor.get_shape())))
-    return tuple(found)
+                entries.append(Entry(name, SAFETENSORS_DTYPES.get(tensor.get_dtype(), ""), tuple(tensor.get_shape())))
+    return tuple(entries)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -73,11 +73,11 @@ def not_zero(folder: Path, parts: Collection[Part]) -> list[str]:
     """
     from safetensors import safe_open
 
-    found = []
+    names = []
     for path in _files(folder):
         with safe_open(path, "pt") as file:
             held = set(file.keys())
             for name, box in parts:
                 if name in held and file.get_tensor(name)[tuple(slice(*extent) for extent in box or ())].any():
-                    found.append(name)
-    return list(dict.fromkeys(found))
+                    names.append(name)
+    return list(dict.fromkeys(names))

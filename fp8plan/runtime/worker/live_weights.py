@@ -129,9 +129,9 @@ class LiveWeights:
     def _refuse_content(self, running: _Running) -> None:
         """Raises ConfigError for what no policy holds.
 
-        That is NaN and Inf, and a matrix of zeros which the checkpoint has otherwise: a trainer has sent what it has
-        not gathered, or lost. Zeros that training begins with (biases, gates, new parts) are zeros in the checkpoint,
-        too, and vectors are never refused. Without the checkpoint's files here, only zeros in all matrices are.
+        That is NaN, Inf, and a matrix of zeros which the checkpoint has otherwise: the trainer has not gathered it, or
+        has lost it. Zeros that training begins with (biases, gates, new parts) are zeros in the checkpoint, too.
+        Vectors are never refused. Without the checkpoint's files here, zeros are refused only if all matrices are zero.
         """
         import torch
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import PROMPTS, VOCABULARY, generate, started
@@ -68,6 +69,13 @@ def test_arrays_are_prompts_too() -> None:
     refuse_prompts([{"prompt_token_ids": np.arange(5)}], VOCABULARY)
     with pytest.raises(ConfigError, match="token 4 is id 2000; allowed"):
         refuse_prompts([{"prompt_token_ids": np.array([1, 2, 3, 4, 2000], dtype=np.uint32)}], VOCABULARY)
+
+
+def test_an_empty_prompt_has_no_wrong_id_and_is_refused_by_its_length() -> None:
+    for empty in ([], np.zeros(0, np.int64), torch.zeros(0, dtype=torch.long)):
+        refuse_prompts([{"prompt_token_ids": empty}], VOCABULARY)
+        with pytest.raises(ConfigError, match="scored: prompt 0 has 0 tokens; allowed: 1 or more"):
+            refuse_tokens("scored", [empty], VOCABULARY)
 
 
 @pytest.mark.parametrize("prompts", ["text", ["text", "more"], {"prompt": "text"}, [], iter([[5]]), None, 7, [{}]])

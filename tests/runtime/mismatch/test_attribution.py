@@ -156,6 +156,16 @@ def test_the_sentence_names_the_largest_first() -> None:
     assert sentence([]) == ""
 
 
+def test_synced_log_probs_that_are_nan_tell_nothing() -> None:
+    chance = torch.Generator().manual_seed(0)
+    rollout = -2 * torch.rand(16, 50, generator=chance)
+    train = rollout + 0.1 * torch.randn(rollout.shape, generator=chance)
+    whole = measure(pack(train, rollout)).metrics()
+    broken = measure(pack(train * math.nan, rollout)).metrics()
+    for sampling in (None, Sampling(), Sampling(top_p=0.8)):
+        assert attributed(whole, synced=broken, sampling=sampling) == attributed(whole, sampling=sampling)
+
+
 def test_without_a_figure_there_is_no_part() -> None:
     nothing = torch.full((2, 4), math.nan)
     assert attributed(measure(pack(nothing, nothing, torch.ones(2, 4))).metrics()) == ()

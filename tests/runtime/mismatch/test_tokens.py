@@ -127,9 +127,11 @@ def test_a_view_that_is_not_contiguous() -> None:
         ((TRAIN[0], ROLLOUT[0], None, [3]), "lengths sum up to 3"),
         ((TRAIN[0], ROLLOUT[0], None, [5, -1]), "0 or more"),
         ((TRAIN[None], ROLLOUT[None]), "allowed: padded"),
+        ((np.array([[None, 1.0]]), ROLLOUT), "train_logprobs is a ndarray of object; allowed: a tensor, an array"),
+        ((TRAIN, np.array([["a"]])), "rollout_logprobs is a ndarray of <U1; allowed: a tensor, an array"),
     ],
 )
-def test_shapes_that_do_not_agree(arguments: tuple[Any, ...], says: str) -> None:
+def test_what_does_not_fit_is_refused(arguments: tuple[Any, ...], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         pack(*arguments)
 

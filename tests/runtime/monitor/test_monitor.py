@@ -46,6 +46,8 @@ from fp8plan.runtime.monitor.monitor import Monitor
 from fp8plan.runtime.monitor.record import Step
 from fp8plan.runtime.monitor.run_file import RunReader
 from fp8plan.runtime.monitor.sinks import Callback, JsonLines
+from fp8plan.runtime.probe.intervals import Interval
+from fp8plan.runtime.probe.results import Probed
 from fp8plan.schemas import RunRecord, checked
 
 FACTS = EngineFacts("Qwen/Qwen3-0.6B", "h200_sxm", "0.26.0", "fp8_block+fp8_kv", EngineLimits(max_num_seqs=64))
@@ -171,13 +173,15 @@ def test_the_fields_of_a_rollout_record_do_as_well_as_an_observation() -> None:
     assert (other["boot"], other["response_lengths"]) == ("a1", one["response_lengths"])
 
 
-@pytest.mark.parametrize("metrics", [{"reward": "high"}, {"reward": None}, {3: 0.5}, [("reward", 0.5)]])
+@pytest.mark.parametrize(
+    "metrics", [{"reward": "high"}, {"reward": None}, {"reward": np.ones(2)}, {3: 0.5}, [("reward", 0.5)]]
+)
 def test_figures_of_the_loop_that_are_no_numbers_are_refused(metrics: Any) -> None:
     monitor = Monitor()
     with pytest.raises(ConfigError, match=r"metrics (has|is a) .*; allowed: "):
         monitor.step(*batch(0), metrics=metrics)
     assert monitor.steps == 0
-    assert monitor.step(*batch(0), metrics={"reward": float("nan")}).metrics["reward"] != 0  # a step stops for none
+    assert monitor.step(*batch(0), metrics={"reward": float("nan")}).metrics["reward"] is None  # a step stops for none
 
 
 def test_without_a_guard_the_speed_is_told_and_what_runs() -> None:
@@ -236,6 +240,29 @@ class Launched(Engine):
 
 KLS = {"bf16": 0.001, "fp8_block": 0.02, "fp8_block+fp8_kv": 0.2}
 PLAN = plan(choices=tuple(choice(name, kl_k3=kl / 2, kl_k3_high=kl) for name, kl in KLS.items()), chosen=2)
+
+
+def probe_of(**kls: float) -> Any:
+    """A probe of precisions with these KLs."""
+    ends = {name: Interval(kl, kl / 2, 2 * kl) for name, kl in kls.items()}
+    return SimpleNamespace(precisions={name: Probed(name, figures={"kl_k3": x}) for name, x in ends.items()})
+
+
+def test_a_probe_says_what_kl_to_expect_of_the_precision_that_runs() -> None:
+    """Of an engine, also after a step down and without a plan; and of the guard's facts without an engine."""
+
+    def expected(monitor: Monitor) -> float:
+        part = monitor.step(*batch(), fresh=True, sampling={}).attribution[-2]
+        assert (part.causes[0], part.how) == ("precision", "expected")
+        return part.kl
+
+    probe, engine = probe_of(bf16=1e-7, fp8_block=1e-6), Launched("fp8_block")
+    monitor = Monitor(engine=engine, probe=probe)  # type: ignore[arg-type]
+    assert expected(monitor) == 1e-6
+    engine.launch.precision = "bf16"  # stepped down
+    assert expected(monitor) == 1e-7
+    guarded = Monitor(guard=Guard(FACTS), probe=probe_of(**{FACTS.precision: 1e-5}))
+    assert expected(guarded) == 1e-5
 
 
 @pytest.mark.parametrize("controller", [AdaptiveThresholds(), LeastErrorThresholds(), ConstantThresholds()])

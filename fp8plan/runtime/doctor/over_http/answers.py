@@ -180,7 +180,7 @@ class Choice(Struct):
 
 
 class Details(Struct):
-    """Where a prompt's tokens came from."""
+    """The origin of a prompt's tokens."""
 
     cached_tokens: int | None = None
 
@@ -200,10 +200,10 @@ class Completion(Struct):
 
 def samples(text: str) -> Samples:
     """Read vLLM's metrics from a page of Prometheus's text format."""
-    found: dict[str, list[tuple[dict[str, str], str]]] = {}
+    by_name: dict[str, list[tuple[dict[str, str], str]]] = {}
     for name, labels, value in SAMPLE.findall(text):
-        found.setdefault(name, []).append((dict(LABEL.findall(labels)), value))
-    return found
+        by_name.setdefault(name, []).append((dict(LABEL.findall(labels)), value))
+    return by_name
 
 
 def total(metrics: Samples, name: str) -> int:
@@ -245,9 +245,9 @@ def facts_of(info: Info, metrics: Samples) -> dict[str, Any]:
     return plain(facts) | ({"kv_cache_dtype": cache[0]} if cache and cache[0] else {})
 
 
-def plain(told: Struct) -> dict[str, Any]:
-    """Return the fields that were told, as plain data."""
-    fields: dict[str, Any] = msgspec.to_builtins(told)
+def plain(answer: Struct) -> dict[str, Any]:
+    """Return the fields that the server answered, as plain data."""
+    fields: dict[str, Any] = msgspec.to_builtins(answer)
     return fields
 
 

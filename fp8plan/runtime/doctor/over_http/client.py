@@ -23,7 +23,7 @@ import msgspec
 
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.server.plugin import PROBE
+from fp8plan.runtime.server.plugin import API_KEY, PROBE, authorization
 from fp8plan.schemas import checked
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ TIMEOUT_S: Final = 120.0  # for everything that one doctor asks
 PAGE_S: Final = 20.0  # for a page, which costs a server nothing
 MOST_BYTES: Final = 1 << 26  # of one answer: log-probs of 256 tokens with 20 alternatives are 300 kB
 # vLLM's server takes the first for its --api-key, and vLLM's own clients (`vllm chat`, `vllm bench serve`) the second.
-KEYS: Final = ("VLLM_API_KEY", "OPENAI_API_KEY")
+KEYS: Final = (API_KEY, "OPENAI_API_KEY")
 GIVE_URL: Final = "give the URL of a vllm serve that runs"
 
 
@@ -108,7 +108,8 @@ class Server:
             request.add_header("Content-Type", "application/json")
             request.add_header("X-Request-Id", f"{PROBE}-{uuid4().hex}")
         if self._key is not None:
-            request.add_unredirected_header("Authorization", f"Bearer {self._key}")  # not for another server
+            for name, value in authorization(self._key).items():
+                request.add_unredirected_header(name, value)  # not for another server
         left = until - monotonic()
         if left <= 0:
             raise TimeoutError
