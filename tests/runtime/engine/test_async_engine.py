@@ -115,7 +115,7 @@ def test_syncs_alternate_between_two_sets_of_weights(kind: str, precision: str) 
             await engine.sync_weights(weights(kind, "a"), kv_prompts=CALIBRATION)
         await running
         for wrong in ({"seed": 2**70}, {"seed": 2**64 - 1, "n": 3}):  # they leave nothing that forbids a sync
-            with pytest.raises(ConfigError, match="cannot be sent to the engine: .*allowed: whole numbers of 64 bits"):
+            with pytest.raises(ConfigError, match=r"cannot be sent to the engine: .*allowed: whole numbers of 64 bits"):
                 await one(engine, PROMPTS[0], tokens=240, **wrong)
             assert engine._busy() == 0
         measuring = asyncio.create_task(engine.recalibrate_kv(kv_prompts=CALIBRATION))
