@@ -89,7 +89,8 @@ class Front:
         self._measuring = False
         self._entering = 0  # requests that may generate, of which vLLM has not shown an output yet
         self._under_way: list[str] = []  # calls that keep the workers, which answer nothing else meanwhile
-        self._answered: dict[str, Any] = {}  # the last that they have answered of their status
+        self._kept = asyncio.Event()  # there are such calls
+        self._answered: dict[str, Any] = {}  # the last that they have answered
         self._sequences: deque[list[int]] = deque(maxlen=CALIBRATION_SEQUENCES)
 
     @classmethod
@@ -112,9 +113,14 @@ class Front:
         """Return what runs and what its weights are (runtime.server.status). While the workers are kept by a call, such
         as one that waits for a trainer, it is what they have answered before."""
         if not self._under_way:
-            name_of = getattr(self.engine, "get_weight_version", None)
-            worker = (await self._drive(rpc("fp8plan_status")))[0]
-            self._answered = {"worker": worker, "named": await name_of() if name_of else None}
+            asking, kept = asyncio.create_task(self._ask()), asyncio.create_task(self._kept.wait())
+            try:
+                await asyncio.wait({asking, kept}, return_when=asyncio.FIRST_COMPLETED)
+                if asking.done():
+                    self._answered = asking.result()
+            finally:
+                asking.cancel()
+                kept.cancel()
         cache = self.engine.vllm_config.cache_config
         return status_of(
             self.state,
@@ -184,6 +190,12 @@ class Front:
             await self._drive(rpc("fp8plan_set_kv_scales", self.state.kv_scales))
 
     # ------------------------------------------------------------------------------------ how
+
+    async def _ask(self) -> dict[str, Any]:
+        """Return what the workers say of their weights, and the client's name of these."""
+        name_of = getattr(self.engine, "get_weight_version", None)
+        worker = (await self._drive(rpc("fp8plan_status")))[0]
+        return {"worker": worker, "named": await name_of() if name_of else None}
 
     def _outputs(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
         """Return the outputs of a request that may generate."""

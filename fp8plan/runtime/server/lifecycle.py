@@ -56,10 +56,13 @@ class LifecycleFront(Front):
     async def _called(self, name: str, *args: Any, **kwargs: Any) -> None:
         """Call vLLM's own. The status says so meanwhile, as the workers do not."""
         self._under_way.append(name)
+        self._kept.set()
         try:
             await self._own[name](*args, **kwargs)
         finally:
             self._under_way.remove(name)
+            if not self._under_way:
+                self._kept.clear()
 
     async def _release(self) -> None:
         """End what vLLM's workers still count as an open update."""

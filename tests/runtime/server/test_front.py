@@ -19,8 +19,10 @@ class Engine:
     """It tokenises a prompt for as long as it is not told to go on; vLLM counts the request only from then on."""
 
     vllm_config = SimpleNamespace(
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-        model_config=SimpleNamespace(max_model_len=16, get_vocab_size=lambda: 8, is_multimodal_model=False),
+        cache_config=SimpleNamespace(cache_dtype="auto", num_gpu_blocks=4, block_size=16),
+        model_config=SimpleNamespace(
+            model="a-model", max_model_len=16, get_vocab_size=lambda: 8, is_multimodal_model=False
+        ),
     )
     output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: 0)
 
@@ -123,3 +125,38 @@ def test_requests_are_counted_by_their_sampling_and_probes_are_not() -> None:
         assert await ask({"top_k": 5}) == Sampling(top_p=0.9, temperature=0.5)
 
     asyncio.run(meeting())
+
+
+def test_the_status_answers_while_the_workers_wait_for_a_trainer() -> None:
+    """Also one that was asked just before they began to wait; and afterwards they are asked again."""
+
+    async def meeting() -> None:
+        engine = Engine()
+        arrives, asked = asyncio.Event(), list[str]()
+
+        async def update_weights() -> None:
+            await arrives.wait()
+
+        async def collective_rpc(method: str, **_: Any) -> list[dict[str, Any]]:
+            asked.append(method)
+            if front._under_way or len(asked) == 2:
+                await arrives.wait()  # a worker does one thing after another
+            return [{"ok": {"version": len(asked), "refusal": None, "last_update": None, "kv_scales": {}}}]
+
+        engine.update_weights, engine.collective_rpc = update_weights, collective_rpc  # type: ignore[attr-defined, method-assign, assignment]
+        front = LifecycleFront(engine)
+        assert (await front.status())["weights"]["version"] == 1
+        early = asyncio.create_task(front.status())  # its question reaches the worker second
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        update = asyncio.create_task(front.update_weights())
+        for found in (await early, await front.status()):
+            assert found["weights"]["version"] == 1
+        assert (await front.status())["under_way"] == ["update_weights"]
+        assert len(asked) == 2
+        arrives.set()
+        await update
+        assert (await front.status())["under_way"] == []
+        assert (await front.status())["weights"]["version"] > 1
+
+    asyncio.run(asyncio.wait_for(meeting(), 30))
