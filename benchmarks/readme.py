@@ -24,6 +24,7 @@ import verl_outputs  # noqa: E402
 from control import report as control_report  # noqa: E402
 from learning import changes  # noqa: E402
 from learning.evidence.tables import tables as learning_tables  # noqa: E402
+from silent_failures import table as silent_failures  # noqa: E402
 from tables import accuracy, baselines, correction_gpu, fleet, markdown, probe, trainers, weight_sync  # noqa: E402
 
 import fp8plan  # noqa: E402
@@ -106,6 +107,7 @@ def blocks() -> dict[str, str]:
     made |= {"trl on GPUs": trainers.trl(), "fleet on GPUs": fleet.committed()}
     made["probe"] = probe.table()
     made["odd inputs"] = odd_inputs.table()
+    made |= {"silent failures": silent_failures.table(), "silent failures by outcome": silent_failures.summary()}
     made["control"] = control_report.short_table()
     made["change ratios"] = changes.committed()
     made["probe of smollm2"] = probe.table(probe.SMOLLM2)
