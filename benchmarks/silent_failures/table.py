@@ -1,5 +1,4 @@
-"""The list of reports, and what was seen of each failure once it was injected, as docs/evidence/silent_failures.md shows
-them.
+"""The reports, and what was seen of each failure once it was injected, as docs/evidence/silent_failures.md has them.
 
 reports.json has a failure a line: `reports` are issues and pull requests as owner/repo#number, `names` the names of
 alarms, faults and errors that say which failure it is. results/silent_failures.jsonl has what was seen.
