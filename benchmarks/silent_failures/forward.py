@@ -1,4 +1,4 @@
-"""A loop without an engine: rollouts are sampled in torch, by the policy in BF16 with FP8 weights. Seconds, for tests.
+"""A loop without an engine: rollouts are sampled in torch, by the policy with FP8 weights. Seconds, for tests.
 
 Both sides of every pair come from a forward pass, as with an engine.
 """
@@ -22,7 +22,7 @@ class ForwardLab(Lab):
     """The lab without an engine: there is a Monitor, and no doctor."""
 
     def __init__(self) -> None:
-        self._sampler = Policy("dense").model.bfloat16()
+        self._sampler = Policy("dense").model
         with torch.no_grad():
             for name, parameter in self._sampler.named_parameters():
                 if name.endswith("proj.weight"):
@@ -30,6 +30,7 @@ class ForwardLab(Lab):
         super().__init__(Policy("dense"), None, self._rolled)
 
     def _rolled(self, prompts: Sequence[Sequence[int]], sampling: dict[str, Any]) -> list[Rollout]:
+        torch.set_num_threads(1)
         torch.manual_seed(sampling.get("seed", 0))
         longest = max(map(len, prompts))
         rows = torch.tensor([[PADDING] * (longest - len(prompt)) + list(prompt) for prompt in prompts])

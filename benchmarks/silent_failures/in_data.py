@@ -119,17 +119,13 @@ def masked_as_one(seen: Example) -> Example:
 
 
 def top_instead_of_sampled(lab: Lab) -> None:
-    """The engine's log-prob of the likeliest token, as the policy in BF16 gives it."""
-    lab.policy.model.bfloat16()
-    best: Logprobs = []
-    for one in lab.healthy.rollouts:
-        with torch.no_grad():
-            logits = lab.policy.model(torch.tensor([[*one.prompt, *one.response]])).logits[0, len(one.prompt) - 1 : -1]
-        best.append(torch.log_softmax(logits.float(), -1).amax(-1))
-    lab.policy.model.float()
-    lab.policy.load(lab.first)
-    seen = [one._replace(logprobs=row.tolist()) for one, row in zip(lab.healthy.rollouts, best, strict=True)]
-    lab.last(seen)
+    """The likeliest token's log-prob, as the policy gives it."""
+
+    def likeliest(rows: torch.Tensor) -> torch.Tensor:
+        return torch.log_softmax(rows, -1).amax(-1, keepdim=True).expand_as(rows)
+
+    best = lab.policy.scores(lab.healthy.rollouts, softmax=likeliest)
+    lab.last([one._replace(logprobs=row.tolist()) for one, row in zip(lab.healthy.rollouts, best, strict=True)])
 
 
 def minus_inf(seen: Example) -> torch.Tensor:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, Final
 
 import fp8plan
 from fp8plan import Scored
 from fp8plan.errors import Fp8PlanError
+from fp8plan.runtime.controller.alarms import MEANINGS
+from fp8plan.runtime.controller.state import Alarm
 
 from .policy import Example, Logprobs, Policy, Rollout, example
 
@@ -41,6 +44,9 @@ class Signs:
 
     known: set[tuple[str, str]] = field(default_factory=set)
     found: dict[tuple[str, str], Sign] = field(default_factory=dict)
+
+    def alarm(self, alarm: Alarm | str) -> None:
+        self.add("alarm", str(alarm), MEANINGS[Alarm(alarm)].says)
 
     def add(self, source: str, name: str, says: str = "") -> None:
         if (source, name) not in self.known:
@@ -73,17 +79,15 @@ class Lab:
     def step(self, rollouts: Sequence[Rollout] | Example, scores: Logprobs | None = None, **more: Any) -> Any:
         """One step of the Monitor. scores: the trainer's; None: its own of those rollouts; more: as Monitor.step"""
         seen = rollouts if isinstance(rollouts, Example) else self.example(rollouts, scores)
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they say of alarms what is kept here
             found = self._monitor.step(seen.train, seen.rollout, seen.mask, **more)
-        self.kl.append(float(found.mismatch.k3))
+        if isfinite(found.mismatch.k3):
+            self.kl.append(float(found.mismatch.k3))
         for alarm in found.decided.alarms:
-            self.signs.add("alarm", alarm.value, found.decided.reason)
+            self.signs.alarm(alarm)
         if found.decided.decision == "no_data":
             self.signs.add("decision", "no_data", found.decided.reason)
-        for one in warned:
-            if "fp8plan" in str(one.filename):
-                self.signs.add("warning", type(one.message).__name__, str(one.message))
         return found
 
     def last(self, *batches: Sequence[Rollout] | Example, **more: Any) -> None:

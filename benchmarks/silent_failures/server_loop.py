@@ -64,7 +64,7 @@ class ServeLab(Lab):
         try:
             super().attempt(act)
         except requests.HTTPError as error:
-            self.signs.add("refusal", f"status {error.response.status_code}", error.response.text)
+            self.signs.add("refusal", type(error).__name__, error.response.text)
 
     def scales(self) -> dict[str, list[float]]:
         """The KV scales of each layer: q, k, v."""

@@ -6,10 +6,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shutil import copy
 from typing import Any, Final
 
 import torch
-from trl_runs import started
+from frozen_imports import freeze_imports
+from trl_runs import SETTINGS, model, share_of_even
 
 import fp8plan
 from fp8plan.errors import Fp8PlanError
@@ -18,8 +20,9 @@ from .lab import Failure, Signs, row_of
 from .own_loop import put_kv_scales
 from .policy import RATE, checkpoint
 
-STEPS: Final = 3
-TRAINING: Final = {"learning_rate": RATE, "temperature": 0.8, "max_steps": STEPS}
+STEPS: Final = 4
+TRAINING: Final = SETTINGS | {"learning_rate": RATE, "temperature": 0.8, "max_steps": STEPS}
+PROMPT: Final = 132  # tokens, longer than a block of the KV cache
 
 
 class Kept:
@@ -47,7 +50,6 @@ class TrlLab:
         self._first = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
         self._begun = trainer.monitor.state
         self._undo: list[Callable[[], None]] = []
-        self.dropout(0.0)
         self.train()
         self.examine()
         self.signs = Signs(known=set(self.signs.found))
@@ -68,7 +70,7 @@ class TrlLab:
         self.trainer.train()
         for record in self.kept.records[before:]:
             for alarm in record["alarms"]:
-                self.signs.add("alarm", alarm, record["reason"])
+                self.signs.alarm(alarm)
             if record["decision"] == "no_data":
                 self.signs.add("decision", "no_data", record["reason"])
 
@@ -106,6 +108,7 @@ class TrlLab:
                 parameter.copy_(self._first[name])
         self.trainer.monitor.state = self._begun
         self.trainer._last_loaded_step = -1
+        self.trainer.optimizer = self.trainer.lr_scheduler = None  # TRL makes others, of the learning rate of now
         self._undo = []
         try:
             failure.inject(self)
@@ -138,17 +141,30 @@ def lab() -> Iterator[TrlLab]:
 
 @contextmanager
 def trainer(folder: Path, kept: Kept, **settings: Any) -> Iterator[Any]:
-    how: dict[str, Any] = {"plan": "auto", "choice": "fp8_kv", "sinks": [kept], "policy": policy(), **TRAINING}
-    with started(folder, **(how | settings)) as made:
+    """fp8plan's GRPOTrainer on the first policy. settings: of GRPOConfig"""
+    from datasets import Dataset
+    from trl import GRPOConfig
+
+    from fp8plan.integrations.trl import GRPOTrainer
+
+    freeze_imports()
+    torch.set_num_threads(1)
+    args = GRPOConfig(output_dir=str(folder), **(TRAINING | settings))
+    rows = [" ".join(f"w{(7 * row + word) % 1000}" for word in range(PROMPT)) for row in range(64)]
+    prompts = Dataset.from_dict({"prompt": rows})
+    made = GRPOTrainer(policy(), share_of_even, args, prompts, plan="auto", choice="fp8_kv", sinks=[kept])
+    try:
+        for module in made.model.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.0
         yield made
+    finally:
+        made.monitor.close()
+        made.rollout_engine.shutdown()
 
 
 def policy() -> str:
     """The folder of the first policy, with a tokenizer."""
-    from shutil import copy
-
-    from trl_runs import model
-
     path, words = checkpoint("plain"), Path(model())
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         if (words / name).exists():
@@ -162,15 +178,12 @@ def configured(failure: Failure, **settings: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             with trainer(Path(folder), kept, **settings) as made:
-                for module in made.model.modules():
-                    if hasattr(module, "attention_dropout"):
-                        module.attention_dropout = 0.0
                 made.train()
         except Fp8PlanError as error:
             signs.add("refusal", type(error).__name__, str(error))
     for record in kept.records:
         for alarm in record["alarms"]:
-            signs.add("alarm", alarm, record["reason"])
+            signs.alarm(alarm)
     return row_of(failure, signs, k3_of(kept.records))
 
 
@@ -201,7 +214,7 @@ def prefix_cache_not_reset(lab: TrlLab) -> None:
 
 
 def trainer_temperature(lab: TrlLab) -> None:
-    lab.put(lab.trainer, "temperature", 1.0)
+    lab.put(lab.generation, "temperature", 0.5)
 
 
 def dropout_on(lab: TrlLab) -> None:
@@ -247,7 +260,7 @@ FAILURES: Final = (
     Failure("engine_of_the_checkpoint", "after each sync the engine has the first weights", engine_of_the_checkpoint),
     Failure("kv_scales_unit", "KV scales are 1.0 after each sync", kv_scales_unit),
     Failure("prefix_cache_not_reset", "a sync does not reset the prefix cache", prefix_cache_not_reset),
-    Failure("trainer_temperature", "sampled at 0.8, scored at 1", trainer_temperature),
+    Failure("trainer_temperature", "sampled at 0.5, scored at 0.8", trainer_temperature),
     Failure("dropout_on", "dropout of 0.1 in attention", dropout_on),
     Failure(
         "nan_weights",
