@@ -9,9 +9,8 @@ import torch
 from . import own_loop as inside
 from .lab import PROMPTS, Failure
 from .own_loop import OwnLab
-from .policy import RATE
 
-LONG = [prompt * 3 for prompt in PROMPTS if 43 < len(prompt) < 64] * 8  # longer than a block of the KV cache
+LONG = [[(7 * n + 31 * row) % 1000 for n in range(129)] for row in range(8, 32)]  # a block of the KV cache, and a token
 K, V = "model.layers.1.self_attn.k_proj", "model.layers.1.self_attn.v_proj"
 
 
@@ -28,10 +27,10 @@ def lora_never_sent(lab: OwnLab) -> None:
 
 
 def lora_twice(lab: OwnLab) -> None:
-    base = lab.policy.tensors()
+    base = lab.policy.tensors(torch.float32)
     lab.learn()
-    merged = lab.policy.tensors()
-    lab.sync({name: merged[name] + (merged[name] - base[name]) for name in merged})
+    merged = lab.policy.tensors(torch.float32)
+    lab.sync({name: (2 * merged[name] - base[name]).bfloat16() for name in merged})
     lab.go_on()
 
 
@@ -137,18 +136,16 @@ def kv_scales_zero(lab: OwnLab) -> None:
 def kv_scales_stale(lab: OwnLab) -> None:
     """Keys grow by 6, values by 6, and the scales stay."""
     kept = {layer: [parts[part] for part in "qkv"] for layer, parts in lab.engine.kv_scales().items()}
-    with torch.no_grad():
-        for name, parameter in lab.policy.model.named_parameters():
-            if "k_norm" in name or "v_proj" in name:
-                parameter.mul_(6)
+    lab.grow(6)
     lab.sync()
     lab.engine.llm.collective_rpc("fp8plan_set_kv_scales", args=(kept,))
     lab.go_on()
 
 
 def prefix_cache_not_reset(lab: OwnLab) -> None:
+    """Keys and values have grown threefold since the prompts were cached."""
     lab.roll(LONG, seed=1)
-    lab.learn(rate=10 * RATE)
+    lab.grow(3)
     lab.engine._reset_prefix_cache = lambda: None
     lab.sync()
     lab.last(lab.roll(LONG, seed=2))
@@ -244,7 +241,7 @@ DENSE = (
     Failure("kv_scales_zero", "all KV scales are 1e-6", kv_scales_zero),
     Failure(
         "prefix_cache_not_reset",
-        "8 updates ten times as large; the sync does not reset the prefix cache",
+        "keys and values grow threefold; the sync does not reset the prefix cache",
         prefix_cache_not_reset,
     ),
     Failure("mixed_versions", "8 updates and a sync in the middle of each response", mixed_versions),

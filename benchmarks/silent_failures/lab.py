@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, Final
 
+import torch
+
 import fp8plan
 from fp8plan import Scored
 from fp8plan.errors import Fp8PlanError
@@ -63,7 +65,7 @@ class Lab:
 
     def __init__(self, policy: Policy, engine: Any, generate: Callable[..., list[Rollout]]) -> None:
         self.policy, self.engine, self._generate = policy, engine, generate
-        self.first = {name: tensor.clone() for name, tensor in policy.tensors().items()}
+        self.first = policy.tensors()
         self.signs = Signs()
         self.kl: list[float] = []
         self._healthy: list[Example] = []
@@ -98,6 +100,13 @@ class Lab:
 
     def example(self, rollouts: Sequence[Rollout], scores: Logprobs | None = None) -> Example:
         return example(rollouts, self.policy.scores(rollouts) if scores is None else scores)
+
+    def grow(self, factor: float) -> None:
+        """Let the policy's keys and values grow, as in a long training."""
+        with torch.no_grad():
+            for name, parameter in self.policy.model.named_parameters():
+                if "k_norm" in name or "v_proj" in name:
+                    parameter.mul_(factor)
 
     def doctor(self, scores: Callable[[list[Rollout]], Logprobs] | None = None, **given: Any) -> None:
         """Ask the doctor, where there is an engine.

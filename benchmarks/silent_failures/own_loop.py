@@ -10,7 +10,7 @@ import torch
 from tiny_models import started
 
 from .lab import Lab, cut
-from .policy import RATE, Policy, Rollout, checkpoint
+from .policy import Policy, Rollout, checkpoint
 
 PRECISION: Final = "fp8_block+fp8_kv"
 RESPONSE: Final = 48  # tokens at most
@@ -37,9 +37,9 @@ class OwnLab(Lab):
         """Send the policy's weights, or others."""
         return self.engine.sync_weights(self.policy.tensors() if tensors is None else tensors)
 
-    def learn(self, updates: int = UPDATES, rate: float = RATE) -> None:
-        """Train on the healthy batch. rate: of Adam"""
-        self.policy.learn(self.healthy.rollouts, updates, rate)
+    def learn(self, updates: int = UPDATES) -> None:
+        """Train on the healthy batch."""
+        self.policy.learn(self.healthy.rollouts, updates)
 
     def go_on(self, **sampling: Any) -> None:
         """The run as it is now, then the doctor, with the trainer's weights."""

@@ -84,11 +84,11 @@ class Policy:
         for layer in model.model.layers:
             layer.self_attn.o_proj.register_parameter("bias", None)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
         """What a sync sends, under the checkpoint's names; fresh tensors, to be changed at will."""
         found = {}
         for name, tensor in self.model.named_parameters():
-            found |= {part: x.detach().bfloat16().clone() for part, x in of_checkpoint(name, tensor).items()}
+            found |= {part: x.detach().to(dtype, copy=True) for part, x in of_checkpoint(name, tensor).items()}
         return found
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -98,9 +98,9 @@ class Policy:
                 for part, view in of_checkpoint(name, parameter).items():
                     view.copy_(tensors[part])
 
-    def learn(self, rollouts: Sequence[Rollout], steps: int = 1, rate: float = RATE) -> None:
+    def learn(self, rollouts: Sequence[Rollout], steps: int = 1) -> None:
         """Take steps of policy gradient; the reward is the share of even tokens."""
-        optimizer = torch.optim.Adam(self.model.parameters(), lr=rate)
+        optimizer = torch.optim.Adam(self.model.parameters(), lr=RATE)
         rewards = torch.tensor([sum(t % 2 == 0 for t in one.response) / len(one.response) for one in rollouts])
         for _ in range(steps):
             scored = self.scores(rollouts, grad=True)
