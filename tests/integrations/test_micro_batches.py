@@ -75,7 +75,7 @@ def test_figures_of_a_micro_batch_are_numbers_whatever_is_in_it() -> None:
         ({"mode": "mis", "band": [2.0, 0.5]}, "band is (2.0, 0.5); allowed: (low, high)"),
         ({"target_kl": 0.01}, 'target_kl with constant thresholds, which have none; allowed: thresholds "adaptive"'),
         ({"plan": "no.json"}, "fp8plan plan MODEL --gpu GPU --json plan.json"),
-        ({"sampling": {"topp": 0.9}}, "have topp; allowed: temperature, top_p"),
+        ({"sampling": {"topp": 0.9}}, "takes no topp (did you mean top_p?); allowed: temperature, top_p"),
         ({"sampling": {"top_p": 9}}, "top_p is 9.0; allowed: above 0, 1 at most"),
         ({"sampling": 0.9}, "sampling is 0.9; allowed: an object with named fields"),
         ([1], "are a list; allowed: a JSON object"),
