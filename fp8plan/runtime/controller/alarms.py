@@ -82,9 +82,10 @@ class AlarmLimits:
                 top-p or a temperature that the log-probs do not know shows here, and so does a wrong log-prob
     invalid:    share of the tokens that came in whose log-prob is NaN or infinite
     lost:       share of the batch's weight that the correction takes away, `Correction.lost_weight`
+    identical:  tokens from which on a batch without any mismatch is no chance; inf for kernels that agree to the bit
 
     Raises ConfigError for what is no number, or at which no alarm can ever sound. tail, invalid and lost are shares;
-    1 switches the alarm off, as inf does for broken_kl, chi2 and mean, and 0 for raw_ess.
+    1 switches the alarm off, as inf does for the others but tail_bound, and 0 for raw_ess.
     """
 
     broken_kl: float = 1.0
@@ -95,9 +96,10 @@ class AlarmLimits:
     mean: float = 0.05
     invalid: float = 0.001
     lost: float = 0.5
+    identical: float = 16.0
 
     def __post_init__(self) -> None:
-        above = {"broken_kl": 0.0, "chi2": 0.0, "mean": 0.0, "tail_bound": 1.0}
+        above = {"broken_kl": 0.0, "chi2": 0.0, "mean": 0.0, "tail_bound": 1.0, "identical": 0.0}
         for name in self.__slots__:
             value, least = getattr(self, name), above.get(name)
             fine = is_number(value, finite=least is None) and (value > least if least is not None else 0 <= value <= 1)
@@ -124,7 +126,7 @@ def alarms(mismatch: Mismatch, kl: float, limit_kl: float, limits: AlarmLimits) 
         Alarm.TAIL: 1.0 - mismatch.kept_fraction(1.0 / bound, bound) > limits.tail,
         Alarm.UNIT_MEAN: not honest(mismatch, limits),
         Alarm.UNITS: honest(mismatch, limits) and _base_ten(mismatch),
-        Alarm.IDENTICAL: mismatch.tokens >= FEW and mismatch.k1 == mismatch.k3 == 0.0,
+        Alarm.IDENTICAL: mismatch.tokens >= limits.identical and mismatch.k1 == mismatch.k3 == 0.0,
         Alarm.INVALID: mismatch.invalid_share > limits.invalid,
     }
     return tuple(alarm for alarm, on in sounding.items() if on)

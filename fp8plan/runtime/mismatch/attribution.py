@@ -184,7 +184,10 @@ def sentence(parts: Sequence[Part | KlPart]) -> str:
     sizes = [(part.kl or 0.0, part.causes) for part in parts]
     total = sum(kl for kl, _ in sizes)
     shown = sorted((size for size in sizes if size[0] > SHOWN * total), key=lambda size: -size[0])
-    words = ", ".join(f"{_short(kl)} {' or '.join(causes)}" for kl, causes in shown)
+    if len(shown) == 1:
+        words = " or ".join(shown[0][1])
+    else:
+        words = ", ".join(f"{_short(kl)} {' or '.join(causes)}" for kl, causes in shown)
     return f"KL {_short(total)}: {words}" if words else ""
 
 

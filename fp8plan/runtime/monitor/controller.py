@@ -47,11 +47,12 @@ def sounding(decided: Decided, alarms: Collection[Alarm]) -> Decided:
 
 def explained(decided: Decided, sampling: Sampling | None) -> Decided:
     """Return the decision with its rollout's sampling in the reason, where that biases the ratios. Beside the alarm
-    UNIT_MEAN also a sampling that may bias them is there.
+    UNIT_MEAN also a sampling that may bias them is there. A known bias explains what the alarm UNITS would guess.
     """
     if sampling is None or not (sampling.biased or Alarm.UNIT_MEAN in decided.alarms):
         return decided
-    return replace(decided, reason="; ".join((decided.reason, *sampling.remarks())))
+    alarms = tuple(alarm for alarm in decided.alarms if not (sampling.biased and alarm is Alarm.UNITS))
+    return replace(decided, alarms=alarms, reason="; ".join((decided.reason, *sampling.remarks())))
 
 
 def suited(settings: CorrectionSettings, given: Controller | None, plan: Plan | None = None) -> Controller:

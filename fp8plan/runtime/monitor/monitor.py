@@ -46,6 +46,7 @@ from fp8plan.runtime.monitor.controller import explained, feasible, sounding, su
 from fp8plan.runtime.monitor.record import Step
 from fp8plan.runtime.monitor.sinks import Sink, Sinks, warn
 from fp8plan.runtime.monitor.witness import Witness
+from fp8plan.runtime.probe.results import Probe
 from fp8plan.runtime.vllm_versions import check_torch
 
 if TYPE_CHECKING:
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from fp8plan.runtime.mismatch.metrics import Mismatch
     from fp8plan.runtime.mismatch.tokens import Array
     from fp8plan.runtime.monitor.record import Rollout
-    from fp8plan.runtime.probe.results import Probe
 
 
 class _Context(NamedTuple):
@@ -132,6 +132,8 @@ class Monitor:
         # Each law has a state of its own, which it alone is given.
         self.controller: Any = suited(self.settings, controller, plan)
         self.engine, self.facts, self.group = engine, facts, group
+        if probe is not None:
+            instance("probe", probe, Probe, "fp8plan.probe(...)")
         self._plan, self._probe, self._sampling = plan, probe, Sampling.of(sampling)
         self._expected, self._routed = self._expectation(), self._has_experts()
         self._planned_for = self._precision()

@@ -154,6 +154,7 @@ def test_the_sentence_names_the_largest_first() -> None:
     assert sentence(parts) == "KL 6e-3: 4e-3 staleness, 2e-3 precision or routing"
     assert sentence([msgspec.convert(part.to_dict(), KlPart) for part in parts]) == sentence(parts)
     assert sentence([]) == ""
+    assert sentence([Part(("precision", "rest"), 1.3e-3, 0.0, 1.0, "left over")]) == "KL 1.3e-3: precision or rest"
 
 
 def test_synced_log_probs_that_are_nan_tell_nothing() -> None:

@@ -206,6 +206,8 @@ def test_the_same_tensor_on_both_sides_is_named() -> None:
     train, rollout = policies(length=100)
     assert stepped(train, train.clone())[0].decided.alarms == (Alarm.IDENTICAL,)
     assert stepped(train, rollout)[0].decided.alarms == ()
+    off = ConstantThresholds(limits=AlarmLimits(identical=math.inf))
+    assert stepped(train, train.clone(), controller=off)[0].decided.alarms == ()
 
 
 @settings(max_examples=40, deadline=None)
