@@ -58,6 +58,11 @@ MEANINGS: Final = {
         "give the engine's log-probs as rollout_logprobs, and the trainer's own as train_logprobs; with kernels that "
         "agree to the last bit (batch-invariant ones in both) this is as it should be",
     ),
+    Alarm.PLACEHOLDERS: Meaning(
+        "one side has log-probs of exactly 0.0 where the other is not sure: they were filled in, not computed",
+        "mask tokens that nobody sampled or scored: padding, a tool's output, an EOS that was appended, log-probs that "
+        "were missing",
+    ),
     Alarm.INVALID: Meaning(
         "too many log-probs are NaN or infinite, as those of broken logits are",
         "look for NaN in the engine's logits (weights, KV scales) and in the trainer's; step down if FP8 makes them",
@@ -80,12 +85,13 @@ class AlarmLimits:
     tail:       share of tokens there
     mean:       by how much the mean of the ratios may differ from 1, beyond five of its standard errors. Sampling with
                 top-p or a temperature that the log-probs do not know shows here, and so does a wrong log-prob
+    placeholders: share of the tokens to which one side gives exactly 0.0, and the other a probability below 0.9
     invalid:    share of the tokens that came in whose log-prob is NaN or infinite
     lost:       share of the batch's weight that the correction takes away, `Correction.lost_weight`
     identical:  tokens from which on a batch without any mismatch is no chance; inf for kernels that agree to the bit
 
-    Raises ConfigError for what is no number, or at which no alarm can ever sound. tail, invalid and lost are shares;
-    1 switches the alarm off, as inf does for the others but tail_bound, and 0 for raw_ess.
+    Raises ConfigError for what is no number, or at which no alarm can ever sound. tail, placeholders, invalid and lost
+    are shares; 1 switches the alarm off, as inf does for the others but tail_bound, and 0 for raw_ess.
     """
 
     broken_kl: float = 1.0
@@ -94,6 +100,7 @@ class AlarmLimits:
     tail_bound: float = 10.0
     tail: float = 0.01
     mean: float = 0.05
+    placeholders: float = 0.001
     invalid: float = 0.001
     lost: float = 0.5
     identical: float = 16.0
@@ -127,6 +134,7 @@ def alarms(mismatch: Mismatch, kl: float, limit_kl: float, limits: AlarmLimits) 
         Alarm.UNIT_MEAN: not honest(mismatch, limits),
         Alarm.UNITS: honest(mismatch, limits) and _base_ten(mismatch),
         Alarm.IDENTICAL: mismatch.tokens >= limits.identical and mismatch.k1 == mismatch.k3 == 0.0,
+        Alarm.PLACEHOLDERS: mismatch.placeholder_share > limits.placeholders,
         Alarm.INVALID: mismatch.invalid_share > limits.invalid,
     }
     return tuple(alarm for alarm, on in sounding.items() if on)

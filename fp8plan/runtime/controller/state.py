@@ -36,6 +36,7 @@ class Alarm(StrEnum):
     UNIT_MEAN = "unit_mean"  # the ratios' mean is not 1: they are not those of the policy that sampled
     UNITS = "units"  # the log-probs of both sides look like logarithms to base 10
     IDENTICAL = "identical"  # both sides are the same numbers
+    PLACEHOLDERS = "placeholders"  # too many log-probs of exactly 0.0 that the other side does not share
     INVALID = "invalid"  # too many tokens whose log-prob is NaN or infinite
     LOST = "lost"  # the correction takes most of the batch's weight away
 

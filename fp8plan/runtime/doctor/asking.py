@@ -27,6 +27,11 @@ DECODED: Final = 32
 # and what is enough.
 FEW: Final = 20
 ENOUGH: Final = 1024
+# What a request leaves unset a server fills in from the model's generation_config.json.
+NEUTRAL: Final = {
+    "top_p": 1.0, "top_k": 0, "min_p": 0.0,
+    "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+}  # fmt: skip
 VOCABULARY: Final = 150_000  # where it is not known
 COLDEST, HOTTEST = 0.05, 20.0  # temperatures of a trainer that are looked for
 
@@ -53,7 +58,7 @@ def cached_against_fresh(prompts: Sequence[Sequence[int]]) -> Generator[Call, An
 
 def decode_against_prefill(prompts: Sequence[Sequence[int]]) -> Generator[Call, Any, Compared]:
     """Sample DECODED tokens after each prompt, and compare their log-probs with those of a prefill of all of it."""
-    sample = {"max_tokens": DECODED, "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
+    sample = NEUTRAL | {"max_tokens": DECODED, "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
     outputs = yield Call("generate", (prompts, sample))
     responses = [list(output.outputs[0].token_ids) for output in outputs]
     whole = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]

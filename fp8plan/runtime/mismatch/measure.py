@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fp8plan.runtime.mismatch.tokens import Array, Tokens
 
 
+UNSURE: Final = 0.1  # nats: a probability of 0.9, which no rounding makes of 1
 ROUNDING: Final = 0.01  # nats above 0 that a mean log-prob may have by rounding
 
 
@@ -45,6 +46,7 @@ def measure(tokens: Tokens, versions: Array | Sequence[int] | None = None) -> Mi
         histogram, squares, per_part = by_torch(tokens, cuts)
     sums = MismatchSums(np.zeros(SIZE))
     sums["tokens"], sums["invalid"], sums["ratio_squared"] = len(tokens), tokens.invalid, squares
+    sums["placeholders"] = sum(_placeholders(tokens, part) for part in tokens.chunks())
     sums["ratio"], sums["k3"] = histogram[1].sum(), histogram[2].sum()
     for name, values in zip(("tokens", "ratio", "k3"), histogram, strict=True):
         sums[f"histogram_{name}"] = values
@@ -57,6 +59,12 @@ def measure(tokens: Tokens, versions: Array | Sequence[int] | None = None) -> Mi
         piece = np.searchsorted(pieces, cuts[:-1], side="right") - 1
         per_piece = np.array([np.bincount(piece, row, len(pieces) - 1) for row in per_part])
     return _with_sequences(sums, tokens.lengths.numpy(), per_piece, pieces)
+
+
+def _placeholders(tokens: Tokens, part: slice) -> int:
+    """The number of tokens that one side gives exactly 0.0, where the other side is not sure of them."""
+    certain = (tokens.rollout[part] == 0) | (tokens.train[part] == 0)
+    return int((certain & (tokens.log_ratio[part].abs() > UNSURE)).count_nonzero())
 
 
 def by_torch(tokens: Tokens, pieces: IntArray) -> tuple[FloatArray, float, FloatArray]:

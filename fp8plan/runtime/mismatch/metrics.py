@@ -37,7 +37,7 @@ VERSION_SUMS: Final = ("tokens", "turns", "turns_squared", "k1", "k3")
 
 # log p is the mean log-prob of a sequence; ratio is clamped to e^+-20, k3 is not. An empty sequence has log p = 0.
 _SCALARS: Final = (
-    "tokens", "sequences", "invalid",
+    "tokens", "sequences", "invalid", "placeholders",
     "k1", "k3", "ratio", "ratio_squared",  # over tokens
     "training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl",  # over sequences, from here on
     "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio", "sequence_ratio_squared",
@@ -166,6 +166,7 @@ class Mismatch:
 
     tokens, sequences, invalid: counts; invalid tokens (a log-prob NaN or infinite) are in no figure
     invalid_share: part of the tokens that came in that are invalid; 0 if none came in
+    placeholder_share: part of the tokens to which one side gives exactly 0.0, and the other a probability below 0.9
     k1:            mean of -log ratio: an unbiased estimate of KL(rollout || train), which may be negative
     k3:            mean of ratio - 1 - log ratio, never negative; the same expectation, less variance; not clamped
     k3_robust:     k3 winsorised by |log ratio| at its 99.9% quantile (at least two tokens): no outlier moves it
@@ -185,6 +186,7 @@ class Mismatch:
     sequences: int
     invalid: int
     invalid_share: float
+    placeholder_share: float
     k1: float
     k3: float
     k3_robust: float
@@ -216,6 +218,7 @@ class Mismatch:
             sequences=int(sequences),
             invalid=int(sums["invalid"]),
             invalid_share=sums["invalid"] / max(tokens + sums["invalid"], 1),
+            placeholder_share=sums["placeholders"] * per_token,
             k1=sums["k1"] * per_token,
             k3=sums["k3"] * per_token,
             k3_robust=histogram.robust_k3(counts, sums["histogram_k3"]),

@@ -210,6 +210,24 @@ def test_the_same_tensor_on_both_sides_is_named() -> None:
     assert stepped(train, train.clone(), controller=off)[0].decided.alarms == ()
 
 
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("every", [1, 10, 200])
+def test_log_probs_that_were_filled_in_are_named(side: int, every: int) -> None:
+    sides = list(policies(length=200))
+    assert stepped(*sides)[0].decided.alarms == ()
+    sides[side].view(-1)[::every] = 0.0
+    step, _ = stepped(*sides)
+    assert Alarm.PLACEHOLDERS in step.decided.alarms
+    unsure = (sides[1 - side].view(-1)[::every] < -0.1).sum()
+    assert step.mismatch.placeholder_share == pytest.approx(float(unsure) / 1600)
+
+
+def test_tokens_that_both_sides_are_sure_of_are_no_placeholders() -> None:
+    train, rollout = policies(length=200)
+    train[:, ::2], rollout[:, ::2] = 0.0, -1e-4
+    assert stepped(train, rollout)[0].mismatch.placeholder_share == 0.0
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from([0.5, -100, 2, 17, NAN, -1]),
