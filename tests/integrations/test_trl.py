@@ -235,7 +235,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "trl.md").read_text()
 
 @pytest.mark.vllm
 def test_the_guides_script_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As it is written, but for the model's name and what makes a run short and possible on a CPU."""
     import trl
@@ -248,7 +248,7 @@ def test_the_guides_script_runs(
     exec(code.replace("Qwen/Qwen3-8B", model()), names)
     trainer = names["trainer"]
     trainer.rollout_engine.shutdown()
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fp8plan: ")]
+    said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("fp8plan: ")]
     assert said == [f'fp8plan: plan="auto": bf16 for {model()} on cpu', f"fp8plan: {trainer.plan.reasons[0]}"]
     assert trainer.plan.choices[trainer.plan.chosen].precision == trainer.rollout_engine.launch.precision == "bf16"
     assert logged(trainer, "fp8plan/fp8_kv") == [0.0]
