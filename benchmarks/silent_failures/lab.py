@@ -88,6 +88,8 @@ class Lab:
             self.kl.append(float(found.mismatch.k3))
         for alarm in found.decided.alarms:
             self.signs.alarm(alarm)
+        if found.sampling is not None and found.sampling.biased:
+            self.signs.add("reason", "sampling", found.sampling.remarks()[0])
         if found.decided.decision == "no_data":
             self.signs.add("decision", "no_data", found.decided.reason)
         return found

@@ -43,7 +43,7 @@ class OwnLab(Lab):
 
     def go_on(self, **sampling: Any) -> None:
         """The run as it is now, then the doctor, with the trainer's weights."""
-        self.last(*(self.roll(seed=seed, **sampling) for seed in (11, 12)))
+        self.last(*(self.roll(seed=seed, **sampling) for seed in (11, 12)), sampling=sampling or None)
         self.examine()
 
     def restore(self) -> None:

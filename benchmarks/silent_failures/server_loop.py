@@ -62,7 +62,7 @@ class ServeLab(Lab):
         self.doctor(prompts=PROMPTS[:8])
 
     def go_on(self, **sampling: Any) -> None:
-        self.last(self.roll(**sampling), self.roll(**sampling))
+        self.last(self.roll(**sampling), self.roll(**sampling), sampling=sampling or None)
         self.examine()
 
     def restore(self) -> None:
