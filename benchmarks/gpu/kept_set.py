@@ -57,6 +57,7 @@ def main() -> None:
     output = parser.parse_args().output
 
     import torch
+    import vllm
     from transformers import AutoModelForCausalLM
     from vllm import LLM, SamplingParams
 
@@ -64,7 +65,7 @@ def main() -> None:
 
     folder = tempfile.mkdtemp()
     save_model(folder)
-    facts = machine_facts()
+    facts = {"date": jsonl.now(), "engine_version": vllm.__version__} | machine_facts()
     engine = LLM(
         model=folder, skip_tokenizer_init=True, return_sampling_mask=True, logprobs_mode="processed_logprobs",
         gpu_memory_utilization=0.3, max_model_len=512, enforce_eager=True,
