@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import before_after
-from before_after import FOLDER, Example, Files, Show, lines
+from before_after import FOLDER, Example, Files, lines
 from tables import markdown
 
 RESULTS = FOLDER / "odd_measurements.jsonl"
@@ -248,101 +248,113 @@ def examples() -> Iterator[Example]:
 
 
 class Live(NamedTuple):
-    """An example that needs a live engine or server: before, as issue 39 found it, and the tests that show it now."""
+    """An example that needs a live engine or server.
+
+    before: as issue 39 found it; now: as the tests show it
+    tests:  file in tests/ -> names of the tests
+    """
 
     point: int
     example: str
     before: str
     now: str
-    tests: tuple[str, ...]
+    tests: Mapping[str, tuple[str, ...]]
 
 
+BIASED = ("test_a_biased_sampling_goes_on_where_it_is_allowed_or_nothing_is_weighted",)
 LIVE = (
     Live(
-        3, "a real engine's rollout with top_p and a trainer of the same weights", "the generic alarm alone",
-        "its sampling is known and named; scores on the kept set agree with the engine",
-        (
-            "tests/runtime/engine/test_engine_sampling.py::"
-            "test_a_rollout_is_observed_with_its_sampling_and_one_that_names_none_with_the_models_own",
-            "tests/runtime/engine/test_engine_sampling.py::"
-            "test_scores_on_the_kept_set_are_the_engines_log_probs_and_full_ones_are_named",
-        ),
+        3, "a real engine's rollout with top_p, and a trainer of the same weights", "the generic alarm alone",
+        "its sampling is known and named; scores on the kept set are the engine's",
+        {
+            "runtime/engine/test_engine_sampling.py": (
+                "test_a_rollout_is_observed_with_its_sampling_and_one_that_names_none_with_the_models_own",
+                "test_scores_on_the_kept_set_are_the_engines_log_probs_and_full_ones_are_named",
+            )
+        },
     ),
     Live(
         3, "a biased sampling in TRL's and verl's trainers, and on a server", "not known",
         "the trainers refuse it at the start; the server's status has it",
-        (
-            "tests/integrations/test_trl_settings.py::"
-            "test_a_biased_sampling_goes_on_where_it_is_allowed_or_nothing_is_weighted",
-            "tests/integrations/test_verl_settings.py::"
-            "test_a_biased_sampling_goes_on_where_it_is_allowed_or_nothing_is_weighted",
-            "tests/runtime/server/test_lifecycle.py::test_it_says_how_requests_to_these_weights_were_sampled",
-        ),
+        {
+            "integrations/test_trl_settings.py": BIASED,
+            "integrations/test_verl_settings.py": BIASED,
+            "runtime/server/test_lifecycle.py": ("test_it_says_how_requests_to_these_weights_were_sampled",),
+        },
     ),
     Live(
         3, "the KL of a real engine's rollout", "one figure", "split by cause",
-        (
-            "tests/runtime/engine/test_engine_attribution.py::"
-            "test_parts_of_a_real_rollout_are_those_that_separate_sums_say",
-        ),
+        {
+            "runtime/engine/test_engine_attribution.py": (
+                "test_parts_of_a_real_rollout_are_those_that_separate_sums_say",
+            )
+        },
     ),
     Live(
-        6, "(a) a store of an attacker's own at /init_weight_transfer_engine", "code ran as the server's user",
-        "refused without the key; with it, nothing that comes is run, and the server serves on",
-        (
-            "tests/runtime/server/test_wire.py::"
-            "test_code_from_the_wire_is_refused_and_logged_and_the_server_serves_on",
-            "tests/runtime/server/test_gate.py::test_every_route_that_does_more_than_read_asks_for_the_key",
-            "tests/runtime/weight_sync/test_plain_group.py::test_nothing_that_a_peer_sends_is_run",
-        ),
+        6, "(a) /init_weight_transfer_engine with a store of an attacker's own", "code ran as the server's user",
+        "401 without the key; with it nothing that comes is run, and the server serves on",
+        {
+            "runtime/server/test_wire.py": (
+                "test_code_from_the_wire_is_refused_and_logged_and_the_server_serves_on",
+            ),
+            "runtime/server/test_gate.py": ("test_every_route_that_does_more_than_read_asks_for_the_key",),
+            "runtime/weight_sync/test_plain_group.py": ("test_nothing_that_a_peer_sends_is_run",),
+        },
     ),
     Live(
         6, "(b) /resume inside an open update", "the engine dies", "400, and the update goes on",
-        ("tests/runtime/server/test_wire.py::test_an_open_update_forbids_what_would_run_a_half_written_model",),
+        {"runtime/server/test_wire.py": ("test_an_open_update_forbids_what_would_run_a_half_written_model",)},
     ),
     Live(
         6, "(c) seed 2^70", "a ghost request blocks every later update", "400, and nothing is left behind",
-        ("tests/runtime/server/test_wire.py::test_what_cannot_be_sent_to_the_engine_leaves_nothing_behind",),
+        {"runtime/server/test_wire.py": ("test_what_cannot_be_sent_to_the_engine_leaves_nothing_behind",)},
     ),
     Live(
         6, "(c) a token id equal to the vocabulary's size", "the engine ends", "400 that names prompt, place and range",
-        ("tests/runtime/server/test_wire.py::test_a_token_that_the_model_has_not_is_named_on_every_route",),
+        {"runtime/server/test_wire.py": ("test_a_token_that_the_model_has_not_is_named_on_every_route",)},
     ),
     Live(
-        6, "(d) names announced without data", "the server hangs until the trainer dies; its status, too",
+        6, "(d) names that are announced without data", "the server hangs until the trainer dies, its status, too",
         "the status answers, a deadline ends the wait, and no mixture is served",
-        (
-            "tests/runtime/server/test_wire.py::test_a_trainer_that_announces_and_sends_nothing_is_let_go",
-            "tests/runtime/server/test_wire.py::test_a_trainer_that_stops_midway_leaves_no_mixture_to_be_served",
-        ),
+        {
+            "runtime/server/test_wire.py": (
+                "test_a_trainer_that_announces_and_sends_nothing_is_let_go",
+                "test_a_trainer_that_stops_midway_leaves_no_mixture_to_be_served",
+            )
+        },
     ),
     Live(
-        9, "LoRA in an engine", "no remark", "said at the start, and the guard is off with that reason",
-        ("tests/runtime/engine/test_options.py::test_an_engine_with_lora_runs_and_is_not_judged",),
+        6, "(e) vLLM 0.32 calls `destroy()` on the communicator", "the CPU's has none", "it has",
+        {"runtime/weight_sync/test_plain_group.py": ("test_the_communicator_of_a_cpu_is_destroyed_as_nccls_is",)},
+    ),
+    Live(
+        9, "LoRA in an engine", "no remark", "said at the start; the guard is off with that reason",
+        {"runtime/engine/test_options.py": ("test_an_engine_with_lora_runs_and_is_not_judged",)},
     ),
     Live(
         9, "a sync of matrices of zeros", "a wrong reason under FP8 KV, accepted in BF16",
         "refused for that reason in every precision",
-        (
-            "tests/runtime/weight_sync/test_sync_zeros.py::"
-            "test_all_of_them_are_refused_for_the_same_reason_in_every_precision",
-        ),
+        {
+            "runtime/weight_sync/test_sync_zeros.py": (
+                "test_all_of_them_are_refused_for_the_same_reason_in_every_precision",
+            )
+        },
     ),
     Live(
         9, "a token id that the model has not", "not named", "named by prompt, place and range; the engine serves on",
-        ("tests/runtime/engine/test_tokens.py::test_an_engine_serves_on_after_ids_that_it_has_not",),
+        {"runtime/engine/test_tokens.py": ("test_an_engine_serves_on_after_ids_that_it_has_not",)},
     ),
     Live(
         9, 'plan="auto" in a trainer, and the reward in its run file', "the choice is not printed; no reward",
-        "the choice and its reason are printed; the report draws the reward",
-        (
-            "tests/integrations/test_trl_settings.py::test_what_a_plan_chose_is_printed_with_its_reason",
-            "tests/integrations/test_trl.py::test_trls_log_has_fp8plans_figures",
-        ),
+        "the choice and its reason are printed; the run file has the reward",
+        {
+            "integrations/test_trl_settings.py": ("test_what_a_plan_chose_is_printed_with_its_reason",),
+            "integrations/test_trl.py": ("test_trls_log_has_fp8plans_figures",),
+        },
     ),
     Live(
-        9, "a TRL example that runs", "none", "examples/trl_grpo.py",
-        ("tests/test_readme.py::test_the_example_of_trl_learns_and_its_run_can_be_read",),
+        9, "a TRL example that runs", "none", "`examples/trl_grpo.py`",
+        {"test_readme.py": ("test_the_example_of_trl_learns_and_its_run_can_be_read",)},
     ),
 )  # fmt: skip
 
@@ -355,10 +367,13 @@ def table() -> str:
 def live_table() -> str:
     """LIVE as Markdown."""
     cells = [
-        (str(x.point), x.example, x.before, x.now, "<br>".join(f"`{test.replace('::', '` `')}`" for test in x.tests))
+        (
+            str(x.point), x.example, x.before, x.now,
+            "<br>".join(f"`tests/{file}`: {', '.join(names)}" for file, names in x.tests.items()),
+        )
         for x in LIVE
-    ]
-    return markdown.table(("point", "example", "before", "now", "test"), cells)
+    ]  # fmt: skip
+    return markdown.table(("point", "example", "before", "now", "tests"), cells)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import fp8plan
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "runtime"))
 
-from sick_server import INFO, METRICS, Answer, raw, serving, whole  # noqa: E402
+from sick_server import INFO, METRICS, Answer, raw, serving, whole
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 WAITED_S = 10.0  # for an answer of the doctor

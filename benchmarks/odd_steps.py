@@ -28,7 +28,7 @@ RUN = Path("run.jsonl")
 EOS = -4.4  # the trainer's log-prob of an EOS that the engine never sampled, which its side has as 0
 
 
-def run(name: str, *arguments: Any, remedies: bool = False) -> None:
+def run(name: str, *arguments: Any, remedies: bool = False, **more: Any) -> None:
     """Call a function of this module; print its refusal, and the warnings of fp8plan.
 
     remedies: also those of alarms, which say what to do
@@ -37,7 +37,7 @@ def run(name: str, *arguments: Any, remedies: bool = False) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
-            globals()[name](*arguments)
+            globals()[name](*arguments, **more)
         except fp8plan.Fp8PlanError as error:
             print(f"refused: {error}")
     for text in dict.fromkeys(str(x.message) for x in told):
