@@ -75,6 +75,7 @@ def answer(example: Example, checkout: Path) -> dict[str, Any]:
         done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=base, timeout=300)
         text = example.show(done) if done.returncode in example.answers else refusal(done.stderr)
     title, shown = example.title, text.replace(str(model), "MODEL").replace(base, "")
+    shown = re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:PORT", shown)  # another at each run
     return {"point": example.point, "input": title, "exit": done.returncode, "answer": " ".join(shown.split())}
 
 

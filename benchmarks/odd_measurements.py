@@ -22,7 +22,7 @@ from before_after import FOLDER, Example, Files, lines
 from tables import markdown
 
 RESULTS = FOLDER / "odd_measurements.jsonl"
-MOST_SHOWN = 420  # characters of an answer: figures, alarms and the doctor's word
+MOST_SHOWN = 460  # characters of an answer: figures, alarms and the doctor's word
 
 
 def step(name: str, *arguments: Any, **more: Any) -> tuple[str, str]:
@@ -166,7 +166,7 @@ def conversations(own: Files) -> Iterator[Example]:
 
     for title, command, files in (
         ("TRL: a completion of reasoning and a call of a tool (about 590 tokens)", words, logged(reasoned)),
-        ("TRL: an answer of 9 tokens after 300 of a tool's output", words, logged(output, said)),
+        ("TRL: an answer of 28 tokens after 300 of a tool's output", words, logged(output, said)),
         ("TRL: the definitions of tools", (*words, "--tools", "MODEL/tools.json"), logged(said)),
     ):
         yield Example(7, title, command, files, imported)
