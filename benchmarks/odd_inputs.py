@@ -8,48 +8,17 @@ Each run replaces the rows of its label in results/odd_inputs.jsonl. docs/eviden
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import re
 import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-from tables import markdown
+import before_after
+from before_after import FOLDER, ROOT, Example, Files, Show, lines
 
-from fp8plan import jsonl
-
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "odd_inputs.jsonl"
+RESULTS = FOLDER / "odd_inputs.jsonl"
 CONFIGS = ROOT / "fp8plan" / "model" / "configs"
-MOST_SHOWN = 240  # characters of an answer in the table
 SMALL = ("--prompts", "4", "--samples", "4", "--prompt-lengths", "fixed:64", "--response-lengths", "fixed:128")
-
-Files = dict[str, str]  # name in the model's folder -> its text
-Show = Callable[[subprocess.CompletedProcess[str]], str]
-
-
-@dataclass(frozen=True)
-class Example:
-    """One thing that a user may type.
-
-    point:   number of the point in issue 38
-    title:   the input, in words
-    command: arguments of `fp8plan`; MODEL stands for the folder that holds `files`; or Python code after "-c"
-    files:   files of that folder
-    show:    the part of a successful answer that the table shows
-    """
-
-    point: int
-    title: str
-    command: tuple[str, ...]
-    files: Files = field(default_factory=dict)
-    show: Show = lambda done: "exit 0"
 
 
 def config(name: str, **changes: Any) -> dict[str, Any]:
@@ -103,16 +72,6 @@ def pools(done: subprocess.CompletedProcess[str]) -> str:
         for x in able
     ]
     return "; ".join(rows)
-
-
-def lines(pattern: str, stream: str = "stdout") -> Show:
-    """The lines of an output that match."""
-
-    def shown(done: subprocess.CompletedProcess[str]) -> str:
-        text = " ".join(line.strip() for line in getattr(done, stream).splitlines() if re.search(pattern, line))
-        return text or f"exit 0, no such line on {stream}"
-
-    return shown
 
 
 def first_lines(number: int) -> Show:
@@ -301,56 +260,10 @@ def examples() -> Iterator[Example]:
     yield Example(9, "sentences on slower precisions", slower, show=lines("quantising|would be|slower"))
 
 
-def answer(example: Example, checkout: Path) -> dict[str, Any]:
-    """Run one example with the package of a checkout. Returns its row."""
-    with tempfile.TemporaryDirectory() as base:
-        model = Path(base) / "model"
-        model.mkdir()
-        for name, text in example.files.items():
-            (model / name).write_text(text, encoding="utf-8")
-        words = [word.replace("MODEL", str(model)) for word in example.command]
-        command = [sys.executable, *(words if words[0] == "-c" else ["-m", "fp8plan", *words])]
-        env = os.environ | {"PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1", "COLUMNS": "200", "PYTHONSAFEPATH": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=base, timeout=300)
-        text = example.show(done) if done.returncode == 0 else refusal(done.stderr)
-    title, shown = example.title, text.replace(str(model), "MODEL").replace(base, "")
-    return {"point": example.point, "input": title, "exit": done.returncode, "answer": " ".join(shown.split())}
-
-
-def refusal(stderr: str) -> str:
-    """The line that refuses, or the last one of a traceback with its name."""
-    text = [line for line in stderr.splitlines() if line.strip() and not line.startswith("note: ")]
-    last = text[-1] if text else "nothing on stderr"
-    return f"Traceback: {last}" if any("Traceback" in line for line in text) else last
-
-
 def table() -> str:
     """The committed answers, before and after, as Markdown."""
-    rows: dict[tuple[int, str], dict[str, str]] = {}
-    for row in jsonl.rows(RESULTS):
-        text = row["answer"] if len(row["answer"]) <= MOST_SHOWN else row["answer"][: MOST_SHOWN - 1] + "…"
-        status = "" if row["exit"] == 0 else f"**exit {row['exit']}** "
-        rows.setdefault((row["point"], row["input"]), {})[row["label"]] = status + text.replace("|", "\\|")
-    cells = [
-        (str(point), title, of.get("before", ""), of.get("after", "")) for (point, title), of in sorted(rows.items())
-    ]
-    return markdown.table(("point", "input", "before", "after"), cells)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkout", type=Path, default=ROOT)
-    parser.add_argument("--label", choices=("before", "after"), required=True)
-    options = parser.parse_args()
-    kept = [row for row in jsonl.rows(RESULTS) if row["label"] != options.label] if RESULTS.exists() else []
-    made = []
-    for example in examples():
-        made.append(answer(example, options.checkout.resolve()) | {"label": options.label})
-        print(
-            f"{example.point} {example.title}\n    exit {made[-1]['exit']}: {made[-1]['answer'][:300]}", file=sys.stderr
-        )
-    RESULTS.write_bytes(b"".join(map(jsonl.line, [*kept, *made])))
+    return before_after.table(RESULTS)
 
 
 if __name__ == "__main__":
-    main()
+    before_after.main(__doc__, examples(), RESULTS)

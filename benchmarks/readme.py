@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import correction_speed  # noqa: E402
 import odd_inputs  # noqa: E402
+import odd_measurements  # noqa: E402
 import speed  # noqa: E402
 import streams  # noqa: E402
 import trl_outputs  # noqa: E402
@@ -106,7 +107,8 @@ def blocks() -> dict[str, str]:
     made |= {"verl on GPUs": trainers.verl(), "verl outputs on a GPU": trainers.verl_outputs()}
     made |= {"trl on GPUs": trainers.trl(), "fleet on GPUs": fleet.committed()}
     made["probe"] = probe.table()
-    made["odd inputs"] = odd_inputs.table()
+    made |= {"odd inputs": odd_inputs.table(), "odd measurements": odd_measurements.table()}
+    made["odd measurements in engines"] = odd_measurements.live_table()
     made |= {"silent failures": silent_failures.table(), "silent failures by outcome": silent_failures.summary()}
     made["control"] = control_report.short_table()
     made["change ratios"] = changes.committed()
