@@ -84,6 +84,19 @@ def public_names() -> str:
     )
 
 
+def kept_sets() -> str:
+    """Mismatch of a trainer that scores the whole vocabulary, and of one that scores the kept sets."""
+    rows = jsonl.rows(ROOT / "benchmarks" / "results" / "kept_set_h100.jsonl")
+    cells = [
+        (
+            ", ".join(f"{name} {value:g}" for name, value in row["cut"].items()), row["scored"],
+            f"{row['k1']:.1e}", f"{row['k3']:.1e}", f"{row['mean_ratio']:.4f}", ", ".join(row["alarms"]) or "none",
+        )
+        for row in rows
+    ]  # fmt: skip
+    return markdown.table(("sampled with", "scored on", "k1", "k3", "mean ratio", "alarms"), cells)
+
+
 def blocks() -> dict[str, str]:
     """Name of a marked block -> its text."""
     work = Workload(32, 16, Fixed(1024), LogNormal(6000, 0.9, 20480))
@@ -110,6 +123,7 @@ def blocks() -> dict[str, str]:
     made |= {"odd inputs": odd_inputs.table(), "odd measurements": odd_measurements.table()}
     made["odd measurements in engines"] = odd_measurements.live_table()
     made |= {"silent failures": silent_failures.table(), "silent failures by outcome": silent_failures.summary()}
+    made["kept sets"] = kept_sets()
     made["control"] = control_report.short_table()
     made["change ratios"] = changes.committed()
     made["probe of smollm2"] = probe.table(probe.SMOLLM2)

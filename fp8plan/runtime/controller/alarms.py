@@ -61,7 +61,7 @@ MEANINGS: Final = {
     Alarm.PLACEHOLDERS: Meaning(
         "one side has log-probs of exactly 0.0 where the other is not sure: they were filled in, not computed",
         "mask tokens that nobody sampled or scored: padding, a tool's output, an EOS that was appended, log-probs that "
-        "were missing",
+        "were missing; a cut (top_p, top_k, min_p) that kept one token gives 0.0, too",
     ),
     Alarm.INVALID: Meaning(
         "too many log-probs are NaN or infinite, as those of broken logits are",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
     from fp8plan.runtime.mismatch.sampling import Sampling
 
+GUESSES: Final = (Alarm.UNITS, Alarm.PLACEHOLDERS)
 ADVICE: Final = {
     Escalation.RECALIBRATE_KV: "recalibrate the scales of an FP8 KV cache",
     Escalation.STEP_DOWN: "step down to a safer precision",
@@ -47,11 +48,12 @@ def sounding(decided: Decided, alarms: Collection[Alarm]) -> Decided:
 
 def explained(decided: Decided, sampling: Sampling | None) -> Decided:
     """Return the decision with its rollout's sampling in the reason, where that biases the ratios. Beside the alarm
-    UNIT_MEAN also a sampling that may bias them is there. A known bias explains what the alarm UNITS would guess.
+    UNIT_MEAN also a sampling that may bias them is there. A known bias explains what the alarms in GUESSES would
+    make of it: missing mass looks like base 10, and a kept set of one token has the log-prob 0.0.
     """
     if sampling is None or not (sampling.biased or Alarm.UNIT_MEAN in decided.alarms):
         return decided
-    alarms = tuple(alarm for alarm in decided.alarms if not (sampling.biased and alarm is Alarm.UNITS))
+    alarms = tuple(alarm for alarm in decided.alarms if not (sampling.biased and alarm in GUESSES))
     return replace(decided, alarms=alarms, reason="; ".join((decided.reason, *sampling.remarks())))
 
 
