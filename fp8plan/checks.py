@@ -42,7 +42,8 @@ def is_number(value: Any, finite: bool = True, nan: bool = False) -> bool:
 def instance(name: str, value: Any, kind: type[Any], example: str) -> None:
     """Raise ConfigError if `value` is not a `kind`. example: what to type instead"""
     if not isinstance(value, kind):
-        raise ConfigError(f"{name} is {value!r}; allowed: a {kind.__name__}, such as {example}")
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise ConfigError(f"{name} is {value!r}; allowed: {article} {kind.__name__}, such as {example}")
 
 
 def refuse_names(where: str, names: Iterable[str], allowed: Collection[str], beside: Collection[str] = ()) -> None:

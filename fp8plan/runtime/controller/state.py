@@ -171,7 +171,8 @@ def _check_values(saved: Mapping[str, Any]) -> None:
         elif not (value is None and name in OPTIONAL):
             lowest = 0.0 if name in POSITIVE else -inf
             if not (is_number(value, name not in ("tis", "limit_kl")) and value >= lowest):
-                raise ConfigError(f"a saved {name} is {value!r}; allowed: a number, as to_dict gave it")
+                least = "of 0 or more, " if name in POSITIVE else ""
+                raise ConfigError(f"a saved {name} is {value!r}; allowed: a number {least}as to_dict gave it")
 
 
 OPTIONAL = ("tis", "start_tis", "kl", "low")

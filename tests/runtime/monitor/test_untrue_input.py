@@ -253,7 +253,7 @@ def test_a_mask_of_other_numbers_is_refused(number: float, dtype: torch.dtype) -
 def test_a_limit_that_disarms_is_refused(law: Any, bad: Any) -> None:
     with pytest.raises(ConfigError, match=r"limit_kl is .*; allowed: nats per token, above 0"):
         law(limit_kl=bad)
-    with pytest.raises(ConfigError, match=r"limits is .*; allowed: a AlarmLimits"):
+    with pytest.raises(ConfigError, match=r"limits is .*; allowed: an AlarmLimits"):
         law(limits=bad)
     law(limit_kl=math.inf)
 
