@@ -51,6 +51,16 @@ class Observed:
     def ess_raw(self) -> float:
         return float(np.mean(self.ratio) ** 2 / np.mean(self.ratio**2))
 
+    @cached_property
+    def mean_ratio(self) -> float:
+        return float(np.mean(self.ratio))
+
+    @cached_property
+    def mean_ratio_error(self) -> float:
+        return float(np.std(self.ratio) / np.sqrt(self.tokens))
+
+    invalid_share = placeholder_share = 0.0
+
     def clipped_mass(self, c: float) -> float:
         """The share of the weight that token TIS at c would cut away."""
         first = int(np.searchsorted(self.ratio, c, side="right"))

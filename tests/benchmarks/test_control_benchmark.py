@@ -75,7 +75,7 @@ def test_the_stand_in_says_what_the_real_mismatch_says():
     log_ratio = np.random.default_rng(4).standard_t(3, (1, 5_000)) * 0.4
     real = measure(pack(log_ratio - 5.0, np.full_like(log_ratio, -5.0), np.ones_like(log_ratio, bool))).metrics()
     seen = Observed(log_ratio)
-    for name in ("tokens", "k1", "k3", "k3_robust", "ess_raw", "chi2_token"):
+    for name in ("tokens", "k1", "k3", "k3_robust", "ess_raw", "chi2_token", "mean_ratio", "mean_ratio_error"):
         assert getattr(seen, name) == pytest.approx(getattr(real, name), rel=2e-2 if name == "k3_robust" else 1e-3)
     for c in (1.2, 2.0, 5.0):
         assert seen.clipped_mass(c) == pytest.approx(real.clipped_mass(c), abs=2e-3)
