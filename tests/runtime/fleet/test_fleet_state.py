@@ -26,7 +26,11 @@ PROMPTS = [[1, 2], [3]]
 class FakeLaunch(SimpleNamespace):
     """A Launch, as far as a fleet asks it."""
 
-    fp8_kv, precision, not_predicted = True, "fp8_kv", ("a test",)  # so there is no guard
+    fp8_kv, precision, not_predicted = True, "fp8_kv", ()
+
+    @property
+    def setup(self) -> Any:
+        raise ConfigError("a test without a guard")
 
     def refuse_other(self, facts: Any) -> None: ...
 

@@ -47,7 +47,8 @@ from fp8plan.runtime.monitor.record import Step
 from fp8plan.runtime.monitor.run_file import RunReader
 from fp8plan.runtime.monitor.sinks import Callback, JsonLines
 from fp8plan.runtime.probe.intervals import Interval
-from fp8plan.runtime.probe.results import Probed
+from fp8plan.runtime.probe.results import Probe, Probed
+from fp8plan.runtime.probe.sampling import SampleSettings
 from fp8plan.schemas import RunRecord, checked
 
 FACTS = EngineFacts("Qwen/Qwen3-0.6B", "h200_sxm", "0.26.0", "fp8_block+fp8_kv", EngineLimits(max_num_seqs=64))
@@ -242,10 +243,11 @@ KLS = {"bf16": 0.001, "fp8_block": 0.02, "fp8_block+fp8_kv": 0.2}
 PLAN = plan(choices=tuple(choice(name, kl_k3=kl / 2, kl_k3_high=kl) for name, kl in KLS.items()), chosen=2)
 
 
-def probe_of(**kls: float) -> Any:
+def probe_of(**kls: float) -> Probe:
     """A probe of precisions with these KLs."""
     ends = {name: Interval(kl, kl / 2, 2 * kl) for name, kl in kls.items()}
-    return SimpleNamespace(precisions={name: Probed(name, figures={"kl_k3": x}) for name, x in ends.items()})
+    precisions = {name: Probed(name, figures={"kl_k3": x}) for name, x in ends.items()}
+    return Probe("a model", "cpu", "today", "0.30.0", "transformers", SampleSettings(), 1, precisions)
 
 
 def test_a_probe_says_what_kl_to_expect_of_the_precision_that_runs() -> None:
