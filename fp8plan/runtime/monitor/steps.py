@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8plan.schemas import FIRST, K3, K3_ROBUST, SHOWN, Judged, KlPart, RunRecord
+from fp8plan.schemas import FIRST, K3, SHOWN, Judged, KlPart, RunRecord
 
 FloatArray = NDArray[np.float64]
 EPOCH: Final = datetime.fromtimestamp(0, UTC)
@@ -71,7 +71,7 @@ class Steps:
     numbers:  the steps' own, each larger than the one before
     dates:    of their records
     metrics:  each of SHOWN, step by step, nan where a record has none
-    infinite: 1 where k3 was infinite, for which JSON has no number: the record has null, and a robust k3
+    infinite: 1 where k3 was infinite, for which JSON has no number: the record has null, though it had data
     attribution: the parts of the last step's KL, as its record has them
     said:     the words
     spans, ends: KL by position in the response, as (first token, tokens, k3), three numbers each, of all steps; the
@@ -100,7 +100,7 @@ class Steps:
         self.dates.append(record.date)
         values = msgspec.structs.astuple(record.metrics)
         self.metrics.extend([np.nan if value is None else value for value in values])
-        self.infinite.append(values[_PLACES[K3]] is None and values[_PLACES[K3_ROBUST]] is not None)
+        self.infinite.append(values[_PLACES[K3]] is None and record.decision != "no_data")
         self.attribution = record.attribution or ()
         ran = record.model, record.precision, record.gpu
         words = record.decision, tuple(record.alarms or ()), ran

@@ -46,12 +46,6 @@ def test_it_says_what_runs_before_the_first_update(server: Server) -> None:
     assert all(0 < scale < 1 for scale in scales)  # never 1.0 in silence
 
 
-def test_it_says_how_requests_to_these_weights_were_sampled(server: Server) -> None:
-    assert server.completion([1, 2, 3], top_p=0.9).ok
-    found = server.get(STATUS)
-    assert found["sampling"] == fp8plan.Sampling(top_p=0.9, logprobs_mode=found["facts"]["logprobs_mode"]).to_dict()
-
-
 def test_updates_over_http_leave_what_a_fresh_engine_has(server: Server, trainer: Any) -> None:
     """The same parameters, KV scales, tokens and log-probs, bit for bit."""
     before = outputs(server, PROMPTS)
@@ -76,6 +70,13 @@ def test_vllms_name_of_the_weights_is_told(server: Server, trainer: Any) -> None
     trainer.client.finish_weight_update("step 7")
     assert server.get(STATUS)["weights"] == {"version": 2, "name": "step 7"}
     assert server.get("/weight_info") == {"weight_version": "step 7"}
+
+
+def test_it_says_how_requests_to_these_weights_were_sampled(server: Server) -> None:
+    """After an update, and after the tests of KV scales, which are measured on what was served."""
+    assert server.completion([1, 2, 3], top_p=0.9).ok
+    found = server.get(STATUS)
+    assert found["sampling"] == fp8plan.Sampling(top_p=0.9, logprobs_mode=found["facts"]["logprobs_mode"]).to_dict()
 
 
 def test_the_doctor_sees_what_a_server_runs(server: Server) -> None:
