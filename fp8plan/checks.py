@@ -55,9 +55,9 @@ def refuse_names(where: str, names: Iterable[str], allowed: Collection[str], bes
     unknown = [name for name in map(str, names) if name not in allowed]
     if not unknown:
         return
-    given = ", ".join(with_nearest(unknown, [*allowed, *beside])[:5])
+    wrong = ", ".join(with_nearest(unknown, [*allowed, *beside])[:5])
     every = ", ".join(allowed) if len(allowed) <= MOST_NAMED else "names that it has"
-    raise ConfigError(f"{where} takes no {given}; allowed: {every}")
+    raise ConfigError(f"{where} takes no {wrong}; allowed: {every}")
 
 
 def with_nearest(names: Iterable[str], known: Collection[str]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from . import own_loop as inside
-from .lab import PROMPTS, Failure
+from .lab import PROMPTS, Failure, lora_twice
 from .own_loop import OwnLab
 
 LONG = [[(7 * n + 31 * row) % 1000 for n in range(129)] for row in range(8, 32)]  # a block of the KV cache, and a token
@@ -23,14 +23,6 @@ def lora_never_sent(lab: OwnLab) -> None:
     base = lab.policy.tensors()
     lab.learn()
     lab.sync(base)
-    lab.go_on()
-
-
-def lora_twice(lab: OwnLab) -> None:
-    base = lab.policy.tensors(torch.float32)
-    lab.learn()
-    merged = lab.policy.tensors(torch.float32)
-    lab.sync({name: (2 * merged[name] - base[name]).bfloat16() for name in merged})
     lab.go_on()
 
 

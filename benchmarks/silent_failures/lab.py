@@ -194,3 +194,12 @@ def row_of(failure: Failure, signs: Signs, kl: Sequence[float]) -> dict[str, Any
     """A line of results/silent_failures.jsonl, without its setting. kl: k3 per token of each step"""
     found = list(signs.found.values())
     return {"failure": failure.name, "how": failure.how, "k3": max(kl, default=None), "signs": found}
+
+
+def lora_twice(lab: Any) -> None:
+    """Learn, and sync a change that is added twice. lab: of an own loop or of a server"""
+    base = lab.policy.tensors(torch.float32)
+    lab.learn()
+    merged = lab.policy.tensors(torch.float32)
+    lab.sync({name: (2 * merged[name] - base[name]).bfloat16() for name in merged})
+    lab.go_on()

@@ -12,7 +12,7 @@ import torch
 from native_client import send, trainer_of, without_cuda
 from vllm_server import BLOCK_FP8, FP8_KV, Server, line_of, serving
 
-from .lab import PROMPTS, Failure, Lab, cut
+from .lab import PROMPTS, Failure, Lab, cut, lora_twice
 from .own_loop import RESPONSE, UPDATES
 from .policy import Policy, Rollout, checkpoint
 
@@ -110,14 +110,6 @@ def engine_of_the_checkpoint(lab: ServeLab) -> None:
     lab.learn(2 * UPDATES)
     lab.sync()
     lab.sync(lab.first)
-    lab.go_on()
-
-
-def lora_twice(lab: ServeLab) -> None:
-    base = lab.policy.tensors(torch.float32)
-    lab.learn()
-    merged = lab.policy.tensors(torch.float32)
-    lab.sync({name: (2 * merged[name] - base[name]).bfloat16() for name in merged})
     lab.go_on()
 
 

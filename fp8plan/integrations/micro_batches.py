@@ -34,7 +34,7 @@ from fp8plan import schemas
 from fp8plan.integrations.settings import HookSettings
 from fp8plan.runtime.correction.correct import Correction, CorrectionSettings, correct
 from fp8plan.runtime.mismatch.measure import measure
-from fp8plan.runtime.mismatch.metrics import SIZE, MismatchSums
+from fp8plan.runtime.mismatch.metrics import MismatchSums
 from fp8plan.runtime.mismatch.moments import together
 from fp8plan.runtime.mismatch.ranks import ALONE, rank
 from fp8plan.runtime.mismatch.sampling import Sampling
@@ -119,7 +119,7 @@ class MicroBatches:
 def _nothing(settings: CorrectionSettings) -> tuple[MismatchSums, Correction]:
     """The sums before the first micro-batch of a step."""
     empty = np.zeros(0, np.float32)
-    return MismatchSums(np.zeros(SIZE)), correct(pack(empty, empty, lengths=[]), settings, ALONE)
+    return MismatchSums(), correct(pack(empty, empty, lengths=[]), settings, ALONE)
 
 
 _RUNNING: dict[HookSettings, MicroBatches] = {}

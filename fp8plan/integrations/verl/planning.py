@@ -78,10 +78,10 @@ def limits_of(config: Any, gpu: str) -> EngineLimits:
     found["max_model_len"] = rollout.max_model_len or shape.context.derived(check_vllm_version())
     found["enable_expert_parallel"] = rollout.expert_parallel_size > 1
     found["data_parallel_size"] = max(1, _gpus(config) // rollout.tensor_model_parallel_size)
-    told = engine_kwargs(config)
+    options = engine_kwargs(config)
     known = {field.name for field in fields(EngineLimits)}
-    found |= {name: value for name, value in told.items() if name in known and value is not None}
-    if (pool := told.get("num_gpu_blocks_override")) is not None:
+    found |= {name: value for name, value in options.items() if name in known and value is not None}
+    if (pool := options.get("num_gpu_blocks_override")) is not None:
         found["num_gpu_blocks"] = pool - 1  # and the null block, which no request can use
     card = find_gpu(gpu)
     if card.is_cpu:

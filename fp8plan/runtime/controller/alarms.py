@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from fp8plan.checks import instance, is_number
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.controller.state import Alarm, Decided, Decision, State
+from fp8plan.runtime.mismatch.metrics import ERRORS
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
@@ -24,7 +25,6 @@ KL_MEMORY: Final = 0.7  # of the last step's smoothed KL: a half-life of two ste
 # others, small ones above all, it is wider because less is known, and that should not loosen thresholds.
 MARGIN: Final = 3.0
 KL_LEAP: Final = 100.0  # times the limit, or the KL so far, that a batch may count: no single one rules for long after
-ERRORS: Final = 5.0  # standard errors by which a mean of ratios may miss 1
 FEW: Final = 16  # tokens or sequences, of fewer of which a mean says nothing
 LOG10: Final = (1.9, 2.8)  # of k1 / k3: log 10 where both sides are logarithms to base 10, 1 where they are natural
 

@@ -26,19 +26,22 @@ class Decision(StrEnum):
 
 
 class Alarm(StrEnum):
-    """A figure that no threshold repairs, or that KL alone does not show. No alarm loosens a threshold."""
+    """A figure that no threshold repairs, or that KL alone does not show. No alarm loosens a threshold.
 
-    KL = "kl"  # smoothed robust KL above the limit, and above what the plan expects at most
-    BROKEN = "broken"  # KL beyond what any correction repairs
+    fp8plan.runtime.controller.alarms.MEANINGS says what each means, and what to do.
+    """
+
+    KL = "kl"
+    BROKEN = "broken"
     RAW_ESS = "raw_ess"
     CHI2 = "chi2"
-    TAIL = "tail"  # too many tokens whose ratio is beyond all bounds
-    UNIT_MEAN = "unit_mean"  # the ratios' mean is not 1: they are not those of the policy that sampled
-    UNITS = "units"  # the log-probs of both sides look like logarithms to base 10
-    IDENTICAL = "identical"  # both sides are the same numbers
-    PLACEHOLDERS = "placeholders"  # too many log-probs of exactly 0.0 that the other side does not share
-    INVALID = "invalid"  # too many tokens whose log-prob is NaN or infinite
-    LOST = "lost"  # the correction takes most of the batch's weight away
+    TAIL = "tail"
+    UNIT_MEAN = "unit_mean"
+    UNITS = "units"
+    IDENTICAL = "identical"
+    PLACEHOLDERS = "placeholders"
+    INVALID = "invalid"
+    LOST = "lost"
 
 
 class Escalation(StrEnum):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from math import isfinite
 from typing import Final
 
+from fp8plan.model.risk.budget import RiskBudget
 from fp8plan.runtime.controller.alarms import MEANINGS, AlarmLimits, Meaning
 from fp8plan.runtime.controller.state import Alarm
 from fp8plan.runtime.doctor.finding import Finding, fault, ok, unknown, warning
@@ -17,7 +18,7 @@ from fp8plan.schemas import K3
 
 # k3 per token between trainer and FP8 rollout, where the run has no limit of its own: the risk budget's limit of high
 # risk.
-MOST_K3: Final = 0.03
+MOST_K3: Final = RiskBudget().moderate_kl
 MOST_INVALID: Final = AlarmLimits().invalid  # share of a step's tokens without a finite log-prob
 RECENT: Final = 10  # steps: an alarm that sounded in one of the last is a fault, an earlier one a warning
 UNKNOWN_ALARM: Final = Meaning("not known to this fp8plan", "pip install --upgrade fp8plan")

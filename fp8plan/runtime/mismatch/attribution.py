@@ -30,6 +30,7 @@ from math import isfinite, log
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.mismatch.metrics import ERRORS
 from fp8plan.runtime.mismatch.sampling import PROCESSED
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from fp8plan.schemas import KlPart
 
 STALENESS, SAMPLING, PRECISION, ROUTING, REST = CAUSES = "staleness", "sampling", "precision", "routing", "rest"
-ERRORS: Final = 5.0  # standard errors of the mean ratio, below which sampling is not seen in it
 APART: Final = 0.2  # most by which a part may be uncertain, as a share of it, to be told apart
 SHOWN: Final = 0.02  # share of the KL, below which a part is not worth a word
 
@@ -151,7 +151,7 @@ def _sampled(engine: Mismatch, sampling: Sampling | None, most: float) -> Part |
         return None
     if not sampling.truncates or sampling.kept_set or sampling.logprobs_mode != PROCESSED:
         return None if sampling.remarks() else _measured((SAMPLING,), 0.0)
-    if any(remark not in sampling.remarks()[:1] for remark in sampling.remarks()):
+    if len(sampling.remarks()) > 1:
         return None  # the temperature too: one mean ratio cannot tell the two apart
     mass = engine.mean_ratio
     if 1.0 - mass <= ERRORS * engine.mean_ratio_error:

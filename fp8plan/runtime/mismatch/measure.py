@@ -10,7 +10,7 @@ import numpy as np
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.mismatch import backend
 from fp8plan.runtime.mismatch.histogram import BINS, LIMIT, FloatArray, IntArray, bins, k3
-from fp8plan.runtime.mismatch.metrics import POSITIONS, SIZE, SLOTS, VERSION_SUMS, MismatchSums
+from fp8plan.runtime.mismatch.metrics import POSITIONS, SLOTS, VERSION_SUMS, MismatchSums
 from fp8plan.runtime.mismatch.segments import Segments, by_bin
 from fp8plan.runtime.mismatch.tokens import to_tensor
 
@@ -44,7 +44,7 @@ def measure(tokens: Tokens, versions: Array | Sequence[int] | None = None) -> Mi
         histogram, squares, per_part = fused.measured(tokens.log_ratio, tokens.train, cuts)
     else:
         histogram, squares, per_part = by_torch(tokens, cuts)
-    sums = MismatchSums(np.zeros(SIZE))
+    sums = MismatchSums()
     sums["tokens"], sums["invalid"], sums["ratio_squared"] = len(tokens), tokens.invalid, squares
     sums["placeholders"] = sum(_placeholders(tokens, part) for part in tokens.chunks())
     sums["ratio"], sums["k3"] = histogram[1].sum(), histogram[2].sum()

@@ -25,6 +25,7 @@ from fp8plan.runtime.mismatch.ranks import all_reduced, raise_first, several
 
 QUANTILES: Final = (0.001, 0.01, 0.5, 0.99, 0.999)
 TAILS: Final = (2.0, 5.0, 10.0, 100.0)
+ERRORS: Final = 5.0  # standard errors by which a mean of ratios may miss 1
 LARGEST: Final = 20.0  # up to which a ratio counts in cut_share
 
 Ratios = Literal["token", "sequence", "geometric"]
@@ -58,13 +59,13 @@ SIZE: Final[int] = _ENDS[-1]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MismatchSums:
-    """Sums of one or more batches. a + b has the sums of both together.
+    """Sums of one or more batches, zeros to begin with. a + b has the sums of both together.
 
     values:   [SIZE] float64; `sums["k3"]` is one of them, `sums["histogram_k3"]` an array
     smallest, largest: mean log ratio of a sequence, negated: the extremes of log_ppl_diff
     """
 
-    values: FloatArray
+    values: FloatArray = field(default_factory=lambda: np.zeros(SIZE))
     smallest: float = inf
     largest: float = -inf
 

@@ -21,8 +21,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-import numpy as np
-
 from fp8plan.checks import instance, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, ModelShape
@@ -37,7 +35,7 @@ from fp8plan.runtime.guard.guard import Guard
 from fp8plan.runtime.guard.observation import EngineFacts
 from fp8plan.runtime.mismatch.attribution import Expected, attributed, expected_by
 from fp8plan.runtime.mismatch.measure import measure
-from fp8plan.runtime.mismatch.metrics import SIZE, MismatchSums
+from fp8plan.runtime.mismatch.metrics import MismatchSums
 from fp8plan.runtime.mismatch.ranks import gathered, rank
 from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.mismatch.tokens import pack
@@ -198,7 +196,7 @@ class Monitor:
         fine, and nothing is changed. A malformed rollout is left out of the record, with a warning.
         """
         begun = time.perf_counter()
-        sums, synced, refusal = MismatchSums(np.zeros(SIZE)), None, None
+        sums, synced, refusal = MismatchSums(), None, None
         try:
             done = self.steps + 1 if number is None else whole("number", number, 0, ", the step's")
             rollout, own = self._checked(rollout, done), run_record.own_metrics(metrics)

@@ -92,8 +92,8 @@ class Witness:
 
     def sampling(self, rollout: Observation | Mapping[str, Any] | None) -> Sampling | None:
         """The sampling of the rollout that a step was given, or else of the engine's last; None: not known."""
-        told = rollout.get("sampling") if isinstance(rollout, Mapping) else getattr(rollout, "sampling", None)
-        return Sampling.of(told) if told is not None or self._rollout is None else self._rollout.sampling
+        params = rollout.get("sampling") if isinstance(rollout, Mapping) else getattr(rollout, "sampling", None)
+        return Sampling.of(params) if params is not None or self._rollout is None else self._rollout.sampling
 
     def running(self) -> EngineFacts | None:
         """Facts about the engine that runs now.

@@ -22,8 +22,8 @@ Scope = MutableMapping[str, Any]
 
 def keys_of(args: Any) -> tuple[bytes, ...]:
     """Return the keys that a server was started with, as vLLM reads them; none for a server that asks for none."""
-    given = getattr(args, "api_key", None) or [os.environ.get(API_KEY)]
-    return tuple(key.encode() for key in given if key)
+    keys = getattr(args, "api_key", None) or [os.environ.get(API_KEY)]
+    return tuple(key.encode() for key in keys if key)
 
 
 class Gate:
