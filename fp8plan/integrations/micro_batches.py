@@ -32,7 +32,8 @@ import numpy as np
 
 from fp8plan import schemas
 from fp8plan.integrations.settings import HookSettings
-from fp8plan.runtime.correction.correct import Correction, CorrectionSettings, correct
+from fp8plan.runtime.correction.correct import Correction, correct
+from fp8plan.runtime.correction.settings import CorrectionSettings
 from fp8plan.runtime.mismatch.measure import measure
 from fp8plan.runtime.mismatch.metrics import MismatchSums
 from fp8plan.runtime.mismatch.moments import together

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
+from fastapi.responses import JSONResponse
 
 from fp8plan.runtime.server.plugin import API_KEY, logger
 
