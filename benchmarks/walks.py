@@ -1,4 +1,7 @@
-"""Count the files of the package that three walks lead through, and the hops from one file to another.
+"""Count the files of the package that three walks enter, and the hops from one file to another.
+
+The walks: a plan from the command line, a BF16 tensor into the live FP8 layer, and a log-prob to weights, thresholds
+and record.
 
     python -m benchmarks.walks            # or, of another tree: PYTHONPATH=TREE python benchmarks/walks.py
 
@@ -96,19 +99,19 @@ def logprob_to_record(walk: Walk) -> None:
 
 
 WALKS: dict[str, Callable[[Walk], None]] = {
-    "a plan from the command line": plan_from_the_command_line,
-    "a BF16 tensor into the live FP8 layer": tensor_into_the_live_layer,
-    "a log-prob to weights, thresholds and record": logprob_to_record,
+    "plan": plan_from_the_command_line,
+    "tensor": tensor_into_the_live_layer,
+    "log-prob": logprob_to_record,
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", action="store_true", help="list the files, in the order in which they are entered")
-    parser.add_argument("--only", type=int, help="0, 1 or 2: one walk")
+    parser.add_argument("--only", choices=WALKS, help="one walk")
     words = parser.parse_args()
-    for number, (name, take) in enumerate(WALKS.items()):
-        if words.only not in (None, number):
+    for name, take in WALKS.items():
+        if words.only not in (None, name):
             continue
         take(walk := Walk())
         print(f"{name}: {walk}")

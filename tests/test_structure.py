@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -12,7 +15,9 @@ import pytest
 import fp8plan
 
 ROOT = Path(fp8plan.__file__).parent
-MOST_MODULES = 12  # of a folder
+MOST_LINES = 480  # of a module
+LEAST_MEAN_LINES = 131  # of the modules, empty __init__.py aside
+MOST_FILES = {"plan": 80, "log-prob": 26, "tensor": 26}  # that a walk of benchmarks/walks.py enters
 
 # What may import what: a part imports its own and what stands above it.
 PARTS = tuple(
@@ -92,7 +97,16 @@ def test_nothing_in_the_model_runs_back_up() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES.values()}), ids=lambda x: x.name)
-def test_a_folder_is_read_in_one_sitting(folder: Path) -> None:
-    modules = [path.name for path in folder.glob("*.py") if path.name not in ("__init__.py", "__main__.py")]
-    assert len(modules) <= MOST_MODULES
+def test_a_module_is_read_in_one_sitting() -> None:
+    lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
+    assert not [name for name, count in lines.items() if count > MOST_LINES]
+    counts = [count for count in lines.values() if count > 1]
+    assert sum(counts) / len(counts) >= LEAST_MEAN_LINES
+
+
+@pytest.mark.parametrize("name", ["plan", "log-prob", pytest.param("tensor", marks=pytest.mark.vllm)])
+def test_a_walk_enters_few_files(name: str) -> None:
+    command = [sys.executable, "-m", "benchmarks.walks", "--only", name]
+    output = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT.parent).stdout
+    (files,) = re.findall(r"(\d+) files", output)
+    assert int(files) <= MOST_FILES[name]
