@@ -5,8 +5,8 @@
 
 The KL is a theory of rounding errors (`theory`) scaled to published observations (`fit`,
 data/mismatch_observations.csv): modelled, taken from elsewhere, not measured here, and wide. It is the level at the
-start of a run; drift, which grows with training in some runs, is the Monitor's business. `python -m
-fp8plan.model.risk.expected` refits and prints every residual and the leave-one-source-out error.
+start of a run; drift, which grows with training in some runs, is the Monitor's business. `python tools/risk_report.py`
+refits and prints every residual and the leave-one-source-out error.
 """
 
 from __future__ import annotations
@@ -307,14 +307,3 @@ _CLIPPED: Final = {
         "recalculated each step (verl#4435)"
     ),
 }
-
-
-def main() -> None:
-    """Refit to the committed observations, write data/mismatch_fit.json, print residuals and leave-one-out error."""
-    from fp8plan.model.risk.report import run  # needs scikit-learn, which a plan must not load
-
-    print(run())
-
-
-if __name__ == "__main__":
-    main()

@@ -20,7 +20,6 @@ from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, FP8_KV, PRESETS, Precision
 from fp8plan.model.risk.expected import RiskBudget, committed_fit, mismatch_risk, recommended_thresholds
 from fp8plan.model.risk.fit import FIT, OBSERVATIONS, compared_kl, fit, leave_one_source_out, read_observations
-from fp8plan.model.risk.report import leave_one_out_summary, run
 from fp8plan.model.risk.theory import (
     normal_cdf,
     quantise_blocks,
@@ -30,6 +29,7 @@ from fp8plan.model.risk.theory import (
     sequence_rejection,
     token_log_ratio,
 )
+from tools.risk_report import leave_one_out_summary, run
 
 
 def shape(layers: int = 36, moe: bool = False, qk_norm: bool = True, attention_bias: bool = False) -> ModelShape:
