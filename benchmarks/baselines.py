@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from fp8plan.errors import Fp8PlanError
 from fp8plan.model.cost.bounds import bytes_bound, flops_bound
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.profile.library import datasheet_profile
 from fp8plan.model.rollout import rollout, step_batch
 from fp8plan.model.simulate import Simulated
@@ -72,7 +72,7 @@ def cell(record: Record) -> dict[str, object]:
 
 def lines(record: Record) -> Iterator[dict[str, object]]:
     """One per method. A method that raises has refused this cell: that is a result too."""
-    prepared = simulated(record, datasheet_profile(gpu(record.fields["gpu"]), record.fields["engine_version"]))
+    prepared = simulated(record, datasheet_profile(find_gpu(record.fields["gpu"]), record.fields["engine_version"]))
     for name, method in methods().items():
         row: dict[str, object] = {**cell(record), "method": name, "predicted_s": None}
         start = time.perf_counter()

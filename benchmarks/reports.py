@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cache
 
 from benchmarks.tables.markdown import table
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.choice import Choice
 from fp8plan.model.plan.planner import plan
@@ -27,7 +27,7 @@ SERVED = EngineSetup(
     "h100",
     "fp8_block",
     replace(
-        EngineLimits.for_gpu(gpu("h100")),
+        EngineLimits.for_gpu(find_gpu("h100")),
         tensor_parallel_size=4,
         gpu_memory_utilization=0.9,
         max_model_len=40_960,
@@ -82,7 +82,7 @@ def rollout(utilization: float, mean_tokens: int) -> dict[str, Choice]:
 @cache
 def ampere(prompt: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """The third report's figures for prompts of that many tokens, as in AMPERE."""
-    card = gpu("a100")
+    card = find_gpu("a100")
     limits = replace(EngineLimits.for_gpu(card), enforce_eager=True)
 
     def seconds(tokens: int) -> list[float]:

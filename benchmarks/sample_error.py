@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.step import StepModel
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import precision
 from fp8plan.model.profile.library import load_profile
@@ -23,7 +23,7 @@ SEEDS, SAMPLE = range(6), 4_000
 
 
 def main() -> None:
-    card = gpu("h200")
+    card = find_gpu("h200")
     model = StepModel(ModelShape.from_hf("Qwen/Qwen3-8B"), card, precision("bf16"), LIMITS, load_profile(card)[0])
     for name, blocks in POOLS.items():
 

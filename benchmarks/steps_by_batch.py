@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from fp8plan.model.calibrate.engine_steps import measured_kv, read_traces
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.rollout import schedule_with, step_batch
 from fp8plan.model.validate.records import read_records
@@ -42,7 +42,7 @@ def main() -> None:
         fields = record.fields
         if (fields["model"], fields["precision"], fields["workload"]) != (given.model, given.precision, given.workload):
             continue
-        trace, profile = traces[fields["key"]], load_profile(gpu(fields["gpu"]), fields["engine_version"])[0]
+        trace, profile = traces[fields["key"]], load_profile(find_gpu(fields["gpu"]), fields["engine_version"])[0]
         planned = schedule_with(record.batch, measured_kv(record), record.limits, longest_run=1)
         giving = planned.sampled_requests > 0
         predicted = record.setup.step_model(profile).seconds(step_batch(planned))[giving]

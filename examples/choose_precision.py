@@ -9,7 +9,7 @@ workload = fp8plan.Workload(
     response_lengths=fp8plan.LogNormal(mean=6000, sigma=0.9, max=20480),
 )
 # What the rest of the RL step takes, if you know it: the speed-up of the whole step follows.
-trainer = fp8plan.Trainer(train_s=180, logprob_s=60)
+trainer = fp8plan.StepTimes(train_s=180, logprob_s=60)
 
 plan = fp8plan.plan("Qwen/Qwen3-8B", "h200", workload, trainer=trainer)
 # On a laptop: fp8plan.plan("fp8plan/dense-50m", "cpu", workload, trainer=trainer, engine_version="0.30.0")

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from fp8plan.model.architecture import ModelShape as ModelShape
     from fp8plan.model.hardware import Gpu as Gpu
     from fp8plan.model.hardware import find_gpu as find_gpu
-    from fp8plan.model.hardware import gpu as gpu
     from fp8plan.model.limits import EngineLimits as EngineLimits
     from fp8plan.model.plan.plan import Plan as Plan
     from fp8plan.model.plan.planner import plan as plan
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from fp8plan.model.recorded import recorded_workload as recorded_workload
     from fp8plan.model.risk.budget import RiskBudget as RiskBudget
     from fp8plan.model.rl_step import StepTimes as StepTimes
-    from fp8plan.model.rl_step import Trainer as Trainer
     from fp8plan.model.setup import EngineSetup as EngineSetup
     from fp8plan.model.workload import Batch as Batch
     from fp8plan.model.workload import Fixed as Fixed
@@ -72,7 +70,7 @@ _HOME = {
         "errors": "Fp8PlanError",
         "importers.records": "import_rollouts",
         "model.architecture": "ModelShape",
-        "model.hardware": "Gpu find_gpu gpu",
+        "model.hardware": "Gpu find_gpu",
         "model.limits": "EngineLimits",
         "model.plan.plan": "Plan",
         "model.plan.planner": "plan",
@@ -80,7 +78,7 @@ _HOME = {
         "model.profile.library": "load_profile",
         "model.recorded": "recorded_workload",
         "model.risk.budget": "RiskBudget",
-        "model.rl_step": "StepTimes Trainer",
+        "model.rl_step": "StepTimes",
         "model.setup": "EngineSetup",
         "model.workload": "Batch Fixed LogNormal Trace Workload",
         "runtime.controller.adaptive": "AdaptiveThresholds",

@@ -22,7 +22,7 @@ def test_every_public_name_is_the_object_of_that_name(name: str) -> None:
     assert name in dir(fp8plan)
     assert found.__module__.startswith("fp8plan.")
     if hasattr(found, "__name__"):
-        assert found.__name__ == {"Trainer": "StepTimes", "gpu": "find_gpu"}.get(name, name)  # names that were
+        assert found.__name__ == name
 
 
 def test_a_type_checker_sees_each_name_in_the_module_that_it_is_loaded_from() -> None:

@@ -185,7 +185,7 @@ def plan_command(
     from fp8plan.model.plan.planner import predict
     from fp8plan.model.risk.budget import LEVELS
     from fp8plan.model.risk.expected import RiskBudget
-    from fp8plan.model.rl_step import Trainer
+    from fp8plan.model.rl_step import StepTimes
     from fp8plan.model.shards import strictest
 
     card = find_gpu(gpu)
@@ -239,7 +239,7 @@ def plan_command(
         gpus_per_node=gpus_per_node,
         target=strictest(target for target, _ in wanted),
         precisions=precision,
-        trainer=Trainer(**trainer) if trainer else None,
+        trainer=StepTimes(**trainer) if trainer else None,
         budget=RiskBudget(accept=accept),
         kv_scales_calibrated=scales == "calibrated",
         engine_version=engine_version,

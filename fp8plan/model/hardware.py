@@ -385,9 +385,6 @@ def _number(name: str, value: str) -> float:
     return amount
 
 
-gpu = find_gpu  # the name that users know as fp8plan.gpu
-
-
 def _product_of_this_machine() -> str:
     """Product name of the first GPU, from NVML."""
     known = ", ".join(g.name for g in _DEVICES)

@@ -73,9 +73,6 @@ class StepTimes:
         return sum(tokens / rate if rate is not None else seconds or 0.0 for seconds, rate in parts)
 
 
-Trainer = StepTimes  # its name until 0.1
-
-
 def weight_sync_seconds(model: StepModel, times: StepTimes, recalibrate_kv: bool = True) -> dict[str, float]:
     """Cost of new weights on one engine GPU: {"transfer", "quantise", "kv_scales"} in seconds. Modelled, not measured.
 

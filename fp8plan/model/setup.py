@@ -116,10 +116,9 @@ class EngineSetup:
         """The memory of one rank, and its KV pool; raises as `memory_plan` does."""
         return memory_plan(self.shape, self.precision, self.gpu, self.limits, longest_request)
 
-    def kv_plan(self, num_gpu_blocks: int, longest_request: int | None = None) -> KvPlan:
+    def kv_plan(self, num_gpu_blocks: int) -> KvPlan:
         """The KV cache of an engine whose pool is known: so many blocks, the null block among them."""
-        longest = longest_request or self.shape.context.derived()
-        gpu = self.gpu
+        longest, gpu = self.shape.context.derived(), self.gpu
         caches = model_caches(self.shape, self.precision, self.limits, longest, gpu.is_cpu, gpu.compute_capability)
         return plan_kv_cache(*caches, num_blocks=num_gpu_blocks)
 

@@ -49,9 +49,9 @@ def decimals(span: float) -> int:
     return max(0, -floor(log10(span / TICKS)))
 
 
-def number_axis(curves: Sequence[FloatArray], low: float = -np.inf, high: float = np.inf) -> dict[str, Any]:
+def number_axis(curves: Sequence[FloatArray], low: float = -np.inf) -> dict[str, Any]:
     """Range and ticks of plotly's axis for plain numbers."""
-    ends = linear(curves, low, high, LEAST)
+    ends = linear(curves, low, np.inf, LEAST)
     places = decimals(ends[1] - ends[0])
     form = f",.{places}~f" if places <= 6 else "~e"
     return {"type": "linear", "range": ends, "tickformat": form, "hoverformat": ",.6~g"}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fp8plan.model.profile.library import ProfileEntry
     from fp8plan.model.validate.validate import Validation
 
-# The bounds are the defaults of fp8plan.model.risk.expected.mismatch_risk, which the planner leaves as they are.
+# The bounds are COUNTED_TIS and COUNTED_MIS of fp8plan.model.risk.expected.
 MISMATCH_LEGEND = (
     "KL k3: mean per token, with its 90% band. clipped: tokens that token TIS at C = 2 cuts. rejected: sequences that "
     "sequence MIS [0.5, 2] drops. risk: by the unfavourable ends of the bands, which the reasons below name."

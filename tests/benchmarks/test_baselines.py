@@ -14,7 +14,7 @@ import pytest
 from benchmarks.tables import baselines as baselines_table
 from fp8plan.errors import ConfigError
 from fp8plan.model.cost.base import StepBatch
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.profile.library import datasheet_profile
 from fp8plan.model.rollout import step_batch
 from fp8plan.model.validate.records import Record, read_records
@@ -83,7 +83,7 @@ def test_a_step_is_priced_by_its_decodes_and_its_chunks() -> None:
 def test_a_simulated_rollout_pays_for_every_token_once(tmp_path: Path) -> None:
     """With a price per token, what is left of the schedule is prompts less what is cached, and responses."""
     run = record(tmp_path)
-    plan = simulated(run, datasheet_profile(gpu("h200"))).schedules[0]
+    plan = simulated(run, datasheet_profile(find_gpu("h200"))).schedules[0]
     engine = LinearEngine()
     engine.KV = engine.PREFILL_PAIR = 0.0
     milliseconds = float(plan.steps @ aic.step_seconds(engine, step_batch(plan))) * 1e3
@@ -105,7 +105,7 @@ def test_the_roofline_is_below_and_the_datasheet_profile_is_fp8plan_without_meas
     tmp_path: Path, precision: str
 ) -> None:
     run = record(tmp_path, precision=precision)
-    prepared = simulated(run, datasheet_profile(gpu("h200")))
+    prepared = simulated(run, datasheet_profile(find_gpu("h200")))
     bound, uncalibrated = (method(run, prepared)[0] for method in (baselines.roofline, baselines.datasheet))
     weights = 0.4e9 * (2 if precision == "bf16" else 1)  # at least: 0.44B parameters outside the embedding
     steps = run.batch.responses.max()

@@ -12,12 +12,6 @@ from benchmarks.gpu import correction
 pytest.importorskip("torch")
 
 
-@pytest.fixture(autouse=True)
-def without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which would take a minute and a half."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-
-
 def run(path: Path, *words: str) -> tuple[int, list[dict]]:
     status = correction.main(["--device", "cpu", "--output", str(path), *words])
     return status, [json.loads(line) for line in path.read_text().splitlines()]
@@ -30,9 +24,10 @@ def test_every_form_is_checked_and_timed(tmp_path: Path) -> None:
     machine, *rows = rows
     assert machine["what"] == "machine"
     assert {machine["run"]} == {row["run"] for row in rows}
-    timed = {(row["what"], row["form"]) for row in rows if "path" in row}
-    assert timed == {(what, form) for what in ("pack", "measure", "correct", "step") for form in correction.FORMS}
-    assert all(row["seconds"] > 0 and row["of_copy"] > 0 for row in rows if "path" in row)
+    timed = [row for row in rows if "tokens" in row]
+    kinds = {(row["what"], row["form"]) for row in timed}
+    assert kinds == {(what, form) for what in ("pack", "measure", "correct", "step") for form in correction.FORMS}
+    assert all(row["seconds"] > 0 for row in timed)
     same = [row for row in rows if row["what"] == "equality"]
     assert len(same) == 4
     assert all(row["weights_ulps"] == 0 and row["masks_equal"] and row["sums_relative"] == 0 for row in same)
@@ -54,12 +49,3 @@ def test_no_part_begins_when_time_is_up(tmp_path: Path) -> None:
     status, rows = run(tmp_path / "rows.jsonl", "--seconds", "0")
     assert status == 1
     assert {row.get("error") for row in rows[1:]} == {"no time was left after 0 s"}
-
-
-def test_bytes_that_must_move() -> None:
-    packed = correction.Batch({}, tokens=10, places=10, mask_bytes=0)
-    padded = correction.Batch({}, tokens=10, places=30, mask_bytes=8)
-    # Two sides read, their difference written; log ratio and train; log ratio, weights and a new mask.
-    assert packed.moved == {"pack": 120, "measure": 80, "correct": 90, "step": 290}
-    # The mask as well, and three tensors written; the mask read and written, weights of every place.
-    assert padded.moved == {"pack": 440, "measure": 80, "correct": 640, "step": 1160}

@@ -541,8 +541,8 @@ CALLS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ("the plan has no 'int4'", "allowed: bf16, fp8_block, fp8_kv, fp8_block+fp8_kv"),
     ),
     "half a choice": (lambda: planned().vllm_kwargs(1.5), ("choice is 1.5", "allowed: 0 to 3, or")),
-    "train_s as text": (lambda: fp8plan.Trainer(train_s="120"), ("train_s is '120'", "allowed: a number of seconds")),  # type: ignore[arg-type]
-    "gpu of nothing": (lambda: fp8plan.gpu(None), ("gpu is None", "allowed: a name such as")),  # type: ignore[arg-type]
+    "train_s as text": (lambda: fp8plan.StepTimes(train_s="120"), ("train_s is '120'", "allowed: a number of seconds")),  # type: ignore[arg-type]
+    "gpu of nothing": (lambda: fp8plan.find_gpu(None), ("gpu is None", "allowed: a name such as")),  # type: ignore[arg-type]
     "tis of NaN": (lambda: fp8plan.Thresholds(tis=float("nan")), ("tis is nan", "allowed: above 0, or None")),
     "tis as text": (lambda: fp8plan.Thresholds(tis="2"), ("tis is '2'", "allowed: above 0, or None")),  # type: ignore[arg-type]
     "a band of one": (lambda: fp8plan.Thresholds(band=(0.5,)), ("band is (0.5,)", "allowed: (low, high) with 0")),  # type: ignore[arg-type]

@@ -25,9 +25,9 @@ from fp8plan.runtime.measure.cells import jobs as cells
 def test_a_profile_of_another_version_is_used_with_a_note_and_refused_under_strict(
     fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from fp8plan.model.hardware import gpu
+    from fp8plan.model.hardware import find_gpu
 
-    measured = replace(library.load_profile(gpu("h200"))[0], kind="calibrated", engine_version="0.26.0")
+    measured = replace(library.load_profile(find_gpu("h200"))[0], kind="calibrated", engine_version="0.26.0")
     path = tmp_path / "profiles" / "h200_sxm" / "vllm-0.26.0" / "profile.json"
     path.parent.mkdir(parents=True)
     path.write_text(measured.to_json())

@@ -18,13 +18,13 @@ import pandas as pd
 from fp8plan.model.calibrate.engine_steps import measured_kv
 from fp8plan.model.calibrate.kernel_rows import observe
 from fp8plan.model.cost.host import start_cost
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.profile.library import datasheet_profile
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.rollout import schedule_with, step_batch
 from fp8plan.model.validate.records import Record, read_records
 
-H200 = gpu("h200")
+H200 = find_gpu("h200")
 PRIOR = datasheet_profile(H200)
 SMALL = "fp8plan/dense-50m"
 POOL = 65536  # KV tokens, vLLM's null block included

@@ -19,7 +19,7 @@ from fp8plan.model.cost.base import StepBatch
 from fp8plan.model.cost.bounds import flops_bound
 from fp8plan.model.cost.mixers.attention import attention_cost, cache_cost
 from fp8plan.model.emit.settings import vllm_kwargs
-from fp8plan.model.hardware import Gpu, find_gpu, gpu, gpus
+from fp8plan.model.hardware import Gpu, find_gpu, gpus
 from fp8plan.model.kv_cache.precision import FLASHINFER_HEAD_DIMS, why_no_fp8_kv
 from fp8plan.model.kv_cache.specs import LayerCache
 from fp8plan.model.limits import EngineLimits
@@ -34,7 +34,7 @@ from fp8plan.model.workload import Fixed, Workload
 
 SMALL, DENSE = "fp8plan/dense-50m", "Qwen/Qwen3-8B"
 WORK = Workload(4, 2, Fixed(64), Fixed(64))
-A100 = gpu("a100")
+A100 = find_gpu("a100")
 FULL, LATENT = LayerCache("full", 512), LayerCache("latent", 1152)
 EVERY = (*gpus(), find_gpu("cpu"), replace(A100, compute_capability=(8, 6)), replace(A100, compute_capability=(7, 5)))
 
@@ -131,13 +131,13 @@ def test_every_ampere_gpu_has_that_kernel_and_no_other_gpu() -> None:
         sheet = datasheet_profile(replace(A100, compute_capability=capability))
         assert sheet.kernel_backends["attention.fp8"] == "flashinfer"
         assert f"{WIDENED_KV}decode_sm_bandwidth" in sheet.coefficients
-    assert f"{WIDENED_KV}decode_sm_bandwidth" not in datasheet_profile(gpu("l40s")).coefficients
+    assert f"{WIDENED_KV}decode_sm_bandwidth" not in datasheet_profile(find_gpu("l40s")).coefficients
 
 
 def test_queries_stay_in_bf16_where_kernels_widen_the_cache() -> None:
     part = next(x for x, _ in ModelShape.from_hf(DENSE).parts_of(Attention))
     for name, quantised in (("a100", False), ("h200", True)):
-        card = gpu(name)
+        card = find_gpu(name)
         cost = cache_cost(np.array([64]), part, FP8_KV, 1, card, load_profile(card)[0])
         assert ("quantise_query.launch_seconds" in cost.partials) == quantised
     zero = np.zeros(1, dtype=np.int64)

@@ -12,7 +12,7 @@ from fp8plan import Fixed, LogNormal, Plan, Workload
 from fp8plan import plan as make_plan
 from fp8plan.errors import CapacityError, ConfigError, ProfileError
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.hardware import gpu, gpus
+from fp8plan.model.hardware import find_gpu, gpus
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import memory_plan
 from fp8plan.model.plan.planner import predict
@@ -21,7 +21,7 @@ from fp8plan.model.profile.library import datasheet_profile, load_profile, profi
 from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.validate.validate import validate
 
-CPU = gpu("cpu")
+CPU = find_gpu("cpu")
 VERSION = "0.30.0"
 FOLDER = profiles_path() / "cpu" / f"vllm-{VERSION}"
 WORK = Workload(8, 2, Fixed(100), LogNormal(mean=60, sigma=0.5, max=128), seed=0)
@@ -80,7 +80,7 @@ def test_what_makes_no_sense_on_a_cpu_is_refused(changes: dict[str, Any], words:
 
 def test_a_kernel_that_was_not_measured_is_refused() -> None:
     """No GPU's efficiency stands in for a CPU's: the two priors share names, and of these no value."""
-    own, other = datasheet_profile(CPU).coefficients, datasheet_profile(gpu("h200")).coefficients
+    own, other = datasheet_profile(CPU).coefficients, datasheet_profile(find_gpu("h200")).coefficients
     assert set(own) < set(other)
     with pytest.raises(ProfileError, match=r"moe\.bf16.*was not measured"):
         plan(model="moe-7b")
@@ -89,7 +89,7 @@ def test_a_kernel_that_was_not_measured_is_refused() -> None:
 def test_the_limits_are_those_vllm_runs_with_on_a_cpu() -> None:
     asked = EngineLimits(max_num_seqs=32, max_num_batched_tokens=4096, block_size=128)
     assert asked.on(CPU) == replace(asked, async_scheduling=False, enforce_eager=True)
-    assert asked.on(gpu("h200")) == asked
+    assert asked.on(find_gpu("h200")) == asked
     for record in records("steps"):
         measured = replace(record.limits, max_model_len=None, num_gpu_blocks=None)
         assert measured == EngineLimits.for_gpu(CPU)

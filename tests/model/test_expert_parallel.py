@@ -14,7 +14,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.bounds import bytes_bound, flops_bound
 from fp8plan.model.cost.linears.moe import skips_other_rows
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import activation_peak_bytes, loaded_weight_bytes
 from fp8plan.model.plan.plan import Plan
@@ -30,7 +30,7 @@ from fp8plan.model.workload import Fixed, Workload
 
 MOE, DENSE = "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-8B"
 A3B = ModelShape.from_hf(MOE)
-H200 = gpu("h200")
+H200 = find_gpu("h200")
 WORK = Workload(8, 4, Fixed(128), Fixed(256))
 SLICED = EngineLimits(tensor_parallel_size=8)
 WHOLE = replace(SLICED, enable_expert_parallel=True)
@@ -123,7 +123,9 @@ def test_the_time_is_above_the_datasheet_s_and_said_to_be_modelled() -> None:
 
 def test_kernels_that_activate_other_ranks_rows_are_triton_s() -> None:
     found = {
-        (name, p.name): skips_other_rows(gpu(name), p) for name in ("a100", "h200", "b200") for p in (BF16, FP8_BLOCK)
+        (name, p.name): skips_other_rows(find_gpu(name), p)
+        for name in ("a100", "h200", "b200")
+        for p in (BF16, FP8_BLOCK)
     }
     assert [key for key, skips in found.items() if not skips] == [
         ("a100", "bf16"),

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.hardware import Gpu, find_gpu, gpu, gpus
+from fp8plan.model.hardware import Gpu, find_gpu, gpus
 from fp8plan.model.precision import BF16, FP8_KV, PRESETS
 
 GIB = 1 << 30
@@ -47,14 +47,14 @@ GIB = 1 << 30
     ],
 )
 def test_every_spelling_finds_its_gpu(spelling: str, name: str) -> None:
-    assert gpu(spelling).name == name
+    assert find_gpu(spelling).name == name
 
 
 @pytest.mark.parametrize("g", gpus(), ids=lambda g: g.name)
 def test_every_number_has_a_source(g) -> None:
     facts = {f.name for f in fields(g) if getattr(g, f.name) is not None}
     described = facts - {"name", "product", "compute_capability", "sources"}
-    if g.gpus_per_node == gpu("h200").gpus_per_node:  # a host's, as in every HGX and DGX
+    if g.gpus_per_node == find_gpu("h200").gpus_per_node:  # a host's, as in every HGX and DGX
         described -= {"gpus_per_node"}
     assert described <= set(g.sources)
     assert all(len(source) > 10 for source in g.sources.values())
@@ -73,7 +73,7 @@ def test_peaks_are_dense_and_units_are_si(g) -> None:
 
 def test_hopper_peak_follows_from_its_clock() -> None:
     # 132 SMs x 4096 dense BF16 FLOP per cycle x 1.83 GHz boost (H100 whitepaper), an independent way to the peak.
-    assert gpu("h100").bf16_flops == pytest.approx(132 * 4096 * 1.83e9, rel=0.01)
+    assert find_gpu("h100").bf16_flops == pytest.approx(132 * 4096 * 1.83e9, rel=0.01)
 
 
 def test_memory_is_what_a_process_sees() -> None:
@@ -82,7 +82,7 @@ def test_memory_is_what_a_process_sees() -> None:
     totals |= {"gb200": 189471, "l40s": 46068, "a100": 81920, "rtx_pro_6000": 97887, "gh200": 97871, "l4": 23034}
     totals |= {"rtx_4090": 24564, "rtx_3090": 24576, "rtx_5090": 32607, "rtx_a6000": 49140, "rtx_6000_ada": 49140}
     for name, nvidia_smi_mib in totals.items():
-        hidden = nvidia_smi_mib - gpu(name).memory_bytes / (1 << 20)
+        hidden = nvidia_smi_mib - find_gpu(name).memory_bytes / (1 << 20)
         assert 300 < hidden < 1000
 
 
@@ -94,8 +94,8 @@ def test_fp8_weights_need_fp8_tensor_cores_and_a_kv_cache_does_not() -> None:
         weights = [p for p in PRESETS.values() if p.weights != "bf16"]
         assert all((g.why_not(precision) is None) == g.has_fp8 for precision in weights)
         assert (g.why_fixed_kv_scales(FP8_KV) is None) == g.has_fp8
-    assert "compute capability 8.0): vLLM widens them" in gpu("a100").why_not(PRESETS["fp8_block"])
-    assert gpu("cpu").why_fixed_kv_scales(FP8_KV) is None
+    assert "compute capability 8.0): vLLM widens them" in find_gpu("a100").why_not(PRESETS["fp8_block"])
+    assert find_gpu("cpu").why_fixed_kv_scales(FP8_KV) is None
 
 
 def test_only_datacenter_blackwell_needs_power_of_two_scales() -> None:
@@ -105,15 +105,15 @@ def test_only_datacenter_blackwell_needs_power_of_two_scales() -> None:
 
 def test_a_node_is_a_host_or_an_nvlink_domain() -> None:
     assert {g.gpus_per_node for g in gpus()} == {1, 8, 72}
-    assert gpu("gh200").gpus_per_node == 1
-    assert gpu("gb200").gpus_per_node == 72
+    assert find_gpu("gh200").gpus_per_node == 1
+    assert find_gpu("gb200").gpus_per_node == 72
     with pytest.raises(ConfigError, match="gpus_per_node is 0; allowed: a whole number of at least 1"):
-        replace(gpu("h200"), gpus_per_node=0)
+        replace(find_gpu("h200"), gpus_per_node=0)
 
 
 def test_unknown_gpu_offers_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"nearest: .*h200_sxm.*known: .*b200.*auto"):
-        gpu("h201")
+        find_gpu("h201")
 
 
 def fake_nvml(product: str) -> SimpleNamespace:
@@ -136,7 +136,7 @@ def fake_nvml(product: str) -> SimpleNamespace:
 
 def test_auto_asks_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml("NVIDIA H20"))
-    assert gpu("auto").name == "h20"
+    assert find_gpu("auto").name == "h20"
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_auto_without_a_known_gpu_says_what_to_type(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", module)
     with pytest.raises(ConfigError, match=f"{message}.*h200_sxm"):
-        gpu("auto")
+        find_gpu("auto")
 
 
 VENDOR = ["", "nvidia ", "NVIDIA ", "geforce ", "Nvidia GeForce ", "nvidia-"]

@@ -5,10 +5,10 @@ from dataclasses import replace
 from measured_families import shape_of
 
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.model_runner import model_runner
 
-H200 = gpu("h200")
+H200 = find_gpu("h200")
 
 
 def test_v2_is_for_dense_models_and_a_few_with_experts() -> None:
@@ -21,4 +21,4 @@ def test_v2_is_for_dense_models_and_a_few_with_experts() -> None:
 
 def test_recurrent_layers_and_cpus_have_v1() -> None:
     assert model_runner(shape_of("nvidia/Nemotron-H-8B-Base-8K"), H200) == "v1"
-    assert model_runner(ModelShape.from_hf("Qwen3-8B"), gpu("cpu")) == "v1"
+    assert model_runner(ModelShape.from_hf("Qwen3-8B"), find_gpu("cpu")) == "v1"

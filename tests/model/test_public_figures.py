@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fp8plan.model.architecture import Experts, ModelShape
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.kv_cache.layers import model_caches
 from fp8plan.model.kv_cache.plan import plan_kv_cache
 from fp8plan.model.limits import EngineLimits
@@ -27,7 +27,7 @@ def test_qwen3_30b_a3b_on_four_gpus_loads_14_25_gib() -> None:
 
 def test_deepseek_v2_lite_takes_0_95_gib_for_32768_tokens() -> None:
     """github.com/vllm-project/vllm/issues/15871: "max seq len (32768), (0.95 GiB KV cache is needed"."""
-    limits = EngineLimits.for_gpu(gpu("h200"))
+    limits = EngineLimits.for_gpu(find_gpu("h200"))
     caches, rules = model_caches(ModelShape.from_hf("deepseek-ai/DeepSeek-V2-Lite"), BF16, limits, 32768)
     plan = plan_kv_cache(caches, rules, num_blocks=0)
     assert round(plan.blocks_of_request(32768) * plan.block_bytes / GIB, 2) == 0.95

@@ -11,20 +11,20 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import Attention, Experts, Layer
 from fp8plan.model.cost.step import StepModel
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.profile.library import load_profile
-from fp8plan.model.rl_step import Trainer, full_prefill, weight_sync_seconds
+from fp8plan.model.rl_step import StepTimes, full_prefill, weight_sync_seconds
 
-H200 = gpu("h200")
+H200 = find_gpu("h200")
 PROFILE, _ = load_profile(H200)
 FREE = {"train_s": 0.0, "logprob_s": 0.0}
 
 
-def sync(sync_bandwidth: float = 50e9) -> Trainer:
+def sync(sync_bandwidth: float = 50e9) -> StepTimes:
     """Nothing but new weights."""
-    return Trainer(train_s=0, logprob_s=0, sync_bandwidth=sync_bandwidth)
+    return StepTimes(train_s=0, logprob_s=0, sync_bandwidth=sync_bandwidth)
 
 
 def model(precision: str = "bf16", name: str = "Qwen/Qwen3-8B", **limits: int) -> StepModel:
@@ -32,16 +32,16 @@ def model(precision: str = "bf16", name: str = "Qwen/Qwen3-8B", **limits: int) -
 
 
 def test_seconds_are_added_up() -> None:
-    assert Trainer(train_s=0, logprob_s=0).seconds(10**6) == 0
-    assert Trainer(train_s=3, logprob_s=0).seconds(10**6) == 3
-    assert Trainer(train_s=3, logprob_s=4).seconds(1) == 7
+    assert StepTimes(train_s=0, logprob_s=0).seconds(10**6) == 0
+    assert StepTimes(train_s=3, logprob_s=0).seconds(10**6) == 3
+    assert StepTimes(train_s=3, logprob_s=4).seconds(1) == 7
 
 
 def test_tokens_per_second_scale_with_the_batch() -> None:
-    trainer = Trainer(train_tokens_per_s=100, logprob_tokens_per_s=400)
+    trainer = StepTimes(train_tokens_per_s=100, logprob_tokens_per_s=400)
     assert trainer.seconds(400) == pytest.approx(5)
     assert trainer.seconds(800) == pytest.approx(2 * trainer.seconds(400))
-    assert Trainer(train_s=2, logprob_tokens_per_s=400).seconds(400) == pytest.approx(3)
+    assert StepTimes(train_s=2, logprob_tokens_per_s=400).seconds(400) == pytest.approx(3)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_part_of_the_step_that_is_left_out_is_no_zero(
     given: dict[str, float], missing: tuple[str, ...], there: tuple[str, ...]
 ) -> None:
     with pytest.raises(ConfigError, match="the RL step lacks") as caught:
-        Trainer(**given)  # type: ignore[arg-type]
+        StepTimes(**given)  # type: ignore[arg-type]
     assert all(word in str(caught.value) for word in missing)
     assert not any(word in str(caught.value) for word in there)
 
@@ -67,7 +67,7 @@ def test_a_part_of_the_step_that_is_left_out_is_no_zero(
 @pytest.mark.parametrize("part", ["train", "logprob"])
 def test_seconds_and_tokens_per_second_at_once_are_refused(part: str) -> None:
     with pytest.raises(ConfigError, match=f"{part}_s and {part}_tokens_per_s.*give one"):
-        Trainer(**FREE | {f"{part}_s": 1.0, f"{part}_tokens_per_s": 5.0})
+        StepTimes(**FREE | {f"{part}_s": 1.0, f"{part}_tokens_per_s": 5.0})
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
@@ -76,13 +76,13 @@ def test_seconds_and_tokens_per_second_at_once_are_refused(part: str) -> None:
 )
 def test_senseless_figures_are_refused_by_name(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"{name} is"):
-        Trainer(**FREE | {name: value})
+        StepTimes(**FREE | {name: value})
 
 
 @pytest.mark.parametrize("name", ["train_tokens_per_s", "logprob_tokens_per_s", "sync_bandwidth"])
 def test_a_rate_of_zero_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is 0.*above 0"):
-        Trainer(**FREE | {name: 0.0})
+        StepTimes(**FREE | {name: 0.0})
 
 
 def test_bf16_pays_for_the_transfer_alone() -> None:

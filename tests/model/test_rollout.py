@@ -14,7 +14,7 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.base import StepBatch
 from fp8plan.model.cost.bounds import bytes_bound, flops_bound
 from fp8plan.model.cost.step import StepModel
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.kv_cache.plan import KvPlan, plan_kv_cache
 from fp8plan.model.kv_cache.specs import KvRules, LayerCache
 from fp8plan.model.limits import EngineLimits
@@ -29,7 +29,7 @@ from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.validate.validate import simulated
 from fp8plan.model.workload import Batch, Fixed, LogNormal, Workload
 
-H200 = gpu("h200")
+H200 = find_gpu("h200")
 MODELS = ("Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "meta-llama/Llama-3.2-1B")
 LIMITS = EngineLimits()
 AMPLE = 10**9

@@ -39,9 +39,6 @@ THRESHOLDS: Final[dict[str, str]] = {
     "geometric_mis": "[low, high]: a sequence whose mean-log ratio is outside is dropped",
 }
 
-# Workload entries that emitters read; the workload may carry more.
-WORKLOAD_KEYS: Final = ("prompts", "samples", "max_prompt_tokens", "max_response_tokens")
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -51,7 +48,8 @@ class Plan:
     gpu:        name in fp8plan.model.hardware, e.g. "h200_sxm"
     profile:    {"kind", "engine_version", "source"} of the profile behind the numbers
     limits:     what every engine is started with; each Choice carries its own parallel sizes
-    workload:   WORKLOAD_KEYS (counts and tokens) and whatever else describes the rollout
+    workload:   prompts, samples (counts), max_prompt_tokens, max_response_tokens, and whatever else describes the
+                rollout
     seed:       of the sampled response lengths
     choices:    every precision and layout that was scored
     chosen:     index into `choices`

@@ -112,8 +112,8 @@ def where_from(answer: Answer) -> list[str]:
     return sentences
 
 
-def _largest(parts: dict[str, float], least: float = 0.1) -> str:
-    named = [f"{COMPONENTS[name]} ({share:.0%})" for name, share in parts.items() if share >= least]
+def _largest(parts: dict[str, float]) -> str:
+    named = [f"{COMPONENTS[name]} ({share:.0%})" for name, share in parts.items() if share >= 0.1]
     return " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
 
 

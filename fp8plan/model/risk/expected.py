@@ -5,8 +5,8 @@
 
 The KL is a theory of rounding errors (`theory`) scaled to published observations (`fit`,
 data/mismatch_observations.csv): modelled, taken from elsewhere, not measured here, and wide. It is the level at the
-start of a run; drift, which grows with training in some runs, is the Monitor's business. `python -m
-fp8plan.model.risk.expected` refits and prints every residual and the leave-one-source-out error.
+start of a run; drift, which grows with training in some runs, is the Monitor's business. `python tools/risk_report.py`
+refits and prints every residual and the leave-one-source-out error.
 """
 
 from __future__ import annotations
@@ -54,6 +54,10 @@ __all__ = [
 # and not at 1.5.
 TOKEN_TIS: Final[Mapping[Level, float]] = {"low": 2.0, "moderate": 2.0, "high": 1.5}
 
+# What clip_fraction and seq_reject_fraction are shares of: C of token TIS; [low, high] of a sequence-level MIS.
+COUNTED_TIS: Final = 2.0
+COUNTED_MIS: Final = (0.5, 2.0)
+
 # KL per token that a KV cache clipped at scale 1.0 costs a model with large K: log(34.84 / 22.62), perplexity of
 # Qwen2-7B at scale 1.0 and with dynamic scales (vllm-project/vllm#11906).
 CLIPPED_KV_KL: Final = 0.43
@@ -75,8 +79,8 @@ class MismatchRisk:
     kl_k3:               mean over tokens of ratio - 1 - log ratio, the floor of BF16 kernels included
     quantisation_kl:     the part of kl_k3 that the precision adds; exactly 0 for BF16
     ess_raw:             1 / mean(ratio^2) over tokens, untruncated, a fraction; *_low belongs to kl_k3_high
-    clip_fraction:       share of tokens whose ratio exceeds the token TIS threshold
-    seq_reject_fraction: share of sequences whose product of ratios leaves the sequence bounds, over the given lengths
+    clip_fraction:       share of tokens whose ratio exceeds COUNTED_TIS
+    seq_reject_fraction: share of sequences whose product of ratios leaves COUNTED_MIS, over the given lengths
     level, reasons:      by RiskBudget's rules, and why, in sentences
     moe:                 which tail the ratios have
     """
@@ -128,43 +132,32 @@ def mismatch_risk(
     precision: Precision,
     response_lengths: ArrayLike,
     *,
-    token_threshold: float = 2.0,
-    sequence_bounds: tuple[float, float] = (0.5, 2.0),
     e8m0: bool = True,
     kv_scales_calibrated: bool = True,
-    quantised_layers: int | None = None,
     tensor_parallel_size: int = 1,
     budget: RiskBudget | None = None,
 ) -> MismatchRisk:
     """Predict the mismatch of `precision` for responses of these lengths.
 
     response_lengths:     (n,) tokens, each at least 1
-    token_threshold:      C of token TIS, above 1
-    sequence_bounds:      (low, high) of a sequence-level MIS, low < 1 < high
     e8m0:                 FP8 GEMMs with power-of-two scales: vLLM's default on Hopper (VLLM_USE_DEEP_GEMM_E8M0)
     kv_scales_calibrated: K and V scales follow the weights; False: they are 1.0, as after an ordinary weight sync
-    quantised_layers:     layers with FP8 linears; None: all
     tensor_parallel_size: ranks that share the linears, which decides which of them stay in BF16
 
-    Raises ConfigError for lengths below 1 or none, thresholds that do not enclose 1, too many quantised layers.
+    Raises ConfigError for lengths below 1 or none.
     """
     budget = budget or RiskBudget()
-    lengths = _checked(response_lengths, token_threshold, sequence_bounds)
-    quantised = shape.num_layers if quantised_layers is None else quantised_layers
-    if not 0 <= quantised <= shape.num_layers:
-        raise ConfigError(
-            f"quantised_layers is {quantised!r}; allowed: 0 to {shape.num_layers}, the layers of {shape.name}"
-        )
-    setting = setting_of(shape, precision, e8m0, quantised, tensor_parallel_size)
+    lengths = _checked(response_lengths)
+    setting = setting_of(shape, precision, e8m0, tensor_parallel_size)
     unmeasured = (*unmeasured_parts(shape), *((ONE_SCALE,) if precision.gemm_dtype == "fp8" else ()))
     calibrated = kv_scales_calibrated or not setting.fp8_kv
     clipped = setting.fp8_kv and clipped_keys(shape)
     kl, quantisation = _kl_band(setting, calibrated, clipped, unmeasured)
     tokens = [token_log_ratio(value, setting.moe) for value in kl]
-    clip = [t.fraction_above(token_threshold) for t in tokens]
+    clip = [t.fraction_above(COUNTED_TIS) for t in tokens]
     ess = [t.ess for t in tokens]
     reject = [
-        [float(np.mean(sequence_rejection(value, lengths, *sequence_bounds, f))) for f in (1.0, MAX_INFLATION)]
+        [float(np.mean(sequence_rejection(value, lengths, *COUNTED_MIS, f))) for f in (1.0, MAX_INFLATION)]
         for value in kl
     ]
     level, reasons = _level(setting, calibrated, clipped, unmeasured, budget, kl[2], clip[2], ess[2])
@@ -181,19 +174,15 @@ def mismatch_risk(
 
 
 def recommended_thresholds(
-    risk: MismatchRisk,
-    response_lengths: ArrayLike,
-    *,
-    sequence_bounds: tuple[float, float] = (0.5, 2.0),
-    budget: RiskBudget | None = None,
+    risk: MismatchRisk, response_lengths: ArrayLike, *, budget: RiskBudget | None = None
 ) -> ThresholdAdvice:
     """The thresholds to start the correction with at this risk. A controller may move them from there."""
     budget = budget or RiskBudget()
-    lengths = _checked(response_lengths, 2.0, sequence_bounds)
+    lengths = _checked(response_lengths)
     threshold = TOKEN_TIS[risk.level]
     usable = risk.seq_reject_fraction <= budget.max_sequence_rejection
-    longest = _longest_usable(risk.kl_k3, sequence_bounds, budget.max_sequence_rejection)
-    low, high = sequence_bounds
+    longest = _longest_usable(risk.kl_k3, budget.max_sequence_rejection)
+    low, high = COUNTED_MIS
     clipped = token_log_ratio(risk.kl_k3, risk.moe).fraction_above(threshold)
     tis_note = f"token TIS at {threshold:g} clips about {clipped:.2g} of the tokens"
     mis_note = (
@@ -204,7 +193,7 @@ def recommended_thresholds(
     return ThresholdAdvice({"token_tis": threshold}, token_mis, usable, longest, (tis_note, mis_note))
 
 
-def _checked(lengths: ArrayLike, token_threshold: float, bounds: tuple[float, float]) -> FloatArray:
+def _checked(lengths: ArrayLike) -> FloatArray:
     values = np.asarray(lengths, dtype=np.float64).reshape(-1)
     if values.size == 0:
         raise ConfigError("response_lengths is empty; give at least one length in tokens")
@@ -212,10 +201,6 @@ def _checked(lengths: ArrayLike, token_threshold: float, bounds: tuple[float, fl
         raise ConfigError(
             f"response_lengths go from {values.min()} to {values.max()}; allowed: finite, at least 1 token"
         )
-    if not token_threshold > 1:
-        raise ConfigError(f"token_threshold is {token_threshold!r}; allowed: above 1 (it bounds pi_train/pi_rollout)")
-    if not 0 < bounds[0] < 1 < bounds[1]:
-        raise ConfigError(f"sequence_bounds are {bounds!r}; allowed: (low, high) with 0 < low < 1 < high")
     return values
 
 
@@ -235,10 +220,10 @@ def _kl_band(
     return (kl / factor + damage / factor, kl + damage, high), quantisation + damage
 
 
-def _longest_usable(kl: float, bounds: tuple[float, float], share: float) -> int:
+def _longest_usable(kl: float, share: float) -> int:
     """The longest sequence length at which at most `share` are rejected; 0 if none (rejection grows with length)."""
     lengths = np.unique(np.geomspace(1, 1e6, 400).astype(np.int64)).astype(np.float64)
-    return int(max(lengths[sequence_rejection(kl, lengths, *bounds) <= share], default=0))
+    return int(max(lengths[sequence_rejection(kl, lengths, *COUNTED_MIS) <= share], default=0))
 
 
 def _level(
@@ -307,14 +292,3 @@ _CLIPPED: Final = {
         "recalculated each step (verl#4435)"
     ),
 }
-
-
-def main() -> None:
-    """Refit to the committed observations, write data/mismatch_fit.json, print residuals and leave-one-out error."""
-    from fp8plan.model.risk.report import run  # needs scikit-learn, which a plan must not load
-
-    print(run())
-
-
-if __name__ == "__main__":
-    main()

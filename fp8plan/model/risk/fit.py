@@ -8,7 +8,7 @@ QK-norm. exp(moe) = 1 says that routing doubles the KL: replaying the routes rem
 one scikit-learn Ridge: exponents shrink to 0, that is to the theory, as far as the data leave them open. A sum of
 positive terms keeps the order BF16 <= FP8 <= both, and dense <= MoE, by construction.
 
-Run through `python -m fp8plan.model.risk.expected`.
+Run through `python tools/risk_report.py`.
 """
 
 from __future__ import annotations

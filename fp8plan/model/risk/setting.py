@@ -31,20 +31,13 @@ STATE_SPACE_SD: Final = log(4.0)
 SMALL_SD: Final = log(5.5)
 
 
-def setting_of(
-    shape: ModelShape,
-    precision: Precision,
-    e8m0: bool = True,
-    quantised_layers: int | None = None,
-    tensor_parallel_size: int = 1,
-) -> Setting:
-    """The setting of a model in a precision. quantised_layers: decoder layers with FP8 linears; None: all."""
+def setting_of(shape: ModelShape, precision: Precision, e8m0: bool = True, tensor_parallel_size: int = 1) -> Setting:
+    """The setting of a model in a precision."""
     hidden, tp = shape.hidden_size, tensor_parallel_size
     quantised = sum(_quantised(part, hidden, tp) for layer in shape.layers for part in _sub_layers(layer)) / 2
-    some = shape.num_layers if quantised_layers is None else quantised_layers
     return Setting(
         layers=sum(len(_sub_layers(layer)) for layer in shape.layers) / 2,
-        quantised_layers=quantised * some / shape.num_layers,
+        quantised_layers=quantised,
         # Recurrent layers keep their state in BF16 or FP32 whatever the KV dtype. A layer that reads another's keys and
         # values reads them in FP8.
         kv_layers=float(sum(any(map(_reads_kv, mixers(layer))) for layer in shape.layers)),

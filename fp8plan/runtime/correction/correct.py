@@ -25,9 +25,9 @@ from fp8plan.runtime.correction.rejection import rejected
 from fp8plan.runtime.correction.settings import CorrectionSettings, Rejection, Thresholds
 from fp8plan.runtime.correction.verl import effective, is_metrics, rs_metrics
 from fp8plan.runtime.correction.weights import normalised, weighted
-from fp8plan.runtime.mismatch.backend import one_thread
 from fp8plan.runtime.mismatch.moments import Moments, Sums, reduced
 from fp8plan.runtime.mismatch.segments import lost
+from fp8plan.runtime.mismatch.tokens import one_thread
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fp8plan.runtime.correction.settings import CorrectionSettings
-from fp8plan.runtime.mismatch import backend
 from fp8plan.runtime.mismatch.histogram import LIMIT, FloatArray
 from fp8plan.runtime.mismatch.moments import Moments, Sums, of_sequences
 from fp8plan.runtime.mismatch.ranks import all_reduced
@@ -53,12 +52,7 @@ def weighted(tokens: Tokens, settings: CorrectionSettings) -> Weighted:
 def _by_token(tokens: Tokens, settings: CorrectionSettings) -> Weighted:
     low, high = bounds(settings)
     band = settings.mode != "tis"
-    if len(tokens) and backend.by_triton(tokens.log_ratio):
-        from fp8plan.runtime.mismatch import fused
-
-        weights, inside, (found, raw), totals = fused.weighed(tokens.log_ratio, tokens.offsets.numpy(), low, high, band)
-    else:
-        weights, inside, (found, raw), totals = by_torch(tokens, low, high, band)
+    weights, inside, (found, raw), totals = _weighed(tokens, low, high, band)
     square, above, below, smallest, largest = totals.tolist()
     count, lengths = len(tokens), tokens.lengths.numpy() + TINY
     weight = Moments.of_sums(count, float(found.sum()), square, smallest, largest)
@@ -70,7 +64,7 @@ def _by_token(tokens: Tokens, settings: CorrectionSettings) -> Weighted:
     return Weighted(weights, inside, sums | of_sequences(found / lengths, raw / lengths, low, high))
 
 
-def by_torch(
+def _weighed(
     tokens: Tokens, low: float, high: float, band: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, FloatArray, FloatArray]:
     """Weights, truncated at `high` or, with a band, 0 outside of [low, high]; and their sums.

@@ -110,8 +110,6 @@ class AsyncRolloutEngine(EngineBase):
         if (action := self._advised(verdict, escalate)) != Action.NONE:
             await self._drive(self._apply(self._busy(), action))
 
-    follow = apply  # its name until 0.1
-
     async def recalibrate_kv(self, *, kv_amax: Any = None, kv_prompts: Any = None) -> str | None:
         """Measure or set the KV scales without new weights, as RolloutEngine.recalibrate_kv does."""
         return await self._drive(self._recalibrate(self._busy(), kv_amax, kv_prompts))

@@ -198,8 +198,6 @@ class RolloutEngine(EngineBase):
             with self._calling():
                 self._drive(self._apply(self._busy(), action))
 
-    follow = apply  # its name until 0.1
-
     def recalibrate_kv(self, *, kv_amax: Any = None, kv_prompts: Any = None) -> str | None:
         """Measure or set the KV scales without new weights, and return where they come from.
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from fp8plan.runtime.mismatch.sampling import Sampling
     from fp8plan.schemas import KlPart
 
-STALENESS, SAMPLING, PRECISION, ROUTING, REST = CAUSES = "staleness", "sampling", "precision", "routing", "rest"
+STALENESS, SAMPLING, PRECISION, ROUTING, REST = "staleness", "sampling", "precision", "routing", "rest"
 APART: Final = 0.2  # most by which a part may be uncertain, as a share of it, to be told apart
 SHOWN: Final = 0.02  # share of the KL, below which a part is not worth a word
 
@@ -67,7 +67,7 @@ def expected_by(plan: Plan, choice: int | str | None = None) -> Expected | None:
 class Part:
     """A part of the observed KL.
 
-    causes:    of CAUSES; several: they cannot be told apart here
+    causes:    STALENESS, SAMPLING, PRECISION, ROUTING or REST; several: they cannot be told apart here
     kl:        nats per token (k3); the parts of a step add up to its k3
     low, high: between which it lies; equal to kl where it was measured
     how:       where it comes from: "measured", "bounded" (by theory), "expected" (by a plan or a probe), "left over"

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.mismatch import backend
 from fp8plan.runtime.mismatch.histogram import BINS, LIMIT, FloatArray, IntArray, bins, k3
 from fp8plan.runtime.mismatch.metrics import POSITIONS, SLOTS, VERSION_SUMS, MismatchSums
 from fp8plan.runtime.mismatch.segments import Segments, by_bin
-from fp8plan.runtime.mismatch.tokens import to_tensor
+from fp8plan.runtime.mismatch.tokens import one_thread, to_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +23,7 @@ UNSURE: Final = 0.1  # nats: a probability of 0.9, which no rounding makes of 1
 ROUNDING: Final = 0.01  # nats above 0 that a mean log-prob may have by rounding
 
 
-@backend.one_thread()
+@one_thread()
 def measure(tokens: Tokens, versions: Array | Sequence[int] | None = None) -> MismatchSums:
     """Sum up how far trainer and rollout differ over one batch; `MismatchSums.metrics` makes figures of it.
 
@@ -38,12 +37,7 @@ def measure(tokens: Tokens, versions: Array | Sequence[int] | None = None) -> Mi
     pieces = _pieces(tokens.offsets.numpy())
     runs = None if versions is None else _runs(tokens, versions)
     cuts = pieces if runs is None else np.union1d(pieces, runs[0])
-    if backend.by_triton(tokens.log_ratio):
-        from fp8plan.runtime.mismatch import fused
-
-        histogram, squares, per_part = fused.measured(tokens.log_ratio, tokens.train, cuts)
-    else:
-        histogram, squares, per_part = by_torch(tokens, cuts)
+    histogram, squares, per_part = _summed(tokens, cuts)
     sums = MismatchSums()
     sums["tokens"], sums["invalid"], sums["ratio_squared"] = len(tokens), tokens.invalid, squares
     sums["placeholders"] = sum(_placeholders(tokens, part) for part in tokens.chunks())
@@ -67,8 +61,8 @@ def _placeholders(tokens: Tokens, part: slice) -> int:
     return int((certain & (tokens.log_ratio[part].abs() > UNSURE)).count_nonzero())
 
 
-def by_torch(tokens: Tokens, pieces: IntArray) -> tuple[FloatArray, float, FloatArray]:
-    """Sum over tokens with torch's operations, in float64.
+def _summed(tokens: Tokens, pieces: IntArray) -> tuple[FloatArray, float, FloatArray]:
+    """Sum over tokens, in float64.
 
     pieces: [pieces + 1] where parts of sequences begin, in order, and where the last one ends
 

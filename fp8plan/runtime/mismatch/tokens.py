@@ -12,13 +12,14 @@ them the fill value. `invalid` counts them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.mismatch import backend
+from fp8plan.runtime.vllm_versions import check_torch
 
 if TYPE_CHECKING:
     import torch
@@ -92,12 +93,11 @@ class Tokens:
             out = values.reshape(self.shape).to(dtype or values.dtype)
         else:
             out = values.new_full(self.shape, fill, dtype=dtype or values.dtype)
-            if backend.by_triton(out):
-                from fp8plan.runtime.mismatch import fused
-
-                fused.unpack(values.to(out.dtype), self.kept, out)
-            else:
-                _unpack(values, self.kept, out)
+            flat, done = out.view(-1), 0
+            for part, where in _valid(self.kept):
+                some = values[done : done + len(where)]
+                flat[part].scatter_(0, where, some.to(out.dtype))
+                done += len(where)
         return out
 
     def mask(self, keep: torch.Tensor | None = None) -> Array:
@@ -113,7 +113,31 @@ class Tokens:
         return out.numpy() if self.numpy else out
 
 
-@backend.one_thread()
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch's CPU operations on one thread inside; also a decorator.
+
+    Threads meet after each operation, and beside other work they wait long for one another.
+    A thread that starts to use torch meanwhile stays at one, as torch has it.
+    Nothing changes in a process in which vLLM runs on the CPU: it binds the threads to cores, and has put a warning in
+    the place of torch's function.
+    Raises ConfigError without torch: what is decorated with it is where users come in.
+    """
+    check_torch("the correction")
+    import torch
+
+    if torch.set_num_threads is not torch._C.set_num_threads:
+        yield
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@one_thread()
 def pack(
     train_logprobs: Array,
     rollout_logprobs: Array,
@@ -146,50 +170,29 @@ def pack(
 
 
 def _pack(train: torch.Tensor, rollout: torch.Tensor, kept: torch.Tensor | None, ends: torch.Tensor) -> Tokens:
-    import torch
-
-    one, other = train.reshape(-1), rollout.reshape(-1)
-    if kept is None:
-        packed = one.float(), other.float(), one.float() - other.float(), ends
-    elif backend.by_triton(one):
-        from fp8plan.runtime.mismatch import fused
-
-        packed = fused.packed(one, other, kept, ends)
-    else:
-        packed = by_torch(one, other, kept, ends)
-    marked = int((packed[3].diff() > 0).sum())
-    return Tokens(*packed, 0, marked, tuple(train.shape), kept, torch.bool, False)
-
-
-def by_torch(
-    train: torch.Tensor, rollout: torch.Tensor, kept: torch.Tensor, ends: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(train, rollout and log ratio [tokens] float32, offsets) of what is kept of flat log-probs.
+    """Pack what `kept` marks (None: everything).
 
     ends: [sequences + 1] int64 on the CPU, where sequences end in what came in
     """
     import torch
 
-    number = int(kept.count_nonzero())
-    packed = [torch.empty(number, dtype=torch.float32, device=train.device) for _ in range(2)]
-    before, ends, done = ends, torch.zeros_like(ends), 0
-    for part, where in _valid(kept):
-        stop = done + len(where)
-        for side, out in zip((train, rollout), packed, strict=True):
-            out[done:stop] = side[part].index_select(0, where)
-        # Valid tokens of this part that come before each end: all or none but for the few ends that lie in it.
-        ends += torch.searchsorted(where, (before - part.start).to(where.device)).cpu()
-        done = stop
-    return packed[0], packed[1], packed[0] - packed[1], ends
-
-
-def _unpack(values: torch.Tensor, kept: torch.Tensor, out: torch.Tensor) -> None:
-    """Write values, one after the other, to where `kept` is true in `out`, which is contiguous."""
-    flat, done = out.view(-1), 0
-    for part, where in _valid(kept):
-        some = values[done : done + len(where)]
-        flat[part].scatter_(0, where, some.to(out.dtype))
-        done += len(where)
+    sides = [train.reshape(-1), rollout.reshape(-1)]
+    if kept is None:
+        packed, offsets = [side.float() for side in sides], ends
+    else:
+        number = int(kept.count_nonzero())
+        packed = [torch.empty(number, dtype=torch.float32, device=train.device) for _ in sides]
+        offsets, done = torch.zeros_like(ends), 0
+        for part, where in _valid(kept):
+            stop = done + len(where)
+            for side, out in zip(sides, packed, strict=True):
+                out[done:stop] = side[part].index_select(0, where)
+            # Valid tokens of this part that come before each end: all or none but for the few ends that lie in it.
+            offsets += torch.searchsorted(where, (ends - part.start).to(where.device)).cpu()
+            done = stop
+    ours, theirs = packed
+    marked = int((offsets.diff() > 0).sum())
+    return Tokens(ours, theirs, ours - theirs, offsets, 0, marked, tuple(train.shape), kept, torch.bool, False)
 
 
 def _valid(kept: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:

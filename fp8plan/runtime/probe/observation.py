@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import precision
 from fp8plan.model.risk.fit import OBSERVATIONS
 from fp8plan.model.risk.setting import has_qkv_bias, setting_of
@@ -73,7 +73,7 @@ def _row(found: Probe, one: Probed, shape: ModelShape) -> dict[str, str]:
     preset, kl, facts, figures = precision(one.precision), one.kl_k3, one.facts or {}, one.figures or {}
     setting = setting_of(shape, preset)
     partly = preset.weights != "bf16" and bool(shape.left_in_bf16())  # the fit counts every layer as FP8
-    fitted = not gpu(found.gpu).is_cpu and not one.invalid and kl.low > 0 and not partly
+    fitted = not find_gpu(found.gpu).is_cpu and not one.invalid and kl.low > 0 and not partly
     values: dict[str, Any] = {
         "source": SOURCE,
         "reference": f"measured by fp8plan probe {__version__}: vLLM {found.engine_version} on {found.gpu}; "

@@ -246,6 +246,6 @@ def quantised_manifest(manifest: Manifest, quantised: Iterable[str]) -> Manifest
     return tuple(found)
 
 
-def _some(names: Sequence[str], most: int = 4) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more

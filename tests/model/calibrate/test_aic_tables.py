@@ -16,11 +16,11 @@ from fp8plan.model.calibrate import aic_import
 from fp8plan.model.calibrate.aic_import import Trial, import_all, import_profile
 from fp8plan.model.calibrate.aic_tables import Tables, find_data, importable, read_tables
 from fp8plan.model.calibrate.kernel_rows import observe, read_rows
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.profile.library import datasheet_profile, load_profile, profile_path, profiles_path
 from fp8plan.model.profile.profile import Profile
 
-H100 = gpu("h100")
+H100 = find_gpu("h100")
 LAUNCH = 0.06  # ms: what vLLM's fp8_block rows cannot be shorter than
 
 
@@ -137,7 +137,7 @@ def test_all_reduces_are_those_in_graphs_in_bytes_of_the_newest_version(data: Pa
 def test_a_gpu_without_tables_and_a_table_without_a_column_are_named(data: Path) -> None:
     assert importable(data) == (H100,)
     with pytest.raises(ConfigError, match="no vLLM tables of h20; it has: h100_sxm"):
-        read_tables(gpu("h20"), data, "0.12.0")
+        read_tables(find_gpu("h20"), data, "0.12.0")
     write(data, "h100_sxm/gemm/vllm/0.24.0/gemm", [{"m": 1, "latency": 1.0}])
     with pytest.raises(ProfileError, match=r"gemm_perf.parquet has no column 'gemm_dtype'"):
         read_tables(H100, data, "0.12.0")
@@ -155,7 +155,7 @@ TRUE = {"gemm.bf16.bandwidth_efficiency": 0.7, "gemm.bf16.launch_seconds": 5e-6,
 
 
 def made_up(card: str = "h100") -> Tables:
-    prior = datasheet_profile(gpu(card))
+    prior = datasheet_profile(find_gpu(card))
     truth = replace(prior, coefficients=prior.coefficients | TRUE)
     sizes = (2048, 4096, 8192)
     gemms = product((1, 8, 64, 512, 4096), sizes, sizes)
@@ -164,7 +164,7 @@ def made_up(card: str = "h100") -> Tables:
     calls = product((1, 16, 256), (64, 4096))
     rows += [{"kernel": "attention_decode.bf16", "batch": b, "context": c, **heads} for b, c in calls]
     frame = pd.DataFrame(rows)
-    for observed in observe(frame.assign(seconds=1.0), gpu(card)):
+    for observed in observe(frame.assign(seconds=1.0), find_gpu(card)):
         frame.loc[frame.kernel == observed.kernel, "seconds"] = observed.predict(truth).seconds
     return Tables(frame.assign(backend="a"), "0.24.0", "made up")
 

@@ -18,12 +18,12 @@ from fp8plan.model.cost.base import QUANTITIES, StepBatch
 from fp8plan.model.cost.linears.gemm import gemm_cost
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.cost.sustained import CLOCK, MEMORY
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import precision
 from fp8plan.model.profile.library import datasheet_profile
 
-H200 = gpu("h200")
+H200 = find_gpu("h200")
 _DATASHEET = datasheet_profile(H200)
 # As kernels are timed: an engine's clock is lower, and so is what its memory gives.
 PROFILE = replace(_DATASHEET, coefficients=_DATASHEET.coefficients | {CLOCK: 1.0, MEMORY: 1.0})

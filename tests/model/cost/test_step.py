@@ -23,7 +23,7 @@ from fp8plan.model.cost.components import Component, gradient_of
 from fp8plan.model.cost.host import layer_cost
 from fp8plan.model.cost.mixers.attention import FLASH_ATTENTION_3
 from fp8plan.model.cost.step import StepModel
-from fp8plan.model.hardware import Gpu, gpu
+from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, PRESETS, Precision
 from fp8plan.model.profile.library import datasheet_profile, load_profile
@@ -57,7 +57,7 @@ def model(
     profile: Profile | None = None,
     **limits: object,
 ) -> StepModel:
-    card = card or gpu("h200")
+    card = card or find_gpu("h200")
     shape = ModelShape.from_hf(name)
     return StepModel(shape, card, precision, EngineLimits(**limits), profile or datasheet_profile(card))  # type: ignore[arg-type]
 
@@ -69,7 +69,7 @@ batches = st.lists(rows.filter(lambda row: row[0] + row[2] > 0), min_size=1, max
 @st.composite
 def models(draw: st.DrawFn) -> StepModel:
     """Any precision on several models and GPUs, each coefficient off by up to a factor of 3."""
-    card = gpu(draw(st.sampled_from(["h200", "h20", "b200", "l40s"])))
+    card = find_gpu(draw(st.sampled_from(["h200", "h20", "b200", "l40s"])))
     name = draw(st.sampled_from([QWEN, "Qwen/Qwen3-30B-A3B", "meta-llama/Llama-3.2-1B"]))
     profile = datasheet_profile(card)
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -287,7 +287,7 @@ def test_prompts_that_join_decode_take_as_long_as_in_a_queue_of_two(
 ) -> None:
     """Nearly: where both need as long, the GPU waits for a late host."""
     batch = in_order(batch_of([(200, 1500, prompt if i in prompts_at else 0, 0) for i in range(16)]))
-    step = model(name, profile=load_profile(gpu("h200"))[0])
+    step = model(name, profile=load_profile(find_gpu("h200"))[0])
     timed = step.timed(batch)
     host_s = timed.scheduling.seconds + timed.launching.seconds
     expected = seconds_of_a_queue_of_two(timed._gpu_seconds(), host_s, timed.launching.seconds > 0)
@@ -297,7 +297,7 @@ def test_prompts_that_join_decode_take_as_long_as_in_a_queue_of_two(
 def test_a_long_step_before_hides_launches() -> None:
     rows = [(240, 2000, 0, 0), (240, 2000, 650, 0), (241, 2000, 0, 0)]
     batch = batch_of(rows)
-    step = model("Qwen/Qwen3-30B-A3B", profile=load_profile(gpu("h200"))[0])
+    step = model("Qwen/Qwen3-30B-A3B", profile=load_profile(find_gpu("h200"))[0])
     alone, after = step.seconds(batch), step.seconds(in_order(batch))
     spare = alone[0] - step.timed(batch).scheduling.seconds[0]
     assert alone[1] - after[1] == pytest.approx(spare, rel=0.2)
@@ -318,7 +318,7 @@ def test_slopes_of_steps_in_order_by_finite_differences() -> None:
     """A step's coefficients move the next step, too."""
     batch = in_order(batch_of([(240, 2000, 0, 0), (240, 2000, 650, 0), (241, 2000, 700, 0), (242, 2000, 100, 0)]))
     weights, small = np.array([3.0, 1.0, 2.0, 1.0]), 1e-5
-    step = model("Qwen/Qwen3-30B-A3B", profile=load_profile(gpu("h200"))[0])
+    step = model("Qwen/Qwen3-30B-A3B", profile=load_profile(find_gpu("h200"))[0])
 
     def total(name: str, log: float) -> float:
         values = step.profile.coefficients | {name: step.profile.coefficients[name] * np.exp(log)}
@@ -369,7 +369,7 @@ def test_tensor_parallel_is_faster_but_pays_for_its_all_reduces() -> None:
     assert "collective" not in one.breakdown(batch)
     assert four.breakdown(batch)["collective"].item() > 0
     assert one.seconds(batch) / 4 < four.seconds(batch) < one.seconds(batch)
-    nvlink, pcie = (model(card=gpu(name), tensor_parallel_size=4) for name in ("h100", "l40s"))
+    nvlink, pcie = (model(card=find_gpu(name), tensor_parallel_size=4) for name in ("h100", "l40s"))
     assert pcie.breakdown(batch)["collective"].item() > 5 * nvlink.breakdown(batch)["collective"].item()
     for step, link in ((nvlink, "nvlink"), (pcie, "pcie")):
         gradient = gradient_of(step._gpu_components(batch), np.ones(1))
@@ -379,7 +379,7 @@ def test_tensor_parallel_is_faster_but_pays_for_its_all_reduces() -> None:
 
 def test_beyond_a_node_all_reduces_cross_the_network() -> None:
     batch, weights = batch_of([(64, 4000, 0, 0)]), np.ones(1)
-    h100 = gpu("h100")
+    h100 = find_gpu("h100")
     inside, across = (
         model(card=replace(h100, gpus_per_node=node), tensor_parallel_size=16, name="Qwen/Qwen3-8B") for node in (16, 8)
     )
@@ -401,15 +401,15 @@ def test_a_profile_that_knows_its_network_keeps_it() -> None:
     assert found.coefficients["collective.network.latency_seconds"] == 1e-3
     assert found.coefficients["collective.network.bandwidth_efficiency"] < 1
     with pytest.raises(ProfileError, match=r"collective\.network"):
-        all_reduce_cost(np.ones(1), 16, gpu("h100"), model().profile)
+        all_reduce_cost(np.ones(1), 16, find_gpu("h100"), model().profile)
 
 
 def test_a_layout_that_nobody_measured_is_named_and_wider() -> None:
     batch, weights = batch_of([(64, 4000, 0, 0)]), np.ones(1)
-    calibrated = load_profile(gpu("h200"))[0]
+    calibrated = load_profile(find_gpu("h200"))[0]
     widths = []
     for size in (1, 2, 4, 8):
-        step = model(card=gpu("h200"), tensor_parallel_size=size, profile=calibrated)
+        step = model(card=find_gpu("h200"), tensor_parallel_size=size, profile=calibrated)
         low, high = step.interval(batch, weights, 1.645)
         widths.append(np.log(high / low) / 2)
         assert (calibrated.layout_doubt(size) == 0) == (size == 1)
@@ -443,7 +443,7 @@ def test_hull() -> None:
 def test_no_fp8_gpu_and_missing_kernel() -> None:
     batch = batch_of([(1, 100, 0, 0)])
     with pytest.raises(ConfigError, match="no FP8 tensor cores"):
-        model(precision=FP8_BLOCK, card=gpu("a100")).seconds(batch)
+        model(precision=FP8_BLOCK, card=find_gpu("a100")).seconds(batch)
     whole = model().profile
     partly = {name: value for name, value in whole.coefficients.items() if not name.startswith("gemm.fp8_block")}
     covariance = {name: row for name, row in whole.log_covariance.items() if name in partly}
@@ -492,7 +492,7 @@ def test_small_kernels_of_a_rank_of_two_are_those_of_half_the_model() -> None:
         num_key_value_heads=attention.kv_heads // 2,
         intermediate_size=mlp.inner // 2,
     )
-    m, card = np.array([1, 700]), gpu("h200")
+    m, card = np.array([1, 700]), find_gpu("h200")
     profile = datasheet_profile(card)
     whole, split = (layer_cost(m, x, tp, card, profile).seconds for x, tp in ((shape, 2), (half, 1)))
     np.testing.assert_allclose(whole, split)
@@ -513,7 +513,7 @@ def test_layers_plan_their_own_parts_where_windows_differ() -> None:
     batch = batch_of([(8, 500, 0, 0), (0, 1, 700, 0)])
     name = "attention_schedule.launch_seconds"
     found = model("fp8plan/gpt-oss-20b-bf16").cost(batch).partials[name]
-    assert found[0] == pytest.approx(24 * datasheet_profile(gpu("h200")).coefficient(name), rel=0.01)
+    assert found[0] == pytest.approx(24 * datasheet_profile(find_gpu("h200")).coefficient(name), rel=0.01)
     assert found[1] > 0
     assert name not in model().cost(batch).partials
-    assert name not in model("fp8plan/gpt-oss-20b-bf16", card=gpu("b200")).cost(batch).partials
+    assert name not in model("fp8plan/gpt-oss-20b-bf16", card=find_gpu("b200")).cost(batch).partials

@@ -11,13 +11,13 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.base import StepBatch
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.cost.sustained import CLOCK, MEMORY, sustained
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import BF16
 from fp8plan.model.profile.library import datasheet_profile
 from fp8plan.model.profile.profile import Profile
 
-H200 = gpu("h200")
+H200 = find_gpu("h200")
 PROFILE = datasheet_profile(H200)
 SHAPE = ModelShape.from_hf("Qwen/Qwen3-14B")
 
@@ -57,11 +57,11 @@ def test_bandwidth_falls_with_the_memory_and_nothing_else() -> None:
 
 
 def test_a_cpu_has_neither() -> None:
-    profile = datasheet_profile(gpu("cpu"))
+    profile = datasheet_profile(find_gpu("cpu"))
     assert sustained(profile) is profile
     batch = StepBatch(*(np.array([float(x)]) for x in (4, 800, 0, 0, 0, 0, 4)))
     shape = ModelShape.from_hf("fp8plan/dense-50m")
-    cost = StepModel(shape, gpu("cpu"), BF16, EngineLimits.for_gpu(gpu("cpu")), profile).cost(batch)
+    cost = StepModel(shape, find_gpu("cpu"), BF16, EngineLimits.for_gpu(find_gpu("cpu")), profile).cost(batch)
     assert cost.partials.keys() <= profile.coefficients.keys()
 
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import cudagraph_capture_sizes, cudagraph_reserve_bytes
 from fp8plan.model.precision import BF16
 
 GIB = 1 << 30
-H200 = gpu("h200")
+H200 = find_gpu("h200")
 QWEN3_8B = ModelShape.from_hf("Qwen3-8B")
 QWEN3_30B = ModelShape.from_hf("Qwen3-30B-A3B")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from measured_families import NATIVE_MXFP4, engine_name, engines, shape_of
 
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.kv_cache.layers import model_caches
 from fp8plan.model.kv_cache.plan import KvPlan, plan_kv_cache
 from fp8plan.model.limits import EngineLimits
@@ -15,7 +15,7 @@ from fp8plan.model.memory import MemoryPlan, memory_plan
 from fp8plan.model.model_runner import model_runner
 from fp8plan.model.precision import PRESETS
 
-H200 = gpu("h200")
+H200 = find_gpu("h200")
 GIVEN = (
     "gpu_memory_utilization",
     "max_model_len",

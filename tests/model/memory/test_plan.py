@@ -12,7 +12,7 @@ from measured_families import shape_of
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import ModelShape, bundled_models
-from fp8plan.model.hardware import gpu, gpus
+from fp8plan.model.hardware import find_gpu, gpus
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import (
     MemoryPlan,
@@ -24,7 +24,7 @@ from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, FP8_KV, PRESE
 GIB = 1 << 30
 MEASURED = Path(__file__).parents[3] / "profiles/h200_sxm/vllm-0.26.0/first_look"
 LIMITS = ("gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size")
-H200 = gpu("h200")
+H200 = find_gpu("h200")
 QWEN3_8B = ModelShape.from_hf("Qwen3-8B")
 QWEN3_30B = ModelShape.from_hf("Qwen3-30B-A3B")
 
@@ -110,7 +110,7 @@ def test_imposed_pool_is_taken_as_the_schedulers() -> None:
 
 
 def test_an_imposed_pool_larger_than_the_gpu_is_refused() -> None:
-    shape, card = ModelShape.from_hf("Qwen/Qwen3-8B"), gpu("h200")
+    shape, card = ModelShape.from_hf("Qwen/Qwen3-8B"), find_gpu("h200")
 
     def check(blocks: int) -> None:
         limits = EngineLimits(num_gpu_blocks=blocks)
@@ -169,7 +169,7 @@ def test_a_model_that_does_not_fit_says_what_would() -> None:
     assert memory_plan(big, FP8_BLOCK, H200, EngineLimits(), longest_request=20480).num_gpu_blocks > 1280
     huge = ModelShape.from_hf("Qwen3-235B-A22B")
     with pytest.raises(CapacityError, match=r"try tensor_parallel_size 8$"):  # two and four do not hold the weights
-        memory_plan(huge, BF16, gpu("h100"), EngineLimits(tensor_parallel_size=2), longest_request=20480)
+        memory_plan(huge, BF16, find_gpu("h100"), EngineLimits(tensor_parallel_size=2), longest_request=20480)
     with pytest.raises(CapacityError, match=r"try .*a higher gpu_memory_utilization.* or a smaller max_model_len$"):
         memory_plan(QWEN3_8B, BF16, H200, EngineLimits(gpu_memory_utilization=0.14), longest_request=40960)
 
@@ -192,8 +192,8 @@ def test_two_gpus_hold_more_than_one(name: str) -> None:
     pools = []
     for tp in (1, 2, 4):
         try:
-            limits = replace(EngineLimits.for_gpu(gpu("b200"), shape.recurrent), tensor_parallel_size=tp)
-            plan = memory_plan(shape, FP8_KV, gpu("b200"), limits)
+            limits = replace(EngineLimits.for_gpu(find_gpu("b200"), shape.recurrent), tensor_parallel_size=tp)
+            plan = memory_plan(shape, FP8_KV, find_gpu("b200"), limits)
             pools.append(plan.kv_cache_tokens)
         except CapacityError:
             pools.append(0)

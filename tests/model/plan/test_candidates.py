@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from measured_families import shape_of
 
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.candidates import candidates
 
-H200 = gpu("h200")
+H200 = find_gpu("h200")
 NEMOTRON = shape_of("nvidia/Nemotron-H-8B-Base-8K")
 
 

@@ -10,13 +10,13 @@ from family_configs import INSIDE, WRAPPED, config_of, shape_of
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture.families import FAMILIES, REFUSED, WRAPPERS
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.workload import Workload
 
-H200 = gpu("h200")
+H200 = find_gpu("h200")
 WORKLOAD = Workload(8, 2, 200, 100)
 # Planned without prefix caching only: with it, vLLM's look-up in groups of several block sizes is not modelled.
 NOT_PLANNED = dict.fromkeys(("gemma4_text", "gemma4_unified_text", "gemma4", "mimo_v2_flash"), "block sizes [16, 32]")

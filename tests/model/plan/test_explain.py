@@ -10,7 +10,7 @@ import numpy as np
 import plans
 import pytest
 
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.plan.choice import Choice
 from fp8plan.model.plan.explain import explain
 from fp8plan.model.profile.library import datasheet_profile
@@ -23,7 +23,7 @@ TIMED = Rollout(
     1.0, 0.9, 1.1, 1, 1, 0, 0, 0, 0.0, {"attention": 0.7, "gemm": 0.25, "host": 0.05}, {"host": 1.0}, (),
     Timeline(np.ones(1), NOTHING, NOTHING, NOTHING, NOTHING),
 )  # fmt: skip
-DATASHEET = datasheet_profile(gpu("h200"))
+DATASHEET = datasheet_profile(find_gpu("h200"))
 MEASURED = replace(DATASHEET, kind="calibrated", source="a test")
 SENTENCES = {"reasons": ("KL up to something", "a second thing")}
 RISK = MismatchRisk(**dict.fromkeys(f.name for f in fields(MismatchRisk)) | SENTENCES)  # type: ignore[arg-type]

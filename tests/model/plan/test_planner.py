@@ -22,7 +22,7 @@ import fp8plan
 from fp8plan.errors import CapacityError, ConfigError, ProfileError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import ShortConv
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan import evaluate
 from fp8plan.model.plan.candidates import Candidate
@@ -34,7 +34,7 @@ from fp8plan.model.precision import PRESETS
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.risk.budget import LEAST_GAIN
 from fp8plan.model.risk.expected import LEVELS, MismatchRisk, RiskBudget
-from fp8plan.model.rl_step import Trainer
+from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.rollout import Rollout, Timeline
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.simulate import Simulated, simulate
@@ -115,7 +115,7 @@ def test_a_plan_for_several_gpus_is_not_far_behind_its_own_fastest_choice(model:
     answer = plan(model, "h200", Workload(32, 16, 1024, LogNormal(6000, 0.9, 20480)), gpus=8)
     accepted = [c for c in answer.choices if c.makespan_s is not None and answer.accepts(c.risk)]
     fastest = min(accepted, key=lambda c: c.makespan_s or 0.0)
-    doubt = load_profile(gpu("h200"))[0].layout_doubt(*fastest.cut)
+    doubt = load_profile(find_gpu("h200"))[0].layout_doubt(*fastest.cut)
     assert answer.select().makespan_s <= (fastest.makespan_s or 0.0) * math.exp(doubt) * (1 + LEAST_GAIN)
 
 
@@ -198,12 +198,12 @@ def test_a_plan_describes_what_it_is_for() -> None:
     assert (answer.workload["max_prompt_tokens"], answer.workload["max_response_tokens"]) == (50, 9)
     assert answer.workload["response_tokens"] == work.batch().responses.sum()
     assert answer.workload["mean_response_tokens"] == pytest.approx(work.batch().responses.mean())
-    assert answer.limits == EngineLimits.for_gpu(gpu("h200")).holding(59)
+    assert answer.limits == EngineLimits.for_gpu(find_gpu("h200")).holding(59)
     assert Plan.from_json(answer.to_json()) == answer
 
 
 def test_a_shape_a_gpu_and_their_names_give_the_same_plan() -> None:
-    assert plan(ModelShape.from_hf(DENSE), gpu("h200"), WORK) == plan("qwen3-8b", "NVIDIA H200", WORK)
+    assert plan(ModelShape.from_hf(DENSE), find_gpu("h200"), WORK) == plan("qwen3-8b", "NVIDIA H200", WORK)
     assert fp8plan.plan is plan
 
 
@@ -375,7 +375,7 @@ def test_where_bf16_does_not_fit_there_is_no_speedup_and_a_reason() -> None:
     assert rows["bf16"].makespan_s is rows["bf16"].speedup is None
     assert rows["fp8_block"].available
     assert rows["fp8_block"].speedup is None
-    answer = plan("Qwen/Qwen2.5-32B", "l40s", work, trainer=Trainer(train_s=5, logprob_s=0))
+    answer = plan("Qwen/Qwen2.5-32B", "l40s", work, trainer=StepTimes(train_s=5, logprob_s=0))
     assert answer.choices[answer.chosen].precision == "fp8_block"
     assert answer.choices[answer.chosen].step_speedup is None
     assert "bf16 does not fit" in answer.reasons[0]
@@ -391,7 +391,7 @@ def test_with_more_gpus_bf16_fits_a_wider_layout() -> None:
 
 def test_trainer_figures_pull_the_step_speedup_towards_one() -> None:
     plain = plan(DENSE, "h200", WORK)
-    answer = plan(DENSE, "h200", WORK, trainer=Trainer(train_s=10, logprob_s=2))
+    answer = plan(DENSE, "h200", WORK, trainer=StepTimes(train_s=10, logprob_s=2))
     for row, rollout_only in zip(answer.choices, plain.choices, strict=True):
         assert row.makespan_s == rollout_only.makespan_s
         assert rollout_only.rl_step_s is rollout_only.step_speedup is None
@@ -410,7 +410,7 @@ def test_trainer_figures_pull_the_step_speedup_towards_one() -> None:
 
 
 def test_a_long_training_step_makes_fp8_not_worth_it() -> None:
-    quick, slow = (plan(DENSE, "h200", WORK, trainer=Trainer(train_s=s, logprob_s=0)) for s in (1, 10_000))
+    quick, slow = (plan(DENSE, "h200", WORK, trainer=StepTimes(train_s=s, logprob_s=0)) for s in (1, 10_000))
     assert quick.choices[quick.chosen].precision != "bf16"
     assert slow.choices[slow.chosen].precision == "bf16"
     assert "FP8 is not worth it here: it gains nothing for the whole RL step." in slow.reasons[0]
@@ -509,7 +509,7 @@ def test_numbers_of_numpy_s_types_are_written_as_plain_ones() -> None:
 
 
 def test_a_ratio_of_rl_steps_is_called_one() -> None:
-    found = plan("Qwen/Qwen3-8B", "h200", Workload(16, 4, 512, 500), trainer=Trainer(train_s=300, logprob_s=60))
+    found = plan("Qwen/Qwen3-8B", "h200", Workload(16, 4, 512, 500), trainer=StepTimes(train_s=300, logprob_s=60))
     even = "fp8_block is no faster: it is 1.00x as fast as the chosen bf16 for the whole RL step (90%: "
     assert any(even in reason for reason in found.reasons)
 
@@ -576,7 +576,7 @@ def test_a_prediction_keeps_the_rollout_behind_every_choice() -> None:
 
 
 def test_a_given_profile_is_used_without_a_warning() -> None:
-    slow, _ = load_profile(gpu("h200"))
+    slow, _ = load_profile(find_gpu("h200"))
     slow = replace(
         slow,
         source="a test",

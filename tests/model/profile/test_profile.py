@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError, ProfileError
-from fp8plan.model.hardware import Gpu, find_gpu, gpu, gpus
+from fp8plan.model.hardware import Gpu, find_gpu, gpus
 from fp8plan.model.profile.library import datasheet_profile, list_profiles, load_profile, profiles_path
 from fp8plan.model.profile.profile import Profile
 
@@ -78,26 +78,26 @@ def test_covariance_follows_the_order_of_names_and_is_zero_elsewhere() -> None:
 
 def test_exact_profile_is_used_without_a_word(tmp_path: Path) -> None:
     write(tmp_path, calibrated())
-    assert load_profile(gpu("h200"), profiles_dir=tmp_path, strict=True) == (calibrated(), [])
+    assert load_profile(find_gpu("h200"), profiles_dir=tmp_path, strict=True) == (calibrated(), [])
     assert load_profile("h200", profiles_dir=tmp_path, strict=True) == (calibrated(), [])
 
 
 def test_nearest_version_is_used_with_a_warning_and_a_doubled_interval(tmp_path: Path) -> None:
     write(tmp_path, calibrated(engine_version="0.25.1", model_error=0.1))
     write(tmp_path, calibrated(engine_version="0.9.0"))
-    profile, warnings = load_profile(gpu("h200"), "0.26.0", profiles_dir=tmp_path)
+    profile, warnings = load_profile(find_gpu("h200"), "0.26.0", profiles_dir=tmp_path)
     assert profile.engine_version == "0.25.1"
     assert profile.model_error == pytest.approx(0.2)
     np.testing.assert_allclose(profile.covariance(NAMES), 4 * calibrated().covariance(NAMES))
     assert "0.26.0" in warnings[0]
     assert "0.25.1" in warnings[0]
     with pytest.raises(ProfileError, match=r"0\.26\.0.*0\.25\.1.*--strict"):
-        load_profile(gpu("h200"), "0.26.0", strict=True, profiles_dir=tmp_path)
+        load_profile(find_gpu("h200"), "0.26.0", strict=True, profiles_dir=tmp_path)
 
 
 def test_strict_refuses_the_datasheet(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match=r"only the datasheet.*fp8plan profiles"):
-        load_profile(gpu("h200"), strict=True, profiles_dir=tmp_path)
+        load_profile(find_gpu("h200"), strict=True, profiles_dir=tmp_path)
 
 
 def test_missing_kernel_names_the_measurement_and_the_command() -> None:
@@ -131,7 +131,7 @@ def test_corrupt_file_names_file_and_field(tmp_path: Path, field: str, value: ob
     path = write(tmp_path, calibrated())
     path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
     with pytest.raises(ProfileError) as error:
-        load_profile(gpu("h200"), profiles_dir=tmp_path)
+        load_profile(find_gpu("h200"), profiles_dir=tmp_path)
     assert str(path) in str(error.value)
     assert field in str(error.value)
 
@@ -142,10 +142,10 @@ def test_file_without_a_field_or_not_json(tmp_path: Path) -> None:
     del raw["model_error"]
     path.write_text(json.dumps(raw))
     with pytest.raises(ProfileError, match=r"profile\.json: field 'model_error' is missing"):
-        load_profile(gpu("h200"), profiles_dir=tmp_path)
+        load_profile(find_gpu("h200"), profiles_dir=tmp_path)
     path.write_text("{")
     with pytest.raises(ProfileError, match=r"profile\.json is not JSON"):
-        load_profile(gpu("h200"), profiles_dir=tmp_path)
+        load_profile(find_gpu("h200"), profiles_dir=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_an_entry_of_the_datasheet_that_lacks_a_field_is_named(tmp_path: Path) -
     del raw["common"]["coefficients"][last]["log_sd"]
     (tmp_path / "datasheet.json").write_text(json.dumps(raw))
     with pytest.raises(ProfileError, match=re.escape(f"field \"common.coefficients['{last}'].log_sd\" is missing")):
-        datasheet_profile(gpu("h200"), profiles_dir=tmp_path)
+        datasheet_profile(find_gpu("h200"), profiles_dir=tmp_path)
 
 
 def test_a_later_version_of_the_same_schema_may_say_more_and_the_first_had_no_version() -> None:
@@ -186,7 +186,7 @@ def test_a_later_version_of_the_same_schema_may_say_more_and_the_first_had_no_ve
 
 def test_an_own_folder_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FP8PLAN_PROFILES", str(tmp_path / "typo"))
-    for use in (lambda: load_profile(gpu("h200")), list_profiles):
+    for use in (lambda: load_profile(find_gpu("h200")), list_profiles):
         with pytest.raises(ConfigError, match=r"FP8PLAN_PROFILES is .*typo, and there is no such folder; .*unset"):
             use()
 
@@ -194,23 +194,23 @@ def test_an_own_folder_that_is_not_there_is_refused(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("version", ["0.26.0", "0.99.0"])
 def test_an_own_folder_without_a_profile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setenv("FP8PLAN_PROFILES", str(tmp_path))
-    warning = load_profile(gpu("h200"), version)[1][0]
+    warning = load_profile(find_gpu("h200"), version)[1][0]
     assert warning.startswith(f"FP8PLAN_PROFILES is {tmp_path}, which holds no profile")
     write(tmp_path, calibrated(gpu="b200"))  # of another GPU, so nothing was mistyped
-    assert not any("FP8PLAN_PROFILES" in warning for warning in load_profile(gpu("h200"), version)[1])
+    assert not any("FP8PLAN_PROFILES" in warning for warning in load_profile(find_gpu("h200"), version)[1])
 
 
 def test_the_usual_folder_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FP8PLAN_PROFILES", raising=False)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    assert load_profile(gpu("h200"))[1] == []
+    assert load_profile(find_gpu("h200"))[1] == []
     own = write(tmp_path / "data" / "fp8plan" / "profiles", calibrated(gpu="h200_sxm", source="my own"))
-    assert load_profile(gpu("h200"), "0.26.0")[0].source == "my own"
+    assert load_profile(find_gpu("h200"), "0.26.0")[0].source == "my own"
     assert list_profiles()[0].path == own
 
 
 def test_the_note_of_an_imported_profile_is_one_short_line() -> None:
-    found, warnings = load_profile(gpu("h100"), "0.24.0")
+    found, warnings = load_profile(find_gpu("h100"), "0.24.0")
     assert found.kind == "imported"
     (note,) = warnings
     assert len(note) < 120
@@ -248,7 +248,7 @@ def test_layers_that_are_no_table_are_refused(bad: object) -> None:
 
 
 def test_a_layout_nobody_measured_adds_what_an_engine_nobody_measured_does() -> None:
-    own, imported = (load_profile(gpu(name), version)[0] for name, version in (("h200", "0.26.0"), ("h100", "0.24.0")))
+    own, imported = (load_profile(name, version)[0] for name, version in (("h200", "0.26.0"), ("h100", "0.24.0")))
     assert own.kind == "calibrated"
     assert imported.kind == "imported"
     excess = np.sqrt(imported.model_error**2 - own.model_error**2)

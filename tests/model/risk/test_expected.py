@@ -19,8 +19,16 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, FP8_KV, PRESETS, Precision
 from fp8plan.model.risk.expected import RiskBudget, committed_fit, mismatch_risk, recommended_thresholds
-from fp8plan.model.risk.fit import FIT, OBSERVATIONS, compared_kl, fit, leave_one_source_out, read_observations
-from fp8plan.model.risk.report import leave_one_out_summary, run
+from fp8plan.model.risk.fit import (
+    FIT,
+    OBSERVATIONS,
+    compared_kl,
+    fit,
+    leave_one_source_out,
+    predicted_kl,
+    read_observations,
+)
+from fp8plan.model.risk.setting import setting_of
 from fp8plan.model.risk.theory import (
     normal_cdf,
     quantise_blocks,
@@ -30,6 +38,7 @@ from fp8plan.model.risk.theory import (
     sequence_rejection,
     token_log_ratio,
 )
+from tools.risk_report import leave_one_out_summary, run
 
 
 def shape(layers: int = 36, moe: bool = False, qk_norm: bool = True, attention_bias: bool = False) -> ModelShape:
@@ -187,10 +196,12 @@ def test_e8m0_effect_is_near_the_one_published_ablation() -> None:
 
 
 def test_fewer_quantised_layers_mean_less_kl() -> None:
-    risks = [mismatch_risk(DENSE, FP8_BLOCK, LENGTHS, quantised_layers=n) for n in (0, 18, 36)]
-    assert risks[0].quantisation_kl == 0
-    assert risks[0].kl_k3 < risks[1].kl_k3 < risks[2].kl_k3
-    assert risks[2].kl_k3 == mismatch_risk(DENSE, FP8_BLOCK, LENGTHS).kl_k3
+    result, whole = committed_fit(), setting_of(DENSE, FP8_BLOCK)
+    assert whole.quantised_layers == 36
+    settings = [replace(whole, quantised_layers=n) for n in (0, 18, 36)]
+    kls = [predicted_kl(setting, np.array(result.coefficients), result.errors) for setting in settings]
+    assert kls[0][1] == 0
+    assert kls[0][0] < kls[1][0] < kls[2][0] == mismatch_risk(DENSE, FP8_BLOCK, LENGTHS).kl_k3
 
 
 @pytest.mark.parametrize("model", SHAPES)
@@ -222,7 +233,9 @@ def test_rejection_is_the_mean_over_the_lengths() -> None:
 @pytest.mark.parametrize("model", SHAPES)
 def test_clipping_falls_with_the_threshold(model: ModelShape) -> None:
     thresholds = (1.1, 1.5, 2.0, 4.0, 8.0)
-    fractions = [mismatch_risk(model, FP8_BLOCK_KV, LENGTHS, token_threshold=c).clip_fraction for c in thresholds]
+    risk = mismatch_risk(model, FP8_BLOCK_KV, LENGTHS)
+    fractions = [token_log_ratio(risk.kl_k3, risk.moe).fraction_above(c) for c in thresholds]
+    assert fractions[2] == risk.clip_fraction
     assert all(a > b for a, b in pairwise(fractions))
 
 
@@ -375,12 +388,3 @@ def test_one_call_for_a_whole_rollout_takes_little_longer_than_for_a_few_respons
 def test_bad_lengths_are_one_clear_error(lengths: list[float]) -> None:
     with pytest.raises(ConfigError, match="response_lengths"):
         mismatch_risk(DENSE, BF16, lengths)
-
-
-def test_bad_thresholds_are_one_clear_error() -> None:
-    with pytest.raises(ConfigError, match="token_threshold"):
-        mismatch_risk(DENSE, BF16, LENGTHS, token_threshold=1.0)
-    with pytest.raises(ConfigError, match="sequence_bounds"):
-        mismatch_risk(DENSE, BF16, LENGTHS, sequence_bounds=(2.0, 0.5))
-    with pytest.raises(ConfigError, match="quantised_layers"):
-        mismatch_risk(DENSE, FP8_BLOCK, LENGTHS, quantised_layers=37)

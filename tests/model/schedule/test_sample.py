@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fp8plan.model import rollout as rollouts
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.step import StepModel
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan import evaluate
 from fp8plan.model.plan.planner import plan
@@ -23,7 +23,7 @@ from fp8plan.model.schedule import sample
 from fp8plan.model.schedule.scheduler import Schedule, schedule
 from fp8plan.model.workload import Batch, Fixed, LogNormal, Trace, Workload
 
-H200 = gpu("h200")
+H200 = find_gpu("h200")
 LIMITS = EngineLimits(max_num_seqs=64)
 FEW = EngineLimits(max_num_seqs=16)
 LENGTHS = LogNormal(500, 0.9, 2000)

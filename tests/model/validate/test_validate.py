@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.planner import predict
 from fp8plan.model.validate.records import read_records
@@ -123,8 +123,8 @@ def test_missing_keys_take_vllms_defaults_for_the_gpu(tmp_path: Path) -> None:
     rows = [RECORD, RECORD | {"gpu": "l40s"}, RECORD | {"max_num_seqs": None, "enforce_eager": True}]
     path.write_text("\n".join(map(json.dumps, rows)))
     big, small, eager = (record.limits for record in read_records(path))
-    assert big == EngineLimits.for_gpu(gpu("h200")).holding(BATCH.longest)
-    assert small == EngineLimits.for_gpu(gpu("l40s")).holding(BATCH.longest)
+    assert big == EngineLimits.for_gpu(find_gpu("h200")).holding(BATCH.longest)
+    assert small == EngineLimits.for_gpu(find_gpu("l40s")).holding(BATCH.longest)
     assert small.max_num_seqs < big.max_num_seqs
     assert (eager.max_num_seqs, eager.enforce_eager) == (big.max_num_seqs, True)
 

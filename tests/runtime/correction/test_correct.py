@@ -19,6 +19,7 @@ from fp8plan.runtime.correction.correct import Correction, CorrectionSettings, R
 from fp8plan.runtime.correction.settings import REJECTIONS
 from fp8plan.runtime.correction.verl import _FIELDS, from_verl
 from fp8plan.runtime.mismatch import tokens as tokens_module
+from fp8plan.runtime.mismatch.measure import measure
 from fp8plan.runtime.mismatch.tokens import pack
 
 torch = pytest.importorskip("torch")
@@ -159,6 +160,19 @@ def test_packed_padded_numpy_and_any_order_agree(
     torch.testing.assert_close(torch.from_numpy(arrays.weights), found.weights, rtol=1e-6, atol=0)
     torch.testing.assert_close(moved.weights, found.weights[order], rtol=1e-6, atol=0)
     assert not found.weights[~mask].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["tis", "icepop"])
+def test_a_gpu_measures_and_corrects_as_the_cpu_does(mode: Any) -> None:
+    some = CorrectionSettings("token", mode, Thresholds(2.0, (0.5, 2.0)), (Rejection("seq_mean", "k3", 1.5),))
+    batch = ragged(0)
+    tokens, on_cpu = pack(*(values.cuda() for values in batch)), pack(*batch)
+    np.testing.assert_allclose(measure(tokens).values, measure(on_cpu).values, rtol=1e-9, atol=1e-12)
+    ours, reference = correct(tokens, some), correct(on_cpu, some)
+    torch.testing.assert_close(ours.weights.cpu(), reference.weights, rtol=1e-6, atol=0)
+    assert torch.equal(ours.mask.cpu(), reference.mask)
+    assert ours.metrics == pytest.approx(reference.metrics, rel=1e-6, abs=1e-9)
 
 
 @settings(max_examples=15)

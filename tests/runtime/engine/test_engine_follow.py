@@ -57,7 +57,7 @@ def test_an_engine_that_steps_down_is_the_safer_one_after_the_next_sync(
         pass
     with started("dense", "a", before) as engine:
         assert generate(engine) != expected["a"]
-        engine.follow(verdict(action))
+        engine.apply(verdict(action))
         assert engine.launch.precision == after
         assert engine.state.fp8_kv == after.endswith("fp8_kv")
         with pytest.raises(NotServingError, match="started again"):
@@ -76,9 +76,7 @@ def test_a_step_down_that_fails_is_made_up_for_by_the_next_sync(monkeypatch: pyt
         monkeypatch.setattr(Launch, "refuse_other", refused)
         for attempt in range(2):  # neither the step down nor a sync makes an engine serve that is not as planned
             with pytest.raises(ConfigError, match="not as planned"):
-                engine.follow(verdict(Action.KV_TO_BF16)) if attempt == 0 else engine.sync_weights(
-                    weights("dense", "b")
-                )
+                engine.apply(verdict(Action.KV_TO_BF16)) if attempt == 0 else engine.sync_weights(weights("dense", "b"))
             assert not engine.serving
             with pytest.raises(NotServingError, match="call sync_weights"):
                 generate(engine)
@@ -102,7 +100,7 @@ def test_the_whole_way_from_the_trainers_log_probs_to_a_safer_engine() -> None:
             assert step.verdict is not None, engine.guard_off
             said.append(step.verdict.action)
             engine.sync_weights(weights("dense", "b"))
-            engine.follow(step.verdict)
+            engine.apply(step.verdict)
             if not engine.serving:
                 engine.sync_weights(weights("dense", "b"))
         assert said == [Action.NONE, Action.NONE, Action.RECALIBRATE_KV, Action.KV_TO_BF16, Action.NONE]
@@ -129,11 +127,11 @@ def test_recalibrating_leaves_the_engine_serving_with_the_scales_of_its_last_rol
     with started("dense", "a", "fp8_kv") as engine:
         generate(engine)
         first = engine.kv_scales()
-        engine.follow(verdict(Action.RECALIBRATE_KV))
+        engine.apply(verdict(Action.RECALIBRATE_KV))
         assert engine.serving
         assert engine.kv_scales() != first
-        engine.follow(verdict(Action.NONE))
-        engine.follow(None)
+        engine.apply(verdict(Action.NONE))
+        engine.apply(None)
         assert engine.serving
 
 
@@ -141,19 +139,19 @@ def test_what_a_controller_escalates_is_done_where_the_guard_advises_nothing() -
     with started("dense", "a", "fp8_kv") as engine:
         generate(engine)
         first = engine.kv_scales()
-        engine.follow(None, Escalation.RECALIBRATE_KV)
+        engine.apply(None, Escalation.RECALIBRATE_KV)
         assert engine.kv_scales() != first
         assert engine.serving
-        engine.follow(verdict(Action.NONE), Escalation.STEP_DOWN)
+        engine.apply(verdict(Action.NONE), Escalation.STEP_DOWN)
         assert engine.launch.precision == "bf16"
         engine.sync_weights(weights("dense", "b"))
-        engine.follow(None, Escalation.STEP_DOWN)  # nothing is left
+        engine.apply(None, Escalation.STEP_DOWN)  # nothing is left
         assert engine.serving
 
 
 def test_an_action_that_changes_nothing_is_an_error() -> None:
     with started("dense", "a", "bf16") as engine, pytest.raises(ConfigError, match="all_bf16 changes nothing in bf16"):
-        engine.follow(verdict(Action.ALL_BF16))
+        engine.apply(verdict(Action.ALL_BF16))
 
 
 def test_a_rollout_is_compared_with_the_prediction_for_it() -> None:
@@ -182,7 +180,7 @@ def test_a_plan_without_the_safer_precision_cannot_step_down() -> None:
     engine = RolloutEngine.from_plan(alone, str(checkpoint("dense", "a")), skip_tokenizer_init=True)
     try:
         with pytest.raises(ConfigError, match="the plan has no bf16"):
-            engine.follow(verdict(Action.KV_TO_BF16))
+            engine.apply(verdict(Action.KV_TO_BF16))
         engine.sync_weights(weights("dense", "a"), kv_prompts=CALIBRATION)
         assert engine.serving
     finally:
@@ -226,7 +224,7 @@ def unstarted(kind: type[EngineBase], monkeypatch: pytest.MonkeyPatch) -> tuple[
 
 
 def followed(engine: Any, escalate: Escalation) -> None:
-    done = engine.follow(None, escalate)
+    done = engine.apply(None, escalate)
     if done is not None:
         asyncio.run(done)
 

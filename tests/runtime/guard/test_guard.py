@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fp8plan.errors import ConfigError, ProfileError
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.time_reasons import seconds
 from fp8plan.model.profile.library import load_profile, profiles_path
@@ -26,7 +26,7 @@ from fp8plan.runtime.guard.observation import EngineFacts, Observation, observat
 from fp8plan.runtime.guard.prediction import predict
 
 VALIDATION = profiles_path() / "h200_sxm" / "vllm-0.26.0" / "validation"
-PROFILE: Profile = load_profile(gpu("h200_sxm"), "0.26.0")[0]
+PROFILE: Profile = load_profile(find_gpu("h200_sxm"), "0.26.0")[0]
 LENGTHS = ("prompt_lengths", "response_lengths", "prompt_ids")
 TIMES = ("longest_step_s", "host_slowdown")
 
@@ -286,7 +286,7 @@ def test_power_of_two_scales_are_named_where_they_need_not_be() -> None:
     assert "VLLM_USE_DEEP_GEMM_E8M0=0" in named.sentence
     assert not found(record, Cause.E8M0)
     assert not found(record, Cause.E8M0, e8m0=None)
-    card, imported = "b200", load_profile(gpu("b200"), "0.26.0")[0]
+    card, imported = "b200", load_profile(find_gpu("b200"), "0.26.0")[0]
     _, verdict = update(
         GuardState(), observed(record), facts_of(record, gpu=card, e8m0=True), imported, GuardSettings()
     )
@@ -462,7 +462,7 @@ def test_a_cold_start_does_not_hide_a_mismatch() -> None:
 
 
 def test_on_a_cpu_no_advice_is_about_a_gpu() -> None:
-    cpu = gpu("cpu")
+    cpu = find_gpu("cpu")
     profile = load_profile(cpu, "0.30.0")[0]
     limits = replace(EngineLimits.for_gpu(cpu), max_model_len=512, num_gpu_blocks=4, block_size=128)
     facts = EngineFacts("fp8plan/dense-50m", "cpu", "0.30.0", "fp8_kv", limits)
@@ -503,7 +503,7 @@ def test_what_no_rollout_shows_is_refused(changes: dict[str, Any], says: str) ->
 
 
 def test_an_engine_that_cannot_be_predicted_is_refused_at_once() -> None:
-    limits = EngineLimits.for_gpu(gpu("cpu"))
+    limits = EngineLimits.for_gpu(find_gpu("cpu"))
     with pytest.raises(ConfigError, match="the guard cannot predict this engine"):
         Guard(EngineFacts("Qwen/Qwen3-0.6B", "cpu", "0.30.0", "fp8_block", limits))
     known = {name: value for name, value in PROFILE.coefficients.items() if not name.startswith("gemm.fp8_block")}

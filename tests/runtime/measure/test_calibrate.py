@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.runtime.measure import calibrate
 from fp8plan.runtime.measure.cells import jobs as cells
 
-H200 = gpu("h200")
+H200 = find_gpu("h200")
 FOLDER = Path(calibrate.__file__).parent / "cells"
 SHIPPED = sorted(FOLDER.glob("*.json"))
 EVERY = ["bf16", "fp8_block", "fp8_kv", "fp8_block+fp8_kv"]
@@ -36,13 +36,13 @@ def setting(model: str = "fp8plan/dense-50m", *precisions: str, **changes: Any) 
 
 def test_cells_are_for_the_card_and_otherwise_as_they_were() -> None:
     asked = [setting(), setting("Qwen/Qwen3-1.7B", "bf16")]
-    assert calibrate.cells_for(gpu("h100"), asked) == [x | {"gpu": "h100_sxm"} for x in asked]
+    assert calibrate.cells_for(find_gpu("h100"), asked) == [x | {"gpu": "h100_sxm"} for x in asked]
     assert asked[0]["gpu"] == "h200_sxm"  # the shipped list is not written to
 
 
 def test_fp8_is_dropped_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [setting(), setting("Qwen/Qwen3-1.7B", "fp8_block", "fp8_kv")]
-    (kept,) = calibrate.cells_for(gpu("a100"), asked)
+    (kept,) = calibrate.cells_for(find_gpu("a100"), asked)
     assert (kept["model"], kept["precisions"]) == ("fp8plan/dense-50m", ["bf16"])
     first, second = capsys.readouterr().err.splitlines()
     assert first.endswith("fp8plan/dense-50m: fp8_block, fp8_block+fp8_kv, fp8_kv left out on a100_sxm")
@@ -52,11 +52,11 @@ def test_fp8_is_dropped_where_there_is_none(capsys: pytest.CaptureFixture[str]) 
 def test_models_that_do_not_fit_are_dropped_by_precision(capsys: pytest.CaptureFixture[str]) -> None:
     """Qwen3-32B has 61 GiB of BF16 weights and 33 in FP8; an L40S has 45 GiB."""
     asked = [setting("Qwen/Qwen3-32B", gpu_memory_utilization=0.9), setting()]
-    large, small = calibrate.cells_for(gpu("l40s"), asked)
+    large, small = calibrate.cells_for(find_gpu("l40s"), asked)
     assert large["precisions"] == ["fp8_block", "fp8_block+fp8_kv"]
     assert small["precisions"] == EVERY
     assert "Qwen/Qwen3-32B: bf16, fp8_kv left out on l40s" in capsys.readouterr().err
-    (kept,) = calibrate.cells_for(gpu("l40s"), [setting("Qwen/Qwen3-32B", gpu_memory_utilization=0.6), setting()])
+    (kept,) = calibrate.cells_for(find_gpu("l40s"), [setting("Qwen/Qwen3-32B", gpu_memory_utilization=0.6), setting()])
     assert kept["model"] == "fp8plan/dense-50m"
 
 
@@ -64,9 +64,9 @@ def test_nothing_that_fits_is_an_error_with_a_way_out() -> None:
     with pytest.raises(
         ConfigError, match=r"none of the calibration's models fits l40s; .* fp8plan\.runtime\.measure\."
     ):
-        calibrate.cells_for(gpu("l40s"), [setting("Qwen/Qwen3-235B-A22B")])
+        calibrate.cells_for(find_gpu("l40s"), [setting("Qwen/Qwen3-235B-A22B")])
     with pytest.raises(ConfigError, match="fits a100_sxm"):
-        calibrate.cells_for(gpu("a100"), [setting("fp8plan/dense-50m", "fp8_kv")])
+        calibrate.cells_for(find_gpu("a100"), [setting("fp8plan/dense-50m", "fp8_kv")])
 
 
 # In which order, and what of a failure
@@ -118,7 +118,7 @@ def test_kernels_come_before_rollouts_and_all_write_into_the_folder(
 
 def test_a_cpu_has_rollouts_alone(machine: Callable[..., Machine], tmp_path: Path) -> None:
     started = machine()
-    calibrate.measure(tmp_path, gpu("cpu"), "quick")
+    calibrate.measure(tmp_path, find_gpu("cpu"), "quick")
     ((name, words),) = started.started
     assert name == "rollouts"
     assert {x["gpu"] for x in json.loads(Path(words[words.index("--cells") + 1]).read_text())} == {"cpu"}
@@ -126,7 +126,7 @@ def test_a_cpu_has_rollouts_alone(machine: Callable[..., Machine], tmp_path: Pat
 
 def test_a_card_without_fp8_is_asked_for_bf16_alone(machine: Callable[..., Machine], tmp_path: Path) -> None:
     started = machine()
-    calibrate.measure(tmp_path, gpu("a100"), "full")
+    calibrate.measure(tmp_path, find_gpu("a100"), "full")
     asked = {name: words[words.index("--only") + 1 :] for name, words in started.started[:-1]}
     assert asked["gemm"] == ["gemm.bf16"]
     names = "attention_decode", "attention_mixed", "attention_prefill", "kv_write"
@@ -161,7 +161,7 @@ def test_the_commands_that_are_started_know_their_arguments(tmp_path: Path) -> N
     """The sweeps' own parsers: each lists the points that are left, which are of the kernels asked for."""
     for name in calibrate.KERNELS:
         words = ["--output", str(tmp_path), "--grid", "quick", "--gpu", "h200_sxm", "--compile-in", "2"]
-        only = calibrate._only(name, gpu("a100"), "quick")  # --only and names
+        only = calibrate._only(name, find_gpu("a100"), "quick")  # --only and names
         command = [sys.executable, "-m", f"{calibrate.PACKAGE}.kernels.{name}", *words, *only, "--list"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
@@ -223,5 +223,5 @@ def test_what_validates_is_not_what_is_fitted(jobs: Callable[[Path], list[dict[s
 def test_the_calibrations_cells_all_fit_the_card_they_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     settings = json.loads((FOLDER / name).read_text())
     (card,) = {x["gpu"] for x in settings}
-    assert calibrate.cells_for(gpu(card), settings) == settings
+    assert calibrate.cells_for(find_gpu(card), settings) == settings
     assert capsys.readouterr().err == ""

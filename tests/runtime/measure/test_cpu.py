@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.runtime.measure import calibrate
 from fp8plan.runtime.measure.rollouts import run as run_rollouts
 
@@ -21,7 +21,7 @@ def test_a_cpu_is_calibrated_with_engine_steps_alone(tmp_path: Path, monkeypatch
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(calibrate.subprocess, "run", run)
-    calibrate.measure(tmp_path, gpu("cpu"), "quick")
+    calibrate.measure(tmp_path, find_gpu("cpu"), "quick")
     (command,) = started
     assert command[2].endswith(".rollouts.run")
     settings = json.loads((tmp_path / "steps" / "cells.json").read_text())
@@ -31,7 +31,7 @@ def test_a_cpu_is_calibrated_with_engine_steps_alone(tmp_path: Path, monkeypatch
 
 def test_blockwise_fp8_is_left_out_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     setting = {"model": "fp8plan/dense-50m", "gpu": "h200", "precisions": ["fp8_block", "fp8_kv"], "max_model_len": 64}
-    (kept,) = calibrate.cells_for(gpu("cpu"), [setting])
+    (kept,) = calibrate.cells_for(find_gpu("cpu"), [setting])
     assert (kept["gpu"], kept["precisions"]) == ("cpu", ["fp8_kv"])
     assert "fp8_block left out on cpu" in capsys.readouterr().err
 

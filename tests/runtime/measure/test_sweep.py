@@ -395,7 +395,7 @@ def test_the_grids_are_as_large_as_their_time_allows() -> None:
 
 
 def test_fp8_points_are_what_deep_gemm_and_flashinfer_take() -> None:
-    n_multiple, k_multiple = gemm_grid.FP8_MULTIPLES
+    n_multiple, k_multiple = 64, 128  # vLLM falls back to other kernels elsewhere
     for point in gemm_grid.points("full"):
         if point.kernel != "gemm.bf16":
             assert point.shape.get("n", n_multiple) % n_multiple == 0

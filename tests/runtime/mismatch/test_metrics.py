@@ -278,6 +278,10 @@ def test_one_token_of_ratio_e_to_the_20() -> None:
     assert found.tail_fractions == pytest.approx({2.0: 1e-3, 5.0: 1e-3, 10.0: 1e-3, 100.0: 1e-3})
 
 
+def test_a_k3_too_large_for_a_float_is_infinite() -> None:
+    assert one_sequence([800.0, 0.0]).k3 == inf
+
+
 def test_ratios_beyond_float32_stay_finite() -> None:
     found = one_sequence([100.0, 0.0])
     assert found.k3 == pytest.approx((np.expm1(100) - 100) / 2)

@@ -24,7 +24,6 @@ CORE = {
 QUICK = {"Qwen/Qwen3-8B": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")}
 
 SWAP_AB_BELOW = 32  # rows; vLLM on Hopper: FlashInfer quantises inside its GEMM, DeepGEMM's input is quantised before
-FP8_MULTIPLES = 64, 128  # of n and k, which both kernels need; vLLM falls back to others elsewhere
 
 DECODE = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512)
 PREFILL = (1024, 2048, 4096, 8192, 16384)

@@ -12,23 +12,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fp8plan.runtime.measure.machine import gpu_energy_j, gpu_power_w, sm_clock_mhz
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Call = Callable[[], object]
 
 LEAST_COPIES, MOST_COPIES, TIMES_L2 = 3, 256, 4
 LEAST_REPLAYS, MOST_REPLAYS = 5, 40
 CALLS_PER_REPLAY = 64  # where they are short, so that a replay is long against the resolution of events (0.5 us)
-COPIED_BY = "memcpy", "kernel"
 AHEAD_CYCLES = 2_000_000  # about 1 ms in which the GPU waits, while Python queues what is timed
 SETTLE_S = 1.0  # NVML's watts are means over a second: until they are of this kernel
 SUSTAINED_S = 2.0
@@ -69,15 +65,6 @@ def copies(bytes_per_call: int, l2_bytes: int) -> int:
     """
     wanted = -(-TIMES_L2 * l2_bytes // max(1, bytes_per_call))
     return min(max(wanted, LEAST_COPIES), MOST_COPIES)
-
-
-def copying(by: str, source: Tensor) -> Call:
-    """A copy of `source` to new memory, to be called again and again; by: one of COPIED_BY, which are cudaMemcpy and an
-    elementwise kernel of torch (faster on an H200)."""
-    import torch
-
-    out = torch.empty_like(source)
-    return partial(out.copy_, source) if by == "memcpy" else partial(torch.add, source, 0, out=out)
 
 
 def graph_seconds(calls: Sequence[Call], budget_s: float = 0.03) -> Timing:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8plan.jsonl import write
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import precision
 from fp8plan.runtime.engine.warm_up import freeze_garbage
 from fp8plan.runtime.measure.machine import machine_facts, wait_for_memory
@@ -68,7 +68,7 @@ def _measure(job: Mapping[str, Any], note: Callable[[str], None], LLM: Any) -> N
     write(job["engines"], facts | parts)
     memory = facts["measured_kv_cache_tokens"]
     note(f"engine ready in {start_s:.0f} s, KV cache {memory} tokens, kernels {facts['kernel_backends']}")
-    trace, host = Trace(llm), None if gpu(job["fields"]["gpu"]).is_cpu else Host()
+    trace, host = Trace(llm), None if find_gpu(job["fields"]["gpu"]).is_cpu else Host()
     ladder = prefill_ladder(llm, job["fields"] | {"model": job["kwargs"]["model"]})
     note(f"prompts of {', '.join(map(str, ladder))} tokens ran, so that their kernels are compiled")
     for work in job["work"]:

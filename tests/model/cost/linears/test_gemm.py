@@ -17,11 +17,11 @@ from fp8plan.model.calibrate.held_out import is_held_out
 from fp8plan.model.cost.linears.deep_gemm import choose, rows_of_every_kernel
 from fp8plan.model.cost.linears.gemm import gemm_cost, quantise_cost
 from fp8plan.model.cost.linears.tiles import SWAPPED_ROWS, gemm_backend
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import BF16, FP8_BLOCK, Precision
 from fp8plan.model.profile.library import load_profile, profiles_path
 
-H200 = gpu("h200")
+H200 = find_gpu("h200")
 PROFILE = replace(load_profile(H200)[0], layers={})  # laws of the coefficients; what was timed follows none
 ROWS = np.arange(1, 1200)
 
@@ -179,7 +179,7 @@ def test_partials_are_the_derivatives(linear: Linear, precision: Precision, m: i
 
 
 def test_no_fp8_tensor_cores_and_unknown_backend() -> None:
-    a100 = gpu("a100")
+    a100 = find_gpu("a100")
     with pytest.raises(ConfigError, match="no FP8 tensor cores"):
         gemm_cost(ROWS, one(4096, 4096), FP8_BLOCK, a100, load_profile(a100)[0])
     odd = replace(PROFILE, kernel_backends={"gemm.bf16": "abacus"})

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from fp8plan.model.architecture import Experts
 from fp8plan.model.cost.linears.moe import expert_bytes, moe_cost, padded_rows, tile_rows
 from fp8plan.model.cost.linears.routing import distinct_experts
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import BF16, FP8_BLOCK
 from fp8plan.model.profile.library import load_profile
 
 EXPERTS, HIDDEN = Experts(128, 8, 768), 2048  # of Qwen3-30B-A3B
-H200 = gpu("h200")
+H200 = find_gpu("h200")
 PROFILE = replace(load_profile(H200)[0], layers={})  # laws of the coefficients; what was timed follows none
 M = np.arange(1, 3000)
 
@@ -46,7 +46,7 @@ def test_untuned_fp8_experts_compute_larger_tiles_above_64_tokens() -> None:
     assert (tile_rows(m, 128, 768, FP8_BLOCK, H200) == 16).all()
     assert (tile_rows(m, 64, 1024, BF16, H200) == 16).all()
     assert tile_rows(m, 64, 1024, FP8_BLOCK, H200).tolist() == [16, 64]
-    assert (tile_rows(m, 64, 1024, FP8_BLOCK, gpu("b200")) == 16).all()  # another kernel
+    assert (tile_rows(m, 64, 1024, FP8_BLOCK, find_gpu("b200")) == 16).all()  # another kernel
     few, more = moe_cost(m, untuned, HIDDEN, FP8_BLOCK, 1, H200, PROFILE).seconds
     assert 1.08 < more / few < 1.25  # measured: 155 us with 96 tokens, 133 with 64
     few, more = moe_cost(m, EXPERTS, HIDDEN, FP8_BLOCK, 1, H200, PROFILE).seconds
@@ -68,7 +68,8 @@ def test_untuned_bf16_experts_are_slower_with_thousands_of_tokens() -> None:
     without = replace(PROFILE, coefficients=kept, log_covariance={})
     faster = moe_cost(m, Experts(64, 4, 1024), HIDDEN, BF16, 1, H200, without).seconds  # a profile of an earlier day
     assert 0.7 < faster[1] / untuned.seconds[1] < 0.95
-    assert name not in moe_cost(m, Experts(64, 4, 1024), HIDDEN, BF16, 1, gpu("l40s"), PROFILE).partials  # not known
+    elsewhere = moe_cost(m, Experts(64, 4, 1024), HIDDEN, BF16, 1, find_gpu("l40s"), PROFILE)
+    assert name not in elsewhere.partials  # not known
 
 
 @given(st.integers(1, 512), st.data())

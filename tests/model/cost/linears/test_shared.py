@@ -9,18 +9,18 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import Experts
 from fp8plan.model.cost.linears.gemm import gemm_cost
 from fp8plan.model.cost.linears.shared import overlapped, shared_cost
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import BF16, FP8_BLOCK, Precision
 from fp8plan.model.profile.library import load_profile
 
-H200 = gpu("h200")
+H200 = find_gpu("h200")
 PROFILE = load_profile(H200)[0]
 M = np.array([1, 256, 257, 4096])
 
 
 def found(name: str, card: str = "h200") -> list[str]:
     shape = ModelShape.from_hf(name)
-    return [x.name for x in overlapped(shape.linears(), gpu(card), [x for x, _ in shape.parts_of(Experts)])]
+    return [x.name for x in overlapped(shape.linears(), find_gpu(card), [x for x, _ in shape.parts_of(Experts)])]
 
 
 def test_which_families_have_a_stream_for_them() -> None:

@@ -24,13 +24,13 @@ from fp8plan.model.cost.mixers.attention import (
     kv_bytes_per_token,
     parts_of,
 )
-from fp8plan.model.hardware import Gpu, gpu
+from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.precision import BF16, FP8_KV, Precision
 from fp8plan.model.profile.library import WIDE_HEADS, load_profile, profiles_path
 
 LAYER = Attention(32, 8, 128)  # of Qwen3-8B
 WIDE = Attention(16, 8, 256)  # of Gemma 3 12B
-PROFILE, _ = load_profile(gpu("h200"))
+PROFILE, _ = load_profile(find_gpu("h200"))
 precisions = st.sampled_from([BF16, FP8_KV])
 
 
@@ -46,7 +46,7 @@ def prefill(tokens: float, context: float) -> StepBatch:
 
 
 def cost(batch: StepBatch, precision: Precision, card: Gpu | None = None, tp: int = 1) -> Cost:
-    card = card or gpu("h200")
+    card = card or find_gpu("h200")
     return attention_cost(batch, LAYER, precision, tp, card, PROFILE)
 
 
@@ -63,7 +63,7 @@ def test_longer_contexts_never_cost_less(requests: int, context: int, more: int,
 @given(st.integers(1, 1024), st.integers(1, 40000), precisions, st.sampled_from([1, 2, 8]))
 def test_not_below_its_own_bytes(requests: int, context: int, precision: Precision, tp: int) -> None:
     read = requests * context * kv_bytes_per_token(LAYER, precision, tp)
-    assert cost(decode(requests, context), precision, tp=tp).seconds.item() > read / gpu("h200").memory_bandwidth
+    assert cost(decode(requests, context), precision, tp=tp).seconds.item() > read / find_gpu("h200").memory_bandwidth
 
 
 def test_parts_fill_the_sms_as_flash_attention_3_cuts_them() -> None:
@@ -83,7 +83,7 @@ def test_fp8_kv_does_not_halve_long_context_decode_on_hopper() -> None:
     """AIConfigurator 0.12.0, FlashAttention 3, 32 query and 8 KV heads, 64 requests at 8191: H200 1.38, H100 1.77."""
     batch = decode(64, 8192)
     for name, measured in (("h200", 1.38), ("h100", 1.77)):
-        card, profile = gpu(name), load_profile(gpu(name))[0]
+        card, profile = find_gpu(name), load_profile(find_gpu(name))[0]
         bf16, fp8 = (attention_cost(batch, LAYER, x, 1, card, profile).seconds for x in (BF16, FP8_KV))
         ratio = bf16 / fp8
         assert ratio.item() == pytest.approx(measured, rel=0.15)
@@ -91,7 +91,7 @@ def test_fp8_kv_does_not_halve_long_context_decode_on_hopper() -> None:
 
 def test_near_published_h200_decode() -> None:
     """Same tables, BF16, one layer: 64 requests at 8191 490.8 us, 8 at 32767 272.6 us, 256 at 1023 272.5 us."""
-    card = gpu("h200")
+    card = find_gpu("h200")
     for requests, context, measured in ((64, 8192, 490.8), (8, 32768, 272.6), (256, 1024, 272.5)):
         got = attention_cost(decode(requests, context), LAYER, BF16, 1, card, PROFILE).seconds
         assert got.item() * 1e6 == pytest.approx(measured, rel=0.15)
@@ -116,7 +116,7 @@ def test_partials_are_the_derivatives(
 ) -> None:
     a, b = decode(requests, context), prefill(tokens, context if tokens else 0)
     mixed = StepBatch(*(getattr(a, name) + getattr(b, name) for name in QUANTITIES))
-    card, step = gpu("h200"), -1e-6  # down: an efficiency is at most 1
+    card, step = find_gpu("h200"), -1e-6  # down: an efficiency is at most 1
     profile = PROFILE
     base = attention_cost(mixed, layer, precision, 1, card, profile)
     for name, partial in base.partials.items():
@@ -131,7 +131,7 @@ def test_wide_heads_are_near_what_an_engine_took(precision: Precision, microseco
     profiles/h200_sxm, which no fit has seen.
     """
     batch, layers = decode(256, 320), [WIDE, *5 * [replace(WIDE, window=1024)]]
-    got = [attention_cost(batch, layer, precision, 1, gpu("h200"), PROFILE).seconds.item() for layer in layers]
+    got = [attention_cost(batch, layer, precision, 1, find_gpu("h200"), PROFILE).seconds.item() for layer in layers]
     assert np.mean(got) * 1e6 == pytest.approx(microseconds, rel=0.15)
 
 
@@ -141,14 +141,15 @@ def test_wide_heads_cost_more_where_the_profile_knows_their_kernels() -> None:
     for layer, precision in product((LAYER, WIDE), (BF16, FP8_KV)):
         for batch, dearer in ((decode(64, 2048), True), (prefill(4096, 0), precision.kv == "fp8")):
             known, unknown = (
-                attention_cost(batch, layer, precision, 1, gpu("h200"), x).seconds.item() for x in (PROFILE, without)
+                attention_cost(batch, layer, precision, 1, find_gpu("h200"), profile).seconds.item()
+                for profile in (PROFILE, without)
             )
             assert (known > 1.05 * unknown) if layer is WIDE and dearer else (known == unknown)
 
 
 def test_few_wide_chunks_fill_no_more_than_whole_rounds_of_tiles() -> None:
     """5 query heads to a KV head, chunks of 128: 5 tiles a KV head, so 160 for four chunks, two rounds for 132 SMs."""
-    layer, card = replace(LAYER, heads=40), gpu("h200")
+    layer, card = replace(LAYER, heads=40), find_gpu("h200")
     profile = PROFILE
 
     def seconds(chunks: int) -> float:
@@ -167,14 +168,14 @@ def test_few_wide_chunks_fill_no_more_than_whole_rounds_of_tiles() -> None:
 )
 def test_near_measured_h200_prefill(heads: int, chunk: int, context: int, microseconds: float) -> None:
     """One chunk, BF16, 8 KV heads of 128 (attention_prefill.bf16 of profiles/h200_sxm). 40 heads: groups of 5."""
-    card, layer = gpu("h200"), replace(LAYER, heads=heads)
+    card, layer = find_gpu("h200"), replace(LAYER, heads=heads)
     got = attention_cost(prefill(chunk, context), layer, BF16, 1, card, PROFILE).seconds
     assert got.item() * 1e6 == pytest.approx(microseconds, rel=0.1)
 
 
 def test_groups_that_do_not_divide_a_tile_and_the_longest_tile_cost_more() -> None:
     def per_pair(heads: int, kv_heads: int, chunk: int) -> float:
-        layer, card = Attention(heads, kv_heads, 128), gpu("h200")
+        layer, card = Attention(heads, kv_heads, 128), find_gpu("h200")
         seconds = attention_cost(prefill(chunk, 0), layer, BF16, 1, card, PROFILE).seconds.item()
         return seconds / (heads * chunk * (chunk + 1) / 2)
 
@@ -186,7 +187,7 @@ def test_groups_that_do_not_divide_a_tile_and_the_longest_tile_cost_more() -> No
 @pytest.mark.parametrize("precision", [BF16, FP8_KV])
 def test_a_rank_of_two_costs_what_a_model_of_half_the_heads_does(precision: Precision) -> None:
     half = Attention(16, 4, 128)
-    card = gpu("h200")
+    card = find_gpu("h200")
     profile = PROFILE
     for batch in (decode(64, 3000), prefill(5000, 100)):
         whole, split = (attention_cost(batch, x, precision, tp, card, profile) for x, tp in ((LAYER, 2), (half, 1)))
@@ -198,7 +199,7 @@ def test_a_rank_of_two_costs_what_a_model_of_half_the_heads_does(precision: Prec
 
 def test_writing_the_cache_costs_what_was_measured_and_fp8_more() -> None:
     """8 KV heads of 128, 16384 tokens (kv_write, quantise_query of profiles/h200_sxm): 84 us; FP8 165 + 48 us."""
-    card = gpu("h200")
+    card = find_gpu("h200")
     profile = PROFILE
     tokens = np.array([16384])
     bf16, fp8 = (cache_cost(tokens, LAYER, x, 1, card, profile).seconds.item() * 1e6 for x in (BF16, FP8_KV))

@@ -10,11 +10,11 @@ import pytest
 from fp8plan.model.architecture.parts import Indexer, LatentAttention
 from fp8plan.model.cost.base import Cost, StepBatch
 from fp8plan.model.cost.mixers.latent import decode_flops, latent_bytes, latent_cost
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import BF16, FP8_KV, Precision
 from fp8plan.model.profile.library import datasheet_profile
 
-H200 = gpu("h200")
+H200 = find_gpu("h200")
 PROFILE = datasheet_profile(H200)
 V3 = LatentAttention(128, 1536, 512, 128, 64, 128)  # DeepSeek-V3
 LITE = LatentAttention(16, 0, 512, 128, 64, 128)  # DeepSeek-V2-Lite

@@ -10,10 +10,10 @@ import pytest
 from fp8plan.model.architecture.parts import DeltaNet, KimiDelta, Mamba2, ShortConv
 from fp8plan.model.cost.base import StepBatch
 from fp8plan.model.cost.mixers.recurrent import Recurrent, recurrent_cost, scan_flops, state_bytes
-from fp8plan.model.hardware import gpu
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.profile.library import datasheet_profile
 
-H200 = gpu("h200")
+H200 = find_gpu("h200")
 PROFILE = datasheet_profile(H200)
 MIXERS: list[Recurrent] = [
     DeltaNet(16, 32, 128, 128, 4),  # Qwen3-Next

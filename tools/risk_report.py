@@ -1,4 +1,10 @@
-"""The report of `python -m fp8plan.model.risk.expected`: residuals, bounds, coefficients, errors without a source."""
+"""Fit the expected mismatch anew to the published observations, and report how wrong the fit is.
+
+    python tools/risk_report.py
+
+It writes fp8plan/model/risk/data/mismatch_fit.json, and prints residuals, bounds, coefficients and the error of each
+source predicted without itself.
+"""
 
 from __future__ import annotations
 
@@ -94,3 +100,7 @@ def _rollout(o: Observation) -> str:
 def _row(*cells: str) -> str:
     widths = (16, 30, 22, 6, 9, 9, 6, 5)
     return "  ".join(cell[:width].ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+if __name__ == "__main__":
+    print(run())
