@@ -23,8 +23,7 @@ import numpy as np
 from fp8plan.model.architecture import Experts
 from fp8plan.model.configs import find_config
 from fp8plan.model.cost.base import Array, StepBatch
-from fp8plan.model.rollout import step_batch
-from fp8plan.model.simulate import Simulated
+from fp8plan.model.rollout import Simulated, step_batch
 from fp8plan.model.validate.records import Record
 
 BACKENDS = ("vllm", "sglang")

@@ -16,10 +16,10 @@ import numpy as np
 import pandas as pd
 
 from fp8plan.model.architecture import Linear
-from fp8plan.model.calibrate import aic_tables
+from fp8plan.model.calibrate import aic as aic_tables
 from fp8plan.model.calibrate.fit import Observations, fit
 from fp8plan.model.cost.base import Cost, together
-from fp8plan.model.cost.linears.gemm import gemm_cost, quantise_cost
+from fp8plan.model.cost.gemm import gemm_cost, quantise_cost
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.precision import precision
 from fp8plan.model.profile.library import datasheet_profile

@@ -28,14 +28,12 @@ import numpy as np
 from tqdm import tqdm
 
 from fp8plan.errors import Fp8PlanError
-from fp8plan.model.cost.bounds import bytes_bound, flops_bound
+from fp8plan.model.cost.power import bytes_bound, flops_bound
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.profile.library import datasheet_profile
-from fp8plan.model.rollout import rollout, step_batch
-from fp8plan.model.simulate import Simulated
-from fp8plan.model.validate.accuracy import CELL, cell_of
+from fp8plan.model.rollout import Simulated, rollout, step_batch
 from fp8plan.model.validate.records import Record, read_records
-from fp8plan.model.validate.validate import simulated
+from fp8plan.model.validate.validate import CELL, cell_of, simulated
 
 RESULTS = Path(__file__).parent / "results" / "baselines.jsonl"
 Answer = tuple[float, str | None]  # seconds, and a warning that came with them

@@ -78,7 +78,7 @@ def config(shape: dict[str, int]) -> dict[str, Any]:
 def quantised(way: str) -> dict[str, Any]:
     """Arguments of `vllm.LLM`."""
     if way == "online":
-        from fp8plan.model.emit.ignored import ROUTER_PATTERN
+        from fp8plan.model.emit.vllm import ROUTER_PATTERN
 
         wanted = {"linear": "fp8_per_block", "moe": "fp8_per_block", "ignore": [ROUTER_PATTERN]}
         return {"quantization": "online", "quantization_config": wanted}

@@ -57,8 +57,7 @@ def verl(config: dict[str, Any]) -> Callable[[Any, Any, Any], Any]:
 def fp8plan(config: dict[str, Any]) -> Callable[[Any, Any, Any], Any]:
     from fp8plan.runtime.correction.correct import correct
     from fp8plan.runtime.correction.verl import from_verl
-    from fp8plan.runtime.mismatch.measure import measure
-    from fp8plan.runtime.mismatch.tokens import pack
+    from fp8plan.runtime.mismatch.measure import measure, pack
 
     settings = from_verl(config)
 

@@ -18,8 +18,8 @@ import numpy as np
 import pandas as pd
 
 from fp8plan.model.architecture import Experts
-from fp8plan.model.calibrate.aic_tables import SYSTEMS, find_data
-from fp8plan.model.cost.linears.moe import moe_cost
+from fp8plan.model.calibrate.aic import SYSTEMS, find_data
+from fp8plan.model.cost.moe import moe_cost
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.profile.library import load_profile

@@ -140,7 +140,8 @@ def recipe() -> None:
 
 def hooks() -> None:
     """A step of slime's, prime-rl's and SkyRL's hooks whose rollout log-probs are all NaN."""
-    from fp8plan.integrations import micro_batches, prime_rl, skyrl, slime
+    from fp8plan.integrations import hooks as micro_batches
+    from fp8plan.integrations import prime_rl, skyrl, slime
 
     for name, contents in {
         "prime_rl.trainer.rl.loss": {"LossOutputs": SimpleNamespace},
@@ -175,7 +176,7 @@ def hooks() -> None:
             prime_rl.loss(inputs, settings=path)
 
     def of_skyrl(path: str) -> None:
-        from fp8plan.integrations.settings import settings_at
+        from fp8plan.integrations.hooks import settings_at
 
         skyrl.policy_loss(train, train, torch.ones(4, 50), SimpleNamespace(), mask, rollout, settings=settings_at(path))
 
@@ -339,7 +340,7 @@ def state_kl() -> None:
 
 
 def state_file() -> None:
-    from fp8plan.integrations.checkpoint import STATE_FILE, load_state
+    from fp8plan.integrations.common import STATE_FILE, load_state
 
     Path(STATE_FILE).write_bytes(b"\xff\xfe{")
     load_state(Monitor(), Path())
@@ -383,7 +384,7 @@ def rank(n: int) -> None:
 
 def shown_of(path: Path) -> str:
     """The records of a run file, and the steps that `fp8plan monitor` shows."""
-    from fp8plan.runtime.monitor.run_file import RunReader
+    from fp8plan.runtime.monitor.record import RunReader
 
     reader = RunReader(path)
     reader.read()

@@ -30,7 +30,7 @@ from tables import accuracy, baselines, correction_gpu, fleet, markdown, probe, 
 
 import fp8plan  # noqa: E402
 from fp8plan import jsonl  # noqa: E402
-from fp8plan.cli import app  # noqa: E402
+from fp8plan.cli.console import app  # noqa: E402
 from fp8plan.model.plan.plan import Plan  # noqa: E402
 from fp8plan.model.plan.planner import plan  # noqa: E402
 from fp8plan.model.validate.records import read_records  # noqa: E402

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fp8plan.model.calibrate.engine_steps import measured_kv, read_traces
+from fp8plan.model.calibrate.fit import measured_kv, read_traces
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.rollout import schedule_with, step_batch

@@ -152,7 +152,7 @@ async def replayed(words: Any, sent: list[list[bytes]], requests: int, way: dict
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine import EngineCoreRequest
 
-    from fp8plan.integrations.verl.outputs import two_outputs
+    from fp8plan.integrations.verl.front import two_outputs
     from fp8plan.runtime.server.rollout import enough
 
     how = {"max_tokens": len(sent), "logprobs": 0} | (way or {})

@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from fp8plan.model.plan.planner import plan as plan
     from fp8plan.model.precision import Precision as Precision
     from fp8plan.model.profile.library import load_profile as load_profile
-    from fp8plan.model.recorded import recorded_workload as recorded_workload
-    from fp8plan.model.risk.budget import RiskBudget as RiskBudget
+    from fp8plan.model.risk.expected import RiskBudget as RiskBudget
     from fp8plan.model.rl_step import StepTimes as StepTimes
     from fp8plan.model.setup import EngineSetup as EngineSetup
+    from fp8plan.model.validate.records import recorded_workload as recorded_workload
     from fp8plan.model.workload import Batch as Batch
     from fp8plan.model.workload import Fixed as Fixed
     from fp8plan.model.workload import LogNormal as LogNormal
     from fp8plan.model.workload import Trace as Trace
     from fp8plan.model.workload import Workload as Workload
-    from fp8plan.runtime.controller.adaptive import AdaptiveThresholds as AdaptiveThresholds
-    from fp8plan.runtime.controller.alarms import AlarmLimits as AlarmLimits
+    from fp8plan.runtime.controller.laws import AdaptiveThresholds as AdaptiveThresholds
     from fp8plan.runtime.controller.laws import ConstantThresholds as ConstantThresholds
     from fp8plan.runtime.controller.least_error import LeastErrorThresholds as LeastErrorThresholds
+    from fp8plan.runtime.controller.state import AlarmLimits as AlarmLimits
     from fp8plan.runtime.correction.correct import Correction as Correction
     from fp8plan.runtime.correction.correct import correct as correct
     from fp8plan.runtime.correction.settings import CorrectionSettings as CorrectionSettings
@@ -50,15 +50,15 @@ if TYPE_CHECKING:
     from fp8plan.runtime.guard.observation import Observation as Observation
     from fp8plan.runtime.guard.observation import observation_of as observation_of
     from fp8plan.runtime.mismatch.measure import measure as measure
+    from fp8plan.runtime.mismatch.measure import pack as pack
     from fp8plan.runtime.mismatch.metrics import Mismatch as Mismatch
     from fp8plan.runtime.mismatch.sampling import Sampling as Sampling
     from fp8plan.runtime.mismatch.sampling import kept_logprobs as kept_logprobs
-    from fp8plan.runtime.mismatch.tokens import pack as pack
-    from fp8plan.runtime.monitor.exporters import Prometheus as Prometheus
-    from fp8plan.runtime.monitor.exporters import TensorBoard as TensorBoard
     from fp8plan.runtime.monitor.monitor import Monitor as Monitor
     from fp8plan.runtime.monitor.sinks import Callback as Callback
     from fp8plan.runtime.monitor.sinks import JsonLines as JsonLines
+    from fp8plan.runtime.monitor.sinks import Prometheus as Prometheus
+    from fp8plan.runtime.monitor.sinks import TensorBoard as TensorBoard
     from fp8plan.runtime.probe.probe import probe as probe
     from fp8plan.runtime.weight_sync.state import Scored as Scored
     from fp8plan.runtime.weight_sync.state import SyncSettings as SyncSettings
@@ -70,37 +70,34 @@ _HOME = {
         "errors": "Fp8PlanError",
         "importers.records": "import_rollouts",
         "model.architecture": "ModelShape",
-        "model.hardware": "Gpu find_gpu",
+        "model.hardware": "find_gpu Gpu",
         "model.limits": "EngineLimits",
         "model.plan.plan": "Plan",
         "model.plan.planner": "plan",
         "model.precision": "Precision",
         "model.profile.library": "load_profile",
-        "model.recorded": "recorded_workload",
-        "model.risk.budget": "RiskBudget",
+        "model.risk.expected": "RiskBudget",
         "model.rl_step": "StepTimes",
         "model.setup": "EngineSetup",
+        "model.validate.records": "recorded_workload",
         "model.workload": "Batch Fixed LogNormal Trace Workload",
-        "runtime.controller.adaptive": "AdaptiveThresholds",
-        "runtime.controller.alarms": "AlarmLimits",
-        "runtime.controller.laws": "ConstantThresholds",
+        "runtime.controller.laws": "AdaptiveThresholds ConstantThresholds",
         "runtime.controller.least_error": "LeastErrorThresholds",
-        "runtime.correction.correct": "Correction correct",
+        "runtime.controller.state": "AlarmLimits",
+        "runtime.correction.correct": "correct Correction",
         "runtime.correction.settings": "CorrectionSettings Rejection Thresholds",
         "runtime.correction.verl": "from_verl",
-        "runtime.doctor.doctor": "Diagnosis async_doctor doctor",
+        "runtime.doctor.doctor": "async_doctor Diagnosis doctor",
         "runtime.engine.async_engine": "AsyncRolloutEngine",
         "runtime.engine.engine": "RolloutEngine",
         "runtime.fleet.fleet": "RolloutFleet",
         "runtime.guard.fallback": "GuardSettings",
         "runtime.guard.observation": "Observation observation_of",
-        "runtime.mismatch.measure": "measure",
+        "runtime.mismatch.measure": "measure pack",
         "runtime.mismatch.metrics": "Mismatch",
-        "runtime.mismatch.sampling": "Sampling kept_logprobs",
-        "runtime.mismatch.tokens": "pack",
-        "runtime.monitor.exporters": "Prometheus TensorBoard",
+        "runtime.mismatch.sampling": "kept_logprobs Sampling",
         "runtime.monitor.monitor": "Monitor",
-        "runtime.monitor.sinks": "Callback JsonLines",
+        "runtime.monitor.sinks": "Callback JsonLines Prometheus TensorBoard",
         "runtime.probe.probe": "probe",
         "runtime.weight_sync.state": "Scored SyncSettings",
     }.items()

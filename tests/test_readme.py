@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import readme  # noqa: E402
 
 import fp8plan  # noqa: E402
-from fp8plan.cli import app  # noqa: E402
+from fp8plan.cli.console import app  # noqa: E402
 from fp8plan.model.validate.records import read_records  # noqa: E402
 from fp8plan.model.validate.validate import validate  # noqa: E402
 from fp8plan.runtime.controller.laws import AdaptiveThresholds, Decision  # noqa: E402

@@ -15,7 +15,7 @@ import pytest
 import fp8plan
 
 ROOT = Path(fp8plan.__file__).parent
-MOST_LINES = 480  # of a module
+MOST_LINES = 500  # of a module
 LEAST_MEAN_LINES = 131  # of the modules, empty __init__.py aside
 MOST_FILES = {"plan": 80, "log-prob": 26, "tensor": 26}  # that a walk of benchmarks/walks.py enters
 
@@ -24,7 +24,7 @@ PARTS = tuple(
     f"fp8plan.{x}" for x in ("errors", "checks", "model", "importers", "runtime", "integrations", "views", "cli")
 )
 MODEL = (
-    ("architecture", "configs", "hardware", "precision", "limits", "workload", "recorded"),
+    ("architecture", "configs", "hardware", "precision", "limits", "workload"),
     ("profile",),
     ("cost",),
     ("schedule",),

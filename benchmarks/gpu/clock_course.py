@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.clock_course --output profiles/h200_sxm/vllm-0.26.0/kernels/clock_course.jsonl
 
-The kernels are those of fp8plan.runtime.measure.grids.power. Each runs after a second of rest for three seconds. A row
-has, of each stretch of them, when it ended, the seconds of a call, and the clock of the SMs: cycles of their own
+The kernels are those of fp8plan.runtime.measure.kernels.power. Each runs after a second of rest for three seconds. A
+row has, of each stretch of them, when it ended, the seconds of a call, and the clock of the SMs: cycles of their own
 counters over nanoseconds of the global timer, read before and after, a median over SMs. NVML's clock is a reading now
 and then, and higher: 1,459 MHz where BF16 GEMMs of 512 rows run at 1,316. It needs CuPy.
 """
@@ -21,10 +21,9 @@ from typing import Any
 import numpy as np
 
 from fp8plan import jsonl
-from fp8plan.runtime.measure.grids.power import points
 from fp8plan.runtime.measure.kernels import timing
 from fp8plan.runtime.measure.kernels.gemm import model_config
-from fp8plan.runtime.measure.kernels.power import work
+from fp8plan.runtime.measure.kernels.power import points, work
 from fp8plan.runtime.measure.machine import machine_facts
 
 STRETCHES_S = (0.002, 0.003, 0.005, 0.005, 0.005, 0.01, 0.01, 0.01, 0.02, 0.03, 0.05, 0.05, 0.1, 0.2, 0.5, 1.0, 1.0)

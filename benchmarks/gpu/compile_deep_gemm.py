@@ -16,7 +16,7 @@ from contextlib import suppress
 from multiprocessing import get_context
 
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.cost.linears.deep_gemm import rows_of_every_kernel
+from fp8plan.model.cost.gemm import rows_of_every_kernel
 from fp8plan.model.hardware import find_gpu
 
 MOST_ROWS, FEW_ROWS = 16384, (1, 8, 16, 31)  # the few are FlashInfer's: it takes over below 32 rows

@@ -28,8 +28,7 @@ from benchmarks.gpu.source import source_hash
 from fp8plan import jsonl
 from fp8plan.runtime.correction.correct import correct
 from fp8plan.runtime.measure.machine import engine_facts, machine_facts
-from fp8plan.runtime.mismatch.measure import measure
-from fp8plan.runtime.mismatch.tokens import pack
+from fp8plan.runtime.mismatch.measure import measure, pack
 from fp8plan.runtime.monitor.monitor import Monitor
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.tables import markdown
 from fp8plan import jsonl
 from fp8plan.model.architecture import Linear
-from fp8plan.model.cost.linears.gemm import gemm_cost, quantise_cost
+from fp8plan.model.cost.gemm import gemm_cost, quantise_cost
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import precision
 from fp8plan.model.profile.library import load_profile, with_kernels
@@ -41,7 +41,7 @@ def measure(output: Path) -> None:
     from vllm import _custom_ops as ops
 
     from fp8plan.runtime.measure.kernels import timing
-    from fp8plan.runtime.measure.kernels.gpu_data import l2_bytes, random_normal, random_pool
+    from fp8plan.runtime.measure.kernels.timing import l2_bytes, random_normal, random_pool
     from fp8plan.runtime.measure.machine import machine_facts
 
     facts, pool, l2 = machine_facts(), random_pool(10**9, "fp8", 0.3, 100.0), l2_bytes()

@@ -32,11 +32,10 @@ import numpy as np
 
 from benchmarks.gpu import quantize_cases
 from fp8plan.errors import Fp8PlanError
-from fp8plan.runtime.measure.command_line import check_gpu
+from fp8plan.runtime.measure.calibrate import note
 from fp8plan.runtime.measure.kernels import timing
-from fp8plan.runtime.measure.kernels.gpu_data import random_pool
-from fp8plan.runtime.measure.kernels.sweep import Point, Work, sweep
-from fp8plan.runtime.measure.notes import note
+from fp8plan.runtime.measure.kernels.sweep import Point, Work, check_gpu, sweep
+from fp8plan.runtime.measure.kernels.timing import random_pool
 from fp8plan.runtime.quantize import block_fp8 as quantize
 from fp8plan.runtime.quantize.targets import QuantizeTargets
 

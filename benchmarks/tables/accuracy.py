@@ -14,9 +14,18 @@ import numpy as np
 
 from benchmarks.tables.markdown import table
 from fp8plan.model.precision import PRESETS
-from fp8plan.model.validate.accuracy import Accuracy, accuracy, by_group, merged, noise_floor, speedups, spreads
 from fp8plan.model.validate.records import read_records
-from fp8plan.model.validate.validate import Validation, validate
+from fp8plan.model.validate.validate import (
+    Accuracy,
+    Validation,
+    accuracy,
+    by_group,
+    merged,
+    noise_floor,
+    speedups,
+    spreads,
+    validate,
+)
 
 Cell = Mapping[str, Any]
 

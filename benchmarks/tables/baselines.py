@@ -15,9 +15,8 @@ from benchmarks.tables import markdown
 from fp8plan import jsonl
 from fp8plan.errors import ConfigError
 from fp8plan.model.precision import PRESETS
-from fp8plan.model.validate.accuracy import Accuracy, accuracy, cell_of, merged, noise_floor
 from fp8plan.model.validate.records import read_records
-from fp8plan.model.validate.validate import validate
+from fp8plan.model.validate.validate import Accuracy, accuracy, cell_of, merged, noise_floor, validate
 
 NAMES = ("baselines", "baselines_families", "baselines_held_out")
 BASELINES, OF_FAMILIES, OF_HELD_OUT = (Path(__file__).parents[1] / "results" / f"{name}.jsonl" for name in NAMES)

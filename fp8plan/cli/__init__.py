@@ -8,9 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fp8plan.cli import doctor, imports, measure, plan, run  # noqa: F401  (they add their commands to the app)
-from fp8plan.cli.app import UsageError, app
-from fp8plan.cli.streams import standard_streams
+from fp8plan.cli import measure, plan, run  # noqa: F401  (they add their commands to the app)
+from fp8plan.cli.console import UsageError, app, standard_streams
 from fp8plan.errors import Fp8PlanError
 
 BAD_INPUT, INTERRUPTED = 2, 130  # exit codes; 130 is 128 + SIGINT

@@ -11,7 +11,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from fp8plan.cli.app import ENGINE, OUTPUT, GroupedCommand, app, print_notes, progress, show
+from fp8plan.cli.console import ENGINE, OUTPUT, GroupedCommand, app, print_notes, progress, show
 from fp8plan.errors import ConfigError
 
 
@@ -54,12 +54,11 @@ def probe_command(
     from fp8plan.model.architecture import ModelShape
     from fp8plan.model.hardware import find_gpu
     from fp8plan.model.setup import default_limits
-    from fp8plan.runtime.probe.observation import append_observations
-    from fp8plan.runtime.probe.observation import observations as rows_of
     from fp8plan.runtime.probe.probe import probe
-    from fp8plan.runtime.probe.prompts import read_prompts
-    from fp8plan.runtime.probe.sampling import SampleSettings
-    from fp8plan.views.probe import probe_report
+    from fp8plan.runtime.probe.results import append_observations
+    from fp8plan.runtime.probe.results import observations as rows_of
+    from fp8plan.runtime.probe.sampling import SampleSettings, read_prompts
+    from fp8plan.views.findings import probe_report
 
     # vLLM writes its log to stdout unless told otherwise, and reads this when it is imported. What it writes while an
     # engine runs is held back; errors at the end of the process are not.
@@ -127,7 +126,7 @@ def calibrate_command(
         folder, version = output, measured_version(output)
     else:
         from fp8plan.runtime.measure.calibrate import measure
-        from fp8plan.runtime.measure.cells.jobs import engine_version
+        from fp8plan.runtime.measure.rollouts.jobs import engine_version
 
         version = engine_version()
         folder = output or profile_path(own_profiles_path(), card.name, version).parent
@@ -183,7 +182,7 @@ def import_aic_command(
     \b
     Needs: pip install 'fp8plan[aic]'
     """
-    from fp8plan.model.calibrate.aic_import import import_all
+    from fp8plan.model.calibrate.aic import import_all
     from fp8plan.model.profile.library import profiles_path
 
     written = import_all(gpu, rollouts or [], kernels or [], output or profiles_path(), progress("fitting"))
@@ -198,7 +197,7 @@ def models_command(as_json: Annotated[bool, typer.Option("--json")] = False) -> 
 
     shapes = [ModelShape.from_hf(name) for name in bundled_models()]
     if as_json:
-        from fp8plan.model.architecture.sizes import sizes_of
+        from fp8plan.model.architecture.shape import sizes_of
 
         print(json.dumps([sizes_of(shape) for shape in shapes], indent=2))
     else:

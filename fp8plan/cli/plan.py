@@ -1,18 +1,22 @@
-"""Before the run: plan, and the settings of a saved plan."""
+"""Before the run: plan, and the settings of a saved plan.
+
+The workload that the options of `fp8plan plan` ask for.
+"""
 
 from __future__ import annotations
 
 import os
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from fp8plan.cli import outputs
-from fp8plan.cli.app import (
+from fp8plan.cli import console as outputs
+from fp8plan.cli.console import (
     ENGINE,
     OUTPUT,
+    STDOUT,
     TRAINER,
     WORKLOAD,
     GroupedCommand,
@@ -23,12 +27,51 @@ from fp8plan.cli.app import (
     progress,
     show,
 )
-from fp8plan.cli.outputs import STDOUT
-from fp8plan.cli.workload import RESPONSES, asked_for
 from fp8plan.errors import ConfigError
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
+    from fp8plan.model.workload import Workload
+
+# The rollout of DAPO (arXiv 2503.14476) on one GPU.
+PROMPTS: Final = 32
+SAMPLES: Final = 16
+RESPONSES: Final = "lognormal:mean=6000,sigma=0.9,max=20480"
+
+
+def asked_for(
+    recorded: Path | None,
+    prompts: int | None,
+    samples: int | None,
+    prompt_lengths: str | None,
+    response_lengths: str | None,
+    seed: int | None,
+) -> tuple[Workload, list[str]]:
+    """The workload of the options, each None where it was not given, and notes.
+
+    Raises ConfigError for a recorded rollout beside any other option, and as the workload's own readers do.
+    """
+    from fp8plan.model.validate.records import recorded_workload
+    from fp8plan.model.workload import Workload, parse_both_lengths
+
+    if recorded is not None:
+        others = given(
+            prompts=prompts,
+            samples=samples,
+            prompt_lengths=prompt_lengths,
+            response_lengths=response_lengths,
+            seed=seed,
+        )
+        if others:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in others)
+            raise ConfigError(f"both --workload and {names} are given; --workload {recorded} says all of them")
+        return recorded_workload(recorded)
+    prompt_tokens, response_tokens, notes = parse_both_lengths(
+        prompt_lengths, RESPONSES if response_lengths is None else response_lengths
+    )
+    counts = (PROMPTS if prompts is None else prompts, SAMPLES if samples is None else samples)
+    return Workload(*counts, prompt_tokens, response_tokens, seed or 0), notes
+
 
 LENGTHS = "fixed:TOKENS, lognormal:mean=TOKENS,sigma=S,max=TOKENS (mean before clipping), or a .jsonl/.parquet trace"
 VLLM_S = "vLLM's for this GPU"  # a default
@@ -179,12 +222,11 @@ def plan_command(
     from dataclasses import replace
 
     from fp8plan.model.architecture import ModelShape
-    from fp8plan.model.emit.settings import KV_SCALES
+    from fp8plan.model.emit.vllm import KV_SCALES
     from fp8plan.model.hardware import find_gpu
     from fp8plan.model.limits import EngineLimits
     from fp8plan.model.plan.planner import predict
-    from fp8plan.model.risk.budget import LEVELS
-    from fp8plan.model.risk.expected import RiskBudget
+    from fp8plan.model.risk.expected import LEVELS, RiskBudget
     from fp8plan.model.rl_step import StepTimes
     from fp8plan.model.shards import strictest
 
@@ -261,7 +303,7 @@ def plan_command(
     printed = made.pop(STDOUT, None)
     writers = {file: outputs.text(content) for file, content in made.items()}
     if plot is not None:
-        from fp8plan.views.plan.plot import draw
+        from fp8plan.views.plan_page import draw
 
         writers[str(plot)] = lambda path: draw(prediction, path, kv_scales or "unit")  # as `emit` does
     outputs.write(writers)
@@ -351,7 +393,7 @@ def _emissions(words: list[str]) -> list[tuple[str, str]]:
 def _plot_file(plot: Path | None) -> list[tuple[str, str]]:
     if plot is None:
         return []
-    from fp8plan.views.plan.plot import check_suffix
+    from fp8plan.views.plan_page import check_suffix
 
     check_suffix(plot)
     return [("--plot", str(plot))]

@@ -1,16 +1,34 @@
-"""During the run and after it: monitor, report, validate."""
+"""During the run and after it: monitor, report, validate.
+
+`fp8plan import`: a trainer's logged rollouts become rollout records.
+
+`fp8plan doctor`: what a server, or a run by its files, really runs.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from fp8plan.cli.app import app, print_notes, progress, show
+from fp8plan.cli import console as outputs
+from fp8plan.cli.console import (
+    ENGINE,
+    OUTPUT,
+    STDOUT,
+    GroupedCommand,
+    app,
+    byte_progress,
+    given,
+    print_notes,
+    progress,
+    show,
+)
 
 
 @app.command("monitor")
@@ -24,8 +42,8 @@ def monitor_command(
 
     KL against its limit, thresholds, ESS, clipping, tokens/s against the prediction, the guard.
     """
-    from fp8plan.runtime.monitor.run_file import RunReader
-    from fp8plan.views.run.terminal import RunView, begin, watch
+    from fp8plan.runtime.monitor.record import RunReader
+    from fp8plan.views.run import RunView, begin, watch
 
     reader = RunReader(file)
     console = Console()
@@ -47,7 +65,7 @@ def report_command(
 
     It is what `monitor` shows, as interactive plots. A plan's page: plan --plot FILE.html.
     """
-    from fp8plan.views.run.page import write_report
+    from fp8plan.views.run_page import write_report
 
     target = output or file.with_name(file.name.removesuffix(".gz")).with_suffix(".html")
     write_report(file, target)
@@ -76,3 +94,147 @@ def validate_command(
         from fp8plan.views.report import validation_report
 
         show(validation_report(result))
+
+
+RUN = "What ran (for validate)"
+
+
+@app.command("import", cls=GroupedCommand)
+def import_command(
+    trainer: Annotated[str, typer.Argument(metavar="TRAINER", help="verl, trl or skyrl")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER",
+            help="verl: trainer.rollout_data_dir; trl: output_dir (log_completions=True); skyrl: trainer.export_path "
+            "(trainer.dump_data_batch=true)",
+        ),
+    ],
+    tokenizer: Annotated[
+        str | None, typer.Option(help="hub id or folder of the run's model; verl and trl log text")
+    ] = None,
+    tools: Annotated[
+        Path | None,
+        typer.Option(
+            help="definitions of the run's tools, a JSON list; trl logs the prompts without them", metavar="FILE"
+        ),
+    ] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option(
+            help="the trainer's figures, for the seconds: a TensorBoard folder, trainer_state.json, JSON lines, or "
+            "verl's console output",
+            metavar="LOG",
+        ),
+    ] = None,
+    last: Annotated[int | None, typer.Option(min=1, help="only so many rollouts", show_default="all")] = None,
+    model: Annotated[str | None, typer.Option(help="hub id or folder with config.json", rich_help_panel=RUN)] = None,
+    gpu: Annotated[str | None, typer.Option(help="h200, h100, b200, ...", rich_help_panel=RUN)] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="bf16, fp8_block, fp8_kv or fp8_block+fp8_kv", rich_help_panel=RUN)
+    ] = None,
+    engine_version: Annotated[str | None, typer.Option(help="of vLLM", rich_help_panel=RUN)] = None,
+    tensor_parallel_size: Annotated[int | None, typer.Option(rich_help_panel=ENGINE)] = None,
+    data_parallel_size: Annotated[int | None, typer.Option(help="replicas", rich_help_panel=ENGINE)] = None,
+    expert_parallel: Annotated[bool, typer.Option("--expert-parallel", rich_help_panel=ENGINE)] = False,
+    gpu_memory_utilization: Annotated[float | None, typer.Option(rich_help_panel=ENGINE)] = None,
+    max_model_len: Annotated[int | None, typer.Option(rich_help_panel=ENGINE)] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(rich_help_panel=ENGINE)] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(rich_help_panel=ENGINE)] = None,
+    prefix_caching: Annotated[
+        bool | None, typer.Option("--prefix-caching/--no-prefix-caching", rich_help_panel=ENGINE)
+    ] = None,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", rich_help_panel=ENGINE)] = False,
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="file to write", show_default="stdout", rich_help_panel=OUTPUT
+        ),
+    ] = STDOUT,
+) -> None:
+    """Turn a run's logged rollouts into records.
+
+    `plan --workload` takes the last of them as its workload, `validate` compares all of them with their predictions.
+    """
+    from fp8plan import jsonl
+    from fp8plan.importers.records import RolloutStream
+
+    outputs.check([("the records", output)])
+    engine = given(
+        model=model,
+        gpu=gpu,
+        precision=precision,
+        engine_version=engine_version,
+        tensor_parallel=tensor_parallel_size,
+        data_parallel=data_parallel_size,
+        expert_parallel=expert_parallel or None,
+        gpu_memory_utilization=gpu_memory_utilization,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        enable_prefix_caching=prefix_caching,
+        enforce_eager=enforce_eager or None,
+    )
+    stream = RolloutStream(trainer, folder, tokenizer, log, last, engine, byte_progress("counting tokens"), tools)
+
+    def write(path: Path) -> None:
+        with path.open("wb") as file:
+            file.writelines(map(jsonl.line, stream))
+
+    if output == STDOUT:  # all of it or nothing, as with a file
+        with TemporaryDirectory() as held:
+            write(Path(held, "records.jsonl"))
+            with Path(held, "records.jsonl").open(encoding="utf-8") as file:
+                sys.stdout.writelines(file)
+    else:
+        outputs.write({output: write})
+        outputs.print_written([output])
+    print_notes(stream.notes)
+
+
+@app.command("doctor", cls=GroupedCommand)
+def doctor_command(
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="URL of a vllm serve, a Monitor's run file, or a trainer's log")
+    ],
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON lines with prompt_token_ids, messages or prompt, that the server has had lately: shows what its "
+            "prefix cache holds"
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="that it runs on", show_default="what it tells, else the driver")
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="that was planned: bf16, fp8_block, fp8_kv or fp8_block+fp8_kv")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY", help="of the server", show_default="VLLM_API_KEY or OPENAI_API_KEY of the environment"
+        ),
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="for all that a server is asked", show_default="120")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", rich_help_panel=OUTPUT)] = False,
+) -> None:
+    """Say what really runs, and what to type where it is wrong.
+
+    Exits with 1 if there is a fault, and with 2 for a server that cannot be looked at. In the engine's own process
+    fp8plan.doctor(engine) sees more: weights, kernels, KV scales.
+    """
+    from fp8plan.runtime.doctor.doctor import doctor
+
+    for_a_server = given(prompts=prompts, api_key=api_key, timeout_s=timeout)
+    found = doctor(target, gpu=gpu, precision=precision, **for_a_server)
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=2, allow_nan=False))
+    else:
+        from fp8plan.views.findings import doctor_report
+
+        show(doctor_report(found))
+    if found.faults:
+        raise typer.Exit(1)

@@ -21,8 +21,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp8plan.integrations.micro_batches import running
-from fp8plan.integrations.settings import settings_at
+from fp8plan.integrations.hooks import running, settings_at
 
 
 def loss(inputs: Any, settings: str | None = None) -> Any:

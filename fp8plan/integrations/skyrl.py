@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from fp8plan.errors import ConfigError
-from fp8plan.integrations.micro_batches import running
-from fp8plan.integrations.settings import HookSettings, settings_at
+from fp8plan.integrations.hooks import HookSettings, running, settings_at
 from fp8plan.runtime.mismatch.sampling import RAW, Sampling
 
 if TYPE_CHECKING:

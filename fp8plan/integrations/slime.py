@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fp8plan.integrations.micro_batches import megatron, running
-from fp8plan.integrations.settings import settings_at
+from fp8plan.integrations.hooks import megatron, running, settings_at
 from fp8plan.runtime.mismatch.sampling import PROCESSED, UNCUT, Sampling
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def correct(
     """
     import torch
 
-    from fp8plan.runtime.correction.rejection import divergence
+    from fp8plan.runtime.correction.weights import divergence
 
     batches = running(settings_at(), sampling=sampling_in(args))
     lengths = total_lengths, response_lengths

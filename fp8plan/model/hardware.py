@@ -101,7 +101,7 @@ class Gpu:
         """The reason why a rollout in `precision` is not planned on this GPU, and whose limit that is; None if it is.
 
         An FP8 KV cache is storage, which needs no FP8 tensor cores. What a model's layers allow is said elsewhere
-        (fp8plan.model.kv_cache.precision).
+        (fp8plan.model.memory.kv_specs).
         """
         if self.is_cpu:
             return None if precision.weights == "bf16" else _NO_BLOCK_FP8_ON_CPU

@@ -1,12 +1,16 @@
-"""The engine's limits, under vLLM's own argument names."""
+"""The engine's limits, under vLLM's own argument names.
+
+Which of vLLM's two model runners an engine takes; sampler, activation peak and CUDA-graph reserve follow from it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
+from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.hardware import Gpu
 
 
@@ -193,3 +197,14 @@ class EngineLimits:
         if limits.block_size % 32:
             raise ConfigError(f"block_size is {limits.block_size}; allowed on a CPU: a multiple of 32; vLLM takes 128")
         return replace(limits, async_scheduling=False, enforce_eager=True)
+
+
+# DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES of vllm/config/vllm.py, 0.26, those that fp8plan reads, by their model_type.
+V2_WITH_EXPERTS: Final = ("deepseek_v2", "granitemoe", "qwen2_moe")
+
+
+def model_runner(shape: ModelShape, gpu: Gpu) -> Literal["v1", "v2"]:
+    """The model runner of vLLM 0.26 (VllmConfig._is_default_v2_model_runner_model): V2 on a GPU for models without
+    recurrent layers that are dense or among `V2_WITH_EXPERTS`."""
+    sparse = bool(shape.parts_of(Experts)) and shape.model_type not in V2_WITH_EXPERTS
+    return "v1" if gpu.is_cpu or shape.recurrent or sparse else "v2"

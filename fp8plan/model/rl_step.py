@@ -15,8 +15,8 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.cost.base import StepBatch, WindowReads
 from fp8plan.model.cost.step import StepModel
-from fp8plan.model.kv_cache.specs import Spec
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.memory.kv_specs import Spec
 from fp8plan.model.precision import BF16_BYTES, Precision
 from fp8plan.model.schedule.groups import pairs_read
 

@@ -5,7 +5,7 @@ number of blocks is met in three ways (read in vLLM 0.24 to 0.32, and run agains
 
 - vLLM's online quantisation of a linear pads the scales of its outputs, but quantises what goes in by groups of 128
   and asserts that they divide it, in the first forward pass (per_token_group_quant_fp8). fp8plan leaves such a linear
-  in BF16, by name (`Linear.quantised`, fp8plan.model.emit.ignored).
+  in BF16, by name (`Linear.quantised`, fp8plan.model.emit.vllm).
 - vLLM's online quantisation of experts pads each rank's expert to whole blocks (maybe_roundup_sizes, from 0.26 on). An
   expert's own width may be padded. The model's may not, in 0.30: routers inside of the experts' runner (Qwen3-MoE) get
   the padded tokens, and gpt-oss's loader copies its 2,880 inputs to a parameter of 2,944. So that is refused.

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from typing import Final, Literal, NamedTuple
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.engine_versions import NEWEST, RANGE, is_supported
+from fp8plan.version import NEWEST, RANGE, is_supported
 
 
 class Patch(NamedTuple):
@@ -89,7 +89,7 @@ PATCHES: Final = (
     Patch(
         "reads",
         "kv_b_proj",
-        "worker/layout_trial.py",
+        "worker/binding.py",
         "latent attention keeps matrices made of it, which vLLM's reload makes anew",
     ),
     Patch(
@@ -120,7 +120,7 @@ PATCHES: Final = (
     Patch(
         "reads",
         "quant_method, fp8_linear, fp8_backend, unquantized_backend, use_deep_gemm_e8m0, impl",
-        "worker/layout_trial.py, worker/facts.py",
+        "worker/binding.py, worker/facts.py",
         "which kernels run, and so which modules are laid out alike",
     ),
     Patch(
@@ -146,7 +146,7 @@ PATCHES: Final = (
     Patch(
         "sets",
         "model_runner.kv_caches",
-        "worker/kv_cache.py",
+        "worker/facts.py",
         "to zero: NaN that unusable weights left in a block would reach the request that gets it next",
     ),
     Patch(
@@ -159,7 +159,7 @@ PATCHES: Final = (
     Patch(
         "calls",
         "packed_nccl_broadcast_producer, group.group, group.destroy",
-        "weight_sync/nccl/transfer.py, weight_sync/nccl/protocol.py",
+        "weight_sync/nccl.py",
         "the trainer's end of them, and broken off when an end has died",
         platform="CUDA",
     ),
@@ -167,13 +167,13 @@ PATCHES: Final = (
         "extends",
         "WeightTransferEngineFactory, NCCLWeightTransferEngine, receive_weights, set_weight_update_target, "
         "get_world_group",
-        "server/plugin.py, server/backend.py, server/updates.py, worker/nccl_receive.py",
+        "plugin.py, worker/backend.py, worker/updates.py, worker/nccl_receive.py",
         "the backend `fp8plan` of vllm serve: vLLM's own transfers, into the live weights instead of a reload",
     ),
     Patch(
         "extends",
         "worker_cls, resolve_obj_by_qualname, __bases__",
-        "server/backend.py",
+        "worker/backend.py",
         "a server with that backend: its worker's class has fp8plan's methods, as vLLM gives it those of "
         "worker_extension_cls, which a plugin cannot set",
     ),
@@ -186,7 +186,7 @@ PATCHES: Final = (
     Patch(
         "extends",
         "HTTPVLLMWeightSyncClient, _post",
-        "server/plugin.py",
+        "plugin.py",
         "an own loop's client of a server, which gives an API key",
     ),
     Patch(
@@ -205,7 +205,7 @@ PATCHES: Final = (
         "wraps",
         "generate, init_weight_transfer_engine, start_weight_update, update_weights, finish_weight_update, "
         "resume_generation, sleep, wake_up, output_processor",
-        "server/front.py, server/lifecycle.py",
+        "server/front.py, server/routes.py",
         "of one AsyncLLM, as long as a server with that backend lives, or one of verl's: nobody else knows when KV "
         "scales can be measured, and when weights must not be used",
     ),
@@ -219,7 +219,7 @@ PATCHES: Final = (
     Patch(
         "reads",
         "resources.engine_dead, engine_manager.processes, EngineDeadError",
-        "engine/base.py, engine/engine.py, engine/watched.py",
+        "engine/base.py, engine/engine.py, interrupts.py",
         "an LLM waits for ever for outputs of an engine process that was killed; one that hangs is killed",
     ),
     Patch(
@@ -240,7 +240,7 @@ PATCHES: Final = (
     Patch(
         "reads",
         "REGISTRY, restricted_registry, num_preemptions_total, cache_config",
-        "engine/rollout_timer.py",
+        "engine/judge.py",
         "one counter of vLLM's in prometheus_client's registry: LLM.get_metrics takes milliseconds",
     ),
     Patch(

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Group, RenderableType
 
-from fp8plan.model.plan.speedup import SpeedUp
-from fp8plan.model.plan.time_reasons import seconds
+from fp8plan.model.plan.choice import SpeedUp
+from fp8plan.model.plan.explain import seconds
 from fp8plan.model.rollout import TAIL_SHARE
-from fp8plan.views.tables import Column, Fitted, Paragraph, counted
+from fp8plan.views.text import Column, Fitted, Paragraph, counted
 
 if TYPE_CHECKING:
     from fp8plan.model.architecture import ModelShape

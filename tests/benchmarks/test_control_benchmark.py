@@ -22,8 +22,7 @@ from benchmarks.control.problem import (
 )
 from benchmarks.control.simulate import run
 from fp8plan.runtime.controller import law
-from fp8plan.runtime.mismatch.measure import measure
-from fp8plan.runtime.mismatch.tokens import pack
+from fp8plan.runtime.mismatch.measure import measure, pack
 
 RESULTS = json.loads((report.FOLDER / "results.json").read_text())["results"]
 TRAINED = json.loads((report.FOLDER / "loop.json").read_text())

@@ -558,7 +558,7 @@ CALLS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "a controller's class": (
         lambda: fp8plan.Monitor(controller=fp8plan.AdaptiveThresholds),
         (
-            "controller is <class 'fp8plan.runtime.controller.adaptive.AdaptiveThresholds'>",
+            "controller is <class 'fp8plan.runtime.controller.laws.AdaptiveThresholds'>",
             "allowed: AdaptiveThresholds(), or another controller",
         ),
     ),  # type: ignore[arg-type]

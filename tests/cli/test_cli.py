@@ -119,7 +119,7 @@ def test_bash_completes_commands_and_options() -> None:
 
 
 def test_the_installed_command_behaves_the_same() -> None:
-    command = [sys.executable, "-m", "fp8plan.cli"]
+    command = [sys.executable, "-m", "fp8plan"]
     good, bad = (
         subprocess.run([*command, *PLAN, "--json", "--precision", name], capture_output=True, text=True, timeout=60)
         for name in ("bf16", "int4")

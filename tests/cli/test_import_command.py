@@ -12,7 +12,7 @@ from trainer_logs import verl_dump
 from trl_runs import model as words_model
 from typed import MODEL
 
-from fp8plan.model.recorded import recorded_workload
+from fp8plan.model.validate.records import recorded_workload
 
 pytestmark = pytest.mark.verl
 

@@ -19,7 +19,7 @@ import pytest
 from command import RECORD, Done, first_choice, refused
 from typed import MODEL, PLAN, SMALL
 
-from fp8plan.cli import outputs
+from fp8plan.cli import console as outputs
 from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan

@@ -19,7 +19,7 @@ from typed import MODEL, PLAN
 from fp8plan.model.profile import library
 from fp8plan.model.profile.profile import Profile
 from fp8plan.runtime.measure import calibrate, machine
-from fp8plan.runtime.measure.cells import jobs as cells
+from fp8plan.runtime.measure.rollouts import jobs as cells
 
 
 def test_a_profile_of_another_version_is_used_with_a_note_and_refused_under_strict(

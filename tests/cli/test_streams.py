@@ -96,7 +96,7 @@ def test_ctrl_c_is_told_and_has_its_own_exit_code() -> None:
 
 def test_characters_that_there_are_not_are_replaced_or_escaped() -> None:
     program = (
-        "from fp8plan.cli.streams import standard_streams\nwith standard_streams(): print('a × b ≤ c – d ▁█ \\u00e9')"
+        "from fp8plan.cli.console import standard_streams\nwith standard_streams(): print('a × b ≤ c – d ▁█ \\u00e9')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, env={**os.environ, **ASCII}, check=True)
     assert done.stdout.decode("ascii") == "a x b <= c - d .# \\xe9\n"
@@ -106,7 +106,7 @@ def on_a_terminal(words: list[str], env: dict[str, str]) -> tuple[int, str]:
     """Exit code, and all that a terminal shows."""
     leader, follower = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "fp8plan.cli", *words],
+        [sys.executable, "-m", "fp8plan", *words],
         stdout=follower,
         stderr=follower,
         env={**os.environ, "TERM": "xterm", "NO_COLOR": "1", **env},

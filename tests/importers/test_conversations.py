@@ -11,8 +11,7 @@ import pytest
 
 from fp8plan.errors import ConfigError
 from fp8plan.importers.logged import Request
-from fp8plan.importers.records import import_rollouts
-from fp8plan.importers.tokens import NO_TOOLS, TOOL_OUTPUT, UNUSED_TOOLS, Counter
+from fp8plan.importers.records import NO_TOOLS, TOOL_OUTPUT, UNUSED_TOOLS, Counter, import_rollouts
 
 pytestmark = pytest.mark.trl
 

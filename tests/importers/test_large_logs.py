@@ -15,7 +15,8 @@ import pytest
 
 from fp8plan import cli
 from fp8plan.errors import ConfigError
-from fp8plan.importers import records, tokens
+from fp8plan.importers import records
+from fp8plan.importers import records as tokens
 from fp8plan.importers import skyrl as skyrl_log
 from fp8plan.importers import trl as trl_log
 from fp8plan.importers.records import import_rollouts

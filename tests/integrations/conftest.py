@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import frameworks
 import pytest
 
-from fp8plan.integrations import micro_batches
+from fp8plan.integrations import hooks as micro_batches
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import frameworks
 import pytest
 import torch
 
-from fp8plan.integrations import micro_batches
+from fp8plan.integrations import hooks as micro_batches
 
 LENGTHS = [30, 7, 50, 13]
 CALM, WILD = 0.02, 1.0  # spread of the log ratios: KL far below and far above the target of 0.01

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fp8plan.errors import ConfigError
-from fp8plan.integrations.checkpoint import STATE_FILE, load_state, save_state
+from fp8plan.integrations.common import STATE_FILE, load_state, save_state
 from fp8plan.runtime.controller.laws import AdaptiveThresholds, ConstantThresholds
 from fp8plan.runtime.monitor.monitor import Monitor
 

@@ -30,13 +30,14 @@ from hook_batches import (
 
 from fp8plan import schemas
 from fp8plan.errors import ConfigError
-from fp8plan.integrations import micro_batches, prime_rl, skyrl, slime
+from fp8plan.integrations import hooks as micro_batches
+from fp8plan.integrations import prime_rl, skyrl, slime
 from fp8plan.runtime.controller.laws import AdaptiveThresholds
 from fp8plan.runtime.correction.correct import Correction, CorrectionSettings, Thresholds, correct
+from fp8plan.runtime.mismatch.measure import pack
 from fp8plan.runtime.mismatch.sampling import Sampling
-from fp8plan.runtime.mismatch.tokens import pack
 from fp8plan.runtime.monitor.monitor import Monitor
-from fp8plan.runtime.monitor.run_file import RunReader
+from fp8plan.runtime.monitor.record import RunReader
 
 
 def expected(seed: int, sigma: float, settings: CorrectionSettings | None = None) -> Correction:

@@ -29,8 +29,7 @@ from plans import predicted, saved
 from fp8plan import jsonl, schemas
 from fp8plan.errors import ConfigError
 from fp8plan.integrations import prime_rl, skyrl, slime
-from fp8plan.integrations.micro_batches import running
-from fp8plan.integrations.settings import HookSettings, settings_at
+from fp8plan.integrations.hooks import HookSettings, running, settings_at
 from fp8plan.model.precision import PRESETS
 from fp8plan.runtime.monitor.monitor import Monitor
 
@@ -117,8 +116,8 @@ import json, sys
 from datetime import timedelta
 import torch
 from torch import distributed
-from fp8plan.integrations.micro_batches import running, stop
-from fp8plan.integrations.settings import HookSettings
+from fp8plan.integrations.hooks import running, stop
+from fp8plan.integrations.hooks import HookSettings
 rank, folder = int(sys.argv[1]), sys.argv[2]
 distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2,
                                timeout=timedelta(seconds=60))

@@ -66,7 +66,7 @@ class Run:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """STEPS steps with an FP8 KV cache; then three more, after the first of which the guard wants a step down."""
-    from fp8plan.integrations.trl.generation import PlannedGeneration
+    from fp8plan.integrations.trl.colocated import PlannedGeneration
 
     folder = tmp_path_factory.mktemp("trl")
     seen: list[tuple[bool, int, str | None]] = []

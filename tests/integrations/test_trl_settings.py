@@ -16,7 +16,7 @@ from tiny_models import cpu_plan
 from trl_runs import SETTINGS, model, share_of_even, trainer_of
 
 from fp8plan.errors import ConfigError
-from fp8plan.integrations.planning import announce
+from fp8plan.integrations.common import announce
 from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.correction.settings import CorrectionSettings, Rejection, Thresholds
 from fp8plan.runtime.engine.options import remarks
@@ -77,7 +77,7 @@ def test_a_biased_sampling_goes_on_where_it_is_allowed_or_nothing_is_weighted(
 def test_the_sampling_is_that_of_the_config_at_the_temperature_that_trl_scores_at(tmp_path: Path) -> None:
     from trl import GRPOConfig
 
-    from fp8plan.integrations.trl.planning import sampling_in
+    from fp8plan.integrations.trl.settings import sampling_in
 
     args = GRPOConfig(str(tmp_path), temperature=0.7, top_p=0.9, generation_kwargs={"top_p": 0.8, "n": 2}, bf16=False)
     assert sampling_in(args) == Sampling(temperature=0.7, top_p=0.8, trainer_temperature=0.7)
@@ -108,7 +108,7 @@ def test_what_a_plan_chose_is_printed_with_its_reason(capsys: pytest.CaptureFixt
 
 def test_a_servers_options_are_read_from_its_configuration() -> None:
     """As vLLM writes it: `GET /server_info?config_format=json`."""
-    from fp8plan.integrations.trl.served import options_of
+    from fp8plan.integrations.trl.server import options_of
 
     plain: dict[str, Any] = {
         "speculative_config": None,
@@ -165,7 +165,7 @@ def test_a_model_that_cannot_be_planned_is_refused_before_an_engine_starts(tmp_p
 
 
 def test_another_trl_is_refused_with_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp8plan.integrations.trl import internals
+    from fp8plan.integrations.trl import settings as internals
 
     monkeypatch.setattr(internals, "version", lambda package: "1.17.0")
     refused(r"TRL 1\.17\.0 with a plan is not supported; allowed: 1\.16; type: pip install 'trl==1\.16\.\*'", tmp_path,
@@ -222,7 +222,7 @@ def args(**changed: Any) -> Any:
 def test_trls_settings_decide_the_correction_where_the_user_changed_them(
     changed: dict[str, Any], expected: CorrectionSettings
 ) -> None:
-    from fp8plan.integrations.trl import correction
+    from fp8plan.integrations.trl import trainer as correction
 
     told = args(**changed)
     assert correction.settings_for(told, correction.thresholds_for(told, {"token_tis": 1.5})) == expected
@@ -247,7 +247,7 @@ def test_trls_settings_decide_the_correction_where_the_user_changed_them(
     ],
 )
 def test_a_plans_thresholds_become_one_correction(thresholds: dict[str, Any], expected: CorrectionSettings) -> None:
-    from fp8plan.integrations.trl import correction
+    from fp8plan.integrations.trl import trainer as correction
 
     assert correction.settings_for(args(), thresholds) == expected
 
@@ -260,7 +260,7 @@ def test_a_plans_thresholds_become_one_correction(thresholds: dict[str, Any], ex
     ],
 )
 def test_a_truncation_from_below_is_refused(changed: dict[str, Any], match: str) -> None:
-    from fp8plan.integrations.trl import correction
+    from fp8plan.integrations.trl import trainer as correction
 
     with pytest.raises(ConfigError, match=match):
         correction.thresholds_for(args(**changed), {})
@@ -270,7 +270,7 @@ def test_a_truncation_from_below_is_refused(changed: dict[str, Any], match: str)
 
 def test_trls_own_ratio_and_the_monitors_are_one_where_the_thresholds_are() -> None:
     """What TRL computes of these log-probs, in each of its modes, with its own formulas."""
-    from fp8plan.integrations.trl import correction
+    from fp8plan.integrations.trl import trainer as correction
     from fp8plan.runtime.controller.laws import ConstantThresholds
     from fp8plan.runtime.monitor.monitor import Monitor
 
@@ -334,7 +334,7 @@ def test_the_prompts_of_a_chat_are_as_long_as_trl_makes_them(tmp_path: Path, mon
 
 
 def test_prompts_are_spread_over_the_dataset() -> None:
-    from fp8plan.integrations.trl import planning
+    from fp8plan.integrations.trl import settings as planning
 
     assert list(planning.spread(0)) == []
     assert list(planning.spread(3)) == [0, 1, 2]

@@ -20,10 +20,10 @@ from vllm_server import ROOT, entry_points
 
 import fp8plan
 from fp8plan.errors import ConfigError
-from fp8plan.integrations.planning import MEAN_SHARE, SIGMA
+from fp8plan.integrations.common import MEAN_SHARE, SIGMA
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
-from fp8plan.model.risk.budget import RiskBudget
+from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.model.workload import Fixed, LogNormal, Workload
 from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.vllm_versions import check_vllm_version
@@ -108,7 +108,7 @@ def test_another_verl_is_an_error_at_the_first_use(tmp_path: Path) -> None:
 
 
 def test_a_verl_whose_inside_has_changed_is_refused_with_what_is_gone() -> None:
-    from fp8plan.integrations.verl.internals import check_verl
+    from fp8plan.integrations.verl.settings import check_verl
 
     with pytest.raises(ConfigError, match=r"lacks what rollout\.name=fp8plan needs of it: SimpleNamespace\.fit; type"):
         check_verl({SimpleNamespace: ("__init__", "fit")})
@@ -206,8 +206,7 @@ def test_another_rollout_backend_is_verls_own() -> None:
 
 
 def plan_of(told: Any) -> Plan:
-    from fp8plan.integrations.verl.planning import plan_of
-    from fp8plan.integrations.verl.settings import settings_in
+    from fp8plan.integrations.verl.settings import plan_of, settings_in
 
     return plan_of(told, settings_in(told))
 
@@ -249,7 +248,7 @@ def test_a_plan_made_from_verls_configuration_equals_one_made_by_hand() -> None:
 
 
 def test_a_limit_that_verl_leaves_to_vllm_is_derived() -> None:
-    from fp8plan.integrations.verl.planning import limits_of
+    from fp8plan.integrations.verl.settings import limits_of
 
     rollout = "actor_rollout_ref.rollout"
     told = config(
@@ -262,7 +261,7 @@ def test_a_limit_that_verl_leaves_to_vllm_is_derived() -> None:
 
 
 def test_engines_on_their_own_gpus_are_counted_there() -> None:
-    from fp8plan.integrations.verl.planning import limits_of
+    from fp8plan.integrations.verl.settings import limits_of
 
     told = config(
         "actor_rollout_ref.model.path=Qwen/Qwen3-8B",

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
-from fp8plan.model.kv_cache.plan import KvPlan
-from fp8plan.model.kv_cache.specs import KvRules, LayerCache
+from fp8plan.model.memory.kv_plan import KvPlan
+from fp8plan.model.memory.kv_specs import KvRules, LayerCache
 
 VLLM = "0.30"
 

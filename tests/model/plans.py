@@ -7,8 +7,7 @@ from typing import Any
 
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.choice import Choice
-from fp8plan.model.plan.json import PREDICTED
-from fp8plan.model.plan.plan import Plan
+from fp8plan.model.plan.plan import PREDICTED, Plan
 from fp8plan.model.precision import PRESETS
 
 # What TRL's colocated engine always runs with, so that a plan can be kept there.

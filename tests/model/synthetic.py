@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fp8plan.model.calibrate.engine_steps import measured_kv
+from fp8plan.model.calibrate.fit import measured_kv
 from fp8plan.model.calibrate.kernel_rows import observe
 from fp8plan.model.cost.host import start_cost
 from fp8plan.model.hardware import find_gpu

@@ -15,14 +15,13 @@ from hypothesis import strategies as st
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import Attention
+from fp8plan.model.cost.attention import attention_cost, cache_cost
 from fp8plan.model.cost.base import StepBatch
-from fp8plan.model.cost.bounds import flops_bound
-from fp8plan.model.cost.mixers.attention import attention_cost, cache_cost
-from fp8plan.model.emit.settings import vllm_kwargs
+from fp8plan.model.cost.power import flops_bound
+from fp8plan.model.emit.vllm import vllm_kwargs
 from fp8plan.model.hardware import Gpu, find_gpu, gpus
-from fp8plan.model.kv_cache.precision import FLASHINFER_HEAD_DIMS, why_no_fp8_kv
-from fp8plan.model.kv_cache.specs import LayerCache
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.memory.kv_specs import FLASHINFER_HEAD_DIMS, LayerCache, why_no_fp8_kv
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.precision import BF16, FP8_KV, PRESETS

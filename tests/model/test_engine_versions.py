@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fp8plan.model.engine_versions import is_supported
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.workload import Fixed, Workload
+from fp8plan.version import is_supported
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ import pytest
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.cost.bounds import bytes_bound, flops_bound
-from fp8plan.model.cost.linears.moe import skips_other_rows
+from fp8plan.model.cost.moe import skips_other_rows
+from fp8plan.model.cost.power import bytes_bound, flops_bound
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import activation_peak_bytes, loaded_weight_bytes
+from fp8plan.model.plan.explain import Answer, whole_or_sliced
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan, predict
-from fp8plan.model.plan.time_reasons import Answer, whole_or_sliced
 from fp8plan.model.precision import BF16, FP8_BLOCK
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.rl_step import full_prefill

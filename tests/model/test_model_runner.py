@@ -6,7 +6,7 @@ from measured_families import shape_of
 
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.model_runner import model_runner
+from fp8plan.model.limits import model_runner
 
 H200 = find_gpu("h200")
 

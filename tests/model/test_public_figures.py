@@ -8,10 +8,10 @@ import pytest
 
 from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.kv_cache.layers import model_caches
-from fp8plan.model.kv_cache.plan import plan_kv_cache
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory.weights import loaded_weight_bytes
+from fp8plan.model.memory.kv_plan import plan_kv_cache
+from fp8plan.model.memory.kv_specs import model_caches
+from fp8plan.model.memory.plan import loaded_weight_bytes
 from fp8plan.model.precision import PRESETS
 
 BF16 = PRESETS["bf16"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.recorded import recorded_workload, workload_of
+from fp8plan.model.validate.records import recorded_workload, workload_of
 from fp8plan.model.workload import Batch, Trace
 
 ROLLOUT: dict[str, Any] = {

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from fp8plan.model.architecture.parts import Attention, Experts, Layer, Mlp
 from fp8plan.model.architecture.shape import ModelShape
-from fp8plan.model.configs.context import Context
+from fp8plan.model.configs.fields import Context
 
 # The sizes of attention, by the names of a config.json -> the field of its part.
 ATTENTION: Final = {"num_attention_heads": "heads", "num_key_value_heads": "kv_heads", "head_dim": "head_dim"}

@@ -31,8 +31,7 @@ def gaussian(sigma: float, tokens: int = 4_000, seed: int = 0) -> Any:
 
 def mismatch_of(log_ratio: Any) -> Any:
     """The Mismatch of log ratios [tokens], of one sequence, or [sequences, tokens]."""
-    from fp8plan.runtime.mismatch.measure import measure
-    from fp8plan.runtime.mismatch.tokens import pack
+    from fp8plan.runtime.mismatch.measure import measure, pack
 
     log_ratio = np.atleast_2d(np.asarray(log_ratio, np.float32))
     return measure(pack(log_ratio - 3.0, np.full_like(log_ratio, -3.0), np.ones_like(log_ratio, bool))).metrics()
@@ -52,8 +51,7 @@ def one_of_two(rank: int, folder: str) -> None:
     from torch.distributed import destroy_process_group, init_process_group
 
     from fp8plan.runtime.correction.correct import CorrectionSettings, correct
-    from fp8plan.runtime.mismatch.measure import measure
-    from fp8plan.runtime.mismatch.tokens import pack
+    from fp8plan.runtime.mismatch.measure import measure, pack
 
     whole = ragged(0)
     versions = torch.tensor([4, 4, 5, 5, 6, 6])

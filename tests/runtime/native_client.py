@@ -49,7 +49,7 @@ def engine_of(kind: str, which: str = "a", **settings: Any) -> Any:
     from vllm import LLM
     from vllm.config import WeightTransferConfig
 
-    from fp8plan.runtime.server.plugin import register
+    from fp8plan.runtime.plugin import register
 
     freeze_imports()
     torch.set_num_threads(1)
@@ -94,7 +94,7 @@ def without_cuda() -> Iterator[None]:
     from vllm.distributed.device_communicators import pynccl
     from vllm.distributed.weight_transfer import packed_tensor
 
-    from fp8plan.runtime.server.cpu_transfer import StoreCommunicator
+    from fp8plan.runtime.worker.backend import StoreCommunicator
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "Stream", Stream)

@@ -11,8 +11,8 @@ import pytest
 
 import fp8plan.runtime
 from fp8plan.errors import ConfigError
-from fp8plan.model.engine_versions import NEWEST, OLDEST
 from fp8plan.runtime.vllm_versions import PATCHES, Patch, check_vllm_version, supported
+from fp8plan.version import NEWEST, OLDEST
 
 SUPPORTED = f"allowed: {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}; type: pip install"
 

@@ -15,15 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.emit.settings import KV_SCALES
+from fp8plan.model.emit.vllm import KV_SCALES
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.planner import Prediction, predict
 from fp8plan.model.precision import PRESETS, STORED_PRESETS
-from fp8plan.model.risk.budget import RiskBudget
+from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.model.rollout import Timeline
 from fp8plan.model.workload import Fixed, LogNormal, Workload
-from fp8plan.views.plan import figure as plots
-from fp8plan.views.plan.figure import (
+from fp8plan.views import plan_pictures as plots
+from fp8plan.views.plan_page import over_time, plot, tradeoff
+from fp8plan.views.plan_pictures import (
     BINS,
     COLOURS,
     band,
@@ -38,8 +39,6 @@ from fp8plan.views.plan.figure import (
     risk_limits,
     title,
 )
-from fp8plan.views.plan.page import over_time, tradeoff
-from fp8plan.views.plan.plot import plot
 from fp8plan.views.report import plan_text
 
 SMALL = Workload(8, 4, Fixed(64), LogNormal(200, 0.8, 1000))

@@ -30,17 +30,16 @@ from simulated_run import STEP_S, simulated
 from fp8plan import cli
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import append, line
-from fp8plan.runtime.controller.alarms import MEANINGS
-from fp8plan.runtime.controller.state import Alarm
-from fp8plan.runtime.monitor.run_file import DECODER, RunReader
+from fp8plan.runtime.controller.state import MEANINGS, Alarm
+from fp8plan.runtime.monitor.record import DECODER, RunReader
 from fp8plan.runtime.monitor.steps import Steps
 from fp8plan.views import axes
-from fp8plan.views.run import columns as runs
-from fp8plan.views.run import page as pages
-from fp8plan.views.run.page import page, summary, write_report
-from fp8plan.views.run.plots import PANELS, by_position, figure
-from fp8plan.views.run.terminal import RunView, lines, look
-from fp8plan.views.sparkline import BARS, Scale, duration, percent, sparkline
+from fp8plan.views import run_columns as runs
+from fp8plan.views import run_page as pages
+from fp8plan.views.run import RunView, lines, look
+from fp8plan.views.run_page import page, summary, write_report
+from fp8plan.views.run_plots import PANELS, by_position, figure
+from fp8plan.views.text import BARS, Scale, duration, percent, sparkline
 
 RUN = simulated(200)
 
@@ -499,7 +498,7 @@ class Viewer:
     def __init__(self, path: Path, columns: int = 80, **env: str) -> None:
         self.leader, follower = pty.openpty()
         fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-        command = [sys.executable, "-m", "fp8plan.cli", "monitor", str(path), "--every", "0.1"]
+        command = [sys.executable, "-m", "fp8plan", "monitor", str(path), "--every", "0.1"]
         self.process = subprocess.Popen(
             command,
             stdout=follower,

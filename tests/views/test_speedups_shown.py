@@ -17,7 +17,7 @@ from fp8plan.model.precision import PRESETS
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.shards import TARGETS
 from fp8plan.model.workload import Fixed, LogNormal, Workload
-from fp8plan.views.plan.figure import label, points
+from fp8plan.views.plan_pictures import label, points
 from fp8plan.views.report import plan_report
 
 SHORT = Workload(2, 4, Fixed(200), Fixed(30))
@@ -46,7 +46,7 @@ CASES: dict[str, tuple[str, str, Workload, dict[str, Any]]] = {
 @cache
 def made(name: str) -> Prediction | None:
     """The plan of a case; None if nothing of it can run there."""
-    from fp8plan.model.risk.budget import RiskBudget
+    from fp8plan.model.risk.expected import RiskBudget
 
     model, card, work, options = CASES[name]
     accept = options.get("accept")

@@ -19,8 +19,7 @@ from fp8plan import jsonl
 from fp8plan.errors import ConfigError
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.profile.library import load_profile
-from fp8plan.model.rollout import Rollout
-from fp8plan.model.simulate import simulate
+from fp8plan.model.rollout import Rollout, simulate
 from fp8plan.model.workload import Batch
 
 RESULTS: Final = Path(__file__).parents[2] / "results" / "engine_modes_h200.jsonl"

@@ -18,11 +18,11 @@ from trl.generation.vllm_client import VLLMClient
 from vllm.utils.network_utils import get_ip
 
 from fp8plan.errors import SyncError
-from fp8plan.integrations.trl.planning import SAMPLED
+from fp8plan.integrations.trl.settings import SAMPLED
 from fp8plan.runtime.mismatch.sampling import Sampling
-from fp8plan.runtime.server import cpu_transfer
-from fp8plan.runtime.server.plugin import ROLLOUT, STATUS, authorization
+from fp8plan.runtime.plugin import ROLLOUT, STATUS, authorization
 from fp8plan.runtime.server.rollout import SAMPLING
+from fp8plan.runtime.worker import backend as cpu_transfer
 
 logger = logging.getLogger(__name__)
 

@@ -1,19 +1,217 @@
-"""TRL's vLLM backend in server mode, with a plan: the server is checked, synced by TRL's client, and asked."""
+"""TRL's vLLM backend in server mode, with a plan: the server is checked, synced by TRL's client, and asked.
+
+The check of a server against a plan, and the server's engine as a Monitor and a trainer need it.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Final
 
 from accelerate.utils import broadcast_object_list
 
-from fp8plan.errors import SyncError
+from fp8plan.errors import ConfigError, Fp8PlanError, SyncError
+from fp8plan.integrations.common import safer_than
 from fp8plan.integrations.trl.client import PlannedClient, Served
-from fp8plan.integrations.trl.policy import PolicyTensors
-from fp8plan.integrations.trl.served import ServerEngine
+from fp8plan.integrations.trl.colocated import PolicyTensors
+from fp8plan.model.emit.trl import server_command
+from fp8plan.model.hardware import find_gpu
+from fp8plan.model.limits import EngineLimits
+from fp8plan.runtime.controller.state import Escalation
+from fp8plan.runtime.engine.judge import Judge
+from fp8plan.runtime.engine.launch import Launch
+from fp8plan.runtime.engine.options import not_predicted, remarks
+from fp8plan.runtime.guard.fallback import Action, GuardSettings
+from fp8plan.runtime.guard.guard import Guard, Verdict
+from fp8plan.runtime.guard.observation import EngineFacts, Observation, facts_of
+from fp8plan.runtime.monitor.sinks import warn
 from fp8plan.runtime.server.status import report_of
 from fp8plan.runtime.weight_sync.manifest import Manifest
+
+logger = logging.getLogger(__name__)
+
+# Limits that decide what a plan predicts and a server's command line sets.
+COMPARED: Final = (
+    "tensor_parallel_size", "data_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+    "enable_prefix_caching", "enable_expert_parallel",
+)  # fmt: skip
+
+# Options that a VllmConfig shows by their own names: whole parts of it, and fields of its parts.
+WHOLE: Final = ("speculative_config", "kv_transfer_config", "ec_transfer_config", "watermark_config")
+WITHIN: Final[Mapping[str, tuple[str, ...]]] = {
+    "model_config": ("logits_processors", "hf_overrides", "model_impl", "override_generation_config"),
+    "parallel_config": (
+        "pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size", "enable_dbo",
+        "nnodes",
+    ),
+    "scheduler_config": ("long_prefill_token_threshold", "max_num_scheduled_tokens", "enable_chunked_prefill"),
+}  # fmt: skip
+
+
+def limits_of(config: Mapping[str, Any], on_cpu: bool) -> EngineLimits:
+    """The limits of a server. config: its VllmConfig as a JSON tree"""
+    model, scheduler = config["model_config"], config["scheduler_config"]
+    cache, parallel = config["cache_config"], config["parallel_config"]
+    imposed = cache.get("num_gpu_blocks_override")
+    found = {
+        "gpu_memory_utilization": None if on_cpu else cache["gpu_memory_utilization"],
+        "max_model_len": model["max_model_len"],
+        "max_num_seqs": scheduler["max_num_seqs"],
+        "max_num_batched_tokens": scheduler["max_num_batched_tokens"],
+        "block_size": cache["block_size"],
+        "enable_prefix_caching": cache["enable_prefix_caching"],
+        "tensor_parallel_size": parallel["tensor_parallel_size"],
+        "data_parallel_size": parallel["data_parallel_size"],
+        "async_scheduling": scheduler.get("async_scheduling"),
+        "enforce_eager": model["enforce_eager"],
+        "scheduler_reserve_full_isl": scheduler.get("scheduler_reserve_full_isl"),
+        # One block of vLLM's pool is its null block, which no request can use.
+        "num_gpu_blocks": imposed and imposed - 1,
+        "enable_expert_parallel": parallel.get("enable_expert_parallel"),
+    }
+    return EngineLimits(**{name: value for name, value in found.items() if value is not None})
+
+
+def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a server, as far as its configuration shows them, beside limits. config: as for `limits_of`"""
+    found = {name: config.get(name) for name in WHOLE} | {"enable_lora": config.get("lora_config") is not None}
+    found["scheduling_policy"] = (config.get("scheduler_config") or {}).get("policy")
+    return found | {name: (config.get(part) or {}).get(name) for part, names in WITHIN.items() for name in names}
+
+
+def gpu_of(served: Served) -> str:
+    """The name of the server's GPU; "auto" where the server does not say it."""
+    return find_gpu(served.status["facts"]["device"]).name if served.status else "auto"
+
+
+def check_server(served: Served, launched: Launch) -> None:
+    """Raise ConfigError, with the command to type, for a server that does not run what was planned."""
+    fault = next(_faults(served, launched), None)
+    if fault is not None:
+        line = server_command(launched.setup)
+        raise ConfigError(f"the server at {served.url} {fault}; end it, and type: {line}")
+
+
+def _faults(served: Served, launched: Launch) -> Iterator[str]:
+    config, status = served.config, served.status
+    backend = (config.get("weight_transfer_config") or {}).get("backend")
+    if backend != "fp8plan":
+        yield f"has the weight-transfer backend {backend}, and a plan needs fp8plan's"
+    if status is None:
+        yield "was started without VLLM_PLUGINS=fp8plan, by which it would say what it runs"
+        return
+    if status["precision"] != launched.precision:
+        yield (
+            f"runs {status['precision']}, and the plan is for {launched.precision} (choice={status['precision']!r} "
+            "takes the server as it is)"
+        )
+    limits = limits_of(config, launched.setup.gpu.is_cpu)
+    for name in COMPARED:
+        theirs, planned = getattr(limits, name), getattr(launched.limits, name)
+        if theirs != planned and planned is not None:
+            yield f"has {name} {theirs}, and the plan {planned}"
+    if config["model_config"].get("logprobs_mode") != "processed_logprobs":
+        yield f"gives {config['model_config'].get('logprobs_mode')}, and the correction needs processed_logprobs"
+    try:
+        launched.refuse_other(status["facts"])
+    except ConfigError as error:
+        yield f"cannot be used: {error}"
+
+
+class ServerEngine:
+    """The engine of a server, under the names by which a Monitor and a trainer use a RolloutEngine.
+
+    launch:    what was planned, and runs
+    guard:     compares rollouts with the prediction; None in all processes but the first, and if nothing can
+               (`guard_off` says why)
+    """
+
+    def __init__(self, launched: Launch, served: Served, client: PlannedClient | None) -> None:
+        assert served.status is not None
+        self.launch, self.url = launched, served.url
+        self.guard: Guard | None = None
+        self.guard_off: str | None = "the first process judges the rollouts" if client is None else None
+        self._status, self._client = served.status, client
+        self._limits = limits_of(served.config, launched.setup.gpu.is_cpu)
+        self._not_predicted = not_predicted(options := options_of(served.config))
+        self._judge = Judge(self)
+        self._seen: object = None
+        if client is not None:
+            for remark in remarks(options):
+                warn(remark)
+            try:
+                self.guard = Guard(self.engine_facts(), GuardSettings())
+            except Fp8PlanError as error:  # a GPU without a profile: everything works but this comparison
+                self.guard_off = str(error)
+
+    @cached_property
+    def expected(self) -> Manifest | None:
+        """The tensors of the checkpoint; None if it is not on this machine."""
+        return self.launch.checkpoint()
+
+    def engine_facts(self) -> EngineFacts:
+        """The facts that the guard needs about the running engine."""
+        return facts_of(replace(self.launch.setup, limits=self._limits), self._status["facts"], self._not_predicted)
+
+    def observe(self) -> None:
+        """Let the guard judge the client's last rollout."""
+        rollout = None if self._client is None else self._client.rollout
+        if rollout is None or rollout is self._seen:
+            return
+        self._seen, kl = rollout, self._judge.heard()
+        rows = zip(rollout.prompt_lengths, rollout.response_lengths, rollout.prompt_ids, strict=True)
+        kept = [row for row in rows if row[1]]
+
+        def observed() -> Observation | None:
+            if not kept:
+                return None
+            prompts, responses, ids = zip(*kept, strict=True)
+            more = {"preemptions": rollout.preemptions, "kv_cache_tokens": self._status["kv_cache_tokens"]}
+            return Observation(rollout.seconds, prompts, responses, ids, kl_k3=kl, sampling=rollout.sampling, **more)
+
+        self._judge.judge(observed)
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The guard's verdict on the last rollout."""
+        return self._judge.last.verdict
+
+    @property
+    def observation(self) -> Observation | None:
+        """The last rollout, as the client saw it."""
+        return self._judge.last.observation
+
+    def report_kl(self, kl_k3: float) -> None:
+        """Report the k3 of the last rollout; the verdict on the next one counts it."""
+        self._judge.report_kl(kl_k3)
+
+    def apply(self, action: Action, escalate: Escalation | None = None) -> None:
+        """Say what to type: a server's engine is another program's. Its KV scales are measured at each sync anyway."""
+        running = self.launch.precision
+        safer = safer_than(running, action, escalate)
+        if safer is None:
+            return
+        try:
+            line = server_command(self.launch.with_precision(safer).setup)
+        except ConfigError as error:
+            line = str(error)
+        logger.warning(
+            "fp8plan advises a step down from %s, and the server at %s is another program; end both, type: %s, and go "
+            "on from a checkpoint with choice=%r",
+            running,
+            self.url,
+            line,
+            safer,
+        )
+
+    def shutdown(self) -> None:
+        """Stop judging. The server goes on."""
+        self._judge.close()
+
 
 # Plans for the server and checks it, in every process; only the first has a client.
 Connect = Callable[["PlannedServer", Served, PlannedClient | None], ServerEngine]

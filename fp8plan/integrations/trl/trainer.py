@@ -1,13 +1,18 @@
-"""A GRPOTrainer that chooses its rollout precision, keeps it correct and watches it; without a plan it is TRL's own."""
+"""A GRPOTrainer that chooses its rollout precision, keeps it correct and watches it; without a plan it is TRL's own.
+
+TRL's importance-sampling settings and a plan's thresholds as one CorrectionSettings, and a Monitor's step as TRL's
+ratio.
+"""
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import trl
@@ -16,25 +21,91 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from fp8plan import schemas
 from fp8plan.checks import refuse_names
 from fp8plan.errors import ConfigError
-from fp8plan.integrations.checkpoint import load_state, save_state
-from fp8plan.integrations.correction import metrics_of, safer_than
-from fp8plan.integrations.planning import announce, plan_for, read_plan
-from fp8plan.integrations.trl import correction, planning
+from fp8plan.integrations.common import (
+    WEIGHTS,
+    announce,
+    dropped,
+    load_state,
+    metrics_of,
+    plan_for,
+    read_plan,
+    safer_than,
+    save_state,
+    settings_of,
+)
+from fp8plan.integrations.trl import settings as planning
 from fp8plan.integrations.trl.client import PlannedClient, Served
-from fp8plan.integrations.trl.generation import PlannedGeneration
-from fp8plan.integrations.trl.internals import check_trl, generating_with
-from fp8plan.integrations.trl.served import ServerEngine, check_server, gpu_of, limits_of
-from fp8plan.integrations.trl.server import PlannedServer
+from fp8plan.integrations.trl.colocated import PlannedGeneration
+from fp8plan.integrations.trl.server import PlannedServer, ServerEngine, check_server, gpu_of, limits_of
+from fp8plan.integrations.trl.settings import check_trl, generating_with
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.controller.laws import Controller
 from fp8plan.runtime.controller.state import Escalation
+from fp8plan.runtime.correction.settings import CorrectionSettings, Thresholds
 from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.engine.launch import launch
 from fp8plan.runtime.guard.fallback import Action
 from fp8plan.runtime.monitor.monitor import Monitor
 from fp8plan.runtime.monitor.sinks import Sink
+
+if TYPE_CHECKING:
+    from fp8plan.runtime.monitor.record import Step
+
+# TRL's modes as a plan's thresholds: its ratio is pi_train / pi_rollout, too, and what it masks weighs 0.
+MODES: Final = {
+    "token_truncate": "token_tis",
+    "sequence_truncate": "sequence_tis",
+    "token_mask": "token_mis",
+    "sequence_mask": "sequence_mis",
+}
+FIELDS: Final = tuple(f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max"))
+
+
+def thresholds_for(args: Any, planned: Mapping[str, Any]) -> dict[str, Any]:
+    """The thresholds to begin with: those of TRL's settings if the user has changed one of them, else the plan's.
+
+    args: the GRPOConfig. Raises ConfigError for a truncation that has a lower bound, or none.
+    """
+    defaults = {field.name: field.default for field in fields(args)}
+    if all(getattr(args, name) == defaults[name] for name in FIELDS):
+        return dict(planned)
+    mode, low, high = (getattr(args, name) for name in FIELDS)
+    if mode.endswith("mask"):
+        return {MODES[mode]: [low or sys.float_info.min, high or sys.float_info.max]}
+    if low is not None or high is None:
+        raise ConfigError(
+            f"vllm_importance_sampling_mode is {mode!r}, with clip_min {low} and clip_max {high}; allowed with a plan: "
+            "clip_min=None and a clip_max"
+        )
+    return {MODES[mode]: high}
+
+
+def settings_for(args: Any, thresholds: Mapping[str, Any]) -> CorrectionSettings:
+    """The correction that TRL's settings and the thresholds ask for; without thresholds, token TIS at C = 2.
+
+    Without TRL's correction the mismatch is measured all the same, and all weights are 1. Raises ConfigError for two
+    weights.
+    """
+    if not args.vllm_importance_sampling_correction:
+        return CorrectionSettings(level=None)
+    if "sequence_mis" in thresholds and not any(name in thresholds for name in WEIGHTS):  # TRL's sequence_mask
+        band = Thresholds(tis=None, band=(*thresholds["sequence_mis"],))
+        beside = {name: bound for name, bound in thresholds.items() if name != "sequence_mis"}
+        return CorrectionSettings("sequence", "icepop", band, dropped(beside))
+    return settings_of(thresholds)
+
+
+def ratio_of(step: Step, mask: torch.Tensor) -> torch.Tensor:
+    """The weights of a step as TRL's importance_sampling_ratio, [batch, length] float32; what is rejected weighs 0.
+
+    A rejected token counts in the loss's mean all the same, as in TRL: to take it out of the completion mask would also
+    hide it from the policy's attention.
+    """
+    kept = torch.as_tensor(step.mask, device=mask.device).to(torch.float32)
+    return kept if step.weights is None else torch.as_tensor(step.weights, device=mask.device) * kept
+
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +167,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 super().__init__(*args, **kwargs)
             if self.rollout_engine is None:
                 raise ConfigError("TRL did not start the engine where it was expected to; type: plan=None")
-            settings = correction.settings_for(self.args, self.plan.thresholds)
+            settings = settings_for(self.args, self.plan.thresholds)
             engine: Any = self.rollout_engine
             sampling = planning.sampling_in(self.args)
             self.monitor = Monitor(settings, controller, sinks, plan=self.plan, engine=engine, sampling=sampling)
@@ -153,7 +224,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         assert self.plan is not None
         planning.check_plan(self.plan, self._choice, self.args, on_cpu)
         self.plan.setup(self._choice).check_model(model)
-        self.plan = replace(self.plan, thresholds=correction.thresholds_for(self.args, self.plan.thresholds))
+        self.plan = replace(self.plan, thresholds=thresholds_for(self.args, self.plan.thresholds))
         if self.accelerator.is_main_process:
             announce(self.plan, self._source, self._choice)
         return self.plan
@@ -177,7 +248,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         reward = {schemas.REWARD: self._metrics["train"]["reward"][-1]}  # of this batch, over all processes
         train, rollout = output["old_per_token_logps"], output["sampling_per_token_logps"]
         step = self.monitor.step(train, rollout, mask.bool(), metrics=reward)
-        ratio = correction.ratio_of(step, mask)
+        ratio = ratio_of(step, mask)
         output["importance_sampling_ratio"] = ratio
         action = Action.NONE if step.verdict is None else step.verdict.action
         if action != Action.NONE and step.verdict is not None:

@@ -1,8 +1,12 @@
-"""verl's vLLM server with a planned engine, and the replica that starts it."""
+"""verl's vLLM server with a planned engine, and the replica that starts it.
+
+The requests of one rollout, as a server has seen them.
+"""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -11,12 +15,50 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 
 from fp8plan.integrations.verl import NAME
 from fp8plan.integrations.verl.front import VerlFront
-from fp8plan.integrations.verl.internals import REPLICA, SERVER, check_verl
-from fp8plan.integrations.verl.rollouts import RolloutLog
-from fp8plan.integrations.verl.settings import handed_on, scored
+from fp8plan.integrations.verl.settings import REPLICA, SERVER, check_verl, handed_on, scored
 from fp8plan.model.plan.plan import Plan
+from fp8plan.runtime.engine.judge import counts
 from fp8plan.runtime.engine.launch import launch
 from fp8plan.runtime.guard.observation import facts_of
+from fp8plan.runtime.mismatch.sampling import Sampling
+
+
+@dataclass(slots=True)
+class RolloutLog:
+    """The requests since the last `clear`: rows of (begun, ended) in seconds, tokens of prompt and response, prompt;
+    and their samplings.
+    """
+
+    rows: list[tuple[float, float, int, int, int]] = field(default_factory=list)
+    before: tuple[int, int] = (0, 0)
+    samplings: set[Sampling] = field(default_factory=set)
+
+    def clear(self) -> None:
+        self.rows, self.before, self.samplings = [], counts(), set()
+
+    def add(self, begun: float, ended: float, prompt: list[int], response: int, sampling: Sampling) -> None:
+        """Count a request in. response: tokens"""
+        if response:
+            self.samplings.add(sampling)
+            self.rows.append((begun, ended, len(prompt), response, hash(tuple(prompt))))
+
+    def observed(self) -> dict[str, Any] | None:
+        """The fields of an Observation: from the first request's start to the last one's end. None without requests."""
+        if not self.rows:
+            return None
+        begun, ended, prompts, responses, ids = zip(*self.rows, strict=True)
+        preemptions, compiled = (max(0, now - then) for now, then in zip(counts(), self.before, strict=True))
+        return {
+            "seconds": max(ended) - min(begun),
+            "arrival_s": max(begun) - min(begun),
+            "prompt_lengths": list(prompts),
+            "response_lengths": list(responses),
+            "prompt_ids": list(ids),
+            "preemptions": preemptions,
+            "compiled_files": compiled,
+            "sampling": Sampling.mixed(self.samplings),
+        }
+
 
 WORKER: Final = "fp8plan.integrations.verl.worker.PlannedWorker"
 UPDATE: Final = "update_weights_from_ipc"

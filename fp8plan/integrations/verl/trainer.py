@@ -13,17 +13,18 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.v1 import PPOTrainer, trainer_base
 
 from fp8plan.errors import ConfigError, Fp8PlanError
-from fp8plan.integrations.checkpoint import load_state, save_state
-from fp8plan.integrations.correction import metrics_of, safer_than, settings_of
-from fp8plan.integrations.planning import announce
-from fp8plan.integrations.settings import controller_for
-from fp8plan.integrations.verl.internals import CORRECTION, TRAINER, check_verl, correcting_with
-from fp8plan.integrations.verl.planning import plan_of
+from fp8plan.integrations.common import announce, load_state, metrics_of, safer_than, save_state, settings_of
+from fp8plan.integrations.hooks import controller_for
 from fp8plan.integrations.verl.settings import (
+    CORRECTION,
+    TRAINER,
     WHERE,
     Settings,
+    check_verl,
+    correcting_with,
     engine_kwargs,
     hand_on,
+    plan_of,
     refuse,
     sampling_in,
     separate,

@@ -9,10 +9,8 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture.families import FAMILIES, REFUSED, SAME_AS, WRAPPERS
 from fp8plan.model.architecture.family import Family, Unknown, layers, says
 from fp8plan.model.architecture.held import held_layers
-from fp8plan.model.configs import bundled_configs
-from fp8plan.model.configs.context import context_of
-from fp8plan.model.configs.fields import NESTED, Fields, check_numbers, shown, worded
-from fp8plan.model.configs.places import ADVICE
+from fp8plan.model.configs import ADVICE, bundled_configs
+from fp8plan.model.configs.fields import NESTED, Fields, check_numbers, context_of, shown, worded
 from fp8plan.model.configs.stored import stored_format
 
 # config.json keys whose presence (with a true value) means a part that changes weights, KV cache or cost, and that only

@@ -2,19 +2,22 @@
 
 Read from a Hugging Face config.json (`reading`). What is not known is an error that names the part, because a wrong
 number is worse than none.
+
+The sizes of a model by their names, as `fp8plan models --json` prints them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture.parts import (
+    Attention,
     Cache,
     Experts,
     LatentAttention,
@@ -30,7 +33,7 @@ from fp8plan.model.architecture.parts import (
 )
 from fp8plan.model.architecture.reading import read_model
 from fp8plan.model.configs import bundled_configs, find_config
-from fp8plan.model.configs.context import Context
+from fp8plan.model.configs.fields import Context
 from fp8plan.model.configs.stored import Stored
 from fp8plan.model.precision import BF16_BYTES, PRESETS, Precision
 
@@ -277,3 +280,34 @@ def _merged(found: Iterable[tuple[Linear, int]]) -> tuple[Linear, ...]:
 def _uneven(size: Size, tp: int) -> bool:
     """Tell whether `tp` ranks can neither share the size equally nor, where that is done, keep equal copies."""
     return bool(size.size % tp) and not (size.replicated and tp % size.size == 0)
+
+
+def sizes_of(shape: ModelShape) -> dict[str, Any]:
+    """The sizes of a model, and its parts with how often each occurs. Those of attention and MLPs stand apart too where
+    all layers are alike.
+    """
+    sizes: dict[str, Any] = {"name": shape.name, "model_type": shape.model_type, "num_layers": shape.num_layers}
+    sizes["hidden_size"] = shape.hidden_size
+    sizes |= _alike(shape)
+    names = ("vocab_size", "tie_word_embeddings", "max_position_embeddings", "source", "num_parameters")
+    sizes |= {name: getattr(shape, name) for name in names}
+    experts = shape.parts_of(Experts)
+    sizes["experts"] = asdict(experts[0][0]) | {"layers": experts[0][1]} if len(experts) == 1 else None
+    return sizes | {"parts": [{"part": type(x).__name__, "number": n, **asdict(x)} for x, n in shape.counted]}
+
+
+def _alike(shape: ModelShape) -> dict[str, Any]:
+    """The sizes that all layers of full attention with dense MLPs or experts share; {} for other models."""
+    dense, attentions = shape.parts_of(Mlp), shape.parts_of(Attention)
+    others = len(shape.counted) - len(dense) - len(shape.parts_of(Experts)) - len(attentions)
+    if others or len(attentions) != 1 or len(dense) > 1 or attentions[0][0].window or attentions[0][0].chunk:
+        return {}
+    attention = attentions[0][0]
+    return {
+        "num_attention_heads": attention.heads,
+        "num_key_value_heads": attention.kv_heads,
+        "head_dim": attention.head_dim,
+        "intermediate_size": dense[0][0].inner if dense else 0,
+        "qk_norm": attention.qk_norm != "none",
+        "attention_bias": attention.qkv_bias,
+    }

@@ -17,13 +17,13 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, Linear
 from fp8plan.model.architecture.parts import Attention
 from fp8plan.model.calibrate.fit import Observations
+from fp8plan.model.cost.attention import attention_cost, key_block, kv_write_cost, quantise_query_cost
 from fp8plan.model.cost.base import Array, Cost, StepBatch
 from fp8plan.model.cost.collective import all_reduce_cost
+from fp8plan.model.cost.gemm import gemm_cost, quantise_cost
 from fp8plan.model.cost.host import activation_cost, norm_cost, rotary_cost, sampler_cost
-from fp8plan.model.cost.linears.gemm import gemm_cost, quantise_cost
-from fp8plan.model.cost.linears.moe import moe_cost
-from fp8plan.model.cost.mixers.attention import attention_cost, key_block, kv_write_cost, quantise_query_cost
-from fp8plan.model.cost.sustained import CLOCK, sustained, with_sustained
+from fp8plan.model.cost.moe import moe_cost
+from fp8plan.model.cost.power import CLOCK, sustained, with_sustained
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_KV
 from fp8plan.model.profile.profile import Profile, layer_name

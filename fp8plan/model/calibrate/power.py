@@ -3,7 +3,7 @@
     mean watts = idle + sum of watts * seconds over what was used / seconds
 
 What is used: fp8plan.model.cost.power. Readings are NVML's, sampled during each rollout
-(fp8plan.runtime.measure.rollouts.watch) and while single kernels ran for seconds
+(fp8plan.runtime.measure.rollouts.host) and while single kernels ran for seconds
 (fp8plan.runtime.measure.kernels.power). They hold at the limit, too, where the seconds are longer.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import nnls
 
-from fp8plan.model.calibrate.engine_steps import Windows
+from fp8plan.model.calibrate.fit import Windows
 from fp8plan.model.calibrate.kernel_rows import (
     PRECISIONS,
     attention_of,
@@ -25,10 +25,11 @@ from fp8plan.model.calibrate.kernel_rows import (
     prefill_batch,
 )
 from fp8plan.model.cost.base import Array, StepBatch
-from fp8plan.model.cost.linears.gemm import peak_flops
-from fp8plan.model.cost.linears.moe import expert_bytes, expert_flops
-from fp8plan.model.cost.mixers.of_model import bytes_read, flops
-from fp8plan.model.cost.power import EXPERTS, IDLE, MATH, MEMORY, RUNNING, running_seconds, uses
+from fp8plan.model.cost.gemm import peak_flops
+from fp8plan.model.cost.mixers import bytes_read, flops
+from fp8plan.model.cost.moe import expert_bytes, expert_flops
+from fp8plan.model.cost.power import EXPERTS, IDLE, MATH, RUNNING, running_seconds, uses
+from fp8plan.model.cost.power import MEMORY_WATTS as MEMORY
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.profile.profile import Profile
 

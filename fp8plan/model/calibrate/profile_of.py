@@ -10,6 +10,11 @@
 Kernels say how each GEMM and attention scales with its shape; engine steps say what is between them: launches, small
 kernels, sampling, the host. Both are fitted at once, so neither has to be subtracted from the other. The coefficients
 of rare parts are fitted after that, with all others as they are, unless their kernels were timed.
+
+The shapes whose kernels are measured but never fitted: on them a profile shows how far off it is elsewhere.
+
+The shapes were named before the first measurement. Other models' layers of the same size are the same shape and are
+left out as well. So are, since they were seen, decode batches of unequal contexts, whose imbalance is not modelled.
 """
 
 from __future__ import annotations
@@ -23,17 +28,47 @@ import numpy as np
 import pandas as pd
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.calibrate.engine_steps import Windows, read_traces, windows
-from fp8plan.model.calibrate.fit import LeavingOut, Observations, fit, robust_sd
-from fp8plan.model.calibrate.held_out import is_held_out
+from fp8plan.model.architecture import ModelShape
+from fp8plan.model.architecture.parts import Attention, Experts
+from fp8plan.model.calibrate.fit import LeavingOut, Observations, Windows, fit, read_traces, robust_sd, windows
 from fp8plan.model.calibrate.kernel_rows import hull, layer_residuals, observe, read_all
 from fp8plan.model.calibrate.power import power_coefficients
+from fp8plan.model.cost.attention import NARROW
 from fp8plan.model.cost.base import QUANTITIES, Array, Cost, together
-from fp8plan.model.cost.mixers.attention import NARROW
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.profile.library import RARE_PARTS, WIDE_HEADS, datasheet_profile, rare_parts, without_rare_parts
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.validate.records import read_records
+
+LINEARS = {"Qwen/Qwen3-14B": ("qkv_proj", "gate_up_proj", "down_proj"), "meta-llama/Llama-3.2-1B": ("down_proj",)}
+ATTENTION = ("Qwen/Qwen3-14B", "Qwen/Qwen2.5-7B", "meta-llama/Llama-3.2-1B")
+UNEQUAL = "lognormal"
+MOE = ("Qwen/Qwen3-235B-A22B",)
+
+
+def is_held_out(rows: pd.DataFrame) -> Array:
+    """True for each timing of a held-out shape, shape (rows,)."""
+    found = np.zeros(len(rows), dtype=bool)
+    for columns, shapes in _shapes().items():
+        if set(columns) <= set(rows.columns):
+            found |= pd.MultiIndex.from_frame(rows[list(columns)]).isin(shapes)
+    if {"kernel", "skew"} <= set(rows.columns):
+        found |= rows.kernel.str.startswith("attention_decode").to_numpy() & (rows["skew"] == UNEQUAL).to_numpy()
+    return found
+
+
+def _shapes() -> dict[tuple[str, ...], list[tuple[int, ...]]]:
+    linears = {model: {x.name: (x.n, x.k) for x in ModelShape.from_hf(model).linears()} for model in LINEARS}
+    heads = [part for model in ATTENTION for part, _ in ModelShape.from_hf(model).parts_of(Attention)]
+    experts = [(shape, part) for shape in map(ModelShape.from_hf, MOE) for part, _ in shape.parts_of(Experts)]
+    return {
+        ("n", "k"): [linears[model][name] for model, names in LINEARS.items() for name in names],
+        ("heads", "kv_heads", "head_dim"): [(x.heads, x.kv_heads, x.head_dim) for x in heads],
+        ("experts", "top_k", "hidden", "inner"): [
+            (e.num_experts, e.experts_per_token, shape.hidden_size, e.intermediate_size) for shape, e in experts
+        ],
+    }
+
 
 STEPS = "engine steps"
 POWER_ROWS, COURSE_ROWS = "power.jsonl", "clock_course.jsonl"  # of kernels that ran for seconds, which are no timings
@@ -48,7 +83,7 @@ BETWEEN_MODELS = 0.1
 class KernelError:
     """Relative errors of one kernel's rows: medians of |predicted / measured - 1|.
 
-    rows, unseen: those that the fit has seen, and those that no fit sees (fp8plan.model.calibrate.held_out)
+    rows, unseen: those that the fit has seen, and those that no fit sees (fp8plan.model.calibrate.profile_of)
     before:   by the prior (the datasheet profile)
     fitted:   by the fit, of the rows it has seen
     held_out: of the unseen rows; without any, by fits that have not seen the row's weight shape, head layout or engine

@@ -3,16 +3,23 @@ coefficient of the profile.
 
 The partial derivatives come with the value because they cost almost nothing there (each term is a product of
 powers of coefficients), while finite differences would evaluate the whole model once per coefficient.
+
+The lines of a step's breakdown: costs at distinct token counts, gathered into steps only where that is asked.
+
+The cost of a small kernel that streams: its launch, and its bytes at a fraction of the memory's bandwidth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from fp8plan.model.hardware import Gpu
+from fp8plan.model.profile.profile import Profile
 
 IntArray: TypeAlias = NDArray[np.int64]
 FloatArray: TypeAlias = NDArray[np.float64]
@@ -177,3 +184,66 @@ def together(costs: Sequence[Cost]) -> Cost:
         name: np.concatenate([cost.partials.get(name, np.zeros_like(cost.seconds)) for cost in costs]) for name in names
     }
     return Cost(np.concatenate([cost.seconds for cost in costs]), partials)
+
+
+class Component(NamedTuple):
+    """One line of the breakdown: a `cost` at distinct token counts, and the count that each step takes."""
+
+    name: str
+    cost: Cost
+    inverse: Array | None  # None: `cost` is per step already
+
+    def seconds(self) -> Array:
+        return self.gathered(self.cost.seconds)
+
+    def gathered(self, values: Array) -> Array:
+        """`values` of the distinct counts, for each step."""
+        return values if self.inverse is None else values[self.inverse]
+
+    def per_step(self) -> Cost:
+        return self.cost if self.inverse is None else self.cost.rows(self.inverse)
+
+    def rows(self, rows: slice) -> Component:
+        """The component at the steps selected by `rows`."""
+        if self.inverse is None:
+            return self._replace(cost=self.cost.rows(rows))
+        return self._replace(inverse=self.inverse[rows])
+
+    def gradient(self, weights: Array) -> dict[str, float]:
+        """Sum over steps of weights x partials, per coefficient."""
+        if self.inverse is not None:
+            weights = np.bincount(self.inverse, weights=weights, minlength=self.cost.seconds.size)
+        # Not weights @ values: BLAS wakes its threads for that, and waits for them where others have the cores.
+        return {name: float((weights * values).sum()) for name, values in self.cost.partials.items()}
+
+
+def where_busy(name: str, cost: Cost, counts: Array, inverse: Array) -> Component:
+    """The cost at `counts`, with nothing where the count is 0."""
+    return Component(name, cost.scaled(np.where(counts > 0, 1.0, 0.0)), inverse)
+
+
+def gradient_of(components: Sequence[Component], weights: Array) -> dict[str, float]:
+    """The derivatives d sum(weights * seconds) / d log(coefficient), for every coefficient that `components` use."""
+    gradient: dict[str, float] = {}
+    for component in components:
+        for name, value in component.gradient(weights).items():
+            gradient[name] = gradient.get(name, 0.0) + value
+    return gradient
+
+
+def total_of(components: Sequence[Component]) -> Array:
+    """Seconds of each step in all components together, shape (steps,)."""
+    total = components[0].seconds()
+    for component in components[1:]:
+        total = total + component.seconds()
+    return total
+
+
+def streaming_cost(rows: Array, bytes_per_row: float, names: tuple[str, str], gpu: Gpu, profile: Profile) -> Cost:
+    """Seconds of one call with `rows` rows, shape of `rows`; none without rows.
+
+    names: the coefficients of its launch (seconds) and of its bandwidth (a share of the GPU's)
+    """
+    launch, efficiency = names
+    moved = traffic(rows * bytes_per_row, gpu.memory_bandwidth, profile.named(efficiency))
+    return moved + times(np.where(rows > 0, 1.0, 0.0), *profile.named(launch))

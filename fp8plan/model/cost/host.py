@@ -16,13 +16,11 @@ import numpy as np
 
 from fp8plan.model.architecture import Linear, ModelShape
 from fp8plan.model.architecture.parts import Attention, Experts, LatentAttention, LayerInput, Mlp
-from fp8plan.model.cost.base import Array, Cost, StepBatch, constant, norm4, times, traffic, zero
-from fp8plan.model.cost.mixers.attention import heads_per_rank
-from fp8plan.model.cost.mixers.of_model import mixers_of
-from fp8plan.model.cost.mixers.recurrent import KERNELS
-from fp8plan.model.cost.streaming import streaming_cost
+from fp8plan.model.cost.attention import heads_per_rank
+from fp8plan.model.cost.base import Array, Cost, StepBatch, constant, norm4, streaming_cost, times, traffic, zero
+from fp8plan.model.cost.mixers import KERNELS, mixers_of
 from fp8plan.model.hardware import Gpu
-from fp8plan.model.model_runner import model_runner
+from fp8plan.model.limits import model_runner
 from fp8plan.model.precision import BF16_BYTES, FP32_BYTES, Precision
 from fp8plan.model.profile.profile import Profile
 
@@ -78,7 +76,7 @@ def _elementwise(name: str, m: Array, elements: int, gpu: Gpu, profile: Profile)
 
 def _activations(shape: ModelShape, tensor_parallel: int, gpu: Gpu) -> dict[int, int]:
     """The activations: elements of a row in and out -> layers. The routed experts' own are part of the grouped GEMM,
-    those of shared experts beside them of fp8plan.model.cost.linears.shared."""
+    those of shared experts beside them of fp8plan.model.cost.gemm."""
     found: Counter[int] = Counter()
     for part, number in shape.counted:
         if isinstance(part, Mlp):

@@ -6,7 +6,7 @@
 
 Uses, with a coefficient each: the seconds in which kernels run, for GEMMs and small kernels together, attention over
 each KV dtype, experts of each dtype, and layers that keep a state; the bytes of weights and caches, and the FLOPs of
-GEMMs and attention and of experts in each dtype, in seconds at the datasheet's peak (fp8plan.model.cost.bounds). What a
+GEMMs and attention and of experts in each dtype, in seconds at the datasheet's peak (fp8plan.model.cost.power). What a
 kernel is launched for draws nothing beside `idle`.
 
 Why: of 41 kernels that ran alone for seconds on an H200 (profiles/h200_sxm/vllm-0.26.0/kernels/power.jsonl), 31 reached
@@ -20,29 +20,173 @@ clock, as at a lower clock a kernel draws less for longer. The form before (7283
 and math that slows with the clock that NVML reads. It missed readings near the limit that no fit had seen by 39 W
 (RMS), this one misses them by 26 W (tests/model/cost/test_power.py).
 The coefficients have no covariance; what they miss is a part of the profile's model error.
-A profile without these coefficients has one clock for all steps: fp8plan.model.cost.sustained.
+A profile without these coefficients has one clock for all steps: fp8plan.model.cost.power.
+
+The seconds below which no step can be, by the datasheet: its bytes read once, and its FLOPs.
+
+The share of the GPU that an engine running for seconds gets, against kernels timed alone: SM clock and memory.
+
+The clock: the power cap holds it below that of a short burst. An H200 multiplies BF16 matrices at 800 to 825 TFLOP/s
+for the first tens of milliseconds and at 700 from then on (rows of gemm.bf16 in profiles/h200_sxm/vllm-0.26.0/kernels
+below 1 ms and above 6 ms), so that in engines what is bound by SMs is slower by `clock.sustained_efficiency`. What is
+bound by launches is not, nor the fixed part of a GEMM's wave. One factor for all loads, unless a profile knows what
+kernels draw: then the power limit is that of each step (fp8plan.model.cost.power), and this factor is only that of
+kernels timed for long.
+
+The memory: engine steps find `memory.sustained_efficiency` of the bandwidth that kernels found, 2.5% less on H200s.
+Hot memory refreshes more often, and cards of one model differ by as much (one cell on five cards: 2.96 to 3.06 s);
+kernels and steps were measured on different cards, so that the two cannot be told apart. With it, engines that the fit
+has not seen are predicted within 3.3% instead of 3.5%.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from functools import cache
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from fp8plan.model.cost.base import Array, Cost, StepBatch
-from fp8plan.model.cost.bounds import Engine, bytes_bound, flops_by_kind
-from fp8plan.model.cost.components import Component
-from fp8plan.model.cost.sustained import POWER, knows_power
-from fp8plan.model.precision import Precision
+from fp8plan.model.architecture import Linear, ModelShape
+from fp8plan.model.architecture.parts import Attention, Experts, LatentAttention
+from fp8plan.model.cost.base import Array, Component, Cost, StepBatch, tokens_of
+from fp8plan.model.cost.gemm import linear_dtype, peak_flops
+from fp8plan.model.cost.mixers import bytes_read, flops, mixers_of
+from fp8plan.model.cost.moe import distinct_experts, expert_bytes, expert_flops
+from fp8plan.model.hardware import Gpu
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.precision import BF16_BYTES, Precision
 from fp8plan.model.profile.profile import Profile
+
+
+class Engine(Protocol):
+    """An engine replica, as fp8plan.model.cost.step.StepModel has it: `layers` and `head` are those of one rank."""
+
+    @property
+    def shape(self) -> ModelShape: ...
+    @property
+    def gpu(self) -> Gpu: ...
+    @property
+    def precision(self) -> Precision: ...
+    @property
+    def limits(self) -> EngineLimits: ...
+    @property
+    def layers(self) -> Sequence[Linear]: ...
+    @property
+    def head(self) -> Linear: ...
+
+
+def bytes_bound(model: Engine, batch: StepBatch) -> Array:
+    """Seconds of reading weights and caches once at the datasheet's bandwidth, shape (steps,)."""
+    tp, precision, shape = model.limits.tensor_parallel_size, model.precision, model.shape
+    tokens = tokens_of(batch)
+    weights = sum(precision.linear_bytes(x.n, x.k, x.quantised) * x.layers for x in model.layers)
+    read = np.where(tokens > 0, float(weights), 0.0)
+    read = read + np.where(batch.sampled_requests > 0, model.head.n * model.head.k * float(BF16_BYTES), 0.0)
+    for mixer, number in mixers_of(shape):
+        read = read + bytes_read(batch, mixer, precision, tp) * number
+    for experts, number in shape.parts_of(Experts):
+        one = expert_bytes(experts, shape.hidden_size, precision, model.limits.expert_slices) * number
+        read = read + distinct_experts(tokens, experts) * (one / model.limits.expert_ranks)
+    return np.asarray(read / model.gpu.memory_bandwidth)
+
+
+def flops_bound(model: Engine, batch: StepBatch) -> Array:
+    """Seconds of the FLOPs at the datasheet's peak of each dtype, shape (steps,)."""
+    return np.asarray(sum(flops_by_kind(model, batch).values()))
+
+
+def flops_by_kind(model: Engine, batch: StepBatch) -> dict[str, Array]:
+    """ "bf16", "fp8", "bf16_experts" and "fp8_experts" -> seconds of the FLOPs in that dtype at the datasheet's peak,
+    those of routed experts apart and without padding, shape (steps,).
+    """
+    tp, precision, shape, gpu = model.limits.tensor_parallel_size, model.precision, model.shape, model.gpu
+    tokens = tokens_of(batch)
+    per_token = dict.fromkeys(("bf16", "fp8", "bf16_experts", "fp8_experts"), 0.0)
+    for x in model.layers:
+        dtype = linear_dtype(x, precision)
+        per_token[dtype.partition("_")[0]] += 2 * x.n * x.k * x.layers / peak_flops(gpu, dtype)
+    for experts, number in shape.parts_of(Experts):
+        routed = (
+            experts.experts_per_token * number * expert_flops(experts, shape.hidden_size, model.limits.expert_slices)
+        )
+        peak = peak_flops(gpu, precision.gemm_dtype) * model.limits.expert_ranks
+        per_token[f"{precision.gemm_dtype.partition('_')[0]}_experts"] += routed / peak
+    seconds = {kind: tokens * each for kind, each in per_token.items()}
+    seconds["bf16"] = seconds["bf16"] + batch.sampled_requests * (2 * model.head.n * model.head.k / gpu.bf16_flops)
+    for mixer, number in mixers_of(shape):
+        widened = gpu.stores_fp8_only or not isinstance(mixer, Attention | LatentAttention)
+        dtype = "bf16" if widened else precision.kv
+        seconds[dtype] = seconds[dtype] + flops(batch, mixer, tp) * number / peak_flops(gpu, dtype)
+    return seconds
+
+
+CLOCK, MEMORY = "clock.sustained_efficiency", "memory.sustained_efficiency"
+POWER = "power.running.kernel_watts"  # a profile that has it knows fp8plan.model.cost.power
+SM_RATES = ("compute_efficiency", "sm_bandwidth")
+SM_TIMES = ("decode_tile_seconds", "decode_token_seconds", "prefill_tile_seconds", "prefill_pair_seconds")
+
+
+def sustained(profile: Profile, only: str | None = None) -> Profile:
+    """A copy of `profile` with the coefficients of an engine that has run for a while. Its covariance is left out.
+
+    only: the one factor that counts, where it is not an engine that runs
+    """
+    factors = _factors(profile, only)
+    if not factors:  # a CPU
+        return profile
+    scaled = dict(profile.coefficients)
+    for factor, power in factors.items():
+        scaled = {name: value * profile.coefficients[factor] ** power(name) for name, value in scaled.items()}
+    found = copy(profile)  # not dataclasses.replace, which would check thousands of values again that are the same
+    object.__setattr__(found, "coefficients", scaled)
+    object.__setattr__(found, "log_covariance", {})
+    return found
+
+
+def with_sustained(cost: Cost, profile: Profile, only: str | None = None) -> Cost:
+    """The cost by the `sustained` profile, with its derivatives by the logs of the clock and of the memory."""
+    found = {}
+    for factor, power in _factors(profile, only).items():
+        moved = [power(name) * partial for name, partial in cost.partials.items() if power(name)]
+        if moved:
+            found[factor] = np.sum(moved, axis=0)
+    return cost.plus_partials(found)
+
+
+def _factors(profile: Profile, only: str | None) -> dict[str, Callable[[str], int]]:
+    """The power of each factor in the coefficient called `name`, for the factors that the profile has."""
+    powers = {CLOCK: _of_clock, MEMORY: _of_memory}
+    if only is None and knows_power(profile):  # by which each step at the power limit is as long as its energy takes
+        del powers[CLOCK]
+    return {name: power for name, power in powers.items() if name in profile.coefficients and only in (None, name)}
+
+
+def knows_power(profile: Profile) -> bool:
+    """Return True if the profile has the coefficients of fp8plan.model.cost.power."""
+    return POWER in profile.coefficients
+
+
+@cache
+def _of_clock(name: str) -> int:
+    """The power of the clock in a coefficient: 1 for work per second of an SM, -1 for seconds of its work."""
+    return int(name.endswith(SM_RATES)) - int(name.endswith(SM_TIMES))
+
+
+@cache
+def _of_memory(name: str) -> int:
+    """The power of the memory in a coefficient: 1 for a share of the bandwidth, -1 for a number of reads."""
+    bandwidth = name.endswith("bandwidth_efficiency") and not name.startswith("collective")
+    return int(bandwidth) - int(name.endswith(".passes"))
+
 
 LIMIT_SHARE = 0.99  # single kernels at the limit of 700 W read 690 to 699 W
 # The sixteenth power is chosen by hand: a step near the limit is slower than either, as its kernels draw now more, now
 # less. Below this share of the limit's seconds it makes less than a thousandth.
 NEAR = 0.7
 
-IDLE, MEMORY = "power.idle_watts", "power.memory_watts"
+IDLE, MEMORY_WATTS = "power.idle_watts", "power.memory_watts"
 MATH = {"bf16": "power.bf16_watts", "fp8": "power.fp8_watts"}
 EXPERTS = {"bf16_experts": "power.bf16_expert_watts", "fp8_experts": "power.fp8_expert_watts"}
 RUNNING = {
@@ -132,7 +276,7 @@ def load_of(components: Sequence[Component], precision: Precision) -> Load:
 def uses(engine: Engine, batch: StepBatch, load: Load) -> dict[str, Array]:
     """Coefficient -> seconds of what draws it, each of shape (steps,)."""
     math = {(MATH | EXPERTS)[kind]: seconds for kind, seconds in flops_by_kind(engine, batch).items()}
-    return {MEMORY: bytes_bound(engine, batch)} | math | {RUNNING[kind]: x for kind, x in load.running.items()}
+    return {MEMORY_WATTS: bytes_bound(engine, batch)} | math | {RUNNING[kind]: x for kind, x in load.running.items()}
 
 
 def power_limit(engine: Engine, batch: StepBatch, load: Load, profile: Profile) -> PowerLimit | None:

@@ -13,16 +13,36 @@ import numpy as np
 
 from fp8plan.model.architecture import Linear, ModelShape
 from fp8plan.model.architecture.parts import Experts, LayerInput
-from fp8plan.model.cost.base import QUANTITIES, Array, Cost, StepBatch, following, norm8, tokens_of, whole, zero
+from fp8plan.model.cost.base import (
+    QUANTITIES,
+    Array,
+    Component,
+    Cost,
+    StepBatch,
+    following,
+    gradient_of,
+    norm8,
+    tokens_of,
+    total_of,
+    where_busy,
+    whole,
+    zero,
+)
 from fp8plan.model.cost.collective import all_reduce_cost, with_network
-from fp8plan.model.cost.components import Component, gradient_of, total_of, where_busy
+from fp8plan.model.cost.gemm import gemm_cost, overlapped, quantise_cost, shared_cost
 from fp8plan.model.cost.host import GROUPS, host_cost, host_kernels, launch_cost, launches, layer_cost, sampling_cost
-from fp8plan.model.cost.linears.gemm import gemm_cost, quantise_cost
-from fp8plan.model.cost.linears.moe import moe_cost
-from fp8plan.model.cost.linears.shared import overlapped, shared_cost
-from fp8plan.model.cost.mixers.of_model import SCHEDULE, caches_cost, kernels_of, mixer_costs, unscheduled_layers
-from fp8plan.model.cost.power import Load, PowerLimit, kind_of, load_of, power_limit
-from fp8plan.model.cost.sustained import knows_power, sustained, with_sustained
+from fp8plan.model.cost.mixers import SCHEDULE, caches_cost, kernels_of, mixer_costs, unscheduled_layers
+from fp8plan.model.cost.moe import moe_cost
+from fp8plan.model.cost.power import (
+    Load,
+    PowerLimit,
+    kind_of,
+    knows_power,
+    load_of,
+    power_limit,
+    sustained,
+    with_sustained,
+)
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import cudagraph_capture_sizes

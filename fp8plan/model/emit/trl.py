@@ -13,7 +13,7 @@ from math import ceil
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.emit.settings import (
+from fp8plan.model.emit.vllm import (
     Job,
     measured_notes,
     refuse_for,

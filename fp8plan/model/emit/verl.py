@@ -11,14 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.emit.settings import (
-    Job,
-    measured_notes,
-    model_name,
-    refuse_for,
-    replicas_note,
-    shared_gpu_note,
-)
+from fp8plan.model.emit.vllm import Job, measured_notes, model_name, refuse_for, replicas_note, shared_gpu_note
 
 _ROLLOUT: Final = "actor_rollout_ref.rollout"
 _CORRECTION: Final = "algorithm.rollout_correction"

@@ -18,9 +18,16 @@ allocates after profiling (a dense model's graphs, block tables): both live in t
 """
 
 from fp8plan.model.memory.activations import activation_peak_bytes
-from fp8plan.model.memory.cuda_graphs import cudagraph_capture_sizes, cudagraph_reserve_bytes
-from fp8plan.model.memory.plan import CPU_KV_CACHE_GIB, MemoryPlan, check_pool, check_share, memory_plan
-from fp8plan.model.memory.weights import loaded_weight_bytes
+from fp8plan.model.memory.plan import (
+    CPU_KV_CACHE_GIB,
+    MemoryPlan,
+    check_pool,
+    check_share,
+    cudagraph_capture_sizes,
+    cudagraph_reserve_bytes,
+    loaded_weight_bytes,
+    memory_plan,
+)
 
 __all__ = [
     "CPU_KV_CACHE_GIB",

@@ -8,8 +8,7 @@ from typing import Final
 from fp8plan.model.architecture import Experts, Linear, ModelShape
 from fp8plan.model.architecture.parts import LatentAttention, LayerInput, Mlp, TokenPart, parts
 from fp8plan.model.hardware import Gpu
-from fp8plan.model.limits import EngineLimits
-from fp8plan.model.model_runner import model_runner
+from fp8plan.model.limits import EngineLimits, model_runner
 from fp8plan.model.precision import BF16_BYTES, FP8_BYTES, FP32_BYTES, Precision
 
 # PyTorch's cuBLAS workspace on Hopper (CUDA semantics, "cuBLAS workspaces": 32 MiB there, 8 MiB before).

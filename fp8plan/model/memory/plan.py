@@ -1,26 +1,141 @@
-"""The memory plan of one rank: how much its engine takes for what, and the KV pool that is left."""
+"""The memory plan of one rank: how much its engine takes for what, and the KV pool that is left.
+
+Bytes that loading a model allocates on one rank.
+
+The batch sizes that vLLM captures as CUDA graphs, and the memory it sets aside for them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
 from fp8plan.errors import CapacityError, ConfigError
-from fp8plan.model.architecture import ModelShape
+from fp8plan.model.architecture import Experts, ModelShape
+from fp8plan.model.architecture.parts import Attention, LatentAttention
 from fp8plan.model.hardware import Gpu
-from fp8plan.model.kv_cache.layers import model_caches
-from fp8plan.model.kv_cache.plan import KvPlan, plan_kv_cache
-from fp8plan.model.limits import EngineLimits
+from fp8plan.model.limits import EngineLimits, model_runner
 from fp8plan.model.memory.activations import activation_peak_bytes
-from fp8plan.model.memory.cuda_graphs import cudagraph_reserve_bytes
-from fp8plan.model.memory.weights import loaded_weight_bytes
-from fp8plan.model.model_runner import model_runner
-from fp8plan.model.precision import FP8_BLOCK, Precision
+from fp8plan.model.memory.kv_plan import KvPlan, plan_kv_cache
+from fp8plan.model.memory.kv_specs import model_caches
+from fp8plan.model.precision import BF16_BYTES, FP8_BLOCK, FP8_BYTES, Precision
 from fp8plan.model.shards import why_not_shardable
+
+MIB = 1 << 20
+
+# vLLM's estimate of CUDA graph memory, V1 model runner only: the larger first capture, then the second graph of each
+# kind times how many more there are (gpu_model_runner.py, profile_cudagraph_memory). Measured for 51 + 51 graphs of
+# Qwen3-30B-A3B: 658 MiB in BF16, 758 in FP8. The split is chosen to agree with a public log too: 0.52 GiB for the
+# 51 + 35 graphs of Qwen3-8B. That FP8's 100 MiB more belong to the full graphs is a guess. Other families took 556
+# (Nemotron-H), 560 (Qwen3.5) and 918 MiB (12 layers of GLM-4.5-Air); why is not known.
+CUDAGRAPH_FIRST_BYTES = 58 * MIB
+CUDAGRAPH_PIECEWISE_BYTES = 4 * MIB
+CUDAGRAPH_FULL_BYTES = 8 * MIB
+CUDAGRAPH_FP8_BYTES = 2 * MIB
+
+
+def cudagraph_capture_sizes(limits: EngineLimits) -> tuple[int, ...]:
+    """Batch sizes vLLM 0.26 captures by default, ascending; () with enforce_eager.
+
+    Source: vllm/config/vllm.py, _set_cudagraph_sizes.
+    """
+    if limits.enforce_eager:
+        return ()
+    largest = min(2 * limits.max_num_seqs, 512, limits.max_num_batched_tokens)
+    sizes = {*(1, 2, 4), *range(8, 256, 8), *range(256, 513, 16)}
+    sizes.add(limits.max_num_batched_tokens)  # the full budget is captured even off the grid, if it is not too large
+    return tuple(sorted(size for size in sizes if size <= largest))
+
+
+def cudagraph_reserve_bytes(shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits) -> int:
+    """Bytes that vLLM sets aside for CUDA graphs before it sizes the KV pool
+    (VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=1).
+
+    0 with the V2 model runner, whose profile_cudagraph_memory returns 0. V1 captures every size piecewise and those up
+    to max_num_seqs in full as well.
+    """
+    sizes = cudagraph_capture_sizes(limits)
+    if model_runner(shape, gpu) == "v2" or not sizes:
+        return 0
+    more_full = sum(size <= limits.max_num_seqs for size in sizes) - 1
+    full = CUDAGRAPH_FULL_BYTES + (0 if precision.weights == "bf16" else CUDAGRAPH_FP8_BYTES)
+    return CUDAGRAPH_FIRST_BYTES + (len(sizes) - 1) * CUDAGRAPH_PIECEWISE_BYTES + more_full * full
+
+
+# FP8, of weights or of KV alone, makes vLLM load DeepGEMM with the model; its cuBLASLt workspace (DeepGEMM's
+# csrc/jit/device_runtime.hpp) then counts as weights. Measured: 32 MiB over the tensors in all FP8 engines, and none in
+# BF16. With MLA there is no such step: DeepSeek-V2-Lite's two engines loaded as much as each other, and 36 MiB more
+# than their tensors. (MLAAttention has an FP8 quantiser in any case.)
+DEEPGEMM_WORKSPACE_BYTES = 32 * MIB
+
+# PyTorch's caching allocator (c10/cuda/CUDACachingAllocator): tensors of 10 MiB or more get blocks of whole 2 MiB, and
+# a tail of up to 1 MiB is not split off. vLLM loads with max_split_size_mb=20: from there on no tail is.
+ALLOCATOR_LARGE_BYTES = 10 * MIB
+ALLOCATOR_ROUND_BYTES = 2 * MIB
+ALLOCATOR_TAIL_BYTES = 1 * MIB
+ALLOCATOR_SPLIT_BYTES = 20 * MIB
+
+
+def loaded_weight_bytes(
+    shape: ModelShape,
+    precision: Precision,
+    tensor_parallel_size: int = 1,
+    expert_ranks: int = 1,
+    has_deep_gemm: bool = True,
+) -> int:
+    """Bytes that loading the model allocates on one rank: weights, rotary table, the allocator's rounding, and
+    DeepGEMM's workspace.
+
+    expert_ranks:  as in `ModelShape.weight_bytes`
+    has_deep_gemm: DeepGEMM supports the GPU. It does not support an A100, where an FP8 KV cache was seen to hold
+                   779,760 tokens instead of 389,872 (vllm issue 42058), which leaves no room for a workspace
+
+    Measured against it: 0.1 MB more in BF16 (the scales of the attention layers, each rounded up to 512 bytes), 12.7 MB
+    more for Qwen3-8B in FP8; 2 MiB less to 16 MiB more for five other families, and 534 MiB more for Gemma 3 (see
+    `_rotary_bytes`).
+    """
+    total = shape.weight_bytes(precision, tensor_parallel_size, expert_ranks) + _rotary_bytes(shape)
+    tensors = _tensors(shape, precision, tensor_parallel_size, expert_ranks)
+    total += sum(count * _unused_tail_bytes(size) for size, count in tensors)
+    deep_gemm = (precision.uses_fp8 and has_deep_gemm) or shape.parts_of(LatentAttention)
+    return total + (DEEPGEMM_WORKSPACE_BYTES if deep_gemm else 0)
+
+
+def _rotary_bytes(shape: ModelShape) -> int:
+    """Bytes of one table of rotary embeddings, as wide as the widest head.
+
+    Not known here: tables of half heads (GLM), of four positions a token (Qwen3.5), a second one for windows (OLMo 3,
+    Gemma 3), and linear scaling, whose table is longer by its factor (8 of Gemma 3: 512 MiB).
+    """
+    widths = [attention.head_dim for attention, _ in shape.parts_of(Attention)]
+    widths += [latent.qk_rope_head_dim for latent, _ in shape.parts_of(LatentAttention)]
+    return shape.max_position_embeddings * max(widths, default=0) * BF16_BYTES
+
+
+def _tensors(shape: ModelShape, precision: Precision, tp: int, expert_ranks: int) -> Iterator[tuple[int, int]]:
+    """Yield the pairs (bytes, how many) of one rank's matrices, without scales. A layer's experts are one tensor."""
+    online = precision.weights != "bf16"
+    table = shape.padded_vocab_size // tp * shape.hidden_size * BF16_BYTES
+    yield table, 1 if shape.tie_word_embeddings else 2
+    for w in shape.linears(tp):
+        if w.name != "lm_head":
+            yield w.elements * (FP8_BYTES if online and w.quantised else BF16_BYTES), w.layers
+    for experts, layers in shape.parts_of(Experts):
+        for w in shape.stored_expert(experts, precision, tp // expert_ranks):
+            yield experts.most_on_a_rank(expert_ranks) * w.elements * (FP8_BYTES if online else BF16_BYTES), layers
+
+
+def _unused_tail_bytes(size: int) -> int:
+    """Bytes at the end of the allocator's block that a tensor of `size` bytes keeps from others."""
+    tail = -size % ALLOCATOR_ROUND_BYTES
+    if size < ALLOCATOR_LARGE_BYTES or (size < ALLOCATOR_SPLIT_BYTES and tail > ALLOCATOR_TAIL_BYTES):
+        return 0
+    return tail
+
 
 MOST_UTILIZATION = 0.97  # the driver, the CUDA context and captured graphs need the rest
 
-MIB = 1 << 20
 GIB = 1 << 30
 
 # What the CUDA context takes of an idle GPU before vLLM looks at its free memory. The least that engines' logs show:

@@ -1,16 +1,135 @@
-"""One choice of a plan: a precision on a layout, and all that is predicted of it."""
+"""One choice of a plan: a precision on a layout, and all that is predicted of it.
+
+The choice among the candidates, and the figures of each that a plan reports.
+
+Speed-ups, each with its 90% interval: how many times as fast one rollout, or RL step, is as another.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.plan.speedup import SpeedUp
+from fp8plan.model.plan.candidates import Candidate
 from fp8plan.model.precision import Precision, precision
-from fp8plan.model.risk.budget import LEVELS
+from fp8plan.model.profile.profile import Profile
+from fp8plan.model.risk.expected import LEAST_GAIN, LEVELS, MismatchRisk, RiskBudget
+from fp8plan.model.rollout import Z90, Rollout
+from fp8plan.model.shards import refusals
+
+# Correlation of the log errors of two precisions on one layout that the coefficients do not explain: 0.39 over the 65
+# speed-ups in profiles/h200_sxm/vllm-0.26.0/validation/rollouts.jsonl whose hosts were not slow, plus or minus 0.10;
+# the 90% interval holds 97%. A slow host is an error in common: with it, it is 0.63 over 86.
+SHARED_ERROR = 0.35
+
+
+class Timed(NamedTuple):
+    """The predicted time of one choice, and what its error is made of.
+
+    seconds:      of the rollout, or of the whole RL step
+    rollout_s:    seconds of the rollout in it; the rest of a step is taken as known
+    log_gradient: of the rollout, as in Rollout
+    cut:          as in EngineLimits
+    sampling_sd:  of the rollout, as in Rollout
+    """
+
+    seconds: float
+    rollout_s: float
+    log_gradient: dict[str, float]
+    cut: tuple[int, bool] = (1, False)
+    sampling_sd: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """The rollout's share of the time, and so of its relative error."""
+        return self.rollout_s / self.seconds
+
+
+def timed(rollout: Rollout, cut: tuple[int, bool], step_s: float | None = None) -> Timed:
+    """The Timed of a rollout, or of an RL step of `step_s` seconds around it."""
+    seconds = rollout.makespan_s if step_s is None else step_s
+    return Timed(seconds, rollout.makespan_s, rollout.log_gradient, cut, rollout.sampling_sd)
+
+
+class SpeedUp(NamedTuple):
+    """A ratio of speeds, with the ends of its 90% interval; None where they are not known."""
+
+    ratio: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def certain(self) -> bool:
+        """True for a choice beside itself, which has no interval."""
+        return self.low == self.high
+
+    @property
+    def in_doubt(self) -> bool:
+        """True if the interval holds 1.00 as it is printed, so that the two may be equally fast."""
+        if self.low is None or self.high is None or self.certain:
+            return False
+        return round(self.low, 2) <= 1 <= round(self.high, 2)
+
+    @property
+    def cell(self) -> str:
+        """The words of a table, such as "1.20x (0.88-1.64)"."""
+        return f"{self.ratio:.2f}x" + ("" if self.certain else f" ({self.low:.2f}-{self.high:.2f})")
+
+    def over(self, other: str) -> str:
+        """The words of a sentence: "1.20x as fast as bf16 (90%: 0.88 to 1.64)", or "3.0% slower than bf16 (...)"."""
+        if round(self.ratio, 2) < 1:
+            return self.percent(other)
+        band = "" if self.certain else f" (90%: {self.low:.2f} to {self.high:.2f})"
+        return f"{self.ratio:.2f}x as fast as {other}{band}"
+
+    def percent(self, other: str) -> str:
+        """The words of a small gain: "1.5% faster than bf16 (90%: 2.0% slower to 5.1% faster)". Percent of speed."""
+        band = "" if self.low is None or self.high is None else f" (90%: {_percent(self.low)} to {_percent(self.high)})"
+        return f"{_percent(self.ratio)} than {other}{'' if self.certain else band}"
+
+    def of_step(self, share: float) -> SpeedUp:
+        """The speed-up of a step with this share of rollout, whose rest takes as long as before (Amdahl's law)."""
+        ratio, *ends = (None if x is None else 1 / (1 - share + share / x) for x in self)
+        return SpeedUp(ratio or 1.0, *ends)
+
+
+def _percent(ratio: float) -> str:
+    part = abs(ratio - 1)
+    return f"{part:{'.1%' if part < 0.0995 else '.0%'}} {'slower' if ratio < 1 else 'faster'}"
+
+
+def speed_up(baseline: Timed, other: Timed, profile: Profile) -> SpeedUp:
+    """The ratio of the speed of `other` to that of `baseline`, by the same profile.
+
+    The coefficients that both use move both, so only the difference of their gradients counts. Of the rest of the error
+    both have SHARED_ERROR in common, for which they need the same layout as far as it is the layout's. In an RL step a
+    rollout's error counts by its share. What samples of a large batch leave open is taken for independent.
+    """
+    ratio = baseline.seconds / other.seconds
+    if other.log_gradient is baseline.log_gradient and ratio == 1:
+        return SpeedUp(1.0, 1.0, 1.0)
+    names = list(dict.fromkeys((*baseline.log_gradient, *other.log_gradient)))
+    gradients = [[x.share * x.log_gradient.get(name, 0.0) for name in names] for x in (baseline, other)]
+    apart = np.array(gradients[0]) - np.array(gradients[1])
+    layout, other_layout = (x.share * profile.layout_error(*x.cut) for x in (baseline, other))
+    common = SHARED_ERROR if baseline.cut == other.cut else 0.0
+    variance = float(apart @ profile.covariance(names) @ apart)
+    variance += profile.model_error**2 * _apart(baseline.share, other.share, SHARED_ERROR)
+    variance += _apart(layout, other_layout, common)
+    variance += sum((x.share * x.sampling_sd) ** 2 for x in (baseline, other))
+    factor = float(np.exp(Z90 * np.sqrt(variance)))
+    return SpeedUp(ratio, ratio / factor, ratio * factor)
+
+
+def _apart(first: float, second: float, correlation: float) -> float:
+    """The variance of the difference of two errors with these standard deviations."""
+    return first**2 + second**2 - 2 * correlation * first * second
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,3 +279,72 @@ def _plain_dict(value: dict[str, Any], name: str) -> Any:
     except (ValueError, AttributeError, TypeError) as error:
         allowed = "finite numbers, text, lists, dicts"
         raise ConfigError(f"{name} cannot be written as JSON ({error}); allowed: {allowed}") from None
+
+
+def choose(candidates: Sequence[Candidate], budget: RiskBudget) -> int:
+    """The index of the chosen candidate.
+
+    Among the candidates whose risk the budget accepts, it has the lowest KL of those that are within LEAST_GAIN of the
+    fastest. If the budget accepts none, it has the lowest KL of all.
+
+    A layout that no measurement has seen stands back, unless it is faster than the fastest measured one by more than
+    one standard deviation of what its times are in doubt.
+    """
+    runnable = [i for i, c in enumerate(candidates) if c.rollout is not None]
+    accepted = [i for i in runnable if budget.accepts(candidates[i].expected.level)]
+    compared = _without_doubtful(candidates, accepted or runnable)
+    fastest = min(candidates[i].seconds for i in compared)
+    close = [i for i in compared if candidates[i].seconds <= fastest * (1 + LEAST_GAIN)]
+    return min(close if accepted else compared, key=lambda i: (candidates[i].expected.kl_k3, candidates[i].seconds))
+
+
+def _without_doubtful(candidates: Sequence[Candidate], compared: list[int]) -> list[int]:
+    """Those of `compared` that were measured, and those that are faster even if their doubt goes against them."""
+    measured = [candidates[i].seconds for i in compared if not candidates[i].layout_doubt]
+    best = min(measured, default=math.inf)
+    return [i for i in compared if not candidates[i].layout_doubt or candidates[i].cautious_s < best]
+
+
+def as_choices(candidates: Sequence[Candidate], profile: Profile) -> tuple[Choice, ...]:
+    """A Choice for each candidate, with its speed-up over BF16 on the same layout."""
+    bf16 = {c.setup.limits: c for c in candidates if c.setup.precision.name == "bf16" and c.rollout is not None}
+    return tuple(_choice(c, bf16.get(c.setup.limits), profile) for c in candidates)
+
+
+def _choice(candidate: Candidate, bf16: Candidate | None, profile: Profile) -> Choice:
+    rollout, risk, memory, setup = candidate.rollout, candidate.risk, candidate.memory, candidate.setup
+    size, whole_experts = setup.limits.cut
+    figures: dict[str, Any] = dict.fromkeys(field.name for field in fields(Choice))
+    figures |= {"precision": setup.precision.name, "reason": candidate.reason, "refused_by": {}}
+    figures |= {"tensor_parallel": size, "data_parallel": setup.limits.data_parallel_size}
+    figures["expert_parallel"] = whole_experts
+    if rollout is None or risk is None or memory is None:
+        return Choice(**figures | {"available": False})
+    for name in ("makespan_s", "makespan_low_s", "makespan_high_s", "output_tokens_per_s", "preemptions"):
+        figures[name] = getattr(rollout, name)
+    for name in ("kl_k3", "kl_k3_low", "kl_k3_high", "ess_raw", "clip_fraction", "seq_reject_fraction"):
+        figures[name] = getattr(risk, name)
+    figures |= {"risk": risk.level, "unit_kv_scales": _unit_kv_scales(candidate.unit_risk)}
+    figures |= {"rl_step_s": candidate.step_s, "kv_cache_tokens": memory.kv_cache_tokens}
+    figures |= {"tail_fraction": rollout.tail_fraction, "extrapolated": candidate.extrapolated}
+    if bf16 is not None:
+        figures |= _speedups(bf16, candidate, profile)
+    refused_by = refusals(setup.shape, setup.precision, size, whole_experts, setup.gpu)
+    return Choice(**figures | {"available": True, "refused_by": refused_by})
+
+
+def _speedups(bf16: Candidate, candidate: Candidate, profile: Profile) -> dict[str, float | None]:
+    """The fields of a Choice on its speed-up over BF16 on the same layout: of the rollout, and of a known RL step."""
+    pairs = {"speedup": (None, None)} | ({"step_speedup": (bf16.step_s, candidate.step_s)} if candidate.step_s else {})
+    made: dict[str, float | None] = {}
+    for name, (theirs, own) in pairs.items():
+        cut = candidate.setup.limits.cut
+        gain = speed_up(timed(bf16.timed, cut, theirs), timed(candidate.timed, cut, own), profile)
+        made |= {name: gain.ratio, f"{name}_low": gain.low, f"{name}_high": gain.high}
+    return made
+
+
+def _unit_kv_scales(risk: MismatchRisk | None) -> dict[str, Any] | None:
+    if risk is None:
+        return None
+    return {"kl_k3": risk.kl_k3, "kl_k3_low": risk.kl_k3_low, "kl_k3_high": risk.kl_k3_high, "risk": risk.level}

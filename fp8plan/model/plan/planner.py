@@ -12,13 +12,11 @@ import numpy as np
 from fp8plan.checks import whole
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.engine_versions import version_warnings
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory import check_share
-from fp8plan.model.plan.candidates import candidates
-from fp8plan.model.plan.choose import as_choices, choose
-from fp8plan.model.plan.evaluate import Problem, Progress, evaluated
+from fp8plan.model.plan.candidates import Problem, Progress, candidates, evaluated
+from fp8plan.model.plan.choice import as_choices, choose
 from fp8plan.model.plan.explain import explain
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.precision import FP8_KV, PRESETS
@@ -29,6 +27,7 @@ from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.rollout import Rollout
 from fp8plan.model.shards import check_target
 from fp8plan.model.workload import Batch, Workload
+from fp8plan.version import version_warnings
 
 
 @dataclass(frozen=True, slots=True)

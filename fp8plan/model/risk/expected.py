@@ -7,26 +7,28 @@ The KL is a theory of rounding errors (`theory`) scaled to published observation
 data/mismatch_observations.csv): modelled, taken from elsewhere, not measured here, and wide. It is the level at the
 start of a run; drift, which grows with training in some runs, is the Monitor's business. `python tools/risk_report.py`
 refits and prints every residual and the leave-one-source-out error.
+
+The levels of mismatch risk, and the highest that a plan may accept.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import exp, log, sqrt
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.configs.stored import Stored
 from fp8plan.model.cost.base import FloatArray
 from fp8plan.model.precision import Precision
-from fp8plan.model.risk.budget import LEVELS, Level, RiskBudget
 from fp8plan.model.risk.fit import (
     FIT,
     Z90,
@@ -36,8 +38,65 @@ from fp8plan.model.risk.fit import (
     log_gradient,
     predicted_kl,
 )
-from fp8plan.model.risk.setting import LATENT, ONE_SCALE, clipped_keys, setting_of, unmeasured_parts, unmeasured_sd
-from fp8plan.model.risk.theory import Setting, sequence_rejection, token_log_ratio
+from fp8plan.model.risk.theory import (
+    LATENT,
+    ONE_SCALE,
+    Setting,
+    clipped_keys,
+    sequence_rejection,
+    setting_of,
+    token_log_ratio,
+    unmeasured_parts,
+    unmeasured_sd,
+)
+
+Level = Literal["low", "moderate", "high"]
+LEVELS: Final[tuple[Level, ...]] = ("low", "moderate", "high")
+
+# A precision that is not at least this much faster than a less risky one is not worth its mismatch: two cards of one
+# kind differ by more than that (2-6%, from elsewhere).
+LEAST_GAIN: Final = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class RiskBudget:
+    """The limits of a low and of a moderate mismatch (any other is high), and the highest level a plan may accept.
+
+    Limits hold against the unfavourable end of the 90% band. Their sources: prime-rl's bar for merging a new model is a
+    KL of 0.015. verl's docs call 0.001 to 0.03 typical (and 1.0 broken), and ask for an ESS of 0.5 or more (they warn
+    below 0.3). `low_kl` stands for "no worse than good BF16 MoE runs". The clip limits are this project's choice: at
+    these shares token TIS gives up little.
+
+    max_sequence_rejection: up to this share of dropped sequences, a sequence-level MIS is called usable
+    """
+
+    low_kl: float = 1e-2
+    low_clip: float = 1e-3
+    low_ess: float = 0.9
+    moderate_kl: float = 3e-2
+    moderate_clip: float = 1e-2
+    moderate_ess: float = 0.5
+    max_sequence_rejection: float = 0.2
+    accept: Level = "moderate"
+
+    def __post_init__(self) -> None:
+        if self.accept not in LEVELS:
+            raise ConfigError(f"RiskBudget.accept is {self.accept!r}; allowed: {', '.join(LEVELS)}")
+        for limit in (f.name for f in fields(self) if f.name != "accept"):
+            value = getattr(self, limit)
+            if not is_number(value) or value < 0:
+                raise ConfigError(f"RiskBudget.{limit} is {value!r}; allowed: a finite number of at least 0")
+            object.__setattr__(self, limit, float(value))  # JSON knows no numpy number
+
+    def accepts(self, level: Level) -> bool:
+        return LEVELS.index(level) <= LEVELS.index(self.accept)
+
+    def level(self, kl_high: float, clip_high: float, ess_low: float) -> Level:
+        if kl_high <= self.low_kl and clip_high <= self.low_clip and ess_low >= self.low_ess:
+            return "low"
+        within = kl_high <= self.moderate_kl and clip_high <= self.moderate_clip and ess_low >= self.moderate_ess
+        return "moderate" if within else "high"
+
 
 __all__ = [
     "LEVELS",

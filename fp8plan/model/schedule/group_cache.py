@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from fp8plan.model.cost.base import IntArray
-from fp8plan.model.kv_cache.specs import Spec
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.memory.kv_specs import Spec
 from fp8plan.model.schedule.group_pool import NEVER, GroupPool
 from fp8plan.model.schedule.groups import skipped_tokens
 

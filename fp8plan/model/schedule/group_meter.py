@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from fp8plan.model.kv_cache.specs import Spec
+from fp8plan.model.memory.kv_specs import Spec
 
 
 class WindowMeter:

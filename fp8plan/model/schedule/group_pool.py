@@ -6,8 +6,8 @@ are freed first, even if the request then cannot be served; then all groups toge
 
 from __future__ import annotations
 
-from fp8plan.model.kv_cache.specs import Spec
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.memory.kv_specs import Spec
 from fp8plan.model.schedule.groups import admission_cap, skipped_tokens
 
 NEVER = 2**62  # blocks that no pool has

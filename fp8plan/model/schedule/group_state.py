@@ -13,8 +13,8 @@ from heapq import heappop, heappush
 
 from fp8plan.errors import CapacityError
 from fp8plan.model.cost.base import IntArray
-from fp8plan.model.kv_cache.specs import Spec
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.memory.kv_specs import Spec
 from fp8plan.model.schedule.group_meter import WindowMeter
 from fp8plan.model.schedule.group_pool import GroupPool
 from fp8plan.model.schedule.groups import next_change, pairs_read, tokens_read

@@ -13,8 +13,8 @@ scheduling one more that is still in flight. The mode "all", a state for every b
 from __future__ import annotations
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.kv_cache.specs import Spec, blocks_of_window
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.memory.kv_specs import Spec, blocks_of_window
 
 
 def check_groups(groups: tuple[Spec, ...], limits: EngineLimits) -> None:

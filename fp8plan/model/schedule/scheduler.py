@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from fp8plan.errors import CapacityError
 from fp8plan.model.architecture.linear import CacheKind
 from fp8plan.model.cost.base import FloatArray, IntArray
-from fp8plan.model.kv_cache.specs import Spec
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.memory.kv_specs import Spec
 from fp8plan.model.schedule.group_cache import CachingGroupPool
 from fp8plan.model.schedule.group_pool import GroupPool
 from fp8plan.model.schedule.group_state import GroupState

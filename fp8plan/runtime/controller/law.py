@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from fp8plan.runtime.mismatch.histogram import FloatArray
+from fp8plan.runtime.mismatch.sums import FloatArray
 
 if TYPE_CHECKING:
     from fp8plan.runtime.mismatch.metrics import Mismatch

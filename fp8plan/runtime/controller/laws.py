@@ -16,41 +16,277 @@ C does not change this step's mismatch, which comes from outside with drifts, st
 close, so none of them integrates. Figures that are not numbers move nothing. Alarms (robust KL, raw ESS, chi2, tails, a
 mean ratio that is not 1) go into the log beside every decision. What thresholds cannot do escalates: first to a
 recalibration of the KV scales, then to the guard's step down (`engine.apply(step.verdict, step.decided.escalate)`).
+
+Thresholds that tighten when the KL rises, and relax when it falls.
+
+`reach` is how far the thresholds are from 1, as a share of where they begin: log C = reach x log C0, and both ends of a
+band likewise. So one law serves C = 2, a band of [0.5, 5] and a geometric band of [0.999, 1.001]. With KL for the
+smoothed robust k3 per token, the law is
+
+    reach = (target_kl / KL) ^ gain     within [narrowest, 1]; 1 up to the target
+
+The log ratios of tokens spread as sqrt(KL), so a gain of 0.5 would cut where it always did, in standard deviations.
+
+Three things bound this map: a dead band, a slew limit (fast to tighten, slow to relax), and the limits. At most
+`max_clipped` of the weight is cut away and at least `min_kept` of the tokens stay, in this very batch and at the level
+at which the thresholds apply. Tightening stops short of the limits. If a batch passes them all the same, a band widens
+at once, just far enough to keep `min_kept` and never beyond where it began. If even the initial band keeps less, band
+and C stay where they are: otherwise they would be widest where the mismatch is worst.
+
+When the limits stand in the way of a KL above its target, or the thresholds are as tight as they get, the decision says
+AT_BOUND. After `patience` such steps in a row it also says what to do instead (Escalation).
+
+A tighter C trades variance for bias, which large batches do not average out. In RL runs under a mismatch that lasts it
+cost reward, which is why the law is not the default: docs/evidence/thresholds.md and benchmarks/control/table.md.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from fp8plan.runtime.controller.adaptive import AdaptiveThresholds
-from fp8plan.runtime.controller.alarms import (
-    AlarmLimits,
-    alarms,
-    check_limits,
-    no_data,
-    observed,
-    predicted_kl,
-    usable,
-)
+import numpy as np
+
+from fp8plan.checks import is_number, whole
+from fp8plan.errors import ConfigError
+from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.runtime.controller.least_error import LeastErrorThresholds
 from fp8plan.runtime.controller.noise import noise_scale
 from fp8plan.runtime.controller.state import (
+    AdaptiveState,
     Alarm,
+    AlarmLimits,
     ControllerState,
     Decided,
     Decision,
     Escalation,
     Update,
+    alarms,
+    beginning,
+    check_limits,
     escalation,
+    no_data,
+    observed,
+    predicted_kl,
     resumed,
     strain,
+    usable,
 )
 from fp8plan.runtime.correction.settings import Thresholds
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
-    from fp8plan.runtime.mismatch.metrics import Mismatch
+    from fp8plan.runtime.mismatch.metrics import Mismatch, Ratios
+
+LEVELS: Final = ("token", "sequence", "geometric")
+STEPS: Final = 33  # of reach, from the narrowest to 1, among which the limits choose: what one token does is less
+OUTLIERS: Final = 2  # tokens, or sequences, by which tightening stays away from the limits: one of them moves nothing
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveThresholds:
+    """Thresholds that tighten as the observed KL rises above its target.
+
+    The docstring of fp8plan.runtime.controller.laws has the law. KL is the robust k3 in nats per token.
+
+    tis, band:   initial thresholds on pi_train / pi_rollout; None: that one is not controlled. A plan's come first
+    level:       whose ratios they bound: "token", "sequence" or "geometric"; Monitor gives that of its settings
+    target_kl:   KL up to which the thresholds stay where they begin; None: up to thrice what a plan expects, or 0.01
+    gain:        exponent of the law: log thresholds go with KL ^ -gain. At 30 times the target, 0.2 halves them
+    narrowest:   smallest share of their initial log distance from 1
+    max_clipped: share of the weight; tightening stops where it would cut away more (TIS)
+    min_kept:    share of the tokens; tightening stops where the band would keep fewer
+    slew:        (tighten, relax): largest factors by which the log distance changes in one step
+    dead_band:   changes by a smaller factor are not made, unless they lead back to the beginning
+    warm_up:     number of batches that get the initial thresholds
+    patience:    steps at a bound before each escalation
+    limit_kl:    KL above which the KL alarm sounds, unless a plan predicts more
+    limits:      levels of the other alarms
+
+    Raises ConfigError, when made, for values that are out of range.
+    """
+
+    tis: float | None = 2.0
+    band: tuple[float, float] | None = None
+    level: Ratios = "token"
+    target_kl: float | None = None
+    gain: float = 0.2
+    narrowest: float = 0.4
+    max_clipped: float = 0.5
+    min_kept: float = 0.5
+    slew: tuple[float, float] = (2.0, 1.05)
+    dead_band: float = 1.05
+    warm_up: int = 1
+    patience: int = 3
+    limit_kl: float = 0.03
+    limits: AlarmLimits = field(default_factory=AlarmLimits)
+
+    def __post_init__(self) -> None:
+        _check_start(self.tis, self.band)
+        if self.tis is None and self.band is None:
+            raise ConfigError("tis and band are None; allowed: one to control, or ConstantThresholds(None)")
+        check_limits(self.limit_kl, self.limits)
+        for name in ("gain", "narrowest", "max_clipped", "min_kept", "dead_band"):
+            if not is_number(getattr(self, name)):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: a finite number")
+        if not (isinstance(self.slew, (tuple, list)) and len(self.slew) == 2 and all(map(is_number, self.slew))):
+            raise ConfigError(f"slew is {self.slew!r}; allowed: two factors above 1, (tighten, relax)")
+        if self.level not in LEVELS:
+            raise ConfigError(f"level is {self.level!r}; allowed: {', '.join(LEVELS)}")
+        if not self.gain > 0:
+            raise ConfigError(f"gain is {self.gain!r}; allowed: above 0")
+        if self.target_kl is not None and not (is_number(self.target_kl, finite=True) and self.target_kl > 0):
+            raise ConfigError(f"target_kl is {self.target_kl!r}; allowed: a finite number above 0, or None")
+        if not (0 < self.narrowest <= 1 and 0 < self.max_clipped <= 1 and 0 < self.min_kept < 1):
+            raise ConfigError(
+                f"narrowest is {self.narrowest!r}, max_clipped {self.max_clipped!r}, min_kept {self.min_kept!r}; "
+                "allowed: shares above 0, min_kept below 1"
+            )
+        if not (min(self.slew) > 1 and self.dead_band >= 1):
+            raise ConfigError(f"slew is {self.slew!r}, dead_band {self.dead_band!r}; allowed: slew > 1, dead_band >= 1")
+        whole("warm_up", self.warm_up, 0)
+        whole("patience", self.patience)
+
+    def initial(self, plan: Plan | None = None, choice: int | str | None = None) -> AdaptiveState:
+        """The state before the first batch. A plan gives thresholds to start with and the expected KL.
+
+        choice: the plan's choice that runs; None: the one it chose
+
+        Raises ConfigError for a plan with thresholds that cannot tighten, or without such a choice.
+        """
+        tis, band = beginning(plan, self.level, self.tis, self.band)
+        _check_start(tis, band)
+        predicted = predicted_kl(plan, choice)
+        return AdaptiveState(
+            tis=tis, band=band, start_tis=tis, start_band=band,
+            target_kl=self.target_kl or predicted or RiskBudget().low_kl, limit_kl=max(self.limit_kl, predicted),
+        )  # fmt: skip
+
+    def resume(self, saved: ControllerState, fresh: AdaptiveState) -> AdaptiveState:
+        """A saved state with the beginning, the target and the bounds of `fresh`, which `initial` gave just now.
+
+        From the state of another law it takes only the KL, and begins with the initial thresholds.
+
+        Raises ConfigError if it controls other thresholds than these settings.
+        """
+        state = resumed(saved, fresh)
+        reach = saved.reach if isinstance(saved, AdaptiveState) else 1.0
+        return _at(state, min(max(reach, self.narrowest), 1.0))
+
+    def update(self, state: AdaptiveState, mismatch: Mismatch) -> Update:
+        """Thresholds for this very batch, the next state, and the decision with its reason."""
+        if not usable(mismatch):
+            return Thresholds(state.tis, state.band), state, no_data(mismatch, self.limits)
+        seen = observed(state, mismatch)
+        found = alarms(mismatch, seen.kl or 0.0, seen.limit_kl, self.limits)
+        if seen.steps <= self.warm_up:
+            reason = f"step {seen.steps} of {self.warm_up} with the initial thresholds"
+            return Thresholds(seen.tis, seen.band), seen, Decided(Decision.WARM_UP, reason, found)
+        now, wanted = seen.reach, self._wanted(seen, seen.kl or 0.0)
+        floor, why = self._least_reach(seen, mismatch, self._spared(mismatch))
+        free = self._slewed(now, max(wanted, min(floor, now)))
+        least, _ = self._least_reach(replace(seen, start_tis=None), mismatch)  # of the band, which loses tokens
+        new = _at(seen, max(free, least) if least <= 1.0 else free)
+        passed = self._lost(new, mismatch, 0.0)
+        bound = self._bound(new, mismatch, passed or (why if new.reach > self._slewed(now, wanted) else ""))
+        strained = strain(seen.strained, bool(bound), Alarm.BROKEN in found, self.patience)
+        escalate = escalation(strained, self.patience)
+        decided = Decided(*_said(seen, new, bound), found, escalate)
+        return Thresholds(new.tis, new.band), replace(new, strained=strained), decided
+
+    def _wanted(self, state: AdaptiveState, kl: float) -> float:
+        """The reach that the law gives a KL."""
+        if kl <= state.target_kl:
+            return 1.0
+        return max(float((state.target_kl / kl) ** self.gain), self.narrowest)
+
+    def _slewed(self, now: float, wanted: float) -> float:
+        """The reach after one step from `now` towards `wanted`. It never falls as `wanted` rises."""
+        if wanted < 1.0 and now / self.dead_band <= wanted <= now * self.dead_band:
+            return now
+        return min(max(wanted, now / self.slew[0]), now * self.slew[1])
+
+    def _spared(self, mismatch: Mismatch) -> float:
+        """The share by which tightening stays away from the limits: OUTLIERS, or half the way in a small batch."""
+        few = OUTLIERS * mismatch.unit(self.level) / mismatch.tokens
+        return min(few, (1 - self.min_kept) / 2, self.max_clipped / 2)
+
+    def _least_reach(self, state: AdaptiveState, mismatch: Mismatch, spared: float = 0.0) -> tuple[float, str]:
+        """The smallest reach that keeps the limits in this batch, and the limit that one step tighter would pass.
+
+        spared: share by which it stays away from the limits. The reach is infinite if none keeps them.
+        """
+        reaches = np.geomspace(self.narrowest, 1.0, STEPS)
+
+        def kept(reach: float) -> bool:
+            return not self._lost(_at(state, reach), mismatch, spared)
+
+        least = bisect_left(reaches, True, key=kept)
+        why = self._lost(_at(state, float(reaches[least - 1])), mismatch, spared) if least else ""
+        return float(reaches[least]) if least < STEPS else np.inf, why
+
+    def _lost(self, state: AdaptiveState, mismatch: Mismatch, spared: float) -> str:
+        """The limit that these thresholds pass in this batch, as a sentence; empty if none."""
+        most, least = self.max_clipped - spared, self.min_kept + spared
+        if state.tis is not None and (cut := mismatch.cut_share(state.tis, self.level)) > most:
+            return f"{cut:.1%} of the weight would be cut away, above {most:.1%}"
+        if state.band is not None and (kept := mismatch.kept_fraction(*state.band, self.level)) < least:
+            return f"{kept:.1%} of the tokens would be kept, below {least:.1%}"
+        return ""
+
+    def _bound(self, new: AdaptiveState, mismatch: Mismatch, limit: str) -> str:
+        """The reason why the thresholds do less than the KL asks for; empty if they do enough.
+
+        The KL is the smaller one of this batch's and the smoothed one. limit: what stood in the way of the law.
+        """
+        kl = min(mismatch.k3_robust, new.kl or 0.0)
+        if kl <= new.target_kl:
+            return ""
+        if limit:
+            return limit
+        tightest = new.reach <= self.narrowest * self.dead_band
+        more = (new.target_kl / kl) ** self.gain < self.narrowest
+        return "it is as tight as it gets" if tightest and more else ""
+
+
+def _check_start(tis: float | None, band: tuple[float, float] | None) -> None:
+    """Raise ConfigError for thresholds that cannot tighten: they tighten towards 1, from outside."""
+    Thresholds(tis, band)  # raises ConfigError for what cannot be a threshold
+    if tis is not None and not 1 < tis < np.inf:
+        raise ConfigError(f"tis begins at {tis!r}; allowed: above 1, or ConstantThresholds({tis!r})")
+    if band is not None and not 0 < band[0] < 1 < band[1] < np.inf:
+        raise ConfigError(f"band begins at {band!r}; allowed: around 1, or ConstantThresholds(None, {band!r})")
+
+
+def _at(state: AdaptiveState, reach: float) -> AdaptiveState:
+    """The state with its thresholds at a reach; at 1 they are the initial ones to the last bit."""
+    tis, band = state.start_tis, state.start_band
+    if reach < 1.0:
+        tis = None if tis is None else float(tis**reach)
+        band = None if band is None else (float(band[0] ** reach), float(band[1] ** reach))
+    return replace(state, reach=reach, tis=tis, band=band)
+
+
+def _said(old: AdaptiveState, new: AdaptiveState, bound: str) -> tuple[Decision, str]:
+    """The decision and a sentence with the figures behind it."""
+    kl, target = new.kl or 0.0, new.target_kl
+    relation = f"{kl / target:,.1f} times" if kl > target else "within"
+    fact = f"KL {kl:.2g} is {relation} its target of {target:.2g}"
+    before, after = shown(old), shown(new)
+    what = f"{before} -> {after}" if before != after else f"{after} kept"
+    if bound:
+        return Decision.AT_BOUND, f"{fact}: {what}, and no tighter: {bound}"
+    if old.reach == new.reach:
+        return Decision.HOLD, f"{fact}: {what}"
+    return Decision.TIGHTEN if new.reach < old.reach else Decision.RELAX, f"{fact}: {what}"
+
+
+def shown(state: ControllerState) -> str:
+    """The controlled thresholds as words for a sentence."""
+    tis = [] if state.tis is None else [f"C {state.tis:.4g}"]
+    return " and ".join(tis + ([] if state.band is None else [f"[{state.band[0]:.4g}, {state.band[1]:.4g}]"])) or "none"
+
 
 PATIENCE: Final = 3  # batches that an escalation has to help, before the next one
 

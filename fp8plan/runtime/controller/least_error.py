@@ -65,28 +65,26 @@ import numpy as np
 from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.controller import law
-from fp8plan.runtime.controller.alarms import (
-    AlarmLimits,
-    alarms,
-    beginning,
-    check_limits,
-    honest,
-    no_data,
-    observed,
-    predicted_kl,
-    usable,
-)
 from fp8plan.runtime.controller.noise import measured
 from fp8plan.runtime.controller.state import (
     Alarm,
+    AlarmLimits,
     ControllerState,
     Decided,
     Decision,
     LeastErrorState,
     Update,
+    alarms,
+    beginning,
+    check_limits,
     escalation,
+    honest,
+    no_data,
+    observed,
+    predicted_kl,
     resumed,
     strain,
+    usable,
 )
 from fp8plan.runtime.correction.settings import Thresholds
 

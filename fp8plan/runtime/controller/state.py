@@ -1,17 +1,29 @@
-"""The state, the decisions and the alarms of controllers."""
+"""The state, the decisions and the alarms of controllers.
+
+The smoothed KL and the alarms, which all laws share.
+
+Alarms tell of figures that no threshold repairs, or that stay hidden when only KL is watched. Those of the mismatch
+sound before the thresholds are decided, those of the correction after it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
-from math import inf
-from typing import Any, TypeVar
+from math import inf, isfinite, isnan, sqrt
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from fp8plan.checks import instance, is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.controller.law import GRID
 from fp8plan.runtime.correction.settings import Thresholds
+from fp8plan.runtime.mismatch.metrics import ERRORS
+
+if TYPE_CHECKING:
+    from fp8plan.model.plan.plan import Plan
+    from fp8plan.runtime.correction.correct import Correction
+    from fp8plan.runtime.mismatch.metrics import Mismatch
 
 
 class Decision(StrEnum):
@@ -28,7 +40,7 @@ class Decision(StrEnum):
 class Alarm(StrEnum):
     """A figure that no threshold repairs, or that KL alone does not show. No alarm loosens a threshold.
 
-    fp8plan.runtime.controller.alarms.MEANINGS says what each means, and what to do.
+    fp8plan.runtime.controller.state.MEANINGS says what each means, and what to do.
     """
 
     KL = "kl"
@@ -210,3 +222,207 @@ def resumed(saved: ControllerState, fresh: State) -> State:
                 "allowed: the state of a controller of the same thresholds"
             )
     return replace(fresh, steps=saved.steps, kl=saved.kl, strained=saved.strained)
+
+
+KL_MEMORY: Final = 0.7  # of the last step's smoothed KL: a half-life of two steps
+# Of the expected KL. The theory's own 90% interval ends at 2.4 to 2.9 times, for models like those it was fitted to. Of
+# others, small ones above all, it is wider because less is known, and that should not loosen thresholds.
+MARGIN: Final = 3.0
+KL_LEAP: Final = 100.0  # times the limit, or the KL so far, that a batch may count: no single one rules for long after
+FEW: Final = 16  # tokens or sequences, of fewer of which a mean says nothing
+LOG10: Final = (1.9, 2.8)  # of k1 / k3: log 10 where both sides are logarithms to base 10, 1 where they are natural
+
+
+class Meaning(NamedTuple):
+    """The meaning of an alarm, and the remedy, as clauses of a sentence."""
+
+    says: str
+    remedy: str
+
+
+DOCTOR: Final = "fp8plan.doctor(engine, weights=..., scored=...) tells old weights, temperature and KV scales apart"
+MEANINGS: Final = {
+    Alarm.KL: Meaning("smoothed KL above its limit", DOCTOR),
+    Alarm.BROKEN: Meaning("KL beyond what any correction repairs", f"stop training on these rollouts; {DOCTOR}"),
+    Alarm.RAW_ESS: Meaning("effective sample size of the untruncated weights too low", DOCTOR),
+    Alarm.CHI2: Meaning("variance of the ratios too high", DOCTOR),
+    Alarm.TAIL: Meaning("too many tokens with extreme ratios", DOCTOR),
+    Alarm.UNIT_MEAN: Meaning(
+        "the ratios' mean is not 1: the log-probs are not those of the policy that sampled",
+        "sample with top_p=1, top_k=-1, min_p=0 and no penalties, at the trainer's temperature, with "
+        "logprobs_mode='processed_logprobs'; look for shifted or synthetic tokens, such as an EOS that nobody sampled; "
+        "weights of long sequences miss 1 by noise alone: use level='token'",
+    ),
+    Alarm.UNITS: Meaning(
+        "KL by k1 is 2.3 times that by k3: the log-probs look like logarithms to base 10",
+        "give natural logarithms on both sides: x * 2.302585",
+    ),
+    Alarm.IDENTICAL: Meaning(
+        "both sides are the same numbers to the last bit",
+        "give the engine's log-probs as rollout_logprobs, and the trainer's own as train_logprobs; with kernels that "
+        "agree to the last bit (batch-invariant ones in both) this is as it should be",
+    ),
+    Alarm.PLACEHOLDERS: Meaning(
+        "one side has log-probs of exactly 0.0 where the other is not sure: they were filled in, not computed",
+        "mask tokens that nobody sampled or scored: padding, a tool's output, an EOS that was appended, log-probs that "
+        "were missing; a cut (top_p, top_k, min_p) that kept one token gives 0.0, too",
+    ),
+    Alarm.INVALID: Meaning(
+        "too many log-probs are NaN or infinite, as those of broken logits are",
+        "look for NaN in the engine's logits (weights, KV scales) and in the trainer's; step down if FP8 makes them",
+    ),
+    Alarm.LOST: Meaning(
+        "the correction takes most of the weight away, so that little of the batch trains",
+        "use level='token', whose weights do not shrink with the length, or wider thresholds, or shorter responses",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AlarmLimits:
+    """Levels at which the alarms sound.
+
+    broken_kl:  verl's open proposal of a KL sentinel trips above 1.0 (verl#7519); of this batch, and smoothed
+    raw_ess:    verl's documentation warns below 0.3
+    chi2:       the mean of ratio^2, less 1: the same level as raw_ess where the ratios' mean is 1
+    tail_bound: a ratio above it, or below its inverse, is in the tail
+    tail:       share of tokens there
+    mean:       by how much the mean of the ratios may differ from 1, beyond five of its standard errors. Sampling with
+                top-p or a temperature that the log-probs do not know shows here, and so does a wrong log-prob
+    placeholders: share of the tokens to which one side gives exactly 0.0, and the other a probability below 0.9
+    invalid:    share of the tokens that came in whose log-prob is NaN or infinite
+    lost:       share of the batch's weight that the correction takes away, `Correction.lost_weight`
+    identical:  tokens from which on a batch without any mismatch is no chance; inf for kernels that agree to the bit
+
+    Raises ConfigError for what is no number, or at which no alarm can ever sound. tail, placeholders, invalid and lost
+    are shares; 1 switches the alarm off, as inf does for the others but tail_bound, and 0 for raw_ess.
+    """
+
+    broken_kl: float = 1.0
+    raw_ess: float = 0.3
+    chi2: float = 7 / 3
+    tail_bound: float = 10.0
+    tail: float = 0.01
+    mean: float = 0.05
+    placeholders: float = 0.001
+    invalid: float = 0.001
+    lost: float = 0.5
+    identical: float = 16.0
+
+    def __post_init__(self) -> None:
+        above = {"broken_kl": 0.0, "chi2": 0.0, "mean": 0.0, "tail_bound": 1.0, "identical": 0.0}
+        for name in self.__slots__:
+            value, least = getattr(self, name), above.get(name)
+            fine = is_number(value, finite=least is None) and (value > least if least is not None else 0 <= value <= 1)
+            if not fine:
+                allowed = "a share, from 0 to 1" if least is None else f"a number above {least:g}"
+                raise ConfigError(f"AlarmLimits: {name} is {value!r}; allowed: {allowed}")
+
+
+def check_limits(limit_kl: Any, limits: Any) -> None:
+    """Raise ConfigError for a KL limit or levels that would switch the alarms off unnoticed. limit_kl may be inf."""
+    if not (is_number(limit_kl, finite=False) and limit_kl > 0):
+        raise ConfigError(f"limit_kl is {limit_kl!r}; allowed: nats per token, above 0, such as 0.03; inf for no limit")
+    instance("limits", limits, AlarmLimits, "AlarmLimits()")
+
+
+def alarms(mismatch: Mismatch, kl: float, limit_kl: float, limits: AlarmLimits) -> tuple[Alarm, ...]:
+    """The alarms that sound for this batch, in the order of Alarm. kl: smoothed robust k3."""
+    bound = limits.tail_bound
+    sounding = {
+        Alarm.KL: kl > limit_kl,
+        Alarm.BROKEN: min(kl, mismatch.k3_robust) > limits.broken_kl,
+        Alarm.RAW_ESS: mismatch.ess_raw < limits.raw_ess,
+        Alarm.CHI2: mismatch.chi2_token > limits.chi2,
+        Alarm.TAIL: 1.0 - mismatch.kept_fraction(1.0 / bound, bound) > limits.tail,
+        Alarm.UNIT_MEAN: not honest(mismatch, limits),
+        Alarm.UNITS: honest(mismatch, limits) and _base_ten(mismatch),
+        Alarm.IDENTICAL: mismatch.tokens >= limits.identical and mismatch.k1 == mismatch.k3 == 0.0,
+        Alarm.PLACEHOLDERS: mismatch.placeholder_share > limits.placeholders,
+        Alarm.INVALID: mismatch.invalid_share > limits.invalid,
+    }
+    return tuple(alarm for alarm, on in sounding.items() if on)
+
+
+def no_data(mismatch: Mismatch, limits: AlarmLimits) -> Decided:
+    """The decision on a batch whose figures no threshold can follow."""
+    if mismatch.tokens:
+        reason = "a figure is not a number"
+    elif mismatch.invalid:
+        reason = f"no valid token: the log-probs of all {mismatch.invalid:,} are NaN or infinite"
+    else:
+        reason = "no token: the mask is empty"
+    alarm = (Alarm.INVALID,) if mismatch.invalid_share > limits.invalid else ()
+    return Decided(Decision.NO_DATA, reason, alarm)
+
+
+def of_correction(correction: Correction, limits: AlarmLimits) -> tuple[Alarm, ...]:
+    """The alarms that sound for what the correction did, with the sums of all ranks."""
+    sequences = correction.sums.get("raw_sequences")
+    sounding = {
+        Alarm.UNIT_MEAN: correction.settings.level == "sequence"
+        and sequences is not None
+        and sequences.count >= FEW
+        and not _is_one(sequences.mean, sequences.std(1) / sqrt(sequences.count), limits),
+        Alarm.LOST: correction.lost_weight > limits.lost,
+    }
+    return tuple(alarm for alarm, on in sounding.items() if on)
+
+
+def honest(mismatch: Mismatch, limits: AlarmLimits) -> bool:
+    """Return True if the mean of the ratios is 1 within its error, as it is for the policy that really sampled.
+
+    The mean and its error are of ratios within e^+-20, as ess_raw and chi2_token are: a single token of any ratio is
+    never more than its own error.
+    """
+    return _is_one(mismatch.mean_ratio, mismatch.mean_ratio_error, limits)
+
+
+def _is_one(mean: float, error: float, limits: AlarmLimits) -> bool:
+    return abs(mean - 1.0) <= limits.mean + ERRORS * error
+
+
+def _base_ten(mismatch: Mismatch) -> bool:
+    """Return True if k1 is about log 10 times k3.
+
+    Both have the same expectation, KL(rollout || train), as the mean of the ratios is 1. To base 10 every log ratio d
+    shrinks to d / log 10: k1 by log 10 and k3, which goes with d^2 where d is small, by log^2 10.
+    """
+    low, high = LOG10
+    certain = mismatch.k1 - mismatch.k3 > ERRORS * mismatch.mean_ratio_error
+    return certain and low * mismatch.k3 < mismatch.k1 < high * mismatch.k3
+
+
+def usable(mismatch: Mismatch) -> bool:
+    """Return True if there is a valid token and the deciding figures are numbers. One token can make k3 infinite."""
+    figures = (mismatch.k1, mismatch.k3, mismatch.k3_robust, mismatch.ess_raw, mismatch.chi2_token)
+    if not mismatch.tokens or any(value is None or isnan(value) for value in figures):
+        return False
+    return isfinite(mismatch.k3_robust) and isfinite(mismatch.kept_fraction(0.0, 1.0))
+
+
+def observed(state: State, mismatch: Mismatch) -> State:
+    """The state with this batch in its KL, thresholds unmoved."""
+    counts = min(mismatch.k3_robust, KL_LEAP * max(state.limit_kl, state.kl or 0.0))
+    kl = counts if state.kl is None else KL_MEMORY * state.kl + (1 - KL_MEMORY) * counts
+    return replace(state, steps=state.steps + 1, kl=kl)
+
+
+def predicted_kl(plan: Plan | None, choice: int | str | None = None) -> float:
+    """The KL up to which a plan's `choice` (None: the one it chose) does as expected; 0 if it predicts none.
+
+    The upper end of the 90% interval, and no more than MARGIN times the expected KL.
+    """
+    found = None if plan is None else plan.select(choice)
+    if found is None or not found.kl_k3_high or found.kl_k3 is None:
+        return 0.0
+    return min(found.kl_k3_high, MARGIN * found.kl_k3)
+
+
+def beginning(
+    plan: Plan | None, level: str, tis: float | None, band: tuple[float, float] | None
+) -> tuple[float | None, tuple[float, float] | None]:
+    """The initial (tis, band) of what is controlled: the plan's, if it has them, else those given."""
+    planned = {} if plan is None else plan.thresholds
+    tis = None if tis is None else planned.get(f"{level}_tis", tis)
+    return tis, None if band is None else tuple(planned.get(f"{level}_mis", band))

@@ -21,18 +21,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.correction.rejection import rejected
 from fp8plan.runtime.correction.settings import CorrectionSettings, Rejection, Thresholds
 from fp8plan.runtime.correction.verl import effective, is_metrics, rs_metrics
-from fp8plan.runtime.correction.weights import normalised, weighted
-from fp8plan.runtime.mismatch.moments import Moments, Sums, reduced
-from fp8plan.runtime.mismatch.segments import lost
-from fp8plan.runtime.mismatch.tokens import one_thread
+from fp8plan.runtime.correction.weights import normalised, rejected, weighted
+from fp8plan.runtime.mismatch.measure import lost, one_thread
+from fp8plan.runtime.mismatch.sums import Moments, Sums, reduced
 
 if TYPE_CHECKING:
     import torch
 
-    from fp8plan.runtime.mismatch.tokens import Array, Tokens
+    from fp8plan.runtime.mismatch.measure import Array, Tokens
 
 __all__ = ["Correction", "CorrectionSettings", "Rejection", "Thresholds", "correct"]
 

@@ -31,7 +31,6 @@ from typing import Any, Final, cast
 
 from fp8plan.checks import with_nearest
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.correction.rejection import RULE_SUMS
 from fp8plan.runtime.correction.settings import (
     REJECTIONS,
     CorrectionSettings,
@@ -41,8 +40,8 @@ from fp8plan.runtime.correction.settings import (
     Rejection,
     Thresholds,
 )
-from fp8plan.runtime.correction.weights import TINY
-from fp8plan.runtime.mismatch.moments import Moments
+from fp8plan.runtime.correction.weights import RULE_SUMS, TINY
+from fp8plan.runtime.mismatch.sums import Moments
 
 # The fields of verl 0.9.1's RolloutCorrectionConfig, their defaults, and what each may be.
 _NUMBERS: Final = (str, int, float)

@@ -1,33 +1,286 @@
-"""All checks, in the order of the report."""
+"""All checks, in the order of the report.
+
+Checks of what an engine was made of: precision, kernels, scales of weights and KV cache, routers, graphs, memory.
+
+Checks of what a run logged: its KL, the tokens behind it, and the alarms that its Monitor sounded.
+
+The last step decides. A figure that it lacks, or that is no number, is never fine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import isclose, isfinite
 from typing import Final
 
-from fp8plan.runtime.doctor import log_checks, settings_checks, weights_checks
-from fp8plan.runtime.doctor.finding import Finding
-from fp8plan.runtime.doctor.observed import Observed
+from fp8plan.errors import ConfigError
+from fp8plan.model.hardware import find_gpu
+from fp8plan.model.precision import E4M3_MAX, PRESETS
+from fp8plan.model.risk.expected import RiskBudget
+from fp8plan.runtime.controller.state import MEANINGS, Alarm, AlarmLimits, Meaning
+from fp8plan.runtime.doctor import weights_checks
+from fp8plan.runtime.doctor.observed import Finding, Logged, Observed, fault, ok, unknown, warning
+from fp8plan.runtime.guard.causes import MANY_PREEMPTIONS
+from fp8plan.runtime.guard.observation import fallback
+from fp8plan.runtime.mismatch.attribution import sentence
+from fp8plan.schemas import K3
+
+RECALIBRATE: Final = (
+    """engine.recalibrate_kv(); vllm serve: --weight-transfer-config '{"backend": "fp8plan"}', which measures them; """
+    "elsewhere: --kv-cache-dtype auto"
+)
+# How far the largest of a few prompts may be above what scales hold, which were measured on others.
+MOST_CLIP: Final = 1.25
+REPLAY: Final = (
+    "--enable-return-routed-experts, or LLM(enable_return_routed_experts=True), and replay them in the trainer (verl: "
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay=True and "
+    "actor_rollout_ref.actor.megatron.router_replay.mode=R3; NeMo RL: policy.router_replay.enabled=true); else keep "
+    "token-level TIS or MIS, and watch the KL"
+)
+NOTHING: Final = "nothing tells"
+
+
+def precision(seen: Observed) -> Finding:
+    """The precision that runs is the one that was planned."""
+    layers: list[str] = list(seen.facts.get("layers", ()))
+    linears = sorted({kind.partition(" / ")[2] for kind in layers if "Linear" in kind})
+    cache = seen.facts.get("kv_cache_dtype")
+    parts = [f"linears {', '.join(linears)}"] * bool(linears) + [f"KV cache {cache}"] * bool(cache)
+    if not parts and seen.runs is None:
+        return unknown("precision", seen.unseen.get("ranks", NOTHING))
+    says = ": ".join(filter(None, [seen.runs, ", ".join(parts)]))
+    planned = None if seen.precision is None else PRESETS[seen.precision]
+    if planned is None or planned.name == seen.runs:
+        return ok("precision", says)
+    if seen.runs is None and not layers and seen.fp8_kv == (planned.kv == "fp8"):
+        return ok("precision", f"{says}; weights are not told")
+    todo = "start the engine as planned: RolloutEngine.from_plan(plan), or the flags of: fp8plan emit PLAN.json vllm"
+    return fault("precision", "wrong_precision", f"{says}; planned: {planned.name}", todo)
+
+
+def kernels(seen: Observed) -> Finding:
+    """The kernels are those that the profile was measured with."""
+    if seen.kernels is None:
+        return unknown("kernels", seen.unseen.get("kernels", seen.unseen.get("ranks", NOTHING)))
+    says = ", ".join(f"{kernel} {name}" for kernel, name in seen.kernels.items()) or "none that vLLM names"
+    measured = seen.measured_kernels
+    if measured is None:
+        return ok("kernels", f"{says} (not compared: {seen.unseen.get('measured_kernels', 'no profile')})")
+    told = [text for kernel, name in seen.kernels.items() if (text := fallback(kernel, measured.get(kernel), name))]
+    if not told:
+        return ok("kernels", says)
+    first, _, todo = told[0].partition(": ")
+    return fault("kernels", "wrong_kernel", "; ".join([first, *told[1:]]), todo)
+
+
+def e8m0(seen: Observed) -> Finding:
+    """Scales of FP8 weights are FP32, not powers of two, where the GPU does not ask for those."""
+    if "e8m0" not in seen.facts:
+        return unknown("e8m0", seen.unseen.get("ranks", NOTHING))
+    if seen.facts["e8m0"] is None:
+        return ok("e8m0", "no blockwise FP8 weights")
+    if not seen.facts["e8m0"]:
+        return ok("e8m0", "scales are FP32")
+    try:
+        wanted = seen.gpu is not None and find_gpu(seen.gpu).e8m0_scales
+    except ConfigError:
+        wanted = False
+    if wanted:
+        return ok("e8m0", f"scales are powers of two, as {seen.gpu} multiplies them")
+    return fault(
+        "e8m0",
+        "e8m0_on",
+        "DeepGEMM's scales are powers of two (E8M0): weights are rounded twice, to 3.7% RMS error instead of 2.6%",
+        "export VLLM_USE_DEEP_GEMM_E8M0=0, before vLLM is imported",
+    )
+
+
+def router(seen: Observed) -> Finding:
+    """Routers of experts are not quantised."""
+    routers = seen.facts.get("routers")
+    if routers is None:
+        return unknown("router", seen.unseen.get("ranks", NOTHING))
+    if not routers:
+        return ok("router", "no router")
+    says = ", ".join(f"{count} in {dtype}" for dtype, count in routers.items())
+    if not any(dtype.startswith(("float8", "int", "uint")) for dtype in routers):
+        return ok("router", says)
+    todo = """quantization_config={"ignore": ["re:.*mlp\\\\.gate$"]} (fp8plan emit PLAN.json vllm has the whole list)"""
+    return fault("router", "router_quantised", f"{says}: quantised routers pick other experts than the trainer's", todo)
+
+
+def routing(seen: Observed) -> Finding:
+    """The trainer can replay the routes of experts with FP8 weights (R3, "rollout routing replay")."""
+    experts, told = seen.facts.get("experts"), "routed_experts" in seen.facts
+    weights = seen.weights_format
+    if experts is None or (experts and not (told and weights is not None)):
+        return unknown("routing", seen.unseen.get("ranks", NOTHING))
+    if not experts:
+        return ok("routing", "no experts")
+    if seen.facts["routed_experts"]:
+        return ok("routing", "the routes of experts are returned; the trainer must replay them")
+    if not weights:
+        return ok("routing", "the routes of experts are not returned; weights are not quantised")
+    says = (
+        f"weights are {weights}, and the routes of experts are not returned, so a trainer picks its own. One router in "
+        "ten picked others, for 94% of tokens one in some layer, and replay halved the KL (Qwen3-30B-A3B, arXiv "
+        "2510.11370); FP8's rounding adds to it"
+    )
+    return warning("routing", "router_replay_off", says, REPLAY)
+
+
+def cuda_graphs(seen: Observed) -> Finding:
+    """Decode steps run in CUDA graphs."""
+    if "cudagraph_mode" not in seen.facts and "enforce_eager" not in seen.facts:
+        return unknown("cuda_graphs", seen.unseen.get("ranks", NOTHING))
+    mode, eager = seen.facts.get("cudagraph_mode"), seen.facts.get("enforce_eager")
+    if seen.cpu:
+        return ok("cuda_graphs", "none on a CPU")
+    if eager or mode == "NONE":
+        why = "enforce_eager is set" if eager else "cudagraph_mode is NONE"
+        cost = "each decode step pays its launches: the tail of a rollout runs at the host's speed"
+        todo = "leave enforce_eager and cudagraph_mode unset"
+        return fault("cuda_graphs", "graphs_off", f"off: {why}; {cost}", todo)
+    if mode == "PIECEWISE":
+        says = "PIECEWISE: attention is launched outside of them; profiles were measured with FULL_AND_PIECEWISE"
+        return fault("cuda_graphs", "graphs_piecewise", says, "leave cudagraph_mode unset")
+    return ok("cuda_graphs", str(mode) if mode else "on")
+
+
+def kv_scales(seen: Observed) -> Finding:
+    """Scales of an FP8 KV cache are measured, the same on device and host, and clip nothing."""
+    if seen.fp8_kv is None:
+        return unknown("kv_scales", seen.unseen.get("ranks", NOTHING))
+    if not seen.fp8_kv:
+        return ok("kv_scales", "the KV cache is not FP8")
+    if not seen.kv_scales:
+        return unknown("kv_scales", seen.unseen.get("kv_scales", NOTHING))
+    parts = {layer: (scales["k"], scales["v"]) for layer, scales in seen.kv_scales.items()}
+    if all(pair == (1.0, 1.0) for pair in parts.values()):
+        says = f"1.0 in all {len(parts)} layers: |K| and |V| above {E4M3_MAX:.0f} are clipped, and nobody measured them"
+        return fault("kv_scales", "kv_scales_unit", says, RECALIBRATE)
+    torn = [layer for layer, found in seen.kv_scales.items() if any(_torn(found, part) for part in "kv")]
+    if torn:
+        says = f"the host's copy is another than the device's in {_some(torn)}: what reads it uses old scales"
+        return fault("kv_scales", "kv_scales_torn", says, RECALIBRATE)
+    amax = {layer: most[1:] for layer, most in (seen.kv_amax or {}).items() if layer in parts}
+    clips = {layer: max(most / scale for most, scale in zip(amax[layer], parts[layer], strict=True)) for layer in amax}
+    if wrong := {layer: most for layer, most in clips.items() if most > MOST_CLIP * E4M3_MAX}:
+        worst = max(wrong, key=wrong.__getitem__)
+        says = f"{_some(list(wrong))} clip: {worst} has seen {wrong[worst] / E4M3_MAX:.2f} times what its scale holds"
+        return fault("kv_scales", "kv_scales_clip", says, RECALIBRATE)
+    every = [scale for pair in parts.values() for scale in pair]
+    room = f", with room for {E4M3_MAX / max(clips.values()):.2f} times what was seen" if any(clips.values()) else ""
+    return ok("kv_scales", f"{min(every):.3g} to {max(every):.3g} in {len(parts)} layers{room}")
+
+
+def preemption(seen: Observed) -> Finding:
+    """Requests are seldom preempted."""
+    if seen.preemptions == 0 and seen.requests is None:
+        return ok("preemption", f"none since {seen.since}")
+    if seen.preemptions and seen.requests is None:
+        return unknown("preemption", f"{seen.preemptions:,} since {seen.since}; in how many requests is not told")
+    if seen.preemptions is None or not seen.requests:
+        return unknown("preemption", seen.unseen.get("preemptions", f"no request has finished since {seen.since}"))
+    says = f"{seen.preemptions:,} in {seen.requests:,} requests since {seen.since}"
+    if seen.preemptions <= MANY_PREEMPTIONS * seen.requests:
+        return ok("preemption", says)
+    larger = "VLLM_CPU_KVCACHE_SPACE" if seen.cpu else "gpu_memory_utilization or tensor_parallel_size"
+    todo = f"raise {larger}, lower max_num_seqs, or plan an FP8 KV cache (fp8plan plan ... --workload)"
+    return fault("preemption", "preemption_storm", f"{says}: each computes its request's tokens again", todo)
+
+
+def _torn(scales: Mapping[str, float], part: str) -> bool:
+    """Tell whether host and device have different scales; the device's are float32, the host's are not."""
+    host = scales.get(f"{part}_host")
+    return host is not None and not isclose(host, scales[part], rel_tol=1e-6)
+
+
+def _some(names: list[str]) -> str:
+    """The first names of a list, and how many there are."""
+    return f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''} ({len(names)})"
+
+
+# k3 per token between trainer and FP8 rollout, where the run has no limit of its own: the risk budget's limit of high
+# risk.
+MOST_K3: Final = RiskBudget().moderate_kl
+MOST_INVALID: Final = AlarmLimits().invalid  # share of a step's tokens without a finite log-prob
+RECENT: Final = 10  # steps: an alarm that sounded in one of the last is a fault, an earlier one a warning
+UNKNOWN_ALARM: Final = Meaning("not known to this fp8plan", "pip install --upgrade fp8plan")
+FIND: Final = (
+    "doctor(engine, weights=..., scored=...) in the trainer's process says whether it is weights or temperature"
+)
+
+
+def mismatch(seen: Observed) -> Finding:
+    """The KL between trainer and rollout, as the run logged it, is a number within its limit."""
+    log = seen.log
+    if log is None:
+        return unknown("mismatch", seen.unseen.get("log", "only a run's log tells; type: fp8plan doctor run.jsonl"))
+    if log.invalid and log.invalid > MOST_INVALID * (log.invalid + (log.tokens or 0)):
+        says = f"invalid log-probs: {_invalid(log)}"
+        return fault("mismatch", "invalid_logprobs", says, MEANINGS[Alarm.INVALID].remedy)
+    if log.tokens == 0:
+        return unknown("mismatch", f"step {log.step} has no valid token")
+    if log.k3 is None or log.k3_step is None:
+        return unknown("mismatch", f"no step logs {K3}")
+    if not isfinite(log.k3):
+        says = f"k3 of step {log.k3_step} is no finite number: log-probs are NaN, infinite, or of other tokens"
+        return fault("mismatch", "invalid_logprobs", says, MEANINGS[Alarm.INVALID].remedy)
+    limit = MOST_K3 if log.limit is None or not isfinite(log.limit) else log.limit
+    says = f"k3 {log.k3:.1e} per token, limit {limit:.1e}"
+    if causes := sentence(log.causes):
+        says += f"; {causes}"
+    if log.k3 > limit:
+        return fault("mismatch", "mismatch_high", says, FIND)
+    if log.k3_step != log.step:
+        return unknown("mismatch", f"step {log.step} logs none; in step {log.k3_step}, the last that does: {says}")
+    return ok("mismatch", f"{says}; {_invalid(log)}" if log.invalid else says)
+
+
+def alarms(seen: Observed) -> list[Finding]:
+    """One finding for each alarm that sounded in the run: a fault if it was lately, else a warning."""
+    if seen.log is None or seen.log.steps is None:
+        return []
+    log, steps = seen.log, seen.log.steps
+    recent = steps[-RECENT:]
+    findings: list[Finding] = []
+    for name, sounded in log.alarms.items():
+        meaning, remedy = MEANINGS[Alarm(name)] if name in {*Alarm} else UNKNOWN_ALARM
+        lately = [step for step in sounded if step >= recent[0]]
+        if lately:
+            often = f", and in {len(lately)} of the last {len(recent)} steps" if len(lately) > 1 else ""
+            findings.append(fault("alarm", f"alarm_{name}", f"{name} in step {lately[-1]}{often}: {meaning}", remedy))
+        else:
+            says = f"{name} in {len(sounded)} of {len(steps)} steps, last in step {sounded[-1]}: {meaning}"
+            findings.append(warning("alarm", f"alarm_{name}", says, remedy))
+    return findings or [ok("alarm", f"none in {len(steps)} steps")]
+
+
+def _invalid(log: Logged) -> str:
+    every = (log.invalid or 0) + (log.tokens or 0)
+    return f"{log.invalid:,.0f} of {every:,.0f} tokens of step {log.step} have none that is finite"
+
 
 CHECKS: Final[tuple[Callable[[Observed], Finding], ...]] = (
-    settings_checks.precision,
-    settings_checks.kernels,
-    settings_checks.e8m0,
-    settings_checks.router,
-    settings_checks.routing,
-    settings_checks.kv_scales,
-    settings_checks.cuda_graphs,
-    settings_checks.preemption,
+    precision,
+    kernels,
+    e8m0,
+    router,
+    routing,
+    kv_scales,
+    cuda_graphs,
+    preemption,
     weights_checks.version,
     weights_checks.weights,
     weights_checks.sync,
     weights_checks.decode,
     weights_checks.prefix_cache,
     weights_checks.temperature,
-    log_checks.mismatch,
+    mismatch,
 )
 
 
 def findings(seen: Observed) -> list[Finding]:
     """One finding of each check, and of each alarm that a run's log has."""
-    return [*(check(seen) for check in CHECKS), *log_checks.alarms(seen)]
+    return [*(check(seen) for check in CHECKS), *alarms(seen)]

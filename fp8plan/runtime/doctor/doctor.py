@@ -15,9 +15,8 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import precision as find_precision
 from fp8plan.runtime.doctor.checks import findings
-from fp8plan.runtime.doctor.finding import Finding, State
 from fp8plan.runtime.doctor.observe import Given, observe_engine, observe_llm
-from fp8plan.runtime.doctor.observed import Observed
+from fp8plan.runtime.doctor.observed import Finding, Observed, State
 from fp8plan.runtime.doctor.over_http.client import TIMEOUT_S, Server
 from fp8plan.runtime.weight_sync.state import Call, Scored
 

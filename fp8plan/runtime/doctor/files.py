@@ -15,7 +15,7 @@ from fp8plan.importers.figures import figures
 from fp8plan.jsonl import plain, read
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import PRESETS
-from fp8plan.model.recorded import NO_ROLLOUT
+from fp8plan.model.validate.records import NO_ROLLOUT
 from fp8plan.runtime.doctor.observe import Given, Notes, measured_kernels
 from fp8plan.runtime.doctor.observed import Logged, Observed
 from fp8plan.schemas import K3, KL_LIMIT, RunRecord, check_version, checked

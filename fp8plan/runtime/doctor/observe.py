@@ -11,12 +11,12 @@ from fp8plan.errors import Fp8PlanError
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.profile.library import load_profile
-from fp8plan.runtime.doctor import asking
+from fp8plan.runtime.doctor import ask as asking
+from fp8plan.runtime.doctor.ask import Ask, asking_llm, counts_of
 from fp8plan.runtime.doctor.observed import Observed
 from fp8plan.runtime.doctor.over_http.client import CannotLook
-from fp8plan.runtime.doctor.sources import Ask, asking_llm, counts_of
-from fp8plan.runtime.engine.tokens import refuse_tokens
-from fp8plan.runtime.guard.kernels import kernel_names
+from fp8plan.runtime.engine.options import refuse_tokens
+from fp8plan.runtime.guard.observation import kernel_names
 from fp8plan.runtime.weight_sync.state import Call, Scored, SyncSettings, SyncState, rpc
 from fp8plan.runtime.worker.facts import preset_of
 

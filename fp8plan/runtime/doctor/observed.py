@@ -1,9 +1,13 @@
-"""All that the checks look at, as plain data. What could not be seen is None, and `unseen` says why."""
+"""All that the checks look at, as plain data. What could not be seen is None, and `unseen` says why.
+
+The finding of one check.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from fp8plan.model.precision import PRESETS
@@ -154,3 +158,52 @@ class Observed:
     @property
     def cpu(self) -> bool:
         return self.gpu == "cpu" or self.facts.get("device") == "cpu"
+
+
+class State(StrEnum):
+    """The outcome of a check. WARNING: a risk, which need not be a fault. UNKNOWN: what it needs could not be seen."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAULT = "fault"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One check's finding.
+
+    check: its name
+    state: what it came to
+    fault: name of the fault, or of what is warned of, such as "kv_scales_unit"; None without one
+    says:  what really runs, with the evidence; for UNKNOWN why it could not be seen
+    todo:  what to type to mend it, or to see it
+    """
+
+    check: str
+    state: State
+    says: str
+    fault: str | None = None
+    todo: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self) | {"state": self.state.value}
+
+
+def ok(check: str, says: str) -> Finding:
+    return Finding(check, State.OK, says)
+
+
+def fault(check: str, name: str, says: str, todo: str) -> Finding:
+    return Finding(check, State.FAULT, says, name, todo)
+
+
+def warning(check: str, name: str, says: str, todo: str) -> Finding:
+    return Finding(check, State.WARNING, says, name, todo)
+
+
+def unknown(check: str, why: str) -> Finding:
+    """Nothing is known. why: "the reason; type: what to type to see it", or the reason alone"""
+    says, _, todo = why.partition("; type: ")
+    return Finding(check, State.UNKNOWN, says, None, todo or None)

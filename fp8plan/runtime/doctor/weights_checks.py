@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Final
 
-from fp8plan.runtime.doctor.finding import Finding, fault, ok, unknown
-from fp8plan.runtime.doctor.observed import Observed, RankWeights
+from fp8plan.runtime.doctor.observed import Finding, Observed, RankWeights, fault, ok, unknown
 
 # k3 per token. Two ways through one engine show what kernels that add in another order leave, 0.0001 to 0.003; a broken
 # way shows 0.1 and more.

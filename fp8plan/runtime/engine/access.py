@@ -1,12 +1,22 @@
-"""Access to an engine: for rollouts, or for one procedure that changes it, and for neither while it sleeps."""
+"""Access to an engine: for rollouts, or for one procedure that changes it, and for neither while it sleeps.
+
+Preparation of a started engine: nothing is compiled and no garbage collected during a rollout.
+"""
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
+from itertools import count
+from pathlib import Path
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
+from fp8plan.model.cost.gemm import rows_of_every_kernel
+from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.weight_sync.state import SyncState
 
 TAGS: Final = ("weights", "kv_cache")  # of vLLM's sleep
@@ -114,3 +124,99 @@ def refuse_asleep(state: SyncState, kv_amax: Any, scored: Any) -> None:
         raise SyncError(
             f"the engine sleeps ({', '.join(sorted(state.asleep))}); call wake_up{instead}. Nothing was sent"
         )
+
+
+# Token counts by the nearest of which vLLM picks the tiles of its MoE kernel (vllm/model_executor/layers/fused_moe).
+MOE_TILES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
+
+BASE = 32  # of the digits with which a prompt begins: some vocabularies are small
+
+# With async scheduling vLLM frees the last blocks a moment after the last token is out.
+RESET_TRIES, RESET_WAIT_S = 50, 0.1
+
+
+def freeze_garbage() -> None:
+    """Spare Python's garbage collector the objects that stay, as vLLM does in its server, engine and worker processes.
+
+    It does not in the process that holds an `LLM`, where each full collection stops the front end for 0.35 to 0.6 s,
+    about every 20,000 to 60,000 tokens (measured: steps/ of the H200's profile). Long tails hide that; when a large
+    batch ends all at once the last tokens wait for it, 0.1 to 0.9 s.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def deep_gemm_rows(setup: EngineSetup, most: int) -> list[int]:
+    """Return numbers of tokens, up to `most`, that together need every DeepGEMM kernel of a model.
+
+    None without blockwise FP8 weights. None either for a model whose matrices fp8plan does not know: its kernels are
+    compiled when a rollout meets them.
+    """
+    if setup.precision.weights != "fp8_block":
+        return []
+    try:
+        linears = setup.shape.linears(setup.limits.tensor_parallel_size)
+    except ConfigError:
+        return []
+    return rows_of_every_kernel([(x.n, x.k) for x in linears if x.quantised], most, setup.gpu.sm_count)
+
+
+def warm_up_batches(setup: EngineSetup, max_model_len: int) -> list[list[list[int]]]:
+    """Return batches of prompts that, run one after the other, meet every kernel of a step.
+
+    A batch has as many tokens as a step may have: MOE_TILES, odd and even, and `deep_gemm_rows`. It is one prompt
+    where that leaves room for a response. Else one token comes before: an engine in a process of its own is busy with
+    that while the other prompts arrive, and then has them in one step, as a rule. An engine in the caller's process
+    has all in one step; a kernel is seldom for one number of tokens alone.
+
+    Requests reach the engine one by one, so the first step of a rollout holds any number of tokens: a rollout as
+    warm-up does not meet the kernels of every one. Each prompt begins as no other does, or the prefix cache would have
+    all but its end.
+    """
+    longest, limits = max_model_len - 1, setup.limits
+    steps = {tokens + odd for tokens in MOE_TILES for odd in (0, 1)}
+    steps |= set(deep_gemm_rows(setup, limits.max_num_batched_tokens))
+    batches = [_split(tokens, longest) for tokens in sorted(steps) if tokens <= limits.max_num_batched_tokens]
+    number = count()
+    return [[_prompt(next(number), x) for x in lengths] for lengths in batches if len(lengths) <= limits.max_num_seqs]
+
+
+def _split(tokens: int, longest: int) -> list[int]:
+    """The lengths of a batch's prompts, none above `longest`."""
+    if tokens <= longest:
+        return [tokens]
+    whole, rest = divmod(tokens, longest)
+    return [1, *[longest] * whole, *[rest] * (rest > 0)]
+
+
+def _prompt(number: int, length: int) -> list[int]:
+    """A prompt of small tokens that begins with the number's digits."""
+    digits = [number // BASE**2, number // BASE % BASE, number % BASE]
+    return (digits + digits[-1:] * length)[:length]
+
+
+def until_reset() -> Iterator[float]:
+    """Yield seconds to wait before each further try to empty the prefix cache. Raises SyncError after the last."""
+    for _ in range(RESET_TRIES):
+        yield RESET_WAIT_S
+    raise SyncError(f"vLLM did not empty its prefix cache within {RESET_TRIES * RESET_WAIT_S:.0f} s")
+
+
+def compiled_files() -> int:
+    """Count the entries in the caches of Triton, DeepGEMM and FlashInfer's own DeepGEMM. What a rollout adds was
+    compiled in it.
+
+    Each cache has a folder for every kernel. What is in those is not counted, as that takes tens of milliseconds.
+    """
+    home = Path.home()
+    vllm = Path(os.environ.get("VLLM_CACHE_ROOT", home / ".cache" / "vllm"))
+    flashinfer = Path(os.environ.get("TRTLLM_DG_CACHE_DIR", home / ".tensorrt_llm"))
+    triton = Path(os.environ.get("TRITON_CACHE_DIR", home / ".triton" / "cache"))
+    folders = [vllm / "deep_gemm" / "cache", flashinfer / "cache", triton]
+    return sum(_entries(str(folder), os.stat(folder).st_mtime_ns) for folder in folders if folder.is_dir())
+
+
+@lru_cache(maxsize=16)
+def _entries(folder: str, changed: int) -> int:
+    """Count a folder's entries. changed: its modification time; the folder is read again only when that changes."""
+    return len(os.listdir(folder))

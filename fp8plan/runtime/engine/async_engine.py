@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from uuid import uuid4
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.engine.access import generating, refuse_shut_down
+from fp8plan.runtime.engine.access import freeze_garbage, generating, refuse_shut_down, until_reset
 from fp8plan.runtime.engine.base import EngineBase, requests
 from fp8plan.runtime.engine.launch import Launch, launch
-from fp8plan.runtime.engine.options import arguments_of
-from fp8plan.runtime.engine.tokens import refuse_prompts
-from fp8plan.runtime.engine.warm_up import freeze_garbage, until_reset
-from fp8plan.runtime.engine.watched import LAST_WORDS_S, PATIENCE_S, started_apart
+from fp8plan.runtime.engine.options import arguments_of, refuse_prompts
 from fp8plan.runtime.guard.fallback import Action, GuardSettings
+from fp8plan.runtime.interrupts import LAST_WORDS_S, PATIENCE_S, started_apart
 from fp8plan.runtime.weight_sync.state import Call, Scored, SyncReport, SyncSettings, rpc
 
 if TYPE_CHECKING:

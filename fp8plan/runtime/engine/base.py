@@ -23,14 +23,13 @@ from fp8plan.runtime.engine.access import (
     refuse_asleep,
     refuse_dead,
     refuse_shut_down,
+    warm_up_batches,
 )
 from fp8plan.runtime.engine.launch import Launch
-from fp8plan.runtime.engine.tokens import is_text
-from fp8plan.runtime.engine.warm_up import warm_up_batches
+from fp8plan.runtime.engine.options import is_text
 from fp8plan.runtime.guard.fallback import Action, GuardSettings, stepped_down
 from fp8plan.runtime.guard.guard import Guard, Verdict, answer
 from fp8plan.runtime.guard.observation import EngineFacts, facts_of
-from fp8plan.runtime.weight_sync.announce import plain
 from fp8plan.runtime.weight_sync.kv_calibration import (
     CALIBRATION_SEQUENCES,
     CALIBRATION_TOKENS,
@@ -42,7 +41,7 @@ from fp8plan.runtime.weight_sync.kv_calibration import (
 from fp8plan.runtime.weight_sync.kv_scales import PARTS, Scales
 from fp8plan.runtime.weight_sync.manifest import stored_wide
 from fp8plan.runtime.weight_sync.nccl import Rendezvous
-from fp8plan.runtime.weight_sync.procedure import clean, replace_weights
+from fp8plan.runtime.weight_sync.procedure import clean, plain, replace_weights
 from fp8plan.runtime.weight_sync.state import Call, Procedure, Scored, SyncReport, SyncSettings, SyncState, rpc
 
 

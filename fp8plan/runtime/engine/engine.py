@@ -19,16 +19,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fp8plan.errors import ConfigError, NotServingError
-from fp8plan.runtime.engine.access import generating, refuse_shut_down
+from fp8plan.runtime.engine.access import freeze_garbage, generating, refuse_shut_down, until_reset
 from fp8plan.runtime.engine.base import EngineBase, requests
-from fp8plan.runtime.engine.interrupts import Held, let_in, released
+from fp8plan.runtime.engine.judge import Judge
 from fp8plan.runtime.engine.launch import Launch, launch
-from fp8plan.runtime.engine.options import arguments_of
-from fp8plan.runtime.engine.rollout_timer import Judge
-from fp8plan.runtime.engine.tokens import refuse_prompts
-from fp8plan.runtime.engine.warm_up import freeze_garbage, until_reset
-from fp8plan.runtime.engine.watched import started_apart, watched
+from fp8plan.runtime.engine.options import arguments_of, refuse_prompts
 from fp8plan.runtime.guard.fallback import Action, GuardSettings
+from fp8plan.runtime.interrupts import Held, let_in, released, started_apart, watched
 from fp8plan.runtime.weight_sync.state import Call, Procedure, Scored, SyncReport, SyncSettings, driven, rpc
 
 if TYPE_CHECKING:

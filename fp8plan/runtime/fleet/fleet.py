@@ -22,14 +22,11 @@ from fp8plan.errors import ConfigError, NotServingError, SyncError
 from fp8plan.runtime.engine.access import alone, generating, refuse_dead, refuse_shut_down
 from fp8plan.runtime.engine.base import EngineBase
 from fp8plan.runtime.engine.launch import Launch, launch
-from fp8plan.runtime.engine.options import arguments_of
-from fp8plan.runtime.engine.tokens import refuse_prompts
-from fp8plan.runtime.fleet.calls import Calls
-from fp8plan.runtime.fleet.members import Members, Terms
-from fp8plan.runtime.fleet.memory import FleetGuard
+from fp8plan.runtime.engine.options import arguments_of, refuse_prompts
+from fp8plan.runtime.fleet.members import Calls, Members, Terms
+from fp8plan.runtime.fleet.placement import FleetGuard
 from fp8plan.runtime.fleet.report import Finished, Routing
-from fp8plan.runtime.fleet.requests import Requests
-from fp8plan.runtime.fleet.rollouts import Rollouts
+from fp8plan.runtime.fleet.rollouts import Requests, Rollouts
 from fp8plan.runtime.fleet.routing import mean_response
 from fp8plan.runtime.fleet.sync import Kept
 from fp8plan.runtime.guard.fallback import Action, GuardSettings

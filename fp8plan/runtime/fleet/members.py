@@ -1,20 +1,96 @@
-"""The actors of a fleet: which of them live, what they answer, and what the others died of."""
+"""The actors of a fleet: which of them live, what they answer, and what the others died of.
+
+One replica of a fleet: a RolloutEngine in the process of a Ray actor. The fleet's calls are its methods.
+
+The way of a procedure's Calls to replicas, and of their answers back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from textwrap import shorten
 from typing import Any, Literal, NamedTuple
 
 from fp8plan.errors import LostEngineError, NotServingError
+from fp8plan.runtime.engine.engine import RolloutEngine
+from fp8plan.runtime.engine.judge import Judged
 from fp8plan.runtime.engine.launch import Launch
 from fp8plan.runtime.fleet.placement import await_places, place, placed, ray
-from fp8plan.runtime.fleet.replica import Replica
-from fp8plan.runtime.guard.fallback import GuardSettings
+from fp8plan.runtime.fleet.sync import STREAMED, Packed, addressed, merged, packed, unpacked
+from fp8plan.runtime.guard.fallback import Action, GuardSettings, GuardState
 from fp8plan.runtime.monitor.sinks import warn
-from fp8plan.runtime.weight_sync.state import SyncSettings
+from fp8plan.runtime.weight_sync.state import Call, SyncSettings
+from fp8plan.runtime.weight_sync.stream import Channel
+
+
+class Replica:
+    """The engine of one replica. The fleet has the state of its weights; the engine's own never changes.
+
+    Made in two steps, as what is raised in an actor's __init__ reaches nobody with its type.
+    """
+
+    def __init__(self, launched: Launch, settings: SyncSettings) -> None:
+        self._launch, self._settings = launched, settings
+        self._channel: Channel | None = None
+
+    def start(self, mode: Literal["inprocess", "multiprocess"], guard: GuardSettings | None) -> tuple[int, int]:
+        """Start vLLM. Returns the longest request and the vocabulary, in tokens. Raises as RolloutEngine does."""
+        self._engine = RolloutEngine(self._launch, self._settings, mode, guard)
+        return self._engine.sizes()
+
+    def answer(self, call: Call) -> Any:
+        """Do what a Call asks for."""
+        self._close()
+        found = self._engine.answer(call)
+        if call == COMMIT:  # a sync ends what a broken-off generate has left
+            self._engine.state.refusal = None
+        return found
+
+    def load(self, method: str, numbers: Sequence[int], parts: Sequence[Packed]) -> Any:
+        """Hand a chunk of tensors to a worker's method."""
+        if self._channel is None:
+            self._channel = Channel(self._engine.state.staged_on, self._settings.chunk_bytes)
+        found = self._engine.answer(Call("rpc", self._channel.message(method, numbers, unpacked(parts))))
+        self._channel.close()  # all workers have it open
+        return found
+
+    def generate(self, prompts: Any, sampling_params: Any, more: dict[str, Any]) -> tuple[list[Any], float]:
+        """Return the RequestOutputs, and the seconds that they took."""
+        begun = time.perf_counter()
+        outputs = self._engine.generate(prompts, sampling_params, **more)
+        return outputs, time.perf_counter() - begun
+
+    def judgement(self) -> Judged:
+        """Wait for the guard's verdict on the last rollout."""
+        return Judged(self._engine.observation, self._engine.verdict, self._engine.guard_off)
+
+    def report_kl(self, kl_k3: float) -> None:
+        """Tell the guard the KL of the last rollout."""
+        self._engine.report_kl(kl_k3)
+
+    def remember(self, rung: Action) -> None:
+        """Tell the guard the deepest rung that the fleet has taken."""
+        guard = self._engine.guard
+        if guard is not None and guard.state.rung != rung:
+            guard.state = GuardState(rung=rung)
+
+    def stop(self) -> None:
+        """Shut vLLM down: its own processes would outlive this one's."""
+        self._close()
+        self._engine.shutdown()
+
+    def _close(self) -> None:
+        """Let go of the memory that the chunks of a sync went through."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+
+COMMIT = Call("rpc", ("fp8plan_commit", ()))
+
 
 LOOK_S = 10.0  # between two looks whether those that start have places
 STOP_S = 30.0  # that a replica may take to shut vLLM down
@@ -196,3 +272,75 @@ def _short(error: Exception) -> str:
     """Return the first and the last line of what Ray says of a death, which is a page."""
     lines = [line.strip(" .:") for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return shorten(". ".join(dict.fromkeys((lines[0], lines[-1]))), MOST_WORDS)
+
+
+Answers = list[dict[str, Any]]
+
+
+class Calls:
+    """The answerer of one procedure's Calls.
+
+    numbers: replicas that are asked; None: all that live
+    keep:    keep the chunks of tensors that pass in the object store
+
+    While replicas load a chunk of tensors, the next is being packed: a chunk's answers are those of the one before.
+    """
+
+    def __init__(self, members: Members, numbers: Sequence[int] | None = None, keep: bool = False) -> None:
+        self._members, self._numbers, self._keep = members, numbers, keep
+        self._under_way: tuple[Call, dict[int, Any]] | None = None
+        self.chunks: list[tuple[Sequence[int], Any]] = []
+        self.number = -1  # of the manifest of the sync that has begun
+
+    def answer(self, call: Call) -> Any:
+        """Ask the replicas, and return their answer as one. Raises NotServingError if none is left."""
+        method = call.arguments[0] if call.what == "rpc" else None
+        if method in STREAMED:
+            return self._streamed(*call.arguments)
+        if method == "fp8plan_abort":
+            with suppress(Exception):  # whatever became of the chunk, who lives must close its sync
+                self._landed()
+        else:
+            late = self._landed()
+            if any("error" in answer for answer in late):
+                return late
+        if method == "fp8plan_begin":
+            self.number, self.chunks = call.arguments[1][0], []
+        asked = self._asked()
+        workers = self._members.terms.workers
+        parts = {number: (addressed(call, at, len(asked), workers),) for at, number in enumerate(asked)}
+        return self._collected(call, self._members.submit("answer", parts))
+
+    def _streamed(self, method: str, arguments: tuple[Sequence[int], Sequence[Any]]) -> Answers:
+        """Send a chunk, and return the answers to the one before."""
+        numbers, tensors = arguments
+        reference = self._members.put(packed(tensors))
+        if self._keep:
+            self.chunks.append((numbers, reference))
+        late = self._landed()
+        sent = self._members.submit("load", dict.fromkeys(self._asked(), (method, numbers, reference)))
+        self._under_way = Call("rpc", (method, ())), sent
+        return late
+
+    def _landed(self) -> Answers:
+        """Return the answers to the chunk that is under way."""
+        if self._under_way is None:
+            return []
+        call, references = self._under_way
+        self._under_way = None
+        found: Answers = self._collected(call, references)
+        return found
+
+    def _asked(self) -> list[int]:
+        return sorted(self._members.living if self._numbers is None else self._numbers)
+
+    def _collected(self, call: Call, references: Mapping[int, Any]) -> Any:
+        answers = {}
+        for number, answer in self._members.collect(references).items():
+            if call.what == "rpc" and (lost := [text["error"] for text in answer if text.get("lost")]):
+                self._members.lose(number, lost[0])
+            else:
+                answers[number] = answer
+        if not answers:
+            raise NotServingError(f"no replica is left ({self._members.obituary()}); the next sync_weights starts all")
+        return merged(call, answers)

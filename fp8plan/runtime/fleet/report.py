@@ -13,12 +13,11 @@ from fp8plan.model.hardware import find_gpu
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.rollout import rollout, schedules
 from fp8plan.runtime.fleet.routing import Split, consecutive, largest
-from fp8plan.runtime.guard.observation import EngineFacts, Observation
-from fp8plan.runtime.guard.prediction import with_blocks
+from fp8plan.runtime.guard.observation import EngineFacts, Observation, with_blocks
 from fp8plan.runtime.mismatch.sampling import Sampling
 
 if TYPE_CHECKING:
-    from fp8plan.runtime.engine.rollout_timer import Judged
+    from fp8plan.runtime.engine.judge import Judged
 
 
 @dataclass(frozen=True, slots=True)

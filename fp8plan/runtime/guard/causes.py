@@ -16,16 +16,14 @@ from typing import Final, NamedTuple
 
 from fp8plan.errors import CapacityError
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.plan.speedup import speed_up, timed
-from fp8plan.model.plan.time_reasons import seconds
+from fp8plan.model.plan.choice import speed_up, timed
+from fp8plan.model.plan.explain import seconds
 from fp8plan.model.profile.profile import Profile
-from fp8plan.model.risk.budget import LEAST_GAIN
+from fp8plan.model.risk.expected import LEAST_GAIN
+from fp8plan.model.rollout import Simulated
 from fp8plan.model.setup import EngineSetup
-from fp8plan.model.simulate import Simulated
 from fp8plan.runtime.guard.fallback import GuardSettings
-from fp8plan.runtime.guard.kernels import fallback
-from fp8plan.runtime.guard.observation import EngineFacts, Observation
-from fp8plan.runtime.guard.prediction import Prediction, again, with_blocks
+from fp8plan.runtime.guard.observation import EngineFacts, Observation, Prediction, again, fallback, with_blocks
 
 # Preemptions per response that no error of the predicted schedule explains.
 MANY_PREEMPTIONS: Final = 0.05

@@ -10,7 +10,7 @@ from typing import Any, Final
 from fp8plan.errors import ConfigError
 from fp8plan.model.precision import PRESETS, Precision
 from fp8plan.model.precision import precision as find_precision
-from fp8plan.model.risk.budget import RiskBudget
+from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.runtime.controller.state import Escalation
 
 

@@ -49,8 +49,7 @@ from fp8plan.runtime.guard.fallback import (
     ladder,
     stepped_down,
 )
-from fp8plan.runtime.guard.observation import EngineFacts, Observation
-from fp8plan.runtime.guard.prediction import Prediction, predict
+from fp8plan.runtime.guard.observation import EngineFacts, Observation, Prediction, predict
 
 
 @dataclass(frozen=True, slots=True)

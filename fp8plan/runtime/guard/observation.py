@@ -1,26 +1,82 @@
-"""The guard's knowledge of an engine, and of one of its rollouts."""
+"""The guard's knowledge of an engine, and of one of its rollouts.
+
+Comparison of the kernels that an engine runs with those that its profile was measured with.
+
+The prediction for the very work that ran: its lengths, in the pool that was measured, under the limits the engine
+really has.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from fp8plan.errors import ConfigError
+from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.precision import Precision
+from fp8plan.model.precision import PRESETS, Precision
 from fp8plan.model.precision import precision as find_precision
+from fp8plan.model.profile.profile import Profile
+from fp8plan.model.rollout import Rollout, Simulated, simulate, step_batch
+from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import MOST_TOKENS, Batch
-from fp8plan.runtime.guard.kernels import kernel_names
 from fp8plan.runtime.mismatch.sampling import Sampling
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
+
+# Kernels as profiles call them -> vLLM's names of the same, in its log (FLASH_ATTN) or of the class that runs it
+# (FlashAttentionImpl), as a pattern. It does not name its BF16 GEMM.
+SAME: Final = {
+    "flash_attn": "(?i)^flash_?att",
+    "flash_attn_2": "(?i)^flash_?att",
+    "flash_attn_3": "(?i)^flash_?att",
+    "flashinfer": "(?i)^flashinfer",
+    "flashinfer_trtllm": "(?i)^flashinfer",
+    "cpu_attn": "(?i)^cpu_?att",
+    "deep_gemm": "(?i)deep_?gemm",
+    "flashinfer_deep_gemm": "(?i)flashinfer.*deep_?gemm",
+    "triton": "(?i)triton",
+}
+
+WAY_BACK: Final = {
+    "gemm": "leave linear_backend, VLLM_DISABLED_KERNELS, VLLM_USE_DEEP_GEMM and VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER "
+    "unset, and install flashinfer as this vLLM demands it",
+    "attention": "leave attention_backend unset",
+    "moe": "leave VLLM_USE_DEEP_GEMM unset, and moe_backend as a plan has it",
+}
+
+KNOWN_FOR: Final = {
+    "(?i)marlin": ", which unpacks FP8 weights and multiplies in BF16",
+    "(?i)triton": ", which is portable and seldom tuned for a shape",
+}
+
+
+def kernel_names(facts: Mapping[str, Any], preset: Precision) -> dict[str, str]:
+    """Name the kernels of a worker's facts as profiles name them: kernel -> its implementation."""
+    attention = facts.get("attention")
+    found = {f"attention.{preset.kv}": attention} if attention else {}
+    return found | {f"{part}.{preset.gemm_dtype}": name for part, name in facts["kernels"].items()}
+
+
+def fallback(kernel: str, measured: str | None, runs: str) -> str | None:
+    """Say that `runs` is not the measured kernel, and what to do about it; None if it is, or if nobody can say.
+
+    kernel:   as profiles name it, e.g. "gemm.fp8_block"
+    measured: its implementation, as the profile calls it; None: not measured
+    runs:     its implementation, as vLLM calls it in its log, or the class of it
+    """
+    if measured not in SAME or re.search(SAME[measured], runs):
+        return None
+    note = next((text for pattern, text in KNOWN_FOR.items() if re.search(pattern, runs)), "")
+    way = WAY_BACK.get(kernel.partition(".")[0], "the engine's log says why it was selected")
+    return f"{kernel} runs on {runs}{note}; the profile was measured with {measured}: {way}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,3 +242,90 @@ def _check_number(name: str, value: Any, above_zero: bool, optional: bool) -> No
     if not fine or (above_zero and value <= 0):
         hint = "; a nan comes from log-probs that hold nan or inf" if name == "kl_k3" else ""
         raise ConfigError(f"{name} is {value!r}; allowed: a finite number{' above 0' if above_zero else ''}{hint}")
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The cost model's prediction for the work that ran. Speeds are in response tokens per second, low and high a 90%
+    interval.
+
+    setup:   the engine that ran, in the pool that it had
+    ran:     the whole prediction for it
+    instead: preset name -> rollout of the same work in a precision with less FP8, in the pool which that one gets; left
+             out where it does not fit
+    """
+
+    setup: EngineSetup
+    ran: Simulated
+    instead: dict[str, Rollout]
+
+    @property
+    def rollout(self) -> Rollout:
+        """The predicted rollout: its makespan, preemptions, parts and tail."""
+        return self.ran.rollout
+
+    @property
+    def makespan_s(self) -> float:
+        return self.rollout.makespan_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.rollout.output_tokens_per_s
+
+    @property
+    def low_tokens_per_s(self) -> float:
+        return self.rollout.output_tokens / self.rollout.makespan_high_s
+
+    @property
+    def high_tokens_per_s(self) -> float:
+        return self.rollout.output_tokens / self.rollout.makespan_low_s
+
+    @property
+    def mean_batch(self) -> float:
+        """Responses that decode together, averaged over the steps."""
+        return self.rollout.output_tokens / self.rollout.num_steps / len(self.ran.schedules)
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """The KV pool that the prediction is made for, in tokens."""
+        return self.ran.memory.kv_cache_tokens
+
+    def longest_step_s(self) -> float:
+        """The longest predicted step, in seconds."""
+        return max(float(self.ran.model.seconds(step_batch(plan)).max()) for plan in self.ran.schedules)
+
+
+def predict(facts: EngineFacts, observation: Observation, profile: Profile) -> Prediction:
+    """Predict what ran, and the same work with less FP8. Raises as the parts of the cost model do."""
+    pool, setup = observation.kv_cache_tokens, facts.setup
+    if pool is not None:  # less vLLM's null block
+        setup = with_blocks(setup, setup.blocks_in(pool) - 1)
+    ran = again(setup, observation, profile)
+    instead = {}
+    for preset in fallbacks(facts.setup.precision):
+        try:
+            other = again(replace(facts.setup, precision=preset), observation, profile, ran.schedules)
+        except CapacityError:
+            continue
+        instead[preset.name] = other.rollout
+    return Prediction(setup, ran, instead)
+
+
+def again(
+    setup: EngineSetup, observation: Observation, profile: Profile, known: Sequence[Schedule] | None = None
+) -> Simulated:
+    """Predict the observed work on an engine. known: schedules of the same work, to be taken over where they hold"""
+    if reason := setup.gpu.why_not(setup.precision):
+        raise ConfigError(f"{setup.precision.name} cannot be predicted on {setup.gpu.name}: {reason}")
+    return simulate(setup.holding(observation.batch.longest), observation.batch, profile, known=known)
+
+
+def with_blocks(setup: EngineSetup, blocks: int) -> EngineSetup:
+    """The same engine with a pool of so many blocks that the scheduler can use."""
+    return replace(setup, limits=replace(setup.limits, num_gpu_blocks=blocks))
+
+
+def fallbacks(preset: Precision) -> list[Precision]:
+    """The presets with a BF16 KV cache that have less FP8 than `preset`, fewest steps down first."""
+    less = [p for p in PRESETS.values() if p != preset and p.kv == "bf16" and p.weights in ("bf16", preset.weights)]
+    return sorted(less if preset.uses_fp8 else [], key=lambda p: p.weights != preset.weights)

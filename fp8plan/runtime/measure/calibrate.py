@@ -2,6 +2,8 @@
 
 Each measurement is a process of its own, which goes on where it was when it is started again: a kill loses the point
 or the rollout in flight, and nothing else. FOLDER/kernels and FOLDER/steps hold what model.calibrate.profile_of reads.
+
+Messages of a measurement to whoever waits for it.
 """
 
 from __future__ import annotations
@@ -10,9 +12,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.model.architecture import ModelShape
@@ -20,7 +25,12 @@ from fp8plan.model.hardware import Gpu
 from fp8plan.model.memory import memory_plan
 from fp8plan.model.precision import Precision, precision
 from fp8plan.model.setup import default_limits
-from fp8plan.runtime.measure.notes import note
+
+
+def note(text: str) -> None:
+    """Print a line on stderr with the time of day, past a progress bar where there is one."""
+    tqdm.write(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr)
+
 
 PACKAGE = __spec__.parent
 KERNELS = ("gemm", "attention", "moe", "elementwise", "power")
@@ -51,7 +61,7 @@ def _only(name: str, card: Gpu, grid: str) -> list[str]:
     """The option --only with the kernels of BF16, if the card has no FP8; else nothing."""
     if card.has_fp8:
         return []
-    kernels = {point.kernel for point in import_module(f"{PACKAGE}.grids.{name}").points(grid)}
+    kernels = {point.kernel for point in import_module(f"{PACKAGE}.kernels.{name}").points(grid)}
     return ["--only", *sorted(x for x in kernels if "fp8" not in x and x != "quantise")]
 
 

@@ -19,9 +19,8 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.mismatch import histogram
-from fp8plan.runtime.mismatch.histogram import BINS, FloatArray
-from fp8plan.runtime.mismatch.ranks import all_reduced, raise_first, several
+from fp8plan.runtime.mismatch import sums as histogram
+from fp8plan.runtime.mismatch.sums import BINS, FloatArray, all_reduced, raise_first, several
 
 QUANTILES: Final = (0.001, 0.01, 0.5, 0.99, 0.999)
 TAILS: Final = (2.0, 5.0, 10.0, 100.0)

@@ -25,33 +25,30 @@ from fp8plan.checks import instance, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.plan.plan import Plan
-from fp8plan.runtime.controller.alarms import MEANINGS, of_correction
 from fp8plan.runtime.controller.laws import Controller, ControllerState
 from fp8plan.runtime.controller.noise import heard
-from fp8plan.runtime.controller.state import LeastErrorState, Update, expecting
+from fp8plan.runtime.controller.state import MEANINGS, LeastErrorState, Update, expecting, of_correction
 from fp8plan.runtime.correction.correct import Correction, CorrectionSettings, Thresholds, correct
-from fp8plan.runtime.engine.rollout_timer import Judged
+from fp8plan.runtime.engine.judge import Judged
 from fp8plan.runtime.guard.guard import Guard
 from fp8plan.runtime.guard.observation import EngineFacts
 from fp8plan.runtime.mismatch.attribution import Expected, attributed, expected_by
-from fp8plan.runtime.mismatch.measure import measure
+from fp8plan.runtime.mismatch.measure import measure, pack
 from fp8plan.runtime.mismatch.metrics import MismatchSums
-from fp8plan.runtime.mismatch.ranks import gathered, rank
 from fp8plan.runtime.mismatch.sampling import Sampling
-from fp8plan.runtime.mismatch.tokens import pack
+from fp8plan.runtime.mismatch.sums import gathered, rank
 from fp8plan.runtime.monitor import record as run_record
-from fp8plan.runtime.monitor.controller import explained, feasible, sounding, suited
 from fp8plan.runtime.monitor.record import Step
 from fp8plan.runtime.monitor.sinks import Sink, Sinks, warn
-from fp8plan.runtime.monitor.witness import Witness
+from fp8plan.runtime.monitor.witness import Witness, explained, feasible, sounding, suited
 from fp8plan.runtime.probe.results import Probe
 from fp8plan.runtime.vllm_versions import check_torch
 
 if TYPE_CHECKING:
     from fp8plan.runtime.engine.engine import RolloutEngine
     from fp8plan.runtime.fleet.fleet import RolloutFleet
+    from fp8plan.runtime.mismatch.measure import Array
     from fp8plan.runtime.mismatch.metrics import Mismatch
-    from fp8plan.runtime.mismatch.tokens import Array
     from fp8plan.runtime.monitor.record import Rollout
 
 

@@ -25,12 +25,10 @@ from fp8plan.model.precision import PRESETS, Precision
 from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.risk.expected import mismatch_risk
 from fp8plan.model.setup import EngineSetup, default_limits
-from fp8plan.runtime.engine.noise import held_back
+from fp8plan.runtime.engine.launch import held_back
 from fp8plan.runtime.measure.machine import gpu_facts
-from fp8plan.runtime.probe.intervals import Interval, intervals, tokens_needed
-from fp8plan.runtime.probe.prompts import Prompt, token_ids
-from fp8plan.runtime.probe.results import Probe, Probed
-from fp8plan.runtime.probe.sampling import Sampled, SampleSettings, sample
+from fp8plan.runtime.probe.results import Interval, Probe, Probed, intervals, tokens_needed
+from fp8plan.runtime.probe.sampling import Prompt, Sampled, SampleSettings, sample, token_ids
 from fp8plan.runtime.vllm_versions import check_vllm_version
 
 
@@ -115,8 +113,7 @@ def compared(
     """
     import torch
 
-    from fp8plan.runtime.mismatch.measure import measure
-    from fp8plan.runtime.mismatch.tokens import pack
+    from fp8plan.runtime.mismatch.measure import measure, pack
 
     one, other = (torch.cat([torch.as_tensor(row, dtype=torch.float32) for row in side]) for side in (train, rollout))
     tokens = pack(one, other, lengths=[len(row) for row in rollout])

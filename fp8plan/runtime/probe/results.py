@@ -1,18 +1,131 @@
-"""Results of a probe, precision by precision, as Python and as JSON."""
+"""Results of a probe, precision by precision, as Python and as JSON.
+
+Intervals of a mismatch's figures, by resampling prompts.
+
+Tokens of one sequence share its text, and sequences their prompt, so they are not independent samples; prompts are. A
+resample draws as many prompts as there are, with replacement (bootstrap, 5th and 95th percentile). Every figure is made
+of sums over tokens, so a resample is one row of a matrix product of counts and sums. Heavy tails are what it cannot
+see: a token that is rarer than once in the sample is in no resample.
+
+Findings of a probe as rows of the table that fp8plan.model.risk.expected is fitted to.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import csv
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from math import inf, log
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.probe.intervals import Interval
+from fp8plan.model.architecture import ModelShape
+from fp8plan.model.hardware import find_gpu
+from fp8plan.model.precision import precision
+from fp8plan.model.risk.fit import OBSERVATIONS
+from fp8plan.model.risk.theory import has_qkv_bias, setting_of
+from fp8plan.runtime.mismatch.sums import k3
 from fp8plan.runtime.probe.sampling import SampleSettings
 from fp8plan.schemas import VERSIONS
 
 if TYPE_CHECKING:
     from fp8plan.runtime.mismatch.metrics import Mismatch
+
+Array = NDArray[np.float64]
+
+RESAMPLES: Final = 4000
+LEVEL: Final = 0.90
+MAX_EXPONENT: Final = 20.0  # of weights, as everywhere in fp8plan; k3 itself is not clamped
+WANTED: Final = 0.1  # relative half-width that `tokens_needed` is about
+
+# Shares of tokens: name -> (of the log ratio) lowest and highest that count.
+TAILS: Final = {
+    "ratio_above_2": (log(2.0), inf),  # what token TIS at C = 2 cuts
+    "ratio_below_half": (-inf, -log(2.0)),
+}
+
+
+class Interval(NamedTuple):
+    """A figure and its 90% interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def sequence_sums(log_ratios: Sequence[ArrayLike]) -> Array:
+    """Sums over the tokens of each sequence: 1, log ratio, k3, weight, weight^2, then TAILS.
+
+    Shape (sequences, 5 + tails). Tokens that are not finite are left out.
+    """
+    rows = []
+    for values in log_ratios:
+        x = np.asarray(values, np.float64)
+        x = x[np.isfinite(x)]
+        weight = np.exp(np.clip(x, -MAX_EXPONENT, MAX_EXPONENT))
+        tails = [((x > low) & (x < high)).sum() for low, high in TAILS.values()]
+        rows.append([len(x), x.sum(), k3(x).sum(), weight.sum(), (weight**2).sum(), *tails])
+    return np.array(rows, np.float64).reshape(-1, 5 + len(TAILS))
+
+
+def figures(sums: Array) -> dict[str, Any]:
+    """Figures kl_k3, k1, ess_raw and TAILS from sums (..., 5 + tails), each of shape (...)."""
+    tokens, log_ratio, k3, weight, squares = (sums[..., i] for i in range(5))
+    found = {"kl_k3": k3 / tokens, "k1": -log_ratio / tokens, "ess_raw": weight**2 / (tokens * squares)}
+    return found | {name: sums[..., 5 + i] / tokens for i, name in enumerate(TAILS)}
+
+
+def intervals(
+    log_ratios: Sequence[ArrayLike],
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+    prompts: Sequence[Hashable] | None = None,
+) -> dict[str, Interval]:
+    """The figures of some sequences [tokens of each], with their intervals; the same seed gives the same ones.
+
+    prompts: of each sequence; None: all differ
+
+    A share that is 0 in the sample has an upper end of 2.3 / tokens, above which none of so many independent tokens
+    would be found with a probability of less than 10%. Raises ValueError without a token.
+    """
+    sums = _by_prompt(sequence_sums(log_ratios), prompts)
+    sums = sums[sums[:, 0] > 0]
+    if not len(sums):
+        raise ValueError("no tokens with finite log-probs")
+    counts = np.random.default_rng(seed).multinomial(len(sums), np.full(len(sums), 1 / len(sums)), resamples)
+    resampled = figures(counts @ sums)
+    total = sums.sum(0)
+    found = {}
+    for name, value in figures(total).items():
+        low, high = np.quantile(resampled[name], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+        if name in TAILS and value == 0:
+            high = -np.log(1 - LEVEL) / total[0]
+        found[name] = Interval(float(value), float(low), float(high))
+    return found
+
+
+def _by_prompt(sums: Array, prompts: Sequence[Hashable] | None) -> Array:
+    if prompts is None:
+        return sums
+    number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+    found = np.zeros((len(number), sums.shape[1]))
+    np.add.at(found, [number[prompt] for prompt in prompts], sums)
+    return found
+
+
+def tokens_needed(tokens: int, kl: Interval) -> int | None:
+    """The number of tokens of such sequences that would give a relative half-width of WANTED.
+
+    Intervals shrink with the square root of that number. None if the interval says nothing (one prompt, or no mismatch
+    at all).
+    """
+    half = (kl.high - kl.low) / 2
+    return round(tokens * (half / (WANTED * kl.value)) ** 2) if kl.value > 0 and half > 0 else None
+
 
 # Of a Mismatch, what `to_dict` says beside its profile.
 PLAIN = ("k3_robust", "chi2_token", "chi2_seq", "ppl_ratio", "log_ppl_diff", "log_ppl_abs_diff")
@@ -86,3 +199,89 @@ def _plain(mismatch: Mismatch) -> dict[str, Any]:
     named = {name: getattr(mismatch, name) for name in PLAIN}
     named |= {name: {str(key): share for key, share in getattr(mismatch, name).items()} for name in KEYED}
     return named | {"profile": [asdict(span) for span in mismatch.profile]}
+
+
+SOURCE: Final = "fp8plan-probe"  # one key: leave-one-source-out leaves out all that this method measured
+
+
+def columns() -> list[str]:
+    """Columns of the committed table (fp8plan/model/risk/data/README.md explains them)."""
+    with OBSERVATIONS.open(newline="", encoding="utf-8") as file:
+        return next(csv.reader(file))
+
+
+def observations(found: Probe) -> list[dict[str, str]]:
+    """A row for each precision that was measured, with its interval as the range.
+
+    weight: 1 on a GPU; 0, not fitted, on a CPU, whose blockwise FP8 is reference arithmetic and whose FP8 KV cache
+    (vLLM 0.30) rounds towards zero, and with log-probs that are not finite. Raises ConfigError for a model whose shape
+    fp8plan does not know.
+    """
+    shape = ModelShape.from_hf(found.model)
+    return [_row(found, one, shape) for one in found.precisions.values() if one.figures is not None]
+
+
+def append_observations(path: Path, rows: Sequence[dict[str, str]]) -> None:
+    """Append rows to a table that has the committed one's columns, or to a new file.
+
+    Raises ConfigError for other columns, and for a file that cannot be written.
+    """
+    try:
+        _append(path, rows)
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise ConfigError(f"cannot append to {path}: {why}; allowed: a table of observations, or a new file") from None
+
+
+def _append(path: Path, rows: Sequence[dict[str, str]]) -> None:
+    wanted = columns()
+    new = not path.exists() or not path.stat().st_size
+    if not new:
+        with path.open(newline="", encoding="utf-8") as file:
+            header = next(csv.reader(file), [])
+        if header != wanted:
+            found = ",".join(header)[:200]
+            raise ConfigError(f"{path} has the columns {found}; allowed: {','.join(wanted)}, or a new file")
+    open_ended = not new and not path.read_bytes().endswith((b"\n", b"\r"))  # as some editors leave the last line
+    with path.open("a", newline="", encoding="utf-8") as file:
+        file.write("\n" if open_ended else "")
+        writer = csv.DictWriter(file, wanted, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def _row(found: Probe, one: Probed, shape: ModelShape) -> dict[str, str]:
+    from fp8plan.version import __version__
+
+    preset, kl, facts, figures = precision(one.precision), one.kl_k3, one.facts or {}, one.figures or {}
+    setting = setting_of(shape, preset)
+    partly = preset.weights != "bf16" and bool(shape.left_in_bf16())  # the fit counts every layer as FP8
+    fitted = not find_gpu(found.gpu).is_cpu and not one.invalid and kl.low > 0 and not partly
+    values: dict[str, Any] = {
+        "source": SOURCE,
+        "reference": f"measured by fp8plan probe {__version__}: vLLM {found.engine_version} on {found.gpu}; "
+        f"{found.reference.replace(',', ';')}; {found.date}",
+        "model": Path(found.model).name if Path(found.model).is_dir() else found.model,
+        "params_b": f"{shape.num_parameters / 1e9:.3g}",
+        "moe": int(setting.moe),
+        "layers": f"{setting.layers:g}",
+        "kv_layers": "" if setting.kv_layers == setting.layers else f"{setting.kv_layers:g}",
+        "qk_norm": int(setting.qk_norm),
+        "attention_bias": int(has_qkv_bias(shape)),
+        "weights": preset.weights,
+        "kv": preset.kv,
+        "kv_calibrated": int(facts.get("kv_scales") != "1.0") if preset.kv == "fp8" else "",
+        "e8m0": int(bool(facts.get("e8m0"))) if preset.weights == "fp8_block" else "",
+        "quantity": "k3",
+        "scope": "total",
+        "kind": "range",
+        "kl_low": f"{kl.low:.4g}",
+        "kl": "",
+        "kl_high": f"{kl.high:.4g}",
+        "weight": int(fitted),
+        "primary": "P",
+        "note": f"k3 {kl.value:.4g}; raw ESS {figures['ess_raw'].value:.4f}; {one.sequences} responses; "
+        f"{one.tokens} tokens; temperature {found.settings.temperature:g}",
+    }
+    return {name: str(values[name]) for name in columns()}

@@ -1,13 +1,19 @@
-"""Responses and their log-probs, sampled by a quantised engine as an RL run would."""
+"""Responses and their log-probs, sampled by a quantised engine as an RL run would.
+
+Prompts of a probe: token ids from a file, or texts through the model's own tokeniser.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
 
 from fp8plan.errors import ConfigError
+from fp8plan.jsonl import read
 from fp8plan.model.setup import EngineSetup
+from fp8plan.runtime.engine.launch import held_back
 
 # Prompts that KV scales are first calibrated on, before there is a rollout to calibrate them on.
 FIRST_CALIBRATION = 16
@@ -100,3 +106,95 @@ def _sampled(prompt: list[int], completion: Any) -> Sampled:
     tokens = list(completion.token_ids)
     logprobs = [entry[token].logprob for token, entry in zip(tokens, completion.logprobs, strict=True)]
     return Sampled(prompt, tokens, logprobs)
+
+
+FORMS: Final = '{"prompt_token_ids": [...]}, {"messages": [{"role": ..., "content": ...}]} or {"prompt": "..."}'
+
+# Used where no prompts are given: tasks as in RL for reasoning. A mismatch depends on the text; your own prompts are
+# better.
+TASKS: Final = (
+    "A train leaves at 9:40 and arrives at 13:05. On the way it stands still for 35 minutes. How long does it move?",
+    "Find all real x with x^4 - 5x^2 + 4 = 0 and explain each step.",
+    "How many three-digit numbers have digits that add up to 9?",
+    "Write a Python function that returns the longest palindromic substring of a string. Explain its running time.",
+    "A bag holds 4 red and 6 blue balls. Three are drawn without putting back. How likely are exactly two blue ones?",
+    "Prove that the product of two odd numbers is odd, and that the converse holds.",
+    "Write SQL that lists the customers who ordered in every month of last year. Say which tables you assume.",
+    "A rectangle has perimeter 46 and area 120. Find its sides, and check the result.",
+    "Why does ice float on water? Answer in five sentences for a pupil of twelve.",
+    "Given f(x) = ln(x)/x for x > 0, find its maximum and sketch how it behaves at both ends.",
+    "Write a C function that reverses a singly linked list in place, then walk through it for three nodes.",
+    "Pipe A fills a tank in 6 hours, pipe B in 4; drain C empties it in 12. How long with all three open?",
+    "List the steps to find a memory leak in a long-running service, the cheapest first.",
+    "What is the last digit of 7^2026? Show the pattern you use.",
+    "Compare quicksort and mergesort: time, memory, stability, and when you would take which.",
+    "Solve the system 2x + 3y = 12, x - y = 1, once by substitution and once by elimination.",
+)
+
+Prompt = Sequence[int] | str | Mapping[str, Any]
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Read prompts, one of FORMS in each line. Raises ConfigError naming the first line that is none."""
+    lines = read(path, "file of prompts", hint=f"allowed: {FORMS}").rows
+    found = [_prompt(row, f"line {number} of {path}") for number, row in lines]
+    if not found:
+        raise ConfigError(f"{path} holds no prompts; allowed: lines like {FORMS}")
+    return found
+
+
+def _prompt(row: Any, where: str) -> Prompt:
+    if isinstance(row, dict):
+        tokens, text = row.get("prompt_token_ids"), row.get("prompt")
+        if isinstance(tokens, list) and tokens and all(type(token) is int for token in tokens):
+            return tokens
+        if isinstance(row.get("messages"), list) and row["messages"]:
+            return {"messages": row["messages"]}
+        if isinstance(text, str) and text:
+            return text
+    raise ConfigError(f"{where} is {row!r:.60}; allowed: {FORMS}")
+
+
+def token_ids(prompts: Sequence[Prompt] | None, model_path: str, most_prompts: int | None = None) -> list[list[int]]:
+    """Token ids of each prompt (of the first `most_prompts`), or of TASKS if none are given.
+
+    Messages go through the chat template, texts are taken as they are, and TASKS through the template where the model
+    has one: a prompt that its model never sees in training has another mismatch.
+
+    Raises ConfigError for an empty prompt, and for texts where the model has no tokeniser.
+    """
+    given: Sequence[Prompt] = (TASKS if prompts is None else prompts)[:most_prompts]
+    if not given or any(not prompt for prompt in given):
+        raise ConfigError("a prompt is empty, or there is none; allowed: token ids or text for each response")
+    if all(not isinstance(prompt, str | Mapping) for prompt in given):
+        return [[int(token) for token in prompt] for prompt in given]
+    tokeniser = _tokeniser(model_path)
+    if prompts is None and tokeniser.chat_template:
+        given = [{"messages": [{"role": "user", "content": task}]} for task in given]
+    return [_encoded(prompt, tokeniser) for prompt in given]
+
+
+def _tokeniser(model_path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        with held_back(engine_stays=False):
+            tokeniser = AutoTokenizer.from_pretrained(model_path)
+        why = "" if len(tokeniser) > 1 else "its vocabulary is empty: tokenizer.json is missing"
+    except Exception as error:
+        why = "; ".join([type(error).__name__, *getattr(error, "__notes__", [])])
+    if why:
+        raise ConfigError(
+            f"{model_path} has no tokeniser that loads ({why}); allowed: --prompts FILE with token ids, "
+            '{"prompt_token_ids": [...]} in each line'
+        )
+    return tokeniser
+
+
+def _encoded(prompt: Prompt, tokeniser: Any) -> list[int]:
+    if isinstance(prompt, str):
+        return list(tokeniser(prompt)["input_ids"])
+    if isinstance(prompt, Mapping):
+        text = tokeniser.apply_chat_template(prompt["messages"], add_generation_prompt=True, tokenize=False)
+        return list(tokeniser(text, add_special_tokens=False)["input_ids"])
+    return [int(token) for token in prompt]

@@ -1,14 +1,25 @@
-"""KV scales of a live engine, measured by prompts or taken from the trainer: procedures, as in procedure.py."""
+"""KV scales of a live engine, measured by prompts or taken from the trainer: procedures, as in procedure.py.
+
+Largest |q|, |k| and |v| of a transformers model while it runs: KV scales from the trainer's own forward.
+
+with recording_amax(model) as amax:
+    model(batch)                      # forward passes that the trainer does anyway
+engine.sync_weights(weights, kv_amax=amax())
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence, Sized
-from typing import Any, Final
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.engine.tokens import refuse_tokens
+from fp8plan.runtime.engine.options import refuse_tokens
 from fp8plan.runtime.weight_sync.kv_scales import PARTS, Amax, Scales, clipped, largest, scales_from
 from fp8plan.runtime.weight_sync.state import Call, SyncState, rpc
+
+if TYPE_CHECKING:
+    import torch
 
 # Passes of the calibration prompts until none of its own scales clips: each at least doubles them.
 MOST_CALIBRATIONS = 12
@@ -129,3 +140,43 @@ def _calibrate(state: SyncState, prompts: Sequence[Sequence[int]]) -> Generator[
             return amax
         scales = scales | wider
     raise ConfigError(f"calibration was still clipped after {MOST_CALIBRATIONS} passes; allowed: finite activations")
+
+
+@contextmanager
+def recording_amax(model: torch.nn.Module) -> Iterator[Callable[[], Amax]]:
+    """Record the largest magnitudes of a model's attention, over all forward passes inside of this `with`.
+
+    Yields a function that returns {layer, as vLLM names it: [|q|, |k|, |v|]}, after RoPE and QK norms. Ranks that see
+    different data must take the maximum of theirs.
+
+    model: a transformers model whose attention goes through AttentionInterface ("sdpa", "flash_attention_2", ...).
+    Raises ConfigError for another, "eager" among them.
+    """
+    import torch
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    config: Any = model.config
+    name = config._attn_implementation
+    if name not in ALL_ATTENTION_FUNCTIONS.valid_keys() or name == "eager":
+        raise ConfigError(f"attention is {name!r}; allowed: one that transformers looks up: attn_implementation='sdpa'")
+    attend = ALL_ATTENTION_FUNCTIONS[name]
+    layers = {module: f"{where}.attn" for where, module in model.named_modules() if hasattr(module, "layer_idx")}
+    found: dict[str, torch.Tensor] = {}
+
+    def recording(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if module in layers:
+            with torch.no_grad():
+                parts = (torch.linalg.vector_norm(x, ord=torch.inf, dtype=torch.float32) for x in (query, key, value))
+                largest = torch.stack(list(parts))
+                before = found.get(layers[module])
+                found[layers[module]] = largest if before is None else torch.maximum(before, largest)
+        return attend(module, query, key, value, *args, **kwargs)
+
+    # Set on this table, not registered: a function that stands there, as verl's prefix grouper's, hides what is.
+    ALL_ATTENTION_FUNCTIONS[name] = recording
+    try:
+        yield lambda: {layer: parts.tolist() for layer, parts in found.items()}
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[name]
+        if ALL_ATTENTION_FUNCTIONS.get(name) is not attend:  # it stood in this table
+            ALL_ATTENTION_FUNCTIONS[name] = attend

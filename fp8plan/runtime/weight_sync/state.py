@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from fp8plan.errors import ConfigError, LostEngineError
 from fp8plan.model.precision import precision
-from fp8plan.runtime.engine.interrupts import let_in
+from fp8plan.runtime.interrupts import let_in
 from fp8plan.runtime.weight_sync.kv_scales import MARGIN, Scales
 from fp8plan.runtime.weight_sync.manifest import FORMATS, Manifest
 

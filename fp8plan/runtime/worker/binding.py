@@ -3,18 +3,28 @@
 vLLM reloads a layer by filling a new BF16 copy of it, quantising that with a dozen torch kernels and copying the result
 over the live tensors. Where the live tensors have the checkpoint's layout, the same bits can be written to them
 straight from the trainer's tensor: one read, one write. Layers laid out in another or unknown way are left to vLLM.
+
+The trial that says which modules may be written in place: those where vLLM's own reload gives the same bits.
+
+The layout of live tensors cannot be told from their shapes (some kernels swap halves of a matrix, some keep packed
+copies beside it), so it is tried: one module of each kind is reloaded by vLLM with random weights, compared with what
+writing in place would have left there, and put back as it was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fp8plan.errors import LostEngineError
 from fp8plan.runtime.quantize.block_fp8 import BLOCK, scale_shape, stands_alone
-from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, Entry
+from fp8plan.runtime.quantize.targets import quantized
+from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, Entry, dtype_named
 from fp8plan.runtime.worker.load_map import Box, Copy, LoadMap
+from fp8plan.runtime.worker.vllm_reload import NativeReload, Places
 
 if TYPE_CHECKING:
     import torch
@@ -129,3 +139,130 @@ def _view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 def _scale_box(box: Box) -> Box:
     return (*box[:-2], *((start // BLOCK, -(-stop // BLOCK)) for start, stop in box[-2:]))
+
+
+# What a reload makes anew on a layer or its quantisation method, and may: flags, and a kernel's settings, whose scales
+# are refreshed after every sync (vllm_reload.refresh_expert_scales).
+HARMLESS = ("_already_called_process_weights_after_loading", "moe_kernel", "moe_quant_config")
+
+
+def refused(worker: Any, manifest: Sequence[Entry], found: LoadMap, binding: Binding) -> dict[str, str]:
+    """Return the kinds of modules that must not be written in place -> why. All modules of a kind share its fate.
+
+    manifest: of BF16 tensors, as vLLM's loaders take no others. The result holds for E4M3 and scales, too, which are
+              written to the same places
+
+    Raises LostEngineError if a trial failed and the live weights could not be put back.
+    """
+    layers = dict(worker.model_runner.get_model().named_modules())
+    samples = {(kind(layers[m]), _shapes(layers[m])): m for m in sorted(binding.direct, reverse=True)}
+    reasons: dict[str, str] = {}
+    for (what, _), module in samples.items():
+        entries = [entry for entry in manifest if module in found.modules.get(entry.name, ())]
+        if what not in reasons and (reason := _why_not(worker, layers, module, entries, found, binding)):
+            reasons[what] = reason
+    return reasons
+
+
+def derived_from(model: torch.nn.Module) -> dict[str, str]:
+    """Return the modules of whose weights others keep something computed -> why vLLM must load them.
+
+    Latent attention multiplies by matrices made of its kv_b_proj, which the end of vLLM's reload makes anew.
+    """
+    attention = [layer for layer in model.modules() if "MLA" in type(layer).__name__]
+    sources = [getattr(layer, "kv_b_proj", None) for layer in attention]
+    return {
+        name: "latent attention keeps matrices made of it"
+        for name, layer in model.named_modules()
+        if any(layer is source for source in sources)
+    }
+
+
+def kind(layer: torch.nn.Module) -> str:
+    """Name a layer's class, quantisation method and kernel, which decide how its live tensors are laid out."""
+    method = getattr(layer, "quant_method", None)
+    kernel = getattr(method, "fp8_linear", None)
+    backend = getattr(method, "fp8_backend", None) or getattr(method, "unquantized_backend", None)
+    parts = [type(layer).__name__]
+    parts += [] if method is None else [type(method).__name__]
+    parts += [] if kernel is None else [type(kernel).__name__]
+    return " / ".join([*parts, *([] if backend is None else [str(backend)])])
+
+
+def _shapes(layer: torch.nn.Module) -> tuple[Any, ...]:
+    """Return names, shapes and dtypes: a kernel may lay matrices of other shapes out in another way."""
+    return tuple((name, tuple(t.shape), t.dtype) for name, t in layer._parameters.items() if t is not None)
+
+
+def _why_not(
+    worker: Any,
+    layers: dict[str, torch.nn.Module],
+    module: str,
+    entries: Sequence[Entry],
+    found: LoadMap,
+    binding: Binding,
+) -> str | None:
+    """Reload one module with random weights; say why it must not be written in place, None if it may."""
+    import torch
+
+    layer = layers[module]
+    if odd := [entry for entry in entries if not dtype_named(entry.dtype).is_floating_point]:
+        return f"no trial can be made with {odd[0].dtype}"
+    sources = {entry.name: _random(entry, worker.device, seed) for seed, entry in enumerate(entries)}
+    fed = [layers[name] for name in sorted({name for entry in entries for name in found.modules[entry.name]})]
+    with torch.no_grad(), _put_back(worker.model_runner.get_model(), fed) as places:
+        reload = NativeReload(worker, found.past)
+        reload.open()
+        reload.load(sources.items())
+        reload.close([module])
+        hidden = places.changed(layer, getattr(layer, "quant_method", None))
+        if hidden := [name for name in hidden if name not in HARMLESS]:
+            return f"a reload also sets {', '.join(hidden)}"
+        for name, source in sources.items():
+            if not all(_equal(move, source) for move in binding.moves[name]):
+                return f"vLLM's kernel lays {name} out in its own way"
+    return None
+
+
+def _random(entry: Entry, device: torch.device, seed: int) -> torch.Tensor:
+    """Make Gaussian weights in which every block has another magnitude."""
+    import torch
+
+    generator, dtype = torch.Generator(device=device).manual_seed(seed), dtype_named(entry.dtype)
+    tensor = torch.empty(entry.shape, dtype=dtype, device=device).normal_(0.0, 0.02, generator=generator)
+    return tensor * torch.linspace(0.5, 2.0, entry.shape[-1], device=device, dtype=dtype)
+
+
+def _equal(move: Move, source: torch.Tensor) -> bool:
+    """Return whether vLLM has left what the move would leave; what cannot be compared is not equal."""
+    import torch
+
+    part = source[tuple(slice(*extent) for extent in move.source)].reshape(move.target.shape)
+    if move.scale is None:
+        return part.dtype == move.target.dtype and torch.equal(part, move.target)
+    ((q, scale),) = quantized([part])
+    return torch.equal(q.view(torch.uint8), move.target.view(torch.uint8)) and torch.equal(scale, move.scale)
+
+
+@contextmanager
+def _put_back(model: torch.nn.Module, fed: Sequence[torch.nn.Module]) -> Iterator[Places]:
+    """Put back all modules' tensors and attributes at the end, and the values of those that are fed.
+
+    Raises LostEngineError if that fails.
+    """
+    import torch
+
+    places = Places(model)
+    tensors = [t for layer in fed for t in (*layer._parameters.values(), *layer._buffers.values()) if t is not None]
+    values = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    try:
+        yield places
+    finally:
+        try:
+            places.put_back()
+            for tensor, value in values:
+                tensor.data.copy_(value)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # an error of a kernel shows here, not in a rollout
+        except Exception as error:
+            raise LostEngineError(f"the weights could not be put back after a trial: {error}") from error

@@ -15,10 +15,10 @@ from fp8plan.errors import ConfigError, Fp8PlanError, LostEngineError
 if TYPE_CHECKING:
     import torch
 
-    from fp8plan.runtime.server.updates import Updates
     from fp8plan.runtime.weight_sync.kv_scales import AmaxRecorder
     from fp8plan.runtime.worker.live_weights import LiveWeights
     from fp8plan.runtime.worker.nccl_receive import Receiver
+    from fp8plan.runtime.worker.updates import Updates
 
 EXTENSION = "fp8plan.runtime.worker.extension.Fp8PlanWorker"
 
@@ -78,8 +78,8 @@ class Fp8PlanWorker:
 
     @answering
     def fp8plan_load_staged(self, stage: Sequence[Any], layout: Sequence[Sequence[Any]]) -> None:
-        """Write tensors that another process has put into shared memory (fp8plan.runtime.weight_sync.shared_memory)."""
-        from fp8plan.runtime.weight_sync.shared_memory import opened, unpack
+        """Write tensors that another process has put into shared memory (fp8plan.runtime.weight_sync.stream)."""
+        from fp8plan.runtime.weight_sync.stream import opened, unpack
 
         numbers, tensors = unpack(opened(self, stage), layout)
         self._fp8plan_weights().load(numbers, tensors)
@@ -121,7 +121,7 @@ class Fp8PlanWorker:
     @answering
     def fp8plan_zero_kv(self) -> int:
         """Zero the KV cache, while no request runs; return its bytes."""
-        from fp8plan.runtime.worker.kv_cache import zero_kv
+        from fp8plan.runtime.worker.facts import zero_kv
 
         return zero_kv(self)
 
@@ -186,7 +186,7 @@ class Fp8PlanWorker:
     @answering
     def fp8plan_examine(self) -> dict[str, Any]:
         """Look for weights that no sync wrote, and for ones that cannot be right (runtime.doctor.examine)."""
-        from fp8plan.runtime.doctor.examine import examine
+        from fp8plan.runtime.worker.facts import examine
 
         return examine(self)
 
@@ -201,7 +201,7 @@ class Fp8PlanWorker:
 
     @answering
     def fp8plan_compare_with_staged(self, stage: Sequence[Any], layout: Sequence[Sequence[Any]]) -> None:
-        from fp8plan.runtime.weight_sync.shared_memory import opened, unpack
+        from fp8plan.runtime.weight_sync.stream import opened, unpack
 
         self._fp8plan_comparison.take(*unpack(opened(self, stage), layout))
         self._fp8plan_wait()

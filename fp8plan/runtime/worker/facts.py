@@ -1,13 +1,19 @@
-"""Facts about a vLLM worker as it really runs, read from its live objects."""
+"""Facts about a vLLM worker as it really runs, read from its live objects.
+
+The KV cache of a worker, as memory.
+
+A look at live weights with nothing to compare them with: are they sound, and did only syncs change them?
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from math import isfinite
 from typing import TYPE_CHECKING, Any, Final
 
-from fp8plan.model.emit.ignored import is_router
-from fp8plan.runtime.worker.layout_trial import kind
+from fp8plan.model.emit.vllm import is_router
+from fp8plan.runtime.worker.binding import kind
 
 if TYPE_CHECKING:
     import torch
@@ -110,3 +116,70 @@ def digest(tensor: torch.Tensor) -> int:
         places = torch.arange(start // 4 + 1, start // 4 + 1 + words.numel(), device=words.device)
         total += int((words * places).sum())
     return total % 2**64
+
+
+def zero_kv(worker: Any) -> int:
+    """Zero all of a worker's KV cache, and return its bytes. Only while no request runs, and not while it sleeps.
+
+    Attention multiplies what it masks by 0, and 0 x NaN is NaN: NaN that unusable weights have left in a block would
+    reach the request that gets the block next. Whole storages are zeroed as bytes, whatever the dtype (FP8 is stored as
+    uint8) and the layout of the views: layers may share one, and have padding.
+    """
+    import torch
+
+    views = _tensors(worker.model_runner.kv_caches)
+    storages = {view.untyped_storage().data_ptr(): view.untyped_storage() for view in views}
+    for storage in storages.values():
+        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def _tensors(nested: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a cache: it is one, a list of a layer's states (Mamba), or None for a layer without."""
+    import torch
+
+    if isinstance(nested, torch.Tensor):
+        yield from [nested] if nested.numel() else []
+    elif isinstance(nested, (list, tuple)):
+        for part in nested:
+            yield from _tensors(part)
+
+
+def examine(worker: Any) -> dict[str, Any]:
+    """Examine every parameter of a worker's model.
+
+    unsound: parameter -> what is wrong with it: NaN or Inf, a matrix of zeros, a scale that is not above 0
+    changed: parameters that are not what they were when this was last called, though no sync has come between
+    since:   whether there was such a call
+    """
+    model = worker.model_runner.get_model()
+    version = getattr(getattr(worker, "_fp8plan_live", None), "version", None)
+    unsound, digests = {}, {}
+    for name, tensor in model.named_parameters():
+        digests[name] = digest(tensor.data)
+        if wrong := _wrong(name, tensor.data):
+            unsound[name] = wrong
+    before, known = getattr(worker, "_fp8plan_examined", (None, {}))
+    since = bool(known) and before == version
+    worker._fp8plan_examined = version, digests
+    changed = [name for name, found in digests.items() if since and known.get(name, found) != found]
+    return {"unsound": unsound, "changed": changed, "since": since}
+
+
+def _wrong(name: str, tensor: torch.Tensor) -> str | None:
+    """Say what is wrong with a parameter; None for integers (packed weights), which say nothing."""
+    import torch
+
+    if not tensor.is_floating_point() or not tensor.numel():
+        return None
+    least, most = torch.inf, -torch.inf
+    for part in tensor.detach().reshape(-1).split(PART):
+        low, high = (float(x) for x in part.float().aminmax())  # NaN, if any is
+        if not (isfinite(low) and isfinite(high)):
+            return "NaN or Inf"
+        least, most = min(least, low), max(most, high)
+    if "scale" in name.rpartition(".")[2] and least <= 0:
+        return "a scale that is not above 0"
+    if tensor.dim() > 1 and least == most == 0:  # a norm may begin at zeros
+        return "zeros alone"
+    return None

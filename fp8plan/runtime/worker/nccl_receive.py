@@ -16,8 +16,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 
 from fp8plan.errors import Fp8PlanError
 from fp8plan.runtime.weight_sync.manifest import Manifest
-from fp8plan.runtime.weight_sync.nccl import Rendezvous
-from fp8plan.runtime.weight_sync.nccl.protocol import agree, digest, limited, wait, working
+from fp8plan.runtime.weight_sync.nccl import Rendezvous, agree, digest, limited, wait, working
 from fp8plan.runtime.weight_sync.plain_group import PlainGroup, communicator
 
 if TYPE_CHECKING:

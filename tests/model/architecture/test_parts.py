@@ -25,7 +25,7 @@ from fp8plan.model.architecture.parts import (
     Mlp,
     ShortConv,
 )
-from fp8plan.model.configs.context import Context
+from fp8plan.model.configs.fields import Context
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_KV
 
 MLA = LatentAttention(128, 1536, 512, 128, 64, 128)  # DeepSeek-V3

@@ -17,7 +17,7 @@ from family_configs import INSIDE, config_of, shape_of
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.families import FAMILIES
 from fp8plan.model.configs import QUANT_FILE
-from fp8plan.model.emit.ignored import ignored
+from fp8plan.model.emit.vllm import ignored
 
 SCRIPT = Path(__file__).with_name("vllm_linears.py")
 # What vLLM does not build here, and why; it builds all others.

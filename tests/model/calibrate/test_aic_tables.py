@@ -12,9 +12,8 @@ import pandas as pd
 import pytest
 
 from fp8plan.errors import ConfigError, ProfileError
-from fp8plan.model.calibrate import aic_import
-from fp8plan.model.calibrate.aic_import import Trial, import_all, import_profile
-from fp8plan.model.calibrate.aic_tables import Tables, find_data, importable, read_tables
+from fp8plan.model.calibrate import aic as aic_import
+from fp8plan.model.calibrate.aic import Tables, Trial, find_data, import_all, import_profile, importable, read_tables
 from fp8plan.model.calibrate.kernel_rows import observe, read_rows
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.profile.library import datasheet_profile, load_profile, profile_path, profiles_path

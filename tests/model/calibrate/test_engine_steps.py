@@ -16,14 +16,7 @@ from synthetic import H200, PRIOR, batch_fields, nature, record, trace_of
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.calibrate.engine_steps import (
-    FEWEST_STEPS,
-    FRONT_END_WINDOW_S,
-    WINDOW_S,
-    overlap,
-    read_traces,
-    windows,
-)
+from fp8plan.model.calibrate.fit import FEWEST_STEPS, FRONT_END_WINDOW_S, WINDOW_S, overlap, read_traces, windows
 from fp8plan.model.cost.base import Array, Cost, StepBatch
 from fp8plan.model.cost.host import start_cost
 from fp8plan.model.cost.step import StepModel

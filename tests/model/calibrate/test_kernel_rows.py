@@ -15,9 +15,9 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.calibrate.fit import Observations
 from fp8plan.model.calibrate.kernel_rows import LONG_S, hull, layer_residuals, observe, read_rows
 from fp8plan.model.cost.base import QUANTITIES, StepBatch
-from fp8plan.model.cost.linears.gemm import gemm_cost
+from fp8plan.model.cost.gemm import gemm_cost
+from fp8plan.model.cost.power import CLOCK, MEMORY
 from fp8plan.model.cost.step import StepModel
-from fp8plan.model.cost.sustained import CLOCK, MEMORY
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import precision

@@ -10,10 +10,11 @@ import pandas as pd
 import pytest
 
 from fp8plan.model.architecture.parts import Experts
-from fp8plan.model.calibrate.engine_steps import Windows
+from fp8plan.model.calibrate.fit import Windows
 from fp8plan.model.calibrate.power import LEAST_READINGS, LEAST_WATTS, NAMES, kernel_uses, power_coefficients
 from fp8plan.model.calibrate.profile_of import power_rows, step_windows
-from fp8plan.model.cost.power import EXPERTS, IDLE, MATH, MEMORY, RUNNING, uses
+from fp8plan.model.cost.power import EXPERTS, IDLE, MATH, RUNNING, uses
+from fp8plan.model.cost.power import MEMORY_WATTS as MEMORY
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.profile.library import load_profile
 

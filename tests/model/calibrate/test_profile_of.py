@@ -15,13 +15,13 @@ from synthetic import H200, HEADS, LAYERS, PRIOR, batch_fields, decodes, gemms, 
 from synthetic import write_folder as write
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.calibrate.engine_steps import windows
-from fp8plan.model.calibrate.held_out import is_held_out
+from fp8plan.model.calibrate.fit import windows
 from fp8plan.model.calibrate.profile_of import (
     BETWEEN_CARDS,
     STEPS,
     Calibration,
     calibrate,
+    is_held_out,
     kernel_rows,
     measured_version,
     step_windows,

@@ -15,7 +15,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.families import FAMILIES
 from fp8plan.model.configs import bundled_configs
-from fp8plan.model.configs.context import Context
+from fp8plan.model.configs.fields import Context
 
 NEW, OLD = "0.30.0", "0.26.0"
 LLAMA: dict[str, Any] = {

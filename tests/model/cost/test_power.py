@@ -9,24 +9,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8plan.model.calibrate.engine_steps import read_traces, windows
+from fp8plan.model.calibrate.fit import read_traces, windows
 from fp8plan.model.cost.base import StepBatch
-from fp8plan.model.cost.bounds import bytes_bound, flops_bound, flops_by_kind
 from fp8plan.model.cost.power import (
     EXPERTS,
     IDLE,
     INSTEAD,
     LIMIT_SHARE,
     MATH,
-    MEMORY,
     NEAR,
     RUNNING,
     Load,
+    bytes_bound,
+    flops_bound,
+    flops_by_kind,
     joules_by_coefficient,
     kind_of,
     power_limit,
     uses,
 )
+from fp8plan.model.cost.power import MEMORY_WATTS as MEMORY
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits

@@ -16,12 +16,11 @@ from uniform_models import resized
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import Attention, Mlp
-from fp8plan.model.cost.base import QUANTITIES, Cost, StepBatch, norm8
-from fp8plan.model.cost.bounds import bytes_bound, flops_bound
+from fp8plan.model.cost.attention import FLASH_ATTENTION_3
+from fp8plan.model.cost.base import QUANTITIES, Component, Cost, StepBatch, gradient_of, norm8
 from fp8plan.model.cost.collective import all_reduce_cost, with_network
-from fp8plan.model.cost.components import Component, gradient_of
 from fp8plan.model.cost.host import layer_cost
-from fp8plan.model.cost.mixers.attention import FLASH_ATTENTION_3
+from fp8plan.model.cost.power import bytes_bound, flops_bound
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits

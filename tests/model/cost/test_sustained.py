@@ -9,8 +9,8 @@ import pytest
 
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.base import StepBatch
+from fp8plan.model.cost.power import CLOCK, MEMORY, sustained
 from fp8plan.model.cost.step import StepModel
-from fp8plan.model.cost.sustained import CLOCK, MEMORY, sustained
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import BF16

@@ -13,8 +13,7 @@ import pytest
 
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import Mlp
-from fp8plan.model.emit.ignored import ROUTER_PATTERN, ignored
-from fp8plan.model.emit.settings import vllm_kwargs
+from fp8plan.model.emit.vllm import ROUTER_PATTERN, ignored, vllm_kwargs
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.setup import EngineSetup
 

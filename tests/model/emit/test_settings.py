@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.configs import bundled_configs
-from fp8plan.model.emit.settings import serve_command, vllm_kwargs
 from fp8plan.model.emit.trl import _COLOCATED
+from fp8plan.model.emit.vllm import serve_command, vllm_kwargs
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan as planned
 from fp8plan.model.precision import PRESETS
-from fp8plan.model.risk.budget import RiskBudget
+from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import TARGETS, refusals
 from fp8plan.model.workload import Workload

@@ -8,8 +8,8 @@ from kv_families import FAMILIES, KIMI_FULL, NEMOTRON, built
 from kv_oracle import VLLM, Shape, of_ours, plan, specs
 
 from fp8plan.model.architecture.linear import Cache
-from fp8plan.model.kv_cache.plan import plan_kv_cache
-from fp8plan.model.kv_cache.specs import KvRules, LayerCache, in_bytes, indexer_cache
+from fp8plan.model.memory.kv_plan import plan_kv_cache
+from fp8plan.model.memory.kv_specs import KvRules, LayerCache, in_bytes, indexer_cache
 
 MAX_MODEL_LEN, BUDGET = 32768, 2048
 CPU_KERNEL_BLOCK = 32  # cpu_attn.py

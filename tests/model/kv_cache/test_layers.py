@@ -10,10 +10,9 @@ from measured_families import shape_of
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import Indexer, LatentAttention, Layer, Mlp
-from fp8plan.model.kv_cache.layers import layer_caches, model_caches, why_not_kept
-from fp8plan.model.kv_cache.plan import plan_kv_cache
-from fp8plan.model.kv_cache.specs import LayerCache
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.memory.kv_plan import plan_kv_cache
+from fp8plan.model.memory.kv_specs import LayerCache, layer_caches, model_caches, why_not_kept
 from fp8plan.model.precision import BF16, FP8_KV
 
 DEEPSEEK = shape_of("deepseek-ai/DeepSeek-V2-Lite")

@@ -9,9 +9,9 @@ from kv_oracle import VLLM, Shape, of_ours, plan, specs, token_bytes
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture.linear import Cache
-from fp8plan.model.kv_cache.plan import plan_kv_cache
-from fp8plan.model.kv_cache.specs import KvRules, LayerCache, in_bytes, indexer_cache
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.memory.kv_plan import plan_kv_cache
+from fp8plan.model.memory.kv_specs import KvRules, LayerCache, in_bytes, indexer_cache
 
 # No two of one size in bytes: see _equal_groups.
 SHAPES = [Shape(1, 64), Shape(2, 64), Shape(1, 192), Shape(3, 128), Shape(4, 128), Shape(8, 128), Shape(4, 512)]

@@ -4,8 +4,7 @@ from typing import get_args
 
 import pytest
 
-from fp8plan.model.kv_cache.precision import kernel_block, why_no_fp8_kv
-from fp8plan.model.kv_cache.specs import LayerCache
+from fp8plan.model.memory.kv_specs import LayerCache, kernel_block, why_no_fp8_kv
 
 FULL, STATE, LATENT = LayerCache("full", 4096), LayerCache("state", state_bytes=100_000), LayerCache("latent", 576)
 SLIDING = LayerCache("sliding", 4096, 128)

@@ -8,11 +8,10 @@ import pytest
 from measured_families import NATIVE_MXFP4, engine_name, engines, shape_of
 
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.kv_cache.layers import model_caches
-from fp8plan.model.kv_cache.plan import KvPlan, plan_kv_cache
-from fp8plan.model.limits import EngineLimits
+from fp8plan.model.limits import EngineLimits, model_runner
 from fp8plan.model.memory import MemoryPlan, memory_plan
-from fp8plan.model.model_runner import model_runner
+from fp8plan.model.memory.kv_plan import KvPlan, plan_kv_cache
+from fp8plan.model.memory.kv_specs import model_caches
 from fp8plan.model.precision import PRESETS
 
 H200 = find_gpu("h200")
@@ -94,7 +93,7 @@ def test_each_term_is_near_the_measured_one(record: dict[str, Any]) -> None:
     gemma, dense_first = "gemma" in record["model"], "DeepSeek" in record["model"]
     unexplained = "GLM-4.7" in record["model"] and "fp8_kv" in record["precision"]
     assert plan.requested_bytes == pytest.approx(memory["requested_bytes"], rel=1e-5)
-    unplanned = 512 << 20 if gemma else 0  # its longer rotary table (fp8plan.model.memory.weights)
+    unplanned = 512 << 20 if gemma else 0  # its longer rotary table (fp8plan.model.memory.plan)
     assert plan.weights_bytes + unplanned == pytest.approx(memory["weights_bytes"], rel=0.004)
     activations = pytest.approx(
         memory["peak_activation_bytes"], rel=0.17 if gemma else 0.3 if dense_first or unexplained else 0.04

@@ -24,20 +24,17 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import ShortConv
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.plan import evaluate
+from fp8plan.model.plan import candidates as evaluate
 from fp8plan.model.plan.candidates import Candidate
-from fp8plan.model.plan.choice import Choice
-from fp8plan.model.plan.choose import choose
+from fp8plan.model.plan.choice import Choice, choose
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan, predict
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.profile.library import load_profile
-from fp8plan.model.risk.budget import LEAST_GAIN
-from fp8plan.model.risk.expected import LEVELS, MismatchRisk, RiskBudget
+from fp8plan.model.risk.expected import LEAST_GAIN, LEVELS, MismatchRisk, RiskBudget
 from fp8plan.model.rl_step import StepTimes
-from fp8plan.model.rollout import Rollout, Timeline
+from fp8plan.model.rollout import Rollout, Simulated, Timeline, simulate
 from fp8plan.model.setup import EngineSetup
-from fp8plan.model.simulate import Simulated, simulate
 from fp8plan.model.workload import Fixed, LogNormal, Trace, Workload
 
 SMALL = "Qwen/Qwen3-0.6B"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.plan.speedup import SHARED_ERROR, SpeedUp, Timed, speed_up
+from fp8plan.model.plan.choice import SHARED_ERROR, SpeedUp, Timed, speed_up
 from fp8plan.model.profile.library import datasheet_profile
 
 PROFILE = replace(datasheet_profile(find_gpu("h200")), model_error=0.1)

@@ -28,7 +28,6 @@ from fp8plan.model.risk.fit import (
     predicted_kl,
     read_observations,
 )
-from fp8plan.model.risk.setting import setting_of
 from fp8plan.model.risk.theory import (
     normal_cdf,
     quantise_blocks,
@@ -36,6 +35,7 @@ from fp8plan.model.risk.theory import (
     round_e4m3,
     rounding_errors,
     sequence_rejection,
+    setting_of,
     token_log_ratio,
 )
 from tools.risk_report import leave_one_out_summary, run

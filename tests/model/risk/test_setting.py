@@ -15,10 +15,10 @@ from fp8plan import jsonl, schemas
 from fp8plan.model.architecture import ModelShape, bundled_models
 from fp8plan.model.architecture.parts import Attention, LatentAttention
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, FP8_KV, PRESETS
-from fp8plan.model.risk import setting
+from fp8plan.model.risk import theory as setting
 from fp8plan.model.risk.expected import mismatch_risk
 from fp8plan.model.risk.fit import read_observations
-from fp8plan.model.risk.setting import SMALL, SMALLEST_FITTED, Setting, setting_of, unmeasured_parts
+from fp8plan.model.risk.theory import SMALL, SMALLEST_FITTED, Setting, setting_of, unmeasured_parts
 
 ROOT = Path(__file__).resolve().parents[3]
 LENGTHS = [2000.0] * 8

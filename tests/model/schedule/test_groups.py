@@ -14,8 +14,8 @@ from runs_of_steps import assert_runs_add_up, total
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture.linear import CacheKind
-from fp8plan.model.kv_cache.specs import Spec
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.memory.kv_specs import Spec
 from fp8plan.model.schedule.group_meter import WindowMeter
 from fp8plan.model.schedule.groups import admission_cap, next_change, pairs_read, tokens_read
 from fp8plan.model.schedule.scheduler import Schedule, schedule, schedule_groups

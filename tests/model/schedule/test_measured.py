@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from measured_families import FAMILIES, NATIVE_MXFP4, planned_name
 
-from fp8plan.model.calibrate.engine_steps import measured_kv, read_traces
+from fp8plan.model.calibrate.fit import measured_kv, read_traces
 from fp8plan.model.rollout import schedule_with
 from fp8plan.model.validate.records import Record, read_records
 

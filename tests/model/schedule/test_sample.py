@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8plan.model import rollout as rollouts
+from fp8plan.model import rollout as sample
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.plan import evaluate
+from fp8plan.model.plan import candidates as evaluate
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.precision import precision
 from fp8plan.model.profile.library import load_profile
-from fp8plan.model.schedule import sample
 from fp8plan.model.schedule.scheduler import Schedule, schedule
 from fp8plan.model.workload import Batch, Fixed, LogNormal, Trace, Workload
 

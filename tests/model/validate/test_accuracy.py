@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fp8plan.model.validate.accuracy import accuracy, cell_of, merged, names_the_fastest, noise_floor, speedups, spreads
+from fp8plan.model.validate.validate import accuracy, cell_of, merged, names_the_fastest, noise_floor, speedups, spreads
 
 
 def row(precision: str, seconds: float, predicted: float | None, group: str = "a", **more: Any) -> dict[str, Any]:

@@ -18,9 +18,8 @@ from fp8plan.errors import ConfigError
 from fp8plan.runtime.correction.correct import Correction, CorrectionSettings, Rejection, Thresholds, correct
 from fp8plan.runtime.correction.settings import REJECTIONS
 from fp8plan.runtime.correction.verl import _FIELDS, from_verl
-from fp8plan.runtime.mismatch import tokens as tokens_module
-from fp8plan.runtime.mismatch.measure import measure
-from fp8plan.runtime.mismatch.tokens import pack
+from fp8plan.runtime.mismatch import measure as tokens_module
+from fp8plan.runtime.mismatch.measure import measure, pack
 
 torch = pytest.importorskip("torch")
 

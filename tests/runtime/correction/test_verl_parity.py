@@ -10,9 +10,8 @@ import pytest
 from fp8plan.runtime.correction.correct import correct
 from fp8plan.runtime.correction.settings import REJECTIONS
 from fp8plan.runtime.correction.verl import from_verl
-from fp8plan.runtime.mismatch import tokens as tokens_module
-from fp8plan.runtime.mismatch.measure import measure
-from fp8plan.runtime.mismatch.tokens import pack
+from fp8plan.runtime.mismatch import measure as tokens_module
+from fp8plan.runtime.mismatch.measure import measure, pack
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.verl

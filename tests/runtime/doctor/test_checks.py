@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from fp8plan.runtime.doctor.checks import CHECKS, findings
-from fp8plan.runtime.doctor.finding import State
-from fp8plan.runtime.doctor.observed import Compared, Logged, Observed, RankWeights, Temperatures
+from fp8plan.runtime.doctor.observed import Compared, Logged, Observed, RankWeights, State, Temperatures
 from fp8plan.runtime.worker.facts import preset_of
 
 FACTS: dict[str, Any] = {

@@ -10,8 +10,7 @@ import pytest
 import torch
 from tiny_models import PROMPTS, checkpoint, started
 
-from fp8plan.runtime.mismatch.measure import measure
-from fp8plan.runtime.mismatch.tokens import pack
+from fp8plan.runtime.mismatch.measure import measure, pack
 from fp8plan.runtime.monitor.monitor import Monitor
 
 pytestmark = pytest.mark.vllm

@@ -28,8 +28,8 @@ from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.engine.async_engine import AsyncRolloutEngine
 from fp8plan.runtime.engine.base import EngineBase
 from fp8plan.runtime.engine.engine import RolloutEngine
+from fp8plan.runtime.engine.judge import Judge, Judged
 from fp8plan.runtime.engine.launch import Launch
-from fp8plan.runtime.engine.rollout_timer import Judge, Judged
 from fp8plan.runtime.guard.fallback import Action, GuardSettings, GuardState
 from fp8plan.runtime.guard.guard import Guard, Verdict
 from fp8plan.runtime.monitor.monitor import Monitor

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from fp8plan.runtime.engine import interrupts
-from fp8plan.runtime.engine.interrupts import SAME_PRESS_S, Held, Stopped, let_in, released
+from fp8plan.runtime import interrupts
+from fp8plan.runtime.interrupts import SAME_PRESS_S, Held, Stopped, let_in, released
 
 HERE = Path(__file__).parent
 
@@ -287,7 +287,7 @@ class Engine:
 
 @vllm
 def test_nobody_uses_the_engine_until_the_interrupted_call_has_ended(held: Held) -> None:
-    from fp8plan.runtime.engine.watched import watched
+    from fp8plan.runtime.interrupts import watched
 
     engine = Engine()
     with pytest.raises(KeyboardInterrupt), held:
@@ -298,7 +298,7 @@ def test_nobody_uses_the_engine_until_the_interrupted_call_has_ended(held: Held)
 
 @vllm
 def test_a_call_that_does_not_end_after_an_interrupt_is_ended(held: Held) -> None:
-    from fp8plan.runtime.engine.watched import watched
+    from fp8plan.runtime.interrupts import watched
 
     engine = Engine()
     with pytest.raises(KeyboardInterrupt), held:
@@ -311,7 +311,7 @@ def test_an_exception_that_another_thread_raises_here_is_treated_alike() -> None
     """As PyThreadState_SetAsyncExc does, and handlers of other signals."""
     import ctypes
 
-    from fp8plan.runtime.engine.watched import watched
+    from fp8plan.runtime.interrupts import watched
 
     class Late(BaseException):
         pass
@@ -337,8 +337,8 @@ def test_an_exception_that_another_thread_raises_here_is_treated_alike() -> None
 def test_an_engine_that_starts_after_its_caller_was_interrupted_is_shut_down(
     held: Held, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fp8plan.runtime.engine import watched
-    from fp8plan.runtime.engine.watched import started_apart
+    from fp8plan.runtime import interrupts as watched
+    from fp8plan.runtime.interrupts import started_apart
 
     go_on, ended = Event(), Event()
     started = SimpleNamespace(engine_core=SimpleNamespace(shutdown=ended.set))

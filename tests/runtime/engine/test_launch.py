@@ -11,9 +11,9 @@ from plans import index
 from tiny_models import checkpoint, cpu_plan
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.emit.ignored import ignored
+from fp8plan.model.emit.vllm import ignored
 from fp8plan.runtime.engine.launch import Launch, launch
-from fp8plan.runtime.weight_sync.checkpoint import local_folder
+from fp8plan.runtime.weight_sync.manifest import local_folder
 
 pytestmark = pytest.mark.vllm  # its version is checked first
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from fp8plan.runtime.engine.noise import held_back
+from fp8plan.runtime.engine.launch import held_back
 
 PROGRAM = """
 import os, subprocess, sys, time
-from fp8plan.runtime.engine.noise import held_back
+from fp8plan.runtime.engine.launch import held_back
 print("before")
 with held_back():
     print("python")

@@ -9,9 +9,9 @@ import pytest
 
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.profile.library import load_profile
+from fp8plan.model.rollout import simulate
 from fp8plan.model.setup import EngineSetup
-from fp8plan.model.simulate import simulate
-from fp8plan.runtime.engine.rollout_timer import Judged
+from fp8plan.runtime.engine.judge import Judged
 from fp8plan.runtime.fleet.report import Finished, makespans
 from fp8plan.runtime.fleet.routing import consecutive
 from fp8plan.runtime.guard.observation import EngineFacts, Observation

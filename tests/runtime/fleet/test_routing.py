@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.workload import Batch, Fixed, LogNormal, Trace, Workload
-from fp8plan.runtime.fleet.requests import Requests
+from fp8plan.runtime.fleet.rollouts import Requests
 from fp8plan.runtime.fleet.routing import (
     SeenLengths,
     Split,

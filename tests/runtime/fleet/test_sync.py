@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.errors import SyncError
-from fp8plan.runtime.fleet.calls import Calls
+from fp8plan.runtime.fleet.members import Calls
 from fp8plan.runtime.fleet.sync import Kept, Packed, addressed, merged, packed, unpacked
 from fp8plan.runtime.weight_sync.procedure import replace_weights
 from fp8plan.runtime.weight_sync.state import Call, SyncSettings, SyncState, driven, rpc

@@ -15,15 +15,13 @@ import pytest
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.plan.time_reasons import seconds
+from fp8plan.model.plan.explain import seconds
 from fp8plan.model.profile.library import load_profile, profiles_path
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.validate.validate import validate
 from fp8plan.runtime.guard.guard import Action, Cause, Found, Guard, GuardSettings, GuardState, Verdict, update
-from fp8plan.runtime.guard.kernels import fallback
-from fp8plan.runtime.guard.observation import EngineFacts, Observation, observation_of
-from fp8plan.runtime.guard.prediction import predict
+from fp8plan.runtime.guard.observation import EngineFacts, Observation, fallback, observation_of, predict
 
 VALIDATION = profiles_path() / "h200_sxm" / "vllm-0.26.0" / "validation"
 PROFILE: Profile = load_profile(find_gpu("h200_sxm"), "0.26.0")[0]

@@ -11,8 +11,8 @@ import pandas as pd
 import pytest
 
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.calibrate import held_out
-from fp8plan.runtime.measure.grids import attention as grid
+from fp8plan.model.calibrate import profile_of as held_out
+from fp8plan.runtime.measure.kernels import attention as grid
 from fp8plan.runtime.measure.kernels.sweep import Point
 
 ATTENTION = ("attention_decode", "attention_prefill", "attention_mixed")

@@ -16,7 +16,7 @@ import pytest
 from fp8plan.errors import ConfigError
 from fp8plan.model.hardware import find_gpu
 from fp8plan.runtime.measure import calibrate
-from fp8plan.runtime.measure.cells import jobs as cells
+from fp8plan.runtime.measure.rollouts import jobs as cells
 
 H200 = find_gpu("h200")
 FOLDER = Path(calibrate.__file__).parent / "cells"

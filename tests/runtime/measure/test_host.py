@@ -14,11 +14,16 @@ psutil = pytest.importorskip("psutil")  # comes with vLLM
 if not hasattr(os, "sched_setaffinity"):
     pytest.skip("only Linux moves threads to cores", allow_module_level=True)
 
-from fp8plan.runtime.measure.rollouts import attempts as again  # noqa: E402
+from fp8plan.runtime.measure.rollouts import engine as again  # noqa: E402
 from fp8plan.runtime.measure.rollouts import host  # noqa: E402
-from fp8plan.runtime.measure.rollouts.attempts import AGAIN_S, TRIES, Attempt, attempts, disturbance  # noqa: E402
-from fp8plan.runtime.measure.rollouts.host import Host, loop_seconds, quiet, threads  # noqa: E402
-from fp8plan.runtime.measure.rollouts.watch import Watch  # noqa: E402
+from fp8plan.runtime.measure.rollouts.engine import AGAIN_S, TRIES, Attempt, attempts, disturbance  # noqa: E402
+from fp8plan.runtime.measure.rollouts.host import (  # noqa: E402
+    Host,
+    Watch,
+    loop_seconds,
+    quiet,
+    threads,
+)
 
 CORES = sorted(os.sched_getaffinity(0))
 

@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fp8plan.model.calibrate.held_out import MOE, is_held_out
-from fp8plan.runtime.measure.grids import moe as grid
+from fp8plan.model.calibrate.profile_of import MOE, is_held_out
+from fp8plan.runtime.measure.kernels import moe as grid
 
 
 @pytest.mark.parametrize(("name", "least", "most"), [("quick", 50, 70), ("full", 280, 340)])
@@ -54,7 +54,7 @@ def test_every_token_has_top_k_distinct_experts_that_torch_finds_again(skew: str
 
 
 def test_even_routing_hits_as_many_experts_as_the_formula_says() -> None:
-    """E (1 - (1 - k/E)^m), as in fp8plan.model.cost.linears.moe; 40 draws bring the mean well within one expert."""
+    """E (1 - (1 - k/E)^m), as in fp8plan.model.cost.moe; 40 draws bring the mean well within one expert."""
     hits = [grid.route(16, 128, 8, "even", seed).any(axis=0).sum() for seed in range(40)]
     assert np.mean(hits) == pytest.approx(128 * (1 - (1 - 8 / 128) ** 16), abs=1.0)
 

@@ -11,9 +11,8 @@ import pytest
 from fp8plan import jsonl
 from fp8plan.model.calibrate.kernel_rows import QUANTITIES
 from fp8plan.model.calibrate.profile_of import kernel_rows, power_rows
-from fp8plan.runtime.measure.grids import attention, elementwise, gemm, moe, power
+from fp8plan.runtime.measure.kernels import attention, elementwise, gemm, moe, power, timing
 from fp8plan.runtime.measure.kernels import power as script
-from fp8plan.runtime.measure.kernels import timing
 from fp8plan.runtime.measure.kernels.sweep import Point, Work
 
 

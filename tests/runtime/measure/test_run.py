@@ -14,11 +14,11 @@ from fp8plan.jsonl import write
 from fp8plan.model.precision import precision
 from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import validate
-from fp8plan.runtime.measure.cells import jobs as cell_files
+from fp8plan.runtime.measure.rollouts import jobs as cell_files
 from fp8plan.runtime.measure.rollouts import run as run_rollouts
-from fp8plan.runtime.measure.rollouts.attempts import TRIES
-from fp8plan.runtime.measure.rollouts.engine_log import engine_numbers, kernel_backends, model_runner, uses_e8m0
-from fp8plan.runtime.measure.rollouts.timed_rollout import token_prompts
+from fp8plan.runtime.measure.rollouts.engine import TRIES
+from fp8plan.runtime.measure.rollouts.engine_facts import engine_numbers, kernel_backends, model_runner, uses_e8m0
+from fp8plan.runtime.measure.rollouts.timed import token_prompts
 
 TINY = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -20,13 +20,12 @@ import pytest
 
 from fp8plan import jsonl
 from fp8plan.errors import ConfigError, Fp8PlanError
-from fp8plan.model.calibrate.held_out import LINEARS, is_held_out
+from fp8plan.model.calibrate.profile_of import LINEARS, is_held_out
 from fp8plan.runtime.measure import machine
-from fp8plan.runtime.measure.command_line import arguments, check_gpu, compile_first, select, shares
-from fp8plan.runtime.measure.grids import elementwise as elementwise_grid
-from fp8plan.runtime.measure.grids import gemm as gemm_grid
+from fp8plan.runtime.measure.kernels import elementwise as elementwise_grid
+from fp8plan.runtime.measure.kernels import gemm as gemm_grid
 from fp8plan.runtime.measure.kernels import sweep, timing
-from fp8plan.runtime.measure.kernels.sweep import Point, Work
+from fp8plan.runtime.measure.kernels.sweep import Point, Work, arguments, check_gpu, compile_first, select, shares
 
 POINTS = [Point("gemm.bf16", {"m": m, "n": 64, "k": 128}) for m in (4, 1, 3, 2)]
 
@@ -320,17 +319,17 @@ def test_compilers_end_after_half_of_the_time(output: Path, monkeypatch: pytest.
     begun = time.monotonic()
     sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
     start = subprocess.Popen
-    monkeypatch.setattr("fp8plan.runtime.measure.command_line.subprocess.Popen", lambda _, **to: start(sleep, **to))
+    monkeypatch.setattr("fp8plan.runtime.measure.kernels.sweep.subprocess.Popen", lambda _, **to: start(sleep, **to))
     words = ["--output", str(output.parent), "--seconds", "1", "--compile-in", "2"]
     compile_first("gemm", arguments("gemm", None, words))
     assert 0.5 <= time.monotonic() - begun < 30
 
 
 def test_a_machine_without_the_gpu_is_refused(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp8plan.runtime.measure.command_line.gpu_facts", lambda: {"gpu_product": None})
+    monkeypatch.setattr("fp8plan.runtime.measure.kernels.sweep.gpu_facts", lambda: {"gpu_product": None})
     assert run(output) == 2
     assert not output.exists()
-    monkeypatch.setattr("fp8plan.runtime.measure.command_line.gpu_facts", lambda: {"gpu_product": "NVIDIA L40S"})
+    monkeypatch.setattr("fp8plan.runtime.measure.kernels.sweep.gpu_facts", lambda: {"gpu_product": "NVIDIA L40S"})
     with pytest.raises(ConfigError, match="this machine has NVIDIA L40S"):
         check_gpu("h200_sxm")
     check_gpu("auto")

@@ -12,9 +12,9 @@ import pytest
 
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import rows
-from fp8plan.runtime.measure.cells import jobs as cell_files
+from fp8plan.runtime.measure.rollouts import jobs as cell_files
 from fp8plan.runtime.measure.rollouts import run as run_rollouts
-from fp8plan.runtime.measure.rollouts.engine_parts import engine_parts, telling_lines
+from fp8plan.runtime.measure.rollouts.engine_facts import engine_parts, telling_lines
 
 MAMBA = {"model_type": "nemotron_h", "hybrid_override_pattern": "M*", "_source": "nowhere"}
 WORK = [{"prompts": 1, "samples": 1, "prompt_lengths": "fixed:8", "response_lengths": "fixed:4"}]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fp8plan.runtime.measure.rollouts import watch
-from fp8plan.runtime.measure.rollouts.watch import Watch, cpu_ticks
+from fp8plan.runtime.measure.rollouts import host as watch
+from fp8plan.runtime.measure.rollouts.host import Watch, cpu_ticks
 
 
 def test_clock_and_power_are_sampled_and_theft_is_a_share(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

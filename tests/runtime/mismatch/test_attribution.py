@@ -12,9 +12,8 @@ from plans import choice, plan
 
 from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.mismatch.attribution import Expected, Part, attributed, sentence
-from fp8plan.runtime.mismatch.measure import measure
+from fp8plan.runtime.mismatch.measure import measure, pack
 from fp8plan.runtime.mismatch.sampling import Sampling
-from fp8plan.runtime.mismatch.tokens import pack
 from fp8plan.runtime.monitor.monitor import Monitor
 from fp8plan.runtime.monitor.sinks import Callback
 from fp8plan.schemas import KlPart

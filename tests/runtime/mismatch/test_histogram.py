@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8plan.runtime.mismatch.histogram import (
+from fp8plan.runtime.mismatch.sums import (
     BINS,
     EDGES,
     LIMIT,

@@ -13,10 +13,9 @@ from mismatch_batches import one_of_two, packed, ragged
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.correction.correct import CorrectionSettings, Thresholds, correct
-from fp8plan.runtime.mismatch import tokens as tokens_module
-from fp8plan.runtime.mismatch.measure import measure
+from fp8plan.runtime.mismatch import measure as tokens_module
+from fp8plan.runtime.mismatch.measure import measure, pack
 from fp8plan.runtime.mismatch.metrics import SLOTS, Mismatch, MismatchSums
-from fp8plan.runtime.mismatch.tokens import pack
 
 torch = pytest.importorskip("torch")
 

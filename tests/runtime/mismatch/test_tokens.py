@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.mismatch import tokens as module
-from fp8plan.runtime.mismatch.tokens import pack
+from fp8plan.runtime.mismatch import measure as module
+from fp8plan.runtime.mismatch.measure import pack
 
 torch = pytest.importorskip("torch")
 

@@ -27,7 +27,6 @@ from fp8plan.jsonl import plain
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import validate
-from fp8plan.runtime.controller.alarms import MEANINGS
 from fp8plan.runtime.controller.laws import (
     AdaptiveThresholds,
     Alarm,
@@ -35,19 +34,17 @@ from fp8plan.runtime.controller.laws import (
     Decision,
     LeastErrorThresholds,
 )
+from fp8plan.runtime.controller.state import MEANINGS
 from fp8plan.runtime.correction.correct import CorrectionSettings, Rejection, Thresholds, correct
 from fp8plan.runtime.correction.verl import from_verl
 from fp8plan.runtime.guard.fallback import Action
 from fp8plan.runtime.guard.guard import Guard
 from fp8plan.runtime.guard.observation import EngineFacts, Observation
-from fp8plan.runtime.mismatch.measure import measure
-from fp8plan.runtime.mismatch.tokens import pack
+from fp8plan.runtime.mismatch.measure import measure, pack
 from fp8plan.runtime.monitor.monitor import Monitor
-from fp8plan.runtime.monitor.record import Step
-from fp8plan.runtime.monitor.run_file import RunReader
+from fp8plan.runtime.monitor.record import RunReader, Step
 from fp8plan.runtime.monitor.sinks import Callback, JsonLines
-from fp8plan.runtime.probe.intervals import Interval
-from fp8plan.runtime.probe.results import Probe, Probed
+from fp8plan.runtime.probe.results import Interval, Probe, Probed
 from fp8plan.runtime.probe.sampling import SampleSettings
 from fp8plan.schemas import RunRecord, checked
 
@@ -490,7 +487,7 @@ import sys
 sys.modules["torch"] = None  # as where it is not installed
 import numpy as np
 import fp8plan
-from fp8plan.runtime.mismatch.tokens import pack
+from fp8plan.runtime.mismatch.measure import pack
 
 for name in fp8plan.__all__:
     getattr(fp8plan, name)
@@ -784,7 +781,7 @@ from torch import distributed
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.controller.laws import LeastErrorThresholds
 from fp8plan.runtime.correction.correct import CorrectionSettings
-from fp8plan.runtime.monitor.exporters import Prometheus
+from fp8plan.runtime.monitor.sinks import Prometheus
 from fp8plan.runtime.monitor.monitor import Monitor
 from fp8plan.runtime.monitor.sinks import JsonLines
 rank, ranks, folder, port, metrics = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5])

@@ -28,7 +28,7 @@ from simulated_run import simulated
 from fp8plan import jsonl as record
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import append, line, repair, torn_path
-from fp8plan.runtime.monitor.run_file import DECODER, RunReader
+from fp8plan.runtime.monitor.record import DECODER, RunReader
 from fp8plan.runtime.monitor.steps import Steps
 from fp8plan.schemas import K3
 

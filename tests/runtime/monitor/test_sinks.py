@@ -21,9 +21,8 @@ from fp8plan import jsonl as record
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import line
 from fp8plan.runtime.monitor import sinks
-from fp8plan.runtime.monitor.exporters import Prometheus, TensorBoard
-from fp8plan.runtime.monitor.run_file import RunReader
-from fp8plan.runtime.monitor.sinks import Callback, JsonLines, Sinks
+from fp8plan.runtime.monitor.record import RunReader
+from fp8plan.runtime.monitor.sinks import Callback, JsonLines, Prometheus, Sinks, TensorBoard
 
 RECORDS = simulated(12)
 

@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 
 from fp8plan import schemas
 from fp8plan.errors import ConfigError
-from fp8plan.integrations.checkpoint import STATE_FILE, load_state
-from fp8plan.integrations.micro_batches import MicroBatches
-from fp8plan.runtime.controller.alarms import AlarmLimits
+from fp8plan.integrations.common import STATE_FILE, load_state
+from fp8plan.integrations.hooks import MicroBatches
 from fp8plan.runtime.controller.laws import AdaptiveThresholds, ConstantThresholds, LeastErrorThresholds
-from fp8plan.runtime.controller.state import Alarm, Decision
+from fp8plan.runtime.controller.state import Alarm, AlarmLimits, Decision
 from fp8plan.runtime.correction.correct import CorrectionSettings, Thresholds
 from fp8plan.runtime.monitor.monitor import Monitor
 from fp8plan.runtime.monitor.sinks import Callback

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8plan.runtime.probe.intervals import Interval, figures, intervals, sequence_sums, tokens_needed
+from fp8plan.runtime.probe.results import Interval, figures, intervals, sequence_sums, tokens_needed
 
 log_ratios = st.lists(st.lists(st.floats(-3, 3), max_size=6), min_size=1, max_size=8).filter(lambda rows: any(rows))
 

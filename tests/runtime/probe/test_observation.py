@@ -10,10 +10,8 @@ import pytest
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.risk.fit import read_observations
-from fp8plan.model.risk.setting import setting_of
-from fp8plan.runtime.probe.intervals import Interval
-from fp8plan.runtime.probe.observation import append_observations, observations
-from fp8plan.runtime.probe.results import Probe, Probed
+from fp8plan.model.risk.theory import setting_of
+from fp8plan.runtime.probe.results import Interval, Probe, Probed, append_observations, observations
 from fp8plan.runtime.probe.sampling import SampleSettings
 
 LFM2 = {

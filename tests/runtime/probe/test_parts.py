@@ -15,9 +15,8 @@ from tiny_models import checkpoint
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.probe import reference as reference_module
-from fp8plan.runtime.probe.prompts import TASKS, read_prompts, token_ids
 from fp8plan.runtime.probe.reference import Reference, batches
-from fp8plan.runtime.probe.sampling import Sampled
+from fp8plan.runtime.probe.sampling import TASKS, Sampled, read_prompts, token_ids
 
 torch = pytest.importorskip("torch")
 

@@ -22,13 +22,11 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.risk.fit import read_observations
 from fp8plan.runtime.probe import probe as probe_module
-from fp8plan.runtime.probe.intervals import Interval
-from fp8plan.runtime.probe.observation import append_observations, columns, observations
 from fp8plan.runtime.probe.probe import Probe, compared, probe
-from fp8plan.runtime.probe.prompts import read_prompts
 from fp8plan.runtime.probe.reference import Reference
-from fp8plan.runtime.probe.sampling import Sampled, SampleSettings
-from fp8plan.views.probe import probe_report
+from fp8plan.runtime.probe.results import Interval, append_observations, columns, observations
+from fp8plan.runtime.probe.sampling import Sampled, SampleSettings, read_prompts
+from fp8plan.views.findings import probe_report
 
 torch = pytest.importorskip("torch")
 vllm = pytest.mark.vllm
@@ -341,7 +339,7 @@ def test_the_command_shows_its_own_lines_only_and_names_the_log_of_an_engine_tha
     words += ["--samples", "1", "--max-tokens", "4", "--num-gpu-blocks"]
 
     def run(blocks: int) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "fp8plan.cli", *words, str(blocks)]
+        command = [sys.executable, "-m", "fp8plan", *words, str(blocks)]
         env = os.environ | {"TMPDIR": str(tmp_path)}
         return subprocess.run(command, capture_output=True, text=True, env=env, timeout=600)
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from fp8plan.runtime.mismatch.sampling import Sampling
+from fp8plan.runtime.plugin import PROBE
 from fp8plan.runtime.server.front import UpdateError
-from fp8plan.runtime.server.lifecycle import LifecycleFront
-from fp8plan.runtime.server.plugin import PROBE
+from fp8plan.runtime.server.routes import LifecycleFront
 
 
 class Engine:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fp8plan.runtime.server.plugin import API_KEY, ROLLOUT, STATUS, authorization
+from fp8plan.runtime.plugin import API_KEY, ROLLOUT, STATUS, authorization
 
 pytestmark = pytest.mark.vllm
 
@@ -32,8 +32,7 @@ def app() -> Any:
     from vllm.entrypoints.openai.api_server import build_app
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from fp8plan.runtime.server.gate import keys_of
-    from fp8plan.runtime.server.routes import Routes
+    from fp8plan.runtime.server.routes import Routes, keys_of
 
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--api-key", "sesame"])
     with pytest.MonkeyPatch.context() as patch:
@@ -85,7 +84,7 @@ def test_other_headers_are_no_key(app: Any, header: str) -> None:
 
 
 def test_a_refusal_says_what_to_type_and_is_logged(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp8plan.runtime.server import gate
+    from fp8plan.runtime.server import routes as gate
 
     logged: list[str] = []
     monkeypatch.setattr(gate.logger, "warning", lambda text, *words: logged.append(text % words))
@@ -99,7 +98,7 @@ def test_a_refusal_says_what_to_type_and_is_logged(app: Any, monkeypatch: pytest
 
 
 def test_a_server_without_a_key_asks_for_none(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp8plan.runtime.server.gate import keys_of
+    from fp8plan.runtime.server.routes import keys_of
 
     monkeypatch.delenv(API_KEY, raising=False)
     assert keys_of(argparse.Namespace(api_key=None)) == ()
@@ -108,7 +107,7 @@ def test_a_server_without_a_key_asks_for_none(app: Any, monkeypatch: pytest.Monk
 
 
 def test_keys_are_read_as_vllm_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp8plan.runtime.server.gate import keys_of
+    from fp8plan.runtime.server.routes import keys_of
 
     monkeypatch.setenv(API_KEY, "of the environment")
     assert keys_of(argparse.Namespace(api_key=None)) == (b"of the environment",)
@@ -141,7 +140,7 @@ def test_resume_in_an_open_update_is_the_callers_fault(app: Any, monkeypatch: py
 
 def test_the_servers_own_client_gives_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's, for own loops: every call of the lifecycle."""
-    from fp8plan.runtime.server.plugin import weight_sync_client
+    from fp8plan.runtime.plugin import weight_sync_client
 
     seen: list[tuple[str, Any]] = []
 

@@ -90,7 +90,7 @@ def asked_over_http(engine: Engine, prompts: list[list[int]]) -> Any:
     from fastapi import FastAPI
     from fastapi.testclient import TestClient
 
-    from fp8plan.runtime.server.plugin import ROLLOUT
+    from fp8plan.runtime.plugin import ROLLOUT
     from fp8plan.runtime.server.routes import Routes
 
     Routes().attach_router(app := FastAPI())

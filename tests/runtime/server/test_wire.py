@@ -18,7 +18,7 @@ from tiny_models import weights
 from trl_runs import model
 from vllm_server import BLOCK_FP8, FP8_KV, Server, free_port, line_of, serving
 
-from fp8plan.runtime.server.plugin import ROLLOUT, STATUS, weight_sync_client
+from fp8plan.runtime.plugin import ROLLOUT, STATUS, weight_sync_client
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -224,7 +224,7 @@ def test_a_trainer_that_announces_and_sends_nothing_is_let_go(server: Server, na
 
 
 def test_a_trainer_that_stops_midway_leaves_no_mixture_to_be_served(server: Server) -> None:
-    from fp8plan.runtime.server.cpu_transfer import StoreCommunicator
+    from fp8plan.runtime.worker.backend import StoreCommunicator
 
     with without_cuda():  # from now on parts of an update stream
         send(trainer_of(weight_sync_client(server.url, "sesame", timeout=60)), weights("dense", "a"))

@@ -8,7 +8,7 @@ import pytest
 from sharded_trainer import checked, sharded, tensors
 
 from fp8plan.errors import SyncError
-from fp8plan.runtime.weight_sync.chunks import chunks
+from fp8plan.runtime.weight_sync.stream import chunks
 
 torch = pytest.importorskip("torch")
 

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from fp8plan.runtime.weight_sync.nccl.lane import Lane
+from fp8plan.runtime.weight_sync.nccl import Lane
 
 
 def test_things_are_done_in_turn_and_errors_are_the_futures() -> None:
@@ -44,6 +44,6 @@ def test_the_thread_ends_with_its_lane() -> None:
 
 
 def test_a_process_ends_although_a_lane_waits_for_ever() -> None:
-    code = "import threading; from fp8plan.runtime.weight_sync.nccl.lane import Lane\n"
+    code = "import threading; from fp8plan.runtime.weight_sync.nccl import Lane\n"
     code += "lane = Lane('waits'); future = lane.submit(threading.Event().wait); raise SystemExit(3)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 3

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.quantize.block_fp8 import quantize
-from fp8plan.runtime.weight_sync.checkpoint import checkpoint_manifest
 from fp8plan.runtime.weight_sync.manifest import (
     FORMATS,
     SCALE_SUFFIX,
     Entry,
+    checkpoint_manifest,
     dtype_named,
     entry_of,
     manifest_of,

@@ -13,8 +13,16 @@ from tiny_models import CALIBRATION, generate, quantised, started, started_besid
 
 from fp8plan.errors import ConfigError, NotServingError, SyncError
 from fp8plan.runtime.weight_sync.manifest import Entry, manifest_of
-from fp8plan.runtime.weight_sync.nccl import RemoteSource, Rendezvous, TrainerTransfer, connect
-from fp8plan.runtime.weight_sync.nccl.protocol import agree, digest, misaligned, working
+from fp8plan.runtime.weight_sync.nccl import (
+    RemoteSource,
+    Rendezvous,
+    TrainerTransfer,
+    agree,
+    connect,
+    digest,
+    misaligned,
+    working,
+)
 
 pytestmark = pytest.mark.vllm
 

@@ -188,7 +188,7 @@ def test_the_communicator_of_a_cpu_is_destroyed_as_nccls_is() -> None:
     """As vLLM's engine does at its shutdown from 0.32 on."""
     import torch
 
-    from fp8plan.runtime.server.cpu_transfer import StoreCommunicator
+    from fp8plan.runtime.worker.backend import StoreCommunicator
 
     for kind in ("plain", "vllm"):
         communicator = StoreCommunicator(ends(kind)[0])

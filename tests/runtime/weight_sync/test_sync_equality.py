@@ -26,8 +26,8 @@ from tiny_models import (
 from fp8plan.errors import SyncError
 from fp8plan.model.precision import PRESETS, precision
 from fp8plan.runtime.engine.engine import RolloutEngine
-from fp8plan.runtime.weight_sync.announce import MOST_PREPARED
 from fp8plan.runtime.weight_sync.manifest import manifest_of
+from fp8plan.runtime.weight_sync.procedure import MOST_PREPARED
 from fp8plan.runtime.weight_sync.state import Scored, SyncReport
 
 pytestmark = pytest.mark.vllm

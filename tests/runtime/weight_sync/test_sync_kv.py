@@ -26,10 +26,10 @@ from fp8plan.model.precision import E4M3_MAX
 from fp8plan.runtime.engine.base import EngineBase
 from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.guard.fallback import GuardSettings
+from fp8plan.runtime.weight_sync.kv_calibration import recording_amax
 from fp8plan.runtime.weight_sync.kv_scales import MARGIN, PARTS, clipped, largest, scales_from
 from fp8plan.runtime.weight_sync.procedure import _refuse_scored
 from fp8plan.runtime.weight_sync.state import Scored, SyncSettings, SyncState
-from fp8plan.runtime.weight_sync.trainer_amax import recording_amax
 
 vllm = pytest.mark.vllm
 ATTENTION = [f"model.layers.{n}.self_attn.attn" for n in range(LAYERS)]

@@ -24,7 +24,7 @@ from tiny_models import (
 
 from fp8plan.errors import NotServingError, SyncError
 from fp8plan.runtime.engine.engine import RolloutEngine
-from fp8plan.runtime.weight_sync import shared_memory as transport
+from fp8plan.runtime.weight_sync import stream as transport
 
 pytestmark = pytest.mark.vllm
 

@@ -12,8 +12,8 @@ from tiny_models import CALIBRATION, EXPERTS, Outputs, checkpoint, generate, sta
 
 from fp8plan.errors import NotServingError, SyncError
 from fp8plan.runtime.engine.engine import RolloutEngine
-from fp8plan.runtime.weight_sync.checkpoint import Part, not_zero
-from fp8plan.runtime.worker.program import is_matrix
+from fp8plan.runtime.weight_sync.manifest import Part, not_zero
+from fp8plan.runtime.worker.prepare import is_matrix
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.vllm

@@ -168,7 +168,7 @@ def test_a_sync_that_fails_inside_vllms_reload_is_healed_by_the_next(
 def test_weights_that_cannot_be_put_back_after_a_trial_are_lost(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fp8plan.runtime.worker.layout_trial import _put_back
+    from fp8plan.runtime.worker.binding import _put_back
 
     def broken(_: Places) -> None:
         raise RuntimeError("no device")
@@ -204,7 +204,7 @@ def test_a_tensor_that_was_allocated_again_is_written_where_it_is(subject: Subje
 
 
 def test_every_shape_is_tried_once(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp8plan.runtime.worker import layout_trial as shortcut
+    from fp8plan.runtime.worker import binding as shortcut
 
     tried: list[str] = []
     original = shortcut._why_not
@@ -301,7 +301,7 @@ def test_nan_in_the_kv_cache_is_zeroed(subject: Subject) -> None:
 
 
 def test_caches_of_any_dtype_layout_and_nesting_are_zeroed() -> None:
-    from fp8plan.runtime.worker.kv_cache import zero_kv
+    from fp8plan.runtime.worker.facts import zero_kv
 
     shared = torch.full((4, 64), 0x7F, dtype=torch.uint8)  # NaN in E4M3; each layer's view leaves padding between
     views = [shared[:, :16].view(torch.float8_e4m3fn), shared[:, 32:48].view(torch.float8_e4m3fn).t()]

@@ -23,7 +23,7 @@ import msgspec
 
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.server.plugin import API_KEY, PROBE, authorization
+from fp8plan.runtime.plugin import API_KEY, PROBE, authorization
 from fp8plan.schemas import checked
 
 T = TypeVar("T")

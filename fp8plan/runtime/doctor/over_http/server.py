@@ -21,9 +21,9 @@ from fp8plan.runtime.doctor.observe import Given, Notes, asked, measured_on
 from fp8plan.runtime.doctor.observed import Observed
 from fp8plan.runtime.doctor.over_http import answers
 from fp8plan.runtime.doctor.over_http.client import CannotLook, Refused, Server, shown
-from fp8plan.runtime.guard.kernels import kernel_names
-from fp8plan.runtime.probe.prompts import read_prompts
-from fp8plan.runtime.server.plugin import STATUS
+from fp8plan.runtime.guard.observation import kernel_names
+from fp8plan.runtime.plugin import STATUS
+from fp8plan.runtime.probe.sampling import read_prompts
 from fp8plan.runtime.weight_sync.state import Call, SyncSettings, SyncState, driven
 from fp8plan.runtime.worker.facts import preset_of
 

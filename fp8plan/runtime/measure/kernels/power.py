@@ -5,19 +5,58 @@
 A row of FOLDER/power.jsonl each: the kernels and sizes of gemm, attention, moe and elementwise beside this file, called
 as there. `seconds` is of one call while the power limit holds, so it is no timing for a fit of kernels; `power_w` is
 what fp8plan.model.calibrate.power is fitted to. Three seconds a point.
+
+The kernels whose power is measured: each kind of work of a step, with few rows and with many.
+
+Layers are those of Qwen3-8B, experts those of Qwen3-30B-A3B. With few rows a kernel moves bytes, with many it
+multiplies, so that both kinds of watts can be told apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
-from fp8plan.runtime.measure.grids.power import points
 from fp8plan.runtime.measure.kernels import attention, elementwise, gemm, moe
 from fp8plan.runtime.measure.kernels.gemm import model_config
 from fp8plan.runtime.measure.kernels.sweep import Point, Prepare, Work, command, prepared
 from fp8plan.runtime.measure.kernels.timing import sustained_seconds
+
+MODEL, EXPERTS = "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B"
+LINEARS = ("gate_up_proj", "down_proj")
+ROWS = {"quick": (64, 4096), "full": (64, 512, 2048, 16384)}
+DECODE = {"quick": ((256, 512),), "full": ((512, 256), (128, 2048))}  # requests, tokens of each
+PREFILL = {"quick": ((1, 4096),), "full": ((64, 256), (4, 4096))}  # prompts, tokens of each
+
+
+def points(grid: str) -> list[Point]:
+    """All points of the "quick" or the "full" grid."""
+    return list(_points(grid))
+
+
+def _points(grid: str) -> Iterator[Point]:
+    rows, heads = ROWS[grid], attention.heads_of(MODEL)
+    weights = gemm.weights_of({MODEL: LINEARS})
+    for m, (n, k), kernel in product(rows, weights, ("gemm.bf16", "gemm.fp8_block")):
+        yield Point(kernel, {"m": m, "n": n, "k": k})
+    for (batch, context), kv in product(DECODE[grid], attention.KV_DTYPES):
+        shape = {"batch": batch, "context": context, "skew": "even"} | heads
+        yield Point(f"attention_decode.{kv}", shape | {"num_splits": attention.MAX_GRAPH_SPLITS})
+    for (chunks, chunk), kv in product(PREFILL[grid], attention.KV_DTYPES):
+        yield Point(
+            f"attention_prefill.{kv}", {"chunks": chunks, "chunk": chunk, "context": 0} | heads | {"num_splits": 0}
+        )
+    experts = dict(zip(("experts", "top_k", "hidden", "inner"), moe.experts_of(EXPERTS), strict=True))
+    for m, dtype in product(rows, moe.DTYPES):
+        yield Point(f"moe.{dtype}", {"tokens": m} | experts | {"skew": "even"})
+    hidden, inner = weights[1]
+    for m in rows[1:]:
+        yield Point("norm", {"m": m, "hidden": hidden})
+        yield Point("activation", {"m": m, "inner": inner})
+        yield Point("quantise", {"m": m, "k": inner})
+
 
 BENCHES: dict[str, Callable[[], Prepare]] = {
     "gemm": cache(lambda: gemm.Bench().work),

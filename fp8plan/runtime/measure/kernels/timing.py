@@ -3,22 +3,29 @@
 A step of the engine is a graph replay, so kernels are timed inside one: no launch gaps from Python, as in decoding.
 `graph_seconds` is short, so that the limit of the mean power hardly matters; `sustained_seconds` runs until clock and
 power have settled, and reads them (fp8plan.model.cost.power).
+
+Pools of random data on the GPU and vLLM's default configuration, for the sweeps of attention and MoE.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fp8plan.model.precision import E4M3_MAX
 from fp8plan.runtime.measure.machine import gpu_energy_j, gpu_power_w, sm_clock_mhz
+
+if TYPE_CHECKING:
+    import torch
 
 Call = Callable[[], object]
 
@@ -212,3 +219,49 @@ def elapsed(
     meanwhile()
     events[-1].synchronize()
     return [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
+
+
+FILLED_AT_ONCE = 2**28  # elements
+
+
+def l2_bytes() -> int:
+    import torch
+
+    return int(torch.cuda.get_device_properties(0).L2_cache_size)
+
+
+def random_normal(*shape: int, dtype: str = "bf16") -> torch.Tensor:
+    """Standard normal values of `dtype` "bf16" or "fp8" (E4M3)."""
+    import torch
+
+    values = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+    return values.to(torch.float8_e4m3fn) if dtype == "fp8" else values
+
+
+def random_pool(elements: int, dtype: str, share: float, deviation: float = 1.0) -> torch.Tensor:
+    """`elements` normal values of "bf16" or "fp8", fewer where they would take more than `share` of the free memory.
+
+    Made once and read in many shapes: to allocate and fill tens of gigabytes for each point would take longer than
+    to time it.
+    """
+    import torch
+
+    element = torch.float8_e4m3fn if dtype == "fp8" else torch.bfloat16
+    room = int(torch.cuda.mem_get_info()[0] * share) // element.itemsize
+    pool = torch.empty(min(room, elements), dtype=element, device="cuda")
+    for part in pool.split(FILLED_AT_ONCE):
+        part.copy_(random_normal(len(part)).mul_(deviation).clamp_(-E4M3_MAX, E4M3_MAX))
+    return pool
+
+
+@contextmanager
+def engine_config() -> Iterator[None]:
+    """vLLM's default configuration and workspace, which its classes ask for. No E8M0 scales: as in fp8plan's plans."""
+    os.environ.setdefault("VLLM_USE_DEEP_GEMM_E8M0", "0")  # read when vLLM is imported
+    import torch
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    init_workspace_manager(torch.device("cuda", torch.cuda.current_device()))
+    with set_current_vllm_config(VllmConfig()):
+        yield

@@ -45,10 +45,10 @@ from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.jsonl import write
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import PRESETS
-from fp8plan.runtime.measure.cells.jobs import CHILD, WARMUPS, Options, jobs
+from fp8plan.runtime.measure.calibrate import note
 from fp8plan.runtime.measure.machine import gpu_facts, wait_for_memory
-from fp8plan.runtime.measure.notes import note
-from fp8plan.runtime.measure.rollouts.rollout_engine import TURN
+from fp8plan.runtime.measure.rollouts.engine import TURN
+from fp8plan.runtime.measure.rollouts.jobs import CHILD, WARMUPS, Options, jobs
 
 ERRORS = 12
 WAITS = 3  # times the time of an engine is the longest wait for its turn

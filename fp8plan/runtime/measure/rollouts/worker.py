@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from fp8plan.model.emit.ignored import is_router
-from fp8plan.runtime.measure.rollouts.engine_parts import engine_parts
+from fp8plan.model.emit.vllm import is_router
+from fp8plan.runtime.measure.rollouts.engine_facts import engine_parts
 
 if TYPE_CHECKING:
     import torch

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.architecture import Linear
-from fp8plan.model.calibrate.held_out import is_held_out
-from fp8plan.model.cost.linears.deep_gemm import choose, rows_of_every_kernel
-from fp8plan.model.cost.linears.gemm import gemm_cost, quantise_cost
-from fp8plan.model.cost.linears.tiles import SWAPPED_ROWS, gemm_backend
+from fp8plan.model.calibrate.profile_of import is_held_out
+from fp8plan.model.cost.gemm import SWAPPED_ROWS, choose, gemm_backend, gemm_cost, quantise_cost, rows_of_every_kernel
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import BF16, FP8_BLOCK, Precision
 from fp8plan.model.profile.library import load_profile, profiles_path

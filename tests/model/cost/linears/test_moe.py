@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.model.architecture import Experts
-from fp8plan.model.cost.linears.moe import expert_bytes, moe_cost, padded_rows, tile_rows
-from fp8plan.model.cost.linears.routing import distinct_experts
+from fp8plan.model.cost.moe import distinct_experts, expert_bytes, moe_cost, padded_rows, tile_rows
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import BF16, FP8_BLOCK
 from fp8plan.model.profile.library import load_profile

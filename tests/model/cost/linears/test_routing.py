@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.model.architecture import Experts
-from fp8plan.model.cost.linears.moe import expert_bytes
-from fp8plan.model.cost.linears.routing import busiest_experts, busiest_rows, distinct_experts, largest_normal
+from fp8plan.model.cost.moe import busiest_experts, busiest_rows, distinct_experts, expert_bytes, largest_normal
 from fp8plan.model.precision import BF16
 
 A3B, HIDDEN = Experts(128, 8, 768), 2048  # of Qwen3-30B-A3B

@@ -7,8 +7,7 @@ import pytest
 
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import Experts
-from fp8plan.model.cost.linears.gemm import gemm_cost
-from fp8plan.model.cost.linears.shared import overlapped, shared_cost
+from fp8plan.model.cost.gemm import gemm_cost, overlapped, shared_cost
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import BF16, FP8_BLOCK, Precision
 from fp8plan.model.profile.library import load_profile

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8plan.model.architecture.parts import Attention
-from fp8plan.model.calibrate.held_out import UNEQUAL
-from fp8plan.model.cost.base import QUANTITIES, Cost, StepBatch
-from fp8plan.model.cost.mixers.attention import (
+from fp8plan.model.calibrate.profile_of import UNEQUAL
+from fp8plan.model.cost.attention import (
     KV_BLOCK,
     MOST_CUTS,
     UNEVEN_GROUP,
@@ -24,6 +23,7 @@ from fp8plan.model.cost.mixers.attention import (
     kv_bytes_per_token,
     parts_of,
 )
+from fp8plan.model.cost.base import QUANTITIES, Cost, StepBatch
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.precision import BF16, FP8_KV, Precision
 from fp8plan.model.profile.library import WIDE_HEADS, load_profile, profiles_path

@@ -9,7 +9,7 @@ import pytest
 
 from fp8plan.model.architecture.parts import Indexer, LatentAttention
 from fp8plan.model.cost.base import Cost, StepBatch
-from fp8plan.model.cost.mixers.latent import decode_flops, latent_bytes, latent_cost
+from fp8plan.model.cost.mixers import decode_flops, latent_bytes, latent_cost
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import BF16, FP8_KV, Precision
 from fp8plan.model.profile.library import datasheet_profile

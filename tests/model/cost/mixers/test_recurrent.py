@@ -9,7 +9,7 @@ import pytest
 
 from fp8plan.model.architecture.parts import DeltaNet, KimiDelta, Mamba2, ShortConv
 from fp8plan.model.cost.base import StepBatch
-from fp8plan.model.cost.mixers.recurrent import Recurrent, recurrent_cost, scan_flops, state_bytes
+from fp8plan.model.cost.mixers import Recurrent, recurrent_cost, scan_flops, state_bytes
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.profile.library import datasheet_profile
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.model.architecture.parts import Attention
+from fp8plan.model.cost.attention import last_tokens, seen
 from fp8plan.model.cost.base import READS, StepBatch, WindowReads
-from fp8plan.model.cost.mixers.windows import last_tokens, seen
 
 SLIDING, CHUNKED = Attention(8, 8, 64, window=100), Attention(8, 8, 64, chunk=100)
 

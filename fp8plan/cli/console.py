@@ -1,0 +1,318 @@
+"""The program that the commands belong to, the groups of their help, and how they print.
+
+Output of a command's results: at most one to stdout, the others to files, all of them or none.
+
+stdout and stderr of the command line: they may be full, closed, a pipe whose reader left, or ASCII only.
+"""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import io
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import typer
+from rich.console import Console, RenderableType
+from typer.core import TyperCommand
+
+from fp8plan.errors import ConfigError
+
+T = TypeVar("T")
+
+# typer's errors of usage. Which package they come from depends on its version: click, or a copy inside typer.
+UsageError: Any = typer.BadParameter.__mro__[1]
+
+# Help is plain text: rich's boxes break long option names at 80 columns, and rich takes [aic] for markup.
+app = typer.Typer(
+    name="fp8plan",
+    help="Predict what each rollout precision (BF16, blockwise FP8, FP8 KV cache, both) gains and risks in LLM RL.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+WORKLOAD, ENGINE, TRAINER, OUTPUT = "Workload", "Engine (vLLM's names)", "RL step", "Output"
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose help lists its options in groups, by `rich_help_panel`."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            plain = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            if (record := parameter.get_help_record(ctx)) is not None:
+                groups.setdefault(getattr(parameter, "rich_help_panel", None) or plain, []).append(record)
+        for name, records in groups.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
+
+
+def given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def print_notes(warnings: Iterable[str]) -> None:
+    for warning in warnings:
+        print(f"note: {warning}", file=sys.stderr)
+
+
+def progress(what: str) -> Callable[[Iterable[T]], Iterable[T]]:
+    """A progress bar on a terminal, shown only for work that lasts."""
+
+    def bar(items: Iterable[T]) -> Iterable[T]:
+        if not sys.stderr.isatty():
+            return items
+        from tqdm import tqdm
+
+        shown: Iterable[T] = tqdm(items, desc=what, leave=False, delay=0.5, file=sys.stderr)
+        return shown
+
+    return bar
+
+
+def byte_progress(what: str) -> Callable[[int, int], None]:
+    """A progress bar of bytes on a terminal, which is given those that are done and all of them."""
+    bars: list[Any] = []
+
+    def show_bytes(done: int, total: int) -> None:
+        if not bars and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            scale = {"unit": "B", "unit_scale": True}
+            bars.append(tqdm(total=total, desc=what, leave=False, delay=0.5, file=sys.stderr, **scale))
+        for bar in bars:
+            bar.update(done - bar.n)
+            if done >= total:
+                bar.close()
+
+    return show_bytes
+
+
+def show(report: RenderableType) -> None:
+    console = Console()
+    if not console.is_terminal:  # a pipe or a file has no width: keep every row on one line
+        console = Console(width=200)
+    console.print(report)
+
+
+STDOUT: Final = "-"
+
+
+def check(asked: Iterable[tuple[str, str]]) -> None:
+    """Raise ConfigError for outputs, (option, file or STDOUT) each, that cannot all be written.
+
+    Call it before the work, so that a slip costs no time; `write` may still fail, on a full disk.
+    """
+    asked = list(asked)
+    printed = [option for option, file in asked if file == STDOUT]
+    if len(printed) > 1:
+        raise ConfigError(
+            f"{' and '.join(printed)} would both be printed; give all but one a file: --json FILE.json, "
+            "--emit TARGET=FILE"
+        )
+    if unnamed := [option for option, file in asked if not file]:
+        raise ConfigError(f"{unnamed[0]} names no file; give one, or leave = out")
+    files = [Path(file) for _, file in asked if file != STDOUT]
+    for real, times in Counter(os.path.realpath(file) for file in files).items():
+        if times > 1:
+            raise ConfigError(f"{real} is asked for {times} times; give each output a file of its own")
+    for path in files:
+        _check_file(path)
+
+
+def _check_file(path: Path) -> None:
+    target = _target(path)
+    if not target.parent.is_dir():
+        folder = target.parent if path.is_symlink() else path.parent
+        raise ConfigError(f"cannot write {path}: there is no folder {folder}")
+    if os.path.isdir(target):
+        raise ConfigError(f"cannot write {path}: it is a folder; give the name of a file")
+    try:
+        target.lstat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # a name that is too long
+        raise ConfigError(f"cannot write {path}: {error.strerror}; give a file that can be written") from None
+    touched = [target] if os.path.exists(target) else []
+    if not _is_stream(target):
+        touched.append(target.parent)  # a draft is written there
+    if denied := [place for place in touched if not os.access(place, os.W_OK)]:
+        what = "permission denied" if denied[0] == target else f"permission denied in {denied[0]}"
+        raise ConfigError(f"cannot write {path}: {what}; give a file that can be written")
+
+
+def write(writers: Mapping[str, Callable[[Path], None]]) -> None:
+    """Write each file by its writer, which is given a path. No file is there, or changed, until all are written.
+
+    Raises ConfigError for a file that cannot be written, and what the writers raise.
+    """
+    targets = {name: _target(Path(name)) for name in writers}
+    streams = [name for name, target in targets.items() if _is_stream(target)]
+    files = [name for name in targets if name not in streams]
+    drafts = {name: _draft(targets[name], number) for number, name in enumerate(files)}
+    done: list[str] = []
+    try:
+        for name, draft in drafts.items():
+            writers[name](draft)
+        for name in streams:
+            writers[name](targets[name])
+            done.append(name)
+        for name, draft in drafts.items():
+            if targets[name].exists():
+                draft.chmod(targets[name].stat().st_mode)
+            draft.replace(targets[name])
+            done.append(name)
+    except OSError as error:
+        fate = f"already written: {', '.join(done)}" if done else "nothing was written"
+        raise ConfigError(f"cannot write {name}: {error.strerror or error}; {fate}") from None
+    finally:
+        for draft in drafts.values():
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+
+
+def _target(path: Path) -> Path:
+    """The path to write to. A link stays a link: the file behind it is written; a stream keeps its own name."""
+    return path if _is_stream(path) else Path(os.path.realpath(path))
+
+
+def _is_stream(path: Path) -> bool:
+    """Return True for a pipe or a device, which is written to and not replaced."""
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+
+
+def _draft(target: Path, number: int) -> Path:
+    """Path of a draft beside the target, so that a rename is one step.
+
+    It keeps the suffix, which says what to write. The name is short however long the target's is.
+    """
+    return target.with_name(f".fp8plan.{os.getpid()}.{number}{target.suffix[:8]}")
+
+
+def read(file: str) -> str:
+    """The text of a file, or of stdin for "-". Raises ConfigError for what cannot be read."""
+    if file == STDOUT and sys.stdin is None:
+        raise ConfigError("cannot read -: stdin is closed; give a file that can be read")
+    try:
+        return sys.stdin.read() if file == STDOUT else Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot read {file}: {reason}; give a file that can be read, or - for stdin") from None
+
+
+def text(content: str) -> Callable[[Path], None]:
+    """A writer of text, which ends with a line feed."""
+
+    def writer(path: Path) -> None:
+        path.write_text(content.rstrip("\n") + "\n", encoding="utf-8")
+
+    return writer
+
+
+def print_written(files: Iterable[str]) -> None:
+    """Say on stderr which files were written."""
+    for file in files:
+        print(f"written: {file}", file=sys.stderr)
+
+
+READER_GONE: Final = 141  # exit code: 128 + SIGPIPE, as of any other program whose reader left
+# What fp8plan writes beyond ASCII, and what stands for it where that cannot be. A bar stays one character.
+PLAIN: Final = dict(zip("▁▂▃▄▅▆▇█", "._-=+*%#", strict=True)) | {
+    "≤": "<=",
+    "≥": ">=",
+    "±": "+-",
+    "…": "...",
+    "→": "->",
+    "×": "x",
+    "–": "-",
+    "—": "-",
+    "−": "-",
+    "µ": "u",
+}
+
+
+def plain(error: UnicodeError) -> tuple[str, int]:
+    """An error handler of codecs: PLAIN, and an escape for any other character, so that none is lost unseen."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end]
+    return "".join(PLAIN.get(x) or x.encode("ascii", "backslashreplace").decode() for x in text), error.end
+
+
+codecs.register_error("fp8plan.plain", plain)
+
+
+class Results(io.TextIOWrapper):
+    """stdout. A result that cannot be written is an error; a reader that left has what it wanted."""
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except OSError as error:
+            raise self._lost(error) from None
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError as error:
+            raise self._lost(error) from None
+
+    def _lost(self, error: OSError) -> BaseException:
+        """The exception to raise. What is left in the buffer goes nowhere, lest it fails once more at exit."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.fileno())
+        os.close(nowhere)
+        if isinstance(error, BrokenPipeError):
+            return SystemExit(READER_GONE)
+        why = "it is closed" if error.errno == errno.EBADF else error.strerror
+        return ConfigError(f"stdout cannot be written: {why}; the result is lost or incomplete: send it somewhere else")
+
+
+class Notes(io.TextIOWrapper):
+    """stderr. A note that cannot be written must not cost the result; the exit code says the rest."""
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            return super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            super().flush()
+
+
+@contextmanager
+def standard_streams() -> Iterator[None]:
+    """sys.stdout as Results and sys.stderr as Notes, in the encoding they have. Streams that a program put in their
+    place stay."""
+    before = sys.stdout, sys.stderr
+    if before[0] is sys.__stdout__:
+        sys.stdout = _stream(Results, sys.__stdout__)
+    if before[1] is sys.__stderr__:
+        sys.stderr = _stream(Notes, sys.__stderr__)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(ConfigError, SystemExit):
+                stream.flush()
+        sys.stdout, sys.stderr = before
+
+
+def _stream(kind: type[io.TextIOWrapper], given: Any) -> io.TextIOWrapper:
+    if given is None:  # closed: to write there fails, and no file that is opened later gets its number
+        file, encoding = os.open(os.devnull, os.O_RDONLY), "utf-8"
+    else:
+        given.flush()
+        file, encoding = given.fileno(), given.encoding
+    raw: Any = io.FileIO(file, "wb", closefd=False)
+    lines = kind is Notes or os.isatty(file)
+    return kind(io.BufferedWriter(raw), encoding, "fp8plan.plain", line_buffering=lines)

@@ -1,0 +1,151 @@
+"""TRL's vLLM backend with fp8plan's engine in it: TRL asks for completions as ever, and each sync is fp8plan's.
+
+The policy's tensors as an engine takes them: under the checkpoint's names, in its dtypes, one at a time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from trl.generation.vllm_generation import VLLMGeneration, empty_cache
+from trl.trainer.utils import ensure_master_addr_port
+
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.engine.engine import RolloutEngine
+from fp8plan.runtime.weight_sync.manifest import Manifest, dtype_named
+from fp8plan.runtime.weight_sync.state import SyncReport
+
+Sent = list[tuple[str, str, list[int]]]  # name, dtype and shape of each tensor
+
+
+class PolicyTensors(VLLMGeneration):
+    """TRL's VLLMGeneration, which knows how to gather a policy, with what an engine needs beside.
+
+    before_sync: called before each sync: what a verdict advises is done or said there
+
+    report: of the last sync; None before the first
+    """
+
+    _sent: Sent | None = None
+
+    def __init__(self, *args: Any, before_sync: Callable[[], None], **kwargs: Any) -> None:
+        self._before_sync = before_sync
+        self.report: SyncReport | None = None
+        super().__init__(*args, **kwargs)
+
+    @property
+    def expected(self) -> Manifest | None:
+        """The tensors of the checkpoint; None where they are not known. A colocated engine and a server each know."""
+        raise NotImplementedError
+
+    def announced(self) -> Sent:
+        """The tensors that will be sent, which stay the same. Gathering them takes all processes."""
+        if self._sent is None:
+            dtypes = self._checkpoint_dtypes()
+            self._sent = [(name, dtypes.get(name, "bfloat16"), list(x.shape)) for name, x in self.tensors()]
+        return self._sent
+
+    def _checkpoint_dtypes(self) -> dict[str, str]:
+        """The dtype of each of the checkpoint's tensors where it mixes BF16 with others (a router's bias in FP32)."""
+        dtypes = {entry.name: entry.dtype for entry in self.expected or ()}
+        return dtypes if "bfloat16" in dtypes.values() else {}
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The policy's tensors under the checkpoint's names: parameters, and buffers that the checkpoint has.
+
+        Transformers holds all experts of a layer in one tensor, and renames some parts; that is undone here. Raises
+        ConfigError for a quantised policy.
+        """
+        from transformers.core_model_loading import revert_weight_conversion
+
+        policy = self.accelerator.unwrap_model(self.model)
+        known = {entry.name for entry in self.expected or ()}
+        buffers = ((name, x) for name, x in policy.named_buffers() if name in known)
+        for name, tensor in chain(self._iter_named_params(), buffers):
+            if not tensor.is_floating_point():
+                raise ConfigError(
+                    f"{name} of the policy is {str(tensor.dtype).removeprefix('torch.')}; allowed with a plan: a "
+                    "policy in BF16 or FP32 (leave quantization_config out), or plan=None"
+                )
+            if known and name not in known:
+                yield from revert_weight_conversion(policy, {name: tensor}).items()
+            else:
+                yield name, tensor
+
+    def copies(self, sent: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same as they are sent. Each is a copy, as TRL shards or unmerges one once it has handed out the next."""
+        dtypes = {name: dtype_named(dtype) for name, dtype, _ in sent}
+        for name, tensor in self.tensors():
+            yield name, tensor.detach().to(dtypes[name], copy=True)
+
+
+# Starts the engine, with arguments of vllm.LLM that only TRL knows.
+Start = Callable[["PlannedGeneration", dict[str, Any]], RolloutEngine]
+
+
+class EngineAsLlm:
+    """A RolloutEngine under the names by which TRL uses a vllm.LLM. Whatever it does not have is the LLM's own."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self.generate, self.sleep, self.wake_up = engine.generate, engine.sleep, engine.wake_up
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine.llm, name)
+
+
+class PlannedGeneration(PolicyTensors):
+    """TRL's VLLMGeneration, colocated, with a RolloutEngine for a vllm.LLM.
+
+    start: starts the engine
+
+    engine: the RolloutEngine
+    """
+
+    def __init__(self, *args: Any, start: Start, **kwargs: Any) -> None:
+        self._start = start
+        self.engine: RolloutEngine
+        super().__init__(*args, **kwargs)
+
+    def _init_vllm(self) -> None:
+        """Start the engine in the place where TRL starts its own."""
+        # Each process holds an engine of its own, on its own device, as TRL's do.
+        accelerator = self.accelerator
+        os.environ["RANK"] = str(accelerator.process_index)
+        os.environ["LOCAL_RANK"] = str(accelerator.local_process_index)
+        os.environ["WORLD_SIZE"] = str(accelerator.num_processes)
+        ensure_master_addr_port()
+        of_trl = {
+            "distributed_executor_backend": "external_launcher",
+            "enable_sleep_mode": self.enable_sleep_mode,
+            "model_impl": self.model_impl,
+            "seed": accelerator.process_index,
+            "trust_remote_code": self.trust_remote_code,
+        }
+        self.engine = self._start(self, of_trl)
+        self.llm = EngineAsLlm(self.engine)
+        if self.enable_sleep_mode:
+            self.engine.sleep(level=2)
+        self._llm_weights_sleeping = self.enable_sleep_mode
+        accelerator.wait_for_everyone()
+
+    def sync_weights(self) -> None:
+        """Make the policy's weights serve: all of them, checked, and with new KV scales if the cache is FP8.
+
+        Raises SyncError, whose message says which weights serve.
+        """
+        if self.enable_sleep_mode:
+            empty_cache()
+            self.engine.wake_up()  # the KV cache, too: its scales are measured in it
+            self._llm_weights_sleeping = False
+        self._before_sync()
+        sent = self.announced()
+        self.report = self.engine.sync_weights(self.copies(sent), manifest=sent)
+
+    @property
+    def expected(self) -> Manifest | None:
+        return self.engine.state.expected

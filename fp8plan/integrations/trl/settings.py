@@ -1,0 +1,180 @@
+"""A plan for what a GRPOTrainer is about to do, and the check of one that was made before.
+
+The parts of TRL that the integration leans on: its versions, the names that it overrides, and the one that it swaps.
+
+TRL builds its engine with a class that it finds by name, and has no argument for another. So that name is another class
+while a trainer is made, and only then. All else is overridden.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from math import ceil
+from typing import Any, Final
+from unittest.mock import patch
+
+import trl
+from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import grpo_trainer
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.architecture import ModelShape
+from fp8plan.model.hardware import find_gpu
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.plan.plan import Plan
+from fp8plan.model.workload import Trace
+from fp8plan.runtime.mismatch.sampling import Sampling
+from fp8plan.runtime.vllm_versions import check_vllm_version
+
+MOST_PROMPTS: Final = 256  # whose lengths are looked at, spread over the dataset
+# TRL's token budget of a step, which leaves memory to the trainer.
+BATCHED_TOKENS: Final = 4096
+
+
+# Settings of a rollout that GRPOConfig has under vLLM's names.
+SAMPLED: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def sampling_in(args: Any) -> Sampling:
+    """The sampling of rollouts that a GRPOConfig asks for. TRL divides the trainer's logits by args.temperature."""
+    found = {name: getattr(args, name) for name in SAMPLED} | (args.generation_kwargs or {})
+    found["structured_outputs_regex"] = args.vllm_structured_outputs_regex
+    sampling = Sampling.of(found, trainer_temperature=args.temperature or None)
+    assert sampling is not None
+    return sampling
+
+
+def check_args(args: Any, allow_biased_sampling: bool = False) -> None:
+    """Raise ConfigError for settings of TRL's that a plan does not go with, whatever it says.
+
+    allow_biased_sampling: pass a sampling over that the correction's ratios do not know
+    """
+    if args is None or not args.use_vllm:
+        raise ConfigError("plan is given, and use_vllm is False; type: GRPOConfig(use_vllm=True, vllm_mode='colocate')")
+    if args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size != 1:
+        raise ConfigError(
+            f"plan is given, and vllm_tensor_parallel_size is {args.vllm_tensor_parallel_size}; allowed: 1, an engine "
+            "for each process, a server on as many GPUs (vllm_mode='server'), or plan=None"
+        )
+    if args.vllm_importance_sampling_correction and not allow_biased_sampling:
+        sampling_in(args).refuse("GRPOConfig's sampling", "GRPOTrainer(..., allow_biased_sampling=True)")
+
+
+def check_plan(plan: Plan, choice: int | str | None, args: Any, on_cpu: bool) -> None:
+    """Raise ConfigError for a plan of another engine than the one that TRL's settings ask for. A server's limits are
+    compared with the plan's elsewhere (served.check_server).
+
+    on_cpu: whether the engine runs on a CPU
+    """
+    picked, limits = plan.select(choice), plan.setup(choice).limits
+    if find_gpu(plan.gpu).is_cpu != on_cpu:
+        where = "the CPU" if on_cpu else "a GPU"
+        raise ConfigError(
+            f"the plan is for {plan.gpu}, and this trainer's engine runs on {where}; allowed: plan='auto'"
+        )
+    longest = limits.max_model_len or 0
+    if args.max_completion_length >= longest:
+        raise ConfigError(
+            f"max_completion_length is {args.max_completion_length}, and the plan's longest request has {longest} "
+            "tokens; allowed: a plan for these responses (plan='auto'), or shorter ones"
+        )
+    if args.vllm_mode != "colocate":
+        return
+    if picked.tensor_parallel != 1:
+        raise ConfigError(
+            f"the plan's engine has {picked.tensor_parallel} GPUs; allowed: 1, as TRL's processes hold an engine each "
+            "(plan with --tensor-parallel-size 1), or a server (vllm_mode='server')"
+        )
+    told: dict[str, tuple[Any, float]] = {"vllm_max_model_length": (args.vllm_max_model_length, longest)}
+    if not on_cpu:
+        told["vllm_gpu_memory_utilization"] = (args.vllm_gpu_memory_utilization, limits.gpu_memory_utilization)
+    for name, (theirs, ours) in told.items():
+        if theirs is not None and theirs != ours:
+            raise ConfigError(
+                f"{name} is {theirs}, and the plan has {ours}; type: GRPOConfig({name}={ours}), or plan again"
+            )
+
+
+def colocated_limits(model: str, args: Any, responses: int, on_cpu: bool) -> EngineLimits:
+    """The limits of the engine that TRL would start in this process. responses: of it in one rollout"""
+    shape, gpu = ModelShape.from_hf(model), find_gpu("cpu" if on_cpu else "auto")
+    return EngineLimits.for_gpu(
+        gpu,
+        shape.recurrent,
+        max_model_len=args.vllm_max_model_length or shape.context.derived(check_vllm_version()),
+        max_num_seqs=responses,
+        max_num_batched_tokens=max(BATCHED_TOKENS, responses),
+        gpu_memory_utilization=None if on_cpu else args.vllm_gpu_memory_utilization,
+    )
+
+
+def spread(count: int, most: int = MOST_PROMPTS) -> range:
+    """Indices of at most `most` rows of `count`, spread evenly."""
+    return range(0, count, ceil(count / most)) if count else range(0)
+
+
+def lengths_of(prompts: Sequence[Sequence[int]]) -> Trace:
+    """The lengths of tokenised prompts."""
+    return Trace(tuple(len(prompt) for prompt in prompts), "prompts of the dataset")
+
+
+# Minor versions of TRL whose inside is known, first and last. The tests run 1.16.0.
+OLDEST, NEWEST = (1, 16), (1, 16)
+
+# Methods that are overridden or called, and arguments that the engine's class must be given by name.
+METHODS: Final = {
+    trl.GRPOTrainer: (
+        "_generate_and_score_completions",
+        "_load_optimizer_and_scheduler",
+        "_save_checkpoint",
+        "_tokenize_prompts",
+    ),
+    VLLMClient: (
+        "_finish_weight_update",
+        "_post",
+        "_start_weight_update",
+        "generate",
+        "get_server_info",
+        "get_world_size",
+        "init_communicator",
+        "update_named_params",
+    ),
+    VLLMGeneration: ("_init_vllm", "_iter_named_params", "generate", "sync_weights"),
+}
+ARGUMENTS: Final = (
+    "accelerator", "enable_sleep_mode", "gpu_memory_utilization", "max_model_length", "max_num_seqs", "mode", "model",
+    "model_impl", "server_base_url", "tensor_parallel_size", "trust_remote_code",
+)  # fmt: skip
+
+
+def check_trl() -> None:
+    """Raise ConfigError if this TRL is not one whose inside is known, or if a name in it has changed all the same."""
+    found = version("trl")
+    minor = tuple(int(part) if part.isdigit() else -1 for part in found.split(".")[:2])
+    allowed = ".".join(map(str, NEWEST))
+    if not OLDEST <= minor <= NEWEST:
+        raise ConfigError(
+            f"TRL {found} with a plan is not supported; allowed: {allowed}; type: pip install 'trl=={allowed}.*', or "
+            "plan=None, which needs nothing of TRL's inside"
+        )
+    gone = [f"{kind.__name__}.{name}" for kind, names in METHODS.items() for name in names if not hasattr(kind, name)]
+    known = inspect.signature(VLLMGeneration).parameters
+    gone += [f"VLLMGeneration({name}=)" for name in ARGUMENTS if name not in known]
+    if getattr(grpo_trainer, "VLLMGeneration", None) is not VLLMGeneration:
+        gone.append("trl.trainer.grpo_trainer.VLLMGeneration")
+    if gone:
+        raise ConfigError(
+            f"TRL {found} lacks what a plan needs of it: {', '.join(gone)}; type: pip install --force-reinstall "
+            f"'trl=={allowed}.*', or plan=None"
+        )
+
+
+@contextmanager
+def generating_with(made: Any) -> Iterator[None]:
+    """Let TRL call `made` where it would make a VLLMGeneration."""
+    with patch.object(grpo_trainer, "VLLMGeneration", made):
+        yield

@@ -1,0 +1,331 @@
+"""Kernel timings of GPUs we cannot touch: the tables inside the package aiconfigurator-core (Apache-2.0).
+
+`read_tables` gives them as our own measurements are written: a row per timing, in seconds. Left out, because they do
+not time what an engine step does:
+
+- fp8_block GEMMs of vLLM's table that the GPU finishes sooner than the host can launch them. They were timed without
+  CUDA graphs, so 0.06 to 0.34 ms of launching stand in their place (ai-dynamo/aiconfigurator issue 1414). SGLang's
+  table of the same GPU, timed in graphs, stands in below m = 2048; where there is none, vLLM's long rows are all.
+- GEMMs whose weights, with the copies that the timing cycles through, stay in the L2 cache, and decode attention whose
+  KV stays there: an engine reads both from memory.
+- MoE with balanced routing: it sends every token to other experts than its neighbours', which no router does.
+- What the models and engines we plan for do not run: matrices narrower than 1024 or deeper than 16384, more than 16384
+  tokens a step, attention without grouped queries, heads other than 128 wide, sliding windows, expert parallelism,
+  all-reduces outside of CUDA graphs.
+
+fp8_block rows include the quantisation of the activations; FP8 KV rows do not include that of the queries.
+
+Profiles of GPUs we cannot touch, fitted to the tables of `aic_tables`, and how wrong such a profile is.
+
+The tables time kernels. What they do not time keeps the datasheet profile's value and uncertainty: the host, sampling,
+small kernels, and how an fp8_block layer's time divides into quantisation and GEMM. The sustained clock is what long
+rows are slower than short ones: near 1 where tables were timed hot throughout, so that their efficiencies are a hot
+GPU's. `try_out` imports the tables of a GPU that we did measure in the same way and compares; the error found there is
+every imported profile's model error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from importlib import metadata, util
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import pandas as pd
+
+from fp8plan.errors import ConfigError, ProfileError
+from fp8plan.model.calibrate.fit import Observations, fit, robust_sd
+from fp8plan.model.calibrate.kernel_rows import hull, observe, read_all
+from fp8plan.model.hardware import Gpu, find_gpu, gpus
+from fp8plan.model.precision import BF16_BYTES, FP8_BYTES
+from fp8plan.model.profile.library import datasheet_profile, profile_path, rare_parts, without_rare_parts
+from fp8plan.model.profile.profile import Profile
+from fp8plan.model.validate.records import Record, read_records
+from fp8plan.model.validate.validate import simulated
+
+PACKAGE = "aiconfigurator-core"
+INSTALL = "pip install 'fp8plan[aic]'"
+SYSTEMS = {"b200": "b200_sxm"}  # our name -> the package's, where they differ
+VLLM_GEMM = "gemm/vllm/*/gemm"
+
+DTYPES = {"bfloat16": "bf16", "fp8": "fp8", "fp8_block": "fp8_block"}
+GEMM_COPIES = 6  # of the weights, which vLLM's and SGLang's collectors time in turn
+LONG_ROWS = 2048  # of a GEMM: from here on SGLang's kernels are not vLLM's (15% faster on Hopper)
+LONGEST_STEP = 16384  # tokens
+NARROWEST, DEEPEST = 1024, 16384  # n and k of a GEMM
+LEAST_INNER = 128  # width of an expert on one rank: a scale block
+LARGEST_MESSAGE = 1 << 28  # bytes of an all-reduce: 16k tokens of a 70B model
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The usable timings that the package holds of one GPU.
+
+    rows: kernel, seconds, backend (implementation that ran, as the package names it) and, NaN where they do not apply,
+          gemm.bf16, linear.fp8_block:             m, n, k
+          attention_decode.bf16|fp8 (dtype of KV): batch, context, heads, kv_heads, head_dim
+          attention_prefill.bf16|fp8:              chunks, chunk, context (0), heads, kv_heads, head_dim
+          moe.bf16|fp8_block:                      tokens, experts, top_k, hidden, inner (width of an expert on one
+                                                   rank), skew (exponent of the power law of the experts' shares)
+          all_reduce:                              gpus, bytes
+    engine_version: of vLLM, whose kernels were timed
+    source:         package, versions, and what stands in for vLLM's own rows
+    """
+
+    rows: pd.DataFrame
+    engine_version: str
+    source: str
+
+
+def find_data() -> tuple[Path, str]:
+    """The folder of the installed package's tables, and its version. Raises ConfigError, with the command that installs
+    it, if it is missing.
+    """
+    spec = util.find_spec(PACKAGE.replace("-", "_"))
+    if spec is None or spec.origin is None:
+        raise ConfigError(f"{PACKAGE}, whose tables are imported, is not installed; type: {INSTALL}")
+    return Path(spec.origin).parent / "systems" / "data", metadata.version(PACKAGE)
+
+
+def importable(data: Path) -> tuple[Gpu, ...]:
+    """The GPUs that fp8plan knows and `data` has vLLM's tables of."""
+    return tuple(card for card in gpus() if _newest(_folder(data, card), VLLM_GEMM))
+
+
+def read_tables(card: Gpu, data: Path, package_version: str) -> Tables:
+    """The usable rows of `card`. Raises ConfigError without its tables, ProfileError for one with other columns."""
+    folder = _folder(data, card)
+    newest = _newest(folder, VLLM_GEMM)
+    if newest is None:
+        known = ", ".join(x.name for x in importable(data)) or "none"
+        raise ConfigError(f"{PACKAGE} {package_version} has no vLLM tables of {card.name}; it has: {known}")
+    gemm = _gemm(folder, "vllm")
+    fp8, stand_in = _fp8_block(gemm, _gemm(folder, "sglang"), card)
+    parts = [_bf16(gemm, card), fp8, _decode(folder, card), _prefill(folder), _moe(folder), _all_reduce(folder)]
+    rows = pd.concat([part for part in parts if not part.empty], ignore_index=True)
+    version = newest.parent.name
+    return Tables(rows, version, f"{PACKAGE} {package_version} (Apache-2.0): tables of vLLM {version}{stand_in}")
+
+
+def _folder(data: Path, card: Gpu) -> Path:
+    return data / SYSTEMS.get(card.name, card.name)
+
+
+def _newest(folder: Path, pattern: str) -> Path | None:
+    """The path of the table from the newest version of its framework; None if there is no table."""
+    found = folder.glob(f"{pattern}_perf.parquet")
+    return max(found, key=lambda path: [int(x) for x in re.findall(r"\d+", path.parent.name)], default=None)
+
+
+def _read(folder: Path, pattern: str, **columns: str) -> pd.DataFrame:
+    """A table's `columns` (ours = the package's), seconds and backend; empty without the table."""
+    path = _newest(folder, pattern)
+    columns |= {"seconds": "latency", "backend": "kernel_source"}
+    if path is None:
+        return pd.DataFrame(columns=list(columns))
+    table = pd.read_parquet(path)
+    if "window_size" in columns.values() and "window_size" not in table:  # vLLM 0.14's tables have no windows
+        table = table.assign(window_size=0)
+    missing = sorted(set(columns.values()) - set(table.columns))
+    if missing:
+        raise ProfileError(f"{path} has no column {missing[0]!r}; fp8plan reads those of {INSTALL}")
+    table = table[list(columns.values())].set_axis(list(columns), axis=1)
+    return table[table.seconds > 0].assign(seconds=table.seconds / 1e3)  # theirs are milliseconds
+
+
+def _named(kernel: str, rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with their dtype in the kernel's name."""
+    return rows.assign(kernel=f"{kernel}." + rows.dtype.map(DTYPES)).drop(columns="dtype")
+
+
+def _gemm(folder: Path, framework: str) -> pd.DataFrame:
+    rows = _read(folder, f"gemm/{framework}/*/gemm", dtype="gemm_dtype", m="m", n="n", k="k")
+    return rows[(rows.m <= LONGEST_STEP) & (rows.n >= NARROWEST) & rows.k.between(NARROWEST, DEEPEST)]
+
+
+def _cold(weights: pd.Series, card: Gpu) -> pd.Series:
+    """True for rows that read `weights` (bytes) from memory. L40S reads beyond its bandwidth up to 1.5 times the L2
+    cache.
+    """
+    return GEMM_COPIES * weights > 2 * card.l2_bytes
+
+
+def _bf16(gemm: pd.DataFrame, card: Gpu) -> pd.DataFrame:
+    return _named("gemm", gemm[(gemm.dtype == "bfloat16") & _cold(gemm.n * gemm.k * BF16_BYTES, card)])
+
+
+def _fp8_block(gemm: pd.DataFrame, sglang: pd.DataFrame, card: Gpu) -> tuple[pd.DataFrame, str]:
+    """vLLM's rows that outlast the host's launch, SGLang's short ones, and a remark about them."""
+    own, other = gemm[gemm.dtype == "fp8_block"], sglang[sglang.dtype == "fp8_block"]
+    if own.empty or card.fp8_flops is None:
+        return own.iloc[:0], ""
+    launch = own.seconds[own.m <= 16].median()
+    roofline = np.maximum(
+        2.0 * own.m * own.n * own.k / card.fp8_flops, own.n * own.k * FP8_BYTES / card.memory_bandwidth
+    )
+    other = other[(other.m < LONG_ROWS) & _cold(other.n * other.k * FP8_BYTES, card)]
+    own = own[(roofline > launch) & ((own.m >= LONG_ROWS) | other.empty)]
+    remark = f", fp8_block GEMMs below m = {LONG_ROWS} of SGLang" if len(other) else ", only long fp8_block GEMMs"
+    return _named("linear", pd.concat([own, other])), remark
+
+
+def _attention(folder: Path, phase: str, **columns: str) -> pd.DataFrame:
+    shape = {"heads": "num_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
+    found = _read(
+        folder, f"attention/vllm/*/{phase}_attention", dtype="kv_cache_dtype", window="window_size", **shape, **columns
+    )
+    grouped = (found.kv_heads <= 8) & (found.heads >= 4)
+    return found[grouped & (found.window == 0) & (found.head_dim == 128)].drop(columns="window")
+
+
+def _decode(folder: Path, card: Gpu) -> pd.DataFrame:
+    rows = _attention(folder, "generation", batch="batch_size", context="step")
+    rows = rows.assign(context=rows.context + 1)  # a query reads its own key too
+    per_token = 2 * rows.kv_heads * rows.head_dim * np.where(rows.dtype == "fp8", FP8_BYTES, BF16_BYTES)
+    share = rows.batch * rows.context * per_token / card.l2_bytes
+    return _named("attention_decode", rows[(share > 1) | (share < 1 / 16)])  # little KV costs nothing, cached or not
+
+
+def _prefill(folder: Path) -> pd.DataFrame:
+    rows = _attention(folder, "context", chunks="batch_size", chunk="isl")
+    return _named("attention_prefill", rows[rows.chunks * rows.chunk <= LONGEST_STEP].assign(context=0))
+
+
+def _moe(folder: Path) -> pd.DataFrame:
+    shape = {"tokens": "num_tokens", "experts": "num_experts", "top_k": "topk", "hidden": "hidden_size"}
+    split = {"inner": "inter_size", "tp": "moe_tp_size", "ep": "moe_ep_size", "skew": "distribution"}
+    rows = _read(folder, "moe/vllm/*/moe", dtype="moe_dtype", **shape, **split)
+    rows = rows.assign(inner=rows.inner // rows.tp, skew=rows["skew"].str.extract(r"power_law_([\d.]+)", expand=False))
+    kept = (
+        rows.dtype.isin(("bfloat16", "fp8_block")) & (rows.ep == 1) & rows["skew"].notna() & (rows.inner >= LEAST_INNER)
+    )
+    return _named("moe", rows[kept].astype({"skew": float}).drop(columns=["tp", "ep"]))
+
+
+def _all_reduce(folder: Path) -> pd.DataFrame:
+    rows = _read(folder, "comm/vllm/*/custom_allreduce", gpus="num_gpus", bytes="message_size")
+    rows = rows.assign(bytes=rows.bytes * BF16_BYTES, kernel="all_reduce")  # their sizes are in elements
+    return rows[rows.backend.str.endswith("graph") & (rows.bytes <= LARGEST_MESSAGE)]
+
+
+TRIED_ON = "h200_sxm"  # the GPU that we measured; its import is for the trial only
+SAMPLE = 1000  # rows of each kernel: more do not move the coefficients
+UNSEEN = 4  # one weight shape or head layout in so many is kept from the fit
+FEWEST_SHAPES = 8  # of a kernel of which some are kept
+Import: TypeAlias = tuple[Gpu, Tables]
+ASSUMED = ("quantise",)  # the tables time them as a part of another kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A test of the import on a measured GPU: how far it is from the measurements.
+
+    kernels:  kernel -> median |log(predicted / measured)| of our own timings
+    rollouts: log(predicted / measured) of each rollout's makespan
+    """
+
+    gpu: str
+    kernels: dict[str, float]
+    rollouts: tuple[float, ...]
+
+    @property
+    def model_error(self) -> float:
+        """Root mean square of the log errors of the makespans."""
+        return float(np.sqrt(np.mean(np.square(self.rollouts))))
+
+    def __str__(self) -> str:
+        errors = np.abs(np.expm1(self.rollouts))
+        text = (
+            f"tested on {self.gpu}: makespan of {errors.size} measured rollouts, mean error {errors.mean():.1%}, "
+            f"worst {errors.max():.1%}"
+        )
+        kernels = ", ".join(f"{kernel} {error:.1%}" for kernel, error in self.kernels.items())
+        return f"{text}; median error of kernels: {kernels}" if kernels else text
+
+
+def import_all(
+    names: Sequence[str] | None,
+    rollouts: Sequence[Path],
+    kernels: Sequence[Path],
+    output: Path,
+    progress: Callable[[Iterable[Import]], Iterable[Import]] = lambda found: found,
+) -> list[tuple[Path, Profile]]:
+    """Write the profiles of the GPUs called `names` (None: all) to `output`. Returns (path, profile) of each.
+
+    rollouts, kernels: measurements of TRIED_ON to test its import with
+
+    Raises ConfigError without the package, for a GPU it has no tables of, and for TRIED_ON.
+    """
+    named = [find_gpu(name) for name in names or []]
+    data, version = find_data()
+    cards = named or [x for x in importable(data) if x.name != TRIED_ON]
+    if any(card.name == TRIED_ON for card in cards):
+        raise ConfigError(
+            f"{TRIED_ON} was measured, so its tables serve as the test of the others; leave it out of --gpu"
+        )
+    if kernels and not rollouts:
+        raise ConfigError("--kernels is given without --rollouts, whose error is the profiles' model error; give both")
+    found = [(card, read_tables(card, data, version)) for card in cards]
+    trial = None
+    if rollouts:
+        card, rows = find_gpu(TRIED_ON), read_all(kernels)
+        records = [record for path in rollouts for record in read_records(path)]
+        trial = try_out(card, read_tables(card, data, version), rows, records)
+    return [_written(import_profile(card, tables, trial), output) for card, tables in progress(found)]
+
+
+def _written(profile: Profile, folder: Path) -> tuple[Path, Profile]:
+    path = profile_path(folder, profile.gpu, profile.engine_version)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(profile.to_json())
+    return path, profile
+
+
+def import_profile(card: Gpu, tables: Tables, trial: Trial | None = None) -> Profile:
+    """Fit the profile of `card` to its tables. Without a trial, the model error is the datasheet profile's."""
+    prior = without_rare_parts(datasheet_profile(card, tables.engine_version), parts=rare_parts(card))
+    rows = tables.rows.sample(frac=1, random_state=0).groupby("kernel").head(SAMPLE)
+    parts = [_split(observation) for observation in observe(rows, card)]
+    used = dict.fromkeys(name for seen, _ in parts for name in seen.predict(prior).partials)
+    free = [name for name in used if name.partition(".")[0] not in ASSUMED]
+    found = fit([seen for seen, _ in parts], prior, free)
+    unseen = {x.kernel: robust_sd(x.errors(found.profile)) for _, x in parts if x.seconds.size}
+    fitted = f"fitted to {tables.source}"
+    return replace(
+        found.profile,
+        kind="imported",
+        source=f"{tables.source}; {trial if trial else 'not tested against measurements'}",
+        residuals=found.residuals | unseen,
+        model_error=trial.model_error if trial else prior.model_error,
+        hull=hull(tables.rows),
+        date=date.today().isoformat(),
+        notes=prior.notes | dict.fromkeys(free, fitted),
+    )
+
+
+def try_out(card: Gpu, tables: Tables, rows: pd.DataFrame, records: Sequence[Record]) -> Trial:
+    """Compare the import of `card` with our own measurements of it: `rows` as `kernel_rows.observe` takes them.
+
+    Raises ConfigError if there is no record of a rollout on this GPU.
+    """
+    records = [record for record in records if record.fields["gpu"] == card.name]
+    if not records:
+        raise ConfigError(f"the records hold no rollout on {card.name}, the GPU whose import is tested")
+    profile = import_profile(card, tables)
+    kernels = {x.kernel: float(np.median(np.abs(x.errors(profile)))) for x in observe(rows, card)}
+    return Trial(card.name, kernels, tuple(_log_error(record, profile) for record in records))
+
+
+def _log_error(record: Record, profile: Profile) -> float:
+    return float(np.log(simulated(record, profile).rollout.makespan_s / record.seconds))
+
+
+def _split(observation: Observations) -> tuple[Observations, Observations]:
+    """Split the rows into (seen, unseen), by whole groups."""
+    few = np.unique(observation.groups).size < FEWEST_SHAPES
+    unseen = np.zeros_like(observation.groups, dtype=bool) if few else observation.groups % UNSEEN == 0
+    return observation.subset(~unseen), observation.subset(unseen)

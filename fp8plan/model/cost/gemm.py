@@ -1,0 +1,373 @@
+"""Dense linear layers: a wave-quantised roofline, and the kernel that quantises FP8 activations.
+
+    a = math of one SM over its waves / (peak / SMs * compute_efficiency)
+    b = bytes / (bandwidth * bandwidth_efficiency)
+    c = bytes of one SM over its waves, into and out of shared memory / sm_bandwidth
+    seconds = launch + (a^4 + b^4 + c^4)^(1/4) + waves * wave_seconds + split_seconds where K is split,
+              the cheapest of the backend's tiles (fp8plan.model.cost.gemm)
+
+Form: wave quantisation as in the fit to pipeweave's 10k FP8 GEMMs per GPU (held-out error 4.4% on H200 against 17%
+without waves). The exponent is 4 rather than 2: tiled kernels overlap loads and math almost fully; 2 over-predicts the
+ridge by 20% in AIConfigurator 0.12's tables. cuBLAS splits K of a grid smaller than the GPU and adds the parts up in
+another kernel: without its time, narrow layers are 10 to 30% too fast on an H200. DeepGEMM on Hopper does not split, so
+that few tiles leave SMs idle and each SM's own bandwidth decides (c, where a profile has sm_bandwidth; with 16 thread
+blocks 2048 x 8192 takes as long as 6144 x 4096).
+Not modelled: L2 hits of weights (a layer's weights are evicted before its next use). Clock and card:
+fp8plan.model.cost.power.
+
+The tiles into which a GEMM kernel cuts its output, one thread block each, and the waves of them that the SMs run.
+
+Which tile is taken is a property of the kernel, not of the GPU, so it is named by the profile's backend.
+
+Shared experts: an MLP for every token, beside the routed experts.
+
+Up to STREAM_TOKENS tokens vLLM runs it on a stream of its own, while the router and the routed experts run
+(VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD; fused_moe/runner/shared_experts.py, 0.26). Routed experts then wait for
+memory and leave SMs free, so that only the reading of its weights adds to the step: Qwen3.5-35B-A3B, which no fit has
+seen, is predicted 0.5% too slow so on an H200 with 256 requests, and 3.9% with one after the other. With more tokens it
+runs before them, as it does in families that vLLM builds without this (`Experts.shared_stream`).
+
+The tiles that DeepGEMM takes on Hopper, by its own rule for given sizes.
+
+DeepGEMM compiles a kernel for the tile that its estimate of cache traffic likes best (deepseek-ai/DeepGEMM, which vLLM
+0.26 bundles: csrc/jit_kernels/heuristics/sm90.hpp). The rule has cliffs that no smooth formula has: 4096 x 12288 takes
+36, 56, 41 and 74 us with 256, 288, 384 and 448 rows on an H200. tests/data/deep_gemm_kernels.txt lists the kernels
+that were compiled there while profiles/h200_sxm was measured; the rule below names the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8plan.errors import ConfigError, ProfileError
+from fp8plan.model.architecture import Linear
+from fp8plan.model.architecture.parts import Experts
+from fp8plan.model.cost.base import Array, Cost, FloatArray, IntArray, constant, norm4, times, traffic, zero
+from fp8plan.model.cost.host import activation_cost, runs_beside
+from fp8plan.model.hardware import Gpu
+from fp8plan.model.precision import BF16_BYTES, FP8_BYTES, FP32_BYTES, Precision
+from fp8plan.model.profile.profile import Profile
+
+SHARED_MEMORY = 232448  # bytes of an SM that a kernel may use
+BLOCK_K = 128
+MOST_STAGES = 16
+L1_BYTES, L2_BYTES, L2_TOTAL = 128, 64, 8e6 / 1.3e3  # per cycle: of an SM, of an SM's share of L2, of all of L2
+
+
+class Layout(NamedTuple):
+    """The tile of one thread block. Layouts are in the order in which DeepGEMM tries them: the first of equals is
+    taken.
+    """
+
+    cluster_m: int
+    cluster_n: int
+    block_m: int
+    block_n: int
+
+
+def _fits_registers(layout: Layout) -> bool:
+    over = layout.block_n - BLOCK_K  # the columns that need a second scale of the weights
+    scales = over <= 0 or layout.block_n % over == 0 or BLOCK_K % over == 0
+    return scales and not (layout.block_m > 128 and layout.block_n > 128)
+
+
+AT_ONCE = 256  # numbers of rows for which all layouts are compared in one go, in arrays that a CPU's cache holds
+ArrayKey = tuple[bytes, tuple[int, ...]]  # values and shape of an int64 array: as a cache can hold them
+LAYOUTS = tuple(
+    layout
+    for layout in (
+        Layout(m, n, rows, columns)
+        for (m, n), rows, columns in product(((1, 1), (1, 2), (2, 1)), (64, 128, 16, 32, 256), range(16, 193, 16))
+    )
+    if _fits_registers(layout)
+)
+
+
+class Chosen(NamedTuple):
+    """The kernel of each GEMM: tile sizes, cluster size and waves of thread blocks. Every field has the shape that was
+    asked for.
+    """
+
+    block_m: IntArray
+    block_n: IntArray
+    cluster: IntArray
+    waves: IntArray
+
+
+def choose(m: IntArray, n: IntArray, k: IntArray, sm_count: int) -> Chosen:
+    """The layouts DeepGEMM takes for blockwise FP8 GEMMs of m rows, n columns and depth k, which broadcast together."""
+    sizes = tuple(np.ascontiguousarray(x, dtype=np.int64) for x in np.atleast_1d(m, n, k))
+    chosen = _choose(*((x.tobytes(), x.shape) for x in sizes), sm_count)
+    return Chosen(*(x.reshape(np.broadcast(m, n, k).shape) for x in chosen))
+
+
+def rows_of_every_kernel(shapes: Iterable[tuple[int, int]], most_rows: int, sm_count: int) -> list[int]:
+    """The numbers of rows that run every kernel there is for `shapes` (n, k) and at most `most_rows` rows.
+
+    DeepGEMM compiles a kernel for seconds when it first needs it. Once these are run, it compiles none later.
+    """
+    rows, first = np.arange(1, most_rows + 1), set()
+    for n, k in shapes:
+        chosen = choose(rows, np.array(n), np.array(k), sm_count)
+        kernels = np.stack([chosen.block_m, chosen.block_n, chosen.cluster])
+        first |= set(rows[np.unique(kernels, axis=1, return_index=True)[1]].tolist())
+    return sorted(first)
+
+
+@lru_cache(maxsize=256)
+def _choose(m_key: ArrayKey, n_key: ArrayKey, k_key: ArrayKey, sm_count: int) -> Chosen:
+    sizes = [np.frombuffer(values, dtype=np.int64).reshape(shape) for values, shape in (m_key, n_key, k_key)]
+    columns = np.broadcast(*sizes).shape[-1]
+    parts = [
+        _choose_part([x if x.shape[-1] == 1 else x[..., start : start + AT_ONCE] for x in sizes], sm_count)
+        for start in range(0, columns, AT_ONCE)
+    ]
+    chosen = Chosen(*(np.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True)))
+    for array in chosen:
+        array.setflags(write=False)  # it is in the cache
+    return chosen
+
+
+def _choose_part(sizes: Sequence[IntArray], sm_count: int) -> Chosen:
+    m, n, k = sizes
+    # Arrays below: layouts, and as many axes as the sizes have together. What depends on a few sizes stays small.
+    axes = np.broadcast(m, n, k).ndim
+    cluster_m, cluster_n, block_m, block_n = np.array(LAYOUTS, dtype=np.int64).T.reshape(4, -1, *[1] * axes)
+    blocks = -(-m // block_m) * -(-n // block_n)
+    waves = -(-blocks // sm_count)
+    stored = 2 * block_m * block_n
+    from_l2 = k * (block_m // cluster_n + block_n // cluster_m) + stored
+    through_l1 = k * (block_m + block_n + np.maximum(64, block_m) + block_n) + 2 * stored
+    l2_cycles = from_l2 * blocks // int(min(L2_BYTES * sm_count, L2_TOTAL))
+    l1_cycles = through_l1 * blocks // (L1_BYTES * sm_count)
+    full = blocks.astype(np.float32) / (waves * sm_count).astype(np.float32)
+    cycles = np.trunc(np.maximum(l1_cycles, l2_cycles).astype(np.float32) / full)
+    forbidden = ~_pipelined(block_m, block_n, k) | (
+        (block_m < 64) & (m > block_m)
+    )  # tiles of 16 and 32 are for few rows
+    cycles[forbidden | ((cluster_m * cluster_n > 1) & (waves <= 1))] = np.inf
+    best = np.argmin(cycles, axis=0)
+    waves = np.take_along_axis(waves, best[None], axis=0)[0]
+    return Chosen(block_m.ravel()[best], block_n.ravel()[best], (cluster_m * cluster_n).ravel()[best], waves)
+
+
+def _pipelined(block_m: IntArray, block_n: IntArray, k: IntArray) -> IntArray:
+    """True where shared memory holds enough stages of K to hide their loading, shape (layouts, sizes)."""
+    scales = np.where(BLOCK_K % block_n == 0, 1, 2) * 4 * -(-k // BLOCK_K)
+    fixed = _aligned(2 * block_m * block_n, 1024) + 16 * MOST_STAGES + _aligned(scales, 8)
+    stage = BLOCK_K * (block_m + block_n) + _aligned(4 * block_m, 128)
+    stages = np.minimum((SHARED_MEMORY - fixed) // stage, MOST_STAGES)
+    return np.asarray((stages >= 3) & ((stages >= 4) | (block_m * block_n >= 128 * 192)))
+
+
+def _aligned(size: IntArray, to: int) -> IntArray:
+    return np.asarray(-(-size // to) * to)
+
+
+class TilePolicy(NamedTuple):
+    """The output tiles (rows of m, columns of n) that a kernel backend chooses from, and the least K of one split."""
+
+    tiles: tuple[tuple[int, int], ...]
+    split_k: int
+
+
+# nvjet: cuBLAS's kernels for Hopper, named after their tiles (nvjet_sm90_tst_176x128_...). With 96 rows and more these
+# are mostly 64 or 128 rows high, and as wide as fills the SMs: 64 to 320 columns in families/step_kernels.jsonl of
+# profiles/h200_sxm, multiples of 8, of which those of 16 are here. 21 timings with 96 to 1,024 rows that no fit has
+# seen are 3.2% off (median); by the five tiles of cublas, fitted to the same others (7283815), 6.0%.
+# cublas: CTA tiles that NVIDIA documents. onednn: a CPU's cores share rows and vectors of 16, too finely for waves to
+# matter. deep_gemm: block_m candidates on other GPUs than Hopper, with block_n 128.
+TILE_POLICIES: dict[str, TilePolicy] = {
+    "nvjet": TilePolicy(tuple(product((64, 128), range(64, 321, 16))), 1024),
+    "cublas": TilePolicy(((64, 64), (64, 128), (128, 128), (128, 256), (256, 128)), 1024),
+    "deep_gemm": TilePolicy(((64, 128), (128, 128), (256, 128)), 512),
+    "cutlass": TilePolicy(((64, 128), (128, 128), (128, 256)), 512),
+    "triton": TilePolicy(((16, 128), (32, 128), (64, 128), (128, 128)), 512),
+    "onednn": TilePolicy(((1, 16),), 512),
+}
+# On Hopper: below SWAPPED_ROWS rows FlashInfer's, which swaps A and B; then DeepGEMM.
+FLASHINFER_DEEP_GEMM = "flashinfer_deep_gemm"
+SWAPPED_ROWS = 32
+LEAST_ROWS = 64  # of one tensor core instruction; smaller tiles cost as much
+# Tiles wider than 128 need two scales of the weights in the inner loop, and widths of odd 16s store in short rows:
+# fitted to the FP8 rows of profiles/h200_sxm.
+UNEVEN, EVEN = 1.3, 32
+# So much more in the wave whose last tile holds no more than half its rows: in tiles of 64 x 64, 4096 x 12288 takes
+# 18.4 us with 112 rows and 25.7 with 80. Fitted to the same rows; why it is so is not known.
+SPARSE = 1.2
+
+
+class Tiling(NamedTuple):
+    """Choices of tiles, each array of shape (choices, linears, rows).
+
+    math:   multiply-adds of one SM, over all waves, per element of K
+    loads:  elements that one SM moves into and out of shared memory, over all waves, per element of K
+    waves:  of thread blocks
+    splits: parts into which K is cut, so that few tiles fill the GPU
+    """
+
+    math: FloatArray
+    loads: FloatArray
+    waves: FloatArray
+    splits: FloatArray
+
+
+def tiling(backend: str, m: FloatArray, n: FloatArray, k: FloatArray, sm_count: int) -> Tiling:
+    """The tiles among which `backend` chooses for GEMMs of `m` rows, `n` columns and depth `k`, which broadcast."""
+    if backend == FLASHINFER_DEEP_GEMM:
+        return _flashinfer_deep_gemm(m.astype(np.int64), n.astype(np.int64), k.astype(np.int64), sm_count)
+    policy = TILE_POLICIES[backend]
+    tile_m, tile_n = (np.array(side, dtype=float)[:, None, None] for side in zip(*policy.tiles, strict=True))
+    tiles = np.ceil(m / tile_m) * np.ceil(n / tile_n)
+    most = np.maximum(1, np.floor(k / policy.split_k))
+    splits = np.minimum(np.maximum(np.floor(sm_count / tiles), 1), most)
+    waves = np.ceil(tiles * splits / sm_count)
+    return Tiling(waves / splits * tile_m * tile_n, waves / splits * 2 * (tile_m + tile_n), waves, splits)
+
+
+def _flashinfer_deep_gemm(m: IntArray, n: IntArray, k: IntArray, sm_count: int) -> Tiling:
+    """The one tiling of DeepGEMM. Its loads go into shared memory, and from there to the tensor cores."""
+    chosen = choose(m, n, k, sm_count)
+    swapped = m < SWAPPED_ROWS
+    few = np.where(m <= 16, 16, np.where(m <= 24, 24, 32))
+    swapped_waves = np.ceil(np.ceil(n / 128) / sm_count)
+    rows, columns = np.where(swapped, few, chosen.block_m), np.where(swapped, 128, chosen.block_n)
+    waves = np.where(swapped, swapped_waves, chosen.waves)
+    math_rows = np.where(swapped, few, np.maximum(chosen.block_m, LEAST_ROWS))
+    loads = rows + columns + math_rows + columns
+    last = m % chosen.block_m
+    sparse = np.where(~swapped & (last > 0) & (2 * last <= chosen.block_m), waves - 1 + SPARSE, waves)
+    uneven = np.where(~swapped & ((columns > 128) | (columns % EVEN > 0)), UNEVEN, 1.0)
+    found = (waves * math_rows * columns, sparse * loads * uneven, waves, np.ones_like(waves))
+    return Tiling(*(np.asarray(x, dtype=float)[None] for x in found))
+
+
+def gemm_backend(profile: Profile, dtype: str) -> str:
+    """The GEMM backend of `profile`. Raises ProfileError for one whose tiles are not known."""
+    backend = profile.backend(f"gemm.{dtype}")
+    known = (*TILE_POLICIES, FLASHINFER_DEEP_GEMM)
+    if backend not in known:
+        raise ProfileError(
+            f"profile {profile.label} names GEMM backend {backend!r}, whose tiles are not known; "
+            f"known: {', '.join(known)}"
+        )
+    return backend
+
+
+def peak_flops(gpu: Gpu, dtype: str) -> float:
+    """Dense FLOP/s for a weight or KV dtype. Raises ConfigError when the GPU has no FP8.
+
+    A CPU computes in BF16 whatever its KV cache is stored in.
+    """
+    if dtype == "bf16" or gpu.is_cpu:
+        return gpu.bf16_flops
+    if gpu.fp8_flops is None:
+        raise ConfigError(
+            f"W8A8 GEMMs multiply in FP8, and {gpu.name} has no FP8 tensor cores; allowed there: BF16 weights "
+            "(--precision bf16, fp8_kv)"
+        )
+    return gpu.fp8_flops
+
+
+def gemm_cost(m: Array, linears: Sequence[Linear], precision: Precision, gpu: Gpu, profile: Profile) -> Cost:
+    """Seconds of all `linears` (each times its layer count) at `m` rows, shape (steps,), without quantisation."""
+    total = zero(m)
+    for dtype in ("bf16", "fp8_block", "fp8"):
+        chosen = [linear for linear in linears if linear_dtype(linear, precision) == dtype]
+        if chosen:
+            total = total + _same_dtype(m, chosen, dtype, precision, gpu, profile)
+    return total
+
+
+def linear_dtype(linear: Linear, precision: Precision) -> str:
+    return precision.gemm_dtype if linear.quantised else "bf16"
+
+
+def _same_dtype(
+    m: Array, linears: Sequence[Linear], dtype: str, precision: Precision, gpu: Gpu, profile: Profile
+) -> Cost:
+    rows = np.maximum(m, 1).astype(float)  # arrays below: (linears, steps), and (tiles, linears, steps) from tiling
+    n, k, layers = np.array([(x.n, x.k, x.layers) for x in linears], dtype=float).T[:, :, None]
+    weights = np.array([precision.linear_bytes(x.n, x.k, x.quantised) for x in linears], dtype=float)[:, None]
+    tiles = tiling(gemm_backend(profile, dtype), rows, n, k, gpu.sm_count)
+
+    def coefficient(part: str) -> tuple[str, float]:
+        return profile.named(f"gemm.{dtype}.{part}")
+
+    bytes_ = weights + rows * k * _activation_bytes(dtype) + rows * n * BF16_BYTES
+    peak = peak_flops(gpu, dtype) / gpu.sm_count
+    limits = [
+        traffic(2 * k * tiles.math, peak, coefficient("compute_efficiency")),
+        traffic(np.broadcast_to(bytes_, tiles.waves.shape), gpu.memory_bandwidth, coefficient("bandwidth_efficiency")),
+    ]
+    if f"gemm.{dtype}.sm_bandwidth" in profile.coefficients:
+        limits.append(traffic(k * tiles.loads * _element_bytes(dtype), 1.0, coefficient("sm_bandwidth")))
+    each = norm4(*limits) + times(tiles.waves, *coefficient("wave_seconds"))
+    if f"gemm.{dtype}.split_seconds" in profile.coefficients:
+        each = each + times(np.where(tiles.splits > 1, 1.0, 0.0), *coefficient("split_seconds"))
+    shapes = [profile.layer_factor(f"gemm.{dtype}", (x.n, x.k), rows) for x in linears]
+    each = each + times(np.ones_like(tiles.waves), *coefficient("launch_seconds"))
+    return _cheapest(each, layers * np.array(shapes))
+
+
+def _cheapest(each: Cost, layers: Array) -> Cost:
+    """The cost of the best of the tiles on axis 0, times `layers` (linears, steps), summed over the linears: shape
+    (steps,).
+    """
+    best = np.argmin(each.seconds, axis=0)[None]
+
+    def chosen(x: Array) -> Array:
+        return np.asarray((np.take_along_axis(x, best, axis=0)[0] * layers).sum(axis=0))
+
+    return Cost(chosen(each.seconds), {name: chosen(x) for name, x in each.partials.items()})
+
+
+def _element_bytes(dtype: str) -> float:
+    return BF16_BYTES if dtype == "bf16" else FP8_BYTES
+
+
+def _activation_bytes(dtype: str) -> float:
+    """Bytes of one input element as the GEMM reads it; FP8 in blocks has one FP32 scale per 128 elements of a row."""
+    return _element_bytes(dtype) + (FP32_BYTES / 128 if dtype == "fp8_block" else 0)
+
+
+def quantise_cost(m: Array, linears: Sequence[Linear], precision: Precision, gpu: Gpu, profile: Profile) -> Cost:
+    """Seconds to quantise the inputs of the FP8 linears: each reads BF16 and writes E4M3 and scales."""
+    chosen = [linear for linear in linears if linear_dtype(linear, precision) != "bf16"]
+    if not chosen:
+        return zero(m)
+    elements = float(sum(linear.layers * linear.k for linear in chosen))
+    name, efficiency = "quantise.launch_seconds", "quantise.bandwidth_efficiency"
+    moved = m * elements * (BF16_BYTES + _activation_bytes(precision.gemm_dtype))
+    fixed = constant(name, profile.coefficient(name) * sum(linear.layers for linear in chosen), m)
+    return fixed + traffic(moved, gpu.memory_bandwidth, profile.named(efficiency))
+
+
+STREAM_TOKENS = 256
+
+
+def overlapped(linears: Sequence[Linear], gpu: Gpu, experts: Sequence[Experts]) -> list[Linear]:
+    """The matrices of shared experts that can run beside the routed ones."""
+    if not all(runs_beside(x, gpu) for x in experts):
+        return []
+    return [linear for linear in linears if linear.name.startswith("shared_")]
+
+
+def shared_cost(m: Array, linears: Sequence[Linear], precision: Precision, gpu: Gpu, profile: Profile) -> Cost:
+    """Seconds that the `overlapped` matrices of all layers add to steps of m tokens, shape (steps,)."""
+    alone = gemm_cost(m, linears, precision, gpu, profile)
+    if precision.weights != "bf16":
+        alone = alone + quantise_cost(m, linears, precision, gpu, profile)
+    for linear in linears:
+        if linear.name == "shared_down_proj":
+            alone = alone + activation_cost(m, linear.k, gpu, profile).scaled(linear.layers)
+    read = sum(precision.linear_bytes(x.n, x.k, x.quantised) * x.layers for x in linears)
+    efficiency = profile.named(f"moe.{precision.gemm_dtype}.bandwidth_efficiency")
+    beside = traffic(np.full(m.shape, float(read)), gpu.memory_bandwidth, efficiency)
+    few = m <= STREAM_TOKENS
+    return alone.scaled(np.where(few, 0.0, 1.0)) + beside.scaled(np.where(few, 1.0, 0.0))

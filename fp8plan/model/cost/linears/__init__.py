@@ -1,1 +1,0 @@
-"""The cost of weight matrices: dense linears, and the routed experts."""

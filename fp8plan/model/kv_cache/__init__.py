@@ -1,1 +1,0 @@
-"""vLLM's plan of the KV cache: from what each layer keeps to groups, blocks and tokens."""

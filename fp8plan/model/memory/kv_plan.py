@@ -1,0 +1,262 @@
+"""Blocks and tokens of the KV cache, and whether one request fits: get_kv_cache_configs in
+vllm/v1/core/kv_cache_utils.py.
+
+Groups of layers that share a block table: get_kv_cache_groups in vllm/v1/core/kv_cache_utils.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from fp8plan.checks import whole
+from fp8plan.errors import ConfigError
+from fp8plan.model.architecture.linear import CacheKind
+from fp8plan.model.memory.kv_specs import KvRules, LayerCache, Spec, block_sizes, blocks_of, specs
+
+# Up to this ratio between kinds of layers, the rarer kind is padded to as many layers as the more frequent one.
+MOST_PADDED_RATIO = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers with one block table: a block of a request holds a page of each.
+
+    layers: places in the list of caches
+    specs:  of these layers, in that order; they differ only if all layers of the model are in one group
+    """
+
+    layers: tuple[int, ...]
+    specs: tuple[Spec, ...]
+
+    @property
+    def kind(self) -> CacheKind:
+        """The kind of the first layer: full and latent ones may share a group."""
+        return self.specs[0].kind
+
+    @property
+    def window(self) -> int:
+        """Tokens, or 0."""
+        return self.specs[0].window
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self.specs[0].block_size
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one block in all layers of the group."""
+        return sum(spec.page_bytes for spec in self.specs)
+
+    def blocks(self, rules: KvRules, tokens: int) -> int:
+        """The most blocks that one request of `tokens` holds at once."""
+        return max(blocks_of(spec, rules, tokens) for spec in self.specs)
+
+
+def group_layers(specs: Sequence[Spec], rules: KvRules) -> tuple[CacheGroup, ...]:
+    """The groups of a model's layers. Raises ConfigError where vLLM does not start."""
+    if not rules.hybrid_manager and not _one_type(specs, rules):
+        specs = _keep_all(specs, rules)
+        if not _one_type(specs, rules):
+            kinds = ", ".join(sorted({spec.kind for spec in specs}))
+            raise ConfigError(f"hybrid_manager is off and the layers keep caches of kinds {kinds}; allowed: True")
+    if _one_type(specs, rules):
+        return (CacheGroup(tuple(range(len(specs))), tuple(specs)),)
+    try:
+        return _equal_groups(_one_page_size(specs, rules))
+    except _Unalike as unalike:
+        return (_all_kept(specs, rules, unalike),)
+
+
+def _one_type(specs: Sequence[Spec], rules: KvRules) -> bool:
+    """Tell whether all layers need the same blocks (is_kv_cache_spec_uniform, UniformTypeKVCacheSpecs.is_uniform_type).
+
+    States of several sizes do by 0.26 only.
+    """
+    types = {
+        (
+            "full" if spec.keeps_all else spec.kind,
+            spec.window,
+            spec.block_size,
+            spec.page_bytes if spec.kind == "state" and rules.vllm == "0.30" else 0,
+        )
+        for spec in specs
+    }
+    return len(types) <= 1
+
+
+def _keep_all(specs: Sequence[Spec], rules: KvRules) -> list[Spec]:
+    """Windows kept as if they were full attention, if there is any (_promote_local_kv_cache_specs in 0.30)."""
+    full = {spec.block_size for spec in specs if spec.keeps_all}
+    if not full:
+        return list(specs)
+    common = full.pop() if len(full) == 1 and rules.vllm == "0.30" else 0  # 0.26 leaves every block size as it is
+    kept = [
+        spec._replace(kind="full", block_size=common or spec.block_size, window=0)
+        if spec.kind in ("sliding", "chunked")
+        else spec
+        for spec in specs
+    ]
+    for kind in ("sliding", "chunked"):  # merge_window_sizes
+        windows = {spec.window for spec in specs if spec.kind == kind}
+        if len(windows) > 1 and all(spec.kind == "full" for spec in kept):
+            raise ConfigError(f"without the hybrid manager {kind} layers have windows {sorted(windows)}; allowed: one")
+    return kept
+
+
+class _Unalike(Exception):
+    """Pages that vLLM cannot make equal."""
+
+
+def _one_page_size(specs: Sequence[Spec], rules: KvRules) -> list[Spec]:
+    """Specs with the page of the largest, by more tokens in a block where that fits and by padding where not
+    (unify_kv_cache_spec_page_size)."""
+    largest = max(spec.page_bytes for spec in specs)
+    return [_with_page(spec, largest, rules) for spec in specs]
+
+
+def _with_page(spec: Spec, page: int, rules: KvRules) -> Spec:
+    if spec.page_bytes == page:
+        return spec
+    if spec.kind != "state" and page % spec.page_bytes == 0:
+        return spec._replace(block_size=spec.block_size * (page // spec.page_bytes))
+    if spec.kind == "latent" and rules.vllm == "0.30":  # 0.26 asks the backend, and all of Hopper's dense ones agree
+        raise _Unalike(f"a page of {spec.page_bytes} bytes beside one of {page}")
+    return spec._replace(padded=page)
+
+
+def _all_kept(specs: Sequence[Spec], rules: KvRules, unalike: _Unalike) -> CacheGroup:
+    """All layers in one group, windows kept whole: 0.30's way out for latents beside windows
+    (_try_get_full_allocation_fallback_groups)."""
+    kept = _keep_all(specs, rules)
+    kinds = {spec.kind for spec in specs}
+    if "chunked" in kinds or "sliding" not in kinds or not _one_type(kept, rules):
+        raise ConfigError(f"vLLM {rules.vllm} cannot keep these layers in pages of one size: {unalike}")
+    return CacheGroup(tuple(range(len(kept))), tuple(kept))
+
+
+def _equal_groups(specs: Sequence[Spec]) -> tuple[CacheGroup, ...]:
+    """Groups of as many layers each, the last of a kind less (_get_kv_cache_groups_uniform_page_size).
+
+    Layers of a kind are dealt out in turn. vLLM tells kinds apart by heads and head size, this by bytes per token, so
+    two kinds that differ in the former only would be one group too few here. No family has such.
+    """
+    alike: dict[Spec, list[int]] = {}
+    for place, spec in enumerate(specs):
+        alike.setdefault(spec, []).append(place)
+    fewest, most = (pick(len(places) for places in alike.values()) for pick in (min, max))
+    size = most if most < fewest * MOST_PADDED_RATIO else fewest
+    groups = []
+    for spec, places in alike.items():
+        count = ceil(len(places) / size)
+        for first in range(count):
+            members = tuple(places[first::count])
+            groups.append(CacheGroup(members, (spec,) * len(members)))
+    return tuple(groups)
+
+
+@dataclass(frozen=True, slots=True)
+class KvPlan:
+    """vLLM's plan of one rank's KV cache.
+
+    groups:     layers that share a block table
+    block_size: tokens in a block of attention layers, as vLLM's log says; 0 without such layers
+    num_blocks: as the engine reports it; the scheduler has one fewer (the null block)
+    rules:      the settings it was made with
+    """
+
+    groups: tuple[CacheGroup, ...]
+    block_size: int
+    num_blocks: int
+    rules: KvRules
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that one block takes from the pool, whichever group holds it."""
+        return block_bytes(self.groups)
+
+    @property
+    def usable_blocks(self) -> int:
+        """Blocks the scheduler can hand out, to all groups together."""
+        return self.num_blocks - 1
+
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        """The scheduler's view of each group: how its tokens fall into blocks, and not their bytes."""
+        return tuple(Spec(group.kind, group.block_size, group.window) for group in self.groups)
+
+    @property
+    def retains_all(self) -> bool:
+        """Tell whether the prefix cache finds all full blocks of windows and states, as by 0.26, and not only those
+        where a prompt ends (prefix_cache_retention_interval, which is 0 in 0.30)."""
+        return self.rules.vllm == "0.26"
+
+    @property
+    def request_blocks(self) -> int:
+        """The most blocks that one request of max_model_len holds at once, in all groups."""
+        return self.blocks_of_request(self.rules.max_model_len)
+
+    def blocks_of_request(self, tokens: int) -> int:
+        """The most blocks that one request of `tokens` holds at once, in all groups."""
+        return sum(group.blocks(self.rules, tokens) for group in self.groups)
+
+    @property
+    def request_bytes(self) -> int:
+        """Memory that one request of max_model_len needs ("GiB KV cache is needed" in vLLM's error)."""
+        return self.request_blocks * self.block_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Tell whether the engine starts: one request of max_model_len fits.
+
+        0.30 takes the null block off before it asks, 0.26 does not.
+        """
+        free = self.num_blocks - (self.rules.vllm == "0.30")
+        return free > 0 and self.request_blocks <= free
+
+    @property
+    def max_concurrency(self) -> float:
+        """Requests of max_model_len that the pool holds ("Maximum concurrency")."""
+        return self.num_blocks / self.request_blocks
+
+    @property
+    def tokens(self) -> int:
+        """The engine's "GPU KV cache size": tokens in requests of max_model_len."""
+        return int(self.max_concurrency * self.rules.max_model_len)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes that one token more takes in a long request: what padding wastes counts, full windows do not."""
+        return self.block_bytes * sum(1 / group.block_size for group in self.groups if _grows(group, self.rules))
+
+
+def plan_kv_cache(
+    caches: Sequence[LayerCache], rules: KvRules, available_bytes: int | None = None, num_blocks: int | None = None
+) -> KvPlan:
+    """The plan for layers that keep `caches`, in memory of `available_bytes` or with a pool of `num_blocks`.
+
+    num_blocks: with the null block. Raises ConfigError where vLLM has no plan for these layers.
+    """
+    if (available_bytes is None) == (num_blocks is None):
+        raise ConfigError(
+            f"available_bytes is {available_bytes!r}, num_blocks is {num_blocks!r}; allowed: one of the two"
+        )
+    if not caches:
+        raise ConfigError("caches is empty; allowed: a cache for each layer that keeps one")
+    groups = group_layers(specs(caches, rules), rules)
+    attends = any(cache.kind != "state" for cache in caches)
+    if num_blocks is None:
+        num_blocks = whole("available_bytes", available_bytes, least=0) // block_bytes(groups)
+    block_size = block_sizes(caches, rules)[0] if attends else 0
+    return KvPlan(groups, block_size, whole("num_blocks", num_blocks, least=0), rules)
+
+
+def block_bytes(groups: Sequence[CacheGroup]) -> int:
+    """Bytes of a block: those of the largest group."""
+    return max(group.page_bytes for group in groups)
+
+
+def _grows(group: CacheGroup, rules: KvRules) -> bool:
+    return group.kind in ("full", "latent") or (group.kind == "state" and rules.kept_states == "all")

@@ -1,0 +1,126 @@
+"""The timing of an engine's rollouts, and their verdicts by its guard, which works while the trainer goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from math import isfinite
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.engine.access import compiled_files
+from fp8plan.runtime.guard.observation import Observation, observation_of
+from fp8plan.runtime.mismatch.sampling import Sampling
+
+if TYPE_CHECKING:
+    from fp8plan.runtime.guard.guard import Guard, Verdict
+
+PREEMPTIONS: Final = "vllm:num_preemptions_total"  # vLLM's counter, in Prometheus's default registry
+
+
+class Judged(NamedTuple):
+    """A rollout's observation, and the verdict on it. off: why one of the two is missing."""
+
+    observation: Observation | None = None
+    verdict: Verdict | None = None
+    off: str | None = None
+
+
+def judged(guard: Guard | None, observe: Callable[[], Observation | None]) -> Judged:
+    """Let the guard judge what `observe` gives. An error in that is noted: it must not cost the rollout."""
+    seen = None
+    try:
+        seen = observe()
+        return Judged(seen, None if guard is None or seen is None else guard.after_rollout(seen))
+    except Exception as error:
+        return Judged(seen, None, f"the last rollout cannot be compared: {error}")
+
+
+class Watched(Protocol):
+    """Something with a guard: an engine."""
+
+    guard: Guard | None
+    guard_off: str | None
+
+
+class Judge:
+    """The timer of an engine's rollouts; `last` is the last one, Judged, and waits until it is worked out."""
+
+    def __init__(self, engine: Watched) -> None:
+        self._engine = engine
+        self._thread = ThreadPoolExecutor(1, "fp8plan-guard")  # one thread keeps the order
+        self._judging: Future[Judged] | None = None
+        self._kl_k3: float | None = None
+
+    @property
+    def last(self) -> Judged:
+        return Judged() if self._judging is None or self._judging.cancelled() else self._judging.result()
+
+    def wait(self) -> None:
+        """Wait until no rollout is being judged."""
+        if self._judging is not None:
+            wait([self._judging])
+
+    def close(self) -> None:
+        """Say that no rollout will follow; of those before, only what is under way is still judged."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def report_kl(self, kl_k3: float) -> None:
+        """Take the mean k3 of the last rollout, for the next verdict. Raises ConfigError if it is not finite."""
+        if not isfinite(kl_k3):
+            raise ConfigError(f"kl_k3 is {kl_k3!r}; allowed: a finite number (nan comes from log-probs that hold it)")
+        self._kl_k3 = kl_k3
+
+    def begin(self, llm: Any, sampling_params: Any) -> Callable[[Sequence[Any]], None]:
+        """Start the clock of a rollout. Return the function to call with its outputs once they are there.
+
+        sampling_params: as vllm.LLM.generate takes them; None: those of the model's generation config
+        """
+        before, begun = counts(), time.perf_counter()
+
+        def ended(outputs: Sequence[Any]) -> None:
+            seconds = time.perf_counter() - begun
+            preemptions, compiled = (max(0, now - then) for now, then in zip(counts(), before, strict=True))
+            config = llm.llm_engine.vllm_config
+            cache = config.cache_config
+            more = {
+                "preemptions": preemptions,
+                "compiled_files": compiled,
+                "kv_cache_tokens": cache.num_gpu_blocks * cache.block_size,
+                "kl_k3": self.heard(),
+            }
+
+            def observe() -> Observation | None:
+                some = any(len(one.token_ids) for output in outputs for one in output.outputs)
+                params = llm.get_default_sampling_params() if sampling_params is None else sampling_params
+                sampling = Sampling.of(params, config.model_config.logprobs_mode)
+                return observation_of(outputs, seconds, sampling=sampling, **more) if some else None
+
+            self.judge(observe)
+
+        return ended
+
+    def heard(self) -> float | None:
+        """Return what was reported of the rollout before, once."""
+        found, self._kl_k3 = self._kl_k3, None
+        return found
+
+    def judge(self, observe: Callable[[], Observation | None]) -> None:
+        """Let the guard judge what `observe` gives, while the caller goes on."""
+        self._judging = self._thread.submit(self._judged, observe)
+
+    def _judged(self, observe: Callable[[], Observation | None]) -> Judged:
+        found = judged(self._engine.guard, observe)
+        if self._engine.guard is not None and found != Judged():
+            self._engine.guard_off = found.off
+        return found
+
+
+def counts() -> tuple[int, int]:
+    """Count the preemptions so far, and the compiled kernels on disk."""
+    from prometheus_client import REGISTRY
+
+    # Of vLLM's hundred metrics only this one: LLM.get_metrics collects them all, in milliseconds.
+    found = REGISTRY.restricted_registry([PREEMPTIONS]).collect()
+    return int(sum(x.value for metric in found for x in metric.samples if x.name == PREEMPTIONS)), compiled_files()

@@ -1,1 +1,0 @@
-"""The shapes at which kernels are timed."""

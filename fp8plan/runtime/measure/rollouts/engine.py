@@ -1,0 +1,253 @@
+"""One engine, all its workloads: the child process of `fp8plan.runtime.measure.rollouts.run`.
+
+It reads a job (JSON, made by `rollouts.jobs`), starts `vllm.LLM` with random weights, and appends one rollout record
+per timed run to the job's output, as soon as the run need not be repeated: if the machine goes away, that run is lost.
+
+The warm-up before an engine is timed: no kernel is compiled inside a timed run.
+
+A rollout is timed again while something disturbed it that is not the engine's: a slow host, a kernel compiled.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fp8plan.jsonl import write
+from fp8plan.model.hardware import find_gpu
+from fp8plan.model.precision import precision
+from fp8plan.model.setup import EngineSetup
+from fp8plan.model.validate.records import recorded_limits
+from fp8plan.runtime.engine.access import compiled_files, freeze_garbage, warm_up_batches
+from fp8plan.runtime.measure.machine import machine_facts, wait_for_memory
+from fp8plan.runtime.measure.rollouts.engine_facts import (
+    engine_numbers,
+    kernel_backends,
+    model_runner,
+    telling_lines,
+    uses_e8m0,
+)
+from fp8plan.runtime.measure.rollouts.host import QUIET, Host, Watch
+from fp8plan.runtime.measure.rollouts.timed import (
+    Row,
+    Trace,
+    decode_kernels,
+    prefill_kernels,
+    timed,
+    token_prompts,
+    write_trace,
+)
+from fp8plan.schemas import VERSIONS
+
+# So many attempts, and none once the first have taken so long.
+TRIES, AGAIN_S = 4, 4.0
+
+
+class Attempt(NamedTuple):
+    """One timed run: what its record says of it, the rows of its trace, and when it ended."""
+
+    facts: dict[str, Any]
+    steps: list[Row]
+    date: str
+
+
+def attempts(
+    llm: Any, prompts: Sequence[Any], responses: Sequence[int], trace: Trace, host: Host | None
+) -> list[Attempt]:
+    """Time the run, and again as long as the last was disturbed, TRIES times and AGAIN_S seconds at most."""
+    tries: list[Attempt] = []
+    begun = time.perf_counter()
+    while not tries or (any(disturbance(tries[-1])) and len(tries) < TRIES and time.perf_counter() - begun < AGAIN_S):
+        if host is not None:
+            host.settle()
+        before = compiled_files()
+        with Watch(host) as watch:
+            result = timed(llm, prompts, responses, trace.start) | trace.slowest()
+        result |= watch.facts | {"compiled_files": compiled_files() - before}
+        tries.append(Attempt(result, list(trace.rows), datetime.now(UTC).isoformat()))
+    return tries
+
+
+def disturbance(attempt: Attempt) -> tuple[int, float]:
+    """Disturbances of a run that are not the engine's: (files compiled, excess of the host's slowdown).
+
+    (0, 0) is clean. The pair decides what is repeated and which attempt is kept; it does not depend on how long the run
+    took.
+    """
+    slowdown = attempt.facts["host_slowdown"] or 1.0
+    return attempt.facts["compiled_files"], max(slowdown - QUIET, 0.0)
+
+
+def listed(tries: Sequence[Attempt]) -> str:
+    """The attempts, for a note; empty for a single one."""
+    times = ", ".join(f"{x.facts['seconds']:.2f} s (host {x.facts['host_slowdown'] or 1:.2f})" for x in tries)
+    return f"; of {len(tries)} attempts: {times}" if len(tries) > 1 else ""
+
+
+# A short warm-up clips responses here: long enough to fill the batch, short enough to cost a few seconds.
+SHORT_RESPONSE, RAMP_STEPS = 64, 128
+
+
+def warm_up(llm: Any, prompts: Sequence[Any], responses: Sequence[int], kind: str) -> float:
+    """Run what the timed run will run, so that no kernel is compiled inside it. Return the seconds that it took.
+
+    full:  the whole workload
+    short: its prompts with clipped responses, then a decode ramp through every batch size down to 1
+    """
+    if kind == "full":
+        return float(timed(llm, prompts, responses)["seconds"])
+    clipped = [min(tokens, SHORT_RESPONSE) for tokens in responses]
+    ramp = [1 + RAMP_STEPS * i // len(responses) for i in range(len(responses))]
+    lengths = (clipped, [min(pair) for pair in zip(ramp, responses, strict=True)])
+    return sum(float(timed(llm, prompts, some)["seconds"]) for some in lengths)
+
+
+def prefill_ladder(llm: Any, fields: Mapping[str, Any]) -> list[int]:
+    """Run the batches of prompts that meet every kernel of the model in a record's fields. Return their tokens."""
+    from vllm import SamplingParams
+
+    setup = EngineSetup(fields["model"], fields["gpu"], fields["precision"], recorded_limits(fields))
+    batches = warm_up_batches(setup, llm.llm_engine.model_config.max_model_len)
+    for prompts in batches:
+        params = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False, logprobs=0)
+        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return [sum(map(len, prompts)) for prompts in batches]
+
+
+# Longer ones are taken for stalls, in which a kernel was compiled, and noted. Seen on an H200 (first look of its
+# profile): first steps of 0.9 to 11.5 s with and at most 0.15 s without; later ones of 3.5 s and more, against pauses
+# of up to 0.8 s that are the front end's own.
+FIRST_STALL_S, STALL_S = 0.5, 1.0
+PROFILED = ((16, 512), (256, 320), (512, 192))  # requests, prompt tokens of each
+TURN = "FP8PLAN_MEASURE_TURN"
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    with os.fdopen(job["notes_fd"], "w", encoding="utf-8") as notes:
+        measure(
+            job, lambda text: print(f"[{time.strftime('%H:%M:%S')}] {job['label']}: {text}", file=notes, flush=True)
+        )
+
+
+def measure(job: Mapping[str, Any], note: Callable[[str], None]) -> None:
+    """Start the engine and append a record for every run of the job. Raises Fp8PlanError if vLLM does otherwise."""
+    from vllm import LLM
+
+    with wait_for_turn():
+        Path(job["turn"]).touch()
+        _measure(job, note, LLM)
+
+
+def _measure(job: Mapping[str, Any], note: Callable[[str], None], LLM: Any) -> None:
+    begun = time.perf_counter()
+    llm = LLM(**job["kwargs"])
+    start_s = time.perf_counter() - begun
+    freeze_garbage()
+    facts = {"schema_version": VERSIONS["record"]} | job["fields"] | engine_facts(llm, job) | machine_facts()
+    facts["engine_start_s"] = start_s
+    facts["spread_routers"] = llm.collective_rpc("fp8plan_spread_routers")[0]
+    parts = {"parts": llm.collective_rpc("fp8plan_engine_parts")[0], "log": telling_lines(log_of(job))}
+    write(job["engines"], facts | parts)
+    memory = facts["measured_kv_cache_tokens"]
+    note(f"engine ready in {start_s:.0f} s, KV cache {memory} tokens, kernels {facts['kernel_backends']}")
+    trace, host = Trace(llm), None if find_gpu(job["fields"]["gpu"]).is_cpu else Host()
+    ladder = prefill_ladder(llm, job["fields"] | {"model": job["kwargs"]["model"]})
+    note(f"prompts of {', '.join(map(str, ladder))} tokens ran, so that their kernels are compiled")
+    for work in job["work"]:
+        prompts = token_prompts(work, llm.llm_engine.model_config.get_vocab_size())
+        warmed = warm_up(llm, prompts, work["response_lengths"], work["warmup"])
+        note(f"{work['workload']}: warmed up ({work['warmup']}) in {warmed:.1f} s")
+        cell = facts | {name: value for name, value in work.items() if name != "runs"} | {"warmup_s": warmed}
+        for run in work["runs"]:
+            tries = attempts(llm, prompts, work["response_lengths"], trace, host)
+            best = min(tries, key=disturbance)
+            for number, attempt in enumerate(tries):
+                record = (
+                    {"schema_version": VERSIONS["record"]}
+                    | cell
+                    | run
+                    | {"attempt": number}
+                    | attempt.facts
+                    | {"date": attempt.date}
+                )
+                write(job["output"] if attempt is best else job["set_aside"], record)
+            what = f"{work['workload']} run {run['repeat']}"
+            found = best.facts
+            note(f"{what}: {found['seconds']:.2f} s, {found['preemptions']} preemptions{listed(tries)}")
+            if found["first_step_s"] > FIRST_STALL_S or found["longest_step_s"] > STALL_S:
+                note(f"{what}: a step took {found['longest_step_s']:.1f} s, as if a kernel was compiled in it")
+            if job["trace"]:
+                write_trace(job["trace"], run["key"], best.steps)
+    if job["kernels"]:  # last, as a profiler may leave an engine slower than it found it
+        for batch, context in PROFILED:
+            found = decode_kernels(llm, batch, context)
+            write(job["kernels"], facts | {"batch": batch, "context": context} | found)
+            note(f"kernels of {batch} requests at {context} tokens: {found['kernels_us']:.0f} us a decode step")
+        found = prefill_kernels(llm)
+        write(job["kernels"], facts | found)
+        note(f"kernels of {found['prefill_tokens']:.0f} prompt tokens: {found['kernels_us']:.0f} us a step")
+
+
+@contextmanager
+def wait_for_turn() -> Iterator[None]:
+    """Hold the lock of the file that TURN names, if it is set.
+
+    So two commands share a GPU: one has its engine there, while the next imports vLLM.
+    """
+    if TURN not in os.environ:
+        yield
+        return
+    with open(os.environ[TURN], "w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        wait_for_memory()
+        yield
+
+
+def log_of(job: Mapping[str, Any]) -> str:
+    """The engine's log so far."""
+    with open(job["log"], encoding="utf-8", errors="replace") as file:
+        file.seek(job["log_start"])
+        return file.read()
+
+
+def engine_facts(llm: Any, job: Mapping[str, Any]) -> dict[str, Any]:
+    """The limits the engine really runs with, its KV pool, kernels and memory, under the record's names."""
+    config = llm.llm_engine.vllm_config
+    cache, scheduler, compilation = config.cache_config, config.scheduler_config, config.compilation_config
+    log = log_of(job)
+    preset = precision(job["fields"]["precision"])
+    return {
+        "block_size": cache.block_size,
+        "enable_prefix_caching": bool(cache.enable_prefix_caching),
+        "max_model_len": config.model_config.max_model_len,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "async_scheduling": bool(scheduler.async_scheduling),
+        "enforce_eager": bool(config.model_config.enforce_eager),
+        "num_gpu_blocks": cache.num_gpu_blocks,
+        "measured_kv_cache_tokens": cache.num_gpu_blocks * cache.block_size,
+        "vllm_kv_cache_size_tokens": getattr(cache, "kv_cache_size_tokens", None),
+        "cudagraph_mode": getattr(compilation.cudagraph_mode, "name", None),
+        "cudagraph_largest_batch": max(compilation.cudagraph_capture_sizes or [0]),
+        "multiprocessing": os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "0",
+        "e8m0": uses_e8m0(log, preset),
+        "kernel_backends": kernel_backends(log, preset),
+        "model_runner": model_runner(log),
+        "garbage_frozen": gc.get_freeze_count() > 0,
+        "engine_log": engine_numbers(log),
+        "memory": llm.collective_rpc("fp8plan_memory_facts")[0],
+    }
+
+
+if __name__ == "__main__":
+    main()

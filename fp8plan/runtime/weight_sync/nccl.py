@@ -1,0 +1,350 @@
+"""Weights from a trainer's GPU to the engine's over NCCL: the trainer's end, and what a sync takes instead of tensors.
+
+One process trains and drives the engine:
+
+    transfer = connect(engine.join_transfer, workers=1)
+    engine.sync_weights(transfer.source(named_tensors))
+
+Or the trainer is a process of its own, that the driver tells when to send:
+
+    where = Rendezvous(address, port, world_size=2)
+    trainer:  transfer = TrainerTransfer(where).ready();  transfer.send(named_tensors, manifest)
+    driver:   engine.join_transfer(where);                engine.sync_weights(RemoteSource(manifest, tell_the_trainer))
+
+The bytes go as vLLM's packed broadcasts. A broadcast waits for all its ranks for ever, so both ends make sure that none
+is left alone: manifests are compared over the rendezvous's store before any byte; what was announced is sent in full,
+zeros after a failure, and taken in full; then both say how it went; and a peer that has died is not waited for.
+
+The protocol of a transfer, so that neither end is left alone in a broadcast (runtime.weight_sync.nccl).
+
+group: vLLM's PyNcclCommunicator, in which the trainer is rank 0; its own `group`, a PlainGroup, speaks without NCCL,
+       over the store of the rendezvous, and waits 5 minutes at most
+
+A thread that does one thing after another.
+
+Weights from a trainer's GPU to the engine's workers over NCCL.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from queue import SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import finalize
+
+from fp8plan.errors import ConfigError, LostEngineError, SyncError
+from fp8plan.runtime.weight_sync.manifest import Entry, Manifest, dtype_named, entry_of, manifest_of, read_manifest
+
+if TYPE_CHECKING:
+    import torch
+
+BROKEN = "the transfer has broken off; connect the trainer and the engine again (fp8plan.runtime.weight_sync.nccl)"
+
+
+def completed(
+    pairs: Any, manifest: Manifest, device: torch.device, failures: list[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield all announced tensors on `device`. From the first that fails on, which is noted, they are zeros."""
+    import torch
+
+    stream = iter(((e.name, pairs[e.name]) for e in manifest) if isinstance(pairs, Mapping) else pairs)
+    for entry in (*manifest, None):
+        tensor = None
+        if not failures:
+            try:
+                tensor = _next(stream, entry)
+            except Exception as error:  # the workers wait for the rest, whatever it is
+                failures.append(f"{type(error).__name__}: {error}")
+        if entry is None:
+            return
+        if tensor is None:
+            tensor = torch.zeros(entry.shape, dtype=dtype_named(entry.dtype), device=device)
+        yield entry.name, tensor.to(device)
+
+
+def _next(stream: Iterator[tuple[str, Any]], entry: Entry | None) -> torch.Tensor | None:
+    """Return the next tensor, which must be `entry`; None: expect the end. Raises ConfigError for anything else."""
+    found = next(stream, None)
+    if entry is None:
+        if found is not None:
+            raise ConfigError(f"{found[0]} was not announced")
+        return None
+    if found is None:
+        raise ConfigError(f"announced and not sent: {entry.name}")
+    tensor = gathered(found[1])
+    if (came := entry_of(found[0], tensor)) != entry:
+        raise ConfigError(f"{came.name} {came.dtype} {list(came.shape)} came; announced: {tuple(entry)}, in this order")
+    return tensor
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's values without its gradient; of a DTensor, all shards."""
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach() if whole.requires_grad else whole  # a model may have 20,000 tensors
+
+
+@lru_cache(maxsize=8)
+def digest(manifest: Manifest) -> str:
+    """Return a text that is equal only for equal manifests, order included."""
+    return hashlib.sha256(repr([tuple(entry) for entry in manifest]).encode()).hexdigest()
+
+
+def misaligned(manifest: Manifest, buffer_bytes: int) -> str | None:
+    """Say which tensor vLLM's packing, which leaves no gaps, cannot unpack again; None if it can unpack all."""
+    at = 0
+    for entry in manifest:
+        size = dtype_named(entry.dtype).itemsize
+        if at % size:
+            return (
+                f"{entry.name} would begin at byte {at} of a broadcast; announce wider dtypes before odd-sized tensors"
+            )
+        at = 0 if at + entry.numel * size > buffer_bytes else at + entry.numel * size
+    return None
+
+
+def agree(group: Any, key: str, failure: str | None = None) -> None:
+    """Compare notes with all ranks. Raises SyncError for the first failure told, other manifests, or no answer.
+
+    After no answer the group is not used again: its ends would speak of different syncs.
+    """
+    try:
+        told = group.group.all_gather_obj((key, failure))
+    except Exception as error:
+        group.destroy()
+        raise SyncError(f"the other end does not answer ({type(error).__name__}); {BROKEN}") from error
+    for rank, (_, failed) in enumerate(told):
+        if failed is not None:
+            raise SyncError(f"{f'worker {rank - 1}' if rank else 'the trainer'} failed: {failed}")
+    if len({other for other, _ in told}) > 1:
+        raise SyncError("the trainer and the engine were given different manifests; allowed: the same, in one order")
+
+
+@contextmanager
+def limited(group: Any, seconds: float) -> Iterator[Callable[[], None]]:
+    """Break NCCL off after so many seconds, which ends broadcasts whose other end has died. What this yields begins to
+    count them anew.
+
+    Raises SyncError then; on a GPU LostEngineError, as CUDA does not survive it (seen on an H200: illegal memory access
+    at the next use).
+    """
+    ended, late, until = threading.Event(), threading.Event(), [time.monotonic() + seconds]
+
+    def renew() -> None:
+        until[0] = time.monotonic() + seconds
+
+    def watch() -> None:
+        while (left := until[0] - time.monotonic()) > 0:
+            if ended.wait(left):
+                return
+        late.set()
+        group.destroy()
+
+    watcher = threading.Thread(target=watch, name="fp8plan-limit", daemon=True)
+    watcher.start()
+    try:
+        yield renew
+    finally:
+        ended.set()
+        watcher.join()
+        if late.is_set():
+            lost = LostEngineError if group.device.type == "cuda" else SyncError
+            raise lost(f"the tensors took more than {seconds:g} s; {BROKEN}")
+
+
+def working(group: Any) -> Any:
+    """Return the group if it works. Raises ConfigError if it does not: vLLM's would leave tensors as they are."""
+    if group.disabled:
+        raise ConfigError(f"NCCL does not work here, or no longer: {BROKEN}; unset VLLM_DISABLE_PYNCCL")
+    return group
+
+
+def wait(device: torch.device) -> None:
+    """Wait for all that runs on a GPU."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+class Lane:
+    """A thread that does one thing after another, and ends with this object or with the process.
+
+    That is what a ThreadPoolExecutor of one thread is not: the process waits at its end for whatever the pool still
+    does, and a rank that waits in NCCL for others, which failed, waits for ever.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._work = SimpleQueue[_Call | None]()
+        Thread(target=_done_in_turn, args=(self._work,), name=name, daemon=True).start()
+        finalize(self, self._work.put, None)
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Call a function once all before it are done; the Future has its answer, or what it raised."""
+        future = Future[Any]()
+        self._work.put(_Call(future, function, arguments))
+        return future
+
+
+class _Call(NamedTuple):
+    future: Future[Any]
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+def _done_in_turn(work: SimpleQueue[_Call | None]) -> None:
+    while (call := work.get()) is not None:
+        if call.future.set_running_or_notify_cancel():
+            try:
+                call.future.set_result(call.function(*call.arguments))
+            except BaseException as error:
+                call.future.set_exception(error)
+        del call  # what it holds must not outlive it here: the trainer's tensors, or the last reference to the Lane
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """The meeting place of trainer and workers, and how tensors are packed; the same at both ends.
+
+    address, port: of the trainer's process, which listens there
+    world_size:    1 for the trainer, and the engine's workers (tensor x pipeline x data parallel), of all replicas
+    buffer_bytes:  size of one broadcast, which its last tensor may exceed
+    buffers:       broadcasts under way; each end holds one buffer more
+    limit_s:       seconds after which a sync is broken off: the other end has died
+    first_rank:    of the engine's workers; a fleet gives each replica its own
+
+    Raises ConfigError for values out of range.
+    """
+
+    address: str
+    port: int
+    world_size: int
+    buffer_bytes: int = 1 << 28
+    buffers: int = 2
+    limit_s: float = 300.0
+    first_rank: int = 1
+
+    def __post_init__(self) -> None:
+        if self.world_size < 2 or self.buffer_bytes < 1 or self.buffers < 1 or not self.limit_s > 0:
+            raise ConfigError(f"{self}; allowed: world_size of 2 or more, the trainer and its workers; others above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSource:
+    """Tensors that a trainer sends to every worker by itself: goes where a sync takes tensors.
+
+    manifest: what will come, in this order
+    start:    makes the trainer send, without waiting for it; may return a Future, whose failure is the sync's
+    """
+
+    manifest: Manifest
+    start: Callable[[], Future[None] | None]
+
+    def metadata(self) -> Manifest:
+        return self.manifest
+
+
+class TrainerTransfer:
+    """The trainer's end, rank 0. It listens at once; `ready` waits for the workers.
+
+    device: the trainer's; the current CUDA device unless given. One process at a time sends; with FSDP or Megatron the
+    other ranks call `follow` with the same tensors, as gathering those takes all of them.
+    """
+
+    def __init__(self, where: Rendezvous, device: str | None = None) -> None:
+        import torch
+
+        self._where = where
+        self._device = torch.device(device or f"cuda:{torch.cuda.current_device()}")
+        # A thread of its own: vLLM changes the current stream of the thread in which it opens NCCL.
+        self._lane = Lane("fp8plan-transfer")
+        self._group = self._lane.submit(self._meet)
+
+    def ready(self) -> TrainerTransfer:
+        """Return itself, once all workers have come. Raises ConfigError without NCCL, and what vLLM raises."""
+        self._group.result()
+        return self
+
+    def send(self, pairs: Any, manifest: Any = None) -> None:
+        """Send what `sync_weights` would take; returns once every worker has it.
+
+        manifest: for an iterator, which must keep its order. Raises SyncError if either end failed.
+        """
+        self._lane.submit(self._send, pairs, self.source(pairs, manifest).manifest).result()
+
+    def source(self, pairs: Any, manifest: Any = None) -> RemoteSource:
+        """Return what `sync_weights` takes in this very process: the same tensors, sent while the workers receive."""
+        announced = manifest_of(pairs) if manifest is None else read_manifest(manifest)
+        if announced is None:
+            raise ConfigError(
+                "an iterator does not say what it will send; allowed: manifest=[(name, dtype, shape), ...]"
+            )
+        return RemoteSource(announced, lambda: self._lane.submit(self._send, pairs, announced))
+
+    @staticmethod
+    def follow(pairs: Iterable[tuple[str, Any]]) -> None:
+        """Take part in gathering what rank 0 sends, on the trainer's other ranks."""
+        for _, tensor in pairs:
+            gathered(tensor)
+
+    def _meet(self) -> Any:
+        from fp8plan.runtime.weight_sync.plain_group import PlainGroup, communicator
+
+        where = self._where
+        with _current(self._device):
+            return working(communicator(PlainGroup.met(where.address, where.port, 0, where.world_size)))
+
+    def _send(self, pairs: Any, manifest: Manifest) -> None:
+        import torch
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+        group, where, failures = working(self._group.result()), self._where, list[str]()
+        agree(group, digest(manifest), misaligned(manifest, where.buffer_bytes))
+        with torch.no_grad(), _current(self._device), limited(group, where.limit_s):
+            wait(self._device)  # for whoever still writes the weights: the broadcasts are on other streams
+            packed_nccl_broadcast_producer(
+                iterator=completed(pairs, manifest, self._device, failures),
+                group=group,
+                src=0,
+                post_iter_func=lambda pair: pair[1],
+                buffer_size_bytes=where.buffer_bytes,
+                num_buffers=where.buffers,
+            )
+            wait(self._device)
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()  # as at the other end: 0.26's buffers stay cached for streams that are gone
+        agree(group, digest(manifest), next(iter(failures), None))
+
+
+def connect(
+    join: Callable[[Rendezvous], Any], workers: int = 1, device: str | None = None, **settings: Any
+) -> TrainerTransfer:
+    """Connect both ends from the process that trains and drives the engine.
+
+    join: engine.join_transfer; workers: of the engine; settings: of Rendezvous. Raises ConfigError as those do.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = Rendezvous(**({"address": "127.0.0.1", "port": port, "world_size": 1 + workers} | settings))
+    transfer = TrainerTransfer(where, device)
+    join(where)
+    return transfer.ready()
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Run this thread on that GPU."""
+    import torch
+
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+__all__ = ["RemoteSource", "Rendezvous", "TrainerTransfer", "connect"]

@@ -1,0 +1,220 @@
+"""A trainer's stream of tensors, cut into messages that hold complete fused groups.
+
+The way of tensors into a worker in another process: through memory that both map, a chunk at a time.
+
+On a CPU a file in shared memory, on a GPU a buffer that the worker opens by its CUDA IPC handle. vLLM's messages carry
+only names, shapes and offsets; vLLM cannot send tensors to a worker, and its own IPC engine wants Ray.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from fp8plan.errors import SyncError
+from fp8plan.runtime.interrupts import released
+from fp8plan.runtime.weight_sync.manifest import dtype_named, pair_of
+from fp8plan.runtime.weight_sync.nccl import gathered
+from fp8plan.runtime.weight_sync.state import Checked
+
+if TYPE_CHECKING:
+    import torch
+
+
+def chunks(pairs: Iterable[Any], checked: Checked, most: int) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
+    """Cut the stream into chunks of about `most` bytes, as (numbers in the manifest, tensors), of complete groups only.
+
+    A group is held back until its last tensor has come. Raises SyncError for a tensor that was not announced, that came
+    twice, or that was written to while it was held back: an iterator must not reuse its buffers.
+    """
+    left: dict[int, int] = dict(checked.sizes)
+    waiting: dict[int, list[tuple[int, torch.Tensor]]] = {}
+    came: dict[int, tuple[str, int]] = {}
+    numbers: list[int] = []
+    tensors: list[torch.Tensor] = []
+    size = 0
+    for name, tensor in _whole(pairs):
+        number = checked.numbers.get(name)
+        if number is None or number in came:
+            raise SyncError(f"{name} {'was not announced' if number is None else 'came twice'}")
+        came[number] = name, _version(tensor)
+        group = checked.groups[number]
+        waiting.setdefault(group, []).append((number, tensor))
+        left[group] -= 1
+        if left[group]:
+            continue
+        for number, tensor in waiting.pop(group):
+            numbers.append(number)
+            tensors.append(tensor)
+            size += tensor.nbytes
+        if size >= most:
+            _refuse_reused(numbers, tensors, came)
+            yield numbers, tensors
+            numbers, tensors, size = [], [], 0
+    for some in waiting.values():  # the workers say what is missing
+        numbers += [number for number, _ in some]
+        tensors += [tensor for _, tensor in some]
+    if numbers:
+        _refuse_reused(numbers, tensors, came)
+        yield numbers, tensors
+
+
+def _whole(pairs: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the trainer's pairs, with the shards of each tensor gathered.
+
+    Both run the trainer's code, which Ctrl-C may break off anywhere. Raises ConfigError for what is no pair of a name
+    and a tensor with values.
+    """
+    given = iter(pairs)
+    while True:
+        with released():
+            item = next(given, given)
+            if item is given:
+                return
+            name, tensor = pair_of(item)
+            tensor = gathered(tensor)
+        yield name, tensor
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Return torch's count of writes to a tensor; 0 for inference tensors, which have none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _refuse_reused(numbers: list[int], tensors: list[torch.Tensor], came: dict[int, tuple[str, int]]) -> None:
+    for number, tensor in zip(numbers, tensors, strict=True):
+        name, version = came[number]
+        if _version(tensor) != version:
+            raise SyncError(
+                f"{name} was written to after it was given; an iterator must not reuse its buffers: type "
+                "yield name, tensor.clone()"
+            )
+
+
+ALIGNMENT: Final = 256  # bytes; what CUDA gives its own allocations
+
+
+class Stage:
+    """A buffer of at least `nbytes` on "cpu" or "cuda:0", for one sync."""
+
+    def __init__(self, nbytes: int, device: str) -> None:
+        import torch
+
+        self._path: str | None = None
+        self._device = device
+        if device == "cpu":
+            folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+            handle, self._path = tempfile.mkstemp(prefix="fp8plan-", dir=folder)
+            os.truncate(handle, nbytes)
+            os.close(handle)
+            self.buffer = torch.from_file(self._path, shared=True, size=nbytes, dtype=torch.uint8)
+        else:
+            self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    @property
+    def address(self) -> list[Any]:
+        """The address that `opened` takes, as plain data that vLLM can send."""
+        if self._path is not None:
+            return ["file", self._path, self.buffer.numel()]
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        return ["cuda", pickle.dumps(reduce_tensor(self.buffer)[1]), self.buffer.numel()]
+
+    def pack(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
+        """Copy tensors in, one behind the other. Return their layout: [[number, dtype, shape, offset], ...]."""
+        import torch
+
+        offsets = [0, *accumulate(_padded(tensor.nbytes) for tensor in tensors)]
+        places = [
+            self.buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for offset, tensor in zip(offsets, tensors, strict=False)
+        ]
+        with torch.no_grad():
+            torch._foreach_copy_(places, list(tensors))
+        if self.buffer.is_cuda:
+            torch.cuda.synchronize(self.buffer.device)
+        return [
+            [number, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset]
+            for number, tensor, offset in zip(numbers, tensors, offsets, strict=False)
+        ]
+
+    def close(self) -> None:
+        """Remove the file's name; processes that have it open keep it."""
+        if self._path is not None:
+            Path(self._path).unlink(missing_ok=True)
+
+
+class Channel:
+    """The way of chunks to an engine's workers: as they are within one process, else through one Stage, kept for all.
+
+    staged_on: device of the Stage; None: workers are in this process
+    nbytes:    its least size
+    """
+
+    def __init__(self, staged_on: str | None, nbytes: int) -> None:
+        self._staged_on, self._nbytes = staged_on, nbytes
+        self._stage: Stage | None = None
+
+    def message(
+        self, method: str, numbers: Sequence[int], tensors: Sequence[torch.Tensor]
+    ) -> tuple[str, tuple[Any, ...]]:
+        """Return the worker's method and arguments that hand over a chunk: METHOD_staged in another process."""
+        if self._staged_on is None:
+            return method, (numbers, tensors)
+        need = staged_bytes(tensors)
+        if self._stage is None or self._stage.buffer.numel() < need:
+            self.close()
+            self._stage = Stage(max(need, self._nbytes), self._staged_on)
+        layout = self._stage.pack(numbers, tensors)
+        return f"{method}_staged", (self._stage.address, layout)
+
+    def close(self) -> None:
+        """Remove the Stage's name, as Stage.close does."""
+        if self._stage is not None:
+            self._stage.close()
+
+
+def staged_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Count the bytes that `Stage.pack` needs for these tensors."""
+    return sum(_padded(tensor.nbytes) for tensor in tensors)
+
+
+def opened(worker: Any, address: Sequence[Any]) -> torch.Tensor:
+    """Return the buffer behind an address, in the worker; it is opened once."""
+    import torch
+
+    kind, where, nbytes = address
+    known: tuple[Any, Any] = getattr(worker, "_fp8plan_stage", (None, None))
+    if known[0] != where:
+        if kind == "file":
+            buffer = torch.from_file(where, shared=True, size=nbytes, dtype=torch.uint8)
+        else:
+            from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+            parts = list(pickle.loads(where))
+            parts[6] = worker.device.index or 0  # the device's number differs between processes, the memory does not
+            buffer = rebuild_cuda_tensor(*parts)
+        known = worker._fp8plan_stage = (where, buffer)
+    staged: torch.Tensor = known[1]
+    return staged
+
+
+def unpack(buffer: torch.Tensor, layout: Sequence[Sequence[Any]]) -> tuple[list[int], list[torch.Tensor]]:
+    """Return the numbers and the tensors of a layout, as views of the buffer."""
+    numbers, tensors = [], []
+    for number, dtype, shape, offset in layout:
+        kind, count = dtype_named(dtype), 1
+        for size in shape:
+            count *= size
+        numbers.append(number)
+        tensors.append(buffer[offset : offset + count * kind.itemsize].view(kind).view(tuple(shape)))
+    return numbers, tensors
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

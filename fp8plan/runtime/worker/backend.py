@@ -1,0 +1,243 @@
+"""The weight-transfer backend "fp8plan", in a worker of `vllm serve`: vLLM's NCCL engine, into the live weights.
+
+A client speaks to it as to vLLM's own "nccl" backend, of the same version. What differs is where the tensors go: by a
+manifest of what `update_info` announces, in place, and checked (runtime.server.updates). And what a trainer sends is
+data: nothing of it is run (runtime.weight_sync.plain_group).
+
+Broadcasts between processes on CPUs, over the rendezvous of vLLM's NCCL backend: the same protocol without NCCL.
+
+Tensors go through the store of the rendezvous, so this is for small models: tests, and a trainer on a CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import inf, prod
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from fp8plan.errors import ConfigError, LostEngineError
+from fp8plan.runtime.plugin import BACKEND, PLUGINS, logger
+from fp8plan.runtime.weight_sync.manifest import Manifest, dtype_named, read_manifest
+from fp8plan.runtime.weight_sync.nccl import limited, wait
+from fp8plan.runtime.weight_sync.plain_group import PlainGroup
+from fp8plan.runtime.worker.extension import Fp8PlanWorker
+from fp8plan.runtime.worker.nccl_receive import Arriving, PlainReceiver
+from fp8plan.runtime.worker.updates import Sink, Updates, over_ranks, text_of
+
+if TYPE_CHECKING:
+    import torch
+
+EXPIRY_S: Final = 60  # after which the store forgets a broadcast: every rank has read it, or has died
+
+
+class StoreCommunicator:
+    """The part of vLLM's PyNcclCommunicator that transfers use.
+
+    group: vLLM's StatelessProcessGroup, in which the trainer is rank 0; tensors go through it as in a PlainGroup
+    """
+
+    def __init__(self, group: Any) -> None:
+        import torch
+
+        from fp8plan.runtime.weight_sync.plain_group import PlainGroup
+
+        self.group = PlainGroup.of(group)
+        self.group.data_expiration_seconds = EXPIRY_S
+        self.rank, self.world_size = group.rank, group.world_size
+        self.device, self.disabled = torch.device("cpu"), False
+
+    def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
+        """Send `tensor` from rank `src`, and fill it on the others. Raises SyncError as PlainGroup does."""
+        self.group.broadcast(tensor, src)
+
+    def destroy(self) -> None:
+        """Let go of the store; vLLM calls this at a shutdown from 0.32 on."""
+        del self.group
+        self.disabled = True
+
+
+def meet(address: str, port: int, rank: int, world_size: int) -> StoreCommunicator:
+    """Meet the other ranks, as `stateless_init_process_group` of vLLM's NCCL backend does."""
+    from fp8plan.runtime.weight_sync.plain_group import PlainGroup
+
+    return StoreCommunicator(PlainGroup.met(address, port, rank, world_size))
+
+
+def send(pairs: Iterable[tuple[str, torch.Tensor]], group: Any) -> None:
+    """Broadcast tensors from rank 0, each by itself."""
+    for _, tensor in pairs:
+        group.broadcast(tensor, src=0)
+
+
+def receive(
+    manifest: Manifest, group: Any, buffer_bytes: int | None, load: Callable[[Sequence[tuple[str, Any]]], None]
+) -> None:
+    """Take the tensors of a manifest from rank 0, and load each broadcast.
+
+    buffer_bytes: of the packing, as at the other end; None: each tensor is a broadcast of its own
+    """
+    import torch
+
+    for part in _parts(manifest, buffer_bytes):
+        sizes = [entry.numel * dtype_named(entry.dtype).itemsize for entry in part]
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8)
+        if buffer_bytes is None:  # it comes in its own dtype and shape
+            group.broadcast(buffer.view(dtype_named(part[0].dtype)).view(part[0].shape), src=0)
+        else:
+            group.broadcast(buffer, src=0)
+        pieces = zip(part, buffer.split(sizes), strict=True)
+        load([(entry.name, bits.view(dtype_named(entry.dtype)).view(entry.shape)) for entry, bits in pieces])
+
+
+def _parts(manifest: Manifest, buffer_bytes: int | None) -> Iterator[Manifest]:
+    """Cut a manifest into broadcasts, where vLLM's packing does: after the tensor that exceeds the buffer."""
+    begin = size = 0
+    for at, entry in enumerate(manifest):
+        size += prod(entry.shape) * dtype_named(entry.dtype).itemsize
+        if buffer_bytes is None or size > buffer_bytes:
+            yield manifest[begin : at + 1]
+            begin, size = at + 1, 0
+    if begin < len(manifest):
+        yield manifest[begin:]
+
+
+LIMIT: Final = "FP8PLAN_TRANSFER_TIMEOUT_S"  # variable of the server's environment
+LIMIT_S: Final = 120.0  # without it: seconds without a broadcast, after which a trainer counts as gone
+NEEDS_FRONT = (
+    "the KV cache is FP8, and only fp8plan's part of the server can measure its scales, which would stay at 1.0; "
+    f"start `vllm serve` with {PLUGINS}={BACKEND} in its environment (beside other plugins that you use, by commas), "
+    "or with --kv-cache-dtype auto"
+)
+
+
+class Fp8PlanTransfer(PlainReceiver):
+    """A worker's end. Making one raises ConfigError for an engine that cannot be synced so.
+
+    updates:  the worker's weight updates
+    attached: whether fp8plan's part of the server's front end is there (runtime.server.front)
+    """
+
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        _refuse(vllm_config)
+        self._limit_s = _limit_s()
+        self.attached = False
+        self._fp8_kv = str(vllm_config.cache_config.cache_dtype).startswith("fp8")
+        if self._fp8_kv and BACKEND not in os.environ.get(PLUGINS, "").split(","):
+            raise ConfigError(NEEDS_FRONT)
+        _extend(vllm_config.parallel_config.worker_cls)
+        # vLLM gives the engine its model, and not the worker.
+        held = SimpleNamespace(get_model=lambda: model, model_config=self.model_config, vllm_config=vllm_config)
+        worker = SimpleNamespace(model_runner=held, vllm_config=vllm_config, device=device)
+        self.updates = Updates(worker, over_ranks)
+
+    def opened(self, group: PlainGroup) -> Any:
+        """Return the communicator of a group: NCCL's, and on a CPU one without NCCL."""
+        group.limit_s = self._limit_s
+        return StoreCommunicator(group) if self.device.type == "cpu" else super().opened(group)
+
+    def start_weight_update(self) -> None:
+        if self._fp8_kv and not self.attached:
+            raise ConfigError(NEEDS_FRONT)
+        self.updates.start()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Take one part: check what it announces, and write it. Raises ConfigError; all ranks raise if one does."""
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+        except Exception as error:
+            self.updates.fail(text_of(error))
+            raise
+
+    def receive_weights(self, update_info: Any) -> None:
+        """Take all that was announced, even if it is refused: the trainer's broadcasts wait for every rank."""
+        if self.model_update_group is None:
+            raise ConfigError("no trainer has connected; allowed: init_weight_transfer_engine, then an update")
+        part = read_manifest(zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True))
+        sink: Sink | None = None
+        failure = None
+        try:
+            sink = self.updates.announce(part)
+        except Exception as error:
+            failure = text_of(error)
+        arriving = Arriving(sink, () if sink is None else sink.manifest)
+        arriving.failure = next(filter(None, over_ranks(failure)), None)
+        begun = time.perf_counter()
+        try:
+            self._receive(update_info, part, arriving)
+        except Exception as error:  # of the way here: nothing is to be had from this trainer any more
+            arriving.failure = "; ".join(filter(None, (arriving.failure, self._left(error))))
+        if failures := list(filter(None, over_ranks(arriving.failure))):
+            raise ConfigError(failures[0])
+        self.updates.loaded(time.perf_counter() - begun, arriving.count)
+
+    def _receive(self, update_info: Any, part: Manifest, arriving: Arriving) -> None:
+        """Take a part to its end. Raises SyncError if that does not come, or more comes than data."""
+        if self.device.type == "cpu":
+            # How tensors are packed is said when the group is made from 0.28 on, and with the tensors before.
+            packed = getattr(update_info, "packed", self.packed)
+            size = getattr(update_info, "packed_buffer_size_bytes", self.packed_buffer_size_bytes)
+            receive(part, self.model_update_group, size if packed else None, arriving.load_weights)
+            return
+        self.set_weight_update_target(arriving, self.model_config)
+        try:
+            with limited(self.model_update_group, self._limit_s) as arriving.renew:
+                super().receive_weights(update_info)
+                wait(self.device)
+        finally:
+            self.reset_weight_update_target()
+        torch.cuda.empty_cache()  # 0.26 uses other streams every time, and their buffers would never be used again
+
+    def _left(self, error: Exception) -> str:
+        """Let go of the trainer, whose next broadcast would be taken for another. Return what to say of it."""
+        text = f"{text_of(error)}; connect again (init_weight_transfer_engine) before the next update"
+        logger.warning("fp8plan broke a transfer of weights off: %s", text)
+        if isinstance(error, LostEngineError):
+            self.updates.refusal = text
+        else:
+            self.model_update_group.destroy()
+        self.model_update_group = None
+        return text
+
+    def finish_weight_update(self) -> None:
+        """Close the update, and check it. Without an open one this does nothing: vLLM counts an update that failed here
+        as open until it was finished once more."""
+        if self.updates.open:
+            self.updates.finish()
+
+
+def _refuse(config: Any) -> None:
+    parallel = config.parallel_config
+    if parallel.data_parallel_size != 1:
+        raise ConfigError(f"data_parallel_size is {parallel.data_parallel_size}; allowed: 1, a server for each replica")
+    if parallel.enable_eplb:
+        raise ConfigError("EPLB is on: experts that move between updates would get each other's weights; turn it off")
+    if config.model_config.dtype != torch.bfloat16:
+        raise ConfigError(f"the model runs as {config.model_config.dtype}; allowed: --dtype bfloat16")
+
+
+def _limit_s() -> float:
+    """Return the seconds of silence after which a trainer counts as gone. Raises ConfigError for no number above 0."""
+    text = os.environ.get(LIMIT) or str(LIMIT_S)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = inf
+    if not 0 < seconds < inf:
+        raise ConfigError(f"{LIMIT} is {text!r}; allowed: seconds above 0, {LIMIT_S:g} without it")
+    return seconds
+
+
+def _extend(worker_cls: str) -> None:
+    """Give the worker's class fp8plan's methods, as vLLM does for worker_extension_cls."""
+    kind = resolve_obj_by_qualname(worker_cls)
+    if not issubclass(kind, Fp8PlanWorker):
+        kind.__bases__ += (Fp8PlanWorker,)

@@ -1,0 +1,263 @@
+"""The weight updates of one worker, as a client of vLLM's lifecycle makes them: start, any number of parts, finish.
+
+A client announces each part when it sends it, and fp8plan checks a manifest before it writes. So a part that is the
+whole model, as nearly all clients send it, is checked and written as it comes. A first part that is not waits with its
+followers on the host until `finish`; from then on the sequence is known, and streams.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from fp8plan.errors import ConfigError, Fp8PlanError, LostEngineError
+from fp8plan.runtime.weight_sync import manifest as manifests
+from fp8plan.runtime.weight_sync.kv_scales import PARTS, live_scales, set_scales
+from fp8plan.runtime.weight_sync.manifest import Manifest, dtype_named
+from fp8plan.runtime.weight_sync.procedure import refuse_leftovers
+from fp8plan.runtime.worker.live_weights import LiveWeights
+from fp8plan.runtime.worker.prepare import IncompleteError, rounded
+
+if TYPE_CHECKING:
+    import torch
+
+SAMPLES: Final = 4  # tensors that are compared with what was sent, as in SyncSettings
+NUMBER: Final = 0  # of the one manifest that the worker remembers
+
+
+class Sink(Protocol):
+    """The places of the tensors of a part, by their numbers in `manifest`: what was announced in this update."""
+
+    manifest: Manifest
+
+    def load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None: ...
+
+
+class Streamed:
+    """Tensors on their way into the live weights, rounded where those are not FP32.
+
+    begin: opens the live weights; is called when the first tensors are there, as what was only announced may never come
+    """
+
+    def __init__(self, live: LiveWeights, manifest: Manifest, held: Manifest, begin: Callable[[], None]) -> None:
+        self.manifest = manifest
+        self._live, self._begin = live, cache(begin)
+        self._dtypes = [dtype_named(entry.dtype) for entry in held]
+
+    def load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        self._begin()
+        rounded = [tensor.to(self._dtypes[number]) for number, tensor in zip(numbers, tensors, strict=True)]
+        self._live.load(numbers, rounded)
+
+
+class Staged:
+    """Tensors that wait on the host until the manifest is complete."""
+
+    def __init__(self) -> None:
+        self.manifest: Manifest = ()
+        self.parts: list[tuple[list[int], list[torch.Tensor]]] = []
+
+    def load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        self.parts.append((list(numbers), [tensor.to("cpu", copy=True) for tensor in tensors]))
+
+
+@dataclass(slots=True)
+class _Update:
+    """An update that is open. scales: KV scales of before, which a reload of any layer sets to 1.0"""
+
+    begun: float
+    told: Manifest = ()
+    sink: Streamed | Staged | None = None
+    written: bool = False
+    messages: int = 0
+    scales: dict[str, list[float]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Updates:
+    """The updates of a worker's live weights.
+
+    worker: vLLM's Worker, or what LiveWeights reads of it
+    agree:  gathers an object from all ranks of the engine, so that all refuse what one of them refuses
+
+    version: of the weights, counted from 1; 0: the checkpoint's
+    report:  of the last complete update; None before it
+    refusal: why the weights must not be used; None while they may
+    """
+
+    def __init__(self, worker: Any, agree: Callable[[Any], list[Any]]) -> None:
+        self.version = 0
+        self.report: dict[str, Any] | None = None
+        self.refusal: str | None = None
+        self._model = worker.model_runner.get_model()
+        self._live = LiveWeights(worker)
+        self._agree = agree
+        self._known: tuple[Manifest, Manifest, int] = ((), (), 0)  # as sent, as held, and the tensors left out
+        self._open: _Update | None = None
+
+    def start(self) -> None:
+        """Open an update. One that was left open has failed."""
+        if self._open is not None:
+            self.fail("its trainer has begun another")
+        self._open = _Update(time.perf_counter())
+
+    def announce(self, part: Manifest) -> Sink:
+        """Take in what is about to be sent, and return where it goes.
+
+        Raises ConfigError for what the model does not take. As long as nothing was written, the old weights serve.
+        """
+        update, begun = self._opened(), time.perf_counter()
+        update.told += part
+        if update.sink is None:
+            update.sink = self._first(update)
+        if isinstance(update.sink, Staged):
+            update.sink.manifest = update.told
+        elif update.told != update.sink.manifest[: len(update.told)]:
+            self._known = ((), (), 0)  # the next update is learned anew
+            raise ConfigError(
+                f"{part[0].name if part else 'an empty part'} was not expected here; allowed: the parts of an update "
+                "hold the same tensors in the same order each time"
+            )
+        _add(update.seconds, "prepare", begun)
+        return update.sink
+
+    def finish(self) -> None:
+        """Close the update: everything came, all of it is finite, and a sample is what was sent.
+
+        Raises ConfigError, after which the weights must not be used, unless nothing was written.
+        """
+        update = self._opened()
+        try:
+            if update.sink is None:
+                raise ConfigError("nothing was sent between start and finish; allowed: every tensor of the model")
+            if isinstance(update.sink, Staged):
+                self._write(update, update.sink)
+            begun = time.perf_counter()
+            found = self._live.finish()
+            if differ := found["check"]["differ"]:
+                raise ConfigError(f"the live weights differ from what was sent: {', '.join(differ)}")
+            self._live.commit()
+            set_scales(self._model, update.scales)
+        except Exception as error:
+            self.fail(text_of(error))
+            raise
+        self._open, self.refusal = None, None
+        self.version += 1
+        _add(update.seconds, "finish", begun)
+        _add(update.seconds, "total", update.begun)
+        self.report = self._report(update, found)
+
+    def fail(self, why: str) -> None:
+        """End the open update, if there is one."""
+        update, self._open = self._open, None
+        if update is not None and update.written:
+            self.refusal = f"the update of weights {self.version + 1} failed: {why}"
+            self._live.abort()
+            set_scales(self._model, update.scales)
+
+    def loaded(self, seconds: float, messages: int) -> None:
+        """Note how long a part has taken to arrive and be written, and in how many broadcasts it came."""
+        update = self._opened()
+        update.seconds["load"] = update.seconds.get("load", 0.0) + seconds
+        update.messages += messages
+
+    @property
+    def open(self) -> bool:
+        return self._open is not None
+
+    def _opened(self) -> _Update:
+        if self._open is None:
+            raise ConfigError("no update is open; allowed: start_weight_update, update_weights, finish_weight_update")
+        return self._open
+
+    def _first(self, update: _Update) -> Streamed | Staged:
+        """Find out whether an update streams. All ranks come to the same answer."""
+        known = self._known[0]
+        if update.told != known[: len(update.told)] or not update.told:
+            try:
+                self._check(update.told)
+            except IncompleteError:
+                return Staged()
+        return self._streamed(update)
+
+    def _check(self, sent: Manifest) -> None:
+        """Let the live model, on every rank, check a whole manifest, and remember it."""
+        # As text: an error that is kept would keep its callers' frames, and with them the memory of the tensors.
+        fault: tuple[bool, str] | None = None
+        taken: tuple[int, ...] = ()
+        try:
+            weights_in = "fp8_block" if any(entry.dtype == "float8_e4m3fn" for entry in sent) else "bf16"
+            manifests.refuse(sent, None, weights_in)
+            held = rounded(self._model, sent)
+            _, prepared = self._live.prepare(held, True, NUMBER)
+            taken = prepared.taken
+        except LostEngineError:
+            raise
+        except Fp8PlanError as error:
+            fault = isinstance(error, IncompleteError), str(error)
+        answers = self._agree((fault, taken))
+        wrong = [answer for answer, _ in answers if answer is not None]
+        for kind, others in ((ConfigError, False), (IncompleteError, True)):
+            for incomplete, text in wrong:
+                if incomplete is others:
+                    raise kind(text)
+        refuse_leftovers(sent, [each for _, each in answers])
+        self._known = (sent, held, len(prepared.ignored))
+
+    def _streamed(self, update: _Update) -> Streamed:
+        sent, held, _ = self._known
+
+        def begin() -> None:
+            live = live_scales(self._model).items()
+            update.scales = {name: [parts[f"{p}_host"] for p in PARTS] for name, parts in live}
+            update.written = True
+            self._live.begin(NUMBER, SAMPLES, self.version, None)
+
+        return Streamed(self._live, sent, held, begin)
+
+    def _write(self, update: _Update, staged: Staged) -> None:
+        begun = time.perf_counter()
+        self._check(update.told)
+        update.sink = self._streamed(update)
+        for numbers, tensors in staged.parts:
+            update.sink.load(numbers, tensors)
+        _add(update.seconds, "load", begun)
+
+    def _report(self, update: _Update, found: dict[str, Any]) -> dict[str, Any]:
+        sizes = (entry.numel * dtype_named(entry.dtype).itemsize for entry in update.told)
+        check = found.pop("check")
+        return found | {
+            "version": self.version,
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "seconds": update.seconds | {"check": check["seconds"]},
+            "tensors": len(update.told),
+            "bytes": sum(sizes),
+            "chunks": update.messages,
+            "compared": check["compared"],
+            "weight_error": check["weight_error"],
+        }
+
+
+def text_of(error: Exception) -> str:
+    """Return an error's message; of one that fp8plan has not raised, with its kind."""
+    return str(error) if isinstance(error, Fp8PlanError) else f"{type(error).__name__}: {error}"
+
+
+def over_ranks(mine: Any) -> list[Any]:
+    """Return what all ranks of the engine say."""
+    import torch
+    from vllm.distributed.parallel_state import get_world_group
+
+    group = get_world_group()
+    if group.world_size == 1:
+        return [mine]
+    found = [None] * group.world_size
+    torch.distributed.all_gather_object(found, mine, group=group.cpu_group)
+    return found
+
+
+def _add(seconds: dict[str, float], phase: str, begun: float) -> None:
+    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - begun

@@ -1,0 +1,56 @@
+"""Common parts of the pages of a plan and of a run. Each page is one file that needs no network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any, Final
+
+from fp8plan.views.run_plots import BLUE, RED
+
+
+def document(name: str, title: str, body: str) -> str:
+    """The whole page. name: its subject; title: a line below; body: HTML"""
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(name)}</title><style>{STYLE}'
+        f"</style></head><body><h1>{escape(name)}</h1><p>{escape(title)}</p>{body}</body></html>\n"
+    )
+
+
+def figures(made: Iterable[Any]) -> str:
+    """Plotly's figures as HTML, with its program once before the first."""
+    return "".join(
+        x.to_html(full_html=False, include_plotlyjs=not number, config={"displaylogo": False})
+        for number, x in enumerate(made)
+    )
+
+
+def paragraphs(lines: Iterable[str], style: str = "") -> str:
+    return "".join(f'<p class="{style}">{escape(line)}</p>' for line in lines)
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[str]], bold: int | None = None, kinds: str = "") -> str:
+    """Cells as text. bold: a row; kinds: a letter for each column, l: left, else right"""
+    kinds = kinds or "l" * len(headers)
+
+    def cells(tag: str, texts: Sequence[str]) -> str:
+        return "".join(f'<{tag} class="{kind}">{escape(x)}</{tag}>' for kind, x in zip(kinds, texts, strict=True))
+
+    listed = (
+        f"<tr{' class=bold' if number == bold else ''}>{cells('td', row)}</tr>" for number, row in enumerate(rows)
+    )
+    return f"<table><tr>{cells('th', headers)}</tr>{''.join(listed)}</table>"
+
+
+STYLE: Final = (
+    "body{font:14px/1.5 system-ui,sans-serif;color:#222;max-width:1200px;margin:24px auto;padding:0 16px}"
+    "h1{font-size:22px;margin:0}h2{font-size:17px;margin:24px 0 8px}p{margin:2px 0}.dim{color:#777}"
+    ".tiles{display:flex;flex-wrap:wrap;gap:10px;margin:16px 0}"
+    ".tiles div{border:1px solid #ddd;border-radius:6px;padding:8px 14px;color:#666;font-size:12px}"
+    ".tiles b{display:block;font-size:19px;color:#222}"
+    "table{border-collapse:collapse;margin:8px 0}th,td{text-align:right;padding:4px 16px 4px 0;vertical-align:top}"
+    ".l{text-align:left}th{border-bottom:1px solid #999;vertical-align:bottom}td{border-bottom:1px solid #eee}"
+    ".bold td{font-weight:600;background:#f4f8fb}details{margin:6px 0}summary{cursor:pointer}"
+    "pre{background:#f6f6f6;border-radius:6px;padding:12px;overflow-x:auto;font-size:12.5px;line-height:1.4}"
+    f".alarm{{color:{RED}}}.guard{{color:#B77900}}.decision{{color:{BLUE}}}"
+)

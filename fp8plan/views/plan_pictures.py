@@ -1,0 +1,322 @@
+"""Pictures of a plan: the rollout over time, and speed against mismatch. What they show is here; png and page draw it.
+
+Each line over time is one precision. The band around it is the same rollout slowed down and sped up to both ends of its
+90% interval: at every moment it spans what any pace between them gives.
+
+The picture of a plan as a file of pixels, by matplotlib.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from fp8plan.model.cost.base import FloatArray
+from fp8plan.model.plan.explain import seconds
+from fp8plan.model.precision import precision as find_precision
+from fp8plan.model.rollout import Timeline
+from fp8plan.views.axes import decimals
+from fp8plan.views.text import counted
+
+if TYPE_CHECKING:
+    from fp8plan.model.plan.choice import Choice, SpeedUp
+    from fp8plan.model.plan.plan import Plan
+    from fp8plan.model.plan.planner import Prediction
+
+# Okabe and Ito's palette, told apart with any colour vision; one colour per precision, always the same.
+COLOURS = {"bf16": "#000000", "fp8_block": "#0072B2", "fp8_kv": "#E69F00", "fp8_block+fp8_kv": "#009E73"}
+LIMIT_COLOURS = {"low": "#56B4E9", "moderate": "#D55E00"}  # of the same palette: where a risk ends
+BINS = 160
+PACES = 25  # between both ends of an interval
+TIME_LABEL = "seconds since the rollout began"
+KL_LABEL = "KL k3, nats per token (lower is safer)"
+SPEED_LABEL = "output tokens/s (higher is faster)"
+SPEEDUP_LABEL = "with the speed-up (90%) over bf16 on the same layout"
+
+
+def colour_of(precision: str) -> str:
+    """The colour of a precision. An FP8 checkpoint has one format of weights, which takes that of FP8 in blocks."""
+    known = find_precision(precision)
+    return COLOURS[precision if precision in COLOURS else precision.replace(known.weights, "fp8_block")]
+
+
+class Curve(NamedTuple):
+    """One choice over time, all arrays of shape (BINS,)."""
+
+    name: str
+    precision: str
+    seconds: FloatArray  # middle of each bin
+    tokens_per_s: FloatArray
+    occupancy: FloatArray  # share of the KV pool in use
+    running: FloatArray
+    waiting: FloatArray  # not admitted yet, or preempted
+    paces: tuple[float, float] = (1.0, 1.0)  # lower and upper end of the 90% interval / makespan
+
+
+class Point(NamedTuple):
+    """One choice as a compromise, with 90% intervals: (value, low, high)."""
+
+    precision: str
+    layout: str  # TPxDP
+    kl: tuple[float, float, float]  # nats per token
+    speed: tuple[float, float, float]  # output tokens/s of all replicas
+    gain: SpeedUp | None  # over bf16 on the same layout
+    chosen: bool
+    main: bool  # of its precision the choice that `curves` draws over time
+    on_front: bool  # no other choice is as safe and faster, or as fast and safer
+
+
+def curves(prediction: Prediction) -> list[Curve]:
+    """The chosen choice and the fastest one of each other precision, each by its slowest replica."""
+    choices, chosen = prediction.plan.choices, prediction.plan.select()
+    several = prediction.plan.several_layouts
+    found = []
+    for index in _drawn(prediction.plan):
+        choice, rollout, pool = choices[index], prediction.rollouts[index], prediction.pools[index]
+        if rollout is not None and pool is not None:
+            mark = ", chosen" if choice is chosen else ""
+            where = f", {choice.replica_label} x DP {choice.data_parallel}" if several else ""
+            name = f"{choice.precision} ({seconds(choice.makespan_s)} s{where}){mark}"
+            paces = rollout.makespan_low_s / rollout.makespan_s, rollout.makespan_high_s / rollout.makespan_s
+            found.append(Curve(name, choice.precision, *binned(rollout.timeline, pool, BINS), paces))
+    return found
+
+
+def _drawn(plan: Plan) -> list[int]:
+    best: dict[str, int] = {}
+    for index, choice in enumerate(plan.choices):
+        if choice.available and (choice.precision not in best or _faster(choice, plan.choices[best[choice.precision]])):
+            best[choice.precision] = index
+    return list((best | {plan.select().precision: plan.chosen}).values())
+
+
+def _faster(one: Choice, other: Choice) -> bool:
+    assert one.makespan_s is not None
+    assert other.makespan_s is not None
+    return one.makespan_s < other.makespan_s
+
+
+def closed(curve: Curve, column: str) -> tuple[FloatArray, FloatArray]:
+    """Seconds and values of a column, from the first moment to the end, where it falls to nothing."""
+    values, width = getattr(curve, column), curve.seconds[1] - curve.seconds[0]
+    end = curve.seconds[-1] + width / 2
+    times = np.concatenate([[0.0], curve.seconds, [end, end]])
+    return times, np.concatenate([values[:1], values, values[-1:], [0.0]])
+
+
+def band(curve: Curve, column: str) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """(seconds, lowest, highest) of a column at every pace within the interval, each of shape (2 BINS,)."""
+    own_times, values = closed(curve, column)
+    paces = np.linspace(*curve.paces, PACES)
+    times = np.linspace(0, own_times[-1] * paces[-1], 2 * BINS)
+    own = times / paces[:, None]  # the same moment of each pace, in the curve's own time
+    at = np.where(own <= own_times[-1] * (1 + 1e-9), np.interp(own, own_times[:-1], values[:-1]), 0.0)
+    if column == "tokens_per_s":
+        at = at / paces[:, None]
+    return times, at.min(axis=0), at.max(axis=0)
+
+
+def points(plan: Plan) -> list[Point]:
+    """Every available choice, on every layout."""
+    drawn, found = _drawn(plan), []
+    for index, choice in enumerate(plan.choices):
+        if not choice.available:
+            continue
+        tokens: Any = plan.workload["response_tokens"]
+        times: Any = choice.makespan_s, choice.makespan_high_s, choice.makespan_low_s
+        kl: Any = choice.kl_k3, choice.kl_k3_low, choice.kl_k3_high
+        speed, low, high = (tokens / time for time in times)
+        point = Point(
+            precision=choice.precision,
+            layout=choice.layout_label,
+            kl=kl,
+            speed=(speed, low, high),
+            gain=choice.gain,
+            chosen=index == plan.chosen,
+            main=index in drawn,
+            on_front=False,
+        )
+        found.append(point)
+    return [point._replace(on_front=not any(_beats(other, point) for other in found)) for point in found]
+
+
+def _beats(one: Point, other: Point) -> bool:
+    safe, fast = one.kl[0] - other.kl[0], other.speed[0] - one.speed[0]
+    return safe <= 0 and fast <= 0 and (safe < 0 or fast < 0)
+
+
+def front(found: Sequence[Point]) -> list[Point]:
+    """The Pareto front, the safest first."""
+    return sorted((x for x in found if x.on_front), key=lambda x: x.kl[0])
+
+
+def risk_limits(plan: Plan) -> dict[str, float]:
+    """Level of risk -> the highest KL that it allows. It holds for the upper end of a choice's interval."""
+    return {"low": plan.budget.low_kl, "moderate": plan.budget.moderate_kl}
+
+
+def limit_label(level: str) -> str:
+    return f"KL limit of {level} risk"
+
+
+def binned(line: Timeline, pool: int, bins: int) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
+    """(seconds, output tokens/s, share of the pool in use, running requests, waiting requests) at the middle of equal
+    time bins. Tokens are spread evenly over the row that makes them, so their sum is kept."""
+    edges = np.linspace(0, line.seconds[-1], bins + 1)
+    made = np.interp(
+        edges, np.concatenate([[0.0], line.seconds]), np.concatenate([[0.0], np.cumsum(line.output_tokens)])
+    )
+    middle = (edges[:-1] + edges[1:]) / 2
+    row = np.minimum(np.searchsorted(line.seconds, middle), len(line.seconds) - 1)
+    used = np.interp(middle, line.seconds, line.used_blocks)  # `used_blocks` holds at the end of a row, and grows in it
+    running, waiting = (counts[row].astype(np.float64) for counts in (line.decode_requests, line.waiting))
+    return middle, np.diff(made) / np.diff(edges), used / pool, running, waiting
+
+
+def title(plan: Plan) -> list[str]:
+    """Lines of the title: what is rolled out on what, and what is drawn of it."""
+    work, chosen = plan.workload, plan.select()
+    layout = ""
+    if plan.several_layouts:
+        count = len({c.layout for c in plan.choices})
+        layout = f"; each precision on its fastest of {count} layouts, the chosen one as chosen; slowest replica"
+    elif chosen.data_parallel > 1:
+        layout = f"; slowest of {chosen.data_parallel} replicas, {chosen.replica_label}"
+    elif chosen.tensor_parallel > 1:
+        layout = f"; {chosen.replica_label}"
+    batch = f"{counted(work['prompts'], 'prompt')} x {counted(work['samples'], 'sample')}"
+    return [
+        f"{plan.model} on {plan.gpu}: {batch}, responses of at most {work['max_response_tokens']:,} tokens",
+        f"predicted, not measured: {plan.profile['kind']} profile; bands: 90% intervals{layout}",
+    ]
+
+
+def tradeoff_title(plan: Plan) -> str:
+    """Title of the chart beside the lines over time."""
+    layouts = ", marked TPxDP" if plan.several_layouts else ""
+    return (
+        f"speed against mismatch: every choice with its 90% intervals{layouts}; dashed: the Pareto front; a KL limit "
+        "holds for the right end of an interval, and risk has other limits, too"
+    )
+
+
+def panels(lines: Sequence[Curve]) -> list[tuple[str, str]]:
+    """Field of Curve -> label. Waiting requests get a panel where there are any."""
+    shown = [("tokens_per_s", "output tokens/s"), ("occupancy", "KV pool in use"), ("running", "running requests")]
+    return [*shown, ("waiting", "waiting requests")] if any(line.waiting.any() for line in lines) else shown
+
+
+def label(point: Point, several: bool) -> str:
+    """The label of a choice, such as "fp8_block 2x4, 1.31x (1.12-1.53), chosen"."""
+    name = f"{point.precision} {point.layout}" if several else point.precision
+    gain = [] if point.gain is None or point.precision == "bf16" else [point.gain.cell]
+    return ", ".join([name, *gain, *(["chosen"] if point.chosen else [])])
+
+
+WIDTH, PANEL, TRADEOFF = 9.0, 2.3, 4.6  # inches
+
+
+def write_png(prediction: Prediction, path: Path) -> None:
+    """Panels over time, and speed against KL below. Raises ImportError without matplotlib, OSError as writing does."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines = curves(prediction)
+    shown = panels(lines)
+    figure = pyplot.figure(figsize=(WIDTH, PANEL * len(shown) + TRADEOFF), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=[PANEL * len(shown), TRADEOFF])
+    heading = [part for line in title(prediction.plan) for part in textwrap.wrap(line, 115)]
+    above.suptitle("\n".join(heading), x=0.01, ha="left", fontsize=10)
+    _over_time(above.subplots(len(shown), 1, sharex=True), lines, shown)
+    _tradeoff(below.subplots(), prediction.plan)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _over_time(axes: Sequence[Any], lines: Sequence[Curve], shown: Sequence[tuple[str, str]]) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    for axis, (column, label) in zip(axes, shown, strict=True):
+        for line in lines:
+            colour = colour_of(line.precision)
+            times, low, high = band(line, column)
+            axis.fill_between(times, low, high, color=colour, alpha=0.13, linewidth=0)
+            axis.plot(*closed(line, column), color=colour, label=line.name, linewidth=1.6)
+        axis.set_ylabel(label)
+        axis.set_ylim(bottom=0)
+        _number_ticks(axis)
+        _tidy(axis)
+    axes[1].yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes[0].legend(frameon=False, ncols=2, fontsize=9)
+    axes[-1].set_xlabel(TIME_LABEL)
+    axes[-1].set_xlim(left=0)
+
+
+def _number_ticks(axis: Any) -> None:
+    """Ticks that differ, on the axis as it is."""
+    from matplotlib.ticker import StrMethodFormatter
+
+    bottom, top = axis.get_ylim()
+    axis.yaxis.set_major_formatter(StrMethodFormatter(f"{{x:,.{decimals(top - bottom)}f}}"))
+
+
+def _tradeoff(axis: Any, plan: Plan) -> None:
+    found, several = points(plan), plan.several_layouts
+    best = front(found)
+    axis.plot([x.kl[0] for x in best], [x.speed[0] for x in best], "--", color="0.55", linewidth=1.2, zorder=1)
+    for point in found:
+        _point(axis, point, several)
+    for level, limit in risk_limits(plan).items():
+        axis.axvline(limit, color=LIMIT_COLOURS[level], linestyle=":", linewidth=1.6)
+        axis.annotate(
+            limit_label(level),
+            (limit, 1),
+            xytext=(0, 2),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+            color=LIMIT_COLOURS[level],
+        )
+    axis.set_xscale("log")
+    axis.set_xlabel(KL_LABEL)
+    axis.set_ylabel(SPEED_LABEL)
+    _number_ticks(axis)
+    axis.set_title("\n".join(textwrap.wrap(tradeoff_title(plan), 115)), loc="left", fontsize=10, pad=18)
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.15)}
+    axis.legend(title=SPEEDUP_LABEL, title_fontsize=9, frameon=False, ncols=2, fontsize=9, **place)
+    _tidy(axis)
+
+
+def _point(axis: Any, point: Point, several: bool) -> None:
+    """The best layout of a precision with both intervals; the others, which have the same KL, small beside it."""
+    (kl, kl_low, kl_high), (speed, low, high), colour = point.kl, point.speed, colour_of(point.precision)
+    style = {"fmt": "o", "color": colour, "capsize": 3}
+    across = {"xerr": [[kl - kl_low], [kl_high - kl]]} if point.main else {}
+    axis.errorbar(
+        kl,
+        speed,
+        yerr=[[speed - low], [high - speed]],
+        **across,
+        **style,
+        alpha=1.0 if point.main else 0.45,
+        markersize=7 if point.main else 4,
+        elinewidth=1.3 if point.main else 0.8,
+        label=label(point, several) if point.main else None,
+    )
+    if point.chosen:
+        axis.plot(kl, speed, "o", markersize=15, markerfacecolor="none", markeredgecolor=colour, markeredgewidth=1.6)
+    if several:
+        place = {"xytext": (10 if point.main else 6, 4), "textcoords": "offset points"}
+        axis.annotate(point.layout, (kl, speed), **place, fontsize=8 if point.main else 7, color=colour)
+
+
+def _tidy(axis: Any) -> None:
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)

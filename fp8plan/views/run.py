@@ -1,0 +1,254 @@
+"""The terminal view of a run: `fp8plan monitor run.jsonl`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from fp8plan import schemas
+from fp8plan.errors import ConfigError
+from fp8plan.model.cost.base import FloatArray
+from fp8plan.runtime.mismatch.attribution import sentence
+from fp8plan.runtime.monitor.record import RunReader
+from fp8plan.runtime.monitor.steps import Steps
+from fp8plan.views import run_columns as runs
+from fp8plan.views.text import FREE, Paragraph, Scale, duration, percent, sparkline
+
+NEWS: Final = 5  # events that are shown
+LEAST: Final = 6  # bars of a sparkline, which has the width that the other columns leave; else `against` goes
+GAP: Final = 1  # on either side of a rule between two columns
+INDENT: Final = 13  # of what the decision, the alarms and the guard say
+GOOD, BAD, WORST = "green", "yellow", "red"
+LOW_ESS: Final = 0.3, 0.5  # verl's documentation: below 0.5 is doubtful, below 0.3 a warning
+
+
+KL_SCALE: Final = Scale(span=10.0, log=True)
+SHARE: Final = Scale(low=0.0, high=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the view: a figure now, what it is held against, and its last steps."""
+
+    label: str
+    now: str
+    against: str
+    values: FloatArray
+    style: str = ""
+    scale: Scale = FREE
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """Everything there is to see of a run, as wide as the console."""
+
+    reader: RunReader
+    steps: int | None = None
+    trouble: str = ""  # why the file cannot be read now
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        steps = self.reader.steps
+        if not len(steps):
+            yield Paragraph(self.trouble or f"{self.reader.path}: no step yet")
+            return
+        trouble = [Paragraph(self.trouble, style=WORST)] if self.trouble else []
+        table = _table(steps, options.max_width, self.steps)
+        yield Group(*_heading(self.reader), *trouble, "", table, "", *_state(steps), *_news(steps))
+
+
+def begin(reader: RunReader) -> None:
+    """Read a run for the first time. Raises ConfigError for what cannot be read, or is no run file."""
+    reader.read()
+    if reader.foreign:
+        raise ConfigError(f"{reader.path} has no record of a Monitor; give the run file of one (fp8plan.JsonLines)")
+
+
+def watch(reader: RunReader, every_s: float, steps: int | None, console: Console) -> None:
+    """Show a run and what it gains, until ctrl-c; wait for a file that is not there yet. Raises as `begin` does."""
+    seen: RenderableType = ""
+    try:
+        if not reader.path.exists():
+            console.print(f"waiting for {reader.path}, which is not there yet; ctrl-c ends this", highlight=False)
+        while not reader.path.exists():
+            time.sleep(every_s)
+        begin(reader)
+        seen = RunView(reader, steps)
+        with Live(seen, console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                live.update(seen, refresh=True)
+                time.sleep(every_s)
+                seen = RunView(reader, steps, look(reader))
+    except KeyboardInterrupt:
+        console.print(seen)  # the last picture stays
+
+
+def look(reader: RunReader) -> str:
+    """Read what is new, and return what stands in the way, if anything: a file that was moved away may come back."""
+    try:
+        reader.read()
+    except ConfigError as error:
+        what = str(error).partition(";")[0] if reader.path.exists() else f"{reader.path.name} is gone"
+        return f"{what}: this was its last state; it is read again as soon as it is there"
+    return ""
+
+
+def _heading(reader: RunReader) -> list[RenderableType]:
+    steps, pace, age = reader.steps, runs.pace(reader.steps), runs.age(reader.steps)
+    late = pace is not None and age > 3 * pace + 10
+    last = f"step {steps.numbers[-1]:,}, {duration(age)} ago" + (f"; one every {duration(pace)}" if pace else "")
+    lines: list[RenderableType] = [Text.assemble((f"{reader.path.name}  ", "bold"), (last, BAD if late else ""))]
+    if title := runs.title(steps):
+        lines.append(Paragraph(title))
+    if reader.replaced:
+        lines.append(Paragraph(runs.left_out(reader), style=BAD if runs.most_hidden(reader) else "dim"))
+    if reader.skipped:
+        lines.append(Paragraph(f"{runs.unread(reader.skipped)} of a Monitor", style=BAD))
+    return lines
+
+
+def _table(steps: Steps, width: int, count: int | None) -> Table:
+    """A row for each figure, with a bar for each of the last steps that there is room for, or for `count` of them."""
+    figures = lines(steps.last(count or width))
+    cells = [[line.label for line in figures], [line.now for line in figures], [line.against for line in figures]]
+    sizes = [max(map(len, [*column, name])) for column, name in zip(cells, ("", "now", "against"), strict=True)]
+    if width - sum(sizes) - 3 * (GAP + 1) < LEAST:
+        sizes.pop()
+    room = max(1, width - sum(sizes) - len(sizes) * (GAP + 1))
+    steps = steps.last(count or room)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP, 0, 0))
+    for name, size in zip(("", "now", "against"), sizes, strict=False):
+        table.add_column(name, width=size, justify="right" if name == "now" else "left", no_wrap=True)
+    names = (f"last {len(steps):,} steps" if len(steps) > 1 else "last step", f"last {len(steps):,}", "")
+    table.add_column(next(x for x in names if len(x) <= room), width=room, no_wrap=True)
+    for line in lines(steps):
+        bars = sparkline(line.values, room, line.scale)
+        against = [Text(line.against, "dim")] if len(sizes) > 2 else []
+        table.add_row(line.label, Text(line.now, line.style), *against, Text(bars, line.style))
+    return table
+
+
+def lines(steps: Steps) -> list[Line]:
+    """The figures that these records have."""
+    rows = [_kl(steps), _ess(steps, "ESS", schemas.ESS), _ess(steps, "raw ESS", schemas.ESS_RAW)]
+    rows = [_plain(steps, "reward", schemas.REWARD), *rows, _plain(steps, "TIS C", schemas.TIS), _band(steps)]
+    rows += [_share(steps, "clipped", schemas.CLIP_FRACTION, "of tokens, ratio above C")]
+    rows += [_share(steps, "clipped mass", schemas.CLIPPED_MASS, "of the weight")]
+    rows += [_share(steps, "lost", schemas.LOST_TOKENS, "of tokens, weight 0"), _speed(steps)]
+    return [line for line in rows if not np.isnan(line.values).all()]
+
+
+def _kl(steps: Steps) -> Line:
+    """k3 against its limit; the robust one where k3 is infinite, or not recorded."""
+    values, limit, infinite = runs.shown_kl(steps), steps.value(schemas.KL_LIMIT), bool(runs.infinite_kl(steps)[-1])
+    now = None if np.isnan(values[-1]) else float(values[-1])
+    robust = steps.value(schemas.K3) is None and steps.value(schemas.K3_ROBUST) is not None
+    style, against = "", ""
+    if now is not None and limit:
+        style = GOOD if now <= limit else BAD if now <= 3 * limit else WORST
+        against = f"limit {limit:.1e} ({_times(now / limit)})"
+    if infinite:
+        style, against = WORST, f"k3 infinite; limit {limit:.1e}" if limit else "k3 infinite"
+    return Line("KL k3 robust" if robust else "KL k3", _number(now, ".2e"), against, values, style, KL_SCALE)
+
+
+def _share(steps: Steps, label: str, metric: str, against: str = "") -> Line:
+    return Line(label, percent(steps.value(metric)), against, steps.column(metric), scale=Scale(low=0.0, span=1e-3))
+
+
+def _ess(steps: Steps, label: str, metric: str) -> Line:
+    now = steps.value(metric)
+    style = "" if now is None else WORST if now < LOW_ESS[0] else BAD if now < LOW_ESS[1] else GOOD
+    return Line(label, percent(now), f"least {percent(_least(steps, metric))}", steps.column(metric), style, SHARE)
+
+
+def _least(steps: Steps, metric: str) -> float | None:
+    values = steps.column(metric)
+    return float(np.nanmin(values)) if np.isfinite(values).any() else None
+
+
+def _plain(steps: Steps, label: str, metric: str) -> Line:
+    values = steps.column(metric)
+    known = values[np.isfinite(values)]
+    against = f"{_short(known.min())} to {_short(known.max())}" if known.size else ""
+    now = steps.value(metric)
+    return Line(label, "-" if now is None else _short(now), against, values, scale=Scale(span=0.5))
+
+
+def _short(value: float) -> str:
+    """Two decimals, or two digits of a small number: it is not 0.00."""
+    return f"{value:.2f}" if abs(value) >= 0.1 or value == 0 else f"{value:.2g}"
+
+
+def _band(steps: Steps) -> Line:
+    low, high = steps.value(schemas.BAND_LOW), steps.value(schemas.BAND_HIGH)
+    now = "-" if low is None or high is None else f"{low:.3g} to {high:.3g}"
+    return Line("MIS band", now, "bars: its upper end", steps.column(schemas.BAND_HIGH))
+
+
+def _speed(steps: Steps) -> Line:
+    """Speed of the last rollout: several steps may train on one."""
+    bars = _speed_bars(steps)
+    timed = np.flatnonzero(np.isfinite(steps.column(schemas.TOKENS_PER_S)))
+    at = int(timed[-1]) if timed.size else -1  # where there is none, the last step has none either
+    names = schemas.TOKENS_PER_S, schemas.PREDICTED, schemas.PREDICTED_LOW, schemas.PREDICTED_HIGH
+    now, said, low, high = (steps.value(name, at) for name in names)
+    style, against = "", ""
+    if now is not None and said:
+        guard = steps.said[at].guard
+        judged = runs.as_fast(guard.verdict) if guard and guard.verdict else None  # it allows for noise
+        fine = (low is None or now >= low) if judged is None else judged
+        style = GOOD if fine else "" if steps.said[at].cold else BAD
+        against = f"predicted {said:,.0f} ({_times(now / said)})"
+        if style == BAD:
+            against = f"predicted {low:,.0f}-{high:,.0f}" if high is not None else against
+    return Line("tokens/s", _number(now, ",.0f"), against, bars, style, Scale(low=0.0, high=1.0))
+
+
+def _speed_bars(steps: Steps) -> FloatArray:
+    """Shares of the prediction, if there is one: batches differ, so a speed alone is neither good nor bad."""
+    of_predicted = runs.columns(steps, [])[runs.SPEED]
+    return of_predicted if np.isfinite(of_predicted).any() else steps.column(schemas.TOKENS_PER_S)
+
+
+def _state(steps: Steps) -> list[RenderableType]:
+    """The decision and the alarms of the last step, and what the guard said last: not every step has a rollout."""
+    said = steps.said[-1]
+    rows = [("decision", f"{said.decision or 'none'}: {said.reason or ''}".rstrip(": "), "")]
+    rows += [("causes", sentence(steps.attribution), "")] if steps.attribution else []
+    rows += [("alarm", f"{x}: {runs.meaning(x)}".rstrip(": "), WORST) for x in said.alarms]
+    guards = (x.guard for x in reversed(steps.said) if x.guard)
+    guard = next((x for x in guards if x.verdict or x.off), None)
+    if guard and (verdict := guard.verdict):
+        action, cold = verdict.action or "none", bool(verdict.cold)
+        fine = action == "none" and (cold or runs.as_fast(verdict) is not False)
+        advice = "" if action == "none" else f"{action}: "
+        rows.append(("guard", f"{advice}{verdict.reason or ''}", BAD if not fine else "" if cold else GOOD))
+        rows += [("  cause", cause.sentence or "", BAD) for cause in verdict.causes or () if not fine]
+    if guard and guard.off:
+        rows.append(("guard", f"off: {guard.off}", BAD))
+    if said.guard and said.guard.state and (said.guard.state.rung or "none") != "none":
+        rows.append(("guard", f"stepped down: {said.guard.state.rung}", BAD))
+    return [Paragraph(f"{label:<{INDENT}}{text}", indent=INDENT, style=style) for label, text, style in rows]
+
+
+def _news(steps: Steps) -> list[RenderableType]:
+    news = runs.last_events(steps, NEWS)
+    rows = [Paragraph(f"{x.step:>7,}  {x.kind} {x.what}: {x.why}".rstrip(": "), 9, "dim") for x in reversed(news)]
+    return ["", Text("last events", "bold"), *rows] if rows else []
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}x" if ratio >= 0.01 or ratio == 0 else "<0.01x"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -1,1 +1,0 @@
-"""A run as its Monitor recorded it: terminal, figures, page."""

@@ -1,0 +1,128 @@
+"""The page of a run: `fp8plan report run.jsonl -o report.html`. It stands alone and needs no network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from fp8plan import schemas
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.monitor.record import RunReader
+from fp8plan.runtime.monitor.steps import Steps
+from fp8plan.views import run_columns as runs
+from fp8plan.views.axes import MOST, SPANS
+from fp8plan.views.page import document, figures
+from fp8plan.views.run_columns import Event
+from fp8plan.views.run_plots import MARKED, by_position, figure
+from fp8plan.views.text import duration, percent
+
+LISTED: Final = 200  # events in the table
+
+
+def write_report(source: Path, target: Path) -> None:
+    """Write the page of a run file. Raises ConfigError for files that cannot be read or written, or without plotly."""
+    if target.suffix != ".html":
+        raise ConfigError(f"cannot write the report to {target}; allowed: a name that ends in .html")
+    reader = RunReader(source)
+    reader.read()
+    if not len(reader.steps):
+        raise ConfigError(
+            f"{source} has no record of a Monitor; for a page of a plan type: fp8plan plan ... --plot FILE.html"
+        )
+    try:
+        text = page(reader)
+        target.write_text(text, encoding="utf-8", errors="backslashreplace")  # names of files may be no text
+    except ImportError as error:
+        package = str(error.name).partition(".")[0]
+        raise ConfigError(f"the report needs {package}; type: pip install 'fp8plan[report]'") from None
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error.strerror}; give a file that can be written") from None
+
+
+def page(reader: RunReader) -> str:
+    """The whole page."""
+    steps, events = reader.steps, runs.events(reader.steps)
+    plots = figures([figure(steps, events), *filter(None, [by_position(steps)])])
+    tiles = "".join(f"<div><b>{escape(value)}</b>{escape(label)}</div>" for label, value in summary(steps))
+    head = f'<p class="dim">{escape(_span(reader))}</p><div class="tiles">{tiles}</div>'
+    legend = f'<p class="dim">{" ".join(_legend(len(steps), events))}</p>'
+    return document(reader.path.name, runs.title(steps), f"{head}{legend}{plots}{_table(events)}")
+
+
+def summary(steps: Steps) -> list[tuple[str, str]]:
+    """Pairs of (label, figure) for the whole run."""
+    k3, over, infinite = runs.shown_kl(steps), runs.over_limit(steps), runs.infinite_kl(steps)
+    tiles = [("steps", f"{len(steps):,}"), *_rewards(steps)]
+    if not np.isnan(k3).all():
+        tiles.append(("KL k3, median", f"{np.nanmedian(k3):.2e}"))
+    if infinite.any():
+        tiles.append(("steps with infinite k3, counted as the robust one", f"{infinite.sum():,}"))
+    if over.size:
+        tiles.append(("steps over the KL limit", percent(float(over.mean()))))
+    for label, metric, least in (
+        ("raw ESS, least", schemas.ESS_RAW, True),
+        ("tokens lost, mean", schemas.LOST_TOKENS, False),
+    ):
+        values = steps.column(metric)
+        if np.isfinite(values).any():
+            tiles.append((label, percent(float(np.nanmin(values) if least else np.nanmean(values)))))
+    achieved, share = steps.column(schemas.TOKENS_PER_S), runs.columns(steps, [])[runs.SPEED][runs.warm(steps)]
+    if np.isfinite(achieved).any():
+        tiles.append(("tokens/s, median", f"{np.nanmedian(achieved):,.0f}"))
+    if np.isfinite(share).any():
+        tiles.append(("of the predicted speed, median", f"{np.nanmedian(share):.2f}x"))
+    return tiles
+
+
+def _rewards(steps: Steps) -> list[tuple[str, str]]:
+    """The reward of the first and of the last tenth of the steps, where the loop told it."""
+    rewards = steps.column(schemas.REWARD)
+    rewards = rewards[np.isfinite(rewards)]
+    tenth = max(1, rewards.size // 10)
+    first, last = (f"{part.mean():.3g}" if part.size else "" for part in (rewards[:tenth], rewards[-tenth:]))
+    return [("mean reward, first and last tenth of the steps", f"{first} → {last}")] if rewards.size else []
+
+
+def _span(reader: RunReader) -> str:
+    steps = reader.steps
+    first, final = (f"{steps.when(at):%Y-%m-%d %H:%M:%S}" for at in (0, -1))
+    text = f"steps {steps.numbers[0]:,} to {steps.numbers[-1]:,}, {first} to {final} UTC"
+    if pace := runs.pace(steps):
+        text += f", one every {duration(pace)}"
+    if reader.replaced:
+        text += f". {runs.left_out(reader)}"
+    return text + (f". {runs.unread(reader.skipped)}" if reader.skipped else "")
+
+
+def _table(events: Sequence[Event]) -> str:
+    if not events:
+        return "<h2>Events</h2><p>None: no threshold moved, nothing was alarming.</p>"
+    listed = "".join(
+        f'<tr><td>{x.step:,}</td><td class="l {x.kind}">{x.kind}</td><td class="l">{escape(x.what)}</td>'
+        f'<td class="l">{escape(x.why)}</td></tr>'
+        for x in reversed(events[-LISTED:])
+    )
+    left_out = f"<p class='dim'>the last {LISTED} of {len(events):,}</p>" if len(events) > LISTED else ""
+    head = '<tr><th>step</th><th class="l">kind</th><th class="l">what</th><th class="l">why</th></tr>'
+    return f"<h2>Events</h2>{left_out}<table>{head}{listed}</table>"
+
+
+def _legend(steps: int, events: Sequence[Event]) -> list[str]:
+    """Sentences of HTML on what the pictures show."""
+    marks = sum(x.kind != "decision" for x in events)
+    some = f", the last {MARKED} of {marks:,}" if marks > MARKED else ""
+    alarm, guard = (
+        '<span class="alarm">an alarm begins</span>',
+        '<span class="guard">the guard advises to step down</span>',
+    )
+    sentences = [f"Dotted lines{some}: {alarm}, {guard}. Drag to zoom, double-click to go back."]
+    if steps > MOST:
+        sentences.append(
+            f"Of {steps:,} steps a curve shows the first, least, greatest and last value in each of {SPANS:,} spans: "
+            "no spike is lost, but zooming shows no more steps."
+        )
+    return sentences

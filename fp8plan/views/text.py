@@ -1,0 +1,151 @@
+"""Tables and text by rich that stay readable from 80 columns on.
+
+Numbers for a narrow place: bars made of letters, shares, durations.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fp8plan.model.cost.base import FloatArray
+
+GAP = 2  # blanks between two columns
+STYLES = {"low": "green", "moderate": "yellow", "high": "red"}  # cells that are a risk
+
+
+class Column(NamedTuple):
+    """One column of a table, whatever its width; of two that do not fit, the one with the smaller rank is kept."""
+
+    header: str
+    cells: list[str]
+    rank: int = 0  # 0: never left out
+    left: bool = False  # aligned left, not right
+
+    @property
+    def name(self) -> str:
+        """The header on one line."""
+        return re.sub(r"-\n(?!up)", "", self.header).replace("-\n", "-").replace("\n/s", "/s").replace("\n", " ")
+
+    @property
+    def width(self) -> int:
+        return max(len(line) for text in (self.header, *self.cells) for line in text.split("\n"))
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A table no wider than the console: columns that do not fit are left out and named below, no cell is cut."""
+
+    columns: Sequence[Column]
+    bold: int | None = None  # row of the chosen one
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        kept, left_out = fitting(self.columns, options.max_width)
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
+        for column in kept:
+            table.add_column(column.header, justify="left" if column.left else "right", overflow="fold")
+        for row, cells in enumerate(zip(*(column.cells for column in kept), strict=True)):
+            texts = [Text(cell, STYLES.get(cell, "")) for cell in cells]
+            table.add_row(*texts, style="bold" if row == self.bold else "")
+        yield table
+        if left_out:
+            yield Paragraph(f"too narrow for: {', '.join(left_out)} (--json has them)", style="dim")
+
+
+@dataclass(frozen=True, slots=True)
+class Paragraph:
+    """Text wrapped at the console's width, lines after the first indented, no blanks at the end of a line."""
+
+    text: str
+    indent: int = 0
+    style: str = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        lines = textwrap.wrap(self.text, options.max_width, subsequent_indent=" " * self.indent, break_on_hyphens=False)
+        yield Text("\n".join(lines), self.style)
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things, such as "1 prompt" or "1,024 prompts"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def fitting(columns: Sequence[Column], width: int) -> tuple[list[Column], list[str]]:
+    """The columns that fit side by side, and the headers of those left out, highest rank first."""
+    kept, left_out = list(columns), []
+    while sum(c.width + GAP for c in kept) - GAP > width and any(c.rank for c in kept):
+        least = max(kept, key=lambda c: c.rank)
+        kept.remove(least)
+        left_out.append(least.name)
+    return kept, left_out
+
+
+BARS: Final = "▁▂▃▄▅▆▇█"
+
+
+class Scale(NamedTuple):
+    """Scale of a sparkline: its bottom, its top (None: the smallest and the largest value), and the least span.
+
+    The span keeps noise from looking like mountains. On a log scale it is a factor.
+    """
+
+    low: float | None = None
+    high: float | None = None
+    span: float = 0.0
+    log: bool = False
+
+
+FREE: Final = Scale()
+
+
+def sparkline(values: FloatArray, width: int, scale: Scale = FREE) -> str:
+    """Values as bars, with a blank for a missing one.
+
+    If there are more values than columns, each bar shows the one farthest from the median, so that a spike is never
+    averaged away.
+    """
+    known = np.log(np.where(values > 0, values, np.nan)) if scale.log else values
+    known = np.where(np.isfinite(known), known, np.nan)
+    if not np.isfinite(known).any():
+        return " " * min(len(known), width)
+    if len(known) > width:
+        middle = np.nanmedian(known)
+        groups = [x[np.isfinite(x)] for x in np.array_split(known, width)]
+        known = np.array([x[np.argmax(abs(x - middle))] if x.size else np.nan for x in groups])
+    low = np.nanmin(known) if scale.low is None else scale.low
+    high = max(np.nanmax(known), -np.inf if scale.high is None else scale.high)
+    least = np.log(scale.span) if scale.log else scale.span
+    if high - low < least or high == low:  # a free end makes room for what is missing, both ends half of it
+        extra = max(least - (high - low), 1e-9 * max(1.0, abs(high)))
+        low, high = (low - extra / 2, high + extra / 2) if scale.low is None else (low, high + extra)
+    level = (known - low) / (high - low) * (len(BARS) - 1)
+    return "".join(" " if np.isnan(x) else BARS[round(min(max(x, 0.0), len(BARS) - 1))] for x in level.tolist())
+
+
+def percent(share: float | None) -> str:
+    """A share in per cent: three digits, or as many as tell it from 0% and 100%."""
+    if share is None:
+        return "-"
+    if 0 < share < 1e-5:
+        return "<0.001%"
+    if 1 - 1e-5 < share < 1:
+        return ">99.999%"
+    return f"{share:.3%}" if share < 0.01 or 0.999 < share < 1 else f"{share:.1%}"
+
+
+def duration(seconds: float) -> str:
+    """A duration such as 12 s, 3 min, 2.5 h or 4 days."""
+    for size, unit in ((172800.0, "days"), (5400.0, "h"), (90.0, "min")):
+        if seconds >= size:
+            length = {"days": 86400.0, "h": 3600.0, "min": 60.0}[unit]
+            return f"{seconds / length:.0f} {unit}" if unit != "h" else f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
