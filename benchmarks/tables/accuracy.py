@@ -52,8 +52,8 @@ def line(result: Validation, families: Validation) -> str:
     single = max(abs(row["error"]) for row in result.records)
     return (
         "Makespans of real vLLM 0.26 rollouts on H200s that no fit has seen are off by "
-        f"{found.makespan_mape:.1%} on average in {cells} cells (worst {found.makespan_worst:.1%}). In {others} cells of "
-        f"model families held out whole they are off by {of_others.makespan_mape:.1%} (worst "
+        f"{found.makespan_mape:.1%} on average in {cells} cells (worst {found.makespan_worst:.1%}). In {others} cells "
+        f"of model families held out whole they are off by {of_others.makespan_mape:.1%} (worst "
         f"{of_others.makespan_worst:.1%}). Speed-ups are off by {found.speedup_mae_points:.1f} and "
         f"{of_others.speedup_mae_points:.1f} points. The fastest precision is named right in {found.ranked_right} of "
         f"{found.ranked} and in {of_others.ranked_right} of {of_others.ranked} groups. "

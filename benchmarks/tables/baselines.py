@@ -56,8 +56,8 @@ def table(rows: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]])
     dates = sorted({line["date"] for line in lines})
     when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
     notes = (
-        f"{len(cells)} cells in {ours.groups} groups; repeated runs count as their median. A precision's column has the "
-        "MAPE of its cells. *Fastest named right* counts the groups that were answered in full. A tie is within "
+        f"{len(cells)} cells in {ours.groups} groups; repeated runs count as their median. A precision's column has "
+        "the MAPE of its cells. *Fastest named right* counts the groups that were answered in full. A tie is within "
         f"{noise:.1%}, the median spread of repeated runs on one card. *Warned*: AIConfigurator's answer adds that the "
         "batch exceeds the KV cache and that the answer is inaccurate. "
         f"Baselines of {when}; {'; '.join(made_by)}."
