@@ -48,16 +48,17 @@ HELD_OUT = FAMILIES.with_name("held_out.jsonl")
 
 
 def plan_table(answer: Plan) -> str:
-    """The table of `make plan`, in fewer columns."""
-    heads = ("precision", "rollout (90%)", "speed-up (90%)", "tokens/s", "KV tokens", "preemptions", "tail")
+    """The table of `make plan`, in fewer columns. A range is a 90% interval, in a line of its own."""
+    heads = ("precision", "rollout", "speed-up", "tokens/s", "KV tokens", "preemptions", "tail", "KL k3", "risk")
     rows = []
     for index, c in enumerate(answer.choices):
-        name = f"**{c.precision}** (chosen)" if index == answer.chosen else c.precision
-        seconds = f"{c.makespan_s:,.0f} s ({c.makespan_low_s:,.0f}-{c.makespan_high_s:,.0f})"
+        name = f"**{c.precision}**, chosen" if index == answer.chosen else c.precision
+        seconds = f"{c.makespan_s:,.0f} s<br>{c.makespan_low_s:,.0f}-{c.makespan_high_s:,.0f}"
+        gain = c.gain.cell.replace(" (", "<br>").rstrip(")")
         counts = (f"{c.output_tokens_per_s:,.0f}", f"{c.kv_cache_tokens:,}", f"{c.preemptions:,}")
-        kl = f"{power(c.kl_k3)} ({power(c.kl_k3_low)}-{power(c.kl_k3_high)})"
-        rows.append((name, seconds, c.gain.cell, *counts, f"{c.tail_fraction:.0%}", kl, c.risk))
-    return markdown.table((*heads, "KL k3 (90%)", "risk"), rows)
+        kl = f"{power(c.kl_k3)}<br>{power(c.kl_k3_low)}-{power(c.kl_k3_high)}"
+        rows.append((name, seconds, gain, *counts, f"{c.tail_fraction:.0%}", kl, c.risk))
+    return markdown.table(heads, rows)
 
 
 def pages() -> list[Path]:

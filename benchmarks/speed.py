@@ -169,7 +169,7 @@ def table(paths: list[Path]) -> str:
             facts += [f"at most {row['max_rss_mb']:,} MB of memory"] if "max_rss_mb" in row else []
             times = (f"{row[key] * 1e3:,.1f} ms" if key in row else "" for key in ("median_s", "min_s", "max_s"))
             lines.append((row["what"], *times, "; ".join(facts)))
-    return markdown.table(("what", "median", "min", "max", "of what"), lines)
+    return markdown.table(("what", "median", "min", "max", "details"), lines)
 
 
 def main() -> None:

@@ -55,10 +55,11 @@ def table(rows: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]])
     dates = sorted({line["date"] for line in lines})
     when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
     notes = (
-        f"{len(cells)} cells in {ours.groups} groups, repeated runs merged to their median. Under each "
-        f"precision: MAPE of its cells. Fastest: of the groups answered in full; a tie is within {noise:.1%}, the "
-        "median spread of repeated runs on one card. Warned: AIConfigurator answers, and adds that the batch exceeds "
-        f"the KV cache and that the answer is inaccurate. Baselines of {when}; {'; '.join(made_by)}."
+        f"{len(cells)} cells in {ours.groups} groups; repeated runs count as their median. A precision's column has "
+        "the MAPE of its cells. *Fastest named right* counts the groups that were answered in full. A tie is within "
+        f"{noise:.1%}, the median spread of repeated runs on one card. *Warned*: AIConfigurator's answer adds that the "
+        "batch exceeds the KV cache and that the answer is inaccurate. "
+        f"Baselines of {when}; {'; '.join(made_by)}."
     )
     return f"{markdown.table(head, body)}\n\n{notes}"
 
