@@ -72,7 +72,7 @@ def test_a_last_tile_that_is_half_empty_costs_more_than_a_fuller_one() -> None:
 
 def test_deep_gemm_compiles_the_kernels_that_the_rule_names() -> None:
     """n, k, block_m, block_n and cluster size of every kernel compiled for the FP8 rows of an H200, and no other."""
-    compiled = np.loadtxt(Path(__file__).parents[3] / "data" / "deep_gemm_kernels.txt", dtype=int)
+    compiled = np.loadtxt(Path(__file__).parents[2] / "data" / "deep_gemm_kernels.txt", dtype=int)
     rows = pd.read_json(profiles_path() / "h200_sxm/vllm-0.26.0/kernels/gemm.jsonl", lines=True)
     rows = rows[rows.kernel.isin(["gemm.fp8_block", "linear.fp8_block"]) & (rows.m >= SWAPPED_ROWS)]
     m, n, k = (rows[x].to_numpy(np.int64) for x in ("m", "n", "k"))

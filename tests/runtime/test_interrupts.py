@@ -364,7 +364,7 @@ INTERRUPTS = 21
 @vllm
 def test_an_interrupted_engine_says_the_same_as_ever_or_refuses() -> None:
     """See interrupted_run.py; in a process of its own, as libzmq aborts that when a message is broken off."""
-    paths = [str(HERE.parent), str(HERE.parents[1] / "model"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    paths = [str(HERE), str(HERE.parent / "model"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     done = subprocess.run(
         [sys.executable, str(HERE / "interrupted_run.py"), str(INTERRUPTS), "17"],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
