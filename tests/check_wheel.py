@@ -56,11 +56,10 @@ def main(compiled: bool) -> None:
     assert groups == {"console_scripts", "verl.plugins", "vllm.general_plugins", "vllm.endpoint_plugins"}, groups
     if compiled:
         for name in (
+            "group_blocks",
             "group_cache",
-            "group_meter",
             "group_pool",
             "group_state",
-            "groups",
             "kv_pool",
             "scheduler",
             "state",

@@ -1,4 +1,4 @@
-"""A pool of blocks that several KV-cache groups share, with prefix caching, block by block.
+"""A pool of blocks that several KV-cache groups share, with prefix caching.
 
 What vLLM does with one group more (vllm/v1/core/kv_cache_coordinator.py, HybridKVCacheCoordinator): a hit is the
 longest that all groups have. Full attention needs every block before it, a window only those in the window, a state
@@ -6,40 +6,19 @@ the one that stands there. Windows and states keep few blocks findable: vLLM 0.3
 where another group's hit reached further (prefix_cache_retention_interval = 0, its default), vLLM 0.26 all of them
 (VLLM_PREFIX_CACHE_RETENTION_INTERVAL is not set).
 
-Free blocks without a hash are only counted. Those with one are a queue, least recently freed first.
+The blocks themselves are in `group_blocks`.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from bisect import bisect_left
+from collections.abc import Sequence
 
 from fp8plan.model.cost.base import IntArray
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import Spec
-from fp8plan.model.schedule.group_pool import NEVER, GroupPool
-from fp8plan.model.schedule.groups import skipped_tokens
-
-
-class Block:
-    """One block. key: what it holds, if it can be found; -1 if it cannot."""
-
-    __slots__ = ("holders", "key")
-
-    def __init__(self) -> None:
-        self.holders = 0
-        self.key = -1
-
-
-class Table:
-    """The blocks of one request in one group, None where a block was freed or never needed."""
-
-    __slots__ = ("blocks", "dropped", "hashed", "last_state")
-
-    def __init__(self) -> None:
-        self.blocks: list[Block | None] = []
-        self.hashed = 0  # blocks from the start that have been given their hash, or need none
-        self.dropped = 0  # blocks from the start that are known to be None
-        self.last_state = -1  # of a state: the block of the step before the last
+from fp8plan.model.schedule.group_blocks import Block, FreeQueue, Piece, Span, Table
+from fp8plan.model.schedule.group_pool import NEVER, GroupPool, skipped_tokens
 
 
 class CachingGroupPool(GroupPool):
@@ -56,38 +35,47 @@ class CachingGroupPool(GroupPool):
     ) -> None:
         requests = len(prompts)
         super().__init__(num_blocks, groups, limits, requests)
-        self._size = groups[0].block_size
+        self._size = size = groups[0].block_size
         self._retain_all = retain_all
         self._prompts: list[int] = prompts.tolist()
         self._prompt_ids: list[int] = prompt_ids.tolist()
-        self._contents = max(self._prompt_ids, default=-1) + 1 + requests  # prompts, and what each request adds
-        self._clean = num_blocks  # free blocks without a hash
-        self._queue: OrderedDict[Block, None] = OrderedDict()
-        self._found: dict[int, list[Block]] = {}  # by key, oldest first
+        self._queue = FreeQueue(num_blocks)
+        self._own: list[list[list[Piece]]] = [[[] for _ in range(requests)] for _ in groups]  # oldest first
         self._tables = [[Table() for _ in range(requests)] for _ in groups]
+        self._full_prompts: list[int] = [prompt // size for prompt in self._prompts]  # full blocks
+        blocks = dict(zip(self._prompt_ids, self._full_prompts, strict=True))
+        # The findable copies of the blocks of each prompt, and of the states that a request adds; oldest first.
+        self._prompt_copies: list[dict[int, list[list[Block]]]] = [
+            {prompt: [[] for _ in range(full)] for prompt, full in blocks.items()} for _ in groups
+        ]
+        self._state_copies: list[dict[tuple[int, int], list[Block]]] = [{} for _ in groups]
         self._junction = [0] * requests  # how far another group's hit reached beyond the common one
-        self._hits: list[list[Block | None]] = []  # of the last look-up, by group
-        self._new_states: set[int] = set()  # keys of states that this step computes
+        self._hits: list[list[Block]] = []  # objects found by the last look-up, by group
+        self._hit_first: list[int] = []  # the first block of it that is needed, by group
+        self._hit_free: list[int] = []  # blocks of it that are free, by group
+        self._new_states: list[list[Block]] = []  # the copies of states that this step computes
         self._alike = _alike(groups)
+        self._states = [at for at, group in enumerate(groups) if group.kind == "state"]
+        self._followed_groups = sorted([*self._windows, *self._states])
+        self._reach = [1 if group.kind == "state" else -(-(group.window - 1) // size) for group in groups]
+        few = [group.kind in ("sliding", "state") and not retain_all for group in groups]
+        # Groups all of whose full blocks can be found. In the others it is those of a few places, or none.
+        self._finds_all = [
+            not (few[at] or (group.kind in ("sliding", "state") and not self._reach[at]))
+            for at, group in enumerate(groups)
+        ]
+        self._finds_few = few
+        self._drops_clean = not all(self._finds_all[at] for at in self._followed_groups)
 
     def begin_step(self) -> None:
         self._new_states.clear()
 
-    def drop(self, request: int, processed: int) -> None:
-        for at, group in enumerate(self._groups):
-            if group.kind == "state":
-                self._drop_states(at, request, processed)
-            elif group.window:
-                table = self._tables[at][request]
-                end = min(skipped_tokens(group, processed) // self._size, len(table.blocks))
-                if end > table.dropped:
-                    self._hash(at, request, processed)
-                    self._free_range(table, end)
+    # Requests that are not steady
 
     def needs(self, request: int, tokens: int) -> int:
         total, blocks = 0, -(-tokens // self._size)
         for at, group in enumerate(self._groups):
-            more = blocks - len(self._tables[at][request].blocks)
+            more = blocks - self._tables[at][request].end
             if more > 0:
                 total += 1 if group.kind == "state" else more
         return total
@@ -96,112 +84,185 @@ class CachingGroupPool(GroupPool):
         blocks = -(-tokens // self._size)
         for at, group in enumerate(self._groups):
             table = self._tables[at][request]
+            more = blocks - table.end
+            if more <= 0:
+                continue
             if group.kind == "state":
                 self._take_state(table, blocks)
                 continue
-            while len(table.blocks) < blocks:
-                table.blocks.append(self._new())
+            shared = min(blocks, self._full_prompts[request])
+            table.blocks += [Block() for _ in range(len(table.blocks), shared)]
+            table.end = blocks
+            self._use(more)
 
     def cache(self, request: int, tokens: int) -> None:
         for at in range(len(self._groups)):
             self._hash(at, request, tokens)
 
     def lookup(self, request: int, tokens: int) -> int:
-        self._hits = [[] for _ in self._groups]
         size, hit, longest = self._size, tokens - 1, 0
-        simple = len(self._alike) == 2 and self._groups[self._alike[0][0]].kind in ("full", "latent")
-        looked: set[int] = set()
+        self._hit_first = [0] * len(self._groups)
+        full: dict[int, int] = {}  # tokens that groups of full attention have
+        simple = len(self._alike) == 2 and self._groups[self._alike[0][0]].keeps_all
         while True:
             current = hit
             for members in self._alike:
                 first = members[0]
-                kind = self._groups[first].kind
-                if kind in ("full", "latent") and first in looked:
-                    current = min(current, len(self._hits[first]) * size)
+                if first in full:
+                    current = min(current, full[first])
                     continue
-                looked.add(first)
-                self._find(request, members, current // size, current)
-                current = len(self._hits[first]) * size
+                current = self._find(request, members, current) * size
                 longest = max(longest, current)
+                if self._groups[first].keeps_all:
+                    full[first] = current
             if current >= hit:
                 break
             hit = current
             if simple or len(self._groups) == 1:
                 break
-        for members in self._alike:
-            if self._groups[members[0]].kind in ("full", "latent"):
-                for at in members:
-                    del self._hits[at][hit // size :]
+        self._note_hits(request, hit)
         self.shared_prefix = longest if longest > hit else 0
         if len(self._groups) > 1:
             self._junction[request] = self.shared_prefix
         return hit
 
     def admission_needs(self, request: int, tokens: int, hit: int, whole: bool) -> int:
-        total, blocks = 0, -(-tokens // self._size)
+        total, blocks, found = 0, -(-tokens // self._size), hit // self._size
         for at, group in enumerate(self._groups):
-            hits = self._hits[at]
             if group.kind == "state":
-                if hits and (last := hits[-1]) is not None and last.key in self._new_states:
+                copies = self._copies(at, request, found - 1) if found else None
+                if any(copies is new for new in self._new_states):
                     return NEVER
-                first = 0
-                more = 1 if blocks > len(hits) else 0
+                total += int(blocks > found)
             else:
-                first = skipped_tokens(group, hit) // self._size
-                wanted = blocks
-                if whole and 0 <= self._caps[at] < wanted:
-                    wanted = self._caps[at]
-                more = max(wanted - max(first, len(hits)), 0)
-            free = sum(block is not None and not block.holders for block in hits[first:])
-            if free:
-                self.hit_freed_blocks = True
-            total += more + free
+                wanted = min(blocks, self._caps[at]) if whole and self._caps[at] >= 0 else blocks
+                total += max(wanted - found, 0)
+        free = sum(self._hit_free)
+        if free:
+            self.hit_freed_blocks = True
+        return total + free
+
+    def least_needs(self, request: int, tokens: int, hit: int) -> int:
+        """Its own blocks are free, or new; those of the prompt may all be held by others."""
+        if self._states:
+            return 0
+        total, blocks, found, shared = 0, -(-tokens // self._size), hit // self._size, self._full_prompts[request]
+        for at, group in enumerate(self._groups):
+            cap = self._caps[at]
+            wanted = min(blocks, cap) if cap >= 0 else blocks
+            if not group.window:
+                least = blocks - shared
+            elif group.kind == "chunked" or found <= shared:
+                least = wanted - found
+            else:
+                least = wanted - max(shared, skipped_tokens(group, hit) // self._size)
+                if found > wanted:
+                    least = min(least, self._reach[at])
+            total += max(least, 0)
         return total
 
     def admit(self, request: int, hit: int) -> None:
+        end, shared = hit // self._size, self._full_prompts[request]
         for at, group in enumerate(self._groups):
-            table, hits = self._tables[at][request], self._hits[at]
-            start = (hit - 1) // self._size if group.kind == "state" else skipped_tokens(group, hit) // self._size
-            if start > 0:
-                table.blocks = [None] * start
-                hits = hits[start:]
-            for block in hits:
-                if block is not None:
-                    if not block.holders:
-                        del self._queue[block]
-                        self.free -= 1
-                    block.holders += 1
-            table.blocks.extend(hits)
-            table.hashed = len(table.blocks)
+            table, first = self._tables[at][request], self._hit_first[at]
+            for block in self._hits[at]:
+                if not block.holders:
+                    self._queue.remove(block)
+                    self.free -= 1
+                block.holders += 1
+            shared_end = end if group.kind == "state" else min(end, shared)
+            table.blocks = [None] * (shared_end - len(self._hits[at]))
+            table.blocks += self._hits[at]
+            table.start, table.end, table.hit, table.hashed = first, end, end, end
+            own = max(first, shared)
+            if end > own and group.kind != "state":
+                self.free -= end - own
+                wanted: Sequence[int] = range(own, end)
+                for piece in self._own[at][request]:
+                    if wanted:
+                        wanted = piece.pick(wanted)
         self.changes += 1
 
     def release(self, request: int, hashed_tokens: int) -> None:
         for at in range(len(self._groups)):
             self._hash(at, request, hashed_tokens)
-        for tables in self._tables:
-            for block in reversed(tables[request].blocks):
-                if block is not None:
-                    self._let_go(block)
-            tables[request] = Table()
+        for at, group in enumerate(self._groups):
+            table = self._tables[at][request]
+            if group.kind == "state":
+                for block in reversed(table.blocks):
+                    if block is not None:
+                        self._let_go(block)
+            else:
+                self._free_before(at, request, table.end)
+            self._tables[at][request] = Table()
+
+    # Steady requests
+
+    def serve(self, step: int) -> None:
+        phase = step % self._cycle
+        takes, followed = self._taken[phase], self._followed(step)
+        in_turn = self._queue.clean < takes and self._drops_clean and (followed or self._dropped[phase])
+        if self._states or in_turn:  # a block that comes free without a hash spares the next request an eviction
+            rhythm = self._phases[phase]
+            for request in sorted({*rhythm.takes, *rhythm.drops, *followed}):
+                self.drop_due(request, step)
+                self.take_due(request, step)
+            return
+        pairs, done = self._phases[phase].pairs(), 0
+        for request in followed:
+            end = bisect_left(pairs, (request,))
+            self._drop_regular(step, pairs[done:end])
+            self.drop_due(request, step)
+            done = bisect_left(pairs, (request + 1,))
+        self._drop_regular(step, pairs[done:] if done else pairs)
+        self._use(takes)
+
+    def take_due(self, request: int, step: int) -> None:
+        blocks = self.takes_due(request, step)
+        if blocks and self._states:
+            for at in self._states:
+                self._take_state(self._tables[at][request], (step + self._offset[request]) // self._size + 1)
+            blocks -= len(self._states)
+        self._use(blocks)
+
+    def _drop_regular(self, step: int, pairs: Sequence[tuple[int, int]]) -> None:
+        if not pairs:
+            return
+        self.free += len(pairs)
+        self.changes += 1
+        kept = [pair for pair in pairs if self._finds_all[pair[1]]] if self._drops_clean else pairs
+        self._queue.clean += len(pairs) - len(kept)
+        if kept:
+            self._queue.add_step(step, kept)
+
+    def _set_held(self, at: int, request: int, start: int, end: int) -> None:
+        table, group = self._tables[at][request], self._groups[at]
+        if group.kind == "state":
+            return
+        table.end = end
+        if start <= table.start:
+            return
+        if self._finds_all[at]:
+            change = (table.start + 1) * self._size + group.window - 1 + self._lag  # tokens computed when the first went
+            numbers = range(table.start, start)
+            trail = self._queue.trail((request, at), numbers, change - self._offset[request], self._size)
+            if not trail.empty():
+                self._own[at][request].append(trail)
+        table.start = start
+
+    def _start_of(self, at: int, request: int) -> int:
+        return self._tables[at][request].start
+
+    def _regular_from(self, at: int, request: int) -> int:
+        junction = self._junction[request] // self._size if self._finds_few[at] else 0
+        return max(self._full_prompts[request], self._tables[at][request].hit, junction)
 
     # Blocks
 
-    def _new(self) -> Block:
-        self.free -= 1
+    def _use(self, blocks: int) -> None:
+        self.free -= blocks
         self.changes += 1
-        if self._clean:
-            self._clean -= 1
-            block = Block()
-        else:
-            block, _ = self._queue.popitem(last=False)
-            self.evictions += 1
-            copies = self._found[block.key]
-            copies.remove(block)
-            if not copies:
-                del self._found[block.key]
-            block.key = -1
-        block.holders = 1
-        return block
+        self.evictions += self._queue.take(blocks)
 
     def _let_go(self, block: Block) -> None:
         block.holders -= 1
@@ -209,27 +270,62 @@ class CachingGroupPool(GroupPool):
             return
         self.free += 1
         self.changes += 1
-        if block.key < 0:
-            self._clean += 1
+        if block.copies is None:
+            self._queue.clean += 1
         else:
-            self._queue[block] = None
+            self._queue.add(block)
 
-    def _free_range(self, table: Table, end: int) -> None:
-        for i in range(end - 1, table.dropped - 1, -1):
+    def _drop(self, at: int, request: int, processed: int) -> None:
+        if self._groups[at].kind == "state":
+            self._drop_states(at, request, processed)
+            return
+        end, table = skipped_tokens(self._groups[at], processed) // self._size, self._tables[at][request]
+        if end > table.start:
+            if end > table.hashed:
+                self._hash(at, request, processed)
+            self._free_before(at, request, end)
+
+    def _free_before(self, at: int, request: int, end: int) -> None:
+        """Free what a request holds before block `end`, last one first."""
+        table, shared = self._tables[at][request], self._full_prompts[request]
+        own = max(table.start, shared)
+        if end > own:
+            self._free_own(at, request, own, end)
+        for i in range(min(end, shared) - 1, table.start - 1, -1):
             block = table.blocks[i]
             if block is None:
                 break
             table.blocks[i] = None
-            self._let_go(block)
-        table.dropped = end
+            if block.holders > 1:
+                block.holders -= 1
+            else:
+                self._let_go(block)
+        table.start = end
+
+    def _free_own(self, at: int, request: int, start: int, end: int) -> None:
+        table, pieces = self._tables[at][request], self._own[at][request]
+        self.free += end - start
+        self.changes += 1
+        hashed = min(end, table.hashed)
+        computed = self._findable(at, request, max(start, table.hit), hashed)
+        found = range(start, min(table.hit, hashed))
+        self._queue.clean += end - start - len(computed) - len(found)
+        if computed:
+            span = Span(computed)
+            self._queue.add(span)
+            pieces.append(span)
+        if found:  # it took the oldest copies
+            span = Span(found)
+            self._queue.add(span)
+            pieces.insert(0, span)
 
     # Hashes
 
-    def _key(self, at: int, request: int, block: int) -> int:
-        content = self._prompt_ids[request]
-        if (block + 1) * self._size > self._prompts[request]:
-            content = self._contents - 1 - request
-        return (block * len(self._groups) + at) * self._contents + content
+    def _copies(self, at: int, request: int, block: int) -> list[Block]:
+        """The objects that hold a block's content and can be found, oldest first."""
+        if block < self._full_prompts[request]:
+            return self._prompt_copies[at][self._prompt_ids[request]][block]
+        return self._state_copies[at].setdefault((request, block), [])
 
     def _hash(self, at: int, request: int, tokens: int) -> None:
         table = self._tables[at][request]
@@ -237,107 +333,129 @@ class CachingGroupPool(GroupPool):
         if end <= table.hashed:
             return
         state = self._groups[at].kind == "state"
-        for i in self._findable(at, request, table.hashed, end):
+        for i in self._findable(at, request, table.hashed, end if state else min(end, self._full_prompts[request])):
             block = table.blocks[i]
             if block is not None:
-                block.key = key = self._key(at, request, i)
-                self._found.setdefault(key, []).append(block)
+                block.copies = copies = self._copies(at, request, i)
+                copies.append(block)
                 if state:
-                    self._new_states.add(key)
+                    self._new_states.append(copies)
         table.hashed = end
         self.changes += 1
 
-    def _findable(self, at: int, request: int, start: int, end: int) -> list[int]:
+    def _findable(self, at: int, request: int, start: int, end: int) -> Sequence[int]:
         """Those of the blocks [start, end) that get a hash (`reachable_block_mask`)."""
-        group = self._groups[at]
-        need = 1 if group.kind == "state" else -(-(group.window - 1) // self._size)
-        if group.kind not in ("sliding", "state") or (self._retain_all and need):
-            return list(range(start, end))
-        if self._retain_all:
-            return []
+        if self._finds_all[at]:
+            return range(start, end)
+        if not self._finds_few[at]:
+            return ()
         tails = {(self._prompts[request] - 1) // self._size, self._junction[request] // self._size}
-        kept = {i for tail in tails for i in range(max(start, tail - need), min(end, tail))}
+        kept = {i for tail in tails for i in range(max(start, tail - self._reach[at]), min(end, tail))}
         return sorted(kept)
 
-    def _copies(self, request: int, members: list[int], block: int) -> list[Block]:
-        """The oldest copy of a block in each of these groups; empty if one has none."""
-        found: list[Block] = []
-        for at in members:
-            copies = self._found.get(self._key(at, request, block))
-            if not copies:
-                return []
-            found.append(copies[0])
-        return found
+    # Hits
 
-    def _find(self, request: int, members: list[int], most: int, tokens: int) -> None:
-        """Note the longest hit of at most `most` blocks, `tokens` tokens, of groups of one kind."""
-        group = self._groups[members[0]]
+    def _find(self, request: int, members: list[int], tokens: int) -> int:
+        """The longest hit of at most `tokens` tokens, in blocks, of groups of one kind."""
+        group, most, shared = self._groups[members[0]], tokens // self._size, self._full_prompts[request]
         if group.kind == "sliding":
-            self._find_window(request, members, most, -(-(group.window - 1) // self._size))
-            return
+            return self._find_window(request, members, most)
         if group.kind == "state":
-            for i in range(most - 1, -1, -1):
-                if copies := self._copies(request, members, i):
-                    for at, block in zip(members, copies, strict=True):
-                        self._hits[at] = [None] * i + [block]
-                    return
-            for at in members:
-                self._hits[at] = []
-            return
-        start = skipped_tokens(group, tokens) // self._size
+            while most and not all(self._copies(at, request, most - 1) for at in members):
+                most -= 1
+            return most
+        i = skipped_tokens(group, tokens) // self._size
         for at in members:
-            self._hits[at] = [None] * start
-        for i in range(start, most):
-            copies = self._copies(request, members, i)
-            if not copies:
-                return
-            for at, block in zip(members, copies, strict=True):
-                self._hits[at].append(block)
-
-    def _find_window(self, request: int, members: list[int], most: int, need: int) -> None:
-        hits: list[list[Block | None]] = [[None] * most for _ in members]
-        run = 0
-        for i in range(most - 1, -1, -1):
-            copies = self._copies(request, members, i)
-            if not copies:
-                run = 0
-                continue
-            for blocks, block in zip(hits, copies, strict=True):
-                blocks[i] = block
-            run += 1
-            if run >= need:
-                for blocks in hits:
-                    del blocks[i + run :]
+            self._hit_first[at] = i
+        for copies in zip(*self._shelves(request, members, i, min(most, shared)), strict=True):
+            if not all(copies):
+                return i
+            i += 1
+        while shared <= i < most:
+            end = min(self._own_run(at, request, i) for at in members)
+            if end == i:
                 break
-        else:
-            for blocks in hits:
-                del blocks[run:]
-        for at, blocks in zip(members, hits, strict=True):
-            self._hits[at] = blocks
+            i = min(end, most)
+        return i
+
+    def _shelves(self, request: int, members: Sequence[int], first: int, end: int) -> list[list[list[Block]]]:
+        """The copies of blocks [first, end) of its prompt, by group."""
+        prompt = self._prompt_ids[request]
+        return [self._prompt_copies[at][prompt][first:end] for at in members]
+
+    def _own_run(self, at: int, request: int, start: int) -> int:
+        """The end of a run of its own blocks that it finds from block `start` on."""
+        for piece in self._own[at][request]:
+            numbers = piece.found()
+            if start in numbers:
+                return numbers.stop if isinstance(numbers, range) else start + 1
+        return start
+
+    def _own_found(self, at: int, request: int) -> set[int]:
+        found: set[int] = set()
+        return found.union(*(piece.found() for piece in self._own[at][request]))
+
+    def _find_window(self, request: int, members: list[int], most: int) -> int:
+        run, last, need, shared = 0, most, self._reach[members[0]], min(most, self._full_prompts[request])
+        own: set[int] = set()
+        if most > shared:
+            own = set.intersection(*(self._own_found(at, request) for at in members))
+        for i in sorted(own, reverse=True):
+            if i < most:
+                run = run + 1 if i == last - 1 else 1
+                last = i
+                if run >= need:
+                    return i + run
+        if last != shared:
+            run = 0
+        i = shared
+        for copies in zip(*map(reversed, self._shelves(request, members, 0, shared)), strict=True):
+            i -= 1
+            run = run + 1 if all(copies) else 0
+            if run and run >= need:
+                return i + run
+        return run
+
+    def _note_hits(self, request: int, hit: int) -> None:
+        end, shared = hit // self._size, self._full_prompts[request]
+        self._hits, self._hit_free = [], []
+        for at, group in enumerate(self._groups):
+            state = group.kind == "state"
+            first = max(end - 1, 0) if state else max(skipped_tokens(group, hit) // self._size, self._hit_first[at])
+            self._hit_first[at] = first
+            if state:
+                objects = [self._copies(at, request, first)[0]] if end else []
+                own = 0
+            else:
+                objects = [copies[0] for copies in self._shelves(request, [at], first, min(end, shared))[0]]
+                own = max(end - max(first, shared), 0)
+            self._hits.append(objects)
+            self._hit_free.append(own + len([block for block in objects if not block.holders]))
 
     # States (mamba_cache_mode "align"): a step writes the state of its last token. The block of the step before is
     # its input, so a request holds two blocks for a while. This is vLLM 0.30. In 0.26 the search for blocks to free
     # ends at the first gap, so under asynchronous scheduling the states of a long prefill may be held for longer.
 
     def _take_state(self, table: Table, blocks: int) -> None:
-        held = len(table.blocks)
-        if blocks > held:
-            if held:
-                table.last_state = held - 1
-            table.blocks.extend([None] * (blocks - 1 - held))
-            table.blocks.append(self._new())
+        if blocks > table.end:
+            if table.end:
+                table.last_state = table.end - 1
+            table.blocks += [None] * (blocks - 1 - table.end)
+            table.blocks.append(Block())
+            table.end = blocks
+            self._use(1)
 
     def _drop_states(self, at: int, request: int, processed: int) -> None:
         table = self._tables[at][request]
         end = min((processed - 1) // self._size, len(table.blocks))
         last = table.last_state
         before_last = 0 <= last < -(-processed // self._size) - 1
-        if end <= table.dropped and not before_last:
+        if end <= table.start and not before_last:
             return
         self._hash(at, request, processed)
-        for i in range(end - 1, table.dropped - 1, -1):
+        for i in range(end - 1, table.start - 1, -1):
             self._free_state(table, i)
-        table.dropped = max(end, table.dropped)
+        table.start = max(end, table.start)
         if before_last:
             self._free_state(table, last)
 
@@ -353,4 +471,4 @@ def _alike(groups: tuple[Spec, ...]) -> list[list[int]]:
     members: dict[Spec, list[int]] = {}
     for at, group in enumerate(groups):
         members.setdefault(group, []).append(at)
-    return sorted(members.values(), key=lambda ids: groups[ids[0]].kind not in ("full", "latent"))
+    return sorted(members.values(), key=lambda ids: not groups[ids[0]].keeps_all)

@@ -25,9 +25,8 @@ from fp8plan.model.cost.base import FloatArray, IntArray
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import Spec
 from fp8plan.model.schedule.group_cache import CachingGroupPool
-from fp8plan.model.schedule.group_pool import GroupPool
+from fp8plan.model.schedule.group_pool import GroupPool, admission_cap, check_groups
 from fp8plan.model.schedule.group_state import GroupState
-from fp8plan.model.schedule.groups import admission_cap, check_groups
 from fp8plan.model.schedule.kv_pool import CachingPool, Pool, blocks_for
 from fp8plan.model.schedule.state import SchedulerState
 
@@ -145,9 +144,7 @@ def schedule(
     else:
         pool = Pool(num_blocks)
     state = SchedulerState(prompts.tolist(), responses.tolist(), pool, limits)
-    while state.waiting or state.running:
-        state.next_row(longest_run)
-    columns = state.columns()
+    columns = state.run(longest_run)
     # Freed blocks that were hit may be gone from a smaller pool, so then nothing can be said about it.
     # A head that had to wait may get in earlier in a larger one.
     pool_mattered = state.hit_freed_blocks or state.least_free < 0 or bool(columns["preemptions"].any())
@@ -182,9 +179,7 @@ def schedule_groups(
     else:
         pool = GroupPool(num_blocks, groups, limits, len(prompts))
     state = GroupState(prompts.tolist(), responses.tolist(), pool, groups, limits)
-    while state.queue or state.running:
-        state.next_row(longest_run)
-    columns = state.columns()
+    columns = state.run(longest_run)
     # In a smaller or larger pool other blocks are found in the prefix cache once some have been evicted.
     pool_mattered = pool.hit_freed_blocks or pool.evictions or state.refused or bool(columns["preemptions"].any())
     return Schedule(

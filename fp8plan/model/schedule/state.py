@@ -1,68 +1,194 @@
-"""The state of vLLM V1's scheduler between two steps, and the two ways to go on: a run of quiet steps, or one step
-in which anything may happen. `next_row` takes the one that is due.
+"""The state of vLLM V1's scheduler between two steps, the history of its rows, and the two ways to go on: a run of
+quiet steps, or one step in which anything may happen. `next_row` takes the one that is due.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
+import numpy as np
+
 from fp8plan.model.cost.base import IntArray
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.schedule.history import ROW, columns_of, prefill_work
 from fp8plan.model.schedule.kv_pool import Pool, blocks_for
 
+Chunk = tuple[int, int, int]  # (request, tokens computed before, after)
 
-class SchedulerState:
-    """State between two steps. `now` is the number of the next step.
+ROW = (
+    "steps",  # alike steps in this row
+    "decode_requests",  # requests that get one token in each of them
+    "decode_kv_tokens",  # KV tokens they read in the first step, summed; grows by decode_requests a step
+    "recomputed_tokens",  # work thrown away: tokens that the requests of `preemptions` had computed
+    "running",
+    "waiting",
+    "used_blocks",  # while the last step of the row runs
+    "preemptions",  # here, or in the step without tokens before: that costs nothing and has no row
+    "finished",
+)
+# Of a row with prefill; zero in the others, which are most.
+PREFILL = (
+    "prefill_tokens",
+    "prefill_requests",
+    "prefill_kv_tokens",  # KV tokens the chunks read: context before them + their own, summed
+    "prefill_pairs",  # query-key pairs of the chunks, summed
+    "sampled_requests",  # of those whose prefill ends here; in `columns` the decoding requests are among them
+    "cached_tokens",  # prefill that the prefix cache saved to requests admitted here
+)
 
-    Requests are admitted in order of arrival, a preemption takes the last one admitted, and it becomes the head of the
-    queue: so those that run come before `head` in order of arrival, and those that wait from there on.
 
-    A decoding request i has computed `now + self.offset[i]` tokens, so a quiet step changes no per-request
-    state; it needs a new block in the steps that equal `-self.offset[i]` modulo the block size.
-    At most one request is partly prefilled, and it is the last of the running ones: admission stops when a
-    chunk uses up the budget, and a preemption takes the last first.
+class State:
+    """State between two steps, whatever shares the pool. `now` is the number of the next step.
+
+    A decoding request i has computed `now + self.offset[i]` tokens.
     """
 
-    def __init__(self, prompts: list[int], responses: list[int], pool: Pool, limits: EngineLimits) -> None:
+    def __init__(self, prompts: list[int], responses: list[int], num_blocks: int, limits: EngineLimits) -> None:
         requests = len(prompts)
-        self.pool, self.num_blocks = pool, pool.free
+        self.num_blocks = num_blocks
         self.final = [p + r - 1 for p, r in zip(prompts, responses, strict=True)]  # tokens computed at the end
-        self.block_size = limits.block_size
         self.budget, self.max_num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
         self.reserve_full_prompt = limits.scheduler_reserve_full_isl
-        self.lag = limits.async_scheduling
+        self.lag = int(limits.async_scheduling)
         self.now = 0
-        self.known = list(prompts)  # prompt + generated tokens of requests that are not decoding
-        # The unfinished requests as a ring in order of arrival; its last entry, also found at -1, is no request.
-        self.before = list(range(-1, requests))
-        self.after = [*range(1, requests + 1), 0]
-        self.head = 0  # of the queue
-        self.head_needs = 0  # with fewer free blocks, it stays where it is
         self.waiting = requests
-        self.running = 0  # includes `leaving`
-        self.partial: tuple[int, int] | None = None  # (request, computed tokens)
+        self.head_needs = 0  # with fewer free blocks, the head of the queue stays where it is
         self.offset = [0] * requests
-        self.in_phase = [0] * limits.block_size  # decoding requests that need a block in such steps
         self.decoding = 0
         self.context = 0  # tokens computed so far, summed over decoding requests
         self.finishes: list[int] = []  # heap of finish step * requests + request; outdated where finish_of differs
         self.finish_of = [-1] * requests
         self.leaving: list[int] = []  # finished, but the scheduler does not know yet (asynchronous scheduling)
-        self.least_free = pool.free
-        self.hit_freed_blocks = False
+        self.least_free = num_blocks
         self.preemptions = 0  # since the last row
         self.lost = 0  # tokens that those requests had computed
         self.rows: list[int] = []  # ROW of each row, one after the other: lists of numbers grow fastest
         self.prefills: list[int] = []  # (row, *PREFILL) of each row with prefill, one after the other
 
-    def columns(self) -> dict[str, IntArray]:
-        """The history so far: int64 arrays of shape (rows,), one per name in ROW and PREFILL."""
-        return columns_of(self.rows, self.prefills)
+    def unfinished(self) -> bool:
+        """True while a request waits or runs."""
+        raise NotImplementedError
 
     def next_row(self, longest: int) -> None:
         """Go on by one step, or by a run of at most `longest` alike steps."""
+        raise NotImplementedError
+
+    def run(self, longest: int) -> dict[str, IntArray]:
+        """Go on to the end. Returns int64 arrays of shape (rows,), one per name in ROW and PREFILL.
+
+        longest: most steps in one row
+        """
+        while self.unfinished():
+            self.next_row(longest)
+        table = table_of(self.rows, len(ROW))
+        columns = dict(zip(ROW, table, strict=True))
+        at, *more = table_of(self.prefills, 1 + len(PREFILL))
+        for name, values in zip(PREFILL, more, strict=True):
+            columns[name] = np.zeros(table.shape[1], dtype=np.int64)
+            columns[name][at] = values
+        columns["sampled_requests"] += columns["decode_requests"]
+        return columns
+
+    def _start_decoding(self, request: int, computed: int) -> None:
+        """Let a request decode from the next step on (`now` already points there)."""
+        self.offset[request] = offset = computed - self.now
+        self.decoding += 1
+        self.context += computed
+        self.finish_of[request] = finish = (self.final[request] - offset - 1) * len(self.final) + request
+        heappush(self.finishes, finish)
+
+    def _stop_decoding(self, request: int) -> int:
+        """Stop the decoding of a request, and return the tokens it has computed."""
+        computed = self.now + self.offset[request]
+        self.decoding -= 1
+        self.context -= computed
+        self.finish_of[request] = -1
+        return computed
+
+    def _steps_to_finish(self) -> int:
+        """Steps up to and including the next one in which a request finishes; 1 if one has, and still holds blocks."""
+        if self.leaving:
+            return 1
+        finishes, requests = self.finishes, len(self.final)
+        while self.finish_of[finishes[0] % requests] != finishes[0]:
+            heappop(finishes)
+        return finishes[0] // requests - self.now + 1
+
+    def _pass_finishes(self) -> list[int]:
+        """The requests that have finished by now."""
+        finished: list[int] = []
+        finishes, requests = self.finishes, len(self.final)
+        end = self.now * requests
+        while finishes and finishes[0] < end:
+            finish = heappop(finishes)
+            request = finish % requests
+            if self.finish_of[request] == finish:
+                self._finish(request)
+                finished.append(request)
+        return finished
+
+    def _finish(self, request: int) -> None:
+        self._stop_decoding(request)
+
+    def _gone(self, finished: list[int]) -> list[int]:
+        """The requests that the scheduler lets go now: under asynchronous scheduling those that finished before."""
+        if not self.lag:
+            return finished
+        gone, self.leaving = self.leaving, finished
+        return gone
+
+    def _record(self, steps: int, requests: int, kv_tokens: int, running: int, free: int) -> None:
+        """Note a row. `_note_finished` follows."""
+        self.rows += (
+            steps,
+            requests,
+            kv_tokens,
+            self.lost,
+            running,
+            self.waiting,
+            self.num_blocks - free,
+            self.preemptions,
+            0,
+        )
+        self.preemptions = self.lost = 0
+
+    def _record_prefill(self, chunks: Sequence[Chunk], started: int, cached: int) -> None:
+        """Note what the prefill of the last row was. started: chunks that end one"""
+        self.prefills += (len(self.rows) // len(ROW) - 1, *prefill_work(chunks), started, cached)
+
+
+class SchedulerState(State):
+    """State between two steps where one group of full attention has the pool.
+
+    Requests are admitted in order of arrival, a preemption takes the last one admitted, and it becomes the head of the
+    queue: so those that run come before `head` in order of arrival, and those that wait from there on.
+
+    A quiet step changes no per-request state. A decoding request i needs a new block in the steps that equal
+    `-self.offset[i]` modulo the block size.
+    At most one request is partly prefilled, and it is the last of the running ones: admission stops when a
+    chunk uses up the budget, and a preemption takes the last first.
+    """
+
+    def __init__(self, prompts: list[int], responses: list[int], pool: Pool, limits: EngineLimits) -> None:
+        super().__init__(prompts, responses, pool.free, limits)
+        requests = len(prompts)
+        self.pool = pool
+        self.block_size = limits.block_size
+        self.known = list(prompts)  # prompt + generated tokens of requests that are not decoding
+        # The unfinished requests as a ring in order of arrival; its last entry, also found at -1, is no request.
+        self.before = list(range(-1, requests))
+        self.after = [*range(1, requests + 1), 0]
+        self.head = 0  # of the queue
+        self.running = 0  # includes `leaving`
+        self.partial: tuple[int, int] | None = None  # (request, computed tokens)
+        self.in_phase = [0] * limits.block_size  # decoding requests that need a block in such steps
+        self.hit_freed_blocks = False
+
+    def unfinished(self) -> bool:
+        return self.waiting > 0 or self.running > 0
+
+    def next_row(self, longest: int) -> None:
         if self._may_admit():
             self._step()
         else:
@@ -85,9 +211,7 @@ class SchedulerState:
         if in_phase[phase] > free or not decoding:
             self._end(1, self._serve_decoding())
             return
-        wanted = 1 if self.leaving else next_finish(self.finishes, self.finish_of) - self.now + 1
-        if wanted > longest:
-            wanted = longest
+        wanted = min(longest, self._steps_to_finish())
         steps = blocks = 0
         if wanted >= size and free >= decoding:
             cycles = min(free // decoding, wanted // size)  # in each, every request fills a block
@@ -106,7 +230,7 @@ class SchedulerState:
         """Run one step with everything that can happen in it."""
         preemptions = self._serve_decoding()
         budget = self.budget - self.decoding
-        chunks: list[tuple[int, int, int]] = []  # (request, tokens computed before, after)
+        chunks: list[Chunk] = []
         if self.partial is not None and budget:
             request, before = self.partial
             after = min(self.known[request], before + budget)
@@ -162,7 +286,7 @@ class SchedulerState:
         are evicted, or other requests leave it less of the budget."""
         self.head_needs = blocks - 1 if self.reserve_full_prompt else 0
 
-    def _compute(self, request: int, before: int, after: int, blocks: int, chunks: list[tuple[int, int, int]]) -> None:
+    def _compute(self, request: int, before: int, after: int, blocks: int, chunks: list[Chunk]) -> None:
         self.pool.take(blocks)
         self.pool.computed(request, after)
         self.partial = (request, after) if after < self.known[request] else None
@@ -214,27 +338,15 @@ class SchedulerState:
         final = self.final[request]
         self.pool.release(request, blocks_for(final, self.block_size), final - in_flight)
 
-    def _start_decoding(self, request: int) -> None:
-        """Let requests decode from the next step on (`now` already points there)."""
-        computed = self.known[request]
-        self.offset[request] = offset = computed - self.now
-        self.in_phase[-offset % self.block_size] += 1
-        self.decoding += 1
-        self.context += computed
-        self.finish_of[request] = finish = (self.final[request] - offset - 1) * len(self.final) + request
-        heappush(self.finishes, finish)
+    def _start_decoding(self, request: int, computed: int) -> None:
+        super()._start_decoding(request, computed)
+        self.in_phase[-self.offset[request] % self.block_size] += 1
 
     def _stop_decoding(self, request: int) -> int:
-        """Stop the decoding of a request, and return the tokens it has computed."""
-        offset = self.offset[request]
-        computed = self.now + offset
-        self.in_phase[-offset % self.block_size] -= 1
-        self.decoding -= 1
-        self.context -= computed
-        self.finish_of[request] = -1
-        return computed
+        self.in_phase[-self.offset[request] % self.block_size] -= 1
+        return super()._stop_decoding(request)
 
-    def _end(self, steps: int, preemptions: int, chunks: Sequence[tuple[int, int, int]] = (), cached: int = 0) -> None:
+    def _end(self, steps: int, preemptions: int, chunks: Sequence[Chunk] = (), cached: int = 0) -> None:
         """Record a row, move on, start decoding where the prefill is done, and let finished requests go."""
         free, decoding, context = self.pool.free, self.decoding, self.context
         if free < self.least_free:
@@ -242,49 +354,32 @@ class SchedulerState:
         self.preemptions += preemptions
         self.now += steps
         self.context += steps * decoding
-        if chunks:
-            started = len(chunks) - (self.partial is not None)
-            self.prefills += (len(self.rows) // len(ROW), *prefill_work(chunks), started, cached)
-            for request, _, _ in chunks[:started]:
-                self._start_decoding(request)
-        finished = self._collect_finished()
         if decoding or chunks:
-            self.rows += (
-                steps,
-                decoding,
-                context + decoding,
-                self.lost,
-                self.running,
-                self.waiting,
-                self.num_blocks - free,
-                self.preemptions,
-                len(finished),
-            )
-            self.preemptions = self.lost = 0
+            self._record(steps, decoding, context + decoding, self.running, free)
         # Else nobody was served: under asynchronous scheduling a finished request still holds its blocks, and the last
         # one left decoding preempts itself; or the engine only learns of finishes.
-        gone = finished
-        if self.lag:
-            gone, self.leaving = self.leaving, finished
-        for request in gone:
+        if chunks:
+            started = len(chunks) - (self.partial is not None)
+            self._record_prefill(chunks, started, cached)
+            for request, _, _ in chunks[:started]:
+                self._start_decoding(request, self.known[request])
+        finished = self._pass_finishes()
+        if finished:
+            self.rows[-1] = len(finished)
+        for request in self._gone(finished):
             self._remove(request)
 
-    def _collect_finished(self) -> list[int]:
-        finished: list[int] = []
-        finishes, requests = self.finishes, len(self.final)
-        end = self.now * requests
-        while finishes and finishes[0] < end:
-            finish = heappop(finishes)
-            request = finish % requests
-            if self.finish_of[request] == finish:
-                self._stop_decoding(request)
-                finished.append(request)
-        return finished
+
+def prefill_work(chunks: Sequence[tuple[int, int, int]]) -> tuple[int, int, int, int]:
+    """The (tokens, chunks, KV tokens read, query-key pairs) of chunks (request, tokens computed before, after)."""
+    tokens = read = pairs = 0
+    for _, before, after in chunks:
+        tokens += after - before
+        read += after
+        pairs += (after - before) * (after + before + 1) // 2
+    return tokens, len(chunks), read, pairs
 
 
-def next_finish(finishes: list[int], finish_of: list[int]) -> int:
-    """The step of the next finish, and drop outdated entries of the heap before it."""
-    requests = len(finish_of)
-    while finish_of[finishes[0] % requests] != finishes[0]:
-        heappop(finishes)
-    return finishes[0] // requests
+def table_of(values: list[int], columns: int) -> IntArray:
+    """Rows given one after the other, as an int64 array of shape (columns, rows)."""
+    return np.frombuffer(array("q", values), dtype=np.int64).reshape(-1, columns).T

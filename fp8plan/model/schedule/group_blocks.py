@@ -1,0 +1,192 @@
+"""Blocks of a pool with prefix caching and several groups, runs of them in its free queue, and tables of requests.
+
+Free blocks without a hash are only counted. Those with one are a queue, least recently freed first. Requests share the
+full blocks of a prompt, so each is an object, and so is a state. All other blocks are a request's own: nobody else
+finds them, so they are counted while it runs, and lie in the queue by runs: a `Span` of one request, or the `Step` in
+which many requests freed a block each.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+
+class Freed:
+    """Blocks that are next to each other in the queue."""
+
+    __slots__ = ()
+
+    def evict(self, blocks: int) -> int:
+        """Lose at most that many blocks, and return how many."""
+        raise NotImplementedError
+
+    def empty(self) -> bool:
+        return True
+
+
+class Block(Freed):
+    """A full block of a prompt, or a state. copies: those of its content, oldest first; None: it cannot be found"""
+
+    __slots__ = ("copies", "holders")
+
+    def __init__(self) -> None:
+        self.holders = 1
+        self.copies: list[Block] | None = None
+
+    def evict(self, blocks: int) -> int:
+        if self.copies is not None:
+            self.copies.remove(self)
+            self.copies = None
+        return 1
+
+
+class Piece(Freed):
+    """Findable blocks of one request in one group."""
+
+    __slots__ = ()
+
+    def found(self) -> Sequence[int]:
+        """Their numbers."""
+        raise NotImplementedError
+
+    def pick(self, wanted: Sequence[int]) -> Sequence[int]:
+        """Take those of the wanted ones that are here out of the queue, and return the others."""
+        raise NotImplementedError
+
+
+class Span(Piece):
+    """Blocks of one request in one group, in the order of their numbers. They were freed together, last one first."""
+
+    __slots__ = ("blocks",)
+
+    def __init__(self, blocks: Sequence[int]) -> None:
+        self.blocks = blocks
+
+    def evict(self, blocks: int) -> int:
+        left = max(len(self.blocks) - blocks, 0)
+        gone = len(self.blocks) - left
+        self.blocks = self.blocks[:left]
+        return gone
+
+    def empty(self) -> bool:
+        return not self.blocks
+
+    def found(self) -> Sequence[int]:
+        return self.blocks
+
+    def pick(self, wanted: Sequence[int]) -> Sequence[int]:
+        picked = set(wanted).intersection(self.blocks)
+        left = [number for number in self.blocks if number not in picked]
+        if left and left[-1] - left[0] == len(left) - 1:
+            self.blocks = range(left[0], left[-1] + 1)
+        else:
+            self.blocks = left
+        return [number for number in wanted if number not in picked]
+
+
+class Step(Freed):
+    """Blocks freed in the rhythm in one step, one of each (request, group), in that order."""
+
+    __slots__ = ("pairs", "step")
+
+    def __init__(self, step: int, pairs: Sequence[tuple[int, int]]) -> None:
+        self.step, self.pairs = step, pairs
+
+    def evict(self, blocks: int) -> int:
+        gone = min(blocks, len(self.pairs))
+        self.pairs = self.pairs[gone:]
+        return gone
+
+    def empty(self) -> bool:
+        return not self.pairs
+
+
+class Trail(Piece):
+    """The blocks of one request in one group that it freed in the rhythm, and that were still there when it stopped."""
+
+    __slots__ = ("pair", "steps")
+
+    def __init__(self, pair: tuple[int, int], steps: dict[int, Step]) -> None:
+        self.pair, self.steps = pair, steps
+
+    def empty(self) -> bool:
+        return not self.found()
+
+    def found(self) -> Sequence[int]:
+        return [number for number, step in self.steps.items() if self.pair in step.pairs]
+
+    def pick(self, wanted: Sequence[int]) -> Sequence[int]:
+        picked = set(wanted).intersection(self.found())
+        for number in picked:
+            step = self.steps.pop(number)
+            step.pairs = [pair for pair in step.pairs if pair != self.pair]
+        return [number for number in wanted if number not in picked]
+
+
+class Table:
+    """The blocks of one request in one group."""
+
+    __slots__ = ("blocks", "dropped", "end", "hashed", "hit", "last_state", "start")
+
+    def __init__(self) -> None:
+        self.blocks: list[Block | None] = []  # those that are objects; None where one was freed or never needed
+        self.start = 0  # the first of its own that it holds
+        self.end = 0  # blocks in total, those that are not held included
+        self.hit = 0  # blocks that it found when it was admitted
+        self.hashed = 0  # blocks from the start that have been given their hash, or need none
+        self.dropped = 0  # objects from the start that are known to be None
+        self.last_state = -1  # of a state: the block of the step before the last
+
+
+class FreeQueue:
+    """The free blocks. clean: those without a hash, which are handed out first."""
+
+    def __init__(self, blocks: int) -> None:
+        self.clean = blocks
+        self._hashed: OrderedDict[Freed, None] = OrderedDict()  # least recently freed first
+        self._steps: dict[int, list[Step]] = {}  # those of them, by step
+        self._oldest_step = 0  # in which one of these may have been freed
+
+    def add(self, freed: Freed) -> None:
+        self._hashed[freed] = None
+
+    def add_step(self, step: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """Add a block of each (request, group)."""
+        freed = Step(step, pairs)
+        self._hashed[freed] = None
+        self._steps.setdefault(step, []).append(freed)
+
+    def remove(self, block: Block) -> None:
+        del self._hashed[block]
+
+    def take(self, blocks: int) -> int:
+        """Hand blocks out, and return how many of them had to be evicted."""
+        self.clean -= blocks
+        if self.clean >= 0:
+            return 0
+        evicted = left = -self.clean
+        self.clean = 0
+        while left:
+            oldest = next(iter(self._hashed))
+            left -= oldest.evict(left)
+            step = oldest.step if isinstance(oldest, Step) else -1
+            if step >= 0:
+                self._oldest_step = step
+            if oldest.empty():
+                del self._hashed[oldest]
+                if step >= 0:
+                    del self._steps[step][0]
+                    if not self._steps[step]:
+                        del self._steps[step]
+        return evicted
+
+    def trail(self, pair: tuple[int, int], numbers: range, first_step: int, size: int) -> Trail:
+        """The blocks of a (request, group) that are here. It freed one every `size` steps, from `first_step` on."""
+        gone = max(0, -(-(self._oldest_step - first_step) // size))
+        here = {}
+        for number in numbers[gone:]:
+            for freed in self._steps.get(first_step + (number - numbers[0]) * size, ()):
+                if pair in freed.pairs:
+                    here[number] = freed
+        return Trail(pair, here)
