@@ -23,7 +23,7 @@ from fp8plan.runtime.worker.facts import preset_of
 if TYPE_CHECKING:
     from vllm import LLM
 
-    from fp8plan.runtime.engine.base import EngineBase
+    from fp8plan.runtime.engine.base import AnyEngine
 
 Found = TypeVar("Found")
 
@@ -70,7 +70,7 @@ class Notes:
             return None
 
 
-def observe_engine(engine: EngineBase, ask: Ask, given: Given) -> Observed:
+def observe_engine(engine: AnyEngine, ask: Ask, given: Given) -> Observed:
     """Observe an engine of fp8plan's. ask: runs procedures on it"""
     notes, setup, state = Notes(), engine.launch.setup, engine.state
     last = getattr(engine, "observation", None)  # an AsyncRolloutEngine does not know which requests make a rollout

@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from uuid import uuid4
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.engine.access import freeze_garbage, generating, refuse_shut_down, until_reset
-from fp8plan.runtime.engine.base import EngineBase, requests
+from fp8plan.runtime.engine.base import requests
 from fp8plan.runtime.engine.launch import Launch, launch
 from fp8plan.runtime.engine.options import arguments_of, refuse_prompts
-from fp8plan.runtime.guard.fallback import Action, GuardSettings
+from fp8plan.runtime.engine.vllm_engine import VllmEngine
+from fp8plan.runtime.guard.fallback import GuardSettings
 from fp8plan.runtime.interrupts import LAST_WORDS_S, PATIENCE_S, started_apart
-from fp8plan.runtime.weight_sync.state import Call, Scored, SyncReport, SyncSettings, rpc
+from fp8plan.runtime.weight_sync.state import Call, SyncReport, SyncSettings
 
 if TYPE_CHECKING:
-    from fp8plan.model.plan.plan import Plan
     from fp8plan.model.setup import EngineSetup
-    from fp8plan.runtime.controller.state import Escalation
-    from fp8plan.runtime.guard.guard import Verdict
-    from fp8plan.runtime.weight_sync.nccl import Rendezvous
 
 Answer = TypeVar("Answer")
 
 
-class AsyncRolloutEngine(EngineBase):
+Later = Coroutine[Any, Any, Answer]
+
+
+class AsyncRolloutEngine(
+    VllmEngine[
+        Later["AsyncRolloutEngine"],
+        Later[SyncReport],
+        Later[str | None],
+        Later[dict[str, dict[str, float]]],
+        Later[Any],
+        Later[None],
+    ]
+):
     """A vllm AsyncLLM in one of fp8plan's precisions, in a process of its own; `from_plan` or `from_setup` makes one.
 
     `engine.llm` is vLLM's AsyncLLM. Generate through the engine: only it knows when the weights must not be used. The
@@ -63,30 +72,6 @@ class AsyncRolloutEngine(EngineBase):
             raise
         return engine
 
-    @classmethod
-    async def from_plan(
-        cls, plan: Plan, model_path: str | None = None, *, choice: int | str | None = None, **settings: Any
-    ) -> AsyncRolloutEngine:
-        """Start vLLM as RolloutEngine.from_plan does; settings: as `from_setup` takes them."""
-        precisions = plan.precisions_beside(choice)
-        return await cls.from_setup(plan.setup(choice), model_path, precisions=precisions, **settings)
-
-    async def sync_weights(
-        self,
-        tensors: Any,
-        *,
-        manifest: Any = None,
-        kv_amax: Mapping[str, Sequence[float]] | None = None,
-        kv_prompts: Sequence[Sequence[int]] | None = None,
-        scored: Scored | None = None,
-    ) -> SyncReport:
-        """Make new weights serve, as RolloutEngine.sync_weights does. No request may be running."""
-        return await self._drive(self._revive_and_sync(self._busy(), tensors, manifest, kv_amax, kv_prompts, scored))
-
-    async def join_transfer(self, where: Rendezvous) -> None:
-        """Meet a trainer that sends over NCCL (fp8plan.runtime.weight_sync.nccl). Returns once it has come."""
-        await self._drive(self._join(self._busy(), where))
-
     async def generate(self, prompt: Any, sampling_params: Any, request_id: str | None = None) -> AsyncGenerator[Any]:
         """Generate one request as AsyncLLM.generate does, and yield its RequestOutputs.
 
@@ -102,34 +87,6 @@ class AsyncRolloutEngine(EngineBase):
                     yield output
             if output is not None:
                 self._remember([output], more=True)
-
-    async def apply(self, verdict: Verdict | Action | None, escalate: Escalation | None = None) -> None:
-        """Do what a verdict, or a Monitor's escalation, asks for, as RolloutEngine.apply does."""
-        if (action := self._advised(verdict, escalate)) != Action.NONE:
-            await self._drive(self._apply(self._busy(), action))
-
-    async def recalibrate_kv(self, *, kv_amax: Any = None, kv_prompts: Any = None) -> str | None:
-        """Measure or set the KV scales without new weights, as RolloutEngine.recalibrate_kv does."""
-        return await self._drive(self._recalibrate(self._busy(), kv_amax, kv_prompts))
-
-    async def ask(self, procedure: Generator[Call, Any, Answer]) -> Answer:
-        """Run a procedure that changes neither weights nor scales, as RolloutEngine.ask does."""
-        refuse_shut_down(self.state)
-        return await self._drive(self._asked(self._busy(), procedure))
-
-    async def kv_scales(self) -> dict[str, dict[str, float]]:
-        """Return layer -> KV scales in use: "q", "k", "v" on the device, and "q_host", ... on the host."""
-        refuse_shut_down(self.state)
-        found: dict[str, dict[str, float]] = (await self._drive(rpc("fp8plan_kv_scales")))[0]
-        return found
-
-    async def sleep(self, level: int = 1) -> None:
-        """Call AsyncLLM's sleep. Level 2 drops the weights: a sync must follow the wake-up."""
-        await self._drive(self._sleep(self._busy(), level))
-
-    async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Call AsyncLLM's wake_up. It sets the KV scales to 1.0; they are put back, and the KV cache is zeroed."""
-        await self._drive(self._wake_up(self._busy(), tags))
 
     def shutdown(self) -> None:
         """Stop the engine's process, for good: every later call raises LostEngineError."""
@@ -150,7 +107,6 @@ class AsyncRolloutEngine(EngineBase):
         self.llm.shutdown()
 
     async def _drive(self, procedure: Generator[Call, Any, Answer]) -> Answer:
-        """Run a procedure to its end, answering its calls."""
         return await driven(procedure, lambda call: self._whole(self.answer(call)))
 
     async def answer(self, call: Call) -> Any:

@@ -1,30 +1,24 @@
-"""The base of both engines: their state, and the procedures that act on them.
+"""What RolloutEngine, AsyncRolloutEngine and RolloutFleet share: their state, and the calls that change an engine.
 
-A procedure is a generator that yields Calls (runtime.weight_sync.state). RolloutEngine answers them in place,
-AsyncRolloutEngine under asyncio, so everything but the talking to vLLM is written once.
+Each public call is a procedure: a generator that yields Calls (runtime.weight_sync.state) and does no input or output.
+`_drive` runs it. A RolloutEngine and a RolloutFleet answer its Calls at once, an AsyncRolloutEngine under asyncio.
 """
+
+# `_drive` returns what a procedure returns, or a coroutine of it.
+# mypy: disable-error-code="no-any-return"
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from math import isnan
 from operator import index
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fp8plan.errors import ConfigError, Fp8PlanError, NotServingError
 from fp8plan.runtime.controller.state import Escalation
-from fp8plan.runtime.engine.access import (
-    alone,
-    asleep_of,
-    falling_asleep,
-    refuse_asleep,
-    refuse_dead,
-    refuse_shut_down,
-    warm_up_batches,
-)
+from fp8plan.runtime.engine.access import alone, refuse_asleep, refuse_dead, refuse_shut_down, warm_up_batches
 from fp8plan.runtime.engine.launch import Launch
 from fp8plan.runtime.engine.options import is_text
 from fp8plan.runtime.guard.fallback import Action, GuardSettings, stepped_down
@@ -41,22 +35,33 @@ from fp8plan.runtime.weight_sync.kv_calibration import (
 from fp8plan.runtime.weight_sync.kv_scales import PARTS, Scales
 from fp8plan.runtime.weight_sync.manifest import stored_wide
 from fp8plan.runtime.weight_sync.nccl import Rendezvous
-from fp8plan.runtime.weight_sync.procedure import clean, plain, replace_weights
+from fp8plan.runtime.weight_sync.procedure import plain, replace_weights
 from fp8plan.runtime.weight_sync.state import Call, Procedure, Scored, SyncReport, SyncSettings, SyncState, rpc
 
+if TYPE_CHECKING:
+    from fp8plan.model.plan.plan import Plan
 
-class EngineBase:
-    """An engine, and all that fp8plan knows of it.
+# Return types of the calls. An engine under asyncio has coroutines in their place.
+Made = TypeVar("Made")  # from_plan: the engine
+Report = TypeVar("Report")  # sync_weights: a SyncReport
+Source = TypeVar("Source")  # recalibrate_kv: where the KV scales come from
+LiveScales = TypeVar("LiveScales")  # kv_scales
+Reply = TypeVar("Reply")  # ask: what the procedure returns
+Done = TypeVar("Done")  # all others: None
 
-    mode:   "inprocess" or "multiprocess": where vLLM's engine runs
-    llm:    vLLM's own LLM or AsyncLLM; None while there is none
+Amaxes = Mapping[str, Sequence[float]]  # layer -> largest |q|, |k|, |v|
+Prompts = Sequence[Sequence[int]]  # token ids of each
+
+
+class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
+    """An engine or a fleet, and all that fp8plan knows of it.
+
     launch: how it was started
     state:  the state of its weights
     facts:  what really runs (runtime.worker.facts)
-    guard:  compares rollouts with what the best profile predicts; None if nothing can (`guard_off` says why)
+    guard:  compares rollouts with the best profile's predictions; None if nothing can (`guard_off` says why)
+    llm:    vLLM's own LLM or AsyncLLM; None while there is none, and in a fleet
     """
-
-    mode: Literal["inprocess", "multiprocess"] = "multiprocess"
 
     def __init__(self, launched: Launch, settings: SyncSettings, staged_on: str | None, guard: GuardSettings) -> None:
         self.llm: Any = None
@@ -68,67 +73,100 @@ class EngineBase:
         self._guard_settings = guard
         self._rollout: list[list[int]] = []
 
+    @classmethod
+    def from_plan(
+        cls, plan: Plan, model_path: str | None = None, *, choice: int | str | None = None, **settings: Any
+    ) -> Made:
+        """Start vLLM as the plan says. It may step down to the plan's precisions on the same layout.
+
+        choice:   index into plan.choices, or a precision of the plan; the chosen one unless given
+        settings: as `from_setup` takes them
+
+        Raises ConfigError for a choice that the plan does not have, and as `from_setup` does.
+        """
+        kind: Any = cls  # each has a from_setup of its own
+        precisions = plan.precisions_beside(choice)
+        engine: Made = kind.from_setup(plan.setup(choice), model_path, precisions=precisions, **settings)
+        return engine
+
+    def sync_weights(
+        self,
+        tensors: Any,
+        *,
+        manifest: Any = None,
+        kv_amax: Amaxes | None = None,
+        kv_prompts: Prompts | None = None,
+        scored: Scored | None = None,
+    ) -> Report:
+        """Make new weights serve: all of them, checked, with new KV scales and an empty prefix cache.
+
+        tensors:    {name: tensor}, a list or an iterator of (name, tensor) pairs, or a vLLM WeightSource. Hugging Face
+                    names; full tensors of the checkpoint's shapes, in BF16, on any device (or E4M3 with FP32 scales,
+                    see SyncSettings.weights_in). An iterator must not write again to a tensor that it gave
+        manifest:   (name, dtype, shape) of each tensor of an iterator; None: the checkpoint's tensors are expected
+        kv_amax:    {layer: largest |q|, |k|, |v|} from the trainer, for every attention layer by vLLM's name; None:
+                    measured here, on kv_prompts
+        kv_prompts: token ids of each prompt; None: sequences of the last rollout
+        scored:     a sequence with the trainer's log-probs, which the new weights must reproduce
+
+        No request may be running. An engine that has died is started again. Raises SyncError, whose message says which
+        weights serve now.
+        """
+        return self._drive(self._sync(tensors, manifest, kv_amax, kv_prompts, scored))
+
+    def join_transfer(self, where: Rendezvous) -> Done:
+        """Meet a trainer that sends over NCCL (fp8plan.runtime.weight_sync.nccl). Returns once it has come."""
+        return self._drive(self._join(where))
+
+    def recalibrate_kv(self, *, kv_amax: Any = None, kv_prompts: Any = None) -> Source:
+        """Measure or set the KV scales without new weights, and return where they come from.
+
+        kv_amax, kv_prompts: as for `sync_weights`. Raises ConfigError for ones that scales cannot be made of,
+        SyncError while requests run. None is returned without an FP8 KV cache.
+        """
+        return self._drive(self._recalibrate(kv_amax, kv_prompts))
+
+    def apply(self, verdict: Verdict | Action | None, escalate: Escalation | None = None) -> Done:
+        """Do what a verdict advises: nothing, recalibrate the KV cache, or restart in a safer precision.
+
+        verdict:  of the guard, or its action alone
+        escalate: of a Monitor's decision; it is followed where the verdict advises nothing
+
+        After a restart the engine refuses to generate until a sync. Raises SyncError while requests run, ConfigError
+        if the plan does not have that precision.
+        """
+        return self._drive(self._apply(verdict, escalate))
+
+    def ask(self, procedure: Procedure) -> Reply:
+        """Run a procedure that changes neither weights nor scales, while no request runs (fp8plan.runtime.doctor).
+
+        Raises SyncError while requests run, NotServingError if the engine has died.
+        """
+        return self._drive(self._asked(procedure))
+
+    def kv_scales(self) -> LiveScales:
+        """Return layer -> KV scales in use: "q", "k", "v" on the device, and "q_host", ... on the host.
+
+        A fleet returns a list of these: one for each worker, replica by replica.
+        """
+        return self._drive(self._scales_in_use())
+
+    def _drive(self, procedure: Generator[Call, Any, Any]) -> Any:
+        """Run a procedure to its end, and return what it returns; under asyncio, a coroutine that does."""
+        raise NotImplementedError
+
     @property
     def serving(self) -> bool:
         """Return whether rollouts may use the weights now."""
         return self.state.refusal is None and not self.state.dead and not self.state.shut_down
 
-    def lost(self, error: Exception) -> Exception:
-        """Return the error to raise for one that an rpc raised.
-
-        Workers answer their own errors as data. So an exception from another process means that it has ended.
-        """
-        return error if self.state.staged_on is None or isinstance(error, NotServingError) else self._died()
-
-    def _died(self) -> NotServingError:
-        """Note that the engine is dead, and return the error that says so."""
-        self.state.dead = True
-        return NotServingError("the engine has died; the next sync_weights starts it again")
-
-    @contextmanager
-    def _noticing_death(self) -> Iterator[None]:
-        """Note it if the engine dies of what is done inside. Raises NotServingError then, and if there is no engine."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        if self.llm is None:
-            raise NotServingError("the engine could not be started; call sync_weights, which tries again")
-        try:
-            yield
-        except EngineDeadError as error:
-            raise self._died() from error
-
-    @property
-    def _front(self) -> Any:
-        """vLLM's front end: the LLMEngine of an LLM, or the AsyncLLM itself."""
-        return getattr(self.llm, "llm_engine", self.llm)
-
     def _busy(self) -> int:
         """Return the number of unfinished requests. Raises LostEngineError after shutdown."""
-        refuse_shut_down(self.state)
-        return 0 if self.state.dead else self._front.output_processor.get_num_unfinished_requests()
-
-    def _give_up(self) -> None:
-        """Kill an engine that somebody has lost patience with; the next sync starts another."""
-        self.state.dead = True
-        if self.mode == "multiprocess" and self.llm is not None:
-            for process in self._front.engine_core.resources.engine_manager.processes:
-                process.kill()
-
-    def _stop(self) -> None:
-        """Shut vLLM down, and let Python collect what it leaves."""
-        if self.llm is not None:
-            try:
-                self._shut_down()
-            except BaseException:
-                self._give_up()  # vLLM shuts processes down only once: a second try would leave them
-                raise
-            self.llm = None
-        gc.unfreeze()
-        gc.collect()
-
-    def _shut_down(self) -> None:
-        """Call vLLM's own shutdown: each kind of engine has another."""
         raise NotImplementedError
+
+    def _alone(self) -> AbstractContextManager[None]:
+        """Keep everybody else away from the engine. Raises SyncError while requests run or another procedure does."""
+        return alone(self.state, self._busy())
 
     def _opening(self) -> Procedure:
         """Take over an engine that has started: read what runs, refuse what was not planned, compile kernels."""
@@ -152,8 +190,7 @@ class EngineBase:
 
     def sizes(self) -> tuple[int, int]:
         """Return the longest request and the model's vocabulary, in tokens."""
-        running = self._front.model_config
-        return running.max_model_len, running.get_vocab_size()
+        raise NotImplementedError
 
     @property
     def _longest(self) -> int:
@@ -188,19 +225,13 @@ class EngineBase:
         """Return the facts that the guard needs about the running engine."""
         return facts_of(self.launch.setup, self.facts, self.launch.not_predicted)
 
-    def _revive_and_sync(
-        self,
-        busy: int,
-        source: Any,
-        manifest: Any,
-        kv_amax: Mapping[str, Sequence[float]] | None,
-        kv_prompts: Sequence[Sequence[int]] | None,
-        scored: Scored | None,
+    def _sync(
+        self, source: Any, manifest: Any, kv_amax: Amaxes | None, kv_prompts: Prompts | None, scored: Scored | None
     ) -> Generator[Call, Any, SyncReport]:
-        """Replace the weights; a dead engine is started again first. busy: unfinished requests."""
+        """Replace the weights; a dead engine is started again first."""
         state = self.state
-        with alone(self.state, busy):
-            refuse_asleep(self.state, kv_amax, scored)
+        with self._alone():
+            refuse_asleep(state, kv_amax, scored)
             if not state.dead and state.staged_on is not None:
                 with suppress(NotServingError):
                     yield from rpc("fp8plan_attention_layers")  # a process that died while idle is noticed here
@@ -211,9 +242,9 @@ class EngineBase:
             prompts, where = self._calibration(kv_amax, kv_prompts)
             return (yield from replace_weights(state, source, manifest, kv_amax, prompts, where, scored))
 
-    def _join(self, busy: int, where: Rendezvous) -> Procedure:
+    def _join(self, where: Rendezvous) -> Procedure:
         """Meet a trainer; a dead engine is started again first."""
-        with alone(self.state, busy):
+        with self._alone():
             if self.state.dead:
                 yield from self._restart()
             yield from rpc("fp8plan_join", asdict(where))
@@ -256,12 +287,16 @@ class EngineBase:
         """Some sequences of the last rollout, prompt and response as token ids; none before the first."""
         return self._rollout
 
-    def _asked(self, busy: int, procedure: Procedure) -> Procedure:
-        """Run a procedure that changes neither weights nor scales."""
-        with alone(self.state, busy):
+    def _asked(self, procedure: Procedure) -> Procedure:
+        with self._alone():
             refuse_dead(self.state)
             refuse_asleep(self.state, None, None)
             return (yield from procedure)
+
+    def _scales_in_use(self) -> Procedure:
+        refuse_shut_down(self.state)
+        workers = yield from rpc("fp8plan_kv_scales")
+        return workers[0]
 
     def _remember(self, outputs: Sequence[Any], more: bool = False) -> None:
         """Keep some sequences of a rollout, to calibrate and to examine the engine with, and note log-probs that are
@@ -280,15 +315,12 @@ class EngineBase:
         if self.state.kv_scales is not None:
             yield from rpc("fp8plan_set_kv_scales", self.state.kv_scales)
 
-    def _recalibrate(
-        self, busy: int, kv_amax: Mapping[str, Sequence[float]] | None, kv_prompts: Any
-    ) -> Generator[Call, Any, str | None]:
-        """Measure or set the KV scales without a sync, and return where they come from. After a failure the old ones
-        are back."""
+    def _recalibrate(self, kv_amax: Amaxes | None, kv_prompts: Any) -> Generator[Call, Any, str | None]:
+        """Measure or set the KV scales; after a failure the old ones are back."""
         state = self.state
-        with alone(self.state, busy):
-            refuse_dead(self.state)
-            refuse_asleep(self.state, kv_amax, None)
+        with self._alone():
+            refuse_dead(state)
+            refuse_asleep(state, kv_amax, None)
             prompts, where = self._calibration(kv_amax, kv_prompts)
             refuse_calibration(state, kv_amax, prompts)
             before, state.refusal = state.refusal, "the KV scales were being changed, and that has not ended"
@@ -303,24 +335,6 @@ class EngineBase:
             state.refusal = before
         return used
 
-    def _sleep(self, busy: int, level: int) -> Procedure:
-        """Put vLLM to sleep, unless it sleeps already."""
-        with alone(self.state, busy), falling_asleep(self.state, level) as needed:
-            if needed:
-                yield Call("sleep", (level,))
-
-    def _wake_up(self, busy: int, tags: Sequence[str] | None) -> Procedure:
-        """Wake vLLM up, and mend what that leaves: a KV cache of whatever lay in that memory, KV scales of 1.0."""
-        state = self.state
-        with alone(state, busy):
-            if sleeping := asleep_of(state, tags):
-                yield Call("wake_up", (sleeping,))
-            if "kv_cache" in sleeping:
-                state.soiled = True
-                yield from clean(state)
-            yield from self._rescale()
-            state.asleep -= frozenset(sleeping)
-
     def _advised(self, verdict: Verdict | Action | None, escalate: Escalation | None) -> Action:
         """Return what the guard advises; if that is nothing, its answer to the controller's escalation."""
         action = verdict.action if isinstance(verdict, Verdict) else verdict or Action.NONE
@@ -328,16 +342,17 @@ class EngineBase:
             return action
         return answer(self.guard, self.launch.precision, escalate)
 
-    def _apply(self, busy: int, action: Action) -> Procedure:
-        """Do what the guard advises, and tell the guard."""
+    def _apply(self, verdict: Verdict | Action | None, escalate: Escalation | None) -> Procedure:
+        """Do what is advised, and tell the guard."""
+        action = self._advised(verdict, escalate)
         if action == Action.RECALIBRATE_KV:
-            yield from self._recalibrate(busy, None, None)
+            yield from self._recalibrate(None, None)
             self._took(action)
         elif action != Action.NONE:
             wanted = stepped_down(self.launch.precision, action)
             if wanted == self.launch.precision:
                 raise ConfigError(f"{action.value} changes nothing in {wanted}; allowed: an action of the guard's")
-            with alone(self.state, busy):
+            with self._alone():
                 self.launch = self.launch.with_precision(wanted)
                 self._took(action)  # should it not start, the next sync starts it in that precision
                 yield from self._restart()
@@ -345,6 +360,9 @@ class EngineBase:
     def _took(self, action: Action) -> None:
         if self.guard is not None:
             self.guard.took(action)
+
+
+AnyEngine = EngineBase[Any, Any, Any, Any, Any, Any]
 
 
 def requests(call: Call) -> tuple[list[dict[str, list[int]]], Any]:
@@ -357,7 +375,7 @@ def requests(call: Call) -> tuple[list[dict[str, list[int]]], Any]:
 
 
 def has_nan(response: Any) -> bool:
-    """Return whether a log-prob is NaN in a response, a vLLM CompletionOutput."""
+    """Return whether a response, a vLLM CompletionOutput, has a log-prob that is NaN."""
     total = response.cumulative_logprob
     return total is not None and isnan(total)
 

@@ -14,33 +14,30 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fp8plan.errors import ConfigError, NotServingError
 from fp8plan.runtime.engine.access import freeze_garbage, generating, refuse_shut_down, until_reset
-from fp8plan.runtime.engine.base import EngineBase, requests
+from fp8plan.runtime.engine.base import requests
 from fp8plan.runtime.engine.judge import Judge
 from fp8plan.runtime.engine.launch import Launch, launch
 from fp8plan.runtime.engine.options import arguments_of, refuse_prompts
-from fp8plan.runtime.guard.fallback import Action, GuardSettings
+from fp8plan.runtime.engine.vllm_engine import VllmEngine
+from fp8plan.runtime.guard.fallback import GuardSettings
 from fp8plan.runtime.interrupts import Held, let_in, released, started_apart, watched
-from fp8plan.runtime.weight_sync.state import Call, Procedure, Scored, SyncReport, SyncSettings, driven, rpc
+from fp8plan.runtime.weight_sync.state import Call, SyncReport, SyncSettings, driven
 
 if TYPE_CHECKING:
-    from fp8plan.model.plan.plan import Plan
     from fp8plan.model.setup import EngineSetup
-    from fp8plan.runtime.controller.state import Escalation
     from fp8plan.runtime.guard.guard import Verdict
     from fp8plan.runtime.guard.observation import Observation
-    from fp8plan.runtime.weight_sync.nccl import Rendezvous
 
 Answer = TypeVar("Answer")
 MODES = ("inprocess", "multiprocess")
 
 
-class RolloutEngine(EngineBase):
+class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str, dict[str, float]], Any, None]):
     """A vllm.LLM in one of fp8plan's precisions; `from_plan` or `from_setup` makes one.
 
     Calls after `shutdown` raise LostEngineError. Ctrl-C during a call is held back until it does no harm.
@@ -64,7 +61,7 @@ class RolloutEngine(EngineBase):
         with Held(self._give_up):
             try:
                 self._start()
-                self._drive(self._opening())
+                driven(self._opening(), self.answer)
             except BaseException:
                 self._stop()
                 raise
@@ -103,57 +100,14 @@ class RolloutEngine(EngineBase):
         launched = launch(setup, model_path, keep_bf16, vllm_kwargs, precisions, arguments_of(cls))
         return cls(launched, sync or SyncSettings.planned(launched.precision, remote), mode, guard)
 
-    @classmethod
-    def from_plan(
-        cls, plan: Plan, model_path: str | None = None, *, choice: int | str | None = None, **settings: Any
-    ) -> RolloutEngine:
-        """Start vLLM as the plan says. The engine may step down to the plan's precisions on the same layout.
-
-        choice:   index into plan.choices, or a precision of the plan; the chosen one unless given
-        settings: as `from_setup` takes them
-
-        Raises ConfigError for a choice that the plan does not have, and as `from_setup` does.
-        """
-        precisions = plan.precisions_beside(choice)
-        return cls.from_setup(plan.setup(choice), model_path, precisions=precisions, **settings)
-
-    def sync_weights(
-        self,
-        tensors: Any,
-        *,
-        manifest: Any = None,
-        kv_amax: Mapping[str, Sequence[float]] | None = None,
-        kv_prompts: Sequence[Sequence[int]] | None = None,
-        scored: Scored | None = None,
-    ) -> SyncReport:
-        """Make new weights serve: all of them, checked, with new KV scales and an empty prefix cache.
-
-        tensors:    {name: tensor}, a list or an iterator of (name, tensor) pairs, or a vLLM WeightSource. Hugging Face
-                    names; full tensors of the checkpoint's shapes, in BF16, on any device (or E4M3 with FP32 scales,
-                    see SyncSettings.weights_in). An iterator must not write again to a tensor that it gave
-        manifest:   (name, dtype, shape) of each tensor of an iterator; None: the checkpoint's tensors are expected
-        kv_amax:    {layer: largest |q|, |k|, |v|} from the trainer, for every attention layer by vLLM's name; None:
-                    measured here, on kv_prompts
-        kv_prompts: token ids of each prompt; None: sequences of the last rollout
-        scored:     a sequence with the trainer's log-probs, which the new weights must reproduce
-
-        Starts the engine again if it has died. Raises SyncError, whose message says which weights serve now.
-        """
-        with self._calling():
-            return self._drive(self._revive_and_sync(self._busy(), tensors, manifest, kv_amax, kv_prompts, scored))
-
-    def join_transfer(self, where: Rendezvous) -> None:
-        """Meet a trainer that sends over NCCL (fp8plan.runtime.weight_sync.nccl). Returns once it has come."""
-        with self._calling():
-            self._drive(self._join(self._busy(), where))
-
     def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> list[Any]:
         """Generate as vllm.LLM.generate does, and return its RequestOutputs, in the order of the prompts.
 
         `verdict` then is the guard's on this rollout. Raises NotServingError while another generate runs, or while the
         weights must not be used, and ConfigError for a token id that the model has not.
         """
-        with self._calling():
+        refuse_shut_down(self.state)
+        with Held(self._give_up):
             refuse_prompts(prompts, self.state.vocabulary)
             if self.state.generating or (not self.state.running and self._busy()):
                 raise NotServingError(
@@ -182,72 +136,12 @@ class RolloutEngine(EngineBase):
         """
         self._judge.report_kl(kl_k3)
 
-    def apply(self, verdict: Verdict | Action | None, escalate: Escalation | None = None) -> None:
-        """Do what a verdict advises: nothing, recalibrate the KV cache, or restart in a safer precision.
-
-        verdict:  of the guard, or its action alone
-        escalate: of a Monitor's decision; it is followed where the verdict advises nothing
-
-        After a restart the engine refuses to generate until a sync. Raises SyncError while requests run, ConfigError
-        if the plan does not have that precision.
-        """
-        if (action := self._advised(verdict, escalate)) != Action.NONE:
-            with self._calling():
-                self._drive(self._apply(self._busy(), action))
-
-    def recalibrate_kv(self, *, kv_amax: Any = None, kv_prompts: Any = None) -> str | None:
-        """Measure or set the KV scales without new weights, and return where they come from.
-
-        kv_amax, kv_prompts: as for `sync_weights`. Raises ConfigError for ones that scales cannot be made of,
-        SyncError while requests run. None is returned without an FP8 KV cache.
-        """
-        with self._calling():
-            return self._drive(self._recalibrate(self._busy(), kv_amax, kv_prompts))
-
-    def ask(self, procedure: Procedure) -> Any:
-        """Run a procedure that changes neither weights nor scales, while no request runs (fp8plan.runtime.doctor).
-
-        Raises SyncError while requests run, NotServingError if the engine has died.
-        """
-        with self._calling():
-            return self._drive(self._asked(self._busy(), procedure))
-
-    def kv_scales(self) -> dict[str, dict[str, float]]:
-        """Return layer -> KV scales in use: "q", "k", "v" on the device, and "q_host", ... on the host."""
-        with self._calling():
-            found: dict[str, dict[str, float]] = self._drive(rpc("fp8plan_kv_scales"))[0]
-        return found
-
-    def sleep(self, level: int = 1) -> None:
-        """Call vLLM's sleep (enable_sleep_mode=True). Level 1 keeps the weights on the host.
-
-        Level 2 drops them: a sync must follow the wake-up. Raises SyncError while requests run, ConfigError for other
-        levels.
-        """
-        with self._calling():
-            self._drive(self._sleep(self._busy(), level))
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        """Call vLLM's wake_up. vLLM sets the KV scales to 1.0; they are put back, and the KV cache is zeroed.
-
-        tags: "weights", "kv_cache"; None: all that sleeps. Raises ConfigError for others.
-        """
-        with self._calling():
-            self._drive(self._wake_up(self._busy(), tags))
-
     def shutdown(self) -> None:
         """Stop the engine and free its memory, for good: every later call raises LostEngineError."""
         with Held(self._give_up):
             self.state.shut_down = True
             self._judge.close()
             self._stop()
-
-    @contextmanager
-    def _calling(self) -> Iterator[None]:
-        """Hold Ctrl-C back, during a call, until it does no harm. Raises LostEngineError after shutdown."""
-        refuse_shut_down(self.state)
-        with Held(self._give_up):
-            yield
 
     def _rollout_of(self, prompts: Any, sampling_params: Any, more: dict[str, Any]) -> list[Any]:
         judge = self._judge.begin(self.llm, sampling_params)
@@ -294,7 +188,8 @@ class RolloutEngine(EngineBase):
         return whole
 
     def _drive(self, procedure: Generator[Call, Any, Answer]) -> Answer:
-        return driven(procedure, self.answer)
+        with Held(self._give_up):
+            return driven(procedure, self.answer)
 
     def answer(self, call: Call) -> Any:
         """Do what a Call asks for, and return its answer. This is no call for users: it asks nobody whether it may."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from fp8plan.checks import whole
 from fp8plan.errors import ConfigError, NotServingError, SyncError
-from fp8plan.runtime.engine.access import alone, generating, refuse_dead, refuse_shut_down
+from fp8plan.runtime.engine.access import generating, refuse_dead, refuse_shut_down
 from fp8plan.runtime.engine.base import EngineBase
 from fp8plan.runtime.engine.launch import Launch, launch
 from fp8plan.runtime.engine.options import arguments_of, refuse_prompts
@@ -37,7 +37,6 @@ from fp8plan.runtime.weight_sync.procedure import replace_weights
 from fp8plan.runtime.weight_sync.state import (
     Call,
     Procedure,
-    Scored,
     SyncReport,
     SyncSettings,
     SyncState,
@@ -48,14 +47,13 @@ from fp8plan.runtime.weight_sync.state import (
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
     from fp8plan.model.setup import EngineSetup
-    from fp8plan.runtime.controller.state import Escalation
     from fp8plan.runtime.guard.guard import Guard, Verdict
     from fp8plan.runtime.weight_sync.nccl import Rendezvous
 
 Answer = TypeVar("Answer")
 
 
-class RolloutFleet(EngineBase):
+class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[str, dict[str, float]]], Any, None]):
     """Replicas of one engine; `from_plan` or `from_setup` makes them. A context manager, which shuts them down.
 
     A replica that dies drops out, with a warning that names it, and the others go on. Once none is left the fleet
@@ -133,16 +131,12 @@ class RolloutFleet(EngineBase):
     def from_plan(
         cls, plan: Plan, model_path: str | None = None, *, choice: int | str | None = None, **settings: Any
     ) -> RolloutFleet:
-        """Start the replicas of a plan, or as many as `replicas` says.
+        """Start the replicas of a plan, or as many as `replicas` says. The rest is as in RolloutEngine.from_plan.
 
-        choice:   index into plan.choices, or a precision of the plan; the chosen one unless given
-        settings: as `from_setup` takes them; expected_tokens is what the plan's workload expects unless given
-
-        Raises ConfigError for a choice that the plan does not have, and as `from_setup` does.
+        expected_tokens is the mean response of the plan's workload unless given.
         """
-        precisions = plan.precisions_beside(choice)
         settings = {"expected_tokens": mean_response(plan.workload)} | settings
-        return cls.from_setup(plan.setup(choice), model_path, precisions=precisions, **settings)
+        return super().from_plan(plan, model_path, choice=choice, **settings)
 
     def __enter__(self) -> Self:
         return self
@@ -178,56 +172,6 @@ class RolloutFleet(EngineBase):
             self._remember(outputs)
             return outputs
 
-    def sync_weights(
-        self,
-        tensors: Any,
-        *,
-        manifest: Any = None,
-        kv_amax: Mapping[str, Sequence[float]] | None = None,
-        kv_prompts: Sequence[Sequence[int]] | None = None,
-        scored: Scored | None = None,
-    ) -> SyncReport:
-        """Make new weights serve in all replicas, or in none: RolloutEngine.sync_weights says what it takes.
-
-        The tensors are read once. Every replica that lives must have them, checked, before any may serve them; one that
-        dies meanwhile has no say. KV scales are the same in all: made of the largest magnitudes that any has seen, with
-        kv_prompts dealt out among them. Starts all replicas again if none lives.
-
-        Raises SyncError, whose message says which weights serve now.
-        """
-        if isinstance(tensors, RemoteSource):
-            workers = self._to_meet()
-            if self._members.lineup != self._met:
-                raise SyncError(
-                    "the replicas that live are not those that met the trainer; type: "
-                    f"transfer = connect(fleet.join_transfer, workers={workers}). Nothing was sent"
-                )
-        calls = self._calls(keep=self._keep)
-        report = self._drive(self._revive_and_sync(self._busy(), tensors, manifest, kv_amax, kv_prompts, scored), calls)
-        self._waiting.clear()
-        sent = next(key[0] for key, checked in self.state.prepared.items() if checked.number == calls.number)
-        self._kept = Kept(sent, calls.chunks) if calls.chunks else None
-        return report
-
-    def join_transfer(self, where: Rendezvous) -> None:
-        """Meet a trainer that sends over NCCL to all workers of all replicas (fp8plan.runtime.weight_sync.nccl).
-
-        Once a replica has died or was replaced they must meet again. What comes this way is not kept for `replace`.
-        Raises ConfigError if `where` has places for other than these workers.
-        """
-        workers = self._to_meet()
-        if where.world_size != 1 + workers:
-            raise ConfigError(
-                f"world_size is {where.world_size}; allowed: {1 + workers}, for the trainer and the workers of all "
-                f"replicas that live; type: transfer = connect(fleet.join_transfer, workers={workers})"
-            )
-        self._drive(self._join(self._busy(), where))
-        self._met = self._members.lineup
-
-    def recalibrate_kv(self, *, kv_amax: Any = None, kv_prompts: Any = None) -> str | None:
-        """Measure or set the KV scales of all replicas without new weights, as RolloutEngine.recalibrate_kv does."""
-        return self._drive(self._recalibrate(self._busy(), kv_amax, kv_prompts))
-
     def replace(self, number: int) -> bool:
         """Start another replica in the place of one that died, or still lives, and give it what serves.
 
@@ -240,7 +184,7 @@ class RolloutFleet(EngineBase):
         refuse_shut_down(self.state)
         if not isinstance(number, int) or not 0 <= number < self._members.count:
             raise ConfigError(f"replica {number!r}; allowed: 0 to {self._members.count - 1}")
-        with alone(self.state, self._busy()):
+        with self._alone():
             refuse_dead(self.state)
             try:
                 self._waiting.add(number)  # first of all: whatever fails, it does not serve without the weights
@@ -254,15 +198,6 @@ class RolloutFleet(EngineBase):
             finally:
                 self._count_dead()
         return number in self.serves
-
-    def ask(self, procedure: Procedure) -> Any:
-        """Run a procedure that changes neither weights nor scales, while no request runs; it asks all replicas."""
-        return self._drive(self._asked(self._busy(), procedure))
-
-    def kv_scales(self) -> list[dict[str, dict[str, float]]]:
-        """Return the KV scales in use on every worker, replica by replica: RolloutEngine.kv_scales says how."""
-        found: list[dict[str, dict[str, float]]] = self._drive(rpc("fp8plan_kv_scales"))
-        return found
 
     @property
     def replicas(self) -> int:
@@ -320,11 +255,6 @@ class RolloutFleet(EngineBase):
         """Report the trainer's mean k3 to the guards, as RolloutEngine.report_kl does."""
         self._every("report_kl", kl_k3)
 
-    def apply(self, verdict: Verdict | Action | None, escalate: Escalation | None = None) -> None:
-        """Do in all replicas what a verdict advises, as RolloutEngine.apply does."""
-        if (action := self._advised(verdict, escalate)) != Action.NONE:
-            self._drive(self._apply(self._busy(), action))
-
     def engine_facts(self) -> EngineFacts:
         """Return the facts about the running engines, with data_parallel_size replicas."""
         one = super().engine_facts()
@@ -370,14 +300,38 @@ class RolloutFleet(EngineBase):
         refuse_shut_down(self.state)
         return self.state.generating
 
-    def _to_meet(self) -> int:
+    def _sync(self, source: Any, *settings: Any) -> Generator[Call, Any, SyncReport]:
+        if isinstance(source, RemoteSource):
+            workers = yield from self._to_meet()
+            if self._members.lineup != self._met:
+                raise SyncError(
+                    "the replicas that live are not those that met the trainer; type: "
+                    f"transfer = connect(fleet.join_transfer, workers={workers}). Nothing was sent"
+                )
+        return (yield from super()._sync(source, *settings))
+
+    def _join(self, where: Rendezvous) -> Procedure:
+        workers = yield from self._to_meet()
+        if where.world_size != 1 + workers:
+            raise ConfigError(
+                f"world_size is {where.world_size}; allowed: {1 + workers}, for the trainer and the workers of all "
+                f"replicas that live; type: transfer = connect(fleet.join_transfer, workers={workers})"
+            )
+        yield from super()._join(where)
+        self._met = self._members.lineup
+
+    def _to_meet(self) -> Generator[Call, Any, int]:
         """Return how many workers a trainer meets: of the replicas that live, or of all, who then start again.
 
         Each is asked something first, which shows who died while idle: the others would wait for it in the broadcast.
         """
-        with alone(self.state, self._busy()), suppress(NotServingError):
-            self._drive(rpc("fp8plan_attention_layers"))
+        with self._alone(), suppress(NotServingError):
+            yield from rpc("fp8plan_attention_layers")
         return (len(self._members.living) or self.replicas) * self._members.terms.workers
+
+    def _scales_in_use(self) -> Procedure:
+        refuse_shut_down(self.state)
+        return (yield from rpc("fp8plan_kv_scales"))
 
     def _every(self, method: str, *arguments: Any) -> dict[int, Any]:
         """Call a method of every replica that lives."""
@@ -391,14 +345,16 @@ class RolloutFleet(EngineBase):
             self.guard_off = next((found.off for found in done.judgements.values() if found.off), None)
         return done
 
-    def _calls(self, numbers: Sequence[int] | None = None, keep: bool = False) -> Calls:
-        return Calls(self._members, numbers, keep)
-
-    def _drive(self, procedure: Generator[Call, Any, Answer], calls: Calls | None = None) -> Answer:
-        """Run a procedure to its end; its Calls go to all replicas that live."""
-        refuse_shut_down(self.state)
-        calls = calls or self._calls()
-        return driven(procedure, lambda call: self._restarted() if call.what == "restart" else self._told(calls, call))
+    def _drive(self, procedure: Generator[Call, Any, Answer]) -> Answer:
+        calls = Calls(self._members, keep=self._keep)
+        answer = driven(
+            procedure, lambda call: self._restarted() if call.what == "restart" else self._told(calls, call)
+        )
+        if calls.number is not None:  # a sync
+            self._waiting.clear()
+            sent = next(key[0] for key, checked in self.state.prepared.items() if checked.number == calls.number)
+            self._kept = Kept(sent, calls.chunks) if calls.chunks else None
+        return answer
 
     def _told(self, calls: Calls, call: Call) -> Any:
         try:
@@ -418,7 +374,7 @@ class RolloutFleet(EngineBase):
 
     def _seed(self, number: int) -> None:
         """Give a new replica the weights and KV scales that serve. It is lost if it does not take them."""
-        state, calls = self.state, self._calls([number])
+        state, calls = self.state, Calls(self._members, [number])
         try:
             if self._kept is None:  # of the checkpoint, as all have
                 driven(self._rescale(), calls.answer)

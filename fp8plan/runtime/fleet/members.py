@@ -290,7 +290,7 @@ class Calls:
         self._members, self._numbers, self._keep = members, numbers, keep
         self._under_way: tuple[Call, dict[int, Any]] | None = None
         self.chunks: list[tuple[Sequence[int], Any]] = []
-        self.number = -1  # of the manifest of the sync that has begun
+        self.number: int | None = None  # of the manifest of the sync that has begun
 
     def answer(self, call: Call) -> Any:
         """Ask the replicas, and return their answer as one. Raises NotServingError if none is left."""
@@ -315,7 +315,7 @@ class Calls:
         """Send a chunk, and return the answers to the one before."""
         numbers, tensors = arguments
         reference = self._members.put(packed(tensors))
-        if self._keep:
+        if self._keep and method == "fp8plan_load":
             self.chunks.append((numbers, reference))
         late = self._landed()
         sent = self._members.submit("load", dict.fromkeys(self._asked(), (method, numbers, reference)))

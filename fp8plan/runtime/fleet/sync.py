@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.weight_sync.manifest import Manifest, dtype_name, dtype_named
-from fp8plan.runtime.weight_sync.nccl import gathered
+from fp8plan.runtime.weight_sync.manifest import Manifest, dtype_name, dtype_named, gathered
 from fp8plan.runtime.weight_sync.state import Call
 
 if TYPE_CHECKING:

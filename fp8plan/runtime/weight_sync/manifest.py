@@ -141,6 +141,12 @@ def pair_of(item: Any) -> tuple[str, torch.Tensor]:
     return name, tensor
 
 
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's values without its gradient; of a DTensor, all shards."""
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach() if whole.requires_grad else whole  # a model may have 20,000 tensors
+
+
 def pairs_of(source: Any) -> Iterable[tuple[str, Any]]:
     """Return the (name, tensor) pairs of a source."""
     return source.items() if isinstance(source, Mapping) else source

@@ -42,7 +42,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import finalize
 
 from fp8plan.errors import ConfigError, LostEngineError, SyncError
-from fp8plan.runtime.weight_sync.manifest import Entry, Manifest, dtype_named, entry_of, manifest_of, read_manifest
+from fp8plan.runtime.weight_sync.manifest import (
+    Entry,
+    Manifest,
+    dtype_named,
+    entry_of,
+    gathered,
+    manifest_of,
+    read_manifest,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -84,12 +92,6 @@ def _next(stream: Iterator[tuple[str, Any]], entry: Entry | None) -> torch.Tenso
     if (came := entry_of(found[0], tensor)) != entry:
         raise ConfigError(f"{came.name} {came.dtype} {list(came.shape)} came; announced: {tuple(entry)}, in this order")
     return tensor
-
-
-def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's values without its gradient; of a DTensor, all shards."""
-    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach() if whole.requires_grad else whole  # a model may have 20,000 tensors
 
 
 @lru_cache(maxsize=8)

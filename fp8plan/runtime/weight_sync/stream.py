@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import SyncError
 from fp8plan.runtime.interrupts import released
-from fp8plan.runtime.weight_sync.manifest import dtype_named, pair_of
-from fp8plan.runtime.weight_sync.nccl import gathered
+from fp8plan.runtime.weight_sync.manifest import dtype_named, gathered, pair_of
 from fp8plan.runtime.weight_sync.state import Checked
 
 if TYPE_CHECKING:

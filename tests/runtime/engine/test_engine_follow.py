@@ -207,7 +207,7 @@ class Answers:
         return self.answer(call)
 
 
-def unstarted(kind: type[EngineBase], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Answers]:
+def unstarted(kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Answers]:
     """An engine in fp8_block+fp8_kv whose vLLM is Answers."""
     answers, engine = Answers(), kind.__new__(kind)
     lower = {"fp8_block": SimpleNamespace(precision="fp8_block", fp8_kv=False)}
@@ -230,9 +230,7 @@ def followed(engine: Any, escalate: Escalation) -> None:
 
 
 @pytest.mark.parametrize("kind", [RolloutEngine, AsyncRolloutEngine])
-def test_an_escalation_that_fails_is_done_the_next_time(
-    kind: type[EngineBase], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_escalation_that_fails_is_done_the_next_time(kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     engine, answers = unstarted(kind, monkeypatch)
     answers.busy = 1
     with pytest.raises(SyncError, match="1 requests are running"):
@@ -274,7 +272,7 @@ def running(process: Process, shutdown: Any) -> Any:
 
 @pytest.mark.parametrize("kind", [RolloutEngine, AsyncRolloutEngine])
 def test_a_shutdown_that_is_interrupted_leaves_no_process_and_can_be_repeated(
-    kind: type[EngineBase], monkeypatch: pytest.MonkeyPatch
+    kind: type[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, _ = unstarted(kind, monkeypatch)
     engine._judge, process, calls = Judge(engine), Process(), list[int]()

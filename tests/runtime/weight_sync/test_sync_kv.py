@@ -23,7 +23,7 @@ from tiny_models import (
 
 from fp8plan.errors import ConfigError, SyncError
 from fp8plan.model.precision import E4M3_MAX
-from fp8plan.runtime.engine.base import EngineBase
+from fp8plan.runtime.engine.base import AnyEngine
 from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.guard.fallback import GuardSettings
 from fp8plan.runtime.weight_sync.kv_calibration import recording_amax
@@ -67,7 +67,7 @@ def test_what_clipped_gets_twice_the_room() -> None:
 # --- what is checked before anything is sent ------------------------------------------------------------------------
 
 
-class Generated(EngineBase):
+class Generated(AnyEngine):
     """An engine without vLLM, and the prompts that it has run."""
 
     def __init__(self, fp8_kv: bool = True) -> None:
@@ -75,8 +75,11 @@ class Generated(EngineBase):
         super().__init__(launched, SyncSettings(), None, GuardSettings())  # type: ignore[arg-type]
         self.ran: list[Any] = []
 
+    def _busy(self) -> int:
+        return 0
+
     def recalibrate(self, **given: Any) -> str | None:
-        procedure = self._recalibrate(0, given.get("kv_amax"), given.get("kv_prompts"))
+        procedure = self._recalibrate(given.get("kv_amax"), given.get("kv_prompts"))
         found, seen = None, None
         try:
             while True:

@@ -1,0 +1,118 @@
+"""The base of the engines that hold one vLLM: its sleep, its death and its shutdown."""
+
+# `_drive` returns what a procedure returns, or a coroutine of it.
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from fp8plan.errors import NotServingError
+from fp8plan.runtime.engine.access import asleep_of, falling_asleep, refuse_shut_down
+from fp8plan.runtime.engine.base import Done, EngineBase, LiveScales, Made, Reply, Report, Source
+from fp8plan.runtime.weight_sync.procedure import clean
+from fp8plan.runtime.weight_sync.state import Call, Procedure
+
+
+class VllmEngine(EngineBase[Made, Report, Source, LiveScales, Reply, Done]):
+    """One vLLM, in this process or in one of its own.
+
+    mode: "inprocess" or "multiprocess": where vLLM's engine runs
+    """
+
+    mode: Literal["inprocess", "multiprocess"] = "multiprocess"
+
+    def sleep(self, level: int = 1) -> Done:
+        """Call vLLM's sleep (enable_sleep_mode=True). Level 1 keeps the weights on the host.
+
+        Level 2 drops them: a sync must follow the wake-up. Raises SyncError while requests run, ConfigError for other
+        levels.
+        """
+        return self._drive(self._sleep(level))
+
+    def wake_up(self, tags: list[str] | None = None) -> Done:
+        """Call vLLM's wake_up. vLLM sets the KV scales to 1.0; they are put back, and the KV cache is zeroed.
+
+        tags: "weights", "kv_cache"; None: all that sleeps. Raises ConfigError for others.
+        """
+        return self._drive(self._wake_up(tags))
+
+    def _sleep(self, level: int) -> Procedure:
+        with self._alone(), falling_asleep(self.state, level) as needed:
+            if needed:
+                yield Call("sleep", (level,))
+
+    def _wake_up(self, tags: Sequence[str] | None) -> Procedure:
+        """Wake vLLM up, and mend what that leaves: a KV cache of whatever lay in that memory, KV scales of 1.0."""
+        state = self.state
+        with self._alone():
+            if sleeping := asleep_of(state, tags):
+                yield Call("wake_up", (sleeping,))
+            if "kv_cache" in sleeping:
+                state.soiled = True
+                yield from clean(state)
+            yield from self._rescale()
+            state.asleep -= frozenset(sleeping)
+
+    def sizes(self) -> tuple[int, int]:
+        running = self._front.model_config
+        return running.max_model_len, running.get_vocab_size()
+
+    def _busy(self) -> int:
+        refuse_shut_down(self.state)
+        return 0 if self.state.dead else self._front.output_processor.get_num_unfinished_requests()
+
+    def lost(self, error: Exception) -> Exception:
+        """Return the error to raise for one that an rpc raised.
+
+        Workers answer their own errors as data. So an exception from another process means that it has ended.
+        """
+        return error if self.state.staged_on is None or isinstance(error, NotServingError) else self._died()
+
+    def _died(self) -> NotServingError:
+        """Note that the engine is dead, and return the error that says so."""
+        self.state.dead = True
+        return NotServingError("the engine has died; the next sync_weights starts it again")
+
+    @contextmanager
+    def _noticing_death(self) -> Iterator[None]:
+        """Note it if the engine dies of what is done inside. Raises NotServingError then, and if there is no engine."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if self.llm is None:
+            raise NotServingError("the engine could not be started; call sync_weights, which tries again")
+        try:
+            yield
+        except EngineDeadError as error:
+            raise self._died() from error
+
+    @property
+    def _front(self) -> Any:
+        """vLLM's front end: the LLMEngine of an LLM, or the AsyncLLM itself."""
+        return getattr(self.llm, "llm_engine", self.llm)
+
+    def _give_up(self) -> None:
+        """Kill an engine that somebody has lost patience with; the next sync starts another."""
+        self.state.dead = True
+        if self.mode == "multiprocess" and self.llm is not None:
+            for process in self._front.engine_core.resources.engine_manager.processes:
+                process.kill()
+
+    def _stop(self) -> None:
+        """Shut vLLM down, and let Python collect what it leaves."""
+        if self.llm is not None:
+            try:
+                self._shut_down()
+            except BaseException:
+                self._give_up()  # vLLM shuts processes down only once: a second try would leave them
+                raise
+            self.llm = None
+        gc.unfreeze()
+        gc.collect()
+
+    def _shut_down(self) -> None:
+        """Call vLLM's own shutdown: each kind of engine has another."""
+        raise NotImplementedError
