@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from verl.workers.rollout.vllm_rollout.utils import monkey_patch_compute_logits, vLLMColocateWorkerExtension
 
-from fp8plan.errors import ConfigError
+from fp8plan.errors import ConfigError, text_of
 from fp8plan.runtime.weight_sync.manifest import entry_of
-from fp8plan.runtime.worker.extension import Fp8PlanWorker, answering
-from fp8plan.runtime.worker.updates import Updates, over_ranks, text_of
+from fp8plan.runtime.worker.extension import Fp8PlanWorker, answering, text_of
+from fp8plan.runtime.worker.updates import Updates, over_ranks
 
 if TYPE_CHECKING:
     Pairs = Sequence[tuple[str, torch.Tensor]]

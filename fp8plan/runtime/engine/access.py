@@ -1,6 +1,6 @@
 """Access to an engine: for rollouts, or for one procedure that changes it, and for neither while it sleeps.
 
-Preparation of a started engine: nothing is compiled and no garbage collected during a rollout.
+The second half prepares a started engine, so that a rollout compiles no kernel and collects no garbage.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ def generating(state: SyncState, only: bool = False) -> Iterator[None]:
 
 @contextmanager
 def alone(state: SyncState, busy: int) -> Iterator[None]:
-    """Keep everybody else away from the engine. busy: unfinished requests that vLLM counts.
+    """Keep everybody else away from the engine. busy: unfinished requests that vLLM counts
 
     Raises SyncError while there are any, or while another procedure runs.
     """
     with state.lock:
         if state.running:
             raise SyncError("another sync is running; wait for it. The weights that it leaves will serve")
-        if found := max(busy, state.generating):
+        if requests := max(busy, state.generating):
             serve = "the old weights serve" if state.refusal is None else "the engine still refuses to generate"
-            raise SyncError(f"{found} requests are running; finish or abort them before. Nothing was sent; {serve}")
+            raise SyncError(f"{requests} requests are running; finish or abort them before. Nothing was sent; {serve}")
         state.running = True
     try:
         yield
@@ -79,10 +79,10 @@ def alone(state: SyncState, busy: int) -> Iterator[None]:
 
 @contextmanager
 def falling_asleep(state: SyncState, level: int) -> Iterator[bool]:
-    """Keep account of vLLM being put to sleep; yield whether there is anything to do.
+    """Note that vLLM is put to sleep; yield False if it sleeps already.
 
-    If it fails, nobody knows what is left: the engine counts as asleep, and refuses to generate until a wake-up and a
-    complete sync. Raises ConfigError for levels other than 1 and 2, SyncError if the engine sleeps in another way.
+    If that fails, the engine counts as asleep and refuses to generate until a wake-up and a complete sync.
+    Raises ConfigError for levels other than 1 and 2, SyncError if the engine sleeps in another way.
     """
     refuse_dead(state)
     if level not in (1, 2):
@@ -98,7 +98,7 @@ def falling_asleep(state: SyncState, level: int) -> Iterator[bool]:
         return
     before = state.refusal
     state.refusal = "the engine was put to sleep, and that has not ended"
-    # Who is interrupted may have put it to sleep all the same; to wake up what is awake does no harm.
+    # An interrupted call may have put it to sleep all the same. Waking what is awake does no harm.
     state.asleep, state.sleep_level = frozenset(TAGS), 0
     yield True
     state.sleep_level = level
@@ -106,16 +106,16 @@ def falling_asleep(state: SyncState, level: int) -> Iterator[bool]:
 
 
 def asleep_of(state: SyncState, tags: Sequence[str] | None) -> list[str]:
-    """Return those of vLLM's tags (all, unless given) that sleep. Raises ConfigError for tags that there are not."""
+    """Return the tags that sleep, of these or of all. Raises ConfigError for tags that vLLM does not have."""
     refuse_dead(state)
-    if isinstance(tags, str) or (wrong := [tag for tag in tags or () if tag not in TAGS]):
-        given = tags if isinstance(tags, str) else wrong[0]
-        raise ConfigError(f"tags: {given!r}; allowed: a list of {', '.join(TAGS)}, or None for all")
+    if isinstance(tags, str) or (unknown := [tag for tag in tags or () if tag not in TAGS]):
+        wrong = tags if isinstance(tags, str) else unknown[0]
+        raise ConfigError(f"tags: {wrong!r}; allowed: a list of {', '.join(TAGS)}, or None for all")
     return [tag for tag in TAGS if tag in state.asleep and tag in (TAGS if tags is None else tags)]
 
 
 def refuse_asleep(state: SyncState, kv_amax: Any, scored: Any) -> None:
-    """Raises SyncError if what a sync writes to, or runs on, sleeps."""
+    """Raises SyncError if a sync would write to, or run on, something that sleeps."""
     if not state.asleep or state.dead:
         return
     runs = scored is not None or (state.fp8_kv and kv_amax is None)
@@ -126,10 +126,10 @@ def refuse_asleep(state: SyncState, kv_amax: Any, scored: Any) -> None:
         )
 
 
-# Token counts by the nearest of which vLLM picks the tiles of its MoE kernel (vllm/model_executor/layers/fused_moe).
+# vLLM picks the tiles of its MoE kernel by the nearest of these token counts (vllm/model_executor/layers/fused_moe).
 MOE_TILES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
 
-BASE = 32  # of the digits with which a prompt begins: some vocabularies are small
+BASE = 32  # of the digits at a prompt's start: some vocabularies are small
 
 # With async scheduling vLLM frees the last blocks a moment after the last token is out.
 RESET_TRIES, RESET_WAIT_S = 50, 0.1
@@ -138,9 +138,8 @@ RESET_TRIES, RESET_WAIT_S = 50, 0.1
 def freeze_garbage() -> None:
     """Spare Python's garbage collector the objects that stay, as vLLM does in its server, engine and worker processes.
 
-    It does not in the process that holds an `LLM`, where each full collection stops the front end for 0.35 to 0.6 s,
-    about every 20,000 to 60,000 tokens (measured: steps/ of the H200's profile). Long tails hide that; when a large
-    batch ends all at once the last tokens wait for it, 0.1 to 0.9 s.
+    vLLM does not do so in the process that holds an `LLM`. There each full collection stops the front end for up to
+    0.6 s (steps/ of the H200's profile).
     """
     gc.collect()
     gc.freeze()
@@ -149,8 +148,8 @@ def freeze_garbage() -> None:
 def deep_gemm_rows(setup: EngineSetup, most: int) -> list[int]:
     """Return numbers of tokens, up to `most`, that together need every DeepGEMM kernel of a model.
 
-    None without blockwise FP8 weights. None either for a model whose matrices fp8plan does not know: its kernels are
-    compiled when a rollout meets them.
+    The list is empty without blockwise FP8 weights, and for a model whose matrices fp8plan does not know. The kernels
+    of such a model are compiled when a rollout meets them.
     """
     if setup.precision.weights != "fp8_block":
         return []
@@ -158,27 +157,30 @@ def deep_gemm_rows(setup: EngineSetup, most: int) -> list[int]:
         linears = setup.shape.linears(setup.limits.tensor_parallel_size)
     except ConfigError:
         return []
-    return rows_of_every_kernel([(x.n, x.k) for x in linears if x.quantised], most, setup.gpu.sm_count)
+    shapes = [(linear.n, linear.k) for linear in linears if linear.quantised]
+    return rows_of_every_kernel(shapes, most, setup.gpu.sm_count)
 
 
 def warm_up_batches(setup: EngineSetup, max_model_len: int) -> list[list[list[int]]]:
     """Return batches of prompts that, run one after the other, meet every kernel of a step.
 
-    A batch has as many tokens as a step may have: MOE_TILES, odd and even, and `deep_gemm_rows`. It is one prompt
-    where that leaves room for a response. Else one token comes before: an engine in a process of its own is busy with
-    that while the other prompts arrive, and then has them in one step, as a rule. An engine in the caller's process
-    has all in one step; a kernel is seldom for one number of tokens alone.
+    Each batch is one step of a certain number of tokens: MOE_TILES, odd and even, and `deep_gemm_rows`. It is one
+    prompt if that leaves room for a response. Otherwise a prompt of one token goes first. It keeps an engine in another
+    process busy until the other prompts have arrived, so that they run in one step.
 
-    Requests reach the engine one by one, so the first step of a rollout holds any number of tokens: a rollout as
-    warm-up does not meet the kernels of every one. Each prompt begins as no other does, or the prefix cache would have
-    all but its end.
+    A rollout would not do as warm-up: requests arrive one by one, so its first step holds any number of tokens.
+    All prompts begin differently, or the prefix cache would hold all but their ends.
     """
     longest, limits = max_model_len - 1, setup.limits
     steps = {tokens + odd for tokens in MOE_TILES for odd in (0, 1)}
     steps |= set(deep_gemm_rows(setup, limits.max_num_batched_tokens))
     batches = [_split(tokens, longest) for tokens in sorted(steps) if tokens <= limits.max_num_batched_tokens]
     number = count()
-    return [[_prompt(next(number), x) for x in lengths] for lengths in batches if len(lengths) <= limits.max_num_seqs]
+    return [
+        [_prompt(next(number), length) for length in lengths]
+        for lengths in batches
+        if len(lengths) <= limits.max_num_seqs
+    ]
 
 
 def _split(tokens: int, longest: int) -> list[int]:
@@ -203,10 +205,9 @@ def until_reset() -> Iterator[float]:
 
 
 def compiled_files() -> int:
-    """Count the entries in the caches of Triton, DeepGEMM and FlashInfer's own DeepGEMM. What a rollout adds was
-    compiled in it.
+    """Count the compiled kernels in the caches of Triton, DeepGEMM and FlashInfer's own DeepGEMM.
 
-    Each cache has a folder for every kernel. What is in those is not counted, as that takes tens of milliseconds.
+    Each kernel is a folder, whose content is not counted: that would take tens of milliseconds.
     """
     home = Path.home()
     vllm = Path(os.environ.get("VLLM_CACHE_ROOT", home / ".cache" / "vllm"))

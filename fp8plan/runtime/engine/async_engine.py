@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from fp8plan.model.setup import EngineSetup
 
 Answer = TypeVar("Answer")
-
-
 Later = Coroutine[Any, Any, Answer]
 
 
@@ -76,7 +74,7 @@ class AsyncRolloutEngine(
         """Generate one request as AsyncLLM.generate does, and yield its RequestOutputs.
 
         A generate that is cancelled, or left before its end, leaves no request behind. Raises NotServingError while the
-        weights must not be used, and ConfigError for a token id that the model has not.
+        weights must not be used, and ConfigError for a token id that the model does not have.
         """
         refuse_shut_down(self.state)
         refuse_prompts([prompt], self.state.vocabulary)
@@ -110,7 +108,7 @@ class AsyncRolloutEngine(
         return await driven(procedure, lambda call: self._whole(self.answer(call)))
 
     async def answer(self, call: Call) -> Any:
-        """Do what a Call asks for, and return its answer. This is no call for users: it asks nobody whether it may."""
+        """Do a Call, and return its answer. Not for users: nothing is checked."""
         if call.what == "restart":
             self._stop()
             return await self._start()
@@ -120,8 +118,8 @@ class AsyncRolloutEngine(
             prompts, params = requests(call)
             tasks = [asyncio.ensure_future(self._last(prompt, params)) for prompt in prompts]
             try:
-                found = await asyncio.gather(*tasks)
-                return [found] if call.what == "score" else found
+                outputs = await asyncio.gather(*tasks)
+                return [outputs] if call.what == "score" else outputs
             finally:
                 for task in tasks:  # one that failed must not leave the others running
                     task.cancel()
@@ -143,8 +141,10 @@ class AsyncRolloutEngine(
         return output
 
     async def _request(self, prompt: Any, params: Any, request_id: str | None = None) -> AsyncGenerator[Any]:
-        """Yield the outputs of one request. It is always gone afterwards: vLLM itself would not abort one that is
-        cancelled while it is sent."""
+        """Yield the outputs of one request, and abort it at a failure.
+
+        vLLM itself would not abort a request that is cancelled while it is sent.
+        """
         name = request_id or uuid4().hex
         try:
             with self._noticing_death():
@@ -157,8 +157,10 @@ class AsyncRolloutEngine(
             raise
 
     async def _whole(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Return what `work` gives. A task that is cancelled meanwhile ends only when `work` has, so that the next call
-        does not meet it. If it is cancelled again, or waits too long, it ends at once, and the engine is given up.
+        """Return what `work` returns. A task that is cancelled meanwhile waits for `work` first.
+
+        So the next call does not meet it. A second cancellation ends the wait at once, as PATIENCE_S does, and the
+        engine is given up.
         """
         task = asyncio.ensure_future(work)
         try:
@@ -182,29 +184,30 @@ class AsyncRolloutEngine(
             await asyncio.sleep(pause_s)
 
     async def _alive(self, act: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Return what `act` gives. Raises NotServingError if the engine dies of it, or if there is none."""
+        """Return what `act` returns. Raises NotServingError if the engine dies of it, or if there is none."""
         with self._noticing_death():
             return await act()
 
 
 async def driven(procedure: Generator[Call, Any, Answer], answer: Callable[[Call], Awaitable[Any]]) -> Answer:
-    """Run a procedure to its end under asyncio. answer: does what a Call asks for"""
+    """Run a procedure to its end under asyncio. answer: does a Call"""
     try:
         call = next(procedure)
         while True:
             try:
-                found = await answer(call)
+                reply = await answer(call)
             except BaseException as error:
                 call = procedure.throw(error)
             else:
-                call = procedure.send(found)
+                call = procedure.send(reply)
     except StopIteration as end:
         return cast("Answer", end.value)
 
 
 def forgetting_unsent(llm: Any) -> None:
-    """Have an AsyncLLM take back a request that it cannot send to its engine's process, such as one with a seed of 70
-    bits. It would count it for ever, and no weights could be changed any more. The request raises ConfigError.
+    """Have an AsyncLLM forget a request that it cannot send to its engine's process, as one with a seed of 70 bits.
+
+    It would count that request for ever, and no weights could be changed any more. The request raises ConfigError.
     """
     send = llm.engine_core.add_request_async
 
@@ -229,7 +232,7 @@ def forgetting_unsent(llm: Any) -> None:
 
 @contextmanager
 def named() -> Iterator[None]:
-    """Raise the ConfigError of a request that could not be sent, for which vLLM raises an EngineGenerateError."""
+    """Raise the ConfigError of a request that could not be sent, instead of vLLM's EngineGenerateError."""
     try:
         yield
     except Exception as error:

@@ -165,7 +165,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         raise NotImplementedError
 
     def _alone(self) -> AbstractContextManager[None]:
-        """Keep everybody else away from the engine. Raises SyncError while requests run or another procedure does."""
+        """Keep everybody else away from the engine. Raises SyncError while requests or another procedure run."""
         return alone(self.state, self._busy())
 
     def _opening(self) -> Procedure:
@@ -203,18 +203,18 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         return {layer: [parts[part] for part in PARTS] for layer, parts in answers[0].items()}
 
     def _watch(self) -> None:
-        """Let the guard look at the engine that runs now, if it can be predicted."""
+        """Tell the guard about the engine that runs now, if it can be predicted."""
         self.guard_off = None
         try:
             if self.guard is None:
                 self.guard = self._guarding()
             else:
                 self.guard.engine_changed(self._guarded_facts())
-        except Fp8PlanError as error:  # a GPU without a profile: everything works but this comparison
+        except Fp8PlanError as error:  # a GPU without a profile, say: everything but this comparison works
             self.guard, self.guard_off = None, str(error)
 
     def _guarded_facts(self) -> EngineFacts:
-        """Return the facts of what the guard looks at."""
+        """Return the facts that the guard compares rollouts with."""
         return self.engine_facts()
 
     def _guarding(self) -> Guard:
@@ -270,21 +270,21 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         self.state.quantised = tuple(answers[0]["quantised"])
         return self.state.quantised
 
-    def _calibration(self, amax: Any, given: Sequence[Sequence[int]] | None) -> tuple[Any, str]:
-        """Return token ids to calibrate KV scales on, and where they come from.
+    def _calibration(self, amax: Any, prompts: Prompts | None) -> tuple[Any, str]:
+        """Return the prompts to calibrate KV scales on, and where they come from.
 
-        They are the given ones; None with an amax or without an FP8 KV cache; else sequences of the last rollout, or
-        random tokens before the first.
+        Without prompts they are sequences of the last rollout, or random tokens before the first. An amax and a BF16
+        KV cache need none.
         """
-        if given is not None or amax is not None or not self.state.fp8_kv:
-            return _as_lists(given), "calibration prompts"
+        if prompts is not None or amax is not None or not self.state.fp8_kv:
+            return _as_lists(prompts), "calibration prompts"
         if self._rollout:
             return self._rollout, "sequences of the last rollout"
         return random_prompts(self.state.vocabulary, self._longest - 1), RANDOM
 
     @property
     def last_sequences(self) -> list[list[int]]:
-        """Some sequences of the last rollout, prompt and response as token ids; none before the first."""
+        """Some sequences of the last rollout, prompt and response as token ids; empty before the first."""
         return self._rollout
 
     def _asked(self, procedure: Procedure) -> Procedure:
@@ -299,14 +299,15 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         return workers[0]
 
     def _remember(self, outputs: Sequence[Any], more: bool = False) -> None:
-        """Keep some sequences of a rollout, to calibrate and to examine the engine with, and note log-probs that are
-        NaN. more: beside those of outputs before
+        """Keep some sequences of a rollout to calibrate and examine the engine with, and note NaN log-probs.
+
+        more: add them to those that are kept already
         """
         most = min(CALIBRATION_TOKENS, self._longest - 1)
         chosen = outputs[:: max(1, len(outputs) // CALIBRATION_SEQUENCES)][:CALIBRATION_SEQUENCES]
-        both = [[*(output.prompt_token_ids or ()), *output.outputs[0].token_ids][:most] for output in chosen]
-        if both:
-            self._rollout = [*(self._rollout if more else ()), *both][-CALIBRATION_SEQUENCES:]
+        sequences = [[*(output.prompt_token_ids or ()), *output.outputs[0].token_ids][:most] for output in chosen]
+        if sequences:
+            self._rollout = [*(self._rollout if more else ()), *sequences][-CALIBRATION_SEQUENCES:]
         if any(has_nan(response) for output in outputs for response in output.outputs):
             self.state.soiled = True
 
@@ -336,7 +337,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         return used
 
     def _advised(self, verdict: Verdict | Action | None, escalate: Escalation | None) -> Action:
-        """Return what the guard advises; if that is nothing, its answer to the controller's escalation."""
+        """Return the action of the verdict, or else the guard's answer to the controller's escalation."""
         action = verdict.action if isinstance(verdict, Verdict) else verdict or Action.NONE
         if action != Action.NONE or escalate is None:
             return action
@@ -381,10 +382,7 @@ def has_nan(response: Any) -> bool:
 
 
 def _as_lists(prompts: Any) -> Any:
-    """Return prompts that can be read more than once: to be checked, and in each pass of a calibration.
-
-    What is no list of lists stays what it is, and is refused later.
-    """
+    """Return prompts that can be read more than once. Anything but a list of lists is returned as it is."""
     if not isinstance(prompts, Iterable) or is_text(prompts):
         return prompts
     return [list(tokens) if isinstance(tokens, Iterable) and not is_text(tokens) else tokens for tokens in prompts]

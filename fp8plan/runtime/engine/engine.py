@@ -57,7 +57,7 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
         super().__init__(launched, settings, staged_on, guard or GuardSettings())
         self.mode = mode
         self._judge = Judge(self)
-        self._half_done = False  # a step or a request, when something other than an Exception came out of it
+        self._half_done = False  # a step or a request was broken off
         with Held(self._give_up):
             try:
                 self._start()
@@ -103,8 +103,8 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
     def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> list[Any]:
         """Generate as vllm.LLM.generate does, and return its RequestOutputs, in the order of the prompts.
 
-        `verdict` then is the guard's on this rollout. Raises NotServingError while another generate runs, or while the
-        weights must not be used, and ConfigError for a token id that the model has not.
+        Afterwards `verdict` is the guard's on this rollout. Raises NotServingError while another generate runs or the
+        weights must not be used, and ConfigError for a token id that the model does not have.
         """
         refuse_shut_down(self.state)
         with Held(self._give_up):
@@ -118,9 +118,9 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
 
     @property
     def verdict(self) -> Verdict | None:
-        """The guard's verdict on the last rollout. None before the first, and if there is none (`guard_off` says why).
+        """The guard's verdict on the last rollout. None before the first, and without a guard (`guard_off` says why).
 
-        It is worked out while the trainer goes on; to read it waits for that.
+        It is worked out while the trainer goes on; reading it waits for that.
         """
         return self._judge.last.verdict
 
@@ -172,18 +172,18 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
         self.llm.llm_engine.engine_core.shutdown()
 
     def _whole(self, act: Callable[..., Answer]) -> Callable[..., Answer]:
-        """Return `act` such that Ctrl-C comes in between two of its calls only. What breaks one off is remembered."""
+        """Let Ctrl-C in only between two calls of `act`, and note a call that is broken off nevertheless."""
 
         def whole(*args: Any, **kwargs: Any) -> Answer:
             let_in()
             self._half_done = True
             try:
-                found = act(*args, **kwargs)
+                answer = act(*args, **kwargs)
             except Exception:
                 self._half_done = False
                 raise
             self._half_done = False
-            return found
+            return answer
 
         return whole
 
@@ -192,7 +192,7 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
             return driven(procedure, self.answer)
 
     def answer(self, call: Call) -> Any:
-        """Do what a Call asks for, and return its answer. This is no call for users: it asks nobody whether it may."""
+        """Do a Call, and return its answer. Not for users: nothing is checked."""
         if call.what == "restart":
             self._stop()
             return self._start()
@@ -200,8 +200,8 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
             return self._reset_prefix_cache()
         if call.what in ("generate", "score"):
             prompts, params = requests(call)
-            found = self._finished(lambda: self.llm.generate(prompts, params, use_tqdm=False))
-            return [found] if call.what == "score" else found
+            outputs = self._finished(lambda: self.llm.generate(prompts, params, use_tqdm=False))
+            return [outputs] if call.what == "score" else outputs
         if call.what in ("sleep", "wake_up"):
             return self._alive(lambda: getattr(self.llm, call.what)(*call.arguments))
         method, arguments = call.arguments
@@ -221,7 +221,7 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
             time.sleep(pause_s)
 
     def _finished(self, generate: Callable[[], Answer]) -> Answer:
-        """Return what `generate` gives. If it is broken off, nothing of it is left: the next one would get that."""
+        """Return what `generate` returns. If it is broken off, nothing of it is left for the next one."""
         try:
             return self._alive(generate)
         except BaseException as error:
@@ -229,10 +229,9 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
             raise
 
     def _clear(self, error: BaseException) -> None:
-        """Abort the requests that a broken-off generate has left, and empty the prefix cache.
+        """Abort the requests of a generate that was broken off, and empty the prefix cache.
 
-        That cache holds what the generate got to, and the next one's bits would depend on it. If this fails, the
-        engine refuses to generate.
+        The next generate's bits would depend on that cache. If this fails, the engine refuses to generate.
         """
         if self.llm is None or self.state.dead:
             return
@@ -250,7 +249,7 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
             )
 
     def _alive(self, act: Callable[[], Answer]) -> Answer:
-        """Return what `act` gives. Raises NotServingError if the engine dies of it, or if there is none."""
+        """Return what `act` returns. Raises NotServingError if the engine dies of it, or if there is none."""
         with self._noticing_death():
             if self.mode == "inprocess":
                 return act()

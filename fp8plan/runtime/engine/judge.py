@@ -1,4 +1,4 @@
-"""The timing of an engine's rollouts, and their verdicts by its guard, which works while the trainer goes on."""
+"""The timing of an engine's rollouts and the guard's verdicts on them, worked out while the trainer goes on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.engine.access import compiled_files
@@ -28,7 +28,7 @@ class Judged(NamedTuple):
 
 
 def judged(guard: Guard | None, observe: Callable[[], Observation | None]) -> Judged:
-    """Let the guard judge what `observe` gives. An error in that is noted: it must not cost the rollout."""
+    """Let the guard judge an observation. An error is noted: it must not cost the rollout."""
     seen = None
     try:
         seen = observe()
@@ -37,17 +37,13 @@ def judged(guard: Guard | None, observe: Callable[[], Observation | None]) -> Ju
         return Judged(seen, None, f"the last rollout cannot be compared: {error}")
 
 
-class Watched(Protocol):
-    """Something with a guard: an engine."""
-
-    guard: Guard | None
-    guard_off: str | None
-
-
 class Judge:
-    """The timer of an engine's rollouts; `last` is the last one, Judged, and waits until it is worked out."""
+    """The timer of an engine's rollouts; `last` is the last one, Judged, and waits until it is worked out.
 
-    def __init__(self, engine: Watched) -> None:
+    engine: has `guard` and `guard_off`
+    """
+
+    def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._thread = ThreadPoolExecutor(1, "fp8plan-guard")  # one thread keeps the order
         self._judging: Future[Judged] | None = None
@@ -63,7 +59,7 @@ class Judge:
             wait([self._judging])
 
     def close(self) -> None:
-        """Say that no rollout will follow; of those before, only what is under way is still judged."""
+        """Judge no further rollout than the one that is being judged."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def report_kl(self, kl_k3: float) -> None:
@@ -84,43 +80,46 @@ class Judge:
             preemptions, compiled = (max(0, now - then) for now, then in zip(counts(), before, strict=True))
             config = llm.llm_engine.vllm_config
             cache = config.cache_config
-            more = {
-                "preemptions": preemptions,
-                "compiled_files": compiled,
-                "kv_cache_tokens": cache.num_gpu_blocks * cache.block_size,
-                "kl_k3": self.heard(),
-            }
+            kl_k3 = self.heard()
 
             def observe() -> Observation | None:
-                some = any(len(one.token_ids) for output in outputs for one in output.outputs)
+                if not any(len(response.token_ids) for output in outputs for response in output.outputs):
+                    return None
                 params = llm.get_default_sampling_params() if sampling_params is None else sampling_params
-                sampling = Sampling.of(params, config.model_config.logprobs_mode)
-                return observation_of(outputs, seconds, sampling=sampling, **more) if some else None
+                return observation_of(
+                    outputs,
+                    seconds,
+                    sampling=Sampling.of(params, config.model_config.logprobs_mode),
+                    preemptions=preemptions,
+                    compiled_files=compiled,
+                    kv_cache_tokens=cache.num_gpu_blocks * cache.block_size,
+                    kl_k3=kl_k3,
+                )
 
             self.judge(observe)
 
         return ended
 
     def heard(self) -> float | None:
-        """Return what was reported of the rollout before, once."""
-        found, self._kl_k3 = self._kl_k3, None
-        return found
+        """Return the KL that was reported, once."""
+        kl_k3, self._kl_k3 = self._kl_k3, None
+        return kl_k3
 
     def judge(self, observe: Callable[[], Observation | None]) -> None:
-        """Let the guard judge what `observe` gives, while the caller goes on."""
+        """Let the guard judge an observation, while the caller goes on."""
         self._judging = self._thread.submit(self._judged, observe)
 
     def _judged(self, observe: Callable[[], Observation | None]) -> Judged:
-        found = judged(self._engine.guard, observe)
-        if self._engine.guard is not None and found != Judged():
-            self._engine.guard_off = found.off
-        return found
+        result = judged(self._engine.guard, observe)
+        if self._engine.guard is not None and result != Judged():
+            self._engine.guard_off = result.off
+        return result
 
 
 def counts() -> tuple[int, int]:
     """Count the preemptions so far, and the compiled kernels on disk."""
     from prometheus_client import REGISTRY
 
-    # Of vLLM's hundred metrics only this one: LLM.get_metrics collects them all, in milliseconds.
-    found = REGISTRY.restricted_registry([PREEMPTIONS]).collect()
-    return int(sum(x.value for metric in found for x in metric.samples if x.name == PREEMPTIONS)), compiled_files()
+    # Only this metric: LLM.get_metrics collects all hundred of vLLM's, which takes milliseconds.
+    samples = [sample for metric in REGISTRY.restricted_registry([PREEMPTIONS]).collect() for sample in metric.samples]
+    return int(sum(sample.value for sample in samples if sample.name == PREEMPTIONS)), compiled_files()

@@ -1,6 +1,6 @@
-"""The start of an EngineSetup: vLLM's arguments and environment, and what must be true once it runs.
+"""The start of an EngineSetup: vLLM's arguments and environment, and checks of the engine that then runs.
 
-The output of an engine that starts, a hundred lines when all is well: held back, and at hand when it is not.
+`held_back` keeps the output of a start, about a hundred lines, in a file that is shown only if something fails.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from fp8plan.runtime.vllm_versions import check_vllm_version
 from fp8plan.runtime.weight_sync.manifest import Manifest, checkpoint_manifest, local_folder
 from fp8plan.runtime.worker.extension import EXTENSION
 
-# What decides the precision is the setup's to say.
+# Arguments that decide the precision. The setup sets them.
 THE_SETUPS = ("model", "dtype", "quantization", "quantization_config", "kv_cache_dtype", "worker_extension_cls")
 
-# What cannot be synced or corrected for: the only values that it may have, and why.
+# Arguments that most values make impossible to sync or correct for: the values that are allowed, and why.
 NOT_SUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "data_parallel_size": ((1,), "a sync reaches one replica; start an engine for each"),
     "enable_eplb": ((False,), "experts that move between syncs would get each other's weights"),
@@ -47,12 +47,11 @@ LIVE_SCALES = ("FlashAttentionImpl", "TritonAttentionImpl", "CPUAttentionBackend
 class Launch:
     """All that is needed to start one engine, again and again.
 
-    setup:      what runs. Its limits are the engine's own; its model is the one whose shape the cost model is asked
-                about
+    setup:      what runs. Its limits are the engine's own, and the cost model takes its model's shape
     kwargs:     arguments of vllm.LLM
     env:        environment variables of its processes
     keep_bf16:  how many first and last layers keep their linears in BF16
-    more:       those of `kwargs` that the caller gave
+    more:       the caller's part of `kwargs`
     precisions: presets that the engine may be started again in; None: any
     """
 
@@ -78,7 +77,7 @@ class Launch:
 
     @property
     def not_predicted(self) -> tuple[str, ...]:
-        """Options that the cost model does not know. A guard would judge such an engine by the speed of another."""
+        """Options that the cost model does not know, so that no guard can judge the engine."""
         kept = (f"keep_bf16={self.keep_bf16} (layers kept in BF16)",) if any(self.keep_bf16) else ()
         return (*kept, *not_predicted(self.more))
 
@@ -119,8 +118,7 @@ class Launch:
         return None if folder is None else checkpoint_manifest(folder)
 
     def refuse_other(self, facts: Mapping[str, Any]) -> None:
-        """Raises ConfigError if the engine that runs is not the one that was planned, or keeps KV scales where a sync
-        cannot change them."""
+        """Raises ConfigError if another engine runs than was planned, or a sync cannot change its KV scales."""
         wanted_e8m0 = self.env.get("VLLM_USE_DEEP_GEMM_E8M0")
         if facts["e8m0"] and wanted_e8m0 == "0":
             raise ConfigError(
@@ -170,22 +168,22 @@ def launch(
     server:     `more` may hold arguments of `vllm serve`, too
     the rest:   as in Launch
 
-    Raises ConfigError for what vLLM, the GPU or the arguments do not allow.
+    Raises ConfigError for a setup that vLLM or the GPU cannot run, and for wrong arguments.
     """
     check_vllm_version()
     more, preset = more or {}, setup.precision
     refuse_unknown(more, beside, server)
-    if taken := sorted(set(more).intersection(THE_SETUPS)):
+    if fixed := sorted(set(more).intersection(THE_SETUPS)):
         whose = (
             "plan; allowed: another choice of the plan (choice=...)" if precisions else "setup; allowed: another one"
         )
-        raise ConfigError(f"{', '.join(taken)} come from the {whose}")
+        raise ConfigError(f"{', '.join(fixed)} come from the {whose}")
     for name, (allowed, why) in NOT_SUPPORTED.items():
         if name in more and more[name] not in allowed:
             raise ConfigError(f"{name} is {more[name]!r}; allowed: {' or '.join(map(repr, allowed))}: {why}")
     setup.check_precision()
-    if fixed := setup.gpu.why_fixed_kv_scales(preset):
-        raise ConfigError(f"{fixed}; allowed: bf16 (choice=... of a plan), or vLLM's own engine (fp8plan emit vllm)")
+    if reason := setup.gpu.why_fixed_kv_scales(preset):
+        raise ConfigError(f"{reason}; allowed: bf16 (choice=... of a plan), or vLLM's own engine (fp8plan emit vllm)")
     model = str(setup.path if model_path is None else model_path)
     local = (Path(model) / "config.json").is_file()
     config = _config(Path(model).resolve() if local else model, setup.path)
@@ -211,7 +209,7 @@ def launch(
 
 
 def _config(model: str | Path, planned: str) -> dict[str, Any]:
-    """The config.json of what is loaded, or of the planned model if there is none at hand (a new hub id, offline)."""
+    """The config.json of the checkpoint, or of the planned model if that is not at hand (a new hub id, offline)."""
     try:
         return find_config(model)[0]
     except ConfigError:
@@ -219,7 +217,7 @@ def _config(model: str | Path, planned: str) -> dict[str, Any]:
 
 
 def _cpu_has_blockwise_fp8() -> bool:
-    """Return whether one of vLLM's kernels, or of a plugin's, runs here."""
+    """Return whether a kernel of vLLM or of a plugin runs here."""
     from vllm.model_executor.kernels import linear
     from vllm.platforms.interface import PlatformEnum
     from vllm.plugins import load_general_plugins
@@ -289,14 +287,14 @@ def _into(number: int) -> Iterator[None]:
 
 
 def _last_error() -> BaseException | None:
-    """The last exception whose traceback Python has shown: of an earlier interactive line, or the one that ends it."""
+    """The last exception whose traceback Python has shown, after an interactive line or at its end."""
     return getattr(sys, "last_value", None)
 
 
 def _forget(name: str, before: BaseException | None) -> None:
     """Remove the file when Python ends, unless it ends with an exception.
 
-    before: the last exception that had been shown when the engine was there
+    before: the last exception that had been shown when the engine had started
     """
     if _last_error() is not before:
         print(f"the engine's output is in {name}", file=sys.stderr)
@@ -312,7 +310,7 @@ def _is_open(stream: int) -> bool:
 
 
 def _flush() -> None:
-    """Flush stdout and stderr. A closed or broken one (full disk, unread pipe) must not cost the engine."""
+    """Flush stdout and stderr. The engine survives if one is closed or broken (full disk, unread pipe)."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             with suppress(OSError, ValueError):

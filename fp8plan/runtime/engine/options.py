@@ -1,12 +1,10 @@
-"""vLLM's options by their names: which there are, and which change an engine's speed or samples unknown to fp8plan.
+"""Checks of what a caller hands to vLLM: options by name, and token ids.
 
-The names are read from vLLM's source files. vLLM is not imported: that takes seconds, and it reads variables of the
-environment that are set later (launch.Launch.prepare).
+The names of options are read from vLLM's source files. Importing vLLM would take seconds, and it reads environment
+variables that are set later (launch.Launch.prepare).
 
-The check of token ids before an engine sees them, in one place for prompts, calibration, scoring and HTTP routes.
-
-An id that the model's embedding has no row for gives garbage or ends the engine's process, and vLLM names at best the
-id.
+A token id without a row in the model's embedding gives garbage or ends the engine's process. So ids of prompts,
+calibration, scoring and HTTP routes are checked here before an engine sees them.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ import numpy as np
 from fp8plan.checks import refuse_names
 from fp8plan.errors import ConfigError
 
-# What the cost model does not know -> options that bring it. A guard would judge such an engine by another's speed.
+# Features that the cost model does not know -> options that bring them. No guard can judge such an engine.
 NOT_PREDICTED: Final[Mapping[str, str]] = {
     "speculative decoding: the time of a draft, and how many of its tokens are accepted; no sync reaches a draft's "
     "own weights": "speculative_config spec_method spec_model spec_tokens",
@@ -48,7 +46,7 @@ NOT_PREDICTED: Final[Mapping[str, str]] = {
     "tracing and profiling": "profiler_config enable_layerwise_nvtx_tracing collect_detailed_traces",
 }
 
-# What makes samples or log-probs other than the policy's -> options that do so.
+# Reasons why samples or log-probs are not the policy's -> options that bring them.
 NOT_THE_POLICYS: Final[Mapping[str, str]] = {
     "log-probs are not those of what is sampled, unless temperature is 1 and nothing is cut": "logprobs_mode",
     "samples are changed after the model, and the trainer's log-probs are not": "logits_processors watermark_config",
@@ -59,7 +57,7 @@ NOT_THE_POLICYS: Final[Mapping[str, str]] = {
     "states are rounded at random": "enable_mamba_cache_stochastic_rounding",
 }
 
-# The values at which options change nothing, where that is not None, False, 0 or empty.
+# Values at which options change nothing, if those are other than None, False, 0 or empty.
 NEUTRAL: Final[Mapping[str, Collection[Any]]] = {
     "all2all_backend": ("allgather_reducescatter",),
     "decode_context_parallel_size": (1,),
@@ -86,12 +84,12 @@ NEUTRAL: Final[Mapping[str, Collection[Any]]] = {
 
 
 def not_predicted(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a text for each kind of options that the cost model does not know. It names them, with their values."""
+    """Return a text for each kind of option that the cost model does not know, with names and values."""
     return tuple(f"{names} ({what})" for names, what in _given(NOT_PREDICTED, options))
 
 
 def remarks(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Remarks for the user on options whose effect on speed or samples fp8plan does not know; none without any."""
+    """Return remarks for the user on options whose effect on speed or samples fp8plan does not know."""
     of_speed = (
         f"{names}: fp8plan does not model {what}; the prediction leaves it out, and the guard is off"
         for names, what in _given(NOT_PREDICTED, options)
@@ -104,19 +102,19 @@ def remarks(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def arguments_of(engine: type[Any]) -> frozenset[str]:
-    """Names of the arguments of an engine's own, for `refuse_unknown`."""
+    """Return the names of an engine's own arguments, for `refuse_unknown`."""
     makers = (signature(maker).parameters.values() for maker in (engine.from_setup, engine.from_plan))
-    return frozenset(x.name for maker in makers for x in maker if x.kind != x.VAR_KEYWORD)
+    return frozenset(each.name for maker in makers for each in maker if each.kind != each.VAR_KEYWORD)
 
 
 def refuse_unknown(
     options: Mapping[str, Any], beside: Collection[str] = (), server: bool = False, where: str = "vLLM"
 ) -> None:
-    """Raise ConfigError for an option that the installed vLLM has not, with the nearest one that it has.
+    """Raise ConfigError for an option that the installed vLLM does not have, with the nearest one that it has.
 
-    beside: arguments of the caller's own, which may have been meant
-    server: those of `vllm serve` are allowed, too
-    where:  what holds the options, for the error
+    beside: the caller's own arguments, which may have been meant
+    server: options of `vllm serve` are allowed, too
+    where:  name of the place that holds the options, for the error
     """
     known = _engine_options() | (_server_options() if server else frozenset())
     if known:
@@ -124,10 +122,10 @@ def refuse_unknown(
 
 
 def _given(table: Mapping[str, str], options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the options of each row that change something, with their values, and what the row says of them."""
-    for what, names in table.items():
-        if given := [f"{name}={options[name]!r:.60}" for name in names.split() if _changes(name, options.get(name))]:
-            yield ", ".join(given), what
+    """Yield the options of each row that change something, with their values, and the row's text."""
+    for text, names in table.items():
+        if changes := [f"{name}={options[name]!r:.60}" for name in names.split() if _changes(name, options.get(name))]:
+            yield ", ".join(changes), text
 
 
 def _changes(name: str, value: Any) -> bool:
@@ -138,7 +136,7 @@ def _changes(name: str, value: Any) -> bool:
 
 @cache
 def _engine_options() -> frozenset[str]:
-    """Arguments of vllm.LLM and of AsyncEngineArgs; empty where the sources of vLLM are not as they were."""
+    """Arguments of vllm.LLM and of AsyncEngineArgs; empty if vLLM's sources have another form."""
     fields = _fields(_source("engine/arg_utils.py"), "EngineArgs", "AsyncEngineArgs")
     if not fields:
         return frozenset()
@@ -180,7 +178,7 @@ def _fields(text: str, *names: str) -> frozenset[str]:
     """Names of the public fields of dataclasses."""
     written = (line for node in _classes(text, *names) for line in node.body)
     fields = (line.target for line in written if isinstance(line, ast.AnnAssign))
-    return frozenset(x.id for x in fields if isinstance(x, ast.Name) and not x.id.startswith("_"))
+    return frozenset(field.id for field in fields if isinstance(field, ast.Name) and not field.id.startswith("_"))
 
 
 def refuse_tokens(what: str, sequences: Any, vocabulary: int | None, longest: int | None = None) -> None:
@@ -209,8 +207,8 @@ def refuse_tokens(what: str, sequences: Any, vocabulary: int | None, longest: in
 def refuse_prompts(prompts: Any, vocabulary: int | None) -> None:
     """Raise ConfigError for a token id in prompts, as vllm.LLM.generate takes them, that the engine must not see.
 
-    Text, and whatever else has no token ids, is vLLM's to judge. Beside images or other media the ids of placeholders
-    may lie beyond the vocabulary.
+    vLLM checks text and everything else without token ids. In a prompt with images or other media, placeholders may
+    have ids beyond the vocabulary.
     """
     if isinstance(prompts, Mapping) or (isinstance(prompts, Sequence) and len(prompts) and _is_id(prompts[0])):
         prompts = [prompts]
@@ -224,7 +222,7 @@ def refuse_prompts(prompts: Any, vocabulary: int | None) -> None:
 
 
 def _refuse_ids(where: str, tokens: Sequence[Any] | np.ndarray, vocabulary: int | None) -> None:
-    """Raise ConfigError for the first token that is no id. numpy looks at all at once: a rollout has millions."""
+    """Raise ConfigError for the first token that is no id. numpy checks all at once, as a rollout has millions."""
     if _all_fit(tokens, vocabulary):
         return
     allowed = "0 or more" if vocabulary is None else f"0 to {vocabulary - 1:,}, the model's vocabulary"
@@ -236,7 +234,7 @@ def _refuse_ids(where: str, tokens: Sequence[Any] | np.ndarray, vocabulary: int 
 
 
 def _all_fit(tokens: Sequence[Any] | np.ndarray, vocabulary: int | None) -> bool:
-    """Return True for ids that all fit; False if they have to be looked at one by one."""
+    """Return True if all ids fit, False if they must be checked one by one."""
     if not len(tokens):
         return True
     try:
@@ -257,5 +255,5 @@ def _is_id(token: Any) -> bool:
 
 
 def is_text(value: Any) -> bool:
-    """Return True for a prompt that is no list of ids, though Python can iterate over it."""
+    """Return True for text and mappings, over which Python can iterate although they are no lists of ids."""
     return isinstance(value, (str, bytes, Mapping))

@@ -46,7 +46,7 @@ class VllmEngine(EngineBase[Made, Report, Source, LiveScales, Reply, Done]):
                 yield Call("sleep", (level,))
 
     def _wake_up(self, tags: Sequence[str] | None) -> Procedure:
-        """Wake vLLM up, and mend what that leaves: a KV cache of whatever lay in that memory, KV scales of 1.0."""
+        """Wake vLLM up, which leaves arbitrary bytes in the KV cache and scales of 1.0, and mend both."""
         state = self.state
         with self._alone():
             if sleeping := asleep_of(state, tags):
@@ -68,7 +68,7 @@ class VllmEngine(EngineBase[Made, Report, Source, LiveScales, Reply, Done]):
     def lost(self, error: Exception) -> Exception:
         """Return the error to raise for one that an rpc raised.
 
-        Workers answer their own errors as data. So an exception from another process means that it has ended.
+        Workers return their own errors as data, so an exception from another process means that it has ended.
         """
         return error if self.state.staged_on is None or isinstance(error, NotServingError) else self._died()
 
@@ -79,7 +79,7 @@ class VllmEngine(EngineBase[Made, Report, Source, LiveScales, Reply, Done]):
 
     @contextmanager
     def _noticing_death(self) -> Iterator[None]:
-        """Note it if the engine dies of what is done inside. Raises NotServingError then, and if there is no engine."""
+        """Note if the engine dies in this `with`. Raises NotServingError then, and if there is no engine."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         if self.llm is None:
@@ -95,7 +95,7 @@ class VllmEngine(EngineBase[Made, Report, Source, LiveScales, Reply, Done]):
         return getattr(self.llm, "llm_engine", self.llm)
 
     def _give_up(self) -> None:
-        """Kill an engine that somebody has lost patience with; the next sync starts another."""
+        """Kill the engine, because it takes too long; the next sync starts another."""
         self.state.dead = True
         if self.mode == "multiprocess" and self.llm is not None:
             for process in self._front.engine_core.resources.engine_manager.processes:
@@ -107,12 +107,12 @@ class VllmEngine(EngineBase[Made, Report, Source, LiveScales, Reply, Done]):
             try:
                 self._shut_down()
             except BaseException:
-                self._give_up()  # vLLM shuts processes down only once: a second try would leave them
+                self._give_up()  # vLLM shuts processes down only once: a second attempt would leave them
                 raise
             self.llm = None
         gc.unfreeze()
         gc.collect()
 
     def _shut_down(self) -> None:
-        """Call vLLM's own shutdown: each kind of engine has another."""
+        """Call vLLM's own shutdown."""
         raise NotImplementedError

@@ -1,12 +1,11 @@
 """The weight-transfer backend "fp8plan", in a worker of `vllm serve`: vLLM's NCCL engine, into the live weights.
 
-A client speaks to it as to vLLM's own "nccl" backend, of the same version. What differs is where the tensors go: by a
-manifest of what `update_info` announces, in place, and checked (runtime.server.updates). And what a trainer sends is
-data: nothing of it is run (runtime.weight_sync.plain_group).
+A client speaks to it as to vLLM's own "nccl" backend of the same version. Only the tensors take another way: they are
+checked against a manifest and written in place (runtime.worker.updates). Nothing that a trainer sends is run as code
+(runtime.weight_sync.plain_group).
 
-Broadcasts between processes on CPUs, over the rendezvous of vLLM's NCCL backend: the same protocol without NCCL.
-
-Tensors go through the store of the rendezvous, so this is for small models: tests, and a trainer on a CPU.
+On CPUs the same protocol runs without NCCL: tensors go through the store of the rendezvous. That is for small models,
+as in tests and with a trainer on a CPU.
 """
 
 from __future__ import annotations
@@ -14,26 +13,23 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from math import inf, prod
+from math import inf
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from fp8plan.errors import ConfigError, LostEngineError
+from fp8plan.errors import ConfigError, LostEngineError, text_of
 from fp8plan.runtime.plugin import BACKEND, PLUGINS, logger
 from fp8plan.runtime.weight_sync.manifest import Manifest, dtype_named, read_manifest
 from fp8plan.runtime.weight_sync.nccl import limited, wait
 from fp8plan.runtime.weight_sync.plain_group import PlainGroup
 from fp8plan.runtime.worker.extension import Fp8PlanWorker
 from fp8plan.runtime.worker.nccl_receive import Arriving, PlainReceiver
-from fp8plan.runtime.worker.updates import Sink, Updates, over_ranks, text_of
+from fp8plan.runtime.worker.updates import Sink, Updates, over_ranks
 
-if TYPE_CHECKING:
-    import torch
-
-EXPIRY_S: Final = 60  # after which the store forgets a broadcast: every rank has read it, or has died
+EXPIRY_S: Final = 60  # then the store forgets a broadcast: every rank has read it, or has died
 
 
 class StoreCommunicator:
@@ -43,10 +39,6 @@ class StoreCommunicator:
     """
 
     def __init__(self, group: Any) -> None:
-        import torch
-
-        from fp8plan.runtime.weight_sync.plain_group import PlainGroup
-
         self.group = PlainGroup.of(group)
         self.group.data_expiration_seconds = EXPIRY_S
         self.rank, self.world_size = group.rank, group.world_size
@@ -64,8 +56,6 @@ class StoreCommunicator:
 
 def meet(address: str, port: int, rank: int, world_size: int) -> StoreCommunicator:
     """Meet the other ranks, as `stateless_init_process_group` of vLLM's NCCL backend does."""
-    from fp8plan.runtime.weight_sync.plain_group import PlainGroup
-
     return StoreCommunicator(PlainGroup.met(address, port, rank, world_size))
 
 
@@ -82,10 +72,8 @@ def receive(
 
     buffer_bytes: of the packing, as at the other end; None: each tensor is a broadcast of its own
     """
-    import torch
-
     for part in _parts(manifest, buffer_bytes):
-        sizes = [entry.numel * dtype_named(entry.dtype).itemsize for entry in part]
+        sizes = [entry.nbytes for entry in part]
         buffer = torch.empty(sum(sizes), dtype=torch.uint8)
         if buffer_bytes is None:  # it comes in its own dtype and shape
             group.broadcast(buffer.view(dtype_named(part[0].dtype)).view(part[0].shape), src=0)
@@ -99,7 +87,7 @@ def _parts(manifest: Manifest, buffer_bytes: int | None) -> Iterator[Manifest]:
     """Cut a manifest into broadcasts, where vLLM's packing does: after the tensor that exceeds the buffer."""
     begin = size = 0
     for at, entry in enumerate(manifest):
-        size += prod(entry.shape) * dtype_named(entry.dtype).itemsize
+        size += entry.nbytes
         if buffer_bytes is None or size > buffer_bytes:
             yield manifest[begin : at + 1]
             begin, size = at + 1, 0
@@ -117,10 +105,10 @@ NEEDS_FRONT = (
 
 
 class Fp8PlanTransfer(PlainReceiver):
-    """A worker's end. Making one raises ConfigError for an engine that cannot be synced so.
+    """A worker's end. Making one raises ConfigError for an engine that cannot be synced this way.
 
     updates:  the worker's weight updates
-    attached: whether fp8plan's part of the server's front end is there (runtime.server.front)
+    attached: True once fp8plan's part of the server's front end is there (runtime.server.front)
     """
 
     supports_draft_weight_update = False
@@ -150,7 +138,7 @@ class Fp8PlanTransfer(PlainReceiver):
         self.updates.start()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Take one part: check what it announces, and write it. Raises ConfigError; all ranks raise if one does."""
+        """Take one part: check its announcement, and write it. Raises ConfigError; all ranks raise if one does."""
         try:
             self.receive_weights(self.parse_update_info(update_info))
         except Exception as error:
@@ -158,7 +146,7 @@ class Fp8PlanTransfer(PlainReceiver):
             raise
 
     def receive_weights(self, update_info: Any) -> None:
-        """Take all that was announced, even if it is refused: the trainer's broadcasts wait for every rank."""
+        """Take all announced tensors, even if they are refused: the trainer's broadcasts wait for every rank."""
         if self.model_update_group is None:
             raise ConfigError("no trainer has connected; allowed: init_weight_transfer_engine, then an update")
         part = read_manifest(zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True))
@@ -173,7 +161,7 @@ class Fp8PlanTransfer(PlainReceiver):
         begun = time.perf_counter()
         try:
             self._receive(update_info, part, arriving)
-        except Exception as error:  # of the way here: nothing is to be had from this trainer any more
+        except Exception as error:  # of the transfer: nothing more can come from this trainer
             arriving.failure = "; ".join(filter(None, (arriving.failure, self._left(error))))
         if failures := list(filter(None, over_ranks(arriving.failure))):
             raise ConfigError(failures[0])
@@ -182,7 +170,7 @@ class Fp8PlanTransfer(PlainReceiver):
     def _receive(self, update_info: Any, part: Manifest, arriving: Arriving) -> None:
         """Take a part to its end. Raises SyncError if that does not come, or more comes than data."""
         if self.device.type == "cpu":
-            # How tensors are packed is said when the group is made from 0.28 on, and with the tensors before.
+            # From 0.28 on the packing is announced when the group is made, before that with the tensors.
             packed = getattr(update_info, "packed", self.packed)
             size = getattr(update_info, "packed_buffer_size_bytes", self.packed_buffer_size_bytes)
             receive(part, self.model_update_group, size if packed else None, arriving.load_weights)
@@ -194,10 +182,10 @@ class Fp8PlanTransfer(PlainReceiver):
                 wait(self.device)
         finally:
             self.reset_weight_update_target()
-        torch.cuda.empty_cache()  # 0.26 uses other streams every time, and their buffers would never be used again
+        torch.cuda.empty_cache()  # 0.26 uses new streams every time, and keeps the buffers of the old ones
 
     def _left(self, error: Exception) -> str:
-        """Let go of the trainer, whose next broadcast would be taken for another. Return what to say of it."""
+        """Let go of the trainer, whose next broadcast would be taken for another. Return the error's text."""
         text = f"{text_of(error)}; connect again (init_weight_transfer_engine) before the next update"
         logger.warning("fp8plan broke a transfer of weights off: %s", text)
         if isinstance(error, LostEngineError):
@@ -208,8 +196,10 @@ class Fp8PlanTransfer(PlainReceiver):
         return text
 
     def finish_weight_update(self) -> None:
-        """Close the update, and check it. Without an open one this does nothing: vLLM counts an update that failed here
-        as open until it was finished once more."""
+        """Close the update, and check it. Does nothing without an open one.
+
+        vLLM counts an update that failed here as open until it is finished once more.
+        """
         if self.updates.open:
             self.updates.finish()
 
@@ -225,7 +215,7 @@ def _refuse(config: Any) -> None:
 
 
 def _limit_s() -> float:
-    """Return the seconds of silence after which a trainer counts as gone. Raises ConfigError for no number above 0."""
+    """Return the seconds of silence after which a trainer counts as gone. Raises ConfigError unless above 0."""
     text = os.environ.get(LIMIT) or str(LIMIT_S)
     try:
         seconds = float(text)

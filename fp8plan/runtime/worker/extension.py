@@ -1,7 +1,7 @@
 """The methods inside vLLM's worker: mixed into its class by `worker_extension_cls`, called through `collective_rpc`.
 
-Every method answers with plain data that vLLM can send between processes. An error is an answer too, {"error": text}:
-an exception would cross a process as text without a type, and vLLM takes some for the engine's death.
+Every method returns plain data that vLLM can send between processes. An error is returned too, as {"error": text}.
+An exception would cross a process as text without a type, and vLLM takes some for the engine's death.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fp8plan.errors import ConfigError, Fp8PlanError, LostEngineError
+from fp8plan.errors import ConfigError, Fp8PlanError, LostEngineError, text_of
+from fp8plan.runtime.weight_sync.kv_scales import AmaxRecorder, attention_layers, live_scales, set_scales
+from fp8plan.runtime.weight_sync.manifest import read_manifest
+from fp8plan.runtime.weight_sync.nccl import Rendezvous, wait
+from fp8plan.runtime.weight_sync.stream import opened, unpack
+from fp8plan.runtime.worker.facts import digest, examine, worker_facts, zero_kv
+from fp8plan.runtime.worker.live_weights import LiveWeights
 
 if TYPE_CHECKING:
     import torch
 
-    from fp8plan.runtime.weight_sync.kv_scales import AmaxRecorder
-    from fp8plan.runtime.worker.live_weights import LiveWeights
     from fp8plan.runtime.worker.nccl_receive import Receiver
     from fp8plan.runtime.worker.updates import Updates
 
@@ -33,7 +37,7 @@ def answering(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
         except Fp8PlanError as error:
             return {"error": str(error), "lost": isinstance(error, LostEngineError)}
         except Exception as error:  # of vLLM or torch: the sync fails, the engine lives
-            return {"error": f"{type(error).__name__}: {error}"}
+            return {"error": text_of(error)}
 
     return answer
 
@@ -41,23 +45,20 @@ def answering(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 class Fp8PlanWorker:
     """The mixin. Its names start with fp8plan_, so that they meet none of vLLM's."""
 
-    model_runner: Any  # of vLLM's worker
+    device: Any  # of vLLM's worker, as the next two
+    model_runner: Any
     weight_transfer_engine: Any
 
     @answering
     def fp8plan_facts(self) -> dict[str, Any]:
         """Read what really runs: versions, kernels, E8M0, dtypes, CUDA graphs, memory (runtime.worker.facts)."""
-        from fp8plan.runtime.worker.facts import worker_facts
-
         return worker_facts(self)
 
     @answering
     def fp8plan_prepare(
         self, manifest: Sequence[Sequence[Any]], in_place: bool, number: int | None = None, wide: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Check a manifest in a dry run; `fp8plan_begin` takes the number. wide: as in LiveWeights.prepare"""
-        from fp8plan.runtime.weight_sync.manifest import read_manifest
-
+        """Check a manifest in a dry run; `fp8plan_begin` takes the number. wide: as in prepare.prepare"""
         number, prepared = self._fp8plan_weights().prepare(read_manifest(manifest), in_place, number, wide)
         quantised = [name for name, moves in prepared.binding.moves.items() if any(m.scale is not None for m in moves)]
         return {
@@ -79,16 +80,12 @@ class Fp8PlanWorker:
     @answering
     def fp8plan_load_staged(self, stage: Sequence[Any], layout: Sequence[Sequence[Any]]) -> None:
         """Write tensors that another process has put into shared memory (fp8plan.runtime.weight_sync.stream)."""
-        from fp8plan.runtime.weight_sync.stream import opened, unpack
-
-        numbers, tensors = unpack(opened(self, stage), layout)
-        self._fp8plan_weights().load(numbers, tensors)
-        self._fp8plan_wait()
+        self._fp8plan_weights().load(*unpack(opened(self, stage), layout))
+        wait(self.device)
 
     @answering
     def fp8plan_join(self, where: dict[str, Any]) -> None:
         """Meet a trainer that will send tensors by itself (fp8plan.runtime.weight_sync.nccl)."""
-        from fp8plan.runtime.weight_sync.nccl import Rendezvous
         from fp8plan.runtime.worker.nccl_receive import Receiver
 
         self._fp8plan_receiver = Receiver(self, self._fp8plan_weights(), Rendezvous(**where))
@@ -121,15 +118,11 @@ class Fp8PlanWorker:
     @answering
     def fp8plan_zero_kv(self) -> int:
         """Zero the KV cache, while no request runs; return its bytes."""
-        from fp8plan.runtime.worker.facts import zero_kv
-
         return zero_kv(self)
 
     @answering
     def fp8plan_record_amax(self, on: bool) -> dict[str, list[float]] | None:
         """Start recording, or stop and return {layer: [q, k, v]}, the largest magnitudes since."""
-        from fp8plan.runtime.weight_sync.kv_scales import AmaxRecorder
-
         if on:
             self._fp8plan_recorder: AmaxRecorder | None = AmaxRecorder(self.model_runner.get_model())
             return None
@@ -138,43 +131,30 @@ class Fp8PlanWorker:
 
     @answering
     def fp8plan_set_kv_scales(self, scales: dict[str, Sequence[float]]) -> None:
-        from fp8plan.runtime.weight_sync.kv_scales import set_scales
-
         set_scales(self.model_runner.get_model(), scales)
 
     @answering
     def fp8plan_attention_layers(self) -> list[str]:
-        from fp8plan.runtime.weight_sync.kv_scales import attention_layers
-
         return [name for name, _ in attention_layers(self.model_runner.get_model())]
 
     @answering
     def fp8plan_kv_scales(self) -> dict[str, dict[str, float]]:
-        from fp8plan.runtime.weight_sync.kv_scales import live_scales
-
         return live_scales(self.model_runner.get_model())
 
     @answering
     def fp8plan_digests(self) -> dict[str, int]:
         """Return parameter -> a checksum of every bit and its place: equal weights have equal digests."""
-        from fp8plan.runtime.worker.facts import digest
-
         return {name: digest(tensor.data) for name, tensor in self.model_runner.get_model().named_parameters()}
 
     @answering
     def fp8plan_attach(self) -> dict[str, Any]:
-        """Note that fp8plan's part of a server's front end is there; return what the engine is (worker_facts)."""
-        from fp8plan.runtime.worker.facts import worker_facts
-
+        """Note that fp8plan's part of a server's front end is there; return worker_facts."""
         self.weight_transfer_engine.attached = True
         return worker_facts(self)
 
     @answering
     def fp8plan_status(self) -> dict[str, Any]:
-        """Read what a server's weights are: number of the update that serves, the last one's report, KV scales in use,
-        and why the weights must not be used, if so (runtime.server.updates)."""
-        from fp8plan.runtime.weight_sync.kv_scales import live_scales
-
+        """Read the state of a server's weights (runtime.worker.updates) and its KV scales."""
         updates = self._fp8plan_updates()
         return {
             "version": updates.version,
@@ -185,9 +165,7 @@ class Fp8PlanWorker:
 
     @answering
     def fp8plan_examine(self) -> dict[str, Any]:
-        """Look for weights that no sync wrote, and for ones that cannot be right (runtime.doctor.examine)."""
-        from fp8plan.runtime.worker.facts import examine
-
+        """Look for weights that no sync wrote, and for weights that cannot be right (runtime.worker.facts)."""
         return examine(self)
 
     @answering
@@ -201,16 +179,14 @@ class Fp8PlanWorker:
 
     @answering
     def fp8plan_compare_with_staged(self, stage: Sequence[Any], layout: Sequence[Sequence[Any]]) -> None:
-        from fp8plan.runtime.weight_sync.stream import opened, unpack
-
         self._fp8plan_comparison.take(*unpack(opened(self, stage), layout))
-        self._fp8plan_wait()
+        wait(self.device)
 
     @answering
     def fp8plan_compared(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._fp8plan_comparison.result()
+        result: dict[str, Any] = self._fp8plan_comparison.result()
         del self._fp8plan_comparison
-        return found
+        return result
 
     def _fp8plan_updates(self) -> Updates:
         """Return the updates of a server's weights. Raises ConfigError where the backend is another."""
@@ -224,14 +200,6 @@ class Fp8PlanWorker:
         return updates
 
     def _fp8plan_weights(self) -> LiveWeights:
-        from fp8plan.runtime.worker.live_weights import LiveWeights
-
         if not hasattr(self, "_fp8plan_live"):
             self._fp8plan_live = LiveWeights(self)
         return self._fp8plan_live
-
-    def _fp8plan_wait(self) -> None:
-        import torch
-
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()

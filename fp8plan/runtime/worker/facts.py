@@ -1,8 +1,6 @@
-"""Facts about a vLLM worker as it really runs, read from its live objects.
+"""Facts about a vLLM worker, read from its live objects: what runs, and whether its weights are sound.
 
-The KV cache of a worker, as memory.
-
-A look at live weights with nothing to compare them with: are they sound, and did only syncs change them?
+`zero_kv` clears its KV cache. `examine` finds weights that cannot be right, and ones that changed without a sync.
 """
 
 from __future__ import annotations
@@ -26,14 +24,14 @@ def worker_facts(worker: Any) -> dict[str, Any]:
 
     layers:    kinds of modules with weights -> how many
     kernels:   "gemm", "moe" -> name of the kernel
-    e8m0:      whether DeepGEMM's scales are powers of two; None without blockwise FP8
+    e8m0:      True if DeepGEMM's scales are powers of two; None without blockwise FP8
     attention: class of its implementation
     device:    product name of the GPU, or "cpu"
     routers:   dtype of a router's weights -> how many routers have it
     weights:   number of the sync that serves on this rank, 0: the checkpoint; None: not synced by fp8plan
     quantization:    vLLM's name of the weights' format; None: they are not quantised
-    experts:         whether the model has routed experts
-    routed_experts:  whether the engine returns which ones each token went to
+    experts:         True if the model has routed experts
+    routed_experts:  True if the engine returns the experts that each token went to
     weight_transfer: vLLM's backend of weight updates; None: none is configured
 
     and vllm_version, weight_bytes, kv_cache_dtype, cudagraph_mode, enforce_eager and logprobs_mode
@@ -68,7 +66,7 @@ def worker_facts(worker: Any) -> dict[str, Any]:
 
 
 def preset_of(facts: Mapping[str, Any]) -> str | None:
-    """Return the preset that a worker's facts describe; None if they tell too little, or describe none of fp8plan's."""
+    """Return the preset that a worker's facts describe; None if they describe none of fp8plan's."""
     layers, dtype = facts.get("layers"), facts.get("kv_cache_dtype")
     if layers is None or dtype is None:
         return None
@@ -89,14 +87,14 @@ def _kernels(model: Any) -> dict[str, str]:
 
 
 def _routers(model: Any) -> dict[str, int]:
-    """Count the routers by the dtype of their weights. A router is known by its name, as where it is left in BF16."""
+    """Count the routers by the dtype of their weights. A router is recognised by its name (model.emit.vllm)."""
     layers = [layer for name, layer in model.named_modules() if is_router(name)]
     weights = [weight for layer in layers if (weight := layer._parameters.get("weight")) is not None]
     return dict(Counter(str(weight.dtype).removeprefix("torch.") for weight in weights))
 
 
 def _uses_e8m0(model: Any) -> bool | None:
-    """Return whether a kernel uses DeepGEMM's E8M0 scales. Kernels carry the setting that they were made with."""
+    """Return True if a kernel uses DeepGEMM's E8M0 scales. Kernels keep the setting that they were made with."""
     kernels = [getattr(getattr(layer, "quant_method", None), "fp8_linear", None) for layer in model.modules()]
     kernels = [kernel for kernel in kernels if kernel is not None]
     if not kernels:
@@ -119,11 +117,11 @@ def digest(tensor: torch.Tensor) -> int:
 
 
 def zero_kv(worker: Any) -> int:
-    """Zero all of a worker's KV cache, and return its bytes. Only while no request runs, and not while it sleeps.
+    """Zero all of a worker's KV cache, and return its bytes. No request may run, and the cache must not sleep.
 
-    Attention multiplies what it masks by 0, and 0 x NaN is NaN: NaN that unusable weights have left in a block would
-    reach the request that gets the block next. Whole storages are zeroed as bytes, whatever the dtype (FP8 is stored as
-    uint8) and the layout of the views: layers may share one, and have padding.
+    Attention multiplies masked values by 0, and 0 x NaN is NaN. So NaN that unusable weights have left in a block would
+    reach the next request that gets the block. Whole storages are zeroed as bytes, whatever their dtype: layers may
+    share a storage, and have padding.
     """
     import torch
 
@@ -135,7 +133,7 @@ def zero_kv(worker: Any) -> int:
 
 
 def _tensors(nested: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a cache: it is one, a list of a layer's states (Mamba), or None for a layer without."""
+    """Yield the tensors of a cache, which is a tensor, a list of a layer's states (Mamba), or None."""
     import torch
 
     if isinstance(nested, torch.Tensor):
@@ -148,9 +146,9 @@ def _tensors(nested: Any) -> Iterator[torch.Tensor]:
 def examine(worker: Any) -> dict[str, Any]:
     """Examine every parameter of a worker's model.
 
-    unsound: parameter -> what is wrong with it: NaN or Inf, a matrix of zeros, a scale that is not above 0
-    changed: parameters that are not what they were when this was last called, though no sync has come between
-    since:   whether there was such a call
+    unsound: parameter -> its fault: NaN or Inf, a matrix of zeros, a scale that is not above 0
+    changed: parameters that have changed since the last call, although no sync has come between
+    since:   False if there was no call since the last sync
     """
     model = worker.model_runner.get_model()
     version = getattr(getattr(worker, "_fp8plan_live", None), "version", None)
@@ -162,19 +160,19 @@ def examine(worker: Any) -> dict[str, Any]:
     before, known = getattr(worker, "_fp8plan_examined", (None, {}))
     since = bool(known) and before == version
     worker._fp8plan_examined = version, digests
-    changed = [name for name, found in digests.items() if since and known.get(name, found) != found]
+    changed = [name for name, value in digests.items() if since and known.get(name, value) != value]
     return {"unsound": unsound, "changed": changed, "since": since}
 
 
 def _wrong(name: str, tensor: torch.Tensor) -> str | None:
-    """Say what is wrong with a parameter; None for integers (packed weights), which say nothing."""
+    """Return the fault of a parameter, if any; None for integers (packed weights), which cannot be judged."""
     import torch
 
     if not tensor.is_floating_point() or not tensor.numel():
         return None
     least, most = torch.inf, -torch.inf
     for part in tensor.detach().reshape(-1).split(PART):
-        low, high = (float(x) for x in part.float().aminmax())  # NaN, if any is
+        low, high = map(float, part.float().aminmax())  # NaN, if any is
         if not (isfinite(low) and isfinite(high)):
             return "NaN or Inf"
         least, most = min(least, low), max(most, high)

@@ -1,26 +1,27 @@
 """A worker's end of a transfer: vLLM's own NCCL engine, whose tensors go to the live weights instead of into a reload.
 
-It is made when the driver of a RolloutEngine calls, not by vLLM's registry at start: vLLM's own RPCs would write past
-the driver's state. A server has no such driver, and another engine, which is registered: runtime.server.backend.
+A RolloutEngine makes its Receiver itself. vLLM's registry would make it at the start, and vLLM's own RPCs would write
+past the engine's state. A server's backend is registered instead: runtime.worker.backend.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-from fp8plan.errors import Fp8PlanError
+from fp8plan.errors import text_of
 from fp8plan.runtime.weight_sync.manifest import Manifest
 from fp8plan.runtime.weight_sync.nccl import Rendezvous, agree, digest, limited, wait, working
 from fp8plan.runtime.weight_sync.plain_group import PlainGroup, communicator
 
 if TYPE_CHECKING:
     from fp8plan.runtime.worker.live_weights import LiveWeights
+    from fp8plan.runtime.worker.updates import Sink
 
 
 class PlainReceiver(NCCLWeightTransferEngine):
@@ -31,7 +32,7 @@ class PlainReceiver(NCCLWeightTransferEngine):
         if getattr(init_info, "nccl_unique_id_b64", None) is not None:  # from 0.30 on: there is no store to meet at
             super().init_transfer_engine(init_info)
             return
-        for name in ("packed", "packed_buffer_size_bytes", "packed_num_buffers"):  # said here from 0.28 on
+        for name in ("packed", "packed_buffer_size_bytes", "packed_num_buffers"):  # announced here from 0.28 on
             setattr(self, name, getattr(init_info, name, None))
         parallel = self.parallel_config
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -53,7 +54,7 @@ class Receiver(PlainReceiver):
         model = worker.model_runner.get_model()
         super().__init__(WeightTransferConfig(backend="nccl"), worker.vllm_config, worker.device, model)
         self._live, self._where = live, where
-        # How tensors are packed is said when the group is made from 0.30 on, and with the tensors before.
+        # From 0.30 on the packing is announced when the group is made, before that with the tensors.
         self._packing = {
             "packed": True,
             "packed_buffer_size_bytes": where.buffer_bytes,
@@ -91,26 +92,19 @@ class Receiver(PlainReceiver):
         finally:
             self.reset_weight_update_target()
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # 0.26 uses other streams every time, and their buffers would never be used again
+            torch.cuda.empty_cache()  # 0.26 uses new streams every time, and keeps the buffers of the old ones
         agree(self.model_update_group, digest(manifest), arriving.failure)
         return arriving.count
-
-
-class Loads(Protocol):
-    """Live weights, or what stands before them."""
-
-    def load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None: ...
 
 
 class Arriving:
     """A stand-in for the model that vLLM loads into. After a failure, which is kept, it ignores the rest.
 
-    live: where tensors go, by their numbers in the manifest; None with a failure that was there before
-
+    live:  takes tensors, by their numbers in the manifest; None after an earlier failure
     renew: is called when tensors have come
     """
 
-    def __init__(self, live: Loads | None, manifest: Manifest) -> None:
+    def __init__(self, live: LiveWeights | Sink | None, manifest: Manifest) -> None:
         self.failure: str | None = None
         self.count = 0
         self._live = live
@@ -126,26 +120,26 @@ class Arriving:
         try:
             self._write(self._live, [self._numbers[name] for name, _ in pairs], [tensor for _, tensor in pairs])
         except Exception as error:
-            self.failure = str(error) if isinstance(error, Fp8PlanError) else f"{type(error).__name__}: {error}"
+            self.failure = text_of(error)
 
-    def _write(self, live: Loads, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-        """Write on one stream, as vLLM's reload may keep tensors of one broadcast until the next, which is on another.
+    def _write(self, live: LiveWeights | Sink, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        """Write on one stream, as vLLM's reload may keep tensors of one broadcast until the next, on another stream.
 
-        The broadcast's stream waits for the writes, and vLLM for it before it lets go of the buffer. All tensors are
-        views of that: recorded once, it is not used again while a kept one is read.
+        The broadcast's stream waits for the writes, and vLLM waits for that stream before it reuses the buffer. All
+        tensors are views of the buffer. One record_stream keeps it from reuse while a kept tensor is read.
         """
         if self._stream is None:
-            return live.load(numbers, tensors)
+            live.load(numbers, tensors)
+            return
         arrived = torch.cuda.current_stream()
         self._stream.wait_stream(arrived)
         tensors[0].record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             live.load(numbers, tensors)
         arrived.wait_stream(self._stream)
-        return None
 
 
 def _made(kind: Any, values: Mapping[str, Any]) -> Any:
-    """Make vLLM's dataclass from those of the values that this version has."""
+    """Make vLLM's dataclass from the values that this version has."""
     known = {field.name for field in fields(kind)}
     return kind(**{name: value for name, value in values.items() if name in known})

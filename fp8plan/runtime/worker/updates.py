@@ -1,8 +1,8 @@
 """The weight updates of one worker, as a client of vLLM's lifecycle makes them: start, any number of parts, finish.
 
-A client announces each part when it sends it, and fp8plan checks a manifest before it writes. So a part that is the
-whole model, as nearly all clients send it, is checked and written as it comes. A first part that is not waits with its
-followers on the host until `finish`; from then on the sequence is known, and streams.
+A client announces each part when it sends it, and fp8plan checks a manifest before it writes. Nearly all clients send
+the whole model as one part, which is checked and written as it comes. In a first update of several parts, all parts
+wait on the host until `finish`. Later updates of the same sequence are written as they come.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from fp8plan.errors import ConfigError, Fp8PlanError, LostEngineError
+from fp8plan.errors import ConfigError, Fp8PlanError, LostEngineError, text_of
 from fp8plan.runtime.weight_sync import manifest as manifests
 from fp8plan.runtime.weight_sync.kv_scales import PARTS, live_scales, set_scales
 from fp8plan.runtime.weight_sync.manifest import Manifest, dtype_named
@@ -29,7 +29,7 @@ NUMBER: Final = 0  # of the one manifest that the worker remembers
 
 
 class Sink(Protocol):
-    """The places of the tensors of a part, by their numbers in `manifest`: what was announced in this update."""
+    """The place that tensors of a part go to, by their numbers in `manifest`: the announcements of this update."""
 
     manifest: Manifest
 
@@ -39,7 +39,7 @@ class Sink(Protocol):
 class Streamed:
     """Tensors on their way into the live weights, rounded where those are not FP32.
 
-    begin: opens the live weights; is called when the first tensors are there, as what was only announced may never come
+    begin: opens the live weights. It is called when the first tensors are there, as announced ones may never come
     """
 
     def __init__(self, live: LiveWeights, manifest: Manifest, held: Manifest, begin: Callable[[], None]) -> None:
@@ -66,10 +66,14 @@ class Staged:
 
 @dataclass(slots=True)
 class _Update:
-    """An update that is open. scales: KV scales of before, which a reload of any layer sets to 1.0"""
+    """An open update.
+
+    announced: all its tensors so far
+    scales:    KV scales of before, which a reload of any layer sets to 1.0
+    """
 
     begun: float
-    told: Manifest = ()
+    announced: Manifest = ()
     sink: Streamed | Staged | None = None
     written: bool = False
     messages: int = 0
@@ -105,17 +109,17 @@ class Updates:
         self._open = _Update(time.perf_counter())
 
     def announce(self, part: Manifest) -> Sink:
-        """Take in what is about to be sent, and return where it goes.
+        """Check tensors that are about to be sent, and return the place that they go to.
 
-        Raises ConfigError for what the model does not take. As long as nothing was written, the old weights serve.
+        Raises ConfigError for tensors that the model does not take. Until something is written, the old weights serve.
         """
         update, begun = self._opened(), time.perf_counter()
-        update.told += part
+        update.announced += part
         if update.sink is None:
             update.sink = self._first(update)
         if isinstance(update.sink, Staged):
-            update.sink.manifest = update.told
-        elif update.told != update.sink.manifest[: len(update.told)]:
+            update.sink.manifest = update.announced
+        elif update.announced != update.sink.manifest[: len(update.announced)]:
             self._known = ((), (), 0)  # the next update is learned anew
             raise ConfigError(
                 f"{part[0].name if part else 'an empty part'} was not expected here; allowed: the parts of an update "
@@ -136,8 +140,8 @@ class Updates:
             if isinstance(update.sink, Staged):
                 self._write(update, update.sink)
             begun = time.perf_counter()
-            found = self._live.finish()
-            if differ := found["check"]["differ"]:
+            done = self._live.finish()
+            if differ := done["check"]["differ"]:
                 raise ConfigError(f"the live weights differ from what was sent: {', '.join(differ)}")
             self._live.commit()
             set_scales(self._model, update.scales)
@@ -148,7 +152,7 @@ class Updates:
         self.version += 1
         _add(update.seconds, "finish", begun)
         _add(update.seconds, "total", update.begun)
-        self.report = self._report(update, found)
+        self.report = self._report(update, done)
 
     def fail(self, why: str) -> None:
         """End the open update, if there is one."""
@@ -174,11 +178,11 @@ class Updates:
         return self._open
 
     def _first(self, update: _Update) -> Streamed | Staged:
-        """Find out whether an update streams. All ranks come to the same answer."""
+        """Return a Streamed for a known or complete manifest, else a Staged; the same on all ranks."""
         known = self._known[0]
-        if update.told != known[: len(update.told)] or not update.told:
+        if update.announced != known[: len(update.announced)] or not update.announced:
             try:
-                self._check(update.told)
+                self._check(update.announced)
             except IncompleteError:
                 return Staged()
         return self._streamed(update)
@@ -187,18 +191,18 @@ class Updates:
         """Let the live model, on every rank, check a whole manifest, and remember it."""
         # As text: an error that is kept would keep its callers' frames, and with them the memory of the tensors.
         fault: tuple[bool, str] | None = None
-        taken: tuple[int, ...] = ()
+        elements: tuple[int, ...] = ()
         try:
             weights_in = "fp8_block" if any(entry.dtype == "float8_e4m3fn" for entry in sent) else "bf16"
             manifests.refuse(sent, None, weights_in)
             held = rounded(self._model, sent)
             _, prepared = self._live.prepare(held, True, NUMBER)
-            taken = prepared.taken
+            elements = prepared.taken
         except LostEngineError:
             raise
         except Fp8PlanError as error:
             fault = isinstance(error, IncompleteError), str(error)
-        answers = self._agree((fault, taken))
+        answers = self._agree((fault, elements))
         wrong = [answer for answer, _ in answers if answer is not None]
         for kind, others in ((ConfigError, False), (IncompleteError, True)):
             for incomplete, text in wrong:
@@ -220,43 +224,37 @@ class Updates:
 
     def _write(self, update: _Update, staged: Staged) -> None:
         begun = time.perf_counter()
-        self._check(update.told)
+        self._check(update.announced)
         update.sink = self._streamed(update)
         for numbers, tensors in staged.parts:
             update.sink.load(numbers, tensors)
         _add(update.seconds, "load", begun)
 
-    def _report(self, update: _Update, found: dict[str, Any]) -> dict[str, Any]:
-        sizes = (entry.numel * dtype_named(entry.dtype).itemsize for entry in update.told)
-        check = found.pop("check")
-        return found | {
+    def _report(self, update: _Update, done: dict[str, Any]) -> dict[str, Any]:
+        check = done.pop("check")
+        return done | {
             "version": self.version,
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "seconds": update.seconds | {"check": check["seconds"]},
-            "tensors": len(update.told),
-            "bytes": sum(sizes),
+            "tensors": len(update.announced),
+            "bytes": sum(entry.nbytes for entry in update.announced),
             "chunks": update.messages,
             "compared": check["compared"],
             "weight_error": check["weight_error"],
         }
 
 
-def text_of(error: Exception) -> str:
-    """Return an error's message; of one that fp8plan has not raised, with its kind."""
-    return str(error) if isinstance(error, Fp8PlanError) else f"{type(error).__name__}: {error}"
-
-
 def over_ranks(mine: Any) -> list[Any]:
-    """Return what all ranks of the engine say."""
+    """Return the values of all ranks of the engine."""
     import torch
     from vllm.distributed.parallel_state import get_world_group
 
     group = get_world_group()
     if group.world_size == 1:
         return [mine]
-    found = [None] * group.world_size
-    torch.distributed.all_gather_object(found, mine, group=group.cpu_group)
-    return found
+    values = [None] * group.world_size
+    torch.distributed.all_gather_object(values, mine, group=group.cpu_group)
+    return values
 
 
 def _add(seconds: dict[str, float], phase: str, begun: float) -> None:
