@@ -11,7 +11,7 @@ from verl.workers.rollout.vllm_rollout.utils import monkey_patch_compute_logits,
 
 from fp8plan.errors import ConfigError, text_of
 from fp8plan.runtime.weight_sync.manifest import entry_of
-from fp8plan.runtime.worker.extension import Fp8PlanWorker, answering, text_of
+from fp8plan.runtime.worker.extension import Fp8PlanWorker, answering
 from fp8plan.runtime.worker.updates import Updates, over_ranks
 
 if TYPE_CHECKING:

@@ -109,7 +109,7 @@ async def async_doctor(
 
     Takes the same. Raises the same, and ConfigError for another engine.
     """
-    if not inspect.iscoroutinefunction(getattr(engine, "answer", None)):
+    if not inspect.iscoroutinefunction(getattr(engine, "_drive", None)):
         raise ConfigError(
             f"the engine is a {type(engine).__name__}; allowed: an AsyncRolloutEngine. For {ALLOWED} type: "
             "fp8plan.doctor(...)"
@@ -153,7 +153,7 @@ def _observed(target: Any, given: Given) -> Observed:
         from fp8plan.runtime.doctor.files import observe_file
 
         return observe_file(Path(target), given)
-    if inspect.iscoroutinefunction(getattr(target, "answer", None)):
+    if inspect.iscoroutinefunction(getattr(target, "_drive", None)):
         raise ConfigError("the target is an AsyncRolloutEngine; type: await fp8plan.async_doctor(engine, ...)")
     if hasattr(target, "replicas"):
         raise ConfigError("the target is a RolloutFleet, which the doctor does not know; allowed: " + ALLOWED)

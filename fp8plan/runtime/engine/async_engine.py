@@ -107,26 +107,18 @@ class AsyncRolloutEngine(
     async def _drive(self, procedure: Generator[Call, Any, Answer]) -> Answer:
         return await driven(procedure, lambda call: self._whole(self.answer(call)))
 
-    async def answer(self, call: Call) -> Any:
-        """Do a Call, and return its answer. Not for users: nothing is checked."""
-        if call.what == "restart":
-            self._stop()
-            return await self._start()
-        if call.what == "reset":
-            return await self._reset_prefix_cache()
-        if call.what in ("generate", "score"):
-            prompts, params = requests(call)
-            tasks = [asyncio.ensure_future(self._last(prompt, params)) for prompt in prompts]
-            try:
-                outputs = await asyncio.gather(*tasks)
-                return [outputs] if call.what == "score" else outputs
-            finally:
-                for task in tasks:  # one that failed must not leave the others running
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-        if call.what in ("sleep", "wake_up"):
-            return await self._alive(lambda: getattr(self.llm, call.what)(*call.arguments))
-        method, arguments = call.arguments
+    async def _outputs(self, call: Call) -> Any:
+        prompts, params = requests(call)
+        tasks = [asyncio.ensure_future(self._last(prompt, params)) for prompt in prompts]
+        try:
+            outputs = await asyncio.gather(*tasks)
+            return [outputs] if call.what == "score" else outputs
+        finally:
+            for task in tasks:  # one that failed must not leave the others running
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _rpc(self, method: str, arguments: Sequence[Any]) -> Any:
         try:
             return await self._alive(lambda: self.llm.collective_rpc(method, args=arguments))
         except Exception as error:

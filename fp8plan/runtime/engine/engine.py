@@ -191,20 +191,12 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
         with Held(self._give_up):
             return driven(procedure, self.answer)
 
-    def answer(self, call: Call) -> Any:
-        """Do a Call, and return its answer. Not for users: nothing is checked."""
-        if call.what == "restart":
-            self._stop()
-            return self._start()
-        if call.what == "reset":
-            return self._reset_prefix_cache()
-        if call.what in ("generate", "score"):
-            prompts, params = requests(call)
-            outputs = self._finished(lambda: self.llm.generate(prompts, params, use_tqdm=False))
-            return [outputs] if call.what == "score" else outputs
-        if call.what in ("sleep", "wake_up"):
-            return self._alive(lambda: getattr(self.llm, call.what)(*call.arguments))
-        method, arguments = call.arguments
+    def _outputs(self, call: Call) -> Any:
+        prompts, params = requests(call)
+        outputs = self._finished(lambda: self.llm.generate(prompts, params, use_tqdm=False))
+        return [outputs] if call.what == "score" else outputs
+
+    def _rpc(self, method: str, arguments: Sequence[Any]) -> Any:
         try:
             return self._alive(lambda: self.llm.collective_rpc(method, args=arguments))
         except Exception as error:

@@ -7,7 +7,7 @@
             fleet.sync_weights(trainer.named_bf16_tensors())
 
 It is used as a RolloutEngine is. Ray places the replicas, on one host or several, and carries prompts, outputs and
-weights; how a sync goes is runtime.fleet.sync, who gets which prompt is runtime.fleet.routing.
+weights. runtime.fleet.sync merges the replicas' answers in a sync, runtime.fleet.routing deals out prompts.
 """
 
 from __future__ import annotations
@@ -34,15 +34,7 @@ from fp8plan.runtime.guard.observation import EngineFacts, Observation
 from fp8plan.runtime.monitor.record import rollout_fields
 from fp8plan.runtime.weight_sync.nccl import RemoteSource
 from fp8plan.runtime.weight_sync.procedure import replace_weights
-from fp8plan.runtime.weight_sync.state import (
-    Call,
-    Procedure,
-    SyncReport,
-    SyncSettings,
-    SyncState,
-    driven,
-    rpc,
-)
+from fp8plan.runtime.weight_sync.state import Call, Procedure, SyncReport, SyncSettings, SyncState, driven, rpc
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
@@ -58,6 +50,10 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
 
     A replica that dies drops out, with a warning that names it, and the others go on. Once none is left the fleet
     refuses to generate, and the next sync_weights starts all again. Calls after `shutdown` raise LostEngineError.
+
+    sync_weights reads the tensors once. They serve in all living replicas or in none. KV scales are the same in all:
+    kv_prompts are dealt out, and the largest magnitudes of any replica count. Once a replica has died or was replaced,
+    a trainer that sends over NCCL must be met again (join_transfer).
     """
 
     def __init__(
@@ -154,12 +150,12 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
     ) -> list[Any]:
         """Generate as vllm.LLM.generate does, and return its RequestOutputs, in the order of the prompts.
 
-        expected_lengths: tokens to expect of one response to each prompt. None: what came of the same prompt when it
-                          was last sampled, or else `expected_tokens`. They decide only which replica gets a prompt
+        expected_lengths: tokens to expect of one response to each prompt. None: those of the same prompt's last
+                          responses, or else `expected_tokens`. They decide only which replica gets a prompt
 
         The requests of a replica that dies are answered by the others, from the start. Raises NotServingError once none
         is left, while another generate runs, or while the weights must not be used. Raises ConfigError for a token id
-        that the model has not.
+        that the model does not have.
         """
         refuse_shut_down(self.state)
         refuse_prompts(prompts, self.state.vocabulary)
@@ -173,13 +169,13 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
             return outputs
 
     def replace(self, number: int) -> bool:
-        """Start another replica in the place of one that died, or still lives, and give it what serves.
+        """Start another replica in the place of one that died, or still lives. Returns whether it serves now.
 
-        That is the kept stream of the last sync, checked as then, and the KV scales of the others. Returns whether it
-        serves now. Where nothing is kept (keep_weights=False, NCCL), or nothing serves, it waits for the next sync.
+        It gets the kept stream of the last sync, checked again, and the KV scales of the others. If nothing is kept
+        (keep_weights=False, NCCL) or nothing serves, it waits for the next sync.
 
-        Raises ConfigError for a number that there is not, NotServingError if no replica lives (then sync_weights starts
-        all), SyncError if the new one does not take the weights.
+        Raises ConfigError for an unknown number, NotServingError if no replica lives (then sync_weights starts all),
+        SyncError if the new one does not take the weights.
         """
         refuse_shut_down(self.state)
         if not isinstance(number, int) or not 0 <= number < self._members.count:
@@ -206,7 +202,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
 
     @property
     def deaths(self) -> dict[int, str]:
-        """The replicas that died -> what of; `replace` starts another in their place."""
+        """The replicas that died -> cause; `replace` starts another in their place."""
         return dict(self._members.lost)
 
     @property
@@ -237,13 +233,13 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
     def verdicts(self) -> dict[int, Verdict | None]:
         """The guards' verdicts on the last rollout, by replica, each on its own part."""
         done = self._judged()
-        return {} if done is None else {number: found.verdict for number, found in done.judgements.items()}
+        return {} if done is None else {number: judged.verdict for number, judged in done.judgements.items()}
 
     @property
     def verdict(self) -> Verdict | None:
         """The verdict that asks for something, or else of the replica that fell furthest behind its prediction."""
-        found = [verdict for verdict in self.verdicts.values() if verdict is not None]
-        return min(found, key=lambda verdict: (verdict.action == Action.NONE, verdict.ratio), default=None)
+        verdicts = [verdict for verdict in self.verdicts.values() if verdict is not None]
+        return min(verdicts, key=lambda verdict: (verdict.action == Action.NONE, verdict.ratio), default=None)
 
     @property
     def observation(self) -> Observation | None:
@@ -257,14 +253,14 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
 
     def engine_facts(self) -> EngineFacts:
         """Return the facts about the running engines, with data_parallel_size replicas."""
-        one = super().engine_facts()
-        return replace(one, limits=replace(one.limits, data_parallel_size=self.replicas))
+        facts = super().engine_facts()
+        return replace(facts, limits=replace(facts.limits, data_parallel_size=self.replicas))
 
     def rollout_record(self) -> dict[str, Any]:
         """Return the rollout record of the last rollout, with its Routing under "routing"; Monitor.step takes it."""
         routing = self.routing
-        found = rollout_fields(self.observation, self.engine_facts())
-        return found if routing is None else found | {"routing": routing.to_dict()}
+        record = rollout_fields(self.observation, self.engine_facts())
+        return record if routing is None else record | {"routing": routing.to_dict()}
 
     def shutdown(self) -> None:
         """Stop all replicas and give their places back, for good: every later call raises LostEngineError."""
@@ -273,7 +269,6 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         self._kept = None
 
     def sizes(self) -> tuple[int, int]:
-        """Return the longest request and the model's vocabulary, in tokens."""
         return self._members.sizes
 
     def _opening(self) -> Procedure:
@@ -321,9 +316,9 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         self._met = self._members.lineup
 
     def _to_meet(self) -> Generator[Call, Any, int]:
-        """Return how many workers a trainer meets: of the replicas that live, or of all, who then start again.
+        """Return the number of workers that a trainer meets: of the living replicas, or of all, which then start again.
 
-        Each is asked something first, which shows who died while idle: the others would wait for it in the broadcast.
+        A Call to all first shows which replica died while idle: the others would wait for it in the broadcast.
         """
         with self._alone(), suppress(NotServingError):
             yield from rpc("fp8plan_attention_layers")
@@ -339,38 +334,35 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         return self._members.collect(self._members.submit(method, dict.fromkeys(self._members.living, arguments)))
 
     def _judged(self) -> Finished | None:
-        """Return the last rollout once the guards have judged it, and note why one cannot."""
+        """Return the last rollout once the guards have judged it, and note why one of them cannot."""
         done = self._rollouts.judged()
         if done is not None and self.guard is not None:
-            self.guard_off = next((found.off for found in done.judgements.values() if found.off), None)
+            self.guard_off = next((judged.off for judged in done.judgements.values() if judged.off), None)
         return done
 
     def _drive(self, procedure: Generator[Call, Any, Answer]) -> Answer:
         calls = Calls(self._members, keep=self._keep)
-        answer = driven(
-            procedure, lambda call: self._restarted() if call.what == "restart" else self._told(calls, call)
-        )
+
+        def reply(call: Call) -> Any:
+            if call.what == "restart":
+                self._members.stop()
+                self._waiting.clear()
+                return self._members.start(range(self.replicas), self.launch)
+            try:
+                return calls.answer(call)
+            finally:
+                self._count_dead()
+
+        answer = driven(procedure, reply)
         if calls.number is not None:  # a sync
             self._waiting.clear()
             sent = next(key[0] for key, checked in self.state.prepared.items() if checked.number == calls.number)
             self._kept = Kept(sent, calls.chunks) if calls.chunks else None
         return answer
 
-    def _told(self, calls: Calls, call: Call) -> Any:
-        try:
-            return calls.answer(call)
-        finally:
-            self._count_dead()
-
     def _count_dead(self) -> None:
         if not self._members.living:
             self.state.dead = True
-
-    def _restarted(self) -> None:
-        """Start all replicas anew."""
-        self._members.stop()
-        self._waiting.clear()
-        self._members.start(range(self.replicas), self.launch)
 
     def _seed(self, number: int) -> None:
         """Give a new replica the weights and KV scales that serve. It is lost if it does not take them."""

@@ -1,9 +1,4 @@
-"""The actors of a fleet: which of them live, what they answer, and what the others died of.
-
-One replica of a fleet: a RolloutEngine in the process of a Ray actor. The fleet's calls are its methods.
-
-The way of a procedure's Calls to replicas, and of their answers back.
-"""
+"""The replicas of a fleet: Replica is an engine in a Ray actor, Members all actors, Calls the way of Calls to them."""
 
 from __future__ import annotations
 
@@ -27,9 +22,9 @@ from fp8plan.runtime.weight_sync.stream import Channel
 
 
 class Replica:
-    """The engine of one replica. The fleet has the state of its weights; the engine's own never changes.
+    """A RolloutEngine in the process of a Ray actor. The fleet has the state of its weights; its own never changes.
 
-    Made in two steps, as what is raised in an actor's __init__ reaches nobody with its type.
+    It is made and then started, because an error in an actor's __init__ would lose its type.
     """
 
     def __init__(self, launched: Launch, settings: SyncSettings) -> None:
@@ -42,20 +37,20 @@ class Replica:
         return self._engine.sizes()
 
     def answer(self, call: Call) -> Any:
-        """Do what a Call asks for."""
+        """Do a Call."""
         self._close()
-        found = self._engine.answer(call)
-        if call == COMMIT:  # a sync ends what a broken-off generate has left
+        reply = self._engine.answer(call)
+        if call == Call("rpc", ("fp8plan_commit", ())):  # a sync ends what a broken-off generate has left
             self._engine.state.refusal = None
-        return found
+        return reply
 
     def load(self, method: str, numbers: Sequence[int], parts: Sequence[Packed]) -> Any:
         """Hand a chunk of tensors to a worker's method."""
         if self._channel is None:
             self._channel = Channel(self._engine.state.staged_on, self._settings.chunk_bytes)
-        found = self._engine.answer(Call("rpc", self._channel.message(method, numbers, unpacked(parts))))
+        reply = self._engine.answer(Call("rpc", self._channel.message(method, numbers, unpacked(parts))))
         self._channel.close()  # all workers have it open
-        return found
+        return reply
 
     def generate(self, prompts: Any, sampling_params: Any, more: dict[str, Any]) -> tuple[list[Any], float]:
         """Return the RequestOutputs, and the seconds that they took."""
@@ -89,11 +84,8 @@ class Replica:
             self._channel = None
 
 
-COMMIT = Call("rpc", ("fp8plan_commit", ()))
-
-
-LOOK_S = 10.0  # between two looks whether those that start have places
-STOP_S = 30.0  # that a replica may take to shut vLLM down
+LOOK_S = 10.0  # between two checks that starting replicas have places
+STOP_S = 30.0  # a replica's time to shut vLLM down
 MOST_WORDS = 400  # characters of a death's cause
 
 
@@ -124,10 +116,10 @@ class Members:
     """The actors, by number. Places are reserved when this is made; `start` fills them.
 
     living: number -> actor
-    lost:   number -> what it died of, until another takes its place
-    terms:  what each is started with
+    lost:   number -> cause of death, until another takes its place
+    terms:  of every start
     sizes:  the longest request and the vocabulary of each engine, in tokens
-    born:   how many actors were started so far
+    born:   number of actors that were started so far
     """
 
     def __init__(self, replicas: int, terms: Terms) -> None:
@@ -141,7 +133,7 @@ class Members:
         self.sizes = (0, 0)
 
     def start(self, numbers: Iterable[int], launched: Launch) -> None:
-        """Start engines in these places, at once. Raises what the first raises that does not start.
+        """Start engines in these places, at once. Raises the first error of an engine that does not start.
 
         Raises ConfigError if a place was lost with its host, and Ray finds no other.
         """
@@ -156,14 +148,14 @@ class Members:
             starting = self.submit("start", dict.fromkeys(made, (terms.mode, terms.guard)))
             while self._ray.wait([*starting.values()], num_returns=len(starting), timeout=LOOK_S)[1]:
                 await_places(self._group, made, terms.wait_s)
-            found = self.collect(starting)
+            sizes = self.collect(starting)
         except BaseException as error:
             self.stop(made)  # some have started
             self.lost = dict.fromkeys(made, f"it did not start: {error}") | self.lost
             raise
-        if dead := made.keys() - found.keys():
+        if dead := made.keys() - sizes.keys():
             raise LostEngineError(f"the engine died while it started: {self.obituary(dead)}")
-        self.sizes = next(iter(found.values()))
+        self.sizes = next(iter(sizes.values()))
 
     @property
     def lineup(self) -> tuple[list[int], int]:
@@ -171,15 +163,12 @@ class Members:
         return sorted(self.living), self.born
 
     def submit(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
-        """Call a method of the living among these actors, without waiting. Each does what it is told in order."""
-        return {
-            number: getattr(self.living[number], method).remote(*given)
-            for number, given in arguments.items()
-            if number in self.living
-        }
+        """Call a method of the living among these actors, without waiting. Each does its calls in order."""
+        living = {number: self.living[number] for number in arguments if number in self.living}
+        return {number: getattr(actor, method).remote(*arguments[number]) for number, actor in living.items()}
 
     def collect(self, references: Mapping[int, Any]) -> dict[int, Any]:
-        """Wait for answers. Who dies is lost, and leaves none; an error of another kind is raised once all are in."""
+        """Wait for answers. A replica that dies is lost, and leaves none. Other errors are raised once all are in."""
         from ray.exceptions import RayError, RayTaskError
 
         answers, errors = {}, []
@@ -200,21 +189,16 @@ class Members:
         return answers
 
     def lose(self, number: int, why: str) -> None:
-        """Count a replica out, warn of it, and end what is left of it."""
-        if self._end(number, why):
+        """Count a replica as lost, end its actor, and warn."""
+        actor = self.living.pop(number, None)
+        if actor is not None:
+            self.lost[number] = why
+            with suppress(Exception):
+                self._ray.kill(actor)
             warn(f"replica {number} of the fleet is lost: {why}; type: fleet.replace({number})")
 
-    def _end(self, number: int, why: str) -> bool:
-        actor = self.living.pop(number, None)
-        if actor is None:
-            return False
-        self.lost[number] = why
-        with suppress(Exception):
-            self._ray.kill(actor)
-        return True
-
     def obituary(self, numbers: Iterable[int] | None = None) -> str:
-        """Say what replicas died of."""
+        """Return the replicas' causes of death, in one line."""
         chosen = sorted(self.lost if numbers is None else numbers)
         return "; ".join(f"replica {number}: {self.lost[number]}" for number in chosen)
 
@@ -222,8 +206,8 @@ class Members:
         """Shut engines down, and end their actors."""
         chosen = [number for number in (self.living if numbers is None else numbers) if number in self.living]
         with suppress(Exception):
-            asked = list(self.submit("stop", dict.fromkeys(chosen, ())).values())
-            self._ray.wait(asked, num_returns=len(asked), timeout=STOP_S)
+            stopping = list(self.submit("stop", dict.fromkeys(chosen, ())).values())
+            self._ray.wait(stopping, num_returns=len(stopping), timeout=STOP_S)
         for number in chosen:
             with suppress(Exception):
                 self._ray.kill(self.living.pop(number))
@@ -245,15 +229,17 @@ class Members:
         return self._ray.get(reference)
 
     def _seeded(self, launched: Launch) -> Launch:
-        """Give an engine a seed of its own: with vLLM's default all would sample the same numbers, and copies of a
-        prompt in two replicas get the same response. A seed that was used is not used again."""
+        """Give an engine a seed that no other had.
+
+        With vLLM's default, copies of a prompt in two replicas would get the same response.
+        """
         seed = int(launched.kwargs.get("seed") or 0) + self.born
         self.born += 1
         return replace(launched, kwargs={**launched.kwargs, "seed": seed})
 
 
 def _deaths() -> tuple[type[Exception], ...]:
-    """Return what Ray raises for a call to an actor that has died, or whose host has."""
+    """Return the errors that Ray raises for a call to an actor that has died, or whose host has."""
     from ray import exceptions
 
     return (
@@ -269,7 +255,7 @@ def _deaths() -> tuple[type[Exception], ...]:
 
 
 def _short(error: Exception) -> str:
-    """Return the first and the last line of what Ray says of a death, which is a page."""
+    """Return the first and the last line of Ray's page about a death."""
     lines = [line.strip(" .:") for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return shorten(". ".join(dict.fromkeys((lines[0], lines[-1]))), MOST_WORDS)
 
@@ -278,12 +264,13 @@ Answers = list[dict[str, Any]]
 
 
 class Calls:
-    """The answerer of one procedure's Calls.
+    """The way of one procedure's Calls to replicas, and of their answers back.
 
     numbers: replicas that are asked; None: all that live
-    keep:    keep the chunks of tensors that pass in the object store
+    keep:    keep the chunks of tensors that a sync loads in the object store
 
-    While replicas load a chunk of tensors, the next is being packed: a chunk's answers are those of the one before.
+    While replicas load a chunk of tensors, the next one is packed. So the answers to a chunk are those to the one
+    before.
     """
 
     def __init__(self, members: Members, numbers: Sequence[int] | None = None, keep: bool = False) -> None:
@@ -298,7 +285,7 @@ class Calls:
         if method in STREAMED:
             return self._streamed(*call.arguments)
         if method == "fp8plan_abort":
-            with suppress(Exception):  # whatever became of the chunk, who lives must close its sync
+            with suppress(Exception):  # whatever became of the chunk, living replicas must close their sync
                 self._landed()
         else:
             late = self._landed()
@@ -306,9 +293,8 @@ class Calls:
                 return late
         if method == "fp8plan_begin":
             self.number, self.chunks = call.arguments[1][0], []
-        asked = self._asked()
-        workers = self._members.terms.workers
-        parts = {number: (addressed(call, at, len(asked), workers),) for at, number in enumerate(asked)}
+        numbers, workers = self._asked(), self._members.terms.workers
+        parts = {number: (addressed(call, at, len(numbers), workers),) for at, number in enumerate(numbers)}
         return self._collected(call, self._members.submit("answer", parts))
 
     def _streamed(self, method: str, arguments: tuple[Sequence[int], Sequence[Any]]) -> Answers:
@@ -326,10 +312,9 @@ class Calls:
         """Return the answers to the chunk that is under way."""
         if self._under_way is None:
             return []
-        call, references = self._under_way
-        self._under_way = None
-        found: Answers = self._collected(call, references)
-        return found
+        (call, references), self._under_way = self._under_way, None
+        answers: Answers = self._collected(call, references)
+        return answers
 
     def _asked(self) -> list[int]:
         return sorted(self._members.living if self._numbers is None else self._numbers)

@@ -1,7 +1,4 @@
-"""The places of a fleet's replicas: one bundle of a Ray placement group for each.
-
-The guard of a whole fleet: it remembers what was done, and its replicas' guards judge.
-"""
+"""The places of a fleet's replicas, one bundle of a Ray placement group each, and the guard of a whole fleet."""
 
 from __future__ import annotations
 
@@ -54,9 +51,9 @@ def placed(replicas: int, gpus: int, cpus: float, wait_s: float) -> Any:
 
 
 def await_places(group: Any, numbers: Iterable[int], wait_s: float) -> None:
-    """Wait until these bundles of a group have hosts. Ray looks for another where one is lost.
+    """Wait until these bundles of a group have hosts. Ray looks for another host where one is lost.
 
-    Raises ConfigError if they do not get free: an actor would wait for ever.
+    Raises ConfigError if they do not get free, as an actor would wait for ever.
     """
     from ray.util.placement_group import placement_group_table
 
@@ -65,21 +62,21 @@ def await_places(group: Any, numbers: Iterable[int], wait_s: float) -> None:
     if homeless and not group.wait(wait_s):  # Ray places all that are homeless at once
         each, free = group.bundle_specs[homeless[0]], ray().available_resources()
         raise ConfigError(
-            f"places for {len(homeless)} replicas of {_said(each)} on one host each did not get free in {wait_s:g} s; "
-            f"free now, on all hosts: {_said({kind: free.get(kind, 0) for kind in each})}. End what uses them, ask for "
+            f"places for {len(homeless)} replicas of {_text(each)} on one host each did not get free in {wait_s:g} s; "
+            f"free now, on all hosts: {_text({kind: free.get(kind, 0) for kind in each})}. End what uses them, ask for "
             "fewer replicas, or wait longer (wait_s=...)"
         )
 
 
 def refuse_too_few(each: dict[str, float], replicas: int, whole: dict[str, float]) -> None:
-    """Refuse a cluster whose resources could never hold so many replicas: raise ConfigError."""
+    """Raises ConfigError for a cluster that could never hold so many replicas."""
     fit = min(int(whole.get(kind, 0) // amount) for kind, amount in each.items() if amount)
     if fit < replicas:
-        have = _said({kind: whole.get(kind, 0) for kind in each})
+        have = _text({kind: whole.get(kind, 0) for kind in each})
         more = "add hosts (ray start --address=...)"
         allowed = f"replicas={fit}, or {more}" if fit else f"a replica on fewer GPUs, or {more}"
         raise ConfigError(
-            f"{replicas} replicas of {_said(each)} each were asked for, and the Ray cluster has {have}; allowed: "
+            f"{replicas} replicas of {_text(each)} each were asked for, and the Ray cluster has {have}; allowed: "
             f"{allowed}"
         )
 
@@ -89,25 +86,19 @@ def place(group: Any, number: int, gpus: int, cpus: float, env: dict[str, str]) 
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=number)
-    return {
-        "num_cpus": cpus,
-        "num_gpus": gpus,
-        "scheduling_strategy": strategy,
-        "runtime_env": {"env_vars": env},
-    }
+    more = {"scheduling_strategy": strategy, "runtime_env": {"env_vars": env}}
+    return {"num_cpus": cpus, "num_gpus": gpus} | more
 
 
-def _said(resources: dict[str, float]) -> str:
+def _text(resources: dict[str, float]) -> str:
     return " and ".join(f"{amount:g} {kind}(s)" for kind, amount in sorted(resources.items(), reverse=True))
 
 
 class FleetGuard(Guard):
-    """A Guard that tells all replicas' guards the rung that the fleet has taken, also one of a checkpoint.
-
-    It judges no rollout itself, so that it counts nothing.
+    """A Guard that tells the replicas' guards which rung the fleet has taken. Only those judge rollouts.
 
     facts: of one replica
-    tell:  tells the replicas that live which rung was taken
+    tell:  tells a rung to the replicas that live
     """
 
     def __init__(self, facts: EngineFacts, settings: GuardSettings, tell: Callable[[Action], Any]) -> None:
@@ -125,5 +116,5 @@ class FleetGuard(Guard):
         self.remind()
 
     def remind(self) -> None:
-        """Tell the replicas, of which some may be new, the rung."""
+        """Tell the rung to the replicas, some of which may be new."""
         self._tell(self.state.rung)

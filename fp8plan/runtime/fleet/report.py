@@ -1,4 +1,4 @@
-"""The report of a fleet's rollout: who answered what, and what the planner's static split would have given."""
+"""The report of a fleet's rollout: the replica of each request, compared with the planner's static split."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Routing:
     expected:        tokens that were expected of each request, over its samples
     tokens:          tokens that came, over its samples
     seconds:         wall time of the whole call
-    replica_seconds: replica -> wall time of its part; of a replica that took over another's, both parts
-    routed_tokens, static_tokens: tokens that came of the replica with most, as routed and in the static split
-    predicted_routed_s, predicted_static_s: makespans that the cost model predicts of the lengths that came; None where
-                     it cannot (`off` says why). Their ratio is what routing gained; only the first was really run
+    replica_seconds: replica -> wall time of its part, or of both parts if it took over another's
+    routed_tokens, static_tokens: tokens of the replica with most, as routed and in the static split
+    predicted_routed_s, predicted_static_s: predicted makespans of the lengths that came; None if the cost model cannot
+                     predict them (`off` says why). Their ratio is the gain of routing; only the first was really run
     rerouted:        requests whose replica died, which others then answered
     """
 
@@ -53,22 +53,22 @@ class Routing:
 
     def __str__(self) -> str:
         """Return one line for a log."""
-        said = f"{len(self.tokens)} requests in {self.seconds:.3f} s; most tokens of a replica: {self.routed_tokens:,}"
-        said += f" routed, {self.static_tokens:,} split statically"
+        text = f"{len(self.tokens)} requests in {self.seconds:.3f} s; most tokens of a replica: {self.routed_tokens:,}"
+        text += f" routed, {self.static_tokens:,} split statically"
         if self.predicted_routed_s is not None and self.predicted_static_s is not None:
-            said += f"; predicted {self.predicted_routed_s:.3f} s and {self.predicted_static_s:.3f} s"
-        return said + (f"; {self.rerouted} requests routed again" if self.rerouted else "")
+            text += f"; predicted {self.predicted_routed_s:.3f} s and {self.predicted_static_s:.3f} s"
+        return text + (f"; {self.rerouted} requests routed again" if self.rerouted else "")
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A rollout as it came: what a Routing is made of, once somebody asks.
+    """A rollout as it came, of which a Routing is made on request.
 
     observation: of all replicas together
     parts:       replica -> the requests that it answered, in the order in which it got them
     samples:     responses of each request that have tokens
     expected, replica_seconds, rerouted: as in Routing
-    judgements:  what the replicas' guards said of their parts; empty until they were asked
+    judgements:  the replicas' guards' on their parts; empty until they are asked
     """
 
     observation: Observation
@@ -81,14 +81,14 @@ class Finished:
 
     def judged(self, judgements: Mapping[int, Judged]) -> Finished:
         """Return the same with the guards' judgements, and their counts and sampling in the observation."""
-        ours = {number: found for number, found in judgements.items() if number in self.parts}
-        seen = [found.observation for found in ours.values() if found.observation is not None]
+        ours = {number: judged for number, judged in judgements.items() if number in self.parts}
+        seen = [judged.observation for judged in ours.values() if judged.observation is not None]
         whole = replace(
             self.observation,
-            preemptions=sum(one.preemptions for one in seen),
+            preemptions=sum(part.preemptions for part in seen),
             kv_cache_tokens=seen[0].kv_cache_tokens if seen else None,
-            compiled_files=sum(one.compiled_files or 0 for one in seen) if seen else None,
-            sampling=Sampling.mixed(one.sampling for one in seen),
+            compiled_files=sum(part.compiled_files or 0 for part in seen) if seen else None,
+            sampling=Sampling.mixed(part.sampling for part in seen),
         )
         return replace(self, observation=whole, judgements=ours)
 
@@ -127,7 +127,7 @@ def makespans(facts: EngineFacts, seen: Observation, splits: Sequence[Sequence[A
     facts:  of one replica
     splits: for each the rows of every replica
 
-    Raises ProfileError, ConfigError or CapacityError where the cost model cannot predict this engine.
+    Raises ProfileError, ConfigError or CapacityError if the cost model cannot predict this engine.
     """
     batch = seen.batch
     setup = facts.setup.holding(batch.longest)
@@ -135,8 +135,5 @@ def makespans(facts: EngineFacts, seen: Observation, splits: Sequence[Sequence[A
         setup = with_blocks(setup, setup.blocks_in(seen.kv_cache_tokens) - 1)
     profile, _ = load_profile(find_gpu(facts.gpu), facts.engine_version)
     memory, model = setup.memory(batch.longest), setup.step_model(profile)
-    found = []
-    for split in splits:
-        parts = [batch.take(rows) for rows in split]
-        found.append(rollout(schedules(parts, memory.kv, setup.limits), model).makespan_s)
-    return found
+    parts = ([batch.take(rows) for rows in split] for split in splits)
+    return [rollout(schedules(part, memory.kv, setup.limits), model).makespan_s for part in parts]

@@ -1,7 +1,4 @@
-"""The rollouts of a fleet: requests dealt out to replicas, their outputs, and what their guards say of them.
-
-The requests of a rollout, as vllm.LLM.generate takes them, to be dealt out to replicas.
-"""
+"""The rollouts of a fleet: requests dealt out to replicas, their outputs, and the guards' verdicts on them."""
 
 from __future__ import annotations
 
@@ -19,8 +16,11 @@ from fp8plan.runtime.guard.observation import observation_of
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Prompts, with vLLM's SamplingParams: one for all, one for each, or None for the model's own; and what else
-    generate takes, the same for all."""
+    """The requests of a rollout.
+
+    params: vLLM's SamplingParams: one for all, one for each, or None for the model's own
+    more:   further arguments of generate, the same for all
+    """
 
     prompts: Sequence[Any]
     params: Any
@@ -28,29 +28,28 @@ class Requests:
 
     @classmethod
     def of(cls, prompts: Any, params: Any, more: Mapping[str, Any]) -> Requests:
-        """Read the arguments of generate. Raises ConfigError for what cannot be dealt out."""
-        single = isinstance(prompts, (str, Mapping)) or (isinstance(prompts, Sequence) and _is_tokens(prompts))
-        found = [prompts] if single else list(prompts)
-        if isinstance(params, Sequence) and len(params) != len(found):
-            raise ConfigError(f"{len(params)} sampling_params for {len(found)} prompts; allowed: one, or one for each")
+        """Read the arguments of generate. Raises ConfigError for arguments that cannot be dealt out."""
+        is_tokens = isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int)
+        every = [prompts] if is_tokens or isinstance(prompts, (str, Mapping)) else list(prompts)
+        if isinstance(params, Sequence) and len(params) != len(every):
+            raise ConfigError(f"{len(params)} sampling_params for {len(every)} prompts; allowed: one, or one for each")
         if listed := [name for name, value in more.items() if isinstance(value, (list, tuple))]:
             raise ConfigError(f"{', '.join(listed)}: a list, which is not dealt out to replicas; allowed: one for all")
-        return cls(found, params, more)
+        return cls(every, params, more)
 
     def take(self, chosen: Sequence[int]) -> tuple[list[Any], Any, dict[str, Any]]:
-        """Return what a replica's generate is given for these requests."""
+        """Return the arguments of a replica's generate for these requests."""
         params = [self.params[at] for at in chosen] if isinstance(self.params, Sequence) else self.params
         return [self.prompts[at] for at in chosen], params, dict(self.more)
 
     def loads(self, expected: Sequence[float]) -> list[float]:
-        """Return the response tokens of each request over its samples, given those expected of one response; no more
-        than it may have."""
+        """Return the response tokens to expect of each request, over its samples. expected: of one response each"""
         each = self.params if isinstance(self.params, Sequence) else [self.params] * len(self.prompts)
-        found = []
+        loads = []
         for tokens, params in zip(expected, each, strict=True):
             most = getattr(params, "max_tokens", None)
-            found.append((tokens if most is None else min(tokens, most)) * (getattr(params, "n", None) or 1))
-        return found
+            loads.append((tokens if most is None else min(tokens, most)) * (getattr(params, "n", None) or 1))
+        return loads
 
     @property
     def names(self) -> list[Hashable]:
@@ -59,14 +58,10 @@ class Requests:
 
 
 def name_of(prompt: Any) -> Hashable:
-    """Return what tells a prompt from others: its text or its token ids."""
+    """Return the identity of a prompt: its text or its token ids."""
     if isinstance(prompt, Mapping):
         prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
     return prompt if isinstance(prompt, str) else tuple(prompt or ())
-
-
-def _is_tokens(prompt: Sequence[Any]) -> bool:
-    return bool(prompt) and isinstance(prompt[0], int)
 
 
 class Rollouts:
@@ -94,7 +89,7 @@ class Rollouts:
         begun = time.perf_counter()
         done = dispatched(self._members, serving, requests, loads)
         seconds = time.perf_counter() - begun
-        samples = [[len(one.token_ids) for one in output.outputs if len(one.token_ids)] for output in done.outputs]
+        samples = [[len(each.token_ids) for each in output.outputs if len(each.token_ids)] for output in done.outputs]
         self._last = None
         if any(samples):
             self._last = Finished(
@@ -111,8 +106,8 @@ class Rollouts:
     def judged(self) -> Finished | None:
         """Return the last rollout once the replicas' guards have judged it; None before the first."""
         if self._last is not None and not self._last.judgements:
-            asked = self._members.submit("judgement", dict.fromkeys(self._last.parts, ()))
-            self._last = self._last.judged(self._members.collect(asked))
+            judging = self._members.submit("judgement", dict.fromkeys(self._last.parts, ()))
+            self._last = self._last.judged(self._members.collect(judging))
         return self._last
 
 
@@ -132,9 +127,9 @@ class Dispatched(NamedTuple):
 
 
 def dispatched(members: Members, serving: Sequence[int], requests: Requests, loads: Sequence[float]) -> Dispatched:
-    """Have requests answered by these replicas. What a replica had when it died is asked of the others, from the start.
+    """Have requests answered by these replicas. The others answer those of a replica that dies, from the start.
 
-    Raises NotServingError once none is left, and what vLLM raises for a request.
+    Raises NotServingError once no replica is left, and vLLM's errors.
     """
     outputs: list[Any] = [None] * len(loads)
     parts: dict[int, list[int]] = {}
@@ -145,18 +140,17 @@ def dispatched(members: Members, serving: Sequence[int], requests: Requests, loa
         if not alive:
             raise NotServingError(
                 f"{len(left)} of {len(loads)} requests are unanswered, and no replica that has the weights is left; "
-                f"what was answered is lost, too. Dead: {members.obituary() or 'none'}. Call sync_weights"
+                f"the answers so far are lost, too. Dead: {members.obituary() or 'none'}. Call sync_weights"
             )
         split = routed([loads[request] for request in left], len(alive))
-        asked = {number: [left[at] for at in part] for number, part in zip(alive, split, strict=True) if part}
-        answers = members.collect(
-            members.submit("generate", {number: requests.take(part) for number, part in asked.items()})
-        )
-        for number, (found, took) in answers.items():
-            for request, output in zip(asked[number], found, strict=True):
+        dealt = {number: [left[at] for at in part] for number, part in zip(alive, split, strict=True) if part}
+        running = members.submit("generate", {number: requests.take(part) for number, part in dealt.items()})
+        answers = members.collect(running)
+        for number, (answered, took_s) in answers.items():
+            for request, output in zip(dealt[number], answered, strict=True):
                 outputs[request] = output
-            parts.setdefault(number, []).extend(asked[number])
-            seconds[number] = seconds.get(number, 0.0) + took
-        left = sorted(request for number in asked.keys() - answers.keys() for request in asked[number])
+            parts.setdefault(number, []).extend(dealt[number])
+            seconds[number] = seconds.get(number, 0.0) + took_s
+        left = sorted(request for number in dealt.keys() - answers.keys() for request in dealt[number])
         rerouted += len(left)
     return Dispatched(outputs, parts, seconds, rerouted)

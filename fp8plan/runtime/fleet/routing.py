@@ -1,7 +1,7 @@
 """The routing of a rollout's requests to replicas: the longest expected first, each to the least loaded.
 
-The planner, and trainers, split a batch into consecutive parts before it starts (`Batch.split`), and then all wait for
-the replica that got most of the long responses. Where lengths are roughly known beforehand, none has to.
+The planner and trainers split a batch into consecutive parts (`Batch.split`). Then all wait for the replica with most
+long responses. Routing by expected lengths avoids that. If it would not help, the consecutive parts are used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
 
-Split = list[list[int]]  # the numbers of each replica's requests, in the order in which it gets them
+Split = list[list[int]]  # numbers of each replica's requests, in the order in which it gets them
 
 MOST_PROMPTS: Final = 1 << 20  # whose lengths are remembered
 
@@ -43,14 +43,13 @@ def longest_first(loads: Sequence[float], replicas: int) -> Split:
 
 
 def routed(loads: Sequence[float], replicas: int) -> Split:
-    """Return the better of both splits. On a tie it is the consecutive one, which keeps the copies of a prompt
-    together: their replica fills it once, and then reads it from the prefix cache."""
+    """Return the better of both splits; on a tie the consecutive one, in which copies of a prompt share a cache."""
     static, greedy = consecutive(len(loads), replicas), longest_first(loads, replicas)
     return greedy if largest(greedy, loads) < largest(static, loads) else static
 
 
 def largest(split: Split, loads: Sequence[float]) -> float:
-    """Return the load of the replica that has most."""
+    """Return the load of the busiest replica."""
     return max((sum(loads[request] for request in part) for part in split), default=0)
 
 
@@ -70,29 +69,28 @@ class SeenLengths:
 
     def learn(self, prompts: Sequence[Hashable], responses: Sequence[float]) -> None:
         """Note the mean response length of each prompt, over its copies in this rollout."""
-        found: dict[int, list[float]] = {}
+        lengths: dict[int, list[float]] = {}
         for prompt, tokens in zip(prompts, responses, strict=True):
-            found.setdefault(hash(prompt), []).append(tokens)
-        for key, some in found.items():
+            lengths.setdefault(hash(prompt), []).append(tokens)
+        for key, copies in lengths.items():
             self._seen.pop(key, None)  # the order is by when each was seen last
-            self._seen[key] = sum(some) / len(some)
+            self._seen[key] = sum(copies) / len(copies)
         for key in list(self._seen)[: max(0, len(self._seen) - MOST_PROMPTS)]:
             del self._seen[key]
 
 
 def given_lengths(lengths: Sequence[float], requests: int) -> list[float]:
     """Check a caller's expected lengths. Raises ConfigError for anything but a number of tokens for each prompt."""
-    found = list(lengths)
-    if len(found) != requests or not all(is_number(tokens) and tokens >= 0 for tokens in found):
+    tokens = list(lengths)
+    if len(tokens) != requests or not all(is_number(number) and number >= 0 for number in tokens):
         raise ConfigError(
-            f"expected_lengths has {len(found)} entries for {requests} prompts; allowed: for each prompt the tokens "
+            f"expected_lengths has {len(tokens)} entries for {requests} prompts; allowed: for each prompt the tokens "
             "expected of one response, numbers of at least 0"
         )
-    return found
+    return tokens
 
 
 def mean_response(workload: Mapping[str, Any]) -> float:
-    """Return the response tokens that a plan's workload expects of a prompt; of a trace, whose mean a plan does not
-    tell, its longest response."""
+    """Return the mean response of a plan's workload, in tokens; for a trace, whose plan has no mean, the longest."""
     lengths = workload.get("response_lengths") or {}
     return float(lengths.get("mean") or lengths.get("tokens") or workload.get("max_response_tokens") or 1)

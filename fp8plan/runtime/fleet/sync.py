@@ -1,10 +1,8 @@
 """One sync for all replicas: to its procedure (runtime.weight_sync.procedure) a fleet is an engine with more workers.
 
-Every Call goes to every replica, and their answers are put together as those of one engine. So the procedure's order is
-a commit in two phases: whatever one replica refuses ends the sync in all, and only "commit", when each has all weights,
-checked, and the same KV scales, makes them serve. A replica that dies has no say: it drops out, and the others go on.
-
-Nothing here does input or output; the tests drive it without Ray.
+Every Call goes to every replica, and their answers are merged into those of one engine. So a sync is a commit in two
+phases: a refusal of one replica ends it in all. "commit" comes when each has all weights, checked, and the same scales.
+A replica that dies drops out, and the others go on. Nothing here does input or output; the tests run it without Ray.
 """
 
 from __future__ import annotations
@@ -22,11 +20,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-# Worker's methods that are handed tensors, which travel through the object store.
-STREAMED: Final = ("fp8plan_load", "fp8plan_compare_with")
-
-# Where replicas that do the same must answer the same, and one of them speaks for all.
-ALIKE: Final = ("fp8plan_prepare",)
+STREAMED: Final = ("fp8plan_load", "fp8plan_compare_with")  # take tensors, which travel through the object store
+ALIKE: Final = ("fp8plan_prepare",)  # all replicas must answer the same; the first one's answer is used
 
 
 def addressed(call: Call, position: int, replicas: int, workers: int) -> Call:
@@ -56,7 +51,7 @@ def merged(call: Call, answers: Mapping[int, Any]) -> Any:
         most = max(map(len, parts), default=0)
         return [part[row] for row in range(most) for part in parts if row < len(part)]
     if call.what == "score":
-        return [outputs for found in answers.values() for outputs in found]
+        return [outputs for replica in answers.values() for outputs in replica]
     if call.what == "rpc":
         return _workers(call.arguments[0], answers)
     return None
@@ -65,9 +60,9 @@ def merged(call: Call, answers: Mapping[int, Any]) -> Any:
 def _workers(method: str, answers: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """Return the answers of all workers; errors say whose they are."""
     every = [
-        dict(answer) | ({"who": _who(replica, rank, len(found))} if "error" in answer else {})
-        for replica, found in answers.items()
-        for rank, answer in enumerate(found)
+        dict(answer) | ({"who": _who(replica, rank, len(ranks))} if "error" in answer else {})
+        for replica, ranks in answers.items()
+        for rank, answer in enumerate(ranks)
     ]
     if method not in ALIKE or any("error" in answer for answer in every):
         return every
@@ -84,7 +79,7 @@ def _who(replica: int, rank: int, ranks: int) -> str:
 
 
 class Packed(NamedTuple):
-    """A tensor as plain bytes: what processes on one host can read from the object store without a copy."""
+    """A tensor as plain bytes, which processes on one host can read from the object store without a copy."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -95,11 +90,8 @@ def packed(tensors: Sequence[torch.Tensor]) -> list[Packed]:
     """Return tensors as bytes on the host."""
     import torch
 
-    found = []
-    for tensor in tensors:
-        whole = gathered(tensor).cpu().contiguous()
-        found.append(Packed(dtype_name(whole.dtype), tuple(whole.shape), whole.reshape(-1).view(torch.uint8).numpy()))
-    return found
+    whole = (gathered(tensor).cpu().contiguous() for tensor in tensors)
+    return [Packed(dtype_name(t.dtype), tuple(t.shape), t.reshape(-1).view(torch.uint8).numpy()) for t in whole]
 
 
 def unpacked(parts: Sequence[Packed]) -> list[torch.Tensor]:
@@ -109,12 +101,12 @@ def unpacked(parts: Sequence[Packed]) -> list[torch.Tensor]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
         flat = [torch.from_numpy(part.data) for part in parts]
-    return [x.view(dtype_named(part.dtype)).view(part.shape) for x, part in zip(flat, parts, strict=True)]
+    return [bits.view(dtype_named(part.dtype)).view(part.shape) for bits, part in zip(flat, parts, strict=True)]
 
 
 @dataclass(slots=True)
 class Kept:
-    """The stream of one sync, as it lies in the object store: what a new replica is given.
+    """The stream of one sync, kept in the object store for new replicas.
 
     manifest: of what was sent
     chunks:   (numbers in the manifest, reference to their Packed tensors), in order

@@ -1,10 +1,10 @@
 """KV scales of a live engine, measured by prompts or taken from the trainer: procedures, as in procedure.py.
 
-Largest |q|, |k| and |v| of a transformers model while it runs: KV scales from the trainer's own forward.
+A trainer records the largest magnitudes in its own forward passes:
 
-with recording_amax(model) as amax:
-    model(batch)                      # forward passes that the trainer does anyway
-engine.sync_weights(weights, kv_amax=amax())
+    with recording_amax(model) as amax:
+        model(batch)
+    engine.sync_weights(weights, kv_amax=amax())
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Passes of the calibration prompts until none of its own scales clips: each at least doubles them.
 MOST_CALIBRATIONS = 12
 
-# Sequences of the last rollout that KV scales are calibrated on, and tokens of each; and what stands in for them.
+# Sequences of the last rollout that KV scales are calibrated on, and tokens of each; random tokens before the first.
 CALIBRATION_SEQUENCES, CALIBRATION_TOKENS = 16, 1024
 RANDOM_TOKENS: Final = 256
 RANDOM: Final = "random tokens, as no rollout has run yet"
@@ -43,10 +43,10 @@ def kv_scales(
 ) -> Generator[Call, Any, str | None]:
     """Set KV scales by the trainer's amax, or by prompts that the live engine runs; return where they come from.
 
-    `refuse_calibration` must have let both pass.
+    `refuse_calibration` must have passed both.
 
     source: name of the prompts, which is returned for them
-    known:  scales that another replica with the same weights has; nothing is measured then
+    known:  scales of another replica with the same weights; nothing is measured then
     """
     if not state.fp8_kv:
         return None
@@ -55,10 +55,10 @@ def kv_scales(
         state.kv_scales = known
         return "another replica"
     if amax is not None:
-        found, source = {layer: list(parts) for layer, parts in amax.items()}, "trainer"
+        measured, source = {layer: list(parts) for layer, parts in amax.items()}, "trainer"
     else:
-        found = yield from _calibrate(state, prompts or ())
-    scales = scales_from(found, state.settings.kv_margin)
+        measured = yield from _calibrate(state, prompts or ())
+    scales = scales_from(measured, state.settings.kv_margin)
     yield from rpc("fp8plan_set_kv_scales", scales)
     state.kv_scales = scales
     return source
@@ -67,11 +67,10 @@ def kv_scales(
 def refuse_calibration(
     state: SyncState, amax: Mapping[str, Sequence[float]] | None, prompts: Sequence[Sequence[int]] | None
 ) -> None:
-    """Raises ConfigError for what KV scales cannot be made of.
+    """Raises ConfigError if no KV scales can be made of an amax or prompts.
 
-    That is an amax which lacks an attention layer, is not finite, or is 0; no prompts, or prompts that the engine does
-    not take; and an amax and prompts together. With a BF16 KV cache there are no scales to be made, and only what could
-    never be an amax or prompts is refused.
+    An amax must be finite, above 0 and complete. Prompts must fit the engine. Exactly one of both is needed. With a
+    BF16 KV cache both are optional, and only values of a wrong kind are refused.
     """
     if amax is not None and not isinstance(amax, Mapping):
         raise ConfigError(f"kv_amax is of type {type(amax).__name__}; allowed: a dict, {{layer: (q, k, v)}}")
@@ -111,15 +110,15 @@ def random_prompts(vocabulary: int | None, longest: int) -> list[list[int]]:
     import numpy as np
 
     size = (CALIBRATION_SEQUENCES, min(RANDOM_TOKENS, longest))
-    found: list[list[int]] = np.random.default_rng(0).integers(0, vocabulary or 1000, size).tolist()
-    return found
+    prompts: list[list[int]] = np.random.default_rng(0).integers(0, vocabulary or 1000, size).tolist()
+    return prompts
 
 
 def _calibrate(state: SyncState, prompts: Sequence[Sequence[int]]) -> Generator[Call, Any, Amax]:
     """Measure the amax of prompts, run until none of the scales that they ran with clipped them.
 
-    It always begins at scales of 1.0. What a layer sees depends a little on the scales of the layers before it, and the
-    same weights and prompts are to get the same scales, whatever ran before.
+    It always begins at scales of 1.0. A layer's input depends a little on the scales of the layers before it, and the
+    same weights and prompts must give the same scales, whatever ran before.
     """
     scales = {layer: [1.0] * len(PARTS) for layer in state.kv_scales or ()}
     for _ in range(MOST_CALIBRATIONS):
@@ -149,8 +148,9 @@ def recording_amax(model: torch.nn.Module) -> Iterator[Callable[[], Amax]]:
     Yields a function that returns {layer, as vLLM names it: [|q|, |k|, |v|]}, after RoPE and QK norms. Ranks that see
     different data must take the maximum of theirs.
 
-    model: a transformers model whose attention goes through AttentionInterface ("sdpa", "flash_attention_2", ...).
-    Raises ConfigError for another, "eager" among them.
+    model: a transformers model whose attention goes through AttentionInterface ("sdpa", "flash_attention_2", ...)
+
+    Raises ConfigError for another attention, such as "eager".
     """
     import torch
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -161,21 +161,21 @@ def recording_amax(model: torch.nn.Module) -> Iterator[Callable[[], Amax]]:
         raise ConfigError(f"attention is {name!r}; allowed: one that transformers looks up: attn_implementation='sdpa'")
     attend = ALL_ATTENTION_FUNCTIONS[name]
     layers = {module: f"{where}.attn" for where, module in model.named_modules() if hasattr(module, "layer_idx")}
-    found: dict[str, torch.Tensor] = {}
+    recorded: dict[str, torch.Tensor] = {}
 
     def recording(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         if module in layers:
             with torch.no_grad():
-                parts = (torch.linalg.vector_norm(x, ord=torch.inf, dtype=torch.float32) for x in (query, key, value))
-                largest = torch.stack(list(parts))
-                before = found.get(layers[module])
-                found[layers[module]] = largest if before is None else torch.maximum(before, largest)
+                norms = [torch.linalg.vector_norm(t, ord=torch.inf, dtype=torch.float32) for t in (query, key, value)]
+                largest = torch.stack(norms)
+                before = recorded.get(layers[module], largest)
+                recorded[layers[module]] = torch.maximum(before, largest)
         return attend(module, query, key, value, *args, **kwargs)
 
-    # Set on this table, not registered: a function that stands there, as verl's prefix grouper's, hides what is.
+    # Set in this table, not registered: an entry of it, such as that of verl's prefix grouper, hides registered ones.
     ALL_ATTENTION_FUNCTIONS[name] = recording
     try:
-        yield lambda: {layer: parts.tolist() for layer, parts in found.items()}
+        yield lambda: {layer: parts.tolist() for layer, parts in recorded.items()}
     finally:
         del ALL_ATTENTION_FUNCTIONS[name]
         if ALL_ATTENTION_FUNCTIONS.get(name) is not attend:  # it stood in this table

@@ -1,9 +1,9 @@
 """Scales of the FP8 KV cache, measured anew after every weight sync.
 
-vLLM keeps one scale per layer for K, V and (where attention runs in FP8) Q, 1.0 unless a checkpoint brings others: what
-exceeds 448 is then clipped. E4M3 is a floating-point format, so a scale matters only where values would be clipped or
-underflow; that is why the largest magnitudes (amax) are enough. From vLLM 0.28 on it measures none itself, and a reload
-or a wake-up sets them back to 1.0.
+vLLM keeps one scale per layer for K, V and (where attention runs in FP8) Q. It is 1.0 unless a checkpoint brings
+another, and values above 448 are then clipped. E4M3 is a floating-point format: a scale matters only for values that
+would be clipped or underflow, so the largest magnitudes (amax) are enough. From 0.28 on vLLM measures no scales, and a
+reload or a wake-up sets them back to 1.0.
 
 scale = margin * amax / 448, per tensor (vllm/model_executor/layers/attention: the stored value is x / scale).
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PARTS: Final = ("q", "k", "v")
 
-# Room for what the calibration prompts did not show; NeMo-RL's margin.
+# Room for values beyond those of the calibration prompts; NeMo-RL's margin.
 MARGIN: Final = 1.05
 
 Amax = dict[str, list[float]]  # layer -> largest |q|, |k|, |v|
@@ -32,17 +32,17 @@ Scales = dict[str, list[float]]  # layer -> scales of q, k, v
 
 def scales_from(amax: Mapping[str, Sequence[float]], margin: float = MARGIN) -> Scales:
     """Return scales for `margin` times the amax; 1.0 for a layer that saw nothing. Raises ConfigError for NaN, Inf."""
-    found = {}
+    scales = {}
     for layer, parts in amax.items():
         try:
             fits = len(parts) == len(PARTS) and all(isfinite(value) and value >= 0 for value in parts)
         except TypeError:
             fits = False
         if not fits:
-            given = list(parts) if isinstance(parts, Sequence) else parts
-            raise ConfigError(f"amax of {layer} is {given!r}; allowed: three finite numbers, of q, k and v")
-        found[layer] = [margin * value / E4M3_MAX if value > 0 else 1.0 for value in parts]
-    return found
+            values = list(parts) if isinstance(parts, Sequence) else parts
+            raise ConfigError(f"amax of {layer} is {values!r}; allowed: three finite numbers, of q, k and v")
+        scales[layer] = [margin * value / E4M3_MAX if value > 0 else 1.0 for value in parts]
+    return scales
 
 
 def largest(ranks: Sequence[Amax]) -> Amax:
@@ -51,9 +51,9 @@ def largest(ranks: Sequence[Amax]) -> Amax:
 
 
 def clipped(amax: Amax, scales: Scales) -> Scales:
-    """Return the layers whose calibration was clipped by the scales it ran with, with twice the room to run again.
+    """Return wider scales, with twice the room, for the layers that were clipped in a calibration with `scales`.
 
-    Q is seen only after vLLM has quantised it, so its amax cannot exceed 448 scales: reaching that counts as clipped.
+    Q is recorded after vLLM has quantised it, so its amax cannot exceed 448 scales: reaching that counts as clipped.
     """
     return {
         layer: [
@@ -75,17 +75,18 @@ def attention_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 def live_scales(model: torch.nn.Module) -> dict[str, dict[str, float]]:
     """Return layer -> scales: "q", "k", "v" on the device, and "q_host", ... on the host, where some backends read."""
-    found = {}
-    for name, layer in attention_layers(model):
-        device = {part: float(getattr(layer, f"_{part}_scale").max()) for part in PARTS}
-        host = {f"{part}_host": float(getattr(layer, f"_{part}_scale_float")) for part in PARTS}
-        found[name] = device | host
-    return found
+    return {
+        name: {part: float(getattr(layer, f"_{part}_scale").max()) for part in PARTS}
+        | {f"{part}_host": float(getattr(layer, f"_{part}_scale_float")) for part in PARTS}
+        for name, layer in attention_layers(model)
+    }
 
 
 def set_scales(model: torch.nn.Module, scales: Mapping[str, Sequence[float]]) -> None:
-    """Write scales into the buffers that CUDA graphs have captured, and into their host copies. Raises ConfigError for
-    layers that are not the model's."""
+    """Write scales into the buffers that CUDA graphs have captured, and into their host copies.
+
+    Raises ConfigError unless they are for the model's layers.
+    """
     import torch
 
     layers = dict(attention_layers(model))
@@ -118,10 +119,10 @@ def keeping_scales(model: torch.nn.Module) -> Iterator[None]:
 
 
 class AmaxRecorder:
-    """A recorder of the largest |q|, |k| and |v| that each attention layer of a model is given, until `stop`.
+    """A recorder of the largest |q|, |k| and |v| that each attention layer of a model gets, until `stop`.
 
     vLLM calls attention from Python, between the CUDA graphs, in every step that fills prompts; only steps of decodes
-    alone are whole graphs. So prompts with one response token show all of it, without leaving the live engine's mode.
+    alone are whole graphs. So prompts with one response token show all values, and the engine's mode stays as it is.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -143,12 +144,12 @@ class AmaxRecorder:
             for cell, tensor in zip(cells, (query, key, value), strict=True):
                 if tensor is None or not tensor.numel():
                     continue
-                # Q, where attention runs in FP8: rounded by then, by up to 1/16, of which the margin covers 5%.
+                # Q, where attention runs in FP8, is rounded already, by up to 1/16. The margin covers 5% of that.
                 if tensor.dtype == torch.float8_e4m3fn:
-                    found = torch.linalg.vector_norm(tensor.float(), ord=torch.inf) * layer._q_scale
+                    most = torch.linalg.vector_norm(tensor.float(), ord=torch.inf) * layer._q_scale
                 else:
-                    found = torch.linalg.vector_norm(tensor, ord=torch.inf, dtype=torch.float32)
-                torch.maximum(cell, found, out=cell)
+                    most = torch.linalg.vector_norm(tensor, ord=torch.inf, dtype=torch.float32)
+                torch.maximum(cell, most, out=cell)
             return forward(layer, query, key, value, *args, **kwargs)
 
         return recording

@@ -3,19 +3,16 @@
 `replace_weights` is a generator: it yields what is to be done to the engine (a Call) and is sent the answer. So one
 procedure serves an engine in this process, in another, and under asyncio. The order is what keeps garbage away:
 
-1. the manifest (names, dtypes, shapes) is checked here and by a dry run in every worker: what is wrong now leaves the
-   old weights serving, untouched;
+1. the manifest (names, dtypes, shapes) is checked here and by a dry run in every worker: an error leaves the old
+   weights serving, untouched;
 2. the tensors stream in, by complete fused groups; the first write makes the engine refuse to generate;
-3. every worker closes its sync: nothing missing, nothing NaN or Inf, a sample as it was sent (worker/self_check.py);
+3. every worker closes its sync: nothing missing, nothing NaN or Inf, a sample as it was sent (worker/live_weights.py);
 4. KV scales are measured or set, the prefix cache is emptied, a sequence that the trainer has scored is scored, and the
    engine serves again.
 
-What fails after the first write leaves it refusing until a complete sync, or, with a copy kept, on the old weights.
-
+A failure after the first write leaves it refusing until a complete sync, or, with a copy kept, on the old weights.
 With many workers, and with the replicas of a fleet, this is a commit in two phases: every step asks all of them, the
-first that says no ends the sync in all, and "commit" is the last one.
-
-The check of what a sync will send, before any byte: here, and by a dry run in every worker.
+first refusal ends the sync in all, and "commit" comes last.
 """
 
 from __future__ import annotations
@@ -38,30 +35,27 @@ from fp8plan.runtime.weight_sync.kv_scales import Scales
 from fp8plan.runtime.weight_sync.manifest import Manifest, pair_of
 from fp8plan.runtime.weight_sync.nccl import RemoteSource
 from fp8plan.runtime.weight_sync.state import Call, Checked, Procedure, Scored, SyncReport, SyncState, rpc
-from fp8plan.runtime.weight_sync.stream import Channel, chunks
+from fp8plan.runtime.weight_sync.stream import ALIGNMENT, Channel, chunks
 
 # Manifests that workers remember; a trainer sends one and the same every step, or few.
 MOST_PREPARED = 4
 
 
 def announced(state: SyncState, source: Any, manifest: Any) -> Manifest:
-    """Return the manifest of what will be sent. Raises ConfigError for what is wrong without asking the engine."""
-    found = manifests.manifest_of(source)
-    if manifest is not None:
-        found = manifests.read_manifest(manifest)
+    """Return the manifest of the tensors to come. Raises ConfigError for errors that show without the engine."""
+    own = manifests.manifest_of(source)
     expected = state.expected
     if expected is not None and state.settings.weights_in == "fp8_block":
         expected = manifests.quantised_manifest(expected, state.quantised)
-    if found is None:
-        found = expected
-    if found is None:
+    sent = manifests.read_manifest(manifest) if manifest is not None else expected if own is None else own
+    if sent is None:
         raise ConfigError(
             "an iterator does not say what it will send, and the engine has no checkpoint to compare with; allowed: "
             "manifest=[(name, dtype, shape), ...] with it, or a dict, a list of pairs, or vLLM's WeightSource"
         )
-    if (found, state.settings.in_place) not in state.prepared:
-        manifests.refuse(found, expected, state.settings.weights_in)
-    return found
+    if (sent, state.settings.in_place) not in state.prepared:
+        manifests.refuse(sent, expected, state.settings.weights_in)
+    return sent
 
 
 def prepared(state: SyncState, manifest: Manifest) -> Generator[Call, Any, Checked]:
@@ -82,13 +76,15 @@ def prepared(state: SyncState, manifest: Manifest) -> Generator[Call, Any, Check
 
 
 def refuse_leftovers(manifest: Manifest, ranks: Sequence[Sequence[int]]) -> None:
-    """Raises ConfigError for a tensor that all ranks together do not load whole. vLLM's loaders take their part of a
-    tensor that is too large without a word."""
-    for entry, *taken in zip(manifest, *ranks, strict=True):
-        scales = entry.name.endswith(manifests.SCALE_SUFFIX)  # one for many elements: their weight is looked at
-        if sum(taken) < entry.numel and not scales:
+    """Raises ConfigError for a tensor that all ranks together do not load whole.
+
+    vLLM's loaders silently take their part of a tensor that is too large. ranks: elements of each tensor that they load
+    """
+    for entry, *loaded in zip(manifest, *ranks, strict=True):
+        scales = entry.name.endswith(manifests.SCALE_SUFFIX)  # one for many elements: their weight is checked
+        if sum(loaded) < entry.numel and not scales:
             raise ConfigError(
-                f"vLLM's loader does not take {entry.name} of shape {list(entry.shape)} whole: {sum(taken)} of "
+                f"vLLM's loader does not take {entry.name} of shape {list(entry.shape)} whole: {sum(loaded)} of "
                 f"{entry.numel} elements; allowed: the shapes of the model's checkpoint"
             )
 
@@ -153,10 +149,11 @@ def replace_weights(
                 counts |= yield from streamed(state, pairs, sent, checked, "fp8plan_load")
         with _timed(seconds, "finish"):
             answers = yield from rpc("fp8plan_finish")
-            _refuse_difference(answers)
+            if differ := next((answer["check"]["differ"] for answer in answers if answer["check"]["differ"]), None):
+                raise ConfigError(f"the live weights differ from what was sent: {', '.join(differ)}")
         with _timed(seconds, "kv_scales"):
             yield from clean(state)
-            state.soiled = True  # until they have shown that they are sound
+            state.soiled = True  # until the new weights have proven sound
             used = yield from kv_scales(state, kv_amax, kv_prompts, kv_source, kv_known)
         with _timed(seconds, "reset"):
             yield Call("reset")
@@ -190,14 +187,14 @@ def replace_weights(
 
 
 def _begun(pairs: Iterable[Any]) -> Iterable[Any]:
-    """Return the trainer's pairs once the first of them is there: what is wrong with that one harms nothing yet.
+    """Return the trainer's pairs once the first one is there, as an error in that harms nothing yet.
 
-    Raises ConfigError, also for what the trainer itself raises.
+    Raises ConfigError, also for the trainer's own errors.
     """
-    given = iter(pairs)
+    stream = iter(pairs)
     try:
         with released():
-            first = next(given)
+            first = next(stream)
         pair_of(first)
     except StopIteration:
         raise ConfigError("the iterator is empty; allowed: every tensor of the model's checkpoint") from None
@@ -205,15 +202,15 @@ def _begun(pairs: Iterable[Any]) -> Iterable[Any]:
         raise
     except Exception as error:
         raise ConfigError(f"the first tensor could not be had: {str(error) or type(error).__name__}") from error
-    return chain([first], given)
+    return chain([first], stream)
 
 
 def _received(source: RemoteSource, manifest: Manifest, counts: dict[str, int]) -> Procedure:
-    """Have the workers take what a trainer sends by itself."""
+    """Have the workers receive the tensors that a trainer sends by itself."""
     with released():
         sending = source.start()
     answers = yield from rpc("fp8plan_receive", True)
-    counts.update(tensors=len(manifest), bytes=_bytes(manifest, 0), chunks=answers[0])
+    counts.update(tensors=len(manifest), bytes=sum(entry.nbytes for entry in manifest), chunks=answers[0])
     with released():
         return sending and sending.result()
 
@@ -223,7 +220,8 @@ def streamed(
 ) -> Generator[Call, Any, dict[str, int]]:
     """Give tensors to a worker's method, by complete groups. Returns counts of tensors, bytes and chunks."""
     counts = {"tensors": 0, "bytes": 0, "chunks": 0}
-    channel = Channel(state.staged_on, min(state.settings.chunk_bytes, _bytes(manifest, 256)))
+    whole = sum(entry.nbytes + ALIGNMENT for entry in manifest)
+    channel = Channel(state.staged_on, min(state.settings.chunk_bytes, whole))
     try:
         for numbers, tensors in chunks(pairs, checked, state.settings.chunk_bytes):
             counts["chunks"] += 1
@@ -238,14 +236,14 @@ def streamed(
 
 
 def _refuse_scored(state: SyncState, scored: Scored | None) -> None:
-    """Raises ConfigError for what the engine cannot score, and log-probs that do not fit the tokens."""
+    """Raises ConfigError for tokens that the engine cannot score, and log-probs that do not fit them."""
     if scored is None:
         return
     if not isinstance(scored, Scored):
         raise ConfigError(f"scored is of type {type(scored).__name__}; allowed: Scored(token ids, log-probs)")
     refuse_tokens("scored", [scored.tokens], state.vocabulary, state.longest_prompt)
     try:
-        tokens, logprobs, finite = len(scored.tokens), len(scored.logprobs), [isfinite(x) for x in scored.logprobs]
+        tokens, logprobs, finite = len(scored.tokens), len(scored.logprobs), [*map(isfinite, scored.logprobs)]
     except TypeError as error:
         raise ConfigError(f"scored: {error}; allowed: Scored(list of token ids, list of log-probs)") from None
     if logprobs != tokens - 1 or not logprobs:
@@ -255,13 +253,15 @@ def _refuse_scored(state: SyncState, scored: Scored | None) -> None:
 
 
 def _score(scored: Scored, limit: float) -> Generator[Call, Any, float]:
-    """Return the mean k3 between the trainer and the engine on a sequence, the largest of all replicas. Raises
-    ConfigError above the limit."""
+    """Return the mean k3 between the trainer and the engine on a sequence, the largest of all replicas.
+
+    Raises ConfigError above the limit.
+    """
     settings = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
     worst = 0.0
     for (output,) in (yield Call("score", ([scored.tokens], settings))):
-        found = [row[token].logprob for row, token in zip(output.prompt_logprobs[1:], scored.tokens[1:], strict=True)]
-        ratios = [float(trainer - engine) for trainer, engine in zip(scored.logprobs, found, strict=True)]
+        own = [row[token].logprob for row, token in zip(output.prompt_logprobs[1:], scored.tokens[1:], strict=True)]
+        ratios = [float(trainer - engine) for trainer, engine in zip(scored.logprobs, own, strict=True)]
         mean = sum(k3(min(ratio, LIMIT)) for ratio in ratios) / len(ratios)
         if not mean <= limit:  # NaN is not
             raise ConfigError(
@@ -272,22 +272,17 @@ def _score(scored: Scored, limit: float) -> Generator[Call, Any, float]:
 
 
 def clean(state: SyncState) -> Procedure:
-    """Zero the KV cache after weights that may have written NaN: kernels multiply what is masked by 0, not skip it."""
+    """Zero the KV cache after weights that may have written NaN: kernels multiply masked values by 0."""
     if state.soiled:
         yield from rpc("fp8plan_zero_kv")
         state.soiled = False
 
 
-def _refuse_difference(answers: Sequence[dict[str, Any]]) -> None:
-    for answer in answers:
-        if answer["check"]["differ"]:
-            names = ", ".join(answer["check"]["differ"])
-            raise ConfigError(f"the live weights differ from what was sent: {names}")
-
-
 def _fail(state: SyncState, error: BaseException, before: str | None, scales: Scales | None) -> Procedure:
-    """End a failed sync in every worker. Raises SyncError, which says what serves now, or the error itself if it is no
-    Exception."""
+    """End a failed sync in every worker.
+
+    Raises SyncError, which says which weights serve now, or the error itself if it is no Exception.
+    """
     state.refusal = f"the sync of weights {state.version + 1} failed: {str(error) or type(error).__name__}"
     what = "the engine refuses to generate until a complete sync_weights"
     state.dead = state.dead or isinstance(error, LostEngineError)
@@ -311,8 +306,8 @@ def _fail(state: SyncState, error: BaseException, before: str | None, scales: Sc
             state.refusal = f"{state.refusal}; ending it failed too: {second}"
     if not isinstance(error, Exception):
         raise error
-    said = "" if state.dead and isinstance(error, NotServingError) else f"{str(error) or type(error).__name__}; "
-    raise SyncError(f"{said}{what}") from error
+    cause = "" if state.dead and isinstance(error, NotServingError) else f"{str(error) or type(error).__name__}; "
+    raise SyncError(f"{cause}{what}") from error
 
 
 @contextmanager
@@ -320,7 +315,3 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     begun = time.perf_counter()
     yield
     seconds[phase] = time.perf_counter() - begun
-
-
-def _bytes(manifest: Manifest, padding: int) -> int:
-    return sum(entry.numel * manifests.dtype_named(entry.dtype).itemsize + padding for entry in manifest)

@@ -37,14 +37,14 @@ Answer = TypeVar("Answer")
 class SyncSettings:
     """Settings of an engine's syncs.
 
-    weights_in:  what is sent: "bf16", or "fp8_block" (E4M3 and FP32 scales where the engine holds FP8, see
+    weights_in:  format that is sent: "bf16", or "fp8_block" (E4M3 and FP32 scales where the engine holds FP8, see
                  manifest.FORMATS)
     in_place:    write the live tensors where that is proven to equal vLLM's reload; False: always vLLM's reload
     chunk_bytes: size of one message of tensors
-    rollback:    where to keep a copy of the weights to return to after a failure, "cpu" or "cuda"; None: nowhere
-    samples:     how many tensors are compared with what was sent, after a sync
+    rollback:    "cpu" or "cuda": keep a copy of the weights there, to return to after a failure; None: no copy
+    samples:     tensors that are compared with the sent ones after a sync
     kv_margin:   KV scales hold this many times the largest magnitudes seen
-    scored_k3:   mean k3 per token of a scored sequence above which a sync has failed; FP8 shows 0.001 to 0.03, wrong
+    scored_k3:   a sync fails above this mean k3 per token of the scored sequence. FP8 shows 0.001 to 0.03, wrong
                  weights more than 1
 
     Raises ConfigError for values out of range.
@@ -60,8 +60,10 @@ class SyncSettings:
 
     @classmethod
     def planned(cls, preset: str, remote: bool) -> SyncSettings:
-        """Return the settings for a preset. BF16 is sent if the tensors lie on the engine's GPUs: quantising there is
-        one read and one write. E4M3 and scales, half the bytes, if they come over a link (`remote`) into FP8."""
+        """Return the settings for a preset. E4M3 and scales, half the bytes, are sent over a link (`remote`) into FP8.
+
+        BF16 is sent if the tensors lie on the engine's GPUs, where quantising is one read and one write.
+        """
         return cls(weights_in="fp8_block" if remote and precision(preset).weights == "fp8_block" else "bf16")
 
     def __post_init__(self) -> None:
@@ -103,11 +105,11 @@ class SyncState:
     refusal:    why the engine must not generate; None while it serves
     dead:       it has died, and the next sync starts it again
     shut_down:  its owner has shut it down, for good
-    running:    whether a sync, a calibration or a step down is under way
+    running:    True while a sync, a calibration or a step down is under way
     generating: calls of generate under way
     asleep:     vLLM's tags that sleep: "weights", "kv_cache"
     sleep_level: of that sleep; 0 if falling asleep has not ended
-    soiled:     weights that were not proven have run: the KV cache may hold NaN, which poisons who gets its block next
+    soiled:     unproven weights have run, and may have left NaN in the KV cache for the next request to read
     version:    number of the weights that serve
     expected:   tensors of the checkpoint it was started with, where known
     prepared:   manifests that the workers have checked
@@ -142,20 +144,21 @@ class SyncReport:
     """The report of a sync.
 
     version:      number of the weights that serve now, counted from 1
-    seconds:      of each phase (prepare, begin, load, finish, kv_scales, reset, score) and "total"; "check" is what the
-                  self-check took of begin, load and finish
-    tensors, bytes: how many were sent
+    seconds:      of each phase (prepare, begin, load, finish, kv_scales, reset, score) and "total"; "check" is the
+                  self-check's part of begin, load and finish
+    tensors, bytes: sent in all
     chunks:       messages that they took
     layers:       dtype of their weights -> modules of one rank
     in_place, reloaded: modules written directly, and by vLLM's layerwise reload
     why_reloaded: kind of module -> why vLLM must load it
     ignored:      tensors that vLLM leaves out (a tied lm_head)
-    compared:     sampled tensors written in place that are what was sent (worker/self_check.py); 0 if vLLM reloads all
+    compared:     sampled tensors written in place that equal the sent ones (Samples in runtime.worker.live_weights); 0
+                  if vLLM reloads all
     weight_error: RMS error of the sampled quantised weights, a fraction: 2.6% for Gaussian ones; reported, not judged
     kv_scales:    layer -> scales of q, k, v; None with a BF16 KV cache
     kv_source:    where those come from
     scored_k3:    mean k3 per token of the scored sequence; None without one
-    checks:       what the self-check of each worker found, by rank: "compared", "weight_error", "seconds"
+    checks:       result of each worker's self-check, by rank: "compared", "weight_error", "seconds"
     """
 
     version: int
@@ -177,21 +180,19 @@ class SyncReport:
 
     def __str__(self) -> str:
         """Return one line for a log."""
-        said = [f"weights {self.version} serve: {self.tensors} tensors, {self.bytes / 1e6:,.1f} MB"]
-        said[0] += f" in {self.seconds['total']:.3f} s"
-        said += [f"{self.in_place} modules written in place, {self.reloaded} reloaded by vLLM"]
-        said += [f"{self.compared} samples as sent"]
-        said += [] if self.weight_error is None else [f"weight error {self.weight_error:.2%}"]
-        said += [] if self.kv_source is None else [f"KV scales from {self.kv_source}"]
-        said += [] if self.scored_k3 is None else [f"k3 {self.scored_k3:.1e} to the trainer"]
-        return ", ".join(said)
+        text = f"weights {self.version} serve: {self.tensors} tensors, {self.bytes / 1e6:,.1f} MB"
+        text += f" in {self.seconds['total']:.3f} s, {self.in_place} modules written in place"
+        text += f", {self.reloaded} reloaded by vLLM, {self.compared} samples as sent"
+        text += "" if self.weight_error is None else f", weight error {self.weight_error:.2%}"
+        text += "" if self.kv_source is None else f", KV scales from {self.kv_source}"
+        return text + ("" if self.scored_k3 is None else f", k3 {self.scored_k3:.1e} to the trainer")
 
 
 def rpc(method: str, *arguments: Any) -> Generator[Call, Any, list[Any]]:
     """Call a method of every worker, and return their answers.
 
-    Raises ConfigError with the first error among them, or LostEngineError if one says that the engine is lost. "who" in
-    an answer names whose it is; otherwise it is its rank's.
+    Raises ConfigError with the first error among them, or LostEngineError if the engine is lost. "who" in an answer
+    names its worker; otherwise its rank does.
     """
     answers = yield Call("rpc", (method, arguments))
     kind = LostEngineError if any(answer.get("lost") for answer in answers) else ConfigError
@@ -203,16 +204,16 @@ def rpc(method: str, *arguments: Any) -> Generator[Call, Any, list[Any]]:
 
 
 def driven(procedure: Generator[Call, Any, Answer], answer: Callable[[Call], Any]) -> Answer:
-    """Run a procedure to its end. answer: does what a Call asks for"""
+    """Run a procedure to its end. answer: does a Call"""
     try:
         call = next(procedure)
         while True:
             try:
                 let_in()
-                found = answer(call)
+                reply = answer(call)
             except BaseException as error:
                 call = procedure.throw(error)
             else:
-                call = procedure.send(found)
+                call = procedure.send(reply)
     except StopIteration as end:
         return cast("Answer", end.value)

@@ -1,9 +1,8 @@
-"""A trainer's stream of tensors, cut into messages that hold complete fused groups.
+"""A trainer's stream of tensors: cut into chunks of complete fused groups, and handed to workers.
 
-The way of tensors into a worker in another process: through memory that both map, a chunk at a time.
-
-On a CPU a file in shared memory, on a GPU a buffer that the worker opens by its CUDA IPC handle. vLLM's messages carry
-only names, shapes and offsets; vLLM cannot send tensors to a worker, and its own IPC engine wants Ray.
+Tensors reach a worker in another process through memory that both map, a chunk at a time. On a CPU that is a file in
+shared memory, on a GPU a buffer that the worker opens by its CUDA IPC handle. vLLM's messages carry only names, shapes
+and offsets: vLLM cannot send tensors to a worker, and its own IPC engine wants Ray.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import pickle
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def chunks(pairs: Iterable[Any], checked: Checked, most: int) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
-    """Cut the stream into chunks of about `most` bytes, as (numbers in the manifest, tensors), of complete groups only.
+    """Cut the stream into chunks of complete groups, about `most` bytes each, as (numbers in the manifest, tensors).
 
     A group is held back until its last tensor has come. Raises SyncError for a tensor that was not announced, that came
     twice, or that was written to while it was held back: an iterator must not reuse its buffers.
@@ -55,9 +55,9 @@ def chunks(pairs: Iterable[Any], checked: Checked, most: int) -> Iterator[tuple[
             _refuse_reused(numbers, tensors, came)
             yield numbers, tensors
             numbers, tensors, size = [], [], 0
-    for some in waiting.values():  # the workers say what is missing
-        numbers += [number for number, _ in some]
-        tensors += [tensor for _, tensor in some]
+    for group_tensors in waiting.values():  # the workers find what is missing
+        numbers += [number for number, _ in group_tensors]
+        tensors += [tensor for _, tensor in group_tensors]
     if numbers:
         _refuse_reused(numbers, tensors, came)
         yield numbers, tensors
@@ -66,14 +66,13 @@ def chunks(pairs: Iterable[Any], checked: Checked, most: int) -> Iterator[tuple[
 def _whole(pairs: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the trainer's pairs, with the shards of each tensor gathered.
 
-    Both run the trainer's code, which Ctrl-C may break off anywhere. Raises ConfigError for what is no pair of a name
-    and a tensor with values.
+    Both run the trainer's code, which Ctrl-C may break off anywhere. Raises ConfigError as pair_of does.
     """
-    given = iter(pairs)
+    stream = iter(pairs)
     while True:
         with released():
-            item = next(given, given)
-            if item is given:
+            item = next(stream, stream)
+            if item is stream:
                 return
             name, tensor = pair_of(item)
             tensor = gathered(tensor)
@@ -95,7 +94,7 @@ def _refuse_reused(numbers: list[int], tensors: list[torch.Tensor], came: dict[i
             )
 
 
-ALIGNMENT: Final = 256  # bytes; what CUDA gives its own allocations
+ALIGNMENT: Final = 256  # bytes, as of CUDA's own allocations
 
 
 class Stage:
@@ -149,7 +148,7 @@ class Stage:
 
 
 class Channel:
-    """The way of chunks to an engine's workers: as they are within one process, else through one Stage, kept for all.
+    """The way of chunks to an engine's workers: as they are within one process, else through one Stage.
 
     staged_on: device of the Stage; None: workers are in this process
     nbytes:    its least size
@@ -165,7 +164,7 @@ class Channel:
         """Return the worker's method and arguments that hand over a chunk: METHOD_staged in another process."""
         if self._staged_on is None:
             return method, (numbers, tensors)
-        need = staged_bytes(tensors)
+        need = sum(_padded(tensor.nbytes) for tensor in tensors)
         if self._stage is None or self._stage.buffer.numel() < need:
             self.close()
             self._stage = Stage(max(need, self._nbytes), self._staged_on)
@@ -176,11 +175,6 @@ class Channel:
         """Remove the Stage's name, as Stage.close does."""
         if self._stage is not None:
             self._stage.close()
-
-
-def staged_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Count the bytes that `Stage.pack` needs for these tensors."""
-    return sum(_padded(tensor.nbytes) for tensor in tensors)
 
 
 def opened(worker: Any, address: Sequence[Any]) -> torch.Tensor:
@@ -207,11 +201,9 @@ def unpack(buffer: torch.Tensor, layout: Sequence[Sequence[Any]]) -> tuple[list[
     """Return the numbers and the tensors of a layout, as views of the buffer."""
     numbers, tensors = [], []
     for number, dtype, shape, offset in layout:
-        kind, count = dtype_named(dtype), 1
-        for size in shape:
-            count *= size
+        kind = dtype_named(dtype)
         numbers.append(number)
-        tensors.append(buffer[offset : offset + count * kind.itemsize].view(kind).view(tuple(shape)))
+        tensors.append(buffer[offset : offset + prod(shape) * kind.itemsize].view(kind).view(tuple(shape)))
     return numbers, tensors
 
 

@@ -1,24 +1,21 @@
 """The weights of one worker's live model, overwritten by a stream of tensors that a manifest has announced.
 
-Runs inside vLLM's worker (runtime.worker.extension). What is written in place and what goes through vLLM's layerwise
-reload is decided once for each manifest (fp8plan.runtime.worker.prepare).
+Runs inside vLLM's worker (runtime.worker.extension). runtime.worker.prepare decides once for each manifest which
+tensors are written in place and which go through vLLM's layerwise reload.
 
-The self-check after a sync: a sample of the weights written in place is compared with what was sent.
+After a sync a sample of the weights written in place is checked: a window of each sampled tensor is kept while the
+stream passes. Tensors that are written as they come (BF16, or a trainer's E4M3 and scales) must be live bit for bit.
+Quantised ones are multiplied with their live scales and compared with the sent ones, so that a wrong quantiser shows.
 
-While the stream passes, a window of each sampled tensor is kept. What went in as it came must be live bit for bit:
-BF16, or the E4M3 and scales of a trainer that quantises. What was quantised on the way is multiplied with its live
-scales again and compared with what was sent, so that nothing of the quantiser is believed.
+The bound on an element's error: a block's scale s is at most max(amax, AMAX_FLOOR) / 448. E4M3 has 3 bits of mantissa.
+Between 2^e and 2^(e+1) its values are 2^(e-3) apart, and rounding misses by at most 1/17 of the element (halfway above
+2^e). Below 2^-6 all values are 2^-9 apart, which misses by up to s / 1024. Hence
 
-How far an element may be off: a block's scale s is at most max(amax, AMAX_FLOOR) / 448. E4M3 has 3 bits of mantissa:
-between 2^e and 2^(e+1) its values are 2^(e-3) apart, rounding misses by half of that at most, and in the worst case,
-halfway above 2^e, by 1/17 of the element. Below 2^-6 all values are 2^-9 apart, which misses by up to s / 1024. Hence
+    |q s - w| <= |w| / 16 + max(amax of the window, AMAX_FLOOR) / 448 / 1024
 
-    |q s - w| <= |w| / 16 + max(amax of the window, AMAX_FLOOR) / 448 / 1024,
-
-and so does the RMS of a window. Between 1/17 and 1/16 is room for float32's roundings (a few 1e-7). This holds for all
-weights, whatever their distribution, and not for weights rounded twice: of Gaussian ones that DeepGEMM quantises again,
-with E8M0 scales, 9% of the elements are outside. A limit on the RMS error could not tell those apart (they are 3.7%
-off, but weights that all lie halfway 5.9% after one rounding), so that is reported and not judged.
+1/16 leaves room for float32's roundings. The bound holds for all weights that were rounded once. Weights rounded twice
+break it: with DeepGEMM's E8M0 scales, 9% of Gaussian elements do. A limit on the RMS error could not tell the two apart
+(3.7% when rounded twice, up to 5.9% when rounded once), so that is reported and not judged.
 """
 
 from __future__ import annotations
@@ -37,6 +34,7 @@ from fp8plan.runtime.quantize.block_fp8 import AMAX_FLOOR, BLOCK
 from fp8plan.runtime.quantize.targets import FINITE, NOT_FINITE, content
 from fp8plan.runtime.weight_sync.kv_scales import keeping_scales
 from fp8plan.runtime.weight_sync.manifest import Entry, Manifest, Part, checkpoint_manifest, local_folder, not_zero
+from fp8plan.runtime.weight_sync.nccl import wait
 from fp8plan.runtime.worker.binding import Binding, Move
 from fp8plan.runtime.worker.prepare import Prepared, is_matrix, prepare
 from fp8plan.runtime.worker.vllm_reload import NativeReload, Snapshot, refresh
@@ -52,7 +50,7 @@ MOST_OF_AMAX: Final = 2**-10 / E4M3_MAX
 
 
 class _Window(NamedTuple):
-    """The part of a tensor that is compared: from `corner` of what `move` writes, `size` rows and columns."""
+    """The part of a tensor that is compared: `size` rows and columns from `corner` of the move's target on."""
 
     name: str
     move: Move
@@ -76,12 +74,11 @@ class _Window(NamedTuple):
 
 
 class Samples:
-    """A sample of `count` tensors of a manifest, chosen by seed: other ones every step.
+    """A sample of `count` tensors of a manifest, chosen by seed: others every step.
 
     seconds: the time that all of this has taken so far
 
-    Only tensors written in place are chosen. What vLLM's loaders make of the others is not known here, so a model that
-    is reloaded whole has no samples.
+    Only tensors written in place are chosen, so a model that vLLM reloads whole has no samples.
     """
 
     def __init__(self, manifest: Sequence[Entry], binding: Binding, count: int, seed: int) -> None:
@@ -111,8 +108,7 @@ class Samples:
     def compare(self) -> dict[str, Any]:
         """Return how many tensors were compared, which differ, and the quantised ones' RMS error (a fraction or None).
 
-        Windows of one shape are compared together, and the GPU is waited for once: each launch takes longer than its
-        work.
+        Windows of one shape are compared together, as each launch takes longer than its work.
         """
         import torch
 
@@ -122,8 +118,8 @@ class Samples:
         groups: dict[Any, list[tuple[_Window, torch.Tensor]]] = {}
         for window, sent in self._kept:
             groups.setdefault((window.move.scale is None, window.size, sent.dtype), []).append((window, sent))
-        found = [_bits(group) if plain else _errors(group) for (plain, *_), group in groups.items()]
-        figures = torch.cat(found).tolist()  # the wait
+        rows = [_bits(group) if plain else _errors(group) for (plain, *_), group in groups.items()]
+        figures = torch.cat(rows).tolist()  # the wait
         names = [window.name for group in groups.values() for window, _ in group]
         lost, size = (hypot(*(row[at] for row in figures)) for at in (2, 3))
         self.seconds += time.perf_counter() - begun
@@ -135,7 +131,7 @@ class Samples:
 
 
 def _fits(excess: float, amax: float, error: float, norm: float) -> bool:
-    """Return whether a window is what was sent, by a row of `_errors`. NaN is not; zeros must be zeros."""
+    """Return True if a window equals the sent one, by a row of `_errors`. NaN does not; zeros must be zeros."""
     return excess <= MOST_OF_AMAX * max(amax, AMAX_FLOOR) if amax else excess <= 0
 
 
@@ -148,7 +144,7 @@ def _errors(group: Sequence[tuple[_Window, torch.Tensor]]) -> torch.Tensor:
     error = torch.stack([window.live() for window, _ in group]).float()
     error.mul_(scales[..., : wanted.shape[-1]]).sub_(wanted)
     size, both = wanted.abs(), (1, 2)
-    norms = [torch.linalg.vector_norm(x, dim=both) for x in (error, wanted)]
+    norms = [torch.linalg.vector_norm(matrix, dim=both) for matrix in (error, wanted)]
     return torch.stack([error.abs_().sub_(size, alpha=MOST_OF_ITSELF).amax(both), size.amax(both), *norms], -1)
 
 
@@ -189,12 +185,11 @@ def _cut(tensor: torch.Tensor, corner: Sequence[int], size: Sequence[int]) -> to
 class LiveWeights:
     """The live weights of a worker, and the sync that is open, if any.
 
-    worker: vLLM's Worker, with its model loaded
-
-    A sync is: prepare once for a manifest, then begin, load, finish and commit, or abort. Raises ConfigError from
-    prepare, load and finish.
-
+    worker:  vLLM's Worker, with its model loaded
     version: number of the sync that serves; 0 before the first
+
+    A sync is: prepare once for a manifest, then begin, load, finish and commit, or abort. prepare, load and finish
+    raise ConfigError.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -211,9 +206,8 @@ class LiveWeights:
     ) -> tuple[int, Prepared]:
         """Check a manifest (runtime.worker.prepare); `begin` takes the number that this returns.
 
-        number: the same for all ranks, of which some may have failed to prepare other manifests; None: the next of this
-                rank
-        wide:   tensors that the checkpoint has in FP32, which may be sent so whatever the model keeps of them
+        number: the same on all ranks, some of which may have failed to prepare other manifests; None: this rank's next
+        wide:   as in prepare
         """
         number = max(self._prepared, default=-1) + 1 if number is None else number
         with keeping_scales(self._model):  # a trial of the shortcut reloads layers
@@ -228,9 +222,7 @@ class LiveWeights:
         keep:    device of a copy of the weights to return to; None: no copy
         """
         self._touched = False
-        prepared, in_place = self._prepared[number]
-        if prepared.moved:
-            _, prepared = self.prepare(prepared.manifest, in_place, number, prepared.wide)
+        prepared = self._still_prepared(number)
         snapshot = None if keep is None else Snapshot(self._model, keep)
         reload = NativeReload(self._worker, prepared.past) if prepared.binding.native else None
         chosen = Samples(prepared.manifest, prepared.binding, samples, version)
@@ -265,10 +257,9 @@ class LiveWeights:
         running.done.update(numbers)
 
     def finish(self) -> dict[str, Any]:
-        """Close the sync, and report what was written and what the self-check found.
+        """Close the sync, and return its report with the self-check's result.
 
-        Raises ConfigError for tensors that are missing or not finite, and for matrices of zeros that the checkpoint has
-        otherwise.
+        Raises ConfigError for missing tensors, and as _refuse_content does.
         """
         running = self._open()
         prepared = running.prepared
@@ -288,11 +279,11 @@ class LiveWeights:
         }
 
     def _refuse_content(self, running: _Running) -> None:
-        """Raises ConfigError for what no policy holds.
+        """Raises ConfigError for NaN, Inf, and matrices of zeros that are not zeros in the checkpoint.
 
-        That is NaN, Inf, and a matrix of zeros which the checkpoint has otherwise: the trainer has not gathered it, or
-        has lost it. Zeros that training begins with (biases, gates, new parts) are zeros in the checkpoint, too.
-        Vectors are never refused. Without the checkpoint's files here, zeros are refused only if all matrices are zero.
+        A trainer has not gathered such a matrix, or has lost it. Zeros that training begins with (biases, gates, new
+        parts) are zeros in the checkpoint, too. Vectors of zeros are allowed. Without the checkpoint's files here,
+        zeros are refused only if all matrices are zero.
         """
         import torch
 
@@ -309,7 +300,7 @@ class LiveWeights:
         if not zeros:
             return
         folder = self._checkpoint()
-        wrong = not_zero(folder, zeros) if folder else [x.name for x in zeros if len(zeros) == sum(matrices)]
+        wrong = not_zero(folder, zeros) if folder else [part.name for part in zeros if len(zeros) == sum(matrices)]
         if wrong:
             raise ConfigError(
                 f"all zeros: {', '.join(wrong[:4])} ({len(wrong)} in all), and not in the checkpoint; allowed: the "
@@ -334,10 +325,13 @@ class LiveWeights:
 
     def compare(self, number: int) -> Comparison:
         """Begin to compare the live weights with tensors of a prepared manifest, which are not written."""
+        return Comparison(self._still_prepared(number), self._device)
+
+    def _still_prepared(self, number: int) -> Prepared:
         prepared, in_place = self._prepared[number]
         if prepared.moved:
             _, prepared = self.prepare(prepared.manifest, in_place, number, prepared.wide)
-        return Comparison(prepared, self._device)
+        return prepared
 
     def _open(self) -> _Running:
         if self._running is None:
@@ -350,11 +344,13 @@ class LiveWeights:
         else:
             refresh(self._model)
         running.reload = None
-        self._wait()
+        wait(self._device)
 
     def abort(self) -> bool:
-        """End a sync that failed. Return whether the weights are sure to be those of before it: a copy came back, or
-        the sync had begun and written nothing, as where the copy did not fit into memory."""
+        """End a sync that failed. Return True if the weights are sure to be those of before it.
+
+        That is so if a copy came back, or the sync has written nothing, as where the copy did not fit into memory.
+        """
         running, self._running = self._running, None
         if running is None:
             return not self._touched
@@ -363,14 +359,8 @@ class LiveWeights:
         if running.snapshot is not None:
             running.snapshot.restore()
             refresh(self._model)
-        self._wait()
+        wait(self._device)
         return running.snapshot is not None or not self._touched
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            import torch
-
-            torch.cuda.synchronize()
 
 
 class Comparison:
@@ -387,8 +377,8 @@ class Comparison:
 
     def result(self) -> dict[str, Any]:
         """Return how many tensors were compared, and the names of those that differ."""
-        found = self._samples.compare()
-        return {"compared": found["compared"], "differ": found["differ"], "of": len(self._prepared.manifest)}
+        result = self._samples.compare()
+        return {"compared": result["compared"], "differ": result["differ"], "of": len(self._prepared.manifest)}
 
 
 @dataclass(slots=True)

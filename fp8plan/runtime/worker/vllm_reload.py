@@ -14,18 +14,17 @@ if TYPE_CHECKING:
 
 
 class Places:
-    """The tensors and attributes of all modules of a live model and of their quantisation methods: the objects
-    themselves, to be put back later. Values are not copied.
+    """The tensor and attribute objects of a live model's modules and quantisation methods, to be put back later.
 
-    A reload that fails in the middle leaves modules with tensors that no CUDA graph has captured, and vLLM forgets the
-    ones before them (`_layerwise_process` raises before it puts them back, and the reload's end then drops them).
+    Values are not copied. A reload that fails in the middle leaves modules with tensors that no CUDA graph has
+    captured, and vLLM forgets the captured ones: `_layerwise_process` raises before it puts them back.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         layers = list(model.modules())
         methods = [method for layer in layers if (method := getattr(layer, "quant_method", None)) is not None]
         self._owners: list[tuple[Any, dict[str, Any]]] = [(owner, dict(vars(owner))) for owner in (*layers, *methods)]
-        # vars hold the containers of a module's tensors, and a reload changes what is in them.
+        # vars hold the containers of a module's tensors, and a reload changes their content.
         self._containers: list[tuple[Any, Any]] = [
             (container, container.copy())
             for layer in layers
@@ -33,7 +32,7 @@ class Places:
         ]
 
     def put_back(self) -> None:
-        """Give every module the very objects again that it had."""
+        """Give every module back the very objects that it had."""
         for owner, attributes in self._owners:
             vars(owner).clear()
             vars(owner).update(attributes)
@@ -42,11 +41,11 @@ class Places:
             container.update(content)
 
     def changed(self, *owners: Any) -> list[str]:
-        """List attributes of modules or methods that are something else by now."""
+        """List the attributes of modules or methods that have changed."""
         return [
             name
             for owner, before in self._owners
-            if any(owner is one for one in owners)
+            if any(owner is other for other in owners)
             for name, value in vars(owner).items()
             if value is not before.get(name) and not _same(value, before.get(name))
         ]
@@ -58,8 +57,7 @@ def _same(value: Any, before: Any) -> bool:
 
 
 class Snapshot:
-    """A copy of a live model to return to, on `device`: "cpu" costs a copy over the bus, "cuda" the model's memory once
-    more."""
+    """A copy of a live model to return to. On "cpu" it is copied over the bus, on "cuda" it doubles the memory."""
 
     def __init__(self, model: torch.nn.Module, device: str) -> None:
         tensors = [*model.parameters(), *model.buffers()]
@@ -68,10 +66,7 @@ class Snapshot:
         self._places = Places(model)  # on a CPU a layer's packed weights hang on its attributes
 
     def restore(self) -> None:
-        """Give the model its tensors of before again, which CUDA graphs have captured, with the values of before.
-
-        Copies of them must be refreshed afterwards (`refresh`).
-        """
+        """Put back the tensors, which CUDA graphs have captured, and their values; `refresh` must follow."""
         self._places.put_back()
         for tensor, value in self._tensors:
             tensor.data.copy_(value)
@@ -80,11 +75,11 @@ class Snapshot:
 class NativeReload:
     """One reload of some modules of a worker's model: open, load chunks, close. Only complete modules make sense.
 
-    An exception in any of them ends the reload: modules have the tensors of before again, those that CUDA graphs have
-    captured, with new values where vLLM had finished, and another reload may be opened.
+    An exception in any of them ends the reload. The tensors that CUDA graphs have captured are put back, with new
+    values where vLLM had finished, and another reload may be opened.
 
-    past: (module, param) that model code writes itself, past the loader that vLLM's reload listens to (gpt-oss): vLLM
-          alone would keep the old weights, without a word. These writes are handed to the reload here
+    past: (module, param) that model code writes itself, past the loader that vLLM's reload listens to (gpt-oss). vLLM
+          alone would silently keep the old weights; here these writes are handed to the reload
     """
 
     def __init__(self, worker: Any, past: Collection[tuple[str, str]] = ()) -> None:
@@ -109,9 +104,9 @@ class NativeReload:
             self._model.load_weights(tensors)
 
     def close(self, modules: Iterable[str] = ()) -> None:
-        """End the reload. Modules that got nothing keep what they had; incomplete ones hold garbage until the next.
+        """End the reload. Modules that got nothing keep their weights; incomplete ones hold garbage until the next.
 
-        modules: those that must have got something. Raises ConfigError if vLLM has not noticed it
+        modules: must have got something. Raises ConfigError if vLLM has not noticed it
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -135,7 +130,7 @@ class NativeReload:
         self._give_loaders_back()
 
     def _take_loaders(self) -> None:
-        """Make vLLM's plain loader that of the parameters that model code writes whole."""
+        """Give vLLM's plain loader to the parameters that model code writes whole."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         for module, param in self._past:
@@ -150,12 +145,12 @@ class NativeReload:
         self._loaders = []
 
     def _parameters_past(self) -> list[torch.Tensor]:
-        """Return those of `past` that still wait for values."""
-        found = (self._model.get_submodule(module)._parameters.get(param) for module, param in self._past)
-        return [tensor for tensor in found if tensor is not None and tensor.is_meta]
+        """Return the parameters of `past` that still wait for values."""
+        past = (self._model.get_submodule(module)._parameters.get(param) for module, param in self._past)
+        return [tensor for tensor in past if tensor is not None and tensor.is_meta]
 
     def _refuse_unloaded(self, modules: Iterable[str]) -> None:
-        """Raises ConfigError for a module whose new weights vLLM's reload has not seen: it would keep the old ones."""
+        """Raises ConfigError for a module whose new weights vLLM's reload has not seen. It would keep the old ones."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         infos = ((name, get_layerwise_info(self._model.get_submodule(name))) for name in modules)
@@ -168,7 +163,7 @@ class NativeReload:
 
         if self._before is None:
             raise ConfigError("vLLM's reload has ended; allowed: another sync")
-        # vLLM warns of every module that gets nothing, and of parameters that it does not know under their own names.
+        # vLLM would warn of every module that gets nothing, and of parameters that it knows under other names.
         log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
         level = log.level
         log.setLevel(logging.ERROR)
@@ -184,7 +179,7 @@ class NativeReload:
 
 @contextmanager
 def _redirected(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Hand to their loaders what is copied to these meta parameters."""
+    """Hand copies to these meta parameters to their loaders."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -227,30 +222,18 @@ def _before_cpu_reload(model: torch.nn.Module) -> None:
 
 
 def refresh(model: torch.nn.Module) -> None:
-    """Refresh what vLLM keeps as copies of live tensors."""
+    """Refresh vLLM's copies of live tensors: scales of experts, and on a CPU Mamba 2's convolutions and a tied head."""
     refresh_expert_scales(model)
-    refresh_conv_weights(model)
-    repack_tied_head(model)
-
-
-def refresh_conv_weights(model: torch.nn.Module) -> None:
-    """Copy the weights of Mamba 2's convolutions to where its mixer reads them, on a CPU that packs them elsewhere."""
     for layer in model.modules():
-        read, new = (
-            getattr(layer, "conv_weights", None),
-            getattr(getattr(layer, "conv1d", None), "_cpu_unpacked_conv_weight", None),
-        )
-        if read is not None and new is not None:
-            read.copy_(new)
-
-
-def repack_tied_head(model: torch.nn.Module) -> None:
-    """Pack a tied lm_head anew on a CPU: no loader refreshes the packed copy of the embedding that it keeps."""
+        copied = getattr(layer, "conv_weights", None)  # the mixer reads these; the packed weights are elsewhere
+        new = getattr(getattr(layer, "conv1d", None), "_cpu_unpacked_conv_weight", None)
+        if copied is not None and new is not None:
+            copied.copy_(new)
     head = getattr(model, "lm_head", None)
     embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
     if head is None or embedding is None or not hasattr(head, "quant_method") or not _on_cpu(head):
         return
-    if head.weight.data_ptr() == embedding.weight.data_ptr():
+    if head.weight.data_ptr() == embedding.weight.data_ptr():  # it keeps a packed copy, which no loader refreshes
         head.quant_method.process_weights_after_loading(head)
 
 
