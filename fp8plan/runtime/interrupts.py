@@ -1,14 +1,12 @@
-"""Ctrl-C, held back while a call talks to an engine.
+"""Ctrl-C, held back while a call talks to an engine, and calls to an engine in another process.
 
-Python raises KeyboardInterrupt between any two instructions: while a message to the engine's process is half sent,
-which libzmq answers by aborting ours, or a step of an engine in this one half done. So SIGINT is remembered, and let in
-where it does no harm: between steps, between calls of workers, and at once in the caller's own code. Who presses Ctrl-C
-again while that takes too long gets out there and then, and the engine is given up. So it is after a single press, if
-what an engine in another process is at does not end within watched.PATIENCE_S.
+Python raises KeyboardInterrupt between any two instructions. A step of an engine would be left half done. A message to
+the engine's process would be left half sent, and libzmq then aborts this process. So SIGINT is remembered, and let in
+where it does no harm: between steps, between calls of workers, and at once in the caller's own code.
 
-Signals reach Python's main thread only; calls from other threads have nothing to hold back.
-
-Calls to an engine in another process, which may be killed meanwhile, and their caller interrupted.
+A second Ctrl-C interrupts at once and abandons the engine. So does the first one after PATIENCE_S, if an engine in
+another process has not ended its work by then. Signals reach Python's main thread only; calls from other threads have
+nothing to hold back.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ from threading import Event, Thread
 from types import FrameType, TracebackType
 from typing import Any, Final, TypeVar
 
-# A launcher that passes Ctrl-C on makes two signals of one press; another one after this insists.
-SAME_PRESS_S: Final = 1.0
+SAME_PRESS_S: Final = 1.0  # a launcher that passes Ctrl-C on makes two signals of one press; a later one insists
 
 _open: list[Held] = []  # of the main thread, the innermost last
 _thread = threading.local()
@@ -37,7 +34,7 @@ class Stopped(BaseException):
 
 
 class Held:
-    """A `with` that holds SIGINT back; what Python's handler raises comes at its end at the latest.
+    """A `with` that holds SIGINT back, at most until its end.
 
     give_up: called for a user who insists; the engine must count as lost afterwards
     """
@@ -50,9 +47,9 @@ class Held:
         self._callers = False  # the caller's own code runs
 
     def __enter__(self) -> None:
-        found = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is threading.main_thread() and callable(found):
-            self._handler = found
+        handler = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread() and callable(handler):
+            self._handler = handler
             signal.signal(signal.SIGINT, self._arrived)
             _open.append(self)  # only once nothing can come between, which would leave it there
 
@@ -84,7 +81,7 @@ class Held:
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._callers:
-            self._first, self._callers = now, False  # what follows if it raises is not the caller's code
+            self._first, self._callers = now, False  # if it raises, the caller's code has ended
             self._handler(number, frame)
             self._first, self._callers = None, True
         elif self._first is None or self not in _open:  # a moment before the call begins, or after it has ended
@@ -121,80 +118,74 @@ def released() -> Iterator[None]:
         yield
 
 
-def stoppable(stop: threading.Event) -> None:
-    """Make this thread stop at the next `let_in` once `stop` is set. SIGINT is blocked in it and so in the processes
-    that it starts: a terminal sends Ctrl-C to all of them, and vLLM's would shut down."""
-    _thread.stop = stop
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-
-
 Answer = TypeVar("Answer")
 
-# How often it is asked whether the engine's process lives, how long a dead one's last answers may take, and how long a
-# call that is under way may, once its caller has been interrupted.
-WATCH_S: Final = 0.1
-LAST_WORDS_S: Final = 5.0
-PATIENCE_S: Final = 60.0
+WATCH_S: Final = 0.1  # between two checks that the engine's process lives
+LAST_WORDS_S: Final = 5.0  # for a dead process's last answers
+PATIENCE_S: Final = 60.0  # for a call that is under way when its caller is interrupted
 
 
 def watched(
     act: Callable[[], Answer], dead: Callable[[], bool], give_up: Callable[[], None], patience_s: float = PATIENCE_S
 ) -> Answer:
-    """Return what `act` gives. Raises vLLM's EngineDeadError if the engine's process is killed meanwhile: an LLM itself
-    would wait for ever for its outputs.
+    """Return what `act` returns. Raises vLLM's EngineDeadError if the engine's process is killed meanwhile.
 
-    dead:    returns whether the engine's process has ended
-    give_up: ends that process, for a call that does not end by itself
+    An LLM itself would wait for its outputs for ever.
 
-    `act` runs in a thread of its own, so that no exception of the caller's meets it in the middle of a message. Nobody
-    but this thread may use the engine until `act` has ended. An interrupt of the caller is raised once it has, or after
-    patience_s seconds at most: then the engine is given up, although nobody has insisted.
+    dead:       returns True once the engine's process has ended
+    give_up:    ends that process, for a call that does not end by itself
+    patience_s: seconds until an interrupt is raised and the engine is given up, if `act` does not end before
+
+    `act` runs in a thread of its own, so that an exception in the caller cannot break off a message. No other thread
+    may use the engine until `act` has ended.
     """
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    found: Future[Answer] = Future()
+    result: Future[Answer] = Future()
     stop = Event()
 
     def run() -> None:
-        stoppable(stop)
+        # A terminal sends Ctrl-C to the processes that this thread starts, too, and vLLM's would shut down.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        _thread.stop = stop
         try:
             let_in()
-            found.set_result(act())
+            result.set_result(act())
         except BaseException as error:
-            found.set_exception(error)
+            result.set_exception(error)
 
     thread = Thread(target=run, daemon=True, name="fp8plan-engine")
     try:
         thread.start()
-        while not wait([found], WATCH_S).done:
+        while not wait([result], WATCH_S).done:
             let_in()
-            if dead() and not wait([found], LAST_WORDS_S).done:
+            if dead() and not wait([result], LAST_WORDS_S).done:
                 raise EngineDeadError
     except EngineDeadError:
         raise
     except BaseException:
         stop.set()
-        if thread.is_alive() and not wait([found], patience_s).done:
+        if thread.is_alive() and not wait([result], patience_s).done:
             give_up()
-            wait([found], LAST_WORDS_S)
+            wait([result], LAST_WORDS_S)
         raise
-    return found.result()
+    return result.result()
 
 
 def started_apart(start: Callable[[], Answer]) -> Answer:
-    """Return the vLLM that `start` gives, which runs in processes that Ctrl-C in a terminal does not reach.
+    """Return the vLLM that `start` returns. Ctrl-C in a terminal does not reach its processes.
 
-    Ctrl-C ends a start at once. Under asyncio.run only the second one does: the first cancels the task, which happens
-    when the start has ended.
+    Ctrl-C ends a start at once. Under asyncio.run only the second one does: the first cancels the task, after the
+    start.
     """
     before, over = set(active_children()), Event()
 
     def begun() -> Answer:
-        found = start()
+        llm = start()
         if over.is_set():  # nobody waits for it any more, and its processes came too late to be killed
-            vllm: Any = found
+            vllm: Any = llm
             getattr(vllm, "llm_engine", vllm).engine_core.shutdown()
-        return found
+        return llm
 
     def give_up() -> None:
         over.set()

@@ -1,8 +1,8 @@
-"""The plugins that fp8plan's entry points give to vLLM.
+"""The plugins of fp8plan's entry points, and names and clients that both ends of a server share.
 
-vllm.general_plugins:  `register`, which every process of vLLM calls. It names a weight-transfer backend and imports
-                       nothing of it: only a server that is started with {"backend": "fp8plan"} ever does.
-vllm.endpoint_plugins: routes.Routes. vLLM loads them where VLLM_PLUGINS names fp8plan.
+vllm.general_plugins:  `register`, which every process of vLLM calls. It names a weight-transfer backend, which only a
+                       server with {"backend": "fp8plan"} imports.
+vllm.endpoint_plugins: server.routes.Routes. vLLM loads them if VLLM_PLUGINS names fp8plan.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, Final
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.vllm_versions import check_vllm_version
 
-# In a server a library of vLLM's sets Python's own level to ERROR; below vLLM's name what is logged is seen.
+# A library in vLLM's server sets Python's own level to ERROR, which does not hold below vLLM's name.
 logger = logging.getLogger("vllm.fp8plan")
 
 BACKEND: Final = "fp8plan"
-PROBE: Final = "fp8plan-doctor"  # in the ids of requests that are no rollout's
+PROBE: Final = "fp8plan-doctor"  # in the ids of requests that belong to no rollout
 STATUS: Final = "/fp8plan/status"
 ROLLOUT: Final = "/v1/fp8plan/rollout"  # vLLM asks for its --api-key below /v1
 API_KEY: Final = "VLLM_API_KEY"  # vLLM's own variable for its --api-key; fp8plan's clients take theirs from it
@@ -27,7 +27,7 @@ PLUGINS: Final = "VLLM_PLUGINS"  # vLLM's own variable: names of the plugins tha
 
 
 def register() -> None:
-    """Name the backend. Does nothing in a vLLM that is not supported: fp8plan must not break what it does not serve."""
+    """Name the backend. Does nothing in a vLLM that is not supported, which fp8plan must not break."""
     try:
         check_vllm_version()
     except ConfigError as error:

