@@ -1,8 +1,7 @@
-"""The manifest of a sync: names, dtypes and shapes of what a trainer is about to send.
+"""The manifest of a sync: names, dtypes and shapes of the tensors that a trainer is about to send.
 
-What is wrong with it shows before any byte is sent, while the old weights still serve.
-
-The files of the checkpoint that an engine was started with: what they hold, and which of it is zero.
+Errors in it show before any byte is sent, while the old weights still serve. It is compared with the files of the
+checkpoint that the engine was started with.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from fp8plan.runtime.quantize.block_fp8 import scale_shape
 if TYPE_CHECKING:
     import torch
 
-# What a sync may carry. bf16: what the trainer holds, quantised inside the engine. fp8_block: E4M3 weights and FP32
-# scales for the layers that the engine holds in FP8, BF16 for the rest: half the bytes.
+# Formats of a sync. bf16: the trainer's tensors, quantised inside the engine. fp8_block: E4M3 weights and FP32 scales
+# for the layers that the engine holds in FP8, BF16 for the rest: half the bytes.
 FORMATS: Final = ("bf16", "fp8_block")
 
 SCALE_SUFFIX: Final = "_scale_inv"  # of a weight's scales, as in DeepSeek's checkpoints and in vLLM
@@ -52,13 +51,13 @@ Manifest = tuple[Entry, ...]
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return torch.bfloat16 for "bfloat16". Raises ConfigError for what is no dtype."""
+    """Return torch.bfloat16 for "bfloat16". Raises ConfigError for a name of no dtype."""
     import torch
 
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ConfigError(f"{name!r} is no dtype of torch; allowed: 'bfloat16', 'float8_e4m3fn', 'float32', ...")
-    return found
+    return dtype
 
 
 def entry_of(name: str, tensor: torch.Tensor) -> Entry:
@@ -73,17 +72,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def manifest_of(source: Any) -> Manifest | None:
-    """Return the manifest of `source` without reading it; None for a bare iterator, which says nothing beforehand.
+    """Return the manifest of `source` without reading it; None for a bare iterator, which must be read to be known.
 
-    source: a mapping of names to tensors, a sequence of (name, tensor) pairs, a vLLM WeightSource (or whatever else has
-            metadata() -> items with name, dtype and shape), or an iterator
+    source: a mapping of names to tensors, a sequence of (name, tensor) pairs, a vLLM WeightSource (or another object
+            with metadata() -> items with name, dtype and shape), or an iterator
 
-    Raises ConfigError for anything else, and for what is no tensor or has no values.
+    Raises ConfigError for anything else, and as pair_of does.
     """
     if hasattr(source, "metadata"):
         try:
-            found = source.metadata()
-            return tuple(Entry(x.name, str(x.dtype).removeprefix("torch."), tuple(x.shape)) for x in found)
+            items = source.metadata()
+            return tuple(Entry(i.name, str(i.dtype).removeprefix("torch."), tuple(i.shape)) for i in items)
         except (TypeError, AttributeError) as error:
             raise ConfigError(
                 f"metadata() of {type(source).__name__}: {error}; allowed: items with name, dtype and shape"
@@ -95,7 +94,7 @@ def manifest_of(source: Any) -> Manifest | None:
 
 
 def _refuse_other(source: Any) -> None:
-    """Raises ConfigError for what holds no (name, tensor) pairs."""
+    """Raises ConfigError for an object that holds no (name, tensor) pairs."""
     import torch
 
     single = isinstance(source, (str, bytes, torch.Tensor))
@@ -154,10 +153,10 @@ def pairs_of(source: Any) -> Iterable[tuple[str, Any]]:
     return source.items() if isinstance(source, Mapping) else source
 
 
-def read_manifest(given: Any) -> Manifest:
+def read_manifest(triples: Any) -> Manifest:
     """Read a manifest that a caller wrote: (name, dtype, shape) triples. Raises ConfigError for anything else."""
     try:
-        return tuple(Entry(str(n), str(d).removeprefix("torch."), tuple(int(x) for x in s)) for n, d, s in given)
+        return tuple(Entry(str(n), str(d).removeprefix("torch."), tuple(map(int, s))) for n, d, s in triples)
     except (TypeError, ValueError):
         raise ConfigError(
             "the manifest is not a list of (name, dtype, shape); allowed: e.g. [('model.norm.weight', 'bfloat16', "
@@ -166,10 +165,10 @@ def read_manifest(given: Any) -> Manifest:
 
 
 def refuse(manifest: Manifest, expected: Manifest | None, weights_in: str) -> None:
-    """Raises ConfigError for what can be seen without the engine.
+    """Raises ConfigError for errors that show without the engine: doubles, and dtypes of the other format.
 
-    That is doubles and dtypes of the other format; and, where the `expected` tensors are known (in the same format),
-    unknown names, other shapes and missing tensors. Only vLLM's dry run knows about tensors that it may leave out.
+    With the `expected` tensors (in the same format) these are also unknown names, other shapes and missing tensors.
+    Only vLLM's dry run knows which tensors it leaves out.
     """
     names = [entry.name for entry in manifest]
     if doubles := sorted({name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()):
@@ -182,8 +181,8 @@ def refuse(manifest: Manifest, expected: Manifest | None, weights_in: str) -> No
         return
     if unknown := [name for name in names if name not in known and not LEFT_OUT.match(name)]:
         raise ConfigError(
-            f"unknown: {_some(unknown)}; allowed: the names of the model's checkpoint, as {known_name(known)}"
-            f"{_fused_hint(unknown)}"
+            f"unknown: {_some(unknown)}; allowed: the names of the model's checkpoint, as "
+            f"{next((name for name in known if 'layers' in name), next(iter(known)))}{_fused_hint(unknown)}"
         )
     for entry in (entry for entry in manifest if entry.name in known):
         wanted = known[entry.name]
@@ -210,13 +209,11 @@ def _fused_hint(unknown: Sequence[str]) -> str:
     )
 
 
-def known_name(known: Mapping[str, Entry]) -> str:
-    return next((name for name in known if "layers" in name), next(iter(known)))
-
-
 def _refuse_format(manifest: Manifest, known: Mapping[str, Entry], weights_in: str) -> None:
-    """Raises ConfigError for FP8 tensors sent to an engine that wants BF16, and for any dtype that is neither wanted
-    nor the checkpoint's. FP32 passes here: only the workers know which parameters are FP32 (worker.prepare)."""
+    """Raises ConfigError for FP8 tensors sent to an engine that wants BF16, and for dtypes that nobody wants.
+
+    FP32 passes here: only the workers know which parameters are FP32 (worker.prepare).
+    """
     for entry in manifest:
         quantised = entry.dtype == "float8_e4m3fn" or entry.name.endswith(SCALE_SUFFIX)
         if quantised and weights_in == "bf16":
@@ -243,19 +240,14 @@ def stored_wide(expected: Manifest | None) -> list[str]:
 
 def quantised_manifest(manifest: Manifest, quantised: Iterable[str]) -> Manifest:
     """Return the fp8_block manifest of a BF16 one: those named in `quantised` become E4M3, followed by scales."""
-    chosen = set(quantised)
-    found = []
+    chosen, entries = set(quantised), list[Entry]()
     for entry in manifest:
         if entry.name not in chosen:
-            found.append(entry)
+            entries.append(entry)
             continue
-        rows, columns = entry.shape[-2:]
-        scales = (*entry.shape[:-2], *scale_shape(rows, columns))
-        found += [
-            Entry(entry.name, "float8_e4m3fn", entry.shape),
-            Entry(entry.name + SCALE_SUFFIX, "float32", scales),
-        ]
-    return tuple(found)
+        scales = (*entry.shape[:-2], *scale_shape(*entry.shape[-2:]))
+        entries += [entry._replace(dtype="float8_e4m3fn"), Entry(entry.name + SCALE_SUFFIX, "float32", scales)]
+    return tuple(entries)
 
 
 def _some(names: Sequence[str]) -> str:
@@ -303,8 +295,9 @@ def checkpoint_manifest(folder: str | Path) -> Manifest | None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The safetensors files that vLLM loads: those of the index, where there is one. Beside them a folder may have the
-    same weights under other names, as consolidated.safetensors of Mistral's.
+    """The safetensors files that vLLM loads: those of the index, if there is one.
+
+    A folder may also have the same weights under other names, as Mistral's consolidated.safetensors.
     """
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
@@ -320,9 +313,9 @@ def _files(folder: Path) -> list[Path]:
 
 
 def not_zero(folder: Path, parts: Collection[Part]) -> list[str]:
-    """Return the names of the parts of tensors that are not all zeros in a checkpoint's safetensors files.
+    """Return the names of the parts that are not all zeros in a checkpoint's safetensors files.
 
-    A tensor that the files do not have is left out. Only the tensors that are named are read.
+    A tensor that the files do not have is left out. No other tensors are read.
     """
     from safetensors import safe_open
 

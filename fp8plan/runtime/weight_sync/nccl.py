@@ -11,18 +11,13 @@ Or the trainer is a process of its own, that the driver tells when to send:
     trainer:  transfer = TrainerTransfer(where).ready();  transfer.send(named_tensors, manifest)
     driver:   engine.join_transfer(where);                engine.sync_weights(RemoteSource(manifest, tell_the_trainer))
 
-The bytes go as vLLM's packed broadcasts. A broadcast waits for all its ranks for ever, so both ends make sure that none
-is left alone: manifests are compared over the rendezvous's store before any byte; what was announced is sent in full,
-zeros after a failure, and taken in full; then both say how it went; and a peer that has died is not waited for.
+The bytes go as vLLM's packed broadcasts. A broadcast waits for all its ranks for ever, so no end may be left alone in
+one. Both first compare manifests over the rendezvous's store. The sender always sends every announced tensor (zeros
+after a failure), the receiver always takes them all, then both report success or failure. Nobody waits for a peer that
+has died.
 
-The protocol of a transfer, so that neither end is left alone in a broadcast (runtime.weight_sync.nccl).
-
-group: vLLM's PyNcclCommunicator, in which the trainer is rank 0; its own `group`, a PlainGroup, speaks without NCCL,
-       over the store of the rendezvous, and waits 5 minutes at most
-
-A thread that does one thing after another.
-
-Weights from a trainer's GPU to the engine's workers over NCCL.
+In all functions `group` is vLLM's PyNcclCommunicator, in which the trainer is rank 0. Its own `group`, a PlainGroup,
+speaks without NCCL, over the store of the rendezvous, and waits 5 minutes at most.
 """
 
 from __future__ import annotations
@@ -61,7 +56,7 @@ BROKEN = "the transfer has broken off; connect the trainer and the engine again 
 def completed(
     pairs: Any, manifest: Manifest, device: torch.device, failures: list[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all announced tensors on `device`. From the first that fails on, which is noted, they are zeros."""
+    """Yield all announced tensors on `device`. From the first failure on, which is noted, they are zeros."""
     import torch
 
     stream = iter(((e.name, pairs[e.name]) for e in manifest) if isinstance(pairs, Mapping) else pairs)
@@ -70,7 +65,7 @@ def completed(
         if not failures:
             try:
                 tensor = _next(stream, entry)
-            except Exception as error:  # the workers wait for the rest, whatever it is
+            except Exception as error:  # whatever it is, the workers wait for the rest
                 failures.append(f"{type(error).__name__}: {error}")
         if entry is None:
             return
@@ -81,15 +76,15 @@ def completed(
 
 def _next(stream: Iterator[tuple[str, Any]], entry: Entry | None) -> torch.Tensor | None:
     """Return the next tensor, which must be `entry`; None: expect the end. Raises ConfigError for anything else."""
-    found = next(stream, None)
+    pair = next(stream, None)
     if entry is None:
-        if found is not None:
-            raise ConfigError(f"{found[0]} was not announced")
+        if pair is not None:
+            raise ConfigError(f"{pair[0]} was not announced")
         return None
-    if found is None:
+    if pair is None:
         raise ConfigError(f"announced and not sent: {entry.name}")
-    tensor = gathered(found[1])
-    if (came := entry_of(found[0], tensor)) != entry:
+    tensor = gathered(pair[1])
+    if (came := entry_of(pair[0], tensor)) != entry:
         raise ConfigError(f"{came.name} {came.dtype} {list(came.shape)} came; announced: {tuple(entry)}, in this order")
     return tensor
 
@@ -101,7 +96,7 @@ def digest(manifest: Manifest) -> str:
 
 
 def misaligned(manifest: Manifest, buffer_bytes: int) -> str | None:
-    """Say which tensor vLLM's packing, which leaves no gaps, cannot unpack again; None if it can unpack all."""
+    """Return an error for the tensor that vLLM's packing, which leaves no gaps, cannot unpack again, if any."""
     at = 0
     for entry in manifest:
         size = dtype_named(entry.dtype).itemsize
@@ -109,42 +104,42 @@ def misaligned(manifest: Manifest, buffer_bytes: int) -> str | None:
             return (
                 f"{entry.name} would begin at byte {at} of a broadcast; announce wider dtypes before odd-sized tensors"
             )
-        at = 0 if at + entry.numel * size > buffer_bytes else at + entry.numel * size
+        at = 0 if at + entry.nbytes > buffer_bytes else at + entry.nbytes
     return None
 
 
 def agree(group: Any, key: str, failure: str | None = None) -> None:
-    """Compare notes with all ranks. Raises SyncError for the first failure told, other manifests, or no answer.
+    """Compare keys with all ranks. Raises SyncError for the first failure of a rank, other manifests, or no answer.
 
     After no answer the group is not used again: its ends would speak of different syncs.
     """
     try:
-        told = group.group.all_gather_obj((key, failure))
+        reports = group.group.all_gather_obj((key, failure))
     except Exception as error:
         group.destroy()
         raise SyncError(f"the other end does not answer ({type(error).__name__}); {BROKEN}") from error
-    for rank, (_, failed) in enumerate(told):
+    for rank, (_, failed) in enumerate(reports):
         if failed is not None:
             raise SyncError(f"{f'worker {rank - 1}' if rank else 'the trainer'} failed: {failed}")
-    if len({other for other, _ in told}) > 1:
+    if len({other for other, _ in reports}) > 1:
         raise SyncError("the trainer and the engine were given different manifests; allowed: the same, in one order")
 
 
 @contextmanager
 def limited(group: Any, seconds: float) -> Iterator[Callable[[], None]]:
-    """Break NCCL off after so many seconds, which ends broadcasts whose other end has died. What this yields begins to
-    count them anew.
+    """Break NCCL off after so many seconds, as broadcasts do not end whose other end has died.
 
-    Raises SyncError then; on a GPU LostEngineError, as CUDA does not survive it (seen on an H200: illegal memory access
-    at the next use).
+    Yields a function that starts the count anew. Raises SyncError at the break; on a GPU LostEngineError, as CUDA does
+    not survive it (illegal memory access at the next use).
     """
-    ended, late, until = threading.Event(), threading.Event(), [time.monotonic() + seconds]
+    ended, late, until = threading.Event(), threading.Event(), time.monotonic() + seconds
 
     def renew() -> None:
-        until[0] = time.monotonic() + seconds
+        nonlocal until
+        until = time.monotonic() + seconds
 
     def watch() -> None:
-        while (left := until[0] - time.monotonic()) > 0:
+        while (left := until - time.monotonic()) > 0:
             if ended.wait(left):
                 return
         late.set()
@@ -163,14 +158,14 @@ def limited(group: Any, seconds: float) -> Iterator[Callable[[], None]]:
 
 
 def working(group: Any) -> Any:
-    """Return the group if it works. Raises ConfigError if it does not: vLLM's would leave tensors as they are."""
+    """Return the group. Raises ConfigError if it does not work, as vLLM's would then leave tensors as they are."""
     if group.disabled:
         raise ConfigError(f"NCCL does not work here, or no longer: {BROKEN}; unset VLLM_DISABLE_PYNCCL")
     return group
 
 
 def wait(device: torch.device) -> None:
-    """Wait for all that runs on a GPU."""
+    """Wait for all work on a GPU."""
     if device.type == "cuda":
         import torch
 
@@ -178,10 +173,10 @@ def wait(device: torch.device) -> None:
 
 
 class Lane:
-    """A thread that does one thing after another, and ends with this object or with the process.
+    """A thread that does one call after another, and ends with this object or with the process.
 
-    That is what a ThreadPoolExecutor of one thread is not: the process waits at its end for whatever the pool still
-    does, and a rank that waits in NCCL for others, which failed, waits for ever.
+    A process waits at its end for the threads of a ThreadPoolExecutor, and one that waits in NCCL for ranks that have
+    failed would never end.
     """
 
     def __init__(self, name: str) -> None:
@@ -190,7 +185,7 @@ class Lane:
         finalize(self, self._work.put, None)
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Call a function once all before it are done; the Future has its answer, or what it raised."""
+        """Call a function once all before it are done; the Future has its result, or its error."""
         future = Future[Any]()
         self._work.put(_Call(future, function, arguments))
         return future
@@ -209,7 +204,7 @@ def _done_in_turn(work: SimpleQueue[_Call | None]) -> None:
                 call.future.set_result(call.function(*call.arguments))
             except BaseException as error:
                 call.future.set_exception(error)
-        del call  # what it holds must not outlive it here: the trainer's tensors, or the last reference to the Lane
+        del call  # it holds the trainer's tensors, or the last reference to the Lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +236,9 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class RemoteSource:
-    """Tensors that a trainer sends to every worker by itself: goes where a sync takes tensors.
+    """Tensors that a trainer sends to every worker by itself; a sync takes it in place of tensors.
 
-    manifest: what will come, in this order
+    manifest: of the tensors, in their order
     start:    makes the trainer send, without waiting for it; may return a Future, whose failure is the sync's
     """
 
@@ -257,8 +252,10 @@ class RemoteSource:
 class TrainerTransfer:
     """The trainer's end, rank 0. It listens at once; `ready` waits for the workers.
 
-    device: the trainer's; the current CUDA device unless given. One process at a time sends; with FSDP or Megatron the
-    other ranks call `follow` with the same tensors, as gathering those takes all of them.
+    device: the trainer's; the current CUDA device unless given
+
+    One process at a time sends. With FSDP or Megatron the other ranks call `follow` with the same tensors, as gathering
+    takes all ranks.
     """
 
     def __init__(self, where: Rendezvous, device: str | None = None) -> None:
@@ -266,24 +263,25 @@ class TrainerTransfer:
 
         self._where = where
         self._device = torch.device(device or f"cuda:{torch.cuda.current_device()}")
-        # A thread of its own: vLLM changes the current stream of the thread in which it opens NCCL.
-        self._lane = Lane("fp8plan-transfer")
+        self._lane = Lane("fp8plan-transfer")  # vLLM changes the current stream of the thread in which it opens NCCL
         self._group = self._lane.submit(self._meet)
 
     def ready(self) -> TrainerTransfer:
-        """Return itself, once all workers have come. Raises ConfigError without NCCL, and what vLLM raises."""
+        """Return itself, once all workers have come. Raises ConfigError without NCCL, and vLLM's errors."""
         self._group.result()
         return self
 
     def send(self, pairs: Any, manifest: Any = None) -> None:
-        """Send what `sync_weights` would take; returns once every worker has it.
+        """Send tensors as `sync_weights` takes them; return once every worker has them.
 
-        manifest: for an iterator, which must keep its order. Raises SyncError if either end failed.
+        manifest: for an iterator, which must keep its order
+
+        Raises SyncError if either end failed.
         """
         self._lane.submit(self._send, pairs, self.source(pairs, manifest).manifest).result()
 
     def source(self, pairs: Any, manifest: Any = None) -> RemoteSource:
-        """Return what `sync_weights` takes in this very process: the same tensors, sent while the workers receive."""
+        """Return a source for `sync_weights` in this process: the tensors are sent while the workers receive."""
         announced = manifest_of(pairs) if manifest is None else read_manifest(manifest)
         if announced is None:
             raise ConfigError(
@@ -311,7 +309,7 @@ class TrainerTransfer:
         group, where, failures = working(self._group.result()), self._where, list[str]()
         agree(group, digest(manifest), misaligned(manifest, where.buffer_bytes))
         with torch.no_grad(), _current(self._device), limited(group, where.limit_s):
-            wait(self._device)  # for whoever still writes the weights: the broadcasts are on other streams
+            wait(self._device)  # for writes of the weights that are still under way, on other streams
             packed_nccl_broadcast_producer(
                 iterator=completed(pairs, manifest, self._device, failures),
                 group=group,
@@ -322,7 +320,7 @@ class TrainerTransfer:
             )
             wait(self._device)
             if self._device.type == "cuda":
-                torch.cuda.empty_cache()  # as at the other end: 0.26's buffers stay cached for streams that are gone
+                torch.cuda.empty_cache()  # 0.26 uses new streams every time, and keeps the buffers of the old ones
         agree(group, digest(manifest), next(iter(failures), None))
 
 
@@ -331,7 +329,9 @@ def connect(
 ) -> TrainerTransfer:
     """Connect both ends from the process that trains and drives the engine.
 
-    join: engine.join_transfer; workers: of the engine; settings: of Rendezvous. Raises ConfigError as those do.
+    join: engine.join_transfer; workers: of the engine; settings: of Rendezvous
+
+    Raises ConfigError as those do.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -347,6 +347,3 @@ def _current(device: torch.device) -> AbstractContextManager[Any]:
     import torch
 
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-__all__ = ["RemoteSource", "Rendezvous", "TrainerTransfer", "connect"]

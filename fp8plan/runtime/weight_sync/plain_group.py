@@ -1,8 +1,8 @@
-"""The group in which a trainer and an engine's workers meet: vLLM's, without what lets a peer run code.
+"""The group in which a trainer and an engine's workers meet: vLLM's, in which a peer cannot run code.
 
-vLLM's StatelessProcessGroup unpickles whatever comes over the store of the rendezvous, and whoever reaches that store
-can put a program there. PlainGroup takes data alone. Objects keep vLLM's format, so that vLLM's and TRL's own trainers
-can be met: plain values and NCCL's id are read from it. Tensors are raw bytes behind a header.
+vLLM's StatelessProcessGroup unpickles everything that comes over the store of the rendezvous, so any peer that reaches
+the store can run a program. PlainGroup takes data alone. Objects keep vLLM's format, for vLLM's and TRL's own trainers:
+only plain values and NCCL's id are read from it. Tensors are raw bytes behind a header.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from vllm.distributed.utils import StatelessProcessGroup
 
 from fp8plan.errors import SyncError
 
-# What makes NCCL's id, as pickle names it. All else that the ends say are plain values, which have no names.
+# The classes of NCCL's id, as pickle names them. Everything else is plain values, which have no names.
 ID: Final = {("_ctypes", "_unpickle"), (ncclUniqueId.__module__, ncclUniqueId.__name__)}
 
 
 class PlainGroup(StatelessProcessGroup):  # type: ignore[misc]
-    """vLLM's group, in which nothing that comes from a peer is run.
+    """vLLM's group, which runs nothing that comes from a peer.
 
-    limit_s: seconds that it waits for what a peer sends
+    limit_s: seconds that it waits for a peer's message
     """
 
     limit_s: float = 300.0
 
     @classmethod
     def met(cls, address: str, port: int, rank: int, world_size: int) -> PlainGroup:
-        """Meet the other ranks, of which rank 0 listens. Raises what torch's store raises after 5 minutes alone."""
+        """Meet the other ranks; rank 0 listens. Raises the error of torch's store after 5 minutes alone."""
         return cls.of(StatelessProcessGroup.create(address, port, rank, world_size))
 
     @classmethod
     def of(cls, group: StatelessProcessGroup) -> PlainGroup:
-        """Return a group of vLLM's, which has said nothing yet, as one that takes data alone."""
+        """Return a group of vLLM's, not used so far, as one that takes data alone."""
         if isinstance(group, cls):
             return group
         plain = cls(rank=group.rank, world_size=group.world_size, store=group.store)

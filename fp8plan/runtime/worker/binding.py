@@ -1,14 +1,12 @@
-"""The shortcut past vLLM's layerwise reload: the live tensors that a manifest's are written to directly, and how.
+"""The shortcut past vLLM's layerwise reload: which live tensors are written directly, and how.
 
 vLLM reloads a layer by filling a new BF16 copy of it, quantising that with a dozen torch kernels and copying the result
-over the live tensors. Where the live tensors have the checkpoint's layout, the same bits can be written to them
-straight from the trainer's tensor: one read, one write. Layers laid out in another or unknown way are left to vLLM.
+over the live tensors. If the live tensors have the checkpoint's layout, the same bits can be written to them straight
+from the trainer's tensor: one read, one write. Layers of another or unknown layout are left to vLLM.
 
-The trial that says which modules may be written in place: those where vLLM's own reload gives the same bits.
-
-The layout of live tensors cannot be told from their shapes (some kernels swap halves of a matrix, some keep packed
-copies beside it), so it is tried: one module of each kind is reloaded by vLLM with random weights, compared with what
-writing in place would have left there, and put back as it was.
+Shapes do not show the layout: some kernels swap halves of a matrix, some keep packed copies beside it. So `refused`
+tries it: vLLM reloads one module of each kind with random weights. The result is compared with a write in place, and
+the module is put back as it was.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Move(NamedTuple):
-    """One matrix or vector written in place: tensor[source] -> target, quantised where there are scales to write."""
+    """One matrix or vector written in place: tensor[source] -> target, quantised if it has a scale to write."""
 
     source: Box
     target: torch.Tensor
@@ -42,7 +40,7 @@ class Move(NamedTuple):
 class Binding:
     """The way of every tensor of a manifest into the live model.
 
-    moves:  manifest name -> its moves; a name that is not here goes through vLLM's loader
+    moves:  manifest name -> its moves; other names go through vLLM's loader
     native: modules that vLLM's layerwise reload loads -> why
     direct: modules whose live tensors are written in place
     """
@@ -52,39 +50,41 @@ class Binding:
     direct: frozenset[str]
 
 
-def bind(model: torch.nn.Module, found: LoadMap, manifest: Sequence[Entry], left: Mapping[str, str]) -> Binding:
+def bind(model: torch.nn.Module, load_map: LoadMap, manifest: Sequence[Entry], left: Mapping[str, str]) -> Binding:
     """Return the Binding of a traced manifest. left: modules that are left to vLLM -> why"""
     layers = dict(model.named_modules())
     moves: dict[str, tuple[Move, ...]] = {}
-    native = dict.fromkeys(found.opaque, "its loader does more than copy") | dict(left)
+    native = dict.fromkeys(load_map.opaque, "its loader does more than copy") | dict(left)
     by_name = {entry.name: entry for entry in manifest}
-    for name, copies in found.copies.items():
+    for name, copies in load_map.copies.items():
         try:
             moves[name] = tuple(
                 move
                 for copy in copies
-                for move in _moves(layers[copy.module], copy, by_name[name], found)
+                for move in _moves(layers[copy.module], copy, by_name[name], load_map)
                 if copy.module not in native
             )
         except NotInPlaceError as reason:
-            native = dict.fromkeys(found.modules[name], str(reason)) | native
+            native = dict.fromkeys(load_map.modules[name], str(reason)) | native
     # A tensor that feeds several modules goes one way.
-    while mixed := {m for of in found.modules.values() if not native.keys().isdisjoint(of) for m in of} - native.keys():
+    while (
+        mixed := {m for of in load_map.modules.values() if not native.keys().isdisjoint(of) for m in of} - native.keys()
+    ):
         native |= dict.fromkeys(mixed, "shares a tensor with a module that vLLM loads")
-    everywhere = {module for of in found.modules.values() for module in of}
-    kept = {name: some for name, some in moves.items() if native.keys().isdisjoint(found.modules[name])}
+    everywhere = {module for of in load_map.modules.values() for module in of}
+    kept = {name: some for name, some in moves.items() if native.keys().isdisjoint(load_map.modules[name])}
     return Binding(kept, native, frozenset(everywhere - native.keys()))
 
 
 class NotInPlaceError(Exception):
-    """The live tensor does not have the checkpoint's layout. The message says what it has."""
+    """The live tensor does not have the checkpoint's layout. The message names its own."""
 
 
-def _moves(layer: torch.nn.Module, copy: Copy, entry: Entry, found: LoadMap) -> Iterator[Move]:
+def _moves(layer: torch.nn.Module, copy: Copy, entry: Entry, load_map: LoadMap) -> Iterator[Move]:
     import torch
 
     home = (copy.module, copy.param)
-    shape, dtype, whole = found.shapes[home], found.dtypes[home], found.sent[entry.name]
+    shape, dtype, whole = load_map.shapes[home], load_map.dtypes[home], load_map.sent[entry.name]
     live, scale = layer._parameters.get(copy.param), layer._parameters.get(copy.param + SCALE_SUFFIX)
     if live is None or tuple(live.shape) != shape or not live.is_contiguous():
         raise NotInPlaceError(f"vLLM keeps no {copy.param} of the checkpoint's shape")
@@ -119,13 +119,10 @@ def _stands_alone(box: Box, shape: Sequence[int]) -> bool:
 
 
 def _matrices(source: Box, target: Box) -> Iterator[tuple[Box, Box]]:
-    """Split a copy into copies of vectors and matrices: leading dimensions are taken apart, in step."""
-    for chosen in zip(product(*map(_points, source[:-2])), product(*map(_points, target[:-2])), strict=True):
-        yield (*chosen[0], *source[-2:]), (*chosen[1], *target[-2:])
-
-
-def _points(extent: tuple[int, int]) -> list[tuple[int, int]]:
-    return [(i, i + 1) for i in range(*extent)]
+    """Split a copy into copies of vectors and matrices, one for each index of the leading dimensions."""
+    heads = (product(*([(i, i + 1) for i in range(*extent)] for extent in box[:-2])) for box in (source, target))
+    for head, target_head in zip(*heads, strict=True):
+        yield (*head, *source[-2:]), (*target_head, *target[-2:])
 
 
 def _view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
@@ -141,31 +138,30 @@ def _scale_box(box: Box) -> Box:
     return (*box[:-2], *((start // BLOCK, -(-stop // BLOCK)) for start, stop in box[-2:]))
 
 
-# What a reload makes anew on a layer or its quantisation method, and may: flags, and a kernel's settings, whose scales
-# are refreshed after every sync (vllm_reload.refresh_expert_scales).
+# Attributes that a reload may make anew: flags, and a kernel's settings, whose scales are refreshed after every sync
+# (vllm_reload.refresh_expert_scales).
 HARMLESS = ("_already_called_process_weights_after_loading", "moe_kernel", "moe_quant_config")
 
 
-def refused(worker: Any, manifest: Sequence[Entry], found: LoadMap, binding: Binding) -> dict[str, str]:
+def refused(worker: Any, manifest: Sequence[Entry], load_map: LoadMap, binding: Binding) -> dict[str, str]:
     """Return the kinds of modules that must not be written in place -> why. All modules of a kind share its fate.
 
-    manifest: of BF16 tensors, as vLLM's loaders take no others. The result holds for E4M3 and scales, too, which are
-              written to the same places
+    manifest: of BF16 tensors, as vLLM's loaders take no others. E4M3 and scales are written to the same places
 
     Raises LostEngineError if a trial failed and the live weights could not be put back.
     """
     layers = dict(worker.model_runner.get_model().named_modules())
     samples = {(kind(layers[m]), _shapes(layers[m])): m for m in sorted(binding.direct, reverse=True)}
     reasons: dict[str, str] = {}
-    for (what, _), module in samples.items():
-        entries = [entry for entry in manifest if module in found.modules.get(entry.name, ())]
-        if what not in reasons and (reason := _why_not(worker, layers, module, entries, found, binding)):
-            reasons[what] = reason
+    for (name, _), module in samples.items():
+        entries = [entry for entry in manifest if module in load_map.modules.get(entry.name, ())]
+        if name not in reasons and (reason := _why_not(worker, layers, module, entries, load_map, binding)):
+            reasons[name] = reason
     return reasons
 
 
 def derived_from(model: torch.nn.Module) -> dict[str, str]:
-    """Return the modules of whose weights others keep something computed -> why vLLM must load them.
+    """Return the modules from whose weights others keep computed ones -> why vLLM must load them.
 
     Latent attention multiplies by matrices made of its kv_b_proj, which the end of vLLM's reload makes anew.
     """
@@ -199,19 +195,19 @@ def _why_not(
     layers: dict[str, torch.nn.Module],
     module: str,
     entries: Sequence[Entry],
-    found: LoadMap,
+    load_map: LoadMap,
     binding: Binding,
 ) -> str | None:
-    """Reload one module with random weights; say why it must not be written in place, None if it may."""
+    """Reload one module with random weights, and return why it must not be written in place, if so."""
     import torch
 
     layer = layers[module]
     if odd := [entry for entry in entries if not dtype_named(entry.dtype).is_floating_point]:
         return f"no trial can be made with {odd[0].dtype}"
     sources = {entry.name: _random(entry, worker.device, seed) for seed, entry in enumerate(entries)}
-    fed = [layers[name] for name in sorted({name for entry in entries for name in found.modules[entry.name]})]
+    fed = [layers[name] for name in sorted({name for entry in entries for name in load_map.modules[entry.name]})]
     with torch.no_grad(), _put_back(worker.model_runner.get_model(), fed) as places:
-        reload = NativeReload(worker, found.past)
+        reload = NativeReload(worker, load_map.past)
         reload.open()
         reload.load(sources.items())
         reload.close([module])
@@ -234,7 +230,7 @@ def _random(entry: Entry, device: torch.device, seed: int) -> torch.Tensor:
 
 
 def _equal(move: Move, source: torch.Tensor) -> bool:
-    """Return whether vLLM has left what the move would leave; what cannot be compared is not equal."""
+    """Return True if vLLM has left the bits that the move would leave."""
     import torch
 
     part = source[tuple(slice(*extent) for extent in move.source)].reshape(move.target.shape)
@@ -246,7 +242,7 @@ def _equal(move: Move, source: torch.Tensor) -> bool:
 
 @contextmanager
 def _put_back(model: torch.nn.Module, fed: Sequence[torch.nn.Module]) -> Iterator[Places]:
-    """Put back all modules' tensors and attributes at the end, and the values of those that are fed.
+    """Put back all modules' tensors and attributes at the end, and the values of the fed ones.
 
     Raises LostEngineError if that fails.
     """

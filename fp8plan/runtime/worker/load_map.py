@@ -2,8 +2,8 @@
 
 vLLM renames, shards and fuses while it loads: q, k and v become rows of one matrix, 384 expert matrices two tensors.
 `trace` puts the model's parameters back into checkpoint format on the meta device, hands `model.load_weights` meta
-tensors with the trainer's names and shapes, and writes down every copy that it makes. No byte is moved and the live
-tensors are not touched, so this is also the dry run that shows what is wrong with a manifest before anything is sent.
+tensors with the trainer's names and shapes, and notes every copy that it makes. No byte is moved and the live tensors
+are not touched, so this is also the dry run that shows errors of a manifest before anything is sent.
 
 The parameters in checkpoint format are what vLLM itself records for its layerwise reload
 (vllm/model_executor/model_loader/reload: the same functions from 0.26 to 0.30).
@@ -49,7 +49,7 @@ class LoadMap:
     dtypes:   (module, param) -> dtype in checkpoint format
     covered:  (module, param) -> elements that the manifest fills
     taken:    manifest name -> elements of it that are copied somewhere
-    past:     (module, param) that model code writes itself, past the parameter's loader
+    past:     (module, param) that model code writes itself, past the parameter's loader (vllm_reload.NativeReload)
     """
 
     copies: Mapping[str, tuple[Copy, ...]]
@@ -98,8 +98,7 @@ def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
 
     copies: dict[str, list[Copy]] = {entry.name: [] for entry in manifest}
     fed: dict[str, dict[tuple[str, str], None]] = {entry.name: {} for entry in manifest}
-    covered = dict.fromkeys(shapes, 0)
-    taken = {entry.name: 0 for entry in manifest}
+    covered, taken = dict.fromkeys(shapes, 0), dict.fromkeys(copies, 0)
     opaque, past = set(), set()
     for name, to, of, by_loader in seen:
         home = homes.get(_storage(to))
@@ -118,9 +117,9 @@ def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
         else:
             copies[name].append(Copy(*home, target, source))
     return LoadMap(
-        {name: tuple(found) for name, found in copies.items()},
-        {name: tuple(dict.fromkeys(module for module, _ in found)) for name, found in fed.items()},
-        {name: tuple(found) for name, found in fed.items()},
+        {name: tuple(made) for name, made in copies.items()},
+        {name: tuple(dict.fromkeys(module for module, _ in places)) for name, places in fed.items()},
+        {name: tuple(places) for name, places in fed.items()},
         {entry.name: entry.shape for entry in manifest},
         frozenset(opaque),
         shapes,
@@ -133,19 +132,16 @@ def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
 
 def box(view: torch.Tensor, shape: Sequence[int]) -> Box | None:
     """Return the box that a view of a contiguous tensor of `shape` is; None if it is none (transposed, strided)."""
-    offset, left = (
-        int(view.storage_offset()),
-        [(s, n) for s, n in zip(view.stride(), view.shape, strict=True) if n != 1],
-    )
-    found = []
+    offset, extents = int(view.storage_offset()), []
+    left = [(s, n) for s, n in zip(view.stride(), view.shape, strict=True) if n != 1]
     for dimension, size in enumerate(shape):
         stride = prod(shape[dimension + 1 :])
         start, offset = divmod(offset, stride) if stride else (0, 0)
         extent = left.pop(0)[1] if left and left[0][0] == stride and size != 1 else 1
         if start + extent > size:
             return None
-        found.append((start, start + extent))
-    return None if left or offset else tuple(found)
+        extents.append((start, start + extent))
+    return None if left or offset else tuple(extents)
 
 
 @contextmanager
@@ -165,30 +161,30 @@ def checkpoint_format(model: torch.nn.Module) -> Iterator[dict[tuple[str, str], 
 
 
 def _metadata(layer: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return one layer's parameters and buffers in checkpoint format, with vLLM's loaders of before it wrapped them."""
+    """Return one layer's parameters and buffers in checkpoint format, with vLLM's loaders before it wrapped them."""
     from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, to_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
     params, buffers = get_layerwise_info(layer).restore_metadata
-    # Those that vLLM never moves keep their place: a bias as a twin to copy to, expert tables as they are, to be read.
+    # vLLM never moves SKIP_TENSORS. Of these a bias gets a twin to copy to, and expert tables stay, to be read.
     kept = {name: tensor for name, tensor in layer._parameters.items() if name in SKIP_TENSORS and tensor is not None}
-    found = {}
+    twins = {}
     for name, tensor in {**params, **kept}.items():
-        found[name] = twin = restore_layer_refs(to_meta_tensor(tensor), layer)
+        twins[name] = twin = restore_layer_refs(to_meta_tensor(tensor), layer)
         if hasattr(twin, "weight_loader"):
             twin.weight_loader = _get_original_loader(twin)
-    return found, {**buffers, **{name: tensor for name, tensor in layer._buffers.items() if name in SKIP_TENSORS}}
+    return twins, {**buffers, **{name: tensor for name, tensor in layer._buffers.items() if name in SKIP_TENSORS}}
 
 
 class Depth:
-    """A count of the parameters' loaders that are running, one inside the other."""
+    """The number of parameters' loaders that are running, one inside the other."""
 
     count = 0
 
 
 def _count(parameter: Any, loading: Depth) -> None:
-    """Let `loading` count the calls of a parameter's loader, as vLLM's reload wraps it to see what is loaded."""
+    """Let `loading` count the calls of a parameter's loader, which vLLM's reload wraps to see loads."""
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
     loader = getattr(parameter, "weight_loader", default_weight_loader)
@@ -225,8 +221,8 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _extent(found: Box) -> list[int]:
-    return [stop - start for start, stop in found if stop - start != 1]
+def _extent(extents: Box) -> list[int]:
+    return [stop - start for start, stop in extents if stop - start != 1]
 
 
 def _refused(name: str, manifest: Sequence[Entry], error: Exception) -> str:

@@ -1,6 +1,6 @@
-"""The check of a manifest against a live model, and the way each tensor is written. Nothing live changes.
+"""The check of a manifest against a live model, and the writes of each chunk, made once and run every step.
 
-The writes of one chunk of tensors into a live model, made once and run every step.
+Nothing live changes before a chunk is run.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class Program:
     def __init__(self, entries: Sequence[Entry], numbers: Sequence[int], moves: Mapping[str, tuple[Move, ...]]) -> None:
         self.positions = {number: at for at, number in enumerate(numbers)}
         self.native = [(at, e.name) for at, e in enumerate(entries) if e.name not in moves]
-        found = [(at, e, move) for at, e in enumerate(entries) for move in moves.get(e.name, ())]
-        quantised, copied = ([x for x in found if (x[2].scale is None) == plain] for plain in (False, True))
-        self._quantised, self._copied = ([(at, _part(move, e.shape)) for at, e, move in x] for x in (quantised, copied))
+        writes = [(at, e, move) for at, e in enumerate(entries) for move in moves.get(e.name, ())]
+        quantised = [write for write in writes if write[2].scale is not None]
+        copied = [write for write in writes if write[2].scale is None]
+        self._quantised, self._copied = ([(at, _part(m, e.shape)) for at, e, m in w] for w in (quantised, copied))
         scales = [move.scale for _, _, move in quantised if move.scale is not None]
         self._quantise = QuantizeTargets([move.target for _, _, move in quantised], scales)
         self._copy = CopyTargets([move.target for _, _, move in copied])
@@ -62,10 +63,8 @@ def is_matrix(shape: Sequence[int]) -> bool:
 
 
 def _part(move: Move, shape: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return the function that cuts out what a move takes, as a vector or matrix; None if it takes all, as it is."""
-    if tuple(move.target.shape) == shape and all(
-        extent == (0, n) for extent, n in zip(move.source, shape, strict=True)
-    ):
+    """Return the function that cuts out a move's source, as a vector or matrix; None if that is all, as it is."""
+    if tuple(move.target.shape) == shape and move.source == tuple((0, size) for size in shape):
         return None
     window = tuple(slice(*extent) for extent in move.source)
     return lambda tensor: tensor[window].reshape(move.target.shape)
@@ -126,10 +125,10 @@ def prepare(worker: Any, manifest: Manifest, in_place: bool, wide: Sequence[str]
     """Check a manifest, and find the way of each tensor.
 
     in_place: False leaves every module to vLLM's reload
-    wide:     tensors that may be FP32 whatever the model keeps of them
+    wide:     tensors that the checkpoint has in FP32: they may be sent so, whatever dtype the model keeps
 
-    Raises ConfigError naming what is wrong: a tensor that the model does not take, a parameter that is not filled, FP8
-    that cannot be written in place, FP32 for a parameter that is not.
+    Raises ConfigError for a tensor that the model does not take, a parameter that is not filled, FP8 that cannot be
+    written in place, and FP32 for a parameter that is not FP32.
     """
     import torch
 
@@ -138,21 +137,21 @@ def prepare(worker: Any, manifest: Manifest, in_place: bool, wide: Sequence[str]
     plain = _in_bf16(manifest)
     traced = trace(model, plain)
     _refuse_rounded(plain, traced, wide)
-    found = _with_scales(traced, manifest)
-    ignored = tuple(entry.name for entry in manifest if not found.modules[entry.name])
+    load_map = _with_scales(traced, manifest)
+    ignored = tuple(entry.name for entry in manifest if not load_map.modules[entry.name])
     parallel = worker.model_runner.vllm_config.parallel_config
     shares = parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1
     _refuse_unknown(ignored, worker.model_runner.model_config.hf_config, shares)
-    _refuse_missing(found, layers)
-    every = {module for modules in found.modules.values() for module in modules}
+    _refuse_missing(load_map, layers)
+    every = {module for modules in load_map.modules.values() for module in modules}
     if in_place:  # tried in BF16: with E4M3 and scales vLLM's loaders would have nothing to quantise
         derived = {module: why for module, why in derived_from(model).items() if module in every}
         reasons = refused(worker, plain, traced, bind(model, traced, plain, derived))
         left = {module: reasons[kind(layers[module])] for module in every if kind(layers[module]) in reasons} | derived
     else:
         left = dict.fromkeys(every, "in_place=False")
-    binding = bind(model, found, manifest, left)
-    in_fp8 = {module for e in manifest if e.dtype == "float8_e4m3fn" for module in found.modules[e.name]}
+    binding = bind(model, load_map, manifest, left)
+    in_fp8 = {module for e in manifest if e.dtype == "float8_e4m3fn" for module in load_map.modules[e.name]}
     if stuck := sorted({kind(layers[module]) for module in in_fp8.intersection(binding.native)}):
         raise ConfigError(
             f"FP8 tensors can only be written in place, and vLLM lays out {', '.join(stuck)} in another way; allowed: "
@@ -166,23 +165,27 @@ def prepare(worker: Any, manifest: Manifest, in_place: bool, wide: Sequence[str]
         homes=tuple((layer, name, tensor.data_ptr()) for layer, name, tensor in written if tensor is not None),
         why={kind(layers[module]): why for module, why in sorted(binding.native.items(), reverse=True)},
         ignored=ignored,
-        groups=_groups(manifest, found),
+        groups=_groups(manifest, load_map),
         layers=_precisions(binding, layers),
-        taken=tuple(entry.numel if entry.name in ignored else found.taken[entry.name] for entry in manifest),
+        taken=tuple(entry.numel if entry.name in ignored else load_map.taken[entry.name] for entry in manifest),
         wide=tuple(wide),
-        past=found.past,
+        past=load_map.past,
     )
 
 
 def rounded(model: torch.nn.Module, manifest: Manifest) -> Manifest:
-    """Return a manifest with BF16 for each FP32 tensor that fills a parameter which is not FP32: a trainer's master
-    weights, which vLLM's loaders round as they copy them."""
+    """Return a manifest with BF16 for each FP32 tensor that fills another parameter than FP32.
+
+    Those are a trainer's master weights, which vLLM's loaders round as they copy them.
+    """
     import torch
 
     if all(entry.dtype != "float32" or entry.name.endswith(SCALE_SUFFIX) for entry in manifest):
         return manifest
-    found = trace(model, _in_bf16(manifest))
-    wide = {name for name, homes in found.homes.items() if {found.dtypes[home] for home in homes} <= {torch.float32}}
+    load_map = trace(model, _in_bf16(manifest))
+    wide = {
+        name for name, homes in load_map.homes.items() if {load_map.dtypes[home] for home in homes} <= {torch.float32}
+    }
     return tuple(
         entry._replace(dtype="bfloat16")
         if entry.dtype == "float32" and entry.name not in wide and not entry.name.endswith(SCALE_SUFFIX)
@@ -191,23 +194,26 @@ def rounded(model: torch.nn.Module, manifest: Manifest) -> Manifest:
     )
 
 
-def _refuse_rounded(manifest: Manifest, found: LoadMap, wide: Sequence[str]) -> None:
-    """Raises ConfigError for an FP32 tensor of which bits would be lost: a parameter that it fills is not FP32.
+def _refuse_rounded(manifest: Manifest, load_map: LoadMap, wide: Sequence[str]) -> None:
+    """Raises ConfigError for an FP32 tensor that would lose bits, as a parameter that it fills is not FP32.
 
     vLLM keeps routers' biases and the decays of state-space layers in FP32. A tensor of `wide` is rounded as at the
-    start of the engine.
+    engine's start.
     """
     import torch
 
     for entry in manifest:
-        kept = {found.dtypes[home] for home in found.homes[entry.name]}
+        kept = {load_map.dtypes[home] for home in load_map.homes[entry.name]}
         if entry.dtype == "float32" and kept - {torch.float32} and entry.name not in wide:
             raise ConfigError(only_bf16(entry))
 
 
 def _refuse_unknown(ignored: Sequence[str], config: Any, shares_experts: bool = False) -> None:
-    """Raises ConfigError for tensors that go nowhere, except for those that vLLM is known to leave out, and with expert
-    parallelism those of other ranks' experts: `_refuse_missing` finds an expert of this rank that did not come."""
+    """Raises ConfigError for tensors that go nowhere, unless vLLM is known to leave them out.
+
+    With expert parallelism those of other ranks' experts pass, too. `_refuse_missing` finds missing experts of this
+    rank.
+    """
     if shares_experts:
         ignored = [name for name in ignored if not ONE_EXPERTS.search(name)]
     tied = bool(getattr(config, "tie_word_embeddings", False))
@@ -216,19 +222,19 @@ def _refuse_unknown(ignored: Sequence[str], config: Any, shares_experts: bool = 
         raise ConfigError(f"unknown: {', '.join(unknown[:4])}; allowed: the names of the model's checkpoint")
 
 
-def _refuse_missing(found: LoadMap, layers: Mapping[str, torch.nn.Module]) -> None:
+def _refuse_missing(load_map: LoadMap, layers: Mapping[str, torch.nn.Module]) -> None:
     """Raises IncompleteError for a parameter that is not filled, unless it is another name of one that is."""
 
     def address(module: str, param: str) -> int | None:
         live = layers[module]._parameters.get(param)
         return live.data_ptr() if live is not None and live.numel() else None
 
-    filled = {address(*home) for home, count in found.covered.items() if count} - {None}
-    for (module, param), shape in found.shapes.items():
-        count, whole = found.covered[module, param], _wanted(layers[module], shape)
+    filled = {address(*home) for home, count in load_map.covered.items() if count} - {None}
+    for (module, param), shape in load_map.shapes.items():
+        count, whole = load_map.covered[module, param], _wanted(layers[module], shape)
         if count >= whole or (count == 0 and address(module, param) in filled):
             continue
-        got = [name for name, copies in found.copies.items() if any(c[:2] == (module, param) for c in copies)]
+        got = [name for name, copies in load_map.copies.items() if any(c[:2] == (module, param) for c in copies)]
         raise IncompleteError(
             f"missing: {whole - count} of {whole} elements of {module}.{param}, which got "
             f"{', '.join(got) or 'nothing'}; send every tensor of the model, a fused layer needs all its parts"
@@ -259,15 +265,15 @@ def _precisions(binding: Binding, layers: Mapping[str, torch.nn.Module]) -> dict
 
 
 def _in_bf16(manifest: Manifest) -> Manifest:
-    """Return the manifest before quantisation, which vLLM's loaders are asked about."""
+    """Return the manifest before quantisation, for vLLM's loaders."""
     weights = [entry for entry in manifest if not entry.name.endswith(SCALE_SUFFIX)]
     return tuple(e._replace(dtype="bfloat16") if e.dtype == "float8_e4m3fn" else e for e in weights)
 
 
-def _with_scales(found: LoadMap, manifest: Manifest) -> LoadMap:
+def _with_scales(load_map: LoadMap, manifest: Manifest) -> LoadMap:
     """Send scales where their weights go. Raises ConfigError for a weight or scales without the other."""
     scales = {e.name: e.name.removesuffix(SCALE_SUFFIX) for e in manifest if e.name.endswith(SCALE_SUFFIX)}
-    if lost := [name for name, weight in scales.items() if weight not in found.copies]:
+    if lost := [name for name, weight in scales.items() if weight not in load_map.copies]:
         raise ConfigError(
             f"scales without their weight: {', '.join(lost[:4])}; send {lost[0].removesuffix(SCALE_SUFFIX)}"
         )
@@ -277,15 +283,15 @@ def _with_scales(found: LoadMap, manifest: Manifest) -> LoadMap:
     if bare := [name for name in quantised if name not in scales.values()]:
         raise ConfigError(f"FP8 weights without scales: {', '.join(bare[:4])}; send {bare[0]}{SCALE_SUFFIX}")
     return replace(
-        found,
-        copies={**found.copies, **{name: found.copies[weight] for name, weight in scales.items()}},
-        modules={**found.modules, **{name: found.modules[weight] for name, weight in scales.items()}},
-        sent={**found.sent, **{name: found.sent[weight] for name, weight in scales.items()}},
-        taken={**found.taken, **{name: found.taken[weight] for name, weight in scales.items()}},
+        load_map,
+        copies={**load_map.copies, **{name: load_map.copies[weight] for name, weight in scales.items()}},
+        modules={**load_map.modules, **{name: load_map.modules[weight] for name, weight in scales.items()}},
+        sent={**load_map.sent, **{name: load_map.sent[weight] for name, weight in scales.items()}},
+        taken={**load_map.taken, **{name: load_map.taken[weight] for name, weight in scales.items()}},
     )
 
 
-def _groups(manifest: Manifest, found: LoadMap) -> tuple[int, ...]:
+def _groups(manifest: Manifest, load_map: LoadMap) -> tuple[int, ...]:
     """Number the groups: tensors of one module belong together."""
     numbers: dict[str, int] = {}
-    return tuple(numbers.setdefault((found.modules[e.name] or (e.name,))[0], len(numbers)) for e in manifest)
+    return tuple(numbers.setdefault((load_map.modules[e.name] or (e.name,))[0], len(numbers)) for e in manifest)
