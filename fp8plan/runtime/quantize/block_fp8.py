@@ -6,12 +6,12 @@ to E4M3; all in float32. A block at the edge counts as filled up with zeros; one
 AMAX_FLOOR / 448.
 
 Blocks that are not finite: with a NaN, the scale and every q are NaN. With an Inf and no NaN, the scale is Inf,
-infinite weights become NaN and finite ones zeros of their sign. The sign of a NaN is the device's own, in vLLM as here:
-q is 0x7f on an NVIDIA GPU; on a CPU also 0xff, as the compiler has it.
+infinite weights become NaN and finite ones zeros of their sign. As in vLLM the sign of a NaN is the device's own: q is
+0x7f on an NVIDIA GPU; on a CPU also 0xff.
 
-These are torch's operations, on any device. Whole groups of weights: fp8plan.runtime.quantize.targets, by Triton on a
-GPU. A CPU, torch on a GPU and vLLM's function compiled for a GPU divide in three ways, and scales may differ in their
-last bit: fp8plan.runtime.quantize.triton_kernels lists them and chooses.
+These are torch's operations, on any device. runtime.quantize.targets quantises whole groups of weights, by Triton on a
+GPU. A CPU, torch on a GPU and vLLM's compiled function divide in three ways, and scales may differ in their last bit
+(see runtime.quantize.triton_kernels).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def scale_shape(rows: int, columns: int) -> tuple[int, int]:
 
 
 def stands_alone(shape: Sequence[int], rows: slice, columns: slice) -> bool:
-    """Return whether a part of a fused weight, quantised on its own, gets the q and scales that it has in the whole.
+    """Return True if a part of a fused weight, quantised on its own, gets the q and scales that it has in the whole.
 
     It does if it starts at a block, and stops at one or at the weight's edge.
 
@@ -66,7 +66,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_into(source: Tensor, q_out: Tensor, scale_out: Tensor) -> None:
-    """Quantise as `quantize` into given tensors, of any strides: rows or columns of a fused weight, for example.
+    """Quantise as `quantize` into tensors of any strides: rows or columns of a fused weight, for example.
 
     Raises ConfigError for other shapes and dtypes.
     """
@@ -103,14 +103,14 @@ def relative_error(weight: Tensor, q: Tensor, scale: Tensor) -> float:
     check_weight(weight)
     check_shape(weight, q)
     exact = weight.detach().float()
-    error, size = (x.norm().item() for x in (dequantize(q, scale, torch.float32) - exact, exact))
+    error, size = (matrix.norm().item() for matrix in (dequantize(q, scale, torch.float32) - exact, exact))
     return error / size if error else 0.0
 
 
 def _tiles(scale: Tensor, *matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield blocks of equal size together, as views: scale [..., n, 1, k, 1], each matrix [..., n, height, k, width].
 
-    There are the whole blocks, those at the right and at the lower edge, and the corner. Nothing is padded or copied.
+    They are the whole blocks, those at the right and at the lower edge, and the corner. Nothing is padded or copied.
     """
     rows, columns = matrices[0].shape[-2:]
     for row_span, row_blocks, height in _spans(rows):
@@ -128,7 +128,7 @@ def _spans(size: int) -> list[tuple[slice, slice, int]]:
 
 
 def check_weight(weight: Tensor) -> None:
-    """Raises ConfigError for what cannot be quantised."""
+    """Raises ConfigError for a tensor that cannot be quantised."""
     import torch
 
     if weight.dim() < 2 or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):

@@ -1,16 +1,16 @@
-"""Many tensors written into an engine at once, quantised or as they are, and each looked at for NaN, Inf and zeros.
+"""Many tensors written into an engine at once, quantised or as they are, and each checked for NaN, Inf and zeros.
 
 A model of experts has tens of thousands of small matrices, and one launch for each would take longer than the work.
-With Triton on a GPU, all tensors of one shape and dtype are one launch; elsewhere torch does one after the other. Half
-of what a launch needs is known before the first step: where the results go. Hence the two steps:
+With Triton on a GPU, all tensors of one shape and dtype are one launch; elsewhere torch does one after the other. The
+places of the results are known before the first step. Hence the two steps:
 
     targets = QuantizeTargets(q_outs, scale_outs)   # once
     flags = torch.zeros(len(q_outs), dtype=torch.int32, device="cuda")
     targets.run(weights, flags)                     # every step
 
 Nothing waits for the GPU: the work is queued on the current stream, and sources must live as long as for torch's own
-operations. A flag of each source says what it holds: 0 is nothing but zeros, FINITE, or NOT_FINITE: NaN or Inf, among
-what else there is. Its target is overwritten all the same.
+operations. A source's flag is 0 for zeros alone, FINITE, or NOT_FINITE if NaN or Inf is among its values. Its target is
+overwritten in any case.
 """
 
 from __future__ import annotations
@@ -38,17 +38,12 @@ def quantized(weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """
     import torch
 
-    found = [
-        (
-            torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device),
-            torch.empty(scale_shape(*weight.shape), dtype=torch.float32, device=weight.device),
-        )
-        for weight in weights
-    ]
-    if found:
-        flags = torch.zeros(len(found), dtype=torch.int32, device=weights[0].device)
-        QuantizeTargets([q for q, _ in found], [scale for _, scale in found]).run(weights, flags)
-    return found
+    qs = [torch.empty(w.shape, dtype=torch.float8_e4m3fn, device=w.device) for w in weights]
+    scales = [torch.empty(scale_shape(*w.shape), dtype=torch.float32, device=w.device) for w in weights]
+    if weights:
+        flags = torch.zeros(len(qs), dtype=torch.int32, device=weights[0].device)
+        QuantizeTargets(qs, scales).run(weights, flags)
+    return list(zip(qs, scales, strict=True))
 
 
 class QuantizeTargets:
@@ -72,10 +67,12 @@ class QuantizeTargets:
             self._addresses = quantize_triton.addresses(self._q_outs, self._scale_outs)
 
     def run(self, sources: Sequence[Tensor], flags: Tensor) -> None:
-        """Quantise sources[i] into target i, and raise flags[i] to what it holds; a higher flag stays.
+        """Quantise sources[i] into target i, and raise flags[i] to its flag; a higher flag stays.
 
-        sources: bf16, fp16 or fp32 [N, K] as the targets, rows contiguous; flags: int32 [len(sources)]; on the targets'
-        device. Raises ConfigError for others, before anything is written.
+        sources: bf16, fp16 or fp32 [N, K] as the targets, rows contiguous; flags: int32 [len(sources)]; both on the
+        targets' device
+
+        Raises ConfigError for others, before anything is written.
         """
         import torch
 
@@ -85,11 +82,11 @@ class QuantizeTargets:
             from fp8plan.runtime.quantize import triton_kernels as quantize_triton
 
             calls = quantize_triton.quantize_calls(sources, self._addresses, flags, quantize_triton.ROUNDING)
-            return quantize_triton.run(calls, flags.device)
+            quantize_triton.run(calls, flags.device)
+            return
         for source, q, scale, flag in zip(sources, self._q_outs, self._scale_outs, flags, strict=True):
             quantize_into(source, q, scale)
             flag.clamp_(min=content(source.detach()))
-        return None
 
 
 class CopyTargets:
@@ -117,12 +114,11 @@ class CopyTargets:
         if self._triton:
             from fp8plan.runtime.quantize import triton_kernels as quantize_triton
 
-            return quantize_triton.run(quantize_triton.copy_calls(sources, self._outs, flags), flags.device)
+            quantize_triton.run(quantize_triton.copy_calls(sources, self._outs, flags), flags.device)
+            return
         for source, out, flag in zip(sources, self._outs, flags, strict=True):
             out.copy_(source.detach())
-            values = source.detach().float()
-            flag.clamp_(min=content(values))
-        return None
+            flag.clamp_(min=content(source.detach().float()))
 
 
 def content(values: Tensor) -> Tensor:

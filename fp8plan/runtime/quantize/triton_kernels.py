@@ -1,9 +1,9 @@
 """Triton kernels of fp8plan.runtime.quantize.targets: all tensors of one shape and dtype in one launch.
 
-A kernel learns from a table where its tensors are: an int64 row each, [address and row stride of the source, the same
-of what is written, index of its flag]. The rows of all launches go to the GPU in one copy that nobody waits for.
+A table tells a kernel the places of its tensors: an int64 row each, [address and row stride of the source, the same of
+its targets, index of its flag]. The rows of all launches go to the GPU in one copy that nobody waits for.
 
-Rounding. vLLM's formula has two divisions, amax / 448 and 1 / scale, and where it runs decides how they are rounded:
+Rounding. vLLM's formula has two divisions, amax / 448 and 1 / scale. Their rounding depends on where it runs:
 
     "exact"     both to nearest: on a CPU
     "eager"     amax * (1/448), and 1 / scale to nearest: torch on a GPU, which makes a product of the division by a
@@ -67,8 +67,9 @@ def addresses(*tensors: Sequence[Tensor]) -> np.ndarray:
 def quantize_calls(
     sources: Sequence[Tensor], outs: np.ndarray, flags: Tensor, rounding: str, warps: int = WARPS
 ) -> list[Call]:
-    """Return the launches that quantise sources [N, K] into `outs` = addresses(q_outs, scale_outs), and raise `flags`
-    to what they hold. They may be repeated, in a CUDA graph too, as long as all the tensors live.
+    """Return the launches that quantise sources [N, K] into `outs` = addresses(q_outs, scale_outs), and raise `flags`.
+
+    They may be repeated, in a CUDA graph too, as long as all the tensors live.
     """
     product, nearest = ROUNDINGS[rounding]
     table = _table(addresses(sources), outs)
@@ -230,14 +231,14 @@ def _copy(
 
 @triton.jit
 def _raise(flag, largest, NOT_FINITE: tl.constexpr):
-    """Raise a flag to what a block holds (targets.FINITE, NOT_FINITE). largest: of the bits of its magnitudes"""
+    """Raise a flag to a block's (targets.FINITE, NOT_FINITE). largest: of the bits of its magnitudes"""
     if largest > 0:
         tl.atomic_max(flag, 1 + (largest >= NOT_FINITE).to(tl.int32), sem="relaxed")
 
 
 @triton.jit
 def _places(entry, SOURCE: tl.constexpr, OUT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Load pointer and row stride of the source and of the target; Triton is told what they are multiples of."""
+    """Load pointer and row stride of the source and of the target, with hints on their alignment."""
     source = tl.load(entry).to(tl.pointer_type(SOURCE))
     source_stride = tl.load(entry + 1)
     out = tl.load(entry + 2).to(tl.pointer_type(OUT))

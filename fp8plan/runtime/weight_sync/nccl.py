@@ -46,6 +46,7 @@ from fp8plan.runtime.weight_sync.manifest import (
     manifest_of,
     read_manifest,
 )
+from fp8plan.runtime.weight_sync.stream import wait
 
 if TYPE_CHECKING:
     import torch
@@ -162,14 +163,6 @@ def working(group: Any) -> Any:
     if group.disabled:
         raise ConfigError(f"NCCL does not work here, or no longer: {BROKEN}; unset VLLM_DISABLE_PYNCCL")
     return group
-
-
-def wait(device: torch.device) -> None:
-    """Wait for all work on a GPU."""
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.synchronize(device)
 
 
 class Lane:

@@ -23,7 +23,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from math import isfinite
-from typing import Any, Final
+from typing import Any
 
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.runtime.engine.options import refuse_tokens
@@ -92,9 +92,6 @@ def refuse_leftovers(manifest: Manifest, ranks: Sequence[Sequence[int]]) -> None
 def plain(manifest: Manifest) -> list[list[Any]]:
     """Return a manifest as plain data, which vLLM can send to another process."""
     return [[name, dtype, list(shape)] for name, dtype, shape in manifest]
-
-
-CHECKED: Final = ("compared", "weight_error", "seconds")  # of a worker's self-check, in the report
 
 
 def replace_weights(
@@ -176,7 +173,7 @@ def replace_weights(
         reloaded=done["reloaded"],
         why_reloaded=done["why_reloaded"],
         ignored=done["ignored"],
-        checks=[{key: answer["check"][key] for key in CHECKED} for answer in answers],
+        checks=[{key: answer["check"][key] for key in ("compared", "weight_error", "seconds")} for answer in answers],
         compared=sum(answer["check"]["compared"] for answer in answers),
         weight_error=done["check"]["weight_error"],
         kv_scales=state.kv_scales,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import SyncError
 from fp8plan.runtime.interrupts import released
-from fp8plan.runtime.weight_sync.manifest import dtype_named, gathered, pair_of
+from fp8plan.runtime.weight_sync.manifest import dtype_name, dtype_named, gathered, pair_of
 from fp8plan.runtime.weight_sync.state import Checked
 
 if TYPE_CHECKING:
@@ -97,66 +97,17 @@ def _refuse_reused(numbers: list[int], tensors: list[torch.Tensor], came: dict[i
 ALIGNMENT: Final = 256  # bytes, as of CUDA's own allocations
 
 
-class Stage:
-    """A buffer of at least `nbytes` on "cpu" or "cuda:0", for one sync."""
-
-    def __init__(self, nbytes: int, device: str) -> None:
-        import torch
-
-        self._path: str | None = None
-        self._device = device
-        if device == "cpu":
-            folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-            handle, self._path = tempfile.mkstemp(prefix="fp8plan-", dir=folder)
-            os.truncate(handle, nbytes)
-            os.close(handle)
-            self.buffer = torch.from_file(self._path, shared=True, size=nbytes, dtype=torch.uint8)
-        else:
-            self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-    @property
-    def address(self) -> list[Any]:
-        """The address that `opened` takes, as plain data that vLLM can send."""
-        if self._path is not None:
-            return ["file", self._path, self.buffer.numel()]
-        from torch.multiprocessing.reductions import reduce_tensor
-
-        return ["cuda", pickle.dumps(reduce_tensor(self.buffer)[1]), self.buffer.numel()]
-
-    def pack(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
-        """Copy tensors in, one behind the other. Return their layout: [[number, dtype, shape, offset], ...]."""
-        import torch
-
-        offsets = [0, *accumulate(_padded(tensor.nbytes) for tensor in tensors)]
-        places = [
-            self.buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for offset, tensor in zip(offsets, tensors, strict=False)
-        ]
-        with torch.no_grad():
-            torch._foreach_copy_(places, list(tensors))
-        if self.buffer.is_cuda:
-            torch.cuda.synchronize(self.buffer.device)
-        return [
-            [number, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset]
-            for number, tensor, offset in zip(numbers, tensors, offsets, strict=False)
-        ]
-
-    def close(self) -> None:
-        """Remove the file's name; processes that have it open keep it."""
-        if self._path is not None:
-            Path(self._path).unlink(missing_ok=True)
-
-
 class Channel:
-    """The way of chunks to an engine's workers: as they are within one process, else through one Stage.
+    """The way of chunks to an engine's workers: as they are within one process, else through one shared buffer.
 
-    staged_on: device of the Stage; None: workers are in this process
+    staged_on: device of the buffer, "cpu" or "cuda"; None: workers are in this process
     nbytes:    its least size
     """
 
     def __init__(self, staged_on: str | None, nbytes: int) -> None:
         self._staged_on, self._nbytes = staged_on, nbytes
-        self._stage: Stage | None = None
+        self._buffer: torch.Tensor | None = None
+        self._path: str | None = None  # of the file behind the buffer
 
     def message(
         self, method: str, numbers: Sequence[int], tensors: Sequence[torch.Tensor]
@@ -165,16 +116,53 @@ class Channel:
         if self._staged_on is None:
             return method, (numbers, tensors)
         need = sum(_padded(tensor.nbytes) for tensor in tensors)
-        if self._stage is None or self._stage.buffer.numel() < need:
+        if self._buffer is None or self._buffer.numel() < need:
             self.close()
-            self._stage = Stage(max(need, self._nbytes), self._staged_on)
-        layout = self._stage.pack(numbers, tensors)
-        return f"{method}_staged", (self._stage.address, layout)
+            self._buffer = self._shared(max(need, self._nbytes), self._staged_on)
+        layout = _pack(self._buffer, numbers, tensors)
+        return f"{method}_staged", (self._address(self._buffer), layout)
 
     def close(self) -> None:
-        """Remove the Stage's name, as Stage.close does."""
-        if self._stage is not None:
-            self._stage.close()
+        """Remove the file's name; processes that have it open keep it."""
+        if self._path is not None:
+            Path(self._path).unlink(missing_ok=True)
+
+    def _shared(self, nbytes: int, device: str) -> torch.Tensor:
+        import torch
+
+        if device != "cpu":
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        handle, self._path = tempfile.mkstemp(prefix="fp8plan-", dir=folder)
+        os.truncate(handle, nbytes)
+        os.close(handle)
+        return torch.from_file(self._path, shared=True, size=nbytes, dtype=torch.uint8)
+
+    def _address(self, buffer: torch.Tensor) -> list[Any]:
+        """Return the address that `opened` takes, as plain data that vLLM can send."""
+        if self._path is not None:
+            return ["file", self._path, buffer.numel()]
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        return ["cuda", pickle.dumps(reduce_tensor(buffer)[1]), buffer.numel()]
+
+
+def _pack(buffer: torch.Tensor, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
+    """Copy tensors in, one behind the other. Return their layout: [[number, dtype, shape, offset], ...]."""
+    import torch
+
+    offsets = [0, *accumulate(_padded(tensor.nbytes) for tensor in tensors)][: len(tensors)]
+    places = [
+        buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for offset, tensor in zip(offsets, tensors, strict=True)
+    ]
+    with torch.no_grad():
+        torch._foreach_copy_(places, list(tensors))
+    wait(buffer.device)
+    return [
+        [number, dtype_name(tensor.dtype), list(tensor.shape), offset]
+        for number, tensor, offset in zip(numbers, tensors, offsets, strict=True)
+    ]
 
 
 def opened(worker: Any, address: Sequence[Any]) -> torch.Tensor:
@@ -205,6 +193,14 @@ def unpack(buffer: torch.Tensor, layout: Sequence[Sequence[Any]]) -> tuple[list[
         numbers.append(number)
         tensors.append(buffer[offset : offset + prod(shape) * kind.itemsize].view(kind).view(tuple(shape)))
     return numbers, tensors
+
+
+def wait(device: torch.device) -> None:
+    """Wait for all work on a GPU."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
 
 
 def _padded(nbytes: int) -> int:

@@ -23,8 +23,9 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from fp8plan.errors import ConfigError, LostEngineError, text_of
 from fp8plan.runtime.plugin import BACKEND, PLUGINS, logger
 from fp8plan.runtime.weight_sync.manifest import Manifest, dtype_named, read_manifest
-from fp8plan.runtime.weight_sync.nccl import limited, wait
+from fp8plan.runtime.weight_sync.nccl import limited
 from fp8plan.runtime.weight_sync.plain_group import PlainGroup
+from fp8plan.runtime.weight_sync.stream import wait
 from fp8plan.runtime.worker.extension import Fp8PlanWorker
 from fp8plan.runtime.worker.nccl_receive import Arriving, PlainReceiver
 from fp8plan.runtime.worker.updates import Sink, Updates, over_ranks

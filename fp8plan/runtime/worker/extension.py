@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from fp8plan.errors import ConfigError, Fp8PlanError, LostEngineError, text_of
 from fp8plan.runtime.weight_sync.kv_scales import AmaxRecorder, attention_layers, live_scales, set_scales
 from fp8plan.runtime.weight_sync.manifest import read_manifest
-from fp8plan.runtime.weight_sync.nccl import Rendezvous, wait
-from fp8plan.runtime.weight_sync.stream import opened, unpack
+from fp8plan.runtime.weight_sync.nccl import Rendezvous
+from fp8plan.runtime.weight_sync.stream import opened, unpack, wait
 from fp8plan.runtime.worker.facts import digest, examine, worker_facts, zero_kv
 from fp8plan.runtime.worker.live_weights import LiveWeights
 

@@ -34,7 +34,7 @@ from fp8plan.runtime.quantize.block_fp8 import AMAX_FLOOR, BLOCK
 from fp8plan.runtime.quantize.targets import FINITE, NOT_FINITE, content
 from fp8plan.runtime.weight_sync.kv_scales import keeping_scales
 from fp8plan.runtime.weight_sync.manifest import Entry, Manifest, Part, checkpoint_manifest, local_folder, not_zero
-from fp8plan.runtime.weight_sync.nccl import wait
+from fp8plan.runtime.weight_sync.stream import wait
 from fp8plan.runtime.worker.binding import Binding, Move
 from fp8plan.runtime.worker.prepare import Prepared, is_matrix, prepare
 from fp8plan.runtime.worker.vllm_reload import NativeReload, Snapshot, refresh

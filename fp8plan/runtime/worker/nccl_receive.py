@@ -16,8 +16,9 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 
 from fp8plan.errors import text_of
 from fp8plan.runtime.weight_sync.manifest import Manifest
-from fp8plan.runtime.weight_sync.nccl import Rendezvous, agree, digest, limited, wait, working
+from fp8plan.runtime.weight_sync.nccl import Rendezvous, agree, digest, limited, working
 from fp8plan.runtime.weight_sync.plain_group import PlainGroup, communicator
+from fp8plan.runtime.weight_sync.stream import wait
 
 if TYPE_CHECKING:
     from fp8plan.runtime.worker.live_weights import LiveWeights

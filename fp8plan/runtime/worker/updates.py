@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError, Fp8PlanError, LostEngineError, text_of
 from fp8plan.runtime.weight_sync import manifest as manifests
@@ -26,14 +26,6 @@ if TYPE_CHECKING:
 
 SAMPLES: Final = 4  # tensors that are compared with what was sent, as in SyncSettings
 NUMBER: Final = 0  # of the one manifest that the worker remembers
-
-
-class Sink(Protocol):
-    """The place that tensors of a part go to, by their numbers in `manifest`: the announcements of this update."""
-
-    manifest: Manifest
-
-    def load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None: ...
 
 
 class Streamed:
@@ -64,6 +56,9 @@ class Staged:
         self.parts.append((list(numbers), [tensor.to("cpu", copy=True) for tensor in tensors]))
 
 
+Sink = Streamed | Staged  # `load` takes the tensors of a part, by their numbers in `manifest`
+
+
 @dataclass(slots=True)
 class _Update:
     """An open update.
@@ -74,7 +69,7 @@ class _Update:
 
     begun: float
     announced: Manifest = ()
-    sink: Streamed | Staged | None = None
+    sink: Sink | None = None
     written: bool = False
     messages: int = 0
     scales: dict[str, list[float]] = field(default_factory=dict)
@@ -177,7 +172,7 @@ class Updates:
             raise ConfigError("no update is open; allowed: start_weight_update, update_weights, finish_weight_update")
         return self._open
 
-    def _first(self, update: _Update) -> Streamed | Staged:
+    def _first(self, update: _Update) -> Sink:
         """Return a Streamed for a known or complete manifest, else a Staged; the same on all ranks."""
         known = self._known[0]
         if update.announced != known[: len(update.announced)] or not update.announced:
