@@ -176,7 +176,6 @@ class AsyncRolloutEngine(
             await asyncio.sleep(pause_s)
 
     async def _alive(self, act: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Return what `act` returns. Raises NotServingError if the engine dies of it, or if there is none."""
         with self._noticing_death():
             return await act()
 

@@ -32,7 +32,7 @@ from fp8plan.runtime.weight_sync.kv_calibration import (
     random_prompts,
     refuse_calibration,
 )
-from fp8plan.runtime.weight_sync.kv_scales import PARTS, Scales
+from fp8plan.runtime.weight_sync.kv_scales import PARTS
 from fp8plan.runtime.weight_sync.manifest import stored_wide
 from fp8plan.runtime.weight_sync.nccl import Rendezvous
 from fp8plan.runtime.weight_sync.procedure import plain, replace_weights
@@ -186,7 +186,10 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         longest, self.state.vocabulary = self.sizes()
         self.state.longest_prompt = longest - 1
         self.launch = self.launch.holding(longest)
-        self.state.kv_scales = (yield from self._live_scales()) if self.state.fp8_kv else None
+        self.state.kv_scales = None
+        if self.state.fp8_kv:  # 1.0, or those of its checkpoint
+            workers = yield from rpc("fp8plan_kv_scales")
+            self.state.kv_scales = {layer: [parts[part] for part in PARTS] for layer, parts in workers[0].items()}
 
     def sizes(self) -> tuple[int, int]:
         """Return the longest request and the model's vocabulary, in tokens."""
@@ -194,13 +197,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
 
     @property
     def _longest(self) -> int:
-        """The longest request, in tokens."""
         return self.launch.limits.max_model_len or 2
-
-    def _live_scales(self) -> Generator[Call, Any, Scales]:
-        """Read the KV scales of a started engine: 1.0, or those of its checkpoint."""
-        answers = yield from rpc("fp8plan_kv_scales")
-        return {layer: [parts[part] for part in PARTS] for layer, parts in answers[0].items()}
 
     def _watch(self) -> None:
         """Tell the guard about the engine that runs now, if it can be predicted."""
@@ -218,7 +215,6 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         return self.engine_facts()
 
     def _guarding(self) -> Guard:
-        """Return a guard of the engine that runs. Raises as Guard does."""
         return Guard(self._guarded_facts(), self._guard_settings)
 
     def engine_facts(self) -> EngineFacts:
@@ -344,7 +340,6 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         return answer(self.guard, self.launch.precision, escalate)
 
     def _apply(self, verdict: Verdict | Action | None, escalate: Escalation | None) -> Procedure:
-        """Do what is advised, and tell the guard."""
         action = self._advised(verdict, escalate)
         if action == Action.RECALIBRATE_KV:
             yield from self._recalibrate(None, None)

@@ -114,7 +114,12 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
                     "another generate is running, and vllm.LLM would mix up their outputs; wait for it"
                 )
             with generating(self.state):
-                return self._rollout_of(prompts, sampling_params, kwargs)
+                judge = self._judge.begin(self.llm, sampling_params)
+                more = {"use_tqdm": False} | kwargs
+                outputs: list[Any] = self._finished(lambda: self.llm.generate(prompts, sampling_params, **more))
+                judge(outputs)
+                self._remember(outputs)
+                return outputs
 
     @property
     def verdict(self) -> Verdict | None:
@@ -142,15 +147,6 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
             self.state.shut_down = True
             self._judge.close()
             self._stop()
-
-    def _rollout_of(self, prompts: Any, sampling_params: Any, more: dict[str, Any]) -> list[Any]:
-        judge = self._judge.begin(self.llm, sampling_params)
-        outputs: list[Any] = self._finished(
-            lambda: self.llm.generate(prompts, sampling_params, **{"use_tqdm": False} | more)
-        )
-        judge(outputs)
-        self._remember(outputs)
-        return outputs
 
     def _start(self) -> None:
         self._judge.wait()  # the guard must not learn of another engine meanwhile

@@ -58,29 +58,17 @@ NOT_THE_POLICYS: Final[Mapping[str, str]] = {
 }
 
 # Values at which options change nothing, if those are other than None, False, 0 or empty.
-NEUTRAL: Final[Mapping[str, Collection[Any]]] = {
-    "all2all_backend": ("allgather_reducescatter",),
-    "decode_context_parallel_size": (1,),
-    "disable_cascade_attn": (True,),
-    "enable_chunked_prefill": (True,),
-    "expert_placement_strategy": ("linear",),
-    "generation_config": ("auto", "vllm"),
-    "logprobs_mode": ("processed_logprobs",),
-    "mamba_backend": ("triton",),
-    "mamba_cache_dtype": ("auto",),
-    "mamba_cache_mode": ("none",),
-    "mamba_ssm_cache_dtype": ("auto",),
-    "model_impl": ("auto", "vllm"),
-    "nnodes": (1,),
-    "offload_backend": ("auto",),
-    "optimization_level": (2,),
-    "performance_mode": ("balanced",),
-    "pipeline_parallel_size": (1,),
-    "prefill_context_parallel_size": (1,),
-    "prefill_schedule_interval": (1,),
-    "scheduling_policy": ("fcfs",),
-    "sparse_indexer_topk_backend": ("auto",),
-}
+NEUTRAL: Final = dict(
+    word.split("=")
+    for word in (
+        "all2all_backend=allgather_reducescatter decode_context_parallel_size=1 disable_cascade_attn=True "
+        "enable_chunked_prefill=True expert_placement_strategy=linear generation_config=auto|vllm "
+        "logprobs_mode=processed_logprobs mamba_backend=triton mamba_cache_dtype=auto mamba_cache_mode=none "
+        "mamba_ssm_cache_dtype=auto model_impl=auto|vllm nnodes=1 offload_backend=auto optimization_level=2 "
+        "performance_mode=balanced pipeline_parallel_size=1 prefill_context_parallel_size=1 "
+        "prefill_schedule_interval=1 scheduling_policy=fcfs sparse_indexer_topk_backend=auto"
+    ).split()
+)
 
 
 def not_predicted(options: Mapping[str, Any]) -> tuple[str, ...]:
@@ -131,7 +119,7 @@ def _given(table: Mapping[str, str], options: Mapping[str, Any]) -> Iterator[tup
 def _changes(name: str, value: Any) -> bool:
     if value is None:
         return False
-    return getattr(value, "value", value) not in NEUTRAL[name] if name in NEUTRAL else bool(value)
+    return str(getattr(value, "value", value)) not in NEUTRAL[name].split("|") if name in NEUTRAL else bool(value)
 
 
 @cache
@@ -151,7 +139,6 @@ def _engine_options() -> frozenset[str]:
 
 @cache
 def _server_options() -> frozenset[str]:
-    """Arguments of `vllm serve` beside the engine's."""
     names: set[str] = set()
     for path in (_folder() / "entrypoints").rglob("cli_args.py"):
         text = path.read_text(encoding="utf-8")
@@ -175,7 +162,6 @@ def _classes(text: str, *names: str) -> list[ast.ClassDef]:
 
 
 def _fields(text: str, *names: str) -> frozenset[str]:
-    """Names of the public fields of dataclasses."""
     written = (line for node in _classes(text, *names) for line in node.body)
     fields = (line.target for line in written if isinstance(line, ast.AnnAssign))
     return frozenset(field.id for field in fields if isinstance(field, ast.Name) and not field.id.startswith("_"))

@@ -329,7 +329,6 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         return (yield from rpc("fp8plan_kv_scales"))
 
     def _every(self, method: str, *arguments: Any) -> dict[int, Any]:
-        """Call a method of every replica that lives."""
         refuse_shut_down(self.state)
         return self._members.collect(self._members.submit(method, dict.fromkeys(self._members.living, arguments)))
 

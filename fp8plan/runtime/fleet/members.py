@@ -78,7 +78,6 @@ class Replica:
         self._engine.shutdown()
 
     def _close(self) -> None:
-        """Let go of the memory that the chunks of a sync went through."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -309,7 +308,6 @@ class Calls:
         return late
 
     def _landed(self) -> Answers:
-        """Return the answers to the chunk that is under way."""
         if self._under_way is None:
             return []
         (call, references), self._under_way = self._under_way, None

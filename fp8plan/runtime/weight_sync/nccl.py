@@ -336,7 +336,6 @@ def connect(
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Run this thread on that GPU."""
     import torch
 
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

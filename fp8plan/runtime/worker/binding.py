@@ -126,7 +126,6 @@ def _matrices(source: Box, target: Box) -> Iterator[tuple[Box, Box]]:
 
 
 def _view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return tensor[box] as a vector or matrix."""
     for start, _ in box[:-2]:
         tensor = tensor[start]
     for dimension, (start, stop) in enumerate(box[-2:]):

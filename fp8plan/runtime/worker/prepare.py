@@ -256,7 +256,6 @@ def _wanted(layer: torch.nn.Module, shape: Sequence[int]) -> int:
 
 
 def _precisions(binding: Binding, layers: Mapping[str, torch.nn.Module]) -> dict[str, int]:
-    """Count the modules by the dtype of their weights."""
     counts: Counter[str] = Counter()
     for module in binding.direct.union(binding.native):
         weights = {n: t for n, t in layers[module]._parameters.items() if t is not None and SCALE_SUFFIX not in n}
