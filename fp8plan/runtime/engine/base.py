@@ -1,4 +1,4 @@
-"""What RolloutEngine, AsyncRolloutEngine and RolloutFleet share: their state, and the calls that change an engine.
+"""The base of RolloutEngine, AsyncRolloutEngine and RolloutFleet: their state, and the calls that change an engine.
 
 Each public call is a procedure: a generator that yields Calls (runtime.weight_sync.state) and does no input or output.
 `_drive` runs it. A RolloutEngine and a RolloutFleet answer its Calls at once, an AsyncRolloutEngine under asyncio.
