@@ -243,7 +243,9 @@ class CachingGroupPool(GroupPool):
         if start <= table.start:
             return
         if self._finds_all[at]:
-            change = (table.start + 1) * self._size + group.window - 1 + self._lag  # tokens computed when the first went
+            change = (
+                (table.start + 1) * self._size + group.window - 1 + self._lag
+            )  # tokens computed when the first went
             numbers = range(table.start, start)
             trail = self._queue.trail((request, at), numbers, change - self._offset[request], self._size)
             if not trail.empty():
