@@ -1,4 +1,4 @@
-"""`fp8plan.doctor`: what really runs, and what is wrong with it."""
+"""`fp8plan.doctor` finds what really runs, and its faults."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HOST_AND_PORT: Final = re.compile(r"[\w.-]+:\d+/?")
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The findings on one engine, and what they were drawn from: one of each check, and one of each alarm in a log."""
+    """The findings on one engine, one for each check and for each alarm in a log, and the observations behind them."""
 
     target: str
     findings: tuple[Finding, ...]
@@ -39,21 +39,21 @@ class Diagnosis:
     @property
     def faults(self) -> tuple[Finding, ...]:
         """The findings that are faults."""
-        return tuple(one for one in self.findings if one.state == State.FAULT)
+        return tuple(finding for finding in self.findings if finding.state == State.FAULT)
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
         """The findings that are risks, and need not be faults."""
-        return tuple(one for one in self.findings if one.state == State.WARNING)
+        return tuple(finding for finding in self.findings if finding.state == State.WARNING)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, as `fp8plan doctor --json` prints it."""
-        return {"target": self.target, "findings": [one.to_dict() for one in self.findings]}
+        """Plain data, the output of `fp8plan doctor --json`."""
+        return {"target": self.target, "findings": [finding.to_dict() for finding in self.findings]}
 
     def __str__(self) -> str:
-        """Return a line for each finding, and what to type for each fault and warning."""
-        lines = [f"{one.check}: {one.state.value}: {one.says}" for one in self.findings]
-        todo = [f"{one.fault}: {one.todo}" for one in (*self.faults, *self.warnings)]
+        """A line for each finding, and the remedy of each fault and warning."""
+        lines = [f"{finding.check}: {finding.state.value}: {finding.says}" for finding in self.findings]
+        todo = [f"{finding.fault}: {finding.todo}" for finding in (*self.faults, *self.warnings)]
         return "\n".join([self.target, *lines, *(["to mend it, type"] if todo else []), *todo])
 
 
@@ -69,21 +69,22 @@ def doctor(
     api_key: str | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Diagnosis:
-    """Say what really runs, and what is wrong with it. It takes seconds, and changes neither weights nor scales.
+    """Find what really runs, and its faults. It takes seconds, and changes neither weights nor scales.
 
     target:      a RolloutEngine, a vllm.LLM, the URL of a `vllm serve`, a Monitor's run file, or a trainer's log
-    prompts:     token ids of prompts that the engine has had lately: whether the prefix cache still fits the weights
-                 shows on them; None: sequences of a RolloutEngine's last rollout. For a server also a file of JSON
-                 lines with prompt_token_ids, messages or prompt
-    weights:     the trainer's tensors, as `sync_weights` takes them: every one is compared with the live one
-    scored:      sequences with the trainer's log-probs at `temperature`, one for each token but the first
-    temperature: of the rollouts
-    gpu, precision: what should run, where the target does not know: a GPU's name, and a preset
-    api_key:     of a server; None: VLLM_API_KEY of the environment, else OPENAI_API_KEY
-    timeout_s:   seconds for all that a server is asked
+    prompts:     token ids of recent prompts of the engine, to check the prefix cache against the weights; None: those
+                 of a RolloutEngine's last rollout. For a server also a file of JSON lines with prompt_token_ids,
+                 messages or prompt
+    weights:     the trainer's tensors, in a form that `sync_weights` takes, to compare with the live ones
+    scored:      sequences with the trainer's log-probs at `temperature`, one for each token except the first
+    temperature: that of the rollouts
+    gpu, precision: the planned GPU and preset, if the target does not know them
+    api_key:     that of a server; None: VLLM_API_KEY of the environment, else OPENAI_API_KEY
+    timeout_s:   seconds for all questions to a server
 
     Raises ConfigError for another target, and for arguments that the engine does not take. Raises it, too, for a server
-    that breaks off, is late, or answers what no `vllm serve` does. Raises SyncError or ConfigError while requests run.
+    that breaks off, is late, or does not answer like a `vllm serve`. Raises SyncError or ConfigError while requests
+    run.
     """
     given = _given(prompts, weights, scored, temperature, gpu, precision)
     if isinstance(target, str) and URL.match(target):
@@ -105,9 +106,9 @@ async def async_doctor(
     gpu: str | None = None,
     precision: str | None = None,
 ) -> Diagnosis:
-    """Say what an AsyncRolloutEngine really runs: `doctor` for an engine of this event loop, which goes on meanwhile.
+    """`doctor` for an AsyncRolloutEngine of this event loop, which goes on meanwhile.
 
-    Takes the same. Raises the same, and ConfigError for another engine.
+    Arguments and errors are those of `doctor`. Raises ConfigError for another engine.
     """
     if not inspect.iscoroutinefunction(getattr(engine, "ask", None)):
         raise ConfigError(

@@ -351,7 +351,7 @@ class Monitor:
             self._witness.warn_once("gradients", f"{name} do not use gradient norms; only LeastErrorThresholds do")
 
     def _writes(self) -> bool:
-        """True on the rank that writes, after opening its sinks. Its number is certain only now, with the process group."""
+        """True on the rank that writes, after opening its sinks: only a process group makes its number certain."""
         if rank(self.group) or not self._sinks.sinks:
             return False
         if not self._open:
