@@ -207,4 +207,4 @@ class LeastErrorThresholds:
 
 def _uppers(state: LeastErrorState) -> list[float]:
     """The controlled upper bounds: C, the band's upper end, or both."""
-    return [x for x in (state.tis, None if state.band is None else state.band[1]) if x is not None]
+    return [upper for upper in (state.tis, None if state.band is None else state.band[1]) if upper is not None]

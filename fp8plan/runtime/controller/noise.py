@@ -48,7 +48,8 @@ def heard(
         mean = (1 - MEMORY) / (1 - MEMORY**state.gradients)
         usual = mean * state.gradient_noise
         whole = mean * max(state.gradient2, 0.0) + usual / float(tokens_large)  # squared norm of a batch's gradient
-        part = min([1.0, *(SPIKE * most / abs(x) for most, x in ((usual, noise), (whole, gradient2)) if x)])
+        pairs = ((usual, noise), (whole, gradient2))
+        part = min([1.0, *(SPIKE * expected / abs(seen) for expected, seen in pairs if seen)])
     return replace(
         state,
         gradients=state.gradients + 1,

@@ -135,7 +135,7 @@ class ControllerState:
                 f"a saved ControllerState has a tail of {len(saved['tail'])} bounds, this version of fp8plan "
                 f"{GRID.size}; begin with a new state"
             )
-        values: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
+        values: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
         return kind(**values)
 
 

@@ -15,7 +15,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import precision as find_precision
 from fp8plan.runtime.doctor.checks import findings
-from fp8plan.runtime.doctor.observe import Given, observe_engine, observe_llm
+from fp8plan.runtime.doctor.observe import Request, observe_engine, observe_llm
 from fp8plan.runtime.doctor.observed import Finding, Observed, State
 from fp8plan.runtime.doctor.over_http.client import TIMEOUT_S, Server
 from fp8plan.runtime.weight_sync.state import Call, Scored
@@ -86,14 +86,14 @@ def doctor(
     that breaks off, is late, or does not answer like a `vllm serve`. Raises SyncError or ConfigError while requests
     run.
     """
-    given = _given(prompts, weights, scored, temperature, gpu, precision)
+    request = _request(prompts, weights, scored, temperature, gpu, precision)
     if isinstance(target, str) and URL.match(target):
         from fp8plan.runtime.doctor.over_http.server import observe_server
 
-        return _diagnosis(observe_server(Server(target, api_key, timeout_s), given))
-    if given.prompt_file is not None:
+        return _diagnosis(observe_server(Server(target, api_key, timeout_s), request))
+    if request.prompt_file is not None:
         raise ConfigError(f"--prompts are for a server, and {target} is none; leave them out")
-    return _diagnosis(_observed(target, given))
+    return _diagnosis(_observed(target, request))
 
 
 async def async_doctor(
@@ -115,23 +115,23 @@ async def async_doctor(
             f"the engine is a {type(engine).__name__}; allowed: an AsyncRolloutEngine. For {ALLOWED} type: "
             "fp8plan.doctor(...)"
         )
-    given = _given(prompts, weights, scored, temperature, gpu, precision)
+    request = _request(prompts, weights, scored, temperature, gpu, precision)
     loop = asyncio.get_running_loop()
 
     def ask(procedure: Generator[Call, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(engine.ask(procedure), loop).result()
 
-    return _diagnosis(await asyncio.to_thread(observe_engine, engine, ask, given))
+    return _diagnosis(await asyncio.to_thread(observe_engine, engine, ask, request))
 
 
-def _given(
+def _request(
     prompts: Sequence[Sequence[int]] | str | Path | None,
     weights: Any,
     scored: Scored | Sequence[Scored],
     temperature: float,
     gpu: str | None,
     precision: str | None,
-) -> Given:
+) -> Request:
     if not (is_number(temperature) and temperature > 0):
         raise ConfigError(f"temperature is {temperature!r}; allowed: a number above 0")
     if precision is not None:
@@ -140,26 +140,26 @@ def _given(
     file = Path(prompts) if isinstance(prompts, str | Path) else None
     tokens = None if isinstance(prompts, str | Path) else prompts
     sequences = [scored] if isinstance(scored, Scored) else scored
-    return Given(tokens, weights, sequences, temperature, card, precision, file)
+    return Request(tokens, weights, sequences, temperature, card, precision, file)
 
 
 def _diagnosis(seen: Observed) -> Diagnosis:
     return Diagnosis(seen.target, tuple(findings(seen)), seen)
 
 
-def _observed(target: Any, given: Given) -> Observed:
+def _observed(target: Any, request: Request) -> Observed:
     if isinstance(target, str) and HOST_AND_PORT.fullmatch(target) and not Path(target).exists():
         raise ConfigError(f"there is no file {target}; for a server type: http://{target}")
     if isinstance(target, str | Path):
         from fp8plan.runtime.doctor.files import observe_file
 
-        return observe_file(Path(target), given)
+        return observe_file(Path(target), request)
     if inspect.iscoroutinefunction(getattr(target, "ask", None)):
         raise ConfigError("the target is an AsyncRolloutEngine; type: await fp8plan.async_doctor(engine, ...)")
     if hasattr(target, "replicas"):
         raise ConfigError("the target is a RolloutFleet, which the doctor does not know; allowed: " + ALLOWED)
     if hasattr(target, "last_sequences") and hasattr(target, "ask"):
-        return observe_engine(target, target.ask, given)
+        return observe_engine(target, target.ask, request)
     if hasattr(target, "llm_engine") and hasattr(target, "collective_rpc"):
-        return observe_llm(target, given)
+        return observe_llm(target, request)
     raise ConfigError(f"the target is a {type(target).__name__}; allowed: {ALLOWED}")

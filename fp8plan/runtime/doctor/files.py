@@ -15,7 +15,7 @@ from fp8plan.importers.figures import figures
 from fp8plan.jsonl import plain, read
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.validate.records import NO_ROLLOUT
-from fp8plan.runtime.doctor.observe import Given, Notes, measured_kernels
+from fp8plan.runtime.doctor.observe import Notes, Request, measured_kernels
 from fp8plan.runtime.doctor.observed import Logged, Observed
 from fp8plan.schemas import K3, KL_LIMIT, RunRecord, check_version, checked
 
@@ -39,7 +39,7 @@ class Read(msgspec.Struct):
     e8m0: bool | None = None
 
 
-def observe_file(path: Path, given: Given) -> Observed:
+def observe_file(path: Path, request: Request) -> Observed:
     """Observe a run by its file: its last step, and the last rollout in it.
 
     Raises ConfigError for a file that is neither a Monitor's nor holds a trainer's figures.
@@ -47,27 +47,27 @@ def observe_file(path: Path, given: Given) -> Observed:
     if path.name.endswith((".jsonl", ".jsonl.gz")) and path.exists():
         rows = [row for _, row in read(path, "run file", whole=False).rows]
         if rows and isinstance(rows[-1], dict) and "metrics" in rows[-1]:
-            return _of_monitor(path, rows, given)
-    return _of_trainer(path, given)
+            return _of_monitor(path, rows, request)
+    return _of_trainer(path, request)
 
 
-def _of_monitor(path: Path, rows: list[dict[str, Any]], given: Given) -> Observed:
+def _of_monitor(path: Path, rows: list[dict[str, Any]], request: Request) -> Observed:
     _record(rows[-1], path)
     standing = _standing(rows, path)
     notes = Notes(dict.fromkeys(("ranks", "kv_scales", *FROM_INSIDE), INSIDE))
     engine, _ = _record(_last(standing, "engine_version", "kernel_backends"), path)
     rollout, _ = _record(_last(standing, "preemptions"), path)
     # The engine's facts under the names of runtime.worker.facts.
-    facts = {name: engine[name] for name in ("e8m0", "enforce_eager") if name in engine}
+    facts: dict[str, Any] = {name: engine[name] for name in ("e8m0", "enforce_eager") if name in engine}
     facts |= {"vllm_version": engine["engine_version"]} if engine.get("engine_version") else {}
-    gpu = engine.get("gpu") or given.gpu
+    gpu = engine.get("gpu") or request.gpu
     runs = engine.get("precision") if engine.get("precision") in PRESETS else None
     if not rollout:
         notes.unseen["preemptions"] = f"no record counts preemptions: {NO_ROLLOUT}"
     return Observed(
         target=f"{path}, step {standing[-1]['step']}",
         gpu=gpu,
-        precision=given.precision,
+        precision=request.precision,
         runs=runs,
         ranks=[facts] if facts else [],
         kernels=engine.get("kernel_backends"),
@@ -139,7 +139,7 @@ def _last(rows: Sequence[dict[str, Any]], *fields: str) -> dict[str, Any]:
     return next((row for row in reversed(rows) if any(row.get(name) is not None for name in fields)), {})
 
 
-def _of_trainer(path: Path, given: Given) -> Observed:
+def _of_trainer(path: Path, request: Request) -> Observed:
     by_step = figures(path)
     logged = [step for step, values in by_step.items() if K3 in values or MEAN_ABS in values]
     if not logged:
@@ -151,8 +151,8 @@ def _of_trainer(path: Path, given: Given) -> Observed:
     values = by_step[step]
     return Observed(
         target=f"{path}, step {last}",
-        gpu=given.gpu,
-        precision=given.precision,
+        gpu=request.gpu,
+        precision=request.precision,
         log=Logged(step=last, k3=values[K3] if K3 in values else values[MEAN_ABS] ** 2 * pi / 4, k3_step=step),
         unseen=dict.fromkeys(("ranks", "preemptions", *FROM_INSIDE), INSIDE),
     )

@@ -29,7 +29,7 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class Request:
     """The user's arguments of the doctor, as in `doctor`. prompt_file: a file of prompts, for a server"""
 
     prompts: Sequence[Sequence[int]] | None = None
@@ -62,17 +62,17 @@ class Notes:
             return None
 
 
-def observe_engine(engine: EngineBase, ask: Ask, given: Given) -> Observed:
+def observe_engine(engine: EngineBase, ask: Ask, request: Request) -> Observed:
     """Observe an engine of fp8plan's. ask: the function that runs procedures on it"""
     notes, setup, state = Notes(), engine.launch.setup, engine.state
     last = getattr(engine, "observation", None)  # an AsyncRolloutEngine has none: it does not know its rollouts
-    sequences = engine.last_sequences if given.prompts is None else given.prompts
+    sequences = engine.last_sequences if request.prompts is None else request.prompts
     most = None if engine.llm is None else getattr(engine.llm, "llm_engine", engine.llm).model_config.max_logprobs
-    fields = _inside(ask, state, given, sequences, notes, most)
+    fields = _inside(ask, state, request, sequences, notes, most)
     return Observed(
         target=f"{type(engine).__name__} on {setup.gpu.name}",
         gpu=setup.gpu.name,
-        precision=given.precision or setup.precision.name,
+        precision=request.precision or setup.precision.name,
         measured_kernels=notes.of("measured_kernels", lambda: measured_kernels(setup.gpu.name, engine.facts)),
         preemptions=None if last is None else last.preemptions,
         requests=None if last is None else len(last.response_lengths),
@@ -84,19 +84,19 @@ def observe_engine(engine: EngineBase, ask: Ask, given: Given) -> Observed:
     )
 
 
-def observe_llm(llm: LLM, given: Given) -> Observed:
+def observe_llm(llm: LLM, request: Request) -> Observed:
     """Observe a plain vllm.LLM. Raises ConfigError while requests run."""
     notes, config = Notes(), llm.llm_engine.vllm_config
     state = SyncState(SyncSettings(), None, str(config.cache_config.cache_dtype).startswith("fp8"))
     state.longest_prompt, state.vocabulary = config.model_config.max_model_len - 1, config.model_config.get_vocab_size()
-    fields = _inside(asking_llm(llm), state, given, given.prompts or (), notes, config.model_config.max_logprobs)
+    fields = _inside(asking_llm(llm), state, request, request.prompts or (), notes, config.model_config.max_logprobs)
     counts = notes.of("preemptions", lambda: counts_of(llm))
     facts: Mapping[str, Any] = fields["ranks"][0] if fields["ranks"] else {}
-    gpu, kernels = measured_on(given, facts, notes)
+    gpu, kernels = measured_on(request, facts, notes)
     return Observed(
         target=f"vllm.LLM of {config.model_config.model}",
         gpu=gpu,
-        precision=given.precision,
+        precision=request.precision,
         measured_kernels=kernels,
         preemptions=None if counts is None else counts[0],
         requests=None if counts is None else counts[1],
@@ -106,7 +106,7 @@ def observe_llm(llm: LLM, given: Given) -> Observed:
 
 
 def _inside(
-    ask: Ask, state: SyncState, given: Given, sequences: Sequence[Sequence[int]], notes: Notes, most: int | None
+    ask: Ask, state: SyncState, request: Request, sequences: Sequence[Sequence[int]], notes: Notes, most: int | None
 ) -> dict[str, Any]:
     """The fields of an Observed from workers and requests.
 
@@ -116,23 +116,23 @@ def _inside(
 
     The cache comes first: all later requests fill it.
     """
-    for what, tokens in (("prompts", sequences), ("scored", [scored.tokens for scored in given.scored])):
+    for what, tokens in (("prompts", sequences), ("scored", [scored.tokens for scored in request.scored])):
         refuse_tokens(what, tokens, state.vocabulary, state.longest_prompt)
-    fields = observed_by_requests(ask, state, given, sequences, notes, most) if state.refusal is None else {}
+    fields = observed_by_requests(ask, state, request, sequences, notes, most) if state.refusal is None else {}
     ranks = notes.of("ranks", lambda: ask(rpc("fp8plan_facts"))) or []
     scales = notes.of("kv_scales", lambda: ask(rpc("fp8plan_kv_scales"))[0]) if state.fp8_kv and ranks else None
     runs = preset_of(ranks[0]) if ranks else None
     fields["ranks"], fields["runs"], fields["kv_scales"] = ranks, runs, scales
     fields["kernels"] = kernel_names(ranks[0], PRESETS[runs]) if runs else dict(ranks[0]["kernels"]) if ranks else None
     ours = state if state.expected is not None or state.prepared else None
-    fields["weights"] = notes.of("weights", lambda: ask(asking.weights_of_ranks(ours, given.weights)))
+    fields["weights"] = notes.of("weights", lambda: ask(asking.weights_of_ranks(ours, request.weights)))
     return fields
 
 
 def observed_by_requests(
     ask: Ask,
     state: SyncState,
-    given: Given,
+    request: Request,
     sequences: Sequence[Sequence[int]],
     notes: Notes,
     most: int | None = None,
@@ -149,8 +149,8 @@ def observed_by_requests(
             "no prompt is known that the engine has had; type: doctor(..., prompts=), --prompts FILE"
         )
     fields["decode"] = tell("decode", asking.decode_against_prefill(prompts))
-    if given.scored:
-        procedure = asking.temperatures(given.scored, given.temperature, most, state.vocabulary)
+    if request.scored:
+        procedure = asking.temperatures(request.scored, request.temperature, most, state.vocabulary)
         fields["temperatures"] = tell("temperatures", procedure)
     if state.fp8_kv and sequences:  # random tokens say nothing about scales
         fields["kv_amax"] = tell("kv_amax", asking.amax_of(prompts))
@@ -169,11 +169,13 @@ def _probes(sequences: Sequence[Sequence[int]], state: SyncState) -> list[list[i
     return random
 
 
-def measured_on(given: Given, facts: Mapping[str, Any], notes: Notes) -> tuple[str | None, Mapping[str, str] | None]:
+def measured_on(
+    request: Request, facts: Mapping[str, Any], notes: Notes
+) -> tuple[str | None, Mapping[str, str] | None]:
     """The GPU of the user, the engine or this machine, and the kernels of its profile."""
     device = facts.get("device")
     here = "auto" if device in (None, "cuda") else device
-    gpu = notes.of("measured_kernels", lambda: given.gpu or find_gpu(here).name)
+    gpu = notes.of("measured_kernels", lambda: request.gpu or find_gpu(here).name)
     return gpu, notes.of("measured_kernels", lambda: measured_kernels(gpu, facts))
 
 

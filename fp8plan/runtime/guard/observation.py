@@ -58,7 +58,8 @@ KNOWN_FOR: Final = {
 FINITE_OR_NONE: Final[Range] = (lambda x: abs(x) < inf, "a finite number, or None")
 RANGES: Final[dict[str, Range]] = {
     "seconds": (lambda x: 0 < x < inf, "a finite number above 0"),
-    **dict.fromkeys(("longest_step_s", "arrival_s", "host_slowdown", "kl_k3"), FINITE_OR_NONE),
+    **dict.fromkeys(("longest_step_s", "arrival_s", "host_slowdown"), FINITE_OR_NONE),
+    "kl_k3": (lambda x: abs(x) < inf, "a finite number (a nan comes from log-probs that hold nan or inf), or None"),
 }
 
 

@@ -239,7 +239,9 @@ class Sampling:
         """Each parameter that reshapes the distribution, in words -> the remedy."""
         neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         values = {name: getattr(self, name) for name in neutral}
-        shapes = {f"{name} {values[name]:g}": f"{name}={x}" for name, x in neutral.items() if values[name] != x}
+        shapes = {
+            f"{name} {values[name]:g}": f"{name}={none}" for name, none in neutral.items() if values[name] != none
+        }
         return shapes | ({"a logit_bias": "no logit_bias"} if self.logit_bias else {})
 
 
@@ -250,7 +252,7 @@ def _and(words: Iterable[str]) -> str:
 
 
 def _distance(neutral: float) -> Callable[[Any], float]:
-    """How far a positive factor is from `neutral`, as a ratio; 0 is farthest."""
+    """The distance of a positive factor from `neutral`, as a ratio; 0 is farthest."""
     return lambda value: abs(log(value / neutral)) if value else inf
 
 

@@ -119,8 +119,8 @@ def compared(
 
     from fp8plan.runtime.mismatch.measure import measure, pack
 
-    sides = (torch.cat([torch.as_tensor(row, dtype=torch.float32) for row in side]) for side in (train, rollout))
-    tokens = pack(*sides, lengths=[len(row) for row in rollout])
+    ours, theirs = (torch.cat([torch.as_tensor(row, dtype=torch.float32) for row in rows]) for rows in (train, rollout))
+    tokens = pack(ours, theirs, lengths=[len(row) for row in rollout])
     ratios = [row.numpy() for row in tokens.log_ratio.split(tokens.lengths.tolist())]
     figures = intervals(ratios, seed, prompts=prompts)
     return Probed(

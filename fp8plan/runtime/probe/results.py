@@ -92,13 +92,13 @@ def intervals(
     counts = np.random.default_rng(seed).multinomial(len(sums), np.full(len(sums), 1 / len(sums)), resamples)
     resampled = figures(counts @ sums)
     total = sums.sum(0)
-    found = {}
+    by_name = {}
     for name, value in figures(total).items():
         low, high = np.quantile(resampled[name], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
         if name in TAILS and value == 0:
             high = -np.log(1 - LEVEL) / total[0]
-        found[name] = Interval(float(value), float(low), float(high))
-    return found
+        by_name[name] = Interval(float(value), float(low), float(high))
+    return by_name
 
 
 def _by_prompt(sums: FloatArray, prompts: Sequence[Hashable] | None) -> FloatArray:

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.precision import PRESETS
-from fp8plan.runtime.doctor.observe import Given, Notes, measured_on, observed_by_requests
+from fp8plan.runtime.doctor.observe import Notes, Request, measured_on, observed_by_requests
 from fp8plan.runtime.doctor.observed import Observed
 from fp8plan.runtime.doctor.over_http import answers
 from fp8plan.runtime.doctor.over_http.client import CannotLook, Refused, Server, shown
@@ -39,13 +39,13 @@ class NotGenerating(CannotLook):
     """A server that answers a plain request with an error of its own (HTTP 500 and above)."""
 
 
-def observe_server(server: Server, given: Given) -> Observed:
+def observe_server(server: Server, request: Request) -> Observed:
     """Observe a server.
 
     Raises ConfigError for a server that cannot be looked at, and for a line of the prompt file that is no prompt.
     """
     model, notes = server.json("/v1/models", answers.Models).data[0], Notes()
-    sequences = (given.prompts or ()) if given.prompt_file is None else _tokens_of(server, given.prompt_file)
+    sequences = (request.prompts or ()) if request.prompt_file is None else _tokens_of(server, request.prompt_file)
     status = notes.of("status", lambda: server.json(STATUS, answers.Status)) or answers.Status()
     info = notes.of("server_info", lambda: server.json("/server_info?config_format=json", answers.Info))
     page = notes.of("preemptions", lambda: answers.samples(server.text("/metrics")))
@@ -62,16 +62,16 @@ def observe_server(server: Server, given: Given) -> Observed:
     refusal, heard = status.refusal, dict[str, Any]()
     if refusal is None:
         try:
-            heard = observed_by_requests(_answering(server, model.id), state, given, sequences, notes)
+            heard = observed_by_requests(_answering(server, model.id), state, request, sequences, notes)
         except NotGenerating as error:
             refusal = str(error)
     runs = preset_of(facts)
-    gpu, kernels = measured_on(given, facts, notes)
+    gpu, kernels = measured_on(request, facts, notes)
     names = None if "kernels" not in facts else kernel_names(facts, PRESETS[runs]) if runs else facts["kernels"]
     return Observed(
         target=f"{server.url}, {shown(model.id)}",
         gpu=gpu,
-        precision=given.precision or (status.precision if status.precision in PRESETS else None),
+        precision=request.precision or (status.precision if status.precision in PRESETS else None),
         runs=runs,
         ranks=[facts] if facts else [],
         kernels=names,
